@@ -1,0 +1,30 @@
+// Gather, residual add, RMSNorm and concat of K sources: every source row is read once from memory (the second pass
+// finds it in L1) and every concat row is written once. Engines run K norms and a cat.
+#include "norm_row.h"
+
+namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
+namespace {
+
+template <class T>
+void norm_concat_row(const NormConcat& op, int64_t i) {
+  T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
+  const float of_concat = op.norm == Norm::kConcat ? concat_rstd<T>(op, i) : 0.0f;
+  for (int64_t k = 0; k < op.num_chunks; ++k) {
+    const Chunk& chunk = op.chunks[k];
+    const int64_t row = source_row(chunk, i);
+    const float rstd = chunk_rstd<T>(op, chunk, row, of_concat);
+    T* columns = out + chunk.column;
+    norm_columns<T>(chunk, row, rstd, op.norm_offset, 0, chunk.width,
+                    [columns](int64_t h, Float value, auto span) { store(columns + h, value, span); });
+  }
+}
+
+}  // namespace
+
+void norm_concat(const NormConcat& op, int64_t row_begin, int64_t row_end) {
+  with_dtype(op.dtype, [&](auto type) {
+    for (int64_t i = row_begin; i < row_end; ++i) norm_concat_row<decltype(type)>(op, i);
+  });
+}
+
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA

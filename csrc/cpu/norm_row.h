@@ -1,0 +1,87 @@
+// One row of one chunk: where it lies, its statistic, its normed value. Shared by norm_concat and norm_concat_linear.
+#pragma once
+
+#include "simd.h"
+
+namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
+namespace {
+
+inline float rsqrt_mean(float sum_squares, int64_t width, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_squares / static_cast<float>(width) + eps);
+}
+
+// The source row that output row i reads, or -1 for a zero row.
+inline int64_t source_row(const Chunk& chunk, int64_t i) {
+  int64_t row = i;
+  if (chunk.index.data != nullptr) {
+    row = chunk.index.is_int64 ? static_cast<const int64_t*>(chunk.index.data)[i]
+                               : static_cast<const int32_t*>(chunk.index.data)[i];
+  }
+  return row >= 0 && row < chunk.rows ? row : -1;
+}
+
+// round_to_dtype(x + residual), from fp32.
+template <class T>
+struct RowValue {
+  const T* x;
+  const T* residual;
+
+  RowValue(const Chunk& chunk, int64_t row)
+      : x(static_cast<const T*>(chunk.x) + row * chunk.x_row_stride),
+        residual(chunk.residual == nullptr
+                     ? nullptr
+                     : static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride) {}
+
+  template <class Span>
+  Float operator()(int64_t i, Span span) const {
+    if (residual == nullptr) return load(x + i, span);
+    return round_to(load(x + i, span) + load(residual + i, span), T{});
+  }
+};
+
+template <class T>
+inline float row_sum_squares(const Chunk& chunk, int64_t row) {
+  if (row < 0) return 0.0f;
+  if (chunk.sum_squares != nullptr) return chunk.sum_squares[row * chunk.sum_squares_row_stride];
+  return sum_of_squares(chunk.width, RowValue<T>(chunk, row));
+}
+
+// The rstd of output row i under kConcat: one statistic over all chunks, where a zero row adds nothing.
+template <class T>
+inline float concat_rstd(const NormConcat& op, int64_t i) {
+  float sum = 0.0f;
+  for (int64_t k = 0; k < op.num_chunks; ++k) {
+    sum += row_sum_squares<T>(op.chunks[k], source_row(op.chunks[k], i));
+  }
+  return rsqrt_mean(sum, op.width, op.chunks[0].eps);
+}
+
+// The rstd that a row of `chunk` is scaled with. `of_concat` is concat_rstd of the row, read under kConcat only.
+template <class T>
+inline float chunk_rstd(const NormConcat& op, const Chunk& chunk, int64_t row, float of_concat) {
+  if (op.norm == Norm::kNone) return 1.0f;
+  if (op.norm == Norm::kConcat) return of_concat;
+  return rsqrt_mean(row_sum_squares<T>(chunk, row), chunk.width, chunk.eps);
+}
+
+// Columns [begin, end) of a chunk's normed row, given to write(column - begin, value, span) before the rounding.
+template <class T, class Write>
+inline void norm_columns(const Chunk& chunk, int64_t row, float rstd, float norm_offset, int64_t begin, int64_t end,
+                         Write write) {
+  if (row < 0) {
+    for_each_vector(end - begin, [&](int64_t i, auto span) { write(i, Float{}, span); });
+    return;
+  }
+  const RowValue<T> value(chunk, row);
+  if (chunk.gain.data == nullptr) {
+    for_each_vector(end - begin, [&](int64_t i, auto span) { write(i, value(begin + i, span) * rstd, span); });
+    return;
+  }
+  for_each_vector(end - begin, [&](int64_t i, auto span) {
+    const Float gain = norm_offset + load_vector<T>(chunk.gain, begin + i, span);
+    write(i, value(begin + i, span) * rstd * gain, span);
+  });
+}
+
+}  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA

@@ -1,0 +1,203 @@
+// One vector of fp32 lanes, in the vector extensions of GCC and Clang: the source is written once, and each instruction
+// set is this source compiled with other flags. Intrinsics appear only where the extensions have no word for it.
+//
+// Everything is in the instruction set's namespace and anonymous besides: an inline function shared between
+// translation units of different flags is merged by the linker, and the copy it keeps may be the AVX-512 one.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+
+constexpr int64_t kCacheLine = 64;
+
+typedef float Float __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UInt __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t UShort __attribute__((vector_size(2 * kLanes)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline UInt choose(UInt condition, UInt yes, UInt no) { return (condition & yes) | (~condition & no); }
+
+inline Float widen(UShort bits, BFloat16) { return (Float)(__builtin_convertvector(bits, UInt) << 16); }
+
+// Round to nearest even on the integer bits. vcvtneps2bf16 is one instruction instead of six, but flushes denormals.
+inline UShort narrow(Float value, BFloat16) {
+  const UInt bits = (UInt)value;
+  const UInt rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(choose((UInt)(value != value), UInt{} + 0x7fc0, rounded), UShort);
+}
+
+#if defined(__AVX512F__)
+inline Float widen(UShort bits, Float16) { return (Float)_mm512_cvtph_ps((__m256i)bits); }
+inline UShort narrow(Float value, Float16) {
+  return (UShort)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(__AVX2__)
+inline Float widen(UShort bits, Float16) { return (Float)_mm256_cvtph_ps((__m128i)bits); }
+inline UShort narrow(Float value, Float16) {
+  return (UShort)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#else
+// Shifted to the place of the fp32 fields, an fp16 number is 2^112 too small; the multiplication also normalises
+// denormals.
+inline Float widen(UShort bits, Float16) {
+  const UInt wide = __builtin_convertvector(bits, UInt);
+  const UInt magnitude = wide & 0x7fff;
+  const UInt finite = (UInt)((Float)(magnitude << 13) * 0x1p112f);
+  const UInt special = (UInt)(magnitude >= 0x7c00) & 0x7f800000;
+  return (Float)((finite | special) | ((wide & 0x8000) << 16));
+}
+
+// Adding a power of two 2^13 ulps of the fp16 result above the value makes the fp32 addition do the rounding: `magic`
+// has the exponent of the value (at least that of the smallest normal fp16) plus 13.
+inline UShort narrow(Float value, Float16) {
+  const UInt bits = (UInt)value;
+  const UInt magnitude = bits & 0x7fffffff;
+  const UInt exponent = magnitude & 0x7f800000;
+  const UInt smallest = UInt{} + 0x38800000;
+  const UInt magic = choose((UInt)(exponent > smallest), exponent, smallest) + 0x06800000;
+  const UInt sum = (UInt)((Float)magnitude + (Float)magic);
+  const UInt finite = (((magic - 0x3f000000) >> 13) & 0x7c00) + (sum & 0xfff);
+  const UInt overflow = (UInt)(magnitude >= 0x477ff000);
+  const UInt nan = (UInt)(magnitude > 0x7f800000);
+  const UInt result = choose(nan, UInt{} + 0x7e00, choose(overflow, UInt{} + 0x7c00, finite));
+  return __builtin_convertvector(result | ((bits >> 16) & 0x8000), UShort);
+}
+#endif
+
+// How much of a vector a load or store covers: all of it, or the first `count` lanes (the end of a row).
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+template <class Lanes>
+inline Lanes load_lanes(const void* p, Whole) {
+  Lanes lanes;
+  __builtin_memcpy(&lanes, p, sizeof lanes);
+  return lanes;
+}
+template <class Lanes>
+inline Lanes load_lanes(const void* p, Part part) {
+  Lanes lanes{};
+  __builtin_memcpy(&lanes, p, part.count * (sizeof lanes / kLanes));
+  return lanes;
+}
+template <class Lanes>
+inline void store_lanes(void* p, Lanes lanes, Whole) {
+  __builtin_memcpy(p, &lanes, sizeof lanes);
+}
+template <class Lanes>
+inline void store_lanes(void* p, Lanes lanes, Part part) {
+  __builtin_memcpy(p, &lanes, part.count * (sizeof lanes / kLanes));
+}
+
+// Lanes that a Part leaves out read as zero.
+template <class Span>
+inline Float load(const float* p, Span span) {
+  return load_lanes<Float>(p, span);
+}
+template <class T, class Span>
+inline Float load(const T* p, Span span) {
+  return widen(load_lanes<UShort>(p, span), T{});
+}
+
+template <class Span>
+inline void store(float* p, Float value, Span span) {
+  store_lanes(p, value, span);
+}
+template <class T, class Span>
+inline void store(T* p, Float value, Span span) {
+  store_lanes(p, narrow(value, T{}), span);
+}
+
+inline Float round_to(Float value, float) { return value; }
+template <class T>
+inline Float round_to(Float value, T) {
+  return widen(narrow(value, T{}), T{});
+}
+
+// The sum of the lanes, always as the same tree.
+inline float sum_lanes(Float value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)value);
+#else
+  float lanes[kLanes];
+  __builtin_memcpy(lanes, &value, sizeof lanes);
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+#endif
+}
+
+// f(begin, span) over a row of `width` elements.
+template <class F>
+inline void for_each_vector(int64_t width, F f) {
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) f(i, Whole{});
+  if (i < width) f(i, Part{width - i});
+}
+
+// The sum of the squares of f(begin, span). Four accumulators, because one would wait 4 cycles for each FMA.
+template <class F>
+inline float sum_of_squares(int64_t width, F f) {
+  Float sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
+    for (int64_t j = 0; j < 4; ++j) {
+      const Float value = f(i + j * kLanes, Whole{});
+      sums[j] += value * value;
+    }
+  }
+  for (; i + kLanes <= width; i += kLanes) {
+    const Float value = f(i, Whole{});
+    sums[0] += value * value;
+  }
+  if (i < width) {
+    const Float value = f(i, Part{width - i});
+    sums[1] += value * value;
+  }
+  return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// f(T{}) for the element type T that dtype names.
+template <class F>
+inline void with_dtype(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kFloat32: return f(float{});
+    case DType::kBFloat16: return f(BFloat16{});
+    case DType::kFloat16: return f(Float16{});
+  }
+}
+
+// A gain or bias in T or fp32.
+template <class T, class Span>
+inline Float load_vector(const Vector& vector, int64_t i, Span span) {
+  if (vector.dtype == DType::kFloat32) return load(static_cast<const float*>(vector.data) + i, span);
+  return load(static_cast<const T*>(vector.data) + i, span);
+}
+
+}  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA

@@ -1,0 +1,118 @@
+"""Argument checks and the one place that words an error: `op: argument is got, expected ..., because ...`.
+
+TypeError for types and dtypes, ValueError for shapes and values, RuntimeError for state. Every check runs before the
+first write, so a call that raises leaves `out` and every buffer as they were.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def error(kind: type[Exception], op: str, got: str, expected: str, because: str = "") -> Exception:
+    """Build the exception; `got` starts with the argument: `weight has shape (4, 8)`."""
+    return kind(f"{op}: {got}, expected {expected}" + (f", because {because}" if because else ""))
+
+
+def shape_error(op: str, name: str, tensor: Tensor, expected: str, because: str = "") -> Exception:
+    return error(ValueError, op, f"{name} has shape {tuple(tensor.shape)}", expected, because)
+
+
+def check_tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", "a torch.Tensor")
+
+
+def check_dtype(op: str, name: str, tensor: Tensor, allowed: Iterable[torch.dtype], because: str = "") -> None:
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(dtype) for dtype in allowed)
+        raise error(TypeError, op, f"{name} has dtype {tensor.dtype}", names, because)
+
+
+def check_device(op: str, name: str, tensor: Tensor, device: torch.device, like: str) -> None:
+    if tensor.device != device:
+        raise error(ValueError, op, f"{name} is on {tensor.device}", str(device), f"{like} is there")
+
+
+def check_last_dim_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise error(ValueError, op, f"{name} has strides {tensor.stride()}", "a last stride of 1")
+
+
+def check_operand(op: str, name: str, tensor: object, like: Tensor, like_name: str, fp32_too: bool = False) -> None:
+    """A tensor of the op's dtype (or fp32 where that is allowed too), on its device, last dimension contiguous."""
+    check_tensor(op, name, tensor)
+    allowed = (like.dtype, torch.float32) if fp32_too and like.dtype != torch.float32 else (like.dtype,)
+    if tensor.dtype not in allowed:
+        check_dtype(op, name, tensor, allowed, f"{like_name} has dtype {like.dtype}")
+    if tensor.device != like.device:
+        check_device(op, name, tensor, like.device, like_name)
+    check_last_dim_contiguous(op, name, tensor)
+
+
+def check_rows(op: str, name: str, tensor: object) -> None:
+    """Rows of a supported dtype: [T, H], or one row [H]."""
+    check_tensor(op, name, tensor)
+    check_dtype(op, name, tensor, DTYPES)
+    if tensor.dim() not in (1, 2):
+        raise shape_error(op, name, tensor, "[T, H] or [H]")
+    check_last_dim_contiguous(op, name, tensor)
+
+
+def check_like(op: str, name: str, tensor: object, like: Tensor, like_name: str) -> None:
+    """A tensor of the dtype, device and shape of another."""
+    check_operand(op, name, tensor, like, like_name)
+    if tensor.shape != like.shape:
+        raise shape_error(op, name, tensor, str(tuple(like.shape)), f"{like_name} has that shape")
+
+
+def check_vector(op: str, name: str, tensor: object, length: int, meaning: str, like: Tensor, like_name: str) -> None:
+    """A [length] vector of the op's dtype or fp32: a gain or a bias."""
+    check_operand(op, name, tensor, like, like_name, fp32_too=True)
+    if tuple(tensor.shape) != (length,):
+        raise shape_error(op, name, tensor, f"({length},) = ({meaning},)")
+
+
+def check_inference(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Refuse to break a training graph silently: no op here has a backward."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise error(
+            RuntimeError,
+            op,
+            "an input requires grad",
+            "inputs without grad or a call under torch.no_grad()",
+            "the op is inference only and would cut the gradient",
+        )
+
+
+def check_no_overlap(op: str, name: str, written: Tensor, reads: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuse an output that shares memory with an input. Slots of one packed buffer interleave and are fine."""
+    for read_name, read in reads:
+        if read is not None and _overlap(written, read):
+            raise error(
+                ValueError, op, f"{name} overlaps {read_name}", "disjoint memory", "rows are written while others are read"
+            )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    a_begin, b_begin = a.data_ptr(), b.data_ptr()
+    a_end, b_end = a_begin + _extent(a), b_begin + _extent(b)
+    if a_end <= b_begin or b_end <= a_begin:
+        return False
+    a_row, b_row = a.shape[-1] * a.element_size(), b.shape[-1] * b.element_size()
+    pitch = a.stride(0) * a.element_size() if a.dim() == 2 else 0
+    if a.dim() == b.dim() == 2 and pitch >= max(a_row, b_row) and b.stride(0) * b.element_size() == pitch:
+        # Rows of one pitch: they touch iff their column intervals do, modulo the pitch.
+        distance = (b_begin - a_begin) % pitch
+        return distance < a_row or distance + b_row > pitch
+    return True
+
+
+def _extent(tensor: Tensor) -> int:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span * tensor.element_size()

@@ -1,0 +1,287 @@
+"""What a drafter's config says about its input stage: which layers of the target it reads, and how it projects them.
+
+Layers are named by boundaries: boundary 0 is the embedding output, boundary i the residual stream after layers
+0..i-1 (hidden + residual, rounded once, before the next norm), boundary N the stream after the last layer, before
+the final norm. Checkpoints write them in several encodings; a wrong one costs acceptance and raises nothing
+(1.2 % against 58.9 % of drafts accepted, vllm#50170).
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from . import checks
+
+
+def _output_ids(layer_ids: Sequence[int], num_layers: int) -> int:
+    return 1
+
+
+def _boundary_ids(layer_ids: Sequence[int], num_layers: int) -> int:
+    return 0
+
+
+def _output_ids_iff_first_is_one(layer_ids: Sequence[int], num_layers: int) -> int:
+    # SpecForge's DeepSeek drafts say [1, 29, 57], its Kimi drafts [2, 30, 58], for the same boundaries (sglang#25454).
+    return int(layer_ids[0] == 1)
+
+
+def _boundary_ids_iff_last_is_n(layer_ids: Sequence[int], num_layers: int) -> int:
+    # An output id N cannot exist, so a list that reaches N names boundaries (nvidia/gpt-oss-120b-Eagle3-v3).
+    return int(max(layer_ids) != num_layers)
+
+
+_Rule = Callable[[Sequence[int], int], int]
+
+# boundary = id + rule(ids, N). Source: `set_eagle3_layers_to_capture` of SGLang 0.5.23, of the model's class or the one
+# it inherits from; a composite model type stands beside its text model's, to which it delegates.
+_EAGLE3_RULES: dict[_Rule, str] = {
+    _output_ids: """
+        apertus bailing_moe exaone_moe gemma3 gemma3_text gemma4 gemma4_text glm4_moe glm5_next glm5_next_text llama
+        llama4 llama4_text longcat_flash minimax_m2 minimax_m3 minimax_m3_vl minimax_m3_vl_text mistral phi3 qwen2
+        qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
+        qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text
+    """,
+    _output_ids_iff_first_is_one: "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 kimi_k25",
+    _boundary_ids_iff_last_is_n: "gpt_oss",
+}
+_RULE_OF_MODEL_TYPE = {model_type: rule for rule, names in _EAGLE3_RULES.items() for model_type in names.split()}
+_RULE_OF_MEANING = {"output": _output_ids, "boundary": _boundary_ids}
+_ALGORITHMS = ("eagle3", "dflash")
+
+
+def capture_layers(
+    model_type: str,
+    num_layers: int,
+    layer_ids: Sequence[int] | None = None,
+    *,
+    algorithm: str = "eagle3",
+    layer_ids_mean: str | None = None,
+) -> list[int]:
+    """boundaries = sorted(id + shift for id in layer_ids), the shift by the encoding of the checkpoint.
+
+    shift 1 for most model types (ids name layer outputs); DeepSeek V2/V3, Kimi K2, GLM-4-MoE-lite: 1 iff the first id
+    is 1; gpt-oss: 0 iff max(ids) = N; DFlash: 1. Without ids: [2, N // 2, N - 3], which are boundaries.
+
+    Args:
+        model_type: `model_type` of the target's Hugging Face config (of the whole model or of its text part).
+        num_layers: N, the target's number of decoder layers.
+        layer_ids: as the drafter's checkpoint writes them, or None for the default.
+        algorithm: "eagle3" or "dflash".
+        layer_ids_mean: "output" or "boundary" overrides the table; `Eagle3Config.layer_ids_mean` says what the
+            drafter's format implies. The default list stays as it is.
+
+    Returns:
+        Ascending boundaries: the order in which the target reaches them and `fc` expects them.
+
+    Raises:
+        TypeError: `num_layers` or an id is not an int.
+        ValueError: an unknown name, an empty list, duplicates, a boundary outside [0, N], DFlash without ids, or a
+            target too shallow for the default (N < 7).
+
+    Source: SGLang 0.5.23 `set_eagle3_layers_to_capture` / `set_dflash_layers_to_capture`. vLLM 0.33 reads EAGLE-3 ids
+    of every model as boundaries: pass layer_ids_mean="boundary" for a drafter trained against it.
+    """
+    op = "capture_layers"
+    num_layers = _check_int(op, "num_layers", num_layers)
+    rule = _capture_rule(op, model_type, algorithm, layer_ids_mean)
+    if layer_ids is None:
+        if algorithm == "dflash":
+            raise checks.error(ValueError, op, "layer_ids is None", "a list", "DFlash has no default layers")
+        # SGLang's minimax_m3_vl alone shifts this default by one; vLLM and every other model take it as boundaries.
+        layer_ids, rule = [2, num_layers // 2, num_layers - 3], _boundary_ids
+    layer_ids = [_check_int(op, f"layer_ids[{i}]", layer_id) for i, layer_id in enumerate(layer_ids)]
+    if not layer_ids:
+        raise checks.error(ValueError, op, "layer_ids is []", "at least one id, or None for the default")
+    shift = rule(layer_ids, num_layers)
+    boundaries = sorted(layer_id + shift for layer_id in layer_ids)
+    got = f"layer_ids is {layer_ids}"
+    because = f"with N = {num_layers} layers they mean the boundaries {boundaries}"
+    if len(set(boundaries)) < len(boundaries):
+        raise checks.error(ValueError, op, got, "distinct ids", because)
+    if boundaries[0] < 0 or boundaries[-1] > num_layers:
+        raise checks.error(ValueError, op, got, f"boundaries in [0, {num_layers}]", because)
+    return boundaries
+
+
+def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str | None) -> _Rule:
+    if algorithm not in _ALGORITHMS:
+        raise checks.error(ValueError, op, f"algorithm is {algorithm!r}", " or ".join(map(repr, _ALGORITHMS)))
+    if layer_ids_mean is not None:
+        if layer_ids_mean not in _RULE_OF_MEANING:
+            expected = " or ".join(map(repr, _RULE_OF_MEANING))
+            raise checks.error(ValueError, op, f"layer_ids_mean is {layer_ids_mean!r}", f"None, {expected}")
+        return _RULE_OF_MEANING[layer_ids_mean]
+    if model_type not in _RULE_OF_MODEL_TYPE:
+        raise checks.error(
+            ValueError,
+            op,
+            f"model_type is {model_type!r}",
+            f"one of {sorted(_RULE_OF_MODEL_TYPE)}",
+            "what the ids mean depends on it; for another target pass boundaries and layer_ids_mean='boundary'",
+        )
+    return _output_ids if algorithm == "dflash" else _RULE_OF_MODEL_TYPE[model_type]
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The input stage of an EAGLE-3 drafter: y = fc(norm(cat of K captured layers)), K*H -> D.
+
+    num_chunks: K.  target_hidden_size: H, the width of one source.  hidden_size: D, the drafter's width.
+    chunk_norm, concat_norm: one RMSNorm per chunk; one over all K*H. Both may hold, concat first (SGLang 0.5.23
+        `llama_eagle3`). The gain is w, never 1 + w, whatever the target uses.
+    eps: of every norm of the drafter.  bias: `fc` has one.
+    projection: False where the drafter reads the last hidden state as it is (`use_aux_hidden_state` false).
+    norm_output: the drafter feeds its normed output to its next step, not the pre-norm sum.
+    norm_before_residual: the first layer's residual is the normed hidden state.
+    layer_ids: as the checkpoint writes them, None for the default; `layer_ids_mean` goes to `capture_layers`:
+        "boundary" where the format fixes that, None where the target's model type decides.
+    draft_vocab_size: rows of the drafter's head; `vocab_size` where the config gives none.
+    """
+
+    num_chunks: int
+    target_hidden_size: int
+    hidden_size: int
+    chunk_norm: bool = False
+    concat_norm: bool = False
+    eps: float = 1e-6
+    bias: bool = False
+    projection: bool = True
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    layer_ids: tuple[int, ...] | None = None
+    layer_ids_mean: str | None = None
+    vocab_size: int | None = None
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        op = "Eagle3Config"
+        for name in ("num_chunks", "target_hidden_size", "hidden_size"):
+            value = _check_int(op, name, getattr(self, name))
+            if value < 1:
+                raise checks.error(ValueError, op, f"{name} is {value}", "at least 1")
+        if self.layer_ids is not None and len(self.layer_ids) != self.num_chunks:
+            raise checks.error(
+                ValueError, op, f"layer_ids is {self.layer_ids}", f"{self.num_chunks} ids", "num_chunks says so"
+            )
+
+    @classmethod
+    def from_hf(cls, config: object) -> "Eagle3Config":
+        """Read a drafter's Hugging Face config in the format of SGLang, vLLM, SpecForge or speculators.
+
+        A field may stand at the top level, in `eagle_config` or in `transformer_layer_config` (speculators); where it
+        stands twice the values must agree. None and an empty id list count as absent.
+
+        K = num_aux_hidden_states, else the length of the layer-id list, else 3; 1 where `use_aux_hidden_state` is
+        false. chunk_norm = fc_norm or use_aux_norm (its old name); concat_norm = norm_before_fc. target_hidden_size
+        defaults to hidden_size, eps to 1e-6 (LlamaConfig's), norm_before_residual to True for speculators' eagle3 and
+        else to False. Layer ids of speculators and of `eagle_config.layer_ids` are boundaries.
+
+        Args:
+            config: a dict (parsed config.json) or any object with those attributes (`PretrainedConfig`).
+
+        Raises:
+            TypeError: neither a dict nor an object with attributes, or a count or id that is not an int.
+            ValueError: `hidden_size` is missing, a field stands twice with different values, sources disagree on K
+                (the message names both and their values), or speculators_model_type is not EAGLE-3.
+
+        Source: SGLang 0.5.23 and vLLM 0.33 `llama_eagle3`, vLLM's `speculators/algos.py`; the engines differ in where
+        they look (vLLM's two runners too), so each silently takes a default where another reads a value.
+        """
+        if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
+            raise checks.error(
+                TypeError, _FROM_HF, f"config is a {type(config).__name__}", "a dict or a Hugging Face config object"
+            )
+        speculators = _get(config, "speculators_model_type")
+        if speculators not in (None, "eagle3", "peagle"):
+            raise checks.error(
+                ValueError, _FROM_HF, f"speculators_model_type is {speculators!r}", "'eagle3' or 'peagle'"
+            )
+        hidden_size = _one(config, "hidden_size")
+        if hidden_size is None:
+            raise checks.error(ValueError, _FROM_HF, "hidden_size is missing", "the drafter's width")
+        layer_ids = _one(config, *_LAYER_IDS)
+        vocab_size = _one(config, "vocab_size")
+        return cls(
+            num_chunks=_num_chunks(config),
+            target_hidden_size=_one(config, "target_hidden_size", default=hidden_size),
+            hidden_size=hidden_size,
+            chunk_norm=bool(_one(config, "fc_norm") or _one(config, "use_aux_norm")),
+            concat_norm=bool(_one(config, "norm_before_fc")),
+            eps=float(_one(config, "rms_norm_eps", default=1e-6)),
+            bias=bool(_one(config, "bias")),
+            projection=bool(_one(config, "use_aux_hidden_state", default=True)),
+            norm_output=bool(_one(config, "norm_output")),
+            norm_before_residual=bool(_one(config, "norm_before_residual", default=speculators == "eagle3")),
+            layer_ids=layer_ids,
+            layer_ids_mean="boundary" if layer_ids is not None and _ids_are_boundaries(config) else None,
+            vocab_size=vocab_size,
+            draft_vocab_size=_one(config, "draft_vocab_size", default=vocab_size),
+        )
+
+
+_FROM_HF = "Eagle3Config.from_hf"
+_PLACES = ("", "eagle_config", "transformer_layer_config")
+# The second is what vLLM's V2 runner reads in `eagle_config`.
+_LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "layer_ids")
+
+
+def _num_chunks(config: object) -> int:
+    """K, from every source that states it, in order of precedence."""
+    sources = {f"{name} is {k}": k for name, k in _find(config, "num_aux_hidden_states", "num_aux_layers").items()}
+    sources |= {f"{name} is {list(ids)}": len(ids) for name, ids in _find(config, *_LAYER_IDS).items()}
+    if _one(config, "use_aux_hidden_state", default=True) is False:
+        sources["use_aux_hidden_state is False"] = 1
+    if not sources:
+        return 3
+    (first, num_chunks), *others = sources.items()
+    for other, k in others:
+        if k != num_chunks:
+            raise checks.error(ValueError, _FROM_HF, other, f"K = {num_chunks} chunks", first)
+    return num_chunks
+
+
+def _ids_are_boundaries(config: object) -> bool:
+    # Speculators trains on vLLM's captures and writes vLLM's ids: [2, N // 2, N - 3] for its default. vLLM's own
+    # SpeculatorsConfig drops speculators_model_type, but keeps a model_type of its own.
+    if _get(config, "speculators_model_type") or _get(config, "model_type") == "speculators":
+        return True
+    return all(name.endswith(".layer_ids") for name in _find(config, *_LAYER_IDS))
+
+
+def _one(config: object, *keys: str, default: object = None) -> object:
+    """The value of a field wherever it stands; raises where two places disagree."""
+    found = _find(config, *keys)
+    if not found:
+        return default
+    (first, value), *others = found.items()
+    for name, other in others:
+        if other != value:
+            raise checks.error(ValueError, _FROM_HF, f"{name} is {other}", f"{value}", f"{first} says so")
+    return value
+
+
+def _find(config: object, *keys: str) -> dict[str, object]:
+    """Every place that states one of `keys`, by dotted name; None and empty lists state nothing."""
+    found = {}
+    for place in _PLACES:
+        section = _get(config, place) if place else config
+        for key in keys:
+            name = f"{place}.{key}" if place else key
+            value = _get(section, key)
+            if isinstance(value, list | tuple):
+                value = tuple(_check_int(_FROM_HF, f"{name}[{i}]", item) for i, item in enumerate(value)) or None
+            if value is not None:
+                found[name] = value
+    return found
+
+
+def _get(section: object, key: str) -> object:
+    return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
+
+
+def _check_int(op: str, name: str, value: object) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise checks.error(TypeError, op, f"{name} is a {type(value).__name__}", "an int") from None

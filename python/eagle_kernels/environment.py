@@ -1,0 +1,43 @@
+"""The environment variables of the package, read here and nowhere else.
+
+| variable | values | meaning |
+|---|---|---|
+| EAGLE_KERNELS_BACKEND | auto, cuda, triton, cpu, reference | force one backend; an unusable choice is an error |
+| EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
+| EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the instruction set of the CPU kernels |
+
+The build reads two more, in `setup.py`: EAGLE_KERNELS_BUILD and EAGLE_KERNELS_CUDA_ARCHS.
+"""
+
+import os
+from dataclasses import dataclass
+
+BACKENDS = ("cuda", "triton", "cpu", "reference")
+CPU_ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asked for; None means the package chooses."""
+
+    backend: str | None
+    batch_invariant: bool
+    cpu_isa: str | None
+
+
+def _choice(name: str, choices: tuple[str, ...]) -> str | None:
+    value = os.environ.get(name, "auto").lower()
+    if value in ("", "auto"):
+        return None
+    if value not in choices:
+        raise ValueError(f"eagle_kernels: {name} is {value!r}, expected one of {('auto', *choices)}")
+    return value
+
+
+def read_settings() -> Settings:
+    """Read the environment now; importing the package does this once."""
+    return Settings(
+        backend=_choice("EAGLE_KERNELS_BACKEND", BACKENDS),
+        batch_invariant=_choice("EAGLE_KERNELS_BATCH_INVARIANT", ("0", "1")) == "1",
+        cpu_isa=_choice("EAGLE_KERNELS_CPU_ISA", CPU_ISAS),
+    )

@@ -1,0 +1,118 @@
+"""Shapes of real targets and of their drafters' input stages, from `shapes.json`: benchmark presets and test cases."""
+
+import functools
+import importlib.resources
+import json
+from dataclasses import dataclass
+
+from . import checks
+
+
+@dataclass(frozen=True)
+class InputStage:
+    """One input stage: K chunks of width H, RMSNorm with gain norm_offset + w, projected to width D.
+
+    kind: "eagle3" (and its variants "eagle3_narrow", "eagle3_v3"), "first_layer_qkv", "dflash" or "mtp".
+    norm: "chunk", "concat" or "none", as in `norm_concat_linear`; post_norm: an RMSNorm of the result follows (DFlash).
+    layer_ids: as the checkpoint writes them; boundaries: what they mean. None where not known.
+    """
+
+    kind: str
+    K: int
+    H: int
+    D: int
+    eps: float
+    norm_offset: float
+    norm: str
+    post_norm: bool
+    layer_ids: tuple[int, ...] | None
+    boundaries: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A target and the input stages of its drafters. eps and norm_offset are those of the target's own norms.
+
+    certain: False where the facts do not come from the model's own config. num_layers: None where not known.
+    """
+
+    name: str
+    target_hidden_size: int
+    num_layers: int | None
+    vocab_size: int
+    eps: float
+    norm_offset: float
+    certain: bool
+    stages: tuple[InputStage, ...]
+
+    def stage(self, kind: str) -> InputStage:
+        """The stage of this kind; ValueError names those there are."""
+        for stage in self.stages:
+            if stage.kind == kind:
+                return stage
+        raise checks.error(
+            ValueError, "ModelShape.stage", f"kind is {kind!r}", f"one of {[stage.kind for stage in self.stages]}"
+        )
+
+
+@functools.cache
+def model_shapes() -> dict[str, ModelShape]:
+    """Every preset by name, in the order of `shapes.json`."""
+    text = importlib.resources.files(__package__).joinpath("shapes.json").read_text(encoding="utf-8")
+    return {model["name"]: _model_shape(model) for model in json.loads(text)["models"]}
+
+
+def _model_shape(model: dict) -> ModelShape:
+    entries = {kind: entry for kind, entry in model.items() if kind == "mtp" or kind.startswith(("eagle3", "dflash"))}
+    stages = [_input_stage(kind, entry, model) for kind, entry in entries.items()]
+    for entry in entries.values():
+        if "first_layer_qkv" in entry:
+            stages.append(_first_layer_stage(entry, model))
+    return ModelShape(
+        name=model["name"],
+        target_hidden_size=model["target_hidden_size"],
+        num_layers=model["num_layers"],
+        vocab_size=model["vocab_size"],
+        eps=model["rms_norm_eps"],
+        norm_offset=model["norm_offset"],
+        certain=model.get("certain", True),
+        stages=tuple(stages),
+    )
+
+
+def _input_stage(kind: str, entry: dict, model: dict) -> InputStage:
+    chunk_norm = kind == "mtp" or entry.get("fc_norm", False)
+    concat_norm = entry.get("norm_before_fc", False)
+    return InputStage(
+        kind=kind,
+        K=entry["num_chunks"],
+        H=model["target_hidden_size"],
+        D=entry.get("draft_hidden_size", model["target_hidden_size"]),
+        eps=model["rms_norm_eps"],
+        # EAGLE-3 and DFlash drafters have plain norms even for a (1 + w) target; MTP layers are the target's own.
+        norm_offset=entry.get("norm_offset", 0.0),
+        norm="chunk" if chunk_norm else "concat" if concat_norm else "none",
+        post_norm=kind == "dflash",
+        layer_ids=_ids(entry, "layer_ids"),
+        boundaries=_ids(entry, "boundaries"),
+    )
+
+
+def _first_layer_stage(entry: dict, model: dict) -> InputStage:
+    """qkv_proj over the normed embedding and the normed projection: K = 2 sources of the draft width."""
+    return InputStage(
+        kind="first_layer_qkv",
+        K=entry["first_layer_qkv"]["num_chunks"],
+        H=entry["draft_hidden_size"],
+        D=entry["first_layer_qkv"]["out"],
+        eps=model["rms_norm_eps"],
+        norm_offset=0.0,
+        norm="chunk",
+        post_norm=False,
+        layer_ids=None,
+        boundaries=None,
+    )
+
+
+def _ids(entry: dict, key: str) -> tuple[int, ...] | None:
+    return tuple(entry[key]) if key in entry else None

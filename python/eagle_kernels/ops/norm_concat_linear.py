@@ -1,0 +1,248 @@
+"""norm_concat_linear: gather, norm and project K sources in one pass, the input stage of a drafter.
+
+    x[i]   = round(concat_k(value_k[i] * rstd_k[i] * (norm_offset + gain_k)))        (the terms: `ops/sources.py`)
+    out[i] = round(post_norm(x[i] @ weight^T + bias))
+
+Replaces `cat` + K norms + `cat` + `fc` of EAGLE-3 (SGLang 0.5.23 `llama_eagle3`, vLLM 0.33 `combine_hidden_states`),
+and enorm + hnorm + `cat` + `eh_proj` of MTP / NextN. Sums are fp32; the bias and the post norm see them unrounded.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks
+from .. import plan as plans
+from ..library import register
+from ..plan import Plan
+from .norm_concat import ARGUMENTS, check_out
+from .sources import NORMS, Sources, check_no_overlap, formula, output_rows, total_width
+
+OP = "norm_concat_linear"
+
+
+def norm_concat_linear(
+    chunks: Sequence[Tensor] | Tensor,
+    weight: Tensor,
+    *,
+    norm: str = "chunk",
+    norm_weight: Sequence[Tensor] | Tensor | None = None,
+    eps: float | Sequence[float] = 1e-6,
+    norm_offset: float = 0.0,
+    residuals: Sequence[Tensor | None] | Tensor | None = None,
+    indices: Sequence[Tensor | None] | Tensor | None = None,
+    bias: Tensor | None = None,
+    post_norm_weight: Tensor | None = None,
+    sum_squares: Tensor | None = None,
+    num_chunks: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out[i] = round(post_norm(round(norm_concat(...)[i]) @ weight^T + bias)).
+
+    Args:
+        chunks, norm, norm_weight, norm_offset, residuals, indices, sum_squares, num_chunks: as in `norm_concat`.
+            A chunk with its own index can be an embedding table [V, H]: the MTP input stage is then this one op.
+        weight: [D, K*H], the chunks' dtype; row stride free, last stride 1.
+        eps: one float for every norm; or K floats for "chunk". With post_norm_weight a sequence has one more, the
+            last, for the post norm.
+        bias: [D], the chunks' dtype or fp32.
+        post_norm_weight: [D]: RMSNorm of the result with gain norm_offset + post_norm_weight (DFlash, Laguna, DSpark).
+        out: [N, D], row stride free, for example a slice of a static buffer; allocated where None. May not overlap an
+            input.
+
+    Returns:
+        [N, D] ([D] for 1-D rows).
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; nothing is written.
+        RuntimeError: an input requires grad while grad mode is on.
+    """
+    eps, post_norm_eps = _split_eps(eps, post_norm_weight)
+    sources = Sources.build(
+        OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
+    )
+    columns = _check_projection(sources, weight, bias, post_norm_weight)
+    projection = (weight, bias, post_norm_weight, post_norm_eps)
+    if out is None:
+        projected = torch.ops.eagle_kernels.norm_concat_linear(*sources.arguments, *projection)
+        return projected.squeeze(0) if sources.one_row else projected
+    rows = check_out(OP, out, sources, columns, "D")
+    torch.ops.eagle_kernels.norm_concat_linear_out(*sources.arguments, *projection, rows)
+    return out
+
+
+def _split_eps(
+    eps: float | Sequence[float], post_norm_weight: Tensor | None
+) -> tuple[float | Sequence[float], float]:
+    if isinstance(eps, (int, float)):
+        return eps, float(eps)
+    if post_norm_weight is None:
+        return eps, 0.0
+    if len(eps) < 2:
+        raise checks.error(
+            ValueError, OP, f"eps has {len(eps)} entries", "K + 1", "post_norm_weight is given and the last eps is its own"
+        )
+    return eps[:-1], float(eps[-1])
+
+
+def _check_projection(
+    sources: Sources, weight: Tensor, bias: Tensor | None, post_norm_weight: Tensor | None
+) -> int:
+    first = sources.chunks[0]
+    checks.check_operand(OP, "weight", weight, first, "chunks[0]")
+    width = sources.width
+    if weight.dim() != 2 or weight.shape[1] != width:
+        k = sources.num_chunks
+        split = f"K={k} chunks of H={width // k}" if width % k == 0 else f"{k} chunks"
+        raise checks.shape_error(OP, "weight", weight, f"(D, K*H) = (*, {width}) for {split}")
+    columns = weight.shape[0]
+    for name, vector in (("bias", bias), ("post_norm_weight", post_norm_weight)):
+        if vector is not None:
+            checks.check_vector(OP, name, vector, columns, "D", first, "chunks[0]")
+    checks.check_inference(OP, (weight, bias, post_norm_weight))
+    return columns
+
+
+def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object) -> Plan:
+    """The plan of a call with these arguments; see `eagle_kernels.explain`."""
+    eps, _ = _split_eps(arguments.get("eps", 1e-6), arguments.get("post_norm_weight"))
+    sources = Sources.build(
+        OP,
+        chunks,
+        arguments.get("norm", "chunk"),
+        arguments.get("norm_weight"),
+        eps,
+        arguments.get("norm_offset", 0.0),
+        arguments.get("residuals"),
+        arguments.get("indices"),
+        arguments.get("sum_squares"),
+        arguments.get("num_chunks"),
+    )
+    return plan_sizes(sources.rows, sources.width, weight.shape[0], weight.dtype, weight.device.type)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_sizes(rows: int, width: int, columns: int, dtype: torch.dtype, device_type: str) -> Plan:
+    """The plan as a pure function of N, K*H, D, dtype and device."""
+    backend, reason = plans.choose_backend(OP, device_type)
+    if backend == "reference":
+        return Plan(OP, backend, "plain torch", reason)
+    isa = plans.cpu_isa()
+    if plans.SETTINGS.batch_invariant:
+        return Plan(OP, backend, f"fused {isa}", "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
+    limit = FUSED_ROWS[dtype].get(isa, 16)
+    if rows <= limit:
+        return Plan(OP, backend, f"fused {isa}", f"T={rows} <= {limit}: one pass over the weight is the bound")
+    return Plan(OP, backend, "norm_concat + linear", f"T={rows} > {limit}: oneDNN's product is faster there")
+
+
+# The largest N at which the fused CPU kernel beats norm_concat + F.linear.
+FUSED_ROWS = {
+    torch.bfloat16: {"amx_bf16": 128, "avx512_bf16": 16, "avx512": 8, "avx2": 8, "scalar": 1},
+    torch.float16: {"amx_bf16": 16, "avx512_bf16": 16, "avx512": 16, "avx2": 8, "scalar": 1},
+    torch.float32: {"amx_bf16": 16, "avx512_bf16": 16, "avx512": 16, "avx2": 16, "scalar": 1},
+}
+
+
+def _run(
+    chunks: list[Tensor],
+    num_chunks: int,
+    norm: str,
+    gains: list[Tensor],
+    eps: list[float],
+    norm_offset: float,
+    residuals: list[Tensor | None],
+    indices: list[Tensor | None],
+    sum_squares: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm_weight: Tensor | None,
+    post_norm_eps: float,
+    out: Tensor,
+) -> None:
+    check_no_overlap(OP, out, chunks, residuals)
+    checks.check_no_overlap(OP, "out", out, (("weight", weight),))
+    sources = (num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares)
+    rows, columns = out.shape
+    plan = plan_sizes(rows, weight.shape[1], columns, weight.dtype, weight.device.type)
+    if plan.method.startswith("fused"):
+        torch.ops.eagle_kernels_C.norm_concat_linear_out(
+            chunks,
+            num_chunks,
+            NORMS.index(norm),
+            *sources[2:],
+            weight,
+            bias,
+            post_norm_weight,
+            post_norm_eps,
+            out,
+        )
+        return
+    if plan.backend == "cpu":
+        normed = chunks[0].new_empty(rows, weight.shape[1])
+        torch.ops.eagle_kernels.norm_concat_out(chunks, *sources, normed)
+    else:
+        normed = formula(chunks, *sources).to(weight.dtype)
+    _project(normed, weight, bias, post_norm_weight, post_norm_eps, norm_offset, out)
+
+
+@torch.no_grad()
+def _project(
+    normed: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm_weight: Tensor | None,
+    eps: float,
+    norm_offset: float,
+    out: Tensor,
+) -> None:
+    """The projection by torch's own product, which rounds once unless a post norm has to see the fp32 result."""
+    if post_norm_weight is None and (bias is None or bias.dtype == weight.dtype):
+        # The product is written where it belongs when out's rows are dense; a strided out costs one copy.
+        if bias is None:
+            torch.mm(normed, weight.t(), out=out) if out.is_contiguous() else out.copy_(F.linear(normed, weight))
+        else:
+            out.copy_(F.linear(normed, weight, bias))
+        return
+    out.copy_(project_formula(normed.float(), weight, bias, post_norm_weight, eps, norm_offset))
+
+
+@torch.no_grad()
+def project_formula(
+    normed: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm_weight: Tensor | None,
+    eps: float,
+    norm_offset: float,
+) -> Tensor:
+    """post_norm(normed @ weight^T + bias) in the dtype of `normed`, unrounded."""
+    projected = normed @ weight.to(normed.dtype).t()
+    if bias is not None:
+        projected = projected + bias.to(normed.dtype)
+    if post_norm_weight is None:
+        return projected
+    rstd = torch.rsqrt(projected.square().mean(-1, keepdim=True) + eps)
+    return projected * rstd * (post_norm_weight.to(normed.dtype) + norm_offset)
+
+
+def _empty(chunks: list[Tensor], indices: list[Tensor | None], weight: Tensor) -> Tensor:
+    return chunks[0].new_empty(output_rows(chunks, indices), weight.shape[0])
+
+
+def _functional(chunks: list[Tensor], *arguments: object) -> Tensor:
+    out = _empty(chunks, arguments[6], arguments[8])
+    _run(chunks, *arguments, out)
+    return out
+
+
+_PROJECTION = "Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps"
+register(
+    f"norm_concat_linear({ARGUMENTS}, {_PROJECTION}) -> Tensor",
+    _functional,
+    lambda chunks, *args: _empty(chunks, args[6], args[8]),
+)
+register(f"norm_concat_linear_out({ARGUMENTS}, {_PROJECTION}, Tensor(a!) out) -> ()", _run, lambda *args: None)
