@@ -23,7 +23,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/eagle_kernels/versi
 
 
 def say(message: str) -> None:
-    # pip hides a build's stdout unless it fails; the terminal, where there is one, is how the line reaches the user.
+    # pip shows a build's output with -v or on failure; `eagle-kernels info` says the same about an installed package.
     print(f"eagle-kernels: {message}", file=sys.stderr, flush=True)
 
 
@@ -51,7 +51,11 @@ def choose_build() -> str:
         raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD is {wish!r}, expected auto, cpu, cuda or none")
     if wish == "none":
         return "none"
-    missing = "a C++ compiler" if find_compiler() is None else "an installed torch >= 2.11" if find_torch() is None else None
+    missing = None
+    if find_compiler() is None:
+        missing = "a C++ compiler"
+    elif find_torch() is None:
+        missing = "an installed torch >= 2.11"
     if missing and wish == "auto":
         say(f"NO COMPILED KERNELS: {missing} was not found; installing pure Python")
         return "none"

@@ -1,5 +1,9 @@
 """eagle-kernels: the input stage of speculative-decoding drafters as single kernels."""
 
+from .buffers import AuxHiddenStates
+from .drafter_config import Eagle3Config, capture_layers
+from .explain import explain
+from .layers import Eagle3Projection, VocabParallelEmbedding
 from .ops import add_rms_norm, capture_hidden, norm_concat, norm_concat_linear, vocab_parallel_embedding
 from .version import __version__
 from .vocab_shard import VocabShard, shard_vocab_weight
@@ -10,7 +14,13 @@ __all__ = [
     "capture_hidden",
     "vocab_parallel_embedding",
     "add_rms_norm",
+    "explain",
     "VocabShard",
     "shard_vocab_weight",
+    "capture_layers",
+    "Eagle3Config",
+    "Eagle3Projection",
+    "VocabParallelEmbedding",
+    "AuxHiddenStates",
     "__version__",
 ]

@@ -4,6 +4,7 @@ TypeError for types and dtypes, ValueError for shapes and values, RuntimeError f
 first write, so a call that raises leaves `out` and every buffer as they were.
 """
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -19,6 +20,17 @@ def error(kind: type[Exception], op: str, got: str, expected: str, because: str 
 
 def shape_error(op: str, name: str, tensor: Tensor, expected: str, because: str = "") -> Exception:
     return error(ValueError, op, f"{name} has shape {tuple(tensor.shape)}", expected, because)
+
+
+def check_int(op: str, name: str, value: object, at_least: int | None = None) -> int:
+    """Any integer (Python's, numpy's) as an int."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", "an int") from None
+    if at_least is not None and number < at_least:
+        raise error(ValueError, op, f"{name} is {number}", f"at least {at_least}")
+    return number
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
@@ -93,7 +105,11 @@ def check_no_overlap(op: str, name: str, written: Tensor, reads: Iterable[tuple[
     for read_name, read in reads:
         if read is not None and _overlap(written, read):
             raise error(
-                ValueError, op, f"{name} overlaps {read_name}", "disjoint memory", "rows are written while others are read"
+                ValueError,
+                op,
+                f"{name} overlaps {read_name}",
+                "disjoint memory",
+                "rows are written while others are read",
             )
 
 

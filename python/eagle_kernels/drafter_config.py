@@ -6,7 +6,6 @@ the final norm. Checkpoints write them in several encodings; a wrong one costs a
 (1.2 % against 58.9 % of drafts accepted, vllm#50170).
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,14 +82,14 @@ def capture_layers(
     of every model as boundaries: pass layer_ids_mean="boundary" for a drafter trained against it.
     """
     op = "capture_layers"
-    num_layers = _check_int(op, "num_layers", num_layers)
+    num_layers = checks.check_int(op, "num_layers", num_layers)
     rule = _capture_rule(op, model_type, algorithm, layer_ids_mean)
     if layer_ids is None:
         if algorithm == "dflash":
             raise checks.error(ValueError, op, "layer_ids is None", "a list", "DFlash has no default layers")
         # SGLang's minimax_m3_vl alone shifts this default by one; vLLM and every other model take it as boundaries.
         layer_ids, rule = [2, num_layers // 2, num_layers - 3], _boundary_ids
-    layer_ids = [_check_int(op, f"layer_ids[{i}]", layer_id) for i, layer_id in enumerate(layer_ids)]
+    layer_ids = [checks.check_int(op, f"layer_ids[{i}]", layer_id) for i, layer_id in enumerate(layer_ids)]
     if not layer_ids:
         raise checks.error(ValueError, op, "layer_ids is []", "at least one id, or None for the default")
     shift = rule(layer_ids, num_layers)
@@ -157,9 +156,7 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         op = "Eagle3Config"
         for name in ("num_chunks", "target_hidden_size", "hidden_size"):
-            value = _check_int(op, name, getattr(self, name))
-            if value < 1:
-                raise checks.error(ValueError, op, f"{name} is {value}", "at least 1")
+            checks.check_int(op, name, getattr(self, name), at_least=1)
         if self.layer_ids is not None and len(self.layer_ids) != self.num_chunks:
             raise checks.error(
                 ValueError, op, f"layer_ids is {self.layer_ids}", f"{self.num_chunks} ids", "num_chunks says so"
@@ -270,7 +267,7 @@ def _find(config: object, *keys: str) -> dict[str, object]:
             name = f"{place}.{key}" if place else key
             value = _get(section, key)
             if isinstance(value, list | tuple):
-                value = tuple(_check_int(_FROM_HF, f"{name}[{i}]", item) for i, item in enumerate(value)) or None
+                value = tuple(checks.check_int(_FROM_HF, f"{name}[{i}]", item) for i, item in enumerate(value)) or None
             if value is not None:
                 found[name] = value
     return found
@@ -278,10 +275,3 @@ def _find(config: object, *keys: str) -> dict[str, object]:
 
 def _get(section: object, key: str) -> object:
     return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
-
-
-def _check_int(op: str, name: str, value: object) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise checks.error(TypeError, op, f"{name} is a {type(value).__name__}", "an int") from None

@@ -4,7 +4,7 @@
 |---|---|---|
 | EAGLE_KERNELS_BACKEND | auto, cuda, triton, cpu, reference | force one backend; an unusable choice is an error |
 | EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
-| EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the instruction set of the CPU kernels |
+| EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the CPU kernels' instruction set |
 
 The build reads two more, in `setup.py`: EAGLE_KERNELS_BUILD and EAGLE_KERNELS_CUDA_ARCHS.
 """

@@ -12,7 +12,6 @@ Source: `VocabParallelEmbedding` of SGLang 0.5.23 and vLLM 0.33, which agree row
 Slicing the table by ceil(V / tp), as SGLang's Gemma models do for a drafter, gives this layout iff pad(V, P) - V < tp.
 """
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -68,11 +67,11 @@ class VocabShard:
                 does not divide over the ranks (added ids on an odd tp_size; both engines assert there).
         """
         op = "VocabShard.build"
-        num_embeddings = _check_int(op, "num_embeddings", num_embeddings, at_least=1)
-        tp_size = _check_int(op, "tp_size", tp_size, at_least=1)
-        tp_rank = _check_int(op, "tp_rank", tp_rank, at_least=0)
-        padding_size = _check_int(op, "padding_size", padding_size, at_least=1)
-        org = _check_int(op, "org_num_embeddings", org_num_embeddings or num_embeddings, at_least=1)
+        num_embeddings = checks.check_int(op, "num_embeddings", num_embeddings, at_least=1)
+        tp_size = checks.check_int(op, "tp_size", tp_size, at_least=1)
+        tp_rank = checks.check_int(op, "tp_rank", tp_rank, at_least=0)
+        padding_size = checks.check_int(op, "padding_size", padding_size, at_least=1)
+        org = checks.check_int(op, "org_num_embeddings", org_num_embeddings or num_embeddings, at_least=1)
         if tp_rank >= tp_size:
             raise checks.error(ValueError, op, f"tp_rank is {tp_rank}", f"below tp_size = {tp_size}")
         if org > num_embeddings:
@@ -118,7 +117,7 @@ class VocabShard:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise checks.error(TypeError, op, f"ids has dtype {ids.dtype}", "an integer dtype")
         # int8 and int16 ids would wrap in the subtractions below.
-        pass
+        ids = ids.long()
         in_org = (ids >= self.org_begin) & (ids < self.org_end)
         in_added = (ids >= self.added_begin) & (ids < self.added_end)
         rows = torch.where(in_org, ids - self.org_begin, -1)
@@ -163,13 +162,3 @@ def shard_vocab_weight(full_weight: Tensor, shard: VocabShard) -> Tensor:
 
 def _pad(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def _check_int(op: str, name: str, value: object, at_least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise checks.error(TypeError, op, f"{name} is a {type(value).__name__}", "an int") from None
-    if number < at_least:
-        raise checks.error(ValueError, op, f"{name} is {number}", f"at least {at_least}")
-    return number

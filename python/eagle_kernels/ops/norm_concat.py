@@ -37,7 +37,7 @@ def norm_concat(
     Args:
         chunks: K tensors [T_k, H_k] (row stride free, last stride 1), or one packed [T, K*H]; 1-D rows are legal.
             bf16, fp16 or fp32, all alike.
-        norm: "chunk" (rstd per chunk: `fc_norm`, enorm / hnorm), "concat" (one rstd over K*H: `norm_before_fc`), "none".
+        norm: "chunk" (an rstd per chunk: `fc_norm`, enorm / hnorm), "concat" (one over K*H: `norm_before_fc`), "none".
         norm_weight: [K, H] or K of [H_k] for "chunk", [K*H] for "concat", None for unit gain (norm_offset is then
             unused); the chunks' dtype or fp32.
         eps: one float, or K of them for "chunk".

@@ -19,7 +19,7 @@ from .. import plan as plans
 from ..library import register
 from ..plan import Plan
 from .norm_concat import ARGUMENTS, check_out
-from .sources import NORMS, Sources, check_no_overlap, formula, output_rows, total_width
+from .sources import NORMS, Sources, check_no_overlap, formula, output_rows
 
 OP = "norm_concat_linear"
 
@@ -74,23 +74,23 @@ def norm_concat_linear(
     return out
 
 
-def _split_eps(
-    eps: float | Sequence[float], post_norm_weight: Tensor | None
-) -> tuple[float | Sequence[float], float]:
+def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) -> tuple[float | Sequence[float], float]:
     if isinstance(eps, (int, float)):
         return eps, float(eps)
     if post_norm_weight is None:
         return eps, 0.0
     if len(eps) < 2:
         raise checks.error(
-            ValueError, OP, f"eps has {len(eps)} entries", "K + 1", "post_norm_weight is given and the last eps is its own"
+            ValueError,
+            OP,
+            f"eps has {len(eps)} entries",
+            "K + 1",
+            "post_norm_weight is given and the last eps is its own",
         )
     return eps[:-1], float(eps[-1])
 
 
-def _check_projection(
-    sources: Sources, weight: Tensor, bias: Tensor | None, post_norm_weight: Tensor | None
-) -> int:
+def _check_projection(sources: Sources, weight: Tensor, bias: Tensor | None, post_norm_weight: Tensor | None) -> int:
     first = sources.chunks[0]
     checks.check_operand(OP, "weight", weight, first, "chunks[0]")
     width = sources.width

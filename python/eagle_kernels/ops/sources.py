@@ -136,7 +136,11 @@ def _count_chunks(
         if isinstance(norm_weight, Sequence) and len(norm_weight) > 0:
             return len(norm_weight)
         raise checks.error(
-            ValueError, op, "num_chunks is None", "K, or norm_weight of shape (K, H)", "a packed chunks does not say where it splits"
+            ValueError,
+            op,
+            "num_chunks is None",
+            "K, or norm_weight of shape (K, H)",
+            "a packed chunks does not say where it splits",
         )
     return 1
 
@@ -171,7 +175,11 @@ def _check_indices(op: str, indices: list[Tensor | None], chunks: list[Tensor], 
         )
     if len(indices) > 1 and len(chunks) == 1:
         raise checks.error(
-            ValueError, op, f"indices has {len(indices)} entries", "one", "the rows of a packed chunks are read together"
+            ValueError,
+            op,
+            f"indices has {len(indices)} entries",
+            "one",
+            "the rows of a packed chunks are read together",
         )
     length = None
     for k, index in enumerate(indices):
@@ -191,7 +199,9 @@ def _check_indices(op: str, indices: list[Tensor | None], chunks: list[Tensor], 
         gathered = len(indices) == 1 or (indices and indices[k] is not None)
         expected = chunks[0].shape[0] if length is None else length
         if not gathered and chunk.shape[0] != expected:
-            raise checks.shape_error(op, f"chunks[{k}]", chunk, f"({expected}, H)", "it has no index and N rows are asked for")
+            raise checks.shape_error(
+                op, f"chunks[{k}]", chunk, f"({expected}, H)", "it has no index and N rows are asked for"
+            )
 
 
 def _gain_list(
@@ -215,7 +225,11 @@ def _gain_list(
         checks.check_operand(op, "norm_weight", norm_weight, chunks[0], "chunks[0]", fp32_too=True)
         if len(set(widths)) > 1:
             raise checks.error(
-                TypeError, op, "norm_weight is one tensor", f"a list of K={num_chunks}", f"the chunks have widths {widths}"
+                TypeError,
+                op,
+                "norm_weight is one tensor",
+                f"a list of K={num_chunks}",
+                f"the chunks have widths {widths}",
             )
         if tuple(norm_weight.shape) != (num_chunks, widths[0]):
             raise checks.shape_error(op, "norm_weight", norm_weight, f"(K, H) = ({num_chunks}, {widths[0]})")
@@ -272,7 +286,7 @@ def formula(
     sum_squares: Tensor | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the tests' truth."""
+    """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth of tests."""
     values, squares = [], []
     pieces = chunks if len(chunks) == num_chunks else list(chunks[0].chunk(num_chunks, -1))
     residuals = residuals if len(residuals) in (0, num_chunks) else list(residuals[0].chunk(num_chunks, -1))

@@ -3,8 +3,8 @@
     out[i] = weight[local(ids[i])] * scale     where the shard holds ids[i]
     out[i] = 0                                 elsewhere: the sum over ranks (the all-reduce) is the full lookup
 
-Replaces mask + clamp + gather + masked_fill (+ scale + copy) of `VocabParallelEmbedding` in SGLang 0.5.23 and vLLM 0.33,
-with their layout (`vocab_shard.py`). Shard bounds are runtime values: all ranks share one kernel.
+Replaces mask + clamp + gather + masked_fill (+ scale + copy) of `VocabParallelEmbedding` in SGLang 0.5.23 and vLLM
+0.33, with their layout (`vocab_shard.py`). Shard bounds are runtime values: all ranks share one kernel.
 """
 
 import torch
@@ -57,7 +57,11 @@ def vocab_parallel_embedding(
     held = _held_rows(shard)
     if weight.dim() != 2 or not held <= weight.shape[0] <= shard.rows:
         raise checks.shape_error(
-            OP, "weight", weight, f"(rows, H) = ({shard.rows}, *)", f"rank {shard.tp_rank} of {shard.tp_size} holds {held} ids' rows"
+            OP,
+            "weight",
+            weight,
+            f"(rows, H) = ({shard.rows}, *)",
+            f"rank {shard.tp_rank} of {shard.tp_size} holds {held} ids' rows",
         )
     scale_value, scale_tensor = _split_scale(scale, weight)
     checks.check_inference(OP, (weight, out))
@@ -99,7 +103,11 @@ def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         return out.view(-1, weight.shape[1])
     except RuntimeError:
         raise checks.error(
-            ValueError, OP, f"out has strides {out.stride()}", "rows of one common stride", f"ids has {ids.dim()} dimensions"
+            ValueError,
+            OP,
+            f"out has strides {out.stride()}",
+            "rows of one common stride",
+            f"ids has {ids.dim()} dimensions",
         ) from None
 
 

@@ -1,0 +1,27 @@
+"""What a call would run, and why."""
+
+import importlib
+
+from .checks import error
+from .ops import __all__ as _OPS
+from .plan import Plan
+
+
+def explain(op: str, *args: object, **kwargs: object) -> Plan:
+    """The plan of `op(*args, **kwargs)`, without running it: backend, method and the reason, printable.
+
+    Args:
+        op: the op's name, for example "norm_concat_linear".
+        args, kwargs: those of the call. Only sizes, dtypes and devices are read, so meta tensors of the right device
+            type are not needed: any tensors of the sizes will do.
+
+    Raises:
+        ValueError: an op that does not exist.
+        RuntimeError: a backend forced by EAGLE_KERNELS_BACKEND that cannot run the call.
+
+    >>> print(explain("norm_concat_linear", chunks, weight))
+    norm_concat_linear: cpu/fused amx_bf16, because T=16 <= 128: one pass over the weight is the bound
+    """
+    if op not in _OPS:
+        raise error(ValueError, "explain", f"op is {op!r}", f"one of {_OPS}")
+    return importlib.import_module(f".ops.{op}", __package__).plan(*args, **kwargs)
