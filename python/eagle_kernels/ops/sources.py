@@ -286,7 +286,7 @@ def formula(
     sum_squares: Tensor | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth of tests."""
+    """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth."""
     values, squares = [], []
     pieces = chunks if len(chunks) == num_chunks else list(chunks[0].chunk(num_chunks, -1))
     residuals = residuals if len(residuals) in (0, num_chunks) else list(residuals[0].chunk(num_chunks, -1))
