@@ -1,0 +1,163 @@
+"""Eagle3Projection and VocabParallelEmbedding: values, state_dict, packing, loading."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import eagle_kernels as ek
+
+K, H, D, T = 3, 72, 40, 9
+
+
+def make_layer(dtype: torch.dtype = torch.bfloat16, **norms: bool) -> ek.Eagle3Projection:
+    torch.manual_seed(1)
+    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, eps=1e-5, **norms)
+    layer = ek.Eagle3Projection(config, dtype=dtype)
+    for name, parameter in layer.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+    return layer
+
+
+def truth(layer: ek.Eagle3Projection, state: dict, chunks: list[torch.Tensor]) -> torch.Tensor:
+    """The engines' block in float64, from the state_dict (SGLang 0.5.23 llama_eagle3: concat norm first)."""
+    state = {name: value.double() for name, value in state.items()}
+    x, eps = torch.cat(chunks, -1).double(), layer.config.eps
+    if "input_norm.weight" in state:
+        x = F.rms_norm(x, (K * H,), state["input_norm.weight"], eps)
+    if "fc_norm.0.weight" in state:
+        pieces = x.chunk(K, -1)
+        x = torch.cat([F.rms_norm(p, (H,), state[f"fc_norm.{k}.weight"], eps) for k, p in enumerate(pieces)], -1)
+    return F.linear(x, state["fc.weight"], state.get("fc.bias"))
+
+
+NORMS = [
+    pytest.param({}, id="none"),
+    pytest.param({"chunk_norm": True}, id="chunk"),
+    pytest.param({"concat_norm": True}, id="concat"),
+    pytest.param({"chunk_norm": True, "concat_norm": True, "bias": True}, id="both-bias"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_projection_matches_float64(dtype: torch.dtype, norms: dict, packed: bool) -> None:
+    layer = make_layer(dtype, **norms)
+    state = layer.state_dict()
+    if packed:
+        layer.prepack()
+    chunks = [torch.randn(T, H).to(dtype) * 4**k for k in range(K)]
+    expected = truth(layer, state, chunks)
+    buffer = ek.AuxHiddenStates(T, K, H, dtype=dtype)
+    for k, chunk in enumerate(chunks):
+        buffer.capture(k, chunk)
+    out = torch.full((T, D), float("nan"), dtype=dtype)
+    results = [
+        layer(chunks),
+        layer(torch.cat(chunks, -1)),
+        layer(chunks, out=out),
+        layer(buffer.packed(T), sum_squares=buffer.row_sum_squares(T)),
+    ]
+    assert results[2] is out
+    for result in results:
+        error = (result.double() - expected).norm() / expected.norm()
+        # One output rounding and at most two of the input (2^-9 each, uniform: /sqrt(3)); fp32 by section 4's rule.
+        assert error < (3 * 2**-9 / 3**0.5 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("norms", NORMS)
+def test_state_dict_names_are_those_of_checkpoints(norms: dict) -> None:
+    layer = make_layer(**norms)
+    expected = {"fc.weight"} | ({"fc.bias"} if norms.get("bias") else set())
+    if norms.get("chunk_norm"):
+        expected |= {f"fc_norm.{k}.weight" for k in range(K)}
+    if norms.get("concat_norm"):
+        expected |= {"input_norm.weight"}
+    assert set(layer.state_dict()) == expected
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_packing_keeps_one_copy_and_survives_a_reload() -> None:
+    layer, other = make_layer(chunk_norm=True), make_layer(chunk_norm=True)
+    other.fc.weight.mul_(-3)
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert layer.prepack() is layer
+    assert layer.fc.weight is None and "fc.weight" not in dict(layer.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    layer.prepack()
+    layer.load_state_dict(other.state_dict())
+    assert layer.fc.packed is not None
+    torch.testing.assert_close(layer(chunks), other(chunks))
+    assert torch.equal(layer.state_dict()["fc.weight"], other.fc.weight)
+    layer.float()
+    assert layer.state_dict()["fc.weight"].dtype == torch.float32 and layer.fc.packed is not None
+
+
+def test_projection_refuses_a_drafter_without_one() -> None:
+    config = ek.Eagle3Config(num_chunks=1, target_hidden_size=H, hidden_size=H, projection=False)
+    with pytest.raises(ValueError, match=r"Eagle3Projection: config.projection is False, expected True"):
+        ek.Eagle3Projection(config)
+
+
+def test_projection_selects_rows_through_indices() -> None:
+    layer = make_layer(chunk_norm=True, concat_norm=True)
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    rows = torch.tensor([4, 4, 0, -1])
+    selected = layer(chunks, indices=rows)
+    assert torch.equal(selected[:3], layer(chunks)[rows[:3]])
+    assert torch.equal(selected[3], torch.zeros(D).bfloat16())
+
+
+def test_embedding_matches_the_full_table_and_loads_it() -> None:
+    full = torch.randn(100, H).bfloat16()
+    embedding = ek.VocabParallelEmbedding(100, H, dtype=torch.bfloat16)
+    assert embedding.weight.shape == (128, H)
+    embedding.load_state_dict({"weight": full})
+    ids = torch.tensor([[0, 99, 5], [100, -1, 127]])
+    expected = torch.cat([full[[0, 99, 5]], torch.zeros(3, H).bfloat16()]).view(2, 3, H)
+    assert torch.equal(embedding(ids), expected)
+    shared = ek.VocabParallelEmbedding.from_weight(full, embedding.shard)
+    assert shared.weight.data_ptr() == full.data_ptr()
+    assert torch.equal(shared(ids), expected)
+
+
+def test_embedding_scale_follows_each_convention() -> None:
+    full, ids = torch.randn(64, H).bfloat16(), torch.arange(64)
+    scale = 2560**0.5
+    by_float = ek.VocabParallelEmbedding.from_weight(full, ek.VocabShard.build(64, tp_rank=0, tp_size=1), scale=scale)
+    rounded = torch.tensor(scale, dtype=torch.bfloat16)
+    by_tensor = ek.VocabParallelEmbedding.from_weight(full, by_float.shard, scale=rounded)
+    assert torch.equal(by_float(ids), full * scale)
+    assert torch.equal(by_tensor(ids), full * rounded)
+    assert not torch.equal(by_float(ids), by_tensor(ids))
+
+
+def _embed_on_rank(rank: int, size: int, store: str, full: torch.Tensor, ids: torch.Tensor, org: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    embedding = ek.VocabParallelEmbedding(
+        full.shape[0],
+        full.shape[1],
+        process_group=dist.group.WORLD,
+        org_num_embeddings=org,
+        dtype=full.dtype,
+    )
+    embedding.load_state_dict({"weight": full})
+    looked_up = embedding(ids)
+    torch.save(looked_up, f"{store}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_embedding_over_ranks_equals_the_lookup_on_one(size: int, tmp_path: os.PathLike) -> None:
+    full = torch.randn(130 + 3, 24).bfloat16()
+    ids = torch.cat([torch.arange(133), torch.tensor([-1, 133, 2**31])])
+    store = os.path.join(tmp_path, "store")
+    torch.multiprocessing.spawn(_embed_on_rank, args=(size, store, full, ids, 130), nprocs=size)
+    expected = torch.cat([full, torch.zeros(3, 24).bfloat16()])
+    for rank in range(size):
+        assert torch.equal(torch.load(f"{store}.{rank}"), expected)
