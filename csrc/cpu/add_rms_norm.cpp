@@ -7,21 +7,23 @@ namespace {
 
 // The second pass adds again, from L1, rather than keep the fp32 row: no scratch, and since each element is read before
 // its place is written, sum or normed may be the same memory as hidden or residual.
-template <class T>
-void add_rms_norm_row(const AddRmsNorm& op, int64_t t) {
+template <class T, class StoreSum, class StoreNormed>
+void add_rms_norm_row(const AddRmsNorm& op, int64_t t, StoreSum how_sum, StoreNormed how_normed) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   const T* residual = static_cast<const T*>(op.residual) + t * op.residual_row_stride;
   T* sum = static_cast<T*>(op.sum) + t * op.sum_row_stride;
   T* normed = static_cast<T*>(op.normed) + t * op.normed_row_stride;
+  const Vector gain = op.gain;
+  const float norm_offset = op.norm_offset;
 
-  const auto add = [&](int64_t i, auto span) { return load(hidden + i, span) + load(residual + i, span); };
+  const auto add = [=](int64_t i, auto span) { return load(hidden + i, span) + load(residual + i, span); };
   const float rstd = rsqrt_mean(sum_of_squares(op.width, add), op.width, op.eps);
-  for_each_vector(op.width, [&](int64_t i, auto span) {
+  for_each_vector(op.width, [=](int64_t i, auto span) {
     const Float value = add(i, span);
     Float scaled = value * rstd;
-    if (op.gain.data != nullptr) scaled *= op.norm_offset + load_vector<T>(op.gain, i, span);
-    store(sum + i, value, span);
-    store(normed + i, scaled, span);
+    if (gain.data != nullptr) scaled *= norm_offset + load_vector<T>(gain, i, span);
+    store(sum + i, value, span, how_sum);
+    store(normed + i, scaled, span, how_normed);
   });
 }
 
@@ -29,8 +31,17 @@ void add_rms_norm_row(const AddRmsNorm& op, int64_t t) {
 
 void add_rms_norm(const AddRmsNorm& op, int64_t row_begin, int64_t row_end) {
   with_dtype(op.dtype, [&](auto type) {
-    for (int64_t t = row_begin; t < row_end; ++t) add_rms_norm_row<decltype(type)>(op, t);
+    using T = decltype(type);
+    const int64_t bytes = 2 * (row_end - row_begin) * op.width * sizeof(T);
+    for (int64_t t = row_begin; t < row_end; ++t) {
+      const T* sum = static_cast<T*>(op.sum) + t * op.sum_row_stride;
+      const T* normed = static_cast<T*>(op.normed) + t * op.normed_row_stride;
+      with_store(sum, bytes, [&](auto how_sum) {
+        with_store(normed, bytes, [&](auto how_normed) { add_rms_norm_row<T>(op, t, how_sum, how_normed); });
+      });
+    }
   });
+  finish_streaming();
 }
 
 }  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA

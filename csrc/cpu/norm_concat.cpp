@@ -6,7 +6,7 @@ namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
 template <class T>
-void norm_concat_row(const NormConcat& op, int64_t i) {
+void norm_concat_row(const NormConcat& op, int64_t i, int64_t bytes) {
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   const float of_concat = op.norm == Norm::kConcat ? concat_rstd<T>(op, i) : 0.0f;
   for (int64_t k = 0; k < op.num_chunks; ++k) {
@@ -14,8 +14,10 @@ void norm_concat_row(const NormConcat& op, int64_t i) {
     const int64_t row = source_row(chunk, i);
     const float rstd = chunk_rstd<T>(op, chunk, row, of_concat);
     T* columns = out + chunk.column;
-    norm_columns<T>(chunk, row, rstd, op.norm_offset, 0, chunk.width,
-                    [columns](int64_t h, Float value, auto span) { store(columns + h, value, span); });
+    with_store(columns, bytes, [&](auto how) {
+      norm_columns<T>(chunk, row, rstd, op.norm_offset, 0, chunk.width,
+                      [=](int64_t h, Float value, auto span) { store(columns + h, value, span, how); });
+    });
   }
 }
 
@@ -23,8 +25,11 @@ void norm_concat_row(const NormConcat& op, int64_t i) {
 
 void norm_concat(const NormConcat& op, int64_t row_begin, int64_t row_end) {
   with_dtype(op.dtype, [&](auto type) {
-    for (int64_t i = row_begin; i < row_end; ++i) norm_concat_row<decltype(type)>(op, i);
+    using T = decltype(type);
+    const int64_t bytes = (row_end - row_begin) * op.width * sizeof(T);
+    for (int64_t i = row_begin; i < row_end; ++i) norm_concat_row<T>(op, i, bytes);
   });
+  finish_streaming();
 }
 
 }  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA

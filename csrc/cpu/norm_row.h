@@ -73,13 +73,13 @@ inline void norm_columns(const Chunk& chunk, int64_t row, float rstd, float norm
     return;
   }
   const RowValue<T> value(chunk, row);
-  if (chunk.gain.data == nullptr) {
-    for_each_vector(end - begin, [&](int64_t i, auto span) { write(i, value(begin + i, span) * rstd, span); });
+  const Vector gain = chunk.gain;
+  if (gain.data == nullptr) {
+    for_each_vector(end - begin, [=](int64_t i, auto span) { write(i, value(begin + i, span) * rstd, span); });
     return;
   }
-  for_each_vector(end - begin, [&](int64_t i, auto span) {
-    const Float gain = norm_offset + load_vector<T>(chunk.gain, begin + i, span);
-    write(i, value(begin + i, span) * rstd * gain, span);
+  for_each_vector(end - begin, [=](int64_t i, auto span) {
+    write(i, value(begin + i, span) * rstd * (norm_offset + load_vector<T>(gain, begin + i, span)), span);
   });
 }
 

@@ -11,15 +11,22 @@
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
-constexpr int64_t kTile = 16;               // rows of a tile, and fp32 columns of a sum
-constexpr int64_t kTileK = 32;              // bf16 columns of a tile
+constexpr int64_t kTile = 16;    // rows of a tile, and fp32 columns of a sum
+constexpr int64_t kTileK = 32;   // bf16 columns of a tile
 constexpr int64_t kTileSize = kTile * kTileK;
 constexpr int64_t kSumSize = kTile * kTile;
 static_assert(kPanelColumns == 2 * kTile);
 
-// 512 columns of fp32 sums for 512 rows are 1 MB: half of the L2, beside 512 KB of packed rows. See amx_project.
+// One multiplication is 16 columns by up to 64 rows: a loaded tile of the weight serves four sums. 16 columns are 16
+// streams of memory, which read 100 MB in 3.0 ms where 32 take 3.25 (Xeon with AMX, 2 cores).
+constexpr int64_t kTileGroups = 4;
+
+// Up to 256 rows share a reading of the weight, and K is cut evenly into blocks of at most 1152 packed tiles: those 1.1
+// MB and the 512 KB of sums of 512 columns stay in an L2 of 2 MB (512 rows at once: 24 ms instead of 23). No shorter
+// than that: each row of a block is a page or two that must be looked up again (T = 64 in 2 blocks: 4.1 ms, in 6: 6.5).
+constexpr int64_t kBlockGroups = 16;
+constexpr int64_t kBlockTiles = 1152;
 constexpr int64_t kBlockPanels = 16;
-constexpr int64_t kBlockGroups = 32;
 
 inline int64_t num_groups(const NormConcatLinear& op) { return (op.num_rows + kTile - 1) / kTile; }
 inline int64_t num_steps(const NormConcatLinear& op) { return (op.source.width + kTileK - 1) / kTileK; }
@@ -27,19 +34,22 @@ inline int64_t block_groups(const NormConcatLinear& op) {
   return num_groups(op) < kBlockGroups ? num_groups(op) : kBlockGroups;
 }
 
-// Workspace: the fp32 rows (post norm only), the packed rows, the sums.
-inline BFloat16* packed_group(const NormConcatLinear& op, int64_t group) {
+// Workspace: the fp32 rows (post norm only), the packed rows, the sums of each panel, in bytes from its beginning.
+inline int64_t packed_offset(const NormConcatLinear& op, int64_t group) {
   const int64_t before = op.post_norm_gain.data == nullptr ? 0 : fp32_rows_bytes(op);
-  void* place = static_cast<char*>(op.workspace) + before;
-  return static_cast<BFloat16*>(place) + group * num_steps(op) * kTileSize;
+  return before + group * num_steps(op) * kTileSize * sizeof(BFloat16);
 }
-// Sums of one panel: [group][2 halves of 16 columns][16 columns][16 rows].
+inline int64_t sums_offset(const NormConcatLinear& op, int64_t panel) {
+  return packed_offset(op, num_groups(op)) + panel * block_groups(op) * 2 * kSumSize * sizeof(float);
+}
+inline int64_t amx_workspace(const NormConcatLinear& op) { return sums_offset(op, num_panels(op)); }
+
+inline BFloat16* packed_group(const NormConcatLinear& op, int64_t group) {
+  return reinterpret_cast<BFloat16*>(static_cast<char*>(op.workspace) + packed_offset(op, group));
+}
+// [group][2 halves of 16 columns][16 columns][16 rows]
 inline float* panel_sums(const NormConcatLinear& op, int64_t panel) {
-  void* place = packed_group(op, num_groups(op));
-  return static_cast<float*>(place) + panel * block_groups(op) * 2 * kSumSize;
-}
-inline int64_t amx_workspace(const NormConcatLinear& op) {
-  return reinterpret_cast<char*>(panel_sums(op, num_panels(op))) - static_cast<char*>(op.workspace);
+  return reinterpret_cast<float*>(static_cast<char*>(op.workspace) + sums_offset(op, panel));
 }
 
 // Transposes 16x16 lanes of 32 bits: each stage swaps the off-diagonal quarters of every block of 2 * stride.
@@ -137,37 +147,23 @@ class TileSession {
   ~TileSession() { _tile_release(); }
 };
 
-// 32 rows of the weight over some steps along K, in memory order or copied to [step][32][32].
-struct WeightBlock {
-  const BFloat16* data;
-  int64_t row_stride;
-  int64_t step_stride;
+// The lines of the weight that a multiplication fetches while it runs: one per step, in each of some rows.
+struct Ahead {
+  const BFloat16* weight;
+  int64_t rows;
 };
 
-// The block that comes next, fetched into L2 row after row while this one is multiplied, `lines` at a time.
-struct Prefetch {
-  const char* row;
-  int64_t row_stride;
-  int64_t row_lines;
-  int64_t line;
-  int64_t lines_left;
+// At up to 64 rows the weight is fetched 512 bytes ahead within its own rows (256: 3.4 ms, 512: 3.3, 1024: 3.45) and at
+// their end, at the beginning of the next. With more rows the 16 columns are multiplied several times, from L2 but for
+// the first, and each time fetches a share of the next 16: 6.3 ms at T = 128 where all in the first takes 6.9.
+constexpr int64_t kAheadSteps = 8;
 
-  void fetch(int64_t lines) {
-    for (; lines > 0 && lines_left > 0; --lines, --lines_left) {
-      _mm_prefetch(row + line * kCacheLine, _MM_HINT_T1);
-      if (++line == row_lines) line = 0, row += row_stride;
-    }
-  }
-};
-
-// sums[group][half] += weight[half] . rows[group] for 32 columns and 16 or 32 rows: 2x2 tiles of sums, so that each
-// loaded tile is used twice. With kKeep the weight's tiles are also stored to `kept`, from where the next rows read
-// them: in the weight itself, rows 24 KB apart share one L1 set of 12 ways.
-template <int kGroups, bool kKeep>
-void multiply(WeightBlock weight, const BFloat16* rows, int64_t group_stride, int64_t steps, float* sums, bool first,
-              BFloat16* kept, Prefetch& ahead, int64_t lines) {
+// sums[group] += weight . rows[group], for 16 columns and kGroups groups of 16 rows.
+template <int kGroups, bool kStream>
+void multiply(const BFloat16* weight, int64_t weight_stride, const BFloat16* rows, int64_t group_stride, int64_t steps,
+              float* sums, bool first, Ahead ahead) {
   constexpr int kSumBytes = kTile * sizeof(float), kTileBytes = kTileK * sizeof(BFloat16);
-  const int64_t weight_bytes = weight.row_stride * sizeof(BFloat16);
+  const int64_t weight_bytes = weight_stride * sizeof(BFloat16);
   if (first) {
     _tile_zero(0);
     _tile_zero(1);
@@ -175,140 +171,153 @@ void multiply(WeightBlock weight, const BFloat16* rows, int64_t group_stride, in
     _tile_zero(3);
   } else {
     _tile_loadd(0, sums, kSumBytes);
-    _tile_loadd(1, sums + kSumSize, kSumBytes);
-    if constexpr (kGroups == 2) {
-      _tile_loadd(2, sums + 2 * kSumSize, kSumBytes);
-      _tile_loadd(3, sums + 3 * kSumSize, kSumBytes);
-    }
+    if constexpr (kGroups > 1) _tile_loadd(1, sums + 2 * kSumSize, kSumBytes);
+    if constexpr (kGroups > 2) _tile_loadd(2, sums + 4 * kSumSize, kSumBytes);
+    if constexpr (kGroups > 3) _tile_loadd(3, sums + 6 * kSumSize, kSumBytes);
   }
+  const BFloat16* fetch = kStream ? weight + kAheadSteps * kTileK : ahead.weight;
   for (int64_t step = 0; step < steps; ++step) {
-    const BFloat16* upper = weight.data + step * weight.step_stride;
-    const BFloat16* lower = upper + kTile * weight.row_stride;
+    if (kStream && step + kAheadSteps == steps) fetch = ahead.weight;
+    const int64_t fetch_rows = kStream ? kTile : ahead.rows;
+    for (int64_t row = 0; row < fetch_rows; ++row) {
+      __builtin_prefetch(fetch + row * weight_stride, 0, kStream ? 3 : 2);
+    }
+    fetch += kTileK;
+
     const BFloat16* right = rows + step * kTileSize;
-    _tile_loadd(6, right, kTileBytes);
-    if constexpr (kGroups == 2) _tile_loadd(7, right + group_stride, kTileBytes);
-    ahead.fetch(lines);
-    _tile_loadd(4, upper, weight_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kGroups == 2) _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(5, lower, weight_bytes);
-    _tile_dpbf16ps(1, 5, 6);
-    if constexpr (kGroups == 2) _tile_dpbf16ps(3, 5, 7);
-    if constexpr (kKeep) {
-      _tile_stored(4, kept + step * 2 * kTileSize, kTileBytes);
-      _tile_stored(5, kept + step * 2 * kTileSize + kTileSize, kTileBytes);
+    _tile_loadd(4, weight + step * kTileK, weight_bytes);
+    _tile_loadd(5, right, kTileBytes);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (kGroups > 1) {
+      _tile_loadd(6, right + group_stride, kTileBytes);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (kGroups > 2) {
+      _tile_loadd(7, right + 2 * group_stride, kTileBytes);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (kGroups > 3) {
+      _tile_loadd(5, right + 3 * group_stride, kTileBytes);
+      _tile_dpbf16ps(3, 4, 5);
     }
   }
   _tile_stored(0, sums, kSumBytes);
-  _tile_stored(1, sums + kSumSize, kSumBytes);
-  if constexpr (kGroups == 2) {
-    _tile_stored(2, sums + 2 * kSumSize, kSumBytes);
-    _tile_stored(3, sums + 3 * kSumSize, kSumBytes);
+  if constexpr (kGroups > 1) _tile_stored(1, sums + 2 * kSumSize, kSumBytes);
+  if constexpr (kGroups > 2) _tile_stored(2, sums + 4 * kSumSize, kSumBytes);
+  if constexpr (kGroups > 3) _tile_stored(3, sums + 6 * kSumSize, kSumBytes);
+}
+
+template <bool kStream>
+void multiply_up_to_four(int64_t groups, const BFloat16* weight, int64_t weight_stride, const BFloat16* rows,
+                         int64_t group_stride, int64_t steps, float* sums, bool first, Ahead ahead) {
+  switch (groups) {
+    case 1: return multiply<1, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
+    case 2: return multiply<2, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
+    case 3: return multiply<3, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
+    default: return multiply<4, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
   }
 }
 
-constexpr int64_t kAmxBlockSteps = 16;
+// The part of the operands that stays in the cache together: some groups of rows, some steps along K.
+struct Block {
+  int64_t group, groups;
+  int64_t step, steps;
+};
 
-// Copies the end of the weight, zero-padded: a tile load would read 32 rows of 64 bytes, some beyond the last page.
-inline void copy_weight(const BFloat16* weight, int64_t row_stride, int64_t rows, int64_t width, BFloat16* kept) {
-  __builtin_memset(kept, 0, round_up(width, kTileK) * kPanelColumns * sizeof(BFloat16));
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t k = 0; k < width; k += kTileK) {
-      const int64_t count = width - k < kTileK ? width - k : kTileK;
-      __builtin_memcpy(kept + k * kPanelColumns + row * kTileK, weight + row * row_stride + k, count * sizeof(BFloat16));
-    }
-  }
-}
-
-// One panel over one block of K, all row groups of the block.
-inline void multiply_panel(const NormConcatLinear& op, int64_t panel, int64_t step, int64_t steps, int64_t group,
-                           int64_t groups, float* sums, Prefetch ahead) {
-  alignas(kCacheLine) BFloat16 kept[kAmxBlockSteps * 2 * kTileSize];
-  const BFloat16* data = static_cast<const BFloat16*>(op.weight) + panel * kPanelColumns * op.weight_row_stride +
-                         step * kTileK;
-  WeightBlock weight{data, op.weight_row_stride, kTileK};
-  const WeightBlock kept_weight{kept, kTileK, 2 * kTileSize};
-  const int64_t columns = op.num_columns - panel * kPanelColumns;
-  const int64_t width = op.source.width - step * kTileK;
-  if (columns < kPanelColumns || width < steps * kTileK) {
-    copy_weight(data, op.weight_row_stride, columns < kPanelColumns ? columns : kPanelColumns,
-                width < steps * kTileK ? width : steps * kTileK, kept);
-    weight = kept_weight;
-  }
-
+// 16 columns of the weight by all rows of the block; `next` is what will be asked for afterwards.
+inline void multiply_columns(const NormConcatLinear& op, Block block, const BFloat16* weight, int64_t weight_stride,
+                             float* sums, const BFloat16* next) {
   const int64_t group_stride = num_steps(op) * kTileSize;
-  const BFloat16* rows = packed_group(op, group) + step * kTileSize;
-  const int64_t pairs = (groups + 1) / 2;
-  const int64_t lines = (2 * kTile + pairs - 1) / pairs;
-  const bool first = step == 0;
-  for (int64_t g = 0; g < groups; g += 2) {
-    const BFloat16* right = rows + g * group_stride;
-    float* place = sums + g * 2 * kSumSize;
-    if (g + 1 == groups) {
-      multiply<1, false>(weight, right, group_stride, steps, place, first, kept, ahead, lines);
-    } else if (g == 0 && groups > 2 && weight.data != kept) {
-      multiply<2, true>(weight, right, group_stride, steps, place, first, kept, ahead, lines);
-      weight = kept_weight;
-    } else {
-      multiply<2, false>(weight, right, group_stride, steps, place, first, kept, ahead, lines);
-    }
+  const BFloat16* rows = packed_group(op, block.group) + block.step * kTileSize;
+  const bool first = block.step == 0;
+  if (block.groups <= kTileGroups) {
+    return multiply_up_to_four<true>(block.groups, weight, weight_stride, rows, group_stride, block.steps, sums, first,
+                                     {next, kTile});
+  }
+  const int64_t share = (kTile * kTileGroups + block.groups - 1) / block.groups;
+  for (int64_t g = 0, row = 0; g < block.groups; g += kTileGroups, row += share) {
+    const Ahead ahead{next + row * weight_stride, kTile - row < share ? kTile - row : share};
+    multiply_up_to_four<false>(block.groups - g, weight, weight_stride, rows + g * group_stride, group_stride,
+                               block.steps, sums + g * 2 * kSumSize, first, ahead);
   }
 }
 
-// Turns a panel's sums into rows of the result: adds the bias, rounds.
+// multiply_columns from a zero-padded copy of the weight, where tiles would reach beyond its last row or the end of a
+// row: what lies there may be the next page, or a NaN that zeros of the packed rows would not cancel.
+inline void multiply_edge(const NormConcatLinear& op, Block block, const BFloat16* weight, int64_t columns,
+                          float* sums) {
+  constexpr int64_t kCopySteps = 8, kWidth = kCopySteps * kTileK;
+  for (const int64_t end = block.step + block.steps; block.step < end; block.step += block.steps) {
+    block.steps = end - block.step < kCopySteps ? end - block.step : kCopySteps;
+    const int64_t left = op.source.width - block.step * kTileK;
+    alignas(kCacheLine) BFloat16 copy[kTile * kWidth] = {};
+    for (int64_t column = 0; column < columns; ++column) {
+      __builtin_memcpy(copy + column * kWidth, weight + column * op.weight_row_stride + block.step * kTileK,
+                       (left < kWidth ? left : kWidth) * sizeof(BFloat16));
+    }
+    multiply_columns(op, block, copy, kWidth, sums, copy);
+  }
+}
+
+// Turns a panel's sums into rows of the result: adds the bias, rounds. The two halves of a row are stored together, as
+// a whole line: one left half written is evicted before its other half comes (1.5 ms more at T = 512).
 inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t group, int64_t groups, const float* sums) {
   const bool has_post_norm = op.post_norm_gain.data != nullptr;
-  for (int64_t half = 0; half < 2; ++half) {
-    const int64_t column = panel * kPanelColumns + half * kTile;
-    const int64_t columns = op.num_columns - column;
-    if (columns <= 0) return;
-    const auto finish = [&](auto span) {
-      const Float bias = op.bias.data == nullptr ? Float{} : load_vector<BFloat16>(op.bias, column, span);
-      for (int64_t g = 0; g < groups; ++g) {
-        __m512i lines[kTile];
-        for (int d = 0; d < kTile; ++d) lines[d] = _mm512_load_si512(sums + (2 * g + half) * kSumSize + d * kTile);
-        transpose(lines);
-        const int64_t first = (group + g) * kTile;
-        for (int64_t i = first; i < first + kTile && i < op.num_rows; ++i) {
-          const Float value = (Float)lines[i - first] + bias;
-          if (has_post_norm) {
-            store(fp32_rows(op) + i * op.num_columns + column, value, span);
-          } else {
-            store(static_cast<BFloat16*>(op.out) + i * op.out_row_stride + column, value, span);
-          }
+  for (int64_t g = group; g < group + groups; ++g, sums += 2 * kSumSize) {
+    __m512i lines[2][kTile];
+    for (int half = 0; half < 2; ++half) {
+      for (int d = 0; d < kTile; ++d) lines[half][d] = _mm512_load_si512(sums + half * kSumSize + d * kTile);
+      transpose(lines[half]);
+    }
+    for (int64_t i = g * kTile; i < (g + 1) * kTile && i < op.num_rows; ++i) {
+      const int64_t column = panel * kPanelColumns;
+      const int64_t columns = op.num_columns - column < kPanelColumns ? op.num_columns - column : kPanelColumns;
+      float* result = fp32_rows(op) + i * op.num_columns + column;
+      BFloat16* out = static_cast<BFloat16*>(op.out) + i * op.out_row_stride + column;
+      for_each_vector(columns, [&](int64_t d, auto span) {
+        Float value = (Float)lines[d / kTile][i - g * kTile];
+        if (op.bias.data != nullptr) value += load_vector<BFloat16>(op.bias, column + d, span);
+        if (has_post_norm) {
+          store(result + d, value, span);
+        } else {
+          store(out + d, value, span);
         }
-      }
-    };
-    if (columns >= kTile) {
-      finish(Whole{});
-    } else {
-      finish(Part{columns});
+      });
     }
   }
 }
 
 inline void amx_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   const TileSession session;
-  const int64_t steps = num_steps(op);
-  const auto weight_at = [&](int64_t panel, int64_t step) {
-    return static_cast<const char*>(op.weight) +
-           (panel * kPanelColumns * op.weight_row_stride + step * kTileK) * sizeof(BFloat16);
+  const int64_t steps = num_steps(op), whole_steps = op.source.width / kTileK;
+  const auto weight_at = [&](int64_t column, int64_t step) {
+    return static_cast<const BFloat16*>(op.weight) + column * op.weight_row_stride + step * kTileK;
   };
   for (int64_t group = 0; group < num_groups(op); group += kBlockGroups) {
     const int64_t groups = num_groups(op) - group < kBlockGroups ? num_groups(op) - group : kBlockGroups;
+    const int64_t blocks = (groups * steps - 1) / kBlockTiles + 1;
+    const int64_t block_steps = (steps + blocks - 1) / blocks;
     for (int64_t begin = panel_begin; begin < panel_end; begin += kBlockPanels) {
       const int64_t end = begin + kBlockPanels < panel_end ? begin + kBlockPanels : panel_end;
+      // The sums are done with when the next panels come; all take the place of the range's first ones.
       const auto sums = [&](int64_t panel) { return panel_sums(op, panel_begin + panel - begin); };
-      for (int64_t step = 0; step < steps; step += kAmxBlockSteps) {
-        const int64_t count = steps - step < kAmxBlockSteps ? steps - step : kAmxBlockSteps;
-        for (int64_t panel = begin; panel < end; ++panel) {
-          const char* next = panel + 1 < end               ? weight_at(panel + 1, step)
-                             : step + kAmxBlockSteps < steps ? weight_at(begin, step + kAmxBlockSteps)
-                             : end < panel_end             ? weight_at(end, 0)
-                                                           : nullptr;
-          const Prefetch ahead{next, static_cast<int64_t>(op.weight_row_stride * sizeof(BFloat16)), kAmxBlockSteps, 0,
-                               next == nullptr ? 0 : kAmxBlockSteps * kPanelColumns};
-          multiply_panel(op, panel, step, count, group, groups, sums(panel), ahead);
+      for (int64_t step = 0; step < steps; step += block_steps) {
+        const int64_t end_step = steps - step < block_steps ? steps : step + block_steps;
+        for (int64_t half = 2 * begin; half < 2 * end && half * kTile < op.num_columns; ++half) {
+          const int64_t column = half * kTile;
+          const int64_t columns = op.num_columns - column < kTile ? op.num_columns - column : kTile;
+          const int64_t direct = columns < kTile ? step : end_step < whole_steps ? end_step : whole_steps;
+          const BFloat16* next = half + 1 < 2 * end   ? weight_at(column + kTile, step)
+                                 : end_step < steps ? weight_at(2 * begin * kTile, end_step)
+                                                    : weight_at(column + kTile, 0);
+          float* place = sums(half / 2) + half % 2 * kSumSize;
+          if (step < direct) {
+            multiply_columns(op, {group, groups, step, direct - step}, weight_at(column, step), op.weight_row_stride,
+                             place, next);
+          }
+          if (direct < end_step) {
+            multiply_edge(op, {group, groups, direct, end_step - direct}, weight_at(column, 0), columns, place);
+          }
         }
       }
       for (int64_t panel = begin; panel < end; ++panel) finish_panel(op, panel, group, groups, sums(panel));

@@ -49,22 +49,28 @@ struct DotStep<BFloat16> {
 };
 #endif
 
-// Weight rows and packed rows that one register tile holds: 24 of 32 vector registers are sums with AVX-512 (the best
-// of six shapes measured, reference/performance.md section 5), 8 of 16 elsewhere.
-constexpr int kTileColumns = 4;
-constexpr int kTileRows = kLanes == 16 ? 6 : 2;
+// Weight rows and packed rows that one register tile holds: 24 of 32 vector registers are sums with AVX-512, 8 of 16
+// elsewhere. fp32, T = 1, 8, 16, in ms: 6x4 6.1, 6.7, 10.2; 4x6 6.2, 7.2, 10.6; 3x8 5.9, 7.7, 13.1; 8x3 6.4, 7.7, 12.1.
+constexpr int kTileColumns = kLanes == 16 ? 6 : 4;
+constexpr int kTileRows = kLanes == 16 ? 4 : 2;
 
-// K*H is summed in blocks of 1024: lanes within a block, then block after block. A packed tile of a block (24 KB in
-// fp32) stays in L1 while kBlockColumns weight rows pass, and those stay in L2 for the next packed tile.
-constexpr int64_t kDotBlockK = 1024;
-constexpr int64_t kDotBlockColumns = 64;
+// K*H is summed in blocks of 2 KB of a packed row: lanes within a block, then block after block. 16 packed rows of a
+// block are 32 KB, which leaves room in L1 for the weight (fp32, T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6).
+template <class T>
+constexpr int64_t kDotBlockK = 2048 / sizeof(typename DotStep<T>::Packed);
 
-// A panel of weight rows and where the next one begins.
+// While the packed rows fit in 1.25 MB of L2, kTileColumns weight rows stream from end to end. Otherwise
+// about 64 share each block of the packed rows.
+constexpr int64_t kCachedBytes = 1280 << 10;
+constexpr int64_t kDotBlockColumns = 64 / kTileColumns * kTileColumns;
+
+// kTileColumns rows of the weight, or one. While they are multiplied `fetch_rows` rows of what comes next are fetched.
 template <class T>
 struct WeightRows {
   const T* data;
   int64_t row_stride;
-  const T* ahead;
+  const T* next;
+  int64_t fetch_rows;
 };
 
 // result[row][column] = (first ? 0 : result) + weight[column] . packed[row], over `width` elements.
@@ -87,10 +93,8 @@ void dot_tile(WeightRows<T> weight, const typename DotStep<T>::Packed* packed, i
   };
   int64_t k = 0;
   for (; k + Step::kStep <= width; k += Step::kStep) {
-    if (weight.ahead != nullptr) {
-      for (int column = 0; column < kColumns; ++column) {
-        __builtin_prefetch(weight.ahead + column * weight.row_stride + k, 0, 2);
-      }
+    for (int64_t row = 0; row < weight.fetch_rows; ++row) {
+      __builtin_prefetch(weight.next + row * weight.row_stride + k, 0, 2);
     }
     step(k, Whole{});
   }
@@ -144,9 +148,8 @@ void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
       const int64_t row = source_row(chunk, i);
       const float rstd = chunk_rstd<T>(source, chunk, row, of_concat);
       Packed* columns = packed + chunk.column;
-      norm_columns<T>(chunk, row, rstd, source.norm_offset, 0, chunk.width, [columns](int64_t h, Float value, auto span) {
-        store(columns + h, round_to(value, T{}), span);
-      });
+      norm_columns<T>(chunk, row, rstd, source.norm_offset, 0, chunk.width,
+                      [=](int64_t h, Float value, auto span) { store(columns + h, round_to(value, T{}), span); });
     }
     __builtin_memset(packed + source.width, 0, (packed_width<T>(op) - source.width) * sizeof(Packed));
   }
@@ -175,32 +178,37 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end) {
 
 template <class T>
 void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  const T* weight = static_cast<const T*>(op.weight);
-  const int64_t stride = op.weight_row_stride;
+  if (op.num_rows == 0) return;
+  const int64_t width = packed_width<T>(op), stride = op.weight_row_stride;
+  const auto weight_at = [&](int64_t d, int64_t k) { return static_cast<const T*>(op.weight) + d * stride + k; };
+  const bool cached = op.num_rows * width * static_cast<int64_t>(sizeof(typename DotStep<T>::Packed)) <= kCachedBytes;
+  const int64_t block_columns = cached ? kTileColumns : kDotBlockColumns;
+  const int64_t row_tiles = (op.num_rows + kTileRows - 1) / kTileRows;
+  const int64_t share = (kTileColumns + row_tiles - 1) / row_tiles;
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;
-  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kDotBlockColumns) {
-    const int64_t end = begin + kDotBlockColumns < columns_end ? begin + kDotBlockColumns : columns_end;
-    for (int64_t k = 0; k < op.source.width; k += kDotBlockK) {
-      const int64_t width = k + kDotBlockK < op.source.width ? kDotBlockK : op.source.width - k;
-      const bool last_k = k + width == op.source.width;
-      for (int64_t i = 0; i < op.num_rows; i += kTileRows) {
-        const auto* packed = packed_rows<T>(op) + i * packed_width<T>(op) + k;
-        float* result = fp32_rows(op) + i * op.num_columns;
-        int64_t d = begin;
-        for (; d + kTileColumns <= end; d += kTileColumns) {
-          const bool last_d = d + 2 * kTileColumns > end;
-          const T* ahead = i > 0                ? nullptr
-                           : !last_d            ? weight + (d + kTileColumns) * stride + k
-                           : !last_k            ? weight + begin * stride + k + width
-                           : end < columns_end  ? weight + end * stride
-                                                : nullptr;
-          dot_rows<T, kTileColumns>(op.num_rows - i, {weight + d * stride + k, stride, ahead}, packed,
-                                    packed_width<T>(op), width, result + d, op.num_columns, k == 0);
+
+  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += block_columns) {
+    const int64_t end = begin + block_columns < columns_end ? begin + block_columns : columns_end;
+    for (int64_t k = 0; k < op.source.width; k += kDotBlockK<T>) {
+      const int64_t count = k + kDotBlockK<T> < op.source.width ? kDotBlockK<T> : op.source.width - k;
+      const bool last_k = k + count == op.source.width;
+      for (int64_t d = begin; d < end;) {
+        const int64_t columns = d + kTileColumns <= end ? kTileColumns : 1;
+        const T* next = d + columns < end ? weight_at(d + columns, k)
+                        : last_k          ? weight_at(d + columns, 0)
+                                          : weight_at(begin, k + count);
+        for (int64_t i = 0, fetched = 0; i < op.num_rows; i += kTileRows, fetched += share) {
+          const int64_t left = columns - fetched;
+          const WeightRows<T> weight{weight_at(d, k), stride, next + fetched * stride, left < share ? left : share};
+          const auto* packed = packed_rows<T>(op) + i * width + k;
+          float* result = fp32_rows(op) + i * op.num_columns + d;
+          if (columns == kTileColumns) {
+            dot_rows<T, kTileColumns>(op.num_rows - i, weight, packed, width, count, result, op.num_columns, k == 0);
+          } else {
+            dot_rows<T, 1>(op.num_rows - i, weight, packed, width, count, result, op.num_columns, k == 0);
+          }
         }
-        for (; d < end; ++d) {
-          dot_rows<T, 1>(op.num_rows - i, {weight + d * stride + k, stride, nullptr}, packed, packed_width<T>(op),
-                         width, result + d, op.num_columns, k == 0);
-        }
+        d += columns;
       }
     }
     finish_columns<T>(op, begin, end);

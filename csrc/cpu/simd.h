@@ -37,15 +37,25 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline UInt choose(UInt condition, UInt yes, UInt no) { return (condition & yes) | (~condition & no); }
+// For these two GCC 12 spells __builtin_convertvector in five instructions.
+#if defined(__AVX512F__)
+inline UInt extend(UShort bits) { return (UInt)_mm512_cvtepu16_epi32((__m256i)bits); }
+inline UShort truncate(UInt bits) { return (UShort)_mm512_cvtepi32_epi16((__m512i)bits); }
+#elif defined(__AVX2__)
+inline UInt extend(UShort bits) { return (UInt)_mm256_cvtepu16_epi32((__m128i)bits); }
+inline UShort truncate(UInt bits) { return __builtin_convertvector(bits, UShort); }
+#else
+inline UInt extend(UShort bits) { return __builtin_convertvector(bits, UInt); }
+inline UShort truncate(UInt bits) { return __builtin_convertvector(bits, UShort); }
+#endif
 
-inline Float widen(UShort bits, BFloat16) { return (Float)(__builtin_convertvector(bits, UInt) << 16); }
+inline Float widen(UShort bits, BFloat16) { return (Float)(extend(bits) << 16); }
 
 // Round to nearest even on the integer bits. vcvtneps2bf16 is one instruction instead of six, but flushes denormals.
 inline UShort narrow(Float value, BFloat16) {
   const UInt bits = (UInt)value;
   const UInt rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(choose((UInt)(value != value), UInt{} + 0x7fc0, rounded), UShort);
+  return truncate(value != value ? UInt{} + 0x7fc0 : rounded);
 }
 
 #if defined(__AVX512F__)
@@ -62,7 +72,7 @@ inline UShort narrow(Float value, Float16) {
 // Shifted to the place of the fp32 fields, an fp16 number is 2^112 too small; the multiplication also normalises
 // denormals.
 inline Float widen(UShort bits, Float16) {
-  const UInt wide = __builtin_convertvector(bits, UInt);
+  const UInt wide = extend(bits);
   const UInt magnitude = wide & 0x7fff;
   const UInt finite = (UInt)((Float)(magnitude << 13) * 0x1p112f);
   const UInt special = (UInt)(magnitude >= 0x7c00) & 0x7f800000;
@@ -76,13 +86,12 @@ inline UShort narrow(Float value, Float16) {
   const UInt magnitude = bits & 0x7fffffff;
   const UInt exponent = magnitude & 0x7f800000;
   const UInt smallest = UInt{} + 0x38800000;
-  const UInt magic = choose((UInt)(exponent > smallest), exponent, smallest) + 0x06800000;
+  const UInt magic = (exponent > smallest ? exponent : smallest) + 0x06800000;
   const UInt sum = (UInt)((Float)magnitude + (Float)magic);
   const UInt finite = (((magic - 0x3f000000) >> 13) & 0x7c00) + (sum & 0xfff);
-  const UInt overflow = (UInt)(magnitude >= 0x477ff000);
-  const UInt nan = (UInt)(magnitude > 0x7f800000);
-  const UInt result = choose(nan, UInt{} + 0x7e00, choose(overflow, UInt{} + 0x7c00, finite));
-  return __builtin_convertvector(result | ((bits >> 16) & 0x8000), UShort);
+  const UInt bounded = magnitude >= 0x477ff000 ? UInt{} + 0x7c00 : finite;
+  const UInt result = magnitude > 0x7f800000 ? UInt{} + 0x7e00 : bounded;
+  return truncate(result | ((bits >> 16) & 0x8000));
 }
 #endif
 
@@ -113,6 +122,31 @@ inline void store_lanes(void* p, Lanes lanes, Part part) {
   __builtin_memcpy(p, &lanes, part.count * (sizeof lanes / kLanes));
 }
 
+// How a store reaches memory. Cached is the default: what an op writes, the next one reads. Streamed goes around the
+// caches and saves the read of every line that a plain store begins with.
+struct Cached {};
+struct Streamed {};
+
+#if defined(__AVX512F__)
+inline void stream_lanes(void* p, Float lanes) { _mm512_stream_ps(static_cast<float*>(p), (__m512)lanes); }
+inline void stream_lanes(void* p, UShort lanes) { _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)lanes); }
+#elif defined(__AVX2__)
+inline void stream_lanes(void* p, Float lanes) { _mm256_stream_ps(static_cast<float*>(p), (__m256)lanes); }
+inline void stream_lanes(void* p, UShort lanes) { _mm_stream_si128(static_cast<__m128i*>(p), (__m128i)lanes); }
+#else
+template <class Lanes>
+inline void stream_lanes(void* p, Lanes lanes) {
+  store_lanes(p, lanes, Whole{});
+}
+#endif
+
+// Makes streamed stores visible to other threads before the caller tells them that the rows are ready.
+inline void finish_streaming() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // Lanes that a Part leaves out read as zero.
 template <class Span>
 inline Float load(const float* p, Span span) {
@@ -130,6 +164,31 @@ inline void store(float* p, Float value, Span span) {
 template <class T, class Span>
 inline void store(T* p, Float value, Span span) {
   store_lanes(p, narrow(value, T{}), span);
+}
+
+// A streamed store must be aligned; the end of a row is stored plainly.
+template <class T, class Span>
+inline void store(T* p, Float value, Span span, Cached) {
+  store(p, value, span);
+}
+template <class T>
+inline void store(T* p, Float value, Part part, Streamed) {
+  store(p, value, part);
+}
+inline void store(float* p, Float value, Whole, Streamed) { stream_lanes(p, value); }
+template <class T>
+inline void store(T* p, Float value, Whole, Streamed) {
+  stream_lanes(p, narrow(value, T{}));
+}
+
+// f(Streamed{}) or f(Cached{}), for one row of a call that writes `bytes` in all. Streaming is for outputs that no
+// cache holds until they are read: at 512 MB it takes norm_concat from 52 to 41 ms, capture_hidden from 59 to 49. At
+// 16 MB it gains 5 % at most, and the next op would read from memory at 27 GB/s what the last-level cache gives at 57.
+template <class F>
+inline void with_store(const void* row, int64_t bytes, F f) {
+  constexpr int64_t kStreamBytes = 32 << 20;
+  if (bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(row) % kCacheLine == 0) return f(Streamed{});
+  f(Cached{});
 }
 
 inline Float round_to(Float value, float) { return value; }
@@ -194,7 +253,7 @@ inline void with_dtype(DType dtype, F f) {
 
 // A gain or bias in T or fp32.
 template <class T, class Span>
-inline Float load_vector(const Vector& vector, int64_t i, Span span) {
+inline Float load_vector(Vector vector, int64_t i, Span span) {
   if (vector.dtype == DType::kFloat32) return load(static_cast<const float*>(vector.data) + i, span);
   return load(static_cast<const T*>(vector.data) + i, span);
 }

@@ -20,16 +20,20 @@ void copy_row(const VocabParallelEmbedding& op, int64_t row, int64_t i) {
   if (row < 0) {
     __builtin_memset(out, 0, row_bytes);
   } else {
-    __builtin_memcpy(out, static_cast<const char*>(op.weight) + row * op.weight_row_stride * op.element_size, row_bytes);
+    const char* weight = static_cast<const char*>(op.weight) + row * op.weight_row_stride * op.element_size;
+    __builtin_memcpy(out, weight, row_bytes);
   }
 }
 
 template <class T>
-void scale_row(const VocabParallelEmbedding& op, int64_t row, int64_t i) {
+void scale_row(const VocabParallelEmbedding& op, int64_t row, int64_t i, int64_t bytes) {
   if (row < 0) return copy_row(op, row, i);
   const T* weight = static_cast<const T*>(op.weight) + row * op.weight_row_stride;
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
-  for_each_vector(op.width, [&](int64_t h, auto span) { store(out + h, load(weight + h, span) * op.scale, span); });
+  const float scale = op.scale;
+  with_store(out, bytes, [=, width = op.width](auto how) {
+    for_each_vector(width, [=](int64_t h, auto span) { store(out + h, load(weight + h, span) * scale, span, how); });
+  });
 }
 
 }  // namespace
@@ -40,8 +44,11 @@ void vocab_parallel_embedding(const VocabParallelEmbedding& op, int64_t row_begi
     return;
   }
   with_dtype(op.dtype, [&](auto type) {
-    for (int64_t i = row_begin; i < row_end; ++i) scale_row<decltype(type)>(op, local_row(op, i), i);
+    using T = decltype(type);
+    const int64_t bytes = (row_end - row_begin) * op.width * sizeof(T);
+    for (int64_t i = row_begin; i < row_end; ++i) scale_row<T>(op, local_row(op, i), i, bytes);
   });
+  finish_streaming();
 }
 
 }  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
