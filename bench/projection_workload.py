@@ -1,0 +1,119 @@
+"""The benchmark rows of norm_concat_linear: memory-bound at small T by its weight, compute-bound at large T."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from eagle_kernels import Eagle3Config, Eagle3Projection, norm_concat_linear
+from eagle_kernels.ops.sources import Sources, formula
+from eagle_kernels.plan import Plan
+
+from .baselines import BASELINES, frozen_projections, projection
+from .op_modules import op_module
+from .rotation import Footprint
+from .workloads import FORMS, Row, Variant, Workload
+
+
+class NormConcatLinear(Workload):
+    """Every copy has its own weight, chunks and out; the gains are shared."""
+
+    forms = FORMS
+    baselines = BASELINES
+    chain = staticmethod(projection)
+
+    def __init__(self, row: Row, cache_bytes: int = 0) -> None:
+        super().__init__(row, cache_bytes)
+        self.weight_bytes = row.stage.D * row.width * self.item
+
+    def footprint(self, names: Sequence[str]) -> Footprint:
+        # Inductor keeps a folded and a packed weight per module, `prepacked` oneDNN's layout beside the dense one.
+        extra = 2 * ("inductor-max" in names) + ("prepacked" in names)
+        in_float64 = self.weight_bytes // self.item * 8
+        return Footprint(self.traffic(), self.traffic() + extra * self.weight_bytes, in_float64)
+
+    def traffic(self) -> int:
+        return self.weight_bytes + self.row.T * (self.row.width + self.row.stage.D) * self.item
+
+    def plan(self) -> Plan:
+        row = self.row
+        return op_module(row.op).plan_sizes(row.T, row.width, row.stage.D, row.dtype, "cpu")
+
+    def flops(self) -> int:
+        return 2 * self.row.T * self.row.width * self.row.stage.D
+
+    def allocate(self, copies: int) -> None:
+        row, stage = self.row, self.row.stage
+        self.weights = self.random(copies, stage.D, row.width, scale=row.width**-0.5).unbind()
+        by_chunk = [self.random(copies, row.T, stage.H, scale=3.0**k) for k in range(stage.K)]
+        self.chunks = list(zip(*by_chunk, strict=True))
+        self.outs = self.poisoned(copies, row.T, stage.D).unbind()
+        gains = self._gains()
+        # What the checkpoint stores: without the offset, which the op adds in fp32 and a baseline has folded in.
+        stored = [gain - stage.norm_offset for gain in gains]
+        post_gain = self.random_gain(stage.D) if stage.post_norm else None
+        self.options = {
+            "norm": row.norm,
+            "norm_weight": stored[0] if row.norm == "concat" else stored or None,
+            "eps": stage.eps,
+            "norm_offset": stage.norm_offset,
+            "post_norm_weight": None if post_gain is None else post_gain - stage.norm_offset,
+        }
+        settings = (row.norm, stage.eps, post_gain)
+        pairs = zip(self.chunks, self.weights, strict=True)
+        self.chain_arguments = [(chunks, gains, weight, *settings) for chunks, weight in pairs]
+
+    def _gains(self) -> list[Tensor]:
+        if self.row.norm == "none":
+            return []
+        widths = [self.row.width] if self.row.norm == "concat" else [self.row.stage.H] * self.row.stage.K
+        return [self.random_gain(width) for width in widths]
+
+    def op(self, copy: int) -> Tensor:
+        return norm_concat_linear(self.chunks[copy], self.weights[copy], **self.options, out=self.outs[copy])
+
+    def variant(self, name: str) -> Variant:
+        if name in ("layer", "prepacked"):
+            layers = [self._layer(weight) for weight in self.weights]
+            if name == "prepacked":
+                layers = [layer.prepack() for layer in layers]
+            return Variant(name, lambda copy: layers[copy](self.chunks[copy], out=self.outs[copy]), len(layers))
+        if name == "inductor-max":
+            modules = frozen_projections(self.chain_arguments)
+            return Variant(name, lambda copy: modules[copy](self.chunks[copy]), len(modules))
+        return super().variant(name)
+
+    def offers(self, name: str) -> bool:
+        # Eagle3Projection is the block of EAGLE-3: no offset, no norm of the result.
+        plain = self.row.stage.norm_offset == 0 and not self.row.stage.post_norm
+        return super().offers(name) and (plain or name not in ("layer", "prepacked"))
+
+    def _layer(self, weight: Tensor) -> Eagle3Projection:
+        """The layer over a weight that exists."""
+        row, stage = self.row, self.row.stage
+        config = Eagle3Config(
+            num_chunks=stage.K,
+            target_hidden_size=stage.H,
+            hidden_size=stage.D,
+            eps=stage.eps,
+            chunk_norm=row.norm == "chunk",
+            concat_norm=row.norm == "concat",
+        )
+        # On meta: initialising a weight that is thrown away takes longer than the row.
+        layer = Eagle3Projection(config, dtype=row.dtype, device="meta")
+        layer.fc.weight = nn.Parameter(weight, requires_grad=False)
+        norms = {"chunk": layer.fc_norm, "concat": [layer.input_norm], "none": []}[row.norm]
+        _, gains, *_ = self.chain_arguments[0]
+        for norm, gain in zip(norms, gains, strict=True):
+            norm.weight = nn.Parameter(gain, requires_grad=False)
+        return layer
+
+    def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
+        options = dict(self.options)
+        post_gain = options.pop("post_norm_weight")
+        chunks = [chunk[rows] for chunk in self.chunks[copy]]
+        none = {"residuals": None, "indices": None, "sum_squares": None, "num_chunks": None}
+        sources = Sources.build(self.row.op, chunks, **options, **none)
+        normed = formula(*sources.arguments, dtype=torch.float64)
+        tail = (None, post_gain, options["eps"], options["norm_offset"])
+        return [op_module(self.row.op).project_formula(normed, self.weights[copy], *tail)]

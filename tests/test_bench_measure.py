@@ -1,0 +1,132 @@
+"""Timing, statistics and rotation of the benchmark: what its figures rest on."""
+
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from eagle_kernels.bench.measure import Samples, geometric_mean, interleave, ratio
+from eagle_kernels.bench.rotation import (
+    Footprint,
+    TooLarge,
+    available_memory_bytes,
+    last_level_cache_bytes,
+    plan_rotation,
+)
+
+MB = 1 << 20
+TOLERANCE = 1.05
+
+
+def drifting_timer(noise: float) -> Callable:
+    """A timer of calls that return their own duration, on a machine whose clock drifts by a factor of two and where a
+    tenth of the calls is preempted for 8 ms."""
+    source, now = random.Random(0), [0.0]
+
+    def timer(call: Callable[[int], float], copy: int) -> float:
+        seconds = call(copy) * (1.5 + 0.5 * math.sin(now[0] * 3)) * (1 + source.uniform(-noise, noise))
+        seconds += 0.008 if source.random() < 0.1 else 0
+        now[0] += seconds
+        return seconds
+
+    return timer
+
+
+@pytest.mark.parametrize("slowdown, seen", [(1.10, True), (1.0, False)], ids=["10-percent-slower", "noise-only"])
+def test_planted_regression_is_seen_and_noise_is_not(slowdown: float, seen: bool) -> None:
+    calls = [lambda copy: 1e-3, lambda copy: 1e-3 * slowdown]
+    base, new = interleave(calls, 4, min_time=1.0, timer=drifting_timer(noise=0.03))
+    assert ratio(new, base).is_more_than(TOLERANCE) == seen
+    assert ratio(new, base).value == pytest.approx(slowdown, rel=0.03)
+
+
+def test_interval_of_equal_variants_holds_one() -> None:
+    base, new = interleave([lambda copy: 1e-3] * 2, 4, min_time=1.0, timer=drifting_timer(noise=0.03))
+    measured = ratio(new, base)
+    assert measured.low <= 1 <= measured.high
+
+
+def test_real_clock_sees_ten_percent() -> None:
+    def spin(seconds: float) -> Callable[[int], None]:
+        def call(copy: int) -> None:
+            deadline = time.perf_counter() + seconds
+            while time.perf_counter() < deadline:
+                pass
+
+        return call
+
+    # Short calls, so that few of them are preempted on a busy machine.
+    base, new = interleave([spin(1e-4), spin(1.1e-4)], 2, min_time=0.1)
+    assert ratio(new, base).is_more_than(TOLERANCE)
+
+
+@pytest.mark.parametrize("variants, copies", [(1, 2), (2, 4), (3, 6), (5, 6), (4, 3)])
+def test_a_copy_comes_back_only_after_all_others(variants: int, copies: int) -> None:
+    order: list[int] = []
+
+    def timer(call: Callable[[int], None], copy: int) -> float:
+        order.append(copy)
+        return 1.0
+
+    interleave([lambda copy: None] * variants, copies, min_time=20, timer=timer)
+    for start in range(len(order) - copies):
+        assert len(set(order[start : start + copies])) == copies
+
+
+def test_rounds_alternate_direction() -> None:
+    order: list[str] = []
+    calls = [lambda copy, name=name: order.append(name) for name in "abc"]
+    interleave(calls, 1, min_time=0.0)
+    assert "".join(order[:9]) == "abccbaabc"
+
+
+def test_every_variant_has_at_least_seven_samples() -> None:
+    samples = interleave([lambda copy: None] * 2, 1, min_time=0.0)
+    assert [len(each.seconds) for each in samples] == [7, 7]
+
+
+def test_statistics() -> None:
+    samples = Samples((5.0, 1.0, 4.0, 2.0, 3.0))
+    assert (samples.median, samples.minimum) == (3.0, 1.0)
+    assert (samples.quantile(0.2), samples.quantile(0.8), samples.quantile(1.0)) == (2.0, 5.0, 5.0)
+    assert geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
+
+
+def test_copies_exceed_the_cache() -> None:
+    rotation = plan_rotation(Footprint(touched=100 * MB, resident=100 * MB, fixed=0), 480 * MB, 20000 * MB)
+    assert (rotation.copies, rotation.is_cold, rotation.limit) == (6, True, "")
+
+
+def test_memory_limits_copies_and_says_so() -> None:
+    rotation = plan_rotation(Footprint(touched=100 * MB, resident=300 * MB, fixed=100 * MB), 480 * MB, 1500 * MB)
+    assert (rotation.copies, rotation.is_cold) == (3, False)
+    assert "memory" in rotation.limit
+
+
+def test_two_copies_at_least() -> None:
+    rotation = plan_rotation(Footprint(touched=900 * MB, resident=900 * MB, fixed=0), 480 * MB, 20000 * MB)
+    assert (rotation.copies, rotation.is_cold) == (2, True)
+
+
+def test_row_that_does_not_fit_says_its_size() -> None:
+    footprint = Footprint(touched=100, resident=4 * 10**9, fixed=2 * 10**9)
+    with pytest.raises(TooLarge, match=r"needs 10 GB, 7 GB of memory may be used"):
+        plan_rotation(footprint, 480 * MB, 10 * 10**9)
+
+
+def test_cache_size_is_read_from_the_outermost_level(tmp_path: Path) -> None:
+    for index, (level, size) in enumerate([("1", "48K"), ("2", "2M"), ("3", "491520K"), ("x", "?")]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "level").write_text(level + "\n")
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert last_level_cache_bytes(tmp_path) == 480 * MB
+
+
+def test_machine_without_cache_facts_gets_a_default(tmp_path: Path) -> None:
+    assert last_level_cache_bytes(tmp_path) == 64 * MB
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 16 * MB < available_memory_bytes() < 1 << 50

@@ -1,0 +1,149 @@
+"""Saved runs, tables made of them, and the README's table."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_kernels.bench import readme_table, results, table
+from eagle_kernels.bench.accuracy import error_bound, relative_rms
+from eagle_kernels.bench.environment_header import cpu_facts, device_slug
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    "device": "cpu",
+    "cpu_model": "Some CPU",
+    "threads": 2,
+    "cpu_cores": 2,
+    "cpu_isa": "avx2",
+    "torch": "2.13.0",
+    "date": "2026-01-01 00:00 UTC",
+    "commit": "0123456789ab",
+}
+
+
+def record(variant: str, median_ms: float, T: int = 8, status: str = "ok") -> dict:
+    sizes = {"K": 3, "H": 64, "D": 32, "V": 1000, "T": T}
+    row = {"op": "norm_concat_linear", "preset": "tiny", "stage": "eagle3", "norm": "chunk", "dtype": "bf16", **sizes}
+    entry = row | {"variant": variant, "is_ours": variant == "op", "status": status, "reason": "too large"}
+    if status == "wrong":
+        return entry | {"error": None, "error_bound": 2e-3}
+    if status != "ok":
+        return entry
+    times = {"median_ms": median_ms, "min_ms": median_ms * 0.9, "p20_ms": median_ms, "p80_ms": median_ms}
+    rates = {"rounds": 9, "bytes": 10**6, "gbps": 10.0, "copy_gbps": 20.0, "read_gbps": 40.0, "tflops": 0.1}
+    speedups = {"speedup": median_ms / 2.0, "speedup_low": 0.99, "speedup_high": 1.2}
+    return entry | times | rates | speedups | {"cold": True, "copies": 6, "copies_limited_by": ""}
+
+
+RECORDS = [record("op", 2.0), record("eager", 4.0), record("op", 2.0, T=64), record("eager", 16.0, T=64)]
+
+
+def test_run_survives_saving(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "run.json"
+    results.save(path, ENVIRONMENT, ["bench"], RECORDS)
+    run = results.load(path)
+    assert run == {
+        "schema_version": results.SCHEMA_VERSION,
+        "argv": ["bench"],
+        "environment": ENVIRONMENT,
+        "records": RECORDS,
+    }
+    assert [file.name for file in path.parent.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        pytest.param("{", "run.json: not a saved run", id="cut-off"),
+        pytest.param("[]", "schema version is None, expected 1", id="no-run"),
+        pytest.param('{"schema_version": 0}', "schema version is 0, expected 1; measure again", id="older"),
+        pytest.param('{"schema_version": 1, "records": [{}]}', "record 0 has no op, preset", id="no-fields"),
+    ],
+)
+def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(results.UnreadableResult, match=re.escape(message)):
+        results.load(path)
+
+
+def test_missing_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(results.UnreadableResult, match=r"absent\.json: No such file"):
+        results.load(tmp_path / "absent.json")
+
+
+def test_table_has_times_speedups_and_means() -> None:
+    layout = table.Layout(["op", "eager"])
+    (line,) = layout.lines(RECORDS[2:])
+    assert line.split() == ["64", "2.00", "/", "1.80", "16.0", "/", "14.4", "~8.00x", "10.0", "50", "25"]
+    assert list(table.footer(RECORDS)) == ["geomean op: 4.00x eager (2.00 to 8.00, 2 rows)"]
+
+
+def test_wrong_row_has_no_times() -> None:
+    (line,) = table.Layout(["op", "eager"]).lines([record("op", 2.0, status="wrong"), record("eager", 4.0)])
+    assert "WRONG RESULT, no times: op error no number, bound 2.00e-03" in line
+    assert "4.00" not in line
+
+
+def test_skipped_row_says_why() -> None:
+    (line,) = table.Layout(["op", "eager"]).lines([record("op", 2.0, status="skipped")])
+    assert line.endswith("skipped: too large")
+
+
+def test_row_that_is_not_cold_says_so() -> None:
+    warm = record("op", 2.0) | {"cold": False, "rotated_bytes": 100 << 20, "copies_limited_by": "7 GB of memory"}
+    assert "not cold: 6 copies are 100 MiB, limited by 7 GB of memory" in list(table.Layout(["op"]).lines([warm]))[1]
+
+
+def test_section_of_a_readme_is_replaced() -> None:
+    text = readme_table.render(Path("bench/results/x/y.json"), {"environment": ENVIRONMENT, "records": RECORDS})
+    readme = "before\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\nafter\n"
+    replaced = readme_table.replace_section(readme, "cpu", text)
+    assert readme_table.section(replaced, "cpu") == text
+    assert replaced.startswith("before\n") and replaced.endswith("\nafter\n") and "old" not in replaced
+    assert readme_table.replace_section(replaced, "cpu", text) == replaced
+    with pytest.raises(ValueError, match="README has no <!-- bench:cpu -->"):
+        readme_table.replace_section("nothing here", "cpu", text)
+
+
+def test_readme_and_saved_run_agree() -> None:
+    """The README's table is generated; whoever edits one of the two by hand is told here."""
+    section = readme_table.section((ROOT / "README.md").read_text(encoding="utf-8"), "cpu")
+    if section is None or not section.strip():
+        pytest.skip("the README has no measured table yet")
+    path = Path(re.search(r"From \[`(.+?)`\]", section).group(1))
+    assert section == readme_table.render(path, results.load(ROOT / path))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*/*.json")), ids=lambda path: path.name)
+def test_saved_runs_are_readable(path: Path) -> None:
+    run = results.load(path)
+    assert run["environment"]["device_slug"] == path.parent.name
+    json.dumps(run, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "model, flags, slug",
+    [
+        ("Intel(R) Xeon(R) Processor", "avx2 avx512f avx512_bf16 amx_bf16", "intel-xeon-amx-bf16-2core"),
+        ("Intel(R) Xeon(R) Platinum 8488C @ 2.4GHz", "avx512f amx_bf16", "intel-xeon-platinum-8488c-amx-bf16-2core"),
+        ("AMD EPYC 9R14 96-Core Processor", "avx2 avx512f avx512_bf16", "amd-epyc-9r14-avx512-bf16-2core"),
+        ("Intel(R) Core(TM) i5-6500 CPU @ 3.20GHz", "sse2 avx2", "intel-core-i5-6500-avx2-2core"),
+    ],
+)
+def test_device_slug(model: str, flags: str, slug: str) -> None:
+    facts = cpu_facts(f"processor\t: 0\nmodel name\t: {model}\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
+    assert device_slug(facts, 2) == slug
+
+
+def test_error_and_bound() -> None:
+    truth = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert relative_rms(torch.tensor([3.0, 4.5]), truth) == pytest.approx(0.1)
+    assert relative_rms(torch.zeros(0), torch.zeros(0)) == 0
+    assert relative_rms(torch.ones(1), torch.zeros(1)) == float("inf")
+    assert not relative_rms(torch.tensor([float("nan"), 1.0]), truth) <= 1e9
+    assert error_bound(2e-3, torch.bfloat16, 4096, 10**8) == pytest.approx(2.1e-3, rel=1e-3)
+    assert error_bound(1e-6, torch.float32, 4096, 100) == pytest.approx(2e-6)
+    assert error_bound(4e-7, torch.float32, 4096, 100) == pytest.approx(8e-7)

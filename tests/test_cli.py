@@ -1,0 +1,301 @@
+"""The `eagle-kernels` command: what it prints, its exit codes, and its messages for bad input."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_kernels.bench import benchmark
+from eagle_kernels.bench.baselines import BASELINES
+from eagle_kernels.bench.cli import main
+from eagle_kernels.bench.random_cases import make_case
+from eagle_kernels.bench.results import load
+
+import eagle_kernels as ek
+from eagle_kernels import environment, library, ops, plan
+from eagle_kernels.model_shapes import InputStage, ModelShape, model_shapes
+
+MB = 1 << 20
+CACHE_BYTES = 64 << 10  # five copies of a tiny weight exceed it
+
+
+@pytest.fixture
+def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset and a cache so small that a benchmark takes a moment."""
+    stage = InputStage("eagle3", 3, 64, 48, 1e-5, 0.0, "none", False, None, None)
+    mtp = InputStage("mtp", 2, 64, 48, 1e-5, 1.0, "chunk", False, None, None)
+    model = ModelShape("tiny", 64, 4, 1000, 1e-5, 0.0, True, (mtp, stage))
+    monkeypatch.setattr(benchmark, "model_shapes", lambda: model_shapes() | {"tiny": model})
+    facts = benchmark.read_environment("cpu") | {"cache_bytes": CACHE_BYTES}
+    monkeypatch.setattr(benchmark, "read_environment", lambda device: dict(facts))
+    monkeypatch.setattr(benchmark, "available_memory_bytes", lambda: 512 * MB)
+
+
+def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -> None:
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"eagle-kernels +{re.escape(ek.__version__)}", printed)
+    assert re.search(rf"torch +{re.escape(torch.__version__)}", printed)
+    for name in ("EAGLE_KERNELS_BACKEND", "EAGLE_KERNELS_BATCH_INVARIANT", "EAGLE_KERNELS_CPU_ISA"):
+        assert name in printed
+    for op in ops.__all__:
+        assert re.search(rf"^  {op} .*(bf16|fp32)", printed, re.MULTILINE)
+
+
+def test_info_survives_a_backend_that_cannot_be_used(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "cuda")
+    plan.forget()
+    try:
+        assert main(["info"]) == 0
+    finally:
+        monkeypatch.undo()
+        plan.forget()
+    assert "EAGLE_KERNELS_BACKEND is 'cuda'" in capsys.readouterr().out
+
+
+def test_check_passes_on_every_backend(capsys: pytest.CaptureFixture) -> None:
+    before = plan.SETTINGS
+    assert main(["check", "--cases", "6", "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    for op in ops.__all__:
+        assert re.search(rf"{op} +reference +- .* 6 cases ok, seed 3", printed)
+        if library.missing_reason is None:
+            assert re.search(rf"{op} +cpu +scalar .* 6 cases ok, seed 3", printed)
+    assert before == plan.SETTINGS
+
+
+def scaled(op: Callable) -> Callable:
+    def broken(*args: object, **options: object) -> object:
+        result = op(*args, **options)
+        result[0].mul_(1.01) if isinstance(result, tuple) else result.mul_(1.01)
+        return result
+
+    return broken
+
+
+def beside_out(op: Callable) -> Callable:
+    def broken(*args: object, **options: object) -> object:
+        result = op(*args, **options)
+        for name in ("out", "out_sum"):
+            if name in options:
+                whole = torch.empty(0, dtype=options[name].dtype).set_(options[name].untyped_storage())
+                whole[-1] = 0
+        return result
+
+    return broken
+
+
+def not_a_number(op: Callable) -> Callable:
+    def broken(*args: object, **options: object) -> object:
+        result = op(*args, **options)
+        (result[0] if isinstance(result, tuple) else result).view(-1)[:1].fill_(float("nan"))
+        return result
+
+    return broken
+
+
+def raising(op: Callable) -> Callable:
+    def broken(*args: object, **options: object) -> object:
+        raise RuntimeError("broken on purpose")
+
+    return broken
+
+
+@pytest.mark.parametrize("op", ops.__all__)
+@pytest.mark.parametrize(
+    "damage, text",
+    [(scaled, "differs"), (beside_out, "memory beside an output was written"), (raising, "broken on purpose")],
+    ids=["1-percent-off", "writes-beside-out", "raises"],
+)
+def test_check_catches_a_broken_op(
+    op: str, damage: Callable, text: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ek, op, damage(getattr(ek, op)))
+    assert main(["check", "--op", op, "--backend", "reference", "--cases", "12"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed and text in printed
+    repro = re.search(r"repro: eagle-kernels (.*)", printed).group(1)
+    assert main(repro.split()) == 1
+    assert "1 of 1 cases FAIL" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main(repro.split()) == 0
+
+
+def test_check_catches_a_nan(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ek, "norm_concat", not_a_number(ek.norm_concat))
+    assert main(["check", "--op", "norm_concat", "--backend", "reference", "--cases", "12"]) == 1
+    assert "result differs" in capsys.readouterr().out
+
+
+def test_cases_are_repeatable() -> None:
+    for op in ops.__all__:
+        (first, call), (second, same) = make_case(op, 5, 2), make_case(op, 5, 2)
+        assert first.drawn == second.drawn
+        for expected, again in zip(call.expected, same.expected, strict=True):
+            assert torch.equal(expected.value, again.value)
+        assert first.drawn != make_case(op, 6, 2)[0].drawn
+
+
+def test_cases_reach_every_option() -> None:
+    """What design section 3 lets a caller vary is varied within the first 60 cases."""
+    drawn: dict[str, set] = {}
+    for number in range(60):
+        for name, value in make_case("norm_concat_linear", 0, number)[0].drawn.items():
+            drawn.setdefault(name, set()).add(str(value))
+    assert drawn["dtype"] == {"bf16", "fp16", "fp32"}
+    assert drawn["norm"] == {"chunk", "concat", "none"}
+    assert drawn["layout"] == {"list", "packed", "unequal", "one row"}
+    assert drawn["indices"] == {"none", "one", "per chunk"}
+    assert drawn["residuals"] == {"none", "some", "all"}
+    assert {"0", "1"} <= drawn["T"]
+    for name in ("bias", "post_norm", "sum_squares", "out", "mixed", "weight_rows_apart"):
+        assert drawn[name] == {"False", "True"}, name
+
+
+@pytest.mark.parametrize("op", ["all", "norm_concat_linear"])
+def test_bench_measures_and_saves(op: str, tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "run.json"
+    arguments = ["bench", "--op", op, "--preset", "tiny", "--tokens", "1,5", "--dtype", "bf16,fp32"]
+    arguments += ["--forms", "op,layer", "--min-time", "0", "--json", str(path)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "torch " + torch.__version__ in printed
+    assert "geomean op: " in printed
+    assert "repro: eagle-kernels bench --op" in printed
+    run = load(path)
+    json.dumps(run, allow_nan=False)
+    assert run["argv"] == arguments
+    for record in run["records"]:
+        assert record["status"] == "ok", record
+        assert record["cold"] and record["rotated_bytes"] > CACHE_BYTES
+        assert record["error"] <= record["error_bound"]
+        assert 0 < record["min_ms"] <= record["median_ms"]
+    linear = [record for record in run["records"] if record["op"] == "norm_concat_linear"]
+    assert {record["variant"] for record in linear} == {"op", "layer", "eager"}
+    assert {record["norm"] for record in linear} == {"chunk"}
+    measured = {record["op"] for record in run["records"]}
+    assert measured == (set(ops.__all__) if op == "all" else {op})
+
+
+@pytest.mark.parametrize("norm, stage", [("concat", "eagle3"), ("none", "eagle3"), ("chunk", "mtp")])
+def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    options = [] if stage == "mtp" else ["--norm", norm]
+    arguments = ["bench", "--op", "norm_concat_linear,norm_concat", "--preset", f"tiny:{stage}", "--tokens", "3"]
+    assert main([*arguments, "--min-time", "0", "--json", str(path), *options]) == 0
+    assert {(record["norm"], record["stage"]) for record in load(path)["records"]} == {(norm, stage)}
+
+
+@pytest.mark.slow
+def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    arguments = ["bench", "--preset", "tiny", "--tokens", "4", "--baselines", ",".join(BASELINES), "--min-time", "0"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    by_name = {record["variant"]: record for record in load(path)["records"]}
+    assert set(by_name) == {"op", "layer", *BASELINES}
+    assert all(record["status"] == "ok" for record in by_name.values())
+    assert len({record["copies"] for record in by_name.values()}) == 1
+
+
+def test_bench_gate_keeps_times_of_wrong_results_back(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle_kernels.bench import projection_workload
+
+    monkeypatch.setattr(projection_workload, "norm_concat_linear", scaled(ek.norm_concat_linear))
+    path = tmp_path / "run.json"
+    assert main(["bench", "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--json", str(path)]) == 1
+    assert "WRONG RESULT, no times: op error" in capsys.readouterr().out
+    assert all(record["status"] == "wrong" and "median_ms" not in record for record in load(path)["records"])
+
+
+def test_bench_skips_what_does_not_fit(
+    tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "available_memory_bytes", lambda: MB // 64)
+    assert main(["bench", "--preset", "tiny", "--tokens", "512", "--min-time", "0"]) == 0
+    assert re.search(r"512 .*skipped: needs [\d.]+ kB, 11.5 kB of memory may be used", capsys.readouterr().out)
+
+
+def test_interrupted_bench_keeps_finished_rows(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = benchmark._Runner.measure
+
+    def interrupt_second(runner: object, workload: object, names: list[str]) -> list[dict]:
+        if workload.row.T == 2:
+            raise KeyboardInterrupt
+        return measure(runner, workload, names)
+
+    monkeypatch.setattr(benchmark._Runner, "measure", interrupt_second)
+    path = tmp_path / "run.json"
+    assert main(["bench", "--preset", "tiny", "--tokens", "1,2", "--min-time", "0", "--json", str(path)]) == 130
+    assert {record["T"] for record in load(path)["records"]} == {1}
+    assert "interrupted: what is above is complete" in capsys.readouterr().out
+
+
+def test_failing_baseline_is_a_note(
+    tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no compiler found\nand more")
+
+    monkeypatch.setattr("eagle_kernels.bench.workloads.compiled", fail)
+    arguments = ["bench", "--preset", "tiny", "--tokens", "4", "--baselines", "eager,compile", "--min-time", "0"]
+    assert main(arguments) == 0
+    assert "compile failed: RuntimeError: no compiler found\n" in capsys.readouterr().out
+
+
+def test_report_prints_markdown_and_writes_the_readme(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path, readme = tmp_path / "run.json", tmp_path / "README.md"
+    main(["bench", "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)])
+    capsys.readouterr()
+    assert main(["report", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % copy | % read |" in text
+    readme.write_text("# Title\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n")
+    assert main(["report", str(path), "--readme", str(readme)]) == 0
+    assert readme.read_text() == f"# Title\n<!-- bench:cpu -->\n{text}<!-- /bench:cpu -->\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message, known",
+    [
+        (["bench", "--preset", "gpt-5"], "preset 'gpt-5' is unknown, known are: ", model_shapes()),
+        (["bench", "--preset", "qwen3-8b:mtp"], "qwen3-8b has no stage 'mtp', it has: ", ["eagle3"]),
+        (["bench", "--op", "softmax"], "op 'softmax' is unknown, known are: ", [*ops.__all__, "all"]),
+        (["bench", "--baselines", "eager,liger"], "baseline 'liger' is unknown, known are: ", BASELINES),
+        (["bench", "--dtype", "int8"], "dtype 'int8' is unknown, known are: ", ["bf16", "fp16", "fp32"]),
+        (["bench", "--forms", "kernel"], "form 'kernel' is unknown, known are: ", ["op", "layer", "prepacked"]),
+        (["bench", "--device", "tpu"], "device 'tpu' is unknown, known are: ", ["cpu"]),
+        (["bench", "--tokens", "1,0"], "row counts are '1,0', expected numbers of at least 1", []),
+        (["bench", "--tokens", "1,x"], "row counts are '1,x', expected numbers of at least 1", []),
+        (["bench", "--threads", "0"], "'0' is not a number of at least 1", []),
+        (["bench", "--min-time", "fast"], "'fast' is not a number of at least 0", []),
+        (["bench", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
+        (["check", "--op", "softmax"], "op 'softmax' is unknown, known are: ", ops.__all__),
+        (["check", "--backend", "mps"], "backend 'mps' is unknown, known are: ", environment.BACKENDS),
+        (["check", "--isa", "sse"], "instruction set 'sse' is unknown, known are: ", environment.CPU_ISAS),
+        (["check", "--backend", "cuda"], "nothing to check: no usable backend", []),
+        (["report", "/proc/none.json"], "/proc/none.json: No such file", []),
+        (["plot"], "invalid choice: 'plot'", []),
+        ([], "required", []),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) and value[:1] and value[0] in "bench check" else "",
+)
+def test_bad_input_is_one_clear_sentence(
+    arguments: list[str], message: str, known: object, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert message in sentence
+    for name in known:
+        assert name in sentence
