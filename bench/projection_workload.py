@@ -84,8 +84,10 @@ class NormConcatLinear(Workload):
         return super().variant(name)
 
     def offers(self, name: str) -> bool:
-        # Eagle3Projection is the block of EAGLE-3: no offset, no norm of the result.
+        # Eagle3Projection is the block of EAGLE-3: no offset, no norm of the result; prepack() takes no fp32.
         plain = self.row.stage.norm_offset == 0 and not self.row.stage.post_norm
+        if name == "prepacked" and self.row.dtype == torch.float32:
+            return False
         return super().offers(name) and (plain or name not in ("layer", "prepacked"))
 
     def _layer(self, weight: Tensor) -> Eagle3Projection:

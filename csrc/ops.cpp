@@ -154,11 +154,14 @@ void vocab_parallel_embedding_out(const Tensor& ids, const Tensor& weight, int64
   STD_TORCH_CHECK(ids.is_cpu() && ids.dim() == 1, op, ": ids has shape ", shape_text(ids), ", expected (N,) on the CPU");
   check_operand(op, "out", out, weight.scalar_type());
   check_shape(op, "out", out, ids.size(0), width);
+  STD_TORCH_CHECK(0 <= org_begin && org_begin <= org_end && 0 <= added_begin && added_begin <= added_end, op,
+                  ": the shard holds ids [", org_begin, ", ", org_end, ") and [", added_begin, ", ", added_end,
+                  "), expected ascending bounds from 0 on");
   STD_TORCH_CHECK(org_end - org_begin <= rows, op, ": the shard holds ", org_end - org_begin,
                   " original ids, expected at most the ", rows, " rows of weight");
-  STD_TORCH_CHECK(added_end <= added_begin || (added_row >= 0 && added_row + added_end - added_begin <= rows), op,
-                  ": the shard's added ids end at row ", added_row + added_end - added_begin, ", expected at most the ",
-                  rows, " rows of weight");
+  const int64_t added = added_end - added_begin;
+  STD_TORCH_CHECK(added == 0 || (added <= rows && 0 <= added_row && added_row <= rows - added), op, ": the shard's ",
+                  added, " added ids start at row ", added_row, ", expected all in the ", rows, " rows of weight");
 
   cpu::VocabParallelEmbedding args{};
   args.dtype = dtype_of(op, "weight", weight);

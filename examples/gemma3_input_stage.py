@@ -7,12 +7,13 @@ the model itself reports and with the engines' chain computed in float64. Exits 
 
 import sys
 
-import eagle_kernels as ek
 import torch
 import torch.nn.functional as F
-from eagle_kernels.engines.transformers import capture
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import eagle_kernels as ek
+from eagle_kernels.engines.transformers import capture
 
 BATCH, LENGTH = 2, 24
 

@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+
 from eagle_kernels.drafter_config import Eagle3Config, capture_layers
 from eagle_kernels.model_shapes import model_shapes
 

@@ -42,9 +42,15 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("norms", NORMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "packed"),
+    [
+        pytest.param(torch.bfloat16, False, id="bf16"),
+        pytest.param(torch.bfloat16, True, id="bf16-packed"),
+        pytest.param(torch.float32, False, id="fp32"),
+    ],
+)
 def test_projection_matches_float64(dtype: torch.dtype, norms: dict, packed: bool) -> None:
     layer = make_layer(dtype, **norms)
     state = layer.state_dict()
@@ -94,8 +100,15 @@ def test_packing_keeps_one_copy_and_survives_a_reload() -> None:
     assert layer.fc.packed is not None
     torch.testing.assert_close(layer(chunks), other(chunks))
     assert torch.equal(layer.state_dict()["fc.weight"], other.fc.weight)
-    layer.float()
-    assert layer.state_dict()["fc.weight"].dtype == torch.float32 and layer.fc.packed is not None
+    layer.half()
+    assert layer.state_dict()["fc.weight"].dtype == torch.float16 and layer.fc.packed is not None
+
+
+def test_packing_refuses_fp32() -> None:
+    layer = make_layer(torch.float32)
+    with pytest.raises(TypeError, match=r"prepack: fc.weight has dtype torch.float32, expected bf16 or fp16"):
+        layer.prepack()
+    assert layer.fc.packed is None and layer.fc.weight is not None
 
 
 def test_projection_refuses_a_drafter_without_one() -> None:

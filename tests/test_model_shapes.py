@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from eagle_kernels.model_shapes import model_shapes
 
 PRESETS = list(model_shapes())

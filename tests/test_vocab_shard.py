@@ -5,9 +5,10 @@ import re
 
 import pytest
 import torch
-from eagle_kernels.vocab_shard import VocabShard, shard_vocab_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from eagle_kernels.vocab_shard import VocabShard, shard_vocab_weight
 
 
 def pad(count, multiple):

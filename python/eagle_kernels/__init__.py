@@ -7,6 +7,7 @@ from .layers import Eagle3Projection, VocabParallelEmbedding
 from .ops import add_rms_norm, capture_hidden, norm_concat, norm_concat_linear, vocab_parallel_embedding
 from .version import __version__
 from .vocab_shard import VocabShard, shard_vocab_weight
+from .warmup import warmup
 
 __all__ = [
     "norm_concat_linear",
@@ -15,6 +16,7 @@ __all__ = [
     "vocab_parallel_embedding",
     "add_rms_norm",
     "explain",
+    "warmup",
     "VocabShard",
     "shard_vocab_weight",
     "capture_layers",

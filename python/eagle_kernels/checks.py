@@ -33,6 +33,24 @@ def check_int(op: str, name: str, value: object, at_least: int | None = None) ->
     return number
 
 
+def check_number(op: str, name: str, value: object, expected: str = "a number") -> float:
+    """Any real number (Python's, numpy's) as a float."""
+    if isinstance(value, (str, bytes)):
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected) from None
+
+
+def check_sequence(op: str, name: str, value: object, expected: str = "a tensor or a sequence of tensors") -> list:
+    """Any iterable as a list."""
+    try:
+        return list(value)
+    except TypeError:
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected) from None
+
+
 def check_tensor(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", "a torch.Tensor")
@@ -102,6 +120,8 @@ def check_inference(op: str, tensors: Iterable[Tensor | None]) -> None:
 
 def check_no_overlap(op: str, name: str, written: Tensor, reads: Iterable[tuple[str, Tensor | None]]) -> None:
     """Refuse an output that shares memory with an input. Slots of one packed buffer interleave and are fine."""
+    if written.dim() == 2 and written.shape[0] > 1 and written.stride(0) < written.shape[1]:
+        raise error(ValueError, op, f"{name} has strides {written.stride()}", "rows that do not overlap each other")
     for read_name, read in reads:
         if read is not None and _overlap(written, read):
             raise error(

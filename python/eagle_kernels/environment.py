@@ -6,6 +6,8 @@
 | EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
 | EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the CPU kernels' instruction set |
 
+TRITON_INTERPRET=1, Triton's own, lets the triton backend take CPU tensors: its interpreter, to test kernels with.
+
 The build reads two more, in `setup.py`: EAGLE_KERNELS_BUILD and EAGLE_KERNELS_CUDA_ARCHS.
 """
 
@@ -23,6 +25,7 @@ class Settings:
     backend: str | None
     batch_invariant: bool
     cpu_isa: str | None
+    triton_interpret: bool
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
@@ -40,4 +43,6 @@ def read_settings() -> Settings:
         backend=_choice("EAGLE_KERNELS_BACKEND", BACKENDS),
         batch_invariant=_choice("EAGLE_KERNELS_BATCH_INVARIANT", ("0", "1")) == "1",
         cpu_isa=_choice("EAGLE_KERNELS_CPU_ISA", CPU_ISAS),
+        # Triton's spellings of true.
+        triton_interpret=os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"),
     )

@@ -1,6 +1,8 @@
 """Which backend runs an op, and why: pure functions of device, dtype and settings, so that `explain` can print them."""
 
 import functools
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +13,9 @@ from .checks import error
 SETTINGS = environment.read_settings()
 
 # In order of preference; `reference` is plain torch and runs wherever torch does.
-_PREFERENCE = {"cpu": ("cpu", "reference")}
+_PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _DEFAULT_PREFERENCE = ("reference",)
+_remembered: list[Callable] = []
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,34 @@ def unusable_reason(backend: str, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"the tensors are on {device_type}"
         return library.missing_reason
+    if backend == "triton":
+        return _triton_unusable_reason(device_type)
     return f"this build has no {backend} kernels"
+
+
+def _triton_unusable_reason(device_type: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:  # found, not imported: an import costs 0.2 s
+        return "triton is not installed"
+    if device_type == "cpu":
+        return None if SETTINGS.triton_interpret else "it takes CPU tensors under TRITON_INTERPRET=1 only"
+    if device_type != "cuda":
+        return f"the tensors are on {device_type}"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"the GPU has compute capability {major}.{minor}, and the kernels need 8.0: cp.async and bf16"
+    return None
 
 
 @functools.cache
 def choose_backend(op: str, device_type: str) -> tuple[str, str]:
     """The backend for `op` on this device type and the reason; raises where a forced backend cannot be used."""
+    backend, reason = _choose_backend(op, device_type)
+    if backend == "cpu":
+        cpu_isa()  # the compiled kernels start out scalar: 3 times slower until this puts the machine's best in force
+    return backend, reason
+
+
+def _choose_backend(op: str, device_type: str) -> tuple[str, str]:
     forced = SETTINGS.backend
     if forced is not None:
         if (reason := unusable_reason(forced, device_type)) is not None:
@@ -69,9 +94,16 @@ def cpu_isa() -> str:
     return environment.CPU_ISAS[torch.ops.eagle_kernels_C.set_cpu_isa(environment.CPU_ISAS.index(cap))]
 
 
+def remembered(function: Callable) -> Callable:
+    """Cache what a plan function of hashable sizes returns, until `forget`."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+    _remembered.append(cached)
+    return cached
+
+
 def forget() -> None:
     """Read the environment again and drop what was chosen from it; for tests and the benchmark."""
     global SETTINGS
     SETTINGS = environment.read_settings()
-    choose_backend.cache_clear()
-    cpu_isa.cache_clear()
+    for cached in (choose_backend, cpu_isa, *_remembered):
+        cached.cache_clear()

@@ -53,7 +53,8 @@ def add_rms_norm(
     checks.check_vector(OP, "weight", weight, hidden.shape[-1], "H", hidden, "hidden")
     checks.check_inference(OP, (hidden, residual, weight, out, out_sum))
 
-    eps, norm_offset = float(eps), float(norm_offset)
+    eps = checks.check_number(OP, "eps", eps)
+    norm_offset = checks.check_number(OP, "norm_offset", norm_offset)
     if out is None and out_sum is None and hidden.dim() == 2:
         return torch.ops.eagle_kernels.add_rms_norm(hidden, residual, weight, eps, norm_offset)
     out = hidden.new_empty(hidden.shape) if out is None else out
@@ -75,8 +76,13 @@ def _run(
     reads = (("hidden", hidden), ("residual", residual), ("weight", weight))
     checks.check_no_overlap(OP, "out", out, (*reads, ("out_sum", out_sum)))
     checks.check_no_overlap(OP, "out_sum", out_sum, reads)
-    if simple_plan(OP, hidden.device).backend == "cpu":
+    backend = simple_plan(OP, hidden.device).backend
+    if backend == "cpu":
         torch.ops.eagle_kernels_C.add_rms_norm_out(hidden, residual, weight, eps, norm_offset, out, out_sum)
+    elif backend == "triton":
+        from ..triton_kernels.add_rms_norm import add_rms_norm as kernel
+
+        kernel(hidden, residual, weight, eps, norm_offset, out, out_sum)
     else:
         normed, total = formula(hidden, residual, weight, eps, norm_offset)
         out.copy_(normed)

@@ -65,8 +65,13 @@ def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
 def _run(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> None:
     reads = (("hidden", hidden), ("residual", residual))
     checks.check_no_overlap(OP, "out", out, reads)
-    if simple_plan(OP, hidden.device).backend == "cpu":
+    backend = simple_plan(OP, hidden.device).backend
+    if backend == "cpu":
         torch.ops.eagle_kernels_C.capture_hidden_out(hidden, residual, out, sum_squares)
+    elif backend == "triton":
+        from ..triton_kernels.capture_hidden import capture_hidden as kernel
+
+        kernel(hidden, residual, out, sum_squares)
     else:
         reference(hidden, residual, out, sum_squares)
 

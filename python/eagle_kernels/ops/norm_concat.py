@@ -95,8 +95,13 @@ def _run(
 ) -> None:
     check_no_overlap(OP, out, chunks, residuals)
     arguments = (gains, eps, norm_offset, residuals, indices, sum_squares)
-    if simple_plan(OP, out.device).backend == "cpu":
+    backend = simple_plan(OP, out.device).backend
+    if backend == "cpu":
         torch.ops.eagle_kernels_C.norm_concat_out(chunks, num_chunks, NORMS.index(norm), *arguments, out)
+    elif backend == "triton":
+        from ..triton_kernels.norm_concat import norm_concat as kernel
+
+        kernel(chunks, num_chunks, norm, *arguments, out)
     else:
         out.copy_(formula(chunks, num_chunks, norm, *arguments))
 

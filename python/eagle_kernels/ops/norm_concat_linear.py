@@ -5,10 +5,11 @@
 
 Replaces `cat` + K norms + `cat` + `fc` of EAGLE-3 (SGLang 0.5.23 `llama_eagle3`, vLLM 0.33 `combine_hidden_states`),
 and enorm + hnorm + `cat` + `eh_proj` of MTP / NextN. Sums are fp32; the bias and the post norm see them unrounded.
+Triton's split kernels round (norm_offset + gain) * weight in place of x: one rounding either way, in other places.
 """
 
-import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from .. import checks
 from .. import plan as plans
 from ..library import register
 from ..plan import Plan
+from ..tuned_configs import Tiles, choose_tiles, gpu_of, invariant_rows
 from .norm_concat import ARGUMENTS, check_out
 from .sources import NORMS, Sources, check_no_overlap, formula, output_rows
 
@@ -61,8 +63,9 @@ def norm_concat_linear(
         RuntimeError: an input requires grad while grad mode is on.
     """
     eps, post_norm_eps = _split_eps(eps, post_norm_weight)
+    eps_name = "eps" if post_norm_weight is None else "eps without the post norm's"
     sources = Sources.build(
-        OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
+        OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks, eps_name
     )
     columns = _check_projection(sources, weight, bias, post_norm_weight)
     projection = (weight, bias, post_norm_weight, post_norm_eps)
@@ -78,7 +81,8 @@ def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) ->
     if isinstance(eps, (int, float)):
         return eps, float(eps)
     if post_norm_weight is None:
-        return eps, 0.0
+        return eps, 0.0  # which Sources.build checks
+    eps = checks.check_sequence(OP, "eps", eps, "a number or a sequence of numbers")
     if len(eps) < 2:
         raise checks.error(
             ValueError,
@@ -87,7 +91,7 @@ def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) ->
             "K + 1",
             "post_norm_weight is given and the last eps is its own",
         )
-    return eps[:-1], float(eps[-1])
+    return eps[:-1], checks.check_number(OP, f"eps[{len(eps) - 1}]", eps[-1])
 
 
 def _check_projection(sources: Sources, weight: Tensor, bias: Tensor | None, post_norm_weight: Tensor | None) -> int:
@@ -121,29 +125,100 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object)
         arguments.get("sum_squares"),
         arguments.get("num_chunks"),
     )
-    return plan_sizes(sources.rows, sources.width, weight.shape[0], weight.dtype, weight.device.type)
+    return _plan_call(sources.rows, sources.chunks, sources.num_chunks, sources.gains, sources.residuals, weight)
 
 
-@functools.lru_cache(maxsize=4096)
+def _plan_call(
+    rows: int,
+    chunks: list[Tensor],
+    num_chunks: int,
+    gains: list[Tensor],
+    residuals: list[Tensor | None],
+    weight: Tensor,
+) -> Plan:
+    columns, width = weight.shape
+    if plans.choose_backend(OP, weight.device.type)[0] != "triton":
+        return plan_sizes(rows, width, columns, weight.dtype, weight.device.type)
+    from ..triton_kernels.rows import aligned
+
+    widths = {chunk.shape[1] for chunk in chunks} if len(chunks) > 1 else {width // num_chunks}
+    H = widths.pop()
+    return plan_triton(
+        rows,
+        num_chunks,
+        H,
+        columns,
+        weight.dtype,
+        weight.device,
+        equal_widths=not widths,
+        aligned=H % 16 == 0 and aligned(*chunks, *residuals, *gains, weight),
+        has_residuals=bool(residuals),
+    )
+
+
+@dataclass(frozen=True)
+class TritonPlan(Plan):
+    """What the launcher of triton_kernels/norm_concat_linear.py runs."""
+
+    tiles: Tiles | None  # of the split kernels; None for norm_concat and torch's product
+    aligned: bool  # the split kernels may copy 16 bytes at a time
+
+
+@plans.remembered
+def plan_triton(
+    rows: int,
+    num_chunks: int,
+    H: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    equal_widths: bool = True,
+    aligned: bool = True,
+    has_residuals: bool = False,
+) -> TritonPlan:
+    """The plan of the triton backend as a pure function of N, K, H, D, dtype, device and the layout of the operands."""
+    invariant = plans.SETTINGS.batch_invariant
+    T = invariant_rows(dtype) if invariant else rows
+    tiles, reason = choose_tiles(gpu_of(device), T, num_chunks, H, columns, dtype, has_residuals=has_residuals)
+    if invariant:
+        reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
+    if not equal_widths:
+        tiles, reason = None, "the chunks differ in width, and the split kernels take one width"
+    elif not aligned and not invariant:
+        tiles, reason = None, "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
+    elif not aligned:
+        tiles = replace(tiles, num_warps=8)  # an address for every element: they spill in 4 warps
+    method = "norm_concat + linear" if tiles is None else f"split {tiles.BT}x{tiles.BD}x{tiles.BK}"
+    return TritonPlan(OP, "triton", method, reason, tiles, aligned)
+
+
+@plans.remembered
 def plan_sizes(rows: int, width: int, columns: int, dtype: torch.dtype, device_type: str) -> Plan:
     """The plan as a pure function of N, K*H, D, dtype and device."""
     backend, reason = plans.choose_backend(OP, device_type)
     if backend == "reference":
         return Plan(OP, backend, "plain torch", reason)
+    if backend == "triton":  # where the caller knows K, `plan_triton` says more
+        return plan_triton(rows, 1, width, columns, dtype, torch.device(device_type))
     isa = plans.cpu_isa()
     if plans.SETTINGS.batch_invariant:
         return Plan(OP, backend, f"fused {isa}", "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
-    limit = FUSED_ROWS[dtype].get(isa, 16)
+    limit = FUSED_ROWS[dtype][isa]
+    if limit is None:
+        return Plan(OP, backend, f"fused {isa}", f"torch's {dtype} product is slow on {isa}, at every T")
     if rows <= limit:
         return Plan(OP, backend, f"fused {isa}", f"T={rows} <= {limit}: one pass over the weight is the bound")
     return Plan(OP, backend, "norm_concat + linear", f"T={rows} > {limit}: oneDNN's product is faster there")
 
 
-# The largest N at which the fused CPU kernel beats norm_concat + F.linear.
+# The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
+# H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set. Without instructions for it,
+# torch's 16-bit product takes 3 times as long as the fused kernel (bf16, avx512, T=256: 352 ms against 136).
 FUSED_ROWS = {
-    torch.bfloat16: {"amx_bf16": 128, "avx512_bf16": 16, "avx512": 8, "avx2": 8, "scalar": 1},
-    torch.float16: {"amx_bf16": 16, "avx512_bf16": 16, "avx512": 16, "avx2": 8, "scalar": 1},
-    torch.float32: {"amx_bf16": 16, "avx512_bf16": 16, "avx512": 16, "avx2": 16, "scalar": 1},
+    torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 32, "avx512": None, "avx2": None, "scalar": 1},
+    torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
+    torch.float32: {"amx_bf16": 32, "avx512_bf16": 32, "avx512": 32, "avx2": 16, "scalar": 1},
 }
 
 
@@ -166,8 +241,14 @@ def _run(
     check_no_overlap(OP, out, chunks, residuals)
     checks.check_no_overlap(OP, "out", out, (("weight", weight),))
     sources = (num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares)
-    rows, columns = out.shape
-    plan = plan_sizes(rows, weight.shape[1], columns, weight.dtype, weight.device.type)
+    rows = out.shape[0]
+    plan = _plan_call(rows, chunks, num_chunks, gains, residuals, weight)
+    if plan.backend == "triton":
+        from ..triton_kernels import norm_concat_linear as kernels
+
+        projection = (weight, bias, post_norm_weight, post_norm_eps)
+        kernels.norm_concat_linear(chunks, *sources, *projection, out, plan)
+        return
     if plan.method.startswith("fused"):
         torch.ops.eagle_kernels_C.norm_concat_linear_out(
             chunks,

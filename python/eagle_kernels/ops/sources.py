@@ -8,7 +8,7 @@
 `Sources.build` normalises the public arguments once; nothing below it checks them again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,11 +69,12 @@ class Sources:
         indices: Sequence[Tensor | None] | Tensor | None,
         sum_squares: Tensor | None,
         num_chunks: int | None,
+        eps_name: str = "eps",
     ) -> "Sources":
         if norm not in NORMS:
             raise checks.error(ValueError, op, f"norm is {norm!r}", f"one of {NORMS}")
         packed = isinstance(chunks, Tensor)
-        chunks = [chunks] if packed else list(chunks)
+        chunks = [chunks] if packed else checks.check_sequence(op, "chunks", chunks)
         if not chunks:
             raise checks.error(ValueError, op, "chunks is empty", "K >= 1 tensors")
         num_chunks = _count_chunks(op, chunks, packed, norm, norm_weight, num_chunks)
@@ -81,8 +82,8 @@ class Sources:
         if packed and chunks[0].shape[-1] % num_chunks:
             raise checks.shape_error(op, "chunks", chunks[0], f"(T, K*H) with K*H a multiple of K={num_chunks}")
 
-        residuals = _as_list(residuals)
-        indices = _as_list(indices)
+        residuals = _as_list(op, "residuals", residuals)
+        indices = _as_list(op, "indices", indices)
         _check_residuals(op, residuals, chunks)
         if one_row:
             if indices:
@@ -94,10 +95,9 @@ class Sources:
         if sum_squares is not None:
             _check_sum_squares(op, sum_squares, norm, chunks, num_chunks)
         checks.check_inference(op, (*chunks, *residuals, *gains))
-        eps = _eps_list(op, eps, norm, num_chunks)
-        return Sources(
-            chunks, num_chunks, norm, gains, eps, float(norm_offset), residuals, indices, sum_squares, one_row
-        )
+        eps = _eps_list(op, eps_name, eps, norm, num_chunks)
+        norm_offset = checks.check_number(op, "norm_offset", norm_offset)
+        return Sources(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, one_row)
 
 
 def output_rows(chunks: list[Tensor], indices: list[Tensor | None]) -> int:
@@ -112,10 +112,11 @@ def total_width(chunks: list[Tensor]) -> int:
     return sum(chunk.shape[-1] for chunk in chunks)
 
 
-def _as_list(value: Sequence[Tensor | None] | Tensor | None) -> list[Tensor | None]:
+def _as_list(op: str, name: str, value: Sequence[Tensor | None] | Tensor | None) -> list[Tensor | None]:
     if value is None:
         return []
-    values = [value] if isinstance(value, Tensor) else list(value)
+    expected = "a tensor or a sequence of tensors or None"
+    values = [value] if isinstance(value, Tensor) else checks.check_sequence(op, name, value, expected)
     return [] if all(entry is None for entry in values) else values
 
 
@@ -127,9 +128,7 @@ def _count_chunks(
             raise checks.error(ValueError, op, f"num_chunks is {num_chunks}", str(len(chunks)), "chunks has that many")
         return len(chunks)
     if num_chunks is not None:
-        if num_chunks < 1:
-            raise checks.error(ValueError, op, f"num_chunks is {num_chunks}", "K >= 1")
-        return int(num_chunks)
+        return checks.check_int(op, "num_chunks", num_chunks, at_least=1)
     if norm == "chunk":
         if isinstance(norm_weight, Tensor) and norm_weight.dim() == 2:
             return norm_weight.shape[0]
@@ -236,7 +235,7 @@ def _gain_list(
         if not norm_weight.is_contiguous():
             raise checks.error(ValueError, op, f"norm_weight has strides {norm_weight.stride()}", "a contiguous tensor")
         return [norm_weight]
-    gains = list(norm_weight)
+    gains = checks.check_sequence(op, "norm_weight", norm_weight)
     if len(gains) != num_chunks:
         raise checks.error(ValueError, op, f"norm_weight has {len(gains)} entries", f"K={num_chunks}")
     for k, (gain, gain_width) in enumerate(zip(gains, widths, strict=True)):
@@ -246,13 +245,15 @@ def _gain_list(
     return gains
 
 
-def _eps_list(op: str, eps: float | Sequence[float], norm: str, num_chunks: int) -> list[float]:
+def _eps_list(op: str, name: str, eps: float | Sequence[float], norm: str, num_chunks: int) -> list[float]:
     if isinstance(eps, (int, float)):
         return [float(eps)]
-    values = [float(value) for value in eps]
+    if isinstance(eps, (str, bytes)) or not isinstance(eps, Iterable):
+        return [checks.check_number(op, name, eps, "a number or a sequence of numbers")]
+    values = [checks.check_number(op, f"{name}[{k}]", value) for k, value in enumerate(eps)]
     expected = num_chunks if norm == "chunk" else 1
     if len(values) not in (1, expected):
-        raise checks.error(ValueError, op, f"eps has {len(values)} entries", f"one, or {expected} for norm={norm!r}")
+        raise checks.error(ValueError, op, f"{name} has {len(values)} entries", f"one, or {expected} for norm={norm!r}")
     return values
 
 

@@ -84,7 +84,7 @@ def _held_rows(shard: VocabShard) -> int:
 
 def _split_scale(scale: float | Tensor | None, weight: Tensor) -> tuple[float | None, Tensor | None]:
     if not isinstance(scale, Tensor):
-        return (None if scale is None else float(scale)), None
+        return (None if scale is None else checks.check_number(OP, "scale", scale, "a number or a 0-d tensor")), None
     checks.check_dtype(OP, "scale", scale, checks.DTYPES)
     if scale.dim() != 0:
         raise checks.shape_error(OP, "scale", scale, "a 0-d tensor or a float")
@@ -129,8 +129,14 @@ def _run(
 ) -> None:
     checks.check_no_overlap(OP, "out", out, (("weight", weight), ("ids", ids)))
     bounds = (org_begin, org_end, added_begin, added_end, added_row)
-    if simple_plan(OP, ids.device).backend == "cpu":
+    backend = simple_plan(OP, ids.device).backend
+    if backend == "cpu":
+        ids = ids.contiguous()  # a column of a token buffer flattens to a strided view
         torch.ops.eagle_kernels_C.vocab_parallel_embedding_out(ids, weight, *bounds, scale, scale_tensor, out)
+    elif backend == "triton":
+        from ..triton_kernels.vocab_parallel_embedding import vocab_parallel_embedding as kernel
+
+        kernel(ids, weight, *bounds, scale, scale_tensor, out)
     else:
         reference(ids, weight, *bounds, scale, scale_tensor, out)
 

@@ -1,0 +1,169 @@
+"""How the Triton split kernels of norm_concat_linear cut a product: tuned tables per GPU, a heuristic without one.
+
+A table is `configs/<device name>.json`:
+
+    {"norm_concat_linear": [{"K": 3, "H": 4096, "D": 4096, "dtype": "bfloat16",
+      "rows": {"16": {"BT": 16, "BD": 64, ...}, "256": null}}]}
+
+`rows` maps a measured T to the fields of `Tiles`, null to norm_concat and a library product. A call takes the entry
+nearest to its T in log space. `splits` stands in each entry, but entries that differ in it belong to different plans.
+"""
+
+import functools
+import json
+import logging
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+CONFIGS = Path(__file__).parent / "configs"
+_log = logging.getLogger("eagle_kernels")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One way to cut [N, K*H] x [D, K*H]^T; a row's bits depend on these and on nothing else of the call's sizes.
+
+    A program computes BT rows x BD columns of one of `splits` parts of one chunk, BK columns of x at a time.
+    swap: the weight is the left operand of the tensor core, which then wants BD, not BT, to be a multiple of 64.
+    """
+
+    BT: int
+    BD: int
+    BK: int
+    splits: int
+    swap: bool
+    num_warps: int
+    num_stages: int
+    finalise_columns: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the choice of tiles depends on."""
+
+    name: str
+    arch: int | str  # 90 for sm_90; "gfx942"
+    shared_memory: int  # bytes that one program may have
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu("Triton interpreter", 90, 227 << 10)
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.major * 10 + properties.minor
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.partition(":")[0]
+    return Gpu(properties.name, arch, getattr(properties, "shared_memory_per_block_optin", 64 << 10))
+
+
+def choose_tiles(
+    gpu: Gpu,
+    T: int,
+    K: int,
+    H: int,
+    D: int,
+    dtype: torch.dtype,
+    *,
+    has_residuals: bool,
+    directory: Path = CONFIGS,
+) -> tuple[Tiles | None, str]:
+    """(tiles, why); None for norm_concat and a library product."""
+    rows = _tuned_rows(gpu.name, K, H, D, str(dtype).removeprefix("torch."), directory)
+    if rows is None:
+        tiles = _heuristic(gpu, T, K, H, D, dtype)
+        limit = f"> {_SPLIT_ROWS[dtype]}" if tiles is None else f"<= {tiles.BT}"
+        reason = f"T={T} {limit} by the heuristic, without a tuned table for {gpu.name}"
+    else:
+        nearest = min(rows, key=lambda tuned: abs(math.log(tuned / max(T, 1))))
+        tiles, reason = rows[nearest], f"T={nearest} is the tuned entry nearest to T={T}"
+    if tiles is None:
+        return None, reason
+    stages = min(tiles.num_stages, gpu.shared_memory // _stage_bytes(tiles, dtype, has_residuals))
+    return replace(tiles, num_stages=max(stages, 1)), reason
+
+
+@functools.cache
+def _tuned_rows(
+    device_name: str, K: int, H: int, D: int, dtype_name: str, directory: Path
+) -> dict[int, Tiles | None] | None:
+    """The table's rows of a shape; one line in the log where there are none."""
+    path = directory / f"{device_name.replace(' ', '_')}.json"
+    entries = json.loads(path.read_text())["norm_concat_linear"] if path.exists() else []
+    for entry in entries:
+        if (entry["K"], entry["H"], entry["D"], entry["dtype"]) == (K, H, D, dtype_name):
+            return {int(T): None if fields is None else Tiles(**fields) for T, fields in entry["rows"].items()}
+    _log.info(
+        "norm_concat_linear: K=%d H=%d D=%d %s is not tuned on %s; "
+        "`eagle-kernels tune --op norm_concat_linear --chunks %d --hidden %d --out %d --dtype %s` would measure it",
+        *(K, H, D, dtype_name, device_name, K, H, D, dtype_name),
+    )
+    return None
+
+
+# The largest T of the split plans. Above, the product is no longer bound by the weight's bytes: an estimate,
+# performance.md section 2. fp32 multiplies without tensor cores and stops earlier.
+_SPLIT_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 16}
+
+# Enough programs to keep every SM of today's GPUs loading (132 on an H100); a constant, so that bits do not depend on
+# the GPU's size.
+_WANTED_PROGRAMS = 128
+
+
+def invariant_rows(dtype: torch.dtype) -> int:
+    """The T whose tiles serve every T under EAGLE_KERNELS_BATCH_INVARIANT=1."""
+    return min(64, _SPLIT_ROWS[dtype])
+
+
+def _heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> Tiles | None:
+    """Leads from performance.md section 3.1 and from compiling: no spills with gains and residuals (tests/compile)."""
+    if _SPLIT_ROWS[dtype] < T:
+        return None
+    BT, BD, swap, num_warps = _block(gpu, T, dtype)
+    if dtype == torch.float32 or (BT == 128 and isinstance(gpu.arch, str)):
+        BK = 32  # two stages of more, with a residual's, are beyond AMD's 64 KB
+    else:
+        BK = 128 if BT == 16 and H % 128 == 0 and gpu.shared_memory > 150 << 10 else 64
+    tiles = Tiles(BT, BD, BK, _splits(K, H, D, BD, BK), swap, num_warps, 1, 512 if BT <= 32 else 1024)
+    budget = _pipeline_bytes(gpu, tiles)
+    return replace(tiles, num_stages=max(2, min(8, budget // _stage_bytes(tiles, dtype, False))))
+
+
+def _pipeline_bytes(gpu: Gpu, tiles: Tiles) -> int:
+    """The shared memory to aim at: several programs an SM keep more bytes in flight than one with a deeper pipeline,
+    and at three of them the 384 programs of K=3, D=8192 are one wave of an H100 at T <= 16."""
+    if isinstance(gpu.arch, str):
+        return 32 << 10  # half of a CDNA3 unit's; its pipeline passes through registers and gains nothing from depth
+    if gpu.shared_memory > 200 << 10:
+        return (110 if tiles.swap else 82) << 10  # 2 and 3 programs; mma.sync leaves one stage of these unused
+    if gpu.shared_memory > 150 << 10:
+        return 80 << 10
+    return (48 if tiles.BT <= 32 else 96) << 10
+
+
+def _block(gpu: Gpu, T: int, dtype: torch.dtype) -> tuple[int, int, bool, int]:
+    """(BT, BD, swap, num_warps)."""
+    if dtype == torch.float32:
+        return 16, 64, False, 8
+    if T <= 32:
+        return (16, 64, False, 4) if T <= 16 else (32, 64, False, 8)
+    BT = 64 if T <= 64 else 128
+    if gpu.arch in (90, 100, 103):
+        # wgmma and tcgen05 want 64 or 128 rows on the left: the weight's. 128, because x is read D / BD times.
+        return BT, 128, True, 4 if gpu.arch != 90 and BT == 64 else 8
+    return BT, 64, False, 4 if BT == 64 else 8
+
+
+def _splits(K: int, H: int, D: int, BD: int, BK: int) -> int:
+    """Parts of a chunk: as few as give the wanted programs, a divisor of its blocks if one is near."""
+    blocks = -(-H // BK)
+    wanted = min(blocks, -(-_WANTED_PROGRAMS // (K * -(-D // BD))))
+    return next((splits for splits in range(wanted, 2 * wanted) if blocks % splits == 0), wanted)
+
+
+def _stage_bytes(tiles: Tiles, dtype: torch.dtype, has_residuals: bool) -> int:
+    """Shared memory of one pipeline stage: the tiles of x, of the residual, of the weight."""
+    return (tiles.BT * (1 + has_residuals) + tiles.BD) * tiles.BK * dtype.itemsize

@@ -1,0 +1,60 @@
+"""Seeds, markers, and the fixtures that put a backend, an instruction set or a plan in force."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from backends import CPU_ISAS, environment_of
+from eagle_kernels import plan
+from eagle_kernels.ops.norm_concat_linear import FUSED_ROWS
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: takes more than 5 seconds on 2 cores")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Every uninitialised tensor, C++ workspaces included, is filled with NaN (bytes of 0xff), so that a value an op
+    forgot to write shows; pages fresh from the system would have been zero."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[*CPU_ISAS, "reference"])
+def cpu_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each usable instruction set of the compiled kernels, then the reference backend."""
+    if request.param == "reference":
+        variables = {"EAGLE_KERNELS_BACKEND": "reference"}
+    else:
+        variables = {"EAGLE_KERNELS_BACKEND": "cpu", "EAGLE_KERNELS_CPU_ISA": request.param}
+    with environment_of(**variables):
+        assert request.param == "reference" or plan.cpu_isa() == request.param
+        yield request.param
+
+
+@pytest.fixture(params=[*(f"fused-{isa}" for isa in CPU_ISAS), *(["two-step"] if CPU_ISAS else []), "reference"])
+def projection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way norm_concat_linear can run, for every T: the fused kernel of each instruction set, norm_concat followed
+    by torch's product, and the reference backend."""
+    method, _, isa = request.param.partition("-")
+    if method == "fused":
+        variables = {"EAGLE_KERNELS_CPU_ISA": isa, "EAGLE_KERNELS_BATCH_INVARIANT": "1"}
+    elif request.param == "two-step":
+        variables = {"EAGLE_KERNELS_BACKEND": "cpu"}
+        for limits in FUSED_ROWS.values():
+            for isa in limits:
+                monkeypatch.setitem(limits, isa, -1)
+    else:
+        variables = {"EAGLE_KERNELS_BACKEND": "reference"}
+    with environment_of(**variables):
+        yield request.param

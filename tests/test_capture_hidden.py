@@ -1,0 +1,108 @@
+"""capture_hidden: the bits of torch's own sum for every number there is, the statistic, and what memory it touches."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+from accuracy import every_number, half_steps
+from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits, same_bits_or_nan
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPE_IDS = ["bf16", "fp16", "fp32"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_a_sum_of_any_two_numbers_has_torchs_bits(dtype: torch.dtype, cpu_isa: str) -> None:
+    numbers = every_number(dtype)
+    others = [numbers[torch.randperm(65536)] for _ in range(6)]  # mostly of another exponent
+    others += [numbers.roll(shift) for shift in (1, 7, 100, 2**15, 2**15 + 3)]  # the same exponent, either sign
+    others += [half_steps(numbers), -half_steps(numbers)]
+    hidden, residual = numbers.repeat(len(others)).view(-1, 4096), torch.cat(others).view(-1, 4096)
+    out = torch.empty_like(hidden)
+    ek.capture_hidden(hidden, residual, out=out)
+    assert same_bits_or_nan(out, hidden + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_without_a_residual_it_is_a_copy(dtype: torch.dtype, cpu_isa: str) -> None:
+    hidden = every_number(dtype).view(64, 1024)
+    assert same_bits_or_nan(ek.capture_hidden(hidden, out=torch.empty_like(hidden)), hidden)
+
+
+@pytest.mark.parametrize("H", [1, 3, 64, 101, 1152, 2880])
+@pytest.mark.parametrize("T", [0, 1, 2, 7, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: int, cpu_isa: str) -> None:
+    """Strided in, strided out, one column of [max_tokens, K] written, nothing around any of them."""
+    wide = (torch.randn(2, T, H + 6) * 10).to(dtype)
+    hidden, residual = wide[0, :, 1 : H + 1], wide[1, :, 5 : H + 5]
+    for other in (residual, None):
+        guarded, statistics = GuardedRows(T, H, dtype), GuardedRows(T, 3, torch.float32)
+        column = statistics.view[:, 1]
+        with UnchangedTensors([wide]):
+            assert ek.capture_hidden(hidden, other, out=guarded.view, sum_squares=column) is guarded.view
+        value = hidden if other is None else hidden + other
+        assert same_bits(guarded.view.clone(), value.contiguous())
+        guarded.check_around()
+        statistics.check_around()
+        assert statistics.view[:, [0, 2]].isnan().all()
+        # n squares of one sign, summed in any order: at most n roundings of 2^-24 (and in practice their root).
+        truth = value.double().square().sum(-1)
+        torch.testing.assert_close(column.double(), truth, rtol=2.0**-24 * (4 + H**0.5), atol=1e-37)
+
+        without = GuardedRows(T, H, dtype)
+        ek.capture_hidden(hidden, other, out=without.view)
+        assert same_bits(without.buffer[2 : 2 + T], guarded.buffer[2 : 2 + T])
+
+
+def test_one_row(cpu_isa: str) -> None:
+    hidden, residual = torch.randn(2, 101).bfloat16()
+    out, square = torch.empty(101).bfloat16(), torch.empty(1)
+    assert ek.capture_hidden(hidden, residual, out=out, sum_squares=square) is out
+    assert same_bits(out, hidden + residual)
+    torch.testing.assert_close(square.double(), out.double().square().sum(-1, keepdim=True), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("stale", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_row_stays_in_its_row(stale: float, cpu_isa: str) -> None:
+    hidden, residual = torch.randn(2, 9, 101).bfloat16()
+    hidden[4, 50] = stale
+    out, squares = torch.empty_like(hidden), torch.empty(9)
+    ek.capture_hidden(hidden, residual, out=out, sum_squares=squares)
+    assert same_bits_or_nan(out, hidden + residual)
+    assert squares.isfinite().tolist() == [True] * 4 + [False] + [True] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_statistics_do_not_depend_on_T_threads_or_the_run(dtype: torch.dtype, cpu_isa: str) -> None:
+    hidden = torch.randn(200, 333).to(dtype)
+
+    def squares(rows: Tensor) -> Tensor:
+        result = torch.empty(rows.shape[0])
+        ek.capture_hidden(rows, rows, out=torch.empty_like(rows), sum_squares=result)
+        return result
+
+    every_row = squares(hidden)
+    for T in (1, 2, 7, 16, 33, 199):
+        assert same_bits(every_row[200 - T :], squares(hidden[200 - T :]))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(every_row, squares(hidden))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+@pytest.mark.parametrize("H", [1, 33, 101, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_no_operand_is_read_or_written_beyond_its_end(dtype: torch.dtype, H: int, at: str, cpu_isa: str) -> None:
+    hidden, residual, out = (between_forbidden_pages(torch.randn(3, H).to(dtype), at) for _ in range(3))
+    ek.capture_hidden(hidden, residual, out=out, sum_squares=between_forbidden_pages(torch.zeros(3), at))
+    assert same_bits(out, hidden + residual)
+    ek.capture_hidden(hidden, out=out)
+    assert same_bits(out, hidden)

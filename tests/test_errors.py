@@ -1,0 +1,801 @@
+"""Every error of the public ops: its type, and a message that names the op, what it got and what it expected.
+
+Each row changes one argument of a call that works. Nothing may be written by a call that raises (design.md section 10).
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+from backends import needs_compiled
+from guards import same_bits
+
+T, K, H, D, V = 4, 3, 8, 5, 20
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def sources() -> dict:
+    return {"chunks": [rows(T, H) for _ in range(K)], "out": rows(T, K * H)}
+
+
+def linear() -> dict:
+    return {**sources(), "weight": rows(D, K * H), "out": rows(T, D)}
+
+
+def packed() -> dict:
+    return {"chunks": rows(T, K * H), "norm_weight": rows(K, H), "out": rows(T, K * H)}
+
+
+def one_row() -> dict:
+    return {"chunks": [rows(H), rows(H)], "out": rows(2 * H)}
+
+
+def capture() -> dict:
+    return {"hidden": rows(T, H), "residual": rows(T, H), "out": rows(T, H), "sum_squares": torch.randn(T)}
+
+
+def add_norm() -> dict:
+    names = ("hidden", "residual", "out", "out_sum")
+    return {**{name: rows(T, H) for name in names}, "weight": rows(H)}
+
+
+def embedding() -> dict:
+    shard = ek.VocabShard.build(V, tp_rank=0, tp_size=2, padding_size=4)
+    return {"ids": torch.tensor([1, 2, 3]), "weight": rows(shard.rows, H), "shard": shard, "out": rows(3, H)}
+
+
+CALLS = {
+    "norm_concat": (ek.norm_concat, sources),
+    "norm_concat packed": (ek.norm_concat, packed),
+    "norm_concat one row": (ek.norm_concat, one_row),
+    "norm_concat_linear": (ek.norm_concat_linear, linear),
+    "capture_hidden": (ek.capture_hidden, capture),
+    "add_rms_norm": (ek.add_rms_norm, add_norm),
+    "vocab_parallel_embedding": (ek.vocab_parallel_embedding, embedding),
+}
+
+
+BF16, FP32 = "torch.bfloat16", "torch.float32"
+SUPPORTED = "torch.bfloat16 or torch.float16 or torch.float32"
+PER_CHUNK = [rows(H), rows(H), rows(H)]
+
+# (call, changed arguments or a function of the call's arguments, exception, message after "op: ").
+SOURCE_ERRORS = [
+    ({"norm": "mean"}, ValueError, "norm is 'mean', expected one of ('none', 'chunk', 'concat')"),
+    ({"norm": None}, ValueError, "norm is None, expected one of ('none', 'chunk', 'concat')"),
+    ({"chunks": []}, ValueError, "chunks is empty, expected K >= 1 tensors"),
+    ({"chunks": 5}, TypeError, "chunks is a int, expected a tensor or a sequence of tensors"),
+    ({"num_chunks": 2}, ValueError, "num_chunks is 2, expected 3, because chunks has that many"),
+    ({"chunks": [rows(T, H), [1.0]]}, TypeError, "chunks[1] is a list, expected a torch.Tensor"),
+    ({"chunks": [torch.zeros(T, H).long()]}, TypeError, f"chunks[0] has dtype torch.int64, expected {SUPPORTED}"),
+    (
+        {"chunks": [rows(T, H), rows(T, H, dtype=torch.float16)]},
+        TypeError,
+        f"chunks[1] has dtype torch.float16, expected {BF16}, because chunks[0] has dtype {BF16}",
+    ),
+    ({"chunks": [rows(2, T, H)]}, ValueError, "chunks[0] has shape (2, 4, 8), expected [T, H] or [H]"),
+    (
+        {"chunks": [rows(T, H), rows(H)]},
+        ValueError,
+        "chunks[1] has shape (8,), expected 2 dimensions, because chunks[0] has that many",
+    ),
+    ({"chunks": [rows(H, T).t()]}, ValueError, "chunks[0] has strides (1, 4), expected a last stride of 1"),
+    ({"chunks": [rows(T, 0)]}, ValueError, "chunks[0] has shape (4, 0), expected (T, H) with H >= 1"),
+    (
+        {"chunks": [rows(T, H), rows(T, H).to("meta")]},
+        ValueError,
+        "chunks[1] is on meta, expected cpu, because chunks[0] is there",
+    ),
+    (
+        {"chunks": [rows(T, H), rows(T + 1, H)]},
+        ValueError,
+        "chunks[1] has shape (5, 8), expected (4, H), because it has no index and N rows are asked for",
+    ),
+    # residuals
+    ({"residuals": 5}, TypeError, "residuals is a int, expected a tensor or a sequence of tensors or None"),
+    ({"residuals": [rows(T, H)]}, ValueError, "residuals has 1 entries, expected 3, one per chunk"),
+    (
+        {"residuals": [None, rows(T, H + 1), None]},
+        ValueError,
+        "residuals[1] has shape (4, 9), expected (4, 8), because chunks[1] has that shape",
+    ),
+    (
+        {"residuals": [None, None, rows(T, H, dtype=torch.float32)]},
+        TypeError,
+        f"residuals[2] has dtype {FP32}, expected {BF16}, because chunks[2] has dtype {BF16}",
+    ),
+    ({"residuals": [None, None, 1.0]}, TypeError, "residuals[2] is a float, expected a torch.Tensor"),
+    (
+        {"residuals": [None, None, rows(H, T).t()]},
+        ValueError,
+        "residuals[2] has strides (1, 4), expected a last stride of 1",
+    ),
+    # indices
+    ({"indices": 5}, TypeError, "indices is a int, expected a tensor or a sequence of tensors or None"),
+    (
+        {"indices": [torch.arange(T)] * 2},
+        ValueError,
+        "indices has 2 entries, expected one for all chunks or K=3",
+    ),
+    ({"indices": [torch.arange(T), [0, 1], None]}, TypeError, "indices[1] is a list, expected a torch.Tensor"),
+    (
+        {"indices": torch.arange(T).short()},
+        TypeError,
+        "indices[0] has dtype torch.int16, expected torch.int32 or torch.int64",
+    ),
+    (
+        {"indices": rows(T)},
+        TypeError,
+        f"indices[0] has dtype {BF16}, expected torch.int32 or torch.int64",
+    ),
+    ({"indices": torch.arange(T).view(2, 2)}, ValueError, "indices[0] has shape (2, 2), expected (N,)"),
+    (
+        {"indices": torch.arange(2 * T)[::2]},
+        ValueError,
+        "indices[0] has strides (2,), expected a last stride of 1",
+    ),
+    (
+        {"indices": torch.arange(T).to("meta")},
+        ValueError,
+        "indices[0] is on meta, expected cpu, because chunks[0] is there",
+    ),
+    (
+        {"indices": [torch.arange(3), None, torch.arange(T)]},
+        ValueError,
+        "indices[2] has shape (4,), expected (3,), because all chunks give the same N rows",
+    ),
+    (
+        {"indices": [torch.arange(3), None, None]},
+        ValueError,
+        "chunks[1] has shape (4, 8), expected (3, H), because it has no index and N rows are asked for",
+    ),
+    # norm_weight
+    (
+        {"norm": "none", "norm_weight": rows(K, H)},
+        ValueError,
+        "norm_weight is given, expected None, because norm is 'none'",
+    ),
+    ({"norm_weight": 1.0}, TypeError, "norm_weight is a float, expected a tensor or a sequence of tensors"),
+    ({"norm_weight": rows(K, H + 1)}, ValueError, "norm_weight has shape (3, 9), expected (K, H) = (3, 8)"),
+    ({"norm_weight": rows(K * H)}, ValueError, "norm_weight has shape (24,), expected (K, H) = (3, 8)"),
+    (
+        {"norm_weight": rows(K, H, dtype=torch.float16)},
+        TypeError,
+        f"norm_weight has dtype torch.float16, expected {BF16} or {FP32}, because chunks[0] has dtype {BF16}",
+    ),
+    (
+        {"norm_weight": rows(2 * K, H)[::2]},
+        ValueError,
+        "norm_weight has strides (16, 1), expected a contiguous tensor",
+    ),
+    (
+        {"chunks": [rows(T, H), rows(T, H + 1)], "norm_weight": rows(2, H)},
+        TypeError,
+        "norm_weight is one tensor, expected a list of K=2, because the chunks have widths [8, 9]",
+    ),
+    ({"norm_weight": PER_CHUNK[:2]}, ValueError, "norm_weight has 2 entries, expected K=3"),
+    ({"norm_weight": [*PER_CHUNK[:2], 1]}, TypeError, "norm_weight[2] is a int, expected a torch.Tensor"),
+    (
+        {"norm_weight": [*PER_CHUNK[:2], rows(H - 1)]},
+        ValueError,
+        "norm_weight[2] has shape (7,), expected (8,) = (H,)",
+    ),
+    (
+        {"norm_weight": [*PER_CHUNK[:2], rows(H).float()]},
+        TypeError,
+        f"norm_weight[2] has dtype {FP32}, expected {BF16}, because norm_weight[0] has that dtype",
+    ),
+    (
+        {"norm": "concat", "norm_weight": PER_CHUNK},
+        TypeError,
+        "norm_weight is a list, expected a tensor (K*H,), because norm is 'concat'",
+    ),
+    (
+        {"norm": "concat", "norm_weight": rows(K, H)},
+        ValueError,
+        "norm_weight has shape (3, 8), expected (24,) = (K*H,)",
+    ),
+    # eps, norm_offset
+    ({"eps": [1e-6, 1e-5]}, ValueError, "eps has 2 entries, expected one, or 3 for norm='chunk'"),
+    ({"norm": "concat", "eps": [1e-6] * 3}, ValueError, "eps has 3 entries, expected one, or 1 for norm='concat'"),
+    ({"eps": "small"}, TypeError, "eps is a str, expected a number or a sequence of numbers"),
+    ({"eps": None}, TypeError, "eps is a NoneType, expected a number or a sequence of numbers"),
+    ({"eps": [1e-6, None, 1e-6]}, TypeError, "eps[1] is a NoneType, expected a number"),
+    ({"norm_offset": "one"}, TypeError, "norm_offset is a str, expected a number"),
+    # sum_squares
+    ({"sum_squares": [1.0]}, TypeError, "sum_squares is a list, expected a torch.Tensor"),
+    ({"sum_squares": rows(T, K)}, TypeError, f"sum_squares has dtype {BF16}, expected {FP32}"),
+    (
+        {"sum_squares": torch.rand(T, K).to("meta")},
+        ValueError,
+        "sum_squares is on meta, expected cpu, because chunks[0] is there",
+    ),
+    (
+        {"norm": "none", "sum_squares": torch.rand(T, K)},
+        ValueError,
+        "sum_squares is given, expected None, because norm is 'none'",
+    ),
+    ({"sum_squares": torch.rand(T)}, ValueError, "sum_squares has shape (4,), expected (T, K) = (4, 3)"),
+    ({"sum_squares": torch.rand(T, K + 1)}, ValueError, "sum_squares has shape (4, 4), expected (T, K) = (4, 3)"),
+    (
+        {"sum_squares": torch.rand(K, T).t()},
+        ValueError,
+        "sum_squares has strides (1, 4), expected a last stride of 1",
+    ),
+    (
+        {
+            "chunks": [rows(T, H), rows(9, H)],
+            "indices": [None, torch.arange(T)],
+            "sum_squares": torch.rand(T, 2),
+        },
+        ValueError,
+        "chunks[1] has shape (9, 8), expected (4, H), because sum_squares has one row per row of every chunk",
+    ),
+    # out
+    ({"out": "buffer"}, TypeError, "out is a str, expected a torch.Tensor"),
+    (
+        {"out": rows(T, K * H).float()},
+        TypeError,
+        f"out has dtype {FP32}, expected {BF16}, because chunks[0] has dtype {BF16}",
+    ),
+    ({"out": rows(T, K * H).to("meta")}, ValueError, "out is on meta, expected cpu, because chunks[0] is there"),
+]
+
+ERRORS = [
+    *(("norm_concat", *error) for error in SOURCE_ERRORS),
+    *(("norm_concat_linear", *error) for error in SOURCE_ERRORS),
+    # packed chunks and single rows
+    (
+        "norm_concat packed",
+        {"norm_weight": None},
+        ValueError,
+        "num_chunks is None, expected K, or norm_weight of shape (K, H), because a packed chunks does not say where it "
+        "splits",
+    ),
+    ("norm_concat packed", {"num_chunks": 0}, ValueError, "num_chunks is 0, expected at least 1"),
+    ("norm_concat packed", {"num_chunks": 1.5}, TypeError, "num_chunks is a float, expected an int"),
+    (
+        "norm_concat packed",
+        {"num_chunks": 5, "norm_weight": None},
+        ValueError,
+        "chunks has shape (4, 24), expected (T, K*H) with K*H a multiple of K=5",
+    ),
+    (
+        "norm_concat packed",
+        {"indices": [torch.arange(T)] * 3},
+        ValueError,
+        "indices has 3 entries, expected one, because the rows of a packed chunks are read together",
+    ),
+    (
+        "norm_concat packed",
+        {"residuals": [rows(T, H)] * 3},
+        ValueError,
+        "residuals has 3 entries, expected 1, one per chunk",
+    ),
+    (
+        "norm_concat one row",
+        {"indices": torch.arange(1)},
+        ValueError,
+        "indices is given, expected None, because chunks are single rows [H]",
+    ),
+    ("norm_concat one row", {"out": rows(1, 2 * H)}, ValueError, "out has shape (1, 16), expected K*H = (16,)"),
+    # out of the right type
+    ("norm_concat", {"out": rows(T, K * H + 1)}, ValueError, "out has shape (4, 25), expected (N, K*H) = (4, 24)"),
+    ("norm_concat", {"out": rows(T + 1, K * H)}, ValueError, "out has shape (5, 24), expected (N, K*H) = (4, 24)"),
+    ("norm_concat", {"out": rows(K * H, T).t()}, ValueError, "out has strides (1, 4), expected a last stride of 1"),
+    (
+        "norm_concat",
+        lambda call: {"chunks": [call["out"][:, :H], call["out"][:, H:]]},
+        ValueError,
+        "out overlaps chunks[0], expected disjoint memory, because rows are written while others are read",
+    ),
+    (
+        "norm_concat",
+        lambda call: {"residuals": [None, None, call["out"][:, -H:]]},
+        ValueError,
+        "out overlaps residuals[2], expected disjoint memory, because rows are written while others are read",
+    ),
+    ("norm_concat_linear", {"out": rows(T, D + 1)}, ValueError, "out has shape (4, 6), expected (N, D) = (4, 5)"),
+    (
+        "norm_concat_linear",
+        lambda call: (
+            {"chunks": [call["chunks"][0], call["chunks"][1], rows(T, H + D)[:, :H]], "out": None}
+            | (lambda wide: {"chunks": [wide[:, :H]] * 3, "out": wide[:, H - 1 : H - 1 + D]})(rows(T, H + D))
+        ),
+        ValueError,
+        "out overlaps chunks[0], expected disjoint memory, because rows are written while others are read",
+    ),
+    (
+        "norm_concat_linear",
+        lambda call: {"out": call["weight"][:T, :D]},
+        ValueError,
+        "out overlaps weight, expected disjoint memory, because rows are written while others are read",
+    ),
+    # the projection
+    ("norm_concat_linear", {"weight": None}, TypeError, "weight is a NoneType, expected a torch.Tensor"),
+    (
+        "norm_concat_linear",
+        {"weight": rows(D, K * H).float()},
+        TypeError,
+        f"weight has dtype {FP32}, expected {BF16}, because chunks[0] has dtype {BF16}",
+    ),
+    (
+        "norm_concat_linear",
+        {"weight": rows(D, 2 * H)},
+        ValueError,
+        "weight has shape (5, 16), expected (D, K*H) = (*, 24) for K=3 chunks of H=8",
+    ),
+    (
+        "norm_concat_linear",
+        {"weight": rows(K * H)},
+        ValueError,
+        "weight has shape (24,), expected (D, K*H) = (*, 24) for K=3 chunks of H=8",
+    ),
+    (
+        "norm_concat_linear",
+        {"chunks": [rows(T, 3), rows(T, 4)]},
+        ValueError,
+        "weight has shape (5, 24), expected (D, K*H) = (*, 7) for 2 chunks",
+    ),
+    (
+        "norm_concat_linear",
+        {"weight": rows(K * H, D).t()},
+        ValueError,
+        "weight has strides (1, 5), expected a last stride of 1",
+    ),
+    (
+        "norm_concat_linear",
+        {"weight": rows(D, K * H).to("meta")},
+        ValueError,
+        "weight is on meta, expected cpu, because chunks[0] is there",
+    ),
+    ("norm_concat_linear", {"bias": rows(D + 1)}, ValueError, "bias has shape (6,), expected (5,) = (D,)"),
+    ("norm_concat_linear", {"bias": rows(1, D)}, ValueError, "bias has shape (1, 5), expected (5,) = (D,)"),
+    ("norm_concat_linear", {"bias": 0.0}, TypeError, "bias is a float, expected a torch.Tensor"),
+    (
+        "norm_concat_linear",
+        {"bias": rows(D).half()},
+        TypeError,
+        f"bias has dtype torch.float16, expected {BF16} or {FP32}, because chunks[0] has dtype {BF16}",
+    ),
+    (
+        "norm_concat_linear",
+        {"bias": rows(2 * D)[::2]},
+        ValueError,
+        "bias has strides (2,), expected a last stride of 1",
+    ),
+    (
+        "norm_concat_linear",
+        {"post_norm_weight": rows(D - 1)},
+        ValueError,
+        "post_norm_weight has shape (4,), expected (5,) = (D,)",
+    ),
+    (
+        "norm_concat_linear",
+        {"post_norm_weight": rows(D), "eps": [1e-6]},
+        ValueError,
+        "eps has 1 entries, expected K + 1, because post_norm_weight is given and the last eps is its own",
+    ),
+    (
+        "norm_concat_linear",
+        {"post_norm_weight": rows(D), "eps": [1e-6] * 3},
+        ValueError,
+        "eps without the post norm's has 2 entries, expected one, or 3 for norm='chunk'",
+    ),
+    (
+        "norm_concat_linear",
+        {"out": rows(D).expand(T, D)},
+        ValueError,
+        "out has strides (0, 1), expected rows that do not overlap each other",
+    ),
+    # capture_hidden
+    ("capture_hidden", {"hidden": 1}, TypeError, "hidden is a int, expected a torch.Tensor"),
+    (
+        "capture_hidden",
+        {"hidden": rows(T, H).double()},
+        TypeError,
+        f"hidden has dtype torch.float64, expected {SUPPORTED}",
+    ),
+    ("capture_hidden", {"hidden": rows(1, T, H)}, ValueError, "hidden has shape (1, 4, 8), expected [T, H] or [H]"),
+    (
+        "capture_hidden",
+        {"hidden": rows(H, T).t()},
+        ValueError,
+        "hidden has strides (1, 4), expected a last stride of 1",
+    ),
+    (
+        "capture_hidden",
+        {"residual": rows(T, H + 1)},
+        ValueError,
+        "residual has shape (4, 9), expected (4, 8), because hidden has that shape",
+    ),
+    (
+        "capture_hidden",
+        {"residual": rows(T, H).float()},
+        TypeError,
+        f"residual has dtype {FP32}, expected {BF16}, because hidden has dtype {BF16}",
+    ),
+    ("capture_hidden", {"out": None}, TypeError, "out is a NoneType, expected a torch.Tensor"),
+    (
+        "capture_hidden",
+        {"out": rows(T + 1, H)},
+        ValueError,
+        "out has shape (5, 8), expected (4, 8), because hidden has that shape",
+    ),
+    (
+        "capture_hidden",
+        {"out": rows(T, H).to("meta")},
+        ValueError,
+        "out is on meta, expected cpu, because hidden is there",
+    ),
+    ("capture_hidden", {"sum_squares": 0}, TypeError, "sum_squares is a int, expected a torch.Tensor"),
+    ("capture_hidden", {"sum_squares": rows(T)}, TypeError, f"sum_squares has dtype {BF16}, expected {FP32}"),
+    (
+        "capture_hidden",
+        {"sum_squares": torch.rand(T + 1)},
+        ValueError,
+        "sum_squares has shape (5,), expected (4,) = (T,)",
+    ),
+    (
+        "capture_hidden",
+        {"sum_squares": torch.rand(T, 1)},
+        ValueError,
+        "sum_squares has shape (4, 1), expected (4,) = (T,)",
+    ),
+    (
+        "capture_hidden",
+        {"sum_squares": torch.rand(T).to("meta")},
+        ValueError,
+        "sum_squares is on meta, expected cpu, because hidden is there",
+    ),
+    (
+        "capture_hidden",
+        lambda call: {"out": call["hidden"]},
+        ValueError,
+        "out overlaps hidden, expected disjoint memory, because rows are written while others are read",
+    ),
+    (
+        "capture_hidden",
+        lambda call: {"out": call["residual"]},
+        ValueError,
+        "out overlaps residual, expected disjoint memory, because rows are written while others are read",
+    ),
+    # add_rms_norm
+    ("add_rms_norm", {"hidden": None}, TypeError, "hidden is a NoneType, expected a torch.Tensor"),
+    (
+        "add_rms_norm",
+        {"residual": rows(T, H + 1)},
+        ValueError,
+        "residual has shape (4, 9), expected (4, 8), because hidden has that shape",
+    ),
+    ("add_rms_norm", {"residual": None}, TypeError, "residual is a NoneType, expected a torch.Tensor"),
+    ("add_rms_norm", {"weight": rows(H + 1)}, ValueError, "weight has shape (9,), expected (8,) = (H,)"),
+    (
+        "add_rms_norm",
+        {"weight": rows(H).half()},
+        TypeError,
+        f"weight has dtype torch.float16, expected {BF16} or {FP32}, because hidden has dtype {BF16}",
+    ),
+    (
+        "add_rms_norm",
+        {"out": rows(T, H + 1)},
+        ValueError,
+        "out has shape (4, 9), expected (4, 8), because hidden has that shape",
+    ),
+    (
+        "add_rms_norm",
+        {"out_sum": rows(T, H).float()},
+        TypeError,
+        f"out_sum has dtype {FP32}, expected {BF16}, because hidden has dtype {BF16}",
+    ),
+    ("add_rms_norm", {"eps": "small"}, TypeError, "eps is a str, expected a number"),
+    ("add_rms_norm", {"norm_offset": None}, TypeError, "norm_offset is a NoneType, expected a number"),
+    *(
+        (
+            "add_rms_norm",
+            lambda call, out=out, read=read: {out: call[read]},
+            ValueError,
+            f"{out} overlaps {read}, expected disjoint memory, because rows are written while others are read",
+        )
+        for out, read in [
+            ("out", "hidden"),
+            ("out", "residual"),
+            ("out", "out_sum"),
+            ("out_sum", "hidden"),
+            ("out_sum", "residual"),
+        ]
+    ),
+    # vocab_parallel_embedding
+    ("vocab_parallel_embedding", {"ids": [1, 2, 3]}, TypeError, "ids is a list, expected a torch.Tensor"),
+    (
+        "vocab_parallel_embedding",
+        {"ids": torch.zeros(3)},
+        TypeError,
+        f"ids has dtype {FP32}, expected torch.int32 or torch.int64",
+    ),
+    ("vocab_parallel_embedding", {"weight": None}, TypeError, "weight is a NoneType, expected a torch.Tensor"),
+    (
+        "vocab_parallel_embedding",
+        {"weight": torch.zeros(10, H).long()},
+        TypeError,
+        f"weight has dtype torch.int64, expected {SUPPORTED}",
+    ),
+    (
+        "vocab_parallel_embedding",
+        {"weight": rows(10, H).to("meta")},
+        ValueError,
+        "weight is on meta, expected cpu, because ids is there",
+    ),
+    (
+        "vocab_parallel_embedding",
+        {"weight": rows(H, 10).t()},
+        ValueError,
+        "weight has strides (1, 10), expected a last stride of 1",
+    ),
+    ("vocab_parallel_embedding", {"shard": 2}, TypeError, "shard is a int, expected a VocabShard"),
+    *(
+        (
+            "vocab_parallel_embedding",
+            {"weight": weight},
+            ValueError,
+            f"weight has shape {tuple(weight.shape)}, expected (rows, H) = (10, *), because rank 0 of 2 holds 10 ids' "
+            "rows",
+        )
+        for weight in (rows(9, H), rows(11, H), rows(10), rows(10, 1, H))
+    ),
+    ("vocab_parallel_embedding", {"scale": "two"}, TypeError, "scale is a str, expected a number or a 0-d tensor"),
+    (
+        "vocab_parallel_embedding",
+        {"scale": torch.tensor(2)},
+        TypeError,
+        f"scale has dtype torch.int64, expected {SUPPORTED}",
+    ),
+    (
+        "vocab_parallel_embedding",
+        {"scale": torch.ones(1)},
+        ValueError,
+        "scale has shape (1,), expected a 0-d tensor or a float",
+    ),
+    (
+        "vocab_parallel_embedding",
+        {"scale": torch.tensor(2.0, device="meta")},
+        ValueError,
+        "scale is on meta, expected cpu, because weight is there",
+    ),
+    (
+        "vocab_parallel_embedding",
+        {"out": rows(3, H).float()},
+        TypeError,
+        f"out has dtype {FP32}, expected {BF16}, because weight has dtype {BF16}",
+    ),
+    (
+        "vocab_parallel_embedding",
+        {"out": rows(4, H)},
+        ValueError,
+        "out has shape (4, 8), expected (*ids.shape, H) = (3, 8)",
+    ),
+    (
+        "vocab_parallel_embedding",
+        {"ids": torch.zeros(2, 3).long(), "out": rows(3, 2, H).transpose(0, 1)},
+        ValueError,
+        "out has strides (8, 16, 1), expected rows of one common stride, because ids has 2 dimensions",
+    ),
+    (
+        "vocab_parallel_embedding",
+        lambda call: {"out": call["weight"][:3]},
+        ValueError,
+        "out overlaps weight, expected disjoint memory, because rows are written while others are read",
+    ),
+]
+
+
+def all_tensors(arguments: dict) -> list[Tensor]:
+    flat = [entry for value in arguments.values() for entry in (value if isinstance(value, list) else [value])]
+    return [entry for entry in flat if isinstance(entry, Tensor) and entry.device.type == "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "kind", "message"),
+    ERRORS,
+    ids=[f"{call.replace(' ', '_')}-{message[:48].replace(' ', '_')}" for call, _, _, message in ERRORS],
+)
+def test_error(call: str, changes: dict | Callable, kind: type[Exception], message: str) -> None:
+    function, make = CALLS[call]
+    arguments = make()
+    arguments |= changes(arguments) if callable(changes) else changes
+    tensors = all_tensors(arguments)
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(kind, match=f"^{re.escape(f'{function.__name__}: {message}')}$") as caught:
+        function(**arguments)
+    assert type(caught.value) is kind
+    assert all(map(same_bits, before, tensors)), "a call that raised wrote"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_calls_that_the_errors_change_work(call: str) -> None:
+    function, make = CALLS[call]
+    function(**make())
+
+
+def test_the_message_of_the_contract() -> None:
+    """design.md section 10, to the letter."""
+    message = (
+        "norm_concat_linear: weight has shape (4096, 8192), expected (D, K*H) = (*, 12288) for K=3 chunks of H=4096"
+    )
+    chunks = [torch.empty(1, 4096)] * 3
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ek.norm_concat_linear(chunks, torch.empty(4096, 8192))
+
+
+def test_slots_of_one_buffer_do_not_overlap() -> None:
+    """Interleaved columns of one allocation are disjoint: the check may not refuse the case it exists for."""
+    buffer = rows(T, 3 * H)
+    slots = buffer.split(H, -1)
+    ek.capture_hidden(slots[0], slots[1], out=slots[2])
+    assert same_bits(slots[2].clone(), slots[0] + slots[1])
+    ek.norm_concat([slots[0]], out=slots[1])
+    ek.add_rms_norm(slots[0], slots[0], rows(H), out=slots[1], out_sum=slots[2])
+    with pytest.raises(ValueError, match=r"out overlaps chunks\[0\]"):
+        ek.norm_concat([slots[0]], out=buffer[:, H - 1 : 2 * H - 1])
+
+
+@pytest.mark.parametrize("rows_apart", [1, 3])
+def test_shifted_rows_of_one_buffer_overlap(rows_apart: int) -> None:
+    buffer = rows(T + rows_apart, H)
+    with pytest.raises(ValueError, match="out overlaps hidden"):
+        ek.capture_hidden(buffer[:T], out=buffer[rows_apart:])
+    ek.capture_hidden(buffer[:rows_apart], out=buffer[T:])
+
+
+# The compiled primitives guard themselves: a direct call of the wrong shape raises, it does not read what is not there.
+def source_arguments(**changes: object) -> tuple:
+    arguments = {
+        "chunks": [rows(T, H)] * K,
+        "num_chunks": K,
+        "norm": 1,
+        "gains": [rows(H)] * K,
+        "eps": [1e-6],
+        "norm_offset": 0.0,
+        "residuals": [],
+        "indices": [],
+        "sum_squares": None,
+    }
+    return tuple((arguments | changes).values())
+
+
+SOURCE_CHANGES = [
+    {"chunks": []},
+    {"chunks": [rows(T, H)] * 2},
+    {"chunks": [rows(T, H), rows(T, H), rows(T, H).half()]},
+    {"chunks": [rows(T, H), rows(T, H), rows(T, H + 1)]},
+    {"chunks": [rows(T, H), rows(T, H), rows(T - 1, H)]},
+    {"chunks": [rows(T, H), rows(T, H), rows(T, H).double()]},
+    {"chunks": [rows(H)] * 3},
+    {"chunks": [rows(H, T).t()] * 3},
+    {"chunks": [rows(T, K * H + 1)], "gains": []},
+    {"num_chunks": 0},
+    {"num_chunks": -1},
+    {"num_chunks": 2**62},
+    {"norm": 3},
+    {"norm": -1},
+    {"gains": [rows(H - 1)] * K},
+    {"gains": [rows(H)] * 2},
+    {"gains": [rows(K * H - 1)]},
+    {"gains": [rows(H).half()] * K},
+    {"gains": [rows(2 * H)[::2]] * K},
+    {"eps": []},
+    {"eps": [1e-6] * 2},
+    {"residuals": [rows(T, H)]},
+    {"residuals": [rows(T, H - 1)] * K},
+    {"residuals": [rows(T - 1, H)] * K},
+    {"residuals": [rows(T, H).float()] * K},
+    {"indices": [torch.arange(T - 1)]},
+    {"indices": [torch.arange(T)] * 2},
+    {"indices": [torch.arange(T).short()]},
+    {"indices": [torch.arange(2 * T)[::2]]},
+    {"indices": [rows(T)]},
+    {"sum_squares": torch.rand(T, K - 1)},
+    {"sum_squares": torch.rand(T - 1, K)},
+    {"sum_squares": rows(T, K)},
+]
+PROJECTION_CHANGES = [
+    {"weight": rows(D, K * H - 1)},
+    {"weight": rows(D - 1, K * H)},
+    {"weight": rows(D, K * H).float()},
+    {"weight": rows(K * H, D).t()},
+    {"bias": rows(D - 1)},
+    {"bias": rows(D).half()},
+    {"post_norm_weight": rows(D + 1)},
+    {"out": rows(T + 1, D)},
+    {"out": rows(T, D).float()},
+    {"out": rows(D)},
+]
+
+
+def projection_arguments(**changes: object) -> tuple:
+    arguments = {"weight": rows(D, K * H), "bias": None, "post_norm_weight": None, "eps": 0.0, "out": rows(T, D)}
+    return tuple((arguments | changes).values())
+
+
+SHARD = (0, 12, 20, 20, 12, None, None)
+PRIMITIVE_CALLS = {
+    "norm_concat_out": [
+        *((*source_arguments(**change), rows(T, K * H)) for change in SOURCE_CHANGES),
+        *((*source_arguments(), out) for out in (rows(T + 1, K * H), rows(T, K * H - 1), rows(K * H))),
+        (*source_arguments(), rows(T, K * H).float()),
+    ],
+    "norm_concat_linear_out": [
+        *((*source_arguments(**change), *projection_arguments()) for change in SOURCE_CHANGES),
+        *((*source_arguments(), *projection_arguments(**change)) for change in PROJECTION_CHANGES),
+    ],
+    "capture_hidden_out": [
+        (rows(T, H), None, rows(T, H - 1), None),
+        (rows(T, H), None, rows(T - 1, H), None),
+        (rows(T, H), rows(T - 1, H), rows(T, H), None),
+        (rows(T, H), None, rows(T, H).float(), None),
+        (rows(T, H), None, rows(T, H), torch.rand(T - 1)),
+        (rows(T, H), None, rows(T, H), torch.rand(T, 1)),
+        (rows(T, H), None, rows(T, H), rows(T)),
+        (rows(H), None, rows(H), None),
+        (rows(T, H).double(), None, rows(T, H).double(), None),
+    ],
+    "add_rms_norm_out": [
+        (rows(T, H), rows(T, H - 1), rows(H), 1e-6, 0.0, rows(T, H), rows(T, H)),
+        (rows(T, H), rows(T, H), rows(H - 1), 1e-6, 0.0, rows(T, H), rows(T, H)),
+        (rows(T, H), rows(T, H), rows(H).half(), 1e-6, 0.0, rows(T, H), rows(T, H)),
+        (rows(T, H), rows(T, H), rows(H), 1e-6, 0.0, rows(T - 1, H), rows(T, H)),
+        (rows(T, H), rows(T, H), rows(H), 1e-6, 0.0, rows(T, H), rows(T, H - 1)),
+        (rows(T, H), rows(T, H), rows(H), 1e-6, 0.0, rows(T, H), rows(T, H).float()),
+    ],
+    "vocab_parallel_embedding_out": [
+        (torch.arange(3), rows(11, H), *SHARD, rows(3, H)),
+        (torch.arange(3), rows(12, H), *SHARD, rows(2, H)),
+        (torch.arange(3), rows(12, H), *SHARD, rows(3, H - 1)),
+        (torch.arange(3), rows(12, H), *SHARD, rows(3, H).float()),
+        (torch.arange(3).short(), rows(12, H), *SHARD, rows(3, H)),
+        (torch.zeros(1, 3).long(), rows(12, H), *SHARD, rows(3, H)),
+        (torch.arange(3), rows(12, H), 0, 12, 20, 22, 12, None, None, rows(3, H)),
+        (torch.arange(3), rows(12, H), 0, 12, 20, 22, -5, None, None, rows(3, H)),
+        (torch.arange(3), rows(12, H), *SHARD[:5], None, torch.ones(2), rows(3, H)),
+        (torch.arange(3), rows(12, H), *SHARD[:5], None, torch.tensor(1), rows(3, H)),
+    ],
+}
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param(name, arguments, id=f"{name}-{i}")
+        for name, calls in PRIMITIVE_CALLS.items()
+        for i, arguments in enumerate(calls)
+    ],
+)
+def test_a_primitive_called_wrongly_raises(name: str, arguments: tuple) -> None:
+    primitive = getattr(torch.ops.eagle_kernels_C, name)
+    with pytest.raises(RuntimeError, match=f"{name.removesuffix('_out')}: "):
+        primitive(*arguments)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        pytest.param((-(2**63), 2**63 - 1, 0, 0, 0), id="original"),
+        pytest.param((0, 12, -(2**63), 2**63 - 1, 12), id="added"),
+        pytest.param((0, 12, 0, 2, 2**63 - 1), id="added-row"),
+        pytest.param((5, 3, 0, 0, 0), id="descending"),
+    ],
+)
+def test_shard_bounds_whose_difference_overflows_raise(bounds: tuple) -> None:
+    with pytest.raises(RuntimeError, match="vocab_parallel_embedding: "):
+        torch.ops.eagle_kernels_C.vocab_parallel_embedding_out(
+            torch.arange(3), rows(12, H), *bounds, None, None, rows(3, H)
+        )

@@ -1,0 +1,266 @@
+"""norm_concat_linear: float64 truth, whose bits a row's result depends on, and what memory it touches."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import eagle_kernels as ek
+from accuracy import eager_chain, expect
+from backends import CPU_ISAS, environment_of, needs_compiled
+from cases import CASES, FEATURES, Case, operands
+from eagle_kernels.ops.norm_concat_linear import project_formula
+from eagle_kernels.ops.sources import formula
+from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_float64_truth(case: Case, projection: str) -> None:
+    """The accuracy rule of design.md section 4, into a guarded slice and into a tensor of the op's own."""
+    call = operands(case)
+    _, expected = expect(call)
+    one_row = case.layout == "row"
+    guarded = GuardedRows(1 if one_row else call.N, case.D, case.dtype)
+    view = guarded.view[0] if one_row else guarded.view
+    with UnchangedTensors(call.tensors()):
+        assert call.norm_concat_linear(out=view) is view
+        own = call.norm_concat_linear()
+    guarded.check_around()
+    expected.check(guarded.view)
+    assert own.dim() == (1 if one_row else 2) and own.dtype == case.dtype and own.is_contiguous()
+    assert same_bits(own, view.clone())
+
+
+@pytest.mark.parametrize("case", [case for case in FEATURES if case.dtype_name == "fp32"], ids=lambda case: case.id)
+def test_the_formula_is_the_engines_chain(case: Case) -> None:
+    """The truth itself, held against torch's own norms, with which it shares no line: an offset or an eps that the
+    formula forgot would show here. fp32 only, where the chain does not round between its steps."""
+    call = operands(case)
+    normed, projected = eager_chain(call)
+    x = formula(*call.formula, dtype=torch.float64)
+    torch.testing.assert_close(normed.double(), x, rtol=1e-5, atol=1e-6)
+    weight, bias, post = (call.projection[name] for name in ("weight", "bias", "post_norm_weight"))
+    y = project_formula(x, weight, bias, post, call.post_norm_eps, case.norm_offset)
+    torch.testing.assert_close(projected.double(), y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["chunk", "concat"])
+def test_formula_is_torch_rms_norm_in_float64(norm: str) -> None:
+    chunks = list(torch.randn(2, 5, 24).double())
+    gains = list(torch.rand(2, 24).double())
+    if norm == "chunk":
+        normed = [F.rms_norm(chunks[k], (24,), gains[k] + 1, eps) for k, eps in enumerate((0.1, 0.2))]
+        x = formula(chunks, 2, norm, gains, [0.1, 0.2], 1.0, [], [], None, dtype=torch.float64)
+        torch.testing.assert_close(x, torch.cat(normed, -1))
+    else:
+        x = formula(chunks, 2, norm, [torch.cat(gains)], [0.1], 1.0, [], [], None, dtype=torch.float64)
+        torch.testing.assert_close(x, F.rms_norm(torch.cat(chunks, -1), (48,), torch.cat(gains) + 1, 0.1))
+
+
+def make_call(T: int, dtype: torch.dtype, K: int = 3, H: int = 101, D: int = 97) -> tuple:
+    chunks = [torch.randn(T, H).to(dtype) for _ in range(K)]
+    weight = (torch.randn(D, K * H) / (K * H) ** 0.5).to(dtype)
+    return chunks, weight, torch.rand(K, H).to(dtype) + 0.5
+
+
+@pytest.mark.parametrize("T", [1, 7, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+def test_two_runs_give_the_same_bits(dtype: torch.dtype, T: int, projection: str) -> None:
+    chunks, weight, gain = make_call(T, dtype)
+    first = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    for _ in range(3):
+        assert same_bits(first, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
+@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
+@pytest.mark.parametrize("stale", [float("nan"), float("inf"), 3e4])
+def test_a_bad_row_stays_in_its_row(stale: float, norm: str, projection: str) -> None:
+    """Padded rows of a graph hold anything; the rows beside them keep every bit."""
+    chunks, weight, _ = make_call(9, torch.bfloat16)
+    bias, post = torch.randn(97), torch.rand(97)
+    clean = ek.norm_concat_linear(chunks, weight, norm=norm, bias=bias, post_norm_weight=post)
+    chunks[1][4, 50] = stale
+    chunks[0][7] = stale
+    dirty = ek.norm_concat_linear(chunks, weight, norm=norm, bias=bias, post_norm_weight=post)
+    kept = [0, 1, 2, 3, 5, 6, 8]
+    assert same_bits(clean[kept], dirty[kept])
+    assert dirty[[4, 7]].isnan().all() or stale == 3e4
+
+
+def test_a_zero_row_hides_what_the_sources_hold(projection: str) -> None:
+    """An index out of range gives zeros although row 0 and the last row, the likely clamps, are NaN."""
+    chunks, weight, gain = make_call(6, torch.bfloat16)
+    for chunk in chunks:
+        chunk[[0, -1]] = float("nan")
+    indices = torch.tensor([-1, 2, 6, 2**40, -(2**40)])
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=gain, indices=indices)
+    assert same_bits(out[[0, 2, 3, 4]], torch.zeros(4, 97).bfloat16())
+    assert out[1].isfinite().all() and out[1].any()
+
+
+@pytest.mark.parametrize("projection", [f"fused-{isa}" for isa in CPU_ISAS], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+def test_bits_do_not_depend_on_T_or_threads(dtype: torch.dtype, projection: str) -> None:
+    """Under EAGLE_KERNELS_BATCH_INVARIANT=1, which `projection` sets for the fused kernels, at every T up to 200."""
+    chunks, weight, gain = make_call(200, dtype, H=33, D=45)
+    every_row = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    for T in range(1, 201):
+        rows = [chunk[200 - T :] for chunk in chunks]
+        assert same_bits(every_row[200 - T :], ek.norm_concat_linear(rows, weight, norm_weight=gain)), T
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            assert same_bits(every_row, ek.norm_concat_linear(chunks, weight, norm_weight=gain)), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+def test_bits_do_not_depend_on_T_over_many_blocks(dtype: torch.dtype) -> None:
+    """K*H beyond one block of the sum (1024), more than 512 rows and more than 512 columns."""
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        chunks, weight, gain = make_call(555, dtype, H=500, D=577)
+        every_row = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+        for begin, end in ((0, 1), (511, 513), (520, 555), (100, 117)):
+            rows = [chunk[begin:end] for chunk in chunks]
+            assert same_bits(every_row[begin:end], ek.norm_concat_linear(rows, weight, norm_weight=gain))
+
+
+# Not strict: which T differ is a matter of oneDNN's and MKL's kernels for this processor.
+torchs_product_depends_on_T = pytest.mark.xfail(reason="oneDNN and MKL choose the order of their sums by T")
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.bfloat16, marks=torchs_product_depends_on_T, id="bf16"),
+        pytest.param(torch.float16, id="fp16"),
+        pytest.param(torch.float32, marks=torchs_product_depends_on_T, id="fp32"),
+    ],
+)
+def test_bits_do_not_depend_on_T_within_each_default_plan(dtype: torch.dtype) -> None:
+    """design.md section 4 without the variable: the fused plan keeps it, norm_concat + linear does not."""
+    chunks, weight, gain = make_call(599, dtype, H=1536, D=1024)
+    by_method: dict[str, list[torch.Tensor]] = {}
+    for T in (1, 2, 8, 17, 24, 130, 200, 300, 599):
+        rows = [chunk[:T] for chunk in chunks]
+        method = ek.explain("norm_concat_linear", rows, weight).method
+        by_method.setdefault(method, []).append(ek.norm_concat_linear(rows, weight, norm_weight=gain))
+    assert len(by_method) == 2
+    for method, results in by_method.items():
+        for result in results:
+            assert same_bits(result, results[-1][: len(result)]), (method, len(result))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
+def test_the_normed_input_is_norm_concat(norm: str, dtype: torch.dtype, projection: str) -> None:
+    """A product with the identity shows the operand: the values norm_concat writes, bit for bit."""
+    chunks, _, gain = make_call(19, dtype)
+    gain = None if norm == "none" else gain.reshape(-1) if norm == "concat" else gain
+    arguments = {"norm": norm, "norm_weight": gain, "norm_offset": 1.0, "residuals": [c.flip(0) for c in chunks]}
+    seen = ek.norm_concat_linear(chunks, torch.eye(303).to(dtype), **arguments)
+    normed = ek.norm_concat(chunks, **arguments)
+    assert torch.equal(seen, normed)
+
+
+def test_post_norm_sees_the_unrounded_projection(projection: str) -> None:
+    """A rounding before the post norm would give other bf16 values; the fp32 product with an exact weight has none."""
+    chunks, weight, _ = make_call(33, torch.bfloat16)
+    x = ek.norm_concat(chunks).double()
+    projected = x @ weight.double().t()
+    truth = F.rms_norm(projected, (97,), eps=1e-6)
+    rounded_first = F.rms_norm(projected.bfloat16().double(), (97,), eps=1e-6)
+    out = ek.norm_concat_linear(chunks, weight, post_norm_weight=torch.ones(97))
+    differ = rounded_first.bfloat16() != truth.bfloat16()
+    assert differ.float().mean() > 0.05
+    assert (out != truth.bfloat16()).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+@pytest.mark.parametrize("H", [1, 33, 101, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+def test_no_operand_is_read_beyond_its_end(dtype: torch.dtype, H: int, at: str, projection: str) -> None:
+    """Every operand between pages that trap; indices reach for both sides. A failure is a segmentation fault."""
+    N, D = 5, 35
+    indices = torch.tensor([0, -1, 6, 3, 2**40])
+
+    def guarded(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return between_forbidden_pages(torch.randn(shape).to(dtype), at)
+
+    out = guarded(N, D)
+    arguments = {
+        "norm_weight": [guarded(H), guarded(H)],
+        "residuals": [guarded(4, H), guarded(4, H)],
+        "indices": [between_forbidden_pages(indices, at), between_forbidden_pages(indices.int(), at)],
+        "sum_squares": guarded(4, 2, dtype=torch.float32),
+        "bias": guarded(D, dtype=torch.float32),
+        "post_norm_weight": guarded(D),
+    }
+    ek.norm_concat_linear([guarded(4, H), guarded(4, H)], guarded(D, 2 * H), **arguments, out=out)
+    del arguments["sum_squares"]
+    ek.norm_concat_linear([guarded(4, H), guarded(4, H)], guarded(D, 2 * H), **arguments, norm="chunk", out=out)
+    packed = guarded(4, 2 * H)
+    ek.norm_concat_linear(packed, guarded(D, 2 * H), norm="concat", norm_weight=guarded(2 * H), num_chunks=2)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_indices(data: st.DataObject, projection: str) -> None:
+    rows = data.draw(st.integers(0, 5), label="rows")
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]), label="dtype")
+    limits = torch.iinfo(dtype)
+    entry = st.one_of(st.integers(-2, rows + 1), st.integers(limits.min, limits.max))
+    drawn = [data.draw(st.lists(entry, min_size=4, max_size=4), label="indices") for _ in range(2)]
+    indices = [torch.tensor(each, dtype=dtype) for each in drawn]
+    chunks = [torch.randn(rows, 24), torch.randn(rows + 1, 24)]
+    weight = torch.randn(7, 48)
+    out = ek.norm_concat_linear(chunks, weight, indices=indices)
+    x = formula(chunks, 2, "chunk", [], [1e-6], 0.0, [], indices, None, dtype=torch.float64)
+    torch.testing.assert_close(out.double(), x @ weight.double().t(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_mtp_stage_is_one_call(projection: str) -> None:
+    """Token ids into the table, position 0 masked by -1, beside the target's hidden states (DeepSeek's MTP)."""
+    table, hidden = torch.randn(50, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    enorm, hnorm = torch.rand(2, 64).bfloat16()
+    ids, positions = torch.tensor([7, 49, 0, 7]), torch.tensor([0, 1, 2, 3])
+    weight = torch.randn(64, 128).bfloat16() / 11
+    masked = torch.where(positions == 0, -1, ids)
+    out = ek.norm_concat_linear([table, hidden], weight, norm_weight=[enorm, hnorm], indices=[masked, None])
+    embeds = torch.where((positions == 0).unsqueeze(1), 0, table[ids])
+    parts = [F.rms_norm(embeds.double(), (64,), enorm.double(), 1e-6)]
+    parts += [F.rms_norm(hidden.double(), (64,), hnorm.double(), 1e-6)]
+    truth = torch.cat(parts, -1) @ weight.double().t()
+    assert (out.double() - truth).norm() / truth.norm() < 4e-3
+
+
+def test_explain_names_the_method_that_runs(projection: str) -> None:
+    chunks, weight, _ = make_call(3, torch.bfloat16)
+    expected = {"fused": f"cpu/{projection.replace('-', ' ')}", "two": "cpu/norm_concat + linear"}
+    plan = ek.explain("norm_concat_linear", chunks, weight)
+    name = expected.get(projection.partition("-")[0], "reference/plain torch")
+    assert str(plan).startswith(f"norm_concat_linear: {name}, because ")
+
+
+@needs_compiled
+def test_out_allocates_nothing_that_outlives_the_call() -> None:
+    """design.md section 3: with `out` the call leaves no memory behind."""
+    chunks, weight, gain = make_call(16, torch.bfloat16)
+    out = torch.empty(16, 97).bfloat16()
+    for _ in range(3):
+        ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
+    kept = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    assert kept <= 0, os.linesep.join(map(str, profile.key_averages()))

@@ -1,0 +1,265 @@
+"""The registered ops as torch sees them: schemas, fake kernels, aliasing, torch.compile, torch.export, autograd."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+import eagle_kernels as ek
+from guards import same_bits
+
+T, K, H, D, V = 5, 3, 24, 17, 40
+
+_SOURCES = (
+    "Tensor[] chunks, int num_chunks, str norm, Tensor[] gains, float[] eps, float norm_offset, "
+    "Tensor?[] residuals, Tensor?[] indices, Tensor? sum_squares"
+)
+_PROJECTION = "Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps"
+_SHARD = (
+    "Tensor ids, Tensor weight, SymInt org_begin, SymInt org_end, SymInt added_begin, SymInt added_end, "
+    "SymInt added_row, float? scale, Tensor? scale_tensor"
+)
+_ADD = "Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset"
+
+# Callers that reach for torch.ops, engines' fusion passes among them, hold these.
+SCHEMAS = {
+    "norm_concat": f"({_SOURCES}) -> Tensor",
+    "norm_concat_out": f"({_SOURCES}, Tensor(a!) out) -> ()",
+    "norm_concat_linear": f"({_SOURCES}, {_PROJECTION}) -> Tensor",
+    "norm_concat_linear_out": f"({_SOURCES}, {_PROJECTION}, Tensor(a!) out) -> ()",
+    "capture_hidden": "(Tensor hidden, Tensor? residual) -> (Tensor, Tensor)",
+    "capture_hidden_out": "(Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()",
+    "vocab_parallel_embedding": f"({_SHARD}) -> Tensor",
+    "vocab_parallel_embedding_out": f"({_SHARD}, Tensor(a!) out) -> ()",
+    "add_rms_norm": f"({_ADD}) -> (Tensor, Tensor)",
+    "add_rms_norm_out": f"({_ADD}, Tensor(a!) out, Tensor(b!) out_sum) -> ()",
+}
+
+
+def packet(name: str) -> torch._ops.OpOverloadPacket:
+    return getattr(torch.ops.eagle_kernels, name)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def chunk_arguments() -> tuple:
+    chunks = [rows(T, H + 2)[:, 1:-1] for _ in range(K)]
+    index = torch.tensor([0, 4, -1, 2])
+    residuals = [None, rows(T, H), None]
+    return chunks, K, "chunk", [rows(K, H)], [1e-6] * K, 1.0, residuals, [index, index.int(), index], None
+
+
+def packed_arguments() -> tuple:
+    return [rows(T, K * H)], K, "concat", [torch.rand(K * H)], [1e-6], 0.0, [], [], torch.rand(T, K)
+
+
+def projection_arguments() -> tuple:
+    return rows(D, K * H), torch.rand(D), rows(D), 1e-6
+
+
+def shard_arguments() -> tuple:
+    return torch.tensor([3, -1, 25, 39, 2**40]), rows(30, H), 0, 20, 30, 40, 20
+
+
+# (op, arguments, how many of the last ones are written).
+SAMPLES = {
+    "norm_concat": lambda: (chunk_arguments(), 0),
+    "norm_concat-packed": lambda: (packed_arguments(), 0),
+    "norm_concat_out": lambda: ((*chunk_arguments(), rows(4, K * H)), 1),
+    "norm_concat_out-view": lambda: ((*packed_arguments(), rows(T, K * H + 9)[:, 3:-6]), 1),
+    "norm_concat_linear": lambda: ((*chunk_arguments(), *projection_arguments()), 0),
+    "norm_concat_linear-packed": lambda: ((*packed_arguments(), rows(D, K * H), None, None, 0.0), 0),
+    "norm_concat_linear_out": lambda: ((*chunk_arguments(), *projection_arguments(), rows(4, D)), 1),
+    "norm_concat_linear_out-view": lambda: ((*packed_arguments(), *projection_arguments(), rows(T, D + 9)[:, 3:-6]), 1),
+    "capture_hidden": lambda: ((rows(T, H), rows(T, H)), 0),
+    "capture_hidden-no_residual": lambda: ((rows(T, H), None), 0),
+    "capture_hidden_out": lambda: ((rows(T, H), None, rows(T, 2 * H)[:, H:], None), 2),
+    "capture_hidden_out-statistics": lambda: ((rows(T, H), rows(T, H), rows(T, H), torch.rand(T, K)[:, 1]), 2),
+    "vocab_parallel_embedding": lambda: ((*shard_arguments(), None, None), 0),
+    "vocab_parallel_embedding-scale": lambda: ((*shard_arguments(), 2.5, None), 0),
+    "vocab_parallel_embedding_out": lambda: ((*shard_arguments(), None, torch.tensor(2.0), rows(5, H)), 1),
+    "add_rms_norm": lambda: ((rows(T, H), rows(T, H), torch.rand(H), 1e-6, 1.0), 0),
+    "add_rms_norm_out": lambda: ((rows(T, H), rows(T, H), rows(H), 1e-6, 0.0, rows(T, H), rows(T, H)), 2),
+}
+
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("utility", UTILITIES)
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_opcheck(sample: str, utility: str) -> None:
+    arguments, _ = SAMPLES[sample]()
+    torch.library.opcheck(packet(sample.partition("-")[0]).default, arguments, test_utils=utility)
+
+
+def test_schemas_are_a_promise() -> None:
+    found = {name: str(packet(name).default._schema) for name in SCHEMAS}
+    assert found == {name: f"eagle_kernels::{name}{schema}" for name, schema in SCHEMAS.items()}
+
+
+def test_there_are_no_other_ops_and_no_out_overloads() -> None:
+    """Inductor mistakes an `.out` overload for torch's own convention and breaks on it (design.md section 2)."""
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.partition("::")[0] == "eagle_kernels"}
+    assert registered == {f"eagle_kernels::{name}" for name in SCHEMAS}
+    for name in SCHEMAS:
+        assert packet(name).overloads() == ["default"]
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_written_arguments_are_the_declared_ones(sample: str) -> None:
+    """A functional op returns fresh memory and writes nothing; an out op writes its last arguments and nothing else."""
+    arguments, written = SAMPLES[sample]()
+    flat = [
+        entry
+        for argument in arguments[: len(arguments) - written]
+        for entry in (argument if isinstance(argument, list) else [argument])
+        if isinstance(entry, Tensor)
+    ]
+    before = [entry.clone() for entry in flat]
+    returned = packet(sample.partition("-")[0])(*arguments)
+    assert all(map(same_bits, before, flat))
+    if written:
+        assert returned is None
+    else:
+        returned = [returned] if isinstance(returned, Tensor) else list(returned)
+        storages = [entry.untyped_storage().data_ptr() for entry in (*flat, *returned)]
+        assert len(set(storages[-len(returned) :])) == len(returned)
+        assert not set(storages[-len(returned) :]) & set(storages[: len(flat)])
+
+
+def linear_stage(chunks: list[Tensor], residual: Tensor, indices: Tensor, weight: Tensor, gain: Tensor) -> Tensor:
+    projected = ek.norm_concat_linear(
+        chunks, weight, norm_weight=gain, residuals=[residual, None], indices=indices, norm_offset=1.0
+    )
+    return projected.relu() + 1
+
+
+def packed_stage(packed: Tensor, gain: Tensor) -> Tensor:
+    return ek.norm_concat(packed * 2, norm_weight=gain) * 3
+
+
+def buffered_stage(hidden: Tensor, residual: Tensor, buffer: Tensor, weight: Tensor, statistics: Tensor) -> Tensor:
+    """Captures into slots, projects the packed view, writes a slice of a static buffer: no copies may come between."""
+    n = hidden.shape[0]
+    slots = [buffer[:n, k * H : (k + 1) * H] for k in range(2)]
+    ek.capture_hidden(hidden, residual, out=slots[0], sum_squares=statistics[:n, 0])
+    ek.capture_hidden(hidden + 1, out=slots[1], sum_squares=statistics[:n, 1])
+    out = torch.empty(n + 3, D, dtype=hidden.dtype)
+    ek.norm_concat_linear(buffer[:n, : 2 * H], weight, num_chunks=2, sum_squares=statistics[:n], out=out[1 : n + 1])
+    return out[1 : n + 1] * 2
+
+
+def chained_stage(hidden: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    normed, total = ek.add_rms_norm(hidden, residual, weight, eps=1e-5)
+    return normed * 2, total + 1
+
+
+def embedding_stage(ids: Tensor, weight: Tensor) -> Tensor:
+    shard = ek.VocabShard.build(V, tp_rank=1, tp_size=2, padding_size=4)
+    return ek.vocab_parallel_embedding(ids, weight, shard, scale=2.5) + ek.vocab_parallel_embedding(ids, weight, shard)
+
+
+# (function, arguments for n rows, which of them carry n).
+STAGES = {
+    "norm_concat_linear": (
+        linear_stage,
+        lambda n: ([rows(n, H), rows(n, H)], rows(n, H), torch.arange(n) - 1, rows(D, 2 * H), rows(2, H)),
+        ({0: [{0: 0}, {0: 0}]}, 1, 2),
+    ),
+    "norm_concat": (packed_stage, lambda n: (rows(n, K * H), rows(K, H)), (0,)),
+    "capture_hidden": (
+        buffered_stage,
+        lambda n: (rows(n, H), rows(n, H), torch.zeros(16, 3 * H).bfloat16(), rows(D, 2 * H), torch.zeros(16, 2)),
+        (0, 1),
+    ),
+    "add_rms_norm": (chained_stage, lambda n: (rows(n, H), rows(n, H), torch.rand(H)), (0, 1)),
+    "vocab_parallel_embedding": (
+        embedding_stage,
+        lambda n: (torch.randint(-2, V + 2, (n,)), rows(20, H)),
+        (0,),
+    ),
+}
+
+
+# Inductor compiles C++ for seconds; the stage with views, mutation and two ops stands for the others.
+@pytest.mark.parametrize(
+    ("stage", "backend"), [*((stage, "aot_eager") for stage in STAGES), ("capture_hidden", "inductor")]
+)
+def test_compile_fullgraph_dynamic(stage: str, backend: str) -> None:
+    """One graph for every number of rows, with the bits of the eager call, buffers included."""
+    function, make, _ = STAGES[stage]
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, backend=frames, fullgraph=True, dynamic=True)
+    compilations = []
+    for n in (5, 9, 2, 13):
+        torch.manual_seed(n)
+        arguments = make(n)
+        torch.manual_seed(n)
+        for_eager = make(n)
+        with torch.no_grad():
+            results, expected = compiled(*arguments), function(*for_eager)
+        torch.testing.assert_close(results, expected, rtol=0, atol=0)
+        torch.testing.assert_close(arguments, for_eager, rtol=0, atol=0)
+        compilations.append(frames.frame_count)
+    # The first call may compile twice: torch retraces where a float argument (eps, offset) would have been symbolic.
+    assert len(set(compilations)) == 1
+
+
+class Stage(torch.nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments: object) -> object:
+        return self.function(*arguments)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_export_with_a_dynamic_number_of_rows(stage: str) -> None:
+    function, make, dynamic = STAGES[stage]
+    n = torch.export.Dim("n", min=2, max=16)
+    places: dict[int, object] = {}
+    for entry in dynamic:
+        places |= {0: [{0: n}, {0: n}]} if isinstance(entry, dict) else {entry: {0: n}}
+    arguments = make(5)
+    shapes = tuple(places.get(i) for i in range(len(arguments)))
+    with torch.no_grad():
+        program = torch.export.export(Stage(function), arguments, dynamic_shapes=(shapes,), strict=False)
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert any(target.startswith(f"eagle_kernels.{stage}") for target in targets), targets
+    module = program.module()
+    for length in (5, 9):
+        torch.manual_seed(length)
+        arguments = make(length)
+        torch.manual_seed(length)
+        torch.testing.assert_close(module(*arguments), function(*make(length)), rtol=0, atol=0)
+
+
+GRAD_CALLS = {
+    "norm_concat_linear": lambda x: ek.norm_concat_linear([x], rows(D, H)),
+    "norm_concat_linear-weight": lambda x: ek.norm_concat_linear([rows(T, H)], x),
+    "norm_concat_linear-bias": lambda x: ek.norm_concat_linear([rows(T, H)], rows(T, H), bias=x[:, 0].contiguous()),
+    "norm_concat": lambda x: ek.norm_concat([rows(T, H)], residuals=[x]),
+    "norm_concat-out": lambda x: ek.norm_concat([rows(T, H)], out=x),
+    "capture_hidden": lambda x: ek.capture_hidden(x, out=rows(T, H)),
+    "add_rms_norm": lambda x: ek.add_rms_norm(rows(T, H), rows(T, H), x[0]),
+    "vocab_parallel_embedding": lambda x: ek.vocab_parallel_embedding(
+        torch.tensor([1]), x, ek.VocabShard.build(T, tp_rank=0, tp_size=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", GRAD_CALLS)
+def test_inference_only(call: str) -> None:
+    """An input that requires grad is an error while grad mode is on, and an input like any other while it is off."""
+    x = rows(T, H).requires_grad_()
+    op = call.partition("-")[0]
+    expected = f"{op}: an input requires grad, expected inputs without grad or a call under torch.no_grad"
+    with pytest.raises(RuntimeError, match=expected):
+        GRAD_CALLS[call](x)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            GRAD_CALLS[call](x)

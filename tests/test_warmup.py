@@ -1,0 +1,89 @@
+"""warmup: which calls it makes. That nothing compiles after it is tests/gpu's to show."""
+
+import functools
+
+import pytest
+import torch
+
+import eagle_kernels as ek
+from eagle_kernels import ops
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """The arguments of every call of norm_concat_linear."""
+    seen = []
+    original = ops.norm_concat_linear
+
+    @functools.wraps(original)
+    def recorded(chunks: object, weight: torch.Tensor, **arguments: object) -> torch.Tensor:
+        result = original(chunks, weight, **arguments)
+        seen.append(arguments | {"chunks": chunks, "rows": result.shape[0] if result.dim() == 2 else 1})
+        return result
+
+    monkeypatch.setattr(ops, "norm_concat_linear", recorded)
+    return seen
+
+
+def test_every_row_count_the_most_first(calls: list[dict]) -> None:
+    chunks = [torch.randn(9, 16) for _ in range(2)]
+    out = torch.empty(9, 4)
+    ek.warmup("norm_concat_linear", chunks, torch.randn(4, 32), out=out, sum_squares=torch.rand(9, 2), rows=range(1, 6))
+    assert [call["rows"] for call in calls] == [5, 4, 3, 2, 1]
+    assert calls[0]["out"].data_ptr() == out.data_ptr()
+    calls.clear()
+    ek.warmup("norm_concat_linear", chunks, torch.randn(4, 32))
+    assert len(calls) == 9
+
+
+def test_many_rows_are_thinned_out(calls: list[dict]) -> None:
+    ek.warmup("norm_concat_linear", [torch.randn(1500, 16)], torch.randn(4, 16), rows=range(200, 1500))
+    assert [call["rows"] for call in calls] == [1499, 1024, 512, *range(256, 199, -1)]
+
+
+def test_what_an_index_gathers_stays_whole(calls: list[dict]) -> None:
+    table, hidden = torch.randn(50, 16), torch.randn(6, 16)
+    ids = torch.tensor([49, 3, 0, 1, 1, 2])
+    ek.warmup("norm_concat_linear", [table, hidden], torch.randn(4, 32), indices=[ids, None], rows=[4])
+    assert [chunk.shape[0] for chunk in calls[0]["chunks"]] == [50, 4]
+    packed, statistics = torch.randn(50, 32), torch.rand(50, 2)
+    ek.warmup(
+        "norm_concat_linear", packed, torch.randn(4, 32), num_chunks=2, indices=ids, sum_squares=statistics, rows=[3]
+    )
+    assert calls[1]["chunks"].shape[0] == calls[1]["sum_squares"].shape[0] == 50
+    assert calls[1]["rows"] == 3
+
+
+def test_single_rows(calls: list[dict]) -> None:
+    ek.warmup("norm_concat_linear", [torch.randn(16), torch.randn(16)], torch.randn(4, 32))
+    assert [call["rows"] for call in calls] == [1]
+
+
+@pytest.mark.parametrize("op", ["norm_concat", "capture_hidden", "vocab_parallel_embedding", "add_rms_norm"])
+def test_the_other_ops(op: str) -> None:
+    x = torch.randn(7, 16)
+    shard = ek.VocabShard.build(7, tp_rank=0, tp_size=1)
+    arguments, extra = {
+        "norm_concat": (([x, x],), {}),
+        "capture_hidden": ((x, x), {"out": torch.empty(7, 16), "sum_squares": torch.empty(7)}),
+        "vocab_parallel_embedding": ((torch.arange(7), x, shard), {"out": torch.empty(7, 16)}),
+        "add_rms_norm": ((x, x, torch.ones(16)), {}),
+    }[op]
+    ek.warmup(op, *arguments, **extra, rows=range(1, 8))
+
+
+def test_through_a_module() -> None:
+    table = ek.VocabParallelEmbedding(32, 16)
+    ek.warmup(table, torch.arange(20), rows=range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "message"),
+    [
+        ("norm", None, "op is 'norm', expected a module or"),
+        ("norm_concat", [8], "rows goes up to 8, expected"),
+    ],
+)
+def test_errors(op: str, rows: list[int] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ek.warmup(op, [torch.randn(7, 16)], rows=rows)
