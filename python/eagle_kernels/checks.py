@@ -122,33 +122,33 @@ def check_no_overlap(op: str, name: str, written: Tensor, reads: Iterable[tuple[
     """Refuse an output that shares memory with an input. Slots of one packed buffer interleave and are fine."""
     if written.dim() == 2 and written.shape[0] > 1 and written.stride(0) < written.shape[1]:
         raise error(ValueError, op, f"{name} has strides {written.stride()}", "rows that do not overlap each other")
+    begin, end = _byte_range(written)
     for read_name, read in reads:
-        if read is not None and _overlap(written, read):
-            raise error(
-                ValueError,
-                op,
-                f"{name} overlaps {read_name}",
-                "disjoint memory",
-                "rows are written while others are read",
-            )
+        if read is None:
+            continue
+        read_begin, read_end = _byte_range(read)
+        if begin < read_end and read_begin < end and not _interleave(written, read, read_begin - begin):
+            because = "rows are written while others are read"
+            raise error(ValueError, op, f"{name} overlaps {read_name}", "disjoint memory", because)
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0:
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """The first byte and the one behind the last; equal for an empty tensor."""
+    begin = tensor.data_ptr()
+    elements = tensor.numel()
+    if elements and not tensor.is_contiguous():
+        shape, strides = tensor.shape, tensor.stride()
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return begin, begin + elements * tensor.element_size()
+
+
+def _interleave(a: Tensor, b: Tensor, distance: int) -> bool:
+    """Whether rows of one pitch, `distance` bytes apart, lie beside each other: disjoint columns modulo the pitch."""
+    if a.dim() != 2 or b.dim() != 2:
         return False
-    a_begin, b_begin = a.data_ptr(), b.data_ptr()
-    a_end, b_end = a_begin + _extent(a), b_begin + _extent(b)
-    if a_end <= b_begin or b_end <= a_begin:
+    a_row, b_row = a.shape[1] * a.element_size(), b.shape[1] * b.element_size()
+    pitch = a.stride(0) * a.element_size()
+    if pitch < max(a_row, b_row) or b.stride(0) * b.element_size() != pitch:
         return False
-    a_row, b_row = a.shape[-1] * a.element_size(), b.shape[-1] * b.element_size()
-    pitch = a.stride(0) * a.element_size() if a.dim() == 2 else 0
-    if a.dim() == b.dim() == 2 and pitch >= max(a_row, b_row) and b.stride(0) * b.element_size() == pitch:
-        # Rows of one pitch: they touch iff their column intervals do, modulo the pitch.
-        distance = (b_begin - a_begin) % pitch
-        return distance < a_row or distance + b_row > pitch
-    return True
-
-
-def _extent(tensor: Tensor) -> int:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span * tensor.element_size()
+    distance %= pitch
+    return a_row <= distance and distance + b_row <= pitch
