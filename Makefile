@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint report clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -21,6 +21,13 @@ test: lint
 lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The README's tables, from the saved runs of the machine they name.
+report: $(VENV)/package.stamp
+	$(BIN)/eagle-kernels report --readme README.md \
+	    bench/results/intel-xeon-amx-bf16-2core/norm_concat_linear-bf16.json \
+	    bench/results/intel-xeon-amx-bf16-2core/norm_concat_linear-fp32.json \
+	    bench/results/intel-xeon-amx-bf16-2core/memory_ops-bf16.json
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv --clear $(VENV)

@@ -1,4 +1,4 @@
-"""Turn a saved run into Markdown tables, and put them between the marks of a README."""
+"""Turn saved runs into Markdown tables, and put them between the marks of a README."""
 
 import argparse
 from pathlib import Path
@@ -10,17 +10,18 @@ _BEGIN, _END = "<!-- bench:{} -->", "<!-- /bench:{} -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("result", type=Path, help="a file that bench --json wrote")
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="files that bench --json wrote")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="replace what stands between its marks")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        text = render(arguments.result, load(arguments.result))
+        runs = [(path, load(path)) for path in arguments.results]
+        text = "\n".join(render(path, run) for path, run in runs)
         if arguments.readme is None:
             print(text, end="")
         else:
-            device = load(arguments.result)["environment"]["device"]
+            device = runs[0][1]["environment"]["device"]
             readme = arguments.readme.read_text(encoding="utf-8")
             arguments.readme.write_text(replace_section(readme, device, text), encoding="utf-8")
     except (UnreadableResult, OSError, ValueError) as failure:

@@ -1,0 +1,76 @@
+"""capture_hidden in Triton, one launch:
+
+    out[t] = round(hidden[t] + residual[t]);  sum_squares[t] = sum_h out[t, h]^2
+
+One program per row, so that a row's sum of squares is one reduction in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .launch import launch
+from .rows import aligned, block_and_warps, row_stride
+
+_ROWS = ("hidden_ptr", "hidden_row_stride", "residual_ptr", "residual_row_stride", "out_ptr", "out_row_stride")
+
+
+@triton.jit
+def _capture_hidden(
+    hidden_ptr,
+    hidden_row_stride,
+    residual_ptr,
+    residual_row_stride,
+    out_ptr,
+    out_row_stride,
+    sum_squares_ptr,
+    sum_squares_stride,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    lanes = tl.zeros((BLOCK,), dtype=tl.float32)
+    wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
+    for start in range(0, H, BLOCK):
+        h = start + tl.arange(0, BLOCK)  # [BLOCK]
+        value = tl.load(hidden_ptr + t * hidden_row_stride + h, mask=h < H, other=0.0)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + t * residual_row_stride + h, mask=h < H, other=0.0)
+            value = round_to(to_fp32(value) + to_fp32(residual), out_ptr.dtype.element_ty)
+        tl.store(out_ptr + t * out_row_stride + h, value, mask=h < H)
+        if sum_squares_ptr is not None:
+            # Of the rounded value: it is what a norm of the slot will see.
+            lanes += to_fp32(value) * to_fp32(value)
+    if sum_squares_ptr is not None:
+        tl.store(sum_squares_ptr + t * sum_squares_stride, tl.sum(lanes, axis=0))
+
+
+def capture_hidden(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> None:
+    """One launch; the arguments are those of `ops.capture_hidden`, checked."""
+    T, H = out.shape
+    if T == 0:
+        return
+    block, num_warps = block_and_warps(H)
+    pdl = has_pdl(out.device)
+    launch(
+        _capture_hidden,
+        (T, 1, 1),
+        (
+            hidden,
+            row_stride(hidden),
+            residual,
+            row_stride(residual),
+            out,
+            row_stride(out),
+            sum_squares,
+            0 if sum_squares is None else sum_squares.stride(0),
+        ),
+        {"H": H, "BLOCK": block, "PDL": pdl},
+        aligned=_ROWS if aligned(hidden, residual, out) else (),
+        num_warps=num_warps,
+        pdl=pdl,
+        device=out.device,
+    )

@@ -1,0 +1,477 @@
+"""norm_concat_linear in Triton: two launches that stream the weight once, or norm_concat and a library product.
+
+    partial[k, s, n] = value_k[n][columns of split s] @ (gain_k * weight_k)[:, the same columns]^T
+    out[n]           = round(post_norm(sum_k rstd_k[n] * sum_s partial[k, s, n] + bias))         s and k ascending
+
+The raw value enters the tensor core and 1/rms multiplies the fp32 sum: no statistic is needed before the weight starts
+to stream, and no program sees more than one source. The gain is multiplied into the weight tile and rounded once, as if
+it had been folded into the weight beforehand. That is one rounding where the engines round the normed value. Measured
+at K=3, H=4096 on plain data, outliers and rows of any scale, the relative RMS error is 0.97 to 1.01 of theirs where
+their norm rounds once, 0.80 to 0.82 where it rounds twice, 0.70 without a gain. Rows of values below 2^-100, which no
+model has, lose precision: their products are subnormal in fp32.
+
+The row statistics are the finalise kernel's: it computes them before it waits for the partial sums, while those are in
+flight. Never in the loop of the product: Triton 3.6 to 3.9 give a tile that feeds both wgmma and a reduction one buffer
+too few, and the sums come out wrong (triton #6691).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dialect import dot, has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .launch import INTERPRETED, launch
+from .norm_concat import norm_concat
+from .rows import index_per_chunk, row_stride
+from .sources import load_values, pick, source_row
+from .workspace import workspace
+
+if TYPE_CHECKING:
+    from eagle_kernels.ops.norm_concat_linear import TritonPlan
+
+OP = "norm_concat_linear"
+
+# fp16 loses precision below 6e-5, where gain * weight can land: 2^6 moves its full range to [1e-6, 1023], and the
+# finalise kernel divides it out exactly.
+_GAIN_SCALE = {torch.bfloat16: 1.0, torch.float16: 64.0, torch.float32: 1.0}
+
+# More rows run in several rounds, which bounds the workspace: 100 MB of normed rows, or 8 MB of partial sums per split
+# and source, at K*H = 12288 and D = 4096. The split plan sees that many rows only where one plan serves all T.
+_LIBRARY_ROWS = 4096
+_SPLIT_ROWS = 512
+
+
+@triton.jit
+def _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N):
+    """(residual_ptrs[source], the output rows it is added to: N, or 0 where it is not given)."""
+    picked = x_ptr
+    rows = N * 0
+    for k in tl.static_range(len(residual_row_strides)):
+        if residual_ptrs[k] is not None:
+            mine = (source == k) | (len(residual_row_strides) == 1)
+            picked = tl.where(mine, residual_ptrs[k], picked)
+            rows = tl.where(mine, N, rows)
+    return picked, rows
+
+
+@triton.jit
+def _source_rows(index_ptrs, row_counts, source, n, N):
+    """`source_row` for a block of output rows, of which those from N on are not held."""
+    rows = n
+    for k in tl.static_range(len(row_counts)):
+        if index_ptrs[k] is not None:
+            index = tl.load(index_ptrs[k] + n, mask=n < N, other=-1).to(tl.int64)
+            rows = tl.where((source == k) | (len(row_counts) == 1), index, rows)
+    held = (n < N) & (rows >= 0) & (rows < pick(row_counts, source))
+    return tl.where(held, rows, 0), held
+
+
+@triton.jit
+def _norm_concat_linear_partial(
+    x_ptrs,
+    x_row_strides,
+    row_counts,
+    residual_ptrs,
+    residual_row_strides,
+    index_ptrs,
+    gain_ptrs,
+    norm_offset,
+    w_ptr,
+    w_row_stride,
+    partial_ptr,
+    partial_row_stride,
+    N,
+    D,
+    H,
+    splits,
+    split_h,
+    GAIN_SCALE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BT rows x BD columns of one split of one source. Grid (D / BD, K * splits, N / BT)."""
+    part = tl.program_id(1)
+    source = part // splits
+    h = (part % splits) * split_h + tl.arange(0, BK)
+    n = tl.program_id(2).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    # Columns beyond D compute column 0 once more: the loads of the weight need no mask, and the stores a mask that the
+    # compiler knows to change only every 16 columns, so that they are 16 bytes wide.
+    w_rows = tl.where(d < D, d, 0).to(tl.int64)
+    w_tile = w_ptr + w_rows[:, None] * w_row_stride + (source * H + h)[None, :]  # [BD, BK]
+    x_column = source * H if len(x_ptrs) == 1 else 0  # of a packed row
+
+    wait_for_previous_kernel(PDL)
+    # Not at the end: the finalise kernel then computes its statistics beside this loop.
+    let_next_kernel_start(PDL)
+
+    rows, held = _source_rows(index_ptrs, row_counts, source, n, N)
+    x_ptr = pick(x_ptrs, source)
+    x_tile = x_ptr + (rows * pick(x_row_strides, source))[:, None] + (x_column + h)[None, :]  # [BT, BK]
+    if residual_row_strides is not None:
+        residual_ptr, residual_rows = _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N)
+        has_residual = held & (n < residual_rows)
+        residual_row = rows * pick(residual_row_strides, source)
+        residual_tile = residual_ptr + residual_row[:, None] + (x_column + h)[None, :]  # [BT, BK]
+    if gain_ptrs is not None:
+        gain_tile = pick(gain_ptrs, source) + (source * H if len(gain_ptrs) == 1 else 0) + h  # [BK]
+        gain = tl.load(gain_tile, mask=h < H, other=0.0)
+
+    total = tl.zeros((BD, BT) if SWAP else (BT, BD), dtype=tl.float32)
+    for start in range(0, split_h.to(tl.int32), BK):  # 64 bits would cost registers enough to spill
+        # WHOLE: every split is whole blocks. A constant, so that the compiler drops the masks.
+        inside_h = tl.full((BK,), 1, tl.int1) if WHOLE else h + start < H
+        x = tl.load(x_tile + start, mask=held[:, None] & inside_h[None, :], other=0.0)
+        w = tl.load(w_tile + start, mask=inside_h[None, :], other=0.0)
+        if residual_row_strides is not None:
+            residual = tl.load(residual_tile + start, mask=has_residual[:, None] & inside_h[None, :], other=0.0)
+            x = round_to(to_fp32(x) + to_fp32(residual), x_ptr.dtype.element_ty)
+        if gain_ptrs is not None:
+            # 2 bytes a thread cannot be copied asynchronously, so the next block's gain is loaded by hand, one ahead.
+            scaled_gain = (norm_offset + to_fp32(gain)) * GAIN_SCALE
+            gain = tl.load(gain_tile + start + BK, mask=h + start + BK < H, other=0.0)
+            w = round_to(to_fp32(w) * scaled_gain[None, :], w_ptr.dtype.element_ty)
+        total = dot(w, x.T, total) if SWAP else dot(x, w.T, total)
+
+    partial_row = partial_ptr + (part * N + n) * partial_row_stride
+    if SWAP:
+        tl.store(partial_row[None, :] + d[:, None], total, mask=(n < N)[None, :] & (d < partial_row_stride)[:, None])
+    else:
+        tl.store(partial_row[:, None] + d[None, :], total, mask=(n < N)[:, None] & (d < partial_row_stride)[None, :])
+
+
+@triton.jit
+def _row_sum_squares(
+    x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS: tl.constexpr, k, row, held, BH: tl.constexpr
+):
+    lanes = tl.zeros((BH,), dtype=tl.float32)
+    for start in range(0, WIDTHS[k], BH):
+        h = start + tl.arange(0, BH)
+        value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, held, h)
+        lanes += value * value
+    return tl.sum(lanes, axis=0)
+
+
+@triton.jit
+def _rstd(mean_square):
+    """1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero."""
+    return tl.where(mean_square == 0.0, 0.0, tl.rsqrt(mean_square))
+
+
+@triton.jit
+def _norm_concat_linear_finalise(
+    x_ptrs,
+    x_row_strides,
+    row_counts,
+    residual_ptrs,
+    residual_row_strides,
+    index_ptrs,
+    sum_squares_ptr,
+    sum_squares_row_stride,
+    eps,
+    partial_ptr,
+    partial_row_stride,
+    bias_ptr,
+    post_gain_ptr,
+    post_eps,
+    norm_offset,
+    out_ptr,
+    out_row_stride,
+    D,
+    NORM: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    GAIN_SCALE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BD: tl.constexpr,
+    BH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BD columns of one row. Grid (N, D / BD); with a post norm BD covers D."""
+    n = tl.program_id(0).to(tl.int64)
+    N = tl.num_programs(0)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+
+    # Before the wait, which is for the partial sums. What the statistics read was written by kernels that the partial
+    # kernel had waited for when it let this one start.
+    squares = ()
+    if NORM != "none":
+        for k in tl.static_range(len(WIDTHS)):
+            row, held = source_row(index_ptrs, row_counts, k, n)
+            if sum_squares_ptr is not None:
+                square = tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=held, other=0.0)
+            else:
+                square = _row_sum_squares(
+                    x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, held, BH
+                )
+            squares += (square,)
+
+    wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
+
+    all_squares = 0.0
+    projected = tl.zeros((BD,), dtype=tl.float32)
+    for k in tl.static_range(len(WIDTHS)):
+        source_sum = tl.zeros((BD,), dtype=tl.float32)
+        for split in tl.static_range(SPLITS):
+            part_row = ((k * SPLITS + split) * N + n) * partial_row_stride
+            source_sum += tl.load(partial_ptr + part_row + d, mask=d < partial_row_stride, other=0.0)
+        if NORM == "chunk":
+            source_sum *= _rstd(squares[k] / WIDTHS[k] + eps[k]) * (1 / GAIN_SCALE)
+        elif NORM == "concat":
+            all_squares += squares[k]
+        projected += source_sum
+    if NORM == "concat":
+        projected *= _rstd(all_squares / (len(WIDTHS) * WIDTHS[0]) + eps[0]) * (1 / GAIN_SCALE)
+    if bias_ptr is not None:
+        projected += to_fp32(tl.load(bias_ptr + d, mask=d < D, other=0.0))
+    if post_gain_ptr is not None:
+        squares_of_row = tl.where(d < D, projected * projected, 0.0)
+        rstd = tl.rsqrt(tl.sum(squares_of_row, axis=0) / D + post_eps)
+        post_gain = norm_offset + to_fp32(tl.load(post_gain_ptr + d, mask=d < D, other=0.0))
+        projected = projected * rstd * post_gain
+    tl.store(out_ptr + n * out_row_stride + d, round_to(projected, out_ptr.dtype.element_ty), mask=d < D)
+
+
+# Columns of a row that one step of the statistics reads: two 16-byte loads a thread. With four, and a residual's four,
+# sm_100 spills.
+_STATISTICS_BLOCK = 2048
+
+_ROWS = ("x_ptrs", "x_row_strides", "residual_ptrs", "residual_row_strides")
+_WEIGHTS = ("gain_ptrs", "w_ptr", "w_row_stride", "H", "split_h")
+_PARTIAL = ("partial_ptr", "partial_row_stride")
+
+# Columns a program finalises after the library product, where there are rows enough.
+_FINALISE_COLUMNS = 1024
+
+
+def norm_concat_linear(
+    chunks: list[Tensor],
+    num_chunks: int,
+    norm: str,
+    gains: list[Tensor],
+    eps: list[float],
+    norm_offset: float,
+    residuals: list[Tensor | None],
+    indices: list[Tensor | None],
+    sum_squares: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm_weight: Tensor | None,
+    post_norm_eps: float,
+    out: Tensor,
+    plan: TritonPlan,
+) -> None:
+    """The arguments of `ops.norm_concat_linear`, checked, by the plan that it made of them."""
+    N = out.shape[0]
+    if out.numel() == 0:
+        return
+    run, rows_per_round = (_library_product, _LIBRARY_ROWS) if plan.tiles is None else (_split_product, _SPLIT_ROWS)
+    projection = (weight, bias, post_norm_weight, post_norm_eps)
+    # An index that is not given is n, of the whole call: statistics that other chunks gather could not be sliced.
+    in_one_round = sum_squares is not None and any(index is None for index in indices)
+    if rows_per_round >= N or in_one_round:
+        sources = (chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares)
+        run(*sources, *projection, out, plan)
+        return
+    for first in range(0, N, rows_per_round):
+        rows = slice(first, first + rows_per_round)
+        sources = (
+            _slice_rows(chunks, indices, rows),
+            num_chunks,
+            norm,
+            gains,
+            eps,
+            norm_offset,
+            _slice_rows(residuals, indices, rows),
+            [None if index is None else index[rows] for index in indices],
+            sum_squares if sum_squares is None or indices else sum_squares[rows],
+        )
+        run(*sources, *projection, out[rows], plan)
+
+
+def _slice_rows(tensors: list[Tensor | None], indices: list[Tensor | None], rows: slice) -> list[Tensor | None]:
+    """The rows of a round; where an index gathers them, all of the source stays."""
+    sliced = []
+    for k, tensor in enumerate(tensors):
+        gathered = len(indices) == 1 or (len(indices) > 1 and indices[k] is not None)
+        sliced.append(tensor if tensor is None or gathered else tensor[rows])
+    return sliced
+
+
+def _split_product(
+    chunks: list[Tensor],
+    num_chunks: int,
+    norm: str,
+    gains: list[Tensor],
+    eps: list[float],
+    norm_offset: float,
+    residuals: list[Tensor | None],
+    indices: list[Tensor | None],
+    sum_squares: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm_weight: Tensor | None,
+    post_norm_eps: float,
+    out: Tensor,
+    plan: TritonPlan,
+) -> None:
+    """One width for all chunks."""
+    tiles = plan.tiles
+    (N, D), H = out.shape, weight.shape[1] // num_chunks
+    split_h = triton.cdiv(triton.cdiv(H, tiles.BK), tiles.splits) * tiles.BK
+    partial_row_stride = _padded(D)
+    partial = workspace(OP, num_chunks * tiles.splits * N * partial_row_stride, out.device)
+    sources = (
+        tuple(chunks),
+        tuple(map(row_stride, chunks)),
+        tuple(chunk.shape[0] for chunk in chunks),
+        tuple(residuals) or None,
+        tuple(map(row_stride, residuals)) or None,
+        index_per_chunk(indices, chunks),
+    )
+    gain_scale = _GAIN_SCALE[weight.dtype] if gains else 1.0
+    pdl = has_pdl(out.device)
+    launch(
+        _norm_concat_linear_partial,
+        (triton.cdiv(D, tiles.BD), num_chunks * tiles.splits, triton.cdiv(N, tiles.BT)),
+        (
+            *sources,
+            tuple(gains) or None,
+            norm_offset,
+            weight,
+            row_stride(weight),
+            partial,
+            partial_row_stride,
+            N,
+            D,
+            H,
+            tiles.splits,
+            split_h,
+        ),
+        {
+            "GAIN_SCALE": gain_scale,
+            "WHOLE": split_h * tiles.splits == H,
+            "BT": tiles.BT,
+            "BD": tiles.BD,
+            "BK": tiles.BK,
+            "SWAP": tiles.swap,
+            "PDL": pdl,
+        },
+        aligned=(*_ROWS, *_WEIGHTS, *_PARTIAL) if plan.aligned else _PARTIAL,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        pdl=pdl,
+        device=out.device,
+    )
+    _finalise(
+        (*sources, sum_squares, row_stride(sum_squares), tuple(eps * num_chunks)[:num_chunks]),
+        (partial, partial_row_stride),
+        (bias, post_norm_weight, post_norm_eps, norm_offset),
+        out,
+        {"NORM": norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
+        tiles.finalise_columns,
+        (*_ROWS, *_PARTIAL) if plan.aligned else _PARTIAL,
+    )
+
+
+def _padded(D: int) -> int:
+    """A row stride of the partial sums with which their loads and stores are 16 bytes wide for every D."""
+    return triton.cdiv(D, 16) * 16
+
+
+def _finalise(
+    sources: tuple,
+    partial: tuple,
+    projection: tuple,
+    out: Tensor,
+    constants: dict[str, object],
+    columns: int,
+    aligned: tuple[str, ...],
+) -> None:
+    """`sources`, `partial` and `projection` are stretches of the kernel's arguments."""
+    N, D = out.shape
+    post_norm = projection[1] is not None
+    BD = triton.next_power_of_2(D) if post_norm else min(triton.next_power_of_2(D), columns)
+    pdl = has_pdl(out.device)
+    launch(
+        _norm_concat_linear_finalise,
+        (N, triton.cdiv(D, BD), 1),
+        (*sources, *partial, *projection, out, out.stride(0), D),
+        constants | {"BD": BD, "BH": _STATISTICS_BLOCK, "PDL": pdl},
+        aligned=aligned,
+        num_warps=min(max(BD // 512, 4), 16),
+        pdl=pdl,
+        device=out.device,
+    )
+
+
+def _library_product(
+    chunks: list[Tensor],
+    num_chunks: int,
+    norm: str,
+    gains: list[Tensor],
+    eps: list[float],
+    norm_offset: float,
+    residuals: list[Tensor | None],
+    indices: list[Tensor | None],
+    sum_squares: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm_weight: Tensor | None,
+    post_norm_eps: float,
+    out: Tensor,
+    plan: TritonPlan,
+) -> None:
+    """norm_concat into the workspace and torch's product, which writes `out` where nothing is left to do after it."""
+    (N, D), width = out.shape, weight.shape[1]
+    is_last = post_norm_weight is None and (bias is None or bias.dtype == weight.dtype)
+    product_row_stride = _padded(D)
+    normed_numel = triton.cdiv(N * width * weight.element_size(), 256) * 64  # counted in fp32, in lines of 256 bytes
+    buffer = workspace(OP, normed_numel + (0 if is_last else N * product_row_stride), out.device)
+    if norm == "none" and len(chunks) == 1 and not residuals and not indices:
+        normed = chunks[0]  # capture already wrote the concat
+    else:
+        normed = buffer.view(weight.dtype)[: N * width].view(N, width)
+        norm_concat(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, normed)
+    if is_last:
+        _library_matmul(normed, weight, bias, out)
+        return
+    product = buffer[normed_numel:][: N * product_row_stride].view(N, product_row_stride)
+    _library_matmul_fp32(normed, weight, product[:, :D])
+    _finalise(
+        (None, None, None, None, None, None, None, 0, (0.0,)),
+        (product, product_row_stride),
+        (bias, post_norm_weight, post_norm_eps, norm_offset),
+        out,
+        {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": 1},
+        _FINALISE_COLUMNS,
+        _PARTIAL,
+    )
+
+
+@torch.no_grad()
+def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+@torch.no_grad()
+def _library_matmul_fp32(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """The product before it is rounded, for a bias or a norm that has to see it so."""
+    if x.dtype == torch.float32:
+        torch.mm(x, weight.t(), out=out)
+    elif INTERPRETED:  # torch has this overload on CUDA only
+        torch.mm(x.float(), weight.t().float(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)

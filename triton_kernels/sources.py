@@ -1,0 +1,67 @@
+"""The sources of norm_concat and norm_concat_linear as kernels see them: tuples of pointers, an entry per chunk, or one
+that stands for all K (a packed tensor, one gain matrix). The terms are those of `ops/sources.py`.
+
+A tuple costs one select per entry to index at run time, on uniform registers, and one kernel then serves all sources;
+K branches with a body each would be K times the code. Presence and widths are known at compile time, row counts and
+strides are not. index_ptrs and residual_ptrs may hold None; Triton 3.6 then neither takes the length of such a tuple
+nor compares it with None, so both are asked of row_counts and residual_row_strides, which run beside them.
+"""
+
+import triton
+import triton.language as tl
+
+from .dialect import round_to, to_fp32
+
+
+@triton.jit
+def pick(values, k):
+    """values[k], or the only value."""
+    picked = values[0]
+    for j in tl.static_range(1, len(values)):
+        picked = tl.where(k == j, values[j], picked)
+    return picked
+
+
+@triton.jit
+def first_column(WIDTHS: tl.constexpr, k):
+    """Where chunk k starts in the concat."""
+    column = k * 0
+    for j in tl.static_range(len(WIDTHS) - 1):
+        column += tl.where(j < k, WIDTHS[j], 0)
+    return column
+
+
+@triton.jit
+def source_row(index_ptrs, row_counts, k, n):
+    """(row of chunk k, whether there is one) for output row n; one that is not there becomes 0 and is never read."""
+    row = n
+    for j in tl.static_range(len(row_counts)):
+        if index_ptrs[j] is not None:
+            mine = (k == j) | (len(row_counts) == 1)
+            row = tl.where(mine, tl.load(index_ptrs[j] + n, mask=mine, other=0).to(tl.int64), row)
+    held = (row >= 0) & (row < pick(row_counts, k))
+    return tl.where(held, row, 0), held
+
+
+@triton.jit
+def load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS: tl.constexpr, k, row, held, h):
+    """round(x + residual) of chunk k in fp32, columns h: [BLOCK]; 0 beyond the row and where it is not held."""
+    # Not held & (h < width): the interpreter of 3.9 turns a scalar truth value into int32 where it meets a block.
+    end = tl.where(held, pick(WIDTHS, k), 0)
+    column = first_column(WIDTHS, k) if len(x_ptrs) == 1 else 0  # of a packed row
+    x_ptr = pick(x_ptrs, k)
+    value = to_fp32(tl.load(x_ptr + row * pick(x_row_strides, k) + column + h, mask=h < end, other=0.0))
+    if residual_row_strides is not None:
+        residual_ptr = x_ptr
+        given = k < 0
+        for j in tl.static_range(len(residual_row_strides)):
+            if residual_ptrs[j] is not None:
+                mine = (k == j) | (len(residual_row_strides) == 1)
+                residual_ptr = tl.where(mine, residual_ptrs[j], residual_ptr)
+                given = given | mine
+        residual_row_ptr = residual_ptr + row * pick(residual_row_strides, k) + column
+        residual = to_fp32(tl.load(residual_row_ptr + h, mask=h < tl.where(given, end, 0), other=0.0))
+        total = to_fp32(round_to(value + residual, x_ptr.dtype.element_ty))
+        # Not value + 0 where there is none: that would turn -0 into 0.
+        value = tl.where(given, total, value)
+    return value

@@ -1,0 +1,100 @@
+"""vocab_parallel_embedding in Triton, one launch:
+
+    out[i] = weight[local(ids[i])] * scale where the shard holds ids[i], else 0
+
+One program per id and block of columns. The shard's bounds are run-time values: one binary serves all ranks, where
+SGLang 0.5.23 compiles one for each.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .launch import launch
+from .rows import aligned, block_and_warps, row_stride
+
+_ROWS = ("weight_ptr", "weight_row_stride", "out_ptr", "out_row_stride")
+
+
+@triton.jit
+def _vocab_parallel_embedding(
+    ids_ptr,
+    ids_stride,
+    weight_ptr,
+    weight_row_stride,
+    org_begin,
+    org_end,
+    added_begin,
+    added_end,
+    added_row,
+    scale,
+    scale_ptr,
+    out_ptr,
+    out_row_stride,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
+    id = tl.load(ids_ptr + i * ids_stride).to(tl.int64)
+    is_org = (id >= org_begin) & (id < org_end)
+    is_added = (id >= added_begin) & (id < added_end)
+    row = tl.where(is_org, id - org_begin, tl.where(is_added, id - added_begin + added_row, 0))
+    held = is_org | is_added
+    values = tl.load(weight_ptr + row * weight_row_stride + h, mask=h < tl.where(held, H, 0), other=0.0)
+    if scale_ptr is not None:
+        values = round_to(to_fp32(values) * to_fp32(tl.load(scale_ptr)), out_ptr.dtype.element_ty)
+    elif scale is not None:
+        values = round_to(to_fp32(values) * scale, out_ptr.dtype.element_ty)
+    if scale_ptr is not None or scale is not None:
+        # 0 * inf, and -0 for a negative scale.
+        values = tl.where(held, values, 0.0)
+    tl.store(out_ptr + i * out_row_stride + h, values, mask=h < H)
+
+
+def vocab_parallel_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    org_begin: int,
+    org_end: int,
+    added_begin: int,
+    added_end: int,
+    added_row: int,
+    scale: float | None,
+    scale_tensor: Tensor | None,
+    out: Tensor,
+) -> None:
+    """One launch; the arguments are those of `ops.vocab_parallel_embedding`, checked."""
+    N, H = out.shape
+    if out.numel() == 0:
+        return
+    block, num_warps = block_and_warps(H)
+    pdl = has_pdl(out.device)
+    launch(
+        _vocab_parallel_embedding,
+        (N, triton.cdiv(H, block), 1),
+        (
+            ids,
+            ids.stride(0),
+            weight,
+            row_stride(weight),
+            org_begin,
+            org_end,
+            added_begin,
+            added_end,
+            added_row,
+            scale,
+            scale_tensor,
+            out,
+            row_stride(out),
+        ),
+        {"H": H, "BLOCK": block, "PDL": pdl},
+        aligned=_ROWS if aligned(weight, out) else (),
+        num_warps=num_warps,
+        pdl=pdl,
+        device=out.device,
+    )

@@ -1,0 +1,51 @@
+"""The memory that partial sums and normed rows pass through: one buffer per device, kept for good.
+
+- It grows outside CUDA graph captures only; a capture that needs more raises, and `eagle_kernels.warmup` makes it grow
+  beforehand. A buffer that was outgrown is kept, because captured graphs hold its address; each is at least twice as
+  large as the one before, so all of them together are at most as large again as the newest.
+- Calls on different streams of a device share the buffer. A call on another stream than the last one first makes its
+  stream wait for that one. Graphs cannot be seen from here: two graphs of one device that hold these ops, or a graph
+  and an eager call, must not run at the same time.
+"""
+
+import torch
+from torch import Tensor
+
+from eagle_kernels.checks import error
+
+_buffers: dict[torch.device, list[Tensor]] = {}
+_last_stream: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def workspace(op: str, numel: int, device: torch.device) -> Tensor:
+    """At least `numel` fp32 of uninitialised memory for one call; the next call overwrites it."""
+    if device.type != "cuda":
+        return torch.empty(numel, dtype=torch.float32, device=device)
+    _take_turns(device)
+    buffers = _buffers.setdefault(device, [])
+    if not buffers or buffers[-1].numel() < numel:
+        _grow(op, buffers, numel, device)
+    return buffers[-1]
+
+
+def _grow(op: str, buffers: list[Tensor], numel: int, device: torch.device) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise error(
+            RuntimeError,
+            op,
+            f"the workspace of {device} has {buffers[-1].numel() * 4 if buffers else 0} bytes",
+            f"{numel * 4} from a call of eagle_kernels.warmup({op!r}, <these arguments>, rows=<the row counts>)",
+            "it must not grow during a CUDA graph capture",
+        )
+    smallest = 2 * buffers[-1].numel() if buffers else 0
+    buffers.append(torch.empty(max(numel, smallest), dtype=torch.float32, device=device))
+
+
+def _take_turns(device: torch.device) -> None:
+    stream = torch.cuda.current_stream(device)
+    last = _last_stream.get(device)
+    if last == stream:
+        return
+    if last is not None and not torch.cuda.is_current_stream_capturing():
+        stream.wait_stream(last)
+    _last_stream[device] = stream
