@@ -1,0 +1,241 @@
+"""The compile gate of norm_concat_linear: what every plan needs, on every preset and arch, in how few binaries."""
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_kernels import plan
+from eagle_kernels.model_shapes import model_shapes
+
+if plan.SETTINGS.triton_interpret:
+    pytest.skip("TRITON_INTERPRET=1: nothing is compiled", allow_module_level=True)
+pytest.importorskip("triton")
+
+from eagle_kernels.triton_kernels.launch import compile_kernel
+from triton.backends.compiler import GPUTarget
+
+from compile.offline import ARCHS, SHARED_LIMIT, Arch, Launch, Row, launches, resources
+from eagle_kernels.tuned_configs import Gpu
+
+linear = importlib.import_module("eagle_kernels.ops.norm_concat_linear")
+kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
+memory_kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PLAN_ROWS = {"16 rows": 16, "32 rows": 32, "64 rows": 64, "128 rows": 128, "library": 129}
+SIZES = (3, 4096, 4096)
+PARTIAL, FINALISE = "_norm_concat_linear_partial", "_norm_concat_linear_finalise"
+
+
+def tensor(*shape: int, dtype: torch.dtype, stride: int | None = None) -> Tensor:
+    strides = (stride, 1) if stride else torch.empty(shape, device="meta").stride()
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def call(
+    arch: Arch,
+    N: int,
+    K: int,
+    H: int,
+    D: int,
+    norm: str = "chunk",
+    *,
+    dtype: torch.dtype = BF16,
+    gains: int | None = None,
+    gain_dtype: torch.dtype | None = None,
+    packed: bool = False,
+    residuals: tuple[bool, ...] = (),
+    indices: tuple[torch.dtype | None, ...] = (),
+    source_rows: int | None = None,
+    stride: int | None = None,
+    statistics: bool = False,
+    bias: torch.dtype | None = None,
+    post_norm: bool = False,
+    eps: tuple[float, ...] = (1e-6,),
+    aligned: bool = True,
+) -> list[Launch]:
+    """What a call would launch on an `arch`. gains: tensors that the gain comes in, 0 where it is folded."""
+    T = source_rows or N
+    chunks = [tensor(T, K * H, dtype=dtype)] if packed else [tensor(T, H, dtype=dtype, stride=stride) for _ in range(K)]
+    gains = (K if norm == "chunk" else 1 if norm == "concat" else 0) if gains is None else gains
+    gain_widths = [K * H] if gains == 1 else [H] * gains
+    weight = tensor(D, K * H, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "gpu_of", lambda device: Gpu(f"no table for {arch}", arch, SHARED_LIMIT[arch]))
+        chosen = linear.plan_triton.__wrapped__(
+            N, K, H, D, dtype, weight.device, aligned=aligned, has_residuals=bool(residuals)
+        )
+    return launches(
+        lambda: kernels.norm_concat_linear(
+            chunks,
+            K,
+            norm,
+            [tensor(width, dtype=gain_dtype or dtype) for width in gain_widths],
+            list(eps),
+            1.0,
+            [chunk if given else None for chunk, given in zip(chunks, residuals, strict=False)],
+            [None if kind is None else tensor(N, dtype=kind) for kind in indices],
+            tensor(T, K, dtype=FP32) if statistics else None,
+            weight,
+            None if bias is None else tensor(D, dtype=bias),
+            tensor(D, dtype=dtype) if post_norm else None,
+            1e-6,
+            tensor(N, D, dtype=dtype),
+            chosen,
+        ),
+        [kernels, memory_kernels],
+        arch,
+    )
+
+
+def preset_calls(arch: Arch) -> dict[str, list[Launch]]:
+    """Every plan of every stage of every model, with its gain in the kernel and, where it has one, folded.
+
+    The finalise kernel of every preset on one arch only: it loops over H and adds vectors.
+    """
+    calls = {}
+    for model in model_shapes().values():
+        for stage in model.stages:
+            sizes = (stage.K, stage.H, stage.D, stage.norm)
+            for plan_name, N in PLAN_ROWS.items():
+                for gains in {None, 0} if stage.norm != "none" else {None}:
+                    name = f"{model.name} {stage.kind} {plan_name}{' folded' if gains == 0 else ''}"
+                    made = call(arch, N, *sizes, gains=gains, post_norm=stage.post_norm)
+                    calls[name] = [launch for launch in made if arch == 90 or launch.kernel.fn.__name__ != FINALISE]
+    return calls
+
+
+ALL = (torch.int64, torch.int64, torch.int64)
+FEATURES: dict[str, dict[str, object]] = {
+    "residuals": {"residuals": (True, True, True)},
+    "everything": {"residuals": (True, False, True), "indices": ALL, "gain_dtype": FP32, "bias": FP32},
+    "folded residuals": {"residuals": (True, True, True), "gains": 0},
+    "packed": {"packed": True, "residuals": (True,), "indices": (torch.int32,), "statistics": True},
+    "table": {"indices": (torch.int64, None, None), "gains": 1},
+    "concat post norm": {"norm": "concat", "post_norm": True, "bias": BF16, "statistics": True},
+    "fp16": {"dtype": FP16, "residuals": (True, True, True)},
+    "odd D": {"D": 4095, "H": 4000},
+}
+
+
+def feature_calls(arch: Arch) -> dict[str, list[Launch]]:
+    calls = {
+        f"{name} {plan_name}": call(arch, N, **({"K": 3, "H": 4096, "D": 4096} | feature))
+        for name, feature in FEATURES.items()
+        for plan_name, N in PLAN_ROWS.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        # Only EAGLE_KERNELS_BATCH_INVARIANT=1 splits unaligned rows, and it has one plan.
+        patch.setattr(plan, "SETTINGS", replace(plan.SETTINGS, batch_invariant=True))
+        calls["unaligned"] = call(arch, 7, 3, 2001, 4095, aligned=False, residuals=(True, True, True))
+    calls["fp32 16 rows"] = call(arch, 16, 3, 4096, 4096, dtype=FP32, residuals=(True, True, True))
+    calls["fp32 folded"] = call(arch, 16, 3, 4096, 4096, dtype=FP32, gains=0)
+    calls["K=8"] = call(arch, 16, 8, 2880, 2880, residuals=(True,) * 8, indices=(torch.int64,) * 8)
+    calls["K=1"] = call(arch, 16, 1, 7168, 7168)
+    return calls
+
+
+def expected_mma(launch: Launch, arch: Arch) -> str:
+    """The tensor cores a partial kernel has to reach: without them it is bound by arithmetic."""
+    specialisation = launch.specialisation
+    if launch.kernel.fn.__name__ != PARTIAL:
+        return ""
+    if isinstance(arch, str):
+        return "mfma"  # of fp32 too, which CDNA multiplies exactly
+    if specialisation.types[0][0] == "*fp32":
+        return ""
+    swap = specialisation.constants[launch.kernel.arg_names.index("SWAP") - len(specialisation.types)]
+    return {90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] if swap else "mma.sync"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("calls", [preset_calls, feature_calls])
+def test_resources(calls: Callable[[Arch], dict[str, list[Launch]]], arch: Arch, resource_table: list[Row]) -> None:
+    """No spills, no trap, shared and tensor memory that the arch has, its tensor cores, 16-byte copies."""
+    faults, seen = [], set()
+    for case, made in calls(arch).items():
+        for launch in made:
+            name = launch.kernel.fn.__name__
+            if name not in (PARTIAL, FINALISE) or (launch.kernel, launch.specialisation) in seen:
+                continue  # norm_concat has a gate of its own
+            seen.add((launch.kernel, launch.specialisation))
+            found = resources(launch, arch)
+            resource_table.append(Row(name, case, str(arch), launch.specialisation.num_warps, found))
+            faults += [f"{case} {name}: {fault}" for fault in found.faults(arch)]
+            mma = expected_mma(launch, arch)
+            if mma not in found.mma or (not mma and found.mma):
+                faults.append(f"{case} {name}: matrix instructions are {found.mma!r}, expected {mma!r}")
+            if "w_ptr" in launch.specialisation.aligned and not ("128-bit" in found.loads or "dwordx4" in found.loads):
+                faults.append(f"{case} {name}: loads are {found.loads}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("N", [64, 128])
+@pytest.mark.parametrize("gains", [0, 3], ids=["folded", "gain"])
+@pytest.mark.parametrize("residuals", [(), (True,) * 3], ids=["", "residuals"])
+def test_no_buffer_feeds_both_wgmma_and_registers(residuals: tuple, gains: int, N: int) -> None:
+    """triton #6691: of a tile that does, the next copy overwrites what wgmma still reads, and the sums are wrong."""
+    launch = call(90, N, *SIZES, gains=gains, residuals=residuals)[0]
+    text = compile_kernel(launch.kernel, launch.specialisation, GPUTarget("cuda", 90, 32)).asm["ttgir"]
+    ring_of = {name: name for name in re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", text)}
+    slots = {name: int(count) for name, count in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> \S+?<(\d+)x", text)}
+    for view, source in re.findall(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)", text):
+        if source in ring_of:
+            ring_of[view] = ring_of[source]
+    multiplied = {ring_of.get(name) for names in re.findall(r"warp_group_dot (%\w+), (%\w+)", text) for name in names}
+    loaded = {ring_of.get(name) for name in re.findall(r"local_load (%\w+)", text)}
+    assert slots and not (multiplied & loaded) - {None}
+    for ring in multiplied - {None}:
+        assert slots[ring] == launch.specialisation.num_stages
+    assert (multiplied | loaded) - {None} == set(slots)
+
+
+def specialisations(made: list[list[Launch]]) -> set[tuple]:
+    return {(launch.kernel.fn.__name__, launch.specialisation) for each in made for launch in each}
+
+
+INDEXED = {"indices": ALL, "residuals": (True, False, True)}
+
+
+PLANS = [range(1, 17), range(17, 33), range(33, 65), range(65, 129)]
+
+
+@pytest.mark.parametrize("rows", PLANS, ids=lambda rows: f"{rows[-1]} rows")
+def test_two_binaries_for_all_of_a_plan(rows: range) -> None:
+    """One for each kernel, whatever N, T, the row strides and eps are."""
+    made = [call(90, N, *SIZES, **INDEXED, source_rows=5) for N in rows]
+    made += [call(90, rows[-1], *SIZES, **INDEXED, source_rows=T) for T in (1, 2, 16, 4096, 70001, 2**33)]
+    made += [call(90, rows[-1], *SIZES, **INDEXED, source_rows=5, stride=s) for s in (4112, 8192, 12288, 2**33)]
+    made += [call(90, rows[-1], *SIZES, **INDEXED, source_rows=5, eps=(1.0, 1e-5, 0.5))]
+    assert len(specialisations(made)) == 2
+
+
+def test_a_layer_needs_few_binaries() -> None:
+    """All T of an EAGLE-3 fc and of first-layer qkv: four partial kernels; a finalise kernel for few and for many rows;
+    norm_concat for the rest."""
+    assert len(specialisations([call(90, N, *SIZES) for N in range(1, 300)])) == 7
+    assert len(specialisations([call(90, N, 2, 4096, 6144) for N in (*range(1, 300), 5000)])) == 7
+
+
+def test_arguments_have_the_types_that_the_kernels_have_names_for() -> None:
+    for each in (call(90, 16, *SIZES, **INDEXED), call(90, 300, *SIZES, post_norm=True)):
+        for launch in each:
+            types, constants = launch.specialisation.types, launch.specialisation.constants
+            assert len(types) + len(constants) == len(launch.kernel.arg_names)
+            assert set(launch.specialisation.aligned) <= set(launch.kernel.arg_names)
+
+
+def test_the_library_product_is_one_launch_before_and_one_after() -> None:
+    """norm_concat, then torch's product; a norm or an fp32 bias of the unrounded result is the finalise kernel."""
+    names = [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES)]
+    assert names == ["_norm_concat"]
+    assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, bias=BF16)] == ["_norm_concat"]
+    for after in ({"bias": FP32}, {"post_norm": True}):
+        assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, **after)] == ["_norm_concat", FINALISE]
+    assert call(90, 300, *SIZES, "none", packed=True) == []
+    assert len(call(90, 10000, *SIZES)) == 3  # rounds

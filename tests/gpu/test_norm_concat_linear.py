@@ -1,0 +1,261 @@
+"""norm_concat_linear on a GPU: float64 truth on the table and on the presets, and which bits depend on what."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import eagle_kernels as ek
+from accuracy import DATA, Expectation, expect, relative_rms
+from backends import environment_of
+from cases import CASES, Case, operands
+from eagle_kernels.model_shapes import model_shapes
+from guards import GuardedRows, UnchangedTensors, same_bits
+
+pytestmark = pytest.mark.usefixtures("gpu_backend")
+
+# Both sides of every plan's limit.
+ROWS = (1, 16, 17, 32, 33, 64, 65, 128, 129, 1000)
+SIZES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
+MODEL = (3, 4096, 4096)
+
+
+def allow_independent_roundings(expected: Expectation) -> Expectation:
+    """As in tests/interpreter: the split kernels round gain * weight where eager rounds the normed value."""
+    if expected.truth.shape[1] == 1:
+        return replace(expected, rms=float("inf"))
+    return replace(expected, rms=expected.rms * (1 + 3 / max(expected.truth.numel(), 1) ** 0.5))
+
+
+# Tiny values of bf16 and fp32 have products that are subnormal in fp32, where the split kernels do not scale them.
+@pytest.mark.parametrize("case", [case for case in CASES if case.data != "tiny"], ids=lambda case: case.id)
+def test_float64_truth(case: Case) -> None:
+    call = operands(case, "cuda")
+    _, expected = expect(call)
+    one_row = case.layout == "row"
+    guarded = GuardedRows(1 if one_row else call.N, case.D, case.dtype, "cuda")
+    view = guarded.view[0] if one_row else guarded.view
+    with UnchangedTensors(call.tensors()):
+        assert call.norm_concat_linear(out=view) is view
+    guarded.check_around()
+    allow_independent_roundings(expected).check(guarded.view)
+
+
+def make_call(N: int, K: int, H: int, D: int, data: str = "plain", dtype: torch.dtype = torch.bfloat16) -> tuple:
+    generator = torch.Generator().manual_seed(K * H + D)
+    chunks = [DATA[data](N, H, dtype, generator).cuda() for _ in range(K)]
+    weight = torch.randn(D, K * H, device="cuda").mul_((K * H) ** -0.5).to(dtype)
+    return chunks, weight, (torch.rand(K, H, device="cuda") + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("data", ["plain", "outliers", "scales"])
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
+def test_the_accuracy_rule_on_every_preset(sizes: tuple[int, int, int], data: str) -> None:
+    """Section 4's 1.05 of the engines' eager chain, with and without a gain, in every plan."""
+    H = sizes[1]
+    chunks, weight, gain = make_call(max(ROWS), *sizes, data=data)
+    for norm_weight in (gain, None):
+        ones = gain if norm_weight is not None else torch.ones_like(gain)
+        exact = [F.rms_norm(chunk.double(), (H,), ones[k].double(), 1e-6) for k, chunk in enumerate(chunks)]
+        eager = [
+            F.rms_norm(chunk.float(), (H,), ones[k].float(), 1e-6).to(chunk.dtype) for k, chunk in enumerate(chunks)
+        ]
+        # A slice of the columns at a time: the fp64 weight of K=3, H=8192 is 1.6 GB.
+        truth = torch.cat([torch.cat(exact, -1) @ part.double().t() for part in weight.split(1024)], -1)
+        eager_rms = relative_rms(F.linear(torch.cat(eager, -1), weight), truth)
+        for N in ROWS:
+            out = ek.norm_concat_linear([chunk[:N] for chunk in chunks], weight, norm_weight=norm_weight)
+            rms = relative_rms(out, truth[:N])
+            slack = 1 + 3 / out.numel() ** 0.5
+            assert rms <= 1.05 * eager_rms * slack, f"N={N}: {rms:.4g}, eager {eager_rms:.4g}"
+
+
+@pytest.mark.parametrize("N", ROWS)
+def test_the_same_bits_every_time(N: int) -> None:
+    chunks, weight, gain = make_call(N, *MODEL)
+    first = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    for _ in range(20):
+        assert same_bits(first, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
+@pytest.mark.parametrize("rows", [range(1, 17), range(17, 33), range(33, 65), range(65, 129)], ids=str)
+@pytest.mark.parametrize("norm", ["chunk", "concat"])
+def test_a_rows_bits_do_not_depend_on_T_within_a_plan(norm: str, rows: range) -> None:
+    chunks, weight, gain = make_call(128, 2, 2880, 2880)
+    gain = gain.reshape(-1) if norm == "concat" else gain
+    whole = ek.norm_concat_linear([chunk[: rows[-1]] for chunk in chunks], weight, norm=norm, norm_weight=gain)
+    for N in rows:
+        out = ek.norm_concat_linear([chunk[:N] for chunk in chunks], weight, norm=norm, norm_weight=gain)
+        assert same_bits(out, whole[:N]), N
+
+
+@pytest.mark.parametrize("sizes", [(2, 2880, 2880), (2, 101, 97)], ids=str)
+def test_one_plan_for_all_T_on_request(sizes: tuple[int, int, int]) -> None:
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="triton"):
+        chunks, weight, gain = make_call(1500, *sizes)
+        whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+        for N in ROWS:
+            assert same_bits(ek.norm_concat_linear([c[:N] for c in chunks], weight, norm_weight=gain), whole[:N]), N
+
+
+def test_a_folded_gain_gives_the_same_bits() -> None:
+    chunks, weight, gain = make_call(128, *MODEL)
+    folded = (weight.float() * gain.float().reshape(-1)).to(weight.dtype)
+    for N in (1, 17, 64, 128):
+        rows = [chunk[:N] for chunk in chunks]
+        assert same_bits(ek.norm_concat_linear(rows, weight, norm_weight=gain), ek.norm_concat_linear(rows, folded)), N
+
+
+@pytest.mark.parametrize("N", [1, 16, 33, 128, 300])
+def test_a_bad_row_stays_in_its_row(N: int) -> None:
+    chunks, weight, gain = make_call(N + 2, *MODEL)
+    clean = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    chunks[0][N], chunks[2][N + 1] = float("nan"), float("inf")
+    dirty = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    assert same_bits(clean[:N], dirty[:N]) and dirty[N:].isnan().all()
+
+
+class Static:
+    """A call on static buffers, as an engine captures it."""
+
+    def __init__(self, N: int) -> None:
+        chunks, self.weight, self.gain = make_call(N, *MODEL)
+        self.inputs = chunks
+        self.residuals = [torch.empty_like(chunk) for chunk in chunks]
+        self.index = torch.zeros(N, dtype=torch.int64, device="cuda")
+        self.out = torch.empty(N, MODEL[2], dtype=self.weight.dtype, device="cuda")
+
+    def run(self) -> None:
+        arguments = {"norm_weight": self.gain, "residuals": self.residuals, "indices": self.index}
+        ek.norm_concat_linear(self.inputs, self.weight, **arguments, out=self.out)
+
+    def refill(self, seed: int, real: int) -> None:
+        """New contents; every index beyond `real` leads to nobody or to a row of NaN."""
+        torch.manual_seed(seed)
+        for rows in (*self.inputs, *self.residuals):
+            rows.normal_()
+            rows[real:] = float("nan")
+        self.index.random_(0, real)
+        self.index[real:] = torch.where(self.index[real:] % 2 == 0, -1, len(self.index) - 1)
+
+    def truth(self) -> Tensor:
+        rows = [(a + b)[self.index.clamp(min=0)] for a, b in zip(self.inputs, self.residuals, strict=True)]
+        normed = [F.rms_norm(x.double(), (MODEL[1],), self.gain[k].double(), 1e-6) for k, x in enumerate(rows)]
+        return torch.cat(normed, -1) @ self.weight.double().t()
+
+
+@pytest.mark.parametrize("N", [1, 5, 17, 60, 128, 300])
+def test_a_graph_replays_with_new_contents_and_poisoned_padding(N: int) -> None:
+    call = Static(N)
+    call.refill(0, N)
+    call.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run()
+    for seed in range(5):
+        real = max(1, N - 2 * seed)
+        call.refill(seed, real)
+        call.out.fill_(float("nan"))
+        graph.replay()
+        replayed = call.out.clone()
+        assert relative_rms(replayed[:real], call.truth()[:real]) < 4e-3
+        call.out.fill_(float("nan"))
+        call.run()
+        assert same_bits(replayed[:real], call.out[:real])
+
+
+def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle_kernels.triton_kernels import launch, workspace
+
+    monkeypatch.setattr(launch, "_binaries", {})
+    monkeypatch.setattr(workspace, "_buffers", {})
+    chunks, weight, gain = make_call(512, *MODEL)
+    out = torch.empty(512, MODEL[2], dtype=weight.dtype, device="cuda")
+
+    def call(N: int) -> None:
+        ek.norm_concat_linear([chunk[:N] for chunk in chunks], weight, norm_weight=gain, out=out[:N])
+
+    message = r"norm_concat_linear: .*eagle_kernels\.warmup"
+    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call(3)
+    torch.cuda.synchronize()
+    ek.warmup("norm_concat_linear", chunks, weight, norm_weight=gain, out=out, rows=range(1, 513))
+    binaries, buffers = len(launch._binaries), [buffer.data_ptr() for buffer in workspace._buffers[weight.device]]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for N in (1, 16, 17, 33, 100, 129, 512):
+            call(N)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    for N in (1, 20, 64, 512):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(N)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert len(launch._binaries) == binaries
+    assert [buffer.data_ptr() for buffer in workspace._buffers[weight.device]] == buffers
+
+
+def test_streams_take_turns_with_the_workspace() -> None:
+    """Calls on two streams at once: each result must be the one that a call alone gives."""
+    calls = [make_call(N, *MODEL) for N in (128, 100)]
+    expected = [ek.norm_concat_linear(chunks, weight, norm_weight=gain) for chunks, weight, gain in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    results = []
+    for _ in range(20):
+        for stream, (chunks, weight, gain) in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+    torch.cuda.synchronize()
+    for k, result in enumerate(results):
+        assert same_bits(result, expected[k % 2])
+
+
+def test_a_chain_of_dependent_launches_in_a_graph() -> None:
+    """Each op reads what the one before it just wrote, and the workspace is used again at once: programmatic dependent
+    launch must wait for both."""
+    N, (K, H, D) = 16, MODEL
+    _, weight, gain = make_call(N, *MODEL)
+    source, hidden = torch.randn(N, H, device="cuda").bfloat16(), torch.empty(N, D, dtype=torch.bfloat16, device="cuda")
+    buffer = ek.AuxHiddenStates(N, K, H, device="cuda")
+
+    def chain() -> None:
+        hidden.copy_(source)
+        for step in range(12):
+            for k in range(K):
+                buffer.capture(k, hidden, source)
+            statistics = buffer.row_sum_squares(N) if step % 2 else None
+            packed = buffer.packed(N)
+            ek.norm_concat_linear(packed, weight, norm_weight=gain, sum_squares=statistics, num_chunks=K, out=hidden)
+
+    chain()
+    torch.cuda.synchronize()
+    expected = hidden.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(50):
+        hidden.fill_(float("nan"))
+        buffer.buffer.fill_(float("nan"))
+        graph.replay()
+        assert same_bits(hidden, expected)
+
+
+@pytest.mark.parametrize(("N", "launches"), [(1, 2), (32, 2), (128, 2)])
+def test_the_launches_it_promises(N: int, launches: int) -> None:
+    call = Static(N)
+    call.refill(0, N)
+    call.run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call.run()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == launches, kernels
