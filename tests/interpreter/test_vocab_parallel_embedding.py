@@ -5,7 +5,7 @@ import torch
 
 import eagle_kernels as ek
 import test_vocab_parallel_embedding as on_cpu
-from guards import same_bits_or_nan
+from guards import same_bits, same_bits_or_nan
 from test_capture_hidden import every_number
 from test_vocab_parallel_embedding import (  # noqa: F401
     test_an_id_of_nobody_hides_what_the_table_holds,
@@ -45,3 +45,12 @@ def test_both_conventions_of_a_scale_have_torchs_bits(dtype: torch.dtype, scale:
 @pytest.mark.parametrize(("H", "scale"), [(1, None), (33, 1.5), (512, None)])
 def test_no_memory_outside_the_table_is_touched(H: int, scale: float | None, at: str, cpu_isa: str) -> None:
     on_cpu.test_no_memory_outside_the_table_is_touched(torch.bfloat16, H, scale, at, cpu_isa)
+
+
+@pytest.mark.parametrize("scale", [-2.0, float("inf")])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_id_of_nobody_is_plus_zero_whatever_the_scale(as_tensor: bool, scale: float, cpu_isa: str) -> None:
+    table = torch.randn(5, 33).bfloat16()
+    factor = torch.tensor(scale) if as_tensor else scale
+    out = ek.vocab_parallel_embedding(torch.tensor([-1, 5]), table, on_cpu.whole(5), scale=factor)
+    assert same_bits(out, torch.zeros(2, 33).bfloat16())
