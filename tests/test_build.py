@@ -51,6 +51,17 @@ def build_wheel(tree: Path, **environment: str) -> tuple[Path | None, subprocess
     return (wheels[0] if wheels else None), run
 
 
+def modules(tree: Path) -> set[str]:
+    """Where every module of the tree belongs in a wheel: a package that pyproject.toml forgets is missing there."""
+    homes = {"python/eagle_kernels": "eagle_kernels", "bench": "eagle_kernels/bench"}
+    homes["triton_kernels"] = "eagle_kernels/triton_kernels"
+    return {
+        f"{home}/{path.relative_to(tree / folder).as_posix()}"
+        for folder, home in homes.items()
+        for path in (tree / folder).rglob("*.py")
+    }
+
+
 def run_in(site: Path, code: str) -> subprocess.CompletedProcess:
     """Run code against an unpacked wheel, away from the repository and from the editable install."""
     start = (
@@ -68,6 +79,7 @@ def test_pure_python_install_works(tree: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
+        assert {name for name in archive.namelist() if name.endswith(".py")} == modules(tree)
         archive.extractall(site)
     done = run_in(
         site,
