@@ -219,26 +219,34 @@ inline void for_each_vector(int64_t width, F f) {
   if (i < width) f(i, Part{width - i});
 }
 
-// The sum of the squares of f(begin, span). Four accumulators, because one would wait 4 cycles for each FMA.
+// The sum of the squares of f(begin, span). Four accumulators, because one would wait 4 cycles for each FMA. They are
+// emptied into totals every kSquaresSteps: in one chain of additions, rows of 1152 in 4 lanes came out 3.3 times as far
+// from float64 as torch's cascade of sums does (5.9e-7 against 1.8e-7).
+constexpr int64_t kSquaresSteps = 8;
+
 template <class F>
 inline float sum_of_squares(int64_t width, F f) {
-  Float sums[4] = {};
+  Float totals[4] = {};
   int64_t i = 0;
-  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
-    for (int64_t j = 0; j < 4; ++j) {
-      const Float value = f(i + j * kLanes, Whole{});
-      sums[j] += value * value;
+  while (i + 4 * kLanes <= width) {
+    Float sums[4] = {};
+    for (int64_t step = 0; step < kSquaresSteps && i + 4 * kLanes <= width; ++step, i += 4 * kLanes) {
+      for (int64_t j = 0; j < 4; ++j) {
+        const Float value = f(i + j * kLanes, Whole{});
+        sums[j] += value * value;
+      }
     }
+    for (int64_t j = 0; j < 4; ++j) totals[j] += sums[j];
   }
-  for (; i + kLanes <= width; i += kLanes) {
+  for (int64_t j = 0; i + kLanes <= width; ++j, i += kLanes) {
     const Float value = f(i, Whole{});
-    sums[0] += value * value;
+    totals[j] += value * value;
   }
   if (i < width) {
     const Float value = f(i, Part{width - i});
-    sums[1] += value * value;
+    totals[3] += value * value;
   }
-  return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return sum_lanes((totals[0] + totals[1]) + (totals[2] + totals[3]));
 }
 
 // f(T{}) for the element type T that dtype names.
