@@ -23,15 +23,13 @@ def error_bound(eager_error: float, dtype: torch.dtype, width: int, count: int) 
     """The largest relative RMS error an output may have.
 
     bf16, fp16: 1.05 times that of the engines' eager path on the same data. Both paths round the same values, and
-    differ where fp32 sums land on two sides of a tie.
+    differ where fp32 sums land on two sides of a tie; over `count` outputs the RMS error itself scatters by
+    1 / sqrt(2 * count), hence the allowance of three such deviations for few outputs.
     fp32: 1e-6 * sqrt(width) / 32 for sums over `width` products, and at most twice eager's.
-    Over `count` outputs an RMS error itself scatters by 1 / sqrt(2 * count), eager's as well as ours: hence the
-    allowance of three such deviations for few outputs.
     """
-    few = 1 + 3 / math.sqrt(2 * max(count, 1))
     if dtype != torch.float32:
-        return 1.05 * eager_error * few
-    return max(min(1e-6 * math.sqrt(width) / 32, 2 * eager_error * few), _FP32_FLOOR * few)
+        return 1.05 * eager_error * (1 + 3 / math.sqrt(2 * max(count, 1)))
+    return max(min(1e-6 * math.sqrt(width) / 32, 2 * eager_error), _FP32_FLOOR)
 
 
 def baseline_bound(eager_error: float, dtype: torch.dtype, width: int, count: int) -> float:
