@@ -8,7 +8,7 @@ ops, else it stays with the engine.
 import importlib
 import inspect
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ def log_once(logger: logging.Logger, level: int, message: str) -> None:
     """Log a message the first time this process sees it: layers, steps and ranks repeat, their log lines do not."""
     if message not in _logged:
         _logged.add(message)
-        logger.log(level, "eagle_kernels: %s", message)
+        logger.log(level, "eagle_kernels: %s", message, stacklevel=2)
 
 
 def forget_logged() -> None:
@@ -47,12 +47,13 @@ class TargetError(Exception):
     """A hook's target is gone or has changed; the message names it."""
 
 
-def find_target(target: str, parameters: Sequence[str] | None = None) -> tuple[object, str, object]:
+def find_target(target: str, parameters: Sequence[object] | None = None) -> tuple[object, str, object]:
     """(owner, name, value) of "package.module:Class.attribute"; importing the module is the caller's wish.
 
     Args:
         target: where the engine keeps what a hook replaces.
-        parameters: the names the function has to take, `self` included; None checks nothing.
+        parameters: the names the function has to take, `self` included, `...` at the end for any more; None checks
+            nothing.
 
     Raises:
         TargetError: the module, the attribute or the parameters are not what the hook was written for.
@@ -61,12 +62,22 @@ def find_target(target: str, parameters: Sequence[str] | None = None) -> tuple[o
     try:
         owner, value = None, importlib.import_module(module)
         for name in path.split("."):
-            owner, value = value, inspect.getattr_static(value, name)
+            owner, value = value, getattr(value, name)
     except (ImportError, AttributeError) as failure:
         raise TargetError(f"{target} is not there ({failure})") from failure
-    if parameters is not None and (found := list(inspect.signature(value).parameters)) != list(parameters):
-        raise TargetError(f"{target} takes {found}, and the hook was written for {list(parameters)}")
+    if parameters is not None:
+        check_parameters(target, value, parameters)
     return owner, name, value
+
+
+def check_parameters(target: str, function: Callable, parameters: Sequence[object]) -> None:
+    """Raise TargetError where a function takes other parameters than a hook passes on."""
+    found, expected = list(inspect.signature(function).parameters), list(parameters)
+    if expected[-1] is ...:
+        expected.pop()
+        found = found[: len(expected)]
+    if found != expected:
+        raise TargetError(f"{target} takes {found}, and the hook was written for {expected}")
 
 
 def linear_obstacle(linear: nn.Module, unquantized: Collection[type] = (), *, bias: bool = False) -> str | None:
