@@ -120,7 +120,7 @@ def _plan(drafter: nn.Module, read: object) -> tuple[EngineProjection | None, st
     for norm in filter(None, norms):
         if (obstacle := rms_norm_obstacle(norm, {RMSNorm}, dtype)) is not None:
             return None, obstacle
-    modules["fc_obstacle"] = linear_obstacle(fc, {UnquantizedLinearMethod})
+    modules["fc_obstacle"] = linear_obstacle(fc, {UnquantizedLinearMethod}, bias=True)
     if modules["fc_obstacle"] is not None and not any(norms[:-1]):
         return None, f"it has no norm, and its fc is vLLM's: {modules['fc_obstacle']}"
     return EngineProjection(**modules), None

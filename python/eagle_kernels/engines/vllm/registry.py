@@ -1,7 +1,7 @@
 """How a hook gets between vLLM's model registry and a model class, without importing the model before vLLM does."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -30,17 +30,17 @@ class HookedModel:
             return model_class
 
 
-def hook_models(architectures: Iterable[str], hook: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
     """Put `hook` in front of every architecture that is registered; another plugin's entry is hooked like vLLM's own,
     and an entry that a plugin registers later replaces this one."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     models = ModelRegistry.models
+    missing = [architecture for architecture in architectures if architecture not in models]
+    if missing:
+        message = f"{', '.join(missing)} are not in vLLM's registry, and stay untouched"
+        log_once(LOGGER, logging.WARNING, message)
     for architecture in architectures:
         entry = models.get(architecture)
-        if entry is None:
-            log_once(
-                LOGGER, logging.WARNING, f"architecture {architecture} is not in vLLM's registry, and stays untouched"
-            )
-        elif not isinstance(entry, HookedModel):
+        if entry is not None and not isinstance(entry, HookedModel):
             models[architecture] = HookedModel(entry, hook)

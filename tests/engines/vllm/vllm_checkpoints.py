@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 V = H = 128
-LAYERS, HEADS, INTERMEDIATE = 4, 4, 128
+LAYERS, HEADS, INTERMEDIATE = 3, 4, 128
 C = H**0.5
 
 
@@ -76,7 +76,7 @@ def write_target(folder: Path) -> str:
 def write_drafter(folder: Path, K: int, norm: str, **more: object) -> str:
     """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none"."""
     torch.manual_seed(1)
-    layer_ids = list(range(1, K + 1))
+    layer_ids = list(range(LAYERS + 1))[-K:]
     config = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": layer_ids, "num_aux_hidden_states": K, **more}
     weights = {"fc.weight": fc_weight(K, gains := 0.5 + torch.rand(K, H).bfloat16().float(), norm)}
     if norm == "chunk":

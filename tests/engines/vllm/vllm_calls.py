@@ -7,17 +7,20 @@ import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 OPS = ("norm_concat_linear", "norm_concat", "vocab_parallel_embedding")
+_log: TextIO | None = None
 
 
 def register() -> None:
+    global _log
     folder = os.environ.get("EAGLE_KERNELS_CALLS")
-    if folder is None or "log" in globals():
+    if folder is None or _log is not None:
         return
     from eagle_kernels import library
 
-    globals()["log"] = (Path(folder) / str(os.getpid())).open("a", buffering=1)
+    _log = (Path(folder) / str(os.getpid())).open("a", buffering=1)
     for op in OPS:
         module = importlib.import_module(f"eagle_kernels.ops.{op}")
         for name, body in ((op, module._functional), (f"{op}_out", module._run)):
@@ -26,7 +29,7 @@ def register() -> None:
 
 def _counted(op: str, body: Callable) -> Callable:
     def call(*args: object) -> object:
-        globals()["log"].write(f"{op}\n")
+        _log.write(f"{op}\n")
         return body(*args)
 
     return call
