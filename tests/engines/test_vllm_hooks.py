@@ -361,7 +361,7 @@ def test_a_renamed_speculator_method_is_named_once(v2: types.SimpleNamespace, lo
     drafter = build(v2)
     lines = [line for line in log() if "EagleSpeculator" in line]
     assert lines == [
-        f"the zero-copy route is off: {SPECULATORS}.eagle.speculator:EagleSpeculator.propose is not there "
+        f"no zero-copy route: {SPECULATORS}.eagle.speculator:EagleSpeculator.propose is not there "
         "(type object 'EagleSpeculator' has no attribute 'propose')"
     ]
     drafter.combine_hidden_states(torch.randn(T, K * H))

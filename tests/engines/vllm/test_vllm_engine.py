@@ -49,12 +49,14 @@ def test_same_tokens_with_and_without(engine: Engine, K: int, norm: str, tp: int
 
 
 def test_weight_updates_take_effect(engine: Engine) -> None:
-    """New gains alone break the drafter, the fc that goes with them mends it: neither is served from a copy. That the
-    second run is as bad as it can be also shows that the first one's acceptance depends on the projection."""
-    updates = [{f"fc_norm.{k}.weight": -1.0 for k in range(3)}, {"fc.weight": -1.0}]
+    """Each update that breaks the drafter is followed by the one that mends it: no weight is served from a copy. They
+    are negative controls too: acceptance depends on what the projection gives."""
+    negated_gains = {f"fc_norm.{k}.weight": (-1.0, 0) for k in range(3)}
+    updates = [negated_gains, {"fc.weight": (-1.0, 0)}, {"fc.weight": (1.0, 5)}, {"fc.weight": (1.0, -5)}]
     run = engine.run(request_of(engine, 3, "chunk", updates=updates))
-    assert [result["tokens"] for result in run.results] == [EXPECTED] * 3
-    assert [result["accepted_length"] for result in run.results] == [BEST, WORST, BEST]
+    assert [result["tokens"] for result in run.results] == [EXPECTED] * 5
+    # A negated hidden state is right about one token: silu lets a trace of it through to the next column.
+    assert [result["accepted_length"] for result in run.results] == [BEST, 2.0, BEST, WORST, BEST]
 
 
 def test_packed_fc_stays_with_the_engine_behind_the_norms(engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """One engine from start to end in a process of its own: `python vllm_run.py request.json` prints one line of JSON.
 
-The request holds target, drafter, num_speculative_tokens, tp, compiled, prompts, max_tokens, and `updates`: after each
-the prompts run again, on a drafter whose weights were multiplied in place.
+The request holds target, drafter, num_speculative_tokens, tp, compiled, prompts, max_tokens, and `updates` of the
+drafter's weights: after each of them the prompts run again.
 """
 
 import json
@@ -32,8 +32,8 @@ def main() -> None:
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], detokenize=False, ignore_eos=True)
     results = [generate(llm, sampling, request["prompts"])]
-    for factors in request.get("updates", []):
-        llm.collective_rpc(update_weights, args=(factors,))
+    for update in request.get("updates", []):
+        llm.collective_rpc(update_weights, args=(update,))
         results.append(generate(llm, sampling, request["prompts"]))
     print("\nRESULT " + json.dumps(results), flush=True)
 
@@ -51,14 +51,15 @@ def drafts_and_accepted(llm: object) -> tuple[float, float]:
     return values.get("vllm:spec_decode_num_drafts", 0.0), values.get("vllm:spec_decode_num_accepted_tokens", 0.0)
 
 
-def update_weights(worker: object, factors: dict[str, float]) -> None:
-    """What a trainer does to a running drafter: new values through the model's own load_weights."""
+def update_weights(worker: object, update: dict[str, tuple[float, int]]) -> None:
+    """What a trainer does to a running drafter: new values through the model's own load_weights. Here each weight is
+    multiplied by a factor, and its rows move on by a number."""
     import torch
 
     drafter = worker.model_runner.drafter.model
-    parameters = dict(drafter.named_parameters())
+    weights = dict(drafter.named_parameters())
     with torch.no_grad():
-        new = [(name, parameters[f"model.{name}"] * factor) for name, factor in factors.items()]
+        new = [(name, (weights[f"model.{name}"] * factor).roll(rows, 0)) for name, (factor, rows) in update.items()]
         drafter.load_weights(new)
 
 

@@ -26,14 +26,14 @@ _STORE = ("self", "num_tokens", "last_hidden_states", "aux_hidden_states", "num_
 
 
 def hook() -> None:
-    """Hook the speculators this process has imported; V1 has none of them."""
+    """Hook the speculators this process has imported; V1 has none of them, and 0.32 no method for DFlash's."""
     for target, parameters, wrap in ((EAGLE, _PROPOSE, _propose), (DFLASH, _STORE, _store_hidden_states)):
         if target.partition(":")[0] not in sys.modules:
             continue
         try:
             _hook(target, parameters, wrap)
         except TargetError as failure:
-            log_once(LOGGER, logging.WARNING, f"the zero-copy route is off: {failure}")
+            log_once(LOGGER, logging.WARNING, f"no zero-copy route: {failure}")
 
 
 def _hook(target: str, parameters: tuple[object, ...], wrap: Callable) -> None:
