@@ -1,6 +1,6 @@
 """The real engine on a CPU: counting checkpoints reach their best accepted length, 4.0 at 3 steps, or lose every draft.
 
-`make test-sglang` runs these in an environment of their own. A run whose draft never fits accepts one token a step,
+`make test-sglang` runs them in an environment of its own. A run whose draft never fits accepts one token a step,
 16 / 15 = 1.07 of the 16 new tokens; the tokens themselves are the target's, and right, in any case.
 """
 
