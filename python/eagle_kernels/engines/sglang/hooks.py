@@ -37,8 +37,7 @@ def hook_all(parts: Mapping[str, Sequence[Hook]]) -> None:
 
     originals = {}
     for part, hooks in parts.items():
-        found = _find(part, hooks)
-        if found is None or part in _registered:
+        if part in _registered or (found := _find(part, hooks)) is None:
             continue
         _registered.append(part)
         for hook, (owner, name, value) in zip(hooks, found, strict=True):
