@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The examples of the README and of docs/ run as they stand."""
 
 import re
 from pathlib import Path
@@ -13,3 +13,11 @@ def test_drop_in_example(capsys: pytest.CaptureFixture) -> None:
     exec(compile(example, README.name, "exec"), {})
     printed = capsys.readouterr().out
     assert printed.startswith("torch.Size([16, 4096]) norm_concat_linear: ")
+
+
+def test_captured_layers_of_a_transformers_model(capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    page = README.parent / "docs/transformers.md"
+    example = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]
+    exec(compile(example, page.name, "exec"), {})
+    assert capsys.readouterr().out == "torch.Size([5, 192])\n"

@@ -145,6 +145,13 @@ def test_training_falls_back() -> None:
     assert model[0].weight.grad is not None
 
 
+def test_kernelize_without_the_mapping_restores_the_model() -> None:
+    model = kernelized(nn.Sequential(LlamaNorm()))
+    with kernels.use_kernel_mapping({}, inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
+    assert model[0].forward.__func__ is LlamaNorm.forward
+
+
 def test_a_gradient_is_not_cut_silently() -> None:
     model = kernelized(nn.Sequential(LlamaNorm()))
     with pytest.raises(RuntimeError, match="requires grad"):
