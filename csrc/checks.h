@@ -7,6 +7,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -52,6 +54,47 @@ inline void check_operand(const char* op, const char* name, const Tensor& tensor
 inline void check_dense(const char* op, const char* name, const Tensor& tensor, int64_t length) {
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == length, op, ": ", name, " has shape ",
                   shape_text(tensor), ", expected ", length, " dense values on the CPU");
+}
+
+// The bytes a tensor spans, from its first element to behind its last; none for an empty one.
+struct ByteRange {
+  uintptr_t begin, end;
+};
+
+inline ByteRange byte_range(const Tensor& tensor) {
+  int64_t elements = 1;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) == 0) return {0, 0};
+    elements += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return {begin, begin + elements * tensor.element_size()};
+}
+
+// Whether rows of one pitch lie beside each other, as the slots of one packed buffer do.
+inline bool interleave(const Tensor& a, const Tensor& b, int64_t distance) {
+  if (a.dim() != 2 || b.dim() != 2) return false;
+  const int64_t a_row = a.size(1) * a.element_size(), b_row = b.size(1) * b.element_size();
+  const int64_t pitch = a.stride(0) * a.element_size();
+  if (pitch < std::max(a_row, b_row) || b.stride(0) * static_cast<int64_t>(b.element_size()) != pitch) return false;
+  distance = (distance % pitch + pitch) % pitch;
+  return a_row <= distance && distance + b_row <= pitch;
+}
+
+// An output [T, H]: rows of the op's dtype that do not run into each other.
+inline void check_output(const char* op, const char* name, const Tensor& tensor, ScalarType dtype) {
+  check_operand(op, name, tensor, dtype);
+  STD_TORCH_CHECK(tensor.size(0) <= 1 || tensor.stride(0) >= tensor.size(1), op, ": ", name, " has strides (",
+                  tensor.stride(0), ", ", tensor.stride(1), "), expected rows that do not overlap each other");
+}
+
+inline void check_no_overlap(const char* op, const char* name, const Tensor& written, const char* read_name,
+                             const Tensor& read) {
+  const ByteRange out = byte_range(written), in = byte_range(read);
+  const bool apart = out.begin >= in.end || in.begin >= out.end;
+  STD_TORCH_CHECK(apart || interleave(written, read, static_cast<int64_t>(in.begin - out.begin)), op, ": ", name,
+                  " overlaps ", read_name,
+                  ", expected disjoint memory, because rows are written while others are read");
 }
 
 }  // namespace eagle_kernels

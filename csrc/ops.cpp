@@ -45,10 +45,16 @@ cpu::DType dtype_of(const char* op, const char* name, const Tensor& tensor) {
   }
 }
 
-cpu::Vector vector_of(const char* op, const char* name, const Tensor& tensor, int64_t length, ScalarType dtype) {
+// Dense values of the op's dtype or fp32: a vector, or several packed behind each other.
+cpu::Vector dense_of(const char* op, const char* name, const Tensor& tensor, int64_t length, ScalarType dtype) {
   check_dense(op, name, tensor, length);
   if (tensor.scalar_type() != ScalarType::Float) check_dtype(op, name, tensor, dtype);
   return {tensor.const_data_ptr(), dtype_of(op, name, tensor)};
+}
+
+cpu::Vector vector_of(const char* op, const char* name, const Tensor& tensor, int64_t length, ScalarType dtype) {
+  STD_TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " has shape ", shape_text(tensor), ", expected (", length, ",)");
+  return dense_of(op, name, tensor, length, dtype);
 }
 
 cpu::Vector vector_of(const char* op, const char* name, const OptionalTensor& tensor, int64_t length,
@@ -74,8 +80,9 @@ void capture_hidden_out(const Tensor& hidden, const OptionalTensor& residual, Te
   const ScalarType dtype = hidden.scalar_type();
   check_rows(op, "hidden", hidden);
   const int64_t rows = hidden.size(0), width = hidden.size(1);
-  check_operand(op, "out", out, dtype);
+  check_output(op, "out", out, dtype);
   check_shape(op, "out", out, rows, width);
+  check_no_overlap(op, "out", out, "hidden", hidden);
 
   cpu::CaptureHidden args{};
   args.dtype = dtype_of(op, "hidden", hidden);
@@ -87,6 +94,7 @@ void capture_hidden_out(const Tensor& hidden, const OptionalTensor& residual, Te
   if (residual) {
     check_operand(op, "residual", *residual, dtype);
     check_shape(op, "residual", *residual, rows, width);
+    check_no_overlap(op, "out", out, "residual", *residual);
     args.residual = residual->const_data_ptr();
     args.residual_row_stride = residual->stride(0);
   }
@@ -109,10 +117,16 @@ void add_rms_norm_out(const Tensor& hidden, const Tensor& residual, const Tensor
   const int64_t rows = hidden.size(0), width = hidden.size(1);
   check_operand(op, "residual", residual, dtype);
   check_shape(op, "residual", residual, rows, width);
-  check_operand(op, "out", out, dtype);
+  check_output(op, "out", out, dtype);
   check_shape(op, "out", out, rows, width);
-  check_operand(op, "out_sum", out_sum, dtype);
+  check_output(op, "out_sum", out_sum, dtype);
   check_shape(op, "out_sum", out_sum, rows, width);
+  check_no_overlap(op, "out", out, "out_sum", out_sum);
+  for (const auto& [name, written] : {std::pair{"out", &out}, std::pair{"out_sum", &out_sum}}) {
+    check_no_overlap(op, name, *written, "hidden", hidden);
+    check_no_overlap(op, name, *written, "residual", residual);
+    check_no_overlap(op, name, *written, "weight", weight);
+  }
 
   cpu::AddRmsNorm args{};
   args.dtype = dtype_of(op, "hidden", hidden);
@@ -133,6 +147,7 @@ void add_rms_norm_out(const Tensor& hidden, const Tensor& residual, const Tensor
 
 float scalar_value(const char* op, const Tensor& scalar) {
   check_dense(op, "scale", scalar, 1);
+  STD_TORCH_CHECK(scalar.dim() == 0, op, ": scale has shape ", shape_text(scalar), ", expected a 0-d tensor");
   const void* data = scalar.const_data_ptr();
   switch (dtype_of(op, "scale", scalar)) {
     case cpu::DType::kFloat32:
@@ -152,8 +167,10 @@ void vocab_parallel_embedding_out(const Tensor& ids, const Tensor& weight, int64
   check_rows(op, "weight", weight);
   const int64_t width = weight.size(1), rows = weight.size(0);
   STD_TORCH_CHECK(ids.is_cpu() && ids.dim() == 1, op, ": ids has shape ", shape_text(ids), ", expected (N,) on the CPU");
-  check_operand(op, "out", out, weight.scalar_type());
+  check_output(op, "out", out, weight.scalar_type());
   check_shape(op, "out", out, ids.size(0), width);
+  check_no_overlap(op, "out", out, "weight", weight);
+  check_no_overlap(op, "out", out, "ids", ids);
   STD_TORCH_CHECK(0 <= org_begin && org_begin <= org_end && 0 <= added_begin && added_begin <= added_end, op,
                   ": the shard holds ids [", org_begin, ", ", org_end, ") and [", added_begin, ", ", added_end,
                   "), expected ascending bounds from 0 on");
@@ -200,9 +217,11 @@ class Sources {
     dtype_ = chunks[0].scalar_type();
     chunks_.resize(num_chunks);
     add_chunks(chunks, residuals);
-    add_indices(indices);
+    add_indices(indices, static_cast<int64_t>(chunks.size()) != num_chunks);
+    STD_TORCH_CHECK(norm != 0 || (gains.empty() && !sum_squares), op, ": norm is 0 (none), expected no norm_weight and ",
+                    "no sum_squares");
     add_gains(gains, static_cast<cpu::Norm>(norm));
-    add_eps(eps);
+    add_eps(eps, static_cast<cpu::Norm>(norm));
     if (sum_squares) add_sum_squares(*sum_squares);
 
     record_.dtype = dtype_of(op, "chunks[0]", chunks[0]);
@@ -222,7 +241,10 @@ class Sources {
     const bool packed = static_cast<int64_t>(chunks.size()) != num_chunks_;
     STD_TORCH_CHECK(residuals.empty() || residuals.size() == chunks.size(), op_, ": residuals has ", residuals.size(),
                     " entries, expected ", chunks.size());
-    for (const Tensor& chunk : chunks) check_operand(op_, "chunks", chunk, dtype_);
+    for (const Tensor& chunk : chunks) {
+      check_operand(op_, "chunks", chunk, dtype_);
+      STD_TORCH_CHECK(chunk.size(1) >= 1, op_, ": chunks has shape ", shape_text(chunk), ", expected (T, H) with H >= 1");
+    }
     STD_TORCH_CHECK(!packed || chunks[0].size(1) % num_chunks_ == 0, op_, ": chunks has shape ", shape_text(chunks[0]),
                     ", expected a multiple of K = ", num_chunks_, " columns");
     for (int64_t k = 0; k < num_chunks_; ++k) {
@@ -246,15 +268,16 @@ class Sources {
     }
   }
 
-  void add_indices(const std::vector<OptionalTensor>& indices) {
-    STD_TORCH_CHECK(indices.size() <= 1 || static_cast<int64_t>(indices.size()) == num_chunks_, op_, ": indices has ",
-                    indices.size(), " entries, expected 0, 1 or K = ", num_chunks_);
+  void add_indices(const std::vector<OptionalTensor>& indices, bool packed) {
+    STD_TORCH_CHECK(indices.size() <= 1 || (!packed && static_cast<int64_t>(indices.size()) == num_chunks_), op_,
+                    ": indices has ", indices.size(), " entries, expected ", packed ? "0 or 1" : "0, 1 or K = ",
+                    packed ? "" : std::to_string(num_chunks_));
     for (int64_t k = 0; k < num_chunks_; ++k) {
-      const OptionalTensor& index = indices.empty() ? OptionalTensor{} : indices[indices.size() == 1 ? 0 : k];
-      if (index) {
-        chunks_[k].index = {index->const_data_ptr(), is_int64(op_, "indices", *index)};
-        STD_TORCH_CHECK(index->is_cpu() && index->numel() == num_rows_, op_, ": indices has shape ", shape_text(*index),
-                        ", expected (", num_rows_, ",)");
+      const OptionalTensor* index = indices.empty() ? nullptr : &indices[indices.size() == 1 ? 0 : k];
+      if (index != nullptr && *index) {
+        chunks_[k].index = {(*index)->const_data_ptr(), is_int64(op_, "indices", **index)};
+        STD_TORCH_CHECK((*index)->dim() == 1 && (*index)->size(0) == num_rows_, op_, ": indices has shape ",
+                        shape_text(**index), ", expected (", num_rows_, ",)");
       } else {
         STD_TORCH_CHECK(chunks_[k].rows == num_rows_, op_, ": chunks[", k, "] has ", chunks_[k].rows,
                         " rows and no index, expected ", num_rows_);
@@ -262,22 +285,37 @@ class Sources {
     }
   }
 
+  // One gain per chunk [H_k], or all packed: [K, H] for chunk norms, [K*H] for the concat norm.
   void add_gains(const std::vector<Tensor>& gains, cpu::Norm norm) {
-    if (gains.empty() || norm == cpu::Norm::kNone) return;
+    if (gains.empty()) return;
     const bool packed = gains.size() == 1;
     STD_TORCH_CHECK(packed || static_cast<int64_t>(gains.size()) == num_chunks_, op_, ": norm_weight has ",
                     gains.size(), " entries, expected 1 or K = ", num_chunks_);
+    const bool flat = norm == cpu::Norm::kConcat || num_chunks_ == 1;
+    STD_TORCH_CHECK(!packed || (flat && gains[0].dim() == 1) ||
+                        (norm == cpu::Norm::kChunk && gains[0].dim() == 2 && gains[0].size(0) == num_chunks_ &&
+                         equal_widths()),
+                    op_, ": norm_weight has shape ", shape_text(gains[0]), ", expected (K, H) or (K*H,) with K = ",
+                    num_chunks_, " and K*H = ", width_);
     for (int64_t k = 0; k < num_chunks_; ++k) {
       cpu::Chunk& chunk = chunks_[k];
       const Tensor& gain = gains[packed ? 0 : k];
-      chunk.gain = vector_of(op_, "norm_weight", gain, packed ? width_ : chunk.width, dtype_);
+      check_dtype(op_, "norm_weight", gain, gains[0].scalar_type());
+      chunk.gain = packed ? dense_of(op_, "norm_weight", gain, width_, dtype_)
+                          : vector_of(op_, "norm_weight", gain, chunk.width, dtype_);
       if (packed) chunk.gain.data = offset(chunk.gain.data, bytes(chunk.column, gain));
     }
   }
 
-  void add_eps(const std::vector<double>& eps) {
-    STD_TORCH_CHECK(eps.size() == 1 || static_cast<int64_t>(eps.size()) == num_chunks_, op_, ": eps has ", eps.size(),
-                    " entries, expected 1 or K = ", num_chunks_);
+  bool equal_widths() const {
+    return std::all_of(chunks_.begin(), chunks_.end(),
+                       [&](const cpu::Chunk& chunk) { return chunk.width == chunks_[0].width; });
+  }
+
+  void add_eps(const std::vector<double>& eps, cpu::Norm norm) {
+    const int64_t most = norm == cpu::Norm::kChunk ? num_chunks_ : 1;
+    STD_TORCH_CHECK(eps.size() == 1 || static_cast<int64_t>(eps.size()) == most, op_, ": eps has ", eps.size(),
+                    " entries, expected 1 or ", most);
     for (int64_t k = 0; k < num_chunks_; ++k) chunks_[k].eps = static_cast<float>(eps[eps.size() == 1 ? 0 : k]);
   }
 
@@ -296,6 +334,14 @@ class Sources {
   std::vector<cpu::Chunk> chunks_;
 };
 
+void check_no_overlap_with_sources(const char* op, const Tensor& out, const std::vector<Tensor>& chunks,
+                                   const std::vector<OptionalTensor>& residuals) {
+  for (const Tensor& chunk : chunks) check_no_overlap(op, "out", out, "chunks", chunk);
+  for (const OptionalTensor& residual : residuals) {
+    if (residual) check_no_overlap(op, "out", out, "residuals", *residual);
+  }
+}
+
 void norm_concat_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
                      const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
                      const std::vector<OptionalTensor>& residuals, const std::vector<OptionalTensor>& indices,
@@ -304,8 +350,9 @@ void norm_concat_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int6
   check_rows(op, "out", out);
   const int64_t rows = out.size(0);
   Sources sources(op, chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, rows);
-  check_operand(op, "out", out, sources.dtype_);
+  check_output(op, "out", out, sources.dtype_);
   check_shape(op, "out", out, rows, sources.width_);
+  check_no_overlap_with_sources(op, out, chunks, residuals);
   cpu::NormConcat args = sources.record_;
   args.out = out.mutable_data_ptr();
   args.out_row_stride = out.stride(0);
@@ -321,9 +368,11 @@ void norm_concat_linear_out(const std::vector<Tensor>& chunks, int64_t num_chunk
   check_rows(op, "out", out);
   const int64_t rows = out.size(0), columns = out.size(1);
   Sources sources(op, chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, rows);
-  check_operand(op, "out", out, sources.dtype_);
+  check_output(op, "out", out, sources.dtype_);
   check_operand(op, "weight", weight, sources.dtype_);
   check_shape(op, "weight", weight, columns, sources.width_);
+  check_no_overlap_with_sources(op, out, chunks, residuals);
+  check_no_overlap(op, "out", out, "weight", weight);
   if (rows == 0 || columns == 0) return;
 
   cpu::NormConcatLinear args{};

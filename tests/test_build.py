@@ -145,6 +145,8 @@ def test_interrupted_build_resumes_and_the_wheel_holds_what_it_should(tree: Path
 
     wheel, run = build_wheel(tree, **{"EAGLE_KERNELS_BUILD": environment["EAGLE_KERNELS_BUILD"]})
     assert wheel is not None, run.stderr[-4000:]
+    (cache,) = tree.glob("build/cmake-*/CMakeCache.txt")
+    assert "CMAKE_BUILD_TYPE:STRING=Release" in cache.read_text()  # once empty: ops.cpp ran unoptimised
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)

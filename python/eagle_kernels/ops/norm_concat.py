@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..direct import is_direct
 from ..library import register
 from ..plan import Plan, simple_plan
-from .sources import NORMS, Sources, check_no_overlap, formula, output_rows, total_width
+from .sources import (
+    NORMS,
+    Sources,
+    check_no_overlap,
+    formula,
+    output_rows,
+    plain_arguments,
+    tensors_of,
+    total_width,
+)
 
 OP = "norm_concat"
 
@@ -55,6 +65,16 @@ def norm_concat(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    try:
+        if out is not None:
+            plain = plain_arguments(
+                OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
+            )
+            if is_direct(OP, out, *tensors_of(plain)):
+                torch.ops.eagle_kernels_C.norm_concat_out(*plain, out)
+                return out
+    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
+        pass
     sources = Sources.build(
         OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
     )

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from .. import checks
 from .. import plan as plans
+from ..direct import is_direct
 from ..library import register
 from ..plan import Plan
 from ..tuned_configs import Tiles, choose_tiles, gpu_of, invariant_rows
 from .norm_concat import ARGUMENTS, check_out
-from .sources import NORMS, Sources, check_no_overlap, formula, output_rows
+from .sources import NORMS, Sources, check_no_overlap, formula, output_rows, plain_arguments, tensors_of
 
 OP = "norm_concat_linear"
 
@@ -62,6 +63,18 @@ def norm_concat_linear(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    try:
+        one_eps = isinstance(eps, (int, float))
+        if out is not None and (one_eps or post_norm_weight is None):
+            plain = plain_arguments(
+                OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
+            )
+            projection = (weight, bias, post_norm_weight, eps if one_eps else 0.0)
+            if is_direct(OP, out, *projection[:3], *tensors_of(plain)) and _runs_fused(out, weight):
+                torch.ops.eagle_kernels_C.norm_concat_linear_out(*plain, *projection, out)
+                return out
+    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
+        pass
     eps, post_norm_eps = _split_eps(eps, post_norm_weight)
     eps_name = "eps" if post_norm_weight is None else "eps without the post norm's"
     sources = Sources.build(
@@ -75,6 +88,12 @@ def norm_concat_linear(
     rows = check_out(OP, out, sources, columns, "D")
     torch.ops.eagle_kernels.norm_concat_linear_out(*sources.arguments, *projection, rows)
     return out
+
+
+def _runs_fused(out: Tensor, weight: Tensor) -> bool:
+    """Whether the plan of this call is one compiled primitive."""
+    columns, width = weight.shape
+    return plan_sizes(out.shape[0], width, columns, weight.dtype, weight.device.type).method.startswith("fused")
 
 
 def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) -> tuple[float | Sequence[float], float]:

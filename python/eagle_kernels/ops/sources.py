@@ -100,6 +100,48 @@ class Sources:
         return Sources(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, one_row)
 
 
+def plain_arguments(
+    op: str,
+    chunks: Sequence[Tensor] | Tensor,
+    norm: str,
+    norm_weight: Sequence[Tensor] | Tensor | None,
+    eps: float | Sequence[float],
+    norm_offset: float,
+    residuals: Sequence[Tensor | None] | Tensor | None,
+    indices: Sequence[Tensor | None] | Tensor | None,
+    sum_squares: Tensor | None,
+    num_chunks: int | None,
+) -> tuple:
+    """The leading arguments of the compiled primitives, which check them; raises where the long way has to look."""
+    packed = isinstance(chunks, Tensor)
+    num_chunks = _count_chunks(op, chunks, packed, norm, norm_weight, num_chunks)
+    per_chunk = not isinstance(norm_weight, Tensor) or norm_weight.dim() == 2
+    if norm_weight is not None and per_chunk != (norm == "chunk"):
+        raise TypeError("norm_weight has the form of another norm")
+    return (
+        [chunks] if packed else chunks,
+        num_chunks,
+        NORMS.index(norm),
+        _listed(norm_weight),
+        [eps] if isinstance(eps, (int, float)) else eps,
+        norm_offset,
+        _listed(residuals),
+        _listed(indices),
+        sum_squares,
+    )
+
+
+def tensors_of(arguments: tuple) -> tuple[Tensor | None, ...]:
+    """The tensors among `plain_arguments` that could ask for a gradient."""
+    return (*arguments[0], *arguments[3], *arguments[6])
+
+
+def _listed(value: Sequence[Tensor] | Tensor | None) -> Sequence[Tensor]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, Tensor) else value
+
+
 def output_rows(chunks: list[Tensor], indices: list[Tensor | None]) -> int:
     """N: the length of the indices, or the rows of a chunk that has none."""
     for index in indices:
