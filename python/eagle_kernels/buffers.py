@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .ops import capture_hidden
+from .ops import add_rms_norm, capture_hidden
 
 
 class AuxHiddenStates:
@@ -89,3 +89,84 @@ class AuxHiddenStates:
                 ValueError, f"AuxHiddenStates.{method}", f"rows is {rows}", f"at most max_tokens = {self.max_tokens}"
             )
         return rows
+
+
+class ChainedHiddenStates:
+    """The hidden states that one drafting step hands to the next: load(target), then per step current(T), advance(...).
+
+    Step 0 reads the target's pre-norm hidden states, step k what step k - 1 left: the pre-norm sum
+    round(hidden + residual), or its norm where the drafter has `norm_output` (EAGLE-3.1). Rows keep their place; it is
+    the token ids that move (`rotate_token_ids`).
+
+    Args:
+        max_tokens, hidden_size: of the static buffers.
+        norm_output: the normed output feeds the next step, not the pre-norm sum.
+        dtype, device: of the stream.
+
+    Attributes:
+        buffer: [max_tokens, H], what the next step reads.
+        other: [max_tokens, H], the output of `advance` that does not feed the next step.
+
+    Source: SGLang 0.5.23 `multi_layer_eagle_worker_v2` (chain_mtp_hidden_states), `llama_eagle3` (norm_output).
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        hidden_size: int,
+        *,
+        norm_output: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("hidden_size", hidden_size)):
+            checks.check_int("ChainedHiddenStates", name, value, at_least=1)
+        self.max_tokens = max_tokens
+        self.hidden_size = hidden_size
+        self.norm_output = norm_output
+        self.buffer = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
+        self.other = torch.zeros_like(self.buffer)
+
+    def load(self, target: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
+        """Write round(target + residual), [T, H], into rows [row, row + T); the written view."""
+        return capture_hidden(target, residual, out=self.buffer[row : row + target.shape[0]])
+
+    def current(self, rows: int) -> Tensor:
+        """The first `rows` rows of what the next step reads: a [T, H] view."""
+        return self.buffer[:rows]
+
+    def advance(
+        self, hidden: Tensor, residual: Tensor, norm_weight: Tensor, *, eps: float = 1e-6, norm_offset: float = 0.0
+    ) -> Tensor:
+        """Take over the step's output, [T, H] hidden and residual, in one `add_rms_norm`; returns the normed states.
+
+        They are a [T, H] view of a static buffer, valid until the next `advance`: what the head reads.
+        """
+        rows = hidden.shape[0]
+        total, normed = (self.other, self.buffer) if self.norm_output else (self.buffer, self.other)
+        add_rms_norm(
+            hidden,
+            residual,
+            norm_weight,
+            eps=eps,
+            norm_offset=norm_offset,
+            out=normed[:rows],
+            out_sum=total[:rows],
+        )
+        return normed[:rows]
+
+
+def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor:
+    """In place: ids[i] = ids[i + 1] within each request, ids[last_rows[r]] = next_ids[r]; returns ids.
+
+    The step from MTP layer k to k + 1: hidden rows stay, each sees the token one further on.
+
+    Args:
+        ids: [T] token ids of all requests, one after the other.
+        next_ids: [R], the token drafted for each request, dtype of ids.
+        last_rows: [R] int64, the row of each request's last token.
+
+    Source: SGLang 0.5.23 `multi_layer_eagle_utils.rotate_input_ids`.
+    """
+    ids.copy_(ids.roll(-1))
+    return ids.index_copy_(0, last_rows, next_ids)

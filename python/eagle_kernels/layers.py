@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks
+from . import checkpoint, checks
 from .drafter_config import Eagle3Config
+from .mtp_config import MTPConfig
 from .ops import norm_concat, norm_concat_linear, vocab_parallel_embedding
+from .packable_linear import PackableLinear
 from .vocab_shard import VocabShard, shard_vocab_weight
-
-
-class PackableLinear(nn.Linear):
-    """nn.Linear whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
-
-    state_dict always holds the dense weight, and loading one packs it again.
-    """
-
-    packed: Tensor | None = None
-
-    def pack(self) -> None:
-        if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-            self.weight = None
-
-    def unpack(self) -> None:
-        if self.packed is not None:
-            self.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
-            self.packed = None
-
-    def product(self, x: Tensor) -> Tensor:
-        """x @ weight^T + bias from the packed weight."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.packed is not None:
-            destination[prefix + "weight"] = self.packed.to_dense()
-
-    def _load_from_state_dict(self, *args: object) -> None:
-        was_packed = self.packed is not None
-        self.unpack()
-        super()._load_from_state_dict(*args)
-        if was_packed:
-            self.pack()
-
-    def _apply(self, fn: object, recurse: bool = True) -> PackableLinear:
-        # .to() and .cuda() cannot move a blocked weight; it packs again where it lands on the CPU.
-        was_packed = self.packed is not None
-        self.unpack()
-        super()._apply(fn, recurse)
-        if was_packed and self.weight.device.type == "cpu":
-            self.pack()
-        return self
 
 
 class Eagle3Projection(nn.Module):
@@ -93,6 +52,18 @@ class Eagle3Projection(nn.Module):
             self.fc_norm = nn.ModuleList(norms)
         self.input_norm = nn.RMSNorm(width, config.eps, **place) if config.concat_norm else None
         self.requires_grad_(False)
+
+    def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3Projection:
+        """Copy fc and the norms from a drafter's checkpoint: a safetensors file or folder, or tensors by name.
+
+        Names may start with `model.`; aux_norm_low|mid|high are fc_norm.0|1|2 (the legacy name). What belongs to the
+        rest of the drafter (layers, midlayer, norm, lm_head, embed_tokens, d2t, t2d) is left alone.
+
+        Raises ValueError that names the weight, before anything is copied: a missing one, a norm that the config does
+        not have, a shape that does not fit, a projection that is quantised.
+        """
+        self.load_state_dict(checkpoint.eagle3_projection(weights, self))
+        return self
 
     def prepack(self) -> Eagle3Projection:
         """Put fc.weight into oneDNN's blocked layout, for CPUs without AMX; every T then runs norm_concat + oneDNN.
@@ -150,6 +121,102 @@ class Eagle3Projection(nn.Module):
             return norm_concat_linear(chunks, self.fc.weight, bias=self.fc.bias, out=out, **sources)
         projected = self.fc.product(norm_concat(chunks, **sources))
         return projected if out is None else out.copy_(projected)
+
+
+class MTPProjection(nn.Module):
+    """The input stage of an MTP / NextN layer: y = eh_proj(cat[enorm(scale * embedding), hnorm(hidden)]).
+
+    Args:
+        config: `MTPConfig`; `MTPConfig.from_hf` reads what is special about the model's family.
+        max_tokens: rows of the static buffers that masking and a sharded table need; None allocates them per call.
+        dtype, device: of the parameters.
+
+    state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H]. Parameters do not require
+    grad: the layer is inference only.
+
+    Source: SGLang 0.5.23 `deepseek_nextn`, `step3p5_mtp`, `gemma4_mtp`; vLLM 0.33 `deepseek_mtp`, `mimo_mtp`.
+    """
+
+    def __init__(
+        self,
+        config: MTPConfig,
+        *,
+        max_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.max_tokens = max_tokens
+        place = {"dtype": dtype, "device": device}
+        if config.normed:
+            self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **place)
+            self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **place)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **place)
+        self.requires_grad_(False)
+
+    def load_checkpoint(
+        self, weights: str | os.PathLike | Mapping[str, Tensor], *, layer: int | None = None
+    ) -> MTPProjection:
+        """Copy enorm, hnorm and eh_proj from a checkpoint: a safetensors file or folder, or tensors by name.
+
+        Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint holds several MTP layers.
+
+        Raises ValueError that names the weight, before anything is copied, as `Eagle3Projection.load_checkpoint`.
+        """
+        self.load_state_dict(checkpoint.mtp_projection(weights, self, layer))
+        return self
+
+    def forward(
+        self,
+        hidden: Tensor,
+        ids: Tensor | None = None,
+        *,
+        table: Tensor | VocabParallelEmbedding | None = None,
+        embeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        indices: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[N, D]. A table of the whole vocabulary is a chunk of the one op call, with the token ids as its indices.
+
+        Args:
+            hidden: [T, H], the target's (or the previous MTP layer's) hidden states.
+            ids, table: token ids [N], int32 / int64, and the embedding: the full [V, H] tensor, or a
+                VocabParallelEmbedding, full or sharded. An id outside the vocabulary has a zero row.
+            embeds: [N, H] in their place.
+            positions: [N], needed where the config masks position 0.
+            indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
+            out: [N, D], as in `norm_concat_linear`.
+        """
+        config = self.config
+        chunk, index = self._embedding(ids, table, embeds, positions)
+        chunks, rows, eps = [chunk, hidden], [index, indices], [config.enorm_eps, config.hnorm_eps]
+        if config.embedding_scale is not None and embeds is None:
+            eps[0] /= config.embedding_scale**2
+        gains = [self.enorm.weight, self.hnorm.weight] if config.normed else None
+        if config.order == "hidden,embed":
+            chunks, rows, eps = chunks[::-1], rows[::-1], eps[::-1]
+            gains = gains and gains[::-1]
+        norm = {"norm": "chunk", "norm_weight": gains, "eps": eps, "norm_offset": config.norm_offset}
+        return norm_concat_linear(
+            chunks, self.eh_proj.weight, indices=rows, out=out, **(norm if config.normed else {"norm": "none"})
+        )
+
+    def _embedding(
+        self,
+        ids: Tensor | None,
+        table: Tensor | VocabParallelEmbedding | None,
+        embeds: Tensor | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if embeds is not None:
+            return embeds, None
+        if self.config.mask_position_zero:
+            ids = ids.masked_fill(positions == 0, -1)
+        if isinstance(table, VocabParallelEmbedding):
+            return table(ids), None
+        return table, ids
 
 
 class VocabParallelEmbedding(nn.Module):
