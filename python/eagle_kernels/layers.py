@@ -128,7 +128,8 @@ class MTPProjection(nn.Module):
 
     Args:
         config: `MTPConfig`; `MTPConfig.from_hf` reads what is special about the model's family.
-        max_tokens: rows of the static buffers that masking and a sharded table need; None allocates them per call.
+        max_tokens: rows of the static buffers that a masked position 0, a sharded table and a scale without norm need:
+            each is allocated by the first call that needs it and never again. None: such calls allocate.
         dtype, device: of the parameters.
 
     state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H]. Parameters do not require
@@ -148,10 +149,13 @@ class MTPProjection(nn.Module):
         super().__init__()
         self.config = config
         self.max_tokens = max_tokens
+        self._buffers_of: dict[tuple, Tensor] = {}
         place = {"dtype": dtype, "device": device}
         if config.normed:
             self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **place)
             self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **place)
+            for norm in (self.enorm, self.hnorm):
+                norm.weight.data.fill_(1 - config.norm_offset)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **place)
         self.requires_grad_(False)
 
@@ -161,8 +165,9 @@ class MTPProjection(nn.Module):
         """Copy enorm, hnorm and eh_proj from a checkpoint: a safetensors file or folder, or tensors by name.
 
         Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint holds several MTP layers.
+        Qwen3-Next's, MiMo's and Gemma 4's names for the three are known too.
 
-        Raises ValueError that names the weight, before anything is copied, as `Eagle3Projection.load_checkpoint`.
+        Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
         """
         self.load_state_dict(checkpoint.mtp_projection(weights, self, layer))
         return self
@@ -183,25 +188,68 @@ class MTPProjection(nn.Module):
         Args:
             hidden: [T, H], the target's (or the previous MTP layer's) hidden states.
             ids, table: token ids [N], int32 / int64, and the embedding: the full [V, H] tensor, or a
-                VocabParallelEmbedding, full or sharded. An id outside the vocabulary has a zero row.
-            embeds: [N, H] in their place.
-            positions: [N], needed where the config masks position 0.
+                VocabParallelEmbedding, full or sharded, whose own scale (if it has one) goes before the config's. An id
+                outside the vocabulary has a zero row.
+            embeds: [N, H] in their place, scaled already.
+            positions: [N] int32 / int64, needed where the config masks position 0.
             indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
             out: [N, D], as in `norm_concat_linear`.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
         """
+        self._check_sources(ids, table, embeds, positions)
         config = self.config
-        chunk, index = self._embedding(ids, table, embeds, positions)
-        chunks, rows, eps = [chunk, hidden], [index, indices], [config.enorm_eps, config.hnorm_eps]
-        if config.embedding_scale is not None and embeds is None:
-            eps[0] /= config.embedding_scale**2
-        gains = [self.enorm.weight, self.hnorm.weight] if config.normed else None
-        if config.order == "hidden,embed":
-            chunks, rows, eps = chunks[::-1], rows[::-1], eps[::-1]
-            gains = gains and gains[::-1]
-        norm = {"norm": "chunk", "norm_weight": gains, "eps": eps, "norm_offset": config.norm_offset}
+        chunk, index, scale = self._embedding(ids, table, embeds, positions)
+        for name, tensor in (("hidden", hidden), ("embeds" if table is None else "table", chunk)):
+            if tensor.shape[-1:] != (config.hidden_size,):
+                raise checks.shape_error("MTPProjection", name, tensor, f"(*, H) = (*, {config.hidden_size})")
+        chunks, rows = [chunk, hidden], [index, indices]
+        if not config.normed:
+            chunks, rows = self._ordered(chunks), self._ordered(rows)
+            return norm_concat_linear(chunks, self.eh_proj.weight, norm="none", indices=rows, out=out)
+        # rms(scale * e) with eps is rms(e) with eps / scale^2, without the rounding of scale * e.
+        eps = [config.enorm_eps / (1.0 if scale is None else scale**2), config.hnorm_eps]
         return norm_concat_linear(
-            chunks, self.eh_proj.weight, indices=rows, out=out, **(norm if config.normed else {"norm": "none"})
+            self._ordered(chunks),
+            self.eh_proj.weight,
+            norm_weight=self._ordered([self.enorm.weight, self.hnorm.weight]),
+            eps=self._ordered(eps),
+            norm_offset=config.norm_offset,
+            indices=self._ordered(rows),
+            out=out,
         )
+
+    def _ordered(self, pair: list) -> list:
+        return pair if self.config.order == "embed,hidden" else pair[::-1]
+
+    def _check_sources(
+        self,
+        ids: Tensor | None,
+        table: Tensor | VocabParallelEmbedding | None,
+        embeds: Tensor | None,
+        positions: Tensor | None,
+    ) -> None:
+        op = "MTPProjection"
+        if (ids is None) == (embeds is None) or (ids is None) != (table is None):
+            given = {"ids": ids, "table": table, "embeds": embeds}
+            got = ", ".join(name for name, value in given.items() if value is not None) or "neither"
+            raise checks.error(ValueError, op, f"given are {got}", "either ids and table, or embeds")
+        for name, tensor in (("ids", ids), ("positions", positions)):
+            if tensor is not None:
+                checks.check_ids(op, name, tensor)
+        if embeds is not None:
+            checks.check_rows(op, "embeds", embeds)
+        elif not isinstance(table, VocabParallelEmbedding):
+            checks.check_rows(op, "table", table)
+        rows = (embeds if ids is None else ids).shape[0]
+        if positions is not None and positions.shape[0] != rows:
+            raise checks.shape_error(op, "positions", positions, f"({rows},)", "there is one per embedding")
+        if positions is None and self.config.mask_position_zero:
+            because = "the config masks the embedding at position 0"
+            raise checks.error(ValueError, op, "positions is None", f"({rows},) positions", because)
+        if self.max_tokens is not None and rows > self.max_tokens:
+            because = "static buffers never grow"
+            raise checks.error(ValueError, op, f"there are {rows} rows", f"at most {self.max_tokens}", because)
 
     def _embedding(
         self,
@@ -209,14 +257,51 @@ class MTPProjection(nn.Module):
         table: Tensor | VocabParallelEmbedding | None,
         embeds: Tensor | None,
         positions: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if embeds is not None:
-            return embeds, None
-        if self.config.mask_position_zero:
-            ids = ids.masked_fill(positions == 0, -1)
+    ) -> tuple[Tensor, Tensor | None, float | None]:
+        """(chunk, index, scale) of the embedding; a scale that is left here is the norm's to apply."""
+        if ids is None:
+            return embeds, self._masked(None, positions), None
+        ids = self._masked(ids, positions)
+        scale, weight, shard = self._scale(), table, None
         if isinstance(table, VocabParallelEmbedding):
-            return table(ids), None
-        return table, ids
+            weight, shard = table.weight, table.shard
+            scale = table.own_scale if table.own_scale is not None else scale
+        is_full = shard is None or shard.is_full_table
+        if is_full and (scale is None or (self.config.normed and isinstance(scale, float))):
+            return weight if shard is None else weight[: shard.num_embeddings], ids, scale
+        if shard is None:
+            shard = VocabShard.build(weight.shape[0], tp_rank=0, tp_size=1)
+        rows = self._static("embeds", (ids.shape[0], weight.shape[1]), weight)
+        vocab_parallel_embedding(ids, weight, shard, scale=scale, out=rows)
+        if isinstance(table, VocabParallelEmbedding):
+            table.reduce(rows)
+        return rows, None, None
+
+    def _masked(self, ids: Tensor | None, positions: Tensor | None) -> Tensor | None:
+        """The index of the embedding: ids (or the row itself), -1 where position 0 is masked."""
+        if not self.config.mask_position_zero:
+            return ids
+        masked = self._static("ids", positions.shape, positions.new_empty(0, dtype=torch.int64))
+        if ids is None:
+            torch.arange(positions.shape[0], out=masked)
+        else:
+            masked.copy_(ids)
+        return masked.masked_fill_(positions == 0, -1)
+
+    def _scale(self) -> float | None:
+        scale = self.config.embedding_scale
+        if scale is None or not self.config.round_embedding_scale:
+            return scale
+        return torch.tensor(scale, dtype=self.eh_proj.weight.dtype).item()
+
+    def _static(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """The first rows of a buffer that keeps its address; a new tensor where max_tokens is None."""
+        if self.max_tokens is None:
+            return like.new_empty(shape)
+        key = (name, like.dtype, like.device, *shape[1:])
+        if key not in self._buffers_of:
+            self._buffers_of[key] = like.new_zeros((self.max_tokens, *shape[1:]))
+        return self._buffers_of[key][: shape[0]]
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -282,8 +367,15 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[*ids.shape, H]; ids outside the vocabulary give zero rows."""
-        scale = self.scale if self.scale_tensor is None else self.scale_tensor
-        rows = vocab_parallel_embedding(ids, self.weight.detach(), self.shard, scale=scale, out=out)
+        rows = vocab_parallel_embedding(ids, self.weight.detach(), self.shard, scale=self.own_scale, out=out)
+        return self.reduce(rows)
+
+    @property
+    def own_scale(self) -> float | Tensor | None:
+        return self.scale if self.scale_tensor is None else self.scale_tensor
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Sum this rank's rows with those of the others, in place: exact, since one rank has the row and the rest 0."""
         if self.process_group is not None and self.shard.tp_size > 1:
             dist.all_reduce(rows, group=self.process_group)
         return rows
