@@ -64,7 +64,8 @@ class _Forward:
             self.step = self.buffer.step(rows, row=self.row)
         if rows != self.step.rows:
             got, expected = f"boundary {self.boundaries[k]} has {rows} rows", f"{self.step.rows}"
-            raise checks.error(ValueError, OP, got, expected, "the boundaries before it have that many")
+            because = "an earlier boundary has that many (logits_to_keep cuts rows in front of KV-shared layers)"
+            raise checks.error(ValueError, OP, got, expected, because)
         for piece in _rows(hidden):
             self.step.capture(k, piece)
 
