@@ -149,7 +149,7 @@ class MTPProjection(nn.Module):
         super().__init__()
         self.config = config
         self.max_tokens = max_tokens
-        self._buffers_of: dict[tuple, Tensor] = {}
+        self._static_buffers: dict[tuple, Tensor] = {}
         place = {"dtype": dtype, "device": device}
         if config.normed:
             self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **place)
@@ -245,7 +245,7 @@ class MTPProjection(nn.Module):
         if positions is not None and positions.shape[0] != rows:
             raise checks.shape_error(op, "positions", positions, f"({rows},)", "there is one per embedding")
         if positions is None and self.config.mask_position_zero:
-            because = "the config masks the embedding at position 0"
+            because = "the config masks position 0"
             raise checks.error(ValueError, op, "positions is None", f"({rows},) positions", because)
         if self.max_tokens is not None and rows > self.max_tokens:
             because = "static buffers never grow"
@@ -265,17 +265,17 @@ class MTPProjection(nn.Module):
         scale, weight, shard = self._scale(), table, None
         if isinstance(table, VocabParallelEmbedding):
             weight, shard = table.weight, table.shard
-            scale = table.own_scale if table.own_scale is not None else scale
-        is_full = shard is None or shard.is_full_table
-        if is_full and (scale is None or (self.config.normed and isinstance(scale, float))):
+            scale = scale if table.own_scale is None else table.own_scale
+        norm_takes_scale = self.config.normed and not isinstance(scale, Tensor)
+        if (shard is None or shard.is_full_table) and (scale is None or norm_takes_scale):
             return weight if shard is None else weight[: shard.num_embeddings], ids, scale
         if shard is None:
             shard = VocabShard.build(weight.shape[0], tp_rank=0, tp_size=1)
         rows = self._static("embeds", (ids.shape[0], weight.shape[1]), weight)
-        vocab_parallel_embedding(ids, weight, shard, scale=scale, out=rows)
+        vocab_parallel_embedding(ids, weight, shard, scale=None if norm_takes_scale else scale, out=rows)
         if isinstance(table, VocabParallelEmbedding):
             table.reduce(rows)
-        return rows, None, None
+        return rows, None, scale if norm_takes_scale else None
 
     def _masked(self, ids: Tensor | None, positions: Tensor | None) -> Tensor | None:
         """The index of the embedding: ids (or the row itself), -1 where position 0 is masked."""
@@ -299,9 +299,9 @@ class MTPProjection(nn.Module):
         if self.max_tokens is None:
             return like.new_empty(shape)
         key = (name, like.dtype, like.device, *shape[1:])
-        if key not in self._buffers_of:
-            self._buffers_of[key] = like.new_zeros((self.max_tokens, *shape[1:]))
-        return self._buffers_of[key][: shape[0]]
+        if key not in self._static_buffers:
+            self._static_buffers[key] = like.new_zeros((self.max_tokens, *shape[1:]))
+        return self._static_buffers[key][: shape[0]]
 
 
 class VocabParallelEmbedding(nn.Module):
