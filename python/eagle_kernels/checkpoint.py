@@ -128,9 +128,7 @@ def _open(op: str, weights: _Weights) -> _Readers:
     else:
         files = set(path.glob("*.safetensors")) if path.is_dir() else {path}
     if not files:
-        raise checks.error(
-            ValueError, "load_checkpoint", f"weights is {str(path)!r}", "a folder with .safetensors files"
-        )
+        raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
     readers: _Readers = {}
     for file in sorted(files):
         handle = safe_open(file, framework="pt")
