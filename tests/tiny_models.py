@@ -54,6 +54,23 @@ def step3p7() -> torch.nn.Module:
     return transformers.Step3p7TextModel(step3p7_config())
 
 
+def step3p7_with_mtp() -> torch.nn.Module:
+    """The composite model with three MTP layers, whose lists go on behind those of the decoder's layers."""
+    lists = {
+        "layer_types": _WINDOWS + ["sliding_attention"] * 3,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "dense", "dense", "dense"],
+    }
+    text = step3p7_config(num_nextn_predict_layers=3, **lists)
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    return transformers.Step3p7ForConditionalGeneration(
+        transformers.Step3p7Config(text_config=text.to_dict(), vision_config=vision)
+    )
+
+
+def deepseek_v3_with_mtp() -> torch.nn.Module:
+    return deepseek_v3(num_nextn_predict_layers=2)
+
+
 def qwen3_next() -> torch.nn.Module:
     experts = _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}
     linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
@@ -64,9 +81,9 @@ def qwen3_next() -> torch.nn.Module:
 MODELS = {build.__name__: build for build in (gemma3, gemma4_moe, gemma4_shared_kv, deepseek_v3, step3p7, qwen3_next)}
 
 
-def build(name: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    return randomise_gains(MODELS[name]()).to(dtype).eval()
+    return randomise_gains(MODELS[name]()).bfloat16().eval()
 
 
 def randomise_gains(model: torch.nn.Module) -> torch.nn.Module:

@@ -60,20 +60,22 @@ def mtp_projection(weights: _Weights, layer: nn.Module, number: int | None) -> d
     op = "MTPProjection.load_checkpoint"
     readers = _open(op, weights)
     expected = layer.state_dict()
-    stages: dict[str, dict[str, str]] = {}
+    stages: dict[str, list[str]] = {}
     for name in readers:
         prefix, stem = _split(name)
         if stem in _MTP_STEM:
-            _claim(op, stages.setdefault(prefix, {}), f"{_MTP_STEM[stem]}.weight", name)
+            stages.setdefault(prefix, []).append(name)
     # Other parts of a model have an fc too; it is this one where its norms stand beside it.
-    stages = {prefix: found for prefix, found in stages.items() if not _GENERIC.issuperset(_stems(found))}
+    stages = {prefix: names for prefix, names in stages.items() if not _GENERIC.issuperset(_split(n)[1] for n in names)}
     if number is not None:
-        stages = {prefix: found for prefix, found in stages.items() if f"layers.{number}." in prefix}
+        stages = {prefix: names for prefix, names in stages.items() if f"layers.{number}." in prefix}
     if len(stages) != 1:
         got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer"
         expected_one = "one" if number is None else f"one with layers.{number}."
         raise checks.error(ValueError, op, got, expected_one, "layer says which, its names say where")
-    (found,) = stages.values()
+    found: dict[str, str] = {}
+    for name in next(iter(stages.values())):
+        _claim(op, found, f"{_MTP_STEM[_split(name)[1]]}.weight", name)
     for ours, name in found.items():
         if ours not in expected:
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", "normed is False")
@@ -87,10 +89,6 @@ def _split(name: str) -> tuple[str, str]:
         return name, ""
     prefix, dot, last = stem.rpartition(".")
     return prefix + dot, last
-
-
-def _stems(found: dict[str, str]) -> set[str]:
-    return {_split(name)[1] for name in found.values()}
 
 
 def _claim(op: str, found: dict[str, str], ours: str, name: str) -> None:

@@ -87,6 +87,6 @@ class MTPConfig:
             hnorm_eps=eps,
             norm_offset=family.norm_offset,
             embedding_scale=hidden_size**0.5 if stage.embedding_scaled else None,
-            round_embedding_scale=engine != "sglang",
+            round_embedding_scale=engine in family.scale_rounded_by,
             mask_position_zero=engine in stage.position_0_zeroed_by,
         )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass(frozen=True)
 class MTPStage:
@@ -30,7 +32,8 @@ class ModelFamily:
     name: how tests and messages call it.
     model_types: `model_type` of the Hugging Face configs, of the whole model and of its text part.
     norm_offset: the gain of the target's and its MTP layers' norms is norm_offset + weight.
-    embedding_scaled: the target multiplies its embeddings by sqrt(H); `embedding_scale` gives the number.
+    embedding_scaled: the target multiplies its embeddings by sqrt(H).
+    scale_rounded_by: the engines that round sqrt(H) to the table's dtype first; `embedding_scale` gives the number.
     layer_ids: what the layer ids of an EAGLE-3 checkpoint mean, a name of `drafter_config.LAYER_ID_RULES`; None where
         no engine captures layers of this target.
     mtp: the input stage of its MTP layers, or None.
@@ -41,6 +44,14 @@ class ModelFamily:
     model_types: tuple[str, ...]
     norm_offset: float = 0.0
     embedding_scaled: bool = False
+    scale_rounded_by: tuple[str, ...] = ()
     layer_ids: str | None = None
     mtp: MTPStage | None = None
     shapes: tuple[dict, ...] = field(default=(), hash=False)
+
+    def embedding_scale(self, hidden_size: int, dtype: torch.dtype, *, engine: str) -> float | None:
+        """What `engine` multiplies a row of a table of `dtype` by, in fp32; None where it does not."""
+        if not self.embedding_scaled:
+            return None
+        scale = hidden_size**0.5
+        return torch.tensor(scale, dtype=dtype).item() if engine in self.scale_rounded_by else scale

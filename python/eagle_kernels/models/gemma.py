@@ -1,8 +1,8 @@
 """Gemma 3 and Gemma 4: embeddings times sqrt(H); gains 1 + w in Gemma 3 and w in Gemma 4.
 
-The scale is rounded differently from place to place (`MTPProjection.from_hf` and `VocabParallelEmbedding` take either):
-transformers 5 `Gemma3TextScaledWordEmbedding` and vLLM 0.33 `gemma3.py` multiply by sqrt(H) rounded to the table's
-dtype, SGLang 0.5.23 `gemma3_causal.py` by the Python float. An EAGLE-3 drafter reads the raw table in each of them.
+The scale is rounded differently from place to place: transformers 5 `Gemma3TextScaledWordEmbedding` and vLLM 0.33
+`gemma3.py` multiply by sqrt(H) rounded to the table's dtype, SGLang 0.5.23 `gemma3_causal.py` by the Python float. An
+EAGLE-3 drafter reads the raw table in each of them.
 
 Layer ids: output ids, SGLang 0.5.23 `gemma3_causal.py` / `gemma4_causal.py` `set_eagle3_layers_to_capture`.
 """
@@ -14,6 +14,7 @@ GEMMA3 = ModelFamily(
     model_types=("gemma3", "gemma3_text"),
     norm_offset=1.0,  # Gemma3RMSNorm: weights start at 0
     embedding_scaled=True,
+    scale_rounded_by=("transformers", "vllm"),
     layer_ids="output",
     shapes=(
         {
@@ -61,12 +62,13 @@ GEMMA3 = ModelFamily(
 
 GEMMA4 = ModelFamily(
     name="gemma4",
-    model_types=("gemma4", "gemma4_text"),
+    model_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     norm_offset=0.0,  # Gemma4RMSNorm: SGLang's scale_shift=0, vLLM's plain RMSNorm
     embedding_scaled=True,
+    scale_rounded_by=("transformers", "vllm"),
     layer_ids="output",
     # The assistant: pre_projection(cat[embedding * sqrt(backbone H), hidden]); SGLang 0.5.23 and vLLM 0.33 gemma4_mtp.
-    mtp=MTPStage(normed=False, embedding_scaled=True, drafter_types=("gemma4_assistant",)),
+    mtp=MTPStage(normed=False, embedding_scaled=True, drafter_types=("gemma4_assistant", "gemma4_unified_assistant")),
     shapes=(
         {
             "name": "gemma4-26b-a4b",

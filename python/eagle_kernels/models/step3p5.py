@@ -3,7 +3,8 @@
 Layer 0 reads the target's pre-norm hidden state, layer k the pre-norm output (hidden + residual) of layer k - 1; rows
 stay where they are, token ids rotate by one (`ChainedHiddenStates`, `rotate_token_ids`). SGLang 0.5.23
 `step3p5_mtp.py` and `multi_layer_eagle_worker_v2.py`, vLLM 0.33 `step3p5_mtp.py`; neither zeroes position 0, and
-neither captures layers of this target for EAGLE-3.
+neither captures layers of this target for EAGLE-3. transformers 5.23 `MtpModel` hands on the normed output instead
+(`norm_output`), for Step-3.7 as for every model.
 """
 
 from .family import ModelFamily, MTPStage
