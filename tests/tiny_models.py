@@ -83,11 +83,12 @@ MODELS = {build.__name__: build for build in (gemma3, gemma4_moe, gemma4_shared_
 
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    return randomise_gains(MODELS[name]()).bfloat16().eval()
+    return randomise(MODELS[name]()).bfloat16().eval()
 
 
-def randomise_gains(model: torch.nn.Module) -> torch.nn.Module:
+def randomise(model: torch.nn.Module) -> torch.nn.Module:
+    """Every weight, since MtpModel leaves some as they come from the allocator; gains around their initial value."""
     for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data += 0.3 * torch.randn_like(parameter)
+        noise = torch.randn_like(parameter)
+        parameter.data = parameter.data + 0.3 * noise if "norm" in name else 0.1 * noise
     return model
