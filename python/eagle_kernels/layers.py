@@ -377,7 +377,11 @@ class VocabParallelEmbedding(nn.Module):
     def reduce(self, rows: Tensor) -> Tensor:
         """Sum this rank's rows with those of the others, in place: exact, since one rank has the row and the rest 0."""
         if self.process_group is not None and self.shard.tp_size > 1:
-            dist.all_reduce(rows, group=self.process_group)
+            # gloo leaves a strided tensor unreduced without a word, and NCCL refuses it.
+            dense = rows.contiguous()
+            dist.all_reduce(dense, group=self.process_group)
+            if dense is not rows:
+                rows.copy_(dense)
         return rows
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
