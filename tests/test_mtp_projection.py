@@ -244,6 +244,16 @@ ERRORS = [
         id="ids-shape",
     ),
     pytest.param(
+        lambda layer, h, ids, table, out: layer(None, ids, table=table, out=out),
+        "MTPProjection: hidden is a NoneType, expected a torch.Tensor",
+        id="no-hidden",
+    ),
+    pytest.param(
+        lambda layer, h, ids, table, out: layer(h[0], ids, table=table, out=out),
+        "MTPProjection: hidden has shape (72,), expected (*, H) = (*, 72)",
+        id="one-row",
+    ),
+    pytest.param(
         lambda layer, h, ids, table, out: layer(h, ids, table=table[:, :8], out=out),
         "MTPProjection: table has shape (193, 8), expected (*, H) = (*, 72)",
         id="table-width",

@@ -3,8 +3,9 @@
 from .buffers import AuxHiddenStates, ChainedHiddenStates, rotate_token_ids
 from .drafter_config import Eagle3Config, capture_layers
 from .explain import explain
-from .layers import Eagle3Projection, MTPProjection, VocabParallelEmbedding
+from .layers import Eagle3Projection, VocabParallelEmbedding
 from .mtp_config import MTPConfig
+from .mtp_projection import MTPProjection
 from .ops import add_rms_norm, capture_hidden, norm_concat, norm_concat_linear, vocab_parallel_embedding
 from .version import __version__
 from .vocab_shard import VocabShard, shard_vocab_weight
