@@ -47,8 +47,8 @@ _OTHER_MODEL_TYPES = {
     "output": """
         apertus bailing_moe exaone_moe glm4_moe glm5_next glm5_next_text llama llama4 llama4_text longcat_flash
         minimax_m2 minimax_m3 minimax_m3_vl minimax_m3_vl_text mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe
-        qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe
-        qwen3_vl_moe_text qwen3_vl_text
+        qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_vl qwen3_vl_moe qwen3_vl_moe_text
+        qwen3_vl_text
     """,
     "output-iff-first-is-1": "deepseek_v2 glm4_moe_lite glm_moe_dsa",
     "boundary-iff-last-is-N": "gpt_oss",
