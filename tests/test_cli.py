@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import benchmark
+from eagle_kernels.bench import benchmark, ceilings, devices, foreign_norms, runner, selection
 from eagle_kernels.bench.baselines import BASELINES
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.random_cases import make_case
@@ -18,6 +18,7 @@ from eagle_kernels import environment, library, ops, plan
 from eagle_kernels.model_shapes import InputStage, ModelShape, model_shapes
 
 MB = 1 << 20
+BENCH = ["bench", "--device", "cpu"]
 CACHE_BYTES = 64 << 10  # five copies of a tiny weight exceed it
 
 
@@ -27,10 +28,12 @@ def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = InputStage("eagle3", 3, 64, 48, 1e-5, 0.0, "none", False, None, None)
     mtp = InputStage("mtp", 2, 64, 48, 1e-5, 1.0, "chunk", False, None, None)
     model = ModelShape("tiny", 64, 4, 1000, 1e-5, 0.0, True, (mtp, stage))
-    monkeypatch.setattr(benchmark, "model_shapes", lambda: model_shapes() | {"tiny": model})
+    monkeypatch.setattr(selection, "model_shapes", lambda: model_shapes() | {"tiny": model})
     facts = benchmark.read_environment("cpu") | {"cache_bytes": CACHE_BYTES}
     monkeypatch.setattr(benchmark, "read_environment", lambda device: dict(facts))
-    monkeypatch.setattr(benchmark, "available_memory_bytes", lambda: 512 * MB)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 512 * MB)
+    monkeypatch.setattr(ceilings, "_SECONDS", {"cpu": 0.0})
+    monkeypatch.setattr(ceilings, "_MATMUL", {"cpu": (16, 64, 64)})
 
 
 def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -> None:
@@ -159,13 +162,13 @@ def test_cases_reach_every_option() -> None:
 @pytest.mark.parametrize("op", ["all", "norm_concat_linear"])
 def test_bench_measures_and_saves(op: str, tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "run.json"
-    arguments = ["bench", "--op", op, "--preset", "tiny", "--tokens", "1,5", "--dtype", "bf16,fp32"]
+    arguments = [*BENCH, "--op", op, "--preset", "tiny", "--tokens", "1,5", "--dtype", "bf16,fp32"]
     arguments += ["--forms", "op,layer", "--min-time", "0", "--json", str(path)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "torch " + torch.__version__ in printed
     assert "geomean op: " in printed
-    assert "repro: eagle-kernels bench --op" in printed
+    assert "repro: eagle-kernels bench --device cpu --op" in printed
     run = load(path)
     json.dumps(run, allow_nan=False)
     assert run["argv"] == arguments
@@ -185,7 +188,15 @@ def test_bench_measures_and_saves(op: str, tiny_machine: None, tmp_path: Path, c
 def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = [] if stage == "mtp" else ["--norm", norm]
-    arguments = ["bench", "--op", "norm_concat_linear,norm_concat", "--preset", f"tiny:{stage}", "--tokens", "3"]
+    arguments = [
+        *BENCH,
+        "--op",
+        "norm_concat_linear,norm_concat",
+        "--preset",
+        f"tiny:{stage}",
+        "--tokens",
+        "3",
+    ]
     assert main([*arguments, "--min-time", "0", "--json", str(path), *options]) == 0
     assert {(record["norm"], record["stage"]) for record in load(path)["records"]} == {(norm, stage)}
 
@@ -193,10 +204,21 @@ def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_p
 @pytest.mark.slow
 def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    arguments = ["bench", "--preset", "tiny", "--tokens", "4", "--baselines", ",".join(BASELINES), "--min-time", "0"]
+    arguments = [
+        *BENCH,
+        "--preset",
+        "tiny",
+        "--tokens",
+        "4",
+        "--baselines",
+        ",".join(BASELINES),
+        "--min-time",
+        "0",
+    ]
+    own = [name for name in BASELINES if name not in foreign_norms.NAMES]
     assert main([*arguments, "--json", str(path)]) == 0
     by_name = {record["variant"]: record for record in load(path)["records"]}
-    assert set(by_name) == {"op", "layer", *BASELINES}
+    assert set(by_name) == {"op", "layer", *own}
     assert all(record["status"] == "ok" for record in by_name.values())
     assert len({record["copies"] for record in by_name.values()}) == 1
 
@@ -204,11 +226,9 @@ def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> No
 def test_bench_gate_keeps_times_of_wrong_results_back(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_kernels.bench import projection_workload
-
-    monkeypatch.setattr(projection_workload, "norm_concat_linear", scaled(ek.norm_concat_linear))
+    monkeypatch.setattr(ek, "norm_concat_linear", scaled(ek.norm_concat_linear))
     path = tmp_path / "run.json"
-    assert main(["bench", "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--json", str(path)]) == 1
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--json", str(path)]) == 1
     assert "WRONG RESULT, no times: op error" in capsys.readouterr().out
     assert all(record["status"] == "wrong" and "median_ms" not in record for record in load(path)["records"])
 
@@ -216,24 +236,24 @@ def test_bench_gate_keeps_times_of_wrong_results_back(
 def test_bench_skips_what_does_not_fit(
     tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "available_memory_bytes", lambda: MB // 64)
-    assert main(["bench", "--preset", "tiny", "--tokens", "512", "--min-time", "0"]) == 0
+    monkeypatch.setattr(devices, "available_bytes", lambda device: MB // 64)
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "512", "--min-time", "0"]) == 0
     assert re.search(r"512 .*skipped: needs [\d.]+ kB, 11.5 kB of memory may be used", capsys.readouterr().out)
 
 
 def test_interrupted_bench_keeps_finished_rows(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = benchmark._Runner.measure
+    measure = runner.Runner.measure
 
-    def interrupt_second(runner: object, workload: object, names: list[str]) -> list[dict]:
+    def interrupt_second(self: object, workload: object, names: list[str]) -> list[dict]:
         if workload.row.T == 2:
             raise KeyboardInterrupt
-        return measure(runner, workload, names)
+        return measure(self, workload, names)
 
-    monkeypatch.setattr(benchmark._Runner, "measure", interrupt_second)
+    monkeypatch.setattr(runner.Runner, "measure", interrupt_second)
     path = tmp_path / "run.json"
-    assert main(["bench", "--preset", "tiny", "--tokens", "1,2", "--min-time", "0", "--json", str(path)]) == 130
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "1,2", "--min-time", "0", "--json", str(path)]) == 130
     assert {record["T"] for record in load(path)["records"]} == {1}
     assert "interrupted: what is above is complete" in capsys.readouterr().out
 
@@ -245,7 +265,17 @@ def test_failing_baseline_is_a_note(
         raise RuntimeError("no compiler found\nand more")
 
     monkeypatch.setattr("eagle_kernels.bench.workloads.compiled", fail)
-    arguments = ["bench", "--preset", "tiny", "--tokens", "4", "--baselines", "eager,compile", "--min-time", "0"]
+    arguments = [
+        *BENCH,
+        "--preset",
+        "tiny",
+        "--tokens",
+        "4",
+        "--baselines",
+        "eager,compile",
+        "--min-time",
+        "0",
+    ]
     assert main(arguments) == 0
     assert "compile failed: RuntimeError: no compiler found\n" in capsys.readouterr().out
 
@@ -254,11 +284,11 @@ def test_report_prints_markdown_and_writes_the_readme(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path, readme = tmp_path / "run.json", tmp_path / "README.md"
-    main(["bench", "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)])
+    main([*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)])
     capsys.readouterr()
     assert main(["report", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % copy | % read |" in text
+    assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % copy | % read | TFLOP/s | % matmul |" in text
     readme.write_text("# Title\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n")
     assert main(["report", str(path), "--readme", str(readme)]) == 0
     assert readme.read_text() == f"# Title\n<!-- bench:cpu -->\n{text}<!-- /bench:cpu -->\n"
@@ -267,24 +297,40 @@ def test_report_prints_markdown_and_writes_the_readme(
 @pytest.mark.parametrize(
     "arguments, message, known",
     [
-        (["bench", "--preset", "gpt-5"], "preset 'gpt-5' is unknown, known are: ", model_shapes()),
-        (["bench", "--preset", "qwen3-8b:mtp"], "qwen3-8b has no stage 'mtp', it has: ", ["eagle3"]),
-        (["bench", "--op", "softmax"], "op 'softmax' is unknown, known are: ", [*ops.__all__, "all"]),
-        (["bench", "--baselines", "eager,liger"], "baseline 'liger' is unknown, known are: ", BASELINES),
-        (["bench", "--dtype", "int8"], "dtype 'int8' is unknown, known are: ", ["bf16", "fp16", "fp32"]),
-        (["bench", "--forms", "kernel"], "form 'kernel' is unknown, known are: ", ["op", "layer", "prepacked"]),
-        (["bench", "--device", "tpu"], "device 'tpu' is unknown, known are: ", ["cpu"]),
-        (["bench", "--tokens", "1,0"], "row counts are '1,0', expected numbers of at least 1", []),
-        (["bench", "--tokens", "1,x"], "row counts are '1,x', expected numbers of at least 1", []),
-        (["bench", "--threads", "0"], "'0' is not a number of at least 1", []),
-        (["bench", "--min-time", "fast"], "'fast' is not a number of at least 0", []),
-        (["bench", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
+        ([*BENCH, "--preset", "gpt-5"], "preset 'gpt-5' is unknown, known are: ", model_shapes()),
+        ([*BENCH, "--preset", "qwen3-8b:mtp"], "qwen3-8b has no stage 'mtp', it has: ", ["eagle3"]),
+        (
+            [*BENCH, "--op", "softmax"],
+            "op 'softmax' is unknown, known are: ",
+            [*ops.__all__, "all"],
+        ),
+        (
+            [*BENCH, "--baselines", "eager,cudnn"],
+            "baseline 'cudnn' is unknown, known are: ",
+            BASELINES,
+        ),
+        (
+            [*BENCH, "--dtype", "int8"],
+            "dtype 'int8' is unknown, known are: ",
+            ["bf16", "fp16", "fp32"],
+        ),
+        (
+            [*BENCH, "--forms", "kernel"],
+            "form 'kernel' is unknown, known are: ",
+            ["op", "layer", "prepacked"],
+        ),
+        (["bench", "--device", "tpu"], "device 'tpu' is unknown, known are: ", ["cuda", "cpu"]),
+        ([*BENCH, "--tokens", "1,0"], "row counts are '1,0', expected numbers of at least 1", []),
+        ([*BENCH, "--tokens", "1,x"], "row counts are '1,x', expected numbers of at least 1", []),
+        ([*BENCH, "--threads", "0"], "'0' is not a number of at least 1", []),
+        ([*BENCH, "--min-time", "fast"], "'fast' is not a number of at least 0", []),
+        ([*BENCH, "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
         (["check", "--op", "softmax"], "op 'softmax' is unknown, known are: ", ops.__all__),
         (["check", "--backend", "mps"], "backend 'mps' is unknown, known are: ", environment.BACKENDS),
         (["check", "--isa", "sse"], "instruction set 'sse' is unknown, known are: ", environment.CPU_ISAS),
         (["check", "--backend", "cuda"], "nothing to check: no usable backend", []),
         (["report", "/proc/none.json"], "/proc/none.json: No such file", []),
-        (["plot"], "invalid choice: 'plot'", []),
+        (["draw"], "invalid choice: 'draw'", []),
         ([], "required", []),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) and value[:1] and value[0] in "bench check" else "",
