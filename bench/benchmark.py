@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=choices.number(1), default=torch.get_num_threads(), help="of torch (default: its own)")
     add("--min-time", type=choices.number(0, float), help="seconds per row, timer and column (default 1; 0.2 on cuda)")
     for name, what in zip(_OUTPUTS, ("the run", "its records", "its tables", "its curves, PNG"), strict=True):
-        add(f"--{name}", type=Path, metavar="FILE", help=f"save {what}")
+        add(f"--{name}", type=choices.png if name == "plot" else Path, metavar="FILE", help=f"save {what}")
     add("--resume", action="store_true", help="keep the rows that the --json file has, and measure the others")
 
 

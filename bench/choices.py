@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -73,6 +74,13 @@ def number(minimum: float, kind: type = int) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def png(text: str) -> Path:
+    """An argparse type: the name of a PNG file."""
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name that ends in .png")
+    return Path(text)
 
 
 def percentage(text: str) -> float:

@@ -19,8 +19,7 @@ _COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 is success, 1 a wrong result or a regression, 2 a bad argument, 130 an interrupted run."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle-kernels", description="Look at, check and measure eagle-kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(_COMMANDS) + "}")
     for name, module_name in _COMMANDS.items():
@@ -29,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 is success, 1 a wrong result or a regression, 2 a bad argument, 130 an interrupted run."""
+    arguments = build_parser().parse_args(argv)
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return arguments.run(arguments)

@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
+from . import choices
 from .results import UnreadableResult, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="files that bench --json wrote")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: the first RESULT with .png")
+    parser.add_argument("--out", type=choices.png, metavar="FILE", help="default: the first RESULT with .png")
 
 
 def run(arguments: argparse.Namespace) -> int:
