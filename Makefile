@@ -6,14 +6,17 @@ TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
+# The projection first, as the README shows them.
+LINEAR_RESULTS = $(sort $(wildcard bench/results/*/norm_concat_linear*.json))
+RESULTS = $(LINEAR_RESULTS) $(filter-out $(LINEAR_RESULTS),$(sort $(wildcard bench/results/*/*.json)))
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint report clean
+.PHONY: demo test lint bench-host report clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
 	$(BIN)/python examples/gemma3_input_stage.py
-	$(BIN)/eagle-kernels bench --preset llama3.1-8b --tokens 1,8,64,512 --baselines eager,compile,inductor-max
+	$(BIN)/eagle-kernels bench --device cpu --preset llama3.1-8b --tokens 1,8,64,512 --baselines eager,compile,inductor-max
 
 test: lint
 	$(BIN)/python -m pytest
@@ -22,12 +25,14 @@ lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The README's tables, from the saved runs of the machine they name.
+# What a call costs on the host. `make test` runs each of these once; here they are measured.
+bench-host: $(VENV)/package.stamp
+	$(BIN)/python -m pytest tests/host_overhead --benchmark-enable --benchmark-columns=median,iqr,min,rounds \
+	    --benchmark-sort=name --benchmark-disable-gc
+
+# The README's tables and plots, from every saved run: each device's go between its own marks.
 report: $(VENV)/package.stamp
-	$(BIN)/eagle-kernels report --readme README.md \
-	    bench/results/intel-xeon-amx-bf16-2core/norm_concat_linear-bf16.json \
-	    bench/results/intel-xeon-amx-bf16-2core/norm_concat_linear-fp32.json \
-	    bench/results/intel-xeon-amx-bf16-2core/memory_ops-bf16.json
+	$(BIN)/eagle-kernels report --readme README.md --plots $(RESULTS)
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv --clear $(VENV)

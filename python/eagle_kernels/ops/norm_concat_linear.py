@@ -199,7 +199,10 @@ def plan_triton(
     """The plan of the triton backend as a pure function of N, K, H, D, dtype, device and the layout of the operands."""
     invariant = plans.SETTINGS.batch_invariant
     T = invariant_rows(dtype) if invariant else rows
-    tiles, reason = choose_tiles(gpu_of(device), T, num_chunks, H, columns, dtype, has_residuals=has_residuals)
+    # A library's product is not the same for all T, even where a table has it as the fastest.
+    tiles, reason = choose_tiles(
+        gpu_of(device), T, num_chunks, H, columns, dtype, has_residuals=has_residuals, split_only=invariant
+    )
     if invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
     if not equal_widths:
