@@ -5,6 +5,8 @@
 | EAGLE_KERNELS_BACKEND | auto, cuda, triton, cpu, reference | force one backend; an unusable choice is an error |
 | EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
 | EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the CPU kernels' instruction set |
+| EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG | 0, 1 | 0 turns an engine's plugin off |
+| EAGLE_KERNELS_VLLM_<PART>, EAGLE_KERNELS_SGLANG_<PART> | 0, 1 | one part of it; the README lists the parts |
 
 TRITON_INTERPRET=1, Triton's own, lets the triton backend take CPU tensors: its interpreter, to test kernels with.
 
@@ -12,6 +14,7 @@ The build reads two more, in `setup.py`: EAGLE_KERNELS_BUILD and EAGLE_KERNELS_C
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 BACKENDS = ("cuda", "triton", "cpu", "reference")
@@ -46,3 +49,16 @@ def read_settings() -> Settings:
         # Triton's spellings of true.
         triton_interpret=os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"),
     )
+
+
+def engine_parts(engine: str, defaults: Mapping[str, bool]) -> frozenset[str]:
+    """The parts of an engine's plugin that are on: EAGLE_KERNELS_<ENGINE> and EAGLE_KERNELS_<ENGINE>_<PART>.
+
+    >>> engine_parts("vllm", {"combine": True, "embedding": False})
+    frozenset({'combine'})
+    """
+    switch = f"EAGLE_KERNELS_{engine.upper()}"
+    if _choice(switch, ("0", "1")) == "0":
+        return frozenset()
+    wishes = {part: _choice(f"{switch}_{part.upper()}", ("0", "1")) for part in defaults}
+    return frozenset(part for part, wish in wishes.items() if (defaults[part] if wish is None else wish == "1"))

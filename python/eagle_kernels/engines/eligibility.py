@@ -1,0 +1,124 @@
+"""What every engine plugin asks before it touches an engine: is this version known, is the hook's target what it was,
+may this layer run on the ops; and one log line per process for each answer.
+
+Nothing here imports an engine. An obstacle is a reason in words, None where there is none: the layer then runs on the
+ops, else it stays with the engine.
+"""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import DTYPES
+
+_logged: set[str] = set()
+
+
+def log_once(logger: logging.Logger, level: int, message: str) -> None:
+    """Log a message the first time this process sees it: layers, steps and ranks repeat, their log lines do not."""
+    if message not in _logged:
+        _logged.add(message)
+        logger.log(level, "eagle_kernels: %s", message, stacklevel=2)
+
+
+def forget_logged() -> None:
+    """Log everything anew; for tests."""
+    _logged.clear()
+
+
+def version_obstacle(engine: str, version: str, first: str, last: str) -> str | None:
+    """Why the hooks, written against engine versions first to last ("0.32" to "0.33"), do not suit this one."""
+    if _release(first) <= _release(version) <= _release(last):
+        return None
+    return f"{engine} {version} is none of the versions the hooks were written for, {first} to {last}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor; (-1, -1) for a version without them, such as a build from a bare checkout."""
+    parts = version.split(".")
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else (-1, -1)
+
+
+class TargetError(Exception):
+    """A hook's target is gone or has changed; the message names it."""
+
+
+def find_target(target: str, parameters: Sequence[object] | None = None) -> tuple[object, str, object]:
+    """(owner, name, value) of "package.module:Class.attribute"; importing the module is the caller's wish.
+
+    Args:
+        target: where the engine keeps what a hook replaces.
+        parameters: the names the function has to take, `self` included, `...` at the end for any more; None checks
+            nothing.
+
+    Raises:
+        TargetError: the module, the attribute or the parameters are not what the hook was written for.
+    """
+    module, _, path = target.partition(":")
+    try:
+        owner, value = None, importlib.import_module(module)
+        for name in path.split("."):
+            owner, value = value, getattr(value, name)
+    except (ImportError, AttributeError) as failure:
+        raise TargetError(f"{target} is not there ({failure})") from failure
+    if parameters is not None:
+        check_parameters(target, value, parameters)
+    return owner, name, value
+
+
+def check_parameters(target: str, function: Callable, parameters: Sequence[object]) -> None:
+    """Raise TargetError where a function takes other parameters than a hook passes on."""
+    found, expected = list(inspect.signature(function).parameters), list(parameters)
+    if expected[-1] is ...:
+        expected.pop()
+        found = found[: len(expected)]
+    if found != expected:
+        raise TargetError(f"{target} takes {found}, and the hook was written for {expected}")
+
+
+def linear_obstacle(linear: nn.Module, unquantized: Collection[type] = (), *, bias: bool = False) -> str | None:
+    """Why an op cannot read the weight of a projection of the engine. Reads no data, so it may run at load.
+
+    Args:
+        linear: torch's nn.Linear, or a layer of the engine with input_size, output_size and quant_method.
+        unquantized: the exact types of quant_method that leave the weight as it is; a subclass may not.
+        bias: whether the op takes a bias.
+    """
+    if hasattr(linear, "base_layer"):
+        return f"LoRA wraps it ({type(linear).__name__})"
+    if type(linear) is nn.Linear:
+        expected = (linear.out_features, linear.in_features)
+    else:
+        if type(method := getattr(linear, "quant_method", None)) not in unquantized:
+            return f"its quant_method is {type(method).__name__}"
+        expected = (linear.output_size, linear.input_size)
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor):
+        return "it has no weight"
+    if weight.numel() == 0:
+        return "its weight is packed for the engine's own CPU product"
+    if weight.dtype not in DTYPES:
+        return f"its weight is {weight.dtype}"
+    if tuple(weight.shape) != expected:
+        return f"its weight is a shard or a repacked copy: {tuple(weight.shape)} of {expected}"
+    if weight.stride(-1) != 1:
+        return f"its weight has strides {weight.stride()}"
+    if not bias and getattr(linear, "bias", None) is not None:
+        return "it has a bias"
+    return None
+
+
+def norm_obstacle(norm: nn.Module, known: Collection[type], dtype: torch.dtype) -> str | None:
+    """Why an op cannot take over an RMSNorm: another class (another plugin's, perhaps), no weight, another dtype."""
+    if type(norm) not in known:
+        return f"its norm is a {type(norm).__module__}.{type(norm).__qualname__}"
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor):
+        return "its norm has no weight"
+    if weight.dtype not in (dtype, torch.float32):
+        return f"its norm's weight is {weight.dtype}, and the layer is {dtype}"
+    return None

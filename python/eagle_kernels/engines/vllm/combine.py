@@ -1,0 +1,183 @@
+"""`combine_hidden_states` of vLLM's EAGLE-3 and DFlash drafters on the ops.
+
+vLLM runs it eagerly on every engine step: 28 kernel launches for K = 3 with `fc_norm` (vLLM 0.33, default config).
+Here: one op for norms and projection; in the V2 speculators (`speculator.py`) it also takes the captured layers as they
+are and writes into the engine's static buffer.
+"""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from ...checks import DTYPES
+from ...drafter_config import Eagle3Config
+from ...ops.norm_concat_linear import plan_sizes
+from ..eligibility import TargetError, check_parameters, linear_obstacle, log_once, norm_obstacle
+from ..projection import EngineProjection
+from . import LOGGER, speculator
+from .registry import hook_models
+
+EAGLE3 = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+    "PEagleDraftModel",
+    "PeagleLlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "PeagleQwen3ForCausalLM",
+    "Eagle3DeepseekV2ForCausalLM",
+    "Eagle3DeepseekV3ForCausalLM",
+)
+DFLASH = ("DFlashDraftModel", "DFlashLagunaForCausalLM")
+
+_parts: frozenset[str] = frozenset()
+
+
+def register(parts: frozenset[str]) -> None:
+    global _parts
+    _parts = parts
+    hook_models((*EAGLE3, *DFLASH), hooked)
+
+
+def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the drafter whose combine_hidden_states runs on the ops, where that method is vLLM's own."""
+    method = getattr(drafter, "combine_hidden_states", None)
+    if method is None:
+        raise TargetError("combine_hidden_states is not there")
+    check_parameters("combine_hidden_states", method, ["self", "hidden_states"])
+    if (read := _READERS.get(method.__module__)) is None:
+        raise TargetError(f"combine_hidden_states is that of {method.__module__}, not vLLM's own")
+    members = {"__module__": __name__, "_read_modules": staticmethod(read)}
+    return type(drafter.__name__, (FusedCombine, drafter), members)
+
+
+class FusedCombine:
+    """Mixed in before a drafter class of vLLM."""
+
+    _projection: EngineProjection | None = None
+    _projection_of: nn.Module | None = None  # the fc that `_projection` was planned for
+
+    def __init__(self, *, vllm_config: object, prefix: str = "") -> None:
+        _state_num_chunks(vllm_config.speculative_config.draft_model_config.hf_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        _keep_dense_on_cpu(getattr(self.model, "fc", None))
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM's hook on a model, once its layers have their final form."""
+        if hasattr(super(), "process_weights_after_loading"):
+            super().process_weights_after_loading()
+        self.eagle_kernels_projection()
+        if "zero_copy" in _parts:
+            speculator.hook()
+
+    def eagle_kernels_projection(self) -> EngineProjection | None:
+        """The projection on the ops, planned once per fc: LoRA wraps fc after loading, and asks anew."""
+        fc = getattr(self.model, "fc", None)
+        if fc is not self._projection_of or fc is None:
+            object.__setattr__(self, "_projection_of", fc)  # a plain attribute: a module's would register it again
+            self._projection = plan(self, self._read_modules)
+        return self._projection
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        projection = self.eagle_kernels_projection()
+        # Without a norm a packed input leaves nothing to fuse.
+        if projection is None or "combine" not in _parts or not (projection.chunk_norms or projection.concat_norm):
+            return super().combine_hidden_states(hidden_states)
+        return projection(hidden_states)
+
+
+def plan(drafter: nn.Module, read: object) -> EngineProjection | None:
+    """What runs this drafter's projection; None is vLLM's own path. Either way one line says so."""
+    name = f"{type(drafter).__name__}.combine_hidden_states"
+    projection, obstacle = _plan(drafter, read)
+    if obstacle is not None:
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {obstacle}")
+        return None
+    behind = "" if projection.fc_obstacle is None else f", its fc stays with vLLM: {projection.fc_obstacle}"
+    norms = "chunk norm" if projection.chunk_norms else "concat norm" if projection.concat_norm else "no norm"
+    log_once(LOGGER, logging.INFO, f"{name} runs {projection.op} (K={projection.num_chunks}, {norms}){behind}")
+    return projection
+
+
+def _plan(drafter: nn.Module, read: object) -> tuple[EngineProjection | None, str | None]:
+    import vllm.envs
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        return None, "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
+    modules = read(drafter.model)
+    if modules is None:
+        return None, "it has no fc (use_aux_hidden_state is False)"
+    fc = modules["fc"]
+    dtype = getattr(fc, "params_dtype", None)
+    if dtype not in DTYPES:
+        return None, f"its fc is {dtype}"
+    norms = [*modules.get("chunk_norms", ()), modules.get("concat_norm"), modules.get("post_norm")]
+    for norm in filter(None, norms):
+        if (obstacle := rms_norm_obstacle(norm, {RMSNorm}, dtype)) is not None:
+            return None, obstacle
+    modules["fc_obstacle"] = linear_obstacle(fc, {UnquantizedLinearMethod}, bias=True)
+    if modules["fc_obstacle"] is not None and not any(norms[:-1]):
+        return None, f"it has no norm, and its fc is vLLM's: {modules['fc_obstacle']}"
+    return EngineProjection(**modules), None
+
+
+def rms_norm_obstacle(norm: nn.Module, known: set[type], dtype: torch.dtype) -> str | None:
+    """`norm_obstacle`, and what vLLM's RMSNorm can do besides: norm over a part of the row, or without a weight."""
+    if getattr(norm, "variance_size_override", None) is not None:
+        return f"its norm takes the variance of {norm.variance_size_override} columns only"
+    if not getattr(norm, "has_weight", True):
+        return "its norm has no weight"
+    return norm_obstacle(norm, known, dtype)
+
+
+def _read_eagle3(model: nn.Module) -> dict | None:
+    if not getattr(model, "use_aux_hidden_state", True):
+        return None
+    # Qwen 3 calls the count num_aux_layers; DeepSeek has no norm before fc.
+    num_chunks = model.num_aux_layers if hasattr(model, "num_aux_layers") else model.num_aux_hidden_states
+    concat_norm = model.input_norm if getattr(model, "norm_before_fc", False) else None
+    return {"fc": model.fc, "num_chunks": num_chunks, "concat_norm": concat_norm, "chunk_norms": model.fc_norm or ()}
+
+
+def _read_dflash(model: nn.Module) -> dict | None:
+    # One packed chunk stands for any K: without norms only the total width counts.
+    return {"fc": model.fc, "num_chunks": 1} if model.use_aux_hidden_state else None
+
+
+def _read_laguna(model: nn.Module) -> dict:
+    chunk_norms = model.aux_hidden_norms
+    return {"fc": model.fc, "num_chunks": len(chunk_norms), "chunk_norms": chunk_norms, "post_norm": model.hidden_norm}
+
+
+_MODELS = "vllm.model_executor.models"
+_READERS = {
+    f"{_MODELS}.llama_eagle3": _read_eagle3,
+    f"{_MODELS}.qwen3_eagle3": _read_eagle3,
+    f"{_MODELS}.deepseek_eagle3": _read_eagle3,
+    f"{_MODELS}.qwen3_dflash": _read_dflash,
+    f"{_MODELS}.laguna_dflash": _read_laguna,
+}
+
+
+def _state_num_chunks(config: object) -> None:
+    """vLLM's Llama and DeepSeek drafters size fc for 3 chunks where K stands only in the top-level layer ids, as the
+    speculators format writes them, and die in the first norm where K is another (the runner captures K)."""
+    ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    if ids and getattr(config, "num_aux_hidden_states", None) is None:
+        config.num_aux_hidden_states = Eagle3Config.from_hf(config).num_chunks
+
+
+def _keep_dense_on_cpu(fc: nn.Module | None) -> None:
+    """Ask vLLM's CPU backend not to pack fc's weight away where the fused kernel would read it dense."""
+    from vllm.platforms import current_platform
+
+    if fc is None or not current_platform.is_cpu() or getattr(fc, "params_dtype", None) not in DTYPES:
+        return
+    # 32 rows: a few requests of a few draft tokens each.
+    if plan_sizes(32, fc.input_size, fc.output_size, fc.params_dtype, "cpu").method.startswith("fused"):
+        fc._cpu_skip_gemm_dispatch = True

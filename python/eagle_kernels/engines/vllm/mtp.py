@@ -1,0 +1,87 @@
+"""The input stage of vLLM's DeepSeek and Step-3.5 MTP layers: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
+
+vLLM's forward stays as it is, its masking of position 0 included (contested: vllm#33299). The norms hand their input
+through, and eh_proj norms both halves of what it is given: cat + one op for 2 norms + cat + GEMM. The parameters stay
+where they are, so loading and updating weights see no difference.
+"""
+
+import logging
+
+from torch import Tensor, nn
+
+from ...ops import norm_concat_linear
+from ..eligibility import TargetError, linear_obstacle, log_once
+from . import LOGGER
+from .combine import rms_norm_obstacle
+from .registry import hook_models
+
+ARCHITECTURES = ("DeepSeekMTPModel", "Step3p5MTP")
+_MODULES = ("vllm.model_executor.models.deepseek_mtp", "vllm.model_executor.models.step3p5_mtp")
+
+
+def register() -> None:
+    hook_models(ARCHITECTURES, hooked)
+
+
+def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the predictor whose layers are fused as soon as they exist."""
+    if predictor.__module__ not in (
+        "vllm.model_executor.models.deepseek_mtp",
+        "vllm.model_executor.models.step3p5_mtp",
+    ):
+        raise TargetError(f"it is of another plugin, {predictor.__module__}")
+
+    def __init__(self: nn.Module, *, vllm_config: object, prefix: str = "") -> None:
+        predictor.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        try:
+            for layer in self.model.layers.values():
+                fuse(layer)
+        except AttributeError as failure:
+            log_once(LOGGER, logging.WARNING, f"{predictor.__name__} stays with vLLM: {failure}")
+
+    return type(predictor.__name__, (predictor,), {"__init__": __init__, "__module__": __name__})
+
+
+class PassThrough:
+    """Mixed in before a norm whose work eh_proj does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class NormedLinear(nn.Linear):
+    """y = [norm(x[:, :H]), norm'(x[:, H:])] @ weight^T with the gains of the two norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm_concat_linear(
+            x,
+            self.weight.data,
+            norm_weight=[norm.weight.data for norm in self.norms],
+            eps=[norm.variance_epsilon for norm in self.norms],
+            norm_offset=self.norm_offset,
+        )
+
+
+def fuse(layer: nn.Module) -> None:
+    """Give a layer with enorm, hnorm and eh_proj the fused stage, or log why not."""
+    import vllm.envs
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    name, norms, eh_proj = type(layer).__name__, (layer.enorm, layer.hnorm), layer.eh_proj
+    offsets = {RMSNorm: 0.0, GemmaRMSNorm: 1.0}
+    obstacle = linear_obstacle(eh_proj)
+    for norm in norms:
+        obstacle = obstacle or rms_norm_obstacle(norm, set(offsets), eh_proj.weight.dtype)
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        obstacle = "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
+    elif obstacle is None and type(norms[0]) is not type(norms[1]):
+        obstacle = "its norms are of two kinds"
+    if obstacle is not None:
+        log_once(LOGGER, logging.INFO, f"{name}.eh_proj stays with vLLM: {obstacle}")
+        return
+    eh_proj.norm_offset = offsets[type(norms[0])]
+    for norm in norms:
+        norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
+    eh_proj.__class__ = NormedLinear
+    eh_proj.__dict__["norms"] = norms  # not as submodules: their parameters would be listed twice
+    log_once(LOGGER, logging.INFO, f"{name}.eh_proj runs norm_concat_linear")

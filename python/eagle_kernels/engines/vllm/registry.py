@@ -1,0 +1,46 @@
+"""How a hook gets between vLLM's model registry and a model class, without importing the model before vLLM does."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..eligibility import log_once
+from . import LOGGER
+
+
+@dataclass(frozen=True)
+class HookedModel:
+    """A registry entry that loads what `entry` loads, through a hook; what vLLM asks about the class is unchanged."""
+
+    entry: object
+    hook: Callable[[type[nn.Module]], type[nn.Module]]
+
+    def inspect_model_cls(self) -> object:
+        return self.entry.inspect_model_cls()
+
+    def load_model_cls(self) -> type[nn.Module]:
+        model_class = self.entry.load_model_cls()
+        try:
+            return self.hook(model_class)
+        except Exception as failure:  # TargetError, or whatever a changed engine makes of the hook
+            name = f"{model_class.__module__}.{model_class.__qualname__}"
+            log_once(LOGGER, logging.WARNING, f"{name} stays with vLLM: {failure}")
+            return model_class
+
+
+def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+    """Put `hook` in front of every architecture that is registered; another plugin's entry is hooked like vLLM's own,
+    and an entry that a plugin registers later replaces this one."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    models = ModelRegistry.models
+    missing = [architecture for architecture in architectures if architecture not in models]
+    if missing:
+        message = f"{', '.join(missing)} are not in vLLM's registry, and stay untouched"
+        log_once(LOGGER, logging.WARNING, message)
+    for architecture in architectures:
+        entry = models.get(architecture)
+        if entry is not None and not isinstance(entry, HookedModel):
+            models[architecture] = HookedModel(entry, hook)

@@ -1,0 +1,186 @@
+"""The plugin in the real engine, on CPU: the same tokens and the same acceptance with it and without, and proof that
+the ops ran. `make test-vllm` runs this in an environment of its own; without vLLM there is nothing to test."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
+
+from vllm_checkpoints import write_drafter, write_target
+from vllm_engine import EXPECTED, Engine
+
+RUNS = "Eagle3LlamaForCausalLM.combine_hidden_states runs norm_concat_linear"
+# The drafter's best: 3 draft tokens and the target's own. One per step means that no draft token was right.
+BEST, WORST = 4.0, 1.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(tmp_path_factory.mktemp("engine"))
+
+
+def request_of(engine: Engine, K: int, norm: str, **more: object) -> dict:
+    drafter = write_drafter(engine.folder / f"drafter-{K}-{norm}", K, norm)
+    return {"target": write_target(engine.folder / "target"), "drafter": drafter, **more}
+
+
+# Compiling takes most of a minute, and the drafter's projection lies outside of what is compiled: there, two drafters
+# stand for all.
+CASES = [(K, norm, tp, False) for K in (3, 4) for norm in ("chunk", "concat") for tp in (1, 2)]
+CASES += [(K, norm, tp, True) for K, norm in ((3, "chunk"), (4, "concat")) for tp in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("K", "norm", "tp", "compiled"),
+    [pytest.param(*case, id="K{}-{}-tp{}-{}".format(*case[:3], "compiled" if case[3] else "eager")) for case in CASES],
+)
+def test_same_tokens_with_and_without(engine: Engine, K: int, norm: str, tp: int, compiled: bool) -> None:
+    request = request_of(engine, K, norm, tp=tp, compiled=compiled)
+    off = engine.run(request, EAGLE_KERNELS_VLLM="0")
+    on = engine.run(request)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    assert off.calls == [] and off.lines == []
+    assert on.lines == [f"{RUNS} (K={K}, {norm} norm)"]
+    assert len(on.calls) == tp
+    for calls in on.calls:
+        assert set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 6
+
+
+def test_weight_updates_take_effect(engine: Engine) -> None:
+    """Each update that breaks the drafter is followed by the one that mends it: no weight is served from a copy. They
+    are negative controls too: acceptance depends on what the projection gives."""
+    negated_gains = {f"fc_norm.{k}.weight": (-1.0, 0) for k in range(3)}
+    updates = [negated_gains, {"fc.weight": (-1.0, 0)}, {"fc.weight": (1.0, 5)}, {"fc.weight": (1.0, -5)}]
+    run = engine.run(request_of(engine, 3, "chunk", updates=updates))
+    assert [result["tokens"] for result in run.results] == [EXPECTED] * 5
+    # A negated hidden state is right about one token: silu lets a trace of it through to the next column.
+    assert [result["accepted_length"] for result in run.results] == [BEST, 2.0, BEST, WORST, BEST]
+
+
+def test_packed_fc_stays_with_the_engine_behind_the_norms(engine: Engine) -> None:
+    """Where the fused kernel would not pay, vLLM packs fc, and the norms and their cat run on norm_concat."""
+    run = engine.run(request_of(engine, 3, "chunk"), EAGLE_KERNELS_CPU_ISA="scalar")
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    assert run.lines == [
+        "Eagle3LlamaForCausalLM.combine_hidden_states runs norm_concat (K=3, chunk norm), its fc stays with vLLM: "
+        "its weight is packed for the engine's own CPU product"
+    ]
+    assert [set(calls) for calls in run.calls] == [{"norm_concat"}]
+
+
+def test_no_norm_and_a_packed_input_leave_nothing_to_fuse(engine: Engine) -> None:
+    run = engine.run(request_of(engine, 3, "none"))
+    assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
+
+
+@pytest.mark.parametrize(
+    ("env", "lines"),
+    [
+        pytest.param({"EAGLE_KERNELS_VLLM_COMBINE": "0", "EAGLE_KERNELS_VLLM_ZERO_COPY": "0"}, [], id="part-off"),
+        pytest.param({"VLLM_PLUGINS": "vllm_calls"}, [], id="not-among-VLLM_PLUGINS"),
+        pytest.param(
+            {"EAGLE_KERNELS_VLLM": "yes"},
+            ["the plugin is off, it failed to register: ValueError(\"eagle_kernels: EAGLE_KERNELS_VLLM is 'yes', "
+             "expected one of ('auto', '0', '1')\")"],
+            id="fails-to-register",
+        ),
+    ],
+)  # fmt: skip
+def test_switched_off(engine: Engine, env: dict[str, str], lines: list[str]) -> None:
+    run = engine.run(request_of(engine, 3, "chunk"), **env)
+    assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
+    assert run.lines == lines
+
+
+OTHER_PLUGIN = """
+import torch
+
+def register():
+    from vllm import ModelRegistry
+    ModelRegistry.register_model("LlamaForCausalLMEagle3", "{module}:Theirs")
+
+def __getattr__(name):
+    if name != "Theirs":
+        raise AttributeError(name)
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+    class Theirs(Eagle3LlamaForCausalLM):
+{body}
+    Theirs.__module__ = "{module}"
+    globals()["Theirs"] = Theirs
+    return Theirs
+"""
+OVERRIDES = """
+        def combine_hidden_states(self, hidden_states):
+            print("THEIRS RAN", flush=True)
+            return super().combine_hidden_states(hidden_states)
+"""
+
+
+def test_another_plugins_method_is_left_alone(engine: Engine) -> None:
+    """Its name sorts before or after ours, so either may register first: their method runs, ours does not."""
+    source = OTHER_PLUGIN.format(module="another_plugin", body=OVERRIDES)
+    run = engine.run(request_of(engine, 3, "chunk"), plugins={"another_plugin": source})
+    assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
+    assert "THEIRS RAN" in run.log
+    assert run.lines in (
+        [],  # theirs was registered after ours, and replaced it
+        ["another_plugin.Theirs stays with vLLM: combine_hidden_states is that of another_plugin, not vLLM's own"],
+    )
+
+
+def test_plugins_that_fail_take_nobody_down(engine: Engine) -> None:
+    """An import error of another plugin leaves ours on; vLLM itself catches it, and would catch one of ours."""
+    run = engine.run(request_of(engine, 3, "chunk"), plugins={"broken_plugin": "import module_that_is_not_there"})
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    assert "Failed to load plugin broken_plugin" in run.log
+    assert run.lines == [f"{RUNS} (K=3, chunk norm)"]
+
+
+RENAMES = """
+def register():
+    from vllm.model_executor.models import registry
+    original = registry._LazyRegisteredModel.load_model_cls
+    def load_model_cls(self):
+        loaded = original(self)
+        if loaded.__name__ == "Eagle3LlamaForCausalLM" and "combine_hidden_states" in vars(loaded):
+            method = loaded.combine_hidden_states
+            def combine_hidden_states(self, hidden_states, scale=1.0):
+                return method(self, hidden_states)
+            loaded.combine_hidden_states = combine_hidden_states
+        return loaded
+    registry._LazyRegisteredModel.load_model_cls = load_model_cls
+"""
+
+
+def test_a_changed_target_is_named_and_left_alone(engine: Engine) -> None:
+    run = engine.run(request_of(engine, 3, "chunk"), plugins={"changing_plugin": RENAMES})
+    assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
+    (line,) = run.lines
+    assert line.startswith("vllm.model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM stays with vLLM: combine_h")
+    assert "takes ['self', 'hidden_states', 'scale']" in line
+
+
+def test_chunk_count_of_the_top_level_layer_ids(engine: Engine) -> None:
+    """vLLM sizes a Llama drafter's fc for 3 chunks where only the top-level layer ids say 4, and dies of it; the
+    speculators format writes just that. With the plugin the drafter has 4."""
+    folder: Path = engine.folder / "drafter-ids-only"
+    drafter = write_drafter(folder, 4, "chunk", num_aux_hidden_states=None)
+    request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
+    assert engine.run(request, may_fail=True, EAGLE_KERNELS_VLLM="0").returncode != 0
+    on = engine.run(request)
+    assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_embedding_shards(engine: Engine, compiled: bool) -> None:
+    """Off by default. The compiled case runs after graphs of the same model were cached without the part: the switch is
+    part of the cache's key, else one of the two would run the other's graph."""
+    request = request_of(engine, 3, "chunk", tp=2, compiled=compiled)
+    on = engine.run(request, EAGLE_KERNELS_VLLM_EMBEDDING="1")
+    assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
+    assert len(on.calls) == 2 and all(calls["vocab_parallel_embedding"] >= 6 for calls in on.calls)
+    assert "VocabParallelEmbedding 128 x 128 runs vocab_parallel_embedding" in on.lines
+    again = engine.run(request)
+    assert (again.tokens, [set(calls) for calls in again.calls]) == (EXPECTED, [{"norm_concat_linear"}] * 2)

@@ -1,0 +1,101 @@
+"""Checkpoints whose best result is known: a target that counts (token t is followed by t + 1 mod V) and an EAGLE-3
+drafter that counts along, if its projection gives it the hidden state it was captured.
+
+H = V and embeddings are one-hot, c = sqrt(H): every boundary of the target is c * e_t. Chunk k of the drafter's fc
+picks the columns congruent to k mod K and undoes the gains, so that every chunk is needed; its MLP turns c * e_t into
+c * e_{t+1}. With n draft tokens every one is accepted: n + 1 tokens a step, and 1 where the projection is wrong.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+V = H = 128
+LAYERS, HEADS, INTERMEDIATE = 3, 4, 128
+C = H**0.5
+
+
+def _config(architecture: str, layers: int, **more: object) -> dict:
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "vocab_size": V,
+        "hidden_size": H,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": H // HEADS,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": V - 1,
+        **more,
+    }
+
+
+def _layer(prefix: str, inputs: int = H) -> dict[str, torch.Tensor]:
+    """Attention with real queries, keys and values whose output is dropped."""
+    weights = {f"{prefix}self_attn.{name}_proj.weight": torch.randn(H, inputs) / inputs**0.5 for name in "qkv"}
+    weights[f"{prefix}self_attn.o_proj.weight"] = torch.zeros(H, H)
+    return weights | {
+        f"{prefix}{name}.weight": torch.ones(H) for name in ("input_layernorm", "post_attention_layernorm")
+    }
+
+
+def _next(rows: torch.Tensor) -> torch.Tensor:
+    """Row j holds what row j - 1 held: as lm_head, token t is followed by t + 1."""
+    return rows.roll(1, 0)
+
+
+def _save(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file({name: weight.bfloat16().contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+def write_target(folder: Path) -> str:
+    torch.manual_seed(0)
+    weights = {"model.embed_tokens.weight": C * torch.eye(V), "lm_head.weight": _next(torch.eye(V))}
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}."
+        weights |= _layer(prefix)
+        weights |= {f"{prefix}mlp.{name}_proj.weight": torch.randn(INTERMEDIATE, H) / C for name in ("gate", "up")}
+        weights[f"{prefix}mlp.down_proj.weight"] = torch.zeros(H, INTERMEDIATE)
+    weights["model.norm.weight"] = torch.ones(H)
+    return _save(folder, _config("LlamaForCausalLM", LAYERS), weights)
+
+
+def write_drafter(folder: Path, K: int, norm: str, **more: object) -> str:
+    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none"."""
+    torch.manual_seed(1)
+    layer_ids = list(range(LAYERS + 1))[-K:]
+    config = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": layer_ids, "num_aux_hidden_states": K, **more}
+    weights = {"fc.weight": fc_weight(K, gains := 0.5 + torch.rand(K, H).bfloat16().float(), norm)}
+    if norm == "chunk":
+        config["fc_norm"] = True
+        weights |= {f"fc_norm.{k}.weight": gains[k] for k in range(K)}
+    elif norm == "concat":
+        config["norm_before_fc"] = True
+        weights["input_norm.weight"] = gains.reshape(-1)
+    weights |= _layer("midlayer.", 2 * H) | {"midlayer.hidden_norm.weight": torch.ones(H)}
+    weights |= {f"midlayer.mlp.{name}_proj.weight": torch.eye(H) for name in ("gate", "up")}
+    # silu(c) * c = c^2 in column t becomes -c there, which cancels the residual, and c in the next.
+    weights["midlayer.mlp.down_proj.weight"] = (torch.eye(H).roll(1, 0) - torch.eye(H)) / C
+    weights |= {"norm.weight": torch.ones(H), "lm_head.weight": _next(torch.eye(V))}
+    config = {name: value for name, value in config.items() if value is not None}
+    return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights)
+
+
+def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:
+    """[H, K*H]: column c of the output from chunk c mod K, its gain undone."""
+    gains = torch.ones(K, H) if norm == "none" else gains
+    picks = [torch.diag((torch.arange(H) % K == k).float() / gains[k]) for k in range(K)]
+    return torch.cat(picks, 1)

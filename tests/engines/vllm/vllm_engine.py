@@ -1,0 +1,90 @@
+"""Runs the real engine in processes of its own, with the plugin on or off, and brings back what it did."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PROMPTS = [[1, 2, 3, 4], [10, 11, 12]]
+TOKENS = 20
+EXPECTED = [[(prompt[-1] + 1 + i) for i in range(TOKENS)] for prompt in PROMPTS]
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass
+class Run:
+    """What one engine process tree did."""
+
+    results: list[dict]
+    calls: list[Counter]  # per process that called an op
+    log: str
+    returncode: int = 0
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return self.results[0]["tokens"]
+
+    @property
+    def accepted_length(self) -> float:
+        return self.results[0]["accepted_length"]
+
+    @property
+    def lines(self) -> list[str]:
+        """The plugin's log lines without time and process, each once."""
+        found = re.findall(r"eagle_kernels: (.*)", self.log)
+        return list(dict.fromkeys(line for line in found if "::" not in line))
+
+
+@dataclass
+class Engine:
+    """Starts engines below one folder, which holds their checkpoints, plugins and compile cache."""
+
+    folder: Path
+    plugins: dict[str, str] = field(default_factory=dict)  # module -> source, beside the one that counts calls
+
+    def run(self, request: dict, *, may_fail: bool = False, plugins: dict[str, str] | None = None, **env: str) -> Run:
+        calls = self.folder / "calls"
+        calls.mkdir(exist_ok=True)
+        for file in calls.iterdir():
+            file.unlink()
+        path = self._install({"vllm_calls": (HERE / "vllm_calls.py").read_text(), **(plugins or {})})
+        (self.folder / "request.json").write_text(json.dumps(_DEFAULTS | request))
+        environment = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(self.folder / "cache"), "PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, HERE / "vllm_run.py", self.folder / "request.json"],
+            env=environment | {"EAGLE_KERNELS_CALLS": str(calls)} | env,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        log = done.stdout + done.stderr
+        found = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
+        assert may_fail or (done.returncode == 0 and found), log[-6000:]
+        counted = [Counter(file.read_text().split()) for file in calls.iterdir()]
+        return Run(json.loads(found[1]) if found else [], [count for count in counted if count], log, done.returncode)
+
+    def _install(self, plugins: dict[str, str]) -> str:
+        """A folder for PYTHONPATH with each module and a distribution that names its register() as a vLLM plugin."""
+        site = self.folder / ("site-" + "-".join(plugins))
+        for module, source in plugins.items():
+            info = site / f"{module}-0.dist-info"
+            info.mkdir(parents=True, exist_ok=True)
+            (site / f"{module}.py").write_text(source)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
+            (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{module} = {module}:register\n")
+        return str(site)
+
+
+_DEFAULTS = {"tp": 1, "compiled": False, "prompts": PROMPTS, "max_tokens": TOKENS, "num_speculative_tokens": 3}

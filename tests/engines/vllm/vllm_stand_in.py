@@ -1,0 +1,204 @@
+"""The part of vLLM that the plugin touches, in plain torch: names, signatures and arithmetic of vLLM 0.32 and 0.33.
+
+`modules()` defines everything anew, so that a test may break what it likes.
+"""
+
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+K, H, D = 3, 16, 24
+MODELS = "vllm.model_executor.models"
+SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 + torch.rand(width))
+        self.variance_epsilon, self.variance_size_override, self.has_weight = eps, None, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+class GemmaRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + self.weight, self.variance_epsilon)
+
+
+class UnquantizedLinearMethod: ...
+
+
+class Fp8LinearMethod(UnquantizedLinearMethod): ...
+
+
+class ReplicatedLinear(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.input_size, self.output_size, self.params_dtype = inputs, outputs, torch.float32
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+        self.bias = None
+        self.quant_method = UnquantizedLinearMethod()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Entry:
+    """A lazy entry of the model registry."""
+
+    def __init__(self, model_class: type[nn.Module]) -> None:
+        self.model_class = model_class
+
+    def inspect_model_cls(self) -> str:
+        return f"info of {self.model_class.__name__}"
+
+    def load_model_cls(self) -> type[nn.Module]:
+        return self.model_class
+
+
+def _eagle3() -> type[nn.Module]:
+    class Eagle3LlamaForCausalLM(nn.Module):
+        """norm: "none", "chunk", "concat" or "both", in place of a whole config."""
+
+        def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
+            super().__init__()
+            norm = vllm_config.speculative_config.draft_model_config.hf_config.norm
+            model = self.model = nn.Module()
+            model.use_aux_hidden_state, model.num_aux_hidden_states = True, K
+            model.fc = ReplicatedLinear(K * H, D)
+            model.norm_before_fc = norm in ("concat", "both")
+            model.input_norm = RMSNorm(K * H) if model.norm_before_fc else None
+            chunk = norm in ("chunk", "both")
+            model.fc_norm = nn.ModuleList(RMSNorm(H, 10.0 ** (k - 6)) for k in range(K)) if chunk else None
+
+        def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+            model = self.model
+            if not model.use_aux_hidden_state:
+                return hidden_states
+            if model.norm_before_fc:
+                hidden_states = model.input_norm(hidden_states)
+            if model.fc_norm is not None:
+                chunks = hidden_states.chunk(K, -1)
+                hidden_states = torch.cat([norm(chunk) for norm, chunk in zip(model.fc_norm, chunks, strict=True)], -1)
+            return model.fc(hidden_states)
+
+    return Eagle3LlamaForCausalLM
+
+
+def _laguna() -> type[nn.Module]:
+    class DFlashLagunaForCausalLM(nn.Module):
+        def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.fc = ReplicatedLinear(K * H, D)
+            self.model.aux_hidden_norms = nn.ModuleList(RMSNorm(H, 10.0 ** (k - 6)) for k in range(K))
+            self.model.hidden_norm = RMSNorm(D, 1e-2)
+
+        def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+            model, chunks = self.model, hidden_states.chunk(K, -1)
+            normed = [norm(chunk) for norm, chunk in zip(model.aux_hidden_norms, chunks, strict=True)]
+            return model.hidden_norm(model.fc(torch.cat(normed, -1)))
+
+    return DFlashLagunaForCausalLM
+
+
+def _mtp(name: str, norm: type[nn.Module]) -> type[nn.Module]:
+    class MultiTokenPredictorLayer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enorm, self.hnorm = norm(H, 1e-6), norm(H, 1e-2)
+            self.eh_proj = nn.Linear(2 * H, H, bias=False)
+
+        def forward(self, positions: Tensor, embeds: Tensor, hidden: Tensor) -> Tensor:
+            embeds = torch.where(positions.unsqueeze(-1) == 0, 0, embeds)
+            return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
+
+    class MTP(nn.Module):
+        def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.layers = nn.ModuleDict({"61": MultiTokenPredictorLayer()})
+
+    MTP.__name__ = MTP.__qualname__ = name
+    return MTP
+
+
+def _speculators() -> tuple[type, type]:
+    class EagleSpeculator:
+        """What `propose` does with the target's hidden states. PCP is prefill context parallelism."""
+
+        def __init__(self, model: nn.Module, rows: int) -> None:
+            self.model, self.hidden_states, self.pcp_manager = model, torch.full((rows, D), float("nan")), None
+
+        def propose(
+            self,
+            input_batch: types.SimpleNamespace,
+            attn_metadata: object,
+            slot_mappings: object,
+            last_hidden_states: Tensor,
+            aux_hidden_states: list[Tensor] | None,
+            num_sampled: object = None,
+            dummy_run: bool = False,
+        ) -> tuple:
+            if aux_hidden_states:
+                hidden_states = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
+            else:
+                hidden_states = last_hidden_states
+            self.hidden_states[: input_batch.num_tokens_after_padding].copy_(hidden_states)
+            return attn_metadata, slot_mappings, num_sampled, dummy_run
+
+    class DFlashSpeculator(EagleSpeculator):
+        staged = None
+
+        def _store_hidden_states(
+            self,
+            num_tokens: int,
+            last_hidden_states: Tensor,
+            aux_hidden_states: list[Tensor] | None,
+            num_graph_tokens: int = 0,
+        ) -> None:
+            self.staged = num_graph_tokens
+            aux = torch.cat([h[:num_tokens] for h in aux_hidden_states], dim=-1)
+            self.hidden_states[:num_tokens].copy_(self.model.combine_hidden_states(aux))
+
+    return EagleSpeculator, DFlashSpeculator
+
+
+def modules() -> dict[str, dict[str, object]]:
+    """Module name -> members; each class says it is from the module it is in."""
+    eagle, dflash = _speculators()
+    homes = {
+        f"{MODELS}.llama_eagle3": _eagle3(),
+        f"{MODELS}.laguna_dflash": _laguna(),
+        f"{MODELS}.deepseek_mtp": _mtp("DeepSeekMTP", RMSNorm),
+        f"{MODELS}.step3p5_mtp": _mtp("Step3p5MTP", GemmaRMSNorm),
+        f"{SPECULATORS}.eagle.speculator": eagle,
+        f"{SPECULATORS}.dflash.speculator": dflash,
+    }
+    for home, defined in homes.items():
+        defined.__module__, defined.__qualname__ = home, defined.__name__
+        for member in vars(defined).values():
+            if isinstance(member, types.FunctionType):
+                member.__module__ = home
+    llama, laguna, deepseek, step = (Entry(defined) for defined in list(homes.values())[:4])
+    architectures = {
+        "LlamaForCausalLMEagle3": llama,
+        "DFlashLagunaForCausalLM": laguna,
+        "DeepSeekMTPModel": deepseek,
+        "Step3p5MTP": step,
+    }
+    return {home: {defined.__name__: defined} for home, defined in homes.items()} | {
+        "vllm": {"__version__": "0.33.1"},
+        "vllm.envs": {"environment_variables": {}, "VLLM_BATCH_INVARIANT": False},
+        "vllm.platforms": {"current_platform": types.SimpleNamespace(is_cpu=lambda: True)},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.layernorm": {"RMSNorm": RMSNorm, "GemmaRMSNorm": GemmaRMSNorm},
+        "vllm.model_executor.layers.linear": {"UnquantizedLinearMethod": UnquantizedLinearMethod},
+        MODELS: {},
+        f"{MODELS}.registry": {"ModelRegistry": types.SimpleNamespace(models=architectures)},
+    }
