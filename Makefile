@@ -6,12 +6,14 @@ TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG_VENV := .venv-sglang
+SGLANG := sglang==0.5.23
 # The projection first, as the README shows them.
 LINEAR_RESULTS = $(sort $(wildcard bench/results/*/norm_concat_linear*.json))
 RESULTS = $(LINEAR_RESULTS) $(filter-out $(LINEAR_RESULTS),$(sort $(wildcard bench/results/*/*.json)))
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint bench-host report clean
+.PHONY: demo test test-sglang lint bench-host report clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -20,6 +22,12 @@ demo: $(VENV)/package.stamp
 
 test: lint
 	$(BIN)/python -m pytest
+
+# The real SGLang on CPU, tiny models, in an environment of its own. standins/ has what SGLang's CPU path needs and PyPI
+# does not have: its CPU kernels, and a torchvision that imports.
+test-sglang: $(SGLANG_VENV)/package.stamp
+	SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/engines/sglang/standins \
+	    $(SGLANG_VENV)/bin/python -m pytest tests/engines/sglang --durations=5
 
 lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
@@ -43,6 +51,18 @@ $(VENV)/package.stamp: $(VENV)/torch.stamp $(SOURCES)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[demo,test]"
 	touch $@
 
+$(SGLANG_VENV)/sglang.stamp: tests/engines/sglang/requirements.txt
+	$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH) -r $< \
+	    "setuptools>=77" "cmake>=3.26" ninja "pybind11>=2.13"
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG) triton==3.9.0
+	touch $@
+
+# Not editable: the engine finds the plugin as a user's would, through the installed entry point.
+$(SGLANG_VENV)/package.stamp: $(SGLANG_VENV)/sglang.stamp $(SOURCES) $(shell find python triton_kernels bench -name '*.py')
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(SGLANG_VENV) build dist
 	find . -name '*.so' -path './python/*' -delete
