@@ -221,7 +221,6 @@ def _misfits() -> dict[str, tuple[Callable[[], tuple[tuple, dict]], str]]:
         (chunks, _), arguments = call()
         return (chunks, torch.zeros(37, 3 * 72 + 1).bfloat16()[:, : 3 * 72]), arguments
 
-    post_norm = "a post norm needs all D columns of a row in one place"
     return {
         "T": (lambda: call(T=17), "T=17 > 16: the fused kernel would read the weight 2 times"),
         "fp32": (lambda: call(dtype=torch.float32), "tensor cores multiply 16-bit types"),
