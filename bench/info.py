@@ -113,7 +113,7 @@ def _plan(op: str, device_type: str) -> Callable[[int, torch.dtype], Plan]:
     if op != "norm_concat_linear":
         return lambda T, dtype: plan.simple_plan(op, torch.device(device_type))
     stage = model_shapes()[_PRESET].stage("eagle3")
-    if plan.choose_backend(op, device_type)[0] == "triton":
-        device = torch.device(device_type)
-        return lambda T, dtype: op_module(op).plan_triton(T, stage.K, stage.H, stage.D, dtype, device)
+    if (backend := plan.choose_backend(op, device_type)[0]) in ("cuda", "triton"):
+        plan_gpu = op_module(op).plan_cuda if backend == "cuda" else op_module(op).plan_triton
+        return lambda T, dtype: plan_gpu(T, stage.K, stage.H, stage.D, dtype, torch.device(device_type))
     return lambda T, dtype: op_module(op).plan_sizes(T, stage.K * stage.H, stage.D, dtype, device_type)

@@ -14,6 +14,8 @@
 //
 // Sums go by column within a warp, then over warps, then over chunks: an order that depends on the widths of the chunks
 // alone, so a row's bits depend neither on the other rows nor on how many there are nor on the template instance.
+#include <type_traits>
+
 #include "launch.cuh"
 #include "pack.cuh"
 
@@ -49,12 +51,10 @@ struct Kernel {
   static constexpr int kRows = 8 * kTokens;      // of x
   static constexpr int kColumns = 16 * kTiles;   // of the output
   static constexpr int kPartial = kRows * kColumns;
-  static constexpr bool kHasGain = kFlavour != Flavour::kNoGain;
-  // Steps in flight: 16 to 48 KB a block. More would spill (tests/compile/test_cuda.py).
-  static constexpr int kUnroll = kFlavour == Flavour::kAny ? (kTiles * kTokens == 4 ? 1 : 2)
-                                 : kTiles == 1             ? 4
-                                 : kTokens == 1            ? 3
-                                                           : 2;
+  // Blocks of 64 columns in flight, each with 2 KB of the weight for a warp and tile. More would spill.
+  static constexpr int kDepth =
+      kTokens == 1 && (kFlavour == Flavour::kNoGain || (kFlavour == Flavour::kGain && kTiles == 1)) ? 2 : 1;
+  static constexpr int kUnroll = 2 * kDepth;
 
   // Shared memory: the row that each token reads in each chunk, partial sums of squares and products, rstd.
   static constexpr int64_t shared_bytes(int64_t num_chunks, bool chunk_norm) {
@@ -83,13 +83,14 @@ template <class T, Flavour kFlavour>
 struct Gains {
   Words words[kFlavour == Flavour::kAny ? 2 : 1];
 
-  __device__ __forceinline__ void load_from(const Vector& gain, int64_t column) {
+  __device__ __forceinline__ void load_from(const Vector& gain, int64_t column, bool inside) {
     if (kFlavour == Flavour::kAny && gain.dtype == DType::kFloat32) {
       const Words* p = reinterpret_cast<const Words*>(static_cast<const float*>(gain.data) + column);
-      words[0] = load(p);
-      words[kFlavour == Flavour::kAny] = load(p + 1);
+      words[0] = inside ? load(p) : Words{};
+      words[kFlavour == Flavour::kAny] = inside ? load(p + 1) : Words{};
     } else {
-      words[0] = load(reinterpret_cast<const Words*>(static_cast<const T*>(gain.data) + column));
+      const Words* p = reinterpret_cast<const Words*>(static_cast<const T*>(gain.data) + column);
+      words[0] = inside ? load(p) : Words{};
     }
   }
 
@@ -119,9 +120,9 @@ __device__ __forceinline__ Words scaled(const Words& w, const float (&factor)[8]
           scaled<T>(w.z, factor[4], factor[5]), scaled<T>(w.w, factor[6], factor[7])};
 }
 
-// The column of a warp's step: steps 2j and 2j+1 are the halves of its j-th block.
-__device__ __forceinline__ int column_of(int block, int step) {
-  return (block + step / 2 * kWarps) * kBlockColumns + step % 2 * kStepColumns;
+// Where the loads of a warp's step lie from the first: steps 2j and 2j+1 are the halves of its j-th block.
+__device__ __forceinline__ constexpr int step_offset(int step) {
+  return step / 2 * kWarps * kBlockColumns + step % 2 * kStepColumns;
 }
 
 template <class T, int kTokens, int kTiles, Flavour kFlavour>
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
   // The weight is no one's output while a model runs, but nothing forbids it: into L2 only.
 #pragma unroll
   for (int u = 0; u < K::kUnroll; ++u) {
-    const int column = column_of(warp, u);
+    const int column = warp * kBlockColumns + step_offset(u);
     if (column + q * kPack >= source.width) continue;
 #pragma unroll
     for (int m = 0; m < 2 * kTiles; ++m) prefetch(weight_rows[m] + column);
@@ -179,32 +180,35 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
     for (int n = 0; n < kTokens; ++n) {
       const int64_t row = rows[k * K::kRows + n * 8 + g];
       x_rows[n] = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride + q * kPack;
-      residual_rows[n] = row < 0 || chunk.residual == nullptr
-                             ? nullptr
-                             : static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride + q * kPack;
+      residual_rows[n] = static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride + q * kPack;
     }
+    const bool has_gain = kFlavour == Flavour::kGain || (kFlavour == Flavour::kAny && chunk.gain.data != nullptr);
+    const bool has_residual = kFlavour == Flavour::kAny && chunk.residual != nullptr;
 
-    for (int step = 0; column_of(block, step) < width; step += K::kUnroll) {
-      Words w[K::kUnroll][2 * kTiles] = {}, x[K::kUnroll][kTokens] = {}, residual[K::kUnroll][kTokens] = {};
-      Gains<T, kFlavour> gains[K::kUnroll] = {};
+    // Steps [0, kUnroll) from `column` on: all loads first, then the products. kWhole: no lane is beyond the width.
+    const auto run_steps = [&](int column, auto whole) {
+      constexpr bool kWhole = decltype(whole)::value;
+      Words w[K::kUnroll][2 * kTiles], x[K::kUnroll][kTokens], residual[K::kUnroll][kTokens];
+      Gains<T, kFlavour> gains[K::kUnroll];
 #pragma unroll
       for (int u = 0; u < K::kUnroll; ++u) {
-        const int column = column_of(block, step + u);
-        if (column + q * kPack >= width) continue;
+        const int at = column + step_offset(u);
+        const bool inside = kWhole || at + q * kPack < width;
 #pragma unroll
-        for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = read_once(weight_rows[m] + chunk.column + column);
+        for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = inside ? read_once(weight_rows[m] + at) : Words{};
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) {
-          if (x_rows[n] != nullptr) x[u][n] = load(reinterpret_cast<const Words*>(x_rows[n] + column));
-          if (kFlavour == Flavour::kAny && residual_rows[n] != nullptr) {
-            residual[u][n] = load(reinterpret_cast<const Words*>(residual_rows[n] + column));
+          x[u][n] = inside && x_rows[n] != nullptr ? load(reinterpret_cast<const Words*>(x_rows[n] + at)) : Words{};
+          if (has_residual) {
+            residual[u][n] =
+                inside && x_rows[n] != nullptr ? load(reinterpret_cast<const Words*>(residual_rows[n] + at)) : Words{};
           }
         }
-        if (K::kHasGain && chunk.gain.data != nullptr) gains[u].load_from(chunk.gain, column + q * kPack);
+        if (has_gain) gains[u].load_from(chunk.gain, at + q * kPack, inside);
       }
 #pragma unroll
       for (int u = 0; u < K::kUnroll; ++u) {
-        if (K::kHasGain && chunk.gain.data != nullptr) {
+        if (has_gain) {
           float factor[8];
           gains[u].factors(chunk.gain, source.norm_offset, factor);
 #pragma unroll
@@ -212,9 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
         }
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) {
-          if (kFlavour == Flavour::kAny && residual_rows[n] != nullptr) {
-            x[u][n] = add(Pack<T>{{x[u][n]}}, Pack<T>{{residual[u][n]}}).words[0];
-          }
+          if (has_residual) x[u][n] = add(Pack<T>{{x[u][n]}}, Pack<T>{{residual[u][n]}}).words[0];
           if (own_squares) squares[n] += sum_of_squares<T>(x[u][n]);
 #pragma unroll
           for (int m = 0; m < kTiles; ++m) {
@@ -224,7 +226,18 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
           }
         }
       }
+    };
+    for (int column = block * kBlockColumns; column < width; column += step_offset(K::kUnroll)) {
+      // Half of the instructions, in a second copy of the code that kAny has no registers for.
+      if (kFlavour != Flavour::kAny && column + step_offset(K::kUnroll - 1) + kStepColumns <= width) {
+        run_steps(column, std::true_type{});
+      } else {
+        run_steps(column, std::false_type{});
+      }
     }
+#pragma unroll
+    for (int m = 0; m < 2 * kTiles; ++m) weight_rows[m] += width;
+
     // This warp's next block: counted through the concat, so that no warp is first in every chunk.
     const int blocks = (width + kBlockColumns - 1) / kBlockColumns;
     const int taken = block < blocks ? (blocks - block + kWarps - 1) / kWarps : 0;
@@ -271,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
         if (row >= 0) total += load(given.sum_squares + row * given.sum_squares_row_stride);
       }
     }
-    const float scale = K::kHasGain && arguments.chunks[k].gain.data != nullptr ? 1 / kGainScale<T> : 1.0f;
+    const float scale = arguments.chunks[k].gain.data != nullptr ? 1 / kGainScale<T> : 1.0f;
     rstd[at] = source.norm == Norm::kNone
                    ? 1.0f
                    : scale * rstd_of(total, chunk_norm ? arguments.chunks[k].width : source.width,
@@ -308,13 +321,17 @@ int launch_as(const Arguments& arguments, const Device& device) {
 }
 
 // 32 columns a block halve what is read of x, which at 16 rows is as much as half of the weight's bytes; 16 make enough
-// blocks for every SM of a narrow output. Two blocks a SM on an H100 are 264. Leads: no GPU has measured them.
+// blocks for every SM of a narrow output, and with residuals 32 would spill. Two blocks a SM on an H100 are 264. Leads:
+// no GPU has measured them.
 template <class T, Flavour kFlavour>
 int launch_flavour(const Arguments& arguments, const Device& device) {
   const NormConcatLinear& op = arguments.op;
-  const int64_t two_tokens =
-      Kernel<T, 2, 2, kFlavour>::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk);
-  if (op.num_rows > 8 && two_tokens <= device.shared_memory) return launch_as<T, 2, 2, kFlavour>(arguments, device);
+  constexpr int kWide = kFlavour == Flavour::kAny ? 1 : 2;
+  const int64_t sixteen_rows =
+      Kernel<T, 2, kWide, kFlavour>::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk);
+  if (op.num_rows > 8 && sixteen_rows <= device.shared_memory) {
+    return launch_as<T, 2, kWide, kFlavour>(arguments, device);
+  }
   if (op.num_columns > 16 * 264) return launch_as<T, 1, 2, kFlavour>(arguments, device);
   return launch_as<T, 1, 1, kFlavour>(arguments, device);
 }

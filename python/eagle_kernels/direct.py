@@ -9,12 +9,12 @@ word the error; a primitive that raises has written nothing.
 import torch
 from torch import Tensor
 
-from .plan import choose_backend
+from .plan import COMPILED, choose_backend
 
 
 def is_direct(op: str, out: Tensor, *inputs: Tensor | None) -> bool:
     """Whether a compiled primitive may run `op` at once."""
-    if torch.compiler.is_compiling() or choose_backend(op, out.device.type)[0] not in ("cpu", "cuda"):
+    if torch.compiler.is_compiling() or choose_backend(op, out.device.type)[0] not in COMPILED:
         return False
     if not torch.is_grad_enabled():
         return True

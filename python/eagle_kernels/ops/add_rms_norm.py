@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import checks
 from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
+from ..plan import COMPILED, Plan, simple_plan
 
 OP = "add_rms_norm"
 
@@ -84,7 +84,7 @@ def _run(
     checks.check_no_overlap(OP, "out", out, (*reads, ("out_sum", out_sum)))
     checks.check_no_overlap(OP, "out_sum", out_sum, reads)
     backend = simple_plan(OP, hidden.device).backend
-    if backend == "cpu":
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.add_rms_norm_out(hidden, residual, weight, eps, norm_offset, out, out_sum)
     elif backend == "triton":
         from ..triton_kernels.add_rms_norm import add_rms_norm as kernel

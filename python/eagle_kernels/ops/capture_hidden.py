@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import checks
 from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
+from ..plan import COMPILED, Plan, simple_plan
 
 OP = "capture_hidden"
 
@@ -73,7 +73,7 @@ def _run(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tens
     reads = (("hidden", hidden), ("residual", residual))
     checks.check_no_overlap(OP, "out", out, reads)
     backend = simple_plan(OP, hidden.device).backend
-    if backend == "cpu":
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.capture_hidden_out(hidden, residual, out, sum_squares)
     elif backend == "triton":
         from ..triton_kernels.capture_hidden import capture_hidden as kernel

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import checks
 from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
+from ..plan import COMPILED, Plan, simple_plan
 from .sources import (
     NORMS,
     Sources,
@@ -96,9 +96,9 @@ def check_out(op: str, out: Tensor, sources: Sources, columns: int, meaning: str
     return out.unsqueeze(0) if sources.one_row else out
 
 
-def plan(chunks: Sequence[Tensor] | Tensor, *_args: object, **_kwargs: object) -> Plan:
-    first = chunks if isinstance(chunks, Tensor) else chunks[0]
-    return simple_plan(OP, first.device)
+def plan(chunks: Sequence[Tensor] | Tensor, **arguments: object) -> Plan:
+    sources = Sources.of_call(OP, chunks, arguments)
+    return simple_plan(OP, sources.chunks[0].device, sources.num_chunks)
 
 
 def _run(
@@ -115,8 +115,8 @@ def _run(
 ) -> None:
     check_no_overlap(OP, out, chunks, residuals)
     arguments = (gains, eps, norm_offset, residuals, indices, sum_squares)
-    backend = simple_plan(OP, out.device).backend
-    if backend == "cpu":
+    backend = simple_plan(OP, out.device, num_chunks).backend
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.norm_concat_out(chunks, num_chunks, NORMS.index(norm), *arguments, out)
     elif backend == "triton":
         from ..triton_kernels.norm_concat import norm_concat as kernel

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import checks
 
 NORMS = ("none", "chunk", "concat")  # the position is the code the compiled primitives take
+_DEFAULTS = (("norm", "chunk"), ("eps", 1e-6), ("norm_offset", 0.0))  # of the public ops
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Sources:
     @property
     def width(self) -> int:
         return total_width(self.chunks)
+
+    @staticmethod
+    def of_call(op: str, chunks: Sequence[Tensor] | Tensor, arguments: dict[str, object]) -> "Sources":
+        """From the keyword arguments of a public call, for `explain`."""
+        norm, eps, norm_offset = (arguments.get(*default) for default in _DEFAULTS)
+        given = (arguments.get(name) for name in ("residuals", "indices", "sum_squares", "num_chunks"))
+        return Sources.build(op, chunks, norm, arguments.get("norm_weight"), eps, norm_offset, *given)
 
     @staticmethod
     def build(

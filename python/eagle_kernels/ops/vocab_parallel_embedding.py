@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import checks
 from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
+from ..plan import COMPILED, Plan, simple_plan
 from ..vocab_shard import VocabShard
 
 OP = "vocab_parallel_embedding"
@@ -141,8 +141,7 @@ def _run(
     checks.check_no_overlap(OP, "out", out, (("weight", weight), ("ids", ids)))
     bounds = (org_begin, org_end, added_begin, added_end, added_row)
     backend = simple_plan(OP, ids.device).backend
-    if backend == "cpu":
-        ids = ids.contiguous()  # a column of a token buffer flattens to a strided view
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.vocab_parallel_embedding_out(ids, weight, *bounds, scale, scale_tensor, out)
     elif backend == "triton":
         from ..triton_kernels.vocab_parallel_embedding import vocab_parallel_embedding as kernel
