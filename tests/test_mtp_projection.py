@@ -164,6 +164,14 @@ def test_added_ids_and_padding_rows_go_through_the_shard(normed: bool, scale: fl
     assert same_bits(layer(hidden, ids, table=module), layer(hidden, ids, table=table))
 
 
+def test_padding_rows_of_a_full_table_are_no_ids() -> None:
+    layer, (hidden, ids, table) = make_layer(), make_inputs()
+    padded = torch.cat([table, torch.ones(256 - V, H).bfloat16()])
+    module = ek.VocabParallelEmbedding.from_weight(padded, ek.VocabShard.build(V, tp_rank=0, tp_size=1))
+    assert module.shard.is_full_table and V in ids
+    assert same_bits(layer(hidden, ids, table=module), layer(hidden, ids, table=table))
+
+
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_scale_of_a_shared_module_goes_before_the_configs(normed: bool) -> None:
     """A Gemma target's own embedding scales; the drafter must not scale once more, nor leave it out."""

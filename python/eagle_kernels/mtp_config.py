@@ -42,6 +42,11 @@ class MTPConfig:
         checks.check_int(op, "out_features", self.out_features, at_least=1)
         for name in ("enorm_eps", "hnorm_eps", "norm_offset"):
             checks.check_number(op, name, getattr(self, name))
+        if (
+            self.embedding_scale is not None
+            and not checks.check_number(op, "embedding_scale", self.embedding_scale) > 0
+        ):
+            raise checks.error(ValueError, op, f"embedding_scale is {self.embedding_scale}", "above 0")
         if self.order not in ORDERS:
             raise checks.error(ValueError, op, f"order is {self.order!r}", " or ".join(map(repr, ORDERS)))
 

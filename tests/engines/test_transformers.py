@@ -82,12 +82,20 @@ def test_a_chunked_prefill_and_decoding_share_one_buffer(gemma3: torch.nn.Module
         assert same_bits(buffer.buffer, expected)
 
 
-def test_states_are_read_where_the_model_has_them(gemma3: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    original = buffers.capture_hidden
-    monkeypatch.setattr(
-        buffers, "capture_hidden", lambda hidden, *a, **k: reads.append(hidden.data_ptr()) or original(hidden, *a, **k)
-    )
+@pytest.fixture
+def read_addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where each tensor lay that was given to capture_hidden."""
+    addresses, original = [], buffers.capture_hidden
+
+    def capture_hidden(hidden: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        addresses.append(hidden.data_ptr())
+        return original(hidden, *args, **options)
+
+    monkeypatch.setattr(buffers, "capture_hidden", capture_hidden)
+    return addresses
+
+
+def test_states_are_read_where_the_model_has_them(gemma3: torch.nn.Module, read_addresses: list[int]) -> None:
     inputs = []
     hooks = [
         layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0].data_ptr()))
@@ -97,18 +105,22 @@ def test_states_are_read_where_the_model_has_them(gemma3: torch.nn.Module, monke
         gemma3(random_ids())
     for hook in hooks:
         hook.remove()
-    assert reads == inputs
+    assert read_addresses == inputs
 
 
-def test_a_batch_without_a_flat_view_is_captured_without_a_copy(gemma3: torch.nn.Module) -> None:
+def test_a_batch_without_a_flat_view_is_captured_without_a_copy(
+    gemma3: torch.nn.Module, read_addresses: list[int]
+) -> None:
     """Embeddings expanded over the batch, or cut along the sequence, have no [B*S, H] view."""
     whole = torch.randn(BATCH, LENGTH + 2, H).bfloat16()
     for embeds in (whole[:1].expand(BATCH, -1, -1), whole[:, 2:]):
         assert not embeds.is_contiguous()
+        read_addresses.clear()
         buffer = ek.AuxHiddenStates(BATCH * (LENGTH + 2), 1, H)
         with capture(gemma3, [0], buffer):
             gemma3(inputs_embeds=embeds)
         assert same_bits(buffer.packed(embeds.shape[:-1].numel()).view(embeds.shape), embeds.contiguous())
+        assert read_addresses == [sequence.data_ptr() for sequence in embeds]
 
 
 def hooks_of(model: torch.nn.Module) -> list[int]:

@@ -16,6 +16,7 @@ def test_deepseek_v3_is_what_it_says() -> None:
     check_model_types(DEEPSEEK_V3, transformers.DeepseekV3Config)
     check_norm_offset(DEEPSEEK_V3, DeepseekV3RMSNorm(96))
     check_presets(DEEPSEEK_V3)
+    assert not DEEPSEEK_V3.mtp.chained
     assert DEEPSEEK_V3.embedding_scale(7168, torch.bfloat16, engine="vllm") is None
 
 

@@ -21,6 +21,7 @@ def test_step3p5_is_what_it_says() -> None:
     check_model_types(STEP3P5, transformers.Step3p7Config, transformers.Step3p7TextConfig)
     check_norm_offset(STEP3P5, Step3p7RMSNorm(96, eps=1e-5))
     check_presets(STEP3P5)
+    assert STEP3P5.mtp.chained
     composite = {"model_type": "step3p7", "text_config": {"hidden_size": H, "rms_norm_eps": 1e-5}}
     assert ek.MTPConfig.from_hf(composite, engine="vllm") == CONFIG
 
