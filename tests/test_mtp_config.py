@@ -14,9 +14,7 @@ EXPECTED = [
     pytest.param({"model_type": "deepseek_v3"} | TEXT, "sglang", {}, id="deepseek-sglang"),
     pytest.param({"model_type": "deepseek_v3"} | TEXT, "vllm", {"mask_position_zero": True}, id="deepseek-vllm"),
     pytest.param({"model_type": "step3p5"} | TEXT, "vllm", {"norm_offset": 1.0}, id="step3p5"),
-    pytest.param(
-        {"model_type": "step3p7", "text_config": TEXT}, "sglang", {"norm_offset": 1.0}, id="step3p7-composite"
-    ),
+    pytest.param({"model_type": "step3p7", "text_config": TEXT}, "sglang", {"norm_offset": 1.0}, id="composite"),
     pytest.param({"model_type": "qwen3_next"} | TEXT, "sglang", {"norm_offset": 1.0}, id="qwen3-next"),
     pytest.param(
         {"model_type": "gemma4_assistant", "backbone_hidden_size": 2816, "text_config": TEXT},
@@ -57,8 +55,8 @@ KNOWN = sorted(
 ERRORS = [
     pytest.param(
         lambda: ek.MTPConfig.from_hf({"model_type": "llama"} | TEXT),
-        f"MTPConfig.from_hf: model_type is 'llama', expected one of {KNOWN}, because order, norms and masking depend on "
-        "it; for another one build the MTPConfig itself",
+        f"MTPConfig.from_hf: model_type is 'llama', expected one of {KNOWN}, because order, norms and masking depend "
+        "on it; for another one build the MTPConfig itself",
         id="unknown-model",
     ),
     pytest.param(
