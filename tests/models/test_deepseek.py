@@ -5,7 +5,7 @@ import torch
 
 import eagle_kernels as ek
 from eagle_kernels.models.deepseek import DEEPSEEK_V3, KIMI_K2
-from models.family_checks import check_model_types, check_norm_offset, check_presets
+from family_checks import check_model_types, check_norm_offset, check_presets
 
 transformers = pytest.importorskip("transformers")
 

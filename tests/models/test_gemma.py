@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import eagle_kernels as ek
 from accuracy import relative_rms, rms_limit
 from eagle_kernels.models.gemma import GEMMA3, GEMMA4
+from family_checks import check_model_types, check_norm_offset, check_presets
 from guards import same_bits
-from models.family_checks import check_model_types, check_norm_offset, check_presets
 
 transformers = pytest.importorskip("transformers")
 

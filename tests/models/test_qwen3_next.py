@@ -5,8 +5,8 @@ import torch
 
 import eagle_kernels as ek
 from eagle_kernels.models.qwen3_next import QWEN3_NEXT
+from family_checks import check_model_types, check_norm_offset, check_presets
 from guards import same_bits
-from models.family_checks import check_model_types, check_norm_offset, check_presets
 
 transformers = pytest.importorskip("transformers")
 

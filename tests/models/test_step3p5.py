@@ -7,8 +7,8 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from eagle_kernels.models.step3p5 import STEP3P5
+from family_checks import check_model_types, check_norm_offset, check_presets
 from guards import same_bits
-from models.family_checks import check_model_types, check_norm_offset, check_presets
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels as ek
-from distributed import ranks
+import gloo_ranks as ranks
 from guards import same_bits
 
 
