@@ -17,7 +17,8 @@ class AuxHiddenStates:
 
     `capture(k, hidden, residual)` writes round(hidden + residual) into slot k: the `cat` that engines run afterwards
     never happens. `packed(T)` goes to `norm_concat_linear` or `Eagle3Projection`, together with
-    `row_sum_squares(T)` so that the statistics are not computed again.
+    `row_sum_squares(T)` so that the statistics are not computed again. `step(T)` takes the captures of one forward and
+    refuses a slot that is written twice or never.
 
     Args:
         max_tokens: rows of the buffer; padded rows may hold anything, rows above T are neither read nor written.
