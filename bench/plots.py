@@ -25,6 +25,7 @@ _MARKERS = "osD^vPX*"
 _COLOURS = matplotlib.colormaps["tab10"].colors
 _OUR_COLOURS = ("black", "0.5", "0.7")
 _MOST_TICKS = 14
+_TIMER_ORDER = ("clock", "graph", "eager")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def draw(runs: Sequence[dict], path: Path) -> None:
             _draw_speedups(left, group, ours)
             left.set_title(f"{title}: speedup of `{ours}`", loc="left")
         _draw_roofline(right, group, ours)
-        right.set_title(f"share of the roofline{_of_what(group)}", loc="left")
+        right.set_title(f"share of the {_roofline_name(group)}", loc="left")
     devices = dict.fromkeys(_device(run["environment"]) for run in runs)
     figure.suptitle("; ".join(devices), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,17 +77,19 @@ def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[d
         slug, row = entry
         return (row[0]["op"], row[0]["timer"], row[0]["dtype"], slug)
 
-    for (op, timer, dtype, slug), group in itertools.groupby(sorted(timed, key=key), key=key):
+    for (op, _, dtype, slug), group in itertools.groupby(sorted(timed, key=key), key=key):
         measured = [row for _, row in group]
+        timer = measured[0][0]["timer"]
         ours = next((record["variant"] for record in measured[0] if record["is_ours"]), None)
         title = ", ".join([op, dtype, *([timer] if timer != "clock" else []), *([slug] if several else [])])
         yield title, ours, measured
 
 
-def _of_what(group: Sequence[list[dict]]) -> str:
+def _roofline_name(group: Sequence[list[dict]]) -> str:
+    """A run that did not measure the matmul rate knows the floor of memory alone."""
     has_product = any(record["tflops"] for row in group for record in row)
     is_known = all(record["matmul_tflops"] for row in group for record in row)
-    return "" if is_known or not has_product else " (of memory alone: the matmul rate was not measured)"
+    return "memory roofline" if has_product and not is_known else "roofline"
 
 
 def _colour(name: str, ours: Sequence[str]) -> object:
