@@ -51,7 +51,7 @@ def draw(runs: Sequence[dict], path: Path) -> None:
             _draw_speedups(left, group, ours)
             left.set_title(f"{title}: speedup of `{ours}`", loc="left")
         _draw_roofline(right, group, ours)
-        right.set_title(f"share of the {_roofline_name(group)}", loc="left")
+        right.set_title(f"share of the {_roofline_name(group)}{_whose(group, ours)}", loc="left")
     devices = dict.fromkeys(_device(run["environment"]) for run in runs)
     figure.suptitle("; ".join(devices), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[d
 
     def key(entry: tuple[str, list[dict]]) -> tuple:
         slug, row = entry
-        return (row[0]["op"], row[0]["timer"], row[0]["dtype"], slug)
+        return (row[0]["op"], _TIMER_ORDER.index(row[0]["timer"]), row[0]["dtype"], slug)
 
     for (op, _, dtype, slug), group in itertools.groupby(sorted(timed, key=key), key=key):
         measured = [row for _, row in group]
@@ -83,6 +83,11 @@ def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[d
         ours = next((record["variant"] for record in measured[0] if record["is_ours"]), None)
         title = ", ".join([op, dtype, *([timer] if timer != "clock" else []), *([slug] if several else [])])
         yield title, ours, measured
+
+
+def _whose(group: Sequence[list[dict]], ours: str | None) -> str:
+    """Of a few shapes the panel holds one column alone."""
+    return f": `{ours}`" if ours and 1 < len({_shape(row) for row in group}) <= _MOST_LINES else ""
 
 
 def _roofline_name(group: Sequence[list[dict]]) -> str:
@@ -115,10 +120,10 @@ def _curves(group: Sequence[list[dict]], value: object) -> list[_Curve]:
 def _draw_speedups(axes: Axes, group: Sequence[list[dict]], ours: str) -> None:
     baselines = dict.fromkeys(record["variant"] for row in group for record in row if not record["is_ours"])
     styles = ["-", "--", "-.", ":"]
-    one_shape = len({_shape(row) for row in group}) == 1
+    shapes = len({_shape(row) for row in group})
     for number, baseline in enumerate(baselines):
         curves = _curves(group, lambda row, baseline=baseline: speedup(row, ours, baseline))
-        if one_shape or len(curves) > _MOST_LINES:
+        if shapes == 1 or shapes * len(baselines) > _MOST_LINES:
             _draw_band(axes, curves, f"over {baseline}", number, _colour(baseline, []))
             continue
         for shape, curve in enumerate(curves):
