@@ -144,6 +144,7 @@ def test_the_whole_command_on_a_stand_in(
     replaced["empty_cache"] = lambda: None
     for name, stand_in in replaced.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(ceilings, "_SECONDS", {"cuda": 0.0})
     monkeypatch.setattr(ceilings, "_MATMUL", {"cuda": (16, 64, 64)})
     monkeypatch.setattr(timers.torch.cuda.Event, "record", lambda event: setattr(event, "at", time.perf_counter()))
     path = tmp_path / "run.json"
