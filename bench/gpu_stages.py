@@ -55,7 +55,9 @@ def _linear_curve(device: str) -> list[Command]:
 
 def _op_table(device: str) -> list[Command]:
     rows = ["--preset", "distinct", "--tokens", "1,4,16,32,64,128,256,512,4096"]
-    linear = ["--forms", "op", "--baselines", "eager,slices,linear", *rows]
+    # Triton beside what the plan takes: which of the two is faster at small T is for a GPU to say.
+    backends = "auto" if device == "cpu" else "auto,triton"
+    linear = ["--forms", "op", "--backends", backends, "--baselines", "eager,slices,linear", *rows]
     memory = ["--op", "norm_concat,capture_hidden,add_rms_norm,vocab_parallel_embedding"]
     shapes = ["--preset", "llama3.1-8b", "deepseek-v3", "gemma3-27b", "--tokens", "1,16,64,512,4096,65536"]
     return [

@@ -87,7 +87,9 @@ def _environment() -> Iterator[tuple[str, str, str, str]]:
     """The table of `environment.py`, with the setting in force beside each variable."""
     rows = [line.split("|")[1:-1] for line in environment.__doc__.splitlines() if line.startswith("| EAGLE_")]
     for name, values, meaning in ([cell.strip() for cell in row] for row in rows):
-        setting = getattr(plan.SETTINGS, name.removeprefix("EAGLE_KERNELS_").lower())
+        field = name.removeprefix("EAGLE_KERNELS_").lower()
+        # The switches of the engines' plugins are read when an engine loads one.
+        setting = getattr(plan.SETTINGS, field) if hasattr(plan.SETTINGS, field) else "read by the engine"
         yield name, "= " + ("auto" if setting is None else str(setting)), f"({values})", meaning
 
 

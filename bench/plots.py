@@ -25,6 +25,7 @@ _MARKERS = "osD^vPX*"
 _COLOURS = matplotlib.colormaps["tab10"].colors
 _OUR_COLOURS = ("black", "0.5", "0.7")
 _MOST_TICKS = 14
+_TIMER_ORDER = ("clock", "graph", "eager")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def draw(runs: Sequence[dict], path: Path) -> None:
             _draw_speedups(left, group, ours)
             left.set_title(f"{title}: speedup of `{ours}`", loc="left")
         _draw_roofline(right, group, ours)
-        right.set_title(f"share of the roofline{_of_what(group)}", loc="left")
+        right.set_title(f"share of the {_roofline_name(group)}{_whose(group, ours)}", loc="left")
     devices = dict.fromkeys(_device(run["environment"]) for run in runs)
     figure.suptitle("; ".join(devices), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,19 +75,26 @@ def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[d
 
     def key(entry: tuple[str, list[dict]]) -> tuple:
         slug, row = entry
-        return (row[0]["op"], row[0]["timer"], row[0]["dtype"], slug)
+        return (row[0]["op"], _TIMER_ORDER.index(row[0]["timer"]), row[0]["dtype"], slug)
 
-    for (op, timer, dtype, slug), group in itertools.groupby(sorted(timed, key=key), key=key):
+    for (op, _, dtype, slug), group in itertools.groupby(sorted(timed, key=key), key=key):
         measured = [row for _, row in group]
+        timer = measured[0][0]["timer"]
         ours = next((record["variant"] for record in measured[0] if record["is_ours"]), None)
         title = ", ".join([op, dtype, *([timer] if timer != "clock" else []), *([slug] if several else [])])
         yield title, ours, measured
 
 
-def _of_what(group: Sequence[list[dict]]) -> str:
+def _whose(group: Sequence[list[dict]], ours: str | None) -> str:
+    """Of a few shapes the panel holds one column alone."""
+    return f": `{ours}`" if ours and 1 < len({_shape(row) for row in group}) <= _MOST_LINES else ""
+
+
+def _roofline_name(group: Sequence[list[dict]]) -> str:
+    """A run that did not measure the matmul rate knows the floor of memory alone."""
     has_product = any(record["tflops"] for row in group for record in row)
     is_known = all(record["matmul_tflops"] for row in group for record in row)
-    return "" if is_known or not has_product else " (of memory alone: the matmul rate was not measured)"
+    return "memory roofline" if has_product and not is_known else "roofline"
 
 
 def _colour(name: str, ours: Sequence[str]) -> object:
@@ -112,10 +120,10 @@ def _curves(group: Sequence[list[dict]], value: object) -> list[_Curve]:
 def _draw_speedups(axes: Axes, group: Sequence[list[dict]], ours: str) -> None:
     baselines = dict.fromkeys(record["variant"] for row in group for record in row if not record["is_ours"])
     styles = ["-", "--", "-.", ":"]
-    one_shape = len({_shape(row) for row in group}) == 1
+    shapes = len({_shape(row) for row in group})
     for number, baseline in enumerate(baselines):
         curves = _curves(group, lambda row, baseline=baseline: speedup(row, ours, baseline))
-        if one_shape or len(curves) > _MOST_LINES:
+        if shapes == 1 or shapes * len(baselines) > _MOST_LINES:
             _draw_band(axes, curves, f"over {baseline}", number, _colour(baseline, []))
             continue
         for shape, curve in enumerate(curves):

@@ -69,6 +69,15 @@ def test_the_interval_of_a_median_from_its_quantiles() -> None:
     assert (low, high) == pytest.approx((2.0 - 0.3 * 0.33, 2.0 + 0.6 * 0.33), rel=1e-3)
 
 
+def test_the_interval_of_a_change_holds_the_noise_of_both_runs() -> None:
+    sharp = {"median_ms": 2.0, "p20_ms": 2.0, "p80_ms": 2.0, "rounds": 98}
+    wide = sharp | {"p20_ms": 1.7, "p80_ms": 2.6}
+    low, high = median_interval(wide)
+    for old, new, expected in ((sharp, wide, (low / 2, high / 2)), (wide, sharp, (2 / high, 2 / low))):
+        (change,) = changes_between([record("op", 2.0, 0) | old], [record("op", 2.0, 1) | new])
+        assert (change.low, change.high) == pytest.approx(expected)
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / "base.json", tmp_path / "new.json"]

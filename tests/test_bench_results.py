@@ -110,6 +110,47 @@ def test_row_that_is_not_cold_says_so() -> None:
     assert "not cold: 6 copies are 100 MiB, limited by 7 GB of memory" in list(LAYOUT.lines([warm]))[1]
 
 
+def test_many_shapes_are_a_line_each() -> None:
+    records = [entry | {"preset": f"model{number}"} for number in range(7) for entry in RECORDS]
+    text = readme_table.render(None, {"environment": ENVIRONMENT, "records": records})
+    assert "**norm_concat_linear, bf16, clock: op over eager**" in text
+    assert "| preset | K | H | D | T=8 | T=64 |" in text
+    assert "| model6:eagle3 | 3 | 64 | 32 | 2.00x | 8.00x |" in text
+
+
+def test_baselines_alone_are_shown_as_a_share_of_the_roofline() -> None:
+    records = [record("linear", 2.0) | {"preset": f"model{number}"} for number in range(7)]
+    text = readme_table.render(None, {"environment": ENVIRONMENT, "records": records})
+    assert "**norm_concat_linear, bf16, clock: linear, % of the roofline**" in text
+    assert "| model0:eagle3 | 3 | 64 | 32 | 75 |" in text
+
+
+def test_plot_has_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    from eagle_kernels.bench import plots
+
+    drawn = {}
+    plot = axes.Axes.plot
+
+    def recorded(self: object, x: list, y: list, *style: object, **options: object) -> object:
+        drawn[options["label"]] = dict(zip(x, y, strict=True))
+        return plot(self, x, y, *style, **options)
+
+    monkeypatch.setattr(axes.Axes, "plot", recorded)
+    run = {"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": RECORDS}
+    plots.draw([run], tmp_path / "one.png")
+    expected = {"over eager": {8: 2.0, 64: 8.0}, "op": {8: 75, 64: 75}, "eager": {8: 37.5, 64: 9.375}}
+    assert {label: pytest.approx(curve) for label, curve in drawn.items()} == expected
+    drawn.clear()
+    many = [entry | {"preset": f"model{number}"} for number in range(7) for entry in RECORDS]
+    plots.draw([run | {"records": many}], tmp_path / "many.png")
+    assert drawn["over eager, geomean of 7"] == pytest.approx({8: 2.0, 64: 8.0})
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no row was timed"):
+        plots.draw([run | {"records": [record("op", 2.0, status="skipped")]}], tmp_path / "none.png")
+
+
 def test_section_of_a_readme_is_replaced() -> None:
     text = readme_table.render(Path("bench/results/x/y.json"), {"environment": ENVIRONMENT, "records": RECORDS})
     readme = "before\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\nafter\n"

@@ -1,12 +1,18 @@
 """The CUDA timers on a stand-in for CUDA: what is captured and launched, and that a sample is one call's share."""
 
 import contextlib
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle_kernels.bench import timers
+from eagle_kernels.bench import ceilings, timers
+from eagle_kernels.bench.cli import main
+from eagle_kernels.bench.results import load
 from eagle_kernels.bench.workloads import Variant
+from torch.overrides import TorchFunctionMode
 
 COPIES = 5
 
@@ -114,3 +120,45 @@ def test_what_has_to_hold_holds_in_every_call(timer: str, cuda: FakeCuda) -> Non
     free = Variant("free", lambda copy: seen.append(("free", held[0])), COPIES)
     timers.time_variants(timer, [forced, free], COPIES, min_time=0.0)
     assert set(seen) == {("forced", True), ("free", False)}
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors asked for on "cuda" are made on the CPU."""
+
+    def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = {
+            name: "cpu" if isinstance(value, str) and value == "cuda" else value
+            for name, value in (kwargs or {}).items()
+        }
+        return func(*("cpu" if isinstance(value, str) and value == "cuda" else value for value in args), **kwargs)
+
+
+def test_the_whole_command_on_a_stand_in(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Everything of the CUDA path but the device: header, rotation, gate, two timers, records, table."""
+    processor = {"name": "NVIDIA Test GPU", "major": 9, "minor": 0, "multi_processor_count": 132, "uuid": "0"}
+    properties = SimpleNamespace(**processor, total_memory=80 << 30, L2_cache_size=1 << 14)
+    replaced = {"is_available": lambda: True, "get_device_properties": lambda device=0: properties}
+    replaced |= {"get_device_name": lambda device=0: properties.name, "mem_get_info": lambda: (1 << 24, 1 << 30)}
+    replaced["empty_cache"] = lambda: None
+    for name, stand_in in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(ceilings, "_SECONDS", {"cuda": 0.0})
+    monkeypatch.setattr(ceilings, "_MATMUL", {"cuda": (16, 64, 64)})
+    monkeypatch.setattr(timers.torch.cuda.Event, "record", lambda event: setattr(event, "at", time.perf_counter()))
+    path = tmp_path / "run.json"
+    arguments = ["bench", "--op", "norm_concat_linear,capture_hidden", "--tokens", "1,3", "--min-time", "0"]
+    arguments += ["--chunks", "3", "--hidden", "64", "--out", "48", "--baselines", "eager,slices,linear"]
+    with OnCpu():
+        assert main([*arguments, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "NVIDIA Test GPU (nvidia-test-gpu): sm_90, 132 multiprocessors, 80 GiB, last-level cache 0 MiB" in printed
+    assert "clocks as read: " in printed and "op us" in printed
+    run = load(path)
+    assert run["environment"]["device"] == "cuda" and run["environment"]["device_slug"] == "nvidia-test-gpu"
+    assert all(record["status"] == "ok" and record["copies"] <= 512 for record in run["records"])
+    linear = [record for record in run["records"] if record["op"] == "norm_concat_linear"]
+    columns = {(record["timer"], record["variant"]) for record in linear}
+    names = ("op", "layer", "eager", "slices", "linear")
+    assert columns == {(timer, name) for timer in ("graph", "eager") for name in names}
