@@ -25,31 +25,35 @@ _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fn
 
 
 def build(sanitized: bool) -> Path:
-    """The emulated library, compiled where no build of the same sources and flags is at hand."""
+    """The emulated library; compiles what has changed since the last time."""
     flags = _FLAGS + (_SANITIZERS if sanitized else [])
-    digest = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *flags]).encode())
-    for path in sorted([*_SOURCES, *_HEADERS]):
-        digest.update(path.name.encode() + path.read_bytes())
-    folder = ROOT / "build" / "cuda_host" / digest.hexdigest()[:16]
-    library = folder / "libeagle_kernels_emulated.so"
-    if library.exists():
-        return library
+    folder = ROOT / "build" / "cuda_host"
     folder.mkdir(parents=True, exist_ok=True)
+    settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *flags]).encode())
+    for header in sorted(_HEADERS):
+        settings.update(header.name.encode() + header.read_bytes())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: _compile(source, flags, folder), _SOURCES))
-    partial = library.with_suffix(f".{os.getpid()}")
-    _run([*flags, "-shared", *objects, "-o", partial, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
-    partial.replace(library)
+        objects = list(pool.map(lambda source: _compile(source, flags, folder, settings.copy()), _SOURCES))
+    names = hashlib.sha256("".join(path.name for path in objects).encode())
+    library = folder / f"libeagle_kernels_emulated-{names.hexdigest()[:16]}.so"
+    if not library.exists():
+        _write(library, [*flags, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
     return library
 
 
-def _compile(source: Path, flags: list[str], folder: Path) -> Path:
-    target = folder / f"{source.name}.{os.getpid()}.o"
-    _run([*flags, "-x", "c++", "-c", source, "-o", target])
+def _compile(source: Path, flags: list[str], folder: Path, digest: object) -> Path:
+    digest.update(source.read_bytes())
+    target = folder / f"{source.name}-{digest.hexdigest()[:16]}.o"
+    if not target.exists():
+        _write(target, [*flags, "-x", "c++", "-c", source])
     return target
 
 
-def _run(arguments: list[object]) -> None:
-    done = subprocess.run([COMPILER, *map(str, arguments)], capture_output=True, text=True)
+def _write(target: Path, arguments: list[object]) -> None:
+    """Run the compiler; `target` appears whole or not at all, since several test processes may build at once."""
+    partial = target.with_suffix(f".{os.getpid()}")
+    command = [COMPILER, *map(str, arguments), "-o", str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or done.stderr:
-        raise RuntimeError(f"g++ {' '.join(map(str, arguments))}\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    partial.replace(target)
