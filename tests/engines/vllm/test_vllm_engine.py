@@ -107,7 +107,7 @@ def __getattr__(name):
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     class Theirs(Eagle3LlamaForCausalLM):
 {body}
-    Theirs.__module__ = "{module}"
+    Theirs.__module__, Theirs.__qualname__ = "{module}", "Theirs"
     globals()["Theirs"] = Theirs
     return Theirs
 """
@@ -163,8 +163,8 @@ def test_a_changed_target_is_named_and_left_alone(engine: Engine) -> None:
 
 
 def test_chunk_count_of_the_top_level_layer_ids(engine: Engine) -> None:
-    """vLLM sizes a Llama drafter's fc for 3 chunks where only the top-level layer ids say 4, and dies of it; the
-    speculators format writes just that. With the plugin the drafter has 4."""
+    """vllm#54526: a Llama drafter's fc is sized for 3 chunks where only the top-level layer ids say 4, as the
+    speculators format writes them, and the engine dies loading it. With the plugin the drafter has 4."""
     folder: Path = engine.folder / "drafter-ids-only"
     drafter = write_drafter(folder, 4, "chunk", num_aux_hidden_states=None)
     request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
