@@ -71,8 +71,8 @@ class EngineProjection:
 def warm_up_obstacle(projection: EngineProjection, width: int, dtype: torch.dtype, rows: int) -> str | None:
     """Compile now what the projection of [N, width] runs on a GPU for any N up to `rows`.
 
-    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises. Returns the reason where
-    it fails, for the engine to keep its own path.
+    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises. Returns the reason
+    where it fails, for the engine to keep its own path.
     """
     if projection.num_chunks is None or not _on_gpu(projection.fc):
         return None

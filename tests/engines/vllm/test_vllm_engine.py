@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
 
-from vllm_checkpoints import write_drafter, write_target
+from vllm_checkpoints import write_deepseek, write_drafter, write_target
 from vllm_engine import EXPECTED, Engine
 
 RUNS = "Eagle3LlamaForCausalLM.combine_hidden_states runs norm_concat_linear"
@@ -184,3 +184,15 @@ def test_embedding_shards(engine: Engine, compiled: bool) -> None:
     assert "VocabParallelEmbedding 128 x 128 runs vocab_parallel_embedding" in on.lines
     again = engine.run(request)
     assert (again.tokens, [set(calls) for calls in again.calls]) == (EXPECTED, [{"norm_concat_linear"}] * 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_deepseek_mtp(engine: Engine, compiled: bool) -> None:
+    """Off first: a compiled graph that was cached without the plugin is not run with it."""
+    target = write_deepseek(engine.folder / "deepseek")
+    request = {"target": target, "method": "mtp", "load_format": "dummy", "num_speculative_tokens": 1}
+    off = engine.run(request | {"compiled": compiled}, EAGLE_KERNELS_VLLM="0")
+    on = engine.run(request | {"compiled": compiled})
+    assert on.tokens == off.tokens and off.calls == []
+    assert on.lines == ["DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear"]
+    assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
