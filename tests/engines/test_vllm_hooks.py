@@ -335,7 +335,9 @@ def test_zero_copy_writes_the_engines_buffer(v2: types.SimpleNamespace, ops: lis
     buffer = speculator.hidden_states.data_ptr()
     assert propose(speculator, aux, dummy_run=True) == ("attn", "slots", "sampled", True)
     assert_close(speculator.hidden_states[:T], engines_own(v2, drafter, torch.cat(aux, -1)))
-    assert speculator.hidden_states.data_ptr() == buffer and speculator.hidden_states[T:].isnan().all()
+    # The engine's own copy is one of the buffer onto itself.
+    assert speculator.received.data_ptr() == speculator.hidden_states.data_ptr() == buffer
+    assert speculator.hidden_states[T:].isnan().all()
     assert ops == (["norm_concat"] if norm == "both" else []) + ["norm_concat_linear"]
 
 
@@ -371,8 +373,21 @@ def test_zero_copy_leaves_the_rest_to_the_engine(
     else:
         propose(speculator, aux)
     assert_close(speculator.hidden_states, expected)
+    assert speculator.received.data_ptr() != speculator.hidden_states.data_ptr()
     # The engine concatenates and copies; the drafter's combine_hidden_states is on the ops all the same.
     assert ops == {"no-aux": [], "packed": ["norm_concat"]}.get(case, ["norm_concat_linear"])
+
+
+def test_combine_off_leaves_the_zero_copy_route(
+    v2: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ops: list[str]
+) -> None:
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_COMBINE", "0")
+    register()
+    drafter, aux = build(v2), [torch.randn(T, H) for _ in range(K)]
+    drafter.combine_hidden_states(torch.cat(aux, -1))
+    assert ops == []
+    propose(v2.EagleSpeculator(drafter, T), aux)
+    assert ops == ["norm_concat_linear"]
 
 
 @pytest.mark.parametrize(("staged", "zero_copy"), [(0, True), (4, False)], ids=["eager", "full-graph"])
@@ -407,7 +422,7 @@ def test_a_renamed_speculator_method_is_named_once(v2: types.SimpleNamespace, lo
     assert ops == ["norm_concat_linear"]
 
 
-def test_hooks_go_in_once(v2: types.SimpleNamespace) -> None:
+def test_hooks_go_in_once(v2: types.SimpleNamespace, log: Callable) -> None:
     """vLLM loads plugins once per process; a forked worker or a test may do so again."""
     register()
     register()
@@ -416,6 +431,7 @@ def test_hooks_go_in_once(v2: types.SimpleNamespace) -> None:
     drafter = build(v2)
     assert v2.EagleSpeculator.propose is first
     assert [base.__name__ for base in type(drafter).__mro__].count("FusedCombine") == 1
+    assert not [line for line in log() if "stays with vLLM" in line]
     assert v2.models[EAGLE3].inspect_model_cls() == "info of Eagle3LlamaForCausalLM"
 
 

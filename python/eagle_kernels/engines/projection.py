@@ -36,8 +36,7 @@ class EngineProjection:
 
     def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
         """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""
-        num_chunks = self.num_chunks if isinstance(chunks, Tensor) else len(chunks)
-        sources = {"num_chunks": num_chunks, "norm_offset": self.norm_offset}
+        sources = {"num_chunks": self.num_chunks, "norm_offset": self.norm_offset}
         if self.concat_norm is not None and self.chunk_norms:
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
             chunks = norm_concat(chunks, **sources, **self._concat)

@@ -148,6 +148,7 @@ def _speculators() -> tuple[type, type]:
 
         def __init__(self, model: nn.Module, rows: int) -> None:
             self.model, self.hidden_states, self.pcp_manager = model, torch.full((rows, D), float("nan")), None
+            self.received: Tensor | None = None
 
         def propose(
             self,
@@ -159,6 +160,7 @@ def _speculators() -> tuple[type, type]:
             num_sampled: object = None,
             dummy_run: bool = False,
         ) -> tuple:
+            self.received = last_hidden_states
             if aux_hidden_states:
                 hidden_states = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
             else:
