@@ -25,10 +25,10 @@ def request_of(engine: Engine, K: int, norm: str, **more: object) -> dict:
     return {"target": write_target(engine.folder / "target"), "drafter": drafter, **more}
 
 
-# Compiling takes most of a minute, and the drafter's projection lies outside of what is compiled: there, two drafters
-# stand for all.
+# Compiling takes most of a minute on a quiet machine, and the projection lies outside of what is compiled: there, two
+# cases hold every value of every column.
 CASES = [(K, norm, tp, False) for K in (3, 4) for norm in ("chunk", "concat") for tp in (1, 2)]
-CASES += [(K, norm, tp, True) for K, norm in ((3, "chunk"), (4, "concat")) for tp in (1, 2)]
+CASES += [(3, "chunk", 1, True), (4, "concat", 2, True)]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_chunk_count_of_the_top_level_layer_ids(engine: Engine) -> None:
 def test_embedding_shards(engine: Engine, compiled: bool) -> None:
     """Off by default. The compiled case runs after graphs of the same model were cached without the part: the switch is
     part of the cache's key, else one of the two would run the other's graph."""
-    request = request_of(engine, 3, "chunk", tp=2, compiled=compiled)
+    request = request_of(engine, 4, "concat", tp=2, compiled=compiled)
     on = engine.run(request, EAGLE_KERNELS_VLLM_EMBEDDING="1")
     assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
     assert len(on.calls) == 2 and all(calls["vocab_parallel_embedding"] >= 6 for calls in on.calls)
