@@ -521,6 +521,39 @@ def test_a_changed_target_is_named_and_left_alone(
     assert line.startswith(f"{MODELS}.llama_eagle3.Eagle3LlamaForCausalLM stays with vLLM: {message}")
 
 
+def without_its_count(model: nn.Module) -> None:
+    model.aux_count = model.num_aux_hidden_states
+    del model.num_aux_hidden_states
+
+
+def test_a_renamed_attribute_of_the_drafter_is_named_and_left_alone(
+    vllm: types.SimpleNamespace, log: Callable, ops: list[str]
+) -> None:
+    register()
+    drafter, hidden = build(vllm, change=without_its_count), torch.randn(T, K * H)
+    assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden)) and ops == []
+    (line,) = [line for line in log() if "stays with vLLM" in line]
+    assert line.startswith("Eagle3LlamaForCausalLM.combine_hidden_states stays with vLLM: AttributeError(")
+    assert "num_aux_hidden_states" in line
+
+
+def test_a_renamed_layer_of_a_predictor_is_named_and_left_alone(vllm: types.SimpleNamespace, log: Callable) -> None:
+    register()
+    entry = vllm.models["DeepSeekMTPModel"].entry
+    original = entry.model_class.__init__
+
+    def renamed(self: nn.Module, **arguments: object) -> None:
+        original(self, **arguments)
+        for layer in self.model.layers.values():
+            layer.input_proj = layer.eh_proj
+            del layer.eh_proj
+
+    entry.model_class.__init__ = renamed
+    build(vllm, "DeepSeekMTPModel")
+    (line,) = [line for line in log() if "stays with vLLM" in line]
+    assert line.startswith("DeepSeekMTP's input stage stays with vLLM: AttributeError(") and "eh_proj" in line
+
+
 def test_an_architecture_that_is_gone_is_named(vllm: types.SimpleNamespace, log: Callable) -> None:
     del vllm.models[EAGLE3]
     register()

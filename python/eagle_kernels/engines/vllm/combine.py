@@ -15,7 +15,7 @@ from ...ops.norm_concat_linear import plan_sizes
 from ..eligibility import TargetError, check_parameters, linear_obstacle, log_once, norm_obstacle
 from ..projection import EngineProjection, warm_up_obstacle
 from . import LOGGER, speculator
-from .registry import hook_models
+from .registry import hook_models, leaving_to_vllm
 
 EAGLE3 = (
     "LlamaForCausalLMEagle3",
@@ -60,10 +60,12 @@ class FusedCombine:
     _projection_of: nn.Module | None = None  # the fc that `_projection` was planned for
 
     def __init__(self, *, vllm_config: object, prefix: str = "") -> None:
-        _state_num_chunks(vllm_config.speculative_config.draft_model_config.hf_config)
+        with leaving_to_vllm(f"{type(self).__name__}'s number of chunks"):
+            _state_num_chunks(vllm_config.speculative_config.draft_model_config.hf_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._max_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        _keep_dense_on_cpu(getattr(self.model, "fc", None))
+        with leaving_to_vllm(f"{type(self).__name__}.model.fc"):
+            self._max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+            _keep_dense_on_cpu(getattr(self.model, "fc", None))
 
     def process_weights_after_loading(self) -> None:
         """vLLM's hook on a model, once its layers have their final form."""
@@ -78,7 +80,9 @@ class FusedCombine:
         fc = getattr(self.model, "fc", None)
         if fc is not self._projection_of or fc is None:
             object.__setattr__(self, "_projection_of", fc)  # a plain attribute: a module's would register it again
-            self._projection = plan(self, self._read_modules)
+            self._projection = None
+            with leaving_to_vllm(f"{type(self).__name__}.combine_hidden_states"):
+                self._projection = plan(self, self._read_modules)
         return self._projection
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:

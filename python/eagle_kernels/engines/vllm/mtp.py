@@ -13,7 +13,7 @@ from ..eligibility import TargetError, linear_obstacle, log_once
 from ..projection import EngineProjection, warm_up_obstacle
 from . import LOGGER
 from .combine import rms_norm_obstacle
-from .registry import hook_models
+from .registry import hook_models, leaving_to_vllm
 
 ARCHITECTURES = ("DeepSeekMTPModel", "Step3p5MTP")
 _MODULES = ("vllm.model_executor.models.deepseek_mtp", "vllm.model_executor.models.step3p5_mtp")
@@ -33,11 +33,9 @@ def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
 
     def __init__(self: nn.Module, *, vllm_config: object, prefix: str = "") -> None:
         predictor.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        try:
+        with leaving_to_vllm(f"{predictor.__name__}'s input stage"):
             for layer in self.model.layers.values():
                 fuse(layer, vllm_config.scheduler_config.max_num_batched_tokens)
-        except AttributeError as failure:
-            log_once(LOGGER, logging.WARNING, f"{predictor.__name__} stays with vLLM: {failure}")
 
     return type(predictor.__name__, (predictor,), {"__init__": __init__, "__module__": __name__})
 
