@@ -23,3 +23,11 @@ def test_examples_of_models() -> None:
     assert names["x"].shape == (2, 256)
     exec(compile(chain, "models.md", "exec"), names)
     assert names["ids"][[2, 3]].tolist() == names["drafted"].tolist()
+
+
+def test_captured_layers_of_a_transformers_model(capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    page = ROOT / "docs/transformers.md"
+    example = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]
+    exec(compile(example, page.name, "exec"), {})
+    assert capsys.readouterr().out == "torch.Size([5, 192])\n"

@@ -64,6 +64,7 @@ class Case:
             "PYTHONPATH": str(HERE / "standins"),
             "PROBE_FILE": str(probe),
             "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles small helpers on their first call: 10 to 20 s a run
         }
         if self.tp > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * self.tp)  # else an assertion about NUMA nodes

@@ -8,6 +8,7 @@ states before the target runs again.
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def fitting(buffer: Tensor | None, like: Tensor, num_chunks: int) -> Tensor:
 
 
 _slots: Slots | None = None  # of the forward that is running, until a list takes them
-_widths: dict[int, int] = {}  # K*H by id of the target's outer model
+_widths: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # K*H of each watched target
 
 
 def claim() -> Slots | None:
@@ -72,7 +73,7 @@ def claim() -> Slots | None:
 def _watch(result: None, *, model: nn.Module, eagle_use_aux_hidden_state: bool, **kwargs: object) -> None:
     """After SGLang told a target what to capture: give each of its forwards slots for that."""
     owners = [module for module in model.modules() if module.__dict__.get("layers_to_capture")]
-    if not eagle_use_aux_hidden_state or id(model) in _widths:
+    if not eagle_use_aux_hidden_state or model in _widths:
         return
     obstacle = _obstacle(owners)
     if obstacle is not None:
@@ -80,7 +81,7 @@ def _watch(result: None, *, model: nn.Module, eagle_use_aux_hidden_state: bool, 
         return
     (owner,) = owners
     num_chunks = len(owner.layers_to_capture)
-    _widths[id(model)] = num_chunks * owner.config.hidden_size
+    _widths[model] = num_chunks * owner.config.hidden_size
 
     def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
         global _slots
@@ -146,7 +147,7 @@ def _packer_slot(original: Callable, packer: object, like: Tensor) -> Tensor:
 def _width(original: Callable, *, model: nn.Module, spec_algorithm: object, is_draft_worker: bool) -> int:
     """The width of the static buffer that the decode graph runner allocates: 0 for none."""
     width = original(model=model, spec_algorithm=spec_algorithm, is_draft_worker=is_draft_worker)
-    return width or (0 if is_draft_worker or not spec_algorithm.is_eagle3() else _widths.get(id(model), 0))
+    return width or (0 if is_draft_worker or not spec_algorithm.is_eagle3() else _widths.get(model, 0))
 
 
 _AUX = "sglang.srt.layers.aux_hidden_states"

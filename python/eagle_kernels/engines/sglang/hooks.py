@@ -72,15 +72,22 @@ def _find(part: str, hooks: Sequence[Hook]) -> list[tuple[object, str, object]] 
 
 def _report_after_apply(registry: type, originals: dict[str, tuple[str, object]]) -> None:
     """Wrap the registry's next apply_hooks: it returns nothing and raises nothing, whatever it did."""
-    apply_hooks = registry.apply_hooks
+    apply_hooks = vars(registry)["apply_hooks"]
 
     def apply_and_report() -> None:
         registry.apply_hooks = apply_hooks
-        apply_hooks()
+        registry.apply_hooks()
         for target, (part, original) in originals.items():
-            if find_target(target)[2] is original:
+            if not _replaced(target, original):
                 log_once(LOGGER, logging.WARNING, f"{part} is not whole: SGLang did not apply the hook on {target}")
         parts = sorted({part for part, _ in originals.values()})
         log_once(LOGGER, logging.INFO, f"hooks of {', '.join(parts)} are in force")
 
-    registry.apply_hooks = apply_and_report
+    registry.apply_hooks = staticmethod(apply_and_report)
+
+
+def _replaced(target: str, original: object) -> bool:
+    try:
+        return find_target(target)[2] is not original
+    except TargetError:
+        return False

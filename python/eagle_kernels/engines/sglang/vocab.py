@@ -53,10 +53,14 @@ def shard_for_draft(weight: Tensor, draft_embedding: nn.Module | None, vocab_siz
         message = f"SGLang pads the drafter to {draft_embedding.num_embeddings_per_partition} rows a rank, not to"
         log_once(LOGGER, logging.WARNING, f"vocab stays with SGLang: {message} {shard.rows}")
         return None
+    for copy in _copies:  # a head that is the embedding: one copy for both
+        if copy.full() is weight and copy.shard == shard and (rows := copy.rows()) is not None:
+            return rows
     rows = _rows(weight, shard)
-    exact = "a view" if _shares_memory(rows, weight) else "a padded copy"
-    log_once(LOGGER, logging.INFO, f"vocab: rank {tp_rank} of {tp_size} shares {exact} of {shard.rows} rows")
-    if not _shares_memory(rows, weight):
+    view = rows.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    kind = "a view" if view else "a padded copy"
+    log_once(LOGGER, logging.INFO, f"vocab: rank {tp_rank} of {tp_size} shares {kind} of {shard.rows} rows")
+    if not view:
         _copies.append(_Copy(weakref.ref(weight), shard, weakref.ref(rows)))
     return rows
 
@@ -66,10 +70,6 @@ def _rows(weight: Tensor, shard: VocabShard) -> Tensor:
     missing = shard.num_embeddings - weight.shape[0]
     full = weight.detach()[: shard.num_embeddings] if missing <= 0 else F.pad(weight.detach(), (0, 0, 0, missing))
     return shard_vocab_weight(full, shard)
-
-
-def _shares_memory(rows: Tensor, weight: Tensor) -> bool:
-    return rows.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
 def _shard_weight(
