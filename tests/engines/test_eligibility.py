@@ -89,6 +89,12 @@ def engine_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+def test_parameters_may_go_on(engine_module: types.ModuleType) -> None:
+    eligibility.find_target("engine_with_hooks:Drafter.combine", ["self", ...])
+    with pytest.raises(eligibility.TargetError, match="takes"):
+        eligibility.find_target("engine_with_hooks:Drafter.combine", ["self", "aux", ...])
+
+
 def test_a_target_is_found(engine_module: types.ModuleType) -> None:
     owner, name, value = eligibility.find_target("engine_with_hooks:Drafter.combine", ["self", "hidden_states"])
     assert (owner, name, value) == (engine_module.Drafter, "combine", engine_module.Drafter.combine)

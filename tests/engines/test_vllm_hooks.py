@@ -20,7 +20,7 @@ from vllm_stand_in import MODELS, SPECULATORS, D, H, K
 from eagle_kernels.engines import eligibility
 
 T = 5
-EAGLE3, LAGUNA = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM"
+EAGLE3, LAGUNA, DFLASH = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel"
 
 
 @pytest.fixture
@@ -76,7 +76,9 @@ def build(
     hf_config = types.SimpleNamespace(**({"norm": "chunk"} | config))
     speculative = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
     model_class = vllm.models[architecture].load_model_cls()
-    model = model_class(vllm_config=types.SimpleNamespace(speculative_config=speculative)).requires_grad_(False)
+    scheduler = types.SimpleNamespace(max_num_batched_tokens=4 * T)
+    vllm_config = types.SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
+    model = model_class(vllm_config=vllm_config).requires_grad_(False)
     change(model.model)
     if hasattr(model, "process_weights_after_loading"):
         model.process_weights_after_loading()
@@ -133,7 +135,7 @@ def test_combine_equals_the_engines(
 def wrapped_by_lora(model: nn.Module) -> None:
     fc = model.fc
     model.fc = nn.Module()
-    model.fc.base_layer, model.fc.params_dtype, model.fc.forward = fc, fc.params_dtype, fc.forward
+    model.fc.base_layer, model.fc.forward = fc, fc.forward
 
 
 def packed(model: nn.Module) -> None:
@@ -255,6 +257,32 @@ def test_updated_weights_are_the_ones_used(vllm: types.SimpleNamespace, ops: lis
     assert ops == ["norm_concat_linear"] * 2
 
 
+def test_kernels_are_compiled_at_load_on_a_gpu(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
+) -> None:
+    """Both forms of input, up to the engine's batch; a GPU that cannot run them keeps the engine's path."""
+    from eagle_kernels.engines import projection
+
+    warmed = []
+    monkeypatch.setattr(projection, "_on_gpu", lambda fc: True)
+    monkeypatch.setattr(projection, "warmup", lambda stage, chunks, **out: warmed.append((chunks, out)))
+    register()
+    build(vllm)
+    build(vllm, "DeepSeekMTPModel")
+    shapes = [[tuple(c.shape) for c in (chunks if isinstance(chunks, list) else [chunks])] for chunks, _ in warmed]
+    rows = 4 * T
+    assert shapes == [[(rows, K * H)], [(rows, H)] * K, [(rows, 2 * H)], [(rows, H)] * 2]
+    assert [tuple(out["out"].shape) if out else None for _, out in warmed] == [None, (rows, D), None, (rows, H)]
+
+    def no_kernels(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("the GPU has compute capability 7.5")
+
+    monkeypatch.setattr(projection, "warmup", no_kernels)
+    drafter, hidden = build(vllm), torch.randn(T, K * H)
+    assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+    assert [line for line in log() if "stays with vLLM: its kernels do not run here: the GPU has compute cap" in line]
+
+
 @pytest.mark.parametrize("cpu_isa", ["amx_bf16", "scalar"])
 def test_fc_stays_dense_where_the_fused_kernel_reads_it(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cpu_isa: str
@@ -272,6 +300,14 @@ def test_fc_stays_dense_where_the_fused_kernel_reads_it(
     [
         pytest.param({"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 5]}, 4, id="top-level-ids"),
         pytest.param({"eagle_aux_hidden_state_layer_ids": [1, 2], "num_aux_hidden_states": 2}, 2, id="both"),
+        pytest.param(
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 2],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+            },
+            None,
+            id="nested-ids-first",
+        ),
         pytest.param({}, None, id="neither"),
     ],
 )
@@ -279,9 +315,8 @@ def test_the_number_of_chunks_is_stated_for_the_engine(
     vllm: types.SimpleNamespace, config: dict, stated: int | None
 ) -> None:
     register()
-    hf_config = types.SimpleNamespace(norm="chunk", hidden_size=D, **config)
-    speculative = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
-    vllm.models[EAGLE3].load_model_cls()(vllm_config=types.SimpleNamespace(speculative_config=speculative))
+    drafter = build(vllm, **config)
+    hf_config = drafter.config
     assert getattr(hf_config, "num_aux_hidden_states", None) == stated
 
 
@@ -300,7 +335,9 @@ def test_zero_copy_writes_the_engines_buffer(v2: types.SimpleNamespace, ops: lis
     buffer = speculator.hidden_states.data_ptr()
     assert propose(speculator, aux, dummy_run=True) == ("attn", "slots", "sampled", True)
     assert_close(speculator.hidden_states[:T], engines_own(v2, drafter, torch.cat(aux, -1)))
-    assert speculator.hidden_states.data_ptr() == buffer and speculator.hidden_states[T:].isnan().all()
+    # The engine's own copy is one of the buffer onto itself.
+    assert speculator.received.data_ptr() == speculator.hidden_states.data_ptr() == buffer
+    assert speculator.hidden_states[T:].isnan().all()
     assert ops == (["norm_concat"] if norm == "both" else []) + ["norm_concat_linear"]
 
 
@@ -336,21 +373,38 @@ def test_zero_copy_leaves_the_rest_to_the_engine(
     else:
         propose(speculator, aux)
     assert_close(speculator.hidden_states, expected)
+    assert speculator.received.data_ptr() != speculator.hidden_states.data_ptr()
     # The engine concatenates and copies; the drafter's combine_hidden_states is on the ops all the same.
     assert ops == {"no-aux": [], "packed": ["norm_concat"]}.get(case, ["norm_concat_linear"])
 
 
-@pytest.mark.parametrize(("staged", "zero_copy"), [(0, True), (4, False)], ids=["eager", "full-graph"])
-def test_dflash_store(v2: types.SimpleNamespace, ops: list[str], staged: int, zero_copy: bool) -> None:
+def test_combine_off_leaves_the_zero_copy_route(
+    v2: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ops: list[str]
+) -> None:
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_COMBINE", "0")
     register()
-    drafter = build(v2, LAGUNA)
+    drafter, aux = build(v2), [torch.randn(T, H) for _ in range(K)]
+    drafter.combine_hidden_states(torch.cat(aux, -1))
+    assert ops == []
+    propose(v2.EagleSpeculator(drafter, T), aux)
+    assert ops == ["norm_concat_linear"]
+
+
+@pytest.mark.parametrize(("staged", "zero_copy"), [(0, True), (4, False)], ids=["eager", "full-graph"])
+@pytest.mark.parametrize("architecture", [LAGUNA, DFLASH])
+def test_dflash_store(
+    v2: types.SimpleNamespace, ops: list[str], architecture: str, staged: int, zero_copy: bool
+) -> None:
+    register()
+    drafter = build(v2, architecture)
     speculator = v2.DFlashSpeculator(drafter, T + 2)
     aux = [torch.randn(T + 2, H) for _ in range(K)]
     speculator._store_hidden_states(T, torch.zeros(T, D), aux, staged)
     assert_close(speculator.hidden_states[:T], engines_own(v2, drafter, torch.cat(aux, -1))[:T])
     assert speculator.hidden_states[T:].isnan().all()
     assert speculator.staged == (None if zero_copy else staged)
-    assert ops == ["norm_concat_linear"]
+    # Without a norm a packed input stays with the engine.
+    assert ops == (["norm_concat_linear"] if zero_copy or architecture == LAGUNA else [])
 
 
 def test_a_renamed_speculator_method_is_named_once(v2: types.SimpleNamespace, log: Callable, ops: list[str]) -> None:
@@ -368,7 +422,7 @@ def test_a_renamed_speculator_method_is_named_once(v2: types.SimpleNamespace, lo
     assert ops == ["norm_concat_linear"]
 
 
-def test_hooks_go_in_once(v2: types.SimpleNamespace) -> None:
+def test_hooks_go_in_once(v2: types.SimpleNamespace, log: Callable) -> None:
     """vLLM loads plugins once per process; a forked worker or a test may do so again."""
     register()
     register()
@@ -377,6 +431,7 @@ def test_hooks_go_in_once(v2: types.SimpleNamespace) -> None:
     drafter = build(v2)
     assert v2.EagleSpeculator.propose is first
     assert [base.__name__ for base in type(drafter).__mro__].count("FusedCombine") == 1
+    assert not [line for line in log() if "stays with vLLM" in line]
     assert v2.models[EAGLE3].inspect_model_cls() == "info of Eagle3LlamaForCausalLM"
 
 
@@ -394,7 +449,7 @@ def test_mtp_input_stage(vllm: types.SimpleNamespace, log: Callable, architectur
     assert list(fused.state_dict()) == names == [name for name, _ in fused.named_parameters()]
     layer, own_layer = fused.model.layers["61"], own.model.layers["61"]
     assert_close(layer(positions, embeds, hidden), own_layer(positions, embeds, hidden))
-    assert layer.eh_proj.norm_offset == offset
+    assert layer.eh_proj.projection.norm_offset == offset
     for loaded in (own, fused):  # weights that come later
         torch.manual_seed(2)
         for parameter in loaded.parameters():
@@ -411,7 +466,7 @@ def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamesp
     mtp = sys.modules["eagle_kernels.engines.vllm.mtp"]
     other = type(layer)()
     other.hnorm = nn.RMSNorm(H)
-    mtp.fuse(other)
+    mtp.fuse(other, T)
     assert type(other.eh_proj) is nn.Linear and type(other.enorm) is stand_in.RMSNorm
     assert (
         "MultiTokenPredictorLayer.eh_proj stays with vLLM: its norm is a torch.nn.modules.normalization.RMSNorm"
@@ -464,6 +519,39 @@ def test_a_changed_target_is_named_and_left_alone(
     vllm.models[EAGLE3].load_model_cls()
     (line,) = [line for line in log() if "combine_hidden_states" in line]
     assert line.startswith(f"{MODELS}.llama_eagle3.Eagle3LlamaForCausalLM stays with vLLM: {message}")
+
+
+def without_its_count(model: nn.Module) -> None:
+    model.aux_count = model.num_aux_hidden_states
+    del model.num_aux_hidden_states
+
+
+def test_a_renamed_attribute_of_the_drafter_is_named_and_left_alone(
+    vllm: types.SimpleNamespace, log: Callable, ops: list[str]
+) -> None:
+    register()
+    drafter, hidden = build(vllm, change=without_its_count), torch.randn(T, K * H)
+    assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden)) and ops == []
+    (line,) = [line for line in log() if "stays with vLLM" in line]
+    assert line.startswith("Eagle3LlamaForCausalLM.combine_hidden_states stays with vLLM: AttributeError(")
+    assert "num_aux_hidden_states" in line
+
+
+def test_a_renamed_layer_of_a_predictor_is_named_and_left_alone(vllm: types.SimpleNamespace, log: Callable) -> None:
+    register()
+    entry = vllm.models["DeepSeekMTPModel"].entry
+    original = entry.model_class.__init__
+
+    def renamed(self: nn.Module, **arguments: object) -> None:
+        original(self, **arguments)
+        for layer in self.model.layers.values():
+            layer.input_proj = layer.eh_proj
+            del layer.eh_proj
+
+    entry.model_class.__init__ = renamed
+    build(vllm, "DeepSeekMTPModel")
+    (line,) = [line for line in log() if "stays with vLLM" in line]
+    assert line.startswith("DeepSeekMTP's input stage stays with vLLM: AttributeError(") and "eh_proj" in line
 
 
 def test_an_architecture_that_is_gone_is_named(vllm: types.SimpleNamespace, log: Callable) -> None:

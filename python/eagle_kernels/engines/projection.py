@@ -7,9 +7,11 @@ are updated in place (RL): every call reads them from its modules, nothing is pa
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..ops import norm_concat, norm_concat_linear
+from ..warmup import warmup
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +19,7 @@ class EngineProjection:
     """Norms are modules with `weight` and `variance_epsilon`, as vLLM's and SGLang's RMSNorm have them."""
 
     fc: nn.Module
-    num_chunks: int
+    num_chunks: int | None  # of a packed input; None where there is no norm and only its width counts
     concat_norm: nn.Module | None = None
     chunk_norms: Sequence[nn.Module] = ()
     post_norm: nn.Module | None = None
@@ -25,10 +27,14 @@ class EngineProjection:
     fc_obstacle: str | None = None  # why the ops cannot read fc.weight; fc then runs itself, behind norm_concat
 
     @property
+    def has_norm(self) -> bool:
+        return self.concat_norm is not None or len(self.chunk_norms) > 0
+
+    @property
     def op(self) -> str:
         return "norm_concat_linear" if self.fc_obstacle is None else "norm_concat"
 
-    def __call__(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
         """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""
         sources = {"num_chunks": self.num_chunks, "norm_offset": self.norm_offset}
         if self.concat_norm is not None and self.chunk_norms:
@@ -51,9 +57,33 @@ class EngineProjection:
             chunks, self.fc.weight.data, bias=None if bias is None else bias.data, out=out, **sources, **norm
         )
 
+    __call__ = forward
+
     @property
     def _concat(self) -> dict:
         norm = self.concat_norm
         if norm is None:
             return {"norm": "none", "eps": 1e-6}
         return {"norm": "concat", "norm_weight": norm.weight.data, "eps": norm.variance_epsilon}
+
+
+def warm_up_obstacle(projection: EngineProjection, width: int, dtype: torch.dtype, rows: int) -> str | None:
+    """Compile now what the projection of [N, width] runs on a GPU for any N up to `rows`.
+
+    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises. Returns the reason
+    where it fails, for the engine to keep its own path.
+    """
+    if projection.num_chunks is None or not _on_gpu(projection.fc):
+        return None
+    try:
+        packed = torch.zeros(rows, width, dtype=dtype, device=next(projection.fc.parameters()).device)
+        chunks = [chunk.contiguous() for chunk in packed.chunk(projection.num_chunks, -1)]
+        warmup(projection, packed)
+        warmup(projection, chunks, out=torch.empty_like(projection.forward(chunks)))
+    except Exception as failure:
+        return f"its kernels do not run here: {failure}"
+    return None
+
+
+def _on_gpu(fc: nn.Module) -> bool:
+    return next(fc.parameters()).device.type == "cuda"

@@ -83,7 +83,7 @@ def test_mtp_input_stage(layer_class: type, norm: type, offset: float, masks_pos
         return out[0] if isinstance(out, tuple) else out
 
     before, names = run(), list(layer.state_dict())
-    mtp.fuse(layer)
+    mtp.fuse(layer, T)
     assert isinstance(layer.eh_proj, mtp.NormedLinear) and list(layer.state_dict()) == names
     masked = embeds.clone()
     if masks_position_0:

@@ -99,3 +99,32 @@ def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:
     gains = torch.ones(K, H) if norm == "none" else gains
     picks = [torch.diag((torch.arange(H) % K == k).float() / gains[k]) for k in range(K)]
     return torch.cat(picks, 1)
+
+
+def write_deepseek(folder: Path) -> str:
+    """The config of a DeepSeek V3 with one MTP layer; its weights are vLLM's dummies, the same in every run. 576 is the
+    one head width that vLLM's MLA has on CPU."""
+    config = _config("DeepseekV3ForCausalLM", 2) | {
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 1,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 8,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    }
+    del config["head_dim"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return str(folder)

@@ -66,7 +66,8 @@ def _eagle3() -> type[nn.Module]:
 
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
             super().__init__()
-            norm = vllm_config.speculative_config.draft_model_config.hf_config.norm
+            self.config = vllm_config.speculative_config.draft_model_config.hf_config
+            norm = self.config.norm
             model = self.model = nn.Module()
             model.use_aux_hidden_state, model.num_aux_hidden_states = True, K
             model.fc = ReplicatedLinear(K * H, D)
@@ -106,6 +107,20 @@ def _laguna() -> type[nn.Module]:
     return DFlashLagunaForCausalLM
 
 
+def _dflash() -> type[nn.Module]:
+    class DFlashQwen3ForCausalLM(nn.Module):
+        def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.use_aux_hidden_state = True
+            self.model.fc = ReplicatedLinear(K * H, D)
+
+        def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+            return self.model.fc(hidden_states)
+
+    return DFlashQwen3ForCausalLM
+
+
 def _mtp(name: str, norm: type[nn.Module]) -> type[nn.Module]:
     class MultiTokenPredictorLayer(nn.Module):
         def __init__(self) -> None:
@@ -133,6 +148,7 @@ def _speculators() -> tuple[type, type]:
 
         def __init__(self, model: nn.Module, rows: int) -> None:
             self.model, self.hidden_states, self.pcp_manager = model, torch.full((rows, D), float("nan")), None
+            self.received: Tensor | None = None
 
         def propose(
             self,
@@ -144,6 +160,7 @@ def _speculators() -> tuple[type, type]:
             num_sampled: object = None,
             dummy_run: bool = False,
         ) -> tuple:
+            self.received = last_hidden_states
             if aux_hidden_states:
                 hidden_states = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
             else:
@@ -174,6 +191,7 @@ def modules() -> dict[str, dict[str, object]]:
     homes = {
         f"{MODELS}.llama_eagle3": _eagle3(),
         f"{MODELS}.laguna_dflash": _laguna(),
+        f"{MODELS}.qwen3_dflash": _dflash(),
         f"{MODELS}.deepseek_mtp": _mtp("DeepSeekMTP", RMSNorm),
         f"{MODELS}.step3p5_mtp": _mtp("Step3p5MTP", GemmaRMSNorm),
         f"{SPECULATORS}.eagle.speculator": eagle,
@@ -184,13 +202,8 @@ def modules() -> dict[str, dict[str, object]]:
         for member in vars(defined).values():
             if isinstance(member, types.FunctionType):
                 member.__module__ = home
-    llama, laguna, deepseek, step = (Entry(defined) for defined in list(homes.values())[:4])
-    architectures = {
-        "LlamaForCausalLMEagle3": llama,
-        "DFlashLagunaForCausalLM": laguna,
-        "DeepSeekMTPModel": deepseek,
-        "Step3p5MTP": step,
-    }
+    names = ("LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel", "DeepSeekMTPModel", "Step3p5MTP")
+    architectures = {name: Entry(defined) for name, defined in zip(names, homes.values(), strict=False)}
     return {home: {defined.__name__: defined} for home, defined in homes.items()} | {
         "vllm": {"__version__": "0.33.1"},
         "vllm.envs": {"environment_variables": {}, "VLLM_BATCH_INVARIANT": False},

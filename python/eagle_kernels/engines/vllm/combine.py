@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import DTYPES
-from ...drafter_config import Eagle3Config
 from ...ops.norm_concat_linear import plan_sizes
 from ..eligibility import TargetError, check_parameters, linear_obstacle, log_once, norm_obstacle
-from ..projection import EngineProjection
+from ..projection import EngineProjection, warm_up_obstacle
 from . import LOGGER, speculator
-from .registry import hook_models
+from .registry import hook_models, leaving_to_vllm
 
 EAGLE3 = (
     "LlamaForCausalLMEagle3",
@@ -61,9 +60,12 @@ class FusedCombine:
     _projection_of: nn.Module | None = None  # the fc that `_projection` was planned for
 
     def __init__(self, *, vllm_config: object, prefix: str = "") -> None:
-        _state_num_chunks(vllm_config.speculative_config.draft_model_config.hf_config)
+        with leaving_to_vllm(f"{type(self).__name__}'s number of chunks"):
+            _state_num_chunks(vllm_config.speculative_config.draft_model_config.hf_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        _keep_dense_on_cpu(getattr(self.model, "fc", None))
+        with leaving_to_vllm(f"{type(self).__name__}.model.fc"):
+            self._max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+            _keep_dense_on_cpu(getattr(self.model, "fc", None))
 
     def process_weights_after_loading(self) -> None:
         """vLLM's hook on a model, once its layers have their final form."""
@@ -78,13 +80,14 @@ class FusedCombine:
         fc = getattr(self.model, "fc", None)
         if fc is not self._projection_of or fc is None:
             object.__setattr__(self, "_projection_of", fc)  # a plain attribute: a module's would register it again
-            self._projection = plan(self, self._read_modules)
+            self._projection = None
+            with leaving_to_vllm(f"{type(self).__name__}.combine_hidden_states"):
+                self._projection = plan(self, self._read_modules)
         return self._projection
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         projection = self.eagle_kernels_projection()
-        # Without a norm a packed input leaves nothing to fuse.
-        if projection is None or "combine" not in _parts or not (projection.chunk_norms or projection.concat_norm):
+        if projection is None or "combine" not in _parts or not projection.has_norm:
             return super().combine_hidden_states(hidden_states)
         return projection(hidden_states)
 
@@ -96,9 +99,12 @@ def plan(drafter: nn.Module, read: object) -> EngineProjection | None:
     if obstacle is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {obstacle}")
         return None
-    behind = "" if projection.fc_obstacle is None else f", its fc stays with vLLM: {projection.fc_obstacle}"
-    norms = "chunk norm" if projection.chunk_norms else "concat norm" if projection.concat_norm else "no norm"
-    log_once(LOGGER, logging.INFO, f"{name} runs {projection.op} (K={projection.num_chunks}, {norms}){behind}")
+    if projection.has_norm:
+        norm = "chunk" if projection.chunk_norms else "concat"
+        fc = "" if projection.fc_obstacle is None else f", its fc stays with vLLM: {projection.fc_obstacle}"
+        log_once(LOGGER, logging.INFO, f"{name} runs {projection.op} (K={projection.num_chunks}, {norm} norm){fc}")
+    else:
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM, it has no norm to fuse; the zero-copy route does not")
     return projection
 
 
@@ -113,7 +119,8 @@ def _plan(drafter: nn.Module, read: object) -> tuple[EngineProjection | None, st
     if modules is None:
         return None, "it has no fc (use_aux_hidden_state is False)"
     fc = modules["fc"]
-    dtype = getattr(fc, "params_dtype", None)
+    base = getattr(fc, "base_layer", fc)  # of LoRA
+    dtype = getattr(base, "params_dtype", None)
     if dtype not in DTYPES:
         return None, f"its fc is {dtype}"
     norms = [*modules.get("chunk_norms", ()), modules.get("concat_norm"), modules.get("post_norm")]
@@ -123,7 +130,9 @@ def _plan(drafter: nn.Module, read: object) -> tuple[EngineProjection | None, st
     modules["fc_obstacle"] = linear_obstacle(fc, {UnquantizedLinearMethod}, bias=True)
     if modules["fc_obstacle"] is not None and not any(norms[:-1]):
         return None, f"it has no norm, and its fc is vLLM's: {modules['fc_obstacle']}"
-    return EngineProjection(**modules), None
+    projection = EngineProjection(**modules)
+    obstacle = warm_up_obstacle(projection, base.input_size, dtype, drafter._max_rows)
+    return (projection, None) if obstacle is None else (None, obstacle)
 
 
 def rms_norm_obstacle(norm: nn.Module, known: set[type], dtype: torch.dtype) -> str | None:
@@ -145,8 +154,7 @@ def _read_eagle3(model: nn.Module) -> dict | None:
 
 
 def _read_dflash(model: nn.Module) -> dict | None:
-    # One packed chunk stands for any K: without norms only the total width counts.
-    return {"fc": model.fc, "num_chunks": 1} if model.use_aux_hidden_state else None
+    return {"fc": model.fc, "num_chunks": None} if model.use_aux_hidden_state else None
 
 
 def _read_laguna(model: nn.Module) -> dict:
@@ -165,11 +173,13 @@ _READERS = {
 
 
 def _state_num_chunks(config: object) -> None:
-    """vLLM's Llama and DeepSeek drafters size fc for 3 chunks where K stands only in the top-level layer ids, as the
-    speculators format writes them, and die in the first norm where K is another (the runner captures K)."""
-    ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    if ids and getattr(config, "num_aux_hidden_states", None) is None:
-        config.num_aux_hidden_states = Eagle3Config.from_hf(config).num_chunks
+    """vLLM's Llama and DeepSeek drafters size fc for 3 chunks where K stands in the top-level layer ids only, as the
+    speculators format writes them, and die on any other K (vllm#54526; vllm#54598 is not merged)."""
+    nested = getattr(config, "eagle_config", None) or {}
+    layer_ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    stated = getattr(config, "num_aux_hidden_states", None) or nested.get("eagle_aux_hidden_state_layer_ids")
+    if layer_ids and not stated:
+        config.num_aux_hidden_states = len(layer_ids)
 
 
 def _keep_dense_on_cpu(fc: nn.Module | None) -> None:

@@ -13,6 +13,7 @@ from ...ops import vocab_parallel_embedding
 from ...vocab_shard import VocabShard
 from ..eligibility import log_once
 from . import LOGGER
+from .registry import leaving_to_vllm
 
 NAME = "VocabParallelEmbedding"
 
@@ -35,9 +36,11 @@ class ShardLookup:
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.shard, obstacle = _shard(self)
-        message = f"stays with vLLM: {obstacle}" if obstacle else "runs vocab_parallel_embedding"
-        log_once(LOGGER, logging.INFO, f"{NAME} {self.num_embeddings} x {self.embedding_dim} {message}")
+        self.shard = None
+        with leaving_to_vllm(NAME):
+            self.shard, obstacle = _shard(self)
+            message = f"stays with vLLM: {obstacle}" if obstacle else "runs vocab_parallel_embedding"
+            log_once(LOGGER, logging.INFO, f"{NAME} {self.num_embeddings} x {self.embedding_dim} {message}")
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.shard is None:

@@ -9,11 +9,11 @@ import logging
 
 from torch import Tensor, nn
 
-from ...ops import norm_concat_linear
 from ..eligibility import TargetError, linear_obstacle, log_once
+from ..projection import EngineProjection, warm_up_obstacle
 from . import LOGGER
 from .combine import rms_norm_obstacle
-from .registry import hook_models
+from .registry import hook_models, leaving_to_vllm
 
 ARCHITECTURES = ("DeepSeekMTPModel", "Step3p5MTP")
 _MODULES = ("vllm.model_executor.models.deepseek_mtp", "vllm.model_executor.models.step3p5_mtp")
@@ -33,11 +33,9 @@ def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
 
     def __init__(self: nn.Module, *, vllm_config: object, prefix: str = "") -> None:
         predictor.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        try:
+        with leaving_to_vllm(f"{predictor.__name__}'s input stage"):
             for layer in self.model.layers.values():
-                fuse(layer)
-        except AttributeError as failure:
-            log_once(LOGGER, logging.WARNING, f"{predictor.__name__} stays with vLLM: {failure}")
+                fuse(layer, vllm_config.scheduler_config.max_num_batched_tokens)
 
     return type(predictor.__name__, (predictor,), {"__init__": __init__, "__module__": __name__})
 
@@ -53,35 +51,37 @@ class NormedLinear(nn.Linear):
     """y = [norm(x[:, :H]), norm'(x[:, H:])] @ weight^T with the gains of the two norms."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm_concat_linear(
-            x,
-            self.weight.data,
-            norm_weight=[norm.weight.data for norm in self.norms],
-            eps=[norm.variance_epsilon for norm in self.norms],
-            norm_offset=self.norm_offset,
-        )
+        return self.projection(x)
 
 
-def fuse(layer: nn.Module) -> None:
+def fuse(layer: nn.Module, max_rows: int) -> None:
     """Give a layer with enorm, hnorm and eh_proj the fused stage, or log why not."""
-    import vllm.envs
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-
-    name, norms, eh_proj = type(layer).__name__, (layer.enorm, layer.hnorm), layer.eh_proj
-    offsets = {RMSNorm: 0.0, GemmaRMSNorm: 1.0}
-    obstacle = linear_obstacle(eh_proj)
-    for norm in norms:
-        obstacle = obstacle or rms_norm_obstacle(norm, set(offsets), eh_proj.weight.dtype)
-    if vllm.envs.VLLM_BATCH_INVARIANT:
-        obstacle = "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-    elif obstacle is None and type(norms[0]) is not type(norms[1]):
-        obstacle = "its norms are of two kinds"
+    norms, eh_proj = (layer.enorm, layer.hnorm), layer.eh_proj
+    offset, obstacle = _offset_and_obstacle(norms, eh_proj)
+    projection = EngineProjection(eh_proj, 2, chunk_norms=norms, norm_offset=offset)
+    if obstacle is None:
+        obstacle = warm_up_obstacle(projection, eh_proj.in_features, eh_proj.weight.dtype, max_rows)
+    name = f"{type(layer).__name__}.eh_proj"
     if obstacle is not None:
-        log_once(LOGGER, logging.INFO, f"{name}.eh_proj stays with vLLM: {obstacle}")
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {obstacle}")
         return
-    eh_proj.norm_offset = offsets[type(norms[0])]
     for norm in norms:
         norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
     eh_proj.__class__ = NormedLinear
-    eh_proj.__dict__["norms"] = norms  # not as submodules: their parameters would be listed twice
-    log_once(LOGGER, logging.INFO, f"{name}.eh_proj runs norm_concat_linear")
+    eh_proj.projection = projection
+    log_once(LOGGER, logging.INFO, f"{name} runs norm_concat_linear")
+
+
+def _offset_and_obstacle(norms: tuple[nn.Module, nn.Module], eh_proj: nn.Module) -> tuple[float, str | None]:
+    import vllm.envs
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    offsets = {RMSNorm: 0.0, GemmaRMSNorm: 1.0}
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        return 0.0, "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
+    obstacle = linear_obstacle(eh_proj)
+    for norm in norms:
+        obstacle = obstacle or rms_norm_obstacle(norm, set(offsets), eh_proj.weight.dtype)
+    if obstacle is None and type(norms[0]) is not type(norms[1]):
+        obstacle = "its norms are of two kinds"
+    return offsets.get(type(norms[0]), 0.0), obstacle

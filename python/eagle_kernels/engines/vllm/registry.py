@@ -1,13 +1,24 @@
 """How a hook gets between vLLM's model registry and a model class, without importing the model before vLLM does."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from ..eligibility import log_once
+from ..eligibility import TargetError, log_once
 from . import LOGGER
+
+
+@contextlib.contextmanager
+def leaving_to_vllm(target: str) -> Iterator[None]:
+    """Whatever fails inside is logged with the name of its target, and goes no further: vLLM runs its own code."""
+    try:
+        yield
+    except Exception as failure:
+        because = failure if isinstance(failure, TargetError) else repr(failure)
+        log_once(LOGGER, logging.WARNING, f"{target} stays with vLLM: {because}")
 
 
 @dataclass(frozen=True)
@@ -22,12 +33,9 @@ class HookedModel:
 
     def load_model_cls(self) -> type[nn.Module]:
         model_class = self.entry.load_model_cls()
-        try:
+        with leaving_to_vllm(f"{model_class.__module__}.{model_class.__qualname__}"):
             return self.hook(model_class)
-        except Exception as failure:  # TargetError, or whatever a changed engine makes of the hook
-            name = f"{model_class.__module__}.{model_class.__qualname__}"
-            log_once(LOGGER, logging.WARNING, f"{name} stays with vLLM: {failure}")
-            return model_class
+        return model_class
 
 
 def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
