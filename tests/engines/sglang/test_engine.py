@@ -95,7 +95,7 @@ def test_every_draft_is_accepted(tmp_path: Path, norm: str, topk: int, tp: int) 
     run = Case(checkpoints.Drafter(norm=norm), topk=topk, tp=tp).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     # One prefill and 4 steps, on every rank: the drafter projects once in each, the target captures 3 layers.
-    assert run.ops == {"norm_concat_linear": 5 * tp, "capture_hidden_out": 15 * tp}
+    assert run.ops == {"norm_concat_linear": 5 * tp, "capture_hidden": 15 * tp}
     assert f"runs norm_concat_linear (K=3, {norm} norm)" in run.log
 
 

@@ -478,7 +478,7 @@ def test_captures_are_packed(buffer_rows: int | None, packer: bool) -> None:
     assert capture.claim() is None
 
 
-@pytest.mark.parametrize("captures", [2, 4])
+@pytest.mark.parametrize("captures", [2, 4])  # of 3
 def test_another_number_of_captures_stays_a_list(captures: int) -> None:
     from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 

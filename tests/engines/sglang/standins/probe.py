@@ -5,10 +5,9 @@ PROBE_HOOK names a hook target to wrap as well, as another plugin might.
 """
 
 import os
+from collections.abc import Callable
 
-import torch
-
-OPS = ("norm_concat_linear", "norm_concat", "capture_hidden_out", "vocab_parallel_embedding", "add_rms_norm")
+OPS = ("norm_concat_linear", "norm_concat", "capture_hidden", "vocab_parallel_embedding", "add_rms_norm")
 
 
 def _write(line: str) -> None:
@@ -16,11 +15,10 @@ def _write(line: str) -> None:
         file.write(line + "\n")
 
 
-def _watched(name: str, op: object) -> object:
-    def call(*args: object) -> object:
-        result = op(*args)
-        shape = tuple(result.shape) if isinstance(result, torch.Tensor) else tuple(args[0].shape)
-        _write(f"{name} {shape}")
+def _watched(name: str, op: Callable) -> Callable:
+    def call(*args: object, **kwargs: object) -> object:
+        result = op(*args, **kwargs)
+        _write(f"{name} {tuple(result.shape)}")
         if os.environ.get("PROBE_CORRUPT") == name:
             result.zero_()
         return result
@@ -31,10 +29,12 @@ def _watched(name: str, op: object) -> object:
 def register() -> None:
     if "PROBE_FILE" not in os.environ:
         return
-    import eagle_kernels  # noqa: F401  registers the ops
+    from eagle_kernels import ops
 
+    # The public functions: a call with `out` may go past the registered op. SGLang loads this plugin first, the path of
+    # standins/ being in front, and ours imports the functions when it registers.
     for name in OPS:
-        setattr(torch.ops.eagle_kernels, name, _watched(name, getattr(torch.ops.eagle_kernels, name)))
+        setattr(ops, name, _watched(name, getattr(ops, name)))
     if target := os.environ.get("PROBE_HOOK"):
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
