@@ -488,6 +488,15 @@ def test_another_number_of_captures_stays_a_list(captures: int) -> None:
     assert torch.equal(packed, torch.cat(streams, -1))
 
 
+def test_a_capture_that_does_not_fit_its_slot_stays_a_list() -> None:
+    from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
+
+    model = watched([1, 4, 5])
+    streams = [torch.randn(T, Ht), torch.randn(Ht, T).t(), torch.randn(T, Ht)]  # the op wants rows
+    expected = torch.cat(streams, -1)
+    assert torch.equal(pack_aux_hidden_states(model(streams, batch(torch.empty(0)))), expected)
+
+
 def test_a_list_outside_a_forward_is_sglangs() -> None:
     from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList, pack_aux_hidden_states
 
