@@ -149,7 +149,7 @@ def float64_projection(model: nn.Module, hidden: Tensor) -> Tensor:
         if norms:
             gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
             x = formula([x], len(norms), "chunk", gains, eps, 0.0, [], [], None, dtype=torch.float64)
-    return F.linear(x, model.fc.weight.double())
+    return F.linear(x, model.fc.weight.double(), None if model.fc.bias is None else model.fc.bias.double())
 
 
 NORMS = [
@@ -157,6 +157,7 @@ NORMS = [
     pytest.param({"fc_norm": True}, id="chunk"),
     pytest.param({"norm_before_fc": True}, id="concat"),
     pytest.param({"fc_norm": True, "norm_before_fc": True}, id="both"),
+    pytest.param({"fc_norm": True, "bias": True}, id="chunk-bias"),
 ]
 
 
@@ -171,7 +172,8 @@ def test_llama_drafter(monkeypatch: pytest.MonkeyPatch, norms: dict) -> None:
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(projected(hooked, model, hidden), expected)
     # Weights are read anew at every call: an update in place (RL) is seen at once.
-    model.fc.weight.data.mul_(-2)
+    for parameter in model.fc.parameters():
+        parameter.data.mul_(-2)
     assert torch.equal(projected(hooked, model, hidden), -2 * result)
 
 
