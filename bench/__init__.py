@@ -1,1 +1,1 @@
-"""The `eagle-kernels` command: info, check and bench. It imports the package; nothing in the package imports it."""
+"""The `eagle-kernels` command, a module per subcommand. It imports the package; nothing in the package imports it."""

@@ -15,9 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import eagle_kernels
+
+from . import foreign_norms
 from .measure import Call
 
-BASELINES = ("eager", "compile", "inductor-max")
+# eager: torch's kernels. slices: a norm kernel per chunk that writes its slice of the concat, then the product.
+# linear: the product alone, over a concat that was normed before: the ceiling of what fusing a norm can win at large T.
+BASELINES = ("eager", "slices", "linear", "compile", "inductor-max", *foreign_norms.NAMES)
 
 # Seconds that the modules of one row may take to compile; above it, fewer copies are made.
 COMPILE_BUDGET = 60.0
@@ -44,8 +49,43 @@ def projection(
     eps: float,
     post_gain: Tensor | None,
 ) -> Tensor:
-    projected = F.linear(normed_concat(chunks, gains, norm, eps), weight)
-    return projected if post_gain is None else F.rms_norm(projected, projected.shape[-1:], post_gain, eps)
+    return projected(normed_concat(chunks, gains, norm, eps), weight, eps, post_gain)
+
+
+def projected(normed: Tensor, weight: Tensor, eps: float, post_gain: Tensor | None) -> Tensor:
+    product = F.linear(normed, weight)
+    return product if post_gain is None else F.rms_norm(product, product.shape[-1:], post_gain, eps)
+
+
+# Baselines whose norms write slices of the concat: this package's norm kernel, or another package's.
+SLICES = ("slices", *foreign_norms.NAMES)
+
+
+def slices_refusal(name: str, norm: str, device: str) -> str | None:
+    """Why one of `SLICES` cannot be had; None where it can."""
+    if norm != "chunk":
+        return f"norms into slices are for norm chunk, and this is norm {norm}"
+    return None if name == "slices" else foreign_norms.unusable_reason(name, device)
+
+
+def norm_kernel(name: str) -> Callable[[Tensor, Tensor, float, Tensor], object]:
+    """norm(x, gain, eps, out) of one of `SLICES`.
+
+    torch's own norm has no out=. The stand-in for an engine's norm kernel that takes a strided one (FlashInfer's) is
+    this package's with K = 1, one launch each.
+    """
+    if name != "slices":
+        return foreign_norms.Norms(name).norm
+    return lambda x, gain, eps, out: eagle_kernels.norm_concat([x], norm_weight=[gain], eps=eps, out=out)
+
+
+def normed_slices(
+    norm: Callable, chunks: Sequence[Tensor], gains: Sequence[Tensor], eps: float, concat: Tensor
+) -> Tensor:
+    """K norms, each of which writes its slice of the concat: no `cat`."""
+    for chunk, gain, slot in zip(chunks, gains, concat.chunk(len(chunks), -1), strict=True):
+        norm(chunk, gain, eps, slot)
+    return concat
 
 
 def captured(hidden: Tensor, residual: Tensor, slot: Tensor) -> Tensor:
@@ -69,9 +109,9 @@ def masked_embedding(
     return rows.masked_fill_(~is_held.unsqueeze(-1), 0)
 
 
-def compiled(chain: Callable, arguments: Sequence[tuple]) -> Call:
-    """torch.compile of the chain with default settings; weights are arguments, so one compilation serves all copies."""
-    function = torch.compile(chain, dynamic=False)
+def compiled(chain: Callable, arguments: Sequence[tuple], mode: str | None = None) -> Call:
+    """torch.compile of the chain; weights are arguments, so one compilation serves all copies."""
+    function = torch.compile(chain, dynamic=False, mode=mode)
     with _quiet_compilation():
         function(*arguments[0])
     return lambda copy: function(*arguments[copy])

@@ -1,24 +1,39 @@
-"""`eagle-kernels info | check | bench | report`: one module per command, each with add_arguments and run."""
+"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report`: one module per command."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-from . import benchmark, check, info, readme_table
+# In the order in which somebody new to a machine would use them.
+_COMMANDS = {
+    "info": "info",
+    "list": "listing",
+    "check": "check",
+    "bench": "benchmark",
+    "roofline": "roofline",
+    "tune": "tune",
+    "compare": "compare",
+    "plot": "plot",
+    "report": "readme_table",
+}
 
-_COMMANDS = {"info": info, "check": check, "bench": benchmark, "report": readme_table}
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 is success, 1 a wrong result, 2 a bad argument, 130 an interrupted run."""
-    parser = argparse.ArgumentParser(prog="eagle-kernels", description=__doc__.partition(":")[0].replace("`", ""))
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="eagle-kernels", description="Look at, check and measure eagle-kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(_COMMANDS) + "}")
-    for name, module in _COMMANDS.items():
+    for name, module_name in _COMMANDS.items():
+        module = importlib.import_module(f".{module_name}", __package__)
         summary = module.__doc__.partition("\n")[0]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 is success, 1 a wrong result or a regression, 2 a bad argument, 130 an interrupted run."""
+    arguments = build_parser().parse_args(argv)
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return arguments.run(arguments)
@@ -26,3 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,27 +12,28 @@ import torch
 import eagle_kernels
 from eagle_kernels import library, plan
 
+from . import devices
 from .info import triton_version
-from .rotation import available_memory_bytes, last_level_cache_bytes
 
 _PACKAGE = Path(eagle_kernels.__file__).parent
 _WORDS_OF_NO_MEANING = re.compile(r"\((?:r|tm)\)|\b(?:processor|cpu)\b|@.*|\b\d+-core\b", re.IGNORECASE)
 
 
 def read_environment(device: str) -> dict[str, object]:
-    """A flat record of machine, versions, threads, load and settings, as of now."""
+    """A flat record of machine, versions, threads, clocks, load and settings, as of now."""
     cpu = cpu_facts(Path("/proc/cpuinfo").read_text())
-    isa = "none" if library.missing_reason else plan.cpu_isa()
     return {
         "device": device,
-        "device_slug": device_slug(cpu, os.cpu_count()),
+        "device_slug": gpu_slug(torch.cuda.get_device_name(0)) if device == "cuda" else cpu_slug(cpu, os.cpu_count()),
+        **(_gpu_facts() if device == "cuda" else {}),
         "cpu_model": cpu["model name"],
         "cpu_cores": os.cpu_count(),
-        "cpu_isa": isa,
+        "cpu_isa": "none" if library.missing_reason else plan.cpu_isa(),
         "threads": torch.get_num_threads(),
-        "cache_bytes": last_level_cache_bytes(),
-        "available_bytes": available_memory_bytes(),
+        "cache_bytes": devices.cache_bytes(device),
+        "available_bytes": devices.available_bytes(device),
         "huge_pages": _huge_pages(),
+        "clocks": devices.clocks(device),
         "load_average": round(os.getloadavg()[0], 2),
         "backend": plan.SETTINGS.backend or "auto",
         "batch_invariant": plan.SETTINGS.batch_invariant,
@@ -45,15 +46,42 @@ def read_environment(device: str) -> dict[str, object]:
     }
 
 
+def _gpu_facts() -> dict[str, object]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_arch": f"sm_{properties.major}{properties.minor}",
+        "gpu_processors": properties.multi_processor_count,
+        "gpu_memory_bytes": properties.total_memory,
+        "driver": devices.nvidia_smi("driver_version").get("driver_version", "unknown"),
+        "cuda": torch.version.cuda or torch.version.hip,
+    }
+
+
 def format_header(environment: dict[str, object]) -> str:
-    """The record as three lines."""
+    """The record as a few lines."""
     env = environment
+    cache = f"last-level cache {env['cache_bytes'] >> 20} MiB"
+    if env["device"] == "cuda":
+        machine = (
+            f"{env['gpu']} ({env['device_slug']}): {env['gpu_arch']}, {env['gpu_processors']} multiprocessors, "
+            f"{env['gpu_memory_bytes'] >> 30} GiB, {cache}, driver {env['driver']}, CUDA {env['cuda']}"
+        )
+    else:
+        machine = (
+            f"{env['cpu_model']} ({env['device_slug']}): {env['cpu_cores']} cores, {env['threads']} threads, kernels "
+            f"{env['cpu_isa']}, {cache}, huge pages {env['huge_pages']}"
+        )
     return (
-        f"eagle-kernels {env['version']} at {env['commit']}, torch {env['torch']}, {env['date']}\n"
-        f"{env['cpu_model']} ({env['device_slug']}): {env['cpu_cores']} cores, {env['threads']} threads, kernels "
-        f"{env['cpu_isa']}, last-level cache {env['cache_bytes'] >> 20} MiB, huge pages {env['huge_pages']}\n"
+        f"eagle-kernels {env['version']} at {env['commit']}, torch {env['torch']}, triton {env['triton'] or 'none'}, "
+        f"python {env['python']}, {env['date']}\n{machine}\n"
+        f"clocks as read: {format_clocks(env['clocks'])}\n"
         f"load average {env['load_average']} at the start, backend {env['backend']}"
     )
+
+
+def format_clocks(clocks: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in clocks.items()) or "not readable here"
 
 
 def cpu_facts(cpuinfo: str) -> dict[str, str]:
@@ -66,7 +94,7 @@ def cpu_facts(cpuinfo: str) -> dict[str, str]:
     return facts
 
 
-def device_slug(cpu: dict[str, str], cores: int) -> str:
+def cpu_slug(cpu: dict[str, str], cores: int) -> str:
     """A name for bench/results/: brand, widest matrix or vector unit, cores.
 
     Hypervisors hide the model ("Intel(R) Xeon(R) Processor"); the flags still say what the kernels can use.
@@ -75,7 +103,16 @@ def device_slug(cpu: dict[str, str], cores: int) -> str:
     units = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "asimd")
     unit = next((unit for unit in units if unit in flags), "")
     words = [_WORDS_OF_NO_MEANING.sub(" ", cpu["model name"]), unit, f"{cores}core"]
-    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
+    return _slug(" ".join(words))
+
+
+def gpu_slug(name: str) -> str:
+    """`nvidia-h100-80gb-hbm3`."""
+    return _slug(name)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _huge_pages() -> str:
@@ -87,7 +124,12 @@ def _huge_pages() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that the package is imported from, "+" where it has changes; else "release"."""
+    """The commit of the checkout that the package is imported from, "+" where it has changes; else "release".
+
+    A tree that was carried to another machine without its .git says in a file COMMIT what it was (gpu_session.sh).
+    """
+    if (carried := _PACKAGE / "COMMIT").exists():
+        return carried.read_text().strip()
     git = ("git", "-C", str(_PACKAGE))
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)

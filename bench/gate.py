@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .accuracy import baseline_bound, error_bound, relative_rms
-from .workloads import FORMS, Variant, Workload
+from .workloads import Variant, Workload, is_ours
 
 # Two, so that a variant that always computes the first one is caught.
 CHECKED_COPIES = 2
@@ -41,8 +41,9 @@ def judge(workload: Workload, variants: Sequence[Variant]) -> dict[str, Verdict]
         truths = workload.truth(copy, rows)
         eager_errors = _errors(workload, workload.chain(*workload.chain_arguments[copy]), truths, rows)
         for variant in variants:
-            errors = _errors(workload, variant.call(copy), truths, rows)
-            bound_of = error_bound if variant.name in FORMS else baseline_bound
+            with variant.in_force():
+                errors = _errors(workload, variant.call(copy), truths, rows)
+            bound_of = error_bound if is_ours(variant.name) else baseline_bound
             width, dtype = workload.row.width, workload.row.dtype
             for error, eager, truth, exact in zip(errors, eager_errors, truths, workload.exact, strict=True):
                 verdict = Verdict(error, 0.0 if exact else bound_of(eager, dtype, width, truth.numel()))

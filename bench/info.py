@@ -87,7 +87,9 @@ def _environment() -> Iterator[tuple[str, str, str, str]]:
     """The table of `environment.py`, with the setting in force beside each variable."""
     rows = [line.split("|")[1:-1] for line in environment.__doc__.splitlines() if line.startswith("| EAGLE_")]
     for name, values, meaning in ([cell.strip() for cell in row] for row in rows):
-        setting = getattr(plan.SETTINGS, name.removeprefix("EAGLE_KERNELS_").lower())
+        field = name.removeprefix("EAGLE_KERNELS_").lower()
+        # The switches of the engines' plugins are read when an engine loads one.
+        setting = getattr(plan.SETTINGS, field) if hasattr(plan.SETTINGS, field) else "read by the engine"
         yield name, "= " + ("auto" if setting is None else str(setting)), f"({values})", meaning
 
 
@@ -113,7 +115,7 @@ def _plan(op: str, device_type: str) -> Callable[[int, torch.dtype], Plan]:
     if op != "norm_concat_linear":
         return lambda T, dtype: plan.simple_plan(op, torch.device(device_type))
     stage = model_shapes()[_PRESET].stage("eagle3")
-    if plan.choose_backend(op, device_type)[0] == "triton":
-        device = torch.device(device_type)
-        return lambda T, dtype: op_module(op).plan_triton(T, stage.K, stage.H, stage.D, dtype, device)
+    if (backend := plan.choose_backend(op, device_type)[0]) in ("cuda", "triton"):
+        plan_gpu = op_module(op).plan_cuda if backend == "cuda" else op_module(op).plan_triton
+        return lambda T, dtype: plan_gpu(T, stage.K, stage.H, stage.D, dtype, torch.device(device_type))
     return lambda T, dtype: op_module(op).plan_sizes(T, stage.K * stage.H, stage.D, dtype, device_type)

@@ -11,8 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 Call = Callable[[int], object]  # runs a variant on the copy of the inputs with this number
+Timed = TypeVar("Timed")  # whatever the timer knows how to run
 
 _MIN_ROUNDS = 7  # the 95 % interval of a median needs six samples
 
@@ -50,14 +52,14 @@ class Ratio:
 
 
 def time_on_cpu(call: Call, copy: int) -> float:
-    """Seconds of one call. A timer for another device has this signature."""
+    """Seconds of one call."""
     start = time.perf_counter_ns()
     call(copy)
     return (time.perf_counter_ns() - start) * 1e-9
 
 
 def interleave(
-    calls: Sequence[Call], copies: int, min_time: float, timer: Callable[[Call, int], float] = time_on_cpu
+    calls: Sequence[Timed], copies: int, min_time: float, timer: Callable[[Timed, int], float] = time_on_cpu
 ) -> list[Samples]:
     """Time the calls round-robin until each had `min_time` seconds on average.
 

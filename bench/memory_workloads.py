@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_kernels import VocabShard, add_rms_norm, capture_hidden, norm_concat, vocab_parallel_embedding
+from eagle_kernels import VocabShard
 from eagle_kernels.ops.sources import Sources, formula
 
-from . import baselines
+from . import baselines as engine_chains
+from . import foreign_norms
+from .measure import Call
 from .op_modules import op_module
 from .rotation import Footprint
 from .workloads import Row, Workload
@@ -20,7 +22,8 @@ _EMBEDDING_RANKS = 2
 class NormConcat(Workload):
     """Every copy has its own chunks and out."""
 
-    chain = staticmethod(baselines.normed_concat)
+    baselines = ("eager", "compile", *engine_chains.SLICES)
+    chain = staticmethod(engine_chains.normed_concat)
 
     def footprint(self, names: Sequence[str]) -> Footprint:
         return Footprint(self.traffic(), self.traffic(), 0)
@@ -44,9 +47,24 @@ class NormConcat(Workload):
         }
         pairs = zip(self.chunks, self.outs, strict=True)
         self.chain_arguments = [(chunks, gains, row.norm, stage.eps, out) for chunks, out in pairs]
+        pairs = zip(self.chunks, self.outs, strict=True)
+        self.op_arguments = [((chunks,), {**self.options, "out": out}) for chunks, out in pairs]
 
-    def op(self, copy: int) -> Tensor:
-        return norm_concat(self.chunks[copy], **self.options, out=self.outs[copy])
+    def _call(self, name: str) -> tuple[Call, int]:
+        if name not in engine_chains.SLICES:
+            return super()._call(name)
+        kernel = engine_chains.norm_kernel(name)
+
+        def call(copy: int) -> Tensor:
+            chunks, gains, _, eps, out = self.chain_arguments[copy]
+            return engine_chains.normed_slices(kernel, chunks, gains, eps, out)
+
+        return call, len(self.outs)
+
+    def refusal(self, name: str) -> str | None:
+        if name in engine_chains.SLICES:
+            return engine_chains.slices_refusal(name, self.row.norm, self.row.device)
+        return super().refusal(name)
 
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
         chunks = [chunk[rows] for chunk in self.chunks[copy]]
@@ -58,7 +76,7 @@ class NormConcat(Workload):
 class CaptureHidden(Workload):
     """Every copy has its own hidden and residual, and a slot of a packed [T, K*H] buffer."""
 
-    chain = staticmethod(baselines.captured)
+    chain = staticmethod(engine_chains.captured)
     exact = (True,)
 
     def footprint(self, names: Sequence[str]) -> Footprint:
@@ -74,10 +92,7 @@ class CaptureHidden(Workload):
         buffers = self.poisoned(math.ceil(copies / stage.K), row.T, row.width)
         slots = [slot for buffer in buffers for slot in buffer.chunk(stage.K, -1)][:copies]
         self.chain_arguments = list(zip(hidden, residual, slots, strict=True))
-
-    def op(self, copy: int) -> Tensor:
-        hidden, residual, slot = self.chain_arguments[copy]
-        return capture_hidden(hidden, residual, out=slot)
+        self.op_arguments = [((hidden, residual), {"out": slot}) for hidden, residual, slot in self.chain_arguments]
 
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
         hidden, residual, _ = self.chain_arguments[copy]
@@ -89,7 +104,8 @@ class CaptureHidden(Workload):
 class AddRmsNorm(Workload):
     """Every copy has its own inputs and both outputs."""
 
-    chain = staticmethod(baselines.added_norm)
+    baselines = ("eager", "compile", *foreign_norms.NAMES)
+    chain = staticmethod(engine_chains.added_norm)
     exact = (False, True)
 
     def footprint(self, names: Sequence[str]) -> Footprint:
@@ -109,10 +125,27 @@ class AddRmsNorm(Workload):
         pairs = zip(hidden, residual, sums, strict=True)
         self.chain_arguments = [(h, r, gain, stage.eps, total) for h, r, total in pairs]
         self.outs = self.outs.unbind()
+        self.op_arguments = [
+            ((h, r, self.weight), {**self.settings, "out": out, "out_sum": total})
+            for (h, r, _, _, total), out in zip(self.chain_arguments, self.outs, strict=True)
+        ]
 
-    def op(self, copy: int) -> tuple[Tensor, Tensor]:
-        hidden, residual, _, _, total = self.chain_arguments[copy]
-        return add_rms_norm(hidden, residual, self.weight, **self.settings, out=self.outs[copy], out_sum=total)
+    def _call(self, name: str) -> tuple[Call, int]:
+        if name not in foreign_norms.NAMES:
+            return super()._call(name)
+        norms = foreign_norms.Norms(name)
+
+        def call(copy: int) -> tuple[Tensor, Tensor]:
+            hidden, residual, gain, eps, total = self.chain_arguments[copy]
+            # In place, as these kernels work: what a chain of drafter steps has to keep is cloned first.
+            return norms.add_norm(self.outs[copy].copy_(hidden), total.copy_(residual), gain, eps)
+
+        return call, len(self.outs)
+
+    def refusal(self, name: str) -> str | None:
+        if name in foreign_norms.NAMES:
+            return foreign_norms.unusable_reason(name, self.row.device)
+        return super().refusal(name)
 
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
         hidden, residual = (tensor[rows] for tensor in self.chain_arguments[copy][:2])
@@ -128,7 +161,7 @@ class VocabParallelEmbedding(Workload):
     Tables are copied only as far as one of them fits into the cache.
     """
 
-    chain = staticmethod(baselines.masked_embedding)
+    chain = staticmethod(engine_chains.masked_embedding)
     exact = (True,)
 
     def __init__(self, row: Row, cache_bytes: int = 0) -> None:
@@ -151,18 +184,16 @@ class VocabParallelEmbedding(Workload):
 
     def allocate(self, copies: int) -> None:
         tables = self.random(self._tables(), self.shard.rows, self.row.stage.H)
-        ids = torch.randint(0, self.row.V, (copies, self.row.T))
+        ids = torch.randint(0, self.row.V, (copies, self.row.T), device=self.row.device)
         self.outs = self.poisoned(copies, self.row.T, self.row.stage.H).unbind()
         shard = self.shard
         bounds = (shard.org_begin, shard.org_end, shard.added_begin, shard.added_end, shard.added_row)
         self.chain_arguments = [(row, tables[copy % len(tables)], *bounds) for copy, row in enumerate(ids)]
-
-    def op(self, copy: int) -> Tensor:
-        ids, table, *_ = self.chain_arguments[copy]
-        return vocab_parallel_embedding(ids, table, self.shard, out=self.outs[copy])
+        pairs = zip(self.chain_arguments, self.outs, strict=True)
+        self.op_arguments = [((ids, table, shard), {"out": out}) for (ids, table, *_), out in pairs]
 
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
         ids, table, *bounds = self.chain_arguments[copy]
-        value = torch.empty(len(rows), table.shape[1], dtype=table.dtype)
+        value = table.new_empty(len(rows), table.shape[1])
         op_module(self.row.op).reference(ids[rows], table, *bounds, None, None, value)
         return [value]

@@ -5,14 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from eagle_kernels import Eagle3Config, Eagle3Projection, norm_concat_linear
+from eagle_kernels import Eagle3Config, Eagle3Projection
 from eagle_kernels.ops.sources import Sources, formula
-from eagle_kernels.plan import Plan
 
-from .baselines import BASELINES, frozen_projections, projection
+from . import baselines as engine_chains
+from .baselines import BASELINES, SLICES
+from .measure import Call
 from .op_modules import op_module
 from .rotation import Footprint
-from .workloads import FORMS, Row, Variant, Workload
+from .workloads import FORMS, Row, Workload
+
+# Baselines that need a concat of their own for each copy.
+_WITH_CONCAT = ("linear", *SLICES)
 
 
 class NormConcatLinear(Workload):
@@ -20,7 +24,7 @@ class NormConcatLinear(Workload):
 
     forms = FORMS
     baselines = BASELINES
-    chain = staticmethod(projection)
+    chain = staticmethod(engine_chains.projection)
 
     def __init__(self, row: Row, cache_bytes: int = 0) -> None:
         super().__init__(row, cache_bytes)
@@ -28,16 +32,13 @@ class NormConcatLinear(Workload):
 
     def footprint(self, names: Sequence[str]) -> Footprint:
         # Inductor keeps a folded and a packed weight per module, `prepacked` oneDNN's layout beside the dense one.
-        extra = 2 * ("inductor-max" in names) + ("prepacked" in names)
+        extra = 2 * ("inductor-max" in names and self.row.device == "cpu") + ("prepacked" in names)
+        concats = sum(name in _WITH_CONCAT for name in names) * self.row.T * self.row.width * self.item
         in_float64 = self.weight_bytes // self.item * 8
-        return Footprint(self.traffic(), self.traffic() + extra * self.weight_bytes, in_float64)
+        return Footprint(self.traffic(), self.traffic() + extra * self.weight_bytes + concats, in_float64)
 
     def traffic(self) -> int:
         return self.weight_bytes + self.row.T * (self.row.width + self.row.stage.D) * self.item
-
-    def plan(self) -> Plan:
-        row = self.row
-        return op_module(row.op).plan_sizes(row.T, row.width, row.stage.D, row.dtype, "cpu")
 
     def flops(self) -> int:
         return 2 * self.row.T * self.row.width * self.row.stage.D
@@ -62,6 +63,8 @@ class NormConcatLinear(Workload):
         settings = (row.norm, stage.eps, post_gain)
         pairs = zip(self.chunks, self.weights, strict=True)
         self.chain_arguments = [(chunks, gains, weight, *settings) for chunks, weight in pairs]
+        calls = zip(self.chunks, self.weights, self.outs, strict=True)
+        self.op_arguments = [((chunks, weight), {**self.options, "out": out}) for chunks, weight, out in calls]
 
     def _gains(self) -> list[Tensor]:
         if self.row.norm == "none":
@@ -69,26 +72,53 @@ class NormConcatLinear(Workload):
         widths = [self.row.width] if self.row.norm == "concat" else [self.row.stage.H] * self.row.stage.K
         return [self.random_gain(width) for width in widths]
 
-    def op(self, copy: int) -> Tensor:
-        return norm_concat_linear(self.chunks[copy], self.weights[copy], **self.options, out=self.outs[copy])
-
-    def variant(self, name: str) -> Variant:
+    def _call(self, name: str) -> tuple[Call, int]:
         if name in ("layer", "prepacked"):
             layers = [self._layer(weight) for weight in self.weights]
             if name == "prepacked":
                 layers = [layer.prepack() for layer in layers]
-            return Variant(name, lambda copy: layers[copy](self.chunks[copy], out=self.outs[copy]), len(layers))
+            return lambda copy: layers[copy](self.chunks[copy], out=self.outs[copy]), len(layers)
+        if name in _WITH_CONCAT:
+            return self._over_a_concat(name), len(self.weights)
+        if name == "inductor-max" and self.row.device == "cuda":
+            # Freezing folds constants for the CPU's packed kernels; on a GPU the weights can stay arguments.
+            return engine_chains.compiled(self.chain, self.chain_arguments, "max-autotune-no-cudagraphs"), len(
+                self.weights
+            )
         if name == "inductor-max":
-            modules = frozen_projections(self.chain_arguments)
-            return Variant(name, lambda copy: modules[copy](self.chunks[copy]), len(modules))
-        return super().variant(name)
+            modules = engine_chains.frozen_projections(self.chain_arguments)
+            return lambda copy: modules[copy](self.chunks[copy]), len(modules)
+        return super()._call(name)
 
-    def offers(self, name: str) -> bool:
-        # Eagle3Projection is the block of EAGLE-3: no offset, no norm of the result; prepack() takes no fp32.
-        plain = self.row.stage.norm_offset == 0 and not self.row.stage.post_norm
-        if name == "prepacked" and self.row.dtype == torch.float32:
-            return False
-        return super().offers(name) and (plain or name not in ("layer", "prepacked"))
+    def _over_a_concat(self, name: str) -> Call:
+        """The product over a static buffer of normed rows: filled by K norm kernels in the call, or before it."""
+        row = self.row
+        concats = self.poisoned(len(self.weights), row.T, row.width).unbind()
+        _, gains, _, norm, eps, post_gain = self.chain_arguments[0]
+        if name == "linear":
+            for chunks, concat in zip(self.chunks, concats, strict=True):
+                engine_chains.normed_concat(chunks, gains, norm, eps, out=concat)
+            return lambda copy: torch.mm(concats[copy], self.weights[copy].t(), out=self.outs[copy])
+
+        kernel = engine_chains.norm_kernel(name)
+
+        def call(copy: int) -> Tensor:
+            normed = engine_chains.normed_slices(kernel, self.chunks[copy], gains, eps, concats[copy])
+            return engine_chains.projected(normed, self.weights[copy], eps, post_gain)
+
+        return call
+
+    def refusal(self, name: str) -> str | None:
+        form, post_norm = name.partition(":")[0], self.row.stage.post_norm
+        if form in ("layer", "prepacked") and (self.row.stage.norm_offset or post_norm):
+            return "Eagle3Projection is the block of EAGLE-3: no norm offset, no norm of the result"
+        if form == "prepacked" and (self.row.dtype == torch.float32 or self.row.device != "cpu"):
+            return "prepack() is for 16-bit weights on the CPU"
+        if form == "linear" and post_norm:
+            return "a product alone is not the result where a norm follows it"
+        if form in SLICES:
+            return engine_chains.slices_refusal(form, self.row.norm, self.row.device)
+        return super().refusal(name)
 
     def _layer(self, weight: Tensor) -> Eagle3Projection:
         """The layer over a weight that exists."""

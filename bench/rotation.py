@@ -8,12 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-# Beyond the size of the cache, since replacement is not exactly least-recently-used and a VM shares the cache.
-CACHE_FACTOR = 1.25
 # Of the memory that is free: the rest stays for the neighbours, the compiler and temporaries.
 MEMORY_SHARE = 0.7
-# Each copy is a handful of tensor objects of about 1 kB; more copies of a one-row call would not be worth theirs.
-_MOST_COPIES = 1 << 16
 _FALLBACK_CACHE_BYTES = 64 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -52,19 +48,29 @@ class Rotation:
         return Rotation(copies, self.touched_bytes, self.cache_bytes, limit)
 
 
-def plan_rotation(footprint: Footprint, cache_bytes: int, available_bytes: int) -> Rotation:
-    """At least two copies, as many as exceed the cache, no more than fit into memory.
+def plan_rotation(
+    footprint: Footprint,
+    cache_bytes: int,
+    available_bytes: int,
+    *,
+    cache_factor: float = 1.25,
+    most_copies: int = 1 << 16,
+) -> Rotation:
+    """At least two copies, as many as exceed the cache by a factor, no more than `most_copies` or fit into memory.
+
+    By a factor, since replacement is not exactly least-recently-used and a VM shares the cache. A copy is a handful of
+    tensor objects of about 1 kB, and a call in a CUDA graph: a one-row call is not worth more than some of them.
 
     Raises:
         TooLarge: two copies do not fit.
     """
-    wanted = max(math.ceil(CACHE_FACTOR * cache_bytes / footprint.touched), 2)
+    wanted = max(math.ceil(cache_factor * cache_bytes / footprint.touched), 2)
     budget = int(MEMORY_SHARE * available_bytes)
     fitting = (budget - footprint.fixed) // footprint.resident
     if fitting < 2:
         needed = footprint.fixed + 2 * footprint.resident
         raise TooLarge(f"needs {format_bytes(needed)}, {format_bytes(budget)} of memory may be used")
-    limits = {wanted: "", _MOST_COPIES: f"{_MOST_COPIES} copies", fitting: f"{format_bytes(budget)} of memory"}
+    limits = {wanted: "", most_copies: f"{most_copies} copies", fitting: f"{format_bytes(budget)} of memory"}
     copies = min(limits)
     return Rotation(copies, footprint.touched, cache_bytes, limits[copies] if copies < wanted else "")
 

@@ -1,17 +1,20 @@
 """A row of the benchmark: its data in rotating copies, the calls to time, and what their results must be."""
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import eagle_kernels
 from eagle_kernels.model_shapes import InputStage
-from eagle_kernels.plan import Plan, simple_plan
+from eagle_kernels.plan import Plan
 
 from .baselines import compiled
+from .forced import forced
 from .measure import Call
 from .rotation import Footprint
 
@@ -23,9 +26,14 @@ _CHECKED_ROWS = 64
 _RANDOM_BLOCK = 1 << 22
 
 
+def is_ours(name: str) -> bool:
+    """Whether a column of this name runs the package: "op", or "op:triton" on a backend of the user's choice."""
+    return name.partition(":")[0] in FORMS
+
+
 @dataclass(frozen=True)
 class Row:
-    """Sizes, dtype and norms of one row of the table, from a preset."""
+    """Sizes, dtype and norms of one row of the table, from a preset, and the device it runs on."""
 
     op: str
     preset: str
@@ -34,6 +42,7 @@ class Row:
     V: int
     T: int
     dtype: torch.dtype
+    device: str = "cpu"
 
     @property
     def width(self) -> int:
@@ -45,15 +54,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Variant:
-    """One column: how the op or a baseline is called, and on how many copies it can be."""
+    """One column: how the op or a baseline is called, on how many copies it can be, and what has to hold meanwhile."""
 
     name: str
     call: Call
     copies: int
+    in_force: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 class Workload(ABC):
-    """Data and calls of one row. `chain` and `chain_arguments` are the eager baseline, a list of arguments per copy."""
+    """Data and calls of one row. `chain` and `chain_arguments` are the eager baseline, a list of arguments per copy;
+    `op_arguments` are those of the public op."""
 
     forms: tuple[str, ...] = ("op",)
     baselines: tuple[str, ...] = ("eager", "compile")
@@ -64,6 +75,7 @@ class Workload(ABC):
         self.cache_bytes = cache_bytes
         self.item = torch.empty((), dtype=row.dtype).element_size()
         self.chain_arguments: list[tuple] = []
+        self.op_arguments: list[tuple[tuple, dict]] = []
 
     @abstractmethod
     def footprint(self, names: Sequence[str]) -> Footprint:
@@ -82,20 +94,20 @@ class Workload(ABC):
         """The engines' way."""
 
     @abstractmethod
-    def op(self, copy: int) -> object:
-        """Ours."""
-
-    @abstractmethod
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
         """Each output's rows by the formula: in float64, or in the row's dtype where the bits have to be right."""
 
-    def offers(self, name: str) -> bool:
-        """Whether there is a column of this name for the row."""
-        return name in self.forms or name in self.baselines
+    def refusal(self, name: str) -> str | None:
+        """Why there is no column of this name for the row; None where there is one."""
+        form = name.partition(":")[0]
+        if form in self.forms or form in self.baselines:
+            return None
+        return f"{self.row.op} has no such form" if is_ours(name) else "it computes another op"
 
     def plan(self) -> Plan:
         """What runs the op, and why."""
-        return simple_plan(self.row.op, torch.device("cpu"))
+        arguments, options = self.op_arguments[0]
+        return eagle_kernels.explain(self.row.op, *arguments, **options)
 
     def flops(self) -> int:
         """Of the product, where there is one."""
@@ -103,31 +115,52 @@ class Workload(ABC):
 
     def variant(self, name: str) -> Variant:
         """Build the column of this name."""
+        form, _, backend = name.partition(":")
+        call, copies = self._call(form)
+        return Variant(name, call, copies, self._on(backend) if backend else contextlib.nullcontext)
+
+    def _call(self, name: str) -> tuple[Call, int]:
         arguments = self.chain_arguments
         if name == "op":
-            return Variant(name, self.op, len(arguments))
+            function, calls = getattr(eagle_kernels, self.row.op), self.op_arguments
+
+            def call(copy: int) -> object:
+                positional, options = calls[copy]
+                return function(*positional, **options)
+
+            return call, len(calls)
         if name == "eager":
-            return Variant(name, lambda copy: self.chain(*arguments[copy]), len(arguments))
+            return lambda copy: self.chain(*arguments[copy]), len(arguments)
         if name == "compile":
-            return Variant(name, compiled(self.chain, arguments), len(arguments))
+            return compiled(self.chain, arguments), len(arguments)
         raise AssertionError(f"{self.row.op} has no {name}")
+
+    def _on(self, backend: str) -> Callable[[], contextlib.AbstractContextManager]:
+        @contextlib.contextmanager
+        def in_force():
+            with forced(backend):
+                self.plan()  # forcing empties the plan cache, and the timed call should not pay for filling it
+                yield
+
+        return in_force
 
     def checked_rows(self) -> Tensor:
         count = min(self.row.T, _CHECKED_ROWS)
-        return torch.linspace(0, self.row.T - 1, count).round().long()
+        return torch.linspace(0, self.row.T - 1, count).round().long().to(self.row.device)
 
     def poisoned(self, copies: int, *shape: int) -> Tensor:
         # Filling it also has the pages mapped: a static buffer of an engine has been written before.
-        return torch.full((copies, *shape), math.nan, dtype=self.row.dtype)
+        return torch.full((copies, *shape), math.nan, dtype=self.row.dtype, device=self.row.device)
 
     def random(self, copies: int, *shape: int, scale: float = 1.0) -> Tensor:
         """Normal values [copies, *shape], a block of them repeated: caches go by address, and tables are large."""
-        tensor = torch.empty(copies, *shape, dtype=self.row.dtype)
+        tensor = torch.empty(copies, *shape, dtype=self.row.dtype, device=self.row.device)
         flat = tensor.view(-1)
-        block = (torch.randn(min(flat.numel(), _RANDOM_BLOCK)) * scale).to(self.row.dtype)
+        block = torch.randn(min(flat.numel(), _RANDOM_BLOCK), device=self.row.device)
+        block = (block * scale).to(self.row.dtype)
         for part in flat.split(_RANDOM_BLOCK):
             part.copy_(block[: part.numel()])
         return tensor
 
     def random_gain(self, *shape: int) -> Tensor:
-        return (1 + 0.1 * torch.randn(*shape)).to(self.row.dtype)
+        return (1 + 0.1 * torch.randn(*shape, device=self.row.device)).to(self.row.dtype)

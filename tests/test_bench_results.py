@@ -8,7 +8,7 @@ import pytest
 import torch
 from eagle_kernels.bench import readme_table, results, table
 from eagle_kernels.bench.accuracy import error_bound, relative_rms
-from eagle_kernels.bench.environment_header import cpu_facts, device_slug
+from eagle_kernels.bench.environment_header import cpu_facts, cpu_slug, gpu_slug
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
@@ -25,18 +25,28 @@ ENVIRONMENT = {
 
 def record(variant: str, median_ms: float, T: int = 8, status: str = "ok") -> dict:
     sizes = {"K": 3, "H": 64, "D": 32, "V": 1000, "T": T}
-    row = {"op": "norm_concat_linear", "preset": "tiny", "stage": "eagle3", "norm": "chunk", "dtype": "bf16", **sizes}
+    row = {
+        "op": "norm_concat_linear",
+        "preset": "tiny",
+        "stage": "eagle3",
+        "norm": "chunk",
+        "dtype": "bf16",
+        "timer": "clock",
+        **sizes,
+    }
     entry = row | {"variant": variant, "is_ours": variant == "op", "status": status, "reason": "too large"}
     if status == "wrong":
         return entry | {"error": None, "error_bound": 2e-3}
     if status != "ok":
         return entry
-    times = {"median_ms": median_ms, "min_ms": median_ms * 0.9, "p20_ms": median_ms, "p80_ms": median_ms}
+    times = {"median_ms": median_ms, "min_ms": median_ms * 0.9, "p20_ms": median_ms * 0.95, "p80_ms": median_ms * 1.1}
     rates = {"rounds": 9, "bytes": 10**6, "gbps": 10.0, "copy_gbps": 20.0, "read_gbps": 40.0, "tflops": 0.1}
+    rates |= {"matmul_tflops": 0.4, "floor_ms": 1.5}
     speedups = {"speedup": median_ms / 2.0, "speedup_low": 0.99, "speedup_high": 1.2}
     return entry | times | rates | speedups | {"cold": True, "copies": 6, "copies_limited_by": ""}
 
 
+LAYOUT = table.Layout(["op", "eager"], "norm_concat_linear", ["clock"])
 RECORDS = [record("op", 2.0), record("eager", 4.0), record("op", 2.0, T=64), record("eager", 16.0, T=64)]
 
 
@@ -57,9 +67,12 @@ def test_run_survives_saving(tmp_path: Path) -> None:
     "text, message",
     [
         pytest.param("{", "run.json: not a saved run", id="cut-off"),
-        pytest.param("[]", "schema version is None, expected 1", id="no-run"),
-        pytest.param('{"schema_version": 0}', "schema version is 0, expected 1; measure again", id="older"),
-        pytest.param('{"schema_version": 1, "records": [{}]}', "record 0 has no op, preset", id="no-fields"),
+        pytest.param("[]", "schema version is None, expected 2", id="no-run"),
+        pytest.param('{"schema_version": 1}', "schema version is 1, expected 2; measure again", id="older"),
+        pytest.param('{"schema_version": 2}', "schema version 2, but without environment and records", id="nothing"),
+        pytest.param(
+            '{"schema_version": 2, "environment": {}, "records": [{}]}', "record 0 has no op, preset", id="no-fields"
+        ),
     ],
 )
 def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -75,26 +88,67 @@ def test_missing_run_is_named(tmp_path: Path) -> None:
 
 
 def test_table_has_times_speedups_and_means() -> None:
-    layout = table.Layout(["op", "eager"])
-    (line,) = layout.lines(RECORDS[2:])
-    assert line.split() == ["64", "2.00", "/", "1.80", "16.0", "/", "14.4", "~8.00x", "10.0", "50", "25"]
+    (line,) = table.Layout.of(RECORDS).lines(RECORDS[2:])
+    times = ["2.00 (1.90 - 2.20)", "16.0 (15.2 - 17.6)"]
+    assert re.split(" {2,}", line.strip()) == ["64", *times, "~8.00x", "10.0", "50", "25", "0.100", "25"]
     assert list(table.footer(RECORDS)) == ["geomean op: 4.00x eager (2.00 to 8.00, 2 rows)"]
 
 
 def test_wrong_row_has_no_times() -> None:
-    (line,) = table.Layout(["op", "eager"]).lines([record("op", 2.0, status="wrong"), record("eager", 4.0)])
+    (line,) = LAYOUT.lines([record("op", 2.0, status="wrong"), record("eager", 4.0)])
     assert "WRONG RESULT, no times: op error no number, bound 2.00e-03" in line
     assert "4.00" not in line
 
 
 def test_skipped_row_says_why() -> None:
-    (line,) = table.Layout(["op", "eager"]).lines([record("op", 2.0, status="skipped")])
+    (line,) = LAYOUT.lines([record("op", 2.0, status="skipped")])
     assert line.endswith("skipped: too large")
 
 
 def test_row_that_is_not_cold_says_so() -> None:
     warm = record("op", 2.0) | {"cold": False, "rotated_bytes": 100 << 20, "copies_limited_by": "7 GB of memory"}
-    assert "not cold: 6 copies are 100 MiB, limited by 7 GB of memory" in list(table.Layout(["op"]).lines([warm]))[1]
+    assert "not cold: 6 copies are 100 MiB, limited by 7 GB of memory" in list(LAYOUT.lines([warm]))[1]
+
+
+def test_many_shapes_are_a_line_each() -> None:
+    records = [entry | {"preset": f"model{number}"} for number in range(7) for entry in RECORDS]
+    text = readme_table.render(None, {"environment": ENVIRONMENT, "records": records})
+    assert "**norm_concat_linear, bf16, clock: op over eager**" in text
+    assert "| preset | K | H | D | T=8 | T=64 |" in text
+    assert "| model6:eagle3 | 3 | 64 | 32 | 2.00x | 8.00x |" in text
+
+
+def test_baselines_alone_are_shown_as_a_share_of_the_roofline() -> None:
+    records = [record("linear", 2.0) | {"preset": f"model{number}"} for number in range(7)]
+    text = readme_table.render(None, {"environment": ENVIRONMENT, "records": records})
+    assert "**norm_concat_linear, bf16, clock: linear, % of the roofline**" in text
+    assert "| model0:eagle3 | 3 | 64 | 32 | 75 |" in text
+
+
+def test_plot_has_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    from eagle_kernels.bench import plots
+
+    drawn = {}
+    plot = axes.Axes.plot
+
+    def recorded(self: object, x: list, y: list, *style: object, **options: object) -> object:
+        drawn[options["label"]] = dict(zip(x, y, strict=True))
+        return plot(self, x, y, *style, **options)
+
+    monkeypatch.setattr(axes.Axes, "plot", recorded)
+    run = {"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": RECORDS}
+    plots.draw([run], tmp_path / "one.png")
+    expected = {"over eager": {8: 2.0, 64: 8.0}, "op": {8: 75, 64: 75}, "eager": {8: 37.5, 64: 9.375}}
+    assert {label: pytest.approx(curve) for label, curve in drawn.items()} == expected
+    drawn.clear()
+    many = [entry | {"preset": f"model{number}"} for number in range(7) for entry in RECORDS]
+    plots.draw([run | {"records": many}], tmp_path / "many.png")
+    assert drawn["over eager, geomean of 7"] == pytest.approx({8: 2.0, 64: 8.0})
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no row was timed"):
+        plots.draw([run | {"records": [record("op", 2.0, status="skipped")]}], tmp_path / "none.png")
 
 
 def test_section_of_a_readme_is_replaced() -> None:
@@ -108,13 +162,14 @@ def test_section_of_a_readme_is_replaced() -> None:
         readme_table.replace_section("nothing here", "cpu", text)
 
 
-def test_readme_and_saved_run_agree() -> None:
+def test_readme_and_saved_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's tables are generated; whoever edits one of the two by hand is told here."""
     section = readme_table.section((ROOT / "README.md").read_text(encoding="utf-8"), "cpu")
     if section is None or not section.strip():
         pytest.skip("the README has no measured table yet")
     paths = [Path(name) for name in re.findall(r"From \[`(.+?)`\]", section)]
-    assert section == "\n".join(readme_table.render(path, results.load(ROOT / path)) for path in paths)
+    monkeypatch.chdir(ROOT)  # where `make report` runs: a plot is shown if it is there
+    assert section == "\n".join(readme_table.render(path, results.load(path)) for path in paths)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*/*.json")), ids=lambda path: path.name)
@@ -133,9 +188,13 @@ def test_saved_runs_are_readable(path: Path) -> None:
         ("Intel(R) Core(TM) i5-6500 CPU @ 3.20GHz", "sse2 avx2", "intel-core-i5-6500-avx2-2core"),
     ],
 )
-def test_device_slug(model: str, flags: str, slug: str) -> None:
+def test_cpu_slug(model: str, flags: str, slug: str) -> None:
     facts = cpu_facts(f"processor\t: 0\nmodel name\t: {model}\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
-    assert device_slug(facts, 2) == slug
+    assert cpu_slug(facts, 2) == slug
+
+
+def test_gpu_slug() -> None:
+    assert gpu_slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 
 
 def test_error_and_bound() -> None:

@@ -1,4 +1,4 @@
-"""AuxHiddenStates: slots, statistics, views, and the errors of a buffer that must not grow."""
+"""AuxHiddenStates and ChainedHiddenStates: slots, steps, views, rotation, and the errors of buffers that never grow."""
 
 import re
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels as ek
+from guards import UnchangedTensors, same_bits
 
 T, K, H, MAX = 7, 3, 96, 16
 
@@ -92,3 +93,208 @@ def test_sizes_are_positive(name: str) -> None:
     sizes = {"max_tokens": 1, "num_chunks": 1, "hidden_size": 1} | {name: 0}
     with pytest.raises(ValueError, match=f"AuxHiddenStates: {name} is 0, expected at least 1"):
         ek.AuxHiddenStates(**sizes)
+
+
+def test_decoding_after_a_long_prefill_uses_the_same_rows() -> None:
+    """Thousands of rows, in ragged chunks, then a few: rows are selected by indices, in place."""
+    rows, chunks = 3000, (1024, 1024, 951, 1)
+    buffer = ek.AuxHiddenStates(rows, K, H, dtype=torch.bfloat16)
+    states = [torch.randn(rows, H).bfloat16() for _ in range(K)]
+    weight, gain = torch.randn(40, K * H).bfloat16(), torch.rand(K, H).bfloat16()
+    begin = 0
+    for count in chunks:
+        with buffer.step(count, row=begin) as step:
+            for k, state in enumerate(states):
+                step.capture(k, state[begin : begin + count])
+        begin += count
+    assert begin == rows and same_bits(buffer.packed(rows), torch.cat(states, -1))
+    options = {"norm_weight": gain, "sum_squares": buffer.row_sum_squares(rows)}
+    whole = ek.norm_concat_linear(buffer.packed(rows), weight, **options)
+    assert whole.shape == (rows, 40)
+    accepted = torch.tensor([2999, 0, 1500, 1499])
+    before = buffer.buffer.data_ptr(), buffer.buffer.clone()
+    few = ek.norm_concat_linear(buffer.packed(rows), weight, indices=accepted, **options)
+    squares = buffer.row_sum_squares(rows)[accepted]
+    assert same_bits(
+        few, ek.norm_concat_linear(buffer.packed(rows)[accepted], weight, **options | {"sum_squares": squares})
+    )
+    assert buffer.buffer.data_ptr() == before[0] and same_bits(buffer.buffer, before[1])
+    for k in range(K):
+        buffer.capture(k, -states[k][:4])
+    assert same_bits(buffer.packed(4), -torch.cat(states, -1)[:4])
+    assert same_bits(buffer.buffer[4:], before[1][4:])
+
+
+def test_a_step_takes_every_slot_once_in_pieces_or_whole(buffer: ek.AuxHiddenStates) -> None:
+    hidden, residual = torch.randn(2, K, T, H).bfloat16()
+    with buffer.step(T, row=2) as step:
+        for k in (2, 0, 1):
+            step.capture(k, hidden[k, :3], residual[k, :3])
+            written = step.capture(k, hidden[k, 3:], residual[k, 3:])
+            assert written.data_ptr() == buffer.chunk(k, MAX)[5:].data_ptr()
+    assert same_bits(buffer.packed(MAX)[2 : 2 + T], torch.cat(list(hidden + residual), -1))
+    assert buffer.buffer[:2].isnan().all() and buffer.buffer[2 + T :].isnan().all()
+    with buffer.step(0):
+        pass
+
+
+def test_a_slot_twice_is_refused_and_stays_as_it_was(buffer: ek.AuxHiddenStates) -> None:
+    step, first, second = buffer.step(T), *torch.randn(2, T, H).bfloat16()
+    step.capture(1, first)
+    message = "CaptureStep.capture: slot 1 gets rows [7, 14), expected each of the step's 7 rows once"
+    with UnchangedTensors([buffer.buffer, buffer.sum_squares]), pytest.raises(RuntimeError, match=re.escape(message)):
+        step.capture(1, second)
+    with UnchangedTensors([buffer.buffer]), pytest.raises(RuntimeError, match=r"slot 0 gets rows \[0, 8\)"):
+        step.capture(0, torch.zeros(T + 1, H).bfloat16())
+
+
+def test_a_slot_that_is_left_out_is_named(buffer: ek.AuxHiddenStates) -> None:
+    hidden = torch.randn(T, H).bfloat16()
+    message = (
+        "CaptureStep.finish: slot 0 has 3, slot 2 has 0, expected 7 rows in each, because the layers in front of those "
+        "boundaries did not run, or not for all rows"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"), buffer.step(T) as step:
+        step.capture(0, hidden[:3])
+        step.capture(1, hidden)
+    with pytest.raises(ZeroDivisionError), buffer.step(T):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("rows", "row"), [(17, 0), (10, 7), (1, -1)])
+def test_a_step_of_too_many_rows_is_refused_before_it_starts(buffer: ek.AuxHiddenStates, rows: int, row: int) -> None:
+    message = f"AuxHiddenStates.step: the rows end at {row + rows}, expected at most max_tokens = 16, because static"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        buffer.step(rows, row=row)
+
+
+def chained(**options: object) -> ek.ChainedHiddenStates:
+    states = ek.ChainedHiddenStates(MAX, H, **options)
+    states.buffer.fill_(float("nan"))
+    states.other.fill_(float("nan"))
+    return states
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_step_reads_what_the_step_before_left(norm_output: bool, dtype: torch.dtype) -> None:
+    states = chained(norm_output=norm_output, dtype=dtype)
+    pointer, target, residual = states.current(1).data_ptr(), *torch.randn(2, T, H).to(dtype)
+    loaded = states.load(target, residual)
+    assert loaded.data_ptr() == pointer and same_bits(states.current(T), target + residual)
+    for step in range(3):
+        hidden, residual, gain = torch.randn(T, H).to(dtype), torch.randn(T, H).to(dtype) * 9**step, torch.rand(H)
+        with UnchangedTensors([hidden, residual, gain]):
+            normed = states.advance(hidden, residual, gain, eps=1e-5, norm_offset=1.0)
+        assert same_bits(normed, ek.add_rms_norm(hidden, residual, gain, eps=1e-5, norm_offset=1.0)[0])
+        assert same_bits(states.other[:T] if norm_output else states.current(T), hidden + residual)
+        assert states.current(T).data_ptr() == pointer, "CUDA graphs hold the address"
+        assert (normed.data_ptr() == pointer) == norm_output
+    assert states.buffer[T:].isnan().all() and states.other[T:].isnan().all()
+
+
+def test_a_few_rows_after_a_long_prefill_leave_the_rest() -> None:
+    states = ek.ChainedHiddenStates(4000, H)
+    prefill = torch.randn(4000, H).bfloat16()
+    for begin in range(0, 4000, 1536):
+        states.load(prefill[begin : begin + 1536], row=begin)
+    assert same_bits(states.current(4000), prefill)
+    hidden, residual = torch.randn(2, 5, H).bfloat16()
+    states.advance(hidden, residual, torch.ones(H))
+    assert same_bits(states.current(4000), torch.cat([hidden + residual, prefill[5:]]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda s: s.load(torch.zeros(17, H).bfloat16()),
+            "ChainedHiddenStates.load: the rows end at 17, expected at most max_tokens = 16, because static buffers "
+            "never grow",
+            id="load-rows",
+        ),
+        pytest.param(
+            lambda s: s.load(torch.zeros(2, 5).bfloat16()),
+            "ChainedHiddenStates.load: target has shape (2, 5), expected (T, H) = (*, 96)",
+            id="load-width",
+        ),
+        pytest.param(
+            lambda s: s.load(torch.zeros(2, H)),
+            "capture_hidden: out has dtype torch.bfloat16, expected torch.float32, because hidden has dtype "
+            "torch.float32",
+            id="load-dtype",
+        ),
+        pytest.param(
+            lambda s: s.current(17),
+            "ChainedHiddenStates.current: rows is 17, expected at most max_tokens = 16",
+            id="current",
+        ),
+        pytest.param(
+            lambda s: s.advance(*torch.zeros(2, 17, H).bfloat16(), torch.ones(H)),
+            "ChainedHiddenStates.advance: the rows end at 17, expected at most max_tokens = 16, because static buffers "
+            "never grow",
+            id="advance-rows",
+        ),
+        pytest.param(
+            lambda s: s.advance(torch.zeros(H).bfloat16(), torch.zeros(H).bfloat16(), torch.ones(H)),
+            "ChainedHiddenStates.advance: hidden has shape (96,), expected (T, H) = (*, 96)",
+            id="advance-shape",
+        ),
+        pytest.param(
+            lambda s: s.advance(*torch.zeros(2, 3, H).bfloat16(), torch.ones(5)),
+            "add_rms_norm: weight has shape (5,), expected (96,) = (H,)",
+            id="advance-gain",
+        ),
+        pytest.param(
+            lambda s: s.advance(torch.zeros(3, H).bfloat16(), s.current(3), torch.ones(H)),
+            "add_rms_norm: out_sum overlaps residual, expected disjoint memory, because rows are written while others "
+            "are read",
+            id="advance-alias",
+        ),
+    ],
+)
+def test_errors_leave_the_chain_untouched(call: object, message: str) -> None:
+    states = chained()
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}$"):
+        call(states)
+    assert states.buffer.isnan().all() and states.other.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_token_ids_rotate_within_their_request(dtype: torch.dtype) -> None:
+    ids = torch.tensor([10, 11, 12, 20, 30, 31], dtype=dtype)
+    address, last_rows = ids.data_ptr(), torch.tensor([2, 3, 5], dtype=dtype)
+    rotated = ek.rotate_token_ids(ids, torch.tensor([13, 21, 32], dtype=dtype), last_rows)
+    assert rotated.data_ptr() == address and ids.tolist() == [11, 12, 13, 21, 31, 32]
+    # Only two of request 0's three rows and one of request 2's were accepted.
+    ek.rotate_token_ids(ids, torch.tensor([90, 91, 92], dtype=dtype), torch.tensor([1, 3, 4], dtype=dtype))
+    assert ids[[0, 1, 3, 4]].tolist() == [12, 90, 91, 92]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            {"next_ids": torch.tensor([1, 2])},
+            "rotate_token_ids: last_rows has shape (1,), expected (2,), because next_ids has that shape",
+            id="requests",
+        ),
+        pytest.param(
+            {"next_ids": torch.tensor([1], dtype=torch.int32)},
+            "rotate_token_ids: next_ids has dtype torch.int32, expected torch.int64, because ids has dtype torch.int64",
+            id="dtype",
+        ),
+        pytest.param(
+            {"last_rows": torch.tensor([1.0])},
+            "rotate_token_ids: last_rows has dtype torch.float32, expected torch.int32 or torch.int64",
+            id="rows",
+        ),
+        pytest.param({"last_rows": torch.tensor([4])}, None, id="out-of-range"),
+    ],
+)
+def test_a_rotation_that_is_refused_leaves_the_ids(arguments: dict, message: str | None) -> None:
+    ids = torch.tensor([1, 2, 3, 4])
+    arguments = {"next_ids": torch.tensor([9]), "last_rows": torch.tensor([3])} | arguments
+    with pytest.raises((ValueError, TypeError, IndexError), match=message and f"^{re.escape(message)}$"):
+        ek.rotate_token_ids(ids, **arguments)
+    assert ids.tolist() == [1, 2, 3, 4]

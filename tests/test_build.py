@@ -1,6 +1,8 @@
 """The build: wheels, what is left out when a tool is missing, and what the op library may depend on."""
 
 import os
+import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -10,21 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-
-PROBE = """
-#include <cuda_runtime.h>
-extern "C" __attribute__((weak)) int aoti_torch_get_current_cuda_stream(int, void**);
-__global__ void probe(float* x) { x[threadIdx.x] = 1.0f; }
-extern "C" __attribute__((visibility("default"))) int eagle_kernels_probe(float* x) {
-  void* stream = nullptr;
-  if (aoti_torch_get_current_cuda_stream == nullptr) return -1;
-  aoti_torch_get_current_cuda_stream(0, &stream);
-  probe<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>(x);
-  return cudaGetLastError();
-}
-"""
 
 
 @pytest.fixture
@@ -122,18 +113,25 @@ def test_nvcc_absent_is_said_in_one_line() -> None:
     assert run.stderr.count("eagle-kernels: NO CUDA KERNELS: nvcc was not found") == 1
 
 
+def test_wheels_take_every_arch_and_editable_installs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **keywords: None)
+    monkeypatch.setenv("EAGLE_KERNELS_BUILD", "none")
+    monkeypatch.delenv("EAGLE_KERNELS_CUDA_ARCHS", raising=False)
+    cuda_archs = runpy.run_path(str(ROOT / "setup.py"))["cuda_archs"]
+    assert cuda_archs(editable=False) == "80;89;90a;100a;120" and cuda_archs(editable=True) == "90a"
+    monkeypatch.setenv("EAGLE_KERNELS_CUDA_ARCHS", "89")
+    assert cuda_archs(editable=False) == cuda_archs(editable=True) == "89"
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 def test_interrupted_build_resumes_and_the_wheel_holds_what_it_should(tree: Path, tmp_path: Path) -> None:
     with_cuda = shutil.which("nvcc") is not None
-    if with_cuda:
-        (tree / "csrc/cuda").mkdir(exist_ok=True)
-        (tree / "csrc/cuda/probe.cu").write_text(PROBE)
     code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-    environment = os.environ | {"EAGLE_KERNELS_BUILD": "cuda" if with_cuda else "cpu"}
+    build = {"EAGLE_KERNELS_BUILD": "cuda" if with_cuda else "cpu", "EAGLE_KERNELS_CUDA_ARCHS": "90a"}
     interrupted = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=tree,
-        env=environment,
+        env=os.environ | build,
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -143,8 +141,10 @@ def test_interrupted_build_resumes_and_the_wheel_holds_what_it_should(tree: Path
     os.killpg(interrupted.pid, signal.SIGKILL)
     interrupted.wait()
 
-    wheel, run = build_wheel(tree, **{"EAGLE_KERNELS_BUILD": environment["EAGLE_KERNELS_BUILD"]})
+    wheel, run = build_wheel(tree, **build)
     assert wheel is not None, run.stderr[-4000:]
+    (cache,) = tree.glob("build/cmake-*/CMakeCache.txt")
+    assert "CMAKE_BUILD_TYPE:STRING=Release" in cache.read_text()  # once empty: ops.cpp ran unoptimised
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -156,14 +156,11 @@ def test_interrupted_build_resumes_and_the_wheel_holds_what_it_should(tree: Path
         "from eagle_kernels import _C, library\n"
         "assert library.missing_reason is None, library.missing_reason\n"
         "print(_C.build_info()['cuda_archs'], ek.explain('capture_hidden', torch.zeros(1, 1)).backend)\n"
-        + (
-            "import ctypes; print(ctypes.CDLL(str(library.COMPILED_LIBRARY)).eagle_kernels_probe)\n"
-            if with_cuda
-            else ""
-        ),
+        "served = torch._C._dispatch_has_kernel_for_dispatch_key\n"
+        "print([name for name in ek.ops.__all__ if not served(f'eagle_kernels_C::{name}_out', 'CUDA')])\n",
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("90a cpu" if with_cuda else " cpu"), done.stdout
+    assert done.stdout.startswith("90a cpu\n[]" if with_cuda else " cpu"), done.stdout
     check_dependencies(site / "eagle_kernels/libeagle_kernels.so")
 
 
@@ -174,5 +171,26 @@ def check_dependencies(library: Path) -> None:
     assert "RUNPATH" not in needed and "RPATH" not in needed
     symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True).stdout
     names = [line.split()[-1] for line in symbols.splitlines()]
-    assert not [name for name in names if name.startswith("Py") or "_ZN2at" in name or "_ZN3c10" in name]
-    assert [name for name in names if name.startswith(("aoti_torch_", "torch_"))]
+    assert not [name for name in names if name.startswith(("Py", "cu")) or "_ZN2at" in name or "_ZN3c10" in name]
+    shims = {name for name in names if name.startswith(("aoti_torch_", "torch_"))}
+    assert shims and shims <= stable_functions((2, 11)), shims - stable_functions((2, 11))
+
+
+def stable_functions(version: tuple[int, int]) -> set[str]:
+    """The C functions that libtorch_cpu of a torch version exports to stable extensions, by the headers of this one:
+    each stands under an `#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_xx_0` unless it is as old as the ABI."""
+    folder = Path(torch.__file__).parent / "include/torch/csrc"
+    functions = set()
+    for header in ("stable/c/shim.h", "inductor/aoti_torch/c/shim.h"):
+        conditions: list[bool] = []
+        for line in (folder / header).read_text().splitlines():
+            if match := re.match(r"#\s*if(?:def|ndef)?\b(.*)", line):
+                since = re.search(r"TORCH_FEATURE_VERSION >= TORCH_VERSION_(\d+)_(\d+)_", match[1])
+                no_cuda = "USE_CUDA" not in match[1]
+                conditions.append(no_cuda and (since is None or (int(since[1]), int(since[2])) <= version))
+            elif re.match(r"#\s*endif\b", line):
+                conditions.pop()
+            elif all(conditions):
+                functions |= set(re.findall(r"\b((?:aoti_torch|torch)_\w+)\(", line))
+                functions |= set(re.findall(r"^\s*((?:aoti_torch|torch)_\w+)\($", line))
+    return functions

@@ -1,13 +1,18 @@
 """The `eagle-kernels` command: what it prints, its exit codes, and its messages for bad input."""
 
+import csv
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import benchmark
+from eagle_kernels.bench import benchmark, ceilings, choices, devices, foreign_norms, runner, selection
 from eagle_kernels.bench.baselines import BASELINES
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.random_cases import make_case
@@ -18,6 +23,7 @@ from eagle_kernels import environment, library, ops, plan
 from eagle_kernels.model_shapes import InputStage, ModelShape, model_shapes
 
 MB = 1 << 20
+BENCH = ["bench", "--device", "cpu"]
 CACHE_BYTES = 64 << 10  # five copies of a tiny weight exceed it
 
 
@@ -27,10 +33,12 @@ def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = InputStage("eagle3", 3, 64, 48, 1e-5, 0.0, "none", False, None, None)
     mtp = InputStage("mtp", 2, 64, 48, 1e-5, 1.0, "chunk", False, None, None)
     model = ModelShape("tiny", 64, 4, 1000, 1e-5, 0.0, True, (mtp, stage))
-    monkeypatch.setattr(benchmark, "model_shapes", lambda: model_shapes() | {"tiny": model})
+    monkeypatch.setattr(selection, "model_shapes", lambda: model_shapes() | {"tiny": model})
     facts = benchmark.read_environment("cpu") | {"cache_bytes": CACHE_BYTES}
     monkeypatch.setattr(benchmark, "read_environment", lambda device: dict(facts))
-    monkeypatch.setattr(benchmark, "available_memory_bytes", lambda: 512 * MB)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 512 * MB)
+    monkeypatch.setattr(ceilings, "_SECONDS", {"cpu": 0.0})
+    monkeypatch.setattr(ceilings, "_MATMUL", {"cpu": (16, 64, 64)})
 
 
 def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -> None:
@@ -42,6 +50,7 @@ def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -
         assert name in printed
     for op in ops.__all__:
         assert re.search(rf"^  {op} .*(bf16|fp32)", printed, re.MULTILINE)
+    assert re.search(r"EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG +=", printed)  # no setting of the package's own
 
 
 def test_info_survives_a_backend_that_cannot_be_used(
@@ -159,13 +168,13 @@ def test_cases_reach_every_option() -> None:
 @pytest.mark.parametrize("op", ["all", "norm_concat_linear"])
 def test_bench_measures_and_saves(op: str, tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "run.json"
-    arguments = ["bench", "--op", op, "--preset", "tiny", "--tokens", "1,5", "--dtype", "bf16,fp32"]
+    arguments = [*BENCH, "--op", op, "--preset", "tiny", "--tokens", "1,5", "--dtype", "bf16,fp32"]
     arguments += ["--forms", "op,layer", "--min-time", "0", "--json", str(path)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "torch " + torch.__version__ in printed
     assert "geomean op: " in printed
-    assert "repro: eagle-kernels bench --op" in printed
+    assert "repro: eagle-kernels bench --device cpu --op" in printed
     run = load(path)
     json.dumps(run, allow_nan=False)
     assert run["argv"] == arguments
@@ -181,11 +190,96 @@ def test_bench_measures_and_saves(op: str, tiny_machine: None, tmp_path: Path, c
     assert measured == (set(ops.__all__) if op == "all" else {op})
 
 
+def test_bench_backends_are_columns(tiny_machine: None, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "3", "--forms", "op", "--backends", "auto,reference"]
+    before = plan.SETTINGS
+    assert main([*arguments, "--min-time", "0", "--json", str(path)]) == 0
+    by_name = {record["variant"]: record for record in load(path)["records"]}
+    assert set(by_name) == {"op", "op:reference", "eager"}
+    assert "reference/plain torch" in by_name["op:reference"]["plan"]
+    assert by_name["op"]["plan"] != by_name["op:reference"]["plan"] or library.missing_reason
+    assert by_name["op"]["is_ours"] and by_name["op:reference"]["is_ours"] and "speedup" in by_name["eager"]
+    assert before == plan.SETTINGS
+
+
+@pytest.mark.parametrize("op, expected", [("norm_concat_linear", ["slices", "linear"]), ("norm_concat", ["slices"])])
+def test_bench_baselines_of_norms_and_product(
+    op: str, expected: list[str], tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--op", op, "--preset", "tiny", "--tokens", "3", "--baselines", "slices,linear,liger"]
+    assert main([*arguments, "--forms", "op", "--min-time", "0", "--json", str(path)]) == 0
+    records = load(path)["records"]
+    assert [record["variant"] for record in records] == ["op", *expected]
+    assert all(record["status"] == "ok" for record in records)
+    assert re.search(
+        "no column liger: (liger_kernel is not installed|the kernels of liger_kernel take CUDA)",
+        capsys.readouterr().out,
+    )
+
+
+def test_bench_of_a_baseline_alone(tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "3", "--forms", "none", "--baselines", "linear"]
+    assert main([*arguments, "--min-time", "0", "--json", str(path), "--markdown", str(tmp_path / "run.md")]) == 0
+    assert [record["variant"] for record in load(path)["records"]] == ["linear"]
+    assert "| T | linear ms | GB/s |" in (tmp_path / "run.md").read_text()
+
+
+def test_bench_of_an_explicit_shape(tiny_machine: None, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    shape = ["--chunks", "2", "--hidden", "32", "--out", "16"]
+    assert main([*BENCH, *shape, "--tokens", "1:4:x2", "--forms", "op", "--min-time", "0", "--json", str(path)]) == 0
+    rows = {(r["preset"], r["norm"], r["K"], r["H"], r["D"], r["T"]) for r in load(path)["records"]}
+    assert rows == {("explicit", "chunk", 2, 32, 16, T) for T in (1, 2, 4)}
+
+
+def test_bench_writes_csv_markdown_and_a_plot(tiny_machine: None, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    suffixes = {"json": "json", "csv": "csv", "markdown": "md", "plot": "png"}
+    paths = {name: tmp_path / f"run.{suffix}" for name, suffix in suffixes.items()}
+    outputs = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "1,8", "--min-time", "0", *outputs]) == 0
+    records = load(paths["json"])["records"]
+    with paths["csv"].open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["median_ms"]) for line in lines] == [record["median_ms"] for record in records]
+    assert {line["torch"] for line in lines} == {torch.__version__}
+    assert paths["markdown"].read_text().count("\n| ") == 4  # titles, alignment, two rows
+    assert paths["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_resumes(tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--preset", "tiny", "--min-time", "0", "--json", str(path), "--resume", "--tokens"]
+    assert main([*arguments, "1,2"]) == 0
+    first = load(path)["records"]
+    assert main([*arguments, "1,2,3"]) == 0
+    run = load(path)
+    assert run["records"][: len(first)] == first
+    assert [record["T"] for record in run["records"][len(first) :]] == [3, 3, 3]
+    assert run["environment"]["resumed"][0]["argv"] == [*arguments, "1,2"]
+    assert "2 rows kept from" in capsys.readouterr().out
+    path.write_text(path.read_text().replace(run["environment"]["device_slug"], "another-machine"))
+    with pytest.raises(SystemExit):
+        main([*arguments, "1,2,3"])
+    assert "was measured on another-machine, and this is" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("norm, stage", [("concat", "eagle3"), ("none", "eagle3"), ("chunk", "mtp")])
 def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = [] if stage == "mtp" else ["--norm", norm]
-    arguments = ["bench", "--op", "norm_concat_linear,norm_concat", "--preset", f"tiny:{stage}", "--tokens", "3"]
+    arguments = [
+        *BENCH,
+        "--op",
+        "norm_concat_linear,norm_concat",
+        "--preset",
+        f"tiny:{stage}",
+        "--tokens",
+        "3",
+    ]
     assert main([*arguments, "--min-time", "0", "--json", str(path), *options]) == 0
     assert {(record["norm"], record["stage"]) for record in load(path)["records"]} == {(norm, stage)}
 
@@ -193,10 +287,21 @@ def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_p
 @pytest.mark.slow
 def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    arguments = ["bench", "--preset", "tiny", "--tokens", "4", "--baselines", ",".join(BASELINES), "--min-time", "0"]
+    arguments = [
+        *BENCH,
+        "--preset",
+        "tiny",
+        "--tokens",
+        "4",
+        "--baselines",
+        ",".join(BASELINES),
+        "--min-time",
+        "0",
+    ]
+    own = [name for name in BASELINES if name not in foreign_norms.NAMES]
     assert main([*arguments, "--json", str(path)]) == 0
     by_name = {record["variant"]: record for record in load(path)["records"]}
-    assert set(by_name) == {"op", "layer", *BASELINES}
+    assert set(by_name) == {"op", "layer", *own}
     assert all(record["status"] == "ok" for record in by_name.values())
     assert len({record["copies"] for record in by_name.values()}) == 1
 
@@ -204,11 +309,9 @@ def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> No
 def test_bench_gate_keeps_times_of_wrong_results_back(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_kernels.bench import projection_workload
-
-    monkeypatch.setattr(projection_workload, "norm_concat_linear", scaled(ek.norm_concat_linear))
+    monkeypatch.setattr(ek, "norm_concat_linear", scaled(ek.norm_concat_linear))
     path = tmp_path / "run.json"
-    assert main(["bench", "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--json", str(path)]) == 1
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--json", str(path)]) == 1
     assert "WRONG RESULT, no times: op error" in capsys.readouterr().out
     assert all(record["status"] == "wrong" and "median_ms" not in record for record in load(path)["records"])
 
@@ -216,26 +319,110 @@ def test_bench_gate_keeps_times_of_wrong_results_back(
 def test_bench_skips_what_does_not_fit(
     tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "available_memory_bytes", lambda: MB // 64)
-    assert main(["bench", "--preset", "tiny", "--tokens", "512", "--min-time", "0"]) == 0
+    monkeypatch.setattr(devices, "available_bytes", lambda device: MB // 64)
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "512", "--min-time", "0"]) == 0
     assert re.search(r"512 .*skipped: needs [\d.]+ kB, 11.5 kB of memory may be used", capsys.readouterr().out)
 
 
 def test_interrupted_bench_keeps_finished_rows(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = benchmark._Runner.measure
+    measure = runner.Runner.measure
 
-    def interrupt_second(runner: object, workload: object, names: list[str]) -> list[dict]:
+    def interrupt_second(self: object, workload: object, names: list[str]) -> list[dict]:
         if workload.row.T == 2:
             raise KeyboardInterrupt
-        return measure(runner, workload, names)
+        return measure(self, workload, names)
 
-    monkeypatch.setattr(benchmark._Runner, "measure", interrupt_second)
+    monkeypatch.setattr(runner.Runner, "measure", interrupt_second)
     path = tmp_path / "run.json"
-    assert main(["bench", "--preset", "tiny", "--tokens", "1,2", "--min-time", "0", "--json", str(path)]) == 130
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "1,2", "--min-time", "0", "--json", str(path)]) == 130
     assert {record["T"] for record in load(path)["records"]} == {1}
     assert "interrupted: what is above is complete" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    """A real SIGINT to a real process, in a shell's background, where SIGINT starts out ignored."""
+    path = tmp_path / "run.json"
+    shape = ["--chunks", "2", "--hidden", "64", "--out", "64", "--tokens", "1:32768:x2", "--min-time", "0.2"]
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from eagle_kernels.bench import ceilings, cli, devices; devices.available_bytes = lambda device: 1 << 26\n"
+        "devices.cache_bytes = lambda device: 1 << 16; ceilings._SECONDS = {'cpu': 0.0}\n"
+        "ceilings._MATMUL = {'cpu': (16, 64, 64)}; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *BENCH, *shape, "--json", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert path.exists(), process.communicate(timeout=5)[0]
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, printed
+    assert "interrupted: what is above is complete" in printed and "repro: eagle-kernels bench" in printed
+    measured = {record["T"] for record in load(path)["records"]}
+    assert {1} <= measured < {1 << power for power in range(16)}
+
+
+def test_list_names_everything_and_what_is_missing(capsys: pytest.CaptureFixture) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for name in (*ops.__all__, *model_shapes(), *environment.BACKENDS, *BASELINES, *devices.DEVICES):
+        assert name in printed
+    assert re.search("flashinfer .*not here: flashinfer is not installed|flashinfer .*take CUDA", printed)
+
+
+def test_roofline(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rates.json"
+    rates = ceilings.Rates(copy=20e9, read=25e9, matmul=1e12)
+    monkeypatch.setattr(ceilings.Ceilings, "measure", lambda self, dtype, seconds: rates)
+    arguments = ["roofline", "--device", "cpu", "--preset", "llama3.1-8b", "--tokens", "1,4096", "--min-time", "0"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "bf16: copy 20.0 GB/s, read 25.0 GB/s, matmul 1.00 TFLOP/s" in printed
+    # 2 * (D*K*H + T*(K*H + D)) bytes at 25 GB/s and 2*T*K*H*D operations at 1 TFLOP/s
+    assert re.search(r"K=3 H=4096 D=4096 +1 +100\.7 +0\.10 +4027\.8  memory", printed)
+    assert re.search(r" 4096 +234\.9 +412\.32 +412316\.9  matmul", printed)
+    assert json.loads(path.read_text())["rates"]["bf16"] == {"copy": 20e9, "read": 25e9, "matmul": 1e12}
+
+
+@pytest.mark.parametrize("command", [["bench"], ["roofline"], ["tune"]], ids=lambda command: command[0])
+def test_no_gpu_is_said(command: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert "no CUDA device: " in sentence
+    assert ("--dry-run" if command == ["tune"] else "--device cpu") in sentence
+
+
+@pytest.mark.parametrize(
+    "text, counts",
+    [
+        ("1,2,4", [1, 2, 4]),
+        ("1:8192:x2", [1 << power for power in range(14)]),
+        ("3:100:x3", [3, 9, 27, 81]),
+        ("1:4:x2,4,7", [1, 2, 4, 7]),
+        ("5:5:x2", [5]),
+    ],
+)
+def test_row_counts(text: str, counts: list[int]) -> None:
+    assert choices.row_counts(text) == counts
+
+
+def test_distinct_presets_are_one_of_each_shape() -> None:
+    every, distinct = selection._presets("all"), selection._presets("distinct")
+    assert len(every) == sum(len(model.stages) for model in model_shapes().values())
+    shapes = [(stage.K, stage.H, stage.D, stage.post_norm, stage.norm_offset) for _, stage, _ in distinct]
+    assert {(stage.K, stage.H, stage.D) for _, stage, _ in every} == {shape[:3] for shape in shapes}
+    assert len(distinct) < len(every)
 
 
 def test_failing_baseline_is_a_note(
@@ -245,7 +432,17 @@ def test_failing_baseline_is_a_note(
         raise RuntimeError("no compiler found\nand more")
 
     monkeypatch.setattr("eagle_kernels.bench.workloads.compiled", fail)
-    arguments = ["bench", "--preset", "tiny", "--tokens", "4", "--baselines", "eager,compile", "--min-time", "0"]
+    arguments = [
+        *BENCH,
+        "--preset",
+        "tiny",
+        "--tokens",
+        "4",
+        "--baselines",
+        "eager,compile",
+        "--min-time",
+        "0",
+    ]
     assert main(arguments) == 0
     assert "compile failed: RuntimeError: no compiler found\n" in capsys.readouterr().out
 
@@ -254,11 +451,11 @@ def test_report_prints_markdown_and_writes_the_readme(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path, readme = tmp_path / "run.json", tmp_path / "README.md"
-    main(["bench", "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)])
+    main([*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)])
     capsys.readouterr()
     assert main(["report", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % copy | % read |" in text
+    assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % copy | % read | TFLOP/s | % matmul |" in text
     readme.write_text("# Title\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n")
     assert main(["report", str(path), "--readme", str(readme)]) == 0
     assert readme.read_text() == f"# Title\n<!-- bench:cpu -->\n{text}<!-- /bench:cpu -->\n"
@@ -267,24 +464,58 @@ def test_report_prints_markdown_and_writes_the_readme(
 @pytest.mark.parametrize(
     "arguments, message, known",
     [
-        (["bench", "--preset", "gpt-5"], "preset 'gpt-5' is unknown, known are: ", model_shapes()),
-        (["bench", "--preset", "qwen3-8b:mtp"], "qwen3-8b has no stage 'mtp', it has: ", ["eagle3"]),
-        (["bench", "--op", "softmax"], "op 'softmax' is unknown, known are: ", [*ops.__all__, "all"]),
-        (["bench", "--baselines", "eager,liger"], "baseline 'liger' is unknown, known are: ", BASELINES),
-        (["bench", "--dtype", "int8"], "dtype 'int8' is unknown, known are: ", ["bf16", "fp16", "fp32"]),
-        (["bench", "--forms", "kernel"], "form 'kernel' is unknown, known are: ", ["op", "layer", "prepacked"]),
-        (["bench", "--device", "tpu"], "device 'tpu' is unknown, known are: ", ["cpu"]),
-        (["bench", "--tokens", "1,0"], "row counts are '1,0', expected numbers of at least 1", []),
-        (["bench", "--tokens", "1,x"], "row counts are '1,x', expected numbers of at least 1", []),
-        (["bench", "--threads", "0"], "'0' is not a number of at least 1", []),
-        (["bench", "--min-time", "fast"], "'fast' is not a number of at least 0", []),
-        (["bench", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
+        ([*BENCH, "--preset", "gpt-5"], "preset 'gpt-5' is unknown, known are: ", model_shapes()),
+        ([*BENCH, "--preset", "qwen3-8b:mtp"], "qwen3-8b has no stage 'mtp', it has: ", ["eagle3"]),
+        (
+            [*BENCH, "--op", "softmax"],
+            "op 'softmax' is unknown, known are: ",
+            [*ops.__all__, "all"],
+        ),
+        (
+            [*BENCH, "--baselines", "eager,cudnn"],
+            "baseline 'cudnn' is unknown, known are: ",
+            BASELINES,
+        ),
+        (
+            [*BENCH, "--dtype", "int8"],
+            "dtype 'int8' is unknown, known are: ",
+            ["bf16", "fp16", "fp32"],
+        ),
+        (
+            [*BENCH, "--forms", "kernel"],
+            "form 'kernel' is unknown, known are: ",
+            ["op", "layer", "prepacked"],
+        ),
+        (["bench", "--device", "tpu"], "device 'tpu' is unknown, known are: ", ["cuda", "cpu"]),
+        ([*BENCH, "--tokens", "1,0"], "row counts are '1,0', expected numbers of at least 1", []),
+        ([*BENCH, "--tokens", "1,x"], "row counts are '1,x', expected numbers of at least 1", []),
+        ([*BENCH, "--tokens", "1:8:2"], "or FIRST:LAST:xFACTOR such as 1:8192:x2", []),
+        ([*BENCH, "--tokens", "8:1:x2"], "row counts are '8:1:x2'", []),
+        ([*BENCH, "--tokens", "1:8:x1"], "row counts are '1:8:x1'", []),
+        ([*BENCH, "--backends", "auto,mps"], "backend 'mps' is unknown, known are: ", environment.BACKENDS),
+        ([*BENCH, "--backends", "cuda"], "cuda cannot run here: ", ["usable are: auto"]),
+        ([*BENCH, "--timer", "graph"], "graph is not for cpu, which has: clock", []),
+        (
+            [*BENCH, "--hidden", "64"],
+            "an explicit shape is --chunks K --hidden H --out D; --chunks, --out is missing",
+            [],
+        ),
+        ([*BENCH, "--vocab", "64"], "--vocab belongs to an explicit shape", []),
+        ([*BENCH, "--resume"], "argument --resume: there is nothing to go on with, --json names no file", []),
+        ([*BENCH, "--plot", "run.svg"], "'run.svg' is not a name that ends in .png", []),
+        ([*BENCH, "--plot", "/proc/none/x.png"], "argument --plot: ", []),
+        (["plot", "/proc/none.json"], "/proc/none.json: No such file", []),
+        (["compare", "/proc/a.json", "/proc/b.json"], "/proc/a.json: No such file", []),
+        (["compare", "a", "b", "--tolerance", "few%"], "'few' is not a number of at least 0", []),
+        ([*BENCH, "--threads", "0"], "'0' is not a number of at least 1", []),
+        ([*BENCH, "--min-time", "fast"], "'fast' is not a number of at least 0", []),
+        ([*BENCH, "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
         (["check", "--op", "softmax"], "op 'softmax' is unknown, known are: ", ops.__all__),
         (["check", "--backend", "mps"], "backend 'mps' is unknown, known are: ", environment.BACKENDS),
         (["check", "--isa", "sse"], "instruction set 'sse' is unknown, known are: ", environment.CPU_ISAS),
         (["check", "--backend", "cuda"], "nothing to check: no usable backend", []),
         (["report", "/proc/none.json"], "/proc/none.json: No such file", []),
-        (["plot"], "invalid choice: 'plot'", []),
+        (["draw"], "invalid choice: 'draw'", []),
         ([], "required", []),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) and value[:1] and value[0] in "bench check" else "",

@@ -1,10 +1,7 @@
 """Eagle3Projection and VocabParallelEmbedding: values, state_dict, packing, loading."""
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import eagle_kernels as ek
@@ -148,29 +145,3 @@ def test_embedding_scale_follows_each_convention() -> None:
     assert torch.equal(by_float(ids), full * scale)
     assert torch.equal(by_tensor(ids), full * rounded)
     assert not torch.equal(by_float(ids), by_tensor(ids))
-
-
-def _embed_on_rank(rank: int, size: int, store: str, full: torch.Tensor, ids: torch.Tensor, org: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    embedding = ek.VocabParallelEmbedding(
-        full.shape[0],
-        full.shape[1],
-        process_group=dist.group.WORLD,
-        org_num_embeddings=org,
-        dtype=full.dtype,
-    )
-    embedding.load_state_dict({"weight": full})
-    looked_up = embedding(ids)
-    torch.save(looked_up, f"{store}.{rank}")
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_embedding_over_ranks_equals_the_lookup_on_one(size: int, tmp_path: os.PathLike) -> None:
-    full = torch.randn(130 + 3, 24).bfloat16()
-    ids = torch.cat([torch.arange(133), torch.tensor([-1, 133, 2**31])])
-    store = os.path.join(tmp_path, "store")
-    torch.multiprocessing.spawn(_embed_on_rank, args=(size, store, full, ids, 130), nprocs=size)
-    expected = torch.cat([full, torch.zeros(3, 24).bfloat16()])
-    for rank in range(size):
-        assert torch.equal(torch.load(f"{store}.{rank}"), expected)

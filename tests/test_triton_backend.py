@@ -7,11 +7,13 @@ import torch
 
 import eagle_kernels as ek
 from backends import environment_of
-from eagle_kernels import plan
+from eagle_kernels import library, plan
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans() -> None:
+def no_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "missing_reason", None)
+    monkeypatch.setattr(library, "cuda_archs", ())
     plan.forget()
     yield
     plan.forget()

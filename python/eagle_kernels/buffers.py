@@ -3,11 +3,13 @@
 A buffer never grows: CUDA graphs hold its address. Too many rows is an error that says both numbers.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
 from . import checks
-from .ops import capture_hidden
+from .ops import add_rms_norm, capture_hidden
 
 
 class AuxHiddenStates:
@@ -15,7 +17,8 @@ class AuxHiddenStates:
 
     `capture(k, hidden, residual)` writes round(hidden + residual) into slot k: the `cat` that engines run afterwards
     never happens. `packed(T)` goes to `norm_concat_linear` or `Eagle3Projection`, together with
-    `row_sum_squares(T)` so that the statistics are not computed again.
+    `row_sum_squares(T)` so that the statistics are not computed again. `step(T)` takes the captures of one forward and
+    refuses a slot that is written twice or never.
 
     Args:
         max_tokens: rows of the buffer; padded rows may hold anything, rows above T are neither read nor written.
@@ -51,41 +54,188 @@ class AuxHiddenStates:
         Raises ValueError for a slot or rows that the buffer does not have, and whatever `capture_hidden` raises.
         """
         op = "AuxHiddenStates.capture"
-        if not 0 <= k < self.num_chunks:
-            raise checks.error(ValueError, op, f"k is {k}", f"a slot in [0, {self.num_chunks})")
-        checks.check_tensor(op, "hidden", hidden)
-        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
-            raise checks.shape_error(op, "hidden", hidden, f"(T, H) = (*, {self.hidden_size})")
-        stop = row + hidden.shape[0]
-        if row < 0 or stop > self.max_tokens:
-            raise checks.error(
-                ValueError,
-                op,
-                f"the rows end at {stop}",
-                f"at most max_tokens = {self.max_tokens}",
-                "static buffers never grow",
-            )
+        self._check_slot(op, k)
+        _check_hidden(op, hidden, self.hidden_size)
+        stop = _check_range(op, row, hidden.shape[0], self.max_tokens)
         begin = k * self.hidden_size
         slot = self.buffer[row:stop, begin : begin + self.hidden_size]
         return capture_hidden(hidden, residual, out=slot, sum_squares=self.sum_squares[row:stop, k])
 
+    def step(self, rows: int, *, row: int = 0) -> CaptureStep:
+        """One forward of the target, in which every slot gets its `rows` rows from `row` on, once."""
+        return CaptureStep(self, rows, row)
+
     def packed(self, rows: int) -> Tensor:
         """The first `rows` rows of all slots: a [T, K*H] view."""
-        return self.buffer[: self._checked("packed", rows)]
+        return self.buffer[: _check_rows("AuxHiddenStates.packed", rows, self.max_tokens)]
 
     def chunk(self, k: int, rows: int) -> Tensor:
         """The first `rows` rows of slot k: a [T, H] view of row stride K*H."""
-        if not 0 <= k < self.num_chunks:
-            raise checks.error(ValueError, "AuxHiddenStates.chunk", f"k is {k}", f"a slot in [0, {self.num_chunks})")
-        return self.buffer[: self._checked("chunk", rows), k * self.hidden_size : (k + 1) * self.hidden_size]
+        self._check_slot("AuxHiddenStates.chunk", k)
+        _check_rows("AuxHiddenStates.chunk", rows, self.max_tokens)
+        return self.buffer[:rows, k * self.hidden_size : (k + 1) * self.hidden_size]
 
     def row_sum_squares(self, rows: int) -> Tensor:
         """The sums of squares of the first `rows` rows: an fp32 [T, K] view."""
-        return self.sum_squares[: self._checked("row_sum_squares", rows)]
+        return self.sum_squares[: _check_rows("AuxHiddenStates.row_sum_squares", rows, self.max_tokens)]
 
-    def _checked(self, method: str, rows: int) -> int:
-        if not 0 <= rows <= self.max_tokens:
-            raise checks.error(
-                ValueError, f"AuxHiddenStates.{method}", f"rows is {rows}", f"at most max_tokens = {self.max_tokens}"
-            )
-        return rows
+    def _check_slot(self, op: str, k: int) -> None:
+        if not 0 <= k < self.num_chunks:
+            raise checks.error(ValueError, op, f"k is {k}", f"a slot in [0, {self.num_chunks})")
+
+
+class CaptureStep:
+    """The captures of one forward of the target, counted on the host: no slot twice, none left out.
+
+    A slot that is written twice or never costs acceptance and raises nothing in an engine that lists its captures. The
+    rows of a slot may come in pieces, one after the other. As a context manager, a step that ends without an exception
+    checks itself by `finish`. Nothing here reads the device: a step may stand in a region that a CUDA graph records.
+    """
+
+    def __init__(self, buffer: AuxHiddenStates, rows: int, row: int = 0) -> None:
+        checks.check_int("AuxHiddenStates.step", "rows", rows, at_least=0)
+        _check_range("AuxHiddenStates.step", row, rows, buffer.max_tokens)
+        self.buffer = buffer
+        self.rows = rows
+        self.row = row
+        self.captured = [0] * buffer.num_chunks
+
+    def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`AuxHiddenStates.capture` into the step's next rows of slot k; RuntimeError where it has them all."""
+        op = "CaptureStep.capture"
+        self.buffer._check_slot(op, k)
+        _check_hidden(op, hidden, self.buffer.hidden_size)
+        begin, rows = self.captured[k], hidden.shape[0]
+        if begin + rows > self.rows:
+            got, expected = f"slot {k} gets rows [{begin}, {begin + rows})", f"each of the step's {self.rows} rows once"
+            raise checks.error(RuntimeError, op, got, expected)
+        written = self.buffer.capture(k, hidden, residual, row=self.row + begin)
+        self.captured[k] += rows
+        return written
+
+    def finish(self) -> None:
+        """RuntimeError that names the slots which do not have all rows of the step."""
+        short = {k: rows for k, rows in enumerate(self.captured) if rows < self.rows}
+        if short:
+            got = ", ".join(f"slot {k} has {rows}" for k, rows in short.items())
+            because = "the layers in front of those boundaries did not run, or not for all rows"
+            raise checks.error(RuntimeError, "CaptureStep.finish", got, f"{self.rows} rows in each", because)
+
+    def __enter__(self) -> CaptureStep:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+
+
+class ChainedHiddenStates:
+    """The hidden states that one drafting step hands to the next: load(target), then per step current(T), advance(...).
+
+    Step 0 reads the target's pre-norm hidden states, step k what step k - 1 left: the pre-norm sum
+    round(hidden + residual), or its norm where the drafter has `norm_output` (EAGLE-3.1). Rows keep their place; it is
+    the token ids that move (`rotate_token_ids`).
+
+    Args:
+        max_tokens, hidden_size: of the static buffers; padded rows may hold anything, rows above T stay as they are.
+        norm_output: the normed output feeds the next step, not the pre-norm sum.
+        dtype, device: of the stream.
+
+    Attributes:
+        buffer: [max_tokens, H], what the next step reads.
+        other: [max_tokens, H], the output of `advance` that does not feed the next step.
+
+    Source: SGLang 0.5.23 `multi_layer_eagle_worker_v2` (chain_mtp_hidden_states), `llama_eagle3` (norm_output).
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        hidden_size: int,
+        *,
+        norm_output: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("hidden_size", hidden_size)):
+            checks.check_int("ChainedHiddenStates", name, value, at_least=1)
+        self.max_tokens = max_tokens
+        self.hidden_size = hidden_size
+        self.norm_output = norm_output
+        self.buffer = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
+        self.other = torch.zeros_like(self.buffer)
+
+    def load(self, target: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
+        """Write round(target + residual), [T, H], into rows [row, row + T); the written view.
+
+        Raises ValueError for rows or a width that the buffer does not have, and whatever `capture_hidden` raises.
+        """
+        op = "ChainedHiddenStates.load"
+        _check_hidden(op, target, self.hidden_size, "target")
+        stop = _check_range(op, row, target.shape[0], self.max_tokens)
+        return capture_hidden(target, residual, out=self.buffer[row:stop])
+
+    def current(self, rows: int) -> Tensor:
+        """The first `rows` rows of what the next step reads: a [T, H] view."""
+        return self.buffer[: _check_rows("ChainedHiddenStates.current", rows, self.max_tokens)]
+
+    def advance(
+        self, hidden: Tensor, residual: Tensor, norm_weight: Tensor, *, eps: float = 1e-6, norm_offset: float = 0.0
+    ) -> Tensor:
+        """Take over the step's output, [T, H] hidden and residual, in one `add_rms_norm`; returns the normed states.
+
+        They are a [T, H] view of a static buffer, valid until the next `advance`: what the head reads. The gain is
+        norm_offset + norm_weight. Raises as `load`; neither hidden nor residual may lie in this object's buffers.
+        """
+        op = "ChainedHiddenStates.advance"
+        _check_hidden(op, hidden, self.hidden_size)
+        rows = _check_range(op, 0, hidden.shape[0], self.max_tokens)
+        total, normed = (self.other, self.buffer) if self.norm_output else (self.buffer, self.other)
+        options = {"eps": eps, "norm_offset": norm_offset, "out": normed[:rows], "out_sum": total[:rows]}
+        return add_rms_norm(hidden, residual, norm_weight, **options)[0]
+
+
+def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor:
+    """In place: ids[i] = ids[i + 1] within each request, ids[last_rows[r]] = next_ids[r]; returns ids.
+
+    The step from MTP layer k to k + 1: hidden rows stay, each sees the token one further on. What follows a request's
+    last row inside its range (rejected tokens) is left with ids that no one reads.
+
+    Args:
+        ids: [T] token ids of all requests, one after the other; int32 / int64.
+        next_ids: [R], the token drafted for each request, dtype of ids.
+        last_rows: [R] int32 / int64, the row of each request's last token.
+
+    Raises TypeError / ValueError for a dtype or shape that does not fit; ids then stay as they are.
+
+    Source: SGLang 0.5.23 `multi_layer_eagle_utils.rotate_input_ids`.
+    """
+    op = "rotate_token_ids"
+    for name, tensor in (("ids", ids), ("next_ids", next_ids), ("last_rows", last_rows)):
+        checks.check_ids(op, name, tensor)
+        checks.check_device(op, name, tensor, ids.device, "ids")
+    checks.check_dtype(op, "next_ids", next_ids, (ids.dtype,), f"ids has dtype {ids.dtype}")
+    if last_rows.shape != next_ids.shape:
+        raise checks.shape_error(op, "last_rows", last_rows, str(tuple(next_ids.shape)), "next_ids has that shape")
+    # Written back at once: an index that is out of range raises on the CPU while ids are still whole.
+    return ids.copy_(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids))
+
+
+def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden") -> None:
+    checks.check_tensor(op, name, hidden)
+    if hidden.dim() != 2 or hidden.shape[1] != hidden_size:
+        raise checks.shape_error(op, name, hidden, f"(T, H) = (*, {hidden_size})")
+
+
+def _check_range(op: str, row: int, rows: int, max_tokens: int) -> int:
+    stop = row + rows
+    if row < 0 or stop > max_tokens:
+        because = "static buffers never grow"
+        raise checks.error(ValueError, op, f"the rows end at {stop}", f"at most max_tokens = {max_tokens}", because)
+    return stop
+
+
+def _check_rows(op: str, rows: int, max_tokens: int) -> int:
+    if not 0 <= rows <= max_tokens:
+        raise checks.error(ValueError, op, f"rows is {rows}", f"at most max_tokens = {max_tokens}")
+    return rows

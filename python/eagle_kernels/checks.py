@@ -106,6 +106,14 @@ def check_vector(op: str, name: str, tensor: object, length: int, meaning: str, 
         raise shape_error(op, name, tensor, f"({length},) = ({meaning},)")
 
 
+def check_ids(op: str, name: str, tensor: object) -> None:
+    """One dimension of int32 or int64: token ids or row numbers."""
+    check_tensor(op, name, tensor)
+    check_dtype(op, name, tensor, (torch.int32, torch.int64))
+    if tensor.dim() != 1:
+        raise shape_error(op, name, tensor, "(N,)")
+
+
 def check_inference(op: str, tensors: Iterable[Tensor | None]) -> None:
     """Refuse to break a training graph silently: no op here has a backward."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):

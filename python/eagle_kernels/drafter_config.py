@@ -6,10 +6,12 @@ the final norm. Checkpoints write them in several encodings; a wrong one costs a
 (1.2 % against 58.9 % of drafts accepted, vllm#50170).
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from . import checks
+from .models import families
 
 
 def _output_ids(layer_ids: Sequence[int], num_layers: int) -> int:
@@ -31,21 +33,27 @@ def _boundary_ids_iff_last_is_n(layer_ids: Sequence[int], num_layers: int) -> in
 
 
 _Rule = Callable[[Sequence[int], int], int]
-
-# boundary = id + rule(ids, N). Source: `set_eagle3_layers_to_capture` of SGLang 0.5.23, of the model's class or the one
-# it inherits from; a composite model type stands beside its text model's, to which it delegates.
-_EAGLE3_RULES: dict[_Rule, str] = {
-    _output_ids: """
-        apertus bailing_moe exaone_moe gemma3 gemma3_text gemma4 gemma4_text glm4_moe glm5_next glm5_next_text llama
-        llama4 llama4_text longcat_flash minimax_m2 minimax_m3 minimax_m3_vl minimax_m3_vl_text mistral phi3 qwen2
-        qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
-        qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text
-    """,
-    _output_ids_iff_first_is_one: "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 kimi_k25",
-    _boundary_ids_iff_last_is_n: "gpt_oss",
+LAYER_ID_RULES: dict[str, _Rule] = {
+    "output": _output_ids,
+    "boundary": _boundary_ids,
+    "output-iff-first-is-1": _output_ids_iff_first_is_one,
+    "boundary-iff-last-is-N": _boundary_ids_iff_last_is_n,
 }
-_RULE_OF_MODEL_TYPE = {model_type: rule for rule, names in _EAGLE3_RULES.items() for model_type in names.split()}
-_RULE_OF_MEANING = {"output": _output_ids, "boundary": _boundary_ids}
+
+# boundary = id + rule(ids, N), of targets without a file in models/. Source: `set_eagle3_layers_to_capture` of SGLang
+# 0.5.23, of the model's class or the one it inherits from; a composite model type stands beside its text model's, to
+# which it delegates.
+_OTHER_MODEL_TYPES = {
+    "output": """
+        apertus bailing_moe exaone_moe glm4_moe glm5_next glm5_next_text llama llama4 llama4_text longcat_flash
+        minimax_m2 minimax_m3 minimax_m3_vl minimax_m3_vl_text mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe
+        qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_vl qwen3_vl_moe qwen3_vl_moe_text
+        qwen3_vl_text
+    """,
+    "output-iff-first-is-1": "deepseek_v2 glm4_moe_lite glm_moe_dsa",
+    "boundary-iff-last-is-N": "gpt_oss",
+}
+_MEANINGS = ("output", "boundary")
 _ALGORITHMS = ("eagle3", "dflash")
 
 
@@ -107,19 +115,27 @@ def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str 
     if algorithm not in _ALGORITHMS:
         raise checks.error(ValueError, op, f"algorithm is {algorithm!r}", " or ".join(map(repr, _ALGORITHMS)))
     if layer_ids_mean is not None:
-        if layer_ids_mean not in _RULE_OF_MEANING:
-            expected = " or ".join(map(repr, _RULE_OF_MEANING))
+        if layer_ids_mean not in _MEANINGS:
+            expected = " or ".join(map(repr, _MEANINGS))
             raise checks.error(ValueError, op, f"layer_ids_mean is {layer_ids_mean!r}", f"None, {expected}")
-        return _RULE_OF_MEANING[layer_ids_mean]
-    if model_type not in _RULE_OF_MODEL_TYPE:
+        return LAYER_ID_RULES[layer_ids_mean]
+    rules = _rule_of_model_type()
+    if model_type not in rules:
         raise checks.error(
             ValueError,
             op,
             f"model_type is {model_type!r}",
-            f"one of {sorted(_RULE_OF_MODEL_TYPE)}",
+            f"one of {sorted(rules)}",
             "what the ids mean depends on it; for another target pass boundaries and layer_ids_mean='boundary'",
         )
-    return _output_ids if algorithm == "dflash" else _RULE_OF_MODEL_TYPE[model_type]
+    return LAYER_ID_RULES["output" if algorithm == "dflash" else rules[model_type]]
+
+
+@functools.cache
+def _rule_of_model_type() -> dict[str, str]:
+    rules = {model_type: rule for rule, names in _OTHER_MODEL_TYPES.items() for model_type in names.split()}
+    of_families = {name: family.layer_ids for family in families().values() for name in family.model_types}
+    return rules | {name: rule for name, rule in of_families.items() if rule is not None}
 
 
 @dataclass(frozen=True)
@@ -189,7 +205,7 @@ class Eagle3Config:
             raise checks.error(
                 TypeError, _FROM_HF, f"config is a {type(config).__name__}", "a dict or a Hugging Face config object"
             )
-        speculators = _get(config, "speculators_model_type")
+        speculators = get_field(config, "speculators_model_type")
         if speculators not in (None, "eagle3", "peagle"):
             raise checks.error(
                 ValueError, _FROM_HF, f"speculators_model_type is {speculators!r}", "'eagle3' or 'peagle'"
@@ -241,7 +257,7 @@ def _num_chunks(config: object) -> int:
 def _ids_are_boundaries(config: object) -> bool:
     # Speculators trains on vLLM's captures and writes vLLM's ids: [2, N // 2, N - 3] for its default. vLLM's own
     # SpeculatorsConfig drops speculators_model_type, but keeps a model_type of its own.
-    if _get(config, "speculators_model_type") or _get(config, "model_type") == "speculators":
+    if get_field(config, "speculators_model_type") or get_field(config, "model_type") == "speculators":
         return True
     return all(name.endswith(".layer_ids") for name in _find(config, *_LAYER_IDS))
 
@@ -262,10 +278,10 @@ def _find(config: object, *keys: str) -> dict[str, object]:
     """Every place that states one of `keys`, by dotted name; None and empty lists state nothing."""
     found = {}
     for place in _PLACES:
-        section = _get(config, place) if place else config
+        section = get_field(config, place) if place else config
         for key in keys:
             name = f"{place}.{key}" if place else key
-            value = _get(section, key)
+            value = get_field(section, key)
             if isinstance(value, list | tuple):
                 value = tuple(checks.check_int(_FROM_HF, f"{name}[{i}]", item) for i, item in enumerate(value)) or None
             if value is not None:
@@ -273,5 +289,6 @@ def _find(config: object, *keys: str) -> dict[str, object]:
     return found
 
 
-def _get(section: object, key: str) -> object:
+def get_field(section: object, key: str) -> object:
+    """A field of a Hugging Face config, which is a dict or an object with attributes; None where it has none."""
     return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)

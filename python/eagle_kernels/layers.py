@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks
+from . import checkpoint, checks
 from .drafter_config import Eagle3Config
 from .ops import norm_concat, norm_concat_linear, vocab_parallel_embedding
+from .packable_linear import PackableLinear
 from .vocab_shard import VocabShard, shard_vocab_weight
-
-
-class PackableLinear(nn.Linear):
-    """nn.Linear whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
-
-    state_dict always holds the dense weight, and loading one packs it again.
-    """
-
-    packed: Tensor | None = None
-
-    def pack(self) -> None:
-        if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-            self.weight = None
-
-    def unpack(self) -> None:
-        if self.packed is not None:
-            self.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
-            self.packed = None
-
-    def product(self, x: Tensor) -> Tensor:
-        """x @ weight^T + bias from the packed weight."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.packed is not None:
-            destination[prefix + "weight"] = self.packed.to_dense()
-
-    def _load_from_state_dict(self, *args: object) -> None:
-        was_packed = self.packed is not None
-        self.unpack()
-        super()._load_from_state_dict(*args)
-        if was_packed:
-            self.pack()
-
-    def _apply(self, fn: object, recurse: bool = True) -> PackableLinear:
-        # .to() and .cuda() cannot move a blocked weight; it packs again where it lands on the CPU.
-        was_packed = self.packed is not None
-        self.unpack()
-        super()._apply(fn, recurse)
-        if was_packed and self.weight.device.type == "cpu":
-            self.pack()
-        return self
 
 
 class Eagle3Projection(nn.Module):
@@ -93,6 +51,18 @@ class Eagle3Projection(nn.Module):
             self.fc_norm = nn.ModuleList(norms)
         self.input_norm = nn.RMSNorm(width, config.eps, **place) if config.concat_norm else None
         self.requires_grad_(False)
+
+    def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3Projection:
+        """Copy fc and the norms from a drafter's checkpoint: a safetensors file or folder, or tensors by name.
+
+        Names may start with `model.`; aux_norm_low|mid|high are fc_norm.0|1|2 (the legacy name). What belongs to the
+        rest of the drafter (layers, midlayer, norm, lm_head, embed_tokens, d2t, t2d) is left alone.
+
+        Raises ValueError that names the weight, before anything is copied: a missing one, a norm that the config does
+        not have, a shape that does not fit, a projection that is quantised.
+        """
+        self.load_state_dict(checkpoint.eagle3_projection(weights, self))
+        return self
 
     def prepack(self) -> Eagle3Projection:
         """Put fc.weight into oneDNN's blocked layout, for CPUs without AMX; every T then runs norm_concat + oneDNN.
@@ -215,10 +185,21 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[*ids.shape, H]; ids outside the vocabulary give zero rows."""
-        scale = self.scale if self.scale_tensor is None else self.scale_tensor
-        rows = vocab_parallel_embedding(ids, self.weight.detach(), self.shard, scale=scale, out=out)
+        rows = vocab_parallel_embedding(ids, self.weight.detach(), self.shard, scale=self.own_scale, out=out)
+        return self.reduce(rows)
+
+    @property
+    def own_scale(self) -> float | Tensor | None:
+        return self.scale if self.scale_tensor is None else self.scale_tensor
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Sum this rank's rows with those of the others, in place: exact, since one rank has the row and the rest 0."""
         if self.process_group is not None and self.shard.tp_size > 1:
-            dist.all_reduce(rows, group=self.process_group)
+            # gloo leaves a strided tensor unreduced without a word, and NCCL refuses it.
+            dense = rows.contiguous()
+            dist.all_reduce(dense, group=self.process_group)
+            if dense is not rows:
+                rows.copy_(dense)
         return rows
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:

@@ -4,6 +4,7 @@ Public ops are registered from Python with `Library.define / impl`: 2 to 3 us a 
 costs 10 to 16 (shared measurements on torch 2.13). The compiled library holds no Python and is optional.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,4 +38,14 @@ def load_compiled() -> str | None:
     return None
 
 
+def _cuda_archs() -> tuple[str, ...]:
+    """What the loaded library has CUDA kernels for, as CMakeLists.txt spells it: 80, 90a, 90+ptx."""
+    if missing_reason is not None:
+        return ()
+    archs = ctypes.CDLL(os.fspath(COMPILED_LIBRARY)).eagle_kernels_cuda_archs
+    archs.restype = ctypes.c_char_p
+    return tuple(archs().decode().split())
+
+
 missing_reason: str | None = load_compiled()
+cuda_archs: tuple[str, ...] = _cuda_archs()

@@ -1,4 +1,7 @@
-"""Shapes of real targets and of their drafters' input stages, from `shapes.json`: benchmark presets and test cases."""
+"""Shapes of real targets and of their drafters' input stages: benchmark presets and test cases.
+
+They come from the files of `models/`, and from `shapes.json` for targets about which nothing else is special.
+"""
 
 import functools
 import importlib.resources
@@ -6,6 +9,7 @@ import json
 from dataclasses import dataclass
 
 from . import checks
+from .models import ModelFamily, families
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,18 @@ class ModelShape:
 
 @functools.cache
 def model_shapes() -> dict[str, ModelShape]:
-    """Every preset by name, in the order of `shapes.json`."""
+    """Every preset by name: those of the families, then the order of `shapes.json`."""
     text = importlib.resources.files(__package__).joinpath("shapes.json").read_text(encoding="utf-8")
-    return {model["name"]: _model_shape(model) for model in json.loads(text)["models"]}
+    models = [_entry(family, shape) for family in families().values() for shape in family.shapes]
+    return {model["name"]: _model_shape(model) for model in models + json.loads(text)["models"]}
+
+
+def _entry(family: ModelFamily, shape: dict) -> dict:
+    """A family's shape with what the family says about all of them, in the schema of `shapes.json`."""
+    entry = shape | {"norm_offset": family.norm_offset}
+    if "mtp" in entry:
+        entry["mtp"] = entry["mtp"] | {"norm_offset": family.norm_offset}
+    return entry
 
 
 def _model_shape(model: dict) -> ModelShape:

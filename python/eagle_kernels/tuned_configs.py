@@ -7,13 +7,14 @@ A table is `configs/<device name>.json`:
 
 `rows` maps a measured T to the fields of `Tiles`, null to norm_concat and a library product. A call takes the entry
 nearest to its T in log space. `splits` stands in each entry, but entries that differ in it belong to different plans.
+`eagle-kernels tune --write` measures the rows and writes them.
 """
 
 import functools
 import json
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -69,20 +70,23 @@ def choose_tiles(
     dtype: torch.dtype,
     *,
     has_residuals: bool,
+    split_only: bool = False,
     directory: Path = CONFIGS,
 ) -> tuple[Tiles | None, str]:
-    """(tiles, why); None for norm_concat and a library product."""
-    rows = _tuned_rows(gpu.name, K, H, D, str(dtype).removeprefix("torch."), directory)
-    if rows is None:
-        tiles = _heuristic(gpu, T, K, H, D, dtype)
-        limit = f"> {_SPLIT_ROWS[dtype]}" if tiles is None else f"<= {tiles.BT}"
+    """(tiles, why); None for norm_concat and a library product, unless `split_only`."""
+    rows = _tuned_rows(gpu.name, K, H, D, str(dtype).removeprefix("torch."), directory) or {}
+    if split_only:
+        rows = {tuned: tiles for tuned, tiles in rows.items() if tiles is not None}
+    if not rows:
+        tiles = heuristic(gpu, T, K, H, D, dtype)
+        limit = f"> {SPLIT_ROWS[dtype]}" if tiles is None else f"<= {tiles.BT}"
         reason = f"T={T} {limit} by the heuristic, without a tuned table for {gpu.name}"
     else:
         nearest = min(rows, key=lambda tuned: abs(math.log(tuned / max(T, 1))))
         tiles, reason = rows[nearest], f"T={nearest} is the tuned entry nearest to T={T}"
     if tiles is None:
         return None, reason
-    stages = min(tiles.num_stages, gpu.shared_memory // _stage_bytes(tiles, dtype, has_residuals))
+    stages = min(tiles.num_stages, gpu.shared_memory // stage_bytes(tiles, dtype, has_residuals))
     return replace(tiles, num_stages=max(stages, 1)), reason
 
 
@@ -91,22 +95,66 @@ def _tuned_rows(
     device_name: str, K: int, H: int, D: int, dtype_name: str, directory: Path
 ) -> dict[int, Tiles | None] | None:
     """The table's rows of a shape; one line in the log where there are none."""
-    path = directory / f"{device_name.replace(' ', '_')}.json"
+    rows = read_rows(device_name, Shape(K, H, D, dtype_name), directory)
+    if rows is None:
+        _log.info(
+            "norm_concat_linear: K=%d H=%d D=%d %s is not tuned on %s; `eagle-kernels tune "
+            "--op norm_concat_linear --chunks %d --hidden %d --out %d --dtype %s --write` measures it",
+            *(K, H, D, dtype_name, device_name, K, H, D, dtype_name),
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an entry of a table is for; dtype as torch writes it, "bfloat16"."""
+
+    K: int
+    H: int
+    D: int
+    dtype: str
+
+
+def read_rows(device_name: str, shape: Shape, directory: Path) -> dict[int, Tiles | None] | None:
+    """The measured rows of a shape; None where the GPU has no table or the table no such shape."""
+    entry = _read_entries(device_name, directory).get(shape)
+    if entry is None:
+        return None
+    return {int(T): None if tiles is None else Tiles(**tiles) for T, tiles in entry["rows"].items()}
+
+
+def _read_entries(device_name: str, directory: Path) -> dict[Shape, dict]:
+    path = table_path(device_name, directory)
     entries = json.loads(path.read_text())["norm_concat_linear"] if path.exists() else []
-    for entry in entries:
-        if (entry["K"], entry["H"], entry["D"], entry["dtype"]) == (K, H, D, dtype_name):
-            return {int(T): None if fields is None else Tiles(**fields) for T, fields in entry["rows"].items()}
-    _log.info(
-        "norm_concat_linear: K=%d H=%d D=%d %s is not tuned on %s; "
-        "`eagle-kernels tune --op norm_concat_linear --chunks %d --hidden %d --out %d --dtype %s` would measure it",
-        *(K, H, D, dtype_name, device_name, K, H, D, dtype_name),
-    )
-    return None
+    return {Shape(*(entry[field.name] for field in fields(Shape))): entry for entry in entries}
+
+
+def table_path(device_name: str, directory: Path = CONFIGS) -> Path:
+    return directory / f"{device_name.replace(' ', '_')}.json"
+
+
+def write_rows(
+    device_name: str, shape: Shape, rows: dict[int, Tiles | None], measured_with: dict[str, str], directory: Path
+) -> Path:
+    """Put measured rows into the GPU's table: rows of other T and other shapes stay. Returns the file.
+
+    Processes that run see it after a restart.
+    """
+    path, by_shape = table_path(device_name, directory), _read_entries(device_name, directory)
+    entry = by_shape.setdefault(shape, asdict(shape) | {"rows": {}})
+    entry["rows"] |= {str(T): None if tiles is None else asdict(tiles) for T, tiles in rows.items()}
+    entry["rows"] = dict(sorted(entry["rows"].items(), key=lambda item: int(item[0])))
+    entry["measured_with"] = measured_with
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"norm_concat_linear": list(by_shape.values())}, indent=1) + "\n")
+    partial.replace(path)
+    return path
 
 
 # The largest T of the split plans. Above, the product is no longer bound by the weight's bytes: an estimate,
 # performance.md section 2. fp32 multiplies without tensor cores and stops earlier.
-_SPLIT_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 16}
+SPLIT_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 16}
 
 # Enough programs to keep every SM of today's GPUs loading (132 on an H100); a constant, so that bits do not depend on
 # the GPU's size.
@@ -115,12 +163,12 @@ _WANTED_PROGRAMS = 128
 
 def invariant_rows(dtype: torch.dtype) -> int:
     """The T whose tiles serve every T under EAGLE_KERNELS_BATCH_INVARIANT=1."""
-    return min(64, _SPLIT_ROWS[dtype])
+    return min(64, SPLIT_ROWS[dtype])
 
 
-def _heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> Tiles | None:
+def heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> Tiles | None:
     """Leads from performance.md section 3.1 and from compiling: no spills with gains and residuals (tests/compile)."""
-    if _SPLIT_ROWS[dtype] < T:
+    if SPLIT_ROWS[dtype] < T:
         return None
     BT, BD, swap, num_warps = _block(gpu, T, dtype)
     if dtype == torch.float32 or (BT == 128 and isinstance(gpu.arch, str)):
@@ -129,7 +177,7 @@ def _heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> 
         BK = 128 if BT == 16 and H % 128 == 0 and gpu.shared_memory > 150 << 10 else 64
     tiles = Tiles(BT, BD, BK, _splits(K, H, D, BD, BK), swap, num_warps, 1, 512 if BT <= 32 else 1024)
     budget = _pipeline_bytes(gpu, tiles)
-    return replace(tiles, num_stages=max(2, min(8, budget // _stage_bytes(tiles, dtype, False))))
+    return replace(tiles, num_stages=max(2, min(8, budget // stage_bytes(tiles, dtype, False))))
 
 
 def _pipeline_bytes(gpu: Gpu, tiles: Tiles) -> int:
@@ -164,6 +212,6 @@ def _splits(K: int, H: int, D: int, BD: int, BK: int) -> int:
     return next((splits for splits in range(wanted, 2 * wanted) if blocks % splits == 0), wanted)
 
 
-def _stage_bytes(tiles: Tiles, dtype: torch.dtype, has_residuals: bool) -> int:
+def stage_bytes(tiles: Tiles, dtype: torch.dtype, has_residuals: bool) -> int:
     """Shared memory of one pipeline stage: the tiles of x, of the residual, of the weight."""
     return (tiles.BT * (1 + has_residuals) + tiles.BD) * tiles.BK * dtype.itemsize

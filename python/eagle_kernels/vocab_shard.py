@@ -107,6 +107,12 @@ class VocabShard:
             added_row=org_rows,
         )
 
+    @property
+    def is_full_table(self) -> bool:
+        """Whether the local row of every id v is v: a single rank, and no padding between original and added ids."""
+        has_gap = self.added_begin < self.added_end and self.added_begin != self.added_row
+        return self.tp_size == 1 and not has_gap
+
     def local_rows(self, ids: Tensor) -> Tensor:
         """The local row of each id, -1 where another rank holds it or no rank does: int64, the shape of `ids`.
 

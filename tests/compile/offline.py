@@ -103,10 +103,10 @@ def _count_nvidia(binary: object) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(binary.asm["cubin"])
         cubin.flush()
-        usage = _output("cuobjdump", "--dump-resource-usage", cubin.name)
+        usage = nvidia_tool("cuobjdump", "--dump-resource-usage", cubin.name)
         registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
         # Nothing spills without a stack; to disassemble takes 0.3 s, three times as long as to compile.
-        spills = len(re.findall(r"\b(?:STL|LDL)\b", _output("nvdisasm", "-c", cubin.name))) if stack else 0
+        spills = len(re.findall(r"\b(?:STL|LDL)\b", nvidia_tool("nvdisasm", "-c", cubin.name))) if stack else 0
     return Resources(
         registers=registers,
         spills=spills,
@@ -146,7 +146,7 @@ def _tally(names: Iterable[str]) -> str:
     return ", ".join(f"{name} x{names.count(name)}" for name in sorted(set(names)))
 
 
-def _output(tool: str, *arguments: str) -> str:
+def nvidia_tool(tool: str, *arguments: str) -> str:
     return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 

@@ -1,69 +1,238 @@
-"""Captures from a real transformers model equal what the model itself reports, at every boundary."""
+"""Captures from real transformers models equal what the models themselves report, bit for bit, at every boundary."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import eagle_kernels as ek
+from eagle_kernels import buffers
+from guards import same_bits
 
 transformers = pytest.importorskip("transformers")
 
 from eagle_kernels.engines.transformers import capture  # noqa: E402
+from tiny_models import LAYERS, MODELS, VOCABULARY, H, build  # noqa: E402
 
-BATCH, LENGTH, LAYERS, H = 2, 5, 4, 64
+BATCH, LENGTH = 2, 7
+ROWS = BATCH * LENGTH
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    return build(request.param)
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(
-        vocab_size=128,
-        hidden_size=H,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        sliding_window=4,
-    )
-    return transformers.Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
+def gemma3() -> torch.nn.Module:
+    return build("gemma3")
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("boundary", range(LAYERS + 1))
-def test_every_boundary_equals_output_hidden_states(model: torch.nn.Module, boundary: int) -> None:
-    ids = torch.randint(128, (BATCH, LENGTH))
-    buffer = ek.AuxHiddenStates(BATCH * LENGTH, 1, H)
-    with capture(model, [boundary], buffer):
-        states = model(ids, output_hidden_states=True).hidden_states
-    captured = buffer.packed(BATCH * LENGTH).view(BATCH, LENGTH, H)
-    # The last reported state is already past the final norm.
-    assert torch.equal(captured if boundary < LAYERS else model.model.norm(captured), states[boundary])
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
-@torch.inference_mode()
+def random_ids(batch: int = BATCH, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch, length))
+
+
+def reported(model: torch.nn.Module, ids: torch.Tensor, **arguments: object) -> list[torch.Tensor]:
+    """The states at every boundary as the model reports them; its own list has the last one only past the norm."""
+    before_norm = []
+    norm = model.get_decoder().norm
+    hook = norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0].clone()))
+    states = list(model(ids, output_hidden_states=True, **arguments).hidden_states)
+    hook.remove()
+    assert torch.equal(norm(before_norm[0]), states[-1])
+    return [*states[:-1], before_norm[0]]
+
+
+def test_every_boundary_equals_output_hidden_states(model: torch.nn.Module) -> None:
+    ids, buffer = random_ids(), ek.AuxHiddenStates(ROWS + 3, LAYERS + 1, H)
+    with capture(model, range(LAYERS + 1), buffer):
+        states = reported(model, ids)
+    for boundary, state in enumerate(states):
+        assert same_bits(buffer.chunk(boundary, ROWS).view(BATCH, LENGTH, H), state), boundary
+        squares = state.double().square().sum(-1).flatten()
+        torch.testing.assert_close(buffer.row_sum_squares(ROWS)[:, boundary].double(), squares, rtol=1e-5, atol=0)
+    assert not buffer.buffer[ROWS:].any()
+
+
+@pytest.mark.parametrize("boundaries", [[0], [LAYERS], [LAYERS, 0, 2]], ids=str)
+def test_slots_take_any_boundaries_in_any_order(gemma3: torch.nn.Module, boundaries: list[int]) -> None:
+    model, ids, buffer = gemma3, random_ids(), ek.AuxHiddenStates(ROWS, len(boundaries), H)
+    with capture(model, boundaries, buffer):
+        states = reported(model, ids)
+    for k, boundary in enumerate(boundaries):
+        assert same_bits(buffer.chunk(k, ROWS).view(BATCH, LENGTH, H), states[boundary])
+
+
+def test_a_chunked_prefill_and_decoding_share_one_buffer(gemma3: torch.nn.Module) -> None:
+    boundaries, buffer = [1, 3, LAYERS], ek.AuxHiddenStates(2048 + 512, 3, H)
+    ids, cache = random_ids(1, 2048 + 300 + 2), transformers.DynamicCache(config=gemma3.config)
+    expected = buffer.buffer.clone()
+    # The last chunk of the prefill is ragged; a decode step then overwrites the first rows.
+    for begin, stop, row in ((0, 2048, 0), (2048, 2348, 2048), (2348, 2350, 0)):
+        with capture(gemma3, boundaries, buffer, row=row):
+            states = reported(gemma3, ids[:, begin:stop], past_key_values=cache)
+        expected[row : row + stop - begin] = torch.cat([states[boundary][0] for boundary in boundaries], -1)
+        assert same_bits(buffer.buffer, expected)
+
+
+@pytest.fixture
+def read_addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where each tensor lay that was given to capture_hidden."""
+    addresses, original = [], buffers.capture_hidden
+
+    def capture_hidden(hidden: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        addresses.append(hidden.data_ptr())
+        return original(hidden, *args, **options)
+
+    monkeypatch.setattr(buffers, "capture_hidden", capture_hidden)
+    return addresses
+
+
+def test_states_are_read_where_the_model_has_them(gemma3: torch.nn.Module, read_addresses: list[int]) -> None:
+    inputs = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0].data_ptr()))
+        for layer in gemma3.model.layers
+    ]
+    with capture(gemma3, range(LAYERS), ek.AuxHiddenStates(ROWS, LAYERS, H)):
+        gemma3(random_ids())
+    for hook in hooks:
+        hook.remove()
+    assert read_addresses == inputs
+
+
+def test_a_batch_without_a_flat_view_is_captured_without_a_copy(
+    gemma3: torch.nn.Module, read_addresses: list[int]
+) -> None:
+    """Embeddings expanded over the batch, or cut along the sequence, have no [B*S, H] view."""
+    whole = torch.randn(BATCH, LENGTH + 2, H).bfloat16()
+    for embeds in (whole[:1].expand(BATCH, -1, -1), whole[:, 2:]):
+        assert not embeds.is_contiguous()
+        read_addresses.clear()
+        buffer = ek.AuxHiddenStates(BATCH * (LENGTH + 2), 1, H)
+        with capture(gemma3, [0], buffer):
+            gemma3(inputs_embeds=embeds)
+        assert same_bits(buffer.packed(embeds.shape[:-1].numel()).view(embeds.shape), embeds.contiguous())
+        assert read_addresses == [sequence.data_ptr() for sequence in embeds]
+
+
+def hooks_of(model: torch.nn.Module) -> list[int]:
+    return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+
+
 def test_the_model_is_restored_on_exit(model: torch.nn.Module) -> None:
-    buffer = ek.AuxHiddenStates(8, 2, H)
+    model(random_ids(), output_hidden_states=True)  # transformers sets hooks of its own the first time
+    buffer, before = ek.AuxHiddenStates(ROWS, 2, H), hooks_of(model)
+    with capture(model, [0, LAYERS], buffer):
+        assert hooks_of(model) != before
+    assert hooks_of(model) == before
     with pytest.raises(ZeroDivisionError), capture(model, [0, LAYERS], buffer):
         raise ZeroDivisionError
-    model(torch.randint(128, (1, 3)))
+    assert hooks_of(model) == before
+    model(random_ids())
     assert not buffer.buffer.any()
+
+
+def test_a_forward_that_fails_does_not_spoil_the_next(gemma3: torch.nn.Module) -> None:
+    ids, buffer = random_ids(), ek.AuxHiddenStates(ROWS, 2, H)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with capture(gemma3, [0, LAYERS], buffer):
+        broken = gemma3.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            gemma3(ids)
+        broken.remove()
+        states = reported(gemma3, ids)
+    assert same_bits(buffer.chunk(1, ROWS).view(BATCH, LENGTH, H), states[LAYERS])
 
 
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
         pytest.param([0, 5], "transformers.capture: boundary is 5, expected one in [0, 4]", id="above-N"),
-        pytest.param([-1, 0], "boundary is -1", id="negative"),
-        pytest.param([1], "boundaries is [1], expected 2 of them", id="count"),
+        pytest.param([-1, 0], "transformers.capture: boundary is -1, expected one in [0, 4]", id="negative"),
+        pytest.param(
+            [1],
+            "transformers.capture: boundaries is [1], expected 2 of them, because the buffer has that many slots",
+            id="count",
+        ),
+        pytest.param(
+            [3, 3],
+            "transformers.capture: boundaries is [3, 3], expected each boundary once, because two slots would hold the "
+            "same states",
+            id="twice",
+        ),
     ],
 )
-def test_bad_boundaries_set_no_hook(model: torch.nn.Module, boundaries: list[int], message: str) -> None:
-    def hooks() -> list[int]:
-        return [len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.model.layers]
-
-    buffer, before = ek.AuxHiddenStates(8, 2, H), hooks()
-    with pytest.raises(ValueError, match=re.escape(message)), capture(model, boundaries, buffer):
+def test_bad_boundaries_set_no_hook(gemma3: torch.nn.Module, boundaries: list[int], message: str) -> None:
+    buffer, before = ek.AuxHiddenStates(8, 2, H), hooks_of(gemma3)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), capture(gemma3, boundaries, buffer):
         pass
-    assert hooks() == before
+    assert hooks_of(gemma3) == before
+
+
+def test_a_model_without_decoder_layers_is_refused() -> None:
+    message = "transformers.capture: model is a Linear, expected a transformers model whose get_decoder() has layers"
+    with pytest.raises(TypeError, match=re.escape(message)), capture(torch.nn.Linear(1, 1), [0], None):
+        pass
+
+
+def run(model: torch.nn.Module, boundaries: list[int], buffer: ek.AuxHiddenStates, **call: object) -> None:
+    with capture(model, boundaries, buffer):
+        model(**({"input_ids": random_ids()} | call))
+
+
+def test_too_many_rows_leave_the_buffer_untouched(gemma3: torch.nn.Module) -> None:
+    buffer = ek.AuxHiddenStates(ROWS - 1, 2, H)
+    message = "AuxHiddenStates.step: the rows end at 14, expected at most max_tokens = 13, because static buffers never"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(gemma3, [0, 2], buffer)
+    assert not buffer.buffer.any() and not buffer.sum_squares.any()
+
+
+def test_a_layer_that_runs_twice_is_an_error() -> None:
+    model = build("gemma3")
+    model.model.layers[1] = model.model.layers[0]
+    message = "CaptureStep.capture: slot 0 gets rows [14, 28), expected each of the step's 14 rows once"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        run(model, [0, 2], ek.AuxHiddenStates(4 * ROWS, 2, H))
+
+
+def test_a_layer_that_never_runs_is_an_error() -> None:
+    model = build("gemma3")
+    model.config.num_hidden_layers = 2
+    message = (
+        "CaptureStep.finish: slot 1 has 0, expected 14 rows in each, because the layers in front of those boundaries "
+        "did not run, or not for all rows"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        run(model, [1, 4], ek.AuxHiddenStates(ROWS, 2, H))
+    message = "transformers.capture: no boundary was reached, expected [3] in each forward"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        run(model, [3], ek.AuxHiddenStates(ROWS, 1, H))
+
+
+def test_rows_that_a_model_drops_on_the_way_are_an_error() -> None:
+    """Gemma 4 computes its KV-shared layers for the prompt's last rows only, unless every state is asked for."""
+    message = (
+        "transformers.capture: boundary 2 has 2 rows, expected 14, because an earlier boundary has that many "
+        "(logits_to_keep cuts rows in front of KV-shared layers)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        run(build("gemma4_shared_kv"), [0, 2], ek.AuxHiddenStates(ROWS, 2, H), logits_to_keep=1)
+
+
+def test_training_is_refused(gemma3: torch.nn.Module) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        ids = torch.randint(VOCABULARY, (1, 3))
+        with pytest.raises(RuntimeError, match="inference only"):
+            run(gemma3, [1], ek.AuxHiddenStates(8, 1, H), input_ids=ids)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from backends import environment_of
+from eagle_kernels import plan
 
 HERE = Path(__file__).parent
 
@@ -19,9 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-# "cuda" joins the list when csrc/cuda does.
-@pytest.fixture(params=["triton"])
+@pytest.fixture(params=["cuda", "triton"])
 def gpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each backend that runs CUDA tensors with kernels of its own, in force."""
+    if (reason := plan.unusable_reason(request.param, "cuda")) is not None:
+        pytest.skip(f"{request.param}: {reason}")
     with environment_of(EAGLE_KERNELS_BACKEND=request.param):
         yield request.param

@@ -1,14 +1,12 @@
 """norm_concat_linear on a GPU: float64 truth on the table and on the presets, and which bits depend on what."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import eagle_kernels as ek
-from accuracy import DATA, Expectation, expect, relative_rms
+from accuracy import DATA, allow_independent_roundings, expect, relative_rms
 from backends import environment_of
 from cases import CASES, Case, operands
 from eagle_kernels.model_shapes import model_shapes
@@ -20,13 +18,6 @@ pytestmark = pytest.mark.usefixtures("gpu_backend")
 ROWS = (1, 16, 17, 32, 33, 64, 65, 128, 129, 1000)
 SIZES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 MODEL = (3, 4096, 4096)
-
-
-def allow_independent_roundings(expected: Expectation) -> Expectation:
-    """As in tests/interpreter: the split kernels round gain * weight where eager rounds the normed value."""
-    if expected.truth.shape[1] == 1:
-        return replace(expected, rms=float("inf"))
-    return replace(expected, rms=expected.rms * (1 + 3 / max(expected.truth.numel(), 1) ** 0.5))
 
 
 # Tiny values of bf16 and fp32 have products that are subnormal in fp32, where the split kernels do not scale them.
@@ -82,7 +73,9 @@ def test_the_same_bits_every_time(N: int) -> None:
 
 @pytest.mark.parametrize("rows", [range(1, 17), range(17, 33), range(33, 65), range(65, 129)], ids=str)
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
-def test_a_rows_bits_do_not_depend_on_T_within_a_plan(norm: str, rows: range) -> None:
+def test_a_rows_bits_do_not_depend_on_T_within_a_plan(norm: str, rows: range, gpu_backend: str) -> None:
+    if gpu_backend == "cuda" and rows[0] > 16:
+        pytest.skip("the forced cuda backend multiplies these with cuBLAS, which picks its order by T")
     chunks, weight, gain = make_call(128, 2, 2880, 2880)
     gain = gain.reshape(-1) if norm == "concat" else gain
     whole = ek.norm_concat_linear([chunk[: rows[-1]] for chunk in chunks], weight, norm=norm, norm_weight=gain)
@@ -92,18 +85,20 @@ def test_a_rows_bits_do_not_depend_on_T_within_a_plan(norm: str, rows: range) ->
 
 
 @pytest.mark.parametrize("sizes", [(2, 2880, 2880), (2, 101, 97)], ids=str)
-def test_one_plan_for_all_T_on_request(sizes: tuple[int, int, int]) -> None:
-    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="triton"):
+def test_one_plan_for_all_T_on_request(sizes: tuple[int, int, int], gpu_backend: str) -> None:
+    if gpu_backend == "cuda" and sizes[1] % 8:
+        pytest.skip("the fused kernel does not take this width")
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND=gpu_backend):
         chunks, weight, gain = make_call(1500, *sizes)
         whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
         for N in ROWS:
             assert same_bits(ek.norm_concat_linear([c[:N] for c in chunks], weight, norm_weight=gain), whole[:N]), N
 
 
-def test_a_folded_gain_gives_the_same_bits() -> None:
+def test_a_folded_gain_gives_the_same_bits(gpu_backend: str) -> None:
     chunks, weight, gain = make_call(128, *MODEL)
     folded = (weight.float() * gain.float().reshape(-1)).to(weight.dtype)
-    for N in (1, 17, 64, 128):
+    for N in (1, 8, 16) if gpu_backend == "cuda" else (1, 17, 64, 128):
         rows = [chunk[:N] for chunk in chunks]
         assert same_bits(ek.norm_concat_linear(rows, weight, norm_weight=gain), ek.norm_concat_linear(rows, folded)), N
 
@@ -166,6 +161,7 @@ def test_a_graph_replays_with_new_contents_and_poisoned_padding(N: int) -> None:
         assert same_bits(replayed[:real], call.out[:real])
 
 
+@pytest.mark.parametrize("gpu_backend", ["triton"], indirect=True)
 def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle_kernels.triton_kernels import launch, workspace
 
@@ -248,8 +244,12 @@ def test_a_chain_of_dependent_launches_in_a_graph() -> None:
         assert same_bits(hidden, expected)
 
 
-@pytest.mark.parametrize(("N", "launches"), [(1, 2), (32, 2), (128, 2)])
-def test_the_launches_it_promises(N: int, launches: int) -> None:
+@pytest.mark.parametrize(
+    ("gpu_backend", "N", "launches"),
+    [("cuda", 1, 1), ("cuda", 16, 1), ("triton", 1, 2), ("triton", 32, 2), ("triton", 128, 2)],
+    indirect=["gpu_backend"],
+)
+def test_the_launches_it_promises(gpu_backend: str, N: int, launches: int) -> None:
     call = Static(N)
     call.refill(0, N)
     call.run()

@@ -55,6 +55,7 @@ def test_a_graph_replays_with_new_contents_and_poisoned_padding(make: Callable, 
         assert all(rows[:real].isfinite().all() for rows in replayed)
 
 
+@pytest.mark.parametrize("gpu_backend", ["triton"], indirect=True)
 def test_a_capture_without_a_binary_raises_and_writes_nothing(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle_kernels.triton_kernels import launch
 

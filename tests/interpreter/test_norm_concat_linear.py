@@ -9,7 +9,7 @@ import torch
 from eagle_kernels.triton_kernels import norm_concat_linear as kernels
 
 import eagle_kernels as ek
-from accuracy import Expectation, expect
+from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import FEATURES, NUMBERS, SIZES, Case, operands
 from eagle_kernels.tuned_configs import Tiles
@@ -68,16 +68,6 @@ LIBRARY_CASES = [case for case in FEATURES if splittable(case) is None] + [
     *(case for case in SIZES if 101 in case.widths and case.T < 100),
     *(case for case in FEATURES if case.widths == (101,) * 3 and (case.bias or case.post_norm)),
 ]
-
-
-def allow_independent_roundings(expected: Expectation) -> Expectation:
-    """The split kernels round gain * weight, eager the normed value: as often, elsewhere. Of m independent outputs an
-    rms strays by 1 / sqrt(2 m) of itself, the ratio of two by 1 / sqrt(m); three times that is added to section 4's
-    5 %, which at the size of a model decides alone (measured there: a ratio of 0.97 to 1.01)."""
-    outputs = max(expected.truth.numel(), 1)
-    if expected.truth.shape[1] == 1:  # relative errors of single numbers have no such moments
-        return replace(expected, rms=float("inf"))
-    return replace(expected, rms=expected.rms * (1 + 3 / outputs**0.5))
 
 
 def check(case: Case) -> None:

@@ -31,16 +31,21 @@ def forget_logged() -> None:
 
 
 def version_obstacle(engine: str, version: str, first: str, last: str) -> str | None:
-    """Why the hooks, written against engine versions first to last ("0.32" to "0.33"), do not suit this one."""
-    if _release(first) <= _release(version) <= _release(last):
+    """Why the hooks, written against engine versions first to last ("0.32" to "0.33"), do not suit this one.
+
+    As many numbers count as first and last have: "0.5.23" to "0.5.23" is one patch release.
+    """
+    if _release(first) <= _release(version, first.count(".") + 1) <= _release(last):
         return None
     return f"{engine} {version} is none of the versions the hooks were written for, {first} to {last}"
 
 
-def _release(version: str) -> tuple[int, int]:
-    """Major and minor; (-1, -1) for a version without them, such as a build from a bare checkout."""
-    parts = version.split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else (-1, -1)
+def _release(version: str, length: int | None = None) -> tuple[int, ...]:
+    """The leading numbers of a version; (-1,) where it has fewer, such as a build from a bare checkout."""
+    numbers = version.split(".")[:length]
+    if len(numbers) < (length or 0) or not all(number.isdigit() for number in numbers):
+        return (-1,)
+    return tuple(map(int, numbers))
 
 
 class TargetError(Exception):
@@ -80,13 +85,16 @@ def check_parameters(target: str, function: Callable, parameters: Sequence[objec
         raise TargetError(f"{target} takes {found}, and the hook was written for {expected}")
 
 
-def linear_obstacle(linear: nn.Module, unquantized: Collection[type] = (), *, bias: bool = False) -> str | None:
+def linear_obstacle(
+    linear: nn.Module, unquantized: Collection[type] = (), *, bias: bool = False, column_shard: bool = False
+) -> str | None:
     """Why an op cannot read the weight of a projection of the engine. Reads no data, so it may run at load.
 
     Args:
         linear: torch's nn.Linear, or a layer of the engine with input_size, output_size and quant_method.
         unquantized: the exact types of quant_method that leave the weight as it is; a subclass may not.
         bias: whether the op takes a bias.
+        column_shard: whether the weight may be this rank's rows of a column-parallel layer, to be gathered afterwards.
     """
     if hasattr(linear, "base_layer"):
         return f"LoRA wraps it ({type(linear).__name__})"
@@ -95,7 +103,8 @@ def linear_obstacle(linear: nn.Module, unquantized: Collection[type] = (), *, bi
     else:
         if type(method := getattr(linear, "quant_method", None)) not in unquantized:
             return f"its quant_method is {type(method).__name__}"
-        expected = (linear.output_size, linear.input_size)
+        columns = linear.output_size_per_partition if column_shard else linear.output_size
+        expected = (columns, linear.input_size)
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor):
         return "it has no weight"

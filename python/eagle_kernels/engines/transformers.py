@@ -6,53 +6,111 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from .. import checks
-from ..buffers import AuxHiddenStates
+from ..buffers import AuxHiddenStates, CaptureStep
+
+OP = "transformers.capture"
 
 
 @contextlib.contextmanager
-def capture(model: nn.Module, boundaries: Sequence[int], buffer: AuxHiddenStates) -> Iterator[AuxHiddenStates]:
+def capture(
+    model: nn.Module, boundaries: Sequence[int], buffer: AuxHiddenStates, *, row: int = 0
+) -> Iterator[AuxHiddenStates]:
     """While active, every forward of `model` writes boundary `boundaries[k]` into slot k of `buffer`.
 
     Boundary 0 is the embedding output, boundary i the residual stream after layers 0..i-1, boundary N the stream after
     the last layer and before the final norm (`output_hidden_states` gives that entry only after the norm). The rows of
-    a [B, S, H] batch follow each other. The hooks are removed on exit.
+    a [B, S, H] batch follow each other. The hooks are removed on exit, also by an exception.
 
     Args:
-        model: a decoder of transformers (`get_decoder().layers`).
-        boundaries: K of them, as `capture_layers` returns them.
+        model: a decoder of transformers, or a model that has one (`get_decoder().layers`).
+        boundaries: K different ones, as `capture_layers` returns them.
         buffer: num_chunks = K, hidden_size = H.
+        row: where the rows of a forward begin, for a prefill in several chunks.
 
     Raises:
-        ValueError: a boundary outside [0, N], or another number of boundaries than slots; no hook is set.
+        TypeError: the model has no decoder layers.
+        ValueError: a boundary outside [0, N] or there twice, or another number of boundaries than slots: no hook is
+            set. In a forward: more rows than the buffer has, before anything is written; or fewer rows than at the
+            first boundary (Gemma 4 drops prompt rows in front of its KV-shared layers when logits_to_keep is set).
+        RuntimeError: in a forward, where a captured layer ran twice or not at all.
     """
-    op = "transformers.capture"
-    layers = model.get_decoder().layers
-    if len(boundaries) != buffer.num_chunks:
-        raise checks.error(
-            ValueError,
-            op,
-            f"boundaries is {list(boundaries)}",
-            f"{buffer.num_chunks} of them",
-            "the buffer has that many slots",
-        )
-    for boundary in boundaries:
-        if not 0 <= boundary <= len(layers):
-            raise checks.error(ValueError, op, f"boundary is {boundary}", f"one in [0, {len(layers)}]")
+    layers = _layers(model)
+    _check_boundaries(boundaries, len(layers), buffer)
+    forward = _Forward(boundaries, buffer, row)
+    decoder = model.get_decoder()
     with contextlib.ExitStack() as hooks:
+        hooks.callback(decoder.register_forward_pre_hook(forward.begin).remove)
         for k, boundary in enumerate(boundaries):
-            hooks.callback(_attach(layers, boundary, k, buffer).remove)
+            hooks.callback(_attach(layers, boundary, k, forward).remove)
+        hooks.callback(decoder.register_forward_hook(forward.end).remove)
         yield buffer
 
 
-def _attach(layers: nn.ModuleList, boundary: int, k: int, buffer: AuxHiddenStates) -> object:
-    def write(hidden: Tensor) -> None:
-        buffer.capture(k, hidden.flatten(0, -2))
+class _Forward:
+    """The captures of the forward that runs; the number of its rows is known at the first boundary."""
 
+    def __init__(self, boundaries: Sequence[int], buffer: AuxHiddenStates, row: int) -> None:
+        self.boundaries = boundaries
+        self.buffer = buffer
+        self.row = row
+        self.step: CaptureStep | None = None
+
+    def begin(self, *_: object) -> None:
+        self.step = None
+
+    def write(self, k: int, hidden: Tensor) -> None:
+        rows = hidden.shape[:-1].numel()
+        if self.step is None:
+            self.step = self.buffer.step(rows, row=self.row)
+        if rows != self.step.rows:
+            got, expected = f"boundary {self.boundaries[k]} has {rows} rows", f"{self.step.rows}"
+            because = "an earlier boundary has that many (logits_to_keep cuts rows in front of KV-shared layers)"
+            raise checks.error(ValueError, OP, got, expected, because)
+        for piece in _rows(hidden):
+            self.step.capture(k, piece)
+
+    def end(self, *_: object) -> None:
+        if self.step is None:
+            raise checks.error(RuntimeError, OP, "no boundary was reached", f"{list(self.boundaries)} in each forward")
+        self.step.finish()
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    layers = getattr(decoder, "layers", None)
+    if layers is None:
+        expected = "a transformers model whose get_decoder() has layers"
+        raise checks.error(TypeError, OP, f"model is a {type(model).__name__}", expected)
+    return layers
+
+
+def _check_boundaries(boundaries: Sequence[int], num_layers: int, buffer: AuxHiddenStates) -> None:
+    got = f"boundaries is {list(boundaries)}"
+    if len(boundaries) != buffer.num_chunks:
+        because = "the buffer has that many slots"
+        raise checks.error(ValueError, OP, got, f"{buffer.num_chunks} of them", because)
+    if len(set(boundaries)) < len(boundaries):
+        raise checks.error(ValueError, OP, got, "each boundary once", "two slots would hold the same states")
+    for boundary in boundaries:
+        if not 0 <= boundary <= num_layers:
+            raise checks.error(ValueError, OP, f"boundary is {boundary}", f"one in [0, {num_layers}]")
+
+
+def _attach(layers: nn.ModuleList, boundary: int, k: int, forward: _Forward) -> object:
     # A boundary is read where the next layer takes it in; only the last one has no next layer.
     if boundary < len(layers):
         return layers[boundary].register_forward_pre_hook(
-            lambda module, args, kwargs: write(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            lambda module, args, kwargs: forward.write(k, args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
         )
     return layers[-1].register_forward_hook(
-        lambda module, args, output: write(output[0] if isinstance(output, tuple) else output)
+        lambda module, args, output: forward.write(k, output[0] if isinstance(output, tuple) else output)
     )
+
+
+def _rows(hidden: Tensor) -> list[Tensor]:
+    """[B, S, H] as [B*S, H], or as B of [S, H] where no view has all rows (a batch expanded or cut along S)."""
+    try:
+        return [hidden.view(-1, hidden.shape[-1])]
+    except RuntimeError:
+        return list(hidden.unbind())

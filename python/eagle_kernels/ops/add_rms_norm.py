@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
+from ..plan import COMPILED, Plan, simple_plan
 
 OP = "add_rms_norm"
 
@@ -45,6 +46,12 @@ def add_rms_norm(
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or an output over an input.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    try:
+        if out is not None and out_sum is not None and is_direct(OP, out, out_sum, hidden, residual, weight):
+            torch.ops.eagle_kernels_C.add_rms_norm_out(hidden, residual, weight, eps, norm_offset, out, out_sum)
+            return out, out_sum
+    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
+        pass
     checks.check_rows(OP, "hidden", hidden)
     checks.check_like(OP, "residual", residual, hidden, "hidden")
     for name, tensor in (("out", out), ("out_sum", out_sum)):
@@ -77,7 +84,7 @@ def _run(
     checks.check_no_overlap(OP, "out", out, (*reads, ("out_sum", out_sum)))
     checks.check_no_overlap(OP, "out_sum", out_sum, reads)
     backend = simple_plan(OP, hidden.device).backend
-    if backend == "cpu":
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.add_rms_norm_out(hidden, residual, weight, eps, norm_offset, out, out_sum)
     elif backend == "triton":
         from ..triton_kernels.add_rms_norm import add_rms_norm as kernel

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
+from ..plan import COMPILED, Plan, simple_plan
 
 OP = "capture_hidden"
 
@@ -34,6 +35,12 @@ def capture_hidden(
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or `out` over an input.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    try:
+        if is_direct(OP, out, hidden, residual):
+            torch.ops.eagle_kernels_C.capture_hidden_out(hidden, residual, out, sum_squares)
+            return out
+    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
+        pass
     checks.check_rows(OP, "hidden", hidden)
     if residual is not None:
         checks.check_like(OP, "residual", residual, hidden, "hidden")
@@ -66,7 +73,7 @@ def _run(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tens
     reads = (("hidden", hidden), ("residual", residual))
     checks.check_no_overlap(OP, "out", out, reads)
     backend = simple_plan(OP, hidden.device).backend
-    if backend == "cpu":
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.capture_hidden_out(hidden, residual, out, sum_squares)
     elif backend == "triton":
         from ..triton_kernels.capture_hidden import capture_hidden as kernel

@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
-from .sources import NORMS, Sources, check_no_overlap, formula, output_rows, total_width
+from ..plan import COMPILED, Plan, simple_plan
+from .sources import (
+    NORMS,
+    Sources,
+    check_no_overlap,
+    formula,
+    output_rows,
+    plain_arguments,
+    tensors_of,
+    total_width,
+)
 
 OP = "norm_concat"
 
@@ -55,6 +65,16 @@ def norm_concat(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    try:
+        if out is not None:
+            plain = plain_arguments(
+                OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
+            )
+            if is_direct(OP, out, *tensors_of(plain)):
+                torch.ops.eagle_kernels_C.norm_concat_out(*plain, out)
+                return out
+    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
+        pass
     sources = Sources.build(
         OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
     )
@@ -76,9 +96,9 @@ def check_out(op: str, out: Tensor, sources: Sources, columns: int, meaning: str
     return out.unsqueeze(0) if sources.one_row else out
 
 
-def plan(chunks: Sequence[Tensor] | Tensor, *_args: object, **_kwargs: object) -> Plan:
-    first = chunks if isinstance(chunks, Tensor) else chunks[0]
-    return simple_plan(OP, first.device)
+def plan(chunks: Sequence[Tensor] | Tensor, **arguments: object) -> Plan:
+    sources = Sources.of_call(OP, chunks, arguments)
+    return simple_plan(OP, sources.chunks[0].device, sources.num_chunks)
 
 
 def _run(
@@ -95,8 +115,8 @@ def _run(
 ) -> None:
     check_no_overlap(OP, out, chunks, residuals)
     arguments = (gains, eps, norm_offset, residuals, indices, sum_squares)
-    backend = simple_plan(OP, out.device).backend
-    if backend == "cpu":
+    backend = simple_plan(OP, out.device, num_chunks).backend
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.norm_concat_out(chunks, num_chunks, NORMS.index(norm), *arguments, out)
     elif backend == "triton":
         from ..triton_kernels.norm_concat import norm_concat as kernel

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from .. import checks
 from .. import plan as plans
+from ..alignment import aligned
+from ..direct import is_direct
 from ..library import register
 from ..plan import Plan
 from ..tuned_configs import Tiles, choose_tiles, gpu_of, invariant_rows
 from .norm_concat import ARGUMENTS, check_out
-from .sources import NORMS, Sources, check_no_overlap, formula, output_rows
+from .sources import NORMS, Sources, check_no_overlap, formula, output_rows, plain_arguments, tensors_of
 
 OP = "norm_concat_linear"
 
@@ -62,6 +64,18 @@ def norm_concat_linear(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    try:
+        one_eps = isinstance(eps, (int, float))
+        if out is not None and (one_eps or post_norm_weight is None):
+            plain = plain_arguments(
+                OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
+            )
+            projection = (weight, bias, post_norm_weight, eps if one_eps else 0.0)
+            if is_direct(OP, out, *projection[:3], *tensors_of(plain)) and _runs_fused(out, weight, post_norm_weight):
+                torch.ops.eagle_kernels_C.norm_concat_linear_out(*plain, *projection, out)
+                return out
+    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
+        pass
     eps, post_norm_eps = _split_eps(eps, post_norm_weight)
     eps_name = "eps" if post_norm_weight is None else "eps without the post norm's"
     sources = Sources.build(
@@ -75,6 +89,14 @@ def norm_concat_linear(
     rows = check_out(OP, out, sources, columns, "D")
     torch.ops.eagle_kernels.norm_concat_linear_out(*sources.arguments, *projection, rows)
     return out
+
+
+def _runs_fused(out: Tensor, weight: Tensor, post_norm_weight: Tensor | None) -> bool:
+    """Whether the plan of this call is one compiled primitive, unless that refuses operands that lie badly."""
+    if post_norm_weight is not None and weight.is_cuda:
+        return False
+    columns, width = weight.shape
+    return plan_sizes(out.shape[0], width, columns, weight.dtype, weight.device.type).method.startswith("fused")
 
 
 def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) -> tuple[float | Sequence[float], float]:
@@ -113,19 +135,10 @@ def _check_projection(sources: Sources, weight: Tensor, bias: Tensor | None, pos
 def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
     eps, _ = _split_eps(arguments.get("eps", 1e-6), arguments.get("post_norm_weight"))
-    sources = Sources.build(
-        OP,
-        chunks,
-        arguments.get("norm", "chunk"),
-        arguments.get("norm_weight"),
-        eps,
-        arguments.get("norm_offset", 0.0),
-        arguments.get("residuals"),
-        arguments.get("indices"),
-        arguments.get("sum_squares"),
-        arguments.get("num_chunks"),
-    )
-    return _plan_call(sources.rows, sources.chunks, sources.num_chunks, sources.gains, sources.residuals, weight)
+    sources = Sources.of_call(OP, chunks, arguments | {"eps": eps})
+    post_norm_weight = arguments.get("post_norm_weight")
+    operands = (sources.chunks, sources.num_chunks, sources.gains, sources.residuals)
+    return _plan_call(sources.rows, *operands, weight, post_norm_weight)
 
 
 def _plan_call(
@@ -135,25 +148,71 @@ def _plan_call(
     gains: list[Tensor],
     residuals: list[Tensor | None],
     weight: Tensor,
+    post_norm_weight: Tensor | None,
 ) -> Plan:
     columns, width = weight.shape
-    if plans.choose_backend(OP, weight.device.type)[0] != "triton":
+    backend, _ = plans.choose_backend(OP, weight.device.type, num_chunks)
+    if backend not in ("cuda", "triton"):
         return plan_sizes(rows, width, columns, weight.dtype, weight.device.type)
-    from ..triton_kernels.rows import aligned
-
     widths = {chunk.shape[1] for chunk in chunks} if len(chunks) > 1 else {width // num_chunks}
-    H = widths.pop()
-    return plan_triton(
-        rows,
-        num_chunks,
-        H,
-        columns,
-        weight.dtype,
-        weight.device,
-        equal_widths=not widths,
-        aligned=H % 16 == 0 and aligned(*chunks, *residuals, *gains, weight),
-        has_residuals=bool(residuals),
-    )
+    operands = (*chunks, *residuals, *gains, weight)
+    sizes = (rows, num_chunks, max(widths), columns, weight.dtype, weight.device)
+    fit = {
+        "equal_widths": len(widths) == 1,
+        "aligned": max(widths) % 16 == 0 and aligned(*operands),
+        "has_residuals": bool(residuals),
+    }
+    if backend == "triton":
+        return plan_triton(*sizes, **fit)
+    return plan_cuda(*sizes, misfit=_cuda_misfit(widths, operands, post_norm_weight), **fit)
+
+
+def _cuda_misfit(widths: set[int], operands: tuple[Tensor | None, ...], post_norm_weight: Tensor | None) -> str | None:
+    """Why the fused CUDA kernel cannot take operands that lie like these; None where it can."""
+    if post_norm_weight is not None:
+        return "a post norm needs all D columns of a row in one place"
+    if any(H % 8 for H in widths):
+        return f"H={max(H for H in widths if H % 8)} is no multiple of 8"
+    if not aligned(*operands, stride_unit=operands[-1].element_size()):
+        return "an address or a row stride is no multiple of 16 bytes"
+    return None
+
+
+# Rows that the fused CUDA kernel multiplies in one pass over the weight: csrc/cuda/launchers.h.
+_CUDA_ROWS = 16
+
+
+@plans.remembered
+def plan_cuda(
+    rows: int,
+    num_chunks: int,
+    H: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    misfit: str | None = None,
+    **fit: bool,
+) -> Plan:
+    """The plan where the cuda backend is usable, with the arguments of `plan_triton` beside `misfit`.
+
+    Which of the two is faster at T <= 16 is a lead: the fused kernel is one launch and no workspace, and no GPU has
+    measured it yet.
+    """
+    invariant = plans.SETTINGS.batch_invariant
+    forced = plans.SETTINGS.backend == "cuda"
+    if dtype == torch.float32:
+        misfit = "tensor cores multiply 16-bit types"
+    if misfit is None and rows > _CUDA_ROWS and not (forced and invariant):
+        misfit = f"T={rows} > {_CUDA_ROWS}: the fused kernel would read the weight {-(-rows // _CUDA_ROWS)} times"
+    if not forced and (misfit is not None or invariant) and plans.unusable_reason("triton", device.type) is None:
+        plan = plan_triton(rows, num_chunks, H, columns, dtype, device, **fit)
+        return plan if misfit is None else replace(plan, reason=f"cuda: {misfit}; {plan.reason}")
+    if misfit is not None:
+        return Plan(OP, "cuda", "norm_concat + linear", misfit)
+    if invariant:
+        return Plan(OP, "cuda", "fused", "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
+    return Plan(OP, "cuda", "fused", f"T={rows} <= {_CUDA_ROWS}: one pass over the weight is the bound")
 
 
 @dataclass(frozen=True)
@@ -180,7 +239,10 @@ def plan_triton(
     """The plan of the triton backend as a pure function of N, K, H, D, dtype, device and the layout of the operands."""
     invariant = plans.SETTINGS.batch_invariant
     T = invariant_rows(dtype) if invariant else rows
-    tiles, reason = choose_tiles(gpu_of(device), T, num_chunks, H, columns, dtype, has_residuals=has_residuals)
+    # A library's product is not the same for all T, even where a table has it as the fastest.
+    tiles, reason = choose_tiles(
+        gpu_of(device), T, num_chunks, H, columns, dtype, has_residuals=has_residuals, split_only=invariant
+    )
     if invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
     if not equal_widths:
@@ -199,7 +261,9 @@ def plan_sizes(rows: int, width: int, columns: int, dtype: torch.dtype, device_t
     backend, reason = plans.choose_backend(OP, device_type)
     if backend == "reference":
         return Plan(OP, backend, "plain torch", reason)
-    if backend == "triton":  # where the caller knows K, `plan_triton` says more
+    if backend == "cuda":  # where the caller knows K, `plan_cuda` says more
+        return plan_cuda(rows, 1, width, columns, dtype, torch.device(device_type))
+    if backend == "triton":
         return plan_triton(rows, 1, width, columns, dtype, torch.device(device_type))
     isa = plans.cpu_isa()
     if plans.SETTINGS.batch_invariant:
@@ -242,7 +306,7 @@ def _run(
     checks.check_no_overlap(OP, "out", out, (("weight", weight),))
     sources = (num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares)
     rows = out.shape[0]
-    plan = _plan_call(rows, chunks, num_chunks, gains, residuals, weight)
+    plan = _plan_call(rows, chunks, num_chunks, gains, residuals, weight, post_norm_weight)
     if plan.backend == "triton":
         from ..triton_kernels import norm_concat_linear as kernels
 
@@ -262,7 +326,7 @@ def _run(
             out,
         )
         return
-    if plan.backend == "cpu":
+    if plan.backend in plans.COMPILED:
         normed = chunks[0].new_empty(rows, weight.shape[1])
         torch.ops.eagle_kernels.norm_concat_out(chunks, *sources, normed)
     else:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import checks
 
 NORMS = ("none", "chunk", "concat")  # the position is the code the compiled primitives take
+_DEFAULTS = (("norm", "chunk"), ("eps", 1e-6), ("norm_offset", 0.0))  # of the public ops
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Sources:
     @property
     def width(self) -> int:
         return total_width(self.chunks)
+
+    @staticmethod
+    def of_call(op: str, chunks: Sequence[Tensor] | Tensor, arguments: dict[str, object]) -> "Sources":
+        """From the keyword arguments of a public call, for `explain`."""
+        norm, eps, norm_offset = (arguments.get(*default) for default in _DEFAULTS)
+        given = (arguments.get(name) for name in ("residuals", "indices", "sum_squares", "num_chunks"))
+        return Sources.build(op, chunks, norm, arguments.get("norm_weight"), eps, norm_offset, *given)
 
     @staticmethod
     def build(
@@ -98,6 +106,48 @@ class Sources:
         eps = _eps_list(op, eps_name, eps, norm, num_chunks)
         norm_offset = checks.check_number(op, "norm_offset", norm_offset)
         return Sources(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, one_row)
+
+
+def plain_arguments(
+    op: str,
+    chunks: Sequence[Tensor] | Tensor,
+    norm: str,
+    norm_weight: Sequence[Tensor] | Tensor | None,
+    eps: float | Sequence[float],
+    norm_offset: float,
+    residuals: Sequence[Tensor | None] | Tensor | None,
+    indices: Sequence[Tensor | None] | Tensor | None,
+    sum_squares: Tensor | None,
+    num_chunks: int | None,
+) -> tuple:
+    """The leading arguments of the compiled primitives, which check them; raises where the long way has to look."""
+    packed = isinstance(chunks, Tensor)
+    num_chunks = _count_chunks(op, chunks, packed, norm, norm_weight, num_chunks)
+    per_chunk = not isinstance(norm_weight, Tensor) or norm_weight.dim() == 2
+    if norm_weight is not None and per_chunk != (norm == "chunk"):
+        raise TypeError("norm_weight has the form of another norm")
+    return (
+        [chunks] if packed else chunks,
+        num_chunks,
+        NORMS.index(norm),
+        _listed(norm_weight),
+        [eps] if isinstance(eps, (int, float)) else eps,
+        norm_offset,
+        _listed(residuals),
+        _listed(indices),
+        sum_squares,
+    )
+
+
+def tensors_of(arguments: tuple) -> tuple[Tensor | None, ...]:
+    """The tensors among `plain_arguments` that could ask for a gradient."""
+    return (*arguments[0], *arguments[3], *arguments[6])
+
+
+def _listed(value: Sequence[Tensor] | Tensor | None) -> Sequence[Tensor]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, Tensor) else value
 
 
 def output_rows(chunks: list[Tensor], indices: list[Tensor | None]) -> int:

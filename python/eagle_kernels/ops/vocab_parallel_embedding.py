@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..direct import is_direct
 from ..library import register
-from ..plan import Plan, simple_plan
+from ..plan import COMPILED, Plan, simple_plan
 from ..vocab_shard import VocabShard
 
 OP = "vocab_parallel_embedding"
@@ -46,6 +47,13 @@ def vocab_parallel_embedding(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    try:
+        if out is not None and weight.shape[0] <= shard.rows and is_direct(OP, out, weight):
+            scales = (None, scale) if isinstance(scale, Tensor) else (scale, None)
+            torch.ops.eagle_kernels_C.vocab_parallel_embedding_out(ids, weight, *_bounds(shard), *scales, out)
+            return out
+    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
+        pass
     checks.check_tensor(OP, "ids", ids)
     checks.check_dtype(OP, "ids", ids, (torch.int32, torch.int64))
     checks.check_tensor(OP, "weight", weight)
@@ -67,13 +75,16 @@ def vocab_parallel_embedding(
     checks.check_inference(OP, (weight, out))
 
     flat_ids = ids.reshape(-1)
-    bounds = (shard.org_begin, shard.org_end, shard.added_begin, shard.added_end, shard.added_row)
-    arguments = (flat_ids, weight, *bounds, scale_value, scale_tensor)
+    arguments = (flat_ids, weight, *_bounds(shard), scale_value, scale_tensor)
     if out is None:
         rows = torch.ops.eagle_kernels.vocab_parallel_embedding(*arguments)
         return rows if ids.dim() == 1 else rows.view(*ids.shape, weight.shape[1])
     torch.ops.eagle_kernels.vocab_parallel_embedding_out(*arguments, _out_rows(ids, weight, out))
     return out
+
+
+def _bounds(shard: VocabShard) -> tuple[int, int, int, int, int]:
+    return shard.org_begin, shard.org_end, shard.added_begin, shard.added_end, shard.added_row
 
 
 def _held_rows(shard: VocabShard) -> int:
@@ -130,8 +141,7 @@ def _run(
     checks.check_no_overlap(OP, "out", out, (("weight", weight), ("ids", ids)))
     bounds = (org_begin, org_end, added_begin, added_end, added_row)
     backend = simple_plan(OP, ids.device).backend
-    if backend == "cpu":
-        ids = ids.contiguous()  # a column of a token buffer flattens to a strided view
+    if backend in COMPILED:
         torch.ops.eagle_kernels_C.vocab_parallel_embedding_out(ids, weight, *bounds, scale, scale_tensor, out)
     elif backend == "triton":
         from ..triton_kernels.vocab_parallel_embedding import vocab_parallel_embedding as kernel

@@ -1,0 +1,106 @@
+"""Make the package importable on a machine that has it not installed: links, and a library carried along or built."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from .gpu_stages import ROOT, WORK
+
+CARRIED = ROOT / "build" / "gpu_session"  # what `pack` leaves for the GPU machine
+SITE = ROOT / "build" / "gpu_site"  # the package as if it were installed, in symbolic links
+_NVCC = ("/usr/local/cuda/bin/nvcc", "/usr/local/bin/nvcc", "/opt/cuda/bin/nvcc")
+
+
+def prepare_package(device: str) -> dict[str, str]:
+    """The environment in which `eagle_kernels` is importable from this tree: linked, with a library that loads."""
+    package = SITE / "eagle_kernels"
+    shutil.rmtree(SITE, ignore_errors=True)
+    package.mkdir(parents=True)
+    sources = [*(ROOT / "python" / "eagle_kernels").iterdir(), ROOT / "bench", ROOT / "triton_kernels"]
+    for source in sources:
+        if source.name != "__pycache__" and source.suffix != ".so":
+            (package / source.name).symlink_to(source)
+    (package / "COMMIT").write_text(_commit() + "\n")
+    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
+    for folder in (CARRIED, ROOT / "python" / "eagle_kernels"):
+        if (folder / "libeagle_kernels.so").exists() and _loads(package, folder, environment):
+            _note(f"from {folder.relative_to(ROOT)}")
+            return environment
+    built = _build(environment, device)
+    if built is not None and _loads(package, built, environment):
+        _note("built here")
+    else:
+        _note("none loads; Triton and torch are what is measured")
+    return environment
+
+
+def _note(text: str) -> None:
+    """Where the library comes from: to the terminal, and into the JSON of the first stage."""
+    print(f"library: {text}", flush=True)
+    (WORK / "library.json").write_text(json.dumps({"library": text, "commit": _commit()}))
+
+
+def _loads(package: Path, folder: Path, environment: dict[str, str]) -> bool:
+    """Link the libraries of a folder into the package, and see; nothing stays linked where it does not load."""
+    for library in folder.glob("*.so"):
+        (package / library.name).unlink(missing_ok=True)
+        (package / library.name).symlink_to(library)
+    code = "from eagle_kernels import library; raise SystemExit(library.missing_reason)"
+    loaded = subprocess.run([sys.executable, "-c", code], env=environment, cwd=SITE, capture_output=True, text=True)
+    if loaded.returncode == 0:
+        return True
+    print(f"library: {folder.relative_to(ROOT)} does not serve: {loaded.stderr.strip()[-300:]}", flush=True)
+    for library in folder.glob("*.so"):
+        (package / library.name).unlink(missing_ok=True)
+    return False
+
+
+def _build(environment: dict[str, str], device: str) -> Path | None:
+    """Build with what this machine has; None, with the end of the log printed, where that fails."""
+    target = WORK / "built"
+    environment = dict(environment)
+    nvcc = environment.get("CUDACXX") or shutil.which("nvcc") or next(filter(os.path.exists, _NVCC), None)
+    if device == "cuda" and nvcc:
+        environment["CUDACXX"] = nvcc
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(target)]
+    print("library: building, for at most 300 s", flush=True)
+    try:
+        built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:
+        print("library: the build took longer than 300 s")
+        return None
+    if built.returncode:
+        print(f"library: the build failed: {(built.stdout + built.stderr)[-1500:]}")
+        return None
+    return target / "eagle_kernels"
+
+
+def pack() -> int:
+    """Copy the library that this tree has built, and the commit, into the folder to carry."""
+    library = ROOT / "python" / "eagle_kernels" / "libeagle_kernels.so"
+    if not library.exists():
+        print(f"{library.relative_to(ROOT)} is not built: EAGLE_KERNELS_BUILD=cuda pip install -e .", file=sys.stderr)
+        return 2
+    CARRIED.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(library, CARRIED / library.name)
+    (CARRIED / "COMMIT").write_text(_commit() + "\n")
+    print(f"carry {CARRIED.relative_to(ROOT)} ({library.stat().st_size >> 10} KiB, commit {_commit()})")
+    return 0
+
+
+def _commit() -> str:
+    """Of the checkout, "+" where it has changes; of a tree without .git, what --pack wrote down."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=20)
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    if commit is not None and commit.returncode == 0:
+        return commit.stdout.strip() + ("+" if changes.stdout else "")
+    carried = CARRIED / "COMMIT"
+    return carried.read_text().strip() if carried.exists() else "unknown"

@@ -1,0 +1,203 @@
+"""Run the stages of gpu_session.sh: each bounded in time, saved while it runs, and skipped where it is done already.
+
+Standard library only, and nothing of the package is imported: on a bare machine it is made importable first.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .gpu_package import pack, prepare_package
+from .gpu_stages import ROOT, STAGES, WORK, Command, Stage, read_json, write_json
+
+SCHEMA_VERSION = 1
+_TAIL = 6000  # characters of a stage's output that its JSON keeps
+_SAVE_EVERY = 10.0
+_LEAST = 20.0  # seconds under which no stage is worth starting
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    names = [stage.name for stage in STAGES]
+    parser = argparse.ArgumentParser(prog="gpu_session.sh", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--out", type=Path, default=ROOT / "build" / "gpu_results", help="a JSON per stage (default %(default)s)")
+    add("--done", type=Path, metavar="FOLDER", help="the --out of an earlier call, when it is not this one's")
+    add("--seconds", type=float, default=570, help="for the whole call (default 570)")
+    add("--stages", default=",".join(names), help="which, in this order (default all)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the stages out on tiny sizes")
+    add("--dry-run", action="store_true", help="print the commands and their limits, run nothing")
+    add("--pack", action="store_true", help="put the library built in this tree, and its commit, where it can be taken")
+    add("--collect", type=Path, metavar="FOLDER", help="copy what came back into bench/results and the tuned tables")
+    arguments = parser.parse_args(argv)
+    if unknown := [name for name in arguments.stages.split(",") if name not in names]:
+        parser.error(f"stage {', '.join(unknown)} is unknown, known are: {', '.join(names)}")
+    if arguments.pack:
+        return pack()
+    if arguments.collect is not None:
+        return collect(arguments.collect)
+    chosen = [stage for stage in STAGES if stage.name in arguments.stages.split(",")]
+    if arguments.dry_run:
+        for stage in chosen:
+            print(f"{stage.name}: at most {stage.limit:.0f} s")
+            for command in stage.commands(arguments.device):
+                print(f"  {_spelled(command)}")
+        return 0
+    return run_stages(chosen, arguments.out, arguments.done, arguments.device, arguments.seconds)
+
+
+def run_stages(stages: Sequence[Stage], out: Path, done: Path | None, device: str, seconds: float) -> int:
+    """Run what is not done yet, while there is time; 1 where a stage failed."""
+    deadline = time.monotonic() + seconds
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    environment = prepare_package(device)
+    records = []
+    for stage in stages:
+        earlier = _earlier(stage, [out, *([done] if done else [])])
+        if earlier is not None and (earlier["status"] == "done" or not stage.goes_on):
+            record = earlier
+        else:
+            if earlier is not None:
+                _restore(stage, earlier)
+            record = _run_stage(stage, out, device, environment, deadline)
+        _save(out, record)
+        records.append(record)
+        print(f"{stage.name}: {record['status']}, {record['seconds']:.0f} s{_remark(record)}", flush=True)
+    left = [record["stage"] for record in records if record["status"] in ("cut", "not started")]
+    if left:
+        print(f"the same call again goes on with: {', '.join(left)}")
+    return 1 if any(record["status"] == "failed" for record in records) else 0
+
+
+def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline: float) -> dict:
+    record = {"schema_version": SCHEMA_VERSION, "stage": stage.name, "device": device, "status": "not started"}
+    record |= {"seconds": 0.0, "commands": [], "output_tail": "", "result": _quietly(stage.result)}
+    if stage.needs is not None and shutil.which(stage.needs) is None:
+        return record | {"status": "skipped", "output_tail": f"{stage.needs} is not on PATH"}
+    started = time.monotonic()
+    limit = min(stage.limit, deadline - started)
+    if limit < _LEAST:
+        return record
+    log, failed = WORK / f"{stage.name}.log", False
+    for command in stage.commands(device):
+        left = limit - (time.monotonic() - started)
+        if left <= 1:
+            return record | {"status": "cut"}
+        record["commands"].append(_spelled(command))
+
+        def save(status: str) -> None:
+            tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:] if log.exists() else ""
+            record.update(status=status, output_tail=tail, result=_quietly(stage.result))
+            record["seconds"] = round(time.monotonic() - started, 1)
+            _save(out, record)
+
+        code = _run(command, log, environment, left, save)
+        failed |= bool(code)  # a wrong row of one table says nothing about the next
+        save("cut" if code is None else "failed" if failed else "done")
+        if code is None:
+            return record
+    return record
+
+
+def _spelled(command: Command) -> str:
+    return shlex.join(["python" if word == sys.executable else word for word in command])
+
+
+def _run(command: Command, log: Path, environment: dict, limit: float, save: Callable[[str], None]) -> int | None:
+    """The exit status, None where the time was over. Interrupted first: bench then keeps its row and prints its end."""
+    deadline, next_save = time.monotonic() + limit, time.monotonic() + _SAVE_EVERY
+    with log.open("a", encoding="utf-8") as output:
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.2)
+                if time.monotonic() > next_save:
+                    save("cut")  # what a call that is killed leaves behind
+                    next_save = time.monotonic() + _SAVE_EVERY
+            if process.poll() is not None:
+                return process.returncode
+            for number, patience in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+                os.killpg(process.pid, number)
+                try:
+                    process.wait(patience)
+                    return None
+                except subprocess.TimeoutExpired:
+                    continue
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def collect(folder: Path) -> int:
+    """Runs into bench/results/<device>/, tuned tables into the package; `make report` then shows them."""
+    for stage in STAGES:
+        record = read_json(folder / f"{stage.name}.json")
+        if record is None:
+            print(f"{stage.name}: not in {folder}")
+            continue
+        result = record["result"] or {}
+        run = result.get("run") if stage.name == "sweeps" else result
+        if stage.name in ("linear-curve", "op-table", "sweeps") and run:
+            target = ROOT / "bench" / "results" / run["environment"]["device_slug"] / f"{stage.name}.json"
+            write_json(target, run)
+            print(f"{stage.name}: {target.relative_to(ROOT)}")
+        for name, tuned in (result.get("configs") or {}).items() if stage.name == "sweeps" else ():
+            write_json(ROOT / "python" / "eagle_kernels" / "configs" / name, tuned)
+            print(f"{stage.name}: configs/{name}")
+        if record["status"] != "done":
+            print(f"{stage.name}: {record['status']}{_remark(record)}")
+    return 0
+
+
+def _earlier(stage: Stage, folders: Sequence[Path]) -> dict | None:
+    """What a call before this one left of the stage: a finished record rather than an unfinished one."""
+    found = [read_json(folder / f"{stage.name}.json") for folder in folders]
+    found = [record for record in found if record and record.get("schema_version") == SCHEMA_VERSION]
+    found = [record for record in found if record["status"] not in ("not started", "skipped")]
+    return next((record for record in found if record["status"] == "done"), found[0] if found else None)
+
+
+def _restore(stage: Stage, earlier: dict) -> None:
+    """Put the rows of an unfinished run where bench --resume looks for them."""
+    result = earlier.get("result") or {}
+    run = result.get("run") if stage.name == "sweeps" else result
+    if isinstance(run, dict) and "records" in run:
+        write_json(WORK / f"{stage.name}.json", run)
+    for name, table in (result.get("configs") or {}).items() if stage.name == "sweeps" else ():
+        write_json(WORK / "configs" / name, table)
+
+
+def _quietly(read: Callable[[], object]) -> object:
+    """A result that is being written can be unreadable for a moment; it is not worth a stage."""
+    try:
+        return read()
+    except (OSError, SyntaxError, ValueError, KeyError):  # an XML ParseError is a SyntaxError
+        return None
+
+
+def _remark(record: dict) -> str:
+    result = record.get("result")
+    if record["status"] in ("failed", "skipped"):
+        lines = record["output_tail"].strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+    if isinstance(result, dict) and "failed" in result:
+        return f": {result['tests']} tests, {result['skipped']} skipped"
+    return ""
+
+
+def _save(out: Path, record: dict) -> None:
+    write_json(out / f"{record['stage']}.json", record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Search the Triton tiles of norm_concat_linear for a shape on this GPU, and write them into the tuned table."""
+
+import argparse
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from eagle_kernels import plan, tuned_configs
+from eagle_kernels.ops.norm_concat_linear import OP, TritonPlan
+from eagle_kernels.ops.sources import Sources
+from eagle_kernels.tuned_configs import CONFIGS, Gpu, Tiles
+
+from . import choices, devices, selection
+from .environment_header import format_header, read_environment
+from .gate import judge
+from .measure import Ratio, ratio
+from .projection_workload import NormConcatLinear
+from .rotation import TooLarge, plan_rotation
+from .timers import TIMERS, time_variants
+from .workloads import Row, Variant
+
+Choice = Tiles | None  # None: norm_concat and a library product
+Compare = Callable[[Choice, Choice], Ratio | None]  # incumbent over candidate; None where the candidate cannot run
+
+# The fields of Tiles in the order in which they are varied, most telling first.
+_OPTIONS = {
+    "BD": (16, 32, 64, 128, 256),
+    "splits": (1, 2, 3, 4, 6, 8),
+    "BK": (32, 64, 128, 256),
+    "num_stages": (2, 3, 4, 5, 6, 8),
+    "num_warps": (4, 8),
+    "swap": (False, True),
+    "finalise_columns": (256, 512, 1024, 2048),
+}
+_PASSES = 2
+
+# A choice has to be faster by this much to replace another one: each is a binary more to compile at warm-up.
+_WORTH = 1.01
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", type=choices.one_of("device", devices.DEVICES), default="cuda", help="cuda (default)")
+    add("--op", type=choices.one_of("op", [OP]), default=OP, help=f"{OP}, the one op with tuned tables")
+    selection.add_arguments(parser)
+    rows = "values of T to measure (default 1,8,16,32,64,128,256)"
+    add("--tokens", type=choices.row_counts, default=[1, 8, 16, 32, 64, 128, 256], metavar="T", help=rows)
+    add("--dtype", type=choices.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
+    add("--min-time", type=choices.number(0, float), default=0.05, help="seconds per candidate (default 0.05)")
+    limit = "seconds for all of it: a T that is not done by then keeps the best so far (default 3600)"
+    add("--limit", type=choices.number(1), default=3600, help=limit)
+    where = "write the table, by default into the installed package"
+    add("--write", type=Path, nargs="?", const=CONFIGS, metavar="FOLDER", help=where)
+    add("--missing", action="store_true", help="only those T that the table in FOLDER does not have")
+    add("--dry-run", action="store_true", help="print the candidates, run nothing, need no GPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    stages = selection.stages(arguments)
+    if arguments.dry_run:
+        return _print_candidates(arguments, stages)
+    _check(arguments)
+    environment = read_environment(arguments.device)
+    print(format_header(environment), flush=True)
+    gpu = tuned_configs.gpu_of(_device(arguments))
+    deadline = time.monotonic() + arguments.limit
+    torch.manual_seed(0)
+    try:
+        for (preset, stage, V), dtype in itertools.product(stages, arguments.dtype):
+            row = Row(OP, preset, stage, selection.norm_of(stage), V, 1, choices.DTYPES[dtype], arguments.device)
+            _tune_shape(row, gpu, arguments, environment, deadline)
+    except KeyboardInterrupt:
+        print("interrupted: what is above is complete")
+        return 130
+    if arguments.write is None:
+        print("nothing was written: --write puts the table into the package")
+    return 0
+
+
+def _tune_shape(row: Row, gpu: Gpu, arguments: argparse.Namespace, environment: dict, deadline: float) -> None:
+    """Every T of one shape and dtype; what is done is written even when the rest is interrupted."""
+    tuned: dict[int, Choice] = {}
+    shape = tuned_configs.Shape(row.stage.K, row.stage.H, row.stage.D, str(row.dtype).removeprefix("torch."))
+    known = tuned_configs.read_rows(gpu.name, shape, arguments.write) or {} if arguments.missing else {}
+    try:
+        for T in (T for T in arguments.tokens if T not in known):
+            at_T = replace(row, T=T)
+            tuned |= _tune_row(at_T, gpu, environment["cache_bytes"], arguments.min_time, deadline)
+    finally:
+        if tuned and arguments.write is not None:
+            facts = {name: environment[name] for name in ("torch", "triton", "date", "commit")}
+            print(f"written: {tuned_configs.write_rows(gpu.name, shape, tuned, facts, arguments.write)}", flush=True)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    fail = arguments.parser.error
+    if arguments.missing and arguments.write is None:
+        fail("argument --missing: it goes by the table that --write names")
+    if (reason := devices.unusable_reason(arguments.device)) is not None:
+        fail(f"no CUDA device: {reason}; --dry-run prints the candidates without one")
+    if (reason := plan.unusable_reason("triton", arguments.device)) is not None:
+        fail(f"the Triton kernels cannot run on {arguments.device}: {reason}; the CPU kernels have no table to tune")
+
+
+def _device(arguments: argparse.Namespace) -> torch.device:
+    return torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+
+
+def _print_candidates(arguments: argparse.Namespace, stages: list[selection.Stage]) -> int:
+    usable = arguments.device == "cuda" and devices.unusable_reason("cuda") is None
+    gpu = tuned_configs.gpu_of(_device(arguments) if usable else torch.device("cpu"))
+    for preset, stage, _ in stages:
+        for dtype in arguments.dtype:
+            for T in arguments.tokens:
+                start = start_tiles(gpu, T, stage.K, stage.H, stage.D, choices.DTYPES[dtype])
+                print(f"{preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D} {dtype} T={T}, as on {gpu.name}")
+                print(f"  starts from {_text(start)}; against norm_concat + linear")
+                near = functools.partial(neighbours, start, gpu=gpu, H=stage.H, dtype=choices.DTYPES[dtype])
+                for tiles in itertools.chain.from_iterable(map(near, _OPTIONS)):
+                    print(f"  {_text(tiles)}")
+    return 0
+
+
+def start_tiles(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> Tiles:
+    """What the heuristic takes; beyond its last T, the tiles of that one."""
+    return tuned_configs.heuristic(gpu, min(T, tuned_configs.SPLIT_ROWS[dtype]), K, H, D, dtype)
+
+
+def neighbours(tiles: Tiles, field: str, gpu: Gpu, H: int, dtype: torch.dtype) -> Iterator[Tiles]:
+    """The tiles that differ in this field alone, and fit into shared memory."""
+    for option in _OPTIONS[field]:
+        candidate = replace(tiles, **{field: option})
+        if candidate != tiles and _is_possible(candidate, gpu, H, dtype):
+            yield candidate
+
+
+def _is_possible(tiles: Tiles, gpu: Gpu, H: int, dtype: torch.dtype) -> bool:
+    # The left operand of wgmma and tcgen05 has 64 or 128 rows; of the swapped product those are the weight's.
+    shape_fits = not tiles.swap or (tiles.BD >= 64 and tiles.BT >= 64 and gpu.arch in (90, 100, 103))
+    blocks = -(-H // tiles.BK)
+    fits = tiles.num_stages * tuned_configs.stage_bytes(tiles, dtype, False) <= gpu.shared_memory
+    return shape_fits and fits and tiles.splits <= blocks
+
+
+def search(start: Tiles, compare: Compare, near: Callable[[Tiles, str], Iterator[Tiles]], deadline: float) -> Choice:
+    """The best choice found by varying one field at a time, twice through; then against the library's product.
+
+    `compare` times an incumbent against a candidate side by side; one that is faster beyond its noise takes over.
+    """
+    best, seen = start, {start}
+    for _ in range(_PASSES):
+        before = best
+        for field in _OPTIONS:
+            for candidate in near(best, field):
+                if candidate in seen or time.monotonic() > deadline:
+                    continue
+                seen.add(candidate)
+                if _is_better(compare(best, candidate)):
+                    best = candidate
+        if best == before:
+            break
+    return None if _is_better(compare(best, None)) else best
+
+
+def _is_better(incumbent_over_candidate: Ratio | None) -> bool:
+    return incumbent_over_candidate is not None and incumbent_over_candidate.is_more_than(_WORTH)
+
+
+def _tune_row(row: Row, gpu: Gpu, cache_bytes: int, min_time: float, deadline: float) -> dict[int, Choice]:
+    """The choice for one T, printed with its gain over the start; nothing where it cannot be measured."""
+    stage = row.stage
+    try:
+        bench = _Candidates(row, cache_bytes, min_time)
+    except (TooLarge, torch.OutOfMemoryError) as reason:
+        print(f"{row}: skipped: {reason}", flush=True)
+        return {}
+    start = start_tiles(gpu, row.T, stage.K, stage.H, stage.D, row.dtype)
+    best = search(
+        start, bench.compare, lambda tiles, field: neighbours(tiles, field, gpu, stage.H, row.dtype), deadline
+    )
+    gain = "" if best == start else f", {bench.compare(start, best).value:.3f}x over {_text(start)}"
+    tried = f"{bench.tried} candidates, {bench.refused} could not run or were wrong"
+    print(f"{row}: {_text(best)}{gain} ({tried})", flush=True)
+    return {row.T: best}
+
+
+@dataclass
+class _Candidates:
+    """Times choices on one row: each checked first, in rotated copies, in a CUDA graph."""
+
+    row: Row
+    cache_bytes: int
+    min_time: float
+
+    def __post_init__(self) -> None:
+        device = self.row.device
+        self.workload = NormConcatLinear(self.row, self.cache_bytes)
+        rotation = plan_rotation(
+            self.workload.footprint(()),
+            self.cache_bytes,
+            devices.available_bytes(device),
+            cache_factor=devices.CACHE_FACTORS[device],
+            most_copies=devices.MOST_COPIES[device],
+        )
+        self.workload.allocate(rotation.copies)
+        self.copies = rotation.copies
+        self.tried = self.refused = 0
+        self._variants: dict[Choice, Variant | None] = {}
+
+    @torch.no_grad()
+    def compare(self, incumbent: Choice, candidate: Choice) -> Ratio | None:
+        variants = [self._variant(incumbent), self._variant(candidate)]
+        if None in variants:
+            return None
+        timer = TIMERS[self.row.device][0]
+        before, after = time_variants(timer, variants, self.copies, self.min_time)
+        return ratio(before, after)
+
+    def _variant(self, choice: Choice) -> Variant | None:
+        """A choice's calls; None, and counted, where it does not compile, run, or give the right result."""
+        if choice not in self._variants:
+            self.tried += 1
+            variant = Variant("op", self._call(choice), self.copies)
+            try:
+                is_right = judge(self.workload, [variant])["op"].is_right
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # out of registers or shared memory, which only the compiler knows
+                is_right = False
+            self.refused += not is_right
+            self._variants[choice] = variant if is_right else None
+        return self._variants[choice]
+
+    def _call(self, choice: Choice) -> Callable[[int], object]:
+        from eagle_kernels.triton_kernels import norm_concat_linear as kernels
+
+        workload, is_aligned = self.workload, self.row.stage.H % 16 == 0
+        planned = TritonPlan(OP, "triton", "", "it is being tuned", choice, is_aligned)
+        options = {name: value for name, value in workload.options.items() if name != "post_norm_weight"}
+        none = {"residuals": None, "indices": None, "sum_squares": None, "num_chunks": None}
+        sources = [Sources.build(OP, list(chunks), **options, **none).arguments for chunks in workload.chunks]
+        post = (None, workload.options["post_norm_weight"], float(options["eps"]))
+
+        def call(copy: int) -> object:
+            out = workload.outs[copy]
+            kernels.norm_concat_linear(*sources[copy], workload.weights[copy], *post, out, planned)
+            return out
+
+        return call
+
+
+def _text(choice: Choice) -> str:
+    if choice is None:
+        return "norm_concat + linear"
+    return " ".join(f"{name}={value}" for name, value in asdict(choice).items())

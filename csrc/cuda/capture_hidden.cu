@@ -1,0 +1,56 @@
+// out = round(hidden + residual) into a strided slot, with the row's sum of squares of what was stored. One block per
+// row: engines clone every captured layer and cat the clones, two passes over memory and K + 1 launches.
+#include "launch.cuh"
+#include "pack.cuh"
+
+namespace eagle_kernels::cuda {
+namespace {
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_constant__ CaptureHidden op) {
+  const int64_t t = blockIdx.x;
+  const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
+  const T* residual = static_cast<const T*>(op.residual) + t * op.residual_row_stride;
+  T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  float squares = 0;
+  for (int64_t first = first_column(); first < op.width; first += kHeld * pack_stride()) {
+    Pack<T> value[kHeld], other[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      value[i] = load_pack<kAligned>(hidden, first + i * pack_stride(), op.width);
+      if (op.residual != nullptr) other[i] = load_pack<kAligned>(residual, first + i * pack_stride(), op.width);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      // Without a residual the row is copied as bits: rounding it again would change the payload of a NaN.
+      if (op.residual != nullptr) value[i] = add(value[i], other[i]);
+      store_pack<kAligned>(out, first + i * pack_stride(), op.width, value[i]);
+      if (op.sum_squares != nullptr) squares += sum_of_squares(widen(value[i]));
+    }
+  }
+  if (op.sum_squares == nullptr) return;
+  squares = sum_over_block(squares);
+  if (threadIdx.x == 0) store(op.sum_squares + t * op.sum_squares_row_stride, squares);
+}
+
+}  // namespace
+
+int capture_hidden(const CaptureHidden& record, int64_t rows, const Device& device) {
+  Alignment alignment(size_of(record.dtype));
+  alignment.add(record.hidden, record.hidden_row_stride, rows);
+  alignment.add(record.residual, record.residual_row_stride, rows);
+  alignment.add(record.out, record.out_row_stride, rows);
+  alignment.add_width(record.width);
+  const int64_t threads = threads_of(record.width);
+  const Shape shape{rows, 1, threads, sum_bytes(threads)};
+  return with_dtype(record.dtype, [&](auto type) {
+    using T = decltype(type);
+    return alignment.holds() ? launch(capture_hidden_kernel<T, true>, shape, record, device)
+                             : launch(capture_hidden_kernel<T, false>, shape, record, device);
+  });
+}
+
+}  // namespace eagle_kernels::cuda

@@ -1,0 +1,181 @@
+// All that the kernels ask of the machine, in one thin layer: 16-byte loads and stores, conversions of packed 16-bit
+// pairs, mma.sync, grid dependency control, shared memory. Kernels are plain C++ above it, so that the same sources also
+// compile with g++, where tests/cuda_host/device_host.h answers to the same names.
+//
+// Only what differs between the two stands between the #if; a name below it is written in terms of those.
+#pragma once
+
+#include <cstdint>
+
+#include "../records.h"
+
+namespace eagle_kernels::cuda {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// 16 bytes: what one load or store of a thread moves.
+struct alignas(16) Words {
+  uint32_t x, y, z, w;
+};
+
+// Two values of a 16-bit type, the first in the lower half.
+struct Pair {
+  float first, second;
+};
+
+}  // namespace eagle_kernels::cuda
+
+#if defined(__CUDACC__)
+
+namespace eagle_kernels::cuda {
+
+__device__ __forceinline__ Pair widen(uint32_t pair, BFloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+__device__ __forceinline__ Pair widen(uint32_t pair, Float16) {
+  Pair values;
+  asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+      : "=f"(values.first), "=f"(values.second)
+      : "r"(pair));
+  return values;
+}
+
+// Round to nearest even, subnormals kept.
+__device__ __forceinline__ uint32_t narrow(Pair values, BFloat16) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values.second), "f"(values.first));
+  return pair;
+}
+__device__ __forceinline__ uint32_t narrow(Pair values, Float16) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values.second), "f"(values.first));
+  return pair;
+}
+
+__device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+
+// Memory that another kernel may have written just before: never the read-only path (.nc), which must not see writes
+// during the kernel's life, and under programmatic dependent launch that life begins before the writer's ends.
+__device__ __forceinline__ Words load(const Words* p) {
+  Words v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+template <class T>
+__device__ __forceinline__ T load(const T* p) {
+  return *p;
+}
+__device__ __forceinline__ void store(Words* p, Words v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+template <class T>
+__device__ __forceinline__ void store(T* p, T value) {
+  *p = value;
+}
+
+// Loads of a matrix that is read once: not kept in L1, the first to leave L2. The policy goes through a register
+// because ptxas 13 takes `.L2::evict_first` on 32-byte loads only.
+struct ReadOnce {
+  uint64_t policy;
+  __device__ __forceinline__ ReadOnce() {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  }
+  __device__ __forceinline__ Words operator()(const void* p) const {
+    Words v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p), "l"(policy));
+    return v;
+  }
+};
+
+// Into L2 only, which stays coherent with a kernel that still writes: allowed before wait_for_previous_kernel.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Programmatic dependent launch (sm_90 and later; without the launch attribute both are no-ops). After the first, what
+// earlier kernels wrote is visible; the second lets the next kernel start and run up to its own wait.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// sum[16, 8] += a[16, 16] @ b[16, 8] over a warp, in fp32. Fragments as in the PTX ISA, section "mma.m16n8k16", with
+// lane = 4 g + q: a = rows g, g+8, g, g+8 at columns 2q and 2q+1, +8 in the last two; b = column g at rows 2q and 2q+1,
+// +8; sum = row g at columns 2q and 2q+1, then row g+8.
+__device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1, BFloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1, Float16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ char* shared_memory() {
+  extern __shared__ __align__(16) char memory[];
+  return memory;
+}
+
+}  // namespace eagle_kernels::cuda
+
+#else
+#include "device_host.h"
+#endif
+
+namespace eagle_kernels::cuda {
+
+// The sum over the lanes of a warp, the same in all of them.
+__device__ __forceinline__ float sum_over_warp(float value) {
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+
+// The sum over the block, in an order that depends on the block's size alone. Once per kernel: it takes 4 bytes of
+// shared memory for each warp and leaves them in use.
+__device__ __forceinline__ float sum_over_block(float value) {
+  float* of_warp = reinterpret_cast<float*>(shared_memory());
+  value = sum_over_warp(value);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0;
+  for (int warp = 0; warp < blockDim.x / 32; ++warp) sum += of_warp[warp];
+  return sum;
+}
+
+// 1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero.
+__device__ __forceinline__ float rstd_of(float sum_squares, int64_t width, float eps) {
+  const float mean_square = sum_squares / static_cast<float>(width) + eps;
+  return mean_square == 0.0f ? 0.0f : 1.0f / sqrtf(mean_square);
+}
+
+// The source row that output row i reads, or -1 for a zero row.
+__device__ __forceinline__ int64_t source_row(const Chunk& chunk, int64_t i) {
+  int64_t row = i;
+  if (chunk.index.data != nullptr) {
+    row = chunk.index.is_int64 ? load(static_cast<const int64_t*>(chunk.index.data) + i)
+                               : load(static_cast<const int32_t*>(chunk.index.data) + i);
+  }
+  return row >= 0 && row < chunk.rows ? row : -1;
+}
+
+}  // namespace eagle_kernels::cuda

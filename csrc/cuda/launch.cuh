@@ -1,0 +1,97 @@
+// One kernel launch, and the questions that decide its shape.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device.cuh"
+#include "launchers.h"
+
+namespace eagle_kernels::cuda {
+
+struct Shape {
+  int64_t x, y;
+  int64_t threads;
+  int64_t shared_bytes;
+};
+
+}  // namespace eagle_kernels::cuda
+
+#if defined(__CUDACC__)
+
+namespace eagle_kernels::cuda {
+
+template <class Record>
+int launch(void (*kernel)(Record), const Shape& shape, const Record& record, const Device& device) {
+  // Above 48 KB a kernel has to ask; the driver remembers, so asking at every launch costs 0.1 us and no table.
+  if (shape.shared_bytes > 48 << 10) {
+    const cudaError_t refused =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
+    if (refused != cudaSuccess) return refused;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.x), static_cast<unsigned>(shape.y));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = static_cast<cudaStream_t>(device.stream);
+  config.attrs = &attribute;
+  config.numAttrs = device.pdl ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, record);
+}
+
+}  // namespace eagle_kernels::cuda
+
+#else
+#include "launch_host.h"
+#endif
+
+namespace eagle_kernels::cuda {
+
+// Calls launch(T{}) with the element type of a record.
+template <class Launch>
+int with_dtype(DType dtype, const Launch& launch) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return launch(BFloat16{});
+    case DType::kFloat16:
+      return launch(Float16{});
+    case DType::kFloat32:
+      return launch(float{});
+  }
+  return 0;
+}
+
+// Collects whether every address and row stride is a multiple of 16 bytes, and every width of 8 values.
+class Alignment {
+ public:
+  explicit Alignment(int64_t element_size) : element_size_(element_size) {}
+  void add(const void* data) { bits_ |= reinterpret_cast<uintptr_t>(data); }
+  // A single row has no stride: its view may have left anything there.
+  void add(const void* data, int64_t row_stride, int64_t rows) {
+    add(data);
+    if (data != nullptr && rows > 1) bits_ |= static_cast<uintptr_t>(row_stride * element_size_);
+  }
+  void add_width(int64_t width) { bits_ |= static_cast<uintptr_t>(width * 2); }
+  bool holds() const { return bits_ % 16 == 0; }
+
+ private:
+  int64_t element_size_;
+  uintptr_t bits_ = 0;
+};
+
+inline int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// A block of a row of `width` values in packs of 8, two packs a thread: 256 threads at 4096. A function of the width
+// alone, like the order of the row's sums.
+inline int64_t threads_of(int64_t width) {
+  const int64_t wanted = (width + 15) / 16;
+  return std::min<int64_t>((wanted + 31) / 32 * 32, 512);
+}
+
+// Shared memory of sum_over_block.
+inline int64_t sum_bytes(int64_t threads) { return threads / 32 * 4; }
+
+}  // namespace eagle_kernels::cuda

@@ -1,0 +1,371 @@
+// out = norm_concat(...) @ weight^T + bias for up to 16 rows at a time, in one launch: at so few rows the time is that
+// of reading the weight once, and everything else hides behind it.
+//
+// A block computes 16 * kTiles columns of the output. Its 8 warps share the concat out in blocks of 64 columns, round
+// robin, and stream the weight's rows straight into registers, which are the left operand of mma.sync; the rows of x,
+// padded to 8 * kTokens, are the right one. No shared memory, no barrier until the end. A lane's 16-byte load covers 8
+// neighbouring columns, where the fragments of two products want columns 2q, 2q+1, 2q+8, 2q+9: the sum over columns is
+// indifferent to which is which as long as both operands agree, so the loads go in as they come.
+//
+// The raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and statistic
+// alike. The gain is multiplied into the weight and rounded once, as if it had been folded in beforehand. That is one
+// rounding where the engines round the normed value, measured no less accurate (triton_kernels/norm_concat_linear.py).
+// Rows of values below 2^-100, which no model has, lose precision: their products are subnormal in fp32.
+//
+// Sums go by column within a warp, then over warps, then over chunks: an order that depends on the widths of the chunks
+// alone, so a row's bits depend neither on the other rows nor on how many there are nor on the template instance.
+#include <type_traits>
+
+#include "launch.cuh"
+#include "pack.cuh"
+
+namespace eagle_kernels::cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlockColumns = 64;  // 128 bytes of a row: two loads of a warp, in steps of 32 columns
+constexpr int kStepColumns = 32;
+
+// fp16 loses precision below 6e-5, where gain * weight can land: 2^6 moves its full range to [1e-6, 1023], and the
+// end divides it out exactly.
+template <class T>
+constexpr float kGainScale = 1.0f;
+template <>
+constexpr float kGainScale<Float16> = 64.0f;
+
+// What the main loop has to do, each with registers for as many loads in flight as fit without spills.
+enum class Flavour {
+  kNoGain,  // a weight with its gains folded in, or no norm
+  kGain,    // gains of the weight's type
+  kAny,     // residuals, fp32 gains
+};
+
+struct Arguments {
+  NormConcatLinear op;
+  Chunk chunks[kMostChunks];
+};
+
+template <class T, int kTokens, int kTiles, Flavour kFlavour>
+struct Kernel {
+  static constexpr int kRows = 8 * kTokens;      // of x
+  static constexpr int kColumns = 16 * kTiles;   // of the output
+  static constexpr int kPartial = kRows * kColumns;
+  // Blocks of 64 columns in flight, each with 2 KB of the weight for a warp and tile. More would spill.
+  static constexpr int kDepth =
+      kTokens == 1 && (kFlavour == Flavour::kNoGain || (kFlavour == Flavour::kGain && kTiles == 1)) ? 2 : 1;
+  static constexpr int kUnroll = 2 * kDepth;
+
+  // Shared memory: the row that each token reads in each chunk, partial sums of squares and products, rstd.
+  static constexpr int64_t shared_bytes(int64_t num_chunks, bool chunk_norm) {
+    const int64_t slots = chunk_norm ? num_chunks : 1;
+    return num_chunks * kRows * (8 + 4 * kWarps + 4) + slots * kWarps * kPartial * 4;
+  }
+};
+
+__device__ __forceinline__ uint32_t word(const Words& w, int i) {
+  return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
+}
+
+template <class T>
+__device__ __forceinline__ float sum_of_squares(const Words& w) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Pair x = widen(word(w, i), T{});
+    sum += x.first * x.first + x.second * x.second;
+  }
+  return sum;
+}
+
+// 8 gains of the columns that a lane's loads cover.
+template <class T, Flavour kFlavour>
+struct Gains {
+  Words words[kFlavour == Flavour::kAny ? 2 : 1];
+
+  __device__ __forceinline__ void load_from(const Vector& gain, int64_t column, bool inside) {
+    if (kFlavour == Flavour::kAny && gain.dtype == DType::kFloat32) {
+      const Words* p = reinterpret_cast<const Words*>(static_cast<const float*>(gain.data) + column);
+      words[0] = inside ? load(p) : Words{};
+      words[kFlavour == Flavour::kAny] = inside ? load(p + 1) : Words{};
+    } else {
+      const Words* p = reinterpret_cast<const Words*>(static_cast<const T*>(gain.data) + column);
+      words[0] = inside ? load(p) : Words{};
+    }
+  }
+
+  __device__ __forceinline__ void factors(const Vector& gain, float offset, float (&factor)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Pair pair = widen(word(words[0], i), T{});
+      if (kFlavour == Flavour::kAny && gain.dtype == DType::kFloat32) {
+        const Words& half = words[i / 2];
+        pair = {bits_to_float(word(half, i % 2 * 2)), bits_to_float(word(half, i % 2 * 2 + 1))};
+      }
+      factor[2 * i] = (offset + pair.first) * kGainScale<T>;
+      factor[2 * i + 1] = (offset + pair.second) * kGainScale<T>;
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ uint32_t scaled(uint32_t pair, float first, float second) {
+  const Pair w = widen(pair, T{});
+  return narrow(Pair{w.first * first, w.second * second}, T{});
+}
+
+template <class T>
+__device__ __forceinline__ Words scaled(const Words& w, const float (&factor)[8]) {
+  return {scaled<T>(w.x, factor[0], factor[1]), scaled<T>(w.y, factor[2], factor[3]),
+          scaled<T>(w.z, factor[4], factor[5]), scaled<T>(w.w, factor[6], factor[7])};
+}
+
+// Where the loads of a warp's step lie from the first: steps 2j and 2j+1 are the halves of its j-th block.
+__device__ __forceinline__ constexpr int step_offset(int step) {
+  return step / 2 * kWarps * kBlockColumns + step % 2 * kStepColumns;
+}
+
+template <class T, int kTokens, int kTiles, Flavour kFlavour>
+__global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const __grid_constant__ Arguments arguments) {
+  using K = Kernel<T, kTokens, kTiles, kFlavour>;
+  const NormConcatLinear& op = arguments.op;
+  const NormConcat& source = op.source;
+  const int num_chunks = static_cast<int>(source.num_chunks);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, q = lane % 4;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * K::kRows;
+  const int64_t first_output = static_cast<int64_t>(blockIdx.y) * K::kColumns;
+  const bool chunk_norm = source.norm == Norm::kChunk;
+  const bool own_squares = source.norm != Norm::kNone && arguments.chunks[0].sum_squares == nullptr;
+
+  int64_t* rows = reinterpret_cast<int64_t*>(shared_memory());               // [K, kRows], -1 for a zero row
+  float* squares_of = reinterpret_cast<float*>(rows + num_chunks * K::kRows);  // [K, kWarps, kRows]
+  float* rstd = squares_of + num_chunks * kWarps * K::kRows;                 // [K, kRows]
+  float* partial = rstd + num_chunks * K::kRows;                             // [K or 1, kWarps, kRows, kColumns]
+
+  // Rows g and g + 8 of each tile. Outputs beyond D compute the last one again.
+  const ReadOnce read_once;
+  const T* weight_rows[2 * kTiles];
+#pragma unroll
+  for (int m = 0; m < 2 * kTiles; ++m) {
+    const int64_t output = first_output + m * 8 + g;
+    const int64_t row = output < op.num_columns ? output : op.num_columns - 1;
+    weight_rows[m] = static_cast<const T*>(op.weight) + row * op.weight_row_stride + q * kPack;
+  }
+  // The weight is no one's output while a model runs, but nothing forbids it: into L2 only.
+#pragma unroll
+  for (int u = 0; u < K::kUnroll; ++u) {
+    const int column = warp * kBlockColumns + step_offset(u);
+    if (column + q * kPack >= source.width) continue;
+#pragma unroll
+    for (int m = 0; m < 2 * kTiles; ++m) prefetch(weight_rows[m] + column);
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  for (int at = threadIdx.x; at < num_chunks * K::kRows; at += kThreads) {
+    const int64_t row = first_row + at % K::kRows;
+    rows[at] = row < op.num_rows ? source_row(arguments.chunks[at / K::kRows], row) : -1;
+  }
+  __syncthreads();
+
+  float sum[kTiles][kTokens][4] = {};
+  int block = warp;
+  for (int k = 0; k < num_chunks; ++k) {
+    const Chunk& chunk = arguments.chunks[k];
+    const int width = static_cast<int>(chunk.width);
+    const T* x_rows[kTokens];
+    const T* residual_rows[kTokens];
+    float squares[kTokens] = {};
+#pragma unroll
+    for (int n = 0; n < kTokens; ++n) {
+      const int64_t row = rows[k * K::kRows + n * 8 + g];
+      x_rows[n] = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride + q * kPack;
+      residual_rows[n] = static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride + q * kPack;
+    }
+    const bool has_gain = kFlavour == Flavour::kGain || (kFlavour == Flavour::kAny && chunk.gain.data != nullptr);
+    const bool has_residual = kFlavour == Flavour::kAny && chunk.residual != nullptr;
+
+    // Steps [0, kUnroll) from `column` on: all loads first, then the products. kWhole: no lane is beyond the width.
+    const auto run_steps = [&](int column, auto whole) {
+      constexpr bool kWhole = decltype(whole)::value;
+      Words w[K::kUnroll][2 * kTiles], x[K::kUnroll][kTokens], residual[K::kUnroll][kTokens];
+      Gains<T, kFlavour> gains[K::kUnroll];
+#pragma unroll
+      for (int u = 0; u < K::kUnroll; ++u) {
+        const int at = column + step_offset(u);
+        const bool inside = kWhole || at + q * kPack < width;
+#pragma unroll
+        for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = inside ? read_once(weight_rows[m] + at) : Words{};
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {
+          x[u][n] = inside && x_rows[n] != nullptr ? load(reinterpret_cast<const Words*>(x_rows[n] + at)) : Words{};
+          if (has_residual) {
+            residual[u][n] =
+                inside && x_rows[n] != nullptr ? load(reinterpret_cast<const Words*>(residual_rows[n] + at)) : Words{};
+          }
+        }
+        if (has_gain) gains[u].load_from(chunk.gain, at + q * kPack, inside);
+      }
+#pragma unroll
+      for (int u = 0; u < K::kUnroll; ++u) {
+        if (has_gain) {
+          float factor[8];
+          gains[u].factors(chunk.gain, source.norm_offset, factor);
+#pragma unroll
+          for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = scaled<T>(w[u][m], factor);
+        }
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {
+          if (has_residual) x[u][n] = add(Pack<T>{{x[u][n]}}, Pack<T>{{residual[u][n]}}).words[0];
+          if (own_squares) squares[n] += sum_of_squares<T>(x[u][n]);
+#pragma unroll
+          for (int m = 0; m < kTiles; ++m) {
+            const Words &upper = w[u][2 * m], &lower = w[u][2 * m + 1];
+            mma(sum[m][n], upper.x, lower.x, upper.y, lower.y, x[u][n].x, x[u][n].y, T{});
+            mma(sum[m][n], upper.z, lower.z, upper.w, lower.w, x[u][n].z, x[u][n].w, T{});
+          }
+        }
+      }
+    };
+    for (int column = block * kBlockColumns; column < width; column += step_offset(K::kUnroll)) {
+      // Half of the instructions, in a second copy of the code that kAny has no registers for.
+      if (kFlavour != Flavour::kAny && column + step_offset(K::kUnroll - 1) + kStepColumns <= width) {
+        run_steps(column, std::true_type{});
+      } else {
+        run_steps(column, std::false_type{});
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < 2 * kTiles; ++m) weight_rows[m] += width;
+
+    // This warp's next block: counted through the concat, so that no warp is first in every chunk.
+    const int blocks = (width + kBlockColumns - 1) / kBlockColumns;
+    const int taken = block < blocks ? (blocks - block + kWarps - 1) / kWarps : 0;
+    block += taken * kWarps - blocks;
+
+    if (own_squares) {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        float total = squares[n];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        if (q == 0) squares_of[(k * kWarps + warp) * K::kRows + n * 8 + g] = total;
+      }
+    }
+    if (!chunk_norm && k + 1 < num_chunks) continue;
+    float* mine = partial + ((chunk_norm ? k : 0) * kWarps + warp) * K::kPartial;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          mine[(n * 8 + 2 * q + i % 2) * K::kColumns + m * 16 + i / 2 * 8 + g] = sum[m][n][i];
+          sum[m][n][i] = 0;
+        }
+      }
+    }
+  }
+  __syncthreads();
+
+  // rstd of each token in each chunk, without a norm 1; a concat's stands in chunk 0.
+  const int statistics = chunk_norm ? num_chunks : 1;
+  for (int at = threadIdx.x; at < statistics * K::kRows; at += kThreads) {
+    const int k = at / K::kRows, token = at % K::kRows;
+    float total = 0;
+    for (int chunk = k; chunk < (chunk_norm ? k + 1 : num_chunks) && source.norm != Norm::kNone; ++chunk) {
+      if (own_squares) {
+        float of_chunk = 0;
+        for (int w = 0; w < kWarps; ++w) of_chunk += squares_of[(chunk * kWarps + w) * K::kRows + token];
+        total += of_chunk;
+      } else {
+        const Chunk& given = arguments.chunks[chunk];
+        const int64_t row = rows[chunk * K::kRows + token];
+        if (row >= 0) total += load(given.sum_squares + row * given.sum_squares_row_stride);
+      }
+    }
+    const float scale = arguments.chunks[k].gain.data != nullptr ? 1 / kGainScale<T> : 1.0f;
+    rstd[at] = source.norm == Norm::kNone
+                   ? 1.0f
+                   : scale * rstd_of(total, chunk_norm ? arguments.chunks[k].width : source.width,
+                                     arguments.chunks[k].eps);
+  }
+  __syncthreads();
+
+  for (int at = threadIdx.x; at < K::kPartial; at += kThreads) {
+    const int token = at / K::kColumns;
+    const int64_t row = first_row + token, output = first_output + at % K::kColumns;
+    if (row >= op.num_rows || output >= op.num_columns) continue;
+    float total = 0;
+    for (int k = 0; k < statistics; ++k) {
+      float of_chunk = 0;
+      for (int w = 0; w < kWarps; ++w) of_chunk += partial[(k * kWarps + w) * K::kPartial + at];
+      total += of_chunk * rstd[k * K::kRows + token];
+    }
+    if (op.bias.data != nullptr) {
+      total += op.bias.dtype == DType::kFloat32
+                   ? load(static_cast<const float*>(op.bias.data) + output)
+                   : widen(load_bits(static_cast<const T*>(op.bias.data) + output), T{}).first;
+    }
+    store_bits(static_cast<T*>(op.out) + row * op.out_row_stride + output, narrow(Pair{total, 0.0f}, T{}));
+  }
+}
+
+template <class T, int kTokens, int kTiles, Flavour kFlavour>
+int launch_as(const Arguments& arguments, const Device& device) {
+  using K = Kernel<T, kTokens, kTiles, kFlavour>;
+  const NormConcatLinear& op = arguments.op;
+  const Shape shape{(op.num_rows + K::kRows - 1) / K::kRows, (op.num_columns + K::kColumns - 1) / K::kColumns, kThreads,
+                    K::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk)};
+  return launch(norm_concat_linear_kernel<T, kTokens, kTiles, kFlavour>, shape, arguments, device);
+}
+
+// 32 columns a block halve what is read of x, which at 16 rows is as much as half of the weight's bytes; 16 make enough
+// blocks for every SM of a narrow output, and with residuals 32 would spill. Two blocks a SM on an H100 are 264. Leads:
+// no GPU has measured them.
+template <class T, Flavour kFlavour>
+int launch_flavour(const Arguments& arguments, const Device& device) {
+  const NormConcatLinear& op = arguments.op;
+  constexpr int kWide = kFlavour == Flavour::kAny ? 1 : 2;
+  const int64_t sixteen_rows =
+      Kernel<T, 2, kWide, kFlavour>::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk);
+  if (op.num_rows > 8 && sixteen_rows <= device.shared_memory) {
+    return launch_as<T, 2, kWide, kFlavour>(arguments, device);
+  }
+  if (op.num_columns > 16 * 264) return launch_as<T, 1, 2, kFlavour>(arguments, device);
+  return launch_as<T, 1, 1, kFlavour>(arguments, device);
+}
+
+}  // namespace
+
+bool norm_concat_linear_takes(const NormConcatLinear& record) {
+  Alignment alignment(2);
+  alignment.add(record.weight, record.weight_row_stride, record.num_columns);
+  for (int64_t k = 0; k < record.source.num_chunks; ++k) {
+    const Chunk& chunk = record.source.chunks[k];
+    alignment.add(chunk.x, chunk.x_row_stride, chunk.rows);
+    alignment.add(chunk.residual, chunk.residual_row_stride, chunk.rows);
+    alignment.add(chunk.gain.data);
+    alignment.add_width(chunk.width);
+  }
+  return record.source.dtype != DType::kFloat32 && record.post_norm_gain.data == nullptr && alignment.holds();
+}
+
+int norm_concat_linear(const NormConcatLinear& record, const Device& device) {
+  Arguments arguments{record, {}};
+  bool any_gain = false, plain = true;
+  for (int64_t k = 0; k < record.source.num_chunks; ++k) {
+    const Chunk& chunk = arguments.chunks[k] = record.source.chunks[k];
+    any_gain |= chunk.gain.data != nullptr;
+    plain &= chunk.residual == nullptr && (chunk.gain.data == nullptr || chunk.gain.dtype == record.source.dtype);
+  }
+  const auto launch_type = [&](auto type) {
+    using T = decltype(type);
+    if (!plain) return launch_flavour<T, Flavour::kAny>(arguments, device);
+    if (any_gain) return launch_flavour<T, Flavour::kGain>(arguments, device);
+    return launch_flavour<T, Flavour::kNoGain>(arguments, device);
+  };
+  return record.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});
+}
+
+}  // namespace eagle_kernels::cuda

@@ -1,0 +1,135 @@
+"""The weights of a drafter's input stage out of a checkpoint, under the names that engines and trainers write.
+
+Only what the layer has is read from the file. A norm that is missing, or there without the config saying so, is an
+error: engines skip it silently (vLLM 0.33 `llama_eagle3` drops `input_norm`), and drafts are then rejected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from . import checks
+
+_Weights = str | os.PathLike | Mapping[str, Tensor]
+_Readers = dict[str, Callable[[], Tensor]]
+
+# SpecForge's names before `fc_norm` (SGLang 0.5.23 llama_eagle3 maps them the same way).
+_LEGACY_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+# Norms at the top level of a drafter that are not in front of fc: the final norm, and the target's (speculators).
+_OTHER_NORMS = ("norm", "verifier_norm")
+_NORM = re.compile(r"\w*norm\w*(\.\d+)?")
+
+# enorm, hnorm and eh_proj as DeepSeek, Step-3.5, GLM and Kimi have them, and what others call the same three.
+_MTP_STEMS = {
+    "enorm": ("enorm", "pre_fc_norm_embedding", "token_layernorm"),  # Qwen3-Next, MiMo
+    "hnorm": ("hnorm", "pre_fc_norm_hidden", "hidden_layernorm"),
+    "eh_proj": ("eh_proj", "fc", "input_proj", "pre_projection"),  # Qwen3-Next, MiMo, Gemma 4's assistant
+}
+_GENERIC = {"fc", "input_proj"}
+_MTP_STEM = {theirs: ours for ours, names in _MTP_STEMS.items() for theirs in names}
+
+
+def eagle3_projection(weights: _Weights, layer: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of an Eagle3Projection: fc, fc_norm.{k} and input_norm, with or without `model.`."""
+    op, config = "Eagle3Projection.load_checkpoint", layer.config
+    readers = _open(op, weights)
+    expected = layer.state_dict()
+    found: dict[str, str] = {}
+    for name in readers:
+        stem, _, parameter = name.removeprefix("model.").rpartition(".")
+        ours = f"{_LEGACY_NORMS.get(stem, stem)}.{parameter}"
+        if ours in expected:
+            _claim(op, found, ours, name)
+        elif stem == "fc" or (_NORM.fullmatch(stem) and stem not in _OTHER_NORMS):
+            says = f"the config says K = {config.num_chunks}, chunk_norm {config.chunk_norm}, "
+            says += f"concat_norm {config.concat_norm}, bias {config.bias}"
+            raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", says)
+    meaning = f"(D, K*H) with K = {config.num_chunks} and H = {config.target_hidden_size}"
+    return _read(op, readers, expected, found, {"fc.weight": meaning})
+
+
+def mtp_projection(weights: _Weights, layer: nn.Module, number: int | None) -> dict[str, Tensor]:
+    """The state_dict of an MTPProjection, from the one prefix that has its weights."""
+    op = "MTPProjection.load_checkpoint"
+    readers = _open(op, weights)
+    expected = layer.state_dict()
+    stages: dict[str, list[str]] = {}
+    for name in readers:
+        prefix, stem = _split(name)
+        if stem in _MTP_STEM:
+            stages.setdefault(prefix, []).append(name)
+    # Other parts of a model have an fc too; it is this one where its norms stand beside it.
+    stages = {prefix: names for prefix, names in stages.items() if not _GENERIC.issuperset(_split(n)[1] for n in names)}
+    if number is not None:
+        stages = {prefix: names for prefix, names in stages.items() if f"layers.{number}." in prefix}
+    if len(stages) != 1:
+        got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer"
+        expected_one = "one" if number is None else f"one with layers.{number}."
+        raise checks.error(ValueError, op, got, expected_one, "layer says which, its names say where")
+    found: dict[str, str] = {}
+    for name in next(iter(stages.values())):
+        _claim(op, found, f"{_MTP_STEM[_split(name)[1]]}.weight", name)
+    for ours, name in found.items():
+        if ours not in expected:
+            raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", "normed is False")
+    return _read(op, readers, expected, found, {"eh_proj.weight": f"(D, 2H) with H = {layer.config.hidden_size}"})
+
+
+def _split(name: str) -> tuple[str, str]:
+    """model.layers.61.enorm.weight -> ("model.layers.61.", "enorm"); stem "" where it is no weight."""
+    stem = name.removesuffix(".weight")
+    if stem == name:
+        return name, ""
+    prefix, dot, last = stem.rpartition(".")
+    return prefix + dot, last
+
+
+def _claim(op: str, found: dict[str, str], ours: str, name: str) -> None:
+    if ours in found:
+        raise checks.error(ValueError, op, f"weights has {found[ours]} and {name}", "one of them", f"both are {ours}")
+    found[ours] = name
+
+
+def _read(
+    op: str, readers: _Readers, expected: dict[str, Tensor], found: dict[str, str], meanings: dict[str, str]
+) -> dict[str, Tensor]:
+    for ours in expected:
+        if ours not in found:
+            raise checks.error(ValueError, op, f"weights has no {ours}", f"all of {sorted(expected)}")
+    state = {ours: readers[name]() for ours, name in found.items()}
+    for ours, tensor in state.items():
+        shape = tuple(expected[ours].shape)
+        if tuple(tensor.shape) != shape:
+            because = f"it is {meanings[ours]}" if ours in meanings else ""
+            raise checks.shape_error(op, found[ours], tensor, str(shape), because)
+        checks.check_dtype(op, found[ours], tensor, checks.DTYPES, "a quantised weight stays with its engine")
+    return state
+
+
+def _open(op: str, weights: _Weights) -> _Readers:
+    """Every tensor's name with the function that reads it."""
+    if isinstance(weights, Mapping):
+        return {name: partial(weights.__getitem__, name) for name in weights}
+    from safetensors import safe_open
+
+    path = Path(weights)
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = {path / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    else:
+        files = set(path.glob("*.safetensors")) if path.is_dir() else {path}
+    if not files:
+        raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
+    readers: _Readers = {}
+    for file in sorted(files):
+        handle = safe_open(file, framework="pt")
+        names = handle.keys()
+        readers |= {name: partial(handle.get_tensor, name) for name in names}
+    return readers

@@ -1,0 +1,162 @@
+"""Captured layers of an EAGLE-3 target straight into one packed [T, K*H] tensor.
+
+SGLang clones each captured layer into a list and concatenates the list: every value is written twice and read twice,
+and each decode graph keeps its own result. Here a capture is one write into a slot of the packed tensor, which the list
+then gives away instead of concatenating. In decode graphs it is the runner's static buffer, which SGLang 0.5.23 has for
+DFlash only: one for all graph sizes. EAGLE-3 may share it as well, since its worker extends the drafter with these
+states before the target runs again.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ...checks import DTYPES
+from ...ops import capture_hidden
+from ..eligibility import log_once
+from .hooks import LOGGER, Hook
+
+_SETUP = "sglang.srt.model_executor.model_runner_components"
+
+
+class Slots:
+    """The K slots of one forward. `store` writes the next one; whatever does not fit stays with SGLang's list."""
+
+    def __init__(self, num_chunks: int, graph_buffer: Tensor | None) -> None:
+        self.num_chunks = num_chunks
+        self.buffer = graph_buffer
+        self.taken = 0
+        self.broken = False
+
+    def store(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor | None:
+        """Slot k with round(hidden + residual) in it, or None."""
+        if self.taken == 0:
+            self.buffer = fitting(self.buffer, hidden, self.num_chunks)
+        H = hidden.shape[-1]
+        fits = hidden.dim() == 2 and self.taken < self.num_chunks and hidden.dtype in DTYPES and hidden.stride(-1) == 1
+        if self.broken or not fits or (*hidden.shape[:-1], self.num_chunks * H) != tuple(self.buffer.shape):
+            self.broken = True
+            return None
+        slot = self.buffer[:, self.taken * H : (self.taken + 1) * H]
+        self.taken += 1
+        return capture_hidden(hidden, residual, out=slot)
+
+    def packed(self) -> Tensor | None:
+        return self.buffer if self.taken == self.num_chunks and not self.broken else None
+
+
+def fitting(buffer: Tensor | None, like: Tensor, num_chunks: int) -> Tensor:
+    """The graph's buffer where it has the captures' rows and dtype, else a new one."""
+    shape = (*like.shape[:-1], num_chunks * like.shape[-1])
+    if (
+        buffer is not None
+        and tuple(buffer.shape) == shape
+        and (buffer.dtype, buffer.device) == (like.dtype, like.device)
+    ):
+        return buffer
+    return like.new_empty(shape)
+
+
+_slots: Slots | None = None  # of the forward that is running, until a list takes them
+_widths: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # K*H of each watched target
+
+
+def claim() -> Slots | None:
+    """The running forward's slots, once."""
+    global _slots
+    slots, _slots = _slots, None
+    return slots
+
+
+def _watch(result: None, *, model: nn.Module, eagle_use_aux_hidden_state: bool, **kwargs: object) -> None:
+    """After SGLang told a target what to capture: give each of its forwards slots for that."""
+    owners = [module for module in model.modules() if module.__dict__.get("layers_to_capture")]
+    if not eagle_use_aux_hidden_state or model in _widths:
+        return
+    obstacle = _obstacle(owners)
+    if obstacle is not None:
+        log_once(LOGGER, logging.INFO, f"capture stays with SGLang: {obstacle}")
+        return
+    (owner,) = owners
+    num_chunks = len(owner.layers_to_capture)
+    _widths[model] = num_chunks * owner.config.hidden_size
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        global _slots
+        batch = next((arg for arg in (*args, *kwargs.values()) if hasattr(arg, "aux_hidden_states_buffer")), None)
+        _slots = Slots(num_chunks, getattr(batch, "aux_hidden_states_buffer", None))
+
+    def end(*_: object) -> None:
+        claim()
+
+    owner.register_forward_pre_hook(begin, with_kwargs=True)
+    owner.register_forward_hook(end, always_call=True)
+    boundaries = sorted(owner.layers_to_capture)
+    log_once(LOGGER, logging.INFO, f"{type(owner).__name__} captures boundaries {boundaries} into one packed tensor")
+
+
+def _obstacle(owners: list[nn.Module]) -> str | None:
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    if len(owners) != 1:
+        return f"{len(owners)} modules have layers_to_capture"
+    if check_cuda_graph_backend(Phase.PREFILL, Backend.TC_PIECEWISE):
+        return "prefill graphs are piecewise, and torch.compile would trace the hooks"
+    if not hasattr(getattr(owners[0], "config", None), "hidden_size"):
+        return f"{type(owners[0]).__name__}.config has no hidden_size"
+    return None
+
+
+def _packed_list(original: type) -> type:
+    class PackedAuxHiddenStates(original):
+        """SGLang's AuxHiddenStateList whose entries are slots of one packed tensor, as long as they fit."""
+
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            self.slots = claim()
+
+        def capture(self, hidden: Tensor, *, owned: bool = False) -> None:
+            slot = None if self.slots is None else self.slots.store(hidden)
+            if slot is None:
+                super().capture(hidden, owned=owned)
+            else:
+                list.append(self, slot)
+
+        def append(self, hidden: Tensor) -> None:
+            slot = None if self.slots is None else self.slots.store(hidden)
+            list.append(self, hidden if slot is None else slot)
+
+    return PackedAuxHiddenStates
+
+
+def _pack(original: Callable, aux_hidden_states: object) -> Tensor:
+    slots = getattr(aux_hidden_states, "slots", None)
+    packed = None if slots is None or len(aux_hidden_states) != slots.num_chunks else slots.packed()
+    return original(aux_hidden_states) if packed is None else packed
+
+
+def _packer_slot(original: Callable, packer: object, like: Tensor) -> Tensor:
+    """DeepSeek and MiMo pack by themselves; in a decode graph they get its static buffer."""
+    if packer._feature_size is None and packer._buffer is None and (slots := claim()) is not None:
+        packer._buffer = fitting(slots.buffer, like, packer._num_captures)
+    return original(packer, like)
+
+
+def _width(original: Callable, *, model: nn.Module, spec_algorithm: object, is_draft_worker: bool) -> int:
+    """The width of the static buffer that the decode graph runner allocates: 0 for none."""
+    width = original(model=model, spec_algorithm=spec_algorithm, is_draft_worker=is_draft_worker)
+    return width or (0 if is_draft_worker or not spec_algorithm.is_eagle3() else _widths.get(model, 0))
+
+
+_AUX = "sglang.srt.layers.aux_hidden_states"
+_WIDTH_PARAMETERS = ("model", "spec_algorithm", "is_draft_worker")
+
+HOOKS = (
+    Hook(f"{_SETUP}.attention_backend_setup:configure_aux_hidden_state_capture", "AFTER", _watch),
+    Hook(f"{_SETUP}.misc_utils:resolve_aux_hidden_states_width", "AROUND", _width, _WIDTH_PARAMETERS),
+    Hook(f"{_AUX}:AuxHiddenStateList", "REPLACE", _packed_list),
+    Hook(f"{_AUX}:AuxHiddenStatePacker.slot", "AROUND", _packer_slot, ("self", "like")),
+    Hook(f"{_AUX}:pack_aux_hidden_states", "AROUND", _pack, ("aux_hidden_states",)),
+)

@@ -1,0 +1,29 @@
+"""What keeps a layer of SGLang off the ops, beyond `eligibility`: how it norms, and what the server promised."""
+
+import torch
+from torch import nn
+
+from ... import plan
+from ..eligibility import norm_obstacle
+
+
+def rms_norm_obstacle(norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False) -> str | None:
+    """Why the ops cannot take over a norm: gemma asks for GemmaRMSNorm (gain 1 + w), else RMSNorm (gain w)."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    if getattr(norm, "variance_size_override", None) is not None:
+        return f"its norm takes the variance of {norm.variance_size_override} columns only"
+    if getattr(norm, "cast_x_before_out_mul", False):
+        return "its norm rounds before the gain (cast_x_before_out_mul)"
+    if not getattr(norm, "has_weight", True):
+        return "its norm has no weight"
+    return norm_obstacle(norm, {GemmaRMSNorm if gemma else RMSNorm}, dtype)
+
+
+def determinism_obstacle() -> str | None:
+    """SGLang's deterministic mode promises bits that do not depend on the batch."""
+    from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+
+    if is_batch_invariant_mode_enabled() and not plan.SETTINGS.batch_invariant:
+        return "SGLang's batch-invariant mode is on, and EAGLE_KERNELS_BATCH_INVARIANT is not 1"
+    return None

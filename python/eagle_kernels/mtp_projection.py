@@ -1,0 +1,195 @@
+"""MTPProjection: the input stage of MTP / NextN layers as an inference module, one op call a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from . import checkpoint, checks
+from .layers import VocabParallelEmbedding
+from .mtp_config import MTPConfig
+from .ops import norm_concat_linear, vocab_parallel_embedding
+from .vocab_shard import VocabShard
+
+
+class MTPProjection(nn.Module):
+    """The input stage of an MTP / NextN layer: y = eh_proj(cat[enorm(scale * embedding), hnorm(hidden)]).
+
+    Args:
+        config: `MTPConfig`; `MTPConfig.from_hf` reads what is special about the model's family.
+        max_tokens: rows of the static buffers that a masked position 0, a sharded table and a scale without norm need:
+            each is allocated by the first call that needs it and never again. None: such calls allocate.
+        dtype, device: of the parameters.
+
+    state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H]. Parameters do not require
+    grad: the layer is inference only.
+
+    Source: SGLang 0.5.23 `deepseek_nextn`, `step3p5_mtp`, `gemma4_mtp`; vLLM 0.33 `deepseek_mtp`, `mimo_mtp`.
+    """
+
+    def __init__(
+        self,
+        config: MTPConfig,
+        *,
+        max_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.max_tokens = max_tokens
+        self._static_buffers: dict[tuple, Tensor] = {}
+        place = {"dtype": dtype, "device": device}
+        if config.normed:
+            self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **place)
+            self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **place)
+            for norm in (self.enorm, self.hnorm):
+                norm.weight.data.fill_(1 - config.norm_offset)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **place)
+        self.requires_grad_(False)
+
+    def load_checkpoint(
+        self, weights: str | os.PathLike | Mapping[str, Tensor], *, layer: int | None = None
+    ) -> MTPProjection:
+        """Copy enorm, hnorm and eh_proj from a checkpoint: a safetensors file or folder, or tensors by name.
+
+        Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint holds several MTP layers.
+        Qwen3-Next's, MiMo's and Gemma 4's names for the three are known too.
+
+        Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
+        """
+        self.load_state_dict(checkpoint.mtp_projection(weights, self, layer))
+        return self
+
+    def forward(
+        self,
+        hidden: Tensor,
+        ids: Tensor | None = None,
+        *,
+        table: Tensor | VocabParallelEmbedding | None = None,
+        embeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        indices: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[N, D]. A table of the whole vocabulary is a chunk of the one op call, with the token ids as its indices.
+
+        Args:
+            hidden: [T, H], the target's (or the previous MTP layer's) hidden states.
+            ids, table: token ids [N], int32 / int64, and the embedding: the full [V, H] tensor, or a
+                VocabParallelEmbedding, full or sharded, whose own scale (if it has one) goes before the config's. An id
+                outside the vocabulary has a zero row.
+            embeds: [N, H] in their place, scaled already.
+            positions: [N] int32 / int64, needed where the config masks position 0.
+            indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
+            out: [N, D], as in `norm_concat_linear`.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
+        """
+        self._check_sources(hidden, ids, table, embeds, positions)
+        config = self.config
+        chunk, index, scale = self._embedding(ids, table, embeds, positions)
+        chunks, rows = [chunk, hidden], [index, indices]
+        if not config.normed:
+            chunks, rows = self._ordered(chunks), self._ordered(rows)
+            return norm_concat_linear(chunks, self.eh_proj.weight, norm="none", indices=rows, out=out)
+        # rms(scale * e) with eps is rms(e) with eps / scale^2, without the rounding of scale * e.
+        eps = [config.enorm_eps / (1.0 if scale is None else scale**2), config.hnorm_eps]
+        return norm_concat_linear(
+            self._ordered(chunks),
+            self.eh_proj.weight,
+            norm_weight=self._ordered([self.enorm.weight, self.hnorm.weight]),
+            eps=self._ordered(eps),
+            norm_offset=config.norm_offset,
+            indices=self._ordered(rows),
+            out=out,
+        )
+
+    def _ordered(self, pair: list) -> list:
+        return pair if self.config.order == "embed,hidden" else pair[::-1]
+
+    def _check_sources(
+        self,
+        hidden: Tensor,
+        ids: Tensor | None,
+        table: Tensor | VocabParallelEmbedding | None,
+        embeds: Tensor | None,
+        positions: Tensor | None,
+    ) -> None:
+        op = "MTPProjection"
+        if (ids is None) == (embeds is None) or (ids is None) != (table is None):
+            given = {"ids": ids, "table": table, "embeds": embeds}
+            got = ", ".join(name for name, value in given.items() if value is not None) or "neither"
+            raise checks.error(ValueError, op, f"given are {got}", "either ids and table, or embeds")
+        for name, tensor in (("ids", ids), ("positions", positions)):
+            if tensor is not None:
+                checks.check_ids(op, name, tensor)
+        weight = table.weight if isinstance(table, VocabParallelEmbedding) else table
+        for name, tensor in (("hidden", hidden), ("embeds", embeds) if table is None else ("table", weight)):
+            checks.check_rows(op, name, tensor)
+            if tensor.dim() != 2 or tensor.shape[1] != self.config.hidden_size:
+                raise checks.shape_error(op, name, tensor, f"(*, H) = (*, {self.config.hidden_size})")
+        rows = (embeds if ids is None else ids).shape[0]
+        if positions is not None and positions.shape[0] != rows:
+            raise checks.shape_error(op, "positions", positions, f"({rows},)", "there is one per embedding")
+        if positions is None and self.config.mask_position_zero:
+            because = "the config masks position 0"
+            raise checks.error(ValueError, op, "positions is None", f"({rows},) positions", because)
+        if self.max_tokens is not None and rows > self.max_tokens:
+            because = "static buffers never grow"
+            raise checks.error(ValueError, op, f"there are {rows} rows", f"at most {self.max_tokens}", because)
+
+    def _embedding(
+        self,
+        ids: Tensor | None,
+        table: Tensor | VocabParallelEmbedding | None,
+        embeds: Tensor | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, float | None]:
+        """(chunk, index, scale) of the embedding; a scale that is left here is the norm's to apply."""
+        if ids is None:
+            return embeds, self._masked(None, positions), None
+        ids = self._masked(ids, positions)
+        scale, weight, shard = self._scale(), table, None
+        if isinstance(table, VocabParallelEmbedding):
+            weight, shard = table.weight.detach(), table.shard
+            scale = scale if table.own_scale is None else table.own_scale
+        norm_takes_scale = self.config.normed and not isinstance(scale, Tensor)
+        if (shard is None or shard.is_full_table) and (scale is None or norm_takes_scale):
+            return weight if shard is None else weight[: shard.num_embeddings], ids, scale
+        if shard is None:
+            shard = VocabShard.build(weight.shape[0], tp_rank=0, tp_size=1)
+        rows = self._static("embeds", (ids.shape[0], weight.shape[1]), weight)
+        vocab_parallel_embedding(ids, weight, shard, scale=None if norm_takes_scale else scale, out=rows)
+        if isinstance(table, VocabParallelEmbedding):
+            table.reduce(rows)
+        return rows, None, scale if norm_takes_scale else None
+
+    def _masked(self, ids: Tensor | None, positions: Tensor | None) -> Tensor | None:
+        """The index of the embedding: ids (or the row itself), -1 where position 0 is masked."""
+        if not self.config.mask_position_zero:
+            return ids
+        masked = self._static("ids", positions.shape, positions.new_empty(0, dtype=torch.int64))
+        if ids is None:
+            torch.arange(positions.shape[0], out=masked)
+        else:
+            masked.copy_(ids)
+        return masked.masked_fill_(positions == 0, -1)
+
+    def _scale(self) -> float | None:
+        scale = self.config.embedding_scale
+        if scale is None or not self.config.round_embedding_scale:
+            return scale
+        return torch.tensor(scale, dtype=self.eh_proj.weight.dtype).item()
+
+    def _static(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """The first rows of a buffer that keeps its address; a new tensor where max_tokens is None."""
+        if self.max_tokens is None:
+            return like.new_empty(shape)
+        key = (name, like.dtype, like.device, *shape[1:])
+        if key not in self._static_buffers:
+            self._static_buffers[key] = like.new_zeros((self.max_tokens, *shape[1:]))
+        return self._static_buffers[key][: shape[0]]

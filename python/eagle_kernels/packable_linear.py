@@ -1,0 +1,50 @@
+"""A linear layer whose weight oneDNN may keep in its own layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class PackableLinear(nn.Linear):
+    """nn.Linear whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
+
+    state_dict always holds the dense weight, and loading one packs it again.
+    """
+
+    packed: Tensor | None = None
+
+    def pack(self) -> None:
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            self.weight = None
+
+    def unpack(self) -> None:
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
+            self.packed = None
+
+    def product(self, x: Tensor) -> Tensor:
+        """x @ weight^T + bias from the packed weight."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.packed is not None:
+            destination[prefix + "weight"] = self.packed.to_dense()
+
+    def _load_from_state_dict(self, *args: object) -> None:
+        was_packed = self.packed is not None
+        self.unpack()
+        super()._load_from_state_dict(*args)
+        if was_packed:
+            self.pack()
+
+    def _apply(self, fn: object, recurse: bool = True) -> PackableLinear:
+        # .to() and .cuda() cannot move a blocked weight; it packs again where it lands on the CPU.
+        was_packed = self.packed is not None
+        self.unpack()
+        super()._apply(fn, recurse)
+        if was_packed and self.weight.device.type == "cpu":
+            self.pack()
+        return self

@@ -1,0 +1,110 @@
+"""The resource gate of csrc/cuda: what nvcc's binaries need on every arch that a wheel holds."""
+
+import functools
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")  # whose package has the disassembler
+
+from compile.offline import nvidia_tool
+
+ROOT = Path(__file__).resolve().parents[2]
+NVCC = shutil.which("nvcc")
+ARCHS = ("80", "89", "90a", "100a", "120")
+# Registers of a thread, at most, by kernel file. An SM has 65536: two blocks of 512 threads need 64 or fewer, two of
+# 256 threads 128 or fewer. All of them stay at one load of 16 bytes for 8 values and without a stack.
+MOST_REGISTERS = {
+    "add_rms_norm": 64,
+    "capture_hidden": 64,
+    "norm_concat": 64,
+    "norm_concat_linear": 128,
+    "vocab_parallel_embedding": 40,
+}
+# Template instances: 3 dtypes, aligned or not; 2 dtypes, 3 tiles, 3 flavours.
+INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"norm_concat_linear": 18}
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One template instance, as `-Xptxas -v` reports it."""
+
+    name: str
+    registers: int
+    stack: int  # bytes
+    spills: int  # bytes, stores and loads
+
+    def faults(self, most_registers: int) -> list[str]:
+        limits = {"registers": most_registers, "stack": 0, "spills": 0}
+        return [f"{self.name}: {name} {getattr(self, name)}, limit {limit}"
+                for name, limit in limits.items() if getattr(self, name) > limit]  # fmt: skip
+
+
+def test_every_kernel_file_has_a_limit() -> None:
+    assert sorted(path.stem for path in ROOT.glob("csrc/cuda/*.cu")) == sorted(MOST_REGISTERS)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[list[Binary], Path]]:
+    """By (kernel file, arch): its instances, and the cubin."""
+    folder = tmp_path_factory.mktemp("cubins")
+    jobs = [(kernel, arch) for arch in ARCHS for kernel in MOST_REGISTERS]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(jobs, pool.map(lambda job: _compile(*job, folder), jobs), strict=True))
+
+
+def _compile(kernel: str, arch: str, folder: Path) -> tuple[list[Binary], Path]:
+    cubin = folder / f"{kernel}.{arch}.cubin"
+    target = f"arch=compute_{arch},code=sm_{arch}"
+    source = ROOT / f"csrc/cuda/{kernel}.cu"
+    command = [NVCC, "-std=c++20", "-O3", "-cubin", "-gencode", target, "-Xptxas", "-v", source, "-o", cubin]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "warning" not in run.stderr, run.stderr
+    pattern = (
+        r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+"
+        r"ptxas info\s+: Used (\d+) registers"
+    )
+    found = re.findall(pattern, run.stderr)
+    return [Binary(name, int(used), int(stack), int(a) + int(b)) for name, stack, a, b, used in found], cubin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", MOST_REGISTERS)
+def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, arch: str, compiled: dict) -> None:
+    binaries, _ = compiled[kernel, arch]
+    assert len(binaries) == INSTANCES[kernel]
+    assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
+
+
+@functools.cache
+def _instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
+    """(function, its machine code)."""
+    parts = re.split(r"^\.text\.(\S+):", nvidia_tool("nvdisasm", "-c", str(cubin)), flags=re.M)
+    return tuple(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("arch", ["80", "90a", "120"])
+def test_the_weight_streams_in_16_byte_loads_into_the_tensor_cores(arch: str, compiled: dict) -> None:
+    functions = _instructions(compiled["norm_concat_linear", arch][1])
+    assert len(functions) == 18
+    for name, code in functions:
+        assert re.search(r"\bHMMA\.16816\.F32", code), name
+        assert re.search(r"\bLDG\.E\.NA\.128\.CONSTANT", code), name  # NA: not kept in L1
+        assert not re.search(r"\b(LDL|STL)\b", code), name
+
+
+@pytest.mark.parametrize("kernel", MOST_REGISTERS)
+def test_grid_dependency_control_is_in_every_hopper_kernel_and_in_no_ampere_one(kernel: str, compiled: dict) -> None:
+    for _, code in _instructions(compiled[kernel, "90a"][1]):
+        assert "ACQBULK" in code and "PREEXIT" in code
+    for _, code in _instructions(compiled[kernel, "80"][1]):
+        assert "ACQBULK" not in code and "PREEXIT" not in code

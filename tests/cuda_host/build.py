@@ -1,0 +1,59 @@
+"""Compiles csrc/cuda for the CPU: the kernels and launchers of the wheel over device_host.h and fibers.cpp."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TORCH = Path(torch.__file__).parent
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+
+_SOURCES = [*sorted(ROOT.glob("csrc/cuda/*.cu")), ROOT / "csrc/cuda/ops.cpp", ROOT / "csrc/arguments.cpp"]
+_SOURCES += sorted(HERE.glob("*.cpp"))
+_HEADERS = [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("*.h")]
+_FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+# A product and a sum stay two roundings, as written; nvcc contracts some of them.
+_FLAGS += ["-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
+_FLAGS += [f"-I{ROOT / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
+_SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+
+
+def build(sanitized: bool) -> Path:
+    """The emulated library; compiles what has changed since the last time."""
+    flags = _FLAGS + (_SANITIZERS if sanitized else [])
+    folder = ROOT / "build" / "cuda_host"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *flags]).encode())
+    for header in sorted(_HEADERS):
+        settings.update(header.name.encode() + header.read_bytes())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: _compile(source, flags, folder, settings.copy()), _SOURCES))
+    names = hashlib.sha256("".join(path.name for path in objects).encode())
+    library = folder / f"libeagle_kernels_emulated-{names.hexdigest()[:16]}.so"
+    if not library.exists():
+        _write(library, [*flags, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
+    return library
+
+
+def _compile(source: Path, flags: list[str], folder: Path, digest: object) -> Path:
+    digest.update(source.read_bytes())
+    target = folder / f"{source.name}-{digest.hexdigest()[:16]}.o"
+    if not target.exists():
+        _write(target, [*flags, "-x", "c++", "-c", source])
+    return target
+
+
+def _write(target: Path, arguments: list[object]) -> None:
+    """Run the compiler; `target` appears whole or not at all, since several test processes may build at once."""
+    partial = target.with_suffix(f".{os.getpid()}")
+    command = [COMPILER, *map(str, arguments), "-o", str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or done.stderr:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    partial.replace(target)

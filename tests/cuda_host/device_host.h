@@ -1,0 +1,138 @@
+// The names of csrc/cuda/device.cuh on a CPU: a block's threads are fibers of one OS thread, blocks run one after the
+// other. What a GPU would do wrong only sometimes is made to fail here every time: shared memory starts as NaN, warps
+// run to their next barrier in either order (`set_warp_order`), loads check their alignment, and global memory may only
+// be touched after wait_for_previous_kernel.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct Dim3 {
+  int x = 1, y = 1;
+};
+// Of the fiber that runs; the scheduler sets them before it resumes one.
+extern Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace eagle_kernels::cuda {
+
+namespace host {
+
+// Runs `thread` once per thread of every block of the grid.
+void run(const std::function<void()>& thread, Dim3 grid, int threads, int64_t shared_bytes);
+
+// Warps run in ascending or descending order between barriers.
+void set_warp_order(bool descending);
+
+// Of the running fiber. A collective of the warp: every lane leaves `bytes` and gets those of all 32.
+const char* exchange(const void* mine, size_t bytes);
+char* shared_memory();
+void sync_block();
+void wait_for_previous_kernel();
+// Fails where the address is not aligned, or global memory may not be touched yet.
+void check_access(const void* p, size_t bytes);
+
+constexpr size_t kSlot = 64;  // bytes of a lane in an exchange
+
+}  // namespace host
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float widen_one(uint16_t bits, BFloat16) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
+inline float widen_one(uint16_t bits, Float16) {
+  _Float16 value;
+  std::memcpy(&value, &bits, 2);
+  return static_cast<float>(value);
+}
+inline uint16_t narrow_one(float value, BFloat16) {
+  const uint32_t bits = float_to_bits(value);
+  if (value != value) return 0x7fff;  // the NaN that cvt gives
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint16_t narrow_one(float value, Float16) {
+  if (value != value) return 0x7fff;
+  const _Float16 rounded = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &rounded, 2);
+  return bits;
+}
+
+template <class T>
+Pair widen(uint32_t pair, T) {
+  return {widen_one(pair & 0xffff, T{}), widen_one(pair >> 16, T{})};
+}
+template <class T>
+uint32_t narrow(Pair values, T) {
+  return narrow_one(values.first, T{}) | static_cast<uint32_t>(narrow_one(values.second, T{})) << 16;
+}
+
+template <class T>
+T load(const T* p) {
+  host::check_access(p, sizeof(T));
+  return *p;
+}
+template <class T>
+void store(T* p, T value) {
+  host::check_access(p, sizeof(T));
+  *p = value;
+}
+struct ReadOnce {
+  Words operator()(const void* p) const { return load(static_cast<const Words*>(p)); }
+};
+// A GPU ignores a prefetch of an address that is not there.
+inline void prefetch(const void*) {}
+
+inline void wait_for_previous_kernel() { host::wait_for_previous_kernel(); }
+inline void let_next_kernel_start() {}
+inline char* shared_memory() { return host::shared_memory(); }
+
+// PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type": with lane = 4 g + q, register i of A is row
+// g + 8 (i % 2), columns 2q + 8 (i / 2) and the next; register i of B is rows 2q + 8 i and the next, column g; C is rows
+// g and g + 8, columns 2q and the next. Products are exact in fp32; their sum goes by column.
+template <class T>
+void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, T) {
+  const Pair own[6] = {widen(a0, T{}), widen(a1, T{}), widen(a2, T{}), widen(a3, T{}), widen(b0, T{}), widen(b1, T{})};
+  static_assert(sizeof own <= host::kSlot);
+  const char* slots = host::exchange(own, sizeof own);
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int lower_row = i / 2, column = 2 * q + i % 2;
+    float total = sum[i];
+    for (int half = 0; half < 2; ++half) {
+      for (int pair = 0; pair < 4; ++pair) {
+        Pair a, b;
+        std::memcpy(&a, slots + (4 * g + pair) * host::kSlot + (lower_row + 2 * half) * sizeof(Pair), sizeof a);
+        std::memcpy(&b, slots + (4 * column + pair) * host::kSlot + (4 + half) * sizeof(Pair), sizeof b);
+        total += a.first * b.first + a.second * b.second;
+      }
+    }
+    sum[i] = total;
+  }
+}
+
+}  // namespace eagle_kernels::cuda
+
+inline void __syncthreads() { eagle_kernels::cuda::host::sync_block(); }
+
+inline float __shfl_xor_sync(unsigned, float value, int distance) {
+  const char* slots = eagle_kernels::cuda::host::exchange(&value, sizeof value);
+  float other;
+  std::memcpy(&other, slots + ((threadIdx.x % 32) ^ distance) * eagle_kernels::cuda::host::kSlot, sizeof other);
+  return other;
+}

@@ -1,0 +1,201 @@
+// The scheduler behind device_host.h: one fiber (ucontext) per thread of a block.
+#include <ucontext.h>
+
+#include <cstdio>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "device.cuh"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace eagle_kernels::cuda::host {
+namespace {
+
+constexpr size_t kStackBytes = 256 << 10;
+constexpr int kLanes = 32;
+
+enum class State { kReady, kInExchange, kAtBarrier, kDone };
+
+struct Warp {
+  char slots[2][kLanes * kSlot];  // two, so that a lane ahead by one exchange does not overwrite what others still read
+  int arrived = 0;
+  int64_t exchanges = 0;  // completed ones
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  void* fake_stack = nullptr;  // AddressSanitizer's
+  State state = State::kReady;
+  int64_t exchanges = 0;  // that this lane has joined
+  bool waited = false;    // for the previous kernel
+};
+
+bool descending_warps = false;
+std::vector<std::unique_ptr<Fiber>> fibers;  // kept between blocks: their stacks are most of a block's cost
+std::vector<Warp> warps;
+std::vector<char> shared;
+const std::function<void()>* running_thread;
+std::string failure;
+ucontext_t scheduler;
+void* scheduler_fake_stack;
+const void* scheduler_stack;
+size_t scheduler_stack_bytes;
+
+Fiber& current() { return *fibers[threadIdx.x]; }
+
+// AddressSanitizer has to be told of every change of stacks.
+void leave(void** fake_stack, const void* to_stack, size_t to_bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(fake_stack, to_stack, to_bytes);
+#else
+  (void)fake_stack, (void)to_stack, (void)to_bytes;
+#endif
+}
+void arrive(void* fake_stack, const void** from_stack, size_t* from_bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(fake_stack, from_stack, from_bytes);
+#else
+  (void)fake_stack, (void)from_stack, (void)from_bytes;
+#endif
+}
+
+void yield(State state) {
+  Fiber& fiber = current();
+  fiber.state = state;
+  leave(state == State::kDone ? nullptr : &fiber.fake_stack, scheduler_stack, scheduler_stack_bytes);
+  swapcontext(&fiber.context, &scheduler);
+  arrive(fiber.fake_stack, nullptr, nullptr);
+}
+
+// No exception crosses a change of stacks: the fiber stops for good and the scheduler throws.
+[[noreturn]] void fail(const std::string& what) {
+  failure = "thread " + std::to_string(threadIdx.x) + " of block (" + std::to_string(blockIdx.x) + ", " +
+            std::to_string(blockIdx.y) + "): " + what;
+  yield(State::kDone);
+  std::abort();
+}
+
+void run_thread() {
+  arrive(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+  (*running_thread)();
+  yield(State::kDone);
+}
+
+void resume(int thread) {
+  threadIdx.x = thread;
+  Fiber& fiber = *fibers[thread];
+  fiber.state = State::kReady;
+  leave(&scheduler_fake_stack, fiber.stack.get(), kStackBytes);
+  swapcontext(&scheduler, &fiber.context);
+  arrive(scheduler_fake_stack, nullptr, nullptr);
+  if (!failure.empty()) throw std::runtime_error("emulated kernel: " + failure);
+}
+
+bool can_run(int thread) {
+  const Fiber& fiber = *fibers[thread];
+  return fiber.state == State::kReady ||
+         (fiber.state == State::kInExchange && warps[thread / kLanes].exchanges >= fiber.exchanges);
+}
+
+// Each warp as far as it comes without the others.
+void run_warps() {
+  const int count = static_cast<int>(warps.size());
+  for (int i = 0; i < count; ++i) {
+    const int first = (descending_warps ? count - 1 - i : i) * kLanes;
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int j = 0; j < kLanes; ++j) {
+        const int thread = first + (descending_warps ? kLanes - 1 - j : j);
+        if (!can_run(thread)) continue;
+        resume(thread);
+        moved = true;
+      }
+    }
+  }
+}
+
+void run_block(int threads, int64_t shared_bytes) {
+  shared.assign(shared_bytes, static_cast<char>(0xff));  // NaN in every format
+  shared.shrink_to_fit();
+  warps.assign(threads / kLanes, Warp{});
+  while (static_cast<int>(fibers.size()) < threads) fibers.push_back(std::make_unique<Fiber>());
+  for (int thread = 0; thread < threads; ++thread) {
+    Fiber& fiber = *fibers[thread];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    makecontext(&fiber.context, run_thread, 0);
+    fiber.fake_stack = nullptr;
+    fiber.state = State::kReady;
+    fiber.exchanges = 0;
+    fiber.waited = false;
+  }
+  while (true) {
+    run_warps();
+    int done = 0, at_barrier = 0;
+    for (int thread = 0; thread < threads; ++thread) {
+      done += fibers[thread]->state == State::kDone;
+      at_barrier += fibers[thread]->state == State::kAtBarrier;
+    }
+    if (done == threads) return;
+    if (at_barrier != threads) {
+      throw std::runtime_error("emulated kernel: " + std::to_string(at_barrier) + " of " + std::to_string(threads) +
+                               " threads wait at a barrier, " + std::to_string(done) +
+                               " have ended, the others wait for a lane that is not in their collective");
+    }
+    for (int thread = 0; thread < threads; ++thread) fibers[thread]->state = State::kReady;
+  }
+}
+
+}  // namespace
+
+void set_warp_order(bool descending) { descending_warps = descending; }
+
+void run(const std::function<void()>& thread, Dim3 grid, int threads, int64_t shared_bytes) {
+  if (threads % kLanes != 0 || threads > 1024 || grid.x < 1 || grid.y < 1 || grid.y > 65535) {
+    throw std::runtime_error("emulated kernel: no GPU launches this grid");
+  }
+  running_thread = &thread;
+  failure.clear();
+  gridDim = grid;
+  blockDim = {threads, 1};
+  for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
+    for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) run_block(threads, shared_bytes);
+  }
+}
+
+const char* exchange(const void* mine, size_t bytes) {
+  const int lane = threadIdx.x % kLanes;
+  Warp& warp = warps[threadIdx.x / kLanes];
+  Fiber& fiber = current();
+  char* slots = warp.slots[fiber.exchanges++ % 2];
+  std::memcpy(slots + lane * kSlot, mine, bytes);
+  if (++warp.arrived == kLanes) {
+    warp.arrived = 0;
+    ++warp.exchanges;
+  } else {
+    yield(State::kInExchange);
+  }
+  return slots;
+}
+
+char* shared_memory() { return shared.data(); }
+
+void sync_block() { yield(State::kAtBarrier); }
+
+void wait_for_previous_kernel() { current().waited = true; }
+
+void check_access(const void* p, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes != 0) fail("an access of " + std::to_string(bytes) + " bytes off alignment");
+  if (!current().waited) fail("global memory is touched before wait_for_previous_kernel");
+}
+
+}  // namespace eagle_kernels::cuda::host

@@ -1,0 +1,80 @@
+"""Calls of the CUDA primitives whose fp32 arithmetic is exact in any order, so that their bits are known: integers, row
+sums of squares that are powers of 4 times the width, and gains of 1."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CODES = {"none": 0, "chunk": 1, "concat": 2}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One primitive on small integers; `run` takes the op namespace and moves the operands with `move`."""
+
+    op: str
+    dtype: torch.dtype
+    T: int
+    K: int
+    H: int
+    D: int = 0
+    norm: str = "none"
+
+    @property
+    def id(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{self.op}-{name}-T{self.T}-K{self.K}-H{self.H}-D{self.D}-{self.norm}"
+
+    def operands(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+        """Chunks of -2 and 2 (a mean square of 4), residuals, weight, indices with some out of range."""
+        generator = torch.Generator().manual_seed(self.T * self.H + self.D)
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high + 1, shape, generator=generator)
+
+        chunks = [(integers(0, 1, self.T, self.H) * 4 - 2).to(self.dtype) for _ in range(self.K)]
+        residuals = [integers(-3, 3, self.T, self.H).to(self.dtype) for _ in range(self.K)]
+        weight = integers(-3, 3, max(self.D, 1), self.K * self.H).to(self.dtype)
+        return chunks, residuals, weight, integers(-1, self.T, self.T)
+
+    def run(self, ops: object, move: Callable[[object], object] = lambda value: value) -> list[Tensor]:
+        chunks, residuals, weight, indices = map(move, self.operands())
+        out = move(torch.full((self.T, self.D or self.K * self.H), float("nan")).to(self.dtype))
+        residuals = residuals if self.norm == "none" else []
+        sources = (chunks, self.K, _CODES[self.norm], [], [0.0], 0.0, residuals, [indices], None)
+        if self.op == "norm_concat_linear":
+            ops.norm_concat_linear_out(*sources, weight, None, None, 0.0, out)
+            return [out]
+        if self.op == "norm_concat":
+            ops.norm_concat_out(*sources, out)
+            return [out]
+        if self.op == "capture_hidden":
+            squares = move(torch.full((self.T,), float("nan")))
+            ops.capture_hidden_out(chunks[0], chunks[0].flip(0), out, squares)
+            return [out, squares]
+        if self.op == "add_rms_norm":
+            total = torch.full_like(out, float("nan"))
+            ops.add_rms_norm_out(chunks[0], chunks[0], move(torch.ones(self.H)), 0.0, 0.0, out, total)
+            return [out, total]
+        ops.vocab_parallel_embedding_out(indices, chunks[0], 0, self.T, 0, 0, 0, 3.0, None, out)
+        return [out]
+
+
+_DTYPES = (torch.bfloat16, torch.float16)
+CALLS = [
+    *(
+        Call("norm_concat_linear", dtype, T, 3, 136, D, norm)
+        for dtype in _DTYPES
+        for T, D in ((3, 37), (13, 37), (3, 4300))
+        for norm in _CODES
+    ),
+    *(Call("norm_concat", dtype, 5, 3, H, 0, norm) for dtype in _DTYPES for H in (136, 101) for norm in _CODES),
+    *(
+        Call(op, dtype, 5, 1, H)
+        for op in ("capture_hidden", "add_rms_norm", "vocab_parallel_embedding")
+        for dtype in (*_DTYPES, torch.float32)
+        for H in (2880, 101)
+    ),
+]

@@ -1,0 +1,287 @@
+"""norm_concat_linear in CUDA, emulated: every parameter and template instance against float64, bits, and memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+import test_norm_concat_linear as on_cpu
+from accuracy import allow_independent_roundings, expect
+from backends import environment_of
+from cases import FEATURES, NUMBERS, SIZES, Case, operands
+from cuda_host.conftest import SHARED_MEMORY
+from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def fused(case: Case) -> Case | None:
+    """The case as the fused kernel takes it: 72 columns, a block of 64 and a tail, and at most 16 rows."""
+    if case.dtype_name == "fp32" or case.post_norm or case.layout == "strided" or case.data == "tiny":
+        return None
+    widths = tuple(H if H % 8 == 0 else 72 for H in case.widths)
+    return replace(case, widths=widths, T=min(case.T, 5 if case.indices in ("shared", "each") else 16), view=False)
+
+
+FUSED_CASES = list(dict.fromkeys(filter(None, map(fused, [*SIZES, *FEATURES, *NUMBERS]))))
+FUSED_CASES += [
+    Case("bf16", (8,) * 8, 3, D=70),
+    Case("fp16", (80, 8, 264), 9, D=16, residuals="some", gain="list"),
+    Case("bf16", (72,) * 3, 16, "concat", D=17, layout="packed", residuals="all"),
+]
+# What it leaves to norm_concat and a library product.
+OTHER_CASES = [case for case in FEATURES if case.post_norm or case.view or case.layout == "strided"]
+OTHER_CASES += [case for case in SIZES if case.widths[0] in (101, 1) and case.T < 100]
+
+
+def check(case: Case) -> None:
+    call = operands(case)
+    _, expected = expect(call)
+    one_row = case.layout == "row"
+    guarded = GuardedRows(1 if one_row else call.N, case.D, case.dtype)
+    view = guarded.view[0] if one_row else guarded.view
+    with UnchangedTensors(call.tensors()):
+        assert call.norm_concat_linear(out=view) is view
+    guarded.check_around()
+    allow_independent_roundings(expected).check(guarded.view)
+
+
+def explained(case: Case) -> str:
+    call = operands(case)
+    return str(ek.explain("norm_concat_linear", call.chunks, **call.sources | call.projection | {"eps": 1e-6}))
+
+
+@pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.id)
+def test_float64_truth(case: Case) -> None:
+    assert explained(case).startswith("norm_concat_linear: cuda/fused, because T=")
+    check(case)
+
+
+@pytest.mark.parametrize("case", OTHER_CASES, ids=lambda case: case.id)
+def test_float64_truth_of_what_it_does_not_take(case: Case) -> None:
+    assert explained(case).startswith("norm_concat_linear: cuda/norm_concat + linear, because ")
+    check(case)
+
+
+# By name, what picks each instance of the kernel's template beside the dtype: launch_flavour and norm_concat_linear of
+# csrc/cuda/norm_concat_linear.cu.
+FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
+TILES = {"8x16": (3, 37), "8x32": (3, 4300), "16x32": (13, 37)}  # T, D
+
+
+@pytest.mark.parametrize("norm", ["chunk", "concat"])
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_float64_truth_of_every_instance(dtype: str, flavour: str, tiles: str, norm: str) -> None:
+    T, D = TILES[tiles]
+    check(Case(dtype, (136,) * 2, T, norm, D=D, norm_offset=1.0, **FLAVOURS[flavour]))
+
+
+def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 136, D: int = 37) -> tuple:
+    chunks = [torch.randn(T, H).to(dtype) for _ in range(K)]
+    weight = (torch.randn(D, K * H) / (K * H) ** 0.5).to(dtype)
+    return chunks, weight, (torch.rand(K, H) + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str) -> None:
+    """One plan for all T, here up to 37: 8 and 16 rows at a time, and 16 or 32 columns a block."""
+    chunks, weight, gain = make_call(37, TYPES[dtype])
+    residuals = [chunk.flip(0) for chunk in chunks]
+    arguments = {"norm": norm, "residuals": residuals}
+    arguments["norm_weight"] = {"chunk": gain, "concat": gain.reshape(-1), "none": None}[norm]
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        whole = ek.norm_concat_linear(chunks, weight, **arguments)
+        for T in (1, 5, 8, 9, 16, 17, 36):
+            rows = [chunk[37 - T :] for chunk in chunks]
+            arguments["residuals"] = [residual[37 - T :] for residual in residuals]
+            assert same_bits(ek.norm_concat_linear(rows, weight, **arguments), whole[37 - T :]), T
+        arguments["residuals"] = [residual[:3] for residual in residuals]
+        wide = ek.norm_concat_linear([chunk[:3] for chunk in chunks], weight.repeat(120, 1), **arguments)
+        assert same_bits(wide, whole[:3].repeat(1, 120))
+
+
+@pytest.mark.parametrize("T", [3, 13])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_folded_gain_gives_the_same_bits(dtype: str, T: int) -> None:
+    chunks, weight, gain = make_call(T, TYPES[dtype])
+    scale = 64.0 if dtype == "fp16" else 1.0  # the range that the kernel moves the product to
+    folded = (weight.float() * (gain.float() * scale).reshape(-1)).to(weight.dtype)
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    for gains in (gain.float(), list(gain)):
+        assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gains))
+    x = ek.norm_concat_linear(chunks, folded).float() / scale
+    assert same_bits(out, x.to(out.dtype))
+
+
+def test_statistics_that_are_given_are_used() -> None:
+    chunks, weight, gain = make_call(5)
+    squares = torch.stack([chunk.float().square().sum(-1) for chunk in chunks], -1)
+    given = ek.norm_concat_linear(chunks, weight, norm_weight=gain, sum_squares=squares * 4)
+    own = ek.norm_concat_linear(chunks, weight, norm_weight=gain, eps=0.0)
+    torch.testing.assert_close(given.float() * 2, own.float(), rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("K", [4, 8])
+def test_rows_that_do_not_fit_in_shared_memory_go_eight_at_a_time(K: int, emulated: object) -> None:
+    """sm_89 and sm_120 have 99 KB a block, K = 8 with 16 rows takes 135: the launch would fail."""
+    chunks, weight, gain = make_call(13, K=K)
+    emulated.set_device(SHARED_MEMORY, False)
+    expected = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    emulated.set_device(99 << 10, False)
+    assert same_bits(expected, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+    emulated.set_device(48 << 10, False)
+    assert same_bits(expected, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
+@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
+@pytest.mark.parametrize("stale", [float("nan"), float("inf"), 3e4])
+def test_a_bad_row_stays_in_its_row(stale: float, norm: str) -> None:
+    chunks, weight, _ = make_call(9)
+    clean = ek.norm_concat_linear(chunks, weight, norm=norm)
+    chunks[1][4, 50] = stale
+    chunks[0][7] = stale
+    dirty = ek.norm_concat_linear(chunks, weight, norm=norm)
+    kept = [0, 1, 2, 3, 5, 6, 8]
+    assert same_bits(clean[kept], dirty[kept])
+    assert not dirty[[4, 7]].isfinite().any() or stale == 3e4
+
+
+def test_a_zero_row_hides_what_the_sources_hold() -> None:
+    chunks, weight, gain = make_call(6)
+    for chunk in chunks:
+        chunk[[0, -1]] = float("nan")
+    indices = torch.tensor([-1, 2, 6, 2**40, -(2**40)])
+    for eps in (1e-6, 0.0):
+        out = ek.norm_concat_linear(chunks, weight, norm_weight=gain, indices=indices, eps=eps)
+        assert same_bits(out[[0, 2, 3, 4]], torch.zeros(4, 37).bfloat16())
+        assert out[1].isfinite().all() and out[1].any()
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+@pytest.mark.parametrize("N", [5, 11])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_no_operand_is_read_or_written_beyond_its_end(dtype: str, N: int, at: str) -> None:
+    """Every operand between pages that trap; indices reach for both sides. A failure is a segmentation fault."""
+    H, D = 136, 35
+
+    def guarded(*shape: int, dtype: torch.dtype = TYPES[dtype]) -> Tensor:
+        return between_forbidden_pages(torch.randn(shape).to(dtype), at)
+
+    indices = torch.tensor([0, -1, 6, 3, 2**40, -(2**63), 4, 3, 2, 1, 0])[:N]
+    out = guarded(N, D)
+    arguments = {
+        "norm_weight": [guarded(H), guarded(H)],
+        "residuals": [guarded(4, H), guarded(4, H)],
+        "indices": [between_forbidden_pages(indices, at), between_forbidden_pages(indices.int(), at)],
+        "bias": guarded(D, dtype=torch.float32),
+    }
+    chunks, weight = [guarded(4, H), guarded(4, H)], guarded(D, 2 * H)
+    assert ek.explain("norm_concat_linear", chunks, weight, **arguments).method == "fused"
+    ek.norm_concat_linear(chunks, weight, **arguments, sum_squares=guarded(4, 2, dtype=torch.float32), out=out)
+    ek.norm_concat_linear(chunks, weight, **arguments, out=out)
+    gain = guarded(2 * H, dtype=torch.float32)
+    ek.norm_concat_linear(guarded(N, 2 * H), weight, norm="concat", norm_weight=gain, num_chunks=2, out=out)
+    ek.norm_concat_linear(guarded(N, 2 * H), weight, norm="none", bias=guarded(D), out=out)
+
+
+def test_strided_operands_on_16_bytes_are_fused() -> None:
+    """Slots of a buffer and a slice of a wider weight, with NaN around them."""
+    N, H = 7, 72
+    chunks, weight, gain = make_call(N, H=H)
+    expected = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    buffer = torch.full((N, 3 * H + 32), float("nan")).bfloat16()
+    wide = torch.full((37, 3 * H + 16), float("nan")).bfloat16()
+    slots = [buffer[:, 8 + k * (H + 8) :][:, :H] for k in range(3)]
+    for slot, chunk in zip(slots, chunks, strict=True):
+        slot.copy_(chunk)
+    wide[:, 8:-8] = weight
+    assert ek.explain("norm_concat_linear", slots, wide[:, 8:-8], norm_weight=gain).method == "fused"
+    assert same_bits(expected, ek.norm_concat_linear(slots, wide[:, 8:-8], norm_weight=gain))
+
+
+def _misfits() -> dict[str, tuple[Callable[[], tuple[tuple, dict]], str]]:
+    def call(T: int = 3, dtype: torch.dtype = torch.bfloat16, H: int = 72, K: int = 3, **arguments: object) -> tuple:
+        chunks, weight, gain = make_call(T, dtype, K, H)
+        return (chunks, weight), {"norm_weight": gain} | arguments
+
+    def off_alignment() -> tuple:
+        (chunks, weight), arguments = call()
+        chunks[1] = torch.zeros(3, 80).bfloat16()[:, 1:73]
+        return (chunks, weight), arguments
+
+    def odd_stride() -> tuple:
+        (chunks, _), arguments = call()
+        return (chunks, torch.zeros(37, 3 * 72 + 1).bfloat16()[:, : 3 * 72]), arguments
+
+    return {
+        "T": (lambda: call(T=17), "T=17 > 16: the fused kernel would read the weight 2 times"),
+        "fp32": (lambda: call(dtype=torch.float32), "tensor cores multiply 16-bit types"),
+        "H": (lambda: call(H=100), "H=100 is no multiple of 8"),
+        "post-norm": (
+            lambda: call(post_norm_weight=torch.ones(37)),
+            "a post norm needs all D columns of a row in one place",
+        ),
+        "address": (off_alignment, "an address or a row stride is no multiple of 16 bytes"),
+        "stride": (odd_stride, "an address or a row stride is no multiple of 16 bytes"),
+    }
+
+
+MISFITS = _misfits()
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_it_does_not_take_goes_elsewhere_and_explain_says_why(name: str) -> None:
+    make, reason = MISFITS[name]
+    arguments, options = make()
+    said = str(ek.explain("norm_concat_linear", *arguments, **options))
+    assert said == f"norm_concat_linear: cuda/norm_concat + linear, because {reason}"
+    out = ek.norm_concat_linear(*arguments, **options)
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        torch.testing.assert_close(out, ek.norm_concat_linear(*arguments, **options), rtol=0.05, atol=0.05)
+
+
+def test_more_than_eight_chunks_are_refused_and_said_so() -> None:
+    chunks, weight, gain = make_call(2, K=9, H=8)
+    for op, arguments in (("norm_concat_linear", (weight,)), ("norm_concat", ())):
+        message = f"{op}: EAGLE_KERNELS_BACKEND is 'cuda', expected one of .*because K=9 > 8 chunks"
+        for call in (getattr(ek, op), lambda *args, op=op, **kwargs: ek.explain(op, *args, **kwargs)):
+            with pytest.raises(RuntimeError, match=message):
+                call(chunks, *arguments, norm_weight=gain)
+
+
+def test_the_primitive_refuses_what_it_cannot_take(emulated: object) -> None:
+    chunks, weight, _ = make_call(2, K=2, H=72)
+    out = torch.full((2, 37), float("nan")).bfloat16()
+
+    def run(chunks: list[Tensor], weight: Tensor, post_norm: Tensor | None = None) -> None:
+        sources = (chunks, len(chunks), 1, [], [1e-6], 0.0, [], [], None)
+        emulated.norm_concat_linear_out(*sources, weight, None, post_norm, 0.0, out)
+
+    refused = "norm_concat_linear: an operand does not fit the fused CUDA kernel"
+    with pytest.raises(RuntimeError, match=refused):
+        run([torch.zeros(2, 80).bfloat16()[:, 1:73], chunks[1]], weight)
+    with pytest.raises(RuntimeError, match=refused):
+        run(chunks, weight, torch.ones(37))
+    with pytest.raises(RuntimeError, match=refused):
+        run([c[:, :71] for c in chunks], weight[:, :142])
+    with pytest.raises(RuntimeError, match="norm_concat_linear: chunks has K = 9, expected at most 8"):
+        run([chunks[0]] * 9, weight)
+    assert out.isnan().all()
+
+
+test_any_indices = on_cpu.test_any_indices
+test_the_mtp_stage_is_one_call = on_cpu.test_the_mtp_stage_is_one_call
+
+
+@pytest.fixture
+def projection(emulated: object) -> str:
+    """Tests that run on every way of the CPU backend run once here."""
+    return "emulated"

@@ -1,0 +1,170 @@
+"""Models whose best accepted length is known: targets that count (t -> t + 1 mod V) and drafters that know it.
+
+Every number t is a unit vector e_t of the hidden space, every layer does nothing but the ones named here, and one MLP
+turns e_t into e_{t+1}. A drafter reads its number from one place only, so an engine that puts something wrong there
+loses every draft: 1 accepted token a step in place of num_steps + 1.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+H = 128
+HEADS = 2
+LAYERS = 6
+
+
+def eye(V: int, width: int = H) -> Tensor:
+    """Row t is e_t."""
+    return torch.eye(V, width)
+
+
+def shift_mlp(V: int, scale: float, prefix: str, width: int) -> dict[str, Tensor]:
+    """down(act(gate x) * up x) = scale * (e_{t+1} - e_t) for x = sqrt(width) e_t, by any act with act(64) = 64."""
+    root = width**0.5
+    gate = torch.zeros(width, width)
+    gate[:V, :V] = 64.0 / root
+    up = torch.zeros(width, width)
+    up[:V, :V] = torch.eye(V) / (64.0 * root) * scale
+    step = torch.zeros(width, width)
+    step[:V, :V] = torch.eye(V).roll(1, 0) - torch.eye(V)  # column t is e_{t+1} - e_t
+    return {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up, f"{prefix}.down_proj.weight": step}
+
+
+def idle_layer(prefix: str, width: int, inputs: int, norms: tuple[str, ...], gain: float) -> dict[str, Tensor]:
+    """A decoder layer whose attention and MLP add nothing."""
+    zeros = torch.zeros(width, width)
+    weights = {f"{prefix}.self_attn.{name}_proj.weight": torch.zeros(width, inputs) for name in "qkv"}
+    weights |= {f"{prefix}.self_attn.o_proj.weight": zeros.clone()}
+    weights |= {f"{prefix}.mlp.{name}_proj.weight": zeros.clone() for name in ("gate", "up", "down")}
+    return weights | {f"{prefix}.{name}.weight": torch.full((width,), gain) for name in norms}
+
+
+def save(folder: Path, config: dict, weights: dict[str, Tensor], dtype: torch.dtype) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def base_config(V: int, dtype: torch.dtype, width: int = H) -> dict:
+    return {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": width // HEADS,
+        "vocab_size": V,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def llama_target(folder: Path, V: int, dtype: torch.dtype) -> str:
+    """Counts in its head."""
+    config = base_config(V, dtype) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": LAYERS,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+    }
+    weights = {"model.embed_tokens.weight": eye(V), "model.norm.weight": torch.ones(H)}
+    weights["lm_head.weight"] = eye(V).roll(1, 0)  # row t + 1 is e_t
+    for i in range(LAYERS):
+        norms = ("input_layernorm", "post_attention_layernorm")
+        weights |= idle_layer(f"model.layers.{i}", H, H, norms, 1.0)
+    return save(folder, config, weights, dtype)
+
+
+def gemma3_target(folder: Path, V: int, dtype: torch.dtype) -> str:
+    """Counts in the MLP of its last layer; the head is the embedding. Gains are 1 + w, the embedding is scaled by
+    sqrt(H), and a layer's MLP is normed before it is added: 1 + w = sqrt(2) keeps the stream at sqrt(H) e_t."""
+    config = base_config(V, dtype) | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": LAYERS,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": H // HEADS,
+        "sliding_window": 64,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "layer_types": ["full_attention"] * LAYERS,
+    }
+    weights = {"model.embed_tokens.weight": eye(V), "model.norm.weight": torch.zeros(H)}
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        weights |= idle_layer(layer, H, H, norms, 0.0)
+        weights |= {f"{layer}.self_attn.{name}_norm.weight": torch.zeros(H // HEADS) for name in "qk"}
+    last = f"model.layers.{LAYERS - 1}"
+    weights |= shift_mlp(V, 1.0, f"{last}.mlp", H)
+    weights[f"{last}.post_feedforward_layernorm.weight"] = torch.full((H,), 2.0**0.5 - 1)
+    return save(folder, config, weights, dtype)
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """reads: "aux" (a captured chunk, through fc) or "embedding" (its own input token, through attention)."""
+
+    reads: str = "aux"
+    norm: str = "none"  # none, chunk, concat, both
+    layer_ids: tuple[int, ...] = (0, 2, 3)
+    chunk: int = 0  # which captured chunk holds the number; the others are multiplied by zero
+    width: int = H  # Hd; len(layer_ids) * H makes fc square
+    stream_length: float = 1.0  # |captured|: 1 for the Llama target, sqrt(H) for Gemma
+
+    def save(self, folder: Path, V: int, dtype: torch.dtype) -> str:
+        K, Hd = len(self.layer_ids), self.width
+        config = base_config(V, dtype, Hd) | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rope_theta": 10000.0,
+            "draft_vocab_size": V,
+            "fc_norm": self.norm in ("chunk", "both"),
+            "norm_before_fc": self.norm in ("concat", "both"),
+            "norm_output": self.reads == "embedding",
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.layer_ids), "use_aux_hidden_state": True},
+        }
+        if Hd != H:
+            config["target_hidden_size"] = H
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        weights = idle_layer("midlayer", Hd, 2 * Hd, norms, 1.0)
+        weights |= {"lm_head.weight": eye(V, Hd).roll(1, 0), "norm.weight": torch.ones(Hd)}
+        weights |= {"fc.weight": torch.zeros(Hd, K * H)}
+        if self.norm in ("chunk", "both"):
+            weights |= {f"fc_norm.{k}.weight": torch.ones(H) for k in range(K)}
+        if self.norm in ("concat", "both"):
+            weights |= {"input_norm.weight": torch.ones(K * H)}
+        if Hd != H:
+            weights["embed_tokens.weight"] = eye(V, Hd)
+        if self.reads == "aux":
+            # x = e_t for the token before the drafter's input token; one MLP step names the input token, the head the
+            # one after it. A norm, like Gemma's scaled embedding, leaves e_t with the length sqrt(H).
+            length = self.stream_length if self.norm == "none" else H**0.5
+            weights["fc.weight"][:V, self.chunk * H : self.chunk * H + V] = torch.eye(V) / length
+            weights |= shift_mlp(V, 1.0, "midlayer.mlp", Hd)
+        else:
+            # Attention sees its own position only, a key being its query's best match; the head names the next token.
+            # What the drafter hands to its next step is next to nothing.
+            config["head_dim"] = H
+            heads = torch.zeros(HEADS * H, 2 * Hd)
+            heads[:V, :V] = torch.eye(V)
+            first = torch.zeros(Hd, HEADS * H)
+            first[:V, :V] = torch.eye(V) / H**0.5
+            attention = {"q_proj": 4 * heads, "k_proj": 4 * heads, "v_proj": heads, "o_proj": first}
+            weights |= {f"midlayer.self_attn.{name}.weight": weight for name, weight in attention.items()}
+            weights["norm.weight"] = torch.full((Hd,), 1e-3)
+        return save(folder, config, weights, dtype)

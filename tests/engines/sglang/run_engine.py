@@ -1,0 +1,46 @@
+"""One run of the real engine: `python run_engine.py '{"model_path": ..., ...}'` prints its result as the last line.
+
+The arguments are those of sglang.Engine; the rest is what a CPU without AMX kernels needs.
+"""
+
+import json
+import sys
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [40, 41, 42]]
+NEW_TOKENS = 16
+
+
+def main() -> None:
+    import sglang
+
+    engine = sglang.Engine(
+        device="cpu",
+        skip_tokenizer_init=True,
+        sampling_backend="pytorch",
+        # The pair that the server does not check against EAGLE, and that the stand-in of sgl_kernel serves.
+        attention_backend="torch_native",
+        prefill_attention_backend="intel_amx",
+        decode_attention_backend="intel_amx",
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        grammar_backend="none",
+        chunked_prefill_size=-1,
+        mem_fraction_static=0.05,
+        max_total_tokens=2048,
+        max_running_requests=4,
+        context_length=256,
+        log_level="info",
+        **json.loads(sys.argv[1]),
+    )
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling)
+    result = [
+        {"tokens": output["output_ids"], "accept_length": NEW_TOKENS / output["meta_info"]["spec_verify_ct"]}
+        for output in outputs
+    ]
+    print("RESULT " + json.dumps(result), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

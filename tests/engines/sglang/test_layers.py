@@ -1,0 +1,505 @@
+"""SGLang's own classes with and without the hooks, on one simulated rank and without an engine."""
+
+import socket
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("sglang")
+
+from accuracy import outliers, relative_rms
+from backends import environment_of
+from eagle_kernels.engines.sglang import capture, mtp, vocab
+from eagle_kernels.engines.sglang.hooks import Hook
+from eagle_kernels.ops.sources import formula
+from engines.sglang import checkpoints
+
+T, K, Ht, Hd, V = 7, 3, 96, 160, 100
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hooked_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A published config and a group of one rank, as a scheduler has them, and every plugin loaded."""
+    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    model = checkpoints.llama_target(tmp_path_factory.mktemp("model"), 128, BF16)
+    arguments = {"device": "cpu", "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
+    publish(ServerArgs(model_path=model, **arguments), role="scheduler", ranks=SpawnRanks(world_rank=0))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=address)
+    initialize_model_parallel(backend="gloo")
+    load_plugins()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    with torch.inference_mode():
+        yield
+    torch.set_default_dtype(before)
+
+
+def on_rank(tp_rank: int, tp_size: int) -> object:
+    """Build layers as that rank of a larger group; nothing communicates."""
+    from sglang.srt.runtime_context import get_parallel
+
+    def group() -> object:
+        return types.SimpleNamespace(rank_in_group=tp_rank, world_size=tp_size)
+
+    ranks = {f"{name}_rank": tp_rank for name in ("tp", "attn_tp", "moe_tp")}
+    sizes = {f"{name}_size": tp_size for name in ("tp", "attn_tp", "moe_tp")}
+    return get_parallel().override(**ranks, **sizes, tp_group=group(), attn_tp_group=group(), moe_tp_group=group())
+
+
+def hooks() -> list[Hook]:
+    import importlib
+
+    from eagle_kernels.engines.sglang import PARTS
+
+    return [hook for part in PARTS for hook in importlib.import_module(f"eagle_kernels.engines.sglang.{part}").HOOKS]
+
+
+@pytest.mark.parametrize("hook", hooks(), ids=lambda hook: hook.target.rpartition(":")[2])
+def test_the_registry_applied(hook: Hook) -> None:
+    from eagle_kernels.engines.eligibility import find_target
+
+    value = find_target(hook.target)[2]
+    if hook.kind == "ADD":
+        assert value is hook.function
+    elif hook.kind == "REPLACE":
+        assert value.__name__ == "PackedAuxHiddenStates"
+    else:
+        assert value.__wrapped__ is not None
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, dtype=torch.float32)
+        parameter.data = (1 + noise / 8 if parameter.dim() == 1 else noise / parameter.shape[-1] ** 0.5).to(BF16)
+        assert parameter.is_contiguous(), name
+    return module
+
+
+class Identity(nn.Module):
+    """In place of a decoder layer: hands on what the input stage made."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def forward(self, positions: Tensor, embeds: Tensor, hidden: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        return hidden, torch.zeros_like(hidden)
+
+
+def drafter_config(**changes: object) -> object:
+    from transformers import LlamaConfig
+
+    fields = {
+        "hidden_size": Hd,
+        "target_hidden_size": Ht,
+        "num_hidden_layers": 1,
+        "vocab_size": V,
+        "rms_norm_eps": 1e-5,
+    }
+    fields |= {"num_attention_heads": 2, "intermediate_size": 64, "fc_norm": False, "norm_before_fc": False}
+    return LlamaConfig(**fields | changes)
+
+
+def batch(hidden: Tensor, mode: str = "EXTEND") -> object:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return types.SimpleNamespace(
+        spec_info=types.SimpleNamespace(hidden_states=hidden),
+        forward_mode=ForwardMode[mode],
+        mm_input_embeds=None,
+        contains_mm_inputs=lambda: False,
+        residual_stream=None,
+        aux_hidden_states_buffer=None,
+    )
+
+
+def llama_drafter(monkeypatch: pytest.MonkeyPatch, **changes: object) -> nn.Module:
+    from sglang.srt.models import llama_eagle3
+
+    monkeypatch.setattr(llama_eagle3, "LlamaDecoderLayer", Identity)
+    return randomized(llama_eagle3.LlamaModel(drafter_config(**changes)))
+
+
+def projected(forward: Callable, model: nn.Module, hidden: Tensor, mode: str = "EXTEND") -> Tensor:
+    """What the layers behind the input stage see."""
+    model.norm = Behind()
+    rows = torch.arange(hidden.shape[0])
+    return forward(model, rows, rows, batch(hidden, mode))[0]
+
+
+class Behind(nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, residual
+
+
+def float64_projection(model: nn.Module, hidden: Tensor) -> Tensor:
+    x = hidden.double()
+    for norms in ([model.input_norm] if model.input_norm is not None else [], list(model.fc_norm or [])):
+        if norms:
+            gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
+            x = formula([x], len(norms), "chunk", gains, eps, 0.0, [], [], None, dtype=torch.float64)
+    return F.linear(x, model.fc.weight.double())
+
+
+NORMS = [
+    pytest.param({}, id="none"),
+    pytest.param({"fc_norm": True}, id="chunk"),
+    pytest.param({"norm_before_fc": True}, id="concat"),
+    pytest.param({"fc_norm": True, "norm_before_fc": True}, id="both"),
+]
+
+
+@pytest.mark.parametrize("norms", NORMS)
+def test_llama_drafter(monkeypatch: pytest.MonkeyPatch, norms: dict) -> None:
+    model = llama_drafter(monkeypatch, **norms)
+    hooked, original = type(model).forward, type(model).forward.__wrapped__
+    hidden = outliers(T, K * Ht, BF16, torch.Generator().manual_seed(1))
+    expected, result = projected(original, model, hidden), projected(hooked, model, hidden)
+    truth = float64_projection(model, hidden)
+    assert relative_rms(result, truth) <= 1.05 * relative_rms(expected, truth)
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert torch.equal(projected(hooked, model, hidden), expected)
+    # Weights are read anew at every call: an update in place (RL) is seen at once.
+    model.fc.weight.data.mul_(-2)
+    assert torch.equal(projected(hooked, model, hidden), -2 * result)
+
+
+@pytest.mark.parametrize(("mode", "projects"), [("EXTEND", True), ("DRAFT_EXTEND_V2", True), ("DECODE", False)])
+def test_llama_drafter_as_wide_as_its_sources(monkeypatch: pytest.MonkeyPatch, mode: str, projects: bool) -> None:
+    """K*Ht == Hd: the states of the target are projected, those of the drafter's previous step are not."""
+    model = llama_drafter(monkeypatch, hidden_size=K * Ht, fc_norm=True)
+    hidden = torch.randn(T, K * Ht)
+    result = projected(type(model).forward, model, hidden, mode)
+    assert torch.equal(projected(type(model).forward.__wrapped__, model, hidden, mode), hidden)  # SGLang's own
+    if projects:
+        assert relative_rms(result, float64_projection(model, hidden)) < 0.01
+    else:
+        assert torch.equal(result, hidden)
+
+
+def test_llama_drafter_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama_drafter(monkeypatch, fc_norm=True)
+    assert projected(type(model).forward, model, torch.randn(0, K * Ht), "IDLE").shape == (0, Hd)
+
+
+def test_llama_drafter_without_aux_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"hidden_size": Ht, "eagle_config": {"use_aux_hidden_state": False}, "num_aux_hidden_states": 1}
+    model = llama_drafter(monkeypatch, **config)
+    hidden = torch.randn(T, Ht)
+    assert torch.equal(projected(type(model).forward, model, hidden), hidden)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_kimi_drafter(monkeypatch: pytest.MonkeyPatch, tp_size: int) -> None:
+    """fc holds this rank's columns, which SGLang gathers."""
+    from sglang.srt.models import kimi_k25_eagle3
+
+    monkeypatch.setattr(kimi_k25_eagle3, "Eagle3MLADecoderLayer", Identity)
+    with on_rank(tp_size - 1, tp_size):
+        model = randomized(kimi_k25_eagle3.Eagle3MLAModel(drafter_config(fc_norm=True)))
+    gathered = []
+    model._fc_gatherer = lambda x: (gathered.append(x), torch.cat([x] * tp_size, -1))[1]
+    assert model.fc.weight.shape == (Hd // tp_size, K * Ht)
+    hidden = torch.randn(T, K * Ht)
+    hooked, original = type(model).forward, type(model).forward.__wrapped__
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert torch.equal(projected(hooked, model, hidden), projected(original, model, hidden))
+    assert len(gathered) == 2 and torch.equal(*gathered)
+
+
+def step3p5_predictor() -> nn.Module:
+    from sglang.srt.models import step3p5_mtp
+
+    sizes = {"hidden_size": Ht, "rms_norm_eps": 1e-5, "vocab_size": V}
+    config = types.SimpleNamespace(**sizes, num_hidden_layers=45, num_nextn_predict_layers=3)
+    predictor = randomized(step3p5_mtp.Step3p5AMultiTokenPredictor(config, prefix="model"))
+    for norm in (predictor.enorm, predictor.hnorm, predictor.shared_head.norm):
+        norm.weight.data.sub_(1)
+        norm.refresh_gemma_weight()
+    return predictor
+
+
+class HalfBlock(nn.Module):
+    """In place of the decoder layer."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: object) -> Tensor:
+        return hidden_states * 0.5
+
+
+def chain(predictors: list[nn.Module], ids: Tensor, hidden: Tensor) -> list[Tensor]:
+    """As multi_layer_eagle_worker_v2 runs it: a layer's states before its norm are the next layer's input."""
+    outputs = []
+    for predictor in predictors:
+        normed, hidden = predictor(ids, ids, batch(hidden))
+        outputs += [normed, hidden]
+    return outputs
+
+
+def unfused(predictor: nn.Module) -> None:
+    for name in ("enorm", "hnorm", "eh_proj"):
+        del getattr(predictor, name).__dict__["forward"]
+
+
+def test_step3p5_chain_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain torch the fused stage rounds where SGLang's modules round; the kernels are held to float64 below."""
+    from sglang.srt.models import step3p5_mtp
+
+    monkeypatch.setattr(step3p5_mtp, "Step3p5DecoderLayer", HalfBlock)
+    predictors = [step3p5_predictor() for _ in range(3)]
+    assert all(isinstance(predictor.eh_proj.forward.__self__, mtp._Stage) for predictor in predictors)
+    ids, hidden = torch.randint(V, (T,)), outliers(T, Ht, BF16, torch.Generator().manual_seed(1))
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        fused = chain(predictors, ids, hidden)
+    kernels = chain(predictors, ids, hidden)
+    for predictor in predictors:
+        unfused(predictor)
+    own = chain(predictors, ids, hidden)
+    assert all(map(torch.equal, fused, own))
+    # The kernels' sums run in another order: each output of the chain within one rounding step of most of SGLang's.
+    for result, expected in zip(kernels, own, strict=True):
+        assert relative_rms(result, expected.double()) < 2.0**-7
+
+
+def test_step3p5_stage_is_as_accurate_as_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.models import step3p5_mtp
+
+    monkeypatch.setattr(step3p5_mtp, "Step3p5DecoderLayer", HalfBlock)
+    predictor = step3p5_predictor()
+    ids, hidden = torch.randint(V, (64,)), outliers(64, Ht, BF16, torch.Generator().manual_seed(1))
+    chunks = [predictor.embed_tokens(ids), hidden]
+    gains, eps = [predictor.enorm.weight, predictor.hnorm.weight], [1e-5, 1e-5]
+    x = formula([chunk.double() for chunk in chunks], 2, "chunk", gains, eps, 1.0, [], [], None, dtype=torch.float64)
+    truth = 0.5 * F.linear(x, predictor.eh_proj.weight.double())
+    _, fused = predictor(ids, ids, batch(hidden))
+    unfused(predictor)
+    _, own = predictor(ids, ids, batch(hidden))
+    assert relative_rms(fused, truth) <= 1.05 * relative_rms(own, truth)
+
+
+def test_step3p5_projection_wrapped_after_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper (LoRA) reads the concat itself: the norms must norm again."""
+    from sglang.srt.models import step3p5_mtp
+
+    class Wrapper(nn.Module):
+        def __init__(self, base_layer: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.base_layer.weight)
+
+    monkeypatch.setattr(step3p5_mtp, "Step3p5DecoderLayer", HalfBlock)
+    predictor = step3p5_predictor()
+    ids, hidden = torch.randint(V, (T,)), torch.randn(T, Ht)
+    predictor.eh_proj = Wrapper(predictor.eh_proj)
+    wrapped = predictor(ids, ids, batch(hidden))
+    predictor.eh_proj = predictor.eh_proj.base_layer
+    unfused(predictor)
+    assert all(map(torch.equal, wrapped, predictor(ids, ids, batch(hidden))))
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "IDLE"])
+def test_qwen3_next_stage(mode: str) -> None:
+    from sglang.srt.layers.layernorm import GemmaRMSNorm
+    from sglang.srt.models.qwen3_next_mtp import Qwen3NextForCausalLMMTP
+
+    class Decoder(nn.Module):
+        def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: object, hidden: Tensor) -> Tensor:
+            return hidden
+
+    predictor = Qwen3NextForCausalLMMTP.__new__(Qwen3NextForCausalLMMTP)
+    nn.Module.__init__(predictor)
+    predictor.fc = nn.Linear(2 * Ht, Ht, bias=False)
+    predictor.pre_fc_norm_embedding, predictor.pre_fc_norm_hidden = GemmaRMSNorm(Ht, 1e-6), GemmaRMSNorm(Ht, 1e-6)
+    randomized(predictor)
+    predictor.model, predictor.lm_head, predictor.quant_config = Decoder(), None, None
+    predictor.logits_processor = lambda input_ids, hidden, *_: hidden
+    rows = 0 if mode == "IDLE" else T
+    embeds, hidden, ids = torch.randn(rows, Ht), torch.randn(rows, Ht), torch.arange(rows)
+    expected = predictor(ids, ids, batch(hidden, mode), embeds)
+    mtp._fuse_qwen3_next(None, predictor)
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert torch.equal(predictor(ids, ids, batch(hidden, mode), embeds), expected)
+
+
+def gemma(path: str, vocab_size: int, weight: nn.Parameter) -> object:
+    """A target's class with a table and nothing else."""
+    import importlib
+
+    module, _, name = path.partition(":")
+    target = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+    model = target.__new__(target)
+    nn.Module.__init__(model)
+    model._shared_vocab_tp_group = None
+    model.pp_group = types.SimpleNamespace(world_size=1)
+    model.config = types.SimpleNamespace(
+        vocab_size=vocab_size, text_config=types.SimpleNamespace(vocab_size=vocab_size)
+    )
+    table = types.SimpleNamespace(weight=weight)
+    model.__dict__["model"] = types.SimpleNamespace(embed_tokens=table)
+    model.__dict__["language_model"] = types.SimpleNamespace(embed_tokens=table)
+    model.__dict__["lm_head"] = table
+    return model
+
+
+TARGETS = [
+    "gemma3_causal:Gemma3ForCausalLM",
+    "gemma4_causal:Gemma4ForCausalLM",
+    "gemma4_mm:Gemma4ForConditionalGeneration",
+    "gemma4_unified:Gemma4UnifiedForConditionalGeneration",
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("rows", "draft_rows", "tp_size"), [(100, 100, 2), (256, 256, 2), (100, 40, 4), (64, 70, 2)])
+def test_a_gemma_table_is_cut_as_the_drafter_pads_it(target: str, rows: int, draft_rows: int, tp_size: int) -> None:
+    """Every id of the drafter finds its row on one rank and zeros on the others."""
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    weight = nn.Parameter(torch.randn(rows, 8), requires_grad=False)
+    model = gemma(target, rows, weight)
+    ids, total = torch.arange(draft_rows), torch.zeros(draft_rows, 8)
+    for tp_rank in range(tp_size):
+        with on_rank(tp_rank, tp_size):
+            embedding = VocabParallelEmbedding(draft_rows, 8)
+        embed, head = model.get_embed_and_head_for_draft(embedding)
+        assert embed.data_ptr() == head.data_ptr() and embed.shape == embedding.weight.shape
+        shares = embed.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        assert shares or rows != 256  # no copy where SGLang makes none
+        embedding.weight = nn.Parameter(embed, requires_grad=False)
+        total += embedding._embed_local_shard(ids)
+    expected = torch.zeros(draft_rows, 8)
+    expected[:rows] = weight[:draft_rows]
+    assert torch.equal(total, expected)
+
+
+def test_without_the_hook_ids_get_other_rows() -> None:
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
+
+    model = gemma(TARGETS[0], 100, nn.Parameter(torch.randn(100, 8), requires_grad=False))
+    with on_rank(1, 2):
+        embedding = VocabParallelEmbedding(100, 8)
+    own = Gemma3ForCausalLM._shard_weight.__wrapped__(model, model.lm_head.weight, draft_embedding=embedding)
+    assert own.shape[0] == 50 and embedding.weight.shape[0] == 64
+    assert torch.equal(own[64 - 50], model.lm_head.weight[64])  # and the drafter looks for id 64 in row 0
+
+
+def test_a_replicated_drafter_and_one_rank_get_the_table_itself() -> None:
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    weight = nn.Parameter(torch.randn(100, 8), requires_grad=False)
+    model = gemma(TARGETS[0], 100, weight)
+    for embedding in (nn.Embedding(100, 8), VocabParallelEmbedding(100, 8)):
+        assert model.get_embed_and_head_for_draft(embedding)[0] is weight
+
+
+def test_copies_follow_the_target_when_it_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    weight = nn.Parameter(torch.randn(100, 8), requires_grad=False)
+    model = gemma(TARGETS[0], 100, weight)
+    with on_rank(1, 2):
+        embed, _ = model.get_embed_and_head_for_draft(VocabParallelEmbedding(100, 8))
+    assert torch.equal(embed[:36], weight[64:])
+    weight.data.mul_(3)
+    model.load_weights([])
+    assert torch.equal(embed[:36], weight[64:]) and not embed[36:].any()
+    del embed
+    vocab._refresh(None)
+
+
+class Watched(nn.Module):
+    """A target whose layers capture as SGLang's do: a list per forward, packed behind it."""
+
+    def __init__(self, boundaries: list[int], packer: bool) -> None:
+        super().__init__()
+        self.layers_to_capture, self.packer = boundaries, packer
+        self.config = types.SimpleNamespace(hidden_size=Ht)
+        self.capture_aux_hidden_states = True
+
+    def set_eagle3_layers_to_capture(self, layer_ids: list[int] | None) -> None:
+        pass
+
+    def forward(self, streams: list[Tensor], forward_batch: object) -> object:
+        from sglang.srt.layers import aux_hidden_states as aux
+
+        captured = aux.AuxHiddenStatePacker(len(streams)) if self.packer else aux.AuxHiddenStateList()
+        for stream in streams:
+            captured.capture(stream)
+            stream.zero_()  # the next layer's in-place norm
+        return captured.finalize() if self.packer else captured
+
+
+def watched(boundaries: list[int], packer: bool = False) -> nn.Module:
+    from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
+        configure_aux_hidden_state_capture,
+    )
+
+    model = Watched(boundaries, packer)
+    others = {"dflash_use_aux_hidden_state": False, "dflash_target_layer_ids": None, "is_dspark": False}
+    configure_aux_hidden_state_capture(
+        model=model, eagle_use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=None, **others
+    )
+    return model
+
+
+@pytest.mark.parametrize("packer", [False, True], ids=["list", "packer"])
+@pytest.mark.parametrize("buffer_rows", [None, T, T + 1])
+def test_captures_are_packed(buffer_rows: int | None, packer: bool) -> None:
+    from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
+
+    model = watched([1, 4, 5], packer)
+    streams = [torch.randn(T, Ht) for _ in range(K)]
+    expected = torch.cat(streams, -1)
+    forward_batch = batch(torch.empty(0))
+    buffer = None if buffer_rows is None else torch.full((buffer_rows, K * Ht), torch.nan)
+    forward_batch.aux_hidden_states_buffer = buffer
+    packed = pack_aux_hidden_states(model([stream.clone() for stream in streams], forward_batch))
+    assert torch.equal(packed, expected)
+    assert (packed is buffer) == (buffer_rows == T)  # a decode graph's own; another size is left alone
+    assert buffer_rows != T + 1 or buffer.isnan().all()
+    assert capture.claim() is None
+
+
+@pytest.mark.parametrize("captures", [2, 4])
+def test_another_number_of_captures_stays_a_list(captures: int) -> None:
+    from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
+
+    model = watched([1, 4, 5])
+    streams = [torch.randn(T, Ht) for _ in range(captures)]
+    packed = pack_aux_hidden_states(model([stream.clone() for stream in streams], batch(torch.empty(0))))
+    assert torch.equal(packed, torch.cat(streams, -1))
+
+
+def test_a_list_outside_a_forward_is_sglangs() -> None:
+    from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList, pack_aux_hidden_states
+
+    aux, stream = AuxHiddenStateList(), torch.randn(T, Ht)
+    aux.capture(stream, owned=True)
+    assert pack_aux_hidden_states(aux) is stream
+
+
+def test_the_decode_graphs_get_a_static_buffer() -> None:
+    from sglang.srt.model_executor.model_runner_components.misc_utils import resolve_aux_hidden_states_width
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    model, eagle3 = watched([1, 4, 5]), SpeculativeAlgorithm.from_string("EAGLE3")
+    width = {"model": model, "spec_algorithm": eagle3, "is_draft_worker": False}
+    assert resolve_aux_hidden_states_width(**width) == K * Ht
+    assert resolve_aux_hidden_states_width(**width | {"is_draft_worker": True}) == 0
+    assert resolve_aux_hidden_states_width(**width | {"model": nn.Linear(1, 1)}) == 0

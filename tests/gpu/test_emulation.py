@@ -1,0 +1,37 @@
+"""The emulation of tests/cuda_host against the GPU it stands for: the same bits wherever fp32 arithmetic is exact.
+
+Integers small enough make every product and sum exact in any order, so a fragment laid out otherwise, a row taken from
+elsewhere or a sum that misses a term shows, and nothing else does.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends import environment_of
+from cuda_host.build import build
+from cuda_host.integers import CALLS, Call
+from eagle_kernels import plan
+from guards import same_bits
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
+def test_the_same_bits_as_the_emulation(call: Call) -> None:
+    if (reason := plan.unusable_reason("cuda", "cuda")) is not None:
+        pytest.skip(f"cuda: {reason}")
+    torch.ops.load_library(os.fspath(build(sanitized=False)))
+    emulated = torch.ops.eagle_kernels_emulated
+    emulated.set_device(227 << 10, False)
+    expected = call.run(emulated)
+
+    def on_gpu(value: object) -> object:
+        if isinstance(value, Tensor):
+            return value.cuda()
+        return [on_gpu(entry) for entry in value] if isinstance(value, list) else value
+
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
+        outputs = call.run(torch.ops.eagle_kernels_C, on_gpu)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert same_bits(output.cpu(), wanted)

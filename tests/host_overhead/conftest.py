@@ -1,0 +1,33 @@
+"""The device of a benchmark, and how a host time is taken on it."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+Measure = Callable[[Callable[[], object]], None]
+
+_ROUNDS = 2000
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # handing a row to a second thread would be most of what is measured
+    yield request.param
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def measure(benchmark: Callable, device: str) -> Measure:
+    """Times a call on the host: on CUDA with an idle stream, so that no call waits for the queue to have room."""
+
+    def measured(call: Callable[[], object]) -> None:
+        with torch.no_grad():
+            if device == "cpu":
+                benchmark(call)
+                return
+            call()  # compiles
+            benchmark.pedantic(call, setup=torch.cuda.synchronize, rounds=_ROUNDS, warmup_rounds=_ROUNDS // 10)
+
+    return measured

@@ -1,0 +1,95 @@
+"""What a call costs on the host: checks, dispatch, plan. One row of 64 columns leaves the kernels nothing to do.
+
+`make bench-host` measures; a plain pytest run calls each once. `torch` is one product of the same size, for scale;
+`dispatch` is the registered op below the public function, so the difference to `out` is what the checks cost.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+from eagle_kernels.model_shapes import model_shapes
+from eagle_kernels.ops.norm_concat_linear import plan_sizes
+
+K, H, V = 3, 64, 100
+
+
+def rows(device: str, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (1, H)), device=device).bfloat16()
+
+
+def norm_concat_linear(device: str) -> tuple[Callable, dict]:
+    chunks, weight, gain = [rows(device) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)
+    return lambda **out: ek.norm_concat_linear(chunks, weight, norm_weight=gain, **out), {"out": rows(device)}
+
+
+def norm_concat(device: str) -> tuple[Callable, dict]:
+    chunks, gain = [rows(device) for _ in range(K)], rows(device, K, H)
+    return lambda **out: ek.norm_concat(chunks, norm_weight=gain, **out), {"out": rows(device, 1, K * H)}
+
+
+def vocab_parallel_embedding(device: str) -> tuple[Callable, dict]:
+    shard = ek.VocabShard.build(V, tp_rank=0, tp_size=2)
+    ids, table = torch.zeros(1, dtype=torch.int64, device=device), rows(device, shard.rows, H)
+    return lambda **out: ek.vocab_parallel_embedding(ids, table, shard, **out), {"out": rows(device)}
+
+
+def add_rms_norm(device: str) -> tuple[Callable, dict]:
+    hidden, residual, weight = rows(device), rows(device), rows(device, H)
+    outs = {"out": rows(device), "out_sum": rows(device)}
+    return lambda **out: ek.add_rms_norm(hidden, residual, weight, **out), outs
+
+
+def capture_hidden(device: str) -> tuple[Callable, dict]:
+    hidden, residual = rows(device), rows(device)
+    return lambda **out: ek.capture_hidden(hidden, residual, **out), {"out": rows(device)}
+
+
+OPS = [norm_concat_linear, norm_concat, vocab_parallel_embedding, add_rms_norm, capture_hidden]
+
+
+@pytest.mark.parametrize("op", OPS[:-1], ids=lambda op: op.__name__)
+def test_functional(op: Callable, device: str, measure: Callable) -> None:
+    call, _ = op(device)
+    measure(call)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_out(op: Callable, device: str, measure: Callable) -> None:
+    call, outs = op(device)
+    measure(lambda: call(**outs))
+
+
+def test_dispatch(device: str, measure: Callable) -> None:
+    hidden, residual, out = rows(device), rows(device), rows(device)
+    measure(lambda: torch.ops.eagle_kernels.capture_hidden_out(hidden, residual, out, None))
+
+
+def test_module(device: str, measure: Callable) -> None:
+    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=H, eps=1e-6, chunk_norm=True)
+    layer = ek.Eagle3Projection(config, dtype=torch.bfloat16, device=device)
+    chunks, out = [rows(device) for _ in range(K)], rows(device)
+    measure(lambda: layer(chunks, out=out))
+
+
+def test_buffer_capture(device: str, measure: Callable) -> None:
+    buffer, hidden, residual = ek.AuxHiddenStates(8, K, H, device=device), rows(device), rows(device)
+    measure(lambda: buffer.capture(1, hidden, residual))
+
+
+def test_torch(device: str, measure: Callable) -> None:
+    x, weight, out = rows(device), rows(device, H, H), rows(device)
+    measure(lambda: torch.mm(x, weight.t(), out=out))
+
+
+def test_plan_lookup(device: str, measure: Callable) -> None:
+    stage = model_shapes()["llama3.1-8b"].stage("eagle3")
+    measure(lambda: plan_sizes(8, stage.K * stage.H, stage.D, torch.bfloat16, device))
+
+
+def test_explain(device: str, measure: Callable) -> None:
+    chunks, weight = [rows(device) for _ in range(K)], rows(device, H, K * H)
+    measure(lambda: ek.explain("norm_concat_linear", chunks, weight, norm="none"))

@@ -1,0 +1,164 @@
+"""The CUDA timers on a stand-in for CUDA: what is captured and launched, and that a sample is one call's share."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from eagle_kernels.bench import ceilings, timers
+from eagle_kernels.bench.cli import main
+from eagle_kernels.bench.results import load
+from eagle_kernels.bench.workloads import Variant
+from torch.overrides import TorchFunctionMode
+
+COPIES = 5
+
+
+class FakeCuda:
+    """Calls take time on a fake clock when they run, and none while a graph records them."""
+
+    def __init__(self) -> None:
+        self.now, self.recording, self.launched = 0.0, None, []
+
+    def variant(self, name: str, seconds: float) -> Variant:
+        def call(copy: int) -> None:
+            if self.recording is not None:
+                self.recording.calls.append((name, copy, seconds))
+            else:
+                self.launched.append((name, copy))
+                self.now += seconds
+
+        return Variant(name, call, COPIES)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+
+    class Graph:
+        def __init__(self) -> None:
+            self.calls = []
+
+        def replay(self) -> None:
+            fake.launched += [(f"replayed {name}", copy) for name, copy, _ in self.calls]
+            fake.now += sum(seconds for _, _, seconds in self.calls)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = fake.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at - self.at) * 1e3
+
+    class Stream:
+        def wait_stream(self, other: "Stream") -> None:
+            pass
+
+    @contextlib.contextmanager
+    def record(graph: Graph) -> Iterator[None]:
+        fake.recording = graph
+        yield
+        fake.recording = None
+
+    def spin(cycles: int) -> None:
+        fake.now += 1.0  # far more than any call, to show in a sample if it were timed
+
+    replaced = {"CUDAGraph": Graph, "Event": Event, "Stream": Stream, "graph": record, "_sleep": spin}
+    replaced |= {"current_stream": Stream, "synchronize": lambda: None}
+    replaced["stream"] = lambda stream: contextlib.nullcontext()
+    for name, stand_in in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return fake
+
+
+@pytest.mark.parametrize("timer", ["graph", "eager"])
+def test_a_sample_is_one_call(timer: str, cuda: FakeCuda) -> None:
+    variants = [cuda.variant("fast", 1e-4), cuda.variant("slow", 3e-4)]
+    fast, slow = timers.time_variants(timer, variants, COPIES, min_time=0.02)
+    assert fast.median == pytest.approx(1e-4) and slow.median == pytest.approx(3e-4)
+    assert max(slow.seconds) == pytest.approx(3e-4)
+
+
+def test_a_graph_holds_every_copy_once(cuda: FakeCuda) -> None:
+    timers.time_variants("graph", [cuda.variant("op", 1e-4)], COPIES, min_time=0.0)
+    warm, replayed = cuda.launched[:COPIES], cuda.launched[COPIES:]
+    assert warm == [("op", copy) for copy in range(COPIES)]
+    assert replayed[:COPIES] == [("replayed op", copy) for copy in range(COPIES)]
+    assert len(replayed) == COPIES * (5 + 7)  # the warm-up's replays, and the fewest rounds
+
+
+def test_variants_alternate(cuda: FakeCuda) -> None:
+    variants = [cuda.variant(name, 1e-4) for name in "ab"]
+    prepared = [timers.prepare("graph", variant, COPIES) for variant in variants]
+    cuda.launched.clear()
+    timers.time_prepared("graph", prepared, COPIES, min_time=0.0)
+    order = [name for name, copy in cuda.launched if copy == 0]
+    assert order[:4] == ["replayed a", "replayed b", "replayed b", "replayed a"]
+
+
+@pytest.mark.parametrize("timer", ["clock", "graph", "eager"])
+def test_what_has_to_hold_holds_in_every_call(timer: str, cuda: FakeCuda) -> None:
+    """A forced backend is in force while its calls run or are captured, and for no other variant's."""
+    held, seen = [False], []
+
+    @contextlib.contextmanager
+    def in_force() -> Iterator[None]:
+        held[0] = True
+        yield
+        held[0] = False
+
+    forced = Variant("forced", lambda copy: seen.append(("forced", held[0])), COPIES, in_force)
+    free = Variant("free", lambda copy: seen.append(("free", held[0])), COPIES)
+    timers.time_variants(timer, [forced, free], COPIES, min_time=0.0)
+    assert set(seen) == {("forced", True), ("free", False)}
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors asked for on "cuda" are made on the CPU."""
+
+    def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = {
+            name: "cpu" if isinstance(value, str) and value == "cuda" else value
+            for name, value in (kwargs or {}).items()
+        }
+        return func(*("cpu" if isinstance(value, str) and value == "cuda" else value for value in args), **kwargs)
+
+
+def test_the_whole_command_on_a_stand_in(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Everything of the CUDA path but the device: header, rotation, gate, two timers, records, table."""
+    processor = {"name": "NVIDIA Test GPU", "major": 9, "minor": 0, "multi_processor_count": 132, "uuid": "0"}
+    properties = SimpleNamespace(**processor, total_memory=80 << 30, L2_cache_size=1 << 14)
+    replaced = {"is_available": lambda: True, "get_device_properties": lambda device=0: properties}
+    replaced |= {"get_device_name": lambda device=0: properties.name, "mem_get_info": lambda: (1 << 24, 1 << 30)}
+    replaced["empty_cache"] = lambda: None
+    for name, stand_in in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(ceilings, "_SECONDS", {"cuda": 0.0})
+    monkeypatch.setattr(ceilings, "_MATMUL", {"cuda": (16, 64, 64)})
+    monkeypatch.setattr(timers.torch.cuda.Event, "record", lambda event: setattr(event, "at", time.perf_counter()))
+    path = tmp_path / "run.json"
+    arguments = ["bench", "--op", "norm_concat_linear,capture_hidden", "--tokens", "1,3", "--min-time", "0"]
+    arguments += ["--chunks", "3", "--hidden", "64", "--out", "48", "--baselines", "eager,slices,linear"]
+    with OnCpu():
+        assert main([*arguments, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "NVIDIA Test GPU (nvidia-test-gpu): sm_90, 132 multiprocessors, 80 GiB, last-level cache 0 MiB" in printed
+    assert "clocks as read: " in printed and "op us" in printed
+    run = load(path)
+    assert run["environment"]["device"] == "cuda" and run["environment"]["device_slug"] == "nvidia-test-gpu"
+    assert all(record["status"] == "ok" and record["copies"] <= 512 for record in run["records"])
+    linear = [record for record in run["records"] if record["op"] == "norm_concat_linear"]
+    columns = {(record["timer"], record["variant"]) for record in linear}
+    names = ("op", "layer", "eager", "slices", "linear")
+    assert columns == {(timer, name) for timer in ("graph", "eager") for name in names}

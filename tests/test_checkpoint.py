@@ -1,0 +1,281 @@
+"""Checkpoints by every name that engines and trainers write; what does not fit is named and nothing is copied."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+from guards import UnchangedTensors, same_bits
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+K, H, D = 3, 24, 16
+
+
+def eagle3_layer(**norms: bool) -> ek.Eagle3Projection:
+    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, **norms)
+    return ek.Eagle3Projection(config, dtype=torch.bfloat16)
+
+
+def eagle3_weights() -> dict[str, Tensor]:
+    """The input stage under our own names."""
+    names = {"fc.weight": (D, K * H)} | {f"fc_norm.{k}.weight": (H,) for k in range(K)}
+    return {name: torch.randn(shape).bfloat16() for name, shape in names.items()}
+
+
+def rest_of_a_drafter() -> dict[str, Tensor]:
+    """Other weights of the same file, among them norms of layers and ids that are no floats."""
+    names = ["norm.weight", "lm_head.weight", "embed_tokens.weight", "layers.0.input_layernorm.weight"]
+    names += ["layers.0.hidden_norm.weight", "layers.0.mlp.down_proj.weight", "layers.0.self_attn.q_norm.weight"]
+    rest = {name: torch.randn(3) for name in names}
+    return rest | {"d2t": torch.arange(4), "t2d": torch.ones(4, dtype=torch.bool)}
+
+
+def renamed(weights: dict[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    return {rename(name): tensor for name, tensor in weights.items()}
+
+
+def legacy(name: str) -> str:
+    for k, level in enumerate(("low", "mid", "high")):
+        name = name.replace(f"fc_norm.{k}", f"aux_norm_{level}")
+    return name.replace("layers.0.", "midlayer.")
+
+
+FORMATS = {
+    "plain": lambda name: name,
+    "model.": lambda name: name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}",
+    "midlayer-aux_norm": legacy,
+    "model.aux_norm": lambda name: f"model.{legacy(name)}",
+    "speculators": lambda name: name.replace("embed_tokens", "verifier_norm"),
+}
+
+
+@pytest.mark.parametrize("file", ["mapping", "file", "folder", "sharded"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_eagle3_reads_every_naming(form: str, file: str, tmp_path: Path) -> None:
+    layer, weights = eagle3_layer(chunk_norm=True), eagle3_weights()
+    named = renamed(weights | rest_of_a_drafter(), FORMATS[form])
+    assert layer.load_checkpoint(stored(named, file, tmp_path)) is layer
+    state = layer.state_dict()
+    assert set(state) == set(weights)
+    for name, tensor in weights.items():
+        assert same_bits(state[name], tensor)
+
+
+def stored(weights: dict[str, Tensor], file: str, folder: Path) -> object:
+    if file == "mapping":
+        return weights
+    if file == "sharded":
+        names = sorted(weights)
+        shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for shard, part in shards.items():
+            save_file({name: weights[name] for name in part}, folder / shard)
+        weight_map = {name: shard for shard, part in shards.items() for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        save_file({"fc.weight": torch.zeros(1)}, folder / "consolidated.safetensors")  # not in the index: not read
+        return folder
+    save_file(weights, folder / "model.safetensors")
+    return folder if file == "folder" else os.fspath(folder / "model.safetensors")
+
+
+def test_eagle3_reads_concat_norm_and_bias_and_packs_again() -> None:
+    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, concat_norm=True, bias=True)
+    layer = ek.Eagle3Projection(config, dtype=torch.bfloat16).prepack()
+    shapes = {"fc.weight": (D, K * H), "fc.bias": (D,), "input_norm.weight": (K * H,)}
+    weights = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    layer.load_checkpoint(renamed(weights, "model.{}".format))
+    assert layer.fc.packed is not None
+    assert all(same_bits(layer.state_dict()[name], tensor) for name, tensor in weights.items())
+
+
+def with_chunk_norm(change: Callable[[dict], object]) -> Callable[[], tuple]:
+    def build() -> tuple[ek.Eagle3Projection, dict]:
+        weights = renamed(eagle3_weights(), "model.{}".format)
+        change(weights)
+        return eagle3_layer(chunk_norm=True), weights
+
+    return build
+
+
+ALL = "['fc.weight', 'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight']"
+SAYS = "because the config says K = 3, chunk_norm True, concat_norm False, bias False"
+EAGLE3_ERRORS = [
+    pytest.param(
+        with_chunk_norm(lambda w: w.pop("model.fc_norm.1.weight")),
+        f"weights has no fc_norm.1.weight, expected all of {ALL}",
+        id="missing-norm",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.pop("model.fc.weight")),
+        f"weights has no fc.weight, expected all of {ALL}",
+        id="missing-fc",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"model.fc_norm.3.weight": torch.ones(H)})),
+        f"weights has model.fc_norm.3.weight, expected only {ALL}, {SAYS}",
+        id="a-norm-of-another-K",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"input_norm.weight": torch.ones(K * H)})),
+        f"weights has input_norm.weight, expected only {ALL}, {SAYS}",
+        id="concat-norm-too",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"hidden_norm.weight": torch.ones(D)})),
+        f"weights has hidden_norm.weight, expected only {ALL}, {SAYS}",
+        id="post-norm-of-dflash",
+    ),
+    pytest.param(
+        lambda: (eagle3_layer(), renamed(eagle3_weights(), legacy)),
+        "weights has aux_norm_low.weight, expected only ['fc.weight'], because the config says K = 3, "
+        "chunk_norm False, concat_norm False, bias False",
+        id="norms-the-config-forgot",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"fc.bias": torch.ones(D)})),
+        f"weights has fc.bias, expected only {ALL}, {SAYS}",
+        id="bias",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"fc.weight": torch.ones(D, K * H)})),
+        "weights has model.fc.weight and fc.weight, expected one of them, because both are fc.weight",
+        id="two-fc",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"model.fc.weight": torch.ones(D, 2 * H)})),
+        "model.fc.weight has shape (16, 48), expected (16, 72), because it is (D, K*H) with K = 3 and H = 24",
+        id="another-K",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"model.fc_norm.2.weight": torch.ones(8)})),
+        "model.fc_norm.2.weight has shape (8,), expected (24,)",
+        id="another-width",
+    ),
+    pytest.param(
+        with_chunk_norm(lambda w: w.update({"model.fc.weight": w["model.fc.weight"].to(torch.float8_e4m3fn)})),
+        "model.fc.weight has dtype torch.float8_e4m3fn, expected torch.bfloat16 or torch.float16 or torch.float32, "
+        "because a quantised weight stays with its engine",
+        id="quantised",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), EAGLE3_ERRORS)
+def test_eagle3_names_what_does_not_fit_and_copies_nothing(build: Callable, message: str) -> None:
+    layer, weights = build()
+    expected = f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"
+    with UnchangedTensors(list(layer.state_dict().values())), pytest.raises((ValueError, TypeError), match=expected):
+        layer.load_checkpoint(weights)
+
+
+def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+    message = f"Eagle3Projection.load_checkpoint: weights is '{tmp_path}', expected a folder with .safetensors files"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        eagle3_layer().load_checkpoint(tmp_path)
+
+
+def mtp_layer(**config: object) -> ek.MTPProjection:
+    return ek.MTPProjection(ek.MTPConfig(H, D, **config), dtype=torch.bfloat16)
+
+
+def mtp_weights() -> dict[str, Tensor]:
+    shapes = {"enorm.weight": (H,), "hnorm.weight": (H,), "eh_proj.weight": (D, 2 * H)}
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+NEXTN_REST = ["shared_head.norm.weight", "input_layernorm.weight", "self_attn.q_a_layernorm.weight", "mlp.fc.weight"]
+QWEN3_NEXT = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
+MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
+
+
+def alias(names: dict[str, str], prefix: str) -> Callable[[str], str]:
+    return lambda name: f"{prefix}{names.get(name.split('.')[0], name.split('.')[0])}.weight"
+
+
+MTP_FORMATS = {
+    "plain": "{}".format,
+    "model.layers.61": "model.layers.61.{}".format,
+    "midlayer": "midlayer.{}".format,
+    "qwen3-next": alias(QWEN3_NEXT, "mtp."),
+    "mimo": alias(MIMO, "model.mtp_layers.0."),
+}
+
+
+@pytest.mark.parametrize("form", MTP_FORMATS)
+def test_mtp_reads_every_naming(form: str, tmp_path: Path) -> None:
+    layer, weights = mtp_layer(), mtp_weights()
+    rest = {f"model.layers.61.{name}": torch.randn(3) for name in NEXTN_REST}
+    layer.load_checkpoint(stored(renamed(weights, MTP_FORMATS[form]) | rest, "file", tmp_path))
+    assert all(same_bits(layer.state_dict()[name], tensor) for name, tensor in weights.items())
+
+
+def test_mtp_takes_the_layer_that_is_asked_for() -> None:
+    stages = {number: mtp_weights() for number in (45, 46, 47)}
+    weights = {f"model.layers.{number}.{name}": t for number, stage in stages.items() for name, t in stage.items()}
+    for number, stage in stages.items():
+        layer = mtp_layer().load_checkpoint(weights, layer=number)
+        assert all(same_bits(layer.state_dict()[name], tensor) for name, tensor in stage.items())
+    places = "['model.layers.45.', 'model.layers.46.', 'model.layers.47.']"
+    because = "because layer says which, its names say where"
+    for number, message in (
+        (None, f"weights has MTP layers at {places}, expected one, {because}"),
+        (4, f"weights has no MTP layer, expected one with layers.4., {because}"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(f'MTPProjection.load_checkpoint: {message}')}$"):
+            mtp_layer().load_checkpoint(weights, layer=number)
+
+
+def test_gemma4_assistant_has_a_projection_and_no_norms() -> None:
+    layer, weight = mtp_layer(normed=False), torch.randn(D, 2 * H).bfloat16()
+    layer.load_checkpoint({"pre_projection.weight": weight, "model.norm.weight": torch.ones(D)})
+    assert same_bits(layer.eh_proj.weight, weight)
+
+
+MTP_ERRORS = [
+    pytest.param(
+        {}, lambda w: w.pop("hnorm.weight"), "weights has no hnorm.weight, expected all of {all}", id="missing-norm"
+    ),
+    pytest.param(
+        {}, lambda w: w.pop("eh_proj.weight"), "weights has no eh_proj.weight, expected all of {all}", id="missing-proj"
+    ),
+    pytest.param(
+        {},
+        lambda w: w.clear(),
+        "weights has no MTP layer, expected one, because layer says which, its names say where",
+        id="none",
+    ),
+    pytest.param(
+        {"normed": False},
+        lambda w: None,
+        "weights has enorm.weight, expected only ['eh_proj.weight'], because normed is False",
+        id="norms-the-config-forgot",
+    ),
+    pytest.param(
+        {},
+        lambda w: w.update({"eh_proj.weight": torch.ones(D, H)}),
+        "eh_proj.weight has shape (16, 24), expected (16, 48), because it is (D, 2H) with H = 24",
+        id="another-width",
+    ),
+    pytest.param(
+        {},
+        lambda w: w.update({"token_layernorm.weight": torch.ones(H)}),
+        "weights has enorm.weight and token_layernorm.weight, expected one of them, because both are enorm.weight",
+        id="two-enorms",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "message"), MTP_ERRORS)
+def test_mtp_names_what_does_not_fit_and_copies_nothing(config: dict, change: Callable, message: str) -> None:
+    layer, weights = mtp_layer(**config), mtp_weights()
+    message = message.format(all=sorted(weights))
+    change(weights)
+    expected = f"^{re.escape(f'MTPProjection.load_checkpoint: {message}')}$"
+    with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(ValueError, match=expected):
+        layer.load_checkpoint(weights)

@@ -1,0 +1,126 @@
+"""When the cuda backend is chosen, and what is said where it is not."""
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+import eagle_kernels as ek
+from backends import environment_of
+from eagle_kernels import library, plan
+from eagle_kernels.tuned_configs import Gpu
+
+linear = importlib.import_module("eagle_kernels.ops.norm_concat_linear")
+WHEEL = ("80", "89", "90a", "100a", "120", "90+ptx")
+CUDA = torch.device("cuda")
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def hopper_with_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans of an H100 on a machine that has none."""
+    monkeypatch.setattr(library, "missing_reason", None)
+    monkeypatch.setattr(library, "cuda_archs", WHEEL)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(linear, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
+    plan.forget()
+    yield
+    plan.forget()
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        (WHEEL, (8, 0), True),
+        (WHEEL, (8, 6), True),
+        (WHEEL, (9, 0), True),
+        (WHEEL, (10, 0), True),
+        (WHEEL, (10, 3), True),  # B300: PTX, since 100a is for 10.0 alone
+        (WHEEL, (12, 1), True),
+        (WHEEL, (7, 5), False),
+        (("90a",), (9, 0), True),
+        (("90a",), (10, 0), False),
+        (("90a",), (8, 9), False),
+        (("89",), (8, 6), False),
+        (("80",), (8, 9), True),
+        (("80",), (9, 0), False),
+        (("90+ptx",), (8, 9), False),
+        ((), (9, 0), False),
+    ],
+    ids=str,
+)
+def test_which_gpus_a_build_serves(
+    archs: tuple, capability: tuple, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "cuda_archs", archs)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    reason = plan.unusable_reason("cuda", "cuda")
+    assert (reason is None) == runs
+    if archs and not runs:
+        assert f"this build has kernels for {', '.join(archs)}" in reason
+        assert f"compute capability {capability[0]}.{capability[1]}" in reason
+
+
+@pytest.mark.parametrize("op", ["capture_hidden", "add_rms_norm", "norm_concat", "vocab_parallel_embedding"])
+def test_the_memory_ops_take_cuda(op: str) -> None:
+    with environment_of():
+        assert plan.simple_plan(op, CUDA).backend == "cuda"
+
+
+def planned(T: int, dtype: torch.dtype = torch.bfloat16, **fit: object) -> plan.Plan:
+    return linear.plan_cuda(T, 3, 4096, 4096, dtype, CUDA, **fit)
+
+
+@needs_triton
+def test_the_fused_kernel_takes_decode_and_triton_the_rest() -> None:
+    with environment_of():
+        assert (
+            str(planned(16))
+            == "norm_concat_linear: cuda/fused, because T=16 <= 16: one pass over the weight is the bound"
+        )
+        assert planned(17).backend == "triton" and planned(17).reason.startswith("cuda: T=17 > 16: ")
+        assert planned(4, torch.float32).backend == "triton"
+        assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
+        assert planned(4, misfit="H=2881 is no multiple of 8").reason.startswith(
+            "cuda: H=2881 is no multiple of 8; T=4"
+        )
+
+
+@needs_triton
+def test_one_plan_for_all_T_is_tritons_unless_cuda_is_forced() -> None:
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        assert {planned(T).backend for T in (1, 16, 17, 300)} == {"triton"}
+        assert {planned(T).method for T in (1, 16, 17, 300)} == {planned(1).method}
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        assert {(planned(T).backend, planned(T).method) for T in (1, 16, 17, 300)} == {("cuda", "fused")}
+
+
+def test_without_triton_the_rest_is_norm_concat_and_a_library_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with environment_of():
+        assert planned(17).backend == "cuda" and planned(17).method == "norm_concat + linear"
+
+
+def test_more_chunks_than_a_kernel_holds_go_to_the_next_backend() -> None:
+    with environment_of():
+        backend, reason = plan.choose_backend("norm_concat", "cuda", 9)
+        assert backend != "cuda" and reason.startswith("cuda: K=9 > 8 chunks")
+
+
+@pytest.mark.parametrize(
+    ("archs", "reason"), [((), "this build has no cuda kernels"), (WHEEL, "the tensors are on cpu")], ids=str
+)
+def test_a_forced_backend_says_why_it_cannot(archs: tuple, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "cuda_archs", archs)
+    row = torch.zeros(1, 8)
+    wanted = rf"capture_hidden: EAGLE_KERNELS_BACKEND is 'cuda', expected one of \[.*'reference'\], because {reason}"
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda"), pytest.raises(RuntimeError, match=wanted):
+        ek.capture_hidden(row, out=torch.zeros(1, 8))
+
+
+def test_an_amd_gpu_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    assert plan.unusable_reason("cuda", "cuda") == "the GPU is AMD's"

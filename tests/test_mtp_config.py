@@ -1,0 +1,89 @@
+"""MTPConfig: what from_hf reads from configs of every family and shape, and the words of its errors."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import eagle_kernels as ek
+from eagle_kernels.models import families
+
+TEXT = {"hidden_size": 256, "rms_norm_eps": 1e-5}
+
+EXPECTED = [
+    pytest.param({"model_type": "deepseek_v3"} | TEXT, "sglang", {}, id="deepseek-sglang"),
+    pytest.param({"model_type": "deepseek_v3"} | TEXT, "vllm", {"mask_position_zero": True}, id="deepseek-vllm"),
+    pytest.param({"model_type": "step3p5"} | TEXT, "vllm", {"norm_offset": 1.0}, id="step3p5"),
+    pytest.param({"model_type": "step3p7", "text_config": TEXT}, "sglang", {"norm_offset": 1.0}, id="composite"),
+    pytest.param({"model_type": "qwen3_next"} | TEXT, "sglang", {"norm_offset": 1.0}, id="qwen3-next"),
+    pytest.param(
+        {"model_type": "gemma4_assistant", "backbone_hidden_size": 2816, "text_config": TEXT},
+        "vllm",
+        {
+            "hidden_size": 2816,
+            "out_features": 256,
+            "normed": False,
+            "embedding_scale": 2816**0.5,
+            "round_embedding_scale": True,
+        },
+        id="gemma4-assistant",
+    ),
+]
+
+
+@pytest.mark.parametrize("as_object", [False, True], ids=["dict", "object"])
+@pytest.mark.parametrize(("config", "engine", "expected"), EXPECTED)
+def test_from_hf_reads_what_the_family_says(config: dict, engine: str, expected: dict, as_object: bool) -> None:
+    if as_object:
+        config = SimpleNamespace(**config)
+    expected = {"hidden_size": 256, "enorm_eps": 1e-5, "hnorm_eps": 1e-5, "round_embedding_scale": False} | expected
+    assert ek.MTPConfig.from_hf(config, engine=engine) == ek.MTPConfig(**expected)
+
+
+def test_gemma4_scale_is_rounded_by_all_but_sglang() -> None:
+    config = {"model_type": "gemma4_assistant", "backbone_hidden_size": 2816, "text_config": TEXT}
+    assert not ek.MTPConfig.from_hf(config, engine="sglang").round_embedding_scale
+    assert ek.MTPConfig.from_hf(config, engine="transformers").round_embedding_scale
+
+
+KNOWN = sorted(
+    name
+    for family in families().values()
+    if family.mtp is not None
+    for name in family.model_types + family.mtp.drafter_types
+)
+ERRORS = [
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "llama"} | TEXT),
+        f"MTPConfig.from_hf: model_type is 'llama', expected one of {KNOWN}, because order, norms and masking depend "
+        "on it; for another one build the MTPConfig itself",
+        id="unknown-model",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "deepseek_v3"} | TEXT, engine="trt"),
+        "MTPConfig.from_hf: engine is 'trt', expected 'sglang' or 'vllm' or 'transformers'",
+        id="engine",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "deepseek_v3"}),
+        "MTPConfig.from_hf: hidden_size is missing, expected the target's width",
+        id="width",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig(8, order="hidden"),
+        "MTPConfig: order is 'hidden', expected 'embed,hidden' or 'hidden,embed'",
+        id="order",
+    ),
+    pytest.param(lambda: ek.MTPConfig(0), "MTPConfig: hidden_size is 0, expected at least 1", id="H"),
+    pytest.param(lambda: ek.MTPConfig(8, 2.5), "MTPConfig: out_features is a float, expected an int", id="D"),
+    pytest.param(lambda: ek.MTPConfig(8, enorm_eps="x"), "MTPConfig: enorm_eps is a str, expected a number", id="eps"),
+    pytest.param(
+        lambda: ek.MTPConfig(8, embedding_scale=0.0), "MTPConfig: embedding_scale is 0.0, expected above 0", id="scale"
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS)
+def test_errors_say_what_is_expected(call: object, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}$"):
+        call()
