@@ -1,4 +1,4 @@
-"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report`: one module per command."""
+"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report | demo`: one module per command."""
 
 import argparse
 import importlib
@@ -16,6 +16,7 @@ _COMMANDS = {
     "compare": "compare",
     "plot": "plot",
     "report": "readme_table",
+    "demo": "demo",
 }
 
 
