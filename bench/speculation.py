@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from eagle_kernels.byte_eagle3.assemble import MISTAKES, Checkpoint, assemble, load
 from eagle_kernels.byte_eagle3.decode import Decoded, Drafter, accepted_length, speculate
 from torch import Tensor, nn
@@ -23,35 +24,49 @@ _STAGE_SECONDS = 0.2
 
 def report(folder: Path, count: int, num_drafts: int) -> int:
     """Print all of it; 1 where any output differs from plain greedy decoding."""
+    threads = torch.get_num_threads()
+    transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)  # at this size threads wait for each other longer than they work
-    checkpoint = load(folder)
+    try:
+        return _report(load(folder), count, num_drafts)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _report(checkpoint: Checkpoint, count: int, num_drafts: int) -> int:
     print(_header(checkpoint, count, num_drafts))
-    start = time.perf_counter()
-    greedy = [_generate(checkpoint, prompt, count) for prompt in checkpoint.prompts]
-    print(f"plain greedy decoding: {time.perf_counter() - start:.2f} s")
-
-    def decode(*drafters: Drafter) -> list[list[Decoded]]:
-        # Prompt by prompt in turn: what slows the machine down hits all drafters.
-        runs = [
-            [speculate(checkpoint.target, drafter, prompt, count, num_drafts) for drafter in drafters]
-            for prompt in checkpoint.prompts
-        ]
-        return [list(run) for run in zip(*runs, strict=True)]
-
     right = assemble(checkpoint)
-    ours, eager = decode(right, over_eager_chain(checkpoint, right))
-    drafters = {"none, embedding over tp 2": assemble(checkpoint, tp_size=2)}
+    eager = over_eager_chain(checkpoint, right)
+    _decode(checkpoint, [right, eager], num_drafts, num_drafts)  # the first calls
+
+    start = time.perf_counter()
+    greedy = [generate(checkpoint, prompt, count) for prompt in checkpoint.prompts]
+    print(f"plain greedy decoding  {time.perf_counter() - start:6.2f} s")
+    drafters = {"none": right, "none, eager chain": eager, "none, embedding over tp 2": assemble(checkpoint, tp_size=2)}
     drafters |= {mistake: assemble(checkpoint, **changes) for mistake, changes in MISTAKES.items()}
-    runs = {"none": ours, "none, eager chain": eager} | dict(zip(drafters, decode(*drafters.values()), strict=True))
+    decoded = _decode(checkpoint, list(drafters.values()), count, num_drafts)
+    runs = dict(zip(drafters, decoded, strict=True))
     wrong = [name for name, run in runs.items() if [decoded.tokens for decoded in run] != greedy]
 
-    print(f"speculative decoding:  {sum(decoded.seconds for decoded in ours):.2f} s")
-    print("output:", f"DIFFERS with {', '.join(wrong)}" if wrong else "the same tokens, whatever the drafter's mistake")
-    print(f"mean accepted length:  {accepted_length(ours):.2f} of at most {num_drafts + 1}")
-    print(f"drafting {num_drafts} tokens:     {_draft_ms(ours):.2f} ms with our ops, {_draft_ms(eager):.2f} ms eager")
+    ours, eager = runs["none"], runs["none, eager chain"]
+    print(f"speculative decoding   {sum(decoded.seconds for decoded in ours):6.2f} s")
+    print(f"  drafter, our ops     {_draft_ms(ours):6.2f} ms per forward of the target")
+    print(f"  drafter, eager chain {_draft_ms(eager):6.2f} ms")
+    same = "equal to plain greedy decoding, token for token, with every drafter below"
+    print(f"  output               {'DIFFERS: ' + ', '.join(wrong) if wrong else same}")
+    print(f"  mean accepted length {accepted_length(ours):6.2f} of at most {num_drafts + 1}")
     for line in (*_stage_table(checkpoint), *_mistake_table(runs)):
         print(line)
     return 1 if wrong else 0
+
+
+def _decode(checkpoint: Checkpoint, drafters: Sequence[Drafter], count: int, num_drafts: int) -> list[list[Decoded]]:
+    """The runs of each drafter. Prompt by prompt in turn: what slows the machine down hits all of them."""
+    runs = [
+        [speculate(checkpoint.target, drafter, prompt, count, num_drafts) for drafter in drafters]
+        for prompt in checkpoint.prompts
+    ]
+    return [list(run) for run in zip(*runs, strict=True)]
 
 
 def over_eager_chain(checkpoint: Checkpoint, drafter: Drafter) -> Drafter:
@@ -87,7 +102,7 @@ def _clone_states(target: nn.Module, boundaries: Sequence[int], states: dict[int
         yield
 
 
-def _generate(checkpoint: Checkpoint, prompt: list[int], count: int) -> list[int]:
+def generate(checkpoint: Checkpoint, prompt: list[int], count: int) -> list[int]:
     """transformers' own loop: another cache, no captures, one token per forward."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
@@ -113,7 +128,7 @@ def _header(checkpoint: Checkpoint, count: int, num_drafts: int) -> str:
 def _stage_table(checkpoint: Checkpoint) -> Iterator[str]:
     """Capture, fc with its norms and lookup alone: all in which the two differ."""
     yield ""
-    yield "input stage alone, microseconds (median / minimum)"
+    yield "input stage alone, microseconds (median / minimum): at this width what a call costs, not what it does"
     yield f"{'rows':>6}  {'our ops':>15}  {'eager chain':>15}"
     for rows in _STAGE_ROWS:
         with torch.inference_mode():
@@ -150,8 +165,8 @@ def _stage_calls(checkpoint: Checkpoint, rows: int) -> tuple[Call, Call]:
 def _mistake_table(runs: dict[str, list[Decoded]]) -> Iterator[str]:
     right, width = accepted_length(runs["none"]), max(map(len, runs))
     yield ""
-    yield f"{'mistake':<{width}}  {'accepted length':>15}  {'lost':>6}"
+    yield f"{'mistake':<{width}}  {'accepted length':>15}  {'drafts lost':>11}"
     for name, run in runs.items():
         length = accepted_length(run)
         # Of the drafts accepted: 1 of the accepted length is the target's own token.
-        yield f"{name:<{width}}  {length:>15.2f}  {100 * (right - length) / (right - 1):>4.0f} %"
+        yield f"{name:<{width}}  {length:>15.2f}  {100 * (right - length) / (right - 1):>9.0f} %"

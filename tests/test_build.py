@@ -71,6 +71,9 @@ def test_pure_python_install_works(tree: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
         assert {name for name in archive.namelist() if name.endswith(".py")} == modules(tree)
+        assert {f"eagle_kernels/byte_eagle3/{part}/model.safetensors" for part in ("target", "drafter")} <= set(
+            archive.namelist()
+        )
         archive.extractall(site)
     done = run_in(
         site,
