@@ -162,8 +162,8 @@ def train_target(out: Path, texts: list[str], held_out: list[str], steps: int) -
 
 
 def train_drafter(out: Path, texts: list[str], held_out: list[str], steps: int) -> None:
+    torch.manual_seed(0)  # the same drafter whether or not the target was trained just before
     # From the file, so that it learns from the target that ships, rounded to bf16.
-    torch.manual_seed(0)
     target = Gemma3ForCausalLM.from_pretrained(out / "target", dtype=torch.float32).requires_grad_(False).eval()
     stage, layer = TrainableInputStage(len(LAYER_IDS), target.config), DraftLayer(target.config)
     both = nn.ModuleList([stage, layer])
