@@ -1,4 +1,4 @@
-"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report | demo`: one module per command."""
+"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report | demo`: a module each."""
 
 import argparse
 import importlib

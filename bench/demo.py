@@ -22,9 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from . import speculation
     except ImportError as missing:
-        arguments.parser.error(
-            f"{missing}: the demo needs pip install 'eagle-kernels[demo]' (transformers, safetensors)"
-        )
+        needed = "expected transformers and safetensors: pip install 'eagle-kernels[demo]'"
+        arguments.parser.error(f"{missing}, {needed}")
     absent = [name for name in _NEEDED if not (arguments.weights / name).is_file()]
     if absent:
         arguments.parser.error(
