@@ -1,4 +1,4 @@
-"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report`: one module per command."""
+"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report | demo`: a module each."""
 
 import argparse
 import contextlib
@@ -18,6 +18,7 @@ _COMMANDS = {
     "compare": "compare",
     "plot": "plot",
     "report": "readme_table",
+    "demo": "demo",
 }
 
 
