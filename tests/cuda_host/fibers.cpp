@@ -39,7 +39,7 @@ struct Fiber {
 };
 
 bool descending_warps = false;
-std::vector<std::unique_ptr<Fiber>> fibers;  // kept between blocks: their stacks are most of a block's cost
+std::vector<std::unique_ptr<Fiber>> fibers;  // kept between blocks, with their stacks
 std::vector<Warp> warps;
 std::vector<char> shared;
 const std::function<void()>* running_thread;
