@@ -5,8 +5,8 @@
 // robin, and stream the weight's rows straight into registers, which are the left operand of mma.sync; the rows of x,
 // padded to 8 * kTokens, are the right one. Neither passes through shared memory, and no warp waits for another before
 // the end of its share. A lane's 16-byte load covers 8 neighbouring columns, where the fragments of two products want
-// columns 2q, 2q+1, 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree, so
-// the loads go in as they come.
+// columns 2q, 2q+1, 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree,
+// so the loads go in as they come.
 //
 // The raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and statistic
 // alike. The gain is multiplied into the weight and rounded once, as if it had been folded in beforehand. That is one
