@@ -21,6 +21,7 @@ demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
 	$(BIN)/python examples/gemma3_input_stage.py
 	$(BIN)/eagle-kernels bench --device cpu --preset llama3.1-8b --tokens 1,8,64,512 --baselines eager,compile,inductor-max
+	$(BIN)/eagle-kernels demo
 
 test: lint
 	$(BIN)/python -m pytest

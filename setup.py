@@ -3,7 +3,7 @@
 EAGLE_KERNELS_BUILD        auto (default), cpu, cuda, none: what to compile. auto takes what the machine has: CUDA with
                            nvcc, the CPU kernels with a C++ compiler, else pure Python and Triton.
 EAGLE_KERNELS_CUDA_ARCHS   default 80;89;90a;100a;120 and PTX for what comes later; an editable install takes 90a
-                           alone, which builds in a quarter of the time.
+                           alone: 47 s of one core instead of 84.
 """
 
 import importlib.util

@@ -1,12 +1,10 @@
 """Time the ops against eager torch, torch.compile and other packages on the shapes of real models, each checked."""
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import os
 import shlex
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -79,9 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{len(kept)} rows kept from {arguments.json}, {len(rows)} to measure", flush=True)
     session = _Session(arguments, environment, records, len(rows))
     interrupted = False
-    # A shell that starts us in the background has SIGINT ignored; what was measured is then lost with the terminal.
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if rows:
             runner = Runner(arguments.device, environment["cache_bytes"], arguments.min_time, arguments.timer)

@@ -1,7 +1,9 @@
-"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report`: one module per command."""
+"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report | demo`: a module each."""
 
 import argparse
+import contextlib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +18,7 @@ _COMMANDS = {
     "compare": "compare",
     "plot": "plot",
     "report": "readme_table",
+    "demo": "demo",
 }
 
 
@@ -35,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 is success, 1 a wrong result or a regression, 2 a bad argument, 130 an interrupted run."""
     arguments = build_parser().parse_args(argv)
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
+    # A shell starts what runs in its background with SIGINT ignored; bench and tune keep what they have when it comes.
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return arguments.run(arguments)
     except BrokenPipeError:  # `| head` closed the pipe: not an error of ours

@@ -11,6 +11,7 @@ from .gpu_stages import ROOT, WORK
 
 CARRIED = ROOT / "build" / "gpu_session"  # what `pack` leaves for the GPU machine
 SITE = ROOT / "build" / "gpu_site"  # the package as if it were installed, in symbolic links
+_LIBRARY = "libeagle_kernels.so"
 _NVCC = ("/usr/local/cuda/bin/nvcc", "/usr/local/bin/nvcc", "/opt/cuda/bin/nvcc")
 
 
@@ -26,16 +27,23 @@ def prepare_package(device: str) -> dict[str, str]:
     (package / "COMMIT").write_text(_commit() + "\n")
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
-    for folder in (CARRIED, ROOT / "python" / "eagle_kernels"):
-        if (folder / "libeagle_kernels.so").exists() and _loads(package, folder, environment):
-            _note(f"from {folder.relative_to(ROOT)}")
-            return environment
-    built = _build(environment, device)
-    if built is not None and _loads(package, built, environment):
-        _note("built here")
-    else:
-        _note("none loads; Triton and torch are what is measured")
+    _note(_provide_library(package, environment, device))
     return environment
+
+
+def _provide_library(package: Path, environment: dict[str, str], device: str) -> str:
+    """Link a library that loads; where it comes from. One without CUDA kernels is second choice on a GPU."""
+    there = [folder for folder in (CARRIED, ROOT / "python" / "eagle_kernels") if (folder / _LIBRARY).exists()]
+    for folder in there:
+        if _loads(package, folder, environment, device):
+            return f"from {folder.relative_to(ROOT)}"
+    built = _build(environment, device)
+    if built is not None and _loads(package, built, environment, device):
+        return "built here"
+    for folder in [*([built] if built else []), *there]:
+        if _loads(package, folder, environment, "cpu"):
+            return f"from {folder.relative_to(ROOT)}, without CUDA kernels"
+    return "none loads; Triton and torch are what is measured"
 
 
 def _note(text: str) -> None:
@@ -44,12 +52,15 @@ def _note(text: str) -> None:
     (WORK / "library.json").write_text(json.dumps({"library": text, "commit": _commit()}))
 
 
-def _loads(package: Path, folder: Path, environment: dict[str, str]) -> bool:
+def _loads(package: Path, folder: Path, environment: dict[str, str], device: str) -> bool:
     """Link the libraries of a folder into the package, and see; nothing stays linked where it does not load."""
     for library in folder.glob("*.so"):
         (package / library.name).unlink(missing_ok=True)
         (package / library.name).symlink_to(library)
-    code = "from eagle_kernels import library; raise SystemExit(library.missing_reason)"
+    lacks = "library.missing_reason"
+    if device == "cuda":
+        lacks += " or (None if library.cuda_archs else 'it has no CUDA kernels')"
+    code = f"from eagle_kernels import library; raise SystemExit({lacks})"
     loaded = subprocess.run([sys.executable, "-c", code], env=environment, cwd=SITE, capture_output=True, text=True)
     if loaded.returncode == 0:
         return True
@@ -81,7 +92,7 @@ def _build(environment: dict[str, str], device: str) -> Path | None:
 
 def pack() -> int:
     """Copy the library that this tree has built, and the commit, into the folder to carry."""
-    library = ROOT / "python" / "eagle_kernels" / "libeagle_kernels.so"
+    library = ROOT / "python" / "eagle_kernels" / _LIBRARY
     if not library.exists():
         print(f"{library.relative_to(ROOT)} is not built: EAGLE_KERNELS_BUILD=cuda pip install -e .", file=sys.stderr)
         return 2

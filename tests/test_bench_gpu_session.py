@@ -145,6 +145,37 @@ def test_the_script_on_a_tree_without_the_package(tmp_path: Path) -> None:
     assert "build/gpu_site/eagle_kernels" in record["output_tail"] or "none loads" in record["result"]["library"]
 
 
+@pytest.mark.parametrize(
+    "device, carried, built, expected",
+    [
+        ("cuda", "cuda", None, "from carried"),
+        ("cuda", "cpu", "cuda", "built here"),
+        ("cuda", "cpu", None, "from carried, without CUDA kernels"),
+        ("cuda", None, "cuda", "built here"),
+        ("cpu", "cpu", "cuda", "from carried"),
+        ("cuda", None, None, "none loads; Triton and torch are what is measured"),
+    ],
+)
+def test_which_library(
+    device: str, carried: str, built: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that was built for CPU alone must not keep a GPU session from building the CUDA kernels."""
+    kinds = {tmp_path / "carried": carried, tmp_path / "built": built}
+    for folder in kinds:
+        folder.mkdir()
+    if carried:
+        (tmp_path / "carried" / "libeagle_kernels.so").touch()
+    monkeypatch.setattr(gpu_package, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_package, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(gpu_package, "_build", lambda environment, device: tmp_path / "built" if built else None)
+
+    def loads(package: Path, folder: Path, environment: dict, wanted: str) -> bool:
+        return kinds[folder] is not None and (wanted == "cpu" or kinds[folder] == "cuda")
+
+    monkeypatch.setattr(gpu_package, "_loads", loads)
+    assert gpu_package._provide_library(tmp_path, {}, device) == expected
+
+
 def test_unknown_stage_lists_the_known(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         gpu_session.main(["--stages", "library,sass"])

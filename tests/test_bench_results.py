@@ -162,14 +162,15 @@ def test_section_of_a_readme_is_replaced() -> None:
         readme_table.replace_section("nothing here", "cpu", text)
 
 
-def test_readme_and_saved_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's tables are generated; whoever edits one of the two by hand is told here."""
-    section = readme_table.section((ROOT / "README.md").read_text(encoding="utf-8"), "cpu")
-    if section is None or not section.strip():
-        pytest.skip("the README has no measured table yet")
-    paths = [Path(name) for name in re.findall(r"From \[`(.+?)`\]", section)]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_readme_and_saved_runs_agree(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's tables are generated, from every saved run; whoever edits one of the two by hand is told here."""
     monkeypatch.chdir(ROOT)  # where `make report` runs: a plot is shown if it is there
-    assert section == "\n".join(readme_table.render(path, results.load(path)) for path in paths)
+    section = readme_table.section(Path("README.md").read_text(encoding="utf-8"), device)
+    shown = [Path(name) for name in re.findall(r"From \[`(.+?)`\]", section)]
+    saved = {path: results.load(path) for path in Path("bench/results").glob("*/*.json")}
+    assert set(shown) == {path for path, run in saved.items() if run["environment"]["device"] == device}
+    assert section == "\n".join(readme_table.render(path, saved[path]) for path in shown)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*/*.json")), ids=lambda path: path.name)

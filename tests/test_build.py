@@ -45,7 +45,7 @@ def build_wheel(tree: Path, **environment: str) -> tuple[Path | None, subprocess
 def modules(tree: Path) -> set[str]:
     """Where every module of the tree belongs in a wheel: a package that pyproject.toml forgets is missing there."""
     homes = {"python/eagle_kernels": "eagle_kernels", "bench": "eagle_kernels/bench"}
-    homes["triton_kernels"] = "eagle_kernels/triton_kernels"
+    homes |= {"triton_kernels": "eagle_kernels/triton_kernels", "examples/byte_eagle3": "eagle_kernels/byte_eagle3"}
     return {
         f"{home}/{path.relative_to(tree / folder).as_posix()}"
         for folder, home in homes.items()
@@ -71,6 +71,9 @@ def test_pure_python_install_works(tree: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
         assert {name for name in archive.namelist() if name.endswith(".py")} == modules(tree)
+        assert {f"eagle_kernels/byte_eagle3/{part}/model.safetensors" for part in ("target", "drafter")} <= set(
+            archive.namelist()
+        )
         archive.extractall(site)
     done = run_in(
         site,

@@ -9,7 +9,7 @@ import eagle_kernels as ek
 K, H, D, T = 3, 72, 40, 9
 
 
-def make_layer(dtype: torch.dtype = torch.bfloat16, **norms: bool) -> ek.Eagle3Projection:
+def make_layer(dtype: torch.dtype = torch.bfloat16, **norms: bool | float) -> ek.Eagle3Projection:
     torch.manual_seed(1)
     config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, eps=1e-5, **norms)
     layer = ek.Eagle3Projection(config, dtype=dtype)
@@ -22,12 +22,12 @@ def make_layer(dtype: torch.dtype = torch.bfloat16, **norms: bool) -> ek.Eagle3P
 def truth(layer: ek.Eagle3Projection, state: dict, chunks: list[torch.Tensor]) -> torch.Tensor:
     """The engines' block in float64, from the state_dict (SGLang 0.5.23 llama_eagle3: concat norm first)."""
     state = {name: value.double() for name, value in state.items()}
-    x, eps = torch.cat(chunks, -1).double(), layer.config.eps
+    x, eps, offset = torch.cat(chunks, -1).double(), layer.config.eps, layer.config.norm_offset
     if "input_norm.weight" in state:
-        x = F.rms_norm(x, (K * H,), state["input_norm.weight"], eps)
+        x = F.rms_norm(x, (K * H,), offset + state["input_norm.weight"], eps)
     if "fc_norm.0.weight" in state:
-        pieces = x.chunk(K, -1)
-        x = torch.cat([F.rms_norm(p, (H,), state[f"fc_norm.{k}.weight"], eps) for k, p in enumerate(pieces)], -1)
+        gains = [offset + state[f"fc_norm.{k}.weight"] for k in range(K)]
+        x = torch.cat([F.rms_norm(p, (H,), gain, eps) for p, gain in zip(x.chunk(K, -1), gains, strict=True)], -1)
     return F.linear(x, state["fc.weight"], state.get("fc.bias"))
 
 
@@ -36,6 +36,8 @@ NORMS = [
     pytest.param({"chunk_norm": True}, id="chunk"),
     pytest.param({"concat_norm": True}, id="concat"),
     pytest.param({"chunk_norm": True, "concat_norm": True, "bias": True}, id="both-bias"),
+    pytest.param({"chunk_norm": True, "concat_norm": True, "norm_offset": 1.0}, id="both-offset"),
+    pytest.param({"norm_offset": 1.0}, id="none-offset"),
 ]
 
 

@@ -93,6 +93,16 @@ def test_a_zero_row_hides_what_the_sources_hold(cpu_isa: str) -> None:
     assert out[1].isfinite().all() and out[1].any()
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
+def test_a_zero_row_is_zero_whatever_the_gain_and_eps(norm: str, eps: float, cpu_isa: str) -> None:
+    """Its rstd is infinite at eps = 0, and a gain may be."""
+    chunks = [torch.randn(3, 33).bfloat16() for _ in range(2)]
+    gain = None if norm == "none" else torch.full((2, 33) if norm == "chunk" else (66,), float("inf"))
+    out = ek.norm_concat(chunks, norm=norm, norm_weight=gain, eps=eps, indices=torch.tensor([-1, 3]))
+    assert same_bits(out, torch.zeros(2, 66).bfloat16())
+
+
 def test_sources_without_rows_give_zero_rows(cpu_isa: str) -> None:
     chunks = [torch.empty(0, 33).bfloat16(), torch.empty(0, 33).bfloat16()]
     out = ek.norm_concat(chunks, indices=torch.tensor([0, -1, 5]))

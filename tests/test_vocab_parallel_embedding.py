@@ -126,7 +126,7 @@ def test_strided_tables_and_ids(cpu_isa: str) -> None:
     assert torch.equal(out, full_lookup(ids, wide[:, 3:36]))
 
 
-@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("scale", [None, 2.0, float("inf")])
 def test_an_id_of_nobody_hides_what_the_table_holds(scale: float | None, cpu_isa: str) -> None:
     """Row 0 and the last row, the likely clamps, are NaN."""
     table = torch.randn(50, 33).bfloat16()

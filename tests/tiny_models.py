@@ -20,9 +20,9 @@ _GEMMA4 = {"head_dim": 16, "global_head_dim": 16, "sliding_window": 4, "layer_ty
 _GEMMA4 |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 
 
-def gemma3() -> torch.nn.Module:
+def gemma3(**sizes: int) -> torch.nn.Module:
     windows = {"head_dim": 16, "sliding_window": 4, "layer_types": _WINDOWS}
-    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**_SIZES, **windows))
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**(_SIZES | sizes), **windows))
 
 
 def gemma4_moe() -> torch.nn.Module:
@@ -47,11 +47,11 @@ def step3p7_config(**more: object) -> object:
     experts = _EXPERTS | {"n_routed_experts": 4, "share_expert_dim": 16}
     layers = {"layer_types": _WINDOWS, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}
     heads = {"head_dim": 16, "sliding_window": 4, "num_sliding_attention_heads": 2}
-    return transformers.Step3p7TextConfig(**_SIZES, **experts, **heads, **(layers | more))
+    return transformers.Step3p7TextConfig(**(_SIZES | experts | heads | layers | more))
 
 
-def step3p7() -> torch.nn.Module:
-    return transformers.Step3p7TextModel(step3p7_config())
+def step3p7(**sizes: int) -> torch.nn.Module:
+    return transformers.Step3p7TextModel(step3p7_config(**sizes))
 
 
 def step3p7_with_mtp() -> torch.nn.Module:

@@ -51,7 +51,7 @@ void check_cuda(const char* op, int code) {
 
 CurrentDevice::CurrentDevice(const char* op, const Tensor& tensor) {
   static const GetCurrentStream get_current_stream = find_get_current_stream();
-  STD_TORCH_CHECK(get_current_stream != nullptr, op, ": this torch has no CUDA, expected libtorch_cuda.so to be loaded");
+  STD_TORCH_CHECK(get_current_stream != nullptr, op, ": libtorch_cuda.so is not loaded, expected a torch with CUDA");
   const int device = tensor.get_device_index();
   STD_TORCH_CHECK(device >= 0 && device < kMostDevices, op, ": the tensors are on cuda:", device,
                   ", expected an index below ", kMostDevices);

@@ -1,6 +1,6 @@
 // All that the kernels ask of the machine, in one thin layer: 16-byte loads and stores, conversions of packed 16-bit
-// pairs, mma.sync, grid dependency control, shared memory. Kernels are plain C++ above it, so that the same sources also
-// compile with g++, where tests/cuda_host/device_host.h answers to the same names.
+// pairs, mma.sync, grid dependency control, shared memory. Kernels are plain C++ above it, so that the same sources
+// also compile with g++, where tests/cuda_host/device_host.h answers to the same names.
 //
 // Only what differs between the two stands between the #if; a name below it is written in terms of those.
 #pragma once

@@ -23,7 +23,8 @@ namespace eagle_kernels::cuda {
 
 template <class Record>
 int launch(void (*kernel)(Record), const Shape& shape, const Record& record, const Device& device) {
-  // Above 48 KB a kernel has to ask; the driver remembers, so asking at every launch costs 0.1 us and no table.
+  // Above 48 KB a kernel has to ask. At every launch: the limit is kept per kernel and device, which a table here would
+  // have to know of too.
   if (shape.shared_bytes > 48 << 10) {
     const cudaError_t refused =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));

@@ -72,8 +72,8 @@ void norm_concat_linear_out(const std::vector<Tensor>& chunks, int64_t num_chunk
   const NormConcatLinear record =
       norm_concat_linear_record(sources, chunks[0], weight, bias, post_norm_weight, post_norm_eps, out);
   STD_TORCH_CHECK(norm_concat_linear_takes(record), op,
-                  ": an operand does not fit the fused CUDA kernel, expected a 16-bit dtype, no post_norm_weight, widths "
-                  "that are multiples of 8, and addresses and row strides that are multiples of 16 bytes");
+                  ": an operand does not fit the fused CUDA kernel, expected a 16-bit dtype, no post_norm_weight, "
+                  "widths that are multiples of 8, and addresses and row strides that are multiples of 16 bytes");
   if (out.numel() == 0) return;
   const CurrentDevice device(op, out);
   check_cuda(op, norm_concat_linear(record, device.get()));

@@ -1,8 +1,8 @@
 // How the memory-bound kernels walk a row: in packs of 8 values, thread t of a block takes packs t, t + blockDim.x, ...
 //
 // A pack is one 16-byte load (two in fp32) where every base address and row stride is a multiple of 16 bytes and the
-// width of 8 values, else 8 loads of a value each (kAligned = false). The order of a row's sums is the same in both, and
-// depends on the width alone.
+// width of 8 values, else 8 loads of a value each (kAligned = false). The order of a row's sums is the same in both,
+// and depends on the width alone.
 #pragma once
 
 #include "device.cuh"

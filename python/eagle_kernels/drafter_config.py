@@ -144,7 +144,9 @@ class Eagle3Config:
 
     num_chunks: K.  target_hidden_size: H, the width of one source.  hidden_size: D, the drafter's width.
     chunk_norm, concat_norm: one RMSNorm per chunk; one over all K*H. Both may hold, concat first (SGLang 0.5.23
-        `llama_eagle3`). The gain is w, never 1 + w, whatever the target uses.
+        `llama_eagle3`).
+    norm_offset: the gain of these norms is norm_offset + w. `from_hf` says 0, as the engines' drafters have it whatever
+        the target uses; 1 for a drafter that was trained with its Gemma target's own norms.
     eps: of every norm of the drafter.  bias: `fc` has one.
     projection: False where the drafter reads the last hidden state as it is (`use_aux_hidden_state` false).
     norm_output: the drafter feeds its normed output to its next step, not the pre-norm sum.
@@ -159,6 +161,7 @@ class Eagle3Config:
     hidden_size: int
     chunk_norm: bool = False
     concat_norm: bool = False
+    norm_offset: float = 0.0
     eps: float = 1e-6
     bias: bool = False
     projection: bool = True

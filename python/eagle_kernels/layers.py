@@ -105,6 +105,7 @@ class Eagle3Projection(nn.Module):
                 norm="concat",
                 norm_weight=self.input_norm.weight,
                 eps=config.eps,
+                norm_offset=config.norm_offset,
                 sum_squares=sum_squares,
                 **sources,
             )
@@ -115,7 +116,8 @@ class Eagle3Projection(nn.Module):
             norm, gains = "concat", self.input_norm.weight
         else:
             norm, gains, sum_squares = "none", None, None
-        sources |= {"norm": norm, "norm_weight": gains, "eps": config.eps, "sum_squares": sum_squares}
+        sources |= {"norm": norm, "norm_weight": gains, "eps": config.eps, "norm_offset": config.norm_offset}
+        sources["sum_squares"] = sum_squares
         if self.fc.packed is None:
             return norm_concat_linear(chunks, self.fc.weight, bias=self.fc.bias, out=out, **sources)
         projected = self.fc.product(norm_concat(chunks, **sources))

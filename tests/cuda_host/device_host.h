@@ -103,8 +103,8 @@ inline void let_next_kernel_start() {}
 inline char* shared_memory() { return host::shared_memory(); }
 
 // PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type": with lane = 4 g + q, register i of A is row
-// g + 8 (i % 2), columns 2q + 8 (i / 2) and the next; register i of B is rows 2q + 8 i and the next, column g; C is rows
-// g and g + 8, columns 2q and the next. Products are exact in fp32; their sum goes by column.
+// g + 8 (i % 2), columns 2q + 8 (i / 2) and the next; register i of B is rows 2q + 8 i and the next, column g; C is
+// rows g and g + 8, columns 2q and the next. Products are exact in fp32; their sum goes by column.
 template <class T>
 void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, T) {
   const Pair own[6] = {widen(a0, T{}), widen(a1, T{}), widen(a2, T{}), widen(a3, T{}), widen(b0, T{}), widen(b1, T{})};

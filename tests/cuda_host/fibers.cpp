@@ -39,7 +39,7 @@ struct Fiber {
 };
 
 bool descending_warps = false;
-std::vector<std::unique_ptr<Fiber>> fibers;  // kept between blocks: their stacks are most of a block's cost
+std::vector<std::unique_ptr<Fiber>> fibers;  // kept between blocks, with their stacks
 std::vector<Warp> warps;
 std::vector<char> shared;
 const std::function<void()>* running_thread;
@@ -194,7 +194,7 @@ void sync_block() { yield(State::kAtBarrier); }
 void wait_for_previous_kernel() { current().waited = true; }
 
 void check_access(const void* p, size_t bytes) {
-  if (reinterpret_cast<uintptr_t>(p) % bytes != 0) fail("an access of " + std::to_string(bytes) + " bytes off alignment");
+  if (reinterpret_cast<uintptr_t>(p) % bytes != 0) fail(std::to_string(bytes) + " bytes off alignment");
   if (!current().waited) fail("global memory is touched before wait_for_previous_kernel");
 }
 

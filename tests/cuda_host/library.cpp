@@ -1,5 +1,5 @@
-// torch.ops.eagle_kernels_emulated: the CUDA primitives on CPU tensors. csrc/cuda/ops.cpp, the launchers and the kernels
-// are those of the wheel; only current_device.cpp is replaced, by the end of this file.
+// torch.ops.eagle_kernels_emulated: the CUDA primitives on CPU tensors. csrc/cuda/ops.cpp, the launchers and the
+// kernels are those of the wheel; only current_device.cpp is replaced, by the end of this file.
 #include <torch/csrc/stable/library.h>
 
 #include "../../csrc/cuda/current_device.h"

@@ -8,6 +8,7 @@ from test_norm_concat import (  # noqa: F401
     test_a_bad_chunk_leaves_the_other_chunks_of_its_row_alone,
     test_a_bad_row_stays_in_its_row,
     test_a_zero_row_hides_what_the_sources_hold,
+    test_a_zero_row_is_zero_whatever_the_gain_and_eps,
     test_any_indices,
     test_bits_do_not_depend_on_T_threads_or_the_run,
     test_int32_and_int64_indices_agree,

@@ -13,6 +13,7 @@ from test_norm_concat import (  # noqa: F401
     test_a_bad_chunk_leaves_the_other_chunks_of_its_row_alone,
     test_a_bad_row_stays_in_its_row,
     test_a_zero_row_hides_what_the_sources_hold,
+    test_a_zero_row_is_zero_whatever_the_gain_and_eps,
     test_int32_and_int64_indices_agree,
     test_one_index_tensor_equals_a_list_of_it,
     test_sources_without_rows_give_zero_rows,
@@ -55,16 +56,6 @@ def test_without_norm_it_is_the_engines_cat_bit_for_bit(cpu_isa: str) -> None:
     chunks[1][0] = -0.0  # a sum with a zero that is not there would make it 0
     out = ek.norm_concat(chunks, norm="none", residuals=[residuals[0], None, residuals[2]])
     assert same_bits(out, torch.cat([chunks[0] + residuals[0], chunks[1], chunks[2] + residuals[2]], -1))
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-6])
-@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
-def test_a_zero_row_is_zero_whatever_the_gain_and_eps(norm: str, eps: float, cpu_isa: str) -> None:
-    """Its rstd is infinite at eps = 0, and a gain may be."""
-    chunks = [torch.randn(3, 33).bfloat16() for _ in range(2)]
-    gain = None if norm == "none" else torch.full((2, 33) if norm == "chunk" else (66,), float("inf"))
-    out = ek.norm_concat(chunks, norm=norm, norm_weight=gain, eps=eps, indices=torch.tensor([-1, 3]))
-    assert same_bits(out, torch.zeros(2, 66).bfloat16())
 
 
 def test_bits_do_not_depend_on_T(cpu_isa: str) -> None:

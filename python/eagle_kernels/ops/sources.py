@@ -338,27 +338,33 @@ def formula(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth."""
-    values, squares = [], []
+    values, squares, held = [], [], []
     pieces = chunks if len(chunks) == num_chunks else list(chunks[0].chunk(num_chunks, -1))
     residuals = residuals if len(residuals) in (0, num_chunks) else list(residuals[0].chunk(num_chunks, -1))
     for k, piece in enumerate(pieces):
         value = piece if not residuals or residuals[k] is None else piece + residuals[k]
         square = None if sum_squares is None else sum_squares[:, k : k + 1]
         index = indices[k] if len(indices) == num_chunks else (indices[0] if indices else None)
+        held.append(None if index is None else held_rows(value, index))
         value = gather_rows(value, index).to(dtype)
         values.append(value)
         squares.append(value.square().sum(-1, keepdim=True) if square is None else gather_rows(square, index).to(dtype))
     if norm == "none":
         return torch.cat(values, -1)
     if norm == "concat":
-        total = torch.cat(values, -1)
-        normed = total * torch.rsqrt(sum(squares) / total.shape[-1] + eps[0])
-        return normed * (gains[0].to(dtype) + norm_offset) if gains else normed
+        rstd = torch.rsqrt(sum(squares) / total_width(values) + eps[0])
+        gains = list(gains[0].split([value.shape[-1] for value in values])) if gains else gains
+    elif gains and len(gains) != num_chunks:
+        gains = list(gains[0])
     normed = []
-    gains = list(gains[0]) if gains and len(gains) != num_chunks else gains
     for k, (value, square) in enumerate(zip(values, squares, strict=True)):
-        value = value * torch.rsqrt(square / value.shape[-1] + eps[k if len(eps) > 1 else 0])
-        normed.append(value * (_gain(gains, k).to(dtype) + norm_offset) if gains else value)
+        if norm == "chunk":
+            rstd = torch.rsqrt(square / value.shape[-1] + eps[k if len(eps) > 1 else 0])
+        value = value * rstd
+        if gains:
+            value = value * (_gain(gains, k).to(dtype) + norm_offset)
+        # A row that no source holds stays zero where the gain is infinite, or rstd at eps = 0.
+        normed.append(value if held[k] is None else torch.where(held[k], value, 0))
     return torch.cat(normed, -1)
 
 
@@ -372,10 +378,15 @@ def gather_rows(rows: Tensor, index: Tensor | None) -> Tensor:
         return rows
     if rows.shape[0] == 0:
         return rows.new_zeros(index.shape[0], *rows.shape[1:])
-    held = (index >= 0) & (index < rows.shape[0])
-    gathered = rows[torch.where(held, index, 0).long()]
+    held = held_rows(rows, index)
+    gathered = rows[torch.where(held.squeeze(-1), index, 0).long()]
     # where, not a product: row 0 may hold a NaN, and NaN * 0 would leak it.
-    return torch.where(held.unsqueeze(-1), gathered, 0)
+    return torch.where(held, gathered, 0)
+
+
+def held_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """[N, 1]: whether the index is a row."""
+    return ((index >= 0) & (index < rows.shape[0])).unsqueeze(-1)
 
 
 def check_no_overlap(op: str, out: Tensor, chunks: list[Tensor], residuals: list[Tensor | None]) -> None:

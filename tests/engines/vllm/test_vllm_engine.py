@@ -48,6 +48,14 @@ def test_same_tokens_with_and_without(engine: Engine, K: int, norm: str, tp: int
         assert set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 6
 
 
+def test_engine_core_in_a_process_of_its_own(engine: Engine) -> None:
+    """vLLM's default, and the plugin is loaded in both processes; the other runs keep the core in theirs."""
+    run = engine.run(request_of(engine, 3, "chunk"), VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    assert run.lines == [f"{RUNS} (K=3, chunk norm)"]
+    assert [set(calls) for calls in run.calls] == [{"norm_concat_linear"}]
+
+
 def test_weight_updates_take_effect(engine: Engine) -> None:
     """Each update that breaks the drafter is followed by the one that mends it: no weight is served from a copy. They
     are negative controls too: acceptance depends on what the projection gives."""

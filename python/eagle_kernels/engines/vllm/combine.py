@@ -104,7 +104,9 @@ def plan(drafter: nn.Module, read: object) -> EngineProjection | None:
         fc = "" if projection.fc_obstacle is None else f", its fc stays with vLLM: {projection.fc_obstacle}"
         log_once(LOGGER, logging.INFO, f"{name} runs {projection.op} (K={projection.num_chunks}, {norm} norm){fc}")
     else:
-        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM, it has no norm to fuse; the zero-copy route does not")
+        log_once(
+            LOGGER, logging.INFO, f"{name} stays with vLLM: it has no norm to fuse (the zero-copy route needs none)"
+        )
     return projection
 
 
