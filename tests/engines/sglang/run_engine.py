@@ -25,7 +25,9 @@ def main() -> None:
         disable_overlap_schedule=True,
         grammar_backend="none",
         chunked_prefill_size=-1,
-        mem_fraction_static=0.05,
+        # Of the machine's memory: a neighbour that takes 2 GB while the model loads must not look like the model.
+        # What is allocated is max_total_tokens.
+        mem_fraction_static=0.5,
         max_total_tokens=2048,
         max_running_requests=4,
         context_length=256,
