@@ -69,7 +69,7 @@ class Layout:
         speedups = [f"vs {name}" for name in self.baselines]
         product = ["TFLOP/s", "% matmul"] if self.has_product else []
         self.titles = ["T", *timer, *times, *speedups, "GB/s", "% copy", "% read", *product]
-        widths = [6, *(7 for _ in timer), *(24 for _ in times), *(10 for _ in speedups), 8, 8, 8, *(9 for _ in product)]
+        widths = [6, *(7 for _ in timer), *(27 for _ in times), *(10 for _ in speedups), 8, 8, 8, *(9 for _ in product)]
         self.widths = [max(width, len(text) + 2) for width, text in zip(widths, self.titles, strict=True)]
 
     @classmethod
