@@ -28,7 +28,7 @@ def read_environment(device: str) -> dict[str, object]:
         **(_gpu_facts() if device == "cuda" else {}),
         "cpu_model": cpu["model name"],
         "cpu_cores": os.cpu_count(),
-        "cpu_isa": "none" if library.missing_reason else plan.cpu_isa(),
+        "cpu_isa": "none" if library.unsupported_reason else plan.cpu_isa(),
         "threads": torch.get_num_threads(),
         "cache_bytes": devices.cache_bytes(device),
         "available_bytes": devices.available_bytes(device),

@@ -14,7 +14,7 @@ def forced(backend: str, isa: str | None = None) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
     try:
-        plan.forget()
+        plan.clear()
         yield
     finally:
         for name, value in before.items():
@@ -22,7 +22,7 @@ def forced(backend: str, isa: str | None = None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        plan.forget()
+        plan.clear()
 
 
 def usable_isas(backend: str) -> list[str | None]:

@@ -57,7 +57,7 @@ def _loads(package: Path, folder: Path, environment: dict[str, str], device: str
     for library in folder.glob("*.so"):
         (package / library.name).unlink(missing_ok=True)
         (package / library.name).symlink_to(library)
-    lacks = "library.missing_reason"
+    lacks = "library.unsupported_reason"
     if device == "cuda":
         lacks += " or (None if library.cuda_archs else 'it has no CUDA kernels')"
     code = f"from eagle_kernels import library; raise SystemExit({lacks})"

@@ -61,7 +61,7 @@ def triton_version() -> str | None:
 
 
 def _build() -> Iterator[tuple[str, str]]:
-    yield "compiled kernels", library.missing_reason or f"loaded from {library.COMPILED_LIBRARY}"
+    yield "compiled kernels", library.unsupported_reason or f"loaded from {library.COMPILED_LIBRARY}"
     try:
         compiled = importlib.import_module("eagle_kernels._C")
     except ImportError as failure:
@@ -73,7 +73,7 @@ def _build() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    isa = "none" if library.missing_reason else plan.cpu_isa()
+    isa = "none" if library.unsupported_reason else plan.cpu_isa()
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, instruction set {isa}"
     if not torch.cuda.is_available():
         yield "cuda", "no device"

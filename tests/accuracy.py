@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_kernels.ops.norm_concat_linear import project_formula
-from eagle_kernels.ops.sources import formula, gather_rows
+from eagle_kernels.ops.norm_concat_linear import Projection, project_formula
+from eagle_kernels.ops.sources import Sources, formula, gather_rows
 
 # Half the distance from 1 to the next number, 2^-p for p significant bits: the relative error of one rounding.
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -150,19 +150,19 @@ def expect(operands: object) -> tuple[Expectation, Expectation]:
     norm_roundings = (n / 2 + 8) * FP32
 
     eager_normed, eager_projected = eager_chain(operands)
-    x = formula(*operands.formula, dtype=torch.float64)
+    x = formula(Sources(*operands.formula), torch.float64)
     dx = torch.zeros_like(x) if case.norm == "none" else (u + norm_roundings) * x.abs() + half_subnormal
     normed = Expectation(x, dx, *rms_limit(case.dtype, n, x, eager_normed))
 
     weight, bias, post = (projection[name] for name in ("weight", "bias", "post_norm_weight"))
-    linear = (weight, bias, None, 0.0, 0.0)
-    p = project_formula(x, *linear)
-    magnitude = project_formula(x.abs(), weight.abs(), None if bias is None else bias.abs(), None, 0.0, 0.0)
+    p = project_formula(x, Projection(weight, bias, None, 0.0), 0.0)
+    magnitudes = Projection(weight.abs(), None if bias is None else bias.abs(), None, 0.0)
+    magnitude = project_formula(x.abs(), magnitudes, 0.0)
     flushed = n * finfo.smallest_normal * weight.abs().max().item() if case.dtype == torch.bfloat16 else 0.0
     dp = dx @ weight.double().abs().t() + (n + 1) * FP32 * magnitude + flushed
     y = p
     if post is not None:
-        y = project_formula(x, weight, bias, post, operands.post_norm_eps, case.norm_offset)
+        y = project_formula(x, Projection(weight, bias, post, operands.post_norm_eps), case.norm_offset)
         per_p = (post.double() + case.norm_offset).abs()
         per_p = per_p * torch.rsqrt(p.square().mean(-1, keepdim=True) + operands.post_norm_eps)
         dp = per_p * (dp + p.abs() * dp.norm(dim=-1, keepdim=True) / p.norm(dim=-1, keepdim=True))

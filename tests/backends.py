@@ -15,18 +15,18 @@ def environment_of(**variables: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
-        plan.forget()
+        plan.clear()
         yield
-    plan.forget()
+    plan.clear()
 
 
 def usable_isas() -> list[str]:
     """The instruction sets of the compiled kernels that this build and this machine have, in ascending order."""
-    if library.missing_reason is not None:
+    if library.unsupported_reason is not None:
         return []
     put_in_force = torch.ops.eagle_kernels_C.set_cpu_isa
     return [isa for code, isa in enumerate(environment.CPU_ISAS) if put_in_force(code) == code]
 
 
 CPU_ISAS = usable_isas()
-needs_compiled = pytest.mark.skipif(not CPU_ISAS, reason=f"no compiled kernels: {library.missing_reason}")
+needs_compiled = pytest.mark.skipif(not CPU_ISAS, reason=f"no compiled kernels: {library.unsupported_reason}")

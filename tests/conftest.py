@@ -7,7 +7,7 @@ import torch
 
 from backends import CPU_ISAS, environment_of
 from eagle_kernels import plan
-from eagle_kernels.ops.norm_concat_linear import FUSED_ROWS
+from eagle_kernels.plan import FUSED_ROWS
 
 
 def pytest_configure(config: pytest.Config) -> None:

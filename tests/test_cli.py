@@ -57,12 +57,12 @@ def test_info_survives_a_backend_that_cannot_be_used(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "cuda")
-    plan.forget()
+    plan.clear()
     try:
         assert main(["info"]) == 0
     finally:
         monkeypatch.undo()
-        plan.forget()
+        plan.clear()
     assert "EAGLE_KERNELS_BACKEND is 'cuda'" in capsys.readouterr().out
 
 
@@ -72,7 +72,7 @@ def test_check_passes_on_every_backend(capsys: pytest.CaptureFixture) -> None:
     printed = capsys.readouterr().out
     for op in ops.__all__:
         assert re.search(rf"{op} +reference +- .* 6 cases ok, seed 3", printed)
-        if library.missing_reason is None:
+        if library.unsupported_reason is None:
             assert re.search(rf"{op} +cpu +scalar .* 6 cases ok, seed 3", printed)
     assert before == plan.SETTINGS
 
@@ -198,7 +198,7 @@ def test_bench_backends_are_columns(tiny_machine: None, tmp_path: Path) -> None:
     by_name = {record["variant"]: record for record in load(path)["records"]}
     assert set(by_name) == {"op", "op:reference", "eager"}
     assert "reference/plain torch" in by_name["op:reference"]["plan"]
-    assert by_name["op"]["plan"] != by_name["op:reference"]["plan"] or library.missing_reason
+    assert by_name["op"]["plan"] != by_name["op:reference"]["plan"] or library.unsupported_reason
     assert by_name["op"]["is_ours"] and by_name["op:reference"]["is_ours"] and "speedup" in by_name["eager"]
     assert before == plan.SETTINGS
 

@@ -11,7 +11,6 @@ from backends import environment_of
 from eagle_kernels import library, plan
 from eagle_kernels.tuned_configs import Gpu
 
-linear = importlib.import_module("eagle_kernels.ops.norm_concat_linear")
 WHEEL = ("80", "89", "90a", "100a", "120", "90+ptx")
 CUDA = torch.device("cuda")
 
@@ -21,13 +20,13 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @pytest.fixture(autouse=True)
 def hopper_with_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans of an H100 on a machine that has none."""
-    monkeypatch.setattr(library, "missing_reason", None)
+    monkeypatch.setattr(library, "unsupported_reason", None)
     monkeypatch.setattr(library, "cuda_archs", WHEEL)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(linear, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
-    plan.forget()
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
+    plan.clear()
     yield
-    plan.forget()
+    plan.clear()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_which_gpus_a_build_serves(
 ) -> None:
     monkeypatch.setattr(library, "cuda_archs", archs)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    reason = plan.unusable_reason("cuda", "cuda")
+    reason = plan.unsupported_reason("cuda", CUDA)
     assert (reason is None) == runs
     if archs and not runs:
         assert f"this build has kernels for {', '.join(archs)}" in reason
@@ -66,11 +65,12 @@ def test_which_gpus_a_build_serves(
 @pytest.mark.parametrize("op", ["capture_hidden", "add_rms_norm", "norm_concat", "vocab_parallel_embedding"])
 def test_the_memory_ops_take_cuda(op: str) -> None:
     with environment_of():
-        assert plan.simple_plan(op, CUDA).backend == "cuda"
+        assert plan.choose(op, CUDA).backend == "cuda"
 
 
-def planned(T: int, dtype: torch.dtype = torch.bfloat16, **fit: object) -> plan.Plan:
-    return linear.plan_cuda(T, 3, 4096, 4096, dtype, CUDA, **fit)
+def planned(T: int, dtype: torch.dtype = torch.bfloat16, H: int = 4096, **layout: object) -> plan.Plan:
+    problem = plan.Problem("norm_concat_linear", CUDA, 3, T, dtype, 4096, (H,), **layout)
+    return plan.choose(*problem)
 
 
 @needs_triton
@@ -83,8 +83,10 @@ def test_the_fused_kernel_takes_decode_and_triton_the_rest() -> None:
         assert planned(17).backend == "triton" and planned(17).reason.startswith("cuda: T=17 > 16: ")
         assert planned(4, torch.float32).backend == "triton"
         assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
-        assert planned(4, misfit="H=2881 is no multiple of 8").reason.startswith(
-            "cuda: H=2881 is no multiple of 8; T=4"
+        assert planned(4, H=2884).reason.startswith("cuda: H=2884 is no multiple of 8; ")
+        assert planned(4, has_post_norm=True).reason.startswith("cuda: a post norm needs all D columns")
+        assert planned(4, bytes_aligned=False).reason.startswith(
+            "cuda: an address or a row stride is no multiple of 16"
         )
 
 
@@ -92,20 +94,20 @@ def test_the_fused_kernel_takes_decode_and_triton_the_rest() -> None:
 def test_one_plan_for_all_T_is_tritons_unless_cuda_is_forced() -> None:
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
         assert {planned(T).backend for T in (1, 16, 17, 300)} == {"triton"}
-        assert {planned(T).method for T in (1, 16, 17, 300)} == {planned(1).method}
+        assert {planned(T).tiles for T in (1, 16, 17, 300)} == {planned(1).tiles}
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
-        assert {(planned(T).backend, planned(T).method) for T in (1, 16, 17, 300)} == {("cuda", "fused")}
+        assert {(planned(T).backend, planned(T).kernel) for T in (1, 16, 17, 300)} == {("cuda", plan.Kernel.FUSED)}
 
 
 def test_without_triton_the_rest_is_norm_concat_and_a_library_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with environment_of():
-        assert planned(17).backend == "cuda" and planned(17).method == "norm_concat + linear"
+        assert planned(17).backend == "cuda" and planned(17).kernel is plan.Kernel.TWO_STEP
 
 
 def test_more_chunks_than_a_kernel_holds_go_to_the_next_backend() -> None:
     with environment_of():
-        backend, reason = plan.choose_backend("norm_concat", "cuda", 9)
+        backend, reason = plan.choose_backend("norm_concat", CUDA, 9)
         assert backend != "cuda" and reason.startswith("cuda: K=9 > 8 chunks")
 
 
@@ -123,4 +125,4 @@ def test_a_forced_backend_says_why_it_cannot(archs: tuple, reason: str, monkeypa
 def test_an_amd_gpu_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
-    assert plan.unusable_reason("cuda", "cuda") == "the GPU is AMD's"
+    assert plan.unsupported_reason("cuda", CUDA) == "the GPU is AMD's"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import eagle_kernels as ek
 from accuracy import expect
 from cases import NORM_CONCAT_CASES, Case, operands
-from eagle_kernels.ops.sources import formula
+from eagle_kernels.ops.sources import Sources, formula
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -158,6 +158,6 @@ def test_any_indices(data: st.DataObject, cpu_isa: str) -> None:
     index = torch.tensor(drawn, dtype=dtype)
     chunk = torch.randn(rows, 24)
     out = ek.norm_concat([chunk], norm="none", indices=index)
-    assert same_bits(out, formula([chunk], 1, "none", [], [0.0], 0.0, [], [index], None))
+    assert same_bits(out, formula(Sources([chunk], 1, "none", [], [0.0], 0.0, [], [index], None)))
     for i, row in enumerate(drawn):
         assert torch.equal(out[i], chunk[row] if 0 <= row < rows else torch.zeros(24))

@@ -12,18 +12,18 @@ from eagle_kernels import library, plan
 
 @pytest.fixture(autouse=True)
 def no_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "missing_reason", None)
+    monkeypatch.setattr(library, "unsupported_reason", None)
     monkeypatch.setattr(library, "cuda_archs", ())
-    plan.forget()
+    plan.clear()
     yield
-    plan.forget()
+    plan.clear()
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> str:
     """What a CUDA tensor's op would run on a GPU of this capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     with environment_of():
-        return str(plan.simple_plan("norm_concat", torch.device("cuda")))
+        return str(plan.choose("norm_concat", torch.device("cuda")))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

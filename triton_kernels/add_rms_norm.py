@@ -7,9 +7,8 @@ One program per row, which is read once where one block covers it.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .dialect import has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import launch
 from .rows import aligned, block_and_warps, row_stride
 
@@ -59,7 +58,7 @@ def _add_rms_norm(
     for start in range(0, H, BLOCK):
         total = _sum_of(hidden_row_ptr, residual_row_ptr, start + tl.arange(0, BLOCK), H)
         lanes += total * total
-    rstd = tl.rsqrt(tl.sum(lanes, axis=0) / H + eps)
+    rstd = rstd_of(tl.sum(lanes, axis=0) / H + eps)
 
     # Where one block covers the row, the compiler drops these loads: both outputs are stored here, because a store
     # in the loop above would keep it from doing so.
@@ -72,10 +71,9 @@ def _add_rms_norm(
         tl.store(normed_ptr + t * normed_row_stride + h, round_to(total * rstd * gain, dtype), mask=h < H)
 
 
-def add_rms_norm(
-    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, norm_offset: float, out: Tensor, out_sum: Tensor
-) -> None:
-    """One launch; the arguments are those of `ops.add_rms_norm`, checked."""
+def run(record: tuple) -> None:
+    """One launch for a checked `AddRmsNorm` record."""
+    hidden, residual, weight, eps, norm_offset, out, out_sum = record
     T, H = out.shape
     if T == 0:
         return

@@ -7,7 +7,6 @@ One program per row, so that a row's sum of squares is one reduction in a fixed 
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
 from .launch import launch
@@ -48,8 +47,9 @@ def _capture_hidden(
         tl.store(sum_squares_ptr + t * sum_squares_stride, tl.sum(lanes, axis=0))
 
 
-def capture_hidden(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> None:
-    """One launch; the arguments are those of `ops.capture_hidden`, checked."""
+def run(record: tuple) -> None:
+    """One launch for a checked `CaptureHidden` record."""
+    hidden, residual, out, sum_squares = record
     T, H = out.shape
     if T == 0:
         return

@@ -45,6 +45,12 @@ def round_to(x, DTYPE: tl.constexpr):
         return x.to(DTYPE)
 
 
+@triton.jit
+def rstd_of(mean_square):
+    """1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero."""
+    return tl.where(mean_square == 0.0, 0.0, tl.rsqrt(mean_square))
+
+
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch, griddepcontrol in PTX: sm_90 and later. gfx942 says 9.4 and has none."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eagle_kernels.checks import error
-
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 _POINTERS = {
@@ -141,12 +139,16 @@ def _leaves(types: tuple, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, .
     return leaves
 
 
-def _uncompiled(kernel: object) -> Exception:
-    op = kernel.fn.__module__.rpartition(".")[2]
-    return error(
-        RuntimeError,
-        op,
+def _uncompiled(kernel: object) -> RuntimeError:
+    return needs_warmup(
+        kernel.fn.__module__.rpartition(".")[2],
         f"the Triton kernel {kernel.fn.__name__} is not compiled for these dtypes and sizes",
-        f"a call of eagle_kernels.warmup({op!r}, <these arguments>, rows=<the row counts>) before the capture",
+        "a call of {} before the capture",
         "compiling and loading inside a CUDA graph capture would break it",
     )
+
+
+def needs_warmup(op: str, got: str, expected: str, because: str) -> RuntimeError:
+    """What a CUDA graph capture must find done; `expected` has a place for the call that does it."""
+    call = f"eagle_kernels.warmup({op!r}, <these arguments>, rows=<the row counts>)"
+    return RuntimeError(f"{op}: {got}, expected {expected.format(call)}, because {because}")

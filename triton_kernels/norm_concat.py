@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .dialect import has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import launch
 from .rows import aligned, block_and_warps, index_per_chunk, row_stride
 from .sources import first_column, load_values, pick, source_row
@@ -25,7 +25,7 @@ _ROWS = (
     "out_row_stride",
 )
 
-# A lead, not a measurement: 128 rows of one program each fill the 132 SMs of an H100 once.
+# A heuristic that no GPU has measured: 128 rows of one program each fill the 132 SMs of an H100 once.
 _SPLIT_CONCAT_ROWS = 128
 
 
@@ -60,63 +60,57 @@ def _norm_concat(
         squares = 0.0
         lanes = tl.zeros((BLOCK,), dtype=tl.float32)
         for k in range(len(WIDTHS)):
-            row, held = source_row(index_ptrs, row_counts, k, n)
+            row, in_range = source_row(index_ptrs, row_counts, k, n)
             if sum_squares_ptr is not None:
-                squares += tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=held, other=0.0)
+                squares += tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=in_range, other=0.0)
             else:
                 for start in range(0, pick(WIDTHS, k), BLOCK):
                     h = start + tl.arange(0, BLOCK)
                     value = load_values(
-                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, held, h
+                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h
                     )
                     lanes += value * value
-        rstd = tl.rsqrt((squares + tl.sum(lanes, axis=0)) / WIDTH + eps[0])
+        rstd = rstd_of((squares + tl.sum(lanes, axis=0)) / WIDTH + eps[0])
 
     for k in range(tl.program_id(1), len(WIDTHS), tl.num_programs(1)):
-        row, held = source_row(index_ptrs, row_counts, k, n)
+        row, in_range = source_row(index_ptrs, row_counts, k, n)
         H = pick(WIDTHS, k)
         if NORM == "chunk":
             if sum_squares_ptr is not None:
-                squares = tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=held, other=0.0)
+                squares = tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=in_range, other=0.0)
             else:
                 lanes = tl.zeros((BLOCK,), dtype=tl.float32)
                 for start in range(0, H, BLOCK):
                     h = start + tl.arange(0, BLOCK)
                     value = load_values(
-                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, held, h
+                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h
                     )
                     lanes += value * value
                 squares = tl.sum(lanes, axis=0)
-            rstd = tl.rsqrt(squares / H + pick(eps, k))
+            rstd = rstd_of(squares / H + pick(eps, k))
 
         # Where one block covers the chunk, the compiler drops this second load.
         column = first_column(WIDTHS, k)
         for start in range(0, H, BLOCK):
             h = start + tl.arange(0, BLOCK)  # [BLOCK]
-            value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, held, h)
+            value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h)
             normed = value * rstd
             if gain_ptrs is not None:
                 gain_column = column if len(gain_ptrs) == 1 else 0  # of the one matrix [K, H] or vector [K*H]
                 gain = to_fp32(tl.load(pick(gain_ptrs, k) + gain_column + h, mask=h < H, other=0.0))
                 normed *= norm_offset + gain
-            # A row that is not held stays zero whatever the gain and the rstd are: inf at eps = 0.
-            normed = tl.where(held, round_to(normed, out_ptr.dtype.element_ty), 0.0)
+            # A row whose index is out of range stays zero, also where the gain is infinite.
+            normed = tl.where(in_range, round_to(normed, out_ptr.dtype.element_ty), 0.0)
             tl.store(out_ptr + n * out_row_stride + column + h, normed, mask=h < H)
 
 
-def norm_concat(
-    chunks: list[Tensor],
-    num_chunks: int,
-    norm: str,
-    gains: list[Tensor],
-    eps: list[float],
-    norm_offset: float,
-    residuals: list[Tensor | None],
-    indices: list[Tensor | None],
-    sum_squares: Tensor | None,
-    out: Tensor,
-) -> None:
-    """One launch; the arguments are those of `ops.norm_concat`, checked."""
+def run(record: tuple) -> None:
+    """One launch for a checked `NormConcat` record."""
+    run_sources(*record)
+
+
+def run_sources(sources: tuple, out: Tensor) -> None:
+    chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares = sources
     N, width = out.shape
     if out.numel() == 0:
         return

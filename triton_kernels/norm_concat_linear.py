@@ -15,24 +15,18 @@ flight. Never in the loop of the product: Triton 3.6 to 3.9 give a tile that fee
 too few, and the sums come out wrong (triton #6691).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dialect import dot, has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .alignment import row_stride
+from .dialect import dot, has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import INTERPRETED, launch
-from .norm_concat import norm_concat
-from .rows import index_per_chunk, row_stride
+from .norm_concat import run_sources
+from .rows import index_per_chunk
 from .sources import load_values, pick, source_row
 from .workspace import workspace
-
-if TYPE_CHECKING:
-    from eagle_kernels.ops.norm_concat_linear import TritonPlan
 
 OP = "norm_concat_linear"
 
@@ -61,14 +55,14 @@ def _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N):
 
 @triton.jit
 def _source_rows(index_ptrs, row_counts, source, n, N):
-    """`source_row` for a block of output rows, of which those from N on are not held."""
+    """`source_row` for a block of output rows, of which those from N on are out of range."""
     rows = n
     for k in tl.static_range(len(row_counts)):
         if index_ptrs[k] is not None:
             index = tl.load(index_ptrs[k] + n, mask=n < N, other=-1).to(tl.int64)
             rows = tl.where((source == k) | (len(row_counts) == 1), index, rows)
-    held = (n < N) & (rows >= 0) & (rows < pick(row_counts, source))
-    return tl.where(held, rows, 0), held
+    in_range = (n < N) & (rows >= 0) & (rows < pick(row_counts, source))
+    return tl.where(in_range, rows, 0), in_range
 
 
 @triton.jit
@@ -114,12 +108,12 @@ def _norm_concat_linear_partial(
     # Not at the end: the finalise kernel then computes its statistics beside this loop.
     let_next_kernel_start(PDL)
 
-    rows, held = _source_rows(index_ptrs, row_counts, source, n, N)
+    rows, in_range = _source_rows(index_ptrs, row_counts, source, n, N)
     x_ptr = pick(x_ptrs, source)
     x_tile = x_ptr + (rows * pick(x_row_strides, source))[:, None] + (x_column + h)[None, :]  # [BT, BK]
     if residual_row_strides is not None:
         residual_ptr, residual_rows = _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N)
-        has_residual = held & (n < residual_rows)
+        has_residual = in_range & (n < residual_rows)
         residual_row = rows * pick(residual_row_strides, source)
         residual_tile = residual_ptr + residual_row[:, None] + (x_column + h)[None, :]  # [BT, BK]
     if gain_ptrs is not None:
@@ -130,7 +124,7 @@ def _norm_concat_linear_partial(
     for start in range(0, split_h.to(tl.int32), BK):  # 64 bits would cost registers enough to spill
         # WHOLE: every split is whole blocks. A constant, so that the compiler drops the masks.
         inside_h = tl.full((BK,), 1, tl.int1) if WHOLE else h + start < H
-        x = tl.load(x_tile + start, mask=held[:, None] & inside_h[None, :], other=0.0)
+        x = tl.load(x_tile + start, mask=in_range[:, None] & inside_h[None, :], other=0.0)
         w = tl.load(w_tile + start, mask=inside_h[None, :], other=0.0)
         if residual_row_strides is not None:
             residual = tl.load(residual_tile + start, mask=has_residual[:, None] & inside_h[None, :], other=0.0)
@@ -151,20 +145,14 @@ def _norm_concat_linear_partial(
 
 @triton.jit
 def _row_sum_squares(
-    x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS: tl.constexpr, k, row, held, BH: tl.constexpr
+    x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS: tl.constexpr, k, row, in_range, BH: tl.constexpr
 ):
     lanes = tl.zeros((BH,), dtype=tl.float32)
     for start in range(0, WIDTHS[k], BH):
         h = start + tl.arange(0, BH)
-        value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, held, h)
+        value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h)
         lanes += value * value
     return tl.sum(lanes, axis=0)
-
-
-@triton.jit
-def _rstd(mean_square):
-    """1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero."""
-    return tl.where(mean_square == 0.0, 0.0, tl.rsqrt(mean_square))
 
 
 @triton.jit
@@ -205,12 +193,12 @@ def _norm_concat_linear_finalise(
     squares = ()
     if NORM != "none":
         for k in tl.static_range(len(WIDTHS)):
-            row, held = source_row(index_ptrs, row_counts, k, n)
+            row, in_range = source_row(index_ptrs, row_counts, k, n)
             if sum_squares_ptr is not None:
-                square = tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=held, other=0.0)
+                square = tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=in_range, other=0.0)
             else:
                 square = _row_sum_squares(
-                    x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, held, BH
+                    x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, BH
                 )
             squares += (square,)
 
@@ -225,17 +213,17 @@ def _norm_concat_linear_finalise(
             part_row = ((k * SPLITS + split) * N + n) * partial_row_stride
             source_sum += tl.load(partial_ptr + part_row + d, mask=d < partial_row_stride, other=0.0)
         if NORM == "chunk":
-            source_sum *= _rstd(squares[k] / WIDTHS[k] + eps[k]) * (1 / GAIN_SCALE)
+            source_sum *= rstd_of(squares[k] / WIDTHS[k] + eps[k]) * (1 / GAIN_SCALE)
         elif NORM == "concat":
             all_squares += squares[k]
         projected += source_sum
     if NORM == "concat":
-        projected *= _rstd(all_squares / (len(WIDTHS) * WIDTHS[0]) + eps[0]) * (1 / GAIN_SCALE)
+        projected *= rstd_of(all_squares / (len(WIDTHS) * WIDTHS[0]) + eps[0]) * (1 / GAIN_SCALE)
     if bias_ptr is not None:
         projected += to_fp32(tl.load(bias_ptr + d, mask=d < D, other=0.0))
     if post_gain_ptr is not None:
         squares_of_row = tl.where(d < D, projected * projected, 0.0)
-        rstd = tl.rsqrt(tl.sum(squares_of_row, axis=0) / D + post_eps)
+        rstd = rstd_of(tl.sum(squares_of_row, axis=0) / D + post_eps)
         post_gain = norm_offset + to_fp32(tl.load(post_gain_ptr + d, mask=d < D, other=0.0))
         projected = projected * rstd * post_gain
     tl.store(out_ptr + n * out_row_stride + d, round_to(projected, out_ptr.dtype.element_ty), mask=d < D)
@@ -253,100 +241,69 @@ _PARTIAL = ("partial_ptr", "partial_row_stride")
 _FINALISE_COLUMNS = 1024
 
 
-def norm_concat_linear(
-    chunks: list[Tensor],
-    num_chunks: int,
-    norm: str,
-    gains: list[Tensor],
-    eps: list[float],
-    norm_offset: float,
-    residuals: list[Tensor | None],
-    indices: list[Tensor | None],
-    sum_squares: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    post_norm_weight: Tensor | None,
-    post_norm_eps: float,
-    out: Tensor,
-    plan: TritonPlan,
-) -> None:
-    """The arguments of `ops.norm_concat_linear`, checked, by the plan that it made of them."""
+def run(sources: tuple, projection: tuple, out: Tensor, plan: tuple) -> None:
+    """The records of a checked `ops.norm_concat_linear` by its plan."""
     N = out.shape[0]
     if out.numel() == 0:
         return
-    run, rows_per_round = (_library_product, _LIBRARY_ROWS) if plan.tiles is None else (_split_product, _SPLIT_ROWS)
-    projection = (weight, bias, post_norm_weight, post_norm_eps)
+    rows_per_round = _LIBRARY_ROWS if plan.tiles is None else _SPLIT_ROWS
     # An index that is not given is n, of the whole call: statistics that other chunks gather could not be sliced.
-    in_one_round = sum_squares is not None and any(index is None for index in indices)
+    in_one_round = sources.sum_squares is not None and any(index is None for index in sources.indices)
     if rows_per_round >= N or in_one_round:
-        sources = (chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares)
-        run(*sources, *projection, out, plan)
+        _run_round(sources, projection, out, plan)
         return
     for first in range(0, N, rows_per_round):
         rows = slice(first, first + rows_per_round)
-        sources = (
-            _slice_rows(chunks, indices, rows),
-            num_chunks,
-            norm,
-            gains,
-            eps,
-            norm_offset,
-            _slice_rows(residuals, indices, rows),
-            [None if index is None else index[rows] for index in indices],
-            sum_squares if sum_squares is None or indices else sum_squares[rows],
-        )
-        run(*sources, *projection, out[rows], plan)
+        _run_round(_slice_sources(sources, rows), projection, out[rows], plan)
 
 
-def _slice_rows(tensors: list[Tensor | None], indices: list[Tensor | None], rows: slice) -> list[Tensor | None]:
+def _run_round(sources: tuple, projection: tuple, out: Tensor, plan: tuple) -> None:
+    if plan.tiles is None:
+        _library_product(sources, projection, out)
+    else:
+        _split_product(sources, projection, out, plan)
+
+
+def _slice_sources(sources: tuple, rows: slice) -> tuple:
     """The rows of a round; where an index gathers them, all of the source stays."""
-    sliced = []
-    for k, tensor in enumerate(tensors):
-        gathered = len(indices) == 1 or (len(indices) > 1 and indices[k] is not None)
-        sliced.append(tensor if tensor is None or gathered else tensor[rows])
-    return sliced
+    indices, squares = sources.indices, sources.sum_squares
+
+    def slice_rows(tensors: list[Tensor | None]) -> list[Tensor | None]:
+        gathered = [len(indices) == 1 or (len(indices) > 1 and indices[k] is not None) for k in range(len(tensors))]
+        return [t if t is None or whole else t[rows] for t, whole in zip(tensors, gathered, strict=True)]
+
+    return sources._replace(
+        chunks=slice_rows(sources.chunks),
+        residuals=slice_rows(sources.residuals),
+        indices=[None if index is None else index[rows] for index in indices],
+        sum_squares=squares if squares is None or indices else squares[rows],
+    )
 
 
-def _split_product(
-    chunks: list[Tensor],
-    num_chunks: int,
-    norm: str,
-    gains: list[Tensor],
-    eps: list[float],
-    norm_offset: float,
-    residuals: list[Tensor | None],
-    indices: list[Tensor | None],
-    sum_squares: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    post_norm_weight: Tensor | None,
-    post_norm_eps: float,
-    out: Tensor,
-    plan: TritonPlan,
-) -> None:
+def _split_product(sources: tuple, projection: tuple, out: Tensor, plan: tuple) -> None:
     """One width for all chunks."""
-    tiles = plan.tiles
+    tiles, weight, num_chunks = plan.tiles, projection.weight, sources.num_chunks
     (N, D), H = out.shape, weight.shape[1] // num_chunks
     split_h = triton.cdiv(triton.cdiv(H, tiles.BK), tiles.splits) * tiles.BK
     partial_row_stride = _padded(D)
     partial = workspace(OP, num_chunks * tiles.splits * N * partial_row_stride, out.device)
-    sources = (
-        tuple(chunks),
-        tuple(map(row_stride, chunks)),
-        tuple(chunk.shape[0] for chunk in chunks),
-        tuple(residuals) or None,
-        tuple(map(row_stride, residuals)) or None,
-        index_per_chunk(indices, chunks),
+    pointers = (
+        tuple(sources.chunks),
+        tuple(map(row_stride, sources.chunks)),
+        tuple(chunk.shape[0] for chunk in sources.chunks),
+        tuple(sources.residuals) or None,
+        tuple(map(row_stride, sources.residuals)) or None,
+        index_per_chunk(sources.indices, sources.chunks),
     )
-    gain_scale = _GAIN_SCALE[weight.dtype] if gains else 1.0
+    gain_scale = _GAIN_SCALE[weight.dtype] if sources.gains else 1.0
     pdl = has_pdl(out.device)
     launch(
         _norm_concat_linear_partial,
         (triton.cdiv(D, tiles.BD), num_chunks * tiles.splits, triton.cdiv(N, tiles.BT)),
         (
-            *sources,
-            tuple(gains) or None,
-            norm_offset,
+            *pointers,
+            tuple(sources.gains) or None,
+            sources.norm_offset,
             weight,
             row_stride(weight),
             partial,
@@ -372,12 +329,14 @@ def _split_product(
         pdl=pdl,
         device=out.device,
     )
+    squares = sources.sum_squares
     _finalise(
-        (*sources, sum_squares, row_stride(sum_squares), tuple(eps * num_chunks)[:num_chunks]),
+        (*pointers, squares, row_stride(squares), tuple(sources.eps * num_chunks)[:num_chunks]),
         (partial, partial_row_stride),
-        (bias, post_norm_weight, post_norm_eps, norm_offset),
+        projection,
+        sources.norm_offset,
         out,
-        {"NORM": norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
+        {"NORM": sources.norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
         tiles.finalise_columns,
         (*_ROWS, *_PARTIAL) if plan.aligned else _PARTIAL,
     )
@@ -392,20 +351,21 @@ def _finalise(
     sources: tuple,
     partial: tuple,
     projection: tuple,
+    norm_offset: float,
     out: Tensor,
     constants: dict[str, object],
     columns: int,
     aligned: tuple[str, ...],
 ) -> None:
-    """`sources`, `partial` and `projection` are stretches of the kernel's arguments."""
+    """`sources` and `partial` are stretches of the kernel's arguments."""
     N, D = out.shape
-    post_norm = projection[1] is not None
-    BD = triton.next_power_of_2(D) if post_norm else min(triton.next_power_of_2(D), columns)
+    _, bias, post_norm_weight, post_norm_eps = projection
+    BD = triton.next_power_of_2(D) if post_norm_weight is not None else min(triton.next_power_of_2(D), columns)
     pdl = has_pdl(out.device)
     launch(
         _norm_concat_linear_finalise,
         (N, triton.cdiv(D, BD), 1),
-        (*sources, *partial, *projection, out, out.stride(0), D),
+        (*sources, *partial, bias, post_norm_weight, post_norm_eps, norm_offset, out, out.stride(0), D),
         constants | {"BD": BD, "BH": _STATISTICS_BLOCK, "PDL": pdl},
         aligned=aligned,
         num_warps=min(max(BD // 512, 4), 16),
@@ -414,34 +374,19 @@ def _finalise(
     )
 
 
-def _library_product(
-    chunks: list[Tensor],
-    num_chunks: int,
-    norm: str,
-    gains: list[Tensor],
-    eps: list[float],
-    norm_offset: float,
-    residuals: list[Tensor | None],
-    indices: list[Tensor | None],
-    sum_squares: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    post_norm_weight: Tensor | None,
-    post_norm_eps: float,
-    out: Tensor,
-    plan: TritonPlan,
-) -> None:
+def _library_product(sources: tuple, projection: tuple, out: Tensor) -> None:
     """norm_concat into the workspace and torch's product, which writes `out` where nothing is left to do after it."""
+    weight, bias, post_norm_weight, _ = projection
     (N, D), width = out.shape, weight.shape[1]
     is_last = post_norm_weight is None and (bias is None or bias.dtype == weight.dtype)
     product_row_stride = _padded(D)
     normed_numel = triton.cdiv(N * width * weight.element_size(), 256) * 64  # counted in fp32, in lines of 256 bytes
     buffer = workspace(OP, normed_numel + (0 if is_last else N * product_row_stride), out.device)
-    if norm == "none" and len(chunks) == 1 and not residuals and not indices:
-        normed = chunks[0]  # capture already wrote the concat
+    if sources.norm == "none" and len(sources.chunks) == 1 and not sources.residuals and not sources.indices:
+        normed = sources.chunks[0]  # capture already wrote the concat
     else:
         normed = buffer.view(weight.dtype)[: N * width].view(N, width)
-        norm_concat(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, normed)
+        run_sources(sources, normed)
     if is_last:
         _library_matmul(normed, weight, bias, out)
         return
@@ -450,7 +395,8 @@ def _library_product(
     _finalise(
         (None, None, None, None, None, None, None, 0, (0.0,)),
         (product, product_row_stride),
-        (bias, post_norm_weight, post_norm_eps, norm_offset),
+        projection,
+        sources.norm_offset,
         out,
         {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": 1},
         _FINALISE_COLUMNS,

@@ -3,7 +3,7 @@
 import triton
 from torch import Tensor
 
-from eagle_kernels.alignment import aligned, row_stride
+from .alignment import aligned, row_stride
 
 __all__ = ["aligned", "block_and_warps", "index_per_chunk", "row_stride"]
 

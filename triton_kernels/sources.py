@@ -39,15 +39,15 @@ def source_row(index_ptrs, row_counts, k, n):
         if index_ptrs[j] is not None:
             mine = (k == j) | (len(row_counts) == 1)
             row = tl.where(mine, tl.load(index_ptrs[j] + n, mask=mine, other=0).to(tl.int64), row)
-    held = (row >= 0) & (row < pick(row_counts, k))
-    return tl.where(held, row, 0), held
+    in_range = (row >= 0) & (row < pick(row_counts, k))
+    return tl.where(in_range, row, 0), in_range
 
 
 @triton.jit
-def load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS: tl.constexpr, k, row, held, h):
-    """round(x + residual) of chunk k in fp32, columns h: [BLOCK]; 0 beyond the row and where it is not held."""
-    # Not held & (h < width): the interpreter of 3.9 turns a scalar truth value into int32 where it meets a block.
-    end = tl.where(held, pick(WIDTHS, k), 0)
+def load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS: tl.constexpr, k, row, in_range, h):
+    """round(x + residual) of chunk k in fp32, columns h: [BLOCK]; 0 beyond the row and where it is out of range."""
+    # Not in_range & (h < width): the interpreter of 3.9 turns a scalar truth value into int32 where it meets a block.
+    end = tl.where(in_range, pick(WIDTHS, k), 0)
     column = first_column(WIDTHS, k) if len(x_ptrs) == 1 else 0  # of a packed row
     x_ptr = pick(x_ptrs, k)
     value = to_fp32(tl.load(x_ptr + row * pick(x_row_strides, k) + column + h, mask=h < end, other=0.0))

@@ -8,7 +8,6 @@ SGLang 0.5.23 compiles one for each.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
 from .launch import launch
@@ -44,31 +43,21 @@ def _vocab_parallel_embedding(
     is_org = (id >= org_begin) & (id < org_end)
     is_added = (id >= added_begin) & (id < added_end)
     row = tl.where(is_org, id - org_begin, tl.where(is_added, id - added_begin + added_row, 0))
-    held = is_org | is_added
-    values = tl.load(weight_ptr + row * weight_row_stride + h, mask=h < tl.where(held, H, 0), other=0.0)
+    in_shard = is_org | is_added
+    values = tl.load(weight_ptr + row * weight_row_stride + h, mask=h < tl.where(in_shard, H, 0), other=0.0)
     if scale_ptr is not None:
         values = round_to(to_fp32(values) * to_fp32(tl.load(scale_ptr)), out_ptr.dtype.element_ty)
     elif scale is not None:
         values = round_to(to_fp32(values) * scale, out_ptr.dtype.element_ty)
     if scale_ptr is not None or scale is not None:
         # 0 * inf, and -0 for a negative scale.
-        values = tl.where(held, values, 0.0)
+        values = tl.where(in_shard, values, 0.0)
     tl.store(out_ptr + i * out_row_stride + h, values, mask=h < H)
 
 
-def vocab_parallel_embedding(
-    ids: Tensor,
-    weight: Tensor,
-    org_begin: int,
-    org_end: int,
-    added_begin: int,
-    added_end: int,
-    added_row: int,
-    scale: float | None,
-    scale_tensor: Tensor | None,
-    out: Tensor,
-) -> None:
-    """One launch; the arguments are those of `ops.vocab_parallel_embedding`, checked."""
+def run(record: tuple) -> None:
+    """One launch for a checked `VocabParallelEmbedding` record."""
+    ids, weight, org_begin, org_end, added_begin, added_end, added_row, scale, scale_tensor, out = record
     N, H = out.shape
     if out.numel() == 0:
         return

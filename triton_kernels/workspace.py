@@ -11,7 +11,7 @@
 import torch
 from torch import Tensor
 
-from eagle_kernels.checks import error
+from .launch import needs_warmup
 
 _buffers: dict[torch.device, list[Tensor]] = {}
 _last_stream: dict[torch.device, torch.cuda.Stream] = {}
@@ -30,11 +30,10 @@ def workspace(op: str, numel: int, device: torch.device) -> Tensor:
 
 def _grow(op: str, buffers: list[Tensor], numel: int, device: torch.device) -> None:
     if torch.cuda.is_current_stream_capturing():
-        raise error(
-            RuntimeError,
+        raise needs_warmup(
             op,
             f"the workspace of {device} has {buffers[-1].numel() * 4 if buffers else 0} bytes",
-            f"{numel * 4} from a call of eagle_kernels.warmup({op!r}, <these arguments>, rows=<the row counts>)",
+            f"{numel * 4} from a call of {{}}",
             "it must not grow during a CUDA graph capture",
         )
     smallest = 2 * buffers[-1].numel() if buffers else 0

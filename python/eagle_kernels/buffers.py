@@ -11,6 +11,8 @@ from torch import Tensor
 from . import checks
 from .ops import add_rms_norm, capture_hidden
 
+_MAX_SLOT_VIEWS = 4096  # of a buffer: about 1 KB each
+
 
 class AuxHiddenStates:
     """K captured hidden states, packed as one [max_tokens, K*H] tensor, with their row sums of squares.
@@ -47,19 +49,32 @@ class AuxHiddenStates:
         self.hidden_size = hidden_size
         self.buffer = torch.zeros(max_tokens, num_chunks * hidden_size, dtype=dtype, device=device)
         self.sum_squares = torch.zeros(max_tokens, num_chunks, dtype=torch.float32, device=device)
+        self._slots: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # (k, row, T): the views captured into
 
     def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
         """Write round(hidden + residual), [T, H], into rows [row, row + T) of slot k; the written view.
 
         Raises ValueError for a slot or rows that the buffer does not have, and whatever `capture_hidden` raises.
         """
+        rows = hidden.shape[0] if isinstance(hidden, Tensor) and hidden.dim() == 2 else None
+        slot = self._slots.get((k, row, rows))
+        if slot is None or torch.compiler.is_compiling():
+            slot = self._slot(k, row, hidden)
+        return capture_hidden(hidden, residual, out=slot[0], sum_squares=slot[1])
+
+    def _slot(self, k: int, row: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The views of slot k that `hidden` goes to; kept, because two slices cost more than the capture of a row."""
         op = "AuxHiddenStates.capture"
         self._check_slot(op, k)
         _check_hidden(op, hidden, self.hidden_size)
         stop = _check_range(op, row, hidden.shape[0], self.max_tokens)
         begin = k * self.hidden_size
-        slot = self.buffer[row:stop, begin : begin + self.hidden_size]
-        return capture_hidden(hidden, residual, out=slot, sum_squares=self.sum_squares[row:stop, k])
+        slot = self.buffer[row:stop, begin : begin + self.hidden_size], self.sum_squares[row:stop, k]
+        if not torch.compiler.is_compiling():
+            if len(self._slots) >= _MAX_SLOT_VIEWS:
+                self._slots.clear()
+            self._slots[k, row, stop - row] = slot
+        return slot
 
     def step(self, rows: int, *, row: int = 0) -> CaptureStep:
         """One forward of the target, in which every slot gets its `rows` rows from `row` on, once."""

@@ -4,11 +4,14 @@ TypeError for types and dtypes, ValueError for shapes and values, RuntimeError f
 first write, so a call that raises leaves `out` and every buffer as they were.
 """
 
+import math
 import operator
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from .dispatch import requires_grad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -41,6 +44,11 @@ def check_number(op: str, name: str, value: object, expected: str = "a number") 
         return float(value)
     except (TypeError, ValueError):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected) from None
+
+
+def check_eps(op: str, name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise error(ValueError, op, f"{name} is {value}", "a finite number of at least 0")
 
 
 def check_sequence(op: str, name: str, value: object, expected: str = "a tensor or a sequence of tensors") -> list:
@@ -116,7 +124,7 @@ def check_ids(op: str, name: str, tensor: object) -> None:
 
 def check_inference(op: str, tensors: Iterable[Tensor | None]) -> None:
     """Refuse to break a training graph silently: no op here has a backward."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and requires_grad(tensors):
         raise error(
             RuntimeError,
             op,

@@ -11,9 +11,18 @@ from torch import Tensor, nn
 
 from . import checkpoint, checks
 from .drafter_config import Eagle3Config
-from .ops import norm_concat, norm_concat_linear, vocab_parallel_embedding
-from .packable_linear import PackableLinear
+from .ops import vocab_parallel_embedding
+from .ops.norm_concat import concatenate
+from .ops.norm_concat_linear import Projection, project
+from .ops.sources import Sources
+from .packable_linear import PackableLinear, unsupported_reason
 from .vocab_shard import VocabShard, shard_vocab_weight
+
+
+def parameter_of(module: nn.Module, name: str = "weight") -> Tensor:
+    """The module's parameter, from its own dict: nn.Module's attributes take 0.6 us each, eight of them a third of a
+    call. Nothing is kept that load_state_dict, .to() or a new Parameter could leave behind."""
+    return module._parameters[name]
 
 
 class Eagle3Projection(nn.Module):
@@ -45,11 +54,12 @@ class Eagle3Projection(nn.Module):
         width = config.num_chunks * config.target_hidden_size
         place = {"dtype": dtype, "device": device}
         self.fc = PackableLinear(width, config.hidden_size, bias=config.bias, **place)
-        self.fc_norm = None
-        if config.chunk_norm:
-            norms = (nn.RMSNorm(config.target_hidden_size, config.eps, **place) for _ in range(config.num_chunks))
-            self.fc_norm = nn.ModuleList(norms)
-        self.input_norm = nn.RMSNorm(width, config.eps, **place) if config.concat_norm else None
+        norms = [
+            nn.RMSNorm(config.target_hidden_size, config.eps, **place)
+            for _ in range(config.num_chunks if config.chunk_norm else 0)
+        ]
+        self.register_module("fc_norm", nn.ModuleList(norms) if config.chunk_norm else None)
+        self.register_module("input_norm", nn.RMSNorm(width, config.eps, **place) if config.concat_norm else None)
         self.requires_grad_(False)
 
     def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3Projection:
@@ -71,18 +81,11 @@ class Eagle3Projection(nn.Module):
         after loading, where T is mostly above what the fused kernel is good for (`explain` says): with AVX-512-BF16 it
         gains 8 % at T = 64 and loses 17 % at T = 1; with AMX the fused kernel on the dense weight is faster up to 512.
         """
-        op = "Eagle3Projection.prepack"
-        if self.fc.packed is None and self.fc.weight.dtype == torch.float32:
-            because = "oneDNN's fp32 product was 2.2 times as far from float64 as the dense one at K*H = 192"
-            raise checks.error(TypeError, op, "fc.weight has dtype torch.float32", "bf16 or fp16", because)
-        if self.fc.packed is None and self.fc.weight.device.type != "cpu":
-            raise checks.error(
-                RuntimeError,
-                op,
-                f"fc.weight is on {self.fc.weight.device}",
-                "cpu",
-                "oneDNN runs there",
-            )
+        weight = self.fc.weight
+        if weight is not None and (reason := unsupported_reason(weight)) is not None:
+            got = f"fc.weight is {weight.dtype} on {weight.device}"
+            kind = RuntimeError if weight.device.type != "cpu" else TypeError
+            raise checks.error(kind, "Eagle3Projection.prepack", got, "bf16 or fp16 on cpu", reason)
         self.fc.pack()
         return self
 
@@ -96,32 +99,30 @@ class Eagle3Projection(nn.Module):
         out: Tensor | None = None,
     ) -> Tensor:
         """[N, D] from K tensors [T, H] or one packed [T, K*H]; the arguments are those of `norm_concat_linear`."""
-        config = self.config
-        sources = {"residuals": residuals, "indices": indices, "num_chunks": config.num_chunks}
-        if self.input_norm is not None and self.fc_norm is not None:
+        config, modules = self.config, self._modules
+        K, eps, norm_offset = config.num_chunks, config.eps, config.norm_offset
+        norm, gains = self._norm(modules)
+        if norm == "chunk" and modules["input_norm"] is not None:
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
-            chunks = norm_concat(
-                chunks,
-                norm="concat",
-                norm_weight=self.input_norm.weight,
-                eps=config.eps,
-                norm_offset=config.norm_offset,
-                sum_squares=sum_squares,
-                **sources,
-            )
-            sources, sum_squares = {"num_chunks": config.num_chunks}, None
-        if self.fc_norm is not None:
-            norm, gains = "chunk", [norm.weight for norm in self.fc_norm]
-        elif self.input_norm is not None:
-            norm, gains = "concat", self.input_norm.weight
-        else:
-            norm, gains, sum_squares = "none", None, None
-        sources |= {"norm": norm, "norm_weight": gains, "eps": config.eps, "norm_offset": config.norm_offset}
-        sources["sum_squares"] = sum_squares
-        if self.fc.packed is None:
-            return norm_concat_linear(chunks, self.fc.weight, bias=self.fc.bias, out=out, **sources)
-        projected = self.fc.product(norm_concat(chunks, **sources))
+            gain = parameter_of(modules["input_norm"])
+            first = (chunks, "concat", gain, eps, norm_offset, residuals, indices, sum_squares, K)
+            chunks, residuals, indices, sum_squares = concatenate(Sources.of("norm_concat", *first)), None, None, None
+        statistics = None if norm == "none" else sum_squares
+        arguments = (chunks, norm, gains, eps, norm_offset, residuals, indices, statistics, K)
+        fc = modules["fc"]
+        if fc.packed is None:
+            projection = Projection(parameter_of(fc), parameter_of(fc, "bias"), None, eps)
+            return project(Sources.of("norm_concat_linear", *arguments), projection, out)
+        projected = fc.product(concatenate(Sources.of("norm_concat", *arguments)))
         return projected if out is None else out.copy_(projected)
+
+    @staticmethod
+    def _norm(modules: dict[str, nn.Module | None]) -> tuple[str, list[Tensor] | Tensor | None]:
+        """The norm in front of fc and its gains."""
+        if modules["fc_norm"] is not None:
+            return "chunk", list(map(parameter_of, modules["fc_norm"]._modules.values()))
+        input_norm = modules["input_norm"]
+        return ("none", None) if input_norm is None else ("concat", parameter_of(input_norm))
 
 
 class VocabParallelEmbedding(nn.Module):

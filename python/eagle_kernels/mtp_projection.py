@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 
@@ -9,10 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from . import checkpoint, checks
-from .layers import VocabParallelEmbedding
+from .layers import VocabParallelEmbedding, parameter_of
 from .mtp_config import MTPConfig
-from .ops import norm_concat_linear, vocab_parallel_embedding
+from .ops import vocab_parallel_embedding
+from .ops.norm_concat_linear import Projection, project
+from .ops.sources import Sources
 from .vocab_shard import VocabShard
+
+
+@functools.cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    return torch.tensor(scale, dtype=dtype).item()
 
 
 class MTPProjection(nn.Module):
@@ -92,21 +100,18 @@ class MTPProjection(nn.Module):
         self._check_sources(hidden, ids, table, embeds, positions)
         config = self.config
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
-        chunks, rows = [chunk, hidden], [index, indices]
+        modules, pair = self._modules, self._ordered
+        projection = Projection(parameter_of(modules["eh_proj"]), None, None, 0.0)
         if not config.normed:
-            chunks, rows = self._ordered(chunks), self._ordered(rows)
-            return norm_concat_linear(chunks, self.eh_proj.weight, norm="none", indices=rows, out=out)
-        # rms(scale * e) with eps is rms(e) with eps / scale^2, without the rounding of scale * e.
-        eps = [config.enorm_eps / (1.0 if scale is None else scale**2), config.hnorm_eps]
-        return norm_concat_linear(
-            self._ordered(chunks),
-            self.eh_proj.weight,
-            norm_weight=self._ordered([self.enorm.weight, self.hnorm.weight]),
-            eps=self._ordered(eps),
-            norm_offset=config.norm_offset,
-            indices=self._ordered(rows),
-            out=out,
-        )
+            norm, gains, eps = "none", None, 1e-6
+        else:
+            # rms(scale * e) with eps is rms(e) with eps / scale^2, without the rounding of scale * e.
+            enorm_eps = config.enorm_eps if scale is None else config.enorm_eps / scale**2
+            norm, eps = "chunk", pair([enorm_eps, config.hnorm_eps])
+            gains = pair([parameter_of(modules["enorm"]), parameter_of(modules["hnorm"])])
+        chunks, rows = pair([chunk, hidden]), pair([index, indices])
+        arguments = (chunks, norm, gains, eps, config.norm_offset, None, rows, None, None)
+        return project(Sources.of("norm_concat_linear", *arguments), projection, out)
 
     def _ordered(self, pair: list) -> list:
         return pair if self.config.order == "embed,hidden" else pair[::-1]
@@ -183,7 +188,7 @@ class MTPProjection(nn.Module):
         scale = self.config.embedding_scale
         if scale is None or not self.config.round_embedding_scale:
             return scale
-        return torch.tensor(scale, dtype=self.eh_proj.weight.dtype).item()
+        return _rounded(scale, parameter_of(self._modules["eh_proj"]).dtype)
 
     def _static(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """The first rows of a buffer that keeps its address; a new tensor where max_tokens is None."""

@@ -1,62 +1,115 @@
-"""Which backend runs an op, and why: pure functions of device, dtype and settings, so that `explain` can print them."""
+"""Which kernel runs a call, and why: a `Plan`, made here from one description of the call, a `Problem`.
+
+Pure functions of the problem, the machine and the environment, so that `explain` can print them. Nothing below a plan
+chooses: the primitives and launchers run what they are told.
+"""
 
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 
 from . import environment, library
 from .checks import error
+from .tuned_configs import Tiles, choose_tiles, gpu_of, invariant_rows
 
 SETTINGS = environment.read_settings()
 
 # In order of preference; `reference` is plain torch and runs wherever torch does. CUDA before Triton for its launch,
-# a C++ call where Triton's launcher is Python: a lead, as long as no GPU has measured the kernels themselves.
+# a C++ call where Triton's launcher is Python: a heuristic, as long as no GPU has measured the kernels themselves.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _DEFAULT_PREFERENCE = ("reference",)
-COMPILED = ("cpu", "cuda")  # the backends behind torch.ops.eagle_kernels_C, which picks by the tensors' device
-MOST_CUDA_CHUNKS = 8  # csrc/cuda/launchers.h
-_remembered: list[Callable] = []
+COMPILED = ("cpu", "cuda")  # the backends behind `library.primitives`, which picks by the tensors' device
+_caches: list[Callable] = []
+
+
+class Kernel(Enum):
+    """What a plan runs inside its backend."""
+
+    SINGLE = "one kernel"
+    FUSED = "fused"  # norm_concat_linear in one pass over the weight
+    SPLIT = "split"  # the same in two launches, partial sums and a finalise kernel
+    TWO_STEP = "norm_concat + linear"
+    TORCH = "plain torch"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call would run. `method` names the path inside the backend; print it or read the fields."""
+    """What one call would run."""
 
     op: str
     backend: str
-    method: str
+    kernel: Kernel
     reason: str
+    tiles: Tiles | None = None  # of Kernel.SPLIT
+    aligned: bool = False  # Kernel.SPLIT may copy 16 bytes at a time
+    isa: str | None = None  # of Kernel.FUSED on the CPU
+
+    @property
+    def method(self) -> str:
+        """The kernel with what was chosen for it, as `explain` prints it."""
+        if self.tiles is not None:
+            return f"{self.kernel.value} {self.tiles.BT}x{self.tiles.BD}x{self.tiles.BK}"
+        return self.kernel.value if self.isa is None else f"{self.kernel.value} {self.isa}"
 
     def __str__(self) -> str:
         return f"{self.op}: {self.backend}/{self.method}, because {self.reason}"
 
 
-def unusable_reason(backend: str, device_type: str) -> str | None:
+class Problem(NamedTuple):
+    """What the plan of a call depends on. The ops of one kernel leave everything behind `num_chunks` out."""
+
+    op: str
+    device: torch.device
+    num_chunks: int = 1
+    rows: int = 0  # N
+    dtype: torch.dtype | None = None
+    columns: int = 0  # D
+    widths: tuple[int, ...] = ()  # the different widths of the chunks
+    has_residuals: bool = False
+    has_post_norm: bool = False
+    bytes_aligned: bool = True  # every address and row stride is a multiple of 16 bytes
+    elements_aligned: bool = True  # every address is one of 16 bytes, every row stride of 16 elements: Triton's terms
+
+
+def cached(function: Callable) -> Callable:
+    """Keep what a function of hashable arguments returns until `clear`."""
+    wrapped = functools.lru_cache(maxsize=4096)(function)
+    _caches.append(wrapped)
+    return wrapped
+
+
+def clear() -> None:
+    """Read the environment again and drop what was chosen from it; for tests and the benchmark."""
+    global SETTINGS
+    SETTINGS = environment.read_settings()
+    for cache in _caches:
+        cache.cache_clear()
+
+
+def unsupported_reason(backend: str, device: torch.device) -> str | None:
     """Why `backend` cannot run on tensors of this device; None where it can."""
     if backend == "reference":
         return None
     if backend == "cpu":
-        if device_type != "cpu":
-            return f"the tensors are on {device_type}"
-        return library.missing_reason
-    if backend == "triton":
-        return _triton_unusable_reason(device_type)
-    return _cuda_unusable_reason(device_type)
+        return f"the tensors are on {device.type}" if device.type != "cpu" else library.unsupported_reason
+    return _triton_unsupported_reason(device) if backend == "triton" else _cuda_unsupported_reason(device)
 
 
-def _cuda_unusable_reason(device_type: str) -> str | None:
-    if library.missing_reason is not None:
-        return library.missing_reason
+def _cuda_unsupported_reason(device: torch.device) -> str | None:
+    if library.unsupported_reason is not None:
+        return library.unsupported_reason
     if not library.cuda_archs:
         return "this build has no cuda kernels"
-    if device_type != "cuda":
-        return f"the tensors are on {device_type}"
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
     if torch.version.hip is not None:
         return "the GPU is AMD's"
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if not any(runs_on(arch, capability) for arch in library.cuda_archs):
         archs = ", ".join(library.cuda_archs)
         return f"this build has kernels for {archs}, and the GPU has compute capability {capability[0]}.{capability[1]}"
@@ -77,71 +130,149 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return capability[0] == major and capability[1] >= minor
 
 
-def _triton_unusable_reason(device_type: str) -> str | None:
+def _triton_unsupported_reason(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:  # found, not imported: an import costs 0.2 s
         return "triton is not installed"
-    if device_type == "cpu":
+    if device.type == "cpu":
         return None if SETTINGS.triton_interpret else "it takes CPU tensors under TRITON_INTERPRET=1 only"
-    if device_type != "cuda":
-        return f"the tensors are on {device_type}"
-    major, minor = torch.cuda.get_device_capability()
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, and the kernels need 8.0: cp.async and bf16"
     return None
 
 
-@functools.cache
-def choose_backend(op: str, device_type: str, num_chunks: int = 1) -> tuple[str, str]:
-    """The backend for `op` on this device type and the reason; raises where a forced backend cannot be used."""
-    backend, reason = _choose_backend(op, device_type, num_chunks)
-    if backend == "cpu":
-        cpu_isa()  # the compiled kernels start out scalar: 3 times slower until this puts the machine's best in force
-    return backend, reason
+@cached
+def choose_backend(op: str, device: torch.device, num_chunks: int = 1) -> tuple[str, str]:
+    """The backend for `op` on this device and the reason; raises where a forced backend cannot be used."""
 
-
-def _choose_backend(op: str, device_type: str, num_chunks: int) -> tuple[str, str]:
-    def unusable(backend: str) -> str | None:
-        if (reason := unusable_reason(backend, device_type)) is None and backend == "cuda":
-            return f"K={num_chunks} > {MOST_CUDA_CHUNKS} chunks" if num_chunks > MOST_CUDA_CHUNKS else None
+    def unsupported(backend: str) -> str | None:
+        if (reason := unsupported_reason(backend, device)) is None and backend == "cuda":
+            limit = library.MAX_CUDA_CHUNKS
+            return f"K={num_chunks} > {limit} chunks" if num_chunks > limit else None
         return reason
 
     forced = SETTINGS.backend
     if forced is not None:
-        if (reason := unusable(forced)) is not None:
-            usable = [name for name in environment.BACKENDS if unusable(name) is None]
-            raise error(RuntimeError, op, f"EAGLE_KERNELS_BACKEND is {forced!r}", f"one of {usable}", reason)
+        if (reason := unsupported(forced)) is not None:
+            supported = [name for name in environment.BACKENDS if unsupported(name) is None]
+            raise error(RuntimeError, op, f"EAGLE_KERNELS_BACKEND is {forced!r}", f"one of {supported}", reason)
         return forced, f"EAGLE_KERNELS_BACKEND={forced}"
     rejected = []
-    for backend in _PREFERENCE.get(device_type, _DEFAULT_PREFERENCE):
-        if (reason := unusable(backend)) is None:
-            return backend, "; ".join(rejected) or f"it is the fastest backend for {device_type} tensors"
+    for backend in _PREFERENCE.get(device.type, _DEFAULT_PREFERENCE):
+        if (reason := unsupported(backend)) is None:
+            return backend, "; ".join(rejected) or f"it is the fastest backend for {device.type} tensors"
         rejected.append(f"{backend}: {reason}")
-    raise AssertionError("the reference backend is always usable")
+    raise AssertionError("the reference backend is always supported")
 
 
-def simple_plan(op: str, device: torch.device, num_chunks: int = 1) -> Plan:
-    """The plan of an op that has one kernel per backend."""
-    backend, reason = choose_backend(op, device.type, num_chunks)
-    return Plan(op, backend, "plain torch" if backend == "reference" else "one kernel", reason)
+@cached
+def choose(*problem: object) -> Plan:
+    """The plan of a call from the fields of its `Problem`, which a cached call need not build: 0.2 us against 0.5.
+
+    Raises RuntimeError where a forced backend cannot run it.
+    """
+    return _choose(Problem(*problem))
 
 
-@functools.cache
+def _choose(problem: Problem) -> Plan:
+    backend, reason = choose_backend(problem.op, problem.device, problem.num_chunks)
+    if backend == "cpu":
+        isa = cpu_isa()  # also for its effect: the compiled kernels start out scalar, 3 times slower
+    if backend == "reference":
+        return Plan(problem.op, backend, Kernel.TORCH, reason)
+    if problem.op != "norm_concat_linear":
+        return Plan(problem.op, backend, Kernel.SINGLE, reason)
+    if backend == "cpu":
+        return cpu_projection(problem, isa)
+    return triton_projection(problem) if backend == "triton" else cuda_projection(problem)
+
+
+@cached
 def cpu_isa() -> str:
     """The instruction set of the compiled CPU kernels on this machine, after EAGLE_KERNELS_CPU_ISA."""
     cap = SETTINGS.cpu_isa or environment.CPU_ISAS[-1]
-    return environment.CPU_ISAS[torch.ops.eagle_kernels_C.set_cpu_isa(environment.CPU_ISAS.index(cap))]
+    return environment.CPU_ISAS[library.primitives.set_cpu_isa(environment.CPU_ISAS.index(cap))]
 
 
-def remembered(function: Callable) -> Callable:
-    """Cache what a plan function of hashable sizes returns, until `forget`."""
-    cached = functools.lru_cache(maxsize=4096)(function)
-    _remembered.append(cached)
-    return cached
+# The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
+# H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set. Without instructions for it,
+# torch's 16-bit product takes 3 times as long as the fused kernel (bf16, avx512, T=256: 352 ms against 136).
+FUSED_ROWS = {
+    torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 32, "avx512": None, "avx2": None, "scalar": 1},
+    torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
+    torch.float32: {"amx_bf16": 32, "avx512_bf16": 32, "avx512": 32, "avx2": 16, "scalar": 1},
+}
 
 
-def forget() -> None:
-    """Read the environment again and drop what was chosen from it; for tests and the benchmark."""
-    global SETTINGS
-    SETTINGS = environment.read_settings()
-    for cached in (choose_backend, cpu_isa, *_remembered):
-        cached.cache_clear()
+def cpu_projection(problem: Problem, isa: str) -> Plan:
+    fused = functools.partial(Plan, problem.op, "cpu", Kernel.FUSED, isa=isa)
+    if SETTINGS.batch_invariant:
+        return fused("EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
+    limit = FUSED_ROWS[problem.dtype][isa]
+    if limit is None:
+        return fused(f"torch's {problem.dtype} product is slow on {isa}, at every T")
+    if problem.rows <= limit:
+        return fused(f"T={problem.rows} <= {limit}: one pass over the weight is the bound")
+    reason = f"T={problem.rows} > {limit}: oneDNN's product is faster there"
+    return Plan(problem.op, "cpu", Kernel.TWO_STEP, reason)
+
+
+def cuda_projection(problem: Problem) -> Plan:
+    """Which of cuda and triton is faster where both can run has not been measured: the fused kernel is one launch and
+    needs no workspace."""
+    invariant = SETTINGS.batch_invariant
+    forced = SETTINGS.backend == "cuda"
+    T, limit = problem.rows, library.MAX_CUDA_FUSED_ROWS
+    reason = _fused_cuda_unsupported_reason(problem)
+    if reason is None and limit < T and not (forced and invariant):
+        reason = f"T={T} > {limit}: the fused kernel would read the weight {-(-T // limit)} times"
+    if not forced and (reason is not None or invariant) and unsupported_reason("triton", problem.device) is None:
+        plan = triton_projection(problem)
+        return plan if reason is None else replace(plan, reason=f"cuda: {reason}; {plan.reason}")
+    if reason is not None:
+        return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
+    if invariant:
+        return Plan(problem.op, "cuda", Kernel.FUSED, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
+    return Plan(problem.op, "cuda", Kernel.FUSED, f"T={T} <= {limit}: one pass over the weight is the bound")
+
+
+def _fused_cuda_unsupported_reason(problem: Problem) -> str | None:
+    if problem.dtype == torch.float32:
+        return "tensor cores multiply 16-bit types"
+    if problem.has_post_norm:
+        return "a post norm needs all D columns of a row in one place"
+    if odd := [H for H in problem.widths if H % 8]:
+        return f"H={max(odd)} is no multiple of 8"
+    if not problem.bytes_aligned:
+        return "an address or a row stride is no multiple of 16 bytes"
+    return None
+
+
+def triton_projection(problem: Problem) -> Plan:
+    invariant = SETTINGS.batch_invariant
+    T = invariant_rows(problem.dtype) if invariant else problem.rows
+    H = max(problem.widths)
+    aligned = problem.elements_aligned and H % 16 == 0
+    # A library's product is not the same for all T, even where a table has it as the fastest.
+    tiles, reason = choose_tiles(
+        gpu_of(problem.device),
+        T,
+        problem.num_chunks,
+        H,
+        problem.columns,
+        problem.dtype,
+        has_residuals=problem.has_residuals,
+        split_only=invariant,
+    )
+    if invariant:
+        reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
+    if len(problem.widths) > 1:
+        tiles, reason = None, "the chunks differ in width, and the split kernels take one width"
+    elif not aligned and not invariant:
+        tiles, reason = None, "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
+    elif not aligned:
+        tiles = replace(tiles, num_warps=8)  # an address for every element: they spill in 4 warps
+    kernel = Kernel.TWO_STEP if tiles is None else Kernel.SPLIT
+    return Plan(problem.op, "triton", kernel, reason, tiles, aligned)

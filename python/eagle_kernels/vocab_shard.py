@@ -108,6 +108,17 @@ class VocabShard:
         )
 
     @property
+    def bounds(self) -> tuple[int, int, int, int, int]:
+        """What the kernels are told of the shard: org_begin, org_end, added_begin, added_end, added_row."""
+        return self.org_begin, self.org_end, self.added_begin, self.added_end, self.added_row
+
+    @property
+    def used_rows(self) -> int:
+        """Local rows up to the last one that an id maps to."""
+        added = self.added_end - self.added_begin
+        return self.added_row + added if added > 0 else max(self.org_end - self.org_begin, 0)
+
+    @property
     def is_full_table(self) -> bool:
         """Whether the local row of every id v is v: a single rank, and no padding between original and added ids."""
         has_gap = self.added_begin < self.added_end and self.added_begin != self.added_row

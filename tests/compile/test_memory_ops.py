@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eagle_kernels import plan
 from eagle_kernels.model_shapes import model_shapes
+from eagle_kernels.ops.sources import Sources
 
 if plan.SETTINGS.triton_interpret:
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled", allow_module_level=True)
@@ -37,18 +38,18 @@ def vector(length: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def capture(T: int, H: int, dtype: torch.dtype = BF16, *, residual: bool = True, statistics: bool = True, **layout):
     x = rows(T, H, dtype, **layout)
-    KERNELS["capture_hidden"].capture_hidden(x, x if residual else None, x, vector(T, FP32) if statistics else None)
+    KERNELS["capture_hidden"].run((x, x if residual else None, x, vector(T, FP32) if statistics else None))
 
 
 def add_norm(T: int, H: int, dtype: torch.dtype = BF16, *, gain: torch.dtype = BF16, **layout):
     x = rows(T, H, dtype, **layout)
-    KERNELS["add_rms_norm"].add_rms_norm(x, x, vector(H, gain), 1e-6, 1.0, x, x)
+    KERNELS["add_rms_norm"].run((x, x, vector(H, gain), 1e-6, 1.0, x, x))
 
 
 def embed(T: int, H: int, dtype: torch.dtype = BF16, *, scale=None, ids=torch.int64, shard=(0, 9, 9, 9, 9), **layout):
     scale = scale if isinstance(scale, tuple) else (scale, None)
     table, out = rows(sum(shard) + 1, H, dtype, **layout), rows(T, H, dtype, **layout)
-    KERNELS["vocab_parallel_embedding"].vocab_parallel_embedding(vector(T, ids), table, *shard, *scale, out)
+    KERNELS["vocab_parallel_embedding"].run((vector(T, ids), table, *shard, *scale, out))
 
 
 def concat(
@@ -72,7 +73,7 @@ def concat(
     if gains is None:
         gains = {"none": (), "chunk": (K, widths[0]), "concat": (width,)}[norm]
     matrix = [torch.empty(gains, dtype=gain_dtype, device="meta")] if gains else []
-    KERNELS["norm_concat"].norm_concat(
+    sources = Sources(
         chunks,
         K,
         norm,
@@ -82,8 +83,8 @@ def concat(
         [chunk if given else None for chunk, given in zip(chunks, residuals, strict=bool(residuals))],
         [None if kind is None else vector(N, kind) for kind in indices],
         rows(T, K, FP32) if statistics else None,
-        rows(N, width, dtype),
     )
+    KERNELS["norm_concat"].run((sources, rows(N, width, dtype)))
 
 
 def preset_calls(op: str) -> Calls:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from eagle_kernels import plan
 from eagle_kernels.model_shapes import model_shapes
+from eagle_kernels.ops.norm_concat_linear import Projection
+from eagle_kernels.ops.sources import Sources
 
 if plan.SETTINGS.triton_interpret:
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled", allow_module_level=True)
@@ -22,7 +24,6 @@ from triton.backends.compiler import GPUTarget
 from compile.offline import ARCHS, SHARED_LIMIT, Arch, Launch, Row, launches, resources
 from eagle_kernels.tuned_configs import Gpu
 
-linear = importlib.import_module("eagle_kernels.ops.norm_concat_linear")
 kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
 memory_kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat")
 
@@ -64,33 +65,39 @@ def call(
     chunks = [tensor(T, K * H, dtype=dtype)] if packed else [tensor(T, H, dtype=dtype, stride=stride) for _ in range(K)]
     gains = (K if norm == "chunk" else 1 if norm == "concat" else 0) if gains is None else gains
     gain_widths = [K * H] if gains == 1 else [H] * gains
-    weight = tensor(D, K * H, dtype=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "gpu_of", lambda device: Gpu(f"no table for {arch}", arch, SHARED_LIMIT[arch]))
-        chosen = linear.plan_triton.__wrapped__(
-            N, K, H, D, dtype, weight.device, aligned=aligned, has_residuals=bool(residuals)
-        )
-    return launches(
-        lambda: kernels.norm_concat_linear(
-            chunks,
-            K,
-            norm,
-            [tensor(width, dtype=gain_dtype or dtype) for width in gain_widths],
-            list(eps),
-            1.0,
-            [chunk if given else None for chunk, given in zip(chunks, residuals, strict=False)],
-            [None if kind is None else tensor(N, dtype=kind) for kind in indices],
-            tensor(T, K, dtype=FP32) if statistics else None,
-            weight,
-            None if bias is None else tensor(D, dtype=bias),
-            tensor(D, dtype=dtype) if post_norm else None,
-            1e-6,
-            tensor(N, D, dtype=dtype),
-            chosen,
-        ),
-        [kernels, memory_kernels],
-        arch,
+    sources = Sources(
+        chunks,
+        K,
+        norm,
+        [tensor(width, dtype=gain_dtype or dtype) for width in gain_widths],
+        list(eps),
+        1.0,
+        [chunk if given else None for chunk, given in zip(chunks, residuals, strict=False)],
+        [None if kind is None else tensor(N, dtype=kind) for kind in indices],
+        tensor(T, K, dtype=FP32) if statistics else None,
     )
+    projection = Projection(
+        tensor(D, K * H, dtype=dtype),
+        None if bias is None else tensor(D, dtype=bias),
+        tensor(D, dtype=dtype) if post_norm else None,
+        1e-6,
+    )
+    problem = plan.Problem(
+        "norm_concat_linear",
+        projection.weight.device,
+        K,
+        N,
+        dtype,
+        D,
+        (H,),
+        has_residuals=bool(residuals),
+        elements_aligned=aligned,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "gpu_of", lambda device: Gpu(f"no table for {arch}", arch, SHARED_LIMIT[arch]))
+        chosen = plan.triton_projection(problem)
+    out = tensor(N, D, dtype=dtype)
+    return launches(lambda: kernels.run(sources, projection, out, chosen), [kernels, memory_kernels], arch)
 
 
 def preset_calls(arch: Arch) -> dict[str, list[Launch]]:

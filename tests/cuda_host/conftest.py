@@ -1,7 +1,7 @@
 """Runs the CUDA kernels on the CPU: the sources of csrc/cuda compiled with g++ over an emulation of a GPU's threads.
 
-The tests are those of the CPU kernels where they can be, with the cuda backend in force and its primitives exchanged
-for the emulated ones.
+The tests are those of the CPU kernels where they can be, with the cuda backend forced and its primitives exchanged for
+the emulated ones.
 """
 
 import os
@@ -23,14 +23,14 @@ pytest.register_assert_rewrite(
     "test_vocab_parallel_embedding",
 )
 
-COMPILED = torch.ops.eagle_kernels_C  # which `emulated` exchanges
+COMPILED = library.primitives  # which `emulated` exchanges
 SHARED_MEMORY = 227 << 10  # of a block on sm_90 and sm_100
 
 
 @pytest.fixture(scope="session")
 def emulated_library() -> object:
     """torch.ops.eagle_kernels_emulated; with AddressSanitizer in the process that test_sanitized.py starts."""
-    if COMPILER is None or library.missing_reason is not None:
+    if COMPILER is None or library.unsupported_reason is not None:
         pytest.skip("no g++ on this machine")
     torch.ops.load_library(os.fspath(build(sanitized="EAGLE_KERNELS_TEST_SANITIZED" in os.environ)))
     return torch.ops.eagle_kernels_emulated
@@ -40,10 +40,10 @@ def emulated_library() -> object:
 def emulated(
     emulated_library: object, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[object]:
-    """The cuda backend in force on CPU tensors. Half of the tests run the warps of a block in descending order: between
+    """The cuda backend on CPU tensors. Half of the tests run the warps of a block in descending order: between
     two barriers a GPU may."""
-    monkeypatch.setattr(torch.ops, "eagle_kernels_C", emulated_library)
-    monkeypatch.setattr(plan, "_cuda_unusable_reason", lambda device_type: None)
+    monkeypatch.setattr(library, "primitives", emulated_library)
+    monkeypatch.setattr(plan, "_cuda_unsupported_reason", lambda device: None)
     emulated_library.set_device(SHARED_MEMORY, len(request.node.name) % 2 == 1)
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         yield emulated_library

@@ -8,6 +8,7 @@ import eagle_kernels as ek
 from accuracy import UNIT_ROUNDOFF, relative_rms
 from backends import environment_of
 from cuda_host.conftest import COMPILED
+from eagle_kernels import library
 
 DTYPES = [torch.bfloat16, torch.float16]
 NORMS = ["chunk", "concat", "none"]
@@ -16,7 +17,7 @@ NORMS = ["chunk", "concat", "none"]
 def on_both(monkeypatch: pytest.MonkeyPatch, op: str, *arguments: object, **options: object) -> tuple[Tensor, Tensor]:
     emulated = getattr(ek, op)(*arguments, **options)
     with environment_of(EAGLE_KERNELS_BACKEND="cpu"):
-        monkeypatch.setattr(torch.ops, "eagle_kernels_C", COMPILED)
+        monkeypatch.setattr(library, "primitives", COMPILED)
         assert ek.explain(op, *arguments, **options).backend == "cpu"
         return emulated, getattr(ek, op)(*arguments, **options)
 

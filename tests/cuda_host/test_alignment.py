@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
+from eagle_kernels.plan import Kernel
 from guards import same_bits
 
 pytestmark = pytest.mark.usefixtures("emulated")
@@ -84,18 +85,18 @@ def test_the_bits_do_not_depend_on_where_an_operand_lies(op: str, name: str, how
 def test_the_fused_product_leaves_it_to_another_plan(name: str, how: str, emulated: object) -> None:
     operands = _operands(torch.bfloat16, "chunk", "residual", "gain", "weight")
 
-    def explained() -> str:
+    def planned() -> Kernel:
         options = {"norm_weight": [operands["gain"]], "residuals": [operands["residual"]]}
-        return ek.explain("norm_concat_linear", [operands["chunk"]], operands["weight"], **options).method
+        return ek.explain("norm_concat_linear", [operands["chunk"]], operands["weight"], **options).kernel
 
     def primitive() -> None:
         sources = ([operands["chunk"]], 1, 1, [operands["gain"]], [1e-6], 0.0, [operands["residual"]], [], None)
         out = torch.empty(T, T).bfloat16()
         emulated.norm_concat_linear_out(*sources, operands["weight"], None, None, 0.0, out)
 
-    assert explained() == "fused"
+    assert planned() is Kernel.FUSED
     primitive()
     operands[name] = moved(operands[name], how)
-    assert explained() == "norm_concat + linear"
+    assert planned() is Kernel.TWO_STEP
     with pytest.raises(RuntimeError, match="an operand does not fit the fused CUDA kernel"):
         primitive()

@@ -13,6 +13,7 @@ from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import FEATURES, NUMBERS, SIZES, Case, operands
 from cuda_host.conftest import SHARED_MEMORY
+from eagle_kernels.plan import Kernel
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
@@ -188,7 +189,7 @@ def test_no_operand_is_read_or_written_beyond_its_end(dtype: str, H: int, N: int
         "bias": guarded(D, dtype=torch.float32),
     }
     chunks, weight = [guarded(4, H), guarded(4, H)], guarded(D, 2 * H)
-    assert ek.explain("norm_concat_linear", chunks, weight, **arguments).method == "fused"
+    assert ek.explain("norm_concat_linear", chunks, weight, **arguments).kernel is Kernel.FUSED
     ek.norm_concat_linear(chunks, weight, **arguments, sum_squares=guarded(4, 2, dtype=torch.float32), out=out)
     ek.norm_concat_linear(chunks, weight, **arguments, out=out)
     gain = guarded(2 * H, dtype=torch.float32)
@@ -208,7 +209,7 @@ def test_strided_operands_on_16_bytes_are_fused() -> None:
     for slot, chunk in zip(slots, chunks, strict=True):
         slot.copy_(chunk)
     wide[:, 8:-8] = weight
-    assert ek.explain("norm_concat_linear", slots, wide[:, 8:-8], norm_weight=gain).method == "fused"
+    assert ek.explain("norm_concat_linear", slots, wide[:, 8:-8], norm_weight=gain).kernel is Kernel.FUSED
     assert same_bits(expected, ek.norm_concat_linear(slots, wide[:, 8:-8], norm_weight=gain))
 
 

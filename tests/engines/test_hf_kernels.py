@@ -14,7 +14,7 @@ import kernels
 
 from accuracy import outliers, relative_rms
 from eagle_kernels.engines.hf_kernels import DEVICES, REPOSITORY, layers, mapping
-from eagle_kernels.ops.sources import formula
+from eagle_kernels.ops.sources import Sources, formula
 
 T, K, H, D = 5, 3, 48, 40
 BF16 = torch.bfloat16
@@ -108,7 +108,7 @@ def test_drafter(leading: tuple[int, ...], bias: bool) -> None:
     x = outliers(torch.Size(leading).numel(), K * H, BF16, torch.Generator().manual_seed(1))
     expected = model(x)
     gains, eps = [norm.weight for norm in model.fc_norm], [norm.eps for norm in model.fc_norm]
-    normed = formula([x.double()], K, "chunk", gains, eps, 0.0, [], [], None, dtype=torch.float64)
+    normed = formula(Sources([x.double()], K, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
     truth = F.linear(normed, model.fc.weight.double(), model.fc.bias.double() if bias else None)
     result = kernelized(model, use_fallback=False)(x.view(*leading, K * H))
     assert result.shape == (*leading, D)

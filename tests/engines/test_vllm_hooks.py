@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vllm_stand_in import MODELS, SPECULATORS, D, H, K
 
 from eagle_kernels.engines import eligibility
+from eagle_kernels.plan import Kernel
 
 T = 5
 EAGLE3, LAGUNA, DFLASH = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel"
@@ -100,14 +101,14 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from eagle_kernels.engines import projection
 
     called: list[str] = []
-    for name in ("norm_concat", "norm_concat_linear"):
-        op = getattr(projection, name)
+    for function, op in (("concatenate", "norm_concat"), ("project", "norm_concat_linear")):
+        run = getattr(projection, function)
 
-        def counted(*args: object, name: str = name, op: Callable = op, **kwargs: object) -> Tensor:
-            called.append(name)
-            return op(*args, **kwargs)
+        def counted(*args: object, op: str = op, run: Callable = run) -> Tensor:
+            called.append(op)
+            return run(*args)
 
-        monkeypatch.setattr(projection, name, counted)
+        monkeypatch.setattr(projection, function, counted)
     return called
 
 
@@ -289,8 +290,8 @@ def test_fc_stays_dense_where_the_fused_kernel_reads_it(
 ) -> None:
     register()
     combine = sys.modules["eagle_kernels.engines.vllm.combine"]
-    method = "fused amx_bf16" if cpu_isa == "amx_bf16" else "norm_concat + linear"
-    monkeypatch.setattr(combine, "plan_sizes", lambda *sizes: types.SimpleNamespace(method=method))
+    kernel = Kernel.FUSED if cpu_isa == "amx_bf16" else Kernel.TWO_STEP
+    monkeypatch.setattr(combine, "choose", lambda *problem: types.SimpleNamespace(kernel=kernel))
     fc = build(vllm).model.fc
     assert getattr(fc, "_cpu_skip_gemm_dispatch", False) == (cpu_isa == "amx_bf16")
 

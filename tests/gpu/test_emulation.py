@@ -19,7 +19,7 @@ from guards import same_bits
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
 def test_the_same_bits_as_the_emulation(call: Call) -> None:
-    if (reason := plan.unusable_reason("cuda", "cuda")) is not None:
+    if (reason := plan.unsupported_reason("cuda", torch.device("cuda"))) is not None:
         pytest.skip(f"cuda: {reason}")
     torch.ops.load_library(os.fspath(build(sanitized=False)))
     emulated = torch.ops.eagle_kernels_emulated

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from eagle_kernels.model_shapes import model_shapes
-from eagle_kernels.ops.norm_concat_linear import plan_sizes
+from eagle_kernels.plan import Problem, choose
 
 K, H, V = 3, 64, 100
 
@@ -87,7 +87,8 @@ def test_torch(device: str, measure: Callable) -> None:
 
 def test_plan_lookup(device: str, measure: Callable) -> None:
     stage = model_shapes()["llama3.1-8b"].stage("eagle3")
-    measure(lambda: plan_sizes(8, stage.K * stage.H, stage.D, torch.bfloat16, device))
+    problem = Problem("norm_concat_linear", torch.device(device), stage.K, 8, torch.bfloat16, stage.D, (stage.H,))
+    measure(lambda: choose(*problem))
 
 
 def test_explain(device: str, measure: Callable) -> None:

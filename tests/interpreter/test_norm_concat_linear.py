@@ -1,6 +1,5 @@
 """The Triton kernels of norm_concat_linear in the interpreter: every parameter, in every plan, against float64."""
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +11,8 @@ import eagle_kernels as ek
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import FEATURES, NUMBERS, SIZES, Case, operands
+from eagle_kernels import plan as plans
+from eagle_kernels.ops.sources import Sources, formula
 from eagle_kernels.tuned_configs import Tiles
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
@@ -20,7 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities and NaN that are meant
 ]
 
-linear = importlib.import_module("eagle_kernels.ops.norm_concat_linear")
 
 # Smaller than any GPU would want, so that a few columns already have a second tile, a tail and an uneven split.
 TILES = {
@@ -33,7 +33,7 @@ TILES = {
 @pytest.fixture(params=TILES)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiles]:
     """One way to cut the product in force for every size."""
-    monkeypatch.setattr(linear, "choose_tiles", lambda *sizes, **facts: (TILES[request.param], "the test wants it"))
+    monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (TILES[request.param], "the test wants it"))
     return TILES[request.param]
 
 
@@ -134,7 +134,7 @@ def test_fp16_has_room_for_the_gain(magnitude: float, tiles: Tiles) -> None:
     chunks = [chunk * 7000 for chunk in chunks]
     gain = (gain * magnitude).half()
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
-    x = linear.formula(chunks, 2, "chunk", [gain], [1e-6], 0.0, [], [], None, dtype=torch.float64)
+    x = formula(Sources(chunks, 2, "chunk", [gain], [1e-6], 0.0, [], [], None), torch.float64)
     truth = x @ weight.double().t()
     # Three roundings of half a unit: of the gain on its way here, of gain * weight, of the result.
     assert (out.double() - truth).norm() / truth.norm() < 3 * 2.0**-12 + (truth.abs().max() < 1e-2) * 1e-2
@@ -164,7 +164,7 @@ def test_one_plan_for_all_T_on_request(dtype: torch.dtype) -> None:
 def test_rounds_of_rows_join_up(indices: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than one round takes: each round must take its own rows of everything, and all of an indexed source."""
     tiles = TILES["decode"] if plan == "split" else None
-    monkeypatch.setattr(linear, "choose_tiles", lambda *sizes, **facts: (tiles, "the test wants it"))
+    monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (tiles, "the test wants it"))
     chunks, weight, gain = make_call(11)
     index = torch.tensor([3, -1, 10, 0, 0, 7, 11, 2, 9, 5, 6])
     arguments = {
@@ -179,7 +179,7 @@ def test_rounds_of_rows_join_up(indices: str, plan: str, monkeypatch: pytest.Mon
     assert same_bits(ek.norm_concat_linear(chunks, weight, **arguments), one_round)
     del arguments["sum_squares"]
     monkeypatch.undo()
-    monkeypatch.setattr(linear, "choose_tiles", lambda *sizes, **facts: (tiles, "the test wants it"))
+    monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (tiles, "the test wants it"))
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])

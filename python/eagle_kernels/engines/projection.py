@@ -4,13 +4,16 @@
 are updated in place (RL): every call reads them from its modules, nothing is packed or folded, nothing can be stale.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import norm_concat, norm_concat_linear
+from ..ops.norm_concat import concatenate
+from ..ops.norm_concat_linear import Projection, project
+from ..ops.sources import Sources
 from ..warmup import warmup
 
 
@@ -36,35 +39,50 @@ class EngineProjection:
 
     def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
         """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""
-        sources = {"num_chunks": self.num_chunks, "norm_offset": self.norm_offset}
-        if self.concat_norm is not None and self.chunk_norms:
+        norm, owners, eps = self._norm
+        if norm == "chunk" and self.concat_norm is not None:
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
-            chunks = norm_concat(chunks, **sources, **self._concat)
-        if self.chunk_norms:
-            gains = [norm.weight.data for norm in self.chunk_norms]
-            norm = {"norm": "chunk", "norm_weight": gains, "eps": [norm.variance_epsilon for norm in self.chunk_norms]}
-        else:
-            norm = self._concat
+            chunks = concatenate(self._sources("norm_concat", chunks, *_concat_norm(self.concat_norm)))
         if self.fc_obstacle is not None:
-            projected = self.fc(norm_concat(chunks, **sources, **norm))
+            projected = self.fc(concatenate(self._sources("norm_concat", chunks, norm, owners, eps)))
             return projected if self.post_norm is None else self.post_norm(projected)
+        sources = self._sources("norm_concat_linear", chunks, norm, owners, eps)
+        post_norm_weight, post_norm_eps = None, 0.0
         if self.post_norm is not None:
-            eps = norm.get("eps", ())
-            norm["eps"] = [*(eps if isinstance(eps, list) else [eps]), self.post_norm.variance_epsilon]
-            norm["post_norm_weight"] = self.post_norm.weight.data
-        bias = getattr(self.fc, "bias", None)
-        return norm_concat_linear(
-            chunks, self.fc.weight.data, bias=None if bias is None else bias.data, out=out, **sources, **norm
-        )
+            post_norm_weight, post_norm_eps = _parameter(self.post_norm), self.post_norm.variance_epsilon
+        bias = None if getattr(self.fc, "bias", None) is None else _parameter(self.fc, "bias")
+        return project(sources, Projection(_parameter(self.fc), bias, post_norm_weight, post_norm_eps), out)
 
     __call__ = forward
 
-    @property
-    def _concat(self) -> dict:
-        norm = self.concat_norm
-        if norm is None:
-            return {"norm": "none", "eps": 1e-6}
-        return {"norm": "concat", "norm_weight": norm.weight.data, "eps": norm.variance_epsilon}
+    @functools.cached_property
+    def _norm(self) -> tuple[str, Sequence[nn.Module], list[float]]:
+        """(norm, the modules whose weights are its gains, eps) in front of fc: what no weight update changes."""
+        if self.chunk_norms:
+            return "chunk", self.chunk_norms, [norm.variance_epsilon for norm in self.chunk_norms]
+        return _concat_norm(self.concat_norm)
+
+    def _sources(
+        self,
+        op: str,
+        chunks: Sequence[Tensor] | Tensor,
+        norm: str,
+        owners: Sequence[nn.Module],
+        eps: list[float],
+    ) -> Sources:
+        gains = [_parameter(owner) for owner in owners] or None
+        gains = gains[0] if norm == "concat" else gains
+        return Sources.of(op, chunks, norm, gains, eps, self.norm_offset, None, None, None, self.num_chunks)
+
+
+def _concat_norm(norm: nn.Module | None) -> tuple[str, Sequence[nn.Module], list[float]]:
+    return ("none", (), [1e-6]) if norm is None else ("concat", (norm,), [norm.variance_epsilon])
+
+
+def _parameter(module: nn.Module, name: str = "weight") -> Tensor:
+    """The parameter that the module has now; without its gradient, which engines leave on outside inference mode."""
+    parameter = getattr(module, name)
+    return parameter.data if torch.is_grad_enabled() else parameter
 
 
 def warm_up_obstacle(projection: EngineProjection, width: int, dtype: torch.dtype, rows: int) -> str | None:

@@ -8,13 +8,17 @@ Step-3.5, `norm_output` of EAGLE-3.1). The norm reads the sum before it is round
 SGLang 0.5.23 and the native RMSNorm of vLLM 0.33 do; the stored sum is rounded once.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..direct import is_direct
+from ..dispatch import is_plain
 from ..library import register
-from ..plan import COMPILED, Plan, simple_plan
+from ..plan import Plan, choose
+from .call import run
+from .sources import rstd_of
 
 OP = "add_rms_norm"
 
@@ -46,54 +50,61 @@ def add_rms_norm(
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or an output over an input.
         RuntimeError: an input requires grad while grad mode is on.
     """
-    try:
-        if out is not None and out_sum is not None and is_direct(OP, out, out_sum, hidden, residual, weight):
-            torch.ops.eagle_kernels_C.add_rms_norm_out(hidden, residual, weight, eps, norm_offset, out, out_sum)
-            return out, out_sum
-    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
-        pass
-    checks.check_rows(OP, "hidden", hidden)
-    checks.check_like(OP, "residual", residual, hidden, "hidden")
-    for name, tensor in (("out", out), ("out_sum", out_sum)):
-        if tensor is not None:
-            checks.check_like(OP, name, tensor, hidden, "hidden")
-    checks.check_vector(OP, "weight", weight, hidden.shape[-1], "H", hidden, "hidden")
-    checks.check_inference(OP, (hidden, residual, weight, out, out_sum))
-
-    eps = checks.check_number(OP, "eps", eps)
-    norm_offset = checks.check_number(OP, "norm_offset", norm_offset)
+    if is_plain((hidden, residual, weight, out, out_sum)) and hidden.dim() == 2:
+        out = hidden.new_empty(hidden.shape) if out is None else out
+        out_sum = hidden.new_empty(hidden.shape) if out_sum is None else out_sum
+        record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)
+        run(record, choose(OP, hidden.device))
+        return out, out_sum
+    record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)
+    record.check_arguments()
     if out is None and out_sum is None and hidden.dim() == 2:
-        return torch.ops.eagle_kernels.add_rms_norm(hidden, residual, weight, eps, norm_offset)
+        return torch.ops.eagle_kernels.add_rms_norm(*record[:5])
     out = hidden.new_empty(hidden.shape) if out is None else out
     out_sum = hidden.new_empty(hidden.shape) if out_sum is None else out_sum
-    row = (lambda tensor: tensor.unsqueeze(0)) if hidden.dim() == 1 else (lambda tensor: tensor)
-    torch.ops.eagle_kernels.add_rms_norm_out(
-        row(hidden), row(residual), weight, eps, norm_offset, row(out), row(out_sum)
-    )
+    rows = [row.unsqueeze(0) if hidden.dim() == 1 else row for row in (hidden, residual, out, out_sum)]
+    torch.ops.eagle_kernels.add_rms_norm_out(*rows[:2], weight, eps, norm_offset, *rows[2:])
     return out, out_sum
 
 
-def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
-    return simple_plan(OP, hidden.device)
+class AddRmsNorm(NamedTuple):
+    """The arguments of one call; rows are matrices and the outputs given, except before `check_arguments`."""
 
+    hidden: Tensor
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    norm_offset: float
+    out: Tensor
+    out_sum: Tensor
 
-def _run(
-    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, norm_offset: float, out: Tensor, out_sum: Tensor
-) -> None:
-    reads = (("hidden", hidden), ("residual", residual), ("weight", weight))
-    checks.check_no_overlap(OP, "out", out, (*reads, ("out_sum", out_sum)))
-    checks.check_no_overlap(OP, "out_sum", out_sum, reads)
-    backend = simple_plan(OP, hidden.device).backend
-    if backend in COMPILED:
-        torch.ops.eagle_kernels_C.add_rms_norm_out(hidden, residual, weight, eps, norm_offset, out, out_sum)
-    elif backend == "triton":
-        from ..triton_kernels.add_rms_norm import add_rms_norm as kernel
+    def for_primitive(self) -> tuple:
+        return self
 
-        kernel(hidden, residual, weight, eps, norm_offset, out, out_sum)
-    else:
-        normed, total = formula(hidden, residual, weight, eps, norm_offset)
-        out.copy_(normed)
-        out_sum.copy_(total)
+    def check(self) -> None:
+        self.check_arguments()
+        reads = (("hidden", self.hidden), ("residual", self.residual), ("weight", self.weight))
+        checks.check_no_overlap(OP, "out", self.out, (*reads, ("out_sum", self.out_sum)))
+        checks.check_no_overlap(OP, "out_sum", self.out_sum, reads)
+
+    def check_arguments(self) -> None:
+        """All but where memory lies, which a trace cannot know."""
+        hidden, residual, weight, eps, norm_offset, out, out_sum = self
+        checks.check_rows(OP, "hidden", hidden)
+        checks.check_like(OP, "residual", residual, hidden, "hidden")
+        for name, tensor in (("out", out), ("out_sum", out_sum)):
+            if tensor is not None:
+                checks.check_like(OP, name, tensor, hidden, "hidden")
+        checks.check_vector(OP, "weight", weight, hidden.shape[-1], "H", hidden, "hidden")
+        checks.check_inference(OP, (hidden, residual, weight, out, out_sum))
+        checks.check_eps(OP, "eps", checks.check_number(OP, "eps", eps))
+        checks.check_number(OP, "norm_offset", norm_offset)
+
+    @torch.no_grad()
+    def reference(self) -> None:
+        normed, total = formula(*self[:5])
+        self.out.copy_(normed)
+        self.out_sum.copy_(total)
 
 
 @torch.no_grad()
@@ -107,22 +118,28 @@ def formula(
 ) -> tuple[Tensor, Tensor]:
     """(normed, sum) in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth of the tests."""
     total = hidden.to(dtype) + residual.to(dtype)
-    rstd = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    return total * rstd * (weight.to(dtype) + norm_offset), total
+    return total * rstd_of(total.square().mean(-1, keepdim=True), eps) * (weight.to(dtype) + norm_offset), total
 
 
-def _functional(
-    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, norm_offset: float
-) -> tuple[Tensor, Tensor]:
-    out, out_sum = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
-    _run(hidden, residual, weight, eps, norm_offset, out, out_sum)
-    return out, out_sum
+def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
+    """The plan of a call with these arguments; see `eagle_kernels.explain`."""
+    return choose(OP, hidden.device)
+
+
+def _run_out(hidden: Tensor, *others: object) -> None:
+    run(AddRmsNorm(hidden, *others), choose(OP, hidden.device))
+
+
+def _run(hidden: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    outputs = _empty(hidden)
+    _run_out(hidden, *others, *outputs)
+    return outputs
+
+
+def _empty(hidden: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
 
 
 _ARGUMENTS = "Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset"
-register(
-    f"add_rms_norm({_ARGUMENTS}) -> (Tensor, Tensor)",
-    _functional,
-    lambda hidden, *args: (hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)),
-)
-register(f"add_rms_norm_out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) out_sum) -> ()", _run, lambda *args: None)
+register(f"add_rms_norm({_ARGUMENTS}) -> (Tensor, Tensor)", _run, _empty)
+register(f"add_rms_norm_out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) out_sum) -> ()", _run_out, lambda *args: None)

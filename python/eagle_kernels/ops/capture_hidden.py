@@ -5,13 +5,16 @@ Replaces the clone of each captured layer and the `cat` of the clones (SGLang 0.
 rounded once to the stream's dtype, which makes it bit-identical to the residual a fused add-norm stores.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..direct import is_direct
+from ..dispatch import is_plain
 from ..library import register
-from ..plan import COMPILED, Plan, simple_plan
+from ..plan import Plan, choose
+from .call import run
 
 OP = "capture_hidden"
 
@@ -35,77 +38,82 @@ def capture_hidden(
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or `out` over an input.
         RuntimeError: an input requires grad while grad mode is on.
     """
-    try:
-        if is_direct(OP, out, hidden, residual):
-            torch.ops.eagle_kernels_C.capture_hidden_out(hidden, residual, out, sum_squares)
-            return out
-    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
-        pass
-    checks.check_rows(OP, "hidden", hidden)
-    if residual is not None:
-        checks.check_like(OP, "residual", residual, hidden, "hidden")
-    checks.check_like(OP, "out", out, hidden, "hidden")
-    if sum_squares is not None:
-        _check_sum_squares(hidden, sum_squares)
-    checks.check_inference(OP, (hidden, residual, out))
+    if is_plain((hidden, residual, out, sum_squares)) and hidden.dim() == 2:
+        run(CaptureHidden(hidden, residual, out, sum_squares), choose(OP, hidden.device))
+        return out
+    record = CaptureHidden(hidden, residual, out, sum_squares)
+    record.check_arguments()
     if hidden.dim() == 1:
-        rows = [None if tensor is None else tensor.unsqueeze(0) for tensor in (hidden, residual, out)]
-        torch.ops.eagle_kernels.capture_hidden_out(*rows, sum_squares)
-    else:
-        torch.ops.eagle_kernels.capture_hidden_out(hidden, residual, out, sum_squares)
+        record = CaptureHidden(*(None if row is None else row.unsqueeze(0) for row in record[:3]), sum_squares)
+    torch.ops.eagle_kernels.capture_hidden_out(*record)
     return out
 
 
-def _check_sum_squares(hidden: Tensor, sum_squares: Tensor) -> None:
-    checks.check_tensor(OP, "sum_squares", sum_squares)
-    checks.check_dtype(OP, "sum_squares", sum_squares, (torch.float32,))
-    checks.check_device(OP, "sum_squares", sum_squares, hidden.device, "hidden")
-    rows = hidden.shape[0] if hidden.dim() == 2 else 1
-    if sum_squares.dim() != 1 or sum_squares.shape[0] != rows:
-        raise checks.shape_error(OP, "sum_squares", sum_squares, f"({rows},) = (T,)")
+class CaptureHidden(NamedTuple):
+    """The arguments of one call; rows are matrices, except before `check_arguments`."""
+
+    hidden: Tensor
+    residual: Tensor | None
+    out: Tensor
+    sum_squares: Tensor | None
+
+    def for_primitive(self) -> tuple:
+        return self
+
+    def check(self) -> None:
+        self.check_arguments()
+        reads = (("hidden", self.hidden), ("residual", self.residual))
+        checks.check_no_overlap(OP, "out", self.out, reads)
+        if self.sum_squares is not None:
+            column = self.sum_squares.unsqueeze(1)
+            checks.check_no_overlap(OP, "sum_squares", column, (*reads, ("out", self.out)))
+
+    def check_arguments(self) -> None:
+        """All but where memory lies, which a trace cannot know."""
+        hidden, residual, out, sum_squares = self
+        checks.check_rows(OP, "hidden", hidden)
+        if residual is not None:
+            checks.check_like(OP, "residual", residual, hidden, "hidden")
+        checks.check_like(OP, "out", out, hidden, "hidden")
+        if sum_squares is not None:
+            checks.check_tensor(OP, "sum_squares", sum_squares)
+            checks.check_dtype(OP, "sum_squares", sum_squares, (torch.float32,))
+            checks.check_device(OP, "sum_squares", sum_squares, hidden.device, "hidden")
+            rows = hidden.shape[0] if hidden.dim() == 2 else 1
+            if sum_squares.dim() != 1 or sum_squares.shape[0] != rows:
+                raise checks.shape_error(OP, "sum_squares", sum_squares, f"({rows},) = (T,)")
+        checks.check_inference(OP, self)
+
+    @torch.no_grad()
+    def reference(self) -> None:
+        value = self.hidden if self.residual is None else self.hidden + self.residual
+        self.out.copy_(value)
+        if self.sum_squares is not None:
+            self.sum_squares.copy_(value.float().square().sum(-1))
 
 
 def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
-    return simple_plan(OP, hidden.device)
+    """The plan of a call with these arguments; see `eagle_kernels.explain`."""
+    return choose(OP, hidden.device)
 
 
-def _run(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> None:
-    reads = (("hidden", hidden), ("residual", residual))
-    checks.check_no_overlap(OP, "out", out, reads)
-    backend = simple_plan(OP, hidden.device).backend
-    if backend in COMPILED:
-        torch.ops.eagle_kernels_C.capture_hidden_out(hidden, residual, out, sum_squares)
-    elif backend == "triton":
-        from ..triton_kernels.capture_hidden import capture_hidden as kernel
-
-        kernel(hidden, residual, out, sum_squares)
-    else:
-        reference(hidden, residual, out, sum_squares)
+def _run_out(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> None:
+    run(CaptureHidden(hidden, residual, out, sum_squares), choose(OP, hidden.device))
 
 
-@torch.no_grad()
-def reference(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> None:
-    """Plain torch, any device."""
-    value = hidden if residual is None else hidden + residual
-    out.copy_(value)
-    if sum_squares is not None:
-        sum_squares.copy_(value.float().square().sum(-1))
-
-
-def _functional(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = hidden.new_empty(hidden.shape)
-    sum_squares = hidden.new_empty(hidden.shape[:1], dtype=torch.float32)
-    _run(hidden, residual, out, sum_squares)
+def _run(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, sum_squares = _empty(hidden, residual)
+    _run_out(hidden, residual, out, sum_squares)
     return out, sum_squares
 
 
-def _functional_fake(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _empty(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape[:1], dtype=torch.float32)
 
 
-register("capture_hidden(Tensor hidden, Tensor? residual) -> (Tensor, Tensor)", _functional, _functional_fake)
+register("capture_hidden(Tensor hidden, Tensor? residual) -> (Tensor, Tensor)", _run, _empty)
 register(
     "capture_hidden_out(Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()",
-    _run,
+    _run_out,
     lambda *args: None,
 )

@@ -7,24 +7,16 @@ One kernel for what engines run as row selects, adds, K RMSNorms and a `cat` (SG
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..direct import is_direct
+from ..dispatch import is_plain
 from ..library import register
-from ..plan import COMPILED, Plan, simple_plan
-from .sources import (
-    NORMS,
-    Sources,
-    check_no_overlap,
-    formula,
-    output_rows,
-    plain_arguments,
-    tensors_of,
-    total_width,
-)
+from ..plan import Plan, choose
+from .call import run
+from .sources import Sources, formula
 
 OP = "norm_concat"
 
@@ -65,80 +57,76 @@ def norm_concat(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
-    try:
-        if out is not None:
-            plain = plain_arguments(
-                OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
-            )
-            if is_direct(OP, out, *tensors_of(plain)):
-                torch.ops.eagle_kernels_C.norm_concat_out(*plain, out)
-                return out
-    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
-        pass
-    sources = Sources.build(
-        OP, chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks
-    )
+    arguments = (chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks)
+    return concatenate(Sources.of(OP, *arguments), out)
+
+
+def concatenate(sources: Sources, out: Tensor | None = None) -> Tensor:
+    """The op for arguments that are a record already."""
+    if is_plain((*sources.operands, out)) and sources.chunks[0].dim() == 2:
+        out = sources.chunks[0].new_empty(sources.rows, sources.width) if out is None else out
+        run(NormConcat(sources, out), _plan(sources))
+        return out
+    sources.check(OP)
+    matrices = sources.with_two_dimensions() if sources.is_one_row else sources
     if out is None:
-        normed = torch.ops.eagle_kernels.norm_concat(*sources.arguments)
-        return normed.squeeze(0) if sources.one_row else normed
-    rows = check_out(OP, out, sources, sources.width, "K*H")
-    torch.ops.eagle_kernels.norm_concat_out(*sources.arguments, rows)
+        normed = torch.ops.eagle_kernels.norm_concat(*matrices)
+        return normed.squeeze(0) if sources.is_one_row else normed
+    sources.check_out(OP, out, sources.width, "K*H")
+    torch.ops.eagle_kernels.norm_concat_out(*matrices, out.unsqueeze(0) if sources.is_one_row else out)
     return out
 
 
-def check_out(op: str, out: Tensor, sources: Sources, columns: int, meaning: str) -> Tensor:
-    """Check the caller's `out` against [N, columns]; its 2-D view."""
-    checks.check_operand(op, "out", out, sources.chunks[0], "chunks[0]")
-    checks.check_inference(op, (out,))
-    expected = (columns,) if sources.one_row else (sources.rows, columns)
-    if tuple(out.shape) != expected:
-        raise checks.shape_error(op, "out", out, f"{meaning if sources.one_row else f'(N, {meaning})'} = {expected}")
-    return out.unsqueeze(0) if sources.one_row else out
+class NormConcat(NamedTuple):
+    """The arguments of one call, rows as matrices."""
+
+    sources: Sources
+    out: Tensor
+
+    def for_primitive(self) -> tuple:
+        return (*self.sources.for_primitive(), self.out)
+
+    def check(self) -> None:
+        self.sources.check(OP)
+        self.sources.check_out(OP, self.out, self.sources.width, "K*H")
+        self.sources.check_memory(OP, self.out)
+
+    @torch.no_grad()
+    def reference(self) -> None:
+        self.out.copy_(formula(self.sources))
 
 
 def plan(chunks: Sequence[Tensor] | Tensor, **arguments: object) -> Plan:
+    """The plan of a call with these arguments; see `eagle_kernels.explain`."""
     sources = Sources.of_call(OP, chunks, arguments)
-    return simple_plan(OP, sources.chunks[0].device, sources.num_chunks)
+    sources.check(OP)
+    return _plan(sources)
 
 
-def _run(
-    chunks: list[Tensor],
-    num_chunks: int,
-    norm: str,
-    gains: list[Tensor],
-    eps: list[float],
-    norm_offset: float,
-    residuals: list[Tensor | None],
-    indices: list[Tensor | None],
-    sum_squares: Tensor | None,
-    out: Tensor,
-) -> None:
-    check_no_overlap(OP, out, chunks, residuals)
-    arguments = (gains, eps, norm_offset, residuals, indices, sum_squares)
-    backend = simple_plan(OP, out.device, num_chunks).backend
-    if backend in COMPILED:
-        torch.ops.eagle_kernels_C.norm_concat_out(chunks, num_chunks, NORMS.index(norm), *arguments, out)
-    elif backend == "triton":
-        from ..triton_kernels.norm_concat import norm_concat as kernel
-
-        kernel(chunks, num_chunks, norm, *arguments, out)
-    else:
-        out.copy_(formula(chunks, num_chunks, norm, *arguments))
+def _plan(sources: Sources) -> Plan:
+    return choose(OP, sources.chunks[0].device, sources.num_chunks)
 
 
-def _empty(chunks: list[Tensor], indices: list[Tensor | None]) -> Tensor:
-    return chunks[0].new_empty(output_rows(chunks, indices), total_width(chunks))
+def _run_out(*arguments: object) -> None:
+    *sources, out = arguments
+    sources = Sources(*sources)
+    run(NormConcat(sources, out), _plan(sources))
 
 
-def _functional(chunks: list[Tensor], *arguments: object) -> Tensor:
-    out = _empty(chunks, arguments[6])
-    _run(chunks, *arguments, out)
+def _run(*arguments: object) -> Tensor:
+    out = _empty(*arguments)
+    _run_out(*arguments, out)
     return out
+
+
+def _empty(*arguments: object) -> Tensor:
+    sources = Sources(*arguments)
+    return sources.chunks[0].new_empty(sources.rows, sources.width)
 
 
 ARGUMENTS = (
     "Tensor[] chunks, int num_chunks, str norm, Tensor[] gains, float[] eps, float norm_offset, "
     "Tensor?[] residuals, Tensor?[] indices, Tensor? sum_squares"
 )
-register(f"norm_concat({ARGUMENTS}) -> Tensor", _functional, lambda chunks, *args: _empty(chunks, args[6]))
-register(f"norm_concat_out({ARGUMENTS}, Tensor(a!) out) -> ()", _run, lambda *args: None)
+register(f"norm_concat({ARGUMENTS}) -> Tensor", _run, _empty)
+register(f"norm_concat_out({ARGUMENTS}, Tensor(a!) out) -> ()", _run_out, lambda *args: None)

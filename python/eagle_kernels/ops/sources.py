@@ -5,11 +5,17 @@
     rstd[i]    = rsqrt(mean over all K*H columns of value[i]^2 + eps)    norm="concat"
     x[i]       = concat_k(value_k[i] * rstd_k[i] * (norm_offset + gain_k))
 
-`Sources.build` normalises the public arguments once; nothing below it checks them again.
+A row of zeros stays zero, at eps = 0 too: rstd is 0 where its argument is. A row whose index is out of range stays
+zero whatever the gain and eps are.
+
+`Sources.of` brings the public arguments into one form, `Sources.check` words what is wrong with them. The compiled
+primitives have checks of their own, so a call that runs on one of them is checked in Python only where it is refused.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +23,12 @@ from torch import Tensor
 from .. import checks
 
 NORMS = ("none", "chunk", "concat")  # the position is the code the compiled primitives take
-_DEFAULTS = (("norm", "chunk"), ("eps", 1e-6), ("norm_offset", 0.0))  # of the public ops
+
+_DEFAULTS = {"norm": "chunk", "eps": 1e-6, "norm_offset": 0.0}  # of the public ops
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The arguments in the form the registered ops take; lists of length 1 stand for all K chunks where noted."""
+class Sources(NamedTuple):
+    """The arguments in the form and order of the registered ops' schema."""
 
     chunks: list[Tensor]  # K of [T, H_k], or one packed [T, K*H]
     num_chunks: int
@@ -33,145 +39,139 @@ class Sources:
     residuals: list[Tensor | None]  # [] or one per entry of chunks
     indices: list[Tensor | None]  # [], one for all chunks, or K
     sum_squares: Tensor | None  # fp32 [T, K]
-    one_row: bool  # the caller passed 1-D rows
-
-    @property
-    def arguments(self) -> tuple:
-        """The leading arguments of the registered ops, in schema order."""
-        return (
-            self.chunks,
-            self.num_chunks,
-            self.norm,
-            self.gains,
-            self.eps,
-            self.norm_offset,
-            self.residuals,
-            self.indices,
-            self.sum_squares,
-        )
-
-    @property
-    def rows(self) -> int:
-        return output_rows(self.chunks, self.indices)
-
-    @property
-    def width(self) -> int:
-        return total_width(self.chunks)
 
     @staticmethod
-    def of_call(op: str, chunks: Sequence[Tensor] | Tensor, arguments: dict[str, object]) -> "Sources":
-        """From the keyword arguments of a public call, for `explain`."""
-        norm, eps, norm_offset = (arguments.get(*default) for default in _DEFAULTS)
-        given = (arguments.get(name) for name in ("residuals", "indices", "sum_squares", "num_chunks"))
-        return Sources.build(op, chunks, norm, arguments.get("norm_weight"), eps, norm_offset, *given)
-
-    @staticmethod
-    def build(
+    def of(
         op: str,
-        chunks: Sequence[Tensor] | Tensor,
+        chunks: Iterable[Tensor] | Tensor,
         norm: str,
-        norm_weight: Sequence[Tensor] | Tensor | None,
-        eps: float | Sequence[float],
+        norm_weight: Iterable[Tensor] | Tensor | None,
+        eps: float | Iterable[float],
         norm_offset: float,
-        residuals: Sequence[Tensor | None] | Tensor | None,
-        indices: Sequence[Tensor | None] | Tensor | None,
+        residuals: Iterable[Tensor | None] | Tensor | None,
+        indices: Iterable[Tensor | None] | Tensor | None,
         sum_squares: Tensor | None,
         num_chunks: int | None,
-        eps_name: str = "eps",
-    ) -> "Sources":
+    ) -> Sources:
+        """The public arguments as lists, each iterable read once; raises where they have no such form."""
         if norm not in NORMS:
             raise checks.error(ValueError, op, f"norm is {norm!r}", f"one of {NORMS}")
         packed = isinstance(chunks, Tensor)
         chunks = [chunks] if packed else checks.check_sequence(op, "chunks", chunks)
         if not chunks:
             raise checks.error(ValueError, op, "chunks is empty", "K >= 1 tensors")
-        num_chunks = _count_chunks(op, chunks, packed, norm, norm_weight, num_chunks)
-        one_row = _check_chunks(op, chunks)
-        if packed and chunks[0].shape[-1] % num_chunks:
+        if norm_weight is None:
+            gains = []
+        else:
+            gains = [norm_weight] if isinstance(norm_weight, Tensor) else _list_gains(op, norm, norm_weight)
+        num_chunks = _count_chunks(op, chunks, packed, norm, gains, num_chunks)
+        if norm == "chunk" and norm_weight is not None:
+            # One entry stands for all K in the record: here is known whether it was a matrix or a list of one vector.
+            if isinstance(norm_weight, Tensor):
+                if norm_weight.dim() != 2:
+                    _check_gain_matrix(op, norm_weight, chunks, num_chunks)
+            elif len(gains) < 2:
+                _check_gain_vectors(op, gains, chunks, num_chunks)
+        return Sources(
+            chunks,
+            num_chunks,
+            norm,
+            gains,
+            [eps] if isinstance(eps, float) else _eps_list(op, eps),
+            norm_offset if isinstance(norm_offset, float) else checks.check_number(op, "norm_offset", norm_offset),
+            [] if residuals is None else _as_list(op, "residuals", residuals),
+            [] if indices is None else _as_list(op, "indices", indices),
+            sum_squares,
+        )
+
+    @staticmethod
+    def of_call(op: str, chunks: Iterable[Tensor] | Tensor, arguments: dict[str, object]) -> Sources:
+        """From the keyword arguments of a public call, for `explain`."""
+        names = ("norm", "norm_weight", "eps", "norm_offset", "residuals", "indices", "sum_squares", "num_chunks")
+        return Sources.of(op, chunks, *(arguments.get(name, _DEFAULTS.get(name)) for name in names))
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        return (*self.chunks, *self.gains, *self.residuals, *self.indices, self.sum_squares)
+
+    @property
+    def rows(self) -> int:
+        """N: the length of the indices, or the rows of a chunk that has none."""
+        for index in self.indices:
+            if index is not None:
+                return index.numel()
+        return self.chunks[0].shape[0]
+
+    @property
+    def width(self) -> int:
+        """K*H; -1 where a chunk has no dimension, which is refused later."""
+        return total_width(self.chunks)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The different widths of the chunks."""
+        if len(self.chunks) != self.num_chunks:
+            return (self.width // self.num_chunks,)
+        return tuple({chunk.shape[1] for chunk in self.chunks})
+
+    @property
+    def is_one_row(self) -> bool:
+        """Whether the caller passed 1-D rows."""
+        return self.chunks[0].dim() == 1
+
+    def with_two_dimensions(self) -> Sources:
+        """1-D rows as matrices of one row."""
+        chunks = [chunk.unsqueeze(0) for chunk in self.chunks]
+        residuals = [None if residual is None else residual.unsqueeze(0) for residual in self.residuals]
+        return self._replace(chunks=chunks, residuals=residuals)
+
+    def for_primitive(self) -> tuple:
+        """The leading arguments of the compiled primitives: the schema's, with a number for the norm."""
+        chunks, num_chunks, norm, *rest = self
+        return (chunks, num_chunks, NORMS.index(norm), *rest)
+
+    def check(self, op: str, eps_name: str = "eps") -> None:
+        """Raise the sentence for whatever a kernel could not take, memory aside: see `check_memory`."""
+        chunks, num_chunks = self.chunks, self.num_chunks
+        _check_chunks(op, chunks)
+        if len(chunks) != num_chunks and chunks[0].shape[-1] % num_chunks:
             raise checks.shape_error(op, "chunks", chunks[0], f"(T, K*H) with K*H a multiple of K={num_chunks}")
+        _check_residuals(op, self.residuals, chunks)
+        if self.is_one_row and self.indices:
+            raise checks.error(ValueError, op, "indices is given", "None", "chunks are single rows [H]")
+        sources = self.with_two_dimensions() if self.is_one_row else self
+        _check_indices(op, self.indices, sources.chunks, num_chunks)
+        _check_gains(op, self.norm, self.gains, chunks, num_chunks)
+        if self.sum_squares is not None:
+            _check_sum_squares(op, self.sum_squares, self.norm, sources.chunks, num_chunks)
+        checks.check_inference(op, (*chunks, *self.residuals, *self.gains, self.sum_squares))
+        _check_eps(op, eps_name, self.eps, self.norm, num_chunks)
 
-        residuals = _as_list(op, "residuals", residuals)
-        indices = _as_list(op, "indices", indices)
-        _check_residuals(op, residuals, chunks)
-        if one_row:
-            if indices:
-                raise checks.error(ValueError, op, "indices is given", "None", "chunks are single rows [H]")
-            chunks = [chunk.unsqueeze(0) for chunk in chunks]
-            residuals = [None if residual is None else residual.unsqueeze(0) for residual in residuals]
-        _check_indices(op, indices, chunks, num_chunks)
-        gains = _gain_list(op, norm, norm_weight, chunks, num_chunks)
-        if sum_squares is not None:
-            _check_sum_squares(op, sum_squares, norm, chunks, num_chunks)
-        checks.check_inference(op, (*chunks, *residuals, *gains))
-        eps = _eps_list(op, eps_name, eps, norm, num_chunks)
-        norm_offset = checks.check_number(op, "norm_offset", norm_offset)
-        return Sources(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, one_row)
+    def check_out(self, op: str, out: Tensor, columns: int, meaning: str) -> None:
+        """Raise where the caller's `out` is not [N, columns], or [columns] for 1-D rows."""
+        checks.check_operand(op, "out", out, self.chunks[0], "chunks[0]")
+        checks.check_inference(op, (out,))
+        expected, text = ((columns,), meaning) if self.is_one_row else ((self.rows, columns), f"(N, {meaning})")
+        if tuple(out.shape) != expected:
+            raise checks.shape_error(op, "out", out, f"{text} = {expected}")
 
-
-def plain_arguments(
-    op: str,
-    chunks: Sequence[Tensor] | Tensor,
-    norm: str,
-    norm_weight: Sequence[Tensor] | Tensor | None,
-    eps: float | Sequence[float],
-    norm_offset: float,
-    residuals: Sequence[Tensor | None] | Tensor | None,
-    indices: Sequence[Tensor | None] | Tensor | None,
-    sum_squares: Tensor | None,
-    num_chunks: int | None,
-) -> tuple:
-    """The leading arguments of the compiled primitives, which check them; raises where the long way has to look."""
-    packed = isinstance(chunks, Tensor)
-    num_chunks = _count_chunks(op, chunks, packed, norm, norm_weight, num_chunks)
-    per_chunk = not isinstance(norm_weight, Tensor) or norm_weight.dim() == 2
-    if norm_weight is not None and per_chunk != (norm == "chunk"):
-        raise TypeError("norm_weight has the form of another norm")
-    return (
-        [chunks] if packed else chunks,
-        num_chunks,
-        NORMS.index(norm),
-        _listed(norm_weight),
-        [eps] if isinstance(eps, (int, float)) else eps,
-        norm_offset,
-        _listed(residuals),
-        _listed(indices),
-        sum_squares,
-    )
+    def check_memory(self, op: str, out: Tensor, *more: tuple[str, Tensor | None]) -> None:
+        """Raise where `out` shares memory with a source or with one of `more`."""
+        named = (("chunks", self.chunks), ("residuals", self.residuals), ("indices", self.indices))
+        reads = [(f"{name}[{k}]", tensor) for name, tensors in named for k, tensor in enumerate(tensors)]
+        gain_name = "norm_weight" if len(self.gains) == 1 else "norm_weight[{}]"
+        reads += [(gain_name.format(k), gain) for k, gain in enumerate(self.gains)]
+        checks.check_no_overlap(op, "out", out, (*reads, ("sum_squares", self.sum_squares), *more))
 
 
-def tensors_of(arguments: tuple) -> tuple[Tensor | None, ...]:
-    """The tensors among `plain_arguments` that could ask for a gradient."""
-    return (*arguments[0], *arguments[3], *arguments[6])
-
-
-def _listed(value: Sequence[Tensor] | Tensor | None) -> Sequence[Tensor]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, Tensor) else value
-
-
-def output_rows(chunks: list[Tensor], indices: list[Tensor | None]) -> int:
-    """N: the length of the indices, or the rows of a chunk that has none."""
-    for index in indices:
-        if index is not None:
-            return index.shape[0]
-    return chunks[0].shape[0]
-
-
-def total_width(chunks: list[Tensor]) -> int:
-    return sum(chunk.shape[-1] for chunk in chunks)
-
-
-def _as_list(op: str, name: str, value: Sequence[Tensor | None] | Tensor | None) -> list[Tensor | None]:
-    if value is None:
-        return []
+def _as_list(op: str, name: str, value: Iterable[Tensor | None] | Tensor) -> list[Tensor | None]:
     expected = "a tensor or a sequence of tensors or None"
     values = [value] if isinstance(value, Tensor) else checks.check_sequence(op, name, value, expected)
     return [] if all(entry is None for entry in values) else values
 
 
 def _count_chunks(
-    op: str, chunks: list[Tensor], packed: bool, norm: str, norm_weight: object, num_chunks: int | None
+    op: str, chunks: list[Tensor], packed: bool, norm: str, gains: list[Tensor], num_chunks: int | None
 ) -> int:
     if not packed:
         if num_chunks not in (None, len(chunks)):
@@ -179,11 +179,9 @@ def _count_chunks(
         return len(chunks)
     if num_chunks is not None:
         return checks.check_int(op, "num_chunks", num_chunks, at_least=1)
-    if norm == "chunk":
-        if isinstance(norm_weight, Tensor) and norm_weight.dim() == 2:
-            return norm_weight.shape[0]
-        if isinstance(norm_weight, Sequence) and len(norm_weight) > 0:
-            return len(norm_weight)
+    if norm != "chunk":
+        return 1
+    if not gains:
         raise checks.error(
             ValueError,
             op,
@@ -191,10 +189,14 @@ def _count_chunks(
             "K, or norm_weight of shape (K, H)",
             "a packed chunks does not say where it splits",
         )
-    return 1
+    return gains[0].shape[0] if len(gains) == 1 and gains[0].dim() == 2 else len(gains)
 
 
-def _check_chunks(op: str, chunks: list[Tensor]) -> bool:
+def total_width(chunks: list[Tensor]) -> int:
+    return sum(chunk.shape[-1] for chunk in chunks)
+
+
+def _check_chunks(op: str, chunks: list[Tensor]) -> None:
     for k, chunk in enumerate(chunks):
         name = f"chunks[{k}]"
         checks.check_rows(op, name, chunk)
@@ -204,7 +206,6 @@ def _check_chunks(op: str, chunks: list[Tensor]) -> bool:
             raise checks.shape_error(op, name, chunk, f"{chunks[0].dim()} dimensions", "chunks[0] has that many")
         if chunk.shape[-1] == 0:
             raise checks.shape_error(op, name, chunk, "(T, H) with H >= 1")
-    return chunks[0].dim() == 1
 
 
 def _check_residuals(op: str, residuals: list[Tensor | None], chunks: list[Tensor]) -> None:
@@ -253,58 +254,67 @@ def _check_indices(op: str, indices: list[Tensor | None], chunks: list[Tensor], 
             )
 
 
-def _gain_list(
-    op: str, norm: str, norm_weight: Sequence[Tensor] | Tensor | None, chunks: list[Tensor], num_chunks: int
-) -> list[Tensor]:
-    if norm_weight is None:
-        return []
+def _list_gains(op: str, norm: str, norm_weight: Iterable[Tensor]) -> list[Tensor]:
+    if norm == "concat":
+        got = f"norm_weight is a {type(norm_weight).__name__}"
+        raise checks.error(TypeError, op, got, "a tensor (K*H,)", "norm is 'concat'")
+    return checks.check_sequence(op, "norm_weight", norm_weight)
+
+
+def _check_gains(op: str, norm: str, gains: list[Tensor], chunks: list[Tensor], num_chunks: int) -> None:
+    if not gains:
+        return
     if norm == "none":
         raise checks.error(ValueError, op, "norm_weight is given", "None", "norm is 'none'")
-    width = total_width(chunks)
     if norm == "concat":
-        if not isinstance(norm_weight, Tensor):
-            raise checks.error(
-                TypeError, op, f"norm_weight is a {type(norm_weight).__name__}", "a tensor (K*H,)", "norm is 'concat'"
-            )
-        checks.check_vector(op, "norm_weight", norm_weight, width, "K*H", chunks[0], "chunks[0]")
-        return [norm_weight]
+        checks.check_vector(op, "norm_weight", gains[0], total_width(chunks), "K*H", chunks[0], "chunks[0]")
+    elif len(gains) == 1 and isinstance(gains[0], Tensor) and gains[0].dim() == 2:
+        _check_gain_matrix(op, gains[0], chunks, num_chunks)
+    else:
+        _check_gain_vectors(op, gains, chunks, num_chunks)
 
-    widths = [width // num_chunks] * num_chunks if len(chunks) == 1 else [chunk.shape[-1] for chunk in chunks]
-    if isinstance(norm_weight, Tensor):
-        checks.check_operand(op, "norm_weight", norm_weight, chunks[0], "chunks[0]", fp32_too=True)
-        if len(set(widths)) > 1:
-            raise checks.error(
-                TypeError,
-                op,
-                "norm_weight is one tensor",
-                f"a list of K={num_chunks}",
-                f"the chunks have widths {widths}",
-            )
-        if tuple(norm_weight.shape) != (num_chunks, widths[0]):
-            raise checks.shape_error(op, "norm_weight", norm_weight, f"(K, H) = ({num_chunks}, {widths[0]})")
-        if not norm_weight.is_contiguous():
-            raise checks.error(ValueError, op, f"norm_weight has strides {norm_weight.stride()}", "a contiguous tensor")
-        return [norm_weight]
-    gains = checks.check_sequence(op, "norm_weight", norm_weight)
+
+def _chunk_widths(chunks: list[Tensor], num_chunks: int) -> list[int]:
+    if len(chunks) == num_chunks:
+        return [chunk.shape[-1] for chunk in chunks]
+    return [chunks[0].shape[-1] // num_chunks] * num_chunks
+
+
+def _check_gain_matrix(op: str, gain: Tensor, chunks: list[Tensor], num_chunks: int) -> None:
+    _check_chunks(op, chunks)
+    widths = _chunk_widths(chunks, num_chunks)
+    checks.check_operand(op, "norm_weight", gain, chunks[0], "chunks[0]", fp32_too=True)
+    if len(set(widths)) > 1:
+        because = f"the chunks have widths {widths}"
+        raise checks.error(TypeError, op, "norm_weight is one tensor", f"a list of K={num_chunks}", because)
+    if tuple(gain.shape) != (num_chunks, widths[0]):
+        raise checks.shape_error(op, "norm_weight", gain, f"(K, H) = ({num_chunks}, {widths[0]})")
+    if not gain.is_contiguous():
+        raise checks.error(ValueError, op, f"norm_weight has strides {gain.stride()}", "a contiguous tensor")
+
+
+def _check_gain_vectors(op: str, gains: list[Tensor], chunks: list[Tensor], num_chunks: int) -> None:
+    _check_chunks(op, chunks)
     if len(gains) != num_chunks:
         raise checks.error(ValueError, op, f"norm_weight has {len(gains)} entries", f"K={num_chunks}")
-    for k, (gain, gain_width) in enumerate(zip(gains, widths, strict=True)):
-        checks.check_vector(op, f"norm_weight[{k}]", gain, gain_width, "H", chunks[0], "chunks[0]")
+    for k, (gain, width) in enumerate(zip(gains, _chunk_widths(chunks, num_chunks), strict=True)):
+        checks.check_vector(op, f"norm_weight[{k}]", gain, width, "H", chunks[0], "chunks[0]")
         if gain.dtype != gains[0].dtype:
             checks.check_dtype(op, f"norm_weight[{k}]", gain, (gains[0].dtype,), "norm_weight[0] has that dtype")
-    return gains
 
 
-def _eps_list(op: str, name: str, eps: float | Sequence[float], norm: str, num_chunks: int) -> list[float]:
-    if isinstance(eps, (int, float)):
-        return [float(eps)]
-    if isinstance(eps, (str, bytes)) or not isinstance(eps, Iterable):
-        return [checks.check_number(op, name, eps, "a number or a sequence of numbers")]
-    values = [checks.check_number(op, f"{name}[{k}]", value) for k, value in enumerate(eps)]
+def _eps_list(op: str, eps: float | Iterable[float]) -> list[float]:
+    if isinstance(eps, (int, str, bytes)) or not isinstance(eps, Iterable):
+        return [checks.check_number(op, "eps", eps, "a number or a sequence of numbers")]
+    return [checks.check_number(op, f"eps[{k}]", value) for k, value in enumerate(eps)]
+
+
+def _check_eps(op: str, name: str, eps: list[float], norm: str, num_chunks: int) -> None:
     expected = num_chunks if norm == "chunk" else 1
-    if len(values) not in (1, expected):
-        raise checks.error(ValueError, op, f"{name} has {len(values)} entries", f"one, or {expected} for norm={norm!r}")
-    return values
+    if len(eps) not in (1, expected):
+        raise checks.error(ValueError, op, f"{name} has {len(eps)} entries", f"one, or {expected} for norm={norm!r}")
+    for k, value in enumerate(eps):
+        checks.check_eps(op, "eps" if len(eps) == 1 else f"eps[{k}]", value)
 
 
 def _check_sum_squares(op: str, sum_squares: Tensor, norm: str, chunks: list[Tensor], num_chunks: int) -> None:
@@ -325,51 +335,51 @@ def _check_sum_squares(op: str, sum_squares: Tensor, norm: str, chunks: list[Ten
 
 
 @torch.no_grad()
-def formula(
-    chunks: list[Tensor],
-    num_chunks: int,
-    norm: str,
-    gains: list[Tensor],
-    eps: list[float],
-    norm_offset: float,
-    residuals: list[Tensor | None],
-    indices: list[Tensor | None],
-    sum_squares: Tensor | None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def formula(sources: Sources, dtype: torch.dtype = torch.float32) -> Tensor:
     """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth."""
-    values, squares, held = [], [], []
-    pieces = chunks if len(chunks) == num_chunks else list(chunks[0].chunk(num_chunks, -1))
-    residuals = residuals if len(residuals) in (0, num_chunks) else list(residuals[0].chunk(num_chunks, -1))
-    for k, piece in enumerate(pieces):
-        value = piece if not residuals or residuals[k] is None else piece + residuals[k]
-        square = None if sum_squares is None else sum_squares[:, k : k + 1]
-        index = indices[k] if len(indices) == num_chunks else (indices[0] if indices else None)
-        held.append(None if index is None else held_rows(value, index))
+    norm, gains, eps = sources.norm, sources.gains, sources.eps
+    values, squares, in_range = [], [], []
+    for k, (value, index) in enumerate(_values(sources)):
+        square = None if sources.sum_squares is None else sources.sum_squares[:, k : k + 1]
+        in_range.append(None if index is None else rows_in_range(value, index))
         value = gather_rows(value, index).to(dtype)
         values.append(value)
         squares.append(value.square().sum(-1, keepdim=True) if square is None else gather_rows(square, index).to(dtype))
     if norm == "none":
         return torch.cat(values, -1)
     if norm == "concat":
-        rstd = torch.rsqrt(sum(squares) / total_width(values) + eps[0])
+        rstd = rstd_of(sum(squares) / total_width(values), eps[0])
         gains = list(gains[0].split([value.shape[-1] for value in values])) if gains else gains
-    elif gains and len(gains) != num_chunks:
+    elif gains and len(gains) != sources.num_chunks:
         gains = list(gains[0])
     normed = []
     for k, (value, square) in enumerate(zip(values, squares, strict=True)):
         if norm == "chunk":
-            rstd = torch.rsqrt(square / value.shape[-1] + eps[k if len(eps) > 1 else 0])
+            rstd = rstd_of(square / value.shape[-1], eps[k if len(eps) > 1 else 0])
         value = value * rstd
         if gains:
-            value = value * (_gain(gains, k).to(dtype) + norm_offset)
-        # A row that no source holds stays zero where the gain is infinite, or rstd at eps = 0.
-        normed.append(value if held[k] is None else torch.where(held[k], value, 0))
+            value = value * (gains[k].reshape(-1).to(dtype) + sources.norm_offset)
+        # Zero stays zero where the index is out of range, and times an infinite gain would be NaN.
+        normed.append(value if in_range[k] is None else torch.where(in_range[k], value, 0))
     return torch.cat(normed, -1)
 
 
-def _gain(gains: list[Tensor], k: int) -> Tensor:
-    return gains[k].reshape(-1)
+def _values(sources: Sources) -> list[tuple[Tensor, Tensor | None]]:
+    """Per chunk round(chunk + residual) and the index that gathers its rows."""
+    K, chunks, residuals, indices = sources.num_chunks, sources.chunks, sources.residuals, sources.indices
+    chunks = chunks if len(chunks) == K else chunks[0].chunk(K, -1)
+    if residuals and len(residuals) != K:
+        residuals = residuals[0].chunk(K, -1)
+    values = [
+        chunk if not residuals or residuals[k] is None else chunk + residuals[k] for k, chunk in enumerate(chunks)
+    ]
+    return list(zip(values, indices if len(indices) == K else (indices or [None]) * K, strict=True))
+
+
+def rstd_of(mean_square: Tensor, eps: float) -> Tensor:
+    """1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero."""
+    mean_square = mean_square + eps
+    return torch.where(mean_square == 0, 0, torch.rsqrt(mean_square))
 
 
 def gather_rows(rows: Tensor, index: Tensor | None) -> Tensor:
@@ -378,18 +388,12 @@ def gather_rows(rows: Tensor, index: Tensor | None) -> Tensor:
         return rows
     if rows.shape[0] == 0:
         return rows.new_zeros(index.shape[0], *rows.shape[1:])
-    held = held_rows(rows, index)
-    gathered = rows[torch.where(held.squeeze(-1), index, 0).long()]
+    in_range = rows_in_range(rows, index)
+    gathered = rows[torch.where(in_range.squeeze(-1), index, 0).long()]
     # where, not a product: row 0 may hold a NaN, and NaN * 0 would leak it.
-    return torch.where(held, gathered, 0)
+    return torch.where(in_range, gathered, 0)
 
 
-def held_rows(rows: Tensor, index: Tensor) -> Tensor:
+def rows_in_range(rows: Tensor, index: Tensor) -> Tensor:
     """[N, 1]: whether the index is a row."""
     return ((index >= 0) & (index < rows.shape[0])).unsqueeze(-1)
-
-
-def check_no_overlap(op: str, out: Tensor, chunks: list[Tensor], residuals: list[Tensor | None]) -> None:
-    reads = [(f"chunks[{k}]", chunk) for k, chunk in enumerate(chunks)]
-    reads += [(f"residuals[{k}]", residual) for k, residual in enumerate(residuals)]
-    checks.check_no_overlap(op, "out", out, reads)

@@ -7,14 +7,17 @@ Replaces mask + clamp + gather + masked_fill (+ scale + copy) of `VocabParallelE
 0.33, with their layout (`vocab_shard.py`). Shard bounds are runtime values: all ranks share one kernel.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..direct import is_direct
+from ..dispatch import is_plain
 from ..library import register
-from ..plan import COMPILED, Plan, simple_plan
+from ..plan import Plan, choose
 from ..vocab_shard import VocabShard
+from .call import run
 
 OP = "vocab_parallel_embedding"
 
@@ -47,60 +50,41 @@ def vocab_parallel_embedding(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
-    try:
-        if out is not None and weight.shape[0] <= shard.rows and is_direct(OP, out, weight):
-            scales = (None, scale) if isinstance(scale, Tensor) else (scale, None)
-            torch.ops.eagle_kernels_C.vocab_parallel_embedding_out(ids, weight, *_bounds(shard), *scales, out)
-            return out
-    except Exception:  # whatever it is: the checks below word it, or the registered op raises it again
-        pass
-    checks.check_tensor(OP, "ids", ids)
-    checks.check_dtype(OP, "ids", ids, (torch.int32, torch.int64))
-    checks.check_tensor(OP, "weight", weight)
-    checks.check_dtype(OP, "weight", weight, checks.DTYPES)
-    checks.check_device(OP, "weight", weight, ids.device, "ids")
-    checks.check_last_dim_contiguous(OP, "weight", weight)
-    if not isinstance(shard, VocabShard):
-        raise checks.error(TypeError, OP, f"shard is a {type(shard).__name__}", "a VocabShard")
-    held = _held_rows(shard)
-    if weight.dim() != 2 or not held <= weight.shape[0] <= shard.rows:
-        raise checks.shape_error(
-            OP,
-            "weight",
-            weight,
-            f"(rows, H) = ({shard.rows}, *)",
-            f"rank {shard.tp_rank} of {shard.tp_size} holds {held} ids' rows",
-        )
-    scale_value, scale_tensor = _split_scale(scale, weight)
-    checks.check_inference(OP, (weight, out))
-
-    flat_ids = ids.reshape(-1)
-    arguments = (flat_ids, weight, *_bounds(shard), scale_value, scale_tensor)
+    scale, scale_tensor = (None, scale) if isinstance(scale, Tensor) else (scale, None)
+    if is_plain((ids, weight, scale_tensor, out)) and ids.dim() == 1 and _fits(weight, shard):
+        out = weight.new_empty(ids.shape[0], weight.shape[1]) if out is None else out
+        record = VocabParallelEmbedding(ids, weight, *shard.bounds, scale, scale_tensor, out)
+        run(record, choose(OP, ids.device))
+        return out
+    _check_shard(ids, weight, shard)
+    record = VocabParallelEmbedding(ids.reshape(-1), weight, *shard.bounds, scale, scale_tensor, out)
+    record.check_arguments()
     if out is None:
-        rows = torch.ops.eagle_kernels.vocab_parallel_embedding(*arguments)
+        rows = torch.ops.eagle_kernels.vocab_parallel_embedding(*record[:-1])
         return rows if ids.dim() == 1 else rows.view(*ids.shape, weight.shape[1])
-    torch.ops.eagle_kernels.vocab_parallel_embedding_out(*arguments, _out_rows(ids, weight, out))
+    torch.ops.eagle_kernels.vocab_parallel_embedding_out(*record[:-1], _out_rows(ids, weight, out))
     return out
 
 
-def _bounds(shard: VocabShard) -> tuple[int, int, int, int, int]:
-    return shard.org_begin, shard.org_end, shard.added_begin, shard.added_end, shard.added_row
+def _fits(weight: object, shard: object) -> bool:
+    """Whether the table is one of the shard's, which no kernel sees: they are told of its bounds alone."""
+    return (
+        isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and isinstance(shard, VocabShard)
+        and shard.used_rows <= weight.shape[0] <= shard.rows
+    )
 
 
-def _held_rows(shard: VocabShard) -> int:
-    """Rows of the local table up to the last one that an id maps to."""
-    added = shard.added_end - shard.added_begin
-    return shard.added_row + added if added > 0 else max(shard.org_end - shard.org_begin, 0)
-
-
-def _split_scale(scale: float | Tensor | None, weight: Tensor) -> tuple[float | None, Tensor | None]:
-    if not isinstance(scale, Tensor):
-        return (None if scale is None else checks.check_number(OP, "scale", scale, "a number or a 0-d tensor")), None
-    checks.check_dtype(OP, "scale", scale, checks.DTYPES)
-    if scale.dim() != 0:
-        raise checks.shape_error(OP, "scale", scale, "a 0-d tensor or a float")
-    checks.check_device(OP, "scale", scale, weight.device, "weight")
-    return None, scale
+def _check_shard(ids: Tensor, weight: Tensor, shard: VocabShard) -> None:
+    checks.check_tensor(OP, "ids", ids)
+    checks.check_tensor(OP, "weight", weight)
+    if not isinstance(shard, VocabShard):
+        raise checks.error(TypeError, OP, f"shard is a {type(shard).__name__}", "a VocabShard")
+    used = shard.used_rows
+    if weight.dim() != 2 or not used <= weight.shape[0] <= shard.rows:
+        because = f"rank {shard.tp_rank} of {shard.tp_size} holds {used} ids' rows"
+        raise checks.shape_error(OP, "weight", weight, f"(rows, H) = ({shard.rows}, *)", because)
 
 
 def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -122,77 +106,98 @@ def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         ) from None
 
 
+class VocabParallelEmbedding(NamedTuple):
+    """The arguments of one call, ids as one row of numbers and the shard as its bounds."""
+
+    ids: Tensor
+    weight: Tensor
+    org_begin: int
+    org_end: int
+    added_begin: int
+    added_end: int
+    added_row: int
+    scale: float | None
+    scale_tensor: Tensor | None
+    out: Tensor
+
+    def for_primitive(self) -> tuple:
+        return self
+
+    def check(self) -> None:
+        self.check_arguments()
+        _out_rows(self.ids, self.weight, self.out)
+        reads = (("weight", self.weight), ("ids", self.ids), ("scale", self.scale_tensor))
+        checks.check_no_overlap(OP, "out", self.out, reads)
+
+    def check_arguments(self) -> None:
+        """All but `out`, which the caller may have shaped like ids of several dimensions."""
+        ids, weight, scale, scale_tensor = self.ids, self.weight, self.scale, self.scale_tensor
+        checks.check_dtype(OP, "ids", ids, (torch.int32, torch.int64))
+        checks.check_tensor(OP, "weight", weight)
+        checks.check_dtype(OP, "weight", weight, checks.DTYPES)
+        checks.check_device(OP, "weight", weight, ids.device, "ids")
+        checks.check_last_dim_contiguous(OP, "weight", weight)
+        self._check_bounds()
+        if scale is not None:
+            checks.check_number(OP, "scale", scale, "a number or a 0-d tensor")
+        if scale_tensor is not None:
+            checks.check_dtype(OP, "scale", scale_tensor, checks.DTYPES)
+            if scale_tensor.dim() != 0:
+                raise checks.shape_error(OP, "scale", scale_tensor, "a 0-d tensor or a float")
+            checks.check_device(OP, "scale", scale_tensor, weight.device, "weight")
+        checks.check_inference(OP, (weight, scale_tensor, self.out))
+
+    def _check_bounds(self) -> None:
+        """A VocabShard's bounds are right by construction; a caller of the registered op may pass others."""
+        _, weight, org_begin, org_end, added_begin, added_end, added_row, *_ = self
+        if not (0 <= org_begin <= org_end and 0 <= added_begin <= added_end):
+            got = f"the bounds are [{org_begin}, {org_end}) and [{added_begin}, {added_end})"
+            raise checks.error(ValueError, OP, got, "ascending bounds from 0 on")
+        added = added_end - added_begin
+        if org_end - org_begin > weight.shape[0] or (added and not 0 <= added_row <= weight.shape[0] - added):
+            rows = max(org_end - org_begin, added_row + added if added else 0)
+            raise checks.shape_error(OP, "weight", weight, f"at least {rows} rows", "the shard's bounds reach that far")
+
+    @torch.no_grad()
+    def reference(self) -> None:
+        """The mask + gather + fill chain that engines run."""
+        ids, weight, org_begin, org_end, added_begin, added_end, added_row, scale, scale_tensor, out = self
+        if weight.shape[0] == 0:
+            out.zero_()
+            return
+        ids = ids.long()
+        is_org = (ids >= org_begin) & (ids < org_end)
+        is_added = (ids >= added_begin) & (ids < added_end)
+        local = torch.where(is_org, ids - org_begin, torch.where(is_added, ids - added_begin + added_row, 0))
+        rows = weight[local]
+        factor = scale if scale_tensor is None else scale_tensor.float()
+        if factor is not None:
+            rows = (rows.float() * factor).to(weight.dtype)
+        out.copy_(torch.where((is_org | is_added).unsqueeze(-1), rows, 0))
+
+
 def plan(ids: Tensor, *_args: object, **_kwargs: object) -> Plan:
-    return simple_plan(OP, ids.device)
+    """The plan of a call with these arguments; see `eagle_kernels.explain`."""
+    return choose(OP, ids.device)
 
 
-def _run(
-    ids: Tensor,
-    weight: Tensor,
-    org_begin: int,
-    org_end: int,
-    added_begin: int,
-    added_end: int,
-    added_row: int,
-    scale: float | None,
-    scale_tensor: Tensor | None,
-    out: Tensor,
-) -> None:
-    checks.check_no_overlap(OP, "out", out, (("weight", weight), ("ids", ids)))
-    bounds = (org_begin, org_end, added_begin, added_end, added_row)
-    backend = simple_plan(OP, ids.device).backend
-    if backend in COMPILED:
-        torch.ops.eagle_kernels_C.vocab_parallel_embedding_out(ids, weight, *bounds, scale, scale_tensor, out)
-    elif backend == "triton":
-        from ..triton_kernels.vocab_parallel_embedding import vocab_parallel_embedding as kernel
-
-        kernel(ids, weight, *bounds, scale, scale_tensor, out)
-    else:
-        reference(ids, weight, *bounds, scale, scale_tensor, out)
+def _run_out(ids: Tensor, *others: object) -> None:
+    run(VocabParallelEmbedding(ids, *others), choose(OP, ids.device))
 
 
-@torch.no_grad()
-def reference(
-    ids: Tensor,
-    weight: Tensor,
-    org_begin: int,
-    org_end: int,
-    added_begin: int,
-    added_end: int,
-    added_row: int,
-    scale: float | None,
-    scale_tensor: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Plain torch, any device: the mask + gather + fill chain that engines run."""
-    ids = ids.long()
-    is_org = (ids >= org_begin) & (ids < org_end)
-    is_added = (ids >= added_begin) & (ids < added_end)
-    local = torch.where(is_org, ids - org_begin, torch.where(is_added, ids - added_begin + added_row, 0))
-    held = (is_org | is_added).unsqueeze(-1)
-    if weight.shape[0] == 0:
-        out.zero_()
-        return
-    rows = weight[local]
-    factor = scale if scale_tensor is None else scale_tensor.float()
-    if factor is not None:
-        rows = (rows.float() * factor).to(weight.dtype)
-    out.copy_(torch.where(held, rows, 0))
-
-
-def _functional(ids: Tensor, weight: Tensor, *arguments: object) -> Tensor:
-    out = weight.new_empty(ids.shape[0], weight.shape[1])
-    _run(ids, weight, *arguments, out)
+def _run(ids: Tensor, weight: Tensor, *others: object) -> Tensor:
+    out = _empty(ids, weight)
+    _run_out(ids, weight, *others, out)
     return out
+
+
+def _empty(ids: Tensor, weight: Tensor, *_others: object) -> Tensor:
+    return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
 _ARGUMENTS = (
     "Tensor ids, Tensor weight, SymInt org_begin, SymInt org_end, SymInt added_begin, SymInt added_end, "
     "SymInt added_row, float? scale, Tensor? scale_tensor"
 )
-register(
-    f"vocab_parallel_embedding({_ARGUMENTS}) -> Tensor",
-    _functional,
-    lambda ids, weight, *args: weight.new_empty(ids.shape[0], weight.shape[1]),
-)
-register(f"vocab_parallel_embedding_out({_ARGUMENTS}, Tensor(a!) out) -> ()", _run, lambda *args: None)
+register(f"vocab_parallel_embedding({_ARGUMENTS}) -> Tensor", _run, _empty)
+register(f"vocab_parallel_embedding_out({_ARGUMENTS}, Tensor(a!) out) -> ()", _run_out, lambda *args: None)

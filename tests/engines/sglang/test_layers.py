@@ -15,7 +15,7 @@ from accuracy import outliers, relative_rms
 from backends import environment_of
 from eagle_kernels.engines.sglang import capture, mtp, vocab
 from eagle_kernels.engines.sglang.hooks import Hook
-from eagle_kernels.ops.sources import formula
+from eagle_kernels.ops.sources import Sources, formula
 from engines.sglang import checkpoints
 
 T, K, Ht, Hd, V = 7, 3, 96, 160, 100
@@ -148,7 +148,7 @@ def float64_projection(model: nn.Module, hidden: Tensor) -> Tensor:
     for norms in ([model.input_norm] if model.input_norm is not None else [], list(model.fc_norm or [])):
         if norms:
             gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
-            x = formula([x], len(norms), "chunk", gains, eps, 0.0, [], [], None, dtype=torch.float64)
+            x = formula(Sources([x], len(norms), "chunk", gains, eps, 0.0, [], [], None), torch.float64)
     return F.linear(x, model.fc.weight.double(), None if model.fc.bias is None else model.fc.bias.double())
 
 
@@ -284,7 +284,8 @@ def test_step3p5_stage_is_as_accurate_as_sglang(monkeypatch: pytest.MonkeyPatch)
     ids, hidden = torch.randint(V, (64,)), outliers(64, Ht, BF16, torch.Generator().manual_seed(1))
     chunks = [predictor.embed_tokens(ids), hidden]
     gains, eps = [predictor.enorm.weight, predictor.hnorm.weight], [1e-5, 1e-5]
-    x = formula([chunk.double() for chunk in chunks], 2, "chunk", gains, eps, 1.0, [], [], None, dtype=torch.float64)
+    sources = Sources([chunk.double() for chunk in chunks], 2, "chunk", gains, eps, 1.0, [], [], None)
+    x = formula(sources, torch.float64)
     truth = 0.5 * F.linear(x, predictor.eh_proj.weight.double())
     _, fused = predictor(ids, ids, batch(hidden))
     unfused(predictor)

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as v2
 from accuracy import relative_rms
 from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.engines.vllm import embedding, mtp, speculator
-from eagle_kernels.ops.sources import formula
+from eagle_kernels.ops.sources import Sources, formula
 
 T, K, H, D = 6, 3, 64, 48
 STORES = hasattr(DFlashSpeculator, "_store_hidden_states")  # 0.32 has the same lines inside of propose
@@ -39,7 +39,7 @@ def vllm_config() -> Iterator[None]:
 
 def truth(chunks: list[Tensor], norms: list[nn.Module], weight: Tensor, offset: float) -> Tensor:
     gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
-    normed = formula(chunks, len(chunks), "chunk", gains, eps, offset, [], [], None, dtype=torch.float64)
+    normed = formula(Sources(chunks, len(chunks), "chunk", gains, eps, offset, [], [], None), torch.float64)
     return normed @ weight.double().t()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import DTYPES
-from ...ops.norm_concat_linear import plan_sizes
+from ...plan import Kernel, Problem, choose
 from ..eligibility import TargetError, check_parameters, linear_obstacle, log_once, norm_obstacle
 from ..projection import EngineProjection, warm_up_obstacle
 from . import LOGGER, speculator
@@ -191,5 +191,6 @@ def _keep_dense_on_cpu(fc: nn.Module | None) -> None:
     if fc is None or not current_platform.is_cpu() or getattr(fc, "params_dtype", None) not in DTYPES:
         return
     # 32 rows: a few requests of a few draft tokens each.
-    if plan_sizes(32, fc.input_size, fc.output_size, fc.params_dtype, "cpu").method.startswith("fused"):
+    problem = Problem("norm_concat_linear", torch.device("cpu"), rows=32, dtype=fc.params_dtype)
+    if choose(*problem).kernel is Kernel.FUSED:
         fc._cpu_skip_gemm_dispatch = True

@@ -1,0 +1,156 @@
+"""What a public call costs on the host, beside the chain of torch calls that it replaces: `make bench-host`.
+
+The sizes leave the kernels next to nothing to do: fp32, one row, K = 3 chunks of H = D = 128, one thread. Calls run in
+turn, a burst of each per round, so that a drift of the machine's speed hits all of them alike; the smallest burst is a
+call's cost, the median is printed beside it.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import eagle_kernels as ek
+
+from .environment_header import format_header, read_environment
+
+K, H, D, V = 3, 128, 128, 1000
+
+# The largest share of the chain's time that a call may take (docs/design.md, goals); checked by eye, never by a test.
+GOALS = {
+    "norm_concat_linear": 0.6,
+    "norm_concat_linear out=": 0.4,
+    "Eagle3Projection": 0.6,
+    "norm_concat": 0.6,
+    "add_rms_norm": 1.0,
+    "vocab_parallel_embedding": 0.7,
+    "AuxHiddenStates.capture": 2.5,
+}
+
+
+def calls() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """Per name our call and the eager chain."""
+    chunks, gains, weight = [torch.randn(1, H) for _ in range(K)], torch.rand(K, H), torch.randn(D, K * H)
+    out = torch.empty(1, D)
+    hidden, residual, gain = torch.randn(1, H), torch.randn(1, H), torch.rand(H)
+    shard = ek.VocabShard.build(V, tp_rank=1, tp_size=2)
+    ids, table = torch.tensor([shard.org_begin + 3]), torch.randn(shard.rows, H)
+    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, eps=1e-6, chunk_norm=True)
+    layer = ek.Eagle3Projection(config, dtype=torch.float32)
+    buffer = ek.AuxHiddenStates(8, K, H, dtype=torch.float32)
+    slot = torch.empty(8, K * H)[:1, H : 2 * H]
+
+    def concat() -> Tensor:
+        return torch.cat([F.rms_norm(chunk, (H,), gains[k], 1e-6) for k, chunk in enumerate(chunks)], -1)
+
+    def projection() -> Tensor:
+        return F.linear(concat(), weight)
+
+    def embedding() -> Tensor:
+        in_shard = (ids >= shard.org_begin) & (ids < shard.org_end)
+        rows = F.embedding((ids - shard.org_begin) * in_shard, table)
+        return rows.masked_fill_(~in_shard.unsqueeze(-1), 0)
+
+    def add_norm() -> tuple[Tensor, Tensor]:
+        total = hidden + residual
+        return F.rms_norm(total, (H,), gain, 1e-6), total
+
+    return {
+        "norm_concat_linear": (lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gains), projection),
+        "norm_concat_linear out=": (
+            lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gains, out=out),
+            projection,
+        ),
+        "Eagle3Projection": (lambda: layer(chunks), projection),
+        "norm_concat": (lambda: ek.norm_concat(chunks, norm_weight=gains), concat),
+        "add_rms_norm": (lambda: ek.add_rms_norm(hidden, residual, gain), add_norm),
+        "vocab_parallel_embedding": (lambda: ek.vocab_parallel_embedding(ids, table, shard), embedding),
+        "AuxHiddenStates.capture": (
+            lambda: buffer.capture(1, hidden, residual),
+            lambda: slot.copy_(hidden + residual),
+        ),
+    }
+
+
+def measure(rounds: int, burst: int) -> list[dict[str, object]]:
+    """A record per call: microseconds of ours and of the chain, smallest and median, and the share ours / chain."""
+    pairs = calls()
+    times: dict[tuple[str, int], list[float]] = {(name, side): [] for name in pairs for side in (0, 1)}
+    for number in range(rounds + 2):
+        for name, pair in pairs.items():
+            for side, call in enumerate(pair):
+                started = time.perf_counter_ns()
+                for _ in range(burst):
+                    call()
+                if number >= 2:  # the first ones choose plans and warm caches
+                    times[name, side].append((time.perf_counter_ns() - started) / burst / 1000)
+    records = []
+    for name in pairs:
+        ours, chain = times[name, 0], times[name, 1]
+        records.append(
+            {
+                "call": name,
+                "ours_us": round(min(ours), 2),
+                "ours_median_us": round(statistics.median(ours), 2),
+                "chain_us": round(min(chain), 2),
+                "chain_median_us": round(statistics.median(chain), 2),
+                "share": round(min(ours) / min(chain), 3),
+                "goal": GOALS[name],
+            }
+        )
+    return records
+
+
+def import_milliseconds(runs: int = 5) -> float:
+    """What `import eagle_kernels` costs beyond torch, the least of fresh processes."""
+    code = "import time, torch; t = time.perf_counter(); import eagle_kernels; print(time.perf_counter() - t)"
+    times = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(runs)
+    ]
+    return round(min(float(run.stdout) for run in times) * 1e3, 1)
+
+
+def format_records(records: Sequence[dict[str, object]]) -> str:
+    lines = [f"{'call':<26}{'ours us':>9}{'(median)':>10}{'chain us':>10}{'(median)':>10}{'share':>8}{'goal':>7}"]
+    for record in records:
+        lines.append(
+            f"{record['call']:<26}{record['ours_us']:>9.2f}{record['ours_median_us']:>10.2f}"
+            f"{record['chain_us']:>10.2f}{record['chain_median_us']:>10.2f}{record['share']:>8.2f}{record['goal']:>7}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m eagle_kernels.bench.host", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200, help="bursts of each call")
+    parser.add_argument("--burst", type=int, default=200, help="calls in a burst")
+    parser.add_argument("--json", type=Path, help="save the records and the environment here")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # handing a row to a second thread would be most of what is measured
+    torch.manual_seed(0)
+    gc.disable()
+    with torch.no_grad():
+        records = measure(options.rounds, options.burst)
+    environment = read_environment("cpu") | {"priority": os.sched_getscheduler(0)}
+    print(format_header(environment))
+    print(format_records(records))
+    imported = import_milliseconds()
+    print(f"import eagle_kernels beyond torch: {imported} ms (goal: 50)")
+    if options.json:
+        saved = {"environment": environment, "records": records, "import_ms": imported}
+        options.json.write_text(json.dumps(saved, indent=1) + "\n")
+        print(f"saved {options.json}")
+
+
+if __name__ == "__main__":
+    main()

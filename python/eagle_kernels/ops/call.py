@@ -1,0 +1,43 @@
+"""From the record of a call to the kernel of its plan: what every op with one kernel per backend does alike.
+
+A record is the NamedTuple of an op's normalised arguments, in the order of its schema. It can `check` itself, which
+words whatever is wrong, and compute itself in plain torch: `reference`.
+"""
+
+import importlib
+from typing import Protocol
+
+from .. import library
+from ..plan import COMPILED, Plan
+
+
+class Record(Protocol):
+    def check(self) -> None:
+        """Raise the sentence for what no kernel can take."""
+
+    def reference(self) -> None:
+        """Plain torch, any device."""
+
+    def for_primitive(self) -> tuple:
+        """The arguments of the compiled primitive."""
+
+
+def run(record: Record, plan: Plan) -> None:
+    """Write the outputs of the record by the single kernel that the plan names."""
+    if plan.backend in COMPILED:
+        run_primitive(record, plan.op)
+        return
+    record.check()
+    if plan.backend == "triton":
+        importlib.import_module(f"..triton_kernels.{plan.op}", __package__).run(record)
+    else:
+        record.reference()
+
+
+def run_primitive(record: Record, op: str) -> None:
+    """The compiled kernel, which checks the record itself; what it refuses, `check` words."""
+    try:
+        getattr(library.primitives, f"{op}_out")(*record.for_primitive())
+    except RuntimeError:
+        record.check()
+        raise  # not an argument: the device failed, or no such check exists in Python, which tests rule out
