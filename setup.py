@@ -29,7 +29,7 @@ def say(message: str) -> None:
 
 
 def find_torch() -> Path | None:
-    """The installed torch package. Under build isolation it is not importable but lies beside the interpreter."""
+    """The installed torch package. Under build isolation it is not importable but is beside the interpreter."""
     spec = importlib.util.find_spec("torch")
     candidates = [Path(spec.origin).parent] if spec and spec.origin else []
     candidates += [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
@@ -47,26 +47,26 @@ def find_compiler() -> str | None:
 
 def choose_build() -> str:
     """cuda, cpu or none; says in one line what was left out, and fails where what was asked for cannot be had."""
-    wish = os.environ.get("EAGLE_KERNELS_BUILD", "auto").lower()
-    if wish not in ("auto", "cpu", "cuda", "none"):
-        raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD is {wish!r}, expected auto, cpu, cuda or none")
-    if wish == "none":
+    requested = os.environ.get("EAGLE_KERNELS_BUILD", "auto").lower()
+    if requested not in ("auto", "cpu", "cuda", "none"):
+        raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD is {requested!r}, expected auto, cpu, cuda or none")
+    if requested == "none":
         return "none"
     missing = None
     if find_compiler() is None:
         missing = "a C++ compiler"
     elif find_torch() is None:
         missing = "an installed torch >= 2.11"
-    if missing and wish == "auto":
+    if missing and requested == "auto":
         say(f"NO COMPILED KERNELS: {missing} was not found; installing pure Python")
         return "none"
     if missing:
-        raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD={wish} needs {missing}, and none was found")
-    if find_nvcc() is not None and wish != "cpu":
+        raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD={requested} needs {missing}, and none was found")
+    if find_nvcc() is not None and requested != "cpu":
         return "cuda"
-    if wish == "cuda":
+    if requested == "cuda":
         raise SystemExit("eagle-kernels: EAGLE_KERNELS_BUILD=cuda needs nvcc, and none was found (PATH, CUDA_HOME)")
-    if wish == "auto":
+    if requested == "auto":
         say("NO CUDA KERNELS: nvcc was not found (PATH, CUDA_HOME); building the CPU kernels only")
     return "cpu"
 

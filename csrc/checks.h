@@ -1,117 +1,147 @@
-// The only place in C++ that words an error: `op: argument has ..., expected ..., because ...`, the text of
-// python/eagle_kernels/checks.py. The Python ops have checked everything before they call a primitive; these checks keep
-// a primitive that is called directly from touching memory it should not.
+// What the primitives check of their arguments, once for CPU and CUDA: all that would make touching memory unsafe or a
+// result wrong. A refusal names the op, the argument, the rule and the line that asked for the check, and has written
+// nothing:
+//
+//   norm_concat_linear: weight: shape (norm_concat_linear.cpp:32)
+//
+// Users never read it: python/eagle_kernels/checks.py words the sentence. tests/test_primitives.py finds every call of
+// a function named check... in csrc and wants a call of a primitive that it refuses.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <sstream>
-#include <string>
+#include <source_location>
+
+#include "dtype.h"
 
 namespace eagle_kernels {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
-inline std::string shape_text(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '(';
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) text << (dim ? ", " : "") << tensor.size(dim);
-  text << ')';
-  return text.str();
+[[noreturn]] void refuse(const char* op, const char* argument, const char* rule, std::source_location where);
+
+inline void check(bool ok, const char* op, const char* argument, const char* rule,
+                  std::source_location where = std::source_location::current()) {
+  if (!ok) [[unlikely]] refuse(op, argument, rule, where);
 }
 
-inline std::string device_text(const Tensor& tensor) {
-  return tensor.is_cpu() ? "cpu" : (tensor.is_cuda() ? "cuda:" : "device ") + std::to_string(tensor.get_device_index());
-}
-
-// The primitive was chosen by the device of one argument; the others may still lie elsewhere.
-inline void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
-  STD_TORCH_CHECK(tensor.is_cuda() == like.is_cuda() && tensor.get_device_index() == like.get_device_index(), op, ": ",
-                  name, " is on ", device_text(tensor), ", expected ", device_text(like),
-                  ", because the other arguments are there");
-}
-
-inline void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t columns) {
-  STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns, op, ": ", name,
-                  " has shape ", shape_text(tensor), ", expected (", rows, ", ", columns, ")");
-}
-
-inline void check_rows(const char* op, const char* name, const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.dim() == 2, op, ": ", name, " has shape ", shape_text(tensor), ", expected (T, H)");
-  STD_TORCH_CHECK(tensor.size(1) <= 1 || tensor.stride(1) == 1, op, ": ", name, " has last stride ", tensor.stride(1),
-                  ", expected 1");
-}
-
-inline void check_dtype(const char* op, const char* name, const Tensor& tensor, ScalarType expected) {
-  STD_TORCH_CHECK(tensor.scalar_type() == expected, op, ": ", name, " has dtype ",
-                  torch::headeronly::toString(tensor.scalar_type()), ", expected ",
-                  torch::headeronly::toString(expected));
-}
-
-// A row operand of another one's dtype, on its device.
-inline void check_operand(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
-  check_device(op, name, tensor, like);
-  check_rows(op, name, tensor);
-  check_dtype(op, name, tensor, like.scalar_type());
-}
-
-// A dense run of `length` values: a vector, or several vectors packed behind each other.
-inline void check_dense(const char* op, const char* name, const Tensor& tensor, int64_t length, const Tensor& like) {
-  check_device(op, name, tensor, like);
-  STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == length, op, ": ", name, " has shape ",
-                  shape_text(tensor), ", expected ", length, " dense values");
-}
-
-// What a CUDA call returned, 0 for success.
-inline void check_cuda(const char* op, int code, const char* message) {
-  STD_TORCH_CHECK(code == 0, op, ": CUDA has error ", code, " (", message, "), expected none");
-}
-
-// The bytes a tensor spans, from its first element to behind its last; none for an empty one.
-struct ByteRange {
-  uintptr_t begin, end;
+// An element type as libtorch numbers it.
+struct TorchDType {
+  int32_t code;
+  bool operator==(const TorchDType&) const = default;
 };
 
-inline ByteRange byte_range(const Tensor& tensor) {
-  int64_t elements = 1;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) == 0) return {0, 0};
-    elements += (tensor.size(dim) - 1) * tensor.stride(dim);
+extern const TorchDType kTorchFloat, kTorchBFloat16, kTorchHalf, kTorchInt, kTorchLong;
+
+// What is read of a tensor, once: each accessor of the stable ABI is a call into libtorch.
+struct View {
+  explicit View(const Tensor& tensor);
+
+  int64_t size(int64_t i) const { return sizes[i]; }
+  int64_t stride(int64_t i) const { return strides[i]; }
+  int64_t numel() const;
+  bool is_dense() const;
+  // Of one of the three types that the ops compute in; others have been refused.
+  DType type() const {
+    return dtype == kTorchFloat ? DType::kFloat32 : dtype == kTorchHalf ? DType::kFloat16 : DType::kBFloat16;
   }
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  return {begin, begin + elements * tensor.element_size()};
+  bool is_floating() const { return dtype == kTorchFloat || dtype == kTorchBFloat16 || dtype == kTorchHalf; }
+  const void* at(int64_t element) const { return static_cast<const char*>(data) + element * element_size; }
+
+  const void* data;
+  const int64_t* sizes;  // these two are the tensor's own
+  const int64_t* strides;
+  int64_t dim;
+  int64_t element_size;
+  TorchDType dtype;
+  int32_t device_type, device_index;
+};
+
+inline std::optional<View> view_of(const OptionalTensor& tensor) {
+  return tensor ? std::optional<View>(*tensor) : std::nullopt;
 }
 
-// Whether rows of one pitch lie beside each other, as the slots of one packed buffer do.
-inline bool interleave(const Tensor& a, const Tensor& b, int64_t distance) {
-  if (a.dim() != 2 || b.dim() != 2) return false;
-  const int64_t a_row = a.size(1) * a.element_size(), b_row = b.size(1) * b.element_size();
-  const int64_t pitch = a.stride(0) * a.element_size();
-  if (pitch < std::max(a_row, b_row) || b.stride(0) * static_cast<int64_t>(b.element_size()) != pitch) return false;
-  distance = (distance % pitch + pitch) % pitch;
-  return a_row <= distance && distance + b_row <= pitch;
+// The primitive was chosen by the devices of all arguments together.
+inline void check_device(const char* op, const char* name, const View& view, const View& like,
+                         std::source_location where = std::source_location::current()) {
+  check(view.device_type == like.device_type && view.device_index == like.device_index, op, name, "device", where);
 }
 
-// An output [T, H] in another one's dtype, on its device: rows that do not run into each other.
-inline void check_output(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
-  check_operand(op, name, tensor, like);
-  STD_TORCH_CHECK(tensor.size(0) <= 1 || tensor.stride(0) >= tensor.size(1), op, ": ", name, " has strides (",
-                  tensor.stride(0), ", ", tensor.stride(1), "), expected rows that do not overlap each other");
+inline void check_dtype(const char* op, const char* name, const View& view, TorchDType expected,
+                        std::source_location where = std::source_location::current()) {
+  check(view.dtype == expected, op, name, "dtype", where);
 }
 
-inline void check_no_overlap(const char* op, const char* name, const Tensor& written, const char* read_name,
-                             const Tensor& read) {
-  const ByteRange out = byte_range(written), in = byte_range(read);
-  const bool apart = out.begin >= in.end || in.begin >= out.end;
-  STD_TORCH_CHECK(apart || interleave(written, read, static_cast<int64_t>(in.begin - out.begin)), op, ": ", name,
-                  " overlaps ", read_name,
-                  ", expected disjoint memory, because rows are written while others are read");
+inline void check_floating(const char* op, const char* name, const View& view,
+                           std::source_location where = std::source_location::current()) {
+  check(view.is_floating(), op, name, "dtype", where);
+}
+
+inline void check_integer(const char* op, const char* name, const View& view,
+                          std::source_location where = std::source_location::current()) {
+  check(view.dtype == kTorchInt || view.dtype == kTorchLong, op, name, "dtype", where);
+}
+
+// [T, H], whose rows are dense.
+inline void check_rows(const char* op, const char* name, const View& view,
+                       std::source_location where = std::source_location::current()) {
+  check(view.dim == 2, op, name, "dimensions", where);
+  check(view.size(1) <= 1 || view.stride(1) == 1, op, name, "last stride", where);
+}
+
+// Of a tensor of two dimensions.
+inline void check_shape(const char* op, const char* name, const View& view, int64_t rows, int64_t columns,
+                        std::source_location where = std::source_location::current()) {
+  check(view.size(0) == rows && view.size(1) == columns, op, name, "shape", where);
+}
+
+// [T, H] of another one's device and dtype.
+inline void check_operand(const char* op, const char* name, const View& view, const View& like,
+                          std::source_location where = std::source_location::current()) {
+  check_device(op, name, view, like, where);
+  check_dtype(op, name, view, like.dtype, where);
+  check_rows(op, name, view, where);
+}
+
+// [T, H] that is written: rows that do not run into each other. A single row's stride is never used.
+inline void check_output(const char* op, const char* name, const View& view, const View& like,
+                         std::source_location where = std::source_location::current()) {
+  check_operand(op, name, view, like, where);
+  check(view.size(0) <= 1 || view.stride(0) >= view.size(1), op, name, "row stride", where);
+}
+
+// Dense values of another one's dtype or fp32: a vector, or several behind each other.
+inline void check_dense(const char* op, const char* name, const View& view, int64_t length, const View& like,
+                        std::source_location where = std::source_location::current()) {
+  check_device(op, name, view, like, where);
+  check(view.dtype == like.dtype || view.dtype == kTorchFloat, op, name, "dtype", where);
+  check(view.numel() == length, op, name, "shape", where);
+  check(view.is_dense(), op, name, "strides", where);
+}
+
+inline void check_vector(const char* op, const char* name, const View& view, int64_t length, const View& like,
+                         std::source_location where = std::source_location::current()) {
+  check(view.dim == 1, op, name, "dimensions", where);
+  check_dense(op, name, view, length, like, where);
+}
+
+// NaN is not >= 0. The kernels add it in fp32.
+inline void check_eps(const char* op, const char* name, double eps,
+                      std::source_location where = std::source_location::current()) {
+  check(eps >= 0 && eps <= static_cast<double>(__FLT_MAX__), op, name, "value", where);
+}
+
+bool overlap(const View& a, const View& b);
+
+// Rows are written while others are read.
+inline void check_no_overlap(const char* op, const char* name, const View& written, const View& other,
+                             std::source_location where = std::source_location::current()) {
+  check(!overlap(written, other), op, name, "overlap", where);
 }
 
 }  // namespace eagle_kernels

@@ -1,4 +1,4 @@
-// eagle_kernels._C: what this build is. No kernel is reached through it; ops.cpp registers those without Python.
+// eagle_kernels._C: what this build is. No kernel is reached through it: the ops register those without Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "cpu/kernels.h"
+#include "cpu/dispatch.h"
 
 namespace {
 
-using eagle_kernels::cpu::Isa;
+namespace cpu = eagle_kernels::cpu;
 
 std::map<std::string, std::string> build_info() {
   return {
@@ -24,8 +24,8 @@ std::map<std::string, std::string> build_info() {
 // The instruction sets this build has kernels for and this machine can run, in ascending order.
 std::vector<std::string> cpu_features() {
   std::vector<std::string> names;
-  for (int32_t isa = 0; isa <= static_cast<int32_t>(eagle_kernels::cpu::best_isa()); ++isa) {
-    names.emplace_back(eagle_kernels::cpu::isa_name(static_cast<Isa>(isa)));
+  for (int32_t isa = 0; isa <= static_cast<int32_t>(cpu::best_isa()); ++isa) {
+    names.emplace_back(cpu::isa_name(static_cast<cpu::Isa>(isa)));
   }
   return names;
 }

@@ -1,5 +1,6 @@
 """Seeds, markers, and the fixtures that put a backend, an instruction set or a plan in force."""
 
+import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from backends import CPU_ISAS, environment_of
 from eagle_kernels import plan
 from eagle_kernels.plan import FUSED_ROWS
+
+_LIBC = ctypes.CDLL(None)
+_M_PERTURB = -6  # glibc: malloc fills with the complement of the byte
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,11 +26,14 @@ def seed() -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Every uninitialised tensor, C++ workspaces included, is filled with NaN (bytes of 0xff), so that a value an op
-    forgot to write shows; pages fresh from the system would have been zero."""
+    """Every uninitialised tensor is filled with NaN (bytes of 0xff), and what C++ allocates, workspaces among it, with
+    bytes of 0x7f (3e38 in fp32 and bf16), so that a value an op forgot to write shows; pages fresh from the system
+    would have been zero."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    _LIBC.mallopt(_M_PERTURB, 0x80)
     yield
+    _LIBC.mallopt(_M_PERTURB, 0)
     torch.use_deterministic_algorithms(False)
 
 

@@ -95,14 +95,14 @@ def test_no_compiler_falls_back_to_pure_python_and_says_so(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("requested", "message"),
     [
         pytest.param("cpu", "EAGLE_KERNELS_BUILD=cpu needs a C++ compiler", id="cpu"),
         pytest.param("fast", "EAGLE_KERNELS_BUILD is 'fast', expected auto, cpu, cuda or none", id="unknown"),
     ],
 )
-def test_a_build_that_was_asked_for_and_cannot_be_had_fails(tree: Path, wish: str, message: str) -> None:
-    wheel, run = build_wheel(tree, EAGLE_KERNELS_BUILD=wish, PATH="/nonexistent", CXX="")
+def test_a_build_that_was_asked_for_and_cannot_be_had_fails(tree: Path, requested: str, message: str) -> None:
+    wheel, run = build_wheel(tree, EAGLE_KERNELS_BUILD=requested, PATH="/nonexistent", CXX="")
     assert wheel is None and message in run.stderr
 
 
@@ -147,7 +147,7 @@ def test_interrupted_build_resumes_and_the_wheel_holds_what_it_should(tree: Path
     wheel, run = build_wheel(tree, **build)
     assert wheel is not None, run.stderr[-4000:]
     (cache,) = tree.glob("build/cmake-*/CMakeCache.txt")
-    assert "CMAKE_BUILD_TYPE:STRING=Release" in cache.read_text()  # once empty: ops.cpp ran unoptimised
+    assert "CMAKE_BUILD_TYPE:STRING=Release" in cache.read_text()  # once empty: the host files ran unoptimised
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -197,3 +197,9 @@ def stable_functions(version: tuple[int, int]) -> set[str]:
                 functions |= set(re.findall(r"\b((?:aoti_torch|torch)_\w+)\(", line))
                 functions |= set(re.findall(r"^\s*((?:aoti_torch|torch)_\w+)\($", line))
     return functions
+
+
+def test_no_list_names_an_op() -> None:
+    """CMake finds the sources of an op by their place, so that a new one edits nothing there."""
+    ops = {path.stem for path in ROOT.glob("csrc/cuda/*.cu")}
+    assert ops and not [op for op in ops if op in (ROOT / "CMakeLists.txt").read_text()]

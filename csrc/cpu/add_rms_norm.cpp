@@ -1,12 +1,13 @@
 // sum = round(hidden + residual) and normed = round(rms_norm(hidden + residual) * (offset + gain)), in one kernel with
 // two outputs; the engines clone the sum in another.
+#include "../add_rms_norm.h"
+
 #include "norm_row.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
-// The second pass adds again, from L1, rather than keep the fp32 row: no scratch, and since each element is read before
-// its place is written, sum or normed may be the same memory as hidden or residual.
+// The second pass adds again, from L1, rather than keep the fp32 row in a buffer.
 template <class T, class StoreSum, class StoreNormed>
 void add_rms_norm_row(const AddRmsNorm& op, int64_t t, StoreSum how_sum, StoreNormed how_normed) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
@@ -28,8 +29,14 @@ void add_rms_norm_row(const AddRmsNorm& op, int64_t t, StoreSum how_sum, StoreNo
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
 
-void add_rms_norm(const AddRmsNorm& op, int64_t row_begin, int64_t row_end) {
+namespace eagle_kernels {
+
+using namespace cpu::EAGLE_KERNELS_ISA;
+
+template <>
+void add_rms_norm_cpu<kIsa>(const AddRmsNorm& op, int64_t row_begin, int64_t row_end) {
   with_dtype(op.dtype, [&](auto type) {
     using T = decltype(type);
     const int64_t bytes = 2 * (row_end - row_begin) * op.width * sizeof(T);
@@ -44,4 +51,4 @@ void add_rms_norm(const AddRmsNorm& op, int64_t row_begin, int64_t row_end) {
   finish_streaming();
 }
 
-}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
+}  // namespace eagle_kernels

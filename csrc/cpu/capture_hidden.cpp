@@ -1,5 +1,7 @@
 // out = round(hidden + residual) into a strided slot, with the row's sum of squares of what was stored: the fc_norm
 // that reads the slot later then needs no pass of its own for the statistic.
+#include "../capture_hidden.h"
+
 #include "simd.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -33,8 +35,14 @@ void add_row(const CaptureHidden& op, int64_t t, Store how) {
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
 
-void capture_hidden(const CaptureHidden& op, int64_t row_begin, int64_t row_end) {
+namespace eagle_kernels {
+
+using namespace cpu::EAGLE_KERNELS_ISA;
+
+template <>
+void capture_hidden_cpu<kIsa>(const CaptureHidden& op, int64_t row_begin, int64_t row_end) {
   with_dtype(op.dtype, [&](auto type) {
     using T = decltype(type);
     const int64_t bytes = (row_end - row_begin) * op.width * sizeof(T);
@@ -49,4 +57,4 @@ void capture_hidden(const CaptureHidden& op, int64_t row_begin, int64_t row_end)
   finish_streaming();
 }
 
-}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
+}  // namespace eagle_kernels

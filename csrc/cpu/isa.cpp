@@ -1,21 +1,19 @@
-// Which instruction sets this build holds (EAGLE_KERNELS_HAVE_*) and this machine can run.
-#include "kernels.h"
+// Which instruction sets this machine runs, of those that this build has.
+#include "dispatch.h"
 
-#if defined(EAGLE_KERNELS_HAVE_AMX_BF16) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace eagle_kernels::cpu {
-
 namespace {
 
-#if defined(EAGLE_KERNELS_HAVE_AMX_BF16)
 // Linux traps the first tile instruction of a process that has not asked for the 8 KB of tile state. The permission
-// holds for every thread of the process, those already running included.
-bool amx_granted() {
-#if defined(__linux__)
+// is that of every thread of the process, those already running included.
+bool grants_amx() {
+#if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // CPUID leaf 7, EDX
   constexpr long kArchReqXcompPerm = 0x1023, kXfeatureTileData = 18;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -26,51 +24,44 @@ bool amx_granted() {
   return false;
 #endif
 }
-#endif
 
-// __builtin_cpu_supports also asks whether the operating system saves the registers.
-Isa detect() {
-  Isa isa = Isa::kScalar;
-#if defined(EAGLE_KERNELS_HAVE_AVX2)
+// What a set adds to the one below it. __builtin_cpu_supports also asks whether the operating system saves the
+// registers.
+bool runs(std::string_view isa) {
+  if (isa == "scalar") return true;
+#if defined(__x86_64__)
   __builtin_cpu_init();
   // F16C has no name in GCC 12's list; every processor with AVX2 has it.
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return isa;
-  isa = Isa::kAvx2;
-#endif
-#if defined(EAGLE_KERNELS_HAVE_AVX512)
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
-    return isa;
+  if (isa == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (isa == "avx512") {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   }
-  isa = Isa::kAvx512;
+  if (isa == "avx512_bf16") return __builtin_cpu_supports("avx512bf16");
+  if (isa == "amx_bf16") return grants_amx();
 #endif
-#if defined(EAGLE_KERNELS_HAVE_AVX512_BF16)
-  if (!__builtin_cpu_supports("avx512bf16")) return isa;
-  isa = Isa::kAvx512Bf16;
-#endif
-#if defined(EAGLE_KERNELS_HAVE_AMX_BF16)
-  if (!amx_granted()) return isa;
-  isa = Isa::kAmxBf16;
-#endif
-  return isa;
+  return false;
+}
+
+Isa detect() {
+  int32_t isa = 0;
+  while (isa + 1 < kNumIsas && runs(isa_name(Isa{isa + 1}))) ++isa;
+  return Isa{isa};
 }
 
 }  // namespace
+
+std::atomic<Isa> active_isa{Isa{0}};
 
 Isa best_isa() {
   static const Isa isa = detect();
   return isa;
 }
 
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::kScalar: return "scalar";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
-    case Isa::kAvx512Bf16: return "avx512_bf16";
-    case Isa::kAmxBf16: return "amx_bf16";
-  }
-  return "unknown";
+std::string_view isa_name(Isa isa) {
+  std::string_view names = kIsaNames;
+  for (int32_t skipped = 0; skipped < static_cast<int32_t>(isa); ++skipped) names.remove_prefix(names.find(',') + 1);
+  return names.substr(0, names.find(','));
 }
 
 }  // namespace eagle_kernels::cpu

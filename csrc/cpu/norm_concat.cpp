@@ -1,5 +1,7 @@
 // Gather, residual add, RMSNorm and concat of K sources: every source row is read once from memory (the second pass
 // finds it in L1) and every concat row is written once. Engines run K norms and a cat.
+#include "../norm_concat.h"
+
 #include "norm_row.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -8,28 +10,34 @@ namespace {
 template <class T>
 void norm_concat_row(const NormConcat& op, int64_t i, int64_t bytes) {
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
-  const float of_concat = op.norm == Norm::kConcat ? concat_rstd<T>(op, i) : 0.0f;
-  for (int64_t k = 0; k < op.num_chunks; ++k) {
-    const Chunk& chunk = op.chunks[k];
+  const float of_concat = op.source.norm == Norm::kConcat ? concat_rstd<T>(op.source, i) : 0.0f;
+  for (int64_t k = 0; k < op.source.num_chunks; ++k) {
+    const Chunk& chunk = op.source.chunks[k];
     const int64_t row = source_row(chunk, i);
-    const float rstd = chunk_rstd<T>(op, chunk, row, of_concat);
+    const float rstd = chunk_rstd<T>(op.source, chunk, row, of_concat);
     T* columns = out + chunk.column;
     with_store(columns, bytes, [&](auto how) {
-      norm_columns<T>(chunk, row, rstd, op.norm_offset, 0, chunk.width,
+      norm_columns<T>(chunk, row, rstd, op.source.norm_offset, 0, chunk.width,
                       [=](int64_t h, Float value, auto span) { store(columns + h, value, span, how); });
     });
   }
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
 
-void norm_concat(const NormConcat& op, int64_t row_begin, int64_t row_end) {
-  with_dtype(op.dtype, [&](auto type) {
+namespace eagle_kernels {
+
+using namespace cpu::EAGLE_KERNELS_ISA;
+
+template <>
+void norm_concat_cpu<kIsa>(const NormConcat& op, int64_t row_begin, int64_t row_end) {
+  with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
-    const int64_t bytes = (row_end - row_begin) * op.width * sizeof(T);
+    const int64_t bytes = (row_end - row_begin) * op.source.width * sizeof(T);
     for (int64_t i = row_begin; i < row_end; ++i) norm_concat_row<T>(op, i, bytes);
   });
   finish_streaming();
 }
 
-}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
+}  // namespace eagle_kernels

@@ -1,12 +1,14 @@
 // out = norm_concat(...) @ weight^T + bias, and optionally an RMSNorm of that.
 //
 // At few rows the time is that of reading the weight once (100 MB at K = 3, H = D = 4096 in bf16), and the eager path
-// reads it at half of the memory's speed. Here the weight streams row-major, as it lies in the checkpoint: the rows are
+// reads it at half of the memory's speed. Here the weight streams row-major, as the checkpoint has it: the rows are
 // normed and rounded once into a packed operand that stays in the cache, and no copy of the weight is ever made.
 //
 // Two projections: project_amx.h for bf16 on the tile unit, project_dot.h for everything else. Both sum a column of the
 // output in an order that depends on K*H alone, so the bits of a row do not depend on N, on the other rows or on the
 // split over threads.
+#include "../norm_concat_linear.h"
+
 #include "norm_row.h"
 #include "project_dot.h"
 #if defined(__AMX_BF16__)
@@ -33,8 +35,14 @@ void post_norm_row(const NormConcatLinear& op, int64_t i) {
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
 
-int64_t norm_concat_linear_workspace(const NormConcatLinear& op) {
+namespace eagle_kernels {
+
+using namespace cpu::EAGLE_KERNELS_ISA;
+
+template <>
+int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) return amx_workspace(op);
 #endif
@@ -43,14 +51,16 @@ int64_t norm_concat_linear_workspace(const NormConcatLinear& op) {
   return bytes;
 }
 
-int64_t norm_concat_linear_row_groups(const NormConcatLinear& op) {
+template <>
+int64_t norm_concat_linear_row_groups<kIsa>(const NormConcatLinear& op) {
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) return num_groups(op);
 #endif
   return op.num_rows;
 }
 
-void norm_concat_linear_pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
+template <>
+void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) {
     for (int64_t group = group_begin; group < group_end; ++group) amx_pack_group(op, group);
@@ -60,19 +70,22 @@ void norm_concat_linear_pack(const NormConcatLinear& op, int64_t group_begin, in
   with_dtype(op.source.dtype, [&](auto type) { dot_pack<decltype(type)>(op, group_begin, group_end); });
 }
 
-int64_t norm_concat_linear_panels(const NormConcatLinear& op) { return num_panels(op); }
+template <>
+int64_t norm_concat_linear_panels<kIsa>(const NormConcatLinear& op) { return num_panels(op); }
 
-void norm_concat_linear_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+template <>
+void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) return amx_project(op, panel_begin, panel_end);
 #endif
   with_dtype(op.source.dtype, [&](auto type) { dot_project<decltype(type)>(op, panel_begin, panel_end); });
 }
 
-void norm_concat_linear_post_norm(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
+template <>
+void norm_concat_linear_post_norm<kIsa>(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
   with_dtype(op.source.dtype, [&](auto type) {
     for (int64_t i = row_begin; i < row_end; ++i) post_norm_row<decltype(type)>(op, i);
   });
 }
 
-}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
+}  // namespace eagle_kernels

@@ -1,13 +1,16 @@
-// One row of one chunk: where it lies, its statistic, its normed value. Shared by norm_concat and norm_concat_linear.
+// One row of one chunk: its memory, its statistic, its normed value. Shared by norm_concat and norm_concat_linear.
 #pragma once
 
+#include "../concat.h"
 #include "simd.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
+// 1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero.
 inline float rsqrt_mean(float sum_squares, int64_t width, float eps) {
-  return 1.0f / __builtin_sqrtf(sum_squares / static_cast<float>(width) + eps);
+  const float mean_square = sum_squares / static_cast<float>(width) + eps;
+  return mean_square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(mean_square);
 }
 
 // The source row that output row i reads, or -1 for a zero row.
@@ -48,7 +51,7 @@ inline float row_sum_squares(const Chunk& chunk, int64_t row) {
 
 // The rstd of output row i under kConcat: one statistic over all chunks, where a zero row adds nothing.
 template <class T>
-inline float concat_rstd(const NormConcat& op, int64_t i) {
+inline float concat_rstd(const Concat& op, int64_t i) {
   float sum = 0.0f;
   for (int64_t k = 0; k < op.num_chunks; ++k) {
     sum += row_sum_squares<T>(op.chunks[k], source_row(op.chunks[k], i));
@@ -58,7 +61,7 @@ inline float concat_rstd(const NormConcat& op, int64_t i) {
 
 // The rstd that a row of `chunk` is scaled with. `of_concat` is concat_rstd of the row, read under kConcat only.
 template <class T>
-inline float chunk_rstd(const NormConcat& op, const Chunk& chunk, int64_t row, float of_concat) {
+inline float chunk_rstd(const Concat& op, const Chunk& chunk, int64_t row, float of_concat) {
   if (op.norm == Norm::kNone) return 1.0f;
   if (op.norm == Norm::kConcat) return of_concat;
   return rsqrt_mean(row_sum_squares<T>(chunk, row), chunk.width, chunk.eps);

@@ -1,6 +1,6 @@
 // The projection in bf16 on the AMX tile unit: out^T = weight . rows^T.
 //
-// The weight is the left operand because that one is read row-major, as it lies in memory: a tile is 16 weight rows of
+// The weight is the left operand because that one is read row-major, as it is in memory: a tile is 16 weight rows of
 // 64 bytes. The rows are the right operand, which wants pairs along K interleaved; the pack pass lays them out so once:
 // [16-row group][K*H / 32][16 pairs][16 rows][2], each [16][16][2] block one tile. Rows beyond N and columns beyond K*H
 // are zero there.
@@ -97,7 +97,7 @@ struct TilePacker {
 };
 
 inline void amx_pack_group(const NormConcatLinear& op, int64_t group) {
-  const NormConcat& source = op.source;
+  const Concat& source = op.source;
   const int64_t first = group * kTile;
   const int64_t count = op.num_rows - first < kTile ? op.num_rows - first : kTile;
 
@@ -243,7 +243,7 @@ inline void multiply_columns(const NormConcatLinear& op, Block block, const BFlo
 }
 
 // multiply_columns from a zero-padded copy of the weight, where tiles would reach beyond its last row or the end of a
-// row: what lies there may be the next page, or a NaN that zeros of the packed rows would not cancel.
+// row: what is there may be the next page, or a NaN that zeros of the packed rows would not cancel.
 inline void multiply_edge(const NormConcatLinear& op, Block block, const BFloat16* weight, int64_t columns,
                           float* sums) {
   constexpr int64_t kCopySteps = 8, kWidth = kCopySteps * kTileK;

@@ -4,6 +4,7 @@
 // where the processor multiplies bf16 (vdpbf16ps), otherwise fp32, already rounded to the element type.
 #pragma once
 
+#include "../norm_concat_linear.h"
 #include "norm_row.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -139,7 +140,7 @@ int64_t dot_workspace(const NormConcatLinear& op) {
 template <class T>
 void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
   using Packed = typename DotStep<T>::Packed;
-  const NormConcat& source = op.source;
+  const Concat& source = op.source;
   for (int64_t i = row_begin; i < row_end; ++i) {
     Packed* packed = packed_rows<T>(op) + i * packed_width<T>(op);
     const float of_concat = source.norm == Norm::kConcat ? concat_rstd<T>(source, i) : 0.0f;

@@ -11,10 +11,13 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels.h"
+#include "../dtype.h"
+#include "isa.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
+
+constexpr Isa kIsa = Isa::EAGLE_KERNELS_ISA;
 
 #if defined(__AVX512F__)
 constexpr int64_t kLanes = 16;

@@ -1,5 +1,7 @@
-// A row gather of one vocabulary shard: ids held elsewhere give zero rows, so that the all-reduce over the shards
+// A row gather of one vocabulary shard: ids of other shards give zero rows, so that the all-reduce over the shards
 // adds up to the lookup. Engines mask, clamp, gather and fill in four kernels.
+#include "../vocab_parallel_embedding.h"
+
 #include "simd.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -38,8 +40,14 @@ void scale_row(const VocabParallelEmbedding& op, int64_t row, int64_t i, int64_t
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
 
-void vocab_parallel_embedding(const VocabParallelEmbedding& op, int64_t row_begin, int64_t row_end) {
+namespace eagle_kernels {
+
+using namespace cpu::EAGLE_KERNELS_ISA;
+
+template <>
+void vocab_parallel_embedding_cpu<kIsa>(const VocabParallelEmbedding& op, int64_t row_begin, int64_t row_end) {
   if (!op.has_scale) {
     for (int64_t i = row_begin; i < row_end; ++i) copy_row(op, local_row(op, i), i);
     return;
@@ -52,4 +60,4 @@ void vocab_parallel_embedding(const VocabParallelEmbedding& op, int64_t row_begi
   finish_streaming();
 }
 
-}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
+}  // namespace eagle_kernels

@@ -1,5 +1,7 @@
 // sum = round(hidden + residual) and normed = round(rms_norm(hidden + residual) * (offset + gain)), one block per row
 // and both outputs from one read; the engines clone the sum in another kernel.
+#include "../add_rms_norm.h"
+
 #include "launch.cuh"
 #include "pack.cuh"
 
@@ -13,15 +15,15 @@ __global__ void __launch_bounds__(512) add_rms_norm_kernel(const __grid_constant
   const T* residual = static_cast<const T*>(op.residual) + t * op.residual_row_stride;
   T* sum = static_cast<T*>(op.sum) + t * op.sum_row_stride;
   T* normed = static_cast<T*>(op.normed) + t * op.normed_row_stride;
-  const int64_t step = kHeld * pack_stride();
+  const int64_t step = kInFlight * pack_stride();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
   // The norm reads the sum before it is rounded, so both addends stay.
-  Pack<T> value[kHeld], other[kHeld];
+  Pack<T> value[kInFlight], other[kInFlight];
   const auto load_step = [&](int64_t first) {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       value[i] = load_pack<kAligned>(hidden, first + i * pack_stride(), op.width);
       other[i] = load_pack<kAligned>(residual, first + i * pack_stride(), op.width);
     }
@@ -30,13 +32,13 @@ __global__ void __launch_bounds__(512) add_rms_norm_kernel(const __grid_constant
   for (int64_t first = first_column(); first < op.width; first += step) {
     load_step(first);
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) squares += sum_of_squares(widen(value[i]) + widen(other[i]));
+    for (int i = 0; i < kInFlight; ++i) squares += sum_of_squares(widen(value[i]) + widen(other[i]));
   }
   const float rstd = rstd_of(sum_over_block(squares), op.width, op.eps);
   for (int64_t first = first_column(); first < op.width; first += step) {
     if (op.width > step) load_step(first);  // a row of one step, up to 8192 values, is still in registers
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int64_t column = first + i * pack_stride();
       const Values x = widen(value[i]) + widen(other[i]);
       store_pack<kAligned>(sum, column, op.width, narrow(x, T{}));
@@ -47,8 +49,14 @@ __global__ void __launch_bounds__(512) add_rms_norm_kernel(const __grid_constant
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cuda
 
-int add_rms_norm(const AddRmsNorm& record, int64_t rows, const Device& device) {
+namespace eagle_kernels {
+
+using namespace cuda;
+
+int add_rms_norm_cuda(const AddRmsNorm& record, const Device& device) {
+  const int64_t rows = record.num_rows;
   Alignment alignment(size_of(record.dtype));
   alignment.add(record.hidden, record.hidden_row_stride, rows);
   alignment.add(record.residual, record.residual_row_stride, rows);
@@ -65,4 +73,4 @@ int add_rms_norm(const AddRmsNorm& record, int64_t rows, const Device& device) {
   });
 }
 
-}  // namespace eagle_kernels::cuda
+}  // namespace eagle_kernels

@@ -1,5 +1,7 @@
 // out = round(hidden + residual) into a strided slot, with the row's sum of squares of what was stored. One block per
 // row: engines clone every captured layer and cat the clones, two passes over memory and K + 1 launches.
+#include "../capture_hidden.h"
+
 #include "launch.cuh"
 #include "pack.cuh"
 
@@ -16,15 +18,15 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
   let_next_kernel_start();
 
   float squares = 0;
-  for (int64_t first = first_column(); first < op.width; first += kHeld * pack_stride()) {
-    Pack<T> value[kHeld], other[kHeld];
+  for (int64_t first = first_column(); first < op.width; first += kInFlight * pack_stride()) {
+    Pack<T> value[kInFlight], other[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       value[i] = load_pack<kAligned>(hidden, first + i * pack_stride(), op.width);
       if (op.residual != nullptr) other[i] = load_pack<kAligned>(residual, first + i * pack_stride(), op.width);
     }
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       // Without a residual the row is copied as bits: rounding it again would change the payload of a NaN.
       if (op.residual != nullptr) value[i] = add(value[i], other[i]);
       store_pack<kAligned>(out, first + i * pack_stride(), op.width, value[i]);
@@ -37,8 +39,14 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cuda
 
-int capture_hidden(const CaptureHidden& record, int64_t rows, const Device& device) {
+namespace eagle_kernels {
+
+using namespace cuda;
+
+int capture_hidden_cuda(const CaptureHidden& record, const Device& device) {
+  const int64_t rows = record.num_rows;
   Alignment alignment(size_of(record.dtype));
   alignment.add(record.hidden, record.hidden_row_stride, rows);
   alignment.add(record.residual, record.residual_row_stride, rows);
@@ -53,4 +61,4 @@ int capture_hidden(const CaptureHidden& record, int64_t rows, const Device& devi
   });
 }
 
-}  // namespace eagle_kernels::cuda
+}  // namespace eagle_kernels

@@ -5,6 +5,8 @@
 
 #include <array>
 #include <atomic>
+#include <stdexcept>
+#include <string>
 
 namespace eagle_kernels::cuda {
 namespace {
@@ -24,17 +26,20 @@ struct Facts {
   std::atomic<int> shared_memory{0};
 };
 
-constexpr int kMostDevices = 64;
-std::array<Facts, kMostDevices> known_facts;
+constexpr int kMaxDevices = 64;
+std::array<Facts, kMaxDevices> known_facts;
+
+// State of the machine, no argument of the caller's: what CUDA said goes to the user.
+[[noreturn]] void fail(const char* op, const std::string& text) { throw std::runtime_error(op + (": " + text)); }
 
 // Two threads that ask at once write the same.
 const Facts& facts_of(const char* op, int device) {
   Facts& facts = known_facts[device];
   if (facts.compute_capability == 0) {
     int major = 0, minor = 0, shared_memory = 0;
-    check_cuda(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    check_cuda(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    check_cuda(op, cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    expect_success(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    expect_success(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    expect_success(op, cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     facts.shared_memory = shared_memory;
     facts.compute_capability = 10 * major + minor;
   }
@@ -43,27 +48,29 @@ const Facts& facts_of(const char* op, int device) {
 
 }  // namespace
 
-void check_cuda(const char* op, int code) {
-  if (code != cudaSuccess) {
-    eagle_kernels::check_cuda(op, code, cudaGetErrorString(static_cast<cudaError_t>(code)));
-  }
+void expect_success(const char* op, int code) {
+  if (code == cudaSuccess) return;
+  const std::string text = cudaGetErrorString(static_cast<cudaError_t>(code));
+  fail(op, "CUDA has error " + std::to_string(code) + " (" + text + "), expected none");
 }
 
-CurrentDevice::CurrentDevice(const char* op, const Tensor& tensor) {
+CurrentDevice::CurrentDevice(const char* op, int32_t index) {
   static const GetCurrentStream get_current_stream = find_get_current_stream();
-  STD_TORCH_CHECK(get_current_stream != nullptr, op, ": libtorch_cuda.so is not loaded, expected a torch with CUDA");
-  const int device = tensor.get_device_index();
-  STD_TORCH_CHECK(device >= 0 && device < kMostDevices, op, ": the tensors are on cuda:", device,
-                  ", expected an index below ", kMostDevices);
+  if (get_current_stream == nullptr) fail(op, "libtorch_cuda.so is not loaded, expected a torch with CUDA");
+  if (index < 0 || index >= kMaxDevices) {
+    fail(op, "the tensors are on cuda:" + std::to_string(index) + ", expected an index below " +
+                 std::to_string(kMaxDevices));
+  }
   int current = -1;
-  check_cuda(op, cudaGetDevice(&current));
-  const Facts& facts = facts_of(op, device);
-  STD_TORCH_CHECK(get_current_stream(device, &device_.stream) == 0, op, ": cuda:", device,
-                  " has no current stream, expected one");
+  expect_success(op, cudaGetDevice(&current));
+  const Facts& facts = facts_of(op, index);
+  if (get_current_stream(index, &device_.stream) != 0) {
+    fail(op, "cuda:" + std::to_string(index) + " has no current stream, expected one");
+  }
   device_.pdl = facts.compute_capability >= 90;
   device_.shared_memory = facts.shared_memory;
-  if (current != device) {
-    check_cuda(op, cudaSetDevice(device));
+  if (current != index) {
+    expect_success(op, cudaSetDevice(index));
     previous_ = current;
   }
 }

@@ -1,15 +1,14 @@
 // The tensors' device as the current one of this thread, and torch's current stream on it.
 #pragma once
 
-#include "../checks.h"
-#include "launchers.h"
+#include "device.h"
 
 namespace eagle_kernels::cuda {
 
 class CurrentDevice {
  public:
-  // Makes the tensor's device the current one where it is not.
-  CurrentDevice(const char* op, const Tensor& tensor);
+  // Makes the device the current one where it is not.
+  CurrentDevice(const char* op, int32_t index);
   // Puts back the device that was current.
   ~CurrentDevice();
   CurrentDevice(const CurrentDevice&) = delete;
@@ -21,7 +20,7 @@ class CurrentDevice {
   int previous_ = -1;
 };
 
-// Raises where a CUDA call returned an error.
-void check_cuda(const char* op, int code);
+// Raises where a CUDA call, or a launcher, returned an error.
+void expect_success(const char* op, int code);
 
 }  // namespace eagle_kernels::cuda

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../records.h"
+#include "../dtype.h"
 
 namespace eagle_kernels::cuda {
 
@@ -166,16 +166,6 @@ __device__ __forceinline__ float sum_over_block(float value) {
 __device__ __forceinline__ float rstd_of(float sum_squares, int64_t width, float eps) {
   const float mean_square = sum_squares / static_cast<float>(width) + eps;
   return mean_square == 0.0f ? 0.0f : 1.0f / sqrtf(mean_square);
-}
-
-// The source row that output row i reads, or -1 for a zero row.
-__device__ __forceinline__ int64_t source_row(const Chunk& chunk, int64_t i) {
-  int64_t row = i;
-  if (chunk.index.data != nullptr) {
-    row = chunk.index.is_int64 ? load(static_cast<const int64_t*>(chunk.index.data) + i)
-                               : load(static_cast<const int32_t*>(chunk.index.data) + i);
-  }
-  return row >= 0 && row < chunk.rows ? row : -1;
 }
 
 }  // namespace eagle_kernels::cuda

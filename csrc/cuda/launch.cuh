@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "device.cuh"
-#include "launchers.h"
+#include "device.h"
 
 namespace eagle_kernels::cuda {
 
@@ -89,7 +89,7 @@ inline int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 // alone, like the order of the row's sums.
 inline int64_t threads_of(int64_t width) {
   const int64_t wanted = (width + 15) / 16;
-  return std::min<int64_t>((wanted + 31) / 32 * 32, 512);
+  return std::clamp<int64_t>((wanted + 31) / 32 * 32, 32, 512);
 }
 
 // Shared memory of sum_over_block.

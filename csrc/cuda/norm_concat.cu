@@ -1,9 +1,12 @@
 // Gather, residual add, RMSNorm and concat of K sources in one launch; engines run K norms and a cat.
 //
-// A block per row and chunk, which holds its chunk in registers between the statistic and the store. Only a concat norm
+// A block per row and chunk, which keeps its chunk in registers between the statistic and the store. Only a concat norm
 // without given statistics needs all chunks of a row in one block; it reads them twice, the second time from L1.
+#include "../norm_concat.h"
+
 #include "launch.cuh"
 #include "pack.cuh"
+#include "source_row.cuh"
 
 namespace eagle_kernels::cuda {
 namespace {
@@ -11,10 +14,10 @@ namespace {
 // NormConcat with its chunks inside, as a kernel parameter.
 struct Arguments {
   NormConcat op;
-  Chunk chunks[kMostChunks];
+  Chunk chunks[kMaxChunks];
 };
 
-// round(x + residual) of columns [column, column + 8); zeros for a row that is not held.
+// round(x + residual) of columns [column, column + 8); zeros for a row out of range.
 template <bool kAligned, class T>
 __device__ __forceinline__ Pack<T> load_value(const Chunk& chunk, int64_t row, int64_t column) {
   if (row < 0) return {};
@@ -32,57 +35,59 @@ __device__ __forceinline__ float given_squares(const Chunk& chunk, int64_t row) 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant__ Arguments arguments) {
   const NormConcat& op = arguments.op;
+  const Concat& source = op.source;
   const int64_t i = blockIdx.x;
-  const int num_chunks = static_cast<int>(op.num_chunks);
+  const int num_chunks = static_cast<int>(source.num_chunks);
   const bool whole_row = gridDim.y == 1;
   const int begin = whole_row ? 0 : blockIdx.y, end = whole_row ? num_chunks : blockIdx.y + 1;
-  const int64_t step = kHeld * pack_stride();
+  const int64_t step = kInFlight * pack_stride();
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  Pack<T> value[kHeld];
+  Pack<T> value[kInFlight];
   const auto load_step = [&](const Chunk& chunk, int64_t row, int64_t first) {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) value[j] = load_value<kAligned, T>(chunk, row, first + j * pack_stride());
+    for (int j = 0; j < kInFlight; ++j) value[j] = load_value<kAligned, T>(chunk, row, first + j * pack_stride());
   };
-  const bool concat = op.norm == Norm::kConcat;
+  const bool concat = source.norm == Norm::kConcat;
   const bool given = arguments.chunks[0].sum_squares != nullptr;
   float squares = 0;
-  if (op.norm != Norm::kNone && given) {
+  if (source.norm != Norm::kNone && given) {
     for (int k = concat ? 0 : begin; k < (concat ? num_chunks : end); ++k) {
       squares += given_squares(arguments.chunks[k], source_row(arguments.chunks[k], i));
     }
-  } else if (op.norm != Norm::kNone) {
+  } else if (source.norm != Norm::kNone) {
     for (int k = begin; k < end; ++k) {
       const Chunk& chunk = arguments.chunks[k];
       const int64_t row = source_row(chunk, i);
       for (int64_t first = first_column(); first < chunk.width; first += step) {
         load_step(chunk, row, first);
 #pragma unroll
-        for (int j = 0; j < kHeld; ++j) squares += sum_of_squares(widen(value[j]));
+        for (int j = 0; j < kInFlight; ++j) squares += sum_of_squares(widen(value[j]));
       }
     }
     squares = sum_over_block(squares);
   }
 
   // A single chunk of one step, up to 8192 values, is still in registers.
-  const bool held = op.norm != Norm::kNone && !given && end - begin == 1 && arguments.chunks[begin].width <= step;
+  const bool in_registers =
+      source.norm != Norm::kNone && !given && end - begin == 1 && arguments.chunks[begin].width <= step;
   for (int k = begin; k < end; ++k) {
     const Chunk& chunk = arguments.chunks[k];
     const int64_t row = source_row(chunk, i);
-    const float rstd = op.norm == Norm::kNone ? 1.0f
-                       : concat               ? rstd_of(squares, op.width, arguments.chunks[0].eps)
+    const float rstd = source.norm == Norm::kNone ? 1.0f
+                       : concat               ? rstd_of(squares, source.width, arguments.chunks[0].eps)
                                               : rstd_of(squares, chunk.width, chunk.eps);
     for (int64_t first = first_column(); first < chunk.width; first += step) {
-      if (!held) load_step(chunk, row, first);
+      if (!in_registers) load_step(chunk, row, first);
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
+      for (int j = 0; j < kInFlight; ++j) {
         const int64_t column = first + j * pack_stride();
-        // Without a norm the bits pass; a row that is not held stays zero whatever the gain is.
-        if (op.norm != Norm::kNone && row >= 0) {
-          value[j] = narrow(norm<kAligned, T>(widen(value[j]), rstd, chunk.gain, op.norm_offset, column, chunk.width),
-                            T{});
+        // Without a norm the bits pass; a row out of range stays zero whatever gain and eps are.
+        if (source.norm != Norm::kNone && row >= 0) {
+          const Values x = widen(value[j]);
+          value[j] = narrow(norm<kAligned, T>(x, rstd, chunk.gain, source.norm_offset, column, chunk.width), T{});
         }
         store_pack<kAligned>(out + chunk.column, column, chunk.width, value[j]);
       }
@@ -91,28 +96,34 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cuda
 
-int norm_concat(const NormConcat& record, int64_t rows, const Device& device) {
+namespace eagle_kernels {
+
+using namespace cuda;
+
+int norm_concat_cuda(const NormConcat& record, const Device& device) {
+  const int64_t rows = record.num_rows;
   Arguments arguments{record, {}};
-  Alignment alignment(size_of(record.dtype));
+  Alignment alignment(size_of(record.source.dtype));
   alignment.add(record.out, record.out_row_stride, rows);
   int64_t widest = 0;
-  for (int64_t k = 0; k < record.num_chunks; ++k) {
-    const Chunk& chunk = arguments.chunks[k] = record.chunks[k];
+  for (int64_t k = 0; k < record.source.num_chunks; ++k) {
+    const Chunk& chunk = arguments.chunks[k] = record.source.chunks[k];
     alignment.add(chunk.x, chunk.x_row_stride, chunk.rows);
     alignment.add(chunk.residual, chunk.residual_row_stride, chunk.rows);
     alignment.add(chunk.gain.data);
     alignment.add_width(chunk.width);
     widest = std::max(widest, chunk.width);
   }
-  const bool whole_row = record.norm == Norm::kConcat && record.chunks[0].sum_squares == nullptr;
+  const bool whole_row = record.source.norm == Norm::kConcat && record.source.chunks[0].sum_squares == nullptr;
   const int64_t threads = threads_of(widest);
-  const Shape shape{rows, whole_row ? 1 : record.num_chunks, threads, sum_bytes(threads)};
-  return with_dtype(record.dtype, [&](auto type) {
+  const Shape shape{rows, whole_row ? 1 : record.source.num_chunks, threads, sum_bytes(threads)};
+  return with_dtype(record.source.dtype, [&](auto type) {
     using T = decltype(type);
     return alignment.holds() ? launch(norm_concat_kernel<T, true>, shape, arguments, device)
                              : launch(norm_concat_kernel<T, false>, shape, arguments, device);
   });
 }
 
-}  // namespace eagle_kernels::cuda
+}  // namespace eagle_kernels

@@ -15,10 +15,13 @@
 //
 // Sums go by column within a warp, then over warps, then over chunks: an order that depends on the widths of the chunks
 // alone, so a row's bits depend neither on the other rows nor on how many there are nor on the template instance.
+#include "../norm_concat_linear.h"
+
 #include <type_traits>
 
 #include "launch.cuh"
 #include "pack.cuh"
+#include "source_row.cuh"
 
 namespace eagle_kernels::cuda {
 namespace {
@@ -44,7 +47,7 @@ enum class Flavour {
 
 struct Arguments {
   NormConcatLinear op;
-  Chunk chunks[kMostChunks];
+  Chunk chunks[kMaxChunks];
 };
 
 template <class T, int kTokens, int kTiles, Flavour kFlavour>
@@ -121,7 +124,7 @@ __device__ __forceinline__ Words scaled(const Words& w, const float (&factor)[8]
           scaled<T>(w.z, factor[4], factor[5]), scaled<T>(w.w, factor[6], factor[7])};
 }
 
-// Where the loads of a warp's step lie from the first: steps 2j and 2j+1 are the halves of its j-th block.
+// Where the loads of a warp's step are, counted from the first: steps 2j and 2j+1 are the halves of its j-th block.
 __device__ __forceinline__ constexpr int step_offset(int step) {
   return step / 2 * kWarps * kBlockColumns + step % 2 * kStepColumns;
 }
@@ -130,7 +133,7 @@ template <class T, int kTokens, int kTiles, Flavour kFlavour>
 __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const __grid_constant__ Arguments arguments) {
   using K = Kernel<T, kTokens, kTiles, kFlavour>;
   const NormConcatLinear& op = arguments.op;
-  const NormConcat& source = op.source;
+  const Concat& source = op.source;
   const int num_chunks = static_cast<int>(source.num_chunks);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
@@ -323,24 +326,30 @@ int launch_as(const Arguments& arguments, const Device& device) {
 }
 
 // 32 columns a block halve what is read of x, which at 16 rows is as much as half of the weight's bytes; 16 make enough
-// blocks for every SM of a narrow output, and with residuals 32 would spill. Two blocks a SM on an H100 are 264. Leads:
-// no GPU has measured them.
+// blocks for every SM of a narrow output, and with residuals 32 would spill. Two blocks a SM on an H100 are 264.
+// Heuristics that no GPU has measured.
 template <class T, Flavour kFlavour>
 int launch_flavour(const Arguments& arguments, const Device& device) {
   const NormConcatLinear& op = arguments.op;
   constexpr int kWide = kFlavour == Flavour::kAny ? 1 : 2;
-  const int64_t sixteen_rows =
-      Kernel<T, 2, kWide, kFlavour>::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk);
-  if (op.num_rows > 8 && sixteen_rows <= device.shared_memory) {
-    return launch_as<T, 2, kWide, kFlavour>(arguments, device);
+  constexpr int kMaxTokens = kMaxDecodeRows / 8;
+  const int64_t max_shared_bytes =
+      Kernel<T, kMaxTokens, kWide, kFlavour>::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk);
+  if (op.num_rows > 8 && max_shared_bytes <= device.shared_memory) {
+    return launch_as<T, kMaxTokens, kWide, kFlavour>(arguments, device);
   }
   if (op.num_columns > 16 * 264) return launch_as<T, 1, 2, kFlavour>(arguments, device);
   return launch_as<T, 1, 1, kFlavour>(arguments, device);
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cuda
 
-bool norm_concat_linear_takes(const NormConcatLinear& record) {
+namespace eagle_kernels {
+
+using namespace cuda;
+
+bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
   Alignment alignment(2);
   alignment.add(record.weight, record.weight_row_stride, record.num_columns);
   for (int64_t k = 0; k < record.source.num_chunks; ++k) {
@@ -350,10 +359,10 @@ bool norm_concat_linear_takes(const NormConcatLinear& record) {
     alignment.add(chunk.gain.data);
     alignment.add_width(chunk.width);
   }
-  return record.source.dtype != DType::kFloat32 && record.post_norm_gain.data == nullptr && alignment.holds();
+  return alignment.holds();
 }
 
-int norm_concat_linear(const NormConcatLinear& record, const Device& device) {
+int norm_concat_linear_cuda(const NormConcatLinear& record, const Device& device) {
   Arguments arguments{record, {}};
   bool any_gain = false, plain = true;
   for (int64_t k = 0; k < record.source.num_chunks; ++k) {
@@ -370,4 +379,4 @@ int norm_concat_linear(const NormConcatLinear& record, const Device& device) {
   return record.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});
 }
 
-}  // namespace eagle_kernels::cuda
+}  // namespace eagle_kernels

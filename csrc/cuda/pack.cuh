@@ -12,7 +12,7 @@ namespace eagle_kernels::cuda {
 constexpr int kPack = 8;
 
 // Packs of a thread that are in flight at once, and stay in registers between the two passes of a norm.
-constexpr int kHeld = 2;
+constexpr int kInFlight = 2;
 
 struct Values {
   float v[kPack];
@@ -137,7 +137,7 @@ __device__ __forceinline__ Values norm(Values x, float rstd, const Vector& gain,
   return x;
 }
 
-// The columns that thread t starts at, and what a step of kHeld packs a thread moves on by.
+// The columns that thread t starts at, and what a step of kInFlight packs a thread moves on by.
 __device__ __forceinline__ int64_t first_column() { return static_cast<int64_t>(threadIdx.x) * kPack; }
 __device__ __forceinline__ int64_t pack_stride() { return static_cast<int64_t>(blockDim.x) * kPack; }
 

@@ -1,5 +1,7 @@
-// A row gather of one vocabulary shard: ids held elsewhere give zero rows, so that the all-reduce over the shards adds
+// A row gather of one vocabulary shard: ids of other shards give zero rows, so that the all-reduce over the shards adds
 // up to the lookup. One block per row, where engines mask, clamp, gather and fill in four kernels.
+#include "../vocab_parallel_embedding.h"
+
 #include "launch.cuh"
 #include "pack.cuh"
 
@@ -43,14 +45,14 @@ __global__ void __launch_bounds__(512) vocab_parallel_embedding_kernel(
                                                      : load(static_cast<const int32_t*>(op.ids) + place));
   const float scale = op.has_scale ? scale_of(op) : 1.0f;
   const T* weight = static_cast<const T*>(op.weight) + row * op.weight_row_stride;
-  for (int64_t first = first_column(); first < op.width; first += kHeld * pack_stride()) {
-    Pack<T> value[kHeld] = {};
+  for (int64_t first = first_column(); first < op.width; first += kInFlight * pack_stride()) {
+    Pack<T> value[kInFlight] = {};
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j < kInFlight; ++j) {
       if (row >= 0) value[j] = load_pack<kAligned>(weight, first + j * pack_stride(), op.width);
     }
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j < kInFlight; ++j) {
       if (op.has_scale && row >= 0) {  // an infinite scale leaves a zero row zero
         Values x = widen(value[j]);
 #pragma unroll
@@ -63,8 +65,14 @@ __global__ void __launch_bounds__(512) vocab_parallel_embedding_kernel(
 }
 
 }  // namespace
+}  // namespace eagle_kernels::cuda
 
-int vocab_parallel_embedding(const VocabParallelEmbedding& record, int64_t rows, const Device& device) {
+namespace eagle_kernels {
+
+using namespace cuda;
+
+int vocab_parallel_embedding_cuda(const VocabParallelEmbedding& record, const Device& device) {
+  const int64_t rows = record.num_rows;
   Alignment alignment(record.element_size);
   alignment.add(record.weight, record.weight_row_stride, 2);
   alignment.add(record.out, record.out_row_stride, rows);
@@ -77,4 +85,4 @@ int vocab_parallel_embedding(const VocabParallelEmbedding& record, int64_t rows,
   });
 }
 
-}  // namespace eagle_kernels::cuda
+}  // namespace eagle_kernels

@@ -40,16 +40,19 @@ def load_compiled() -> str | None:
     return None
 
 
-def _cuda_archs() -> tuple[str, ...]:
-    """What the loaded library has CUDA kernels for, as CMakeLists.txt spells it: 80, 90a, 90+ptx."""
-    if unsupported_reason is not None:
-        return ()
-    archs = ctypes.CDLL(os.fspath(COMPILED_LIBRARY)).eagle_kernels_cuda_archs
-    archs.restype = ctypes.c_char_p
-    return tuple(archs().decode().split())
-
-
 unsupported_reason: str | None = load_compiled()
-cuda_archs: tuple[str, ...] = _cuda_archs()
-MAX_CUDA_CHUNKS = 8
-MAX_CUDA_FUSED_ROWS = 16
+
+
+def _exported(name: str, kind: type, default: object) -> object:
+    """What a function of the library without arguments returns; the default where there is no library."""
+    if unsupported_reason is not None:
+        return default
+    function = getattr(ctypes.CDLL(os.fspath(COMPILED_LIBRARY)), f"eagle_kernels_{name}")
+    function.restype = kind
+    return function()
+
+
+# What the library has CUDA kernels for, as CMakeLists.txt spells it: 80, 90a, 90+ptx.
+cuda_archs: tuple[str, ...] = tuple(_exported("cuda_archs", ctypes.c_char_p, b"").decode().split())
+MAX_CUDA_CHUNKS: int = _exported("max_cuda_chunks", ctypes.c_int64, 0)
+MAX_CUDA_DECODE_ROWS: int = _exported("max_cuda_decode_rows", ctypes.c_int64, 0)

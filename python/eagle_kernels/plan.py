@@ -224,7 +224,7 @@ def cuda_projection(problem: Problem) -> Plan:
     needs no workspace."""
     invariant = SETTINGS.batch_invariant
     forced = SETTINGS.backend == "cuda"
-    T, limit = problem.rows, library.MAX_CUDA_FUSED_ROWS
+    T, limit = problem.rows, library.MAX_CUDA_DECODE_ROWS
     reason = _fused_cuda_unsupported_reason(problem)
     if reason is None and limit < T and not (forced and invariant):
         reason = f"T={T} > {limit}: the fused kernel would read the weight {-(-T // limit)} times"

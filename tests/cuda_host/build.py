@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda for the CPU: the kernels and launchers of the wheel over device_host.h and fibers.cpp."""
+"""Compiles csrc/cuda for the CPU: the wheel's kernels, launchers and host files over device_host.h and fibers.cpp."""
 
 import hashlib
 import os
@@ -14,13 +14,15 @@ ROOT = HERE.parents[1]
 TORCH = Path(torch.__file__).parent
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
-_SOURCES = [*sorted(ROOT.glob("csrc/cuda/*.cu")), ROOT / "csrc/cuda/ops.cpp", ROOT / "csrc/arguments.cpp"]
-_SOURCES += sorted(HERE.glob("*.cpp"))
-_HEADERS = [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("*.h")]
+# The host file of every op, and what they share; library.cpp and module.cpp are about the wheel's own two libraries.
+HOSTS = [path for path in sorted(ROOT.glob("csrc/*.cpp")) if path.stem not in ("library", "module")]
+_SOURCES = [*sorted(ROOT.glob("csrc/cuda/*.cu")), *HOSTS, *sorted(HERE.glob("*.cpp"))]
+_HEADERS = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("*.h")]
 _FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # A product and a sum stay two roundings, as written; nvcc contracts some of them.
 _FLAGS += ["-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
 _FLAGS += [f"-I{ROOT / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
+_HOST_FLAGS = ["-include", str(HERE / "registration.h"), "-DEAGLE_KERNELS_WITH_CUDA", "-DEAGLE_KERNELS_ISAS=scalar"]
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
@@ -29,7 +31,7 @@ def build(sanitized: bool) -> Path:
     flags = _FLAGS + (_SANITIZERS if sanitized else [])
     folder = ROOT / "build" / "cuda_host"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *flags]).encode())
+    settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *flags, *_HOST_FLAGS]).encode())
     for header in sorted(_HEADERS):
         settings.update(header.name.encode() + header.read_bytes())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -37,7 +39,7 @@ def build(sanitized: bool) -> Path:
     names = hashlib.sha256("".join(path.name for path in objects).encode())
     library = folder / f"libeagle_kernels_emulated-{names.hexdigest()[:16]}.so"
     if not library.exists():
-        _write(library, [*flags, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
+        _write(library, [*flags, "-shared", "-Wl,-z,defs", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
     return library
 
 
@@ -45,7 +47,8 @@ def _compile(source: Path, flags: list[str], folder: Path, digest: object) -> Pa
     digest.update(source.read_bytes())
     target = folder / f"{source.name}-{digest.hexdigest()[:16]}.o"
     if not target.exists():
-        _write(target, [*flags, "-x", "c++", "-c", source])
+        host_flags = _HOST_FLAGS if source in HOSTS else []
+        _write(target, [*flags, *host_flags, "-x", "c++", "-c", source])
     return target
 
 

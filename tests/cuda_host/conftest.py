@@ -20,6 +20,7 @@ pytest.register_assert_rewrite(
     "test_capture_hidden",
     "test_norm_concat",
     "test_norm_concat_linear",
+    "test_primitives",
     "test_vocab_parallel_embedding",
 )
 

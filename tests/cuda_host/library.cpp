@@ -1,10 +1,11 @@
-// torch.ops.eagle_kernels_emulated: the CUDA primitives on CPU tensors. csrc/cuda/ops.cpp, the launchers and the
-// kernels are those of the wheel; only current_device.cpp is replaced, by the end of this file.
+// torch.ops.eagle_kernels_emulated: the CUDA primitives on CPU tensors. The host files, the launchers and the kernels are
+// those of the wheel (registration.h); only current_device.cpp is replaced, by the end of this file.
 #include <torch/csrc/stable/library.h>
 
+#include <stdexcept>
+#include <string>
+
 #include "../../csrc/cuda/current_device.h"
-#include "../../csrc/cuda/ops.h"
-#include "../../csrc/schemas.h"
 #include "device.cuh"
 
 namespace eagle_kernels::cuda {
@@ -20,26 +21,19 @@ void set_device(int64_t shared_bytes, bool descending_warps) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(eagle_kernels_emulated, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_emulated, m) {
   m.def("set_device(int shared_bytes, bool descending_warps) -> ()");
-  define_primitives(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_emulated, CompositeExplicitAutograd, m) {
   m.impl("set_device", TORCH_BOX(&set_device));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_emulated, CPU, m) {
-  m.impl("capture_hidden_out", TORCH_BOX(&capture_hidden_out));
-  m.impl("add_rms_norm_out", TORCH_BOX(&add_rms_norm_out));
-  m.impl("vocab_parallel_embedding_out", TORCH_BOX(&vocab_parallel_embedding_out));
-  m.impl("norm_concat_out", TORCH_BOX(&norm_concat_out));
-  m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out));
-}
-
-CurrentDevice::CurrentDevice(const char*, const Tensor&) { device_.shared_memory = shared_limit; }
+CurrentDevice::CurrentDevice(const char*, int32_t) { device_.shared_memory = shared_limit; }
 CurrentDevice::~CurrentDevice() = default;
 
-void check_cuda(const char* op, int code) { eagle_kernels::check_cuda(op, code, "emulated"); }
+void expect_success(const char* op, int code) {
+  if (code != 0) throw std::runtime_error(std::string(op) + ": CUDA has error " + std::to_string(code));
+}
 
 }  // namespace eagle_kernels::cuda

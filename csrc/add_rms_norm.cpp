@@ -1,0 +1,94 @@
+// add_rms_norm: from tensors to the record, and the primitive of both devices.
+#include "add_rms_norm.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "checks.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "cuda/current_device.h"
+
+namespace eagle_kernels {
+namespace {
+
+constexpr const char* kOp = "add_rms_norm";
+
+template <auto run>
+void add_rms_norm_out(const Tensor& hidden_tensor, const Tensor& residual_tensor, const Tensor& weight_tensor,
+                      double eps, double norm_offset, const Tensor& out_tensor, const Tensor& out_sum_tensor) {
+  const View hidden(hidden_tensor), residual(residual_tensor), weight(weight_tensor);
+  const View out(out_tensor), out_sum(out_sum_tensor);
+  check_floating(kOp, "hidden", hidden);
+  check_rows(kOp, "hidden", hidden);
+  const int64_t rows = hidden.size(0), width = hidden.size(1);
+  check_operand(kOp, "residual", residual, hidden);
+  check_shape(kOp, "residual", residual, rows, width);
+  check_vector(kOp, "weight", weight, width, hidden);
+  check_eps(kOp, "eps", eps);
+  check_output(kOp, "out", out, hidden);
+  check_shape(kOp, "out", out, rows, width);
+  check_output(kOp, "out_sum", out_sum, hidden);
+  check_shape(kOp, "out_sum", out_sum, rows, width);
+  check_no_overlap(kOp, "out", out, hidden);
+  check_no_overlap(kOp, "out", out, residual);
+  check_no_overlap(kOp, "out", out, weight);
+  check_no_overlap(kOp, "out", out, out_sum);
+  check_no_overlap(kOp, "out_sum", out_sum, hidden);
+  check_no_overlap(kOp, "out_sum", out_sum, residual);
+  check_no_overlap(kOp, "out_sum", out_sum, weight);
+
+  AddRmsNorm record{};
+  record.dtype = hidden.type();
+  record.num_rows = rows;
+  record.width = width;
+  record.hidden = hidden.data;
+  record.hidden_row_stride = hidden.stride(0);
+  record.residual = residual.data;
+  record.residual_row_stride = residual.stride(0);
+  record.gain = {weight.data, weight.type()};
+  record.eps = static_cast<float>(eps);
+  record.norm_offset = static_cast<float>(norm_offset);
+  record.normed = out_tensor.mutable_data_ptr();
+  record.normed_row_stride = out.stride(0);
+  record.sum = out_sum_tensor.mutable_data_ptr();
+  record.sum_row_stride = out_sum.stride(0);
+  run(record, hidden.device_index);
+}
+
+constexpr cpu::PerIsa kCpu([](auto isa) { return &add_rms_norm_cpu<isa>; });
+
+void run_on_cpu(const AddRmsNorm& record, int32_t) {
+  const auto kernel = kCpu.active();
+  cpu::parallel_over(record.num_rows, record.width,
+                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
+  m.def(
+      "add_rms_norm_out(Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset, Tensor(a!) out, "
+      "Tensor(b!) out_sum) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
+  m.impl("add_rms_norm_out", TORCH_BOX(&add_rms_norm_out<run_on_cpu>));
+}
+
+#if defined(EAGLE_KERNELS_WITH_CUDA)
+namespace {
+
+void run_on_cuda(const AddRmsNorm& record, int32_t device_index) {
+  if (record.num_rows == 0 || record.width == 0) return;
+  const cuda::CurrentDevice device(kOp, device_index);
+  cuda::expect_success(kOp, add_rms_norm_cuda(record, device.get()));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
+  m.impl("add_rms_norm_out", TORCH_BOX(&add_rms_norm_out<run_on_cuda>));
+}
+#endif
+
+}  // namespace eagle_kernels

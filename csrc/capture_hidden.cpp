@@ -1,0 +1,95 @@
+// capture_hidden: from tensors to the record, and the primitive of both devices.
+#include "capture_hidden.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "checks.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "cuda/current_device.h"
+
+namespace eagle_kernels {
+namespace {
+
+constexpr const char* kOp = "capture_hidden";
+
+template <auto run>
+void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& residual_tensor, const Tensor& out_tensor,
+                        const OptionalTensor& sum_squares_tensor) {
+  const View hidden(hidden_tensor), out(out_tensor);
+  const std::optional<View> residual = view_of(residual_tensor), sum_squares = view_of(sum_squares_tensor);
+  check_floating(kOp, "hidden", hidden);
+  check_rows(kOp, "hidden", hidden);
+  const int64_t rows = hidden.size(0), width = hidden.size(1);
+  check_output(kOp, "out", out, hidden);
+  check_shape(kOp, "out", out, rows, width);
+  check_no_overlap(kOp, "out", out, hidden);
+  if (residual) {
+    check_operand(kOp, "residual", *residual, hidden);
+    check_shape(kOp, "residual", *residual, rows, width);
+    check_no_overlap(kOp, "out", out, *residual);
+  }
+  if (sum_squares) {
+    check_device(kOp, "sum_squares", *sum_squares, hidden);
+    check_dtype(kOp, "sum_squares", *sum_squares, kTorchFloat);
+    check(sum_squares->dim == 1 && sum_squares->size(0) == rows, kOp, "sum_squares", "shape");
+    check(rows <= 1 || sum_squares->stride(0) >= 1, kOp, "sum_squares", "stride");
+    check_no_overlap(kOp, "sum_squares", *sum_squares, hidden);
+    check_no_overlap(kOp, "sum_squares", *sum_squares, out);
+    if (residual) check_no_overlap(kOp, "sum_squares", *sum_squares, *residual);
+  }
+
+  CaptureHidden record{};
+  record.dtype = hidden.type();
+  record.num_rows = rows;
+  record.width = width;
+  record.hidden = hidden.data;
+  record.hidden_row_stride = hidden.stride(0);
+  if (residual) {
+    record.residual = residual->data;
+    record.residual_row_stride = residual->stride(0);
+  }
+  record.out = out_tensor.mutable_data_ptr();
+  record.out_row_stride = out.stride(0);
+  if (sum_squares) {
+    record.sum_squares = static_cast<float*>(sum_squares_tensor->mutable_data_ptr());
+    record.sum_squares_row_stride = sum_squares->stride(0);
+  }
+  run(record, hidden.device_index);
+}
+
+constexpr cpu::PerIsa kCpu([](auto isa) { return &capture_hidden_cpu<isa>; });
+
+void run_on_cpu(const CaptureHidden& record, int32_t) {
+  const auto kernel = kCpu.active();
+  cpu::parallel_over(record.num_rows, record.width,
+                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
+  m.def("capture_hidden_out(Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
+  m.impl("capture_hidden_out", TORCH_BOX(&capture_hidden_out<run_on_cpu>));
+}
+
+#if defined(EAGLE_KERNELS_WITH_CUDA)
+namespace {
+
+void run_on_cuda(const CaptureHidden& record, int32_t device_index) {
+  if (record.num_rows == 0) return;
+  const cuda::CurrentDevice device(kOp, device_index);
+  cuda::expect_success(kOp, capture_hidden_cuda(record, device.get()));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
+  m.impl("capture_hidden_out", TORCH_BOX(&capture_hidden_out<run_on_cuda>));
+}
+#endif
+
+}  // namespace eagle_kernels

@@ -1,0 +1,84 @@
+#include "checks.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace eagle_kernels {
+namespace {
+
+void read(AOTITorchError failed) {
+  if (failed) throw std::runtime_error("eagle-kernels: libtorch did not give a tensor's data");
+}
+
+// The bytes of a tensor as rows. A dense tensor is one row, which has no pitch.
+struct ByteRows {
+  uintptr_t begin;
+  int64_t rows, row_bytes, pitch;
+
+  explicit ByteRows(const View& view) : begin(reinterpret_cast<uintptr_t>(view.data)) {
+    const bool dense = view.dim != 2 && view.is_dense();
+    rows = dense ? 1 : view.size(0);
+    row_bytes = (dense ? view.numel() : view.dim == 2 ? view.size(1) : 1) * view.element_size;
+    pitch = dense ? 0 : view.stride(0) * view.element_size;
+  }
+
+  bool empty() const { return rows == 0 || row_bytes == 0; }
+  uintptr_t end() const { return begin + (rows - 1) * pitch + row_bytes; }
+};
+
+}  // namespace
+
+void refuse(const char* op, const char* argument, const char* rule, std::source_location where) {
+  const std::string_view file = where.file_name();
+  throw std::runtime_error(std::string(op) + ": " + argument + ": " + rule + " (" +
+                           std::string(file.substr(file.rfind('/') + 1)) + ":" + std::to_string(where.line()) + ")");
+}
+
+const TorchDType kTorchFloat{aoti_torch_dtype_float32()}, kTorchBFloat16{aoti_torch_dtype_bfloat16()},
+    kTorchHalf{aoti_torch_dtype_float16()}, kTorchInt{aoti_torch_dtype_int32()}, kTorchLong{aoti_torch_dtype_int64()};
+
+View::View(const Tensor& tensor) {
+  const AtenTensorHandle handle = tensor.get();
+  int64_t *own_sizes = nullptr, *own_strides = nullptr;
+  read(torch_get_const_data_ptr(handle, &data));
+  read(aoti_torch_get_sizes(handle, &own_sizes));
+  read(aoti_torch_get_strides(handle, &own_strides));
+  read(aoti_torch_get_dim(handle, &dim));
+  read(aoti_torch_get_dtype(handle, &dtype.code));
+  read(aoti_torch_get_device_type(handle, &device_type));
+  read(aoti_torch_get_device_index(handle, &device_index));
+  sizes = own_sizes;
+  strides = own_strides;
+  element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype.code));
+}
+
+int64_t View::numel() const {
+  int64_t elements = 1;
+  for (int64_t i = 0; i < dim; ++i) elements *= size(i);
+  return elements;
+}
+
+bool View::is_dense() const {
+  int64_t elements = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    if (size(i) != 1 && stride(i) != elements) return numel() == 0;
+    elements *= size(i);
+  }
+  return true;
+}
+
+bool overlap(const View& a_view, const View& b_view) {
+  const ByteRows a(a_view), b(b_view);
+  if (a.empty() || b.empty() || a.end() <= b.begin || b.end() <= a.begin) return false;
+  // Slots of one packed buffer: rows of one pitch, beside each other in each.
+  const int64_t pitch = a.rows > 1 ? a.pitch : b.pitch;
+  if ((a.rows == 1 && b.rows == 1) || (a.rows > 1 && b.rows > 1 && a.pitch != b.pitch)) return true;
+  if (pitch < std::max(a.row_bytes, b.row_bytes)) return true;
+  int64_t distance = static_cast<int64_t>(b.begin - a.begin) % pitch;
+  if (distance < 0) distance += pitch;
+  return distance < a.row_bytes || distance + b.row_bytes > pitch;
+}
+
+}  // namespace eagle_kernels

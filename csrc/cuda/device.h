@@ -1,0 +1,16 @@
+// Where a launch goes, and what a launcher has to know of it. A launcher (`<op>_cuda`, at the end of the op's .cu)
+// picks the template instance and launches once; it returns a CUDA error code, 0 for success, and neither checks an
+// argument nor allocates nor waits.
+#pragma once
+
+#include <cstdint>
+
+namespace eagle_kernels::cuda {
+
+struct Device {
+  void* stream;           // cudaStream_t
+  bool pdl;               // sm_90 and later: programmatic dependent launch
+  int64_t shared_memory;  // bytes that a block can have
+};
+
+}  // namespace eagle_kernels::cuda

@@ -1,0 +1,70 @@
+// norm_concat: from tensors to the record, and the primitive of both devices.
+#include "norm_concat.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "checks.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "cuda/current_device.h"
+#include "sources.h"
+
+namespace eagle_kernels {
+namespace {
+
+constexpr const char* kOp = "norm_concat";
+
+template <auto run>
+void norm_concat_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
+                     const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
+                     const std::vector<OptionalTensor>& residuals, const std::vector<OptionalTensor>& indices,
+                     const OptionalTensor& sum_squares, const Tensor& out_tensor) {
+  const View out(out_tensor);
+  const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
+  const Sources sources(kOp, arguments, out);
+  check_shape(kOp, "out", out, out.size(0), sources.concat.width);
+
+  NormConcat record{};
+  record.source = sources.concat;
+  record.num_rows = out.size(0);
+  record.out = out_tensor.mutable_data_ptr();
+  record.out_row_stride = out.stride(0);
+  run(record, out.device_index);
+}
+
+constexpr cpu::PerIsa kCpu([](auto isa) { return &norm_concat_cpu<isa>; });
+
+void run_on_cpu(const NormConcat& record, int32_t) {
+  const auto kernel = kCpu.active();
+  cpu::parallel_over(record.num_rows, record.source.width,
+                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
+  m.def(("norm_concat_out(" + kSourcesSchema + ", Tensor(a!) out) -> ()").c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
+  m.impl("norm_concat_out", TORCH_BOX(&norm_concat_out<run_on_cpu>));
+}
+
+#if defined(EAGLE_KERNELS_WITH_CUDA)
+namespace {
+
+void run_on_cuda(const NormConcat& record, int32_t device_index) {
+  check(record.source.num_chunks <= cuda::kMaxChunks, kOp, "chunks", "count on CUDA");
+  if (record.num_rows == 0) return;
+  const cuda::CurrentDevice device(kOp, device_index);
+  cuda::expect_success(kOp, norm_concat_cuda(record, device.get()));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
+  m.impl("norm_concat_out", TORCH_BOX(&norm_concat_out<run_on_cuda>));
+}
+#endif
+
+}  // namespace eagle_kernels

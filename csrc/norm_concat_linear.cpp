@@ -1,0 +1,139 @@
+// norm_concat_linear: from tensors to the record, and the primitive of both devices.
+#include "norm_concat_linear.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <memory>
+#include <new>
+
+#include "checks.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "cuda/current_device.h"
+#include "sources.h"
+
+namespace eagle_kernels {
+namespace {
+
+constexpr const char* kOp = "norm_concat_linear";
+
+template <auto run>
+void norm_concat_linear_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
+                            const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
+                            const std::vector<OptionalTensor>& residuals, const std::vector<OptionalTensor>& indices,
+                            const OptionalTensor& sum_squares, const Tensor& weight_tensor,
+                            const OptionalTensor& bias_tensor, const OptionalTensor& post_norm_tensor,
+                            double post_norm_eps, const Tensor& out_tensor) {
+  const View out(out_tensor), weight(weight_tensor);
+  const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
+  const Sources sources(kOp, arguments, out);
+  const int64_t rows = out.size(0), columns = out.size(1);
+  check_operand(kOp, "weight", weight, sources.first);
+  check_shape(kOp, "weight", weight, columns, sources.concat.width);
+  check_no_overlap(kOp, "out", out, weight);
+
+  NormConcatLinear record{};
+  record.source = sources.concat;
+  record.num_rows = rows;
+  record.num_columns = columns;
+  record.weight = weight.data;
+  record.weight_row_stride = weight.stride(0);
+  if (bias_tensor) {
+    const View bias(*bias_tensor);
+    check_vector(kOp, "bias", bias, columns, sources.first);
+    check_no_overlap(kOp, "out", out, bias);
+    record.bias = {bias.data, bias.type()};
+  }
+  if (post_norm_tensor) {
+    const View gain(*post_norm_tensor);
+    check_vector(kOp, "post_norm_weight", gain, columns, sources.first);
+    check_no_overlap(kOp, "out", out, gain);
+    check_eps(kOp, "post_norm_eps", post_norm_eps);
+    record.post_norm_gain = {gain.data, gain.type()};
+    record.post_norm_eps = static_cast<float>(post_norm_eps);
+  }
+  record.out = out_tensor.mutable_data_ptr();
+  record.out_row_stride = out.stride(0);
+  run(record, out.device_index);
+}
+
+struct CpuKernels {
+  int64_t (*workspace)(const NormConcatLinear&);
+  int64_t (*row_groups)(const NormConcatLinear&);
+  void (*pack)(const NormConcatLinear&, int64_t group_begin, int64_t group_end);
+  int64_t (*panels)(const NormConcatLinear&);
+  void (*project)(const NormConcatLinear&, int64_t panel_begin, int64_t panel_end);
+  void (*post_norm)(const NormConcatLinear&, int64_t row_begin, int64_t row_end);
+};
+
+constexpr cpu::PerIsa kCpu([](auto isa) {
+  return CpuKernels{
+      .workspace = norm_concat_linear_workspace<isa>,
+      .row_groups = norm_concat_linear_row_groups<isa>,
+      .pack = norm_concat_linear_pack<isa>,
+      .panels = norm_concat_linear_panels<isa>,
+      .project = norm_concat_linear_project<isa>,
+      .post_norm = norm_concat_linear_post_norm<isa>,
+  };
+});
+
+// Not a tensor: torch's allocator takes the same memory from the same place, behind a dispatcher call of 2 us.
+struct Workspace {
+  static constexpr std::align_val_t kAlignment{64};
+
+  explicit Workspace(int64_t bytes) : data(operator new(static_cast<size_t>(bytes), kAlignment)) {}
+  ~Workspace() { operator delete(data, kAlignment); }
+  Workspace(const Workspace&) = delete;
+
+  void* data;
+};
+
+void run_on_cpu(NormConcatLinear record, int32_t) {
+  if (record.num_rows == 0 || record.num_columns == 0) return;
+  const CpuKernels& kernels = kCpu.active();
+  const Workspace workspace(kernels.workspace(record));
+  record.workspace = workspace.data;
+  const int64_t groups = kernels.row_groups(record), panels = kernels.panels(record);
+  const int64_t width = record.source.width;
+  cpu::parallel_over(groups, record.num_rows * width / groups,
+                     [&](int64_t begin, int64_t end) { kernels.pack(record, begin, end); });
+  cpu::parallel_over(panels, record.num_rows * record.num_columns * width / panels,
+                     [&](int64_t begin, int64_t end) { kernels.project(record, begin, end); });
+  if (record.post_norm_gain.data == nullptr) return;
+  cpu::parallel_over(record.num_rows, record.num_columns,
+                     [&](int64_t begin, int64_t end) { kernels.post_norm(record, begin, end); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
+  m.def(("norm_concat_linear_out(" + kSourcesSchema +
+         ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
+            .c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
+  m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cpu>));
+}
+
+#if defined(EAGLE_KERNELS_WITH_CUDA)
+namespace {
+
+void run_on_cuda(const NormConcatLinear& record, int32_t device_index) {
+  check(record.source.num_chunks <= cuda::kMaxChunks, kOp, "chunks", "count on CUDA");
+  check(record.source.dtype != DType::kFloat32, kOp, "chunks", "dtype on CUDA");
+  check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
+  check(norm_concat_linear_is_aligned(record), kOp, "operands", "alignment");
+  if (record.num_rows == 0 || record.num_columns == 0) return;
+  const cuda::CurrentDevice device(kOp, device_index);
+  cuda::expect_success(kOp, norm_concat_linear_cuda(record, device.get()));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
+  m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cuda>));
+}
+#endif
+
+}  // namespace eagle_kernels

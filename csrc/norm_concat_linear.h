@@ -1,0 +1,51 @@
+// out = post_norm(round(concat) @ weight^T + bias), the concat as in concat.h.
+#pragma once
+
+#include "concat.h"
+#include "cpu/isa.h"
+#include "cuda/device.h"
+
+namespace eagle_kernels {
+
+struct NormConcatLinear {
+  Concat source;
+  int64_t num_rows;     // N
+  int64_t num_columns;  // D
+  const void* weight;   // [D, source.width]
+  int64_t weight_row_stride;
+  Vector bias;            // [D] or absent
+  Vector post_norm_gain;  // [D] or absent: no post norm; scaled by norm_offset + gain like the chunks
+  float post_norm_eps;    // a row of zeros at eps 0 stays zero here too
+  void* out;              // [N, D]
+  int64_t out_row_stride;
+  void* workspace;  // on CPU: norm_concat_linear_workspace bytes, 64-byte aligned
+};
+
+// On CPU up to three parallel passes over one workspace: the rows are normed and laid out for the product, then every
+// panel of output columns streams its rows of the weight once, then (post norm only) the fp32 rows are normed into out.
+template <cpu::Isa isa>
+int64_t norm_concat_linear_workspace(const NormConcatLinear& op);
+template <cpu::Isa isa>
+int64_t norm_concat_linear_row_groups(const NormConcatLinear& op);
+template <cpu::Isa isa>
+void norm_concat_linear_pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end);
+template <cpu::Isa isa>
+int64_t norm_concat_linear_panels(const NormConcatLinear& op);
+template <cpu::Isa isa>
+void norm_concat_linear_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end);
+template <cpu::Isa isa>
+void norm_concat_linear_post_norm(const NormConcatLinear& op, int64_t row_begin, int64_t row_end);
+
+namespace cuda {
+// Rows that the fused kernel multiplies in one pass over the weight; more take it several times.
+constexpr int64_t kMaxDecodeRows = 16;
+}  // namespace cuda
+
+// The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned.
+int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
+
+// Whether every width is a multiple of 8, and the addresses and row strides of chunks, residuals, gains and weight are
+// multiples of 16 bytes.
+bool norm_concat_linear_is_aligned(const NormConcatLinear& op);
+
+}  // namespace eagle_kernels

@@ -1,0 +1,62 @@
+// The sources of norm_concat and norm_concat_linear: from tensors to the record of the concat.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "checks.h"
+#include "concat.h"
+
+namespace eagle_kernels {
+
+// The arguments that both ops begin with, as their schemas name them.
+inline const std::string kSourcesSchema =
+    "Tensor[] chunks, int num_chunks, int norm, Tensor[] gains, float[] eps, float norm_offset, "
+    "Tensor?[] residuals, Tensor?[] indices, Tensor? sum_squares";
+
+struct SourceArguments {
+  const std::vector<Tensor>& chunks;
+  int64_t num_chunks;
+  int64_t norm;
+  const std::vector<Tensor>& gains;
+  const std::vector<double>& eps;
+  double norm_offset;
+  const std::vector<OptionalTensor>& residuals;
+  const std::vector<OptionalTensor>& indices;
+  const OptionalTensor& sum_squares;
+};
+
+// Checks the arguments, against `out` as well, and fills the record. A packed `chunks` (one tensor, num_chunks > 1) is
+// split by pointer arithmetic: slices in Python would cost 1 us each.
+class Sources {
+ public:
+  Sources(const char* op, const SourceArguments& arguments, const View& out);
+  Sources(const Sources&) = delete;  // concat points into it
+
+  Concat concat{};
+  View first;  // chunk 0, whose dtype and device are everyone's
+
+ private:
+  bool is_packed(const View& chunks) const;
+  void add_chunks();
+  void add_residuals();
+  void add_indices();
+  Index index_of(const View& index) const;
+  void add_gains();
+  bool is_packed_gain(const View& gain) const;
+  void add_eps();
+  void add_sum_squares();
+
+  const char* op_;
+  const SourceArguments& arguments_;
+  const View& out_;
+  bool packed_;
+  Chunk* chunks_;
+  std::array<Chunk, cuda::kMaxChunks> few_chunks_;  // no allocation for as many as this
+  std::vector<Chunk> many_chunks_;
+};
+
+}  // namespace eagle_kernels

@@ -1,0 +1,119 @@
+// vocab_parallel_embedding: from tensors to the record, and the primitive of both devices.
+#include "vocab_parallel_embedding.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include "checks.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "cuda/current_device.h"
+
+namespace eagle_kernels {
+namespace {
+
+constexpr const char* kOp = "vocab_parallel_embedding";
+
+template <auto run>
+void vocab_parallel_embedding_out(const Tensor& ids_tensor, const Tensor& weight_tensor, int64_t org_begin,
+                                  int64_t org_end, int64_t added_begin, int64_t added_end, int64_t added_row,
+                                  std::optional<double> scale, const OptionalTensor& scale_tensor,
+                                  const Tensor& out_tensor) {
+  const View ids(ids_tensor), weight(weight_tensor), out(out_tensor);
+  check_floating(kOp, "weight", weight);
+  check_rows(kOp, "weight", weight);
+  const int64_t width = weight.size(1), rows = weight.size(0);
+  check_device(kOp, "ids", ids, weight);
+  check_integer(kOp, "ids", ids);
+  check(ids.dim == 1, kOp, "ids", "dimensions");
+  check_output(kOp, "out", out, weight);
+  check_shape(kOp, "out", out, ids.size(0), width);
+  check_no_overlap(kOp, "out", out, weight);
+  check_no_overlap(kOp, "out", out, ids);
+  check(0 <= org_begin && org_begin <= org_end, kOp, "shard", "original bounds");
+  check(0 <= added_begin && added_begin <= added_end, kOp, "shard", "added bounds");
+  check(org_end - org_begin <= rows, kOp, "shard", "original rows");
+  const int64_t added = added_end - added_begin;
+  check(added == 0 || (added <= rows && 0 <= added_row && added_row <= rows - added), kOp, "shard", "added rows");
+
+  VocabParallelEmbedding record{};
+  if (scale_tensor) {
+    const View view(*scale_tensor);
+    check_device(kOp, "scale", view, weight);
+    check_floating(kOp, "scale", view);
+    check(view.dim == 0, kOp, "scale", "dimensions");
+    check_no_overlap(kOp, "out", out, view);
+    record.scale_tensor = {view.data, view.type()};
+  }
+  record.dtype = weight.type();
+  record.element_size = weight.element_size;
+  record.num_rows = ids.size(0);
+  record.width = width;
+  record.ids_are_int64 = ids.dtype == kTorchLong;
+  record.ids = ids.data;
+  record.ids_stride = ids.stride(0);
+  record.weight = weight.data;
+  record.weight_row_stride = weight.stride(0);
+  record.org_begin = org_begin;
+  record.org_end = org_end;
+  record.added_begin = added_begin;
+  record.added_end = added_end;
+  record.added_row = added_row;
+  record.has_scale = scale || scale_tensor;
+  record.scale = static_cast<float>(scale.value_or(1.0));
+  record.out = out_tensor.mutable_data_ptr();
+  record.out_row_stride = out.stride(0);
+  run(record, weight.device_index);
+}
+
+float value_of(const Vector& scalar) {
+  switch (scalar.dtype) {
+    case DType::kFloat32:
+      return *static_cast<const float*>(scalar.data);
+    case DType::kBFloat16:
+      return static_cast<float>(*static_cast<const torch::headeronly::BFloat16*>(scalar.data));
+    case DType::kFloat16:
+      return static_cast<float>(*static_cast<const torch::headeronly::Half*>(scalar.data));
+  }
+  return 0;
+}
+
+constexpr cpu::PerIsa kCpu([](auto isa) { return &vocab_parallel_embedding_cpu<isa>; });
+
+void run_on_cpu(VocabParallelEmbedding record, int32_t) {
+  if (record.scale_tensor.data != nullptr) record.scale = value_of(record.scale_tensor);
+  const auto kernel = kCpu.active();
+  cpu::parallel_over(record.num_rows, record.width,
+                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
+  m.def(
+      "vocab_parallel_embedding_out(Tensor ids, Tensor weight, int org_begin, int org_end, int added_begin, "
+      "int added_end, int added_row, float? scale, Tensor? scale_tensor, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
+  m.impl("vocab_parallel_embedding_out", TORCH_BOX(&vocab_parallel_embedding_out<run_on_cpu>));
+}
+
+#if defined(EAGLE_KERNELS_WITH_CUDA)
+namespace {
+
+void run_on_cuda(const VocabParallelEmbedding& record, int32_t device_index) {
+  if (record.num_rows == 0 || record.width == 0) return;
+  const cuda::CurrentDevice device(kOp, device_index);
+  cuda::expect_success(kOp, vocab_parallel_embedding_cuda(record, device.get()));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
+  m.impl("vocab_parallel_embedding_out", TORCH_BOX(&vocab_parallel_embedding_out<run_on_cuda>));
+}
+#endif
+
+}  // namespace eagle_kernels

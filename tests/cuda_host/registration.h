@@ -1,0 +1,14 @@
+// Included before each host file of csrc, when it is compiled for the emulated library: what it registers for CUDA tensors
+// is registered for CPU tensors, in torch.ops.eagle_kernels_emulated; what it registers for CPU tensors is left out.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#define eagle_kernels_C eagle_kernels_emulated
+
+#undef STABLE_TORCH_LIBRARY_IMPL
+#define STABLE_TORCH_LIBRARY_IMPL(library, key, m) EAGLE_KERNELS_REGISTER_##key(m)
+#define EAGLE_KERNELS_REGISTER_CUDA(m) _STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_emulated, CPU, m, C10_UID)
+// A function that no one calls, nor does the linker see: it would ask for the CPU kernels.
+#define EAGLE_KERNELS_REGISTER_CPU(m) \
+  [[maybe_unused]] static void C10_CONCATENATE(left_out_, C10_UID)(torch::stable::detail::StableLibrary & m)
