@@ -4,7 +4,6 @@ TypeError for types and dtypes, ValueError for shapes and values, RuntimeError f
 first write, so a call that raises leaves `out` and every buffer as they were.
 """
 
-import math
 import operator
 from collections.abc import Iterable
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from .dispatch import requires_grad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_FP32 = torch.finfo(torch.float32).max
 
 
 def error(kind: type[Exception], op: str, got: str, expected: str, because: str = "") -> Exception:
@@ -47,8 +47,9 @@ def check_number(op: str, name: str, value: object, expected: str = "a number") 
 
 
 def check_eps(op: str, name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise error(ValueError, op, f"{name} is {value}", "a finite number of at least 0")
+    """What is added to a mean square, in fp32."""
+    if not 0 <= value <= _MAX_FP32:
+        raise error(ValueError, op, f"{name} is {value}", "a finite fp32 number of at least 0")
 
 
 def check_sequence(op: str, name: str, value: object, expected: str = "a tensor or a sequence of tensors") -> list:

@@ -165,8 +165,7 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object)
 
 
 def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
-    weight = projection.weight
-    device = weight.device
+    weight, device = projection.weight, sources.chunks[0].device
     if device.type == "cpu" and not plans.SETTINGS.triton_interpret:
         return choose(OP, device, sources.num_chunks, rows, weight.dtype)
     return choose(
