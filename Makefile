@@ -40,14 +40,16 @@ lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# What a call costs on the host. `make test` runs each of these once; here they are measured.
+# What a call costs on the host: the public calls beside the chains they replace, saved where RESULT names a file, and
+# each of tests/host_overhead, which `make test` only runs once.
 bench-host: $(VENV)/package.stamp
+	$(BIN)/eagle-kernels host $(if $(RESULT),--json $(RESULT))
 	$(BIN)/python -m pytest tests/host_overhead --benchmark-enable --benchmark-columns=median,iqr,min,rounds \
 	    --benchmark-sort=name --benchmark-disable-gc
 
 # The README's tables and plots, from every saved run: each device's go between its own marks.
 report: $(VENV)/package.stamp
-	$(BIN)/eagle-kernels report --readme README.md --plots $(RESULTS)
+	$(BIN)/python bench/results/readme.py README.md $(RESULTS)
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv --clear $(VENV)

@@ -1,12 +1,18 @@
-"""Error against float64, and how much of it is allowed: design section 4, for `check` and the gate of `bench`."""
+"""What float64 says a result is, how far from it one is, and how much of that is allowed: for `check`, for the gate of
+`bench`, and for the tests, whose own bounds (tests/accuracy.py) go by the same rule."""
 
 import math
 
 import torch
 from torch import Tensor
 
-# fp32 rounds three or four times even where there is nothing to sum: 4 * 2^-24, below which no bound may go.
-_FP32_FLOOR = 2.0**-22
+# Half the distance from 1 to the next number, 2^-p for p significant bits: the relative error of one rounding.
+UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+# Sums of one value are exact: root, reciprocal, mean, eps, offset + gain, two products and two more are nine roundings
+# of fp32, sqrt(9) of one of them as a root mean square. Below this no bound may go: at width 1 the rule would ask for
+# half of one rounding.
+_FP32_FLOOR = 3 * UNIT_ROUNDOFF[torch.float32]
 
 
 def relative_rms(actual: Tensor, truth: Tensor) -> float:
@@ -19,17 +25,18 @@ def relative_rms(actual: Tensor, truth: Tensor) -> float:
     return math.sqrt(difference / power) if power > 0 else math.inf
 
 
-def error_bound(eager_error: float, dtype: torch.dtype, width: int, count: int) -> float:
+def error_bound(eager_error: float, dtype: torch.dtype, width: int, count: int | None = None) -> float:
     """The largest relative RMS error an output may have.
 
     bf16, fp16: 1.05 times that of the engines' eager path on the same data. Both paths round the same values, and
     differ where fp32 sums land on two sides of a tie; over `count` outputs the RMS error itself scatters by
-    1 / sqrt(2 * count), hence the allowance of three such deviations for few outputs.
+    1 / sqrt(2 * count), hence the allowance of three such deviations for few outputs. None leaves it out.
     fp32: 1e-6 * sqrt(width) / 32 for sums over `width` products, and at most twice eager's.
     """
-    if dtype != torch.float32:
-        return 1.05 * eager_error * (1 + 3 / math.sqrt(2 * max(count, 1)))
-    return max(min(1e-6 * math.sqrt(width) / 32, 2 * eager_error), _FP32_FLOOR)
+    if dtype == torch.float32:
+        return max(min(1e-6 * math.sqrt(width) / 32, 2 * eager_error), _FP32_FLOOR)
+    allowance = 1.0 if count is None else 1 + 3 / math.sqrt(2 * max(count, 1))
+    return 1.05 * eager_error * allowance
 
 
 def baseline_bound(eager_error: float, dtype: torch.dtype, width: int, count: int) -> float:

@@ -1,15 +1,25 @@
 """What the ops are measured against: the engines' chains in plain torch, and what torch.compile makes of them.
 
 The chains are those of SGLang 0.5.23 and vLLM 0.33 (`llama_eagle3`, `VocabParallelEmbedding`), with one F.rms_norm per
-norm and outputs written in place where torch offers it: the best an eager engine does, not the worst.
+norm and outputs written in place where torch offers it: the best an eager engine does, not the worst. Each chain of an
+op that moves memory has a second form, `preallocated_*`, that allocates nothing: on a CPU most of what an eager chain
+takes at large T is the kernel's mapping of fresh pages, and to be faster than that is no merit of an op.
+
+RMSNorm kernels of other packages are baselines where they are installed: Liger, FlashInfer, vLLM. Each is called as its
+engine would; the gain is the full one: an offset has been added to it.
 """
 
 import contextlib
+import importlib
+import importlib.util
 import io
 import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +27,31 @@ from torch import Tensor, nn
 
 import eagle_kernels
 
-from . import foreign_norms
 from .measure import Call
 
-# eager: torch's kernels. slices: a norm kernel per chunk that writes its slice of the concat, then the product.
-# linear: the product alone, over a concat that was normed before: the ceiling of what fusing a norm can win at large T.
-BASELINES = ("eager", "slices", "linear", "compile", "inductor-max", *foreign_norms.NAMES)
+# The import name of each package whose norm is a baseline, which is also what has to be installed.
+_PACKAGES = {"liger": "liger_kernel", "flashinfer": "flashinfer", "vllm": "vllm"}
+FOREIGN = tuple(_PACKAGES)
+
+# Baselines whose norms write slices of the concat: this package's norm kernel, or another package's.
+SLICES = ("slices", *FOREIGN)
+
+# eager: torch's kernels. eager-out: the same without an allocation. slices: a norm kernel per chunk that writes its
+# slice of the concat, then the product. linear: the product alone, over a concat that was normed before: the ceiling of
+# what fusing a norm can win at large T.
+BASELINES = ("eager", "eager-out", "slices", "linear", "compile", "inductor-max", *FOREIGN)
+
+MEANINGS = {
+    "eager": "the engines' chain in plain torch",
+    "eager-out": "the same with preallocated outputs and intermediates, for the ops that move memory, on a CPU",
+    "slices": "a norm kernel per chunk into its slice of the concat, then torch's product",
+    "linear": "torch's product alone, over a concat normed before: the ceiling at large T",
+    "compile": "torch.compile of the chain",
+    "inductor-max": "Inductor with max-autotune, and with freezing on a CPU",
+    "liger": "slices, with Liger's Triton norm",
+    "flashinfer": "slices, with FlashInfer's norm",
+    "vllm": "slices, with vLLM's norm",
+}
 
 # Seconds that the modules of one row may take to compile; above it, fewer copies are made.
 COMPILE_BUDGET = 60.0
@@ -57,15 +86,18 @@ def projected(normed: Tensor, weight: Tensor, eps: float, post_gain: Tensor | No
     return product if post_gain is None else F.rms_norm(product, product.shape[-1:], post_gain, eps)
 
 
-# Baselines whose norms write slices of the concat: this package's norm kernel, or another package's.
-SLICES = ("slices", *foreign_norms.NAMES)
-
-
-def slices_refusal(name: str, norm: str, device: str) -> str | None:
+def slices_unsupported_reason(name: str, norm: str, device: str) -> str | None:
     """Why one of `SLICES` cannot be had; None where it can."""
     if norm != "chunk":
         return f"norms into slices are for norm chunk, and this is norm {norm}"
-    return None if name == "slices" else foreign_norms.unusable_reason(name, device)
+    return None if name == "slices" else foreign_unsupported_reason(name, device)
+
+
+def foreign_unsupported_reason(name: str, device: str) -> str | None:
+    """Why the kernels of one of `FOREIGN` cannot be timed here; None where they can."""
+    if importlib.util.find_spec(_PACKAGES[name]) is None:
+        return f"{_PACKAGES[name]} is not installed"
+    return None if device == "cuda" else f"the kernels of {_PACKAGES[name]} take CUDA tensors"
 
 
 def norm_kernel(name: str) -> Callable[[Tensor, Tensor, float, Tensor], object]:
@@ -75,7 +107,7 @@ def norm_kernel(name: str) -> Callable[[Tensor, Tensor, float, Tensor], object]:
     this package's with K = 1, one launch each.
     """
     if name != "slices":
-        return foreign_norms.Norms(name).norm
+        return ForeignNorms(name).norm
     return lambda x, gain, eps, out: eagle_kernels.norm_concat([x], norm_weight=[gain], eps=eps, out=out)
 
 
@@ -104,9 +136,87 @@ def masked_embedding(
     is_org = (ids >= org_begin) & (ids < org_end)
     is_added = (ids >= added_begin) & (ids < added_end)
     offset = org_begin * is_org + (added_begin - added_row) * is_added
-    is_held = is_org | is_added
-    rows = F.embedding(is_held * (ids - offset), weight)
-    return rows.masked_fill_(~is_held.unsqueeze(-1), 0)
+    in_range = is_org | is_added
+    rows = F.embedding(in_range * (ids - offset), weight)
+    return rows.masked_fill_(~in_range.unsqueeze(-1), 0)
+
+
+class NormScratch:
+    """F.rms_norm in static memory: torch's own has no out=, and on a CPU it is these operations over fresh tensors."""
+
+    def __init__(self, T: int, H: int, device: str) -> None:
+        self._wide = torch.zeros(T, H, dtype=torch.float32, device=device)
+        self._rstd = torch.zeros(T, 1, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def num_bytes(T: int, H: int) -> int:
+        return 4 * T * (H + 1)
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float, out: Tensor) -> None:
+        """out = RMSNorm(x) * gain, for an fp32 gain; `out` may have rows apart from each other."""
+        wide, rstd = self._wide, self._rstd
+        wide.copy_(x)
+        torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=rstd)
+        rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        out.copy_(wide.mul_(rstd).mul_(gain))
+
+
+def preallocated_normed_concat(
+    chunks: Sequence[Tensor], gains: Sequence[Tensor], norm: str, eps: float, out: Tensor, scratch: NormScratch
+) -> Tensor:
+    """Every norm writes its slice: what an engine without a cat would run. `gains` in fp32."""
+    if norm == "chunk":
+        return normed_slices(scratch.norm, chunks, gains, eps, out)
+    torch.cat(chunks, -1, out=out)
+    if norm == "concat":
+        scratch.norm(out, gains[0], eps, out)
+    return out
+
+
+def preallocated_captured(hidden: Tensor, residual: Tensor, slot: Tensor) -> Tensor:
+    return torch.add(hidden, residual, out=slot)
+
+
+def preallocated_added_norm(
+    hidden: Tensor, residual: Tensor, gain: Tensor, eps: float, out_sum: Tensor, out: Tensor, scratch: NormScratch
+) -> tuple[Tensor, Tensor]:
+    torch.add(hidden, residual, out=out_sum)
+    scratch.norm(out_sum, gain, eps, out)
+    return out, out_sum
+
+
+class MaskScratch:
+    """The masks and the local ids of `masked_embedding` in static memory."""
+
+    def __init__(self, T: int, device: str) -> None:
+        self._masks = torch.zeros(3, T, dtype=torch.bool, device=device).unbind()
+        self._ids = torch.zeros(2, T, dtype=torch.int64, device=device).unbind()
+
+    @staticmethod
+    def num_bytes(T: int) -> int:
+        return 19 * T
+
+    def embed(
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        org_begin: int,
+        org_end: int,
+        added_begin: int,
+        added_end: int,
+        added_row: int,
+        out: Tensor,
+    ) -> Tensor:
+        is_org, is_added, other = self._masks
+        offset, local = self._ids
+        torch.logical_and(torch.ge(ids, org_begin, out=is_org), torch.lt(ids, org_end, out=other), out=is_org)
+        torch.logical_and(torch.ge(ids, added_begin, out=is_added), torch.lt(ids, added_end, out=other), out=is_added)
+        # Copied before the product: torch allocates for operands of two dtypes.
+        offset.copy_(is_org).mul_(org_begin).add_(local.copy_(is_added).mul_(added_begin - added_row))
+        torch.sub(ids, offset, out=local)
+        torch.logical_or(is_org, is_added, out=is_org)
+        torch.index_select(weight, 0, local.mul_(offset.copy_(is_org)), out=out)
+        return out.masked_fill_(torch.logical_not(is_org, out=other).unsqueeze(-1), 0)
 
 
 def compiled(chain: Callable, arguments: Sequence[tuple], mode: str | None = None) -> Call:
@@ -172,3 +282,39 @@ def _quiet_compilation() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), config.patch(settings):
         warnings.simplefilter("ignore")
         yield
+
+
+@dataclass(frozen=True)
+class ForeignNorms:
+    """The norm kernels of one package: `norm` writes into a slice of the concat where the package can, `add_norm`
+    leaves (normed, sum) in the two tensors it is given."""
+
+    name: str
+
+    @cached_property
+    def _module(self) -> ModuleType:
+        path = {"liger": "liger_kernel.ops", "flashinfer": "flashinfer.norm", "vllm": "vllm._custom_ops"}[self.name]
+        return importlib.import_module(path)
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float, out: Tensor) -> None:
+        """out = RMSNorm(x); `out` may have rows apart from each other."""
+        if self.name == "flashinfer":
+            self._module.rmsnorm(x, gain, eps, out=out)
+        elif self.name == "liger":
+            out.copy_(self._module.LigerRMSNormFunction.apply(x, gain, eps))  # it has no out=
+        elif out.is_contiguous():
+            self._module.rms_norm(out, x, gain, eps)
+        else:
+            dense = x.new_empty(x.shape)  # its kernel writes dense rows only
+            self._module.rms_norm(dense, x, gain, eps)
+            out.copy_(dense)
+
+    def add_norm(self, hidden: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(normed, sum); hidden and residual are overwritten where the package works in place."""
+        if self.name == "liger":
+            return self._module.LigerFusedAddRMSNormFunction.apply(hidden, residual, gain, eps)
+        if self.name == "flashinfer":
+            self._module.fused_add_rmsnorm(hidden, residual, gain, eps)
+        else:
+            self._module.fused_add_rms_norm(hidden, residual, gain, eps)
+        return hidden, residual

@@ -1,36 +1,72 @@
-"""`eagle-kernels info | list | check | bench | roofline | tune | compare | plot | report | demo`: a module each."""
+"""`eagle-kernels info | list | check | bench | roofline | host | tune | compare | plot | report | demo`."""
 
 import argparse
 import contextlib
-import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_kernels import byte_eagle3
+
+from . import benchmark, check, host, info, report, tune
+from .cli_types import Command, number
+
+# `demo`: what it reads from --weights.
+_FILES = ("config.json", "model.safetensors")
+_NEEDED = [*(f"{part}/{file}" for part in ("target", "drafter") for file in _FILES), "prompts.json"]
+
+
+def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    home = Path(byte_eagle3.__file__).parent
+    parser.add_argument("--weights", type=Path, default=home, help="folder of target/, drafter/ and prompts.json")
+    parser.add_argument("--tokens", type=number(2), default=96, help="tokens per prompt")
+    parser.add_argument("--drafts", type=number(1), default=4, help="drafts per forward of the target")
+
+
+def _run_demo(arguments: argparse.Namespace) -> int:
+    try:
+        from . import speculation  # transformers takes seconds to import, and need not be installed
+    except ImportError as missing:
+        needed = "expected transformers and safetensors: pip install 'eagle-kernels[demo]'"
+        arguments.parser.error(f"{missing}, {needed}")
+    absent = [name for name in _NEEDED if not (arguments.weights / name).is_file()]
+    if absent:
+        arguments.parser.error(
+            f"{arguments.weights} has no {', '.join(absent)}, expected what examples/byte_eagle3/train.py writes"
+        )
+    return speculation.report(arguments.weights, arguments.tokens, arguments.drafts)
+
+
+_DEMO = Command(
+    "Speculative decoding with a trained drafter: same tokens, accepted length, times, and what each mistake costs.",
+    _add_demo_arguments,
+    _run_demo,
+)
 
 # In the order in which somebody new to a machine would use them.
 _COMMANDS = {
-    "info": "info",
-    "list": "listing",
-    "check": "check",
-    "bench": "benchmark",
-    "roofline": "roofline",
-    "tune": "tune",
-    "compare": "compare",
-    "plot": "plot",
-    "report": "readme_table",
-    "demo": "demo",
+    "info": info.INFO,
+    "list": info.LIST,
+    "check": check.CHECK,
+    "bench": benchmark.BENCH,
+    "roofline": benchmark.ROOFLINE,
+    "host": host.HOST,
+    "tune": tune.TUNE,
+    "compare": report.COMPARE,
+    "plot": report.PLOT,
+    "report": report.REPORT,
+    "demo": _DEMO,
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle-kernels", description="Look at, check and measure eagle-kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(_COMMANDS) + "}")
-    for name, module_name in _COMMANDS.items():
-        module = importlib.import_module(f".{module_name}", __package__)
-        summary = module.__doc__.partition("\n")[0]
-        command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, parser=command)
+    for name, command in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.summary, description=command.summary)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run, parser=subparser)
     return parser
 
 

@@ -7,4 +7,4 @@
 #   bench/gpu_session.sh --collect RESULTS at home: into bench/results/ and the tuned tables
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec "${PYTHON:-$(command -v python3 || command -v python)}" -m bench.gpu_session "$@"
+exec "${PYTHON:-$(command -v python3 || command -v python)}" -m bench.gpu.session "$@"

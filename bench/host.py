@@ -8,7 +8,6 @@ call's cost, the median is printed beside it.
 import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from torch import Tensor
 
 import eagle_kernels as ek
 
-from .environment_header import format_header, read_environment
+from .cli_types import Command, number
+from .info import format_header, read_environment
 
 K, H, D, V = 3, 128, 128, 1000
 
@@ -86,13 +86,13 @@ def measure(rounds: int, burst: int) -> list[dict[str, object]]:
     """A record per call: microseconds of ours and of the chain, smallest and median, and the share ours / chain."""
     pairs = calls()
     times: dict[tuple[str, int], list[float]] = {(name, side): [] for name in pairs for side in (0, 1)}
-    for number in range(rounds + 2):
+    for turn in range(rounds + 2):
         for name, pair in pairs.items():
             for side, call in enumerate(pair):
                 started = time.perf_counter_ns()
                 for _ in range(burst):
                     call()
-                if number >= 2:  # the first ones choose plans and warm caches
+                if turn >= 2:  # the first ones choose plans and warm caches
                     times[name, side].append((time.perf_counter_ns() - started) / burst / 1000)
     records = []
     for name in pairs:
@@ -130,27 +130,33 @@ def format_records(records: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m eagle_kernels.bench.host", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="bursts of each call")
-    parser.add_argument("--burst", type=int, default=200, help="calls in a burst")
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=number(1), default=200, help="bursts of each call (default 200)")
+    parser.add_argument("--burst", type=number(1), default=200, help="calls in a burst (default 200)")
     parser.add_argument("--json", type=Path, help="save the records and the environment here")
-    options = parser.parse_args(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # handing a row to a second thread would be most of what is measured
     torch.manual_seed(0)
+    environment = read_environment("cpu")
     gc.disable()
-    with torch.no_grad():
-        records = measure(options.rounds, options.burst)
-    environment = read_environment("cpu") | {"priority": os.sched_getscheduler(0)}
+    try:
+        with torch.no_grad():
+            records = measure(arguments.rounds, arguments.burst)
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
     print(format_header(environment))
     print(format_records(records))
     imported = import_milliseconds()
     print(f"import eagle_kernels beyond torch: {imported} ms (goal: 50)")
-    if options.json:
+    if arguments.json:
         saved = {"environment": environment, "records": records, "import_ms": imported}
-        options.json.write_text(json.dumps(saved, indent=1) + "\n")
-        print(f"saved {options.json}")
+        arguments.json.write_text(json.dumps(saved, indent=1) + "\n")
+        print(f"saved {arguments.json}")
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+HOST = Command("What a call costs on the host, beside the torch calls that it replaces.", _add_arguments, _run)

@@ -1,22 +1,65 @@
-"""Time variants against each other, and say how sure the difference is.
+"""Time variants against each other: how many copies of their inputs, which clock, in which order, how sure.
 
 Variants run round-robin, one call each per round, so that a neighbour, a clock change or a thermal limit hits all of
 them alike; timed one after the other they drift apart by more than the differences that matter. Medians are reported,
 and minima beside them: on a shared machine the median is what one gets, the minimum what the code can do.
+
+- `clock`: one call between two readings of the clock (CPU).
+- `graph`: one CUDA graph holds a call for every copy of the inputs, back to back. A sample is a replay over their
+  number. This is what a decode step of an engine costs, which replays graphs too.
+- `eager`: the same calls launched from Python, between two events. A sample is what limits them: the GPU, or, at small
+  T, the launches. It counts for engines and prefills that run without graphs.
+
+Every call takes the next copy of its inputs, so that it finds them outside the caches: an engine runs the rest of the
+model between two calls. With one copy of a 100 MB weight a server CPU reads it from its last-level cache, and reports a
+bandwidth that no engine will see.
 """
 
+import contextlib
 import gc
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
+
+import torch
+
+from eagle_kernels import library
 
 Call = Callable[[int], object]  # runs a variant on the copy of the inputs with this number
 Timed = TypeVar("Timed")  # whatever the timer knows how to run
 
+# How the package is called: the public op with out=, the layer over it, the layer with its weight in oneDNN's layout.
+FORMS = ("op", "layer", "prepacked")
+
+TIMERS = {"cpu": ("clock",), "cuda": ("graph", "eager")}
+
 _MIN_ROUNDS = 7  # the 95 % interval of a median needs six samples
+_BESIDE_EVERY = 0.1
+_WARM_REPLAYS = 5
+
+# Cycles the GPU spins before a sample, about 0.1 ms: the start event and the graph are then both queued when the GPU
+# gets to them, and the sample holds none of the 5 to 10 us that a graph takes to be launched.
+_SPIN_CYCLES = 200_000
+
+
+def is_ours(name: str) -> bool:
+    """Whether a column of this name runs the package: "op", or "op:triton" on a backend of the user's choice."""
+    return name.partition(":")[0] in FORMS
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column: how the op or a baseline is called, on how many copies it can be, and what is active meanwhile."""
+
+    name: str
+    call: Call
+    copies: int
+    active: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
@@ -59,26 +102,38 @@ def time_on_cpu(call: Call, copy: int) -> float:
 
 
 def interleave(
-    calls: Sequence[Timed], copies: int, min_time: float, timer: Callable[[Timed, int], float] = time_on_cpu
+    calls: Sequence[Timed],
+    copies: int,
+    min_time: float,
+    timer: Callable[[Timed, int], float] = time_on_cpu,
+    beside: Sequence[Timed] = (),
 ) -> list[Samples]:
     """Time the calls round-robin until each had `min_time` seconds on average.
 
     Every call takes the next copy of the inputs: a copy comes back only after all others were used, by whichever
     variant, so none finds what the one before it left in the cache. Odd rounds run backwards, so no variant always
     follows the same one.
+
+    What is timed `beside` them runs once in every 100 ms of theirs: often enough to see the same machine, and so rarely
+    that the median of a short call is not that of a call whose caches were just emptied. Its samples come last.
     """
-    seconds: list[list[float]] = [[] for _ in calls]
-    total, rounds, copy = 0.0, 0, 0
+    seconds: list[list[float]] = [[] for _ in (*calls, *beside)]
+    total, rounds, copy, since = 0.0, 0, 0, math.inf
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()  # a collection inside a call would be counted as the call's
     try:
         while rounds < _MIN_ROUNDS or total < min_time * len(calls):
+            if since > _BESIDE_EVERY or rounds < _MIN_ROUNDS:
+                since = 0.0
+                for number, call in enumerate(beside, len(calls)):
+                    seconds[number].append(timer(call, 0))
             order = range(len(calls)) if rounds % 2 == 0 else reversed(range(len(calls)))
             for variant in order:
                 elapsed = timer(calls[variant], copy % copies)
                 seconds[variant].append(elapsed)
                 total += elapsed
+                since += elapsed
                 copy += 1
             rounds += 1
     finally:
@@ -103,3 +158,381 @@ def ratio(numerator: Samples, denominator: Samples) -> Ratio:
 
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def time_variants(timer: str, variants: Sequence[Variant], copies: int, min_time: float) -> list[Samples]:
+    """Interleave the variants for `min_time` seconds each on average; seconds per call."""
+    return time_prepared(timer, [prepare(timer, variant, copies) for variant in variants], copies, min_time)
+
+
+def prepare(timer: str, variant: Variant, copies: int) -> "Prepared":
+    """Warm a variant up, and capture it where the timer replays; what fails here would fail in the measurement."""
+    if timer == "clock":
+        return variant
+    return (_Graph if timer == "graph" else _Eager)(variant, copies)
+
+
+def time_prepared(
+    timer: str, prepared: Sequence["Prepared"], copies: int, min_time: float, beside: Sequence[Variant] = ()
+) -> list[Samples]:
+    """Samples of the prepared variants, then, on a CPU, of those beside them."""
+    if timer == "clock":
+        return interleave(prepared, copies, min_time, _clock, beside)
+    samples = interleave(prepared, 1, min_time, timer=_events_after_spin if timer == "graph" else _events)
+    return [Samples(tuple(seconds / copies for seconds in taken.seconds)) for taken in samples]
+
+
+def _clock(variant: Variant, copy: int) -> float:
+    with variant.active():
+        return time_on_cpu(variant.call, copy)
+
+
+class _Eager:
+    """One call for every copy."""
+
+    def __init__(self, variant: Variant, copies: int) -> None:
+        self.variant, self.copies = variant, copies
+        with variant.active():
+            self.run()
+
+    def run(self) -> None:
+        for copy in range(self.copies):
+            self.variant.call(copy)
+
+    def active(self) -> contextlib.AbstractContextManager:
+        return self.variant.active()
+
+
+class _Graph:
+    """The same, captured."""
+
+    def __init__(self, variant: Variant, copies: int) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with variant.active():
+            stream = torch.cuda.Stream()  # a capture wants its warm-up on a side stream
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # Every copy: binaries get compiled, and an address of another alignment is another binary.
+                for copy in range(copies):
+                    variant.call(copy)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self.graph):
+                for copy in range(copies):
+                    variant.call(copy)
+        for _ in range(_WARM_REPLAYS):
+            self.graph.replay()
+        torch.cuda.synchronize()
+
+    def run(self) -> None:
+        self.graph.replay()
+
+    def active(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+Prepared = Variant | _Eager | _Graph
+
+
+def _events(all_copies: _Eager | _Graph, _: int, spin: int = 0) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with all_copies.active():
+        torch.cuda.synchronize()
+        if spin:
+            torch.cuda._sleep(spin)
+        start.record()
+        all_copies.run()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def _events_after_spin(all_copies: _Eager | _Graph, _: int) -> float:
+    return _events(all_copies, 0, _SPIN_CYCLES)
+
+
+# Of the memory that is free: the rest stays for the neighbours, the compiler and temporaries.
+MEMORY_SHARE = 0.7
+_FALLBACK_CACHE_BYTES = 64 << 20
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class TooLarge(Exception):
+    """A row that does not fit into memory; the message says what it needs and what there is."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a row: what one call touches, what each copy occupies, and what there is once whatever the copies."""
+
+    touched: int
+    resident: int
+    fixed: int
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Copies of the inputs, and whether together they exceed the cache; `limit` says what kept them from it."""
+
+    copies: int
+    touched_bytes: int
+    cache_bytes: int
+    limit: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.copies * self.touched_bytes
+
+    @property
+    def is_cold(self) -> bool:
+        return self.total_bytes > self.cache_bytes
+
+    def reduced(self, copies: int, limit: str) -> "Rotation":
+        return Rotation(copies, self.touched_bytes, self.cache_bytes, limit)
+
+
+def plan_rotation(
+    footprint: Footprint,
+    cache_bytes: int,
+    available_bytes: int,
+    *,
+    cache_factor: float = 1.25,
+    most_copies: int = 1 << 16,
+) -> Rotation:
+    """At least two copies, as many as exceed the cache by a factor, no more than `most_copies` or fit into memory.
+
+    By a factor, since replacement is not exactly least-recently-used and a VM shares the cache. A copy is a handful of
+    tensor objects of about 1 kB, and a call in a CUDA graph: a one-row call is not worth more than some of them.
+
+    Raises:
+        TooLarge: two copies do not fit.
+    """
+    wanted = max(math.ceil(cache_factor * cache_bytes / footprint.touched), 2)
+    budget = int(MEMORY_SHARE * available_bytes)
+    fitting = (budget - footprint.fixed) // footprint.resident
+    if fitting < 2:
+        needed = footprint.fixed + 2 * footprint.resident
+        raise TooLarge(f"needs {format_bytes(needed)}, {format_bytes(budget)} of memory may be used")
+    limits = {wanted: "", most_copies: f"{most_copies} copies", fitting: f"{format_bytes(budget)} of memory"}
+    copies = min(limits)
+    return Rotation(copies, footprint.touched, cache_bytes, limits[copies] if copies < wanted else "")
+
+
+def last_level_cache_bytes(directory: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the outermost cache; 64 MiB where the system does not say."""
+    levels = []
+    for index in directory.glob("index*"):
+        try:
+            size = (index / "size").read_text().strip()
+            levels.append((int((index / "level").read_text()), int(size[:-1]) * _UNITS[size[-1]]))
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(levels)[1] if levels else _FALLBACK_CACHE_BYTES
+
+
+def available_memory_bytes() -> int:
+    """What can be allocated without swapping: the kernel's estimate, or less where a container's limit is lower."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return available
+    return min(available, limit - used)
+
+
+def format_bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+# Seconds for each ceiling where nothing is timed beside it.
+_SECONDS = {"cpu": 0.2, "cuda": 0.05}
+
+# Rows, columns and depth of the product whose rate is the ceiling: large enough for the best kernels to reach it, and
+# on a CPU small enough for 0.2 s on two cores without matrix units.
+_MATMUL = {"cuda": (8192, 8192, 8192), "cpu": (512, 4096, 4096)}
+
+# What a thread streams in one call of a ceiling: 4 ms at 15 GB/s. Of 32 MB the start of the threads is 2 %.
+_THREAD_BYTES = 64 << 20
+
+# A GPU's copy reaches its rate from some 500 MB on.
+_GPU_BYTES = 1 << 29
+
+# (streams, run_bytes, ahead_bytes): the walks of project_dot.h and project_amx.h (6 and 16 runs of a weight's row, the
+# next ones fetched meanwhile), and what may be faster elsewhere. AMD EPYC, 2 cores with neighbours, chrt -f 10, 100 MB,
+# GB/s: reading 32.6 with (6, 65536, 0), 31.5 with (4, 262144, 0), 28.2 with the best single run, where
+# norm_concat_linear reads 28.8; copying 45.3 with (4, 65536, 0), 33.4 with 16 runs, 30.0 by torch.
+Walk = tuple[int, int, int]
+READ_WALKS: tuple[Walk, ...] = (
+    (1, 65536, 1024),
+    (2, 262144, 2048),
+    (4, 65536, 0),
+    (4, 262144, 0),
+    (6, 24576, 0),
+    (6, 24576, 8192),
+    (6, 24576, 24576),
+    (6, 65536, 0),
+    (6, 65536, 65536),
+    (8, 24576, 24576),
+    (16, 24576, 0),
+    (16, 24576, 512),
+    (16, 24576, 24576),
+)
+# Of copy_stream and add_stream.
+COPY_WALKS: tuple[Walk, ...] = ((1, 65536, 0), (1, 262144, 0), (2, 262144, 0), (4, 65536, 0), (4, 262144, 0))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that any implementation has to read and to write in one call."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second, counting what is read and what is written; floating-point operations per second.
+
+    `add` is that of two reads for a write; None where it was not measured.
+    """
+
+    copy: float
+    read: float
+    matmul: float
+    add: float | None = None
+
+    def memory_seconds(self, traffic: Traffic) -> float:
+        """What the streams of this run take for these bytes.
+
+        No single rate is a ceiling: where reads and writes have channels of their own a copy is faster than a read
+        (45 and 34 GB/s on an AMD EPYC), elsewhere slower, and an op has its own share of writes. Seconds per byte are
+        known at none (read), a third (add) and a half (copy), and taken to be linear between and beyond. Reads and
+        writes that overlap make the true curve sag between two points, so that each needs to be measured: on the line
+        from read to copy alone capture_hidden, with a third, would be at 102 %. Beyond a half it rises faster.
+        """
+        share = traffic.written / max(traffic.total, 1)
+        ends = [(0.0, 1 / self.read), (1 / 2, 1 / self.copy)]
+        if self.add is not None and share < 1 / 2:
+            ends[1 if share < 1 / 3 else 0] = (1 / 3, 1 / self.add)
+        (low, at_low), (high, at_high) = ends
+        return traffic.total * max(at_low + (at_high - at_low) * (share - low) / (high - low), 0.0)
+
+    def floor_seconds(self, traffic: Traffic, flops: int) -> float:
+        """The roofline: no implementation can be much faster than these bytes and these operations take."""
+        return max(self.memory_seconds(traffic), flops / self.matmul if flops else 0.0)
+
+
+class Ceilings:
+    """What this machine's memory and matrix units can do, measured in the same run as the ops compared with it.
+
+    On a CPU the memory is streamed by the compiled kernels, with the fastest of several walks, in calls interleaved
+    with the row's: same threads, allocator, page size and priority. On a GPU, and without compiled kernels, torch
+    copies and reduces before the row.
+    """
+
+    def __init__(self, device: str, cache_bytes: int, cache_factor: float, available_bytes: int) -> None:
+        part_bytes = _THREAD_BYTES * torch.get_num_threads()
+        # On a CPU at least two parts, or the next call reads what this one has read.
+        least = 2 * part_bytes if device == "cpu" else _GPU_BYTES
+        wanted = max(int(cache_factor * cache_bytes), least)
+        # A sixth of what may be used for each of the two arrays: the rows need the rest.
+        self.array_bytes = min(wanted, int(MEMORY_SHARE * available_bytes) // 6) // 64 * 64
+        self.exceeds_cache = self.array_bytes > cache_bytes
+        self.are_streams = device == "cpu" and library.unsupported_reason is None
+        self._timer = TIMERS[device][0]
+        self._device = device
+        self._source = torch.ones(self.array_bytes // 4, dtype=torch.int32, device=device)
+        self._target = torch.zeros_like(self._source)
+        count = max(self.array_bytes // part_bytes, 1)
+        # Whole cache lines: only those are stored around the caches.
+        self._part_size = self._source.numel() // count // 16 * 16
+        # One rotation for all streams: a part comes back after all others, whichever stream it was read by.
+        self._next_part = itertools.cycle(range(0, count * self._part_size, self._part_size))
+        self._matmul: dict[torch.dtype, float] = {}
+        self._beside: tuple[Variant, ...] | None = None
+
+    def beside(self) -> tuple[Variant, ...]:
+        """Copies, additions and reads to time in the rounds of a row; none where `measure` has to do, before it."""
+        if self._beside is None:
+            self._beside = self._streams() if self.are_streams else ()
+        return self._beside
+
+    def measure(self, dtype: torch.dtype, seconds: float | None = None) -> Rates:
+        """Medians over about `seconds` each (0.2; 0.05 on a GPU), with torch's current number of threads."""
+        seconds = _SECONDS[self._device] if seconds is None else seconds
+        self.matmul(dtype, seconds)
+        if variants := self.beside():
+            return self.rates(dtype, time_variants(self._timer, variants, 1, seconds))
+        # Of torch's reductions on a CPU, max over int32 streams fastest (32 GB/s where sum of fp32 reaches 30).
+        calls = (lambda _: self._target.copy_(self._source), lambda _: self._source.max())
+        copy, read = time_variants(self._timer, [Variant("", call, 1) for call in calls], 1, seconds)
+        # One bus for both ways: what copies this fast could read this fast.
+        copy_rate = 2 * self.array_bytes / copy.median
+        return Rates(copy_rate, max(self.array_bytes / read.median, copy_rate), self.matmul(dtype))
+
+    def rates(self, dtype: torch.dtype, samples: Sequence[Samples]) -> Rates:
+        """What samples of `beside` say: of each kind, the faster one."""
+        copy, add, read = (min(first.median, second.median) for first, second in zip(*[iter(samples)] * 2, strict=True))
+        size = 4 * self._part_size
+        return Rates(2 * size / copy, size / read, self.matmul(dtype), 3 * size / add)
+
+    def matmul(self, dtype: torch.dtype, seconds: float | None = None) -> float:
+        """Measured once per dtype: at full power it would lower the clocks of every row beside it."""
+        if dtype not in self._matmul:
+            self._matmul[dtype] = self._measure_matmul(dtype, _SECONDS[self._device] if seconds is None else seconds)
+        return self._matmul[dtype]
+
+    def _part(self) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = next(self._next_part)
+        return self._source[begin : begin + self._part_size], self._target[begin : begin + self._part_size]
+
+    def _streams(self) -> tuple[Variant, ...]:
+        """Copying, adding and reading, each with the two fastest of its walks.
+
+        Two, since they are 1 or 2 % apart, and the choice of a moment must not be what an op is compared with.
+        """
+        kinds = ((self._copy, COPY_WALKS), (self._add, COPY_WALKS), (self._read, READ_WALKS))
+        return tuple(stream for make, walks in kinds for stream in self._fastest([make(walk) for walk in walks]))
+
+    def _fastest(self, variants: Sequence[Variant]) -> list[Variant]:
+        samples = time_variants(self._timer, variants, 1, _SECONDS[self._device])
+        medians = {variant: taken.median for variant, taken in zip(variants, samples, strict=True)}
+        return sorted(variants, key=medians.get)[:2]
+
+    def _read(self, walk: Walk) -> Variant:
+        streams, run_bytes, _ = walk
+        sums = torch.empty(-(-4 * self._part_size // (streams * run_bytes)), dtype=torch.int64)
+        read = torch.ops.eagle_kernels_C.read_stream
+        return Variant(f"read {walk}", lambda _: read(self._part()[0], *walk, sums), 1)
+
+    def _copy(self, walk: Walk) -> Variant:
+        def call(_: int) -> None:
+            source, target = self._part()
+            torch.ops.eagle_kernels_C.copy_stream(source, *walk, target)
+
+        return Variant(f"copy {walk}", call, 1)
+
+    def _add(self, walk: Walk) -> Variant:
+        def call(_: int) -> None:
+            (source, _), (other, target) = self._part(), self._part()
+            torch.ops.eagle_kernels_C.add_stream(source, other, *walk, target)
+
+        return Variant(f"add {walk}", call, 1)
+
+    def _measure_matmul(self, dtype: torch.dtype, seconds: float) -> float:
+        M, N, K = _MATMUL[self._device]
+        # Random: the multipliers draw less power on zeros, and the clocks go up (894 against 788 TFLOP/s on an H200).
+        a, b = (torch.randn(rows, K, device=self._device).to(dtype) for rows in (M, N))
+        out = torch.empty(M, N, dtype=dtype, device=self._device)
+        product = Variant("", lambda _: torch.mm(a, b.t(), out=out), 1)
+        product.call(0)
+        (samples,) = time_variants(self._timer, [product], 1, seconds)
+        return 2 * M * N * K / samples.median

@@ -1,4 +1,4 @@
-"""Search the Triton tiles of norm_concat_linear for a shape on this GPU, and write them into the tuned table."""
+"""`tune`: the Triton tiles of norm_concat_linear for a shape on this GPU, searched and written into the tuned table."""
 
 import argparse
 import functools
@@ -11,18 +11,15 @@ from pathlib import Path
 import torch
 
 from eagle_kernels import plan, tuned_configs
-from eagle_kernels.ops.norm_concat_linear import OP, TritonPlan
+from eagle_kernels.ops.norm_concat_linear import OP, Projection
 from eagle_kernels.ops.sources import Sources
+from eagle_kernels.plan import Kernel, Plan
 from eagle_kernels.tuned_configs import CONFIGS, Gpu, Tiles
 
-from . import choices, devices, selection
-from .environment_header import format_header, read_environment
-from .gate import judge
-from .measure import Ratio, ratio
-from .projection_workload import NormConcatLinear
-from .rotation import TooLarge, plan_rotation
-from .timers import TIMERS, time_variants
-from .workloads import Row, Variant
+from . import cli_types, info
+from .cli_types import Command
+from .measure import TIMERS, Ratio, TooLarge, Variant, plan_rotation, ratio, time_variants
+from .workloads import NormConcatLinear, Row, judge
 
 Choice = Tiles | None  # None: norm_concat and a library product
 Compare = Callable[[Choice, Choice], Ratio | None]  # incumbent over candidate; None where the candidate cannot run
@@ -43,36 +40,36 @@ _PASSES = 2
 _WORTH = 1.01
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--device", type=choices.one_of("device", devices.DEVICES), default="cuda", help="cuda (default)")
-    add("--op", type=choices.one_of("op", [OP]), default=OP, help=f"{OP}, the one op with tuned tables")
-    selection.add_arguments(parser)
+    add("--device", type=cli_types.one_of("device", info.DEVICES), default="cuda", help="cuda (default)")
+    add("--op", type=cli_types.one_of("op", [OP]), default=OP, help=f"{OP}, the one op with tuned tables")
+    cli_types.add_stage_arguments(parser)
     rows = "values of T to measure (default 1,8,16,32,64,128,256)"
-    add("--tokens", type=choices.row_counts, default=[1, 8, 16, 32, 64, 128, 256], metavar="T", help=rows)
-    add("--dtype", type=choices.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
-    add("--min-time", type=choices.number(0, float), default=0.05, help="seconds per candidate (default 0.05)")
+    add("--tokens", type=cli_types.row_counts, default=[1, 8, 16, 32, 64, 128, 256], metavar="T", help=rows)
+    add("--dtype", type=cli_types.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
+    add("--min-time", type=cli_types.number(0, float), default=0.05, help="seconds per candidate (default 0.05)")
     limit = "seconds for all of it: a T that is not done by then keeps the best so far (default 3600)"
-    add("--limit", type=choices.number(1), default=3600, help=limit)
+    add("--limit", type=cli_types.number(1), default=3600, help=limit)
     where = "write the table, by default into the installed package"
     add("--write", type=Path, nargs="?", const=CONFIGS, metavar="FOLDER", help=where)
     add("--missing", action="store_true", help="only those T that the table in FOLDER does not have")
     add("--dry-run", action="store_true", help="print the candidates, run nothing, need no GPU")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    stages = selection.stages(arguments)
+def _run(arguments: argparse.Namespace) -> int:
+    stages = cli_types.stages(arguments)
     if arguments.dry_run:
         return _print_candidates(arguments, stages)
     _check(arguments)
-    environment = read_environment(arguments.device)
-    print(format_header(environment), flush=True)
+    environment = info.read_environment(arguments.device)
+    print(info.format_header(environment), flush=True)
     gpu = tuned_configs.gpu_of(_device(arguments))
     deadline = time.monotonic() + arguments.limit
     torch.manual_seed(0)
     try:
         for (preset, stage, V), dtype in itertools.product(stages, arguments.dtype):
-            row = Row(OP, preset, stage, selection.norm_of(stage), V, 1, choices.DTYPES[dtype], arguments.device)
+            row = Row(OP, preset, stage, cli_types.norm_of(stage), V, 1, cli_types.DTYPES[dtype], arguments.device)
             _tune_shape(row, gpu, arguments, environment, deadline)
     except KeyboardInterrupt:
         print("interrupted: what is above is complete")
@@ -101,9 +98,9 @@ def _check(arguments: argparse.Namespace) -> None:
     fail = arguments.parser.error
     if arguments.missing and arguments.write is None:
         fail("argument --missing: it goes by the table that --write names")
-    if (reason := devices.unusable_reason(arguments.device)) is not None:
+    if (reason := info.unsupported_reason(arguments.device)) is not None:
         fail(f"no CUDA device: {reason}; --dry-run prints the candidates without one")
-    if (reason := plan.unusable_reason("triton", arguments.device)) is not None:
+    if (reason := plan.unsupported_reason("triton", torch.device(arguments.device))) is not None:
         fail(f"the Triton kernels cannot run on {arguments.device}: {reason}; the CPU kernels have no table to tune")
 
 
@@ -111,16 +108,16 @@ def _device(arguments: argparse.Namespace) -> torch.device:
     return torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
 
 
-def _print_candidates(arguments: argparse.Namespace, stages: list[selection.Stage]) -> int:
-    usable = arguments.device == "cuda" and devices.unusable_reason("cuda") is None
+def _print_candidates(arguments: argparse.Namespace, stages: list[cli_types.Stage]) -> int:
+    usable = arguments.device == "cuda" and info.unsupported_reason("cuda") is None
     gpu = tuned_configs.gpu_of(_device(arguments) if usable else torch.device("cpu"))
     for preset, stage, _ in stages:
         for dtype in arguments.dtype:
             for T in arguments.tokens:
-                start = start_tiles(gpu, T, stage.K, stage.H, stage.D, choices.DTYPES[dtype])
+                start = start_tiles(gpu, T, stage.K, stage.H, stage.D, cli_types.DTYPES[dtype])
                 print(f"{preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D} {dtype} T={T}, as on {gpu.name}")
                 print(f"  starts from {_text(start)}; against norm_concat + linear")
-                near = functools.partial(neighbours, start, gpu=gpu, H=stage.H, dtype=choices.DTYPES[dtype])
+                near = functools.partial(neighbours, start, gpu=gpu, H=stage.H, dtype=cli_types.DTYPES[dtype])
                 for tiles in itertools.chain.from_iterable(map(near, _OPTIONS)):
                     print(f"  {_text(tiles)}")
     return 0
@@ -203,9 +200,9 @@ class _Candidates:
         rotation = plan_rotation(
             self.workload.footprint(()),
             self.cache_bytes,
-            devices.available_bytes(device),
-            cache_factor=devices.CACHE_FACTORS[device],
-            most_copies=devices.MOST_COPIES[device],
+            info.available_bytes(device),
+            cache_factor=info.CACHE_FACTORS[device],
+            most_copies=info.MOST_COPIES[device],
         )
         self.workload.allocate(rotation.copies)
         self.copies = rotation.copies
@@ -240,15 +237,16 @@ class _Candidates:
         from eagle_kernels.triton_kernels import norm_concat_linear as kernels
 
         workload, is_aligned = self.workload, self.row.stage.H % 16 == 0
-        planned = TritonPlan(OP, "triton", "", "it is being tuned", choice, is_aligned)
+        kernel = Kernel.TWO_STEP if choice is None else Kernel.SPLIT
+        planned = Plan(OP, "triton", kernel, "it is being tuned", choice, is_aligned)
         options = {name: value for name, value in workload.options.items() if name != "post_norm_weight"}
-        none = {"residuals": None, "indices": None, "sum_squares": None, "num_chunks": None}
-        sources = [Sources.build(OP, list(chunks), **options, **none).arguments for chunks in workload.chunks]
+        sources = [Sources.of_call(OP, list(chunks), options) for chunks in workload.chunks]
         post = (None, workload.options["post_norm_weight"], float(options["eps"]))
+        projections = [Projection(weight, *post) for weight in workload.weights]
 
         def call(copy: int) -> object:
             out = workload.outs[copy]
-            kernels.norm_concat_linear(*sources[copy], workload.weights[copy], *post, out, planned)
+            kernels.run(sources[copy], projections[copy], out, planned)
             return out
 
         return call
@@ -258,3 +256,10 @@ def _text(choice: Choice) -> str:
     if choice is None:
         return "norm_concat + linear"
     return " ".join(f"{name}={value}" for name, value in asdict(choice).items())
+
+
+TUNE = Command(
+    "Search the Triton tiles of norm_concat_linear for a shape on this GPU, and write them into the tuned table.",
+    _add_arguments,
+    _run,
+)

@@ -1,17 +1,16 @@
-"""What an op's result is held against: hard data, the engines' eager chain, and tolerances derived in one place."""
+"""What an op's result is compared with: hard data, the engines' eager chain, elementwise bounds derived here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from eagle_kernels.bench.accuracy import UNIT_ROUNDOFF, error_bound
 from torch import Tensor
 
 from eagle_kernels.ops.norm_concat_linear import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula, gather_rows
 
-# Half the distance from 1 to the next number, 2^-p for p significant bits: the relative error of one rounding.
-UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 FP32 = UNIT_ROUNDOFF[torch.float32]
 
 
@@ -182,8 +181,6 @@ def allow_independent_roundings(expected: Expectation) -> Expectation:
 
 
 def rms_limit(dtype: torch.dtype, n: int, truth: Tensor, eager: Tensor) -> tuple[float, float]:
-    """(limit, eager's own): the rule of section 4 as derived in `expect`."""
+    """(limit, eager's own): the rule of section 4, whose home is bench/accuracy.py, on the mean over rows."""
     eager_rms = relative_rms(eager, truth)
-    if dtype == torch.float32:
-        return max(min(1e-6 * n**0.5 / 32, 2 * eager_rms), 3 * FP32), eager_rms
-    return 1.05 * eager_rms, eager_rms
+    return error_bound(eager_rms, dtype, n), eager_rms

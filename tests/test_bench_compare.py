@@ -4,10 +4,10 @@ import random
 from pathlib import Path
 
 import pytest
-from eagle_kernels.bench import results
+from eagle_kernels.bench import report
 from eagle_kernels.bench.cli import main
-from eagle_kernels.bench.compare import changes_between, median_interval
 from eagle_kernels.bench.measure import Samples
+from eagle_kernels.bench.report import changes_between, median_interval
 
 ENVIRONMENT = {"device": "cpu", "device_slug": "some-cpu", "threads": 2, "torch": "2.13.0", "triton": None}
 NOISE = 0.03
@@ -24,7 +24,7 @@ def record(variant: str, milliseconds: float, seed: int, T: int = 8, status: str
         return row | {"reason": "gone"}
     times = {"median_ms": taken.median, "min_ms": taken.minimum}
     times |= {"p20_ms": taken.quantile(0.2), "p80_ms": taken.quantile(0.8), "rounds": 60}
-    return row | dict.fromkeys(results.FIGURES, 1.0) | times
+    return row | dict.fromkeys(report.FIGURES, 1.0) | times
 
 
 def verdict(base: list[dict], new: list[dict], tolerance: float = 0.05) -> str:
@@ -84,7 +84,7 @@ def files(tmp_path: Path) -> list[Path]:
     base = [record("op", 2.0, 0), record("eager", 4.0, 0), record("op", 3.0, 0, T=64)]
     new = [record("op", 2.3, 1), record("eager", 4.0, 1), record("op", 3.0, 1, T=64, status="wrong")]
     for path, records in zip(paths, (base, new), strict=True):
-        results.save(path, ENVIRONMENT, ["bench"], records)
+        report.save(path, ENVIRONMENT, ["bench"], records)
     return paths
 
 
@@ -98,13 +98,13 @@ def test_command(options: list[str], code: int, files: list[Path], capsys: pytes
 
 
 def test_tolerance_is_the_users(files: list[Path]) -> None:
-    results.save(files[1], ENVIRONMENT, ["bench"], [record("op", 2.3, 1), record("eager", 4.0, 1)])
+    report.save(files[1], ENVIRONMENT, ["bench"], [record("op", 2.3, 1), record("eager", 4.0, 1)])
     assert main(["compare", *map(str, files), "--fail-on-regression", "--tolerance", "5%"]) == 1
     assert main(["compare", *map(str, files), "--fail-on-regression", "--tolerance", "0.3"]) == 0
 
 
 def test_another_machine_is_told(files: list[Path], capsys: pytest.CaptureFixture) -> None:
-    results.save(files[1], ENVIRONMENT | {"torch": "2.14.0"}, ["bench"], [record("op", 2.0, 1)])
+    report.save(files[1], ENVIRONMENT | {"torch": "2.14.0"}, ["bench"], [record("op", 2.0, 1)])
     assert main(["compare", *map(str, files)]) == 0
     assert "note: torch is 2.13.0 in BASE and 2.14.0 in NEW" in capsys.readouterr().out
 

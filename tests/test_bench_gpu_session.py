@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from eagle_kernels.bench import cli, gpu_package, gpu_session, gpu_stages
-from eagle_kernels.bench.gpu_stages import Stage
+from eagle_kernels.bench import cli
+from eagle_kernels.bench.gpu import package, session, stages
+from eagle_kernels.bench.gpu.stages import Stage
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place for the stages' files, and no package to prepare."""
     folder = tmp_path / "work"
-    for module in (gpu_session, gpu_stages):
+    for module in (session, stages):
         monkeypatch.setattr(module, "WORK", folder)
-    monkeypatch.setattr(gpu_session, "prepare_package", lambda device: dict(os.environ))
+    monkeypatch.setattr(session, "prepare_package", lambda device: dict(os.environ))
     return folder
 
 
@@ -34,7 +35,7 @@ def counting(work: Path, more: str = "") -> str:
 
 
 def run(stages: list[Stage], out: Path, seconds: float = 100, done: Path | None = None) -> dict[str, dict]:
-    gpu_session.run_stages(stages, out, done, "cpu", seconds)
+    session.run_stages(stages, out, done, "cpu", seconds)
     return {each.name: json.loads((out / f"{each.name}.json").read_text()) for each in stages}
 
 
@@ -53,7 +54,7 @@ def test_a_failure_is_told_and_the_next_stage_runs(work: Path, tmp_path: Path) -
     records = run(stages, tmp_path)
     assert [record["status"] for record in records.values()] == ["failed", "done"]
     assert "no GPU" in records["bad"]["output_tail"]
-    assert gpu_session.run_stages(stages, tmp_path, None, "cpu", 100) == 1
+    assert session.run_stages(stages, tmp_path, None, "cpu", 100) == 1
 
 
 def test_a_wrong_table_does_not_stop_the_next_one(work: Path, tmp_path: Path) -> None:
@@ -82,8 +83,8 @@ except KeyboardInterrupt:
 def test_a_stage_out_of_time_is_interrupted_and_keeps_its_rows(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_session, "_SAVE_EVERY", 0.3)
-    monkeypatch.setattr(gpu_session, "_LEAST", 0.5)
+    monkeypatch.setattr(session, "_SAVE_EVERY", 0.3)
+    monkeypatch.setattr(session, "_LEAST", 0.5)
     kept = {"records": [1, 2]}
     slow = stage("slow", SLOW, limit=1.5, result=lambda: kept, goes_on=True)
     never = stage("never", "print('ran')")
@@ -100,7 +101,7 @@ def test_a_stage_out_of_time_is_interrupted_and_keeps_its_rows(
 
 def test_a_cut_stage_that_cannot_go_on_stays_cut(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that take longer than a call would otherwise take every call."""
-    monkeypatch.setattr(gpu_session, "_LEAST", 0.5)
+    monkeypatch.setattr(session, "_LEAST", 0.5)
     assert run([stage("tests", SLOW, limit=1.0)], tmp_path)["tests"]["status"] == "cut"
     assert run([stage("tests", "print('again')")], tmp_path)["tests"]["status"] == "cut"
 
@@ -108,10 +109,10 @@ def test_a_cut_stage_that_cannot_go_on_stays_cut(work: Path, tmp_path: Path, mon
 def test_stages_in_order_of_value_name_commands_that_exist() -> None:
     """Every `eagle-kernels` call of every stage is parsed by the real parser: a renamed option would end a session."""
     parser = cli.build_parser()
-    names = [each.name for each in gpu_stages.STAGES]
+    names = [each.name for each in stages.STAGES]
     assert names == ["library", "gpu-tests", "sanitizer", "linear-curve", "op-table", "host-cost", "sweeps"]
     for device in ("cuda", "cpu"):
-        for command in (command for each in gpu_stages.STAGES for command in each.commands(device)):
+        for command in (command for each in stages.STAGES for command in each.commands(device)):
             if "eagle_kernels.bench.cli" not in command:
                 continue
             arguments = parser.parse_args(command[command.index("eagle_kernels.bench.cli") + 1 :])
@@ -121,14 +122,14 @@ def test_stages_in_order_of_value_name_commands_that_exist() -> None:
 
 
 def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gpu_session, gpu_stages):
+    for module in (session, stages):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     result = {"schema_version": 2, "environment": {"device_slug": "nvidia-h100"}, "records": []}
     sweeps = {"run": result, "configs": {"NVIDIA_H100.json": {"norm_concat_linear": []}}}
     for name, kept in (("op-table", result), ("sweeps", sweeps), ("host-cost", None)):
         record = {"schema_version": 1, "stage": name, "status": "done", "output_tail": "", "result": kept}
-        gpu_stages.write_json(tmp_path / "back" / f"{name}.json", record)
-    assert gpu_session.main(["--collect", str(tmp_path / "back")]) == 0
+        stages.write_json(tmp_path / "back" / f"{name}.json", record)
+    assert session.main(["--collect", str(tmp_path / "back")]) == 0
     assert json.loads((tmp_path / "bench/results/nvidia-h100/op-table.json").read_text()) == result
     assert json.loads((tmp_path / "bench/results/nvidia-h100/sweeps.json").read_text()) == result
     assert (tmp_path / "python/eagle_kernels/configs/NVIDIA_H100.json").exists()
@@ -141,7 +142,7 @@ def test_the_script_on_a_tree_without_the_package(tmp_path: Path) -> None:
     run = subprocess.run([*command, "--out", str(tmp_path)], timeout=200, **options)
     assert run.returncode == 0, run.stdout + run.stderr
     record = json.loads((tmp_path / "library.json").read_text())
-    assert record["status"] == "done" and record["result"]["commit"] == gpu_package._commit()
+    assert record["status"] == "done" and record["result"]["commit"] == package._commit()
     assert "build/gpu_site/eagle_kernels" in record["output_tail"] or "none loads" in record["result"]["library"]
 
 
@@ -165,18 +166,18 @@ def test_which_library(
         folder.mkdir()
     if carried:
         (tmp_path / "carried" / "libeagle_kernels.so").touch()
-    monkeypatch.setattr(gpu_package, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_package, "CARRIED", tmp_path / "carried")
-    monkeypatch.setattr(gpu_package, "_build", lambda environment, device: tmp_path / "built" if built else None)
+    monkeypatch.setattr(package, "ROOT", tmp_path)
+    monkeypatch.setattr(package, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(package, "_build", lambda environment, device: tmp_path / "built" if built else None)
 
     def loads(package: Path, folder: Path, environment: dict, wanted: str) -> bool:
         return kinds[folder] is not None and (wanted == "cpu" or kinds[folder] == "cuda")
 
-    monkeypatch.setattr(gpu_package, "_loads", loads)
-    assert gpu_package._provide_library(tmp_path, {}, device) == expected
+    monkeypatch.setattr(package, "_loads", loads)
+    assert package._provide_library(tmp_path, {}, device) == expected
 
 
 def test_unknown_stage_lists_the_known(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        gpu_session.main(["--stages", "library,sass"])
+        session.main(["--stages", "library,sass"])
     assert "stage sass is unknown, known are: library, gpu-tests" in capsys.readouterr().err

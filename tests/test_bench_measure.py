@@ -1,5 +1,6 @@
 """Timing, statistics and rotation of the benchmark: what its figures rest on."""
 
+import itertools
 import math
 import random
 import time
@@ -7,14 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from eagle_kernels.bench.measure import Samples, geometric_mean, interleave, ratio
-from eagle_kernels.bench.rotation import (
+import torch
+from eagle_kernels.bench import measure
+from eagle_kernels.bench.measure import (
     Footprint,
+    Rates,
+    Samples,
     TooLarge,
+    Traffic,
     available_memory_bytes,
+    geometric_mean,
+    interleave,
     last_level_cache_bytes,
     plan_rotation,
+    ratio,
 )
+
+from backends import needs_compiled
 
 MB = 1 << 20
 TOLERANCE = 1.05
@@ -85,6 +95,59 @@ def test_rounds_alternate_direction() -> None:
 def test_every_variant_has_at_least_seven_samples() -> None:
     samples = interleave([lambda copy: None] * 2, 1, min_time=0.0)
     assert [len(each.seconds) for each in samples] == [7, 7]
+
+
+def test_what_runs_beside_is_rare_and_sees_the_whole_time() -> None:
+    order: list[str] = []
+
+    def timer(name: str, copy: int) -> float:
+        order.append(name)
+        return 1e-3 if name == "op" else 5e-3
+
+    op, copy, read = interleave(["op"], 4, 1.0, timer, ["copy", "read"])
+    assert len(op.seconds) == 1000 and len(copy.seconds) == len(read.seconds)
+    assert 7 <= len(read.seconds) <= 20 and set(read.seconds) == {5e-3}
+    places = [place for place, name in enumerate(order) if name == "read"]
+    assert max(after - before for before, after in itertools.pairwise(places)) <= 105
+    assert places[-1] > len(order) - 105
+
+
+@needs_compiled
+def test_a_part_comes_back_after_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stream has just read, the next one must not find in the cache."""
+    monkeypatch.setattr(measure, "_THREAD_BYTES", 1 << 16)
+    monkeypatch.setattr(measure, "_SECONDS", {"cpu": 0.0})
+    part = torch.get_num_threads() << 16
+    ceilings = measure.Ceilings("cpu", 5 * part, 1.25, 1 << 40)
+    read: list[int] = []
+    original = ceilings._part
+
+    def recorded() -> tuple[torch.Tensor, torch.Tensor]:
+        source, target = original()
+        read.append(source.data_ptr())
+        assert source.nbytes >= part and source.data_ptr() % 64 == target.data_ptr() % 64 == 0
+        return source, target
+
+    monkeypatch.setattr(ceilings, "_part", recorded)
+    rates = ceilings.measure(torch.float32)
+    assert rates.copy > 0 and rates.read > 0 and rates.add > 0
+    assert len(ceilings.beside()) == 6 and ceilings.array_bytes == 5 * part * 5 // 4
+    count = len(set(read))
+    assert count == 6 and all(len(set(read[at : at + count])) == count for at in range(len(read) - count))
+
+
+def test_the_floor_of_memory_goes_by_what_is_read_and_what_is_written() -> None:
+    for rates in (Rates(20e9, 25e9, 1.0), Rates(45e9, 34e9, 1.0)):
+        assert rates.memory_seconds(Traffic(10**9, 0)) == pytest.approx(1e9 / rates.read)
+        assert rates.memory_seconds(Traffic(10**9, 10**9)) == pytest.approx(2e9 / rates.copy)
+    overlapping = Rates(45e9, 34e9, 1.0, add=48e9)
+    assert overlapping.memory_seconds(Traffic(2 * 10**9, 10**9)) == pytest.approx(3e9 / 48e9)
+    for traffic in (Traffic(10**9, 0), Traffic(10**9, 10**9), Traffic(10**9, 2 * 10**9)):
+        without = Rates(45e9, 34e9, 1.0).memory_seconds(traffic)
+        assert overlapping.memory_seconds(traffic) == pytest.approx(without)
+    assert Rates(45e9, 34e9, 1.0).memory_seconds(Traffic(0, 10**9)) == pytest.approx(2 / 45 - 1 / 34)
+    assert Rates(90e9, 30e9, 1.0).memory_seconds(Traffic(0, 10**9)) == 0  # a write is never a gain
+    assert Rates(20e9, 25e9, 1e12).floor_seconds(Traffic(10**6, 0), 10**9) == pytest.approx(1e-3)
 
 
 def test_statistics() -> None:

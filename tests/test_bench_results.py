@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import readme_table, results, table
+from eagle_kernels.bench import report
 from eagle_kernels.bench.accuracy import error_bound, relative_rms
-from eagle_kernels.bench.environment_header import cpu_facts, cpu_slug, gpu_slug
+from eagle_kernels.bench.info import cpu_facts, cpu_slug, gpu_slug
+from eagle_kernels.bench.results import readme
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
@@ -46,16 +47,16 @@ def record(variant: str, median_ms: float, T: int = 8, status: str = "ok") -> di
     return entry | times | rates | speedups | {"cold": True, "copies": 6, "copies_limited_by": ""}
 
 
-LAYOUT = table.Layout(["op", "eager"], "norm_concat_linear", ["clock"])
+LAYOUT = report.Layout(["op", "eager"], "norm_concat_linear", ["clock"])
 RECORDS = [record("op", 2.0), record("eager", 4.0), record("op", 2.0, T=64), record("eager", 16.0, T=64)]
 
 
 def test_run_survives_saving(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "run.json"
-    results.save(path, ENVIRONMENT, ["bench"], RECORDS)
-    run = results.load(path)
+    report.save(path, ENVIRONMENT, ["bench"], RECORDS)
+    run = report.load(path)
     assert run == {
-        "schema_version": results.SCHEMA_VERSION,
+        "schema_version": report.SCHEMA_VERSION,
         "argv": ["bench"],
         "environment": ENVIRONMENT,
         "records": RECORDS,
@@ -78,20 +79,20 @@ def test_run_survives_saving(tmp_path: Path) -> None:
 def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
-    with pytest.raises(results.UnreadableResult, match=re.escape(message)):
-        results.load(path)
+    with pytest.raises(report.UnreadableResult, match=re.escape(message)):
+        report.load(path)
 
 
 def test_missing_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(results.UnreadableResult, match=r"absent\.json: No such file"):
-        results.load(tmp_path / "absent.json")
+    with pytest.raises(report.UnreadableResult, match=r"absent\.json: No such file"):
+        report.load(tmp_path / "absent.json")
 
 
 def test_table_has_times_speedups_and_means() -> None:
-    (line,) = table.Layout.of(RECORDS).lines(RECORDS[2:])
+    (line,) = report.Layout.of(RECORDS).lines(RECORDS[2:])
     times = ["2.00 (1.90 - 2.20)", "16.0 (15.2 - 17.6)"]
-    assert re.split(" {2,}", line.strip()) == ["64", *times, "~8.00x", "10.0", "50", "25", "0.100", "25"]
-    assert list(table.footer(RECORDS)) == ["geomean op: 4.00x eager (2.00 to 8.00, 2 rows)"]
+    assert re.split(" {2,}", line.strip()) == ["64", *times, "~8.00x", "10.0", "25", "0.100", "25"]
+    assert list(report.footer(RECORDS)) == ["geomean op: 4.00x eager (2.00 to 8.00, 2 rows)"]
 
 
 def test_wrong_row_has_no_times() -> None:
@@ -112,7 +113,7 @@ def test_row_that_is_not_cold_says_so() -> None:
 
 def test_many_shapes_are_a_line_each() -> None:
     records = [entry | {"preset": f"model{number}"} for number in range(7) for entry in RECORDS]
-    text = readme_table.render(None, {"environment": ENVIRONMENT, "records": records})
+    text = report.render(None, {"environment": ENVIRONMENT, "records": records})
     assert "**norm_concat_linear, bf16, clock: op over eager**" in text
     assert "| preset | K | H | D | T=8 | T=64 |" in text
     assert "| model6:eagle3 | 3 | 64 | 32 | 2.00x | 8.00x |" in text
@@ -120,15 +121,13 @@ def test_many_shapes_are_a_line_each() -> None:
 
 def test_baselines_alone_are_shown_as_a_share_of_the_roofline() -> None:
     records = [record("linear", 2.0) | {"preset": f"model{number}"} for number in range(7)]
-    text = readme_table.render(None, {"environment": ENVIRONMENT, "records": records})
+    text = report.render(None, {"environment": ENVIRONMENT, "records": records})
     assert "**norm_concat_linear, bf16, clock: linear, % of the roofline**" in text
     assert "| model0:eagle3 | 3 | 64 | 32 | 75 |" in text
 
 
 def test_plot_has_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     axes = pytest.importorskip("matplotlib.axes")
-    from eagle_kernels.bench import plots
-
     drawn = {}
     plot = axes.Axes.plot
 
@@ -138,44 +137,44 @@ def test_plot_has_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(axes.Axes, "plot", recorded)
     run = {"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": RECORDS}
-    plots.draw([run], tmp_path / "one.png")
+    report.draw([run], tmp_path / "one.png")
     expected = {"over eager": {8: 2.0, 64: 8.0}, "op": {8: 75, 64: 75}, "eager": {8: 37.5, 64: 9.375}}
     assert {label: pytest.approx(curve) for label, curve in drawn.items()} == expected
     drawn.clear()
     many = [entry | {"preset": f"model{number}"} for number in range(7) for entry in RECORDS]
-    plots.draw([run | {"records": many}], tmp_path / "many.png")
+    report.draw([run | {"records": many}], tmp_path / "many.png")
     assert drawn["over eager, geomean of 7"] == pytest.approx({8: 2.0, 64: 8.0})
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no row was timed"):
-        plots.draw([run | {"records": [record("op", 2.0, status="skipped")]}], tmp_path / "none.png")
+        report.draw([run | {"records": [record("op", 2.0, status="skipped")]}], tmp_path / "none.png")
 
 
 def test_section_of_a_readme_is_replaced() -> None:
-    text = readme_table.render(Path("bench/results/x/y.json"), {"environment": ENVIRONMENT, "records": RECORDS})
-    readme = "before\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\nafter\n"
-    replaced = readme_table.replace_section(readme, "cpu", text)
-    assert readme_table.section(replaced, "cpu") == text
+    text = report.render(Path("bench/results/x/y.json"), {"environment": ENVIRONMENT, "records": RECORDS})
+    page = "before\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\nafter\n"
+    replaced = readme.replace_section(page, "cpu", text)
+    assert readme.section(replaced, "cpu") == text
     assert replaced.startswith("before\n") and replaced.endswith("\nafter\n") and "old" not in replaced
-    assert readme_table.replace_section(replaced, "cpu", text) == replaced
+    assert readme.replace_section(replaced, "cpu", text) == replaced
     with pytest.raises(ValueError, match="README has no <!-- bench:cpu -->"):
-        readme_table.replace_section("nothing here", "cpu", text)
+        readme.replace_section("nothing here", "cpu", text)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_readme_and_saved_runs_agree(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's tables are generated, from every saved run; whoever edits one of the two by hand is told here."""
     monkeypatch.chdir(ROOT)  # where `make report` runs: a plot is shown if it is there
-    section = readme_table.section(Path("README.md").read_text(encoding="utf-8"), device)
+    section = readme.section(Path("README.md").read_text(encoding="utf-8"), device)
     shown = [Path(name) for name in re.findall(r"From \[`(.+?)`\]", section)]
-    saved = {path: results.load(path) for path in Path("bench/results").glob("*/*.json")}
+    saved = {path: report.load(path) for path in Path("bench/results").glob("*/*.json")}
     assert set(shown) == {path for path, run in saved.items() if run["environment"]["device"] == device}
-    assert section == "\n".join(readme_table.render(path, saved[path]) for path in shown)
+    assert section == "\n".join(report.render(path, saved[path]) for path in shown)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*/*.json")), ids=lambda path: path.name)
 def test_saved_runs_are_readable(path: Path) -> None:
-    run = results.load(path)
+    run = report.load(path)
     assert run["environment"]["device_slug"] == path.parent.name
     json.dumps(run, allow_nan=False)
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle_kernels.bench import ceilings, timers
+from eagle_kernels.bench import measure
 from eagle_kernels.bench.cli import main
-from eagle_kernels.bench.results import load
-from eagle_kernels.bench.workloads import Variant
+from eagle_kernels.bench.measure import Variant
+from eagle_kernels.bench.report import load
 from torch.overrides import TorchFunctionMode
 
 COPIES = 5
@@ -83,13 +83,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.mark.parametrize("timer", ["graph", "eager"])
 def test_a_sample_is_one_call(timer: str, cuda: FakeCuda) -> None:
     variants = [cuda.variant("fast", 1e-4), cuda.variant("slow", 3e-4)]
-    fast, slow = timers.time_variants(timer, variants, COPIES, min_time=0.02)
+    fast, slow = measure.time_variants(timer, variants, COPIES, min_time=0.02)
     assert fast.median == pytest.approx(1e-4) and slow.median == pytest.approx(3e-4)
     assert max(slow.seconds) == pytest.approx(3e-4)
 
 
 def test_a_graph_holds_every_copy_once(cuda: FakeCuda) -> None:
-    timers.time_variants("graph", [cuda.variant("op", 1e-4)], COPIES, min_time=0.0)
+    measure.time_variants("graph", [cuda.variant("op", 1e-4)], COPIES, min_time=0.0)
     warm, replayed = cuda.launched[:COPIES], cuda.launched[COPIES:]
     assert warm == [("op", copy) for copy in range(COPIES)]
     assert replayed[:COPIES] == [("replayed op", copy) for copy in range(COPIES)]
@@ -98,27 +98,27 @@ def test_a_graph_holds_every_copy_once(cuda: FakeCuda) -> None:
 
 def test_variants_alternate(cuda: FakeCuda) -> None:
     variants = [cuda.variant(name, 1e-4) for name in "ab"]
-    prepared = [timers.prepare("graph", variant, COPIES) for variant in variants]
+    prepared = [measure.prepare("graph", variant, COPIES) for variant in variants]
     cuda.launched.clear()
-    timers.time_prepared("graph", prepared, COPIES, min_time=0.0)
+    measure.time_prepared("graph", prepared, COPIES, min_time=0.0)
     order = [name for name, copy in cuda.launched if copy == 0]
     assert order[:4] == ["replayed a", "replayed b", "replayed b", "replayed a"]
 
 
 @pytest.mark.parametrize("timer", ["clock", "graph", "eager"])
-def test_what_has_to_hold_holds_in_every_call(timer: str, cuda: FakeCuda) -> None:
-    """A forced backend is in force while its calls run or are captured, and for no other variant's."""
-    held, seen = [False], []
+def test_what_a_variant_activates_is_active_in_every_call(timer: str, cuda: FakeCuda) -> None:
+    """A forced backend is active while its calls run or are captured, and for no other variant's."""
+    active, seen = [False], []
 
     @contextlib.contextmanager
-    def in_force() -> Iterator[None]:
-        held[0] = True
+    def activate() -> Iterator[None]:
+        active[0] = True
         yield
-        held[0] = False
+        active[0] = False
 
-    forced = Variant("forced", lambda copy: seen.append(("forced", held[0])), COPIES, in_force)
-    free = Variant("free", lambda copy: seen.append(("free", held[0])), COPIES)
-    timers.time_variants(timer, [forced, free], COPIES, min_time=0.0)
+    forced = Variant("forced", lambda copy: seen.append(("forced", active[0])), COPIES, activate)
+    free = Variant("free", lambda copy: seen.append(("free", active[0])), COPIES)
+    measure.time_variants(timer, [forced, free], COPIES, min_time=0.0)
     assert set(seen) == {("forced", True), ("free", False)}
 
 
@@ -144,9 +144,9 @@ def test_the_whole_command_on_a_stand_in(
     replaced["empty_cache"] = lambda: None
     for name, stand_in in replaced.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(ceilings, "_SECONDS", {"cuda": 0.0})
-    monkeypatch.setattr(ceilings, "_MATMUL", {"cuda": (16, 64, 64)})
-    monkeypatch.setattr(timers.torch.cuda.Event, "record", lambda event: setattr(event, "at", time.perf_counter()))
+    monkeypatch.setattr(measure, "_SECONDS", {"cuda": 0.0})
+    monkeypatch.setattr(measure, "_MATMUL", {"cuda": (16, 64, 64)})
+    monkeypatch.setattr(measure.torch.cuda.Event, "record", lambda event: setattr(event, "at", time.perf_counter()))
     path = tmp_path / "run.json"
     arguments = ["bench", "--op", "norm_concat_linear,capture_hidden", "--tokens", "1,3", "--min-time", "0"]
     arguments += ["--chunks", "3", "--hidden", "64", "--out", "48", "--baselines", "eager,slices,linear"]

@@ -140,7 +140,7 @@ def test_the_kernels_in_the_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "eagle_kernels.bench.cli", "tune", "--device", "cpu", *shape]
     command += ["--limit", "1", "--min-time", "0", "--write", str(tmp_path)]
     code = (
-        "import sys; from eagle_kernels.bench import cli, devices; devices.available_bytes = lambda device: 1 << 24\n"
+        "import sys; from eagle_kernels.bench import cli, info; info.available_bytes = lambda device: 1 << 24\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     command[1:3] = ["-c", code]

@@ -50,6 +50,7 @@ def modules(tree: Path) -> set[str]:
         f"{home}/{path.relative_to(tree / folder).as_posix()}"
         for folder, home in homes.items()
         for path in (tree / folder).rglob("*.py")
+        if path.parent not in (tree / "bench/gpu", tree / "bench/results")  # scripts of a checkout
     }
 
 
@@ -71,6 +72,9 @@ def test_pure_python_install_works(tree: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
         assert {name for name in archive.namelist() if name.endswith(".py")} == modules(tree)
+        in_bench = [name for name in archive.namelist() if name.startswith("eagle_kernels/bench/")]
+        assert in_bench and all(re.fullmatch(r"eagle_kernels/bench/[a-z_]+\.py", name) for name in in_bench), in_bench
+        assert not [name for name in in_bench if "gpu" in name or "readme" in name]
         assert {f"eagle_kernels/byte_eagle3/{part}/model.safetensors" for part in ("target", "drafter")} <= set(
             archive.namelist()
         )

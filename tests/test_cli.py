@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import signal
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import benchmark, ceilings, choices, devices, foreign_norms, runner, selection
-from eagle_kernels.bench.baselines import BASELINES
+from eagle_kernels.bench import benchmark, cli_types, info, measure, report, workloads
+from eagle_kernels.bench.baselines import BASELINES, FOREIGN
+from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
-from eagle_kernels.bench.random_cases import make_case
-from eagle_kernels.bench.results import load
+from eagle_kernels.bench.report import load
+from eagle_kernels.bench.results import readme
 
 import eagle_kernels as ek
 from eagle_kernels import environment, library, ops, plan
@@ -33,12 +35,15 @@ def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = InputStage("eagle3", 3, 64, 48, 1e-5, 0.0, "none", False, None, None)
     mtp = InputStage("mtp", 2, 64, 48, 1e-5, 1.0, "chunk", False, None, None)
     model = ModelShape("tiny", 64, 4, 1000, 1e-5, 0.0, True, (mtp, stage))
-    monkeypatch.setattr(selection, "model_shapes", lambda: model_shapes() | {"tiny": model})
-    facts = benchmark.read_environment("cpu") | {"cache_bytes": CACHE_BYTES}
-    monkeypatch.setattr(benchmark, "read_environment", lambda device: dict(facts))
-    monkeypatch.setattr(devices, "available_bytes", lambda device: 512 * MB)
-    monkeypatch.setattr(ceilings, "_SECONDS", {"cpu": 0.0})
-    monkeypatch.setattr(ceilings, "_MATMUL", {"cpu": (16, 64, 64)})
+    monkeypatch.setattr(cli_types, "model_shapes", lambda: model_shapes() | {"tiny": model})
+    facts = info.read_environment("cpu") | {"cache_bytes": CACHE_BYTES}
+    monkeypatch.setattr(info, "read_environment", lambda device: dict(facts))
+    monkeypatch.setattr(info, "available_bytes", lambda device: 512 * MB)
+    monkeypatch.setattr(measure, "_SECONDS", {"cpu": 0.0})
+    monkeypatch.setattr(measure, "_THREAD_BYTES", 1 << 20)
+    # On a busy machine a call of 0.1 ms that waits for a second thread is slower than a tiny row on one.
+    monkeypatch.setattr(report, "_CEILING_LIMIT", math.inf)
+    monkeypatch.setattr(measure, "_MATMUL", {"cpu": (16, 64, 64)})
 
 
 def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -> None:
@@ -227,6 +232,104 @@ def test_bench_of_a_baseline_alone(tiny_machine: None, tmp_path: Path, capsys: p
     assert "| T | linear ms | GB/s |" in (tmp_path / "run.md").read_text()
 
 
+MEMORY_OPS = ("norm_concat", "capture_hidden", "add_rms_norm", "vocab_parallel_embedding")
+
+
+def allocated_bytes(call: Callable[[], object]) -> int:
+    """What one call allocates, given back or not, by torch's own count."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    return sum(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "op, norm",
+    [*(("norm_concat", norm) for norm in ("chunk", "concat", "none")), *((op, "none") for op in MEMORY_OPS[1:])],
+)
+def test_eager_out_is_eager_without_an_allocation(op: str, norm: str, dtype: torch.dtype) -> None:
+    stage = InputStage("eagle3", 3, 96, 48, 1e-5, 0.0, norm, False, None, None)
+    workload = workloads.WORKLOADS[op](workloads.Row(op, "tiny", stage, norm, 1000, 64, dtype))
+    workload.allocate(2)
+    eager, preallocated = (workload.variant(name) for name in ("eager", "eager-out"))
+    verdicts = workloads.judge(workload, [eager, preallocated])
+    assert all(verdict.is_right for verdict in verdicts.values()), verdicts
+    assert allocated_bytes(lambda: preallocated.call(1)) <= 256  # a number on its way to a tensor takes 8
+    if (op, norm) != ("norm_concat", "none"):
+        assert allocated_bytes(lambda: eager.call(1)) >= 64 * 96 * workload.item
+
+
+def test_eager_of_a_memory_op_is_never_alone(tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path, arguments = tmp_path / "run.json", [*BENCH, "--op", "all", "--preset", "tiny", "--tokens", "2,3"]
+    assert main([*arguments, "--forms", "op", "--min-time", "0", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    columns: dict[str, list[str]] = {}
+    for record in load(path)["records"]:
+        columns.setdefault(record["op"], []).append(record["variant"])
+    assert columns.pop("norm_concat_linear") == ["op", "eager"] * 2
+    assert columns == {op: ["op", "eager", "eager-out"] * 2 for op in MEMORY_OPS}
+    assert "vs eager  vs eager-out" in printed and "no column eager-out" not in printed
+    means = [line for line in printed.splitlines() if line.startswith("geomean op: ")]
+    assert [" eager (" in line for line in means] == [True, *[False] * len(MEMORY_OPS), True]  # the last: of all ops
+    assert "2 rows), " in means[-1] and means[-1].endswith("8 rows)")
+
+
+SLOW = measure.Rates(copy=2e3, read=1e3, matmul=1e15)  # bytes per second: no row is that slow
+FAST = measure.Rates(copy=2e15, read=1e15, matmul=1e15)
+
+
+@pytest.mark.skipif(library.unsupported_reason is not None, reason="torch's own kernels are no ceiling to fail by")
+def test_a_row_above_its_ceiling_fails_the_run(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--forms", "op", "--json", str(path)]
+    monkeypatch.setattr(report, "_CEILING_LIMIT", 1.03)
+    for planted, status in ((FAST, 0), (SLOW, 1)):
+        capsys.readouterr()
+        monkeypatch.setattr(measure.Ceilings, "rates", lambda self, dtype, samples, planted=planted: planted)
+        assert main(arguments) == status
+    sentences = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ABOVE THE CEILING")]
+    (op, eager) = load(path)["records"]
+    assert len(sentences) == 2
+    assert re.fullmatch(
+        rf"ABOVE THE CEILING: norm_concat_linear tiny:eagle3 T=4 bf16 op moved {op['gbps']:.1f} GB/s, \d+ % of the 0.0 "
+        r"GB/s that streaming reached beside it \(read 0.0, copy 0.0\), expected at most 103 %",
+        sentences[0],
+    )
+    assert "T=4 bf16 eager moved" in sentences[1] and eager["memory_gbps"] == pytest.approx(1e-6, rel=0.05)
+
+
+@pytest.mark.skipif(library.unsupported_reason is not None, reason="torch's own kernels are no ceiling to fail by")
+def test_a_ceiling_that_was_wrong_for_a_moment_is_measured_again(
+    tiny_machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, planted = tmp_path / "run.json", iter([SLOW, FAST])
+    monkeypatch.setattr(report, "_CEILING_LIMIT", 1.03)
+    monkeypatch.setattr(measure.Ceilings, "rates", lambda self, dtype, samples: next(planted))
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--forms", "op", "--json", str(path)]
+    assert main(arguments) == 0
+    assert [record["variant"] for record in load(path)["records"]] == ["op", "eager"]
+    assert next(planted, None) is None
+
+
+@pytest.mark.parametrize(
+    "changes, is_above",
+    [
+        ({}, True),
+        ({"gbps": 30.8}, False),  # 102.7 %
+        ({"cold": False}, False),  # from the cache
+        ({"array_exceeds_cache": False}, False),
+        ({"ceiling": "torch"}, False),
+        ({"status": "skipped"}, False),
+    ],
+)
+def test_what_is_above_a_ceiling(changes: dict, is_above: bool) -> None:
+    record = {"status": "ok", "ceiling": "streams", "cold": True, "array_exceeds_cache": True}
+    assert report.is_above_ceiling(record | {"gbps": 31.0, "memory_gbps": 30.0} | changes) == is_above
+
+
 def test_bench_of_an_explicit_shape(tiny_machine: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     shape = ["--chunks", "2", "--hidden", "32", "--out", "16"]
@@ -298,7 +401,7 @@ def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> No
         "--min-time",
         "0",
     ]
-    own = [name for name in BASELINES if name not in foreign_norms.NAMES]
+    own = [name for name in BASELINES if name not in ("eager-out", *FOREIGN)]
     assert main([*arguments, "--json", str(path)]) == 0
     by_name = {record["variant"]: record for record in load(path)["records"]}
     assert set(by_name) == {"op", "layer", *own}
@@ -319,7 +422,7 @@ def test_bench_gate_keeps_times_of_wrong_results_back(
 def test_bench_skips_what_does_not_fit(
     tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "available_bytes", lambda device: MB // 64)
+    monkeypatch.setattr(info, "available_bytes", lambda device: MB // 64)
     assert main([*BENCH, "--preset", "tiny", "--tokens", "512", "--min-time", "0"]) == 0
     assert re.search(r"512 .*skipped: needs [\d.]+ kB, 11.5 kB of memory may be used", capsys.readouterr().out)
 
@@ -327,14 +430,14 @@ def test_bench_skips_what_does_not_fit(
 def test_interrupted_bench_keeps_finished_rows(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = runner.Runner.measure
+    measure = benchmark.Runner.measure
 
     def interrupt_second(self: object, workload: object, names: list[str]) -> list[dict]:
         if workload.row.T == 2:
             raise KeyboardInterrupt
         return measure(self, workload, names)
 
-    monkeypatch.setattr(runner.Runner, "measure", interrupt_second)
+    monkeypatch.setattr(benchmark.Runner, "measure", interrupt_second)
     path = tmp_path / "run.json"
     assert main([*BENCH, "--preset", "tiny", "--tokens", "1,2", "--min-time", "0", "--json", str(path)]) == 130
     assert {record["T"] for record in load(path)["records"]} == {1}
@@ -347,9 +450,10 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     shape = ["--chunks", "2", "--hidden", "64", "--out", "64", "--tokens", "1:32768:x2", "--min-time", "0.2"]
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from eagle_kernels.bench import ceilings, cli, devices; devices.available_bytes = lambda device: 1 << 26\n"
-        "devices.cache_bytes = lambda device: 1 << 16; ceilings._SECONDS = {'cpu': 0.0}\n"
-        "ceilings._MATMUL = {'cpu': (16, 64, 64)}; sys.exit(cli.main(sys.argv[1:]))"
+        "from eagle_kernels.bench import cli, info, measure, report; report._CEILING_LIMIT = 1e9\n"
+        "info.available_bytes = lambda device: 1 << 26\n"
+        "info.cache_bytes = lambda device: 1 << 16; measure._SECONDS = {'cpu': 0.0}\n"
+        "measure._MATMUL = {'cpu': (16, 64, 64)}; sys.exit(cli.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, *BENCH, *shape, "--json", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -371,7 +475,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
 def test_list_names_everything_and_what_is_missing(capsys: pytest.CaptureFixture) -> None:
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
-    for name in (*ops.__all__, *model_shapes(), *environment.BACKENDS, *BASELINES, *devices.DEVICES):
+    for name in (*ops.__all__, *model_shapes(), *environment.BACKENDS, *BASELINES, *info.DEVICES):
         assert name in printed
     assert re.search("flashinfer .*not here: flashinfer is not installed|flashinfer .*take CUDA", printed)
 
@@ -380,16 +484,16 @@ def test_roofline(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rates.json"
-    rates = ceilings.Rates(copy=20e9, read=25e9, matmul=1e12)
-    monkeypatch.setattr(ceilings.Ceilings, "measure", lambda self, dtype, seconds: rates)
+    rates = measure.Rates(copy=20e9, read=25e9, matmul=1e12)
+    monkeypatch.setattr(measure.Ceilings, "measure", lambda self, dtype, seconds: rates)
     arguments = ["roofline", "--device", "cpu", "--preset", "llama3.1-8b", "--tokens", "1,4096", "--min-time", "0"]
     assert main([*arguments, "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "bf16: copy 20.0 GB/s, read 25.0 GB/s, matmul 1.00 TFLOP/s" in printed
     # 2 * (D*K*H + T*(K*H + D)) bytes at 25 GB/s and 2*T*K*H*D operations at 1 TFLOP/s
-    assert re.search(r"K=3 H=4096 D=4096 +1 +100\.7 +0\.10 +4027\.8  memory", printed)
+    assert re.search(r"K=3 H=4096 D=4096 +1 +100\.7 +0\.10 +4028\.0  memory", printed)
     assert re.search(r" 4096 +234\.9 +412\.32 +412316\.9  matmul", printed)
-    assert json.loads(path.read_text())["rates"]["bf16"] == {"copy": 20e9, "read": 25e9, "matmul": 1e12}
+    assert json.loads(path.read_text())["rates"]["bf16"] == {"copy": 20e9, "read": 25e9, "matmul": 1e12, "add": None}
 
 
 @pytest.mark.parametrize("command", [["bench"], ["roofline"], ["tune"]], ids=lambda command: command[0])
@@ -414,11 +518,11 @@ def test_no_gpu_is_said(command: list[str], capsys: pytest.CaptureFixture, monke
     ],
 )
 def test_row_counts(text: str, counts: list[int]) -> None:
-    assert choices.row_counts(text) == counts
+    assert cli_types.row_counts(text) == counts
 
 
 def test_distinct_presets_are_one_of_each_shape() -> None:
-    every, distinct = selection._presets("all"), selection._presets("distinct")
+    every, distinct = cli_types.presets("all"), cli_types.presets("distinct")
     assert len(every) == sum(len(model.stages) for model in model_shapes().values())
     shapes = [(stage.K, stage.H, stage.D, stage.post_norm, stage.norm_offset) for _, stage, _ in distinct]
     assert {(stage.K, stage.H, stage.D) for _, stage, _ in every} == {shape[:3] for shape in shapes}
@@ -447,18 +551,25 @@ def test_failing_baseline_is_a_note(
     assert "compile failed: RuntimeError: no compiler found\n" in capsys.readouterr().out
 
 
-def test_report_prints_markdown_and_writes_the_readme(
+def test_report_prints_markdown_and_the_script_writes_the_readme(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    path, readme = tmp_path / "run.json", tmp_path / "README.md"
+    pytest.importorskip("matplotlib")
+    path, page = tmp_path / "run.json", tmp_path / "README.md"
     main([*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)])
     capsys.readouterr()
     assert main(["report", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % copy | % read | TFLOP/s | % matmul |" in text
-    readme.write_text("# Title\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n")
-    assert main(["report", str(path), "--readme", str(readme)]) == 0
-    assert readme.read_text() == f"# Title\n<!-- bench:cpu -->\n{text}<!-- /bench:cpu -->\n"
+    assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % memory | TFLOP/s | % matmul |" in text
+    page.write_text("# Title\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n")
+    assert main(["report", str(path), "--plots"]) == 0
+    text = capsys.readouterr().out
+    assert f"({path.with_suffix('.png').as_posix()})" in text
+    assert readme.main([str(page), str(path)]) == 0
+    assert page.read_text() == f"# Title\n<!-- bench:cpu -->\n{text}<!-- /bench:cpu -->\n"
+    with pytest.raises(SystemExit) as stopped:
+        readme.main([str(page), "/proc/none.json"])
+    assert stopped.value.code == 2 and "/proc/none.json: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

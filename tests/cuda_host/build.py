@@ -15,7 +15,7 @@ TORCH = Path(torch.__file__).parent
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 # The host file of every op, and what they share; library.cpp and module.cpp are about the wheel's own two libraries.
-HOSTS = [path for path in sorted(ROOT.glob("csrc/*.cpp")) if path.stem not in ("library", "module")]
+HOSTS = [path for path in sorted(ROOT.glob("csrc/*.cpp")) if path.stem not in ("library", "memory_bandwidth", "module")]
 _SOURCES = [*sorted(ROOT.glob("csrc/cuda/*.cu")), *HOSTS, *sorted(HERE.glob("*.cpp"))]
 _HEADERS = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("*.h")]
 _FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]

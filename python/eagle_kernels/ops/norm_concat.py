@@ -68,7 +68,7 @@ def concatenate(sources: Sources, out: Tensor | None = None) -> Tensor:
         run(NormConcat(sources, out), _plan(sources))
         return out
     sources.check(OP)
-    matrices = sources.with_two_dimensions() if sources.is_one_row else sources
+    matrices = sources.as_matrices()
     if out is None:
         normed = torch.ops.eagle_kernels.norm_concat(*matrices)
         return normed.squeeze(0) if sources.is_one_row else normed

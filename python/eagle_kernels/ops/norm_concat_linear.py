@@ -105,7 +105,7 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
         run(NormConcatLinear(sources, projection, out))
         return out
     _check(sources, projection)
-    matrices = sources.with_two_dimensions() if sources.is_one_row else sources
+    matrices = sources.as_matrices()
     if out is None:
         projected = torch.ops.eagle_kernels.norm_concat_linear(*matrices, *projection)
         return projected.squeeze(0) if sources.is_one_row else projected

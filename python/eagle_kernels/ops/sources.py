@@ -119,8 +119,10 @@ class Sources(NamedTuple):
         """Whether the caller passed 1-D rows."""
         return self.chunks[0].dim() == 1
 
-    def with_two_dimensions(self) -> Sources:
+    def as_matrices(self) -> Sources:
         """1-D rows as matrices of one row."""
+        if not self.is_one_row:
+            return self
         chunks = [chunk.unsqueeze(0) for chunk in self.chunks]
         residuals = [None if residual is None else residual.unsqueeze(0) for residual in self.residuals]
         return self._replace(chunks=chunks, residuals=residuals)
@@ -139,11 +141,11 @@ class Sources(NamedTuple):
         _check_residuals(op, self.residuals, chunks)
         if self.is_one_row and self.indices:
             raise checks.error(ValueError, op, "indices is given", "None", "chunks are single rows [H]")
-        sources = self.with_two_dimensions() if self.is_one_row else self
-        _check_indices(op, self.indices, sources.chunks, num_chunks)
+        chunks_2d = self.as_matrices().chunks
+        _check_indices(op, self.indices, chunks_2d, num_chunks)
         _check_gains(op, self.norm, self.gains, chunks, num_chunks)
         if self.sum_squares is not None:
-            _check_sum_squares(op, self.sum_squares, self.norm, sources.chunks, num_chunks)
+            _check_sum_squares(op, self.sum_squares, self.norm, chunks_2d, num_chunks)
         checks.check_inference(op, (*chunks, *self.residuals, *self.gains, self.sum_squares))
         _check_eps(op, eps_name, self.eps, self.norm, num_chunks)
 

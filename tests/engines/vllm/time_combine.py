@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from eagle_kernels.bench.environment_header import read_environment
+from eagle_kernels.bench.info import read_environment
 from torch import Tensor, nn
 from vllm import __version__
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .gpu_package import pack, prepare_package
-from .gpu_stages import ROOT, STAGES, WORK, Command, Stage, read_json, write_json
+from .package import pack, prepare_package
+from .stages import ROOT, STAGES, WORK, Command, Stage, read_json, write_json
 
 SCHEMA_VERSION = 1
 _TAIL = 6000  # characters of a stage's output that its JSON keeps
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stage in chosen:
             print(f"{stage.name}: at most {stage.limit:.0f} s")
             for command in stage.commands(arguments.device):
-                print(f"  {_spelled(command)}")
+                print(f"  {_command_text(command)}")
         return 0
     return run_stages(chosen, arguments.out, arguments.done, arguments.device, arguments.seconds)
 
@@ -70,7 +70,7 @@ def run_stages(stages: Sequence[Stage], out: Path, done: Path | None, device: st
             record = _run_stage(stage, out, device, environment, deadline)
         _save(out, record)
         records.append(record)
-        print(f"{stage.name}: {record['status']}, {record['seconds']:.0f} s{_remark(record)}", flush=True)
+        print(f"{stage.name}: {record['status']}, {record['seconds']:.0f} s{_result_text(record)}", flush=True)
     left = [record["stage"] for record in records if record["status"] in ("cut", "not started")]
     if left:
         print(f"the same call again goes on with: {', '.join(left)}")
@@ -79,7 +79,7 @@ def run_stages(stages: Sequence[Stage], out: Path, done: Path | None, device: st
 
 def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline: float) -> dict:
     record = {"schema_version": SCHEMA_VERSION, "stage": stage.name, "device": device, "status": "not started"}
-    record |= {"seconds": 0.0, "commands": [], "output_tail": "", "result": _quietly(stage.result)}
+    record |= {"seconds": 0.0, "commands": [], "output_tail": "", "result": _read_or_none(stage.result)}
     if stage.needs is not None and shutil.which(stage.needs) is None:
         return record | {"status": "skipped", "output_tail": f"{stage.needs} is not on PATH"}
     started = time.monotonic()
@@ -91,11 +91,11 @@ def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline
         left = limit - (time.monotonic() - started)
         if left <= 1:
             return record | {"status": "cut"}
-        record["commands"].append(_spelled(command))
+        record["commands"].append(_command_text(command))
 
         def save(status: str) -> None:
             tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:] if log.exists() else ""
-            record.update(status=status, output_tail=tail, result=_quietly(stage.result))
+            record.update(status=status, output_tail=tail, result=_read_or_none(stage.result))
             record["seconds"] = round(time.monotonic() - started, 1)
             _save(out, record)
 
@@ -107,7 +107,7 @@ def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline
     return record
 
 
-def _spelled(command: Command) -> str:
+def _command_text(command: Command) -> str:
     return shlex.join(["python" if word == sys.executable else word for word in command])
 
 
@@ -155,7 +155,7 @@ def collect(folder: Path) -> int:
             write_json(ROOT / "python" / "eagle_kernels" / "configs" / name, tuned)
             print(f"{stage.name}: configs/{name}")
         if record["status"] != "done":
-            print(f"{stage.name}: {record['status']}{_remark(record)}")
+            print(f"{stage.name}: {record['status']}{_result_text(record)}")
     return 0
 
 
@@ -177,7 +177,7 @@ def _restore(stage: Stage, earlier: dict) -> None:
         write_json(WORK / "configs" / name, table)
 
 
-def _quietly(read: Callable[[], object]) -> object:
+def _read_or_none(read: Callable[[], object]) -> object:
     """A result that is being written can be unreadable for a moment; it is not worth a stage."""
     try:
         return read()
@@ -185,7 +185,7 @@ def _quietly(read: Callable[[], object]) -> object:
         return None
 
 
-def _remark(record: dict) -> str:
+def _result_text(record: dict) -> str:
     result = record.get("result")
     if record["status"] in ("failed", "skipped"):
         lines = record["output_tail"].strip().splitlines()

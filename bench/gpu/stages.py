@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Files that the stages write before they go into their JSON; commands name them from ROOT, where they run.
 WORK_NAME = "build/gpu_work"

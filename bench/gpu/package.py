@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .gpu_stages import ROOT, WORK
+from .stages import ROOT, WORK
 
 CARRIED = ROOT / "build" / "gpu_session"  # what `pack` leaves for the GPU machine
 SITE = ROOT / "build" / "gpu_site"  # the package as if it were installed, in symbolic links

@@ -1,0 +1,752 @@
+"""Saved runs: their file, their tables as text and Markdown, their curves, and what changed between two of them."""
+
+import argparse
+import csv
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import cli_types
+from .baselines import BASELINES
+from .cli_types import Command
+from .measure import geometric_mean, is_ours
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# 2: the timer of each record, and the rate of the matrix product beside those of copy and read.
+SCHEMA_VERSION = 2
+
+# What every record has; records of rows that were timed have the figures too.
+ROW_FIELDS = ("op", "preset", "stage", "norm", "K", "H", "D", "V", "T", "dtype", "timer")
+RECORD_FIELDS = (*ROW_FIELDS, "variant", "is_ours", "status")
+_RATES = ("copy_gbps", "read_gbps", "matmul_tflops")
+FIGURES = ("median_ms", "min_ms", "p20_ms", "p80_ms", "rounds", "bytes", "gbps", "tflops", "floor_ms", *_RATES)
+STATUSES = ("ok", "wrong", "skipped", "failed")
+
+# What of the environment stands beside every line of a CSV file, which has no header to say it.
+_CSV_ENVIRONMENT = ("device_slug", "version", "commit", "torch", "date")
+
+
+class UnreadableResult(Exception):
+    """A file that is no saved run of this schema; the message names the file."""
+
+
+def save(path: Path, environment: dict, argv: list[str], records: list[dict]) -> None:
+    """Write a run; the file is replaced only once all of it is written."""
+    run = {"schema_version": SCHEMA_VERSION, "argv": argv, "environment": environment, "records": records}
+    write_text(path, json.dumps(run, indent=1) + "\n")
+
+
+def save_csv(path: Path, environment: dict, records: Sequence[dict]) -> None:
+    """The records as lines, with a column for every field that any of them has."""
+    fields = list(dict.fromkeys(field for record in records for field in record))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*fields, *_CSV_ENVIRONMENT])
+        writer.writeheader()
+        writer.writerows(record | {name: environment[name] for name in _CSV_ENVIRONMENT} for record in records)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def load(path: Path) -> dict:
+    """Read a run that `save` wrote.
+
+    Raises:
+        UnreadableResult: no such file, no JSON, another schema, or records without their fields.
+    """
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise UnreadableResult(f"{path}: {failure.strerror}") from None
+    except ValueError as failure:
+        raise UnreadableResult(f"{path}: not a saved run: {failure}") from None
+    version = run.get("schema_version") if isinstance(run, dict) else None
+    if version != SCHEMA_VERSION:
+        raise UnreadableResult(f"{path}: schema version is {version}, expected {SCHEMA_VERSION}; measure again")
+    absent = [name for name, kind in (("environment", dict), ("records", list)) if not isinstance(run.get(name), kind)]
+    if absent:
+        raise UnreadableResult(f"{path}: schema version {version}, but without {' and '.join(absent)}")
+    for number, record in enumerate(run["records"]):
+        missing = [name for name in RECORD_FIELDS if name not in record]
+        if record.get("status") == "ok":
+            missing += [name for name in FIGURES if name not in record]
+        if missing:
+            raise UnreadableResult(f"{path}: record {number} has no {', '.join(missing)}")
+    return run
+
+
+def row_key(record: dict) -> tuple:
+    """What tells the rows of a run apart."""
+    return tuple(record[field] for field in ROW_FIELDS)
+
+
+# The sizes that an op has, of those that every record holds.
+_SIZES = {
+    "norm_concat_linear": ("K", "H", "D"),
+    "norm_concat": ("K", "H"),
+    "capture_hidden": ("K", "H"),
+    "add_rms_norm": ("H",),
+    "vocab_parallel_embedding": ("V", "H"),
+}
+_HAS_NORM = ("norm_concat_linear", "norm_concat")
+_HAS_PRODUCT = ("norm_concat_linear",)
+_BLOCK_FIELDS = tuple(field for field in ROW_FIELDS if field not in ("T", "timer"))
+
+
+def title(record: dict) -> str:
+    """The line above the rows of one op, shape and dtype."""
+    sizes = " ".join(f"{name}={record[name]}" for name in _SIZES[record["op"]])
+    norm = f", norm {record['norm']}" if record["op"] in _HAS_NORM else ""
+    return f"{record['op']}, {record['preset']}:{record['stage']}, {record['dtype']}: {sizes}{norm}"
+
+
+def blocks(records: Sequence[dict]) -> Iterator[list[dict]]:
+    """Records of one table each."""
+    for _, block in itertools.groupby(records, key=lambda record: [record[field] for field in _BLOCK_FIELDS]):
+        yield list(block)
+
+
+def rows(records: Sequence[dict]) -> Iterator[list[dict]]:
+    """Records of one row each."""
+    for _, row in itertools.groupby(records, key=row_key):
+        yield list(row)
+
+
+def speedup(row: Sequence[dict], ours: str, baseline: str) -> float | None:
+    """How many times faster ours is, by medians; None where either was not timed."""
+    medians = {record["variant"]: record["median_ms"] for record in row if record["status"] == "ok"}
+    return medians[baseline] / medians[ours] if ours in medians and baseline in medians else None
+
+
+def roofline_share(record: dict) -> float:
+    """Per cent of what the ceilings of the same run allow."""
+    return 100 * record["floor_ms"] / record["median_ms"]
+
+
+# A share of the ceiling above this means that the ceiling is none; below it, noise of two medians.
+_CEILING_LIMIT = 1.03
+
+
+def memory_share(record: dict) -> float:
+    """Of the bandwidth that the streams of the same run reached with the row's mix of reads and writes."""
+    return record["gbps"] / _memory_gbps(record)
+
+
+def _memory_gbps(record: dict) -> float:
+    # Runs from before the streams knew the better of two rates.
+    return record.get("memory_gbps") or max(record["copy_gbps"], record["read_gbps"])
+
+
+def is_above_ceiling(record: dict) -> bool:
+    """Whether a column was faster than memory was measured to be: then that measurement is wrong, or the result.
+
+    Only where streams ran beside it, and only where its data came from memory.
+    """
+    judged = record["status"] == "ok" and record.get("ceiling") == "streams" and record["cold"]
+    return judged and record["array_exceeds_cache"] and memory_share(record) > _CEILING_LIMIT
+
+
+def ceiling_sentence(record: dict) -> str:
+    """The row, its share, and both rates."""
+    row = f"{record['op']} {record['preset']}:{record['stage']} T={record['T']} {record['dtype']} {record['variant']}"
+    return (
+        f"{row} moved {record['gbps']:.1f} GB/s, {100 * memory_share(record):.0f} % of the {_memory_gbps(record):.1f} "
+        f"GB/s that streaming reached beside it (read {record['read_gbps']:.1f}, copy {record['copy_gbps']:.1f}), "
+        f"expected at most {100 * _CEILING_LIMIT:.0f} %"
+    )
+
+
+def headline_baselines(row: Sequence[dict]) -> list[str]:
+    """The baselines that means and curves are over: of `eager` and the same without allocations, the fair one."""
+    names = [record["variant"] for record in row if not record["is_ours"]]
+    timed = {record["variant"] for record in row if record["status"] == "ok"}
+    return [name for name in names if name != "eager" or "eager-out" not in timed]
+
+
+class Layout:
+    """The columns of a table: T, a time per variant, speedups of the first one, and what that one's time amounts to.
+
+    The first one is ours, unless a run measures baselines alone.
+    """
+
+    def __init__(self, names: Sequence[str], op: str, timers: Sequence[str]) -> None:
+        self.names = list(names)
+        self.ours = [name for name in names if is_ours(name)]
+        self.first = (self.ours or self.names)[0]
+        self.baselines = [name for name in names if not is_ours(name) and name != self.first]
+        self.timers = timers
+        self.unit, self.scale = ("ms", 1.0) if "clock" in timers else ("us", 1e3)
+        self.has_product = op in _HAS_PRODUCT
+        timer = ["timer"] if len(timers) > 1 else []
+        times = [f"{name} {self.unit}" for name in self.names]
+        speedups = [f"vs {name}" for name in self.baselines]
+        product = ["TFLOP/s", "% matmul"] if self.has_product else []
+        self.titles = ["T", *timer, *times, *speedups, "GB/s", "% memory", *product]
+        widths = [6, *(7 for _ in timer), *(30 for _ in times), *(10 for _ in speedups), 8, 10, *(9 for _ in product)]
+        self.widths = [max(width, len(text) + 2) for width, text in zip(widths, self.titles, strict=True)]
+
+    @classmethod
+    def of(cls, block: Sequence[dict]) -> "Layout":
+        """The layout of saved records of one table."""
+        names, timers = (dict.fromkeys(record[field] for record in block) for field in ("variant", "timer"))
+        return cls(list(names), block[0]["op"], list(timers))
+
+    def header(self) -> str:
+        return self._format(self.titles)
+
+    def lines(self, row: Sequence[dict]) -> Iterator[str]:
+        """A row, or the sentence that says why there is none; notes below it."""
+        cells = self.cells(row)
+        yield self._format(cells) if cells else self._format([str(row[0]["T"])]) + "  " + _no_times_reason(row)
+        for record in row:
+            if record["status"] == "failed":
+                yield f"        {record['variant']} failed: {record['reason']}"
+        timed = [record for record in row if record["status"] == "ok"]
+        if timed and not timed[0]["cold"]:
+            size, limit = timed[0]["rotated_bytes"] >> 20, timed[0]["copies_limited_by"]
+            yield f"        not cold: {timed[0]['copies']} copies are {size} MiB, limited by {limit}"
+        for record in filter(is_above_ceiling, row):
+            yield f"        ABOVE THE CEILING: {ceiling_sentence(record)}"
+
+    def cells(self, row: Sequence[dict]) -> list[str]:
+        """The texts of a row; empty where nothing was timed."""
+        by_name = {record["variant"]: record for record in row if record["status"] == "ok"}
+        if self.first not in by_name:
+            return []
+        first = by_name[self.first]
+        timer = [first["timer"]] if len(self.timers) > 1 else []
+        times = [self._time(by_name[name]) if name in by_name else "-" for name in self.names]
+        speedups = [_speedup_text(by_name[name]) if name in by_name else "-" for name in self.baselines]
+        figures = [f"{first['gbps']:.1f}", f"{100 * memory_share(first):.0f}"]
+        if self.has_product:
+            figures += [_three_digits(first["tflops"]), _share(first["tflops"], first["matmul_tflops"])]
+        return [str(first["T"]), *timer, *times, *speedups, *figures]
+
+    def footer(self, records: Sequence[dict]) -> Iterator[str]:
+        """Geometric means over the rows of the table."""
+        return footer(records) if len({record["T"] for record in records}) > 1 else iter(())
+
+    def _time(self, record: dict) -> str:
+        median, *spread = (_three_digits(record[name] * self.scale) for name in ("median_ms", "p20_ms", "p80_ms"))
+        return f"{median} ({' - '.join(spread)})"
+
+    def _format(self, cells: Sequence[str]) -> str:
+        return "".join(cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False))
+
+
+def footer(records: Sequence[dict]) -> Iterator[str]:
+    """A line per form of ours and timer: geometric mean, best and worst of its speedups over each baseline."""
+    timers = list(dict.fromkeys(record["timer"] for record in records))
+    for timer, ours in itertools.product(timers, _variants(records, True)):
+        timed = [record for record in records if record["timer"] == timer]
+        parts = []
+        for baseline in _variants(timed, False):
+            shown = [row for row in rows(timed) if baseline in headline_baselines(row)]
+            values = [value for row in shown if (value := speedup(row, ours, baseline)) is not None]
+            if values:
+                spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} rows"
+                parts.append(f"{geometric_mean(values):.2f}x {baseline} ({spread})")
+        if parts:
+            yield f"geomean {ours}{f' ({timer})' if len(timers) > 1 else ''}: " + ", ".join(parts)
+
+
+def markdown(records: Sequence[dict]) -> Iterator[str]:
+    """The tables in Markdown: one per op, shape and dtype."""
+    for block in blocks(records):
+        layout = Layout.of(block)
+        yield f"**{title(block[0])}**"
+        yield ""
+        yield "| " + " | ".join(layout.titles) + " |"
+        yield "|" + " ---: |" * len(layout.titles)
+        for row in rows(block):
+            cells = layout.cells(row) or [str(row[0]["T"]), _no_times_reason(row)]
+            cells += [""] * (len(layout.titles) - len(cells))
+            yield "| " + " | ".join(cells) + " |"
+        yield ""
+
+
+def _variants(records: Sequence[dict], ours: bool) -> list[str]:
+    return list(dict.fromkeys(record["variant"] for record in records if record["is_ours"] == ours))
+
+
+def _share(value: float, ceiling: float | None) -> str:
+    """Per cent of what this machine does; "-" where that was not measured."""
+    return "-" if ceiling is None else f"{100 * value / ceiling:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    """12.3 and 0.0123 and 1234: three digits, no exponent."""
+    decimals = 0
+    while decimals < 6 and value * 10**decimals < 100:
+        decimals += 1
+    return f"{value:.{decimals}f}"
+
+
+def _speedup_text(record: dict) -> str:
+    """The factor, with "~" where the interval holds 1 and the two may be equal."""
+    if "speedup" not in record:
+        return "-"
+    unsure = record["speedup_low"] <= 1 <= record["speedup_high"]
+    return f"{'~' if unsure else ''}{record['speedup']:.2f}x"
+
+
+def _no_times_reason(row: Sequence[dict]) -> str:
+    wrong = [record for record in row if record["status"] == "wrong"]
+    if wrong:
+        errors = [f"{record['variant']} {_error(record)}" for record in wrong]
+        return f"WRONG RESULT, no times: {', '.join(errors)}"
+    reasons = dict.fromkeys(record["reason"] for record in row if record["status"] == "skipped")
+    return f"skipped: {'; '.join(reasons)}" if reasons else "nothing was timed"
+
+
+def _error(record: dict) -> str:
+    error = "no number" if record["error"] is None else f"{record['error']:.2e}"
+    return f"error {error}, bound {record['error_bound']:.2e}"
+
+
+# A run over more shapes than this gets one line a shape: its tables fill pages, and stand in the JSON.
+_MOST_TABLES = 6
+
+
+def render(path: Path | None, run: dict) -> str:
+    """What the run was measured on, its tables, its geometric means, its plot, and the file they come from."""
+    env, records = run["environment"], run["records"]
+    lines = [
+        f"{_machine(env)}; torch {env['torch']}; {env['date']}, commit {env['commit']}. Times are medians (p20 - p80).",
+        "",
+        *(markdown(records) if len(list(blocks(records))) <= _MOST_TABLES else _summary(records)),
+        *(f"- {line}" for line in footer(records)),
+    ]
+    if path is not None:
+        source = path.as_posix()
+        plot = path.with_suffix(".png")
+        picture = ["", f"![{path.stem}: speedup and share of the roofline over T]({plot.as_posix()})"]
+        lines += picture if plot.exists() else []
+        lines += ["", f"From [`{source}`]({source}) by `eagle-kernels report`."]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(env: dict) -> str:
+    if env["device"] == "cuda":
+        return f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}"
+    return f"{env['cpu_model']}, {env['threads']} of {env['cpu_cores']} cores, {env['cpu_isa']}"
+
+
+def _summary(records: Sequence[dict]) -> Iterator[str]:
+    """A table per op, dtype, timer and baseline: a line per shape, a column per T, the speedup of the first of ours.
+
+    Of baselines measured alone, their share of the roofline.
+    """
+    groups: dict[tuple, list[list[dict]]] = {}
+    for row in rows(records):
+        ours = next((record["variant"] for record in row if record["is_ours"]), None)
+        for baseline in headline_baselines(row):
+            groups.setdefault((row[0]["op"], row[0]["dtype"], row[0]["timer"], ours, baseline), []).append(row)
+    for (op, dtype, timer, ours, baseline), group in groups.items():
+        counts = sorted({row[0]["T"] for row in group})
+        what = f"{ours} over {baseline}" if ours else f"{baseline}, % of the roofline"
+        yield f"**{op}, {dtype}, {timer}: {what}**"
+        yield ""
+        yield "| preset | K | H | D | " + " | ".join(f"T={T}" for T in counts) + " |"
+        yield "| --- |" + " ---: |" * (3 + len(counts))
+        shapes: dict[tuple, dict[int, str]] = {}
+        for row in group:
+            first = row[0]
+            shape = (f"{first['preset']}:{first['stage']}", first["K"], first["H"], first["D"])
+            shapes.setdefault(shape, {})[first["T"]] = _summary_cell(row, ours, baseline)
+        for shape, cells in shapes.items():
+            yield "| " + " | ".join([*map(str, shape), *(cells.get(T, "") for T in counts)]) + " |"
+        yield ""
+
+
+def _summary_cell(row: Sequence[dict], ours: str | None, baseline: str) -> str:
+    if ours is not None:
+        value = speedup(row, ours, baseline)
+        return "-" if value is None else f"{value:.2f}x"
+    return next((f"{roofline_share(r):.0f}" for r in row if r["variant"] == baseline and r["status"] == "ok"), "-")
+
+
+_PANEL = (6.4, 4.0)  # inches
+_MOST_LINES = 6
+_MARKERS = "osD^vPX*"
+_COLOURS = tuple(f"C{number}" for number in range(10))  # matplotlib's names of its ten
+_OUR_COLOURS = ("black", "0.5", "0.7")
+_MOST_TICKS = 14
+_TIMER_ORDER = ("clock", "graph", "eager")
+
+
+@dataclass(frozen=True)
+class _Curve:
+    label: str
+    points: dict[int, float]  # by T
+
+
+def draw(runs: Sequence[dict], path: Path) -> None:
+    """Draw the timed rows of all runs into one file: a row of panels per op, timer and dtype.
+
+    How much faster than each baseline, and how near to the roofline of the same run. A few shapes are a line each; of
+    many, the geometric mean is drawn, in a band from the worst to the best.
+    """
+    from matplotlib.figure import Figure  # 0.3 s, and not installed everywhere
+
+    groups = list(_groups(runs))
+    if not groups:
+        raise ValueError("there is nothing to plot: no row was timed")
+    width, height = _PANEL
+    # A Figure of its own, without pyplot: no window system is looked for, and nothing stays in memory.
+    figure = Figure(figsize=(2 * width, height * len(groups)), layout="constrained", dpi=120)
+    panels = figure.subplots(len(groups), 2, squeeze=False)
+    for (title, ours, group), (left, right) in zip(groups, panels, strict=True):
+        if ours is None:  # baselines alone
+            left.set_axis_off()
+            left.text(0.5, 0.5, f"{title}:\nno column of ours", ha="center", transform=left.transAxes)
+        else:
+            _draw_speedups(left, group, ours)
+            left.set_title(f"{title}: speedup of `{ours}`", loc="left")
+        _draw_roofline(right, group, ours)
+        right.set_title(f"share of the {_roofline_name(group)}{_whose(group, ours)}", loc="left")
+    devices = dict.fromkeys(_device(run["environment"]) for run in runs)
+    figure.suptitle("; ".join(devices), fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the date, so that the same run draws the same bytes.
+    figure.savefig(path, metadata={"Software": None})
+
+
+def _device(env: dict) -> str:
+    machine = env["gpu"] if env["device"] == "cuda" else f"{env['cpu_model']}, {env['threads']} threads"
+    return f"{machine}, torch {env['torch']}, {env['date']}"
+
+
+def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[dict]]]]:
+    """(title, name of ours, timed rows) of every row of panels."""
+    timed = [
+        (run["environment"]["device_slug"], row)
+        for run in runs
+        for row in rows([record for record in run["records"] if record["status"] == "ok"])
+    ]
+    several = len({slug for slug, _ in timed}) > 1
+
+    def key(entry: tuple[str, list[dict]]) -> tuple:
+        slug, row = entry
+        return (row[0]["op"], _TIMER_ORDER.index(row[0]["timer"]), row[0]["dtype"], slug)
+
+    for (op, _, dtype, slug), group in itertools.groupby(sorted(timed, key=key), key=key):
+        measured = [row for _, row in group]
+        timer = measured[0][0]["timer"]
+        ours = next((record["variant"] for record in measured[0] if record["is_ours"]), None)
+        title = ", ".join([op, dtype, *([timer] if timer != "clock" else []), *([slug] if several else [])])
+        yield title, ours, measured
+
+
+def _whose(group: Sequence[list[dict]], ours: str | None) -> str:
+    """Of a few shapes the panel holds one column alone."""
+    return f": `{ours}`" if ours and 1 < len({_shape(row) for row in group}) <= _MOST_LINES else ""
+
+
+def _roofline_name(group: Sequence[list[dict]]) -> str:
+    """A run that did not measure the matmul rate knows the floor of memory alone."""
+    has_product = any(record["tflops"] for row in group for record in row)
+    is_known = all(record["matmul_tflops"] for row in group for record in row)
+    return "memory roofline" if has_product and not is_known else "roofline"
+
+
+def _colour(name: str, ours: Sequence[str]) -> object:
+    """The same for a name in every panel."""
+    if is_ours(name):
+        return _OUR_COLOURS[ours.index(name) % len(_OUR_COLOURS)]
+    return _COLOURS[BASELINES.index(name) % len(_COLOURS)]
+
+
+def _shape(row: Sequence[dict]) -> str:
+    return f"{row[0]['preset']}:{row[0]['stage']}"
+
+
+def _curves(group: Sequence[list[dict]], value: object) -> list[_Curve]:
+    """A curve per shape of what `value(row)` gives."""
+    points: dict[str, dict[int, float]] = {}
+    for row in group:
+        if (y := value(row)) is not None:
+            points.setdefault(_shape(row), {})[row[0]["T"]] = y
+    return [_Curve(label, by_T) for label, by_T in points.items()]
+
+
+def _draw_speedups(axes: "Axes", group: Sequence[list[dict]], ours: str) -> None:
+    baselines = dict.fromkeys(baseline for row in group for baseline in headline_baselines(row))
+    styles = ["-", "--", "-.", ":"]
+    shapes = len({_shape(row) for row in group})
+    for number, baseline in enumerate(baselines):
+        curves = _curves(group, lambda row, baseline=baseline: speedup(row, ours, baseline))
+        if shapes == 1 or shapes * len(baselines) > _MOST_LINES:
+            _draw_band(axes, curves, f"over {baseline}", number, _colour(baseline, []))
+            continue
+        for shape, curve in enumerate(curves):
+            label = f"{curve.label} over {baseline}"
+            _draw_line(axes, curve, label, shape, _COLOURS[shape % len(_COLOURS)], styles[number % 4])
+    axes.axhline(1.0, color="black", linewidth=1.0)
+    axes.set_ylabel("times faster")
+    top = axes.get_ylim()[1]
+    if (
+        top > 8
+    ):  # chains that spend their time on allocating are 40 times slower, and 1.3 should not look like 1.0 beside it
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(bottom=0)
+    _finish(axes, group)
+
+
+def _draw_roofline(axes: "Axes", group: Sequence[list[dict]], ours: str | None) -> None:
+    names = list(dict.fromkeys(record["variant"] for row in group for record in row))
+    all_ours = [name for name in names if is_ours(name)]
+    one_shape = len({_shape(row) for row in group}) == 1
+    for number, name in enumerate(names):
+        curves = _curves(group, lambda row, name=name: _roofline_share_of(row, name))
+        if one_shape or len(curves) > _MOST_LINES:
+            _draw_band(axes, curves, name, number, _colour(name, all_ours))
+        elif name == (ours or names[0]):  # of several shapes, ours alone: all of them would be a tangle
+            for shape, curve in enumerate(curves):
+                _draw_line(axes, curve, curve.label, shape, _COLOURS[shape % len(_COLOURS)], "-")
+    axes.axhline(100, color="black", linewidth=1.0)
+    axes.set_ylabel("% of the roofline")
+    axes.set_ylim(bottom=0)
+    _finish(axes, group)
+
+
+def _roofline_share_of(row: Sequence[dict], name: str) -> float | None:
+    return next((roofline_share(record) for record in row if record["variant"] == name), None)
+
+
+def _draw_line(axes: "Axes", curve: _Curve, label: str, number: int, colour: object, style: str) -> None:
+    T = sorted(curve.points)
+    marker = _MARKERS[number % len(_MARKERS)]
+    axes.plot(T, [curve.points[t] for t in T], style, color=colour, marker=marker, markersize=4, label=label)
+
+
+def _draw_band(axes: "Axes", curves: Sequence[_Curve], label: str, number: int, colour: object) -> None:
+    """The geometric mean of the curves, and from the worst to the best of them."""
+    by_T: dict[int, list[float]] = {}
+    for curve in curves:
+        for T, y in curve.points.items():
+            by_T.setdefault(T, []).append(y)
+    if not by_T:
+        return
+    T = sorted(by_T)
+    several = f", geomean of {len(curves)}" if len(curves) > 1 else ""
+    mean = _Curve(label, {t: geometric_mean(by_T[t]) for t in T})
+    _draw_line(axes, mean, label + several, number, colour, "-")
+    if several:
+        low, high = ([pick(by_T[t]) for t in T] for pick in (min, max))
+        axes.fill_between(T, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def _finish(axes: "Axes", group: Sequence[list[dict]]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    counts = sorted({row[0]["T"] for row in group})
+    axes.set_xscale("log", base=2)
+    every = -(-len(counts) // _MOST_TICKS)
+    axes.set_xticks(counts[::every], [str(T) for T in counts[::every]])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("T (rows)")
+    axes.grid(True, color="0.9")
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8)
+
+
+def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="files that bench --json wrote")
+    parser.add_argument("--out", type=cli_types.png, metavar="FILE", help="default: the first RESULT with .png")
+
+
+def _run_plot(arguments: argparse.Namespace) -> int:
+    path = arguments.out or arguments.results[0].with_suffix(".png")
+    try:
+        draw([load(result) for result in arguments.results], path)
+    except ImportError:
+        arguments.parser.error("matplotlib is not installed: pip install 'eagle-kernels[plot]'")
+    except (UnreadableResult, OSError, ValueError) as failure:
+        arguments.parser.error(str(failure))
+    print(f"saved: {path}")
+    return 0
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="files that bench --json wrote")
+    parser.add_argument("--plots", action="store_true", help="draw each run beside its file, and show the plot")
+
+
+def _run_report(arguments: argparse.Namespace) -> int:
+    try:
+        print("\n".join(render_files(arguments.results, arguments.plots).values()), end="")
+    except ImportError:
+        arguments.parser.error("argument --plots: matplotlib is not installed: pip install 'eagle-kernels[plot]'")
+    except (UnreadableResult, OSError, ValueError) as failure:
+        arguments.parser.error(str(failure))
+    return 0
+
+
+def render_files(paths: Sequence[Path], plots: bool) -> dict[Path, str]:
+    """The Markdown of every file, each drawn beside itself before on request."""
+    runs = {path: load(path) for path in paths}
+    if plots:
+        for path, run in runs.items():
+            draw([run], path.with_suffix(".png"))
+    return {path: render(path, run) for path, run in runs.items()}
+
+
+# Baselines that are torch alone: they tell a slower machine from slower code of ours.
+_CONTROLS = ("eager", "eager-out", "linear", "compile", "inductor-max")
+
+_SAME_MACHINE = ("device_slug", "threads", "torch", "triton", "driver")
+
+
+def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("base", type=Path, metavar="BASE", help="a file that bench --json wrote")
+    add("new", type=Path, metavar="NEW", help="a later one")
+    add("--tolerance", type=cli_types.percentage, default=0.05, metavar="5%", help="slower by this is the same (5%%)")
+    add("--fail-on-regression", action="store_true", help="exit 1 where a row became slower, wrong or failed")
+
+
+def _run_compare(arguments: argparse.Namespace) -> int:
+    try:
+        base, new = load(arguments.base), load(arguments.new)
+    except UnreadableResult as failure:
+        arguments.parser.error(str(failure))
+    for note in _differences(base["environment"], new["environment"]):
+        print(note)
+    changes = list(changes_between(base["records"], new["records"]))
+    if not changes:
+        arguments.parser.error(f"{arguments.base} and {arguments.new} have no row of ours in common")
+    regressions = 0
+    print(f"{'':<70}{'base ms':>11}{'new ms':>11}{'time':>9}{'control':>9}  verdict")
+    for change in changes:
+        verdict = change.verdict(arguments.tolerance)
+        regressions += verdict in ("slower", "lost")
+        print(_line(change, verdict))
+    factors = [change.factor for change in changes if change.factor is not None]
+    if factors:
+        print(f"geomean of time, new over base: {geometric_mean(factors):.3f} over {len(factors)} rows")
+    print(f"{regressions} of {len(changes)} rows are slower by more than {100 * arguments.tolerance:g} % or lost")
+    return 1 if regressions and arguments.fail_on_regression else 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One of our columns in two runs.
+
+    factor: new median over base median, None where one of the two was not timed; low, high: its 95 % interval from the
+    noise inside both runs. control: how the torch baselines of the row moved between the runs; None without any.
+    """
+
+    row: dict
+    base_ms: float | None
+    new_ms: float | None
+    factor: float | None
+    low: float
+    high: float
+    control: float | None
+    new_status: str
+
+    def verdict(self, tolerance: float) -> str:
+        """Slower and faster are said only where the interval leaves no doubt, and where the baselines of the same run
+        did not move alike: a busy machine slows both."""
+        if self.factor is None:
+            return "lost" if self.base_ms is not None else "not timed"
+        limit = 1 + tolerance
+        against_control = self.factor / (self.control or 1.0)
+        if self.low > limit and against_control > limit:
+            return "slower"
+        if self.high < 1 / limit and against_control < 1 / limit:
+            return "faster"
+        if 1 / limit <= self.factor <= limit:
+            return "same"
+        return "machine moved" if self.low > limit or self.high < 1 / limit else "unsure"
+
+
+def changes_between(base: Sequence[dict], new: Sequence[dict]) -> Iterator[Change]:
+    """Every column of ours that both runs have, in the order of the first."""
+    before, after = _by_column(base), _by_column(new)
+    for (row, variant), old in before.items():
+        if (row, variant) not in after or not old["is_ours"]:
+            continue
+        now = after[row, variant]
+        was_timed, is_timed = old["status"] == "ok", now["status"] == "ok"
+        factor, low, high = None, math.nan, math.nan
+        if was_timed and is_timed:
+            factor = now["median_ms"] / old["median_ms"]
+            (old_low, old_high), (now_low, now_high) = median_interval(old), median_interval(now)
+            low, high = now_low / old_high, now_high / old_low
+        yield Change(
+            old,
+            old["median_ms"] if was_timed else None,
+            now["median_ms"] if is_timed else None,
+            factor,
+            low,
+            high,
+            _control(row, before, after),
+            now["status"],
+        )
+
+
+def median_interval(record: dict) -> tuple[float, float]:
+    """The 95 % interval of a median, in ms, from what a record keeps: p20, p80 and the number of rounds.
+
+    By order statistics it reaches 0.98 / sqrt(n) of the ranks to both sides; p20 and p80 are 0.3 of them away.
+    """
+    ranks = 0.98 / math.sqrt(record["rounds"]) / 0.3
+    median = record["median_ms"]
+    return median - (median - record["p20_ms"]) * min(ranks, 1.5), median + (record["p80_ms"] - median) * ranks
+
+
+def _by_column(records: Sequence[dict]) -> dict[tuple[tuple, str], dict]:
+    return {(row_key(record), record["variant"]): record for record in records}
+
+
+def _control(row: tuple, before: dict, after: dict) -> float | None:
+    factors = [
+        after[row, name]["median_ms"] / before[row, name]["median_ms"]
+        for name in _CONTROLS
+        if all(run.get((row, name), {}).get("status") == "ok" for run in (before, after))
+    ]
+    return geometric_mean(factors) if factors else None
+
+
+def _differences(base: dict, new: dict) -> Iterator[str]:
+    for name in _SAME_MACHINE:
+        if base.get(name) != new.get(name):
+            yield f"note: {name} is {base.get(name)} in BASE and {new.get(name)} in NEW"
+
+
+def _line(change: Change, verdict: str) -> str:
+    row = change.row
+    name = f"{row['op']} {row['preset']}:{row['stage']} T={row['T']} {row['dtype']} {row['timer']} {row['variant']}"
+    cells = [f"{name:<70}"]
+    cells += [f"{'-' if ms is None else f'{ms:.4g}':>11}" for ms in (change.base_ms, change.new_ms)]
+    cells += [f"{'-' if factor is None else f'{factor:.3f}x':>9}" for factor in (change.factor, change.control)]
+    return "".join(cells) + f"  {verdict}" + (f" ({change.new_status})" if change.factor is None else "")
+
+
+COMPARE = Command(
+    "Compare two saved runs of the same rows: what became slower or faster, beyond the noise of both.",
+    _add_compare_arguments,
+    _run_compare,
+)
+PLOT = Command("Draw saved runs: speedup and share of the roofline over T, as a PNG.", _add_plot_arguments, _run_plot)
+REPORT = Command("Turn saved runs into Markdown tables and plots.", _add_report_arguments, _run_report)
