@@ -135,37 +135,36 @@ def check_inference(op: str, tensors: Iterable[Tensor | None]) -> None:
         )
 
 
-def check_no_overlap(op: str, name: str, written: Tensor, reads: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Refuse an output that shares memory with an input. Slots of one packed buffer interleave and are fine."""
+def check_no_overlap(op: str, name: str, written: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuse an output that shares memory with another operand. Slots of one packed buffer interleave and are fine."""
     if written.dim() == 2 and written.shape[0] > 1 and written.stride(0) < written.shape[1]:
         raise error(ValueError, op, f"{name} has strides {written.stride()}", "rows that do not overlap each other")
-    begin, end = _byte_range(written)
-    for read_name, read in reads:
-        if read is None:
-            continue
-        read_begin, read_end = _byte_range(read)
-        if begin < read_end and read_begin < end and not _interleave(written, read, read_begin - begin):
+    rows = _byte_rows(written)
+    for other_name, other in others:
+        if other is not None and _overlap(rows, _byte_rows(other)):
             because = "rows are written while others are read"
-            raise error(ValueError, op, f"{name} overlaps {read_name}", "disjoint memory", because)
+            raise error(ValueError, op, f"{name} overlaps {other_name}", "disjoint memory", because)
 
 
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """The first byte and the one behind the last; equal for an empty tensor."""
-    begin = tensor.data_ptr()
-    elements = tensor.numel()
-    if elements and not tensor.is_contiguous():
-        shape, strides = tensor.shape, tensor.stride()
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return begin, begin + elements * tensor.element_size()
+def _byte_rows(tensor: Tensor) -> tuple[int, int, int, int]:
+    """(address, rows, bytes of a row, bytes from row to row) of a tensor; a dense vector is one row."""
+    begin, size = tensor.data_ptr(), tensor.element_size()
+    if tensor.dim() == 2:
+        return begin, tensor.shape[0], tensor.shape[1] * size, tensor.stride(0) * size
+    if tensor.is_contiguous():
+        return begin, 1, tensor.numel() * size, 0
+    return begin, tensor.shape[0], size, tensor.stride(0) * size
 
 
-def _interleave(a: Tensor, b: Tensor, distance: int) -> bool:
-    """Whether rows of one pitch, `distance` bytes apart, lie beside each other: disjoint columns modulo the pitch."""
-    if a.dim() != 2 or b.dim() != 2:
+def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
+    """csrc/checks.cpp, `overlap`: rows of one pitch beside each other, as the slots of a buffer are, do not."""
+    (a_begin, a_rows, a_bytes, a_pitch), (b_begin, b_rows, b_bytes, b_pitch) = a, b
+    if not (a_rows and a_bytes and b_rows and b_bytes):
         return False
-    a_row, b_row = a.shape[1] * a.element_size(), b.shape[1] * b.element_size()
-    pitch = a.stride(0) * a.element_size()
-    if pitch < max(a_row, b_row) or b.stride(0) * b.element_size() != pitch:
+    if a_begin + (a_rows - 1) * a_pitch + a_bytes <= b_begin or b_begin + (b_rows - 1) * b_pitch + b_bytes <= a_begin:
         return False
-    distance %= pitch
-    return a_row <= distance and distance + b_row <= pitch
+    if (a_rows == 1 and b_rows == 1) or (a_rows > 1 and b_rows > 1 and a_pitch != b_pitch):
+        return True
+    pitch = a_pitch if a_rows > 1 else b_pitch
+    distance = (b_begin - a_begin) % pitch if pitch >= max(a_bytes, b_bytes) else 0
+    return distance < a_bytes or distance + b_bytes > pitch
