@@ -294,9 +294,10 @@ def _plan_table(device_type: str) -> Iterator[tuple[str, ...]]:
     yield "op", "dtype", "T", "runs", "because"
     for op in ops.__all__:
         for dtype in _DTYPES:
-            plans = [(T, _explain(op, T, dtype, device_type)) for T in _TOKENS]
-            for (runs, because), group in itertools.groupby(plans, key=lambda entry: entry[1]):
-                yield op, dtype, ",".join(str(T) for T, _ in group), runs, because
+            plans = [(T, *_explain(op, T, dtype, device_type)) for T in _TOKENS]
+            for runs, group in itertools.groupby(plans, key=lambda entry: entry[1]):
+                rows, _, reasons = zip(*group, strict=True)
+                yield op, dtype, ",".join(map(str, rows)), runs, reasons[-1]  # that of the most rows
 
 
 def _explain(op: str, T: int, dtype: str, device_type: str) -> tuple[str, str]:
@@ -304,8 +305,7 @@ def _explain(op: str, T: int, dtype: str, device_type: str) -> tuple[str, str]:
         planned = _plan(op, device_type)(T, DTYPES[dtype])
     except RuntimeError as unsupported:
         return "nothing", str(unsupported)
-    # The limit on T is the same for a group of rows; T itself would split the group.
-    return f"{planned.backend}/{planned.method}", planned.reason.replace(f"T={T} ", "T ")
+    return f"{planned.backend}/{planned.method}", planned.reason
 
 
 def _plan(op: str, device_type: str) -> Callable[[int, torch.dtype], Plan]:

@@ -101,6 +101,17 @@ def test_one_row(cpu_isa: str) -> None:
     assert same_bits(normed, of_matrix[0][0]) and same_bits(total, of_matrix[1][0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_a_row_of_zeros_stays_zero_without_eps(dtype: torch.dtype, cpu_isa: str) -> None:
+    """Of zeros, and of what adds up to them: 0 * rsqrt(0) would be NaN."""
+    hidden, residual = torch.randn(2, 4, 33).to(dtype)
+    hidden[1], residual[1] = 0, 0
+    residual[2] = -hidden[2]
+    normed, total = ek.add_rms_norm(hidden, residual, torch.rand(33) + 0.5, eps=0.0)
+    assert not normed[1:3].any() and not total[1:3].any()
+    assert normed.isfinite().all() and normed[[0, 3]].any(1).all()
+
+
 @pytest.mark.parametrize("stale", [float("nan"), float("inf"), 3e4])
 def test_a_bad_row_stays_in_its_row(stale: float, cpu_isa: str) -> None:
     hidden, residual = torch.randn(2, 9, 101).bfloat16()

@@ -633,6 +633,16 @@ def test_the_message_of_the_contract() -> None:
         ek.norm_concat_linear(chunks, torch.empty(4096, 8192))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
+def test_a_dtype_that_everything_shares(dtype: torch.dtype) -> None:
+    chunks, weight = [torch.ones(T, H, dtype=dtype)] * 2, torch.ones(D, 2 * H, dtype=dtype)
+    for out in (None, torch.ones(T, D, dtype=dtype)):
+        with pytest.raises(
+            TypeError, match=rf"^norm_concat_linear: chunks\[0\] has dtype {dtype}, expected {SUPPORTED}$"
+        ):
+            ek.norm_concat_linear(chunks, weight, out=out)
+
+
 def test_slots_of_one_buffer_do_not_overlap() -> None:
     """Interleaved columns of one allocation are disjoint: the check may not refuse the case it exists for."""
     buffer = rows(T, 3 * H)

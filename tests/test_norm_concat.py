@@ -103,6 +103,23 @@ def test_a_zero_row_is_zero_whatever_the_gain_and_eps(norm: str, eps: float, cpu
     assert same_bits(out, torch.zeros(2, 66).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", ["chunk", "concat"])
+def test_a_row_of_zeros_stays_zero_without_eps(norm: str, dtype: torch.dtype, cpu_isa: str) -> None:
+    """0 * rsqrt(0) would be NaN; the rows beside it are normed."""
+    chunks = [torch.randn(4, 33).to(dtype) for _ in range(2)]
+    for chunk in chunks:
+        chunk[1] = 0
+    chunks[0][2] = 0
+    gain = torch.rand(2, 33) + 0.5
+    squares = torch.stack([chunk.float().square().sum(-1) for chunk in chunks], -1)
+    arguments = {"norm": norm, "norm_weight": gain if norm == "chunk" else gain.flatten(), "eps": 0.0}
+    for statistics in (None, squares):
+        out = ek.norm_concat(chunks, sum_squares=statistics, **arguments)
+        assert same_bits(out[1], torch.zeros(66, dtype=dtype)) and same_bits(out[2, :33], out[1, :33])
+        assert out.isfinite().all() and out[[0, 3]].all() and out[2, 33:].all()
+
+
 def test_sources_without_rows_give_zero_rows(cpu_isa: str) -> None:
     chunks = [torch.empty(0, 33).bfloat16(), torch.empty(0, 33).bfloat16()]
     out = ek.norm_concat(chunks, indices=torch.tensor([0, -1, 5]))

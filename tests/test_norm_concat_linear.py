@@ -147,6 +147,24 @@ def test_bits_do_not_depend_on_T_over_many_blocks(dtype: torch.dtype) -> None:
 torchs_product_depends_on_T = pytest.mark.xfail(reason="oneDNN and MKL choose the order of their sums by T")
 
 
+def check_zero_rows(**projection: torch.Tensor | None) -> None:
+    """Shared with the other backends' tests."""
+    chunks = [torch.randn(4, 64).bfloat16() for _ in range(2)]
+    for chunk in chunks:
+        chunk[1] = 0
+    chunks[0][2] = 0
+    weight, gain = torch.randn(40, 128).bfloat16(), torch.rand(2, 64).bfloat16() + 0.5
+    for norm, norm_weight in (("chunk", gain), ("concat", gain.flatten()), ("none", None)):
+        arguments = {"norm": norm, "norm_weight": norm_weight, "eps": 0.0, **projection}
+        out = ek.norm_concat_linear(chunks, weight, **arguments)
+        assert not out[1].any() and out.isfinite().all() and out[[0, 2, 3]].any(1).all(), norm
+
+
+def test_a_row_of_zeros_stays_zero_without_eps(projection: str) -> None:
+    check_zero_rows()
+    check_zero_rows(post_norm_weight=torch.rand(40) + 0.5)
+
+
 @needs_compiled
 @pytest.mark.parametrize(
     "dtype",

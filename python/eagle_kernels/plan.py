@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from . import environment, library
-from .checks import error
+from .checks import DTYPES, error
 from .tuned_configs import Tiles, choose_tiles, gpu_of, invariant_rows
 
 SETTINGS = environment.read_settings()
@@ -184,6 +184,8 @@ def _choose(problem: Problem) -> Plan:
         return Plan(problem.op, backend, Kernel.TORCH, reason)
     if problem.op != "norm_concat_linear":
         return Plan(problem.op, backend, Kernel.SINGLE, reason)
+    if problem.dtype not in DTYPES:  # the checks that come before this kernel refuse it
+        return Plan(problem.op, backend, Kernel.TWO_STEP, f"no kernel multiplies {problem.dtype}")
     if backend == "cpu":
         return cpu_projection(problem, isa)
     return triton_projection(problem) if backend == "triton" else cuda_projection(problem)

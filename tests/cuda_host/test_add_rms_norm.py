@@ -6,6 +6,7 @@ import torch
 import test_add_rms_norm as on_cpu
 from test_add_rms_norm import (  # noqa: F401
     test_a_bad_row_stays_in_its_row,
+    test_a_row_of_zeros_stays_zero_without_eps,
     test_a_sum_of_any_two_numbers_has_torchs_bits,
     test_bits_do_not_depend_on_T_threads_or_the_run,
     test_no_operand_is_read_or_written_beyond_its_end,

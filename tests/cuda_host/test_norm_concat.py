@@ -7,6 +7,7 @@ from cases import NORM_CONCAT_CASES, Case
 from test_norm_concat import (  # noqa: F401
     test_a_bad_chunk_leaves_the_other_chunks_of_its_row_alone,
     test_a_bad_row_stays_in_its_row,
+    test_a_row_of_zeros_stays_zero_without_eps,
     test_a_zero_row_hides_what_the_sources_hold,
     test_a_zero_row_is_zero_whatever_the_gain_and_eps,
     test_any_indices,

@@ -8,6 +8,7 @@ import test_add_rms_norm as on_cpu
 from guards import same_bits
 from test_add_rms_norm import (  # noqa: F401
     test_a_bad_row_stays_in_its_row,
+    test_a_row_of_zeros_stays_zero_without_eps,
     test_a_sum_of_any_two_numbers_has_torchs_bits,
     test_no_operand_is_read_or_written_beyond_its_end,
     test_one_output_given_and_one_allocated,

@@ -12,6 +12,7 @@ from guards import GuardedRows, UnchangedTensors, same_bits
 from test_norm_concat import (  # noqa: F401
     test_a_bad_chunk_leaves_the_other_chunks_of_its_row_alone,
     test_a_bad_row_stays_in_its_row,
+    test_a_row_of_zeros_stays_zero_without_eps,
     test_a_zero_row_hides_what_the_sources_hold,
     test_a_zero_row_is_zero_whatever_the_gain_and_eps,
     test_int32_and_int64_indices_agree,

@@ -15,6 +15,7 @@ from eagle_kernels import plan as plans
 from eagle_kernels.ops.sources import Sources, formula
 from eagle_kernels.tuned_configs import Tiles
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
+from test_norm_concat_linear import check_zero_rows
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory", "triton_backend"),
@@ -173,13 +174,13 @@ def test_rounds_of_rows_join_up(indices: str, plan: str, monkeypatch: pytest.Mon
         "indices": {"": None, "shared": index, "some": [index, None]}[indices],
         "sum_squares": torch.rand(11, 2) * 100,
     }
-    one_round = ek.norm_concat_linear(chunks, weight, **arguments)
-    monkeypatch.setattr(kernels, "_SPLIT_ROWS", 4)
-    monkeypatch.setattr(kernels, "_LIBRARY_ROWS", 4)
-    assert same_bits(ek.norm_concat_linear(chunks, weight, **arguments), one_round)
-    del arguments["sum_squares"]
-    monkeypatch.undo()
-    monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (tiles, "the test wants it"))
+    for statistics in (arguments.pop("sum_squares"), None):
+        arguments["sum_squares"] = statistics
+        one_round = ek.norm_concat_linear(chunks, weight, **arguments)
+        with monkeypatch.context() as rounds:
+            rounds.setattr(kernels, "_SPLIT_ROWS", 4)
+            rounds.setattr(kernels, "_LIBRARY_ROWS", 4)
+            assert same_bits(ek.norm_concat_linear(chunks, weight, **arguments), one_round)
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
@@ -207,6 +208,11 @@ def test_a_zero_row_hides_what_the_sources_hold(norm: str, eps: float, tiles: Ti
     out = ek.norm_concat_linear(chunks, weight, norm=norm, eps=eps, indices=indices)
     assert same_bits(out[[0, 2, 3, 4]], torch.zeros(4, 40).bfloat16())
     assert out[1].isfinite().all() and out[1].any()
+
+
+def test_a_row_of_zeros_stays_zero_without_eps(tiles: Tiles) -> None:
+    check_zero_rows()
+    check_zero_rows(post_norm_weight=torch.rand(40) + 0.5)
 
 
 @pytest.mark.parametrize("at", ["begin", "end"])

@@ -39,7 +39,7 @@ def add_rms_norm(
         hidden, residual: [T, H] (or one row [H]), bf16, fp16 or fp32; row strides are free, the last stride is 1.
         weight: [H], the same dtype or fp32; the gain is norm_offset + weight, added in fp32 (Gemma, Step-3.5,
             Qwen3-Next: norm_offset = 1).
-        eps: added to the mean square.
+        eps: added to the mean square; a sum of zeros stays zero, at eps = 0 too.
         out, out_sum: where `normed` and `sum` go, shaped like hidden; may be rows of a static buffer, may not overlap
             an input or each other. Each is allocated where it is None.
 

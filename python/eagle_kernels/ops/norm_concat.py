@@ -42,7 +42,7 @@ def norm_concat(
         norm: "chunk" (an rstd per chunk: `fc_norm`, enorm / hnorm), "concat" (one over K*H: `norm_before_fc`), "none".
         norm_weight: [K, H] or K of [H_k] for "chunk", [K*H] for "concat", None for unit gain (norm_offset is then
             unused); the chunks' dtype or fp32.
-        eps: one float, or K of them for "chunk".
+        eps: one float, or K of them for "chunk"; a row of zeros stays zero, at eps = 0 too.
         norm_offset: 1.0 where checkpoints store gain - 1 (Gemma, Step-3.5, Qwen3-Next); added in fp32.
         residuals: per chunk a tensor of its shape, or None; value = round_to_dtype(chunk + residual).
         indices: int32 / int64 [N], one for all chunks or one per chunk (None = row i). Out of range gives a zero row.

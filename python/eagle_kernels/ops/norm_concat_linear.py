@@ -124,7 +124,7 @@ def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) ->
     if isinstance(eps, (int, float)):
         return eps, float(eps)
     if post_norm_weight is None:
-        return eps, 0.0  # which Sources.build checks
+        return eps, 0.0
     eps = checks.check_sequence(OP, "eps", eps, "a number or a sequence of numbers")
     if len(eps) < 2:
         raise checks.error(
