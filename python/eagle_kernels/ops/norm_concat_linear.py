@@ -161,7 +161,8 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object)
     sources = Sources.of_call(OP, chunks, arguments | {"eps": eps})
     sources.check(OP)
     projection = Projection(weight, arguments.get("bias"), arguments.get("post_norm_weight"), post_norm_eps)
-    return _plan(sources, projection, sources.rows)
+    matrices = sources.as_matrices()
+    return _plan(matrices, projection, matrices.rows)
 
 
 def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
