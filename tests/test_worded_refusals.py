@@ -12,6 +12,7 @@ import torch
 import eagle_kernels as ek
 from backends import environment_of, needs_compiled
 from bad_calls import BAD_CALLS, GOOD, BadCall
+from eagle_kernels.plan import FUSED_ROWS
 from guards import same_bits
 from primitives import tensors_of
 
@@ -39,6 +40,16 @@ def check_worded(call: BadCall, backend: str) -> None:
 @pytest.mark.parametrize("call", PUBLIC, ids=lambda call: call.id)
 def test_a_refusal_is_worded(call: BadCall, backend: str) -> None:
     check_worded(call, backend)
+
+
+@needs_compiled
+@pytest.mark.parametrize("call", [call for call in PUBLIC if call.op == "norm_concat_linear"], ids=lambda call: call.id)
+def test_a_refusal_of_the_two_step_plan_is_worded(call: BadCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There norm_concat's primitive checks the sources, and its name may not come out."""
+    for limits in FUSED_ROWS.values():
+        for isa in limits:
+            monkeypatch.setitem(limits, isa, -1)
+    check_worded(call, "cpu")
 
 
 @pytest.mark.parametrize("op", GOOD)

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import checks
 from .ops import add_rms_norm, capture_hidden
 
-_MAX_SLOT_VIEWS = 4096  # of a buffer: about 1 KB each
+_MAX_VIEWS = 4096  # of a buffer: about 1 KB each
 
 
 class AuxHiddenStates:
@@ -49,7 +49,8 @@ class AuxHiddenStates:
         self.hidden_size = hidden_size
         self.buffer = torch.zeros(max_tokens, num_chunks * hidden_size, dtype=dtype, device=device)
         self.sum_squares = torch.zeros(max_tokens, num_chunks, dtype=torch.float32, device=device)
-        self._slots: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # (k, row, T): the views captured into
+        # Views of the two, kept, because a slice costs 1 us: by (k, row, T) what a capture writes, by T what is read.
+        self._views: dict[tuple[int, int, int] | int, tuple[Tensor, Tensor]] = {}
 
     def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
         """Write round(hidden + residual), [T, H], into rows [row, row + T) of slot k; the written view.
@@ -57,24 +58,37 @@ class AuxHiddenStates:
         Raises ValueError for a slot or rows that the buffer does not have, and whatever `capture_hidden` raises.
         """
         rows = hidden.shape[0] if isinstance(hidden, Tensor) and hidden.dim() == 2 else None
-        slot = self._slots.get((k, row, rows))
+        slot = self._views.get((k, row, rows))
         if slot is None or torch.compiler.is_compiling():
             slot = self._slot(k, row, hidden)
         return capture_hidden(hidden, residual, out=slot[0], sum_squares=slot[1])
 
     def _slot(self, k: int, row: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The views of slot k that `hidden` goes to; kept, because two slices cost more than the capture of a row."""
+        """The views of slot k that `hidden` goes to."""
         op = "AuxHiddenStates.capture"
         self._check_slot(op, k)
         _check_hidden(op, hidden, self.hidden_size)
         stop = _check_range(op, row, hidden.shape[0], self.max_tokens)
         begin = k * self.hidden_size
         slot = self.buffer[row:stop, begin : begin + self.hidden_size], self.sum_squares[row:stop, k]
-        if not torch.compiler.is_compiling():
-            if len(self._slots) >= _MAX_SLOT_VIEWS:
-                self._slots.clear()
-            self._slots[k, row, stop - row] = slot
+        self._keep((k, row, stop - row), slot)
         return slot
+
+    def _keep(self, key: tuple[int, int, int] | int, views: tuple[Tensor, Tensor]) -> None:
+        if torch.compiler.is_compiling():  # a trace may not change what the next call sees
+            return
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        self._views[key] = views
+
+    def _rows(self, op: str, rows: int) -> tuple[Tensor, Tensor]:
+        """The first rows of both tensors."""
+        views = None if torch.compiler.is_compiling() else self._views.get(rows)
+        if views is None:
+            rows = _check_rows(op, rows, self.max_tokens)
+            views = self.buffer[:rows], self.sum_squares[:rows]
+            self._keep(rows, views)
+        return views
 
     def step(self, rows: int, *, row: int = 0) -> CaptureStep:
         """One forward of the target, in which every slot gets its `rows` rows from `row` on, once."""
@@ -82,7 +96,7 @@ class AuxHiddenStates:
 
     def packed(self, rows: int) -> Tensor:
         """The first `rows` rows of all slots: a [T, K*H] view."""
-        return self.buffer[: _check_rows("AuxHiddenStates.packed", rows, self.max_tokens)]
+        return self._rows("AuxHiddenStates.packed", rows)[0]
 
     def chunk(self, k: int, rows: int) -> Tensor:
         """The first `rows` rows of slot k: a [T, H] view of row stride K*H."""
@@ -92,10 +106,10 @@ class AuxHiddenStates:
 
     def row_sum_squares(self, rows: int) -> Tensor:
         """The sums of squares of the first `rows` rows: an fp32 [T, K] view."""
-        return self.sum_squares[: _check_rows("AuxHiddenStates.row_sum_squares", rows, self.max_tokens)]
+        return self._rows("AuxHiddenStates.row_sum_squares", rows)[1]
 
     def _check_slot(self, op: str, k: int) -> None:
-        if not 0 <= k < self.num_chunks:
+        if not 0 <= checks.check_int(op, "k", k) < self.num_chunks:
             raise checks.error(ValueError, op, f"k is {k}", f"a slot in [0, {self.num_chunks})")
 
 

@@ -34,10 +34,11 @@ def run(record: Record, plan: Plan) -> None:
         record.reference()
 
 
-def run_primitive(record: Record, op: str) -> None:
-    """The compiled kernel, which checks the record itself; what it refuses, `check` words."""
+def run_primitive(record: Record, op: str, of: Record | None = None) -> None:
+    """The compiled kernel, which checks the record itself; what it refuses, `check` words: that of the call which the
+    record is a part `of`."""
     try:
         getattr(library.primitives, f"{op}_out")(*record.for_primitive())
     except RuntimeError:
-        record.check()
+        (record if of is None else of).check()
         raise  # not an argument: the device failed, or no such check exists in Python, which tests rule out
