@@ -5,13 +5,23 @@ A buffer never grows: CUDA graphs hold its address. Too many rows is an error th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import checks
+from .dispatch import is_plain
 from .ops import add_rms_norm, capture_hidden
 
 _MAX_VIEWS = 4096  # of a buffer: about 1 KB each
+
+
+class _SlotViews(NamedTuple):
+    out: Tensor  # [T, H]
+    sum_squares: Tensor  # [T]
+    addresses: tuple[int, int]  # of the two tensors that they are views of
 
 
 class AuxHiddenStates:
@@ -49,46 +59,47 @@ class AuxHiddenStates:
         self.hidden_size = hidden_size
         self.buffer = torch.zeros(max_tokens, num_chunks * hidden_size, dtype=dtype, device=device)
         self.sum_squares = torch.zeros(max_tokens, num_chunks, dtype=torch.float32, device=device)
-        # Views of the two, kept, because a slice costs 1 us: by (k, row, T) what a capture writes, by T what is read.
-        self._views: dict[tuple[int, int, int] | int, tuple[Tensor, Tensor]] = {}
+        self._views: dict[tuple[int, int, torch.Size], _SlotViews] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        # A view that was copied or unpickled would be of memory that nobody reads.
+        return self.__dict__ | {"_views": {}}
 
     def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
         """Write round(hidden + residual), [T, H], into rows [row, row + T) of slot k; the written view.
 
         Raises ValueError for a slot or rows that the buffer does not have, and whatever `capture_hidden` raises.
         """
-        rows = hidden.shape[0] if isinstance(hidden, Tensor) and hidden.dim() == 2 else None
-        slot = self._views.get((k, row, rows))
-        if slot is None or torch.compiler.is_compiling():
-            slot = self._slot(k, row, hidden)
-        return capture_hidden(hidden, residual, out=slot[0], sum_squares=slot[1])
-
-    def _slot(self, k: int, row: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The views of slot k that `hidden` goes to."""
+        views = self._kept_views(k, row, hidden)
+        if views is not None:
+            # Not the kept view itself: what the caller does to its shape or storage would meet the next capture.
+            return capture_hidden(hidden, residual, out=views.out, sum_squares=views.sum_squares).detach()
         op = "AuxHiddenStates.capture"
         self._check_slot(op, k)
         _check_hidden(op, hidden, self.hidden_size)
         stop = _check_range(op, row, hidden.shape[0], self.max_tokens)
         begin = k * self.hidden_size
-        slot = self.buffer[row:stop, begin : begin + self.hidden_size], self.sum_squares[row:stop, k]
-        self._keep((k, row, stop - row), slot)
-        return slot
+        out, squares = self.buffer[row:stop, begin : begin + self.hidden_size], self.sum_squares[row:stop, k]
+        self._keep_views(k, row, hidden, out, squares)
+        return capture_hidden(hidden, residual, out=out, sum_squares=squares)
 
-    def _keep(self, key: tuple[int, int, int] | int, views: tuple[Tensor, Tensor]) -> None:
-        if torch.compiler.is_compiling():  # a trace may not change what the next call sees
+    def _kept_views(self, k: int, row: int, hidden: Tensor) -> _SlotViews | None:
+        """The views of a capture that was seen before, as long as they are the buffer's; never in a trace."""
+        if is_compiling() or type(hidden) is not Tensor or type(k) is not int or type(row) is not int:
+            return None
+        views = self._views.get((k, row, hidden.shape))
+        if views is None or views.addresses != (self.buffer.data_ptr(), self.sum_squares.data_ptr()):
+            return None
+        return views
+
+    def _keep_views(self, k: int, row: int, hidden: Tensor, out: Tensor, squares: Tensor) -> None:
+        """Two slices cost as much as the capture of a row."""
+        if not is_plain((hidden, out, squares, self.buffer, self.sum_squares)):
             return
         if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
-        self._views[key] = views
-
-    def _rows(self, op: str, rows: int) -> tuple[Tensor, Tensor]:
-        """The first rows of both tensors."""
-        views = None if torch.compiler.is_compiling() else self._views.get(rows)
-        if views is None:
-            rows = _check_rows(op, rows, self.max_tokens)
-            views = self.buffer[:rows], self.sum_squares[:rows]
-            self._keep(rows, views)
-        return views
+        addresses = self.buffer.data_ptr(), self.sum_squares.data_ptr()
+        self._views[k, row, hidden.shape] = _SlotViews(out.detach(), squares.detach(), addresses)
 
     def step(self, rows: int, *, row: int = 0) -> CaptureStep:
         """One forward of the target, in which every slot gets its `rows` rows from `row` on, once."""
@@ -96,7 +107,7 @@ class AuxHiddenStates:
 
     def packed(self, rows: int) -> Tensor:
         """The first `rows` rows of all slots: a [T, K*H] view."""
-        return self._rows("AuxHiddenStates.packed", rows)[0]
+        return self.buffer[: _check_rows("AuxHiddenStates.packed", rows, self.max_tokens)]
 
     def chunk(self, k: int, rows: int) -> Tensor:
         """The first `rows` rows of slot k: a [T, H] view of row stride K*H."""
@@ -106,7 +117,7 @@ class AuxHiddenStates:
 
     def row_sum_squares(self, rows: int) -> Tensor:
         """The sums of squares of the first `rows` rows: an fp32 [T, K] view."""
-        return self._rows("AuxHiddenStates.row_sum_squares", rows)[1]
+        return self.sum_squares[: _check_rows("AuxHiddenStates.row_sum_squares", rows, self.max_tokens)]
 
     def _check_slot(self, op: str, k: int) -> None:
         if not 0 <= checks.check_int(op, "k", k) < self.num_chunks:
@@ -257,7 +268,7 @@ def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden
 
 
 def _check_range(op: str, row: int, rows: int, max_tokens: int) -> int:
-    stop = row + rows
+    stop = checks.check_int(op, "row", row) + rows
     if row < 0 or stop > max_tokens:
         because = "static buffers never grow"
         raise checks.error(ValueError, op, f"the rows end at {stop}", f"at most max_tokens = {max_tokens}", because)
@@ -265,6 +276,6 @@ def _check_range(op: str, row: int, rows: int, max_tokens: int) -> int:
 
 
 def _check_rows(op: str, rows: int, max_tokens: int) -> int:
-    if not 0 <= rows <= max_tokens:
+    if not 0 <= checks.check_int(op, "rows", rows) <= max_tokens:
         raise checks.error(ValueError, op, f"rows is {rows}", f"at most max_tokens = {max_tokens}")
     return rows

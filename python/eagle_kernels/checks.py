@@ -42,7 +42,9 @@ def check_number(op: str, name: str, value: object, expected: str = "a number") 
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except OverflowError:
+        raise error(ValueError, op, f"{name} is beyond a float", expected) from None
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several values
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected) from None
 
 
@@ -77,7 +79,7 @@ def check_device(op: str, name: str, tensor: Tensor, device: torch.device, like:
 
 
 def check_last_dim_contiguous(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise error(ValueError, op, f"{name} has strides {tensor.stride()}", "a last stride of 1")
 
 
@@ -99,6 +101,12 @@ def check_rows(op: str, name: str, tensor: object) -> None:
     if tensor.dim() not in (1, 2):
         raise shape_error(op, name, tensor, "[T, H] or [H]")
     check_last_dim_contiguous(op, name, tensor)
+
+
+def check_matrix(op: str, name: str, tensor: Tensor) -> None:
+    """Rows as the registered ops take them, which the public ones make of a single row."""
+    if tensor.dim() != 2:
+        raise shape_error(op, name, tensor, "(T, H)")
 
 
 def check_like(op: str, name: str, tensor: object, like: Tensor, like_name: str) -> None:

@@ -18,6 +18,13 @@ from .ops.sources import Sources
 from .vocab_shard import VocabShard
 
 
+def _fits_eps(scale: float | Tensor | None, eps: float) -> bool:
+    """Whether the norm can take the scale into its eps, which fp32 has to hold."""
+    if isinstance(scale, Tensor):
+        return False
+    return scale is None or eps / scale**2 < torch.finfo(torch.float32).max
+
+
 @functools.cache
 def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype).item()
@@ -162,7 +169,7 @@ class MTPProjection(nn.Module):
         if isinstance(table, VocabParallelEmbedding):
             weight, shard = table.weight.detach(), table.shard
             scale = scale if table.own_scale is None else table.own_scale
-        norm_takes_scale = self.config.normed and not isinstance(scale, Tensor)
+        norm_takes_scale = self.config.normed and _fits_eps(scale, self.config.enorm_eps)
         if (shard is None or shard.is_full_table) and (scale is None or norm_takes_scale):
             return weight if shard is None else weight[: shard.num_embeddings], ids, scale
         if shard is None:
@@ -196,5 +203,6 @@ class MTPProjection(nn.Module):
             return like.new_empty(shape)
         key = (name, like.dtype, like.device, *shape[1:])
         if key not in self._static_buffers:
-            self._static_buffers[key] = like.new_zeros((self.max_tokens, *shape[1:]))
+            with torch.inference_mode(False):  # whose tensors no later call outside of it could write
+                self._static_buffers[key] = like.new_zeros((self.max_tokens, *shape[1:]))
         return self._static_buffers[key][: shape[0]]

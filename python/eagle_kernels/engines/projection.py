@@ -4,7 +4,6 @@
 are updated in place (RL): every call reads them from its modules, nothing is packed or folded, nothing can be stale.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,9 +54,9 @@ class EngineProjection:
 
     __call__ = forward
 
-    @functools.cached_property
+    @property
     def _norm(self) -> tuple[str, Sequence[nn.Module], list[float]]:
-        """(norm, the modules whose weights are its gains, eps) in front of fc: what no weight update changes."""
+        """(norm, the modules whose weights are its gains, eps) in front of fc."""
         if self.chunk_norms:
             return "chunk", self.chunk_norms, [norm.variance_epsilon for norm in self.chunk_norms]
         return _concat_norm(self.concat_norm)

@@ -50,6 +50,8 @@ def add_rms_norm(
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or an output over an input.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    eps = eps if type(eps) is float else checks.check_number(OP, "eps", eps)
+    norm_offset = norm_offset if type(norm_offset) is float else checks.check_number(OP, "norm_offset", norm_offset)
     if is_plain((hidden, residual, weight, out, out_sum)) and hidden.dim() == 2:
         out = hidden.new_empty(hidden.shape) if out is None else out
         out_sum = hidden.new_empty(hidden.shape) if out_sum is None else out_sum
@@ -83,13 +85,14 @@ class AddRmsNorm(NamedTuple):
 
     def check(self) -> None:
         self.check_arguments()
+        checks.check_matrix(OP, "hidden", self.hidden)
         reads = (("hidden", self.hidden), ("residual", self.residual), ("weight", self.weight))
         checks.check_no_overlap(OP, "out", self.out, (*reads, ("out_sum", self.out_sum)))
         checks.check_no_overlap(OP, "out_sum", self.out_sum, reads)
 
     def check_arguments(self) -> None:
         """All but where memory lies, which a trace cannot know."""
-        hidden, residual, weight, eps, norm_offset, out, out_sum = self
+        hidden, residual, weight, eps, _, out, out_sum = self
         checks.check_rows(OP, "hidden", hidden)
         checks.check_like(OP, "residual", residual, hidden, "hidden")
         for name, tensor in (("out", out), ("out_sum", out_sum)):
@@ -97,8 +100,7 @@ class AddRmsNorm(NamedTuple):
                 checks.check_like(OP, name, tensor, hidden, "hidden")
         checks.check_vector(OP, "weight", weight, hidden.shape[-1], "H", hidden, "hidden")
         checks.check_inference(OP, (hidden, residual, weight, out, out_sum))
-        checks.check_eps(OP, "eps", checks.check_number(OP, "eps", eps))
-        checks.check_number(OP, "norm_offset", norm_offset)
+        checks.check_eps(OP, "eps", eps)
 
     @torch.no_grad()
     def reference(self) -> None:

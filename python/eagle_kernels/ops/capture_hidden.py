@@ -62,6 +62,7 @@ class CaptureHidden(NamedTuple):
 
     def check(self) -> None:
         self.check_arguments()
+        checks.check_matrix(OP, "hidden", self.hidden)
         reads = (("hidden", self.hidden), ("residual", self.residual))
         checks.check_no_overlap(OP, "out", self.out, reads)
         if self.sum_squares is not None:

@@ -23,7 +23,7 @@ from ..plan import COMPILED, Kernel, Plan, choose
 from ..triton_kernels.alignment import alignment
 from .call import run_primitive
 from .norm_concat import ARGUMENTS, NormConcat
-from .sources import Sources, formula, rstd_of
+from .sources import Sources, formula, is_number, rstd_of
 
 OP = "norm_concat_linear"
 
@@ -121,10 +121,13 @@ def _eps_name(projection: Projection) -> str:
 
 
 def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) -> tuple[float | Sequence[float], float]:
-    if isinstance(eps, (int, float)):
-        return eps, float(eps)
+    if isinstance(eps, float):
+        return eps, eps
     if post_norm_weight is None:
         return eps, 0.0
+    if is_number(eps):
+        eps = checks.check_number(OP, "eps", eps, "a number or a sequence of numbers")
+        return eps, eps
     eps = checks.check_sequence(OP, "eps", eps, "a number or a sequence of numbers")
     if len(eps) < 2:
         raise checks.error(
@@ -154,6 +157,7 @@ class NormConcatLinear(NamedTuple):
 
     def check_out(self) -> None:
         sources, projection, out = self
+        checks.check_matrix(OP, "chunks[0]", sources.chunks[0])
         sources.check_out(OP, out, projection.weight.shape[0], "D")
         reads = (("weight", projection.weight), ("bias", projection.bias))
         sources.check_memory(OP, out, *reads, ("post_norm_weight", projection.post_norm_weight))
@@ -171,7 +175,7 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object)
 
 def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
     weight, device = projection.weight, sources.chunks[0].device
-    if device.type == "cpu" and not plans.SETTINGS.triton_interpret:
+    if device.type == "cpu" and plans.SETTINGS.backend not in ("cuda", "triton"):  # forced by tests
         return choose(OP, device, sources.num_chunks, rows, weight.dtype)
     return choose(
         OP,
@@ -190,12 +194,12 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
 def run(record: NormConcatLinear, is_own: bool = False) -> None:
     """Write `out` by the kernel of the plan. Our own memory needs no check against the operands, which takes 8 us."""
     sources, projection, out = record
-    plan = _plan(sources, projection, out.shape[0])
+    plan = _plan(sources, projection, out.shape[0] if out.dim() else 0)
     if plan.kernel is Kernel.FUSED:
         run_primitive(record, OP)
         return
     if plan.backend in COMPILED:
-        normed = sources.chunks[0].new_empty(out.shape[0], projection.weight.shape[1])
+        normed = sources.chunks[0].new_empty(sources.rows, projection.weight.shape[1])
         run_primitive(NormConcat(sources, normed), "norm_concat", of=record)  # which checks the sources
         projection.check(sources)
         if not is_own:
@@ -213,6 +217,9 @@ def run(record: NormConcatLinear, is_own: bool = False) -> None:
 
 def _project(normed: Tensor, projection: Projection, norm_offset: float, out: Tensor) -> None:
     """The projection by torch's own product, which rounds once unless a post norm has to see the fp32 result."""
+    if torch.is_autocast_enabled(out.device.type):  # which would round fp32 operands to 16 bits
+        with torch.autocast(out.device.type, enabled=False):
+            return _project(normed, projection, norm_offset, out)
     weight, bias, post_norm_weight, _ = projection
     if post_norm_weight is None and (bias is None or bias.dtype == weight.dtype):
         # The product is written where it belongs when out's rows are dense; a strided out costs one copy.

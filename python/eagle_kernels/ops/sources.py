@@ -24,6 +24,7 @@ from .. import checks
 
 NORMS = ("none", "chunk", "concat")  # the position is the code the compiled primitives take
 
+_MAX_WIDTH = 2**31 - 1  # of the concat: csrc/sources.cpp
 _DEFAULTS = {"norm": "chunk", "eps": 1e-6, "norm_offset": 0.0}  # of the public ops
 
 
@@ -54,7 +55,7 @@ class Sources(NamedTuple):
         num_chunks: int | None,
     ) -> Sources:
         """The public arguments as lists, each iterable read once; raises where they have no such form."""
-        if norm not in NORMS:
+        if not isinstance(norm, str) or norm not in NORMS:
             raise checks.error(ValueError, op, f"norm is {norm!r}", f"one of {NORMS}")
         packed = isinstance(chunks, Tensor)
         chunks = [chunks] if packed else checks.check_sequence(op, "chunks", chunks)
@@ -65,6 +66,8 @@ class Sources(NamedTuple):
         else:
             gains = [norm_weight] if isinstance(norm_weight, Tensor) else _list_gains(op, norm, norm_weight)
         num_chunks = _count_chunks(op, chunks, packed, norm, gains, num_chunks)
+        if norm == "none" and norm_weight is not None:
+            raise checks.error(ValueError, op, "norm_weight is given", "None", "norm is 'none'")
         if norm == "chunk" and norm_weight is not None:
             # One entry stands for all K in the record: here is known whether it was a matrix or a list of one vector.
             if isinstance(norm_weight, Tensor):
@@ -104,15 +107,15 @@ class Sources(NamedTuple):
 
     @property
     def width(self) -> int:
-        """K*H; -1 where a chunk has no dimension, which is refused later."""
-        return total_width(self.chunks)
+        """K*H."""
+        return sum(map(_width_of, self.chunks))
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The different widths of the chunks."""
         if len(self.chunks) != self.num_chunks:
             return (self.width // self.num_chunks,)
-        return tuple({chunk.shape[1] for chunk in self.chunks})
+        return tuple({*map(_width_of, self.chunks)})
 
     @property
     def is_one_row(self) -> bool:
@@ -134,7 +137,7 @@ class Sources(NamedTuple):
 
     def check(self, op: str, eps_name: str = "eps") -> None:
         """Raise the sentence for whatever a kernel could not take, memory aside: see `check_memory`."""
-        chunks, num_chunks = self.chunks, self.num_chunks
+        chunks, num_chunks = self.chunks, checks.check_int(op, "num_chunks", self.num_chunks, at_least=1)
         _check_chunks(op, chunks)
         if len(chunks) != num_chunks and chunks[0].shape[-1] % num_chunks:
             raise checks.shape_error(op, "chunks", chunks[0], f"(T, K*H) with K*H a multiple of K={num_chunks}")
@@ -166,6 +169,11 @@ class Sources(NamedTuple):
         checks.check_no_overlap(op, "out", out, (*reads, ("sum_squares", self.sum_squares), *more))
 
 
+def _width_of(chunk: Tensor | None) -> int:
+    """H; 0 of what is no matrix and will be refused."""
+    return chunk.shape[-1] if chunk is not None and chunk.dim() else 0
+
+
 def _as_list(op: str, name: str, value: Iterable[Tensor | None] | Tensor) -> list[Tensor | None]:
     expected = "a tensor or a sequence of tensors or None"
     values = [value] if isinstance(value, Tensor) else checks.check_sequence(op, name, value, expected)
@@ -176,7 +184,7 @@ def _count_chunks(
     op: str, chunks: list[Tensor], packed: bool, norm: str, gains: list[Tensor], num_chunks: int | None
 ) -> int:
     if not packed:
-        if num_chunks not in (None, len(chunks)):
+        if num_chunks is not None and checks.check_int(op, "num_chunks", num_chunks) != len(chunks):
             raise checks.error(ValueError, op, f"num_chunks is {num_chunks}", str(len(chunks)), "chunks has that many")
         return len(chunks)
     if num_chunks is not None:
@@ -191,7 +199,12 @@ def _count_chunks(
             "K, or norm_weight of shape (K, H)",
             "a packed chunks does not say where it splits",
         )
-    return gains[0].shape[0] if len(gains) == 1 and gains[0].dim() == 2 else len(gains)
+    first = gains[0]
+    if len(gains) > 1 or not isinstance(first, Tensor) or first.dim() != 2:
+        return len(gains)
+    if first.shape[0] == 0:
+        raise checks.shape_error(op, "norm_weight", first, "(K, H) with K >= 1")
+    return first.shape[0]
 
 
 def total_width(chunks: list[Tensor]) -> int:
@@ -208,6 +221,10 @@ def _check_chunks(op: str, chunks: list[Tensor]) -> None:
             raise checks.shape_error(op, name, chunk, f"{chunks[0].dim()} dimensions", "chunks[0] has that many")
         if chunk.shape[-1] == 0:
             raise checks.shape_error(op, name, chunk, "(T, H) with H >= 1")
+    if (width := total_width(chunks)) > _MAX_WIDTH:
+        raise checks.error(
+            ValueError, op, f"the chunks have {width} columns", f"at most {_MAX_WIDTH}", "int32 counts them"
+        )
 
 
 def _check_residuals(op: str, residuals: list[Tensor | None], chunks: list[Tensor]) -> None:
@@ -305,8 +322,13 @@ def _check_gain_vectors(op: str, gains: list[Tensor], chunks: list[Tensor], num_
             checks.check_dtype(op, f"norm_weight[{k}]", gain, (gains[0].dtype,), "norm_weight[0] has that dtype")
 
 
+def is_number(eps: object) -> bool:
+    """Whether it stands for one value; a tensor or array without dimensions does, and a text, which is refused."""
+    return isinstance(eps, (int, float, str, bytes)) or not isinstance(eps, Iterable) or getattr(eps, "ndim", 1) == 0
+
+
 def _eps_list(op: str, eps: float | Iterable[float]) -> list[float]:
-    if isinstance(eps, (int, str, bytes)) or not isinstance(eps, Iterable):
+    if is_number(eps):
         return [checks.check_number(op, "eps", eps, "a number or a sequence of numbers")]
     return [checks.check_number(op, f"eps[{k}]", value) for k, value in enumerate(eps)]
 

@@ -50,7 +50,11 @@ def vocab_parallel_embedding(
         TypeError, ValueError: an argument that does not fit; nothing is written.
         RuntimeError: an input requires grad while grad mode is on.
     """
-    scale, scale_tensor = (None, scale) if isinstance(scale, Tensor) else (scale, None)
+    scale_tensor = scale if isinstance(scale, Tensor) else None
+    if scale_tensor is not None:
+        scale = None
+    elif scale is not None and type(scale) is not float:
+        scale = checks.check_number(OP, "scale", scale, "a number or a 0-d tensor")
     if is_plain((ids, weight, scale_tensor, out)) and ids.dim() == 1 and _fits(weight, shard):
         out = weight.new_empty(ids.shape[0], weight.shape[1]) if out is None else out
         record = VocabParallelEmbedding(ids, weight, *shard.bounds, scale, scale_tensor, out)
@@ -89,6 +93,7 @@ def _check_shard(ids: Tensor, weight: Tensor, shard: VocabShard) -> None:
 
 def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     checks.check_operand(OP, "out", out, weight, "weight")
+    checks.check_inference(OP, (out,))
     expected = (*ids.shape, weight.shape[1])
     if tuple(out.shape) != expected:
         raise checks.shape_error(OP, "out", out, f"(*ids.shape, H) = {expected}")
@@ -131,21 +136,19 @@ class VocabParallelEmbedding(NamedTuple):
 
     def check_arguments(self) -> None:
         """All but `out`, which the caller may have shaped like ids of several dimensions."""
-        ids, weight, scale, scale_tensor = self.ids, self.weight, self.scale, self.scale_tensor
+        ids, weight, scale_tensor = self.ids, self.weight, self.scale_tensor
         checks.check_dtype(OP, "ids", ids, (torch.int32, torch.int64))
         checks.check_tensor(OP, "weight", weight)
         checks.check_dtype(OP, "weight", weight, checks.DTYPES)
         checks.check_device(OP, "weight", weight, ids.device, "ids")
         checks.check_last_dim_contiguous(OP, "weight", weight)
         self._check_bounds()
-        if scale is not None:
-            checks.check_number(OP, "scale", scale, "a number or a 0-d tensor")
         if scale_tensor is not None:
             checks.check_dtype(OP, "scale", scale_tensor, checks.DTYPES)
             if scale_tensor.dim() != 0:
                 raise checks.shape_error(OP, "scale", scale_tensor, "a 0-d tensor or a float")
             checks.check_device(OP, "scale", scale_tensor, weight.device, "weight")
-        checks.check_inference(OP, (weight, scale_tensor, self.out))
+        checks.check_inference(OP, (weight, scale_tensor))
 
     def _check_bounds(self) -> None:
         """A VocabShard's bounds are right by construction; a caller of the registered op may pass others."""
