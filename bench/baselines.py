@@ -120,27 +120,6 @@ def normed_slices(
     return concat
 
 
-def captured(hidden: Tensor, residual: Tensor, slot: Tensor) -> Tensor:
-    return slot.copy_(hidden + residual)
-
-
-def added_norm(hidden: Tensor, residual: Tensor, gain: Tensor, eps: float, out_sum: Tensor) -> tuple[Tensor, Tensor]:
-    total = torch.add(hidden, residual, out=out_sum)
-    return F.rms_norm(total, total.shape[-1:], gain, eps), total
-
-
-def masked_embedding(
-    ids: Tensor, weight: Tensor, org_begin: int, org_end: int, added_begin: int, added_end: int, added_row: int
-) -> Tensor:
-    """`get_masked_input_and_mask` of both engines, the gather, and the fill."""
-    is_org = (ids >= org_begin) & (ids < org_end)
-    is_added = (ids >= added_begin) & (ids < added_end)
-    offset = org_begin * is_org + (added_begin - added_row) * is_added
-    in_range = is_org | is_added
-    rows = F.embedding(in_range * (ids - offset), weight)
-    return rows.masked_fill_(~in_range.unsqueeze(-1), 0)
-
-
 class NormScratch:
     """F.rms_norm in static memory: torch's own has no out=, and on a CPU it is these operations over fresh tensors."""
 
@@ -171,52 +150,6 @@ def preallocated_normed_concat(
     if norm == "concat":
         scratch.norm(out, gains[0], eps, out)
     return out
-
-
-def preallocated_captured(hidden: Tensor, residual: Tensor, slot: Tensor) -> Tensor:
-    return torch.add(hidden, residual, out=slot)
-
-
-def preallocated_added_norm(
-    hidden: Tensor, residual: Tensor, gain: Tensor, eps: float, out_sum: Tensor, out: Tensor, scratch: NormScratch
-) -> tuple[Tensor, Tensor]:
-    torch.add(hidden, residual, out=out_sum)
-    scratch.norm(out_sum, gain, eps, out)
-    return out, out_sum
-
-
-class MaskScratch:
-    """The masks and the local ids of `masked_embedding` in static memory."""
-
-    def __init__(self, T: int, device: str) -> None:
-        self._masks = torch.zeros(3, T, dtype=torch.bool, device=device).unbind()
-        self._ids = torch.zeros(2, T, dtype=torch.int64, device=device).unbind()
-
-    @staticmethod
-    def num_bytes(T: int) -> int:
-        return 19 * T
-
-    def embed(
-        self,
-        ids: Tensor,
-        weight: Tensor,
-        org_begin: int,
-        org_end: int,
-        added_begin: int,
-        added_end: int,
-        added_row: int,
-        out: Tensor,
-    ) -> Tensor:
-        is_org, is_added, other = self._masks
-        offset, local = self._ids
-        torch.logical_and(torch.ge(ids, org_begin, out=is_org), torch.lt(ids, org_end, out=other), out=is_org)
-        torch.logical_and(torch.ge(ids, added_begin, out=is_added), torch.lt(ids, added_end, out=other), out=is_added)
-        # Copied before the product: torch allocates for operands of two dtypes.
-        offset.copy_(is_org).mul_(org_begin).add_(local.copy_(is_added).mul_(added_begin - added_row))
-        torch.sub(ids, offset, out=local)
-        torch.logical_or(is_org, is_added, out=is_org)
-        torch.index_select(weight, 0, local.mul_(offset.copy_(is_org)), out=out)
-        return out.masked_fill_(torch.logical_not(is_org, out=other).unsqueeze(-1), 0)
 
 
 def compiled(chain: Callable, arguments: Sequence[tuple], mode: str | None = None) -> Call:

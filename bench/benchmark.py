@@ -19,7 +19,7 @@ import torch
 from eagle_kernels import environment as settings
 from eagle_kernels import ops, plan
 
-from . import cli_types, info, report, workloads
+from . import cli_types, info, report
 from .baselines import BASELINES, COMPILE_BUDGET
 from .cli_types import Command
 from .measure import (
@@ -38,6 +38,8 @@ from .measure import (
     ratio,
     time_prepared,
 )
+from .ops import WORKLOADS
+from .ops.norm_concat_linear import NormConcatLinear
 from .workloads import Row, Verdict, Workload, judge
 
 _NORMS = ("chunk", "concat", "none")
@@ -156,7 +158,7 @@ def _kept_records(arguments: argparse.Namespace, environment: dict) -> list[dict
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
-    op_names = list(workloads.WORKLOADS) if "all" in arguments.op else arguments.op
+    op_names = list(WORKLOADS) if "all" in arguments.op else arguments.op
     for op, (preset, stage, V), dtype, T in itertools.product(
         op_names, arguments.stages, arguments.dtype, arguments.tokens
     ):
@@ -206,7 +208,7 @@ class Runner:
                 self.cache_bytes,
                 info.available_bytes(self.device),
                 cache_factor=info.CACHE_FACTORS[self.device],
-                most_copies=info.MOST_COPIES[self.device],
+                max_copies=info.MAX_COPIES[self.device],
             )
             return self._measure(workload, names, rotation, base)
         except TooLarge as reason:
@@ -388,7 +390,7 @@ class _Session:
     def measure_block(self, rows: list[Row], runner: Runner) -> None:
         """The rows of one op, shape and dtype: one table with its header."""
         arguments = self.arguments
-        probe = workloads.WORKLOADS[rows[0].op](rows[0], runner.cache_bytes)
+        probe = WORKLOADS[rows[0].op](rows[0], runner.cache_bytes)
         reasons = {name: probe.unsupported_reason(name) for name in _columns(arguments)}
         names = [name for name, reason in reasons.items() if reason is None]
         print("\n" + report.title(row_record(rows[0])))
@@ -404,7 +406,7 @@ class _Session:
         block: list[dict] = []
         for row in rows:
             progress(f"row {self.done + 1} of {self.rows}, {self._remaining()}: {row}")
-            measured = runner.measure(workloads.WORKLOADS[row.op](row, runner.cache_bytes), names)
+            measured = runner.measure(WORKLOADS[row.op](row, runner.cache_bytes), names)
             self.done += 1
             block += measured
             self.records += measured
@@ -470,7 +472,7 @@ def _columns(arguments: argparse.Namespace) -> list[str]:
 
 
 def _is_expected(name: str) -> bool:
-    """Columns that are there by default, and are left out without a word where the op or device has none."""
+    """Columns that are there by default, and are silently left out where the op or device has none."""
     return name.partition(":")[0] in ("layer", "eager-out")
 
 
@@ -526,7 +528,7 @@ def _print_floors(arguments: argparse.Namespace, stages: list[cli_types.Stage], 
         name = f"{preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D}"
         for T in arguments.tokens:
             row = Row("norm_concat_linear", preset, stage, cli_types.norm_of(stage), V, T, cli_types.DTYPES[dtype])
-            workload = workloads.NormConcatLinear(row)
+            workload = NormConcatLinear(row)
             traffic, flops = workload.traffic(), workload.flops()
             floor = rates.floor_seconds(traffic, flops)
             bound = "matmul" if floor > rates.floor_seconds(traffic, 0) else "memory"

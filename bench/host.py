@@ -12,74 +12,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-import eagle_kernels as ek
+from eagle_kernels import ops
 
 from .cli_types import Command, number
 from .info import format_header, read_environment
-
-K, H, D, V = 3, 128, 128, 1000
-
-# The largest share of the chain's time that a call may take (docs/design.md, goals); checked by eye, never by a test.
-GOALS = {
-    "norm_concat_linear": 0.6,
-    "norm_concat_linear out=": 0.4,
-    "Eagle3Projection": 0.6,
-    "norm_concat": 0.6,
-    "add_rms_norm": 1.0,
-    "vocab_parallel_embedding": 0.7,
-    "AuxHiddenStates.capture": 2.5,
-}
+from .ops import entry_of
+from .ops.host_call import HostCall
 
 
-def calls() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Per name our call and the eager chain."""
-    chunks, gains, weight = [torch.randn(1, H) for _ in range(K)], torch.rand(K, H), torch.randn(D, K * H)
-    out = torch.empty(1, D)
-    hidden, residual, gain = torch.randn(1, H), torch.randn(1, H), torch.rand(H)
-    shard = ek.VocabShard.build(V, tp_rank=1, tp_size=2)
-    ids, table = torch.tensor([shard.org_begin + 3]), torch.randn(shard.rows, H)
-    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, eps=1e-6, chunk_norm=True)
-    layer = ek.Eagle3Projection(config, dtype=torch.float32)
-    buffer = ek.AuxHiddenStates(8, K, H, dtype=torch.float32)
-    slot = torch.empty(8, K * H)[:1, H : 2 * H]
-
-    def concat() -> Tensor:
-        return torch.cat([F.rms_norm(chunk, (H,), gains[k], 1e-6) for k, chunk in enumerate(chunks)], -1)
-
-    def projection() -> Tensor:
-        return F.linear(concat(), weight)
-
-    def embedding() -> Tensor:
-        in_shard = (ids >= shard.org_begin) & (ids < shard.org_end)
-        rows = F.embedding((ids - shard.org_begin) * in_shard, table)
-        return rows.masked_fill_(~in_shard.unsqueeze(-1), 0)
-
-    def add_norm() -> tuple[Tensor, Tensor]:
-        total = hidden + residual
-        return F.rms_norm(total, (H,), gain, 1e-6), total
-
-    return {
-        "norm_concat_linear": (lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gains), projection),
-        "norm_concat_linear out=": (
-            lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gains, out=out),
-            projection,
-        ),
-        "Eagle3Projection": (lambda: layer(chunks), projection),
-        "norm_concat": (lambda: ek.norm_concat(chunks, norm_weight=gains), concat),
-        "add_rms_norm": (lambda: ek.add_rms_norm(hidden, residual, gain), add_norm),
-        "vocab_parallel_embedding": (lambda: ek.vocab_parallel_embedding(ids, table, shard), embedding),
-        "AuxHiddenStates.capture": (
-            lambda: buffer.capture(1, hidden, residual),
-            lambda: slot.copy_(hidden + residual),
-        ),
-    }
+def calls() -> dict[str, HostCall]:
+    return {name: call for op in ops.__all__ for name, call in entry_of(op).host_calls().items()}
 
 
 def measure(rounds: int, burst: int) -> list[dict[str, object]]:
@@ -88,7 +35,7 @@ def measure(rounds: int, burst: int) -> list[dict[str, object]]:
     times: dict[tuple[str, int], list[float]] = {(name, side): [] for name in pairs for side in (0, 1)}
     for turn in range(rounds + 2):
         for name, pair in pairs.items():
-            for side, call in enumerate(pair):
+            for side, call in enumerate((pair.ours, pair.chain)):
                 started = time.perf_counter_ns()
                 for _ in range(burst):
                     call()
@@ -105,7 +52,7 @@ def measure(rounds: int, burst: int) -> list[dict[str, object]]:
                 "chain_us": round(min(chain), 2),
                 "chain_median_us": round(statistics.median(chain), 2),
                 "share": round(min(ours) / min(chain), 3),
-                "goal": GOALS[name],
+                "goal": pairs[name].goal,
             }
         )
     return records

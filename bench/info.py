@@ -35,7 +35,7 @@ DEVICES = ("cuda", "cpu")
 CACHE_FACTORS = {"cpu": 1.25, "cuda": 8.0}
 
 # A CUDA graph holds a call for every copy. More of them would take longer to capture than to measure.
-MOST_COPIES = {"cpu": 1 << 16, "cuda": 512}
+MAX_COPIES = {"cpu": 1 << 16, "cuda": 512}
 
 _CLOCK_QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
 

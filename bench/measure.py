@@ -296,9 +296,9 @@ def plan_rotation(
     available_bytes: int,
     *,
     cache_factor: float = 1.25,
-    most_copies: int = 1 << 16,
+    max_copies: int = 1 << 16,
 ) -> Rotation:
-    """At least two copies, as many as exceed the cache by a factor, no more than `most_copies` or fit into memory.
+    """At least two copies, as many as exceed the cache by a factor, no more than `max_copies` or fit into memory.
 
     By a factor, since replacement is not exactly least-recently-used and a VM shares the cache. A copy is a handful of
     tensor objects of about 1 kB, and a call in a CUDA graph: a one-row call is not worth more than some of them.
@@ -312,7 +312,7 @@ def plan_rotation(
     if fitting < 2:
         needed = footprint.fixed + 2 * footprint.resident
         raise TooLarge(f"needs {format_bytes(needed)}, {format_bytes(budget)} of memory may be used")
-    limits = {wanted: "", most_copies: f"{most_copies} copies", fitting: f"{format_bytes(budget)} of memory"}
+    limits = {wanted: "", max_copies: f"{max_copies} copies", fitting: f"{format_bytes(budget)} of memory"}
     copies = min(limits)
     return Rotation(copies, footprint.touched, cache_bytes, limits[copies] if copies < wanted else "")
 

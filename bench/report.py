@@ -14,6 +14,7 @@ from . import cli_types
 from .baselines import BASELINES
 from .cli_types import Command
 from .measure import geometric_mean, is_ours
+from .ops import WORKLOADS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ _RATES = ("copy_gbps", "read_gbps", "matmul_tflops")
 FIGURES = ("median_ms", "min_ms", "p20_ms", "p80_ms", "rounds", "bytes", "gbps", "tflops", "floor_ms", *_RATES)
 STATUSES = ("ok", "wrong", "skipped", "failed")
 
-# What of the environment stands beside every line of a CSV file, which has no header to say it.
+# The part of the environment in every line of a CSV file, which has no header to say it.
 _CSV_ENVIRONMENT = ("device_slug", "version", "commit", "torch", "date")
 
 
@@ -92,14 +93,6 @@ def row_key(record: dict) -> tuple:
     return tuple(record[field] for field in ROW_FIELDS)
 
 
-# The sizes that an op has, of those that every record holds.
-_SIZES = {
-    "norm_concat_linear": ("K", "H", "D"),
-    "norm_concat": ("K", "H"),
-    "capture_hidden": ("K", "H"),
-    "add_rms_norm": ("H",),
-    "vocab_parallel_embedding": ("V", "H"),
-}
 _HAS_NORM = ("norm_concat_linear", "norm_concat")
 _HAS_PRODUCT = ("norm_concat_linear",)
 _BLOCK_FIELDS = tuple(field for field in ROW_FIELDS if field not in ("T", "timer"))
@@ -107,7 +100,7 @@ _BLOCK_FIELDS = tuple(field for field in ROW_FIELDS if field not in ("T", "timer
 
 def title(record: dict) -> str:
     """The line above the rows of one op, shape and dtype."""
-    sizes = " ".join(f"{name}={record[name]}" for name in _SIZES[record["op"]])
+    sizes = " ".join(f"{name}={record[name]}" for name in WORKLOADS[record["op"]].sizes)
     norm = f", norm {record['norm']}" if record["op"] in _HAS_NORM else ""
     return f"{record['op']}, {record['preset']}:{record['stage']}, {record['dtype']}: {sizes}{norm}"
 
@@ -316,8 +309,8 @@ def _error(record: dict) -> str:
     return f"error {error}, bound {record['error_bound']:.2e}"
 
 
-# A run over more shapes than this gets one line a shape: its tables fill pages, and stand in the JSON.
-_MOST_TABLES = 6
+# A run over more shapes than this gets one line a shape: its tables fill pages, and are in the JSON.
+_MAX_TABLES = 6
 
 
 def render(path: Path | None, run: dict) -> str:
@@ -326,7 +319,7 @@ def render(path: Path | None, run: dict) -> str:
     lines = [
         f"{_machine(env)}; torch {env['torch']}; {env['date']}, commit {env['commit']}. Times are medians (p20 - p80).",
         "",
-        *(markdown(records) if len(list(blocks(records))) <= _MOST_TABLES else _summary(records)),
+        *(markdown(records) if len(list(blocks(records))) <= _MAX_TABLES else _summary(records)),
         *(f"- {line}" for line in footer(records)),
     ]
     if path is not None:
@@ -379,11 +372,11 @@ def _summary_cell(row: Sequence[dict], ours: str | None, baseline: str) -> str:
 
 
 _PANEL = (6.4, 4.0)  # inches
-_MOST_LINES = 6
+_MAX_LINES = 6
 _MARKERS = "osD^vPX*"
 _COLOURS = tuple(f"C{number}" for number in range(10))  # matplotlib's names of its ten
 _OUR_COLOURS = ("black", "0.5", "0.7")
-_MOST_TICKS = 14
+_MAX_TICKS = 14
 _TIMER_ORDER = ("clock", "graph", "eager")
 
 
@@ -452,7 +445,7 @@ def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[d
 
 def _whose(group: Sequence[list[dict]], ours: str | None) -> str:
     """Of a few shapes the panel holds one column alone."""
-    return f": `{ours}`" if ours and 1 < len({_shape(row) for row in group}) <= _MOST_LINES else ""
+    return f": `{ours}`" if ours and 1 < len({_shape(row) for row in group}) <= _MAX_LINES else ""
 
 
 def _roofline_name(group: Sequence[list[dict]]) -> str:
@@ -488,7 +481,7 @@ def _draw_speedups(axes: "Axes", group: Sequence[list[dict]], ours: str) -> None
     shapes = len({_shape(row) for row in group})
     for number, baseline in enumerate(baselines):
         curves = _curves(group, lambda row, baseline=baseline: speedup(row, ours, baseline))
-        if shapes == 1 or shapes * len(baselines) > _MOST_LINES:
+        if shapes == 1 or shapes * len(baselines) > _MAX_LINES:
             _draw_band(axes, curves, f"over {baseline}", number, _colour(baseline, []))
             continue
         for shape, curve in enumerate(curves):
@@ -517,7 +510,7 @@ def _draw_roofline(axes: "Axes", group: Sequence[list[dict]], ours: str | None) 
     one_shape = len({_shape(row) for row in group}) == 1
     for number, name in enumerate(names):
         curves = _curves(group, lambda row, name=name: _roofline_share_of(row, name))
-        if one_shape or len(curves) > _MOST_LINES:
+        if one_shape or len(curves) > _MAX_LINES:
             _draw_band(axes, curves, name, number, _colour(name, all_ours))
         elif name == (ours or names[0]):  # of several shapes, ours alone: all of them would be a tangle
             for shape, curve in enumerate(curves):
@@ -560,7 +553,7 @@ def _finish(axes: "Axes", group: Sequence[list[dict]]) -> None:
 
     counts = sorted({row[0]["T"] for row in group})
     axes.set_xscale("log", base=2)
-    every = -(-len(counts) // _MOST_TICKS)
+    every = -(-len(counts) // _MAX_TICKS)
     axes.set_xticks(counts[::every], [str(T) for T in counts[::every]])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("T (rows)")

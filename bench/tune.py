@@ -19,7 +19,8 @@ from eagle_kernels.tuned_configs import CONFIGS, Gpu, Tiles
 from . import cli_types, info
 from .cli_types import Command
 from .measure import TIMERS, Ratio, TooLarge, Variant, plan_rotation, ratio, time_variants
-from .workloads import NormConcatLinear, Row, judge
+from .ops.norm_concat_linear import NormConcatLinear
+from .workloads import Row, judge
 
 Choice = Tiles | None  # None: norm_concat and a library product
 Compare = Callable[[Choice, Choice], Ratio | None]  # incumbent over candidate; None where the candidate cannot run
@@ -202,7 +203,7 @@ class _Candidates:
             self.cache_bytes,
             info.available_bytes(device),
             cache_factor=info.CACHE_FACTORS[device],
-            most_copies=info.MOST_COPIES[device],
+            max_copies=info.MAX_COPIES[device],
         )
         self.workload.allocate(rotation.copies)
         self.copies = rotation.copies

@@ -1,5 +1,5 @@
 // What the primitives check of their arguments, once for CPU and CUDA: all that would make touching memory unsafe or a
-// result wrong. A refusal names the op, the argument, the rule and the line that asked for the check, and has written
+// result wrong. A failure names the op, the argument, the rule and the line that asked for the check, and has written
 // nothing:
 //
 //   norm_concat_linear: weight: shape (norm_concat_linear.cpp:32)

@@ -137,10 +137,10 @@ def expect(operands: object) -> tuple[Expectation, Expectation]:
 
     The post norm y = p rstd(p) g turns dp into g rstd (dp + |p| |dp|_2 / |p|_2), with the roundings of a norm on top.
 
-    Relative RMS, the rule of section 4. bf16 and fp16: 1.05 times the eager chain's, which rounds in the same places.
-    This needs no slack for few outputs: where the two differ, the fp32 values lie on either side of a tie, and both
-    are half a unit off. fp32: 1e-6 sqrt(n) / 32, at most twice eager's; but never below 3 v, the sqrt(9) v of the nine
-    roundings above with exact sums: at n = 1 the rule would ask for half of one (0.5 v).
+    Relative RMS, the rule of `bench/accuracy.py`. bf16 and fp16: 1.05 times the eager chain's, which rounds in the same
+    places. This needs no slack for few outputs: where the two differ, the fp32 values are on either side of a tie, and
+    both are half a unit off. fp32: 1e-6 sqrt(n) / 32, at most twice eager's; but never below 3 v, the sqrt(9) v of the
+    nine roundings above with exact sums: at n = 1 the rule would ask for half of one (0.5 v).
     """
     case, projection = operands.case, operands.projection
     u, finfo = UNIT_ROUNDOFF[case.dtype], torch.finfo(case.dtype)
@@ -173,7 +173,7 @@ def expect(operands: object) -> tuple[Expectation, Expectation]:
 def allow_independent_roundings(expected: Expectation) -> Expectation:
     """Kernels that fold the gain round gain * weight, eager the normed value: as often, elsewhere. Of m independent
     outputs an rms strays by 1 / sqrt(2 m) of itself, the ratio of two by 1 / sqrt(m); three times that is added to
-    section 4's 5 %, which at the size of a model decides alone (measured there: a ratio of 0.97 to 1.01)."""
+    the 5 % of bench/accuracy.py, which alone decides at the size of a model (a ratio of 0.97 to 1.01 was measured)."""
     outputs = max(expected.truth.numel(), 1)
     if expected.truth.shape[1] == 1:  # relative errors of single numbers have no such moments
         return replace(expected, rms=float("inf"))
@@ -181,6 +181,6 @@ def allow_independent_roundings(expected: Expectation) -> Expectation:
 
 
 def rms_limit(dtype: torch.dtype, n: int, truth: Tensor, eager: Tensor) -> tuple[float, float]:
-    """(limit, eager's own): the rule of section 4, whose home is bench/accuracy.py, on the mean over rows."""
+    """(limit, eager's own): the rule of bench/accuracy.py, on the mean over rows."""
     eager_rms = relative_rms(eager, truth)
     return error_bound(eager_rms, dtype, n), eager_rms

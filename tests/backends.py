@@ -1,4 +1,4 @@
-"""Which backends and instruction sets can be tested here, and how to put one in force."""
+"""Which backends and instruction sets can be tested here, and how to activate one."""
 
 import contextlib
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ class Case:
     norm_offset: float = 0.0
     eps: float | tuple[float, ...] = 1e-6
     residuals: str = ""  # or all, some
-    indices: str = ""  # or shared, each, some, table, none-held
+    indices: str = ""  # or shared, each, some, table, none-in-range
     index_dtype: torch.dtype = torch.int64
     bias: str = ""  # or dtype, fp32
     post_norm: str = ""  # or dtype, fp32
@@ -152,7 +152,7 @@ FEATURES = [
     _case("bf16", 3, 101, 7, indices="some", residuals="some", layout="strided"),
     _case("bf16", 2, 101, 16, indices="table", norm_offset=1.0, eps=(1e-5, 0.3)),
     _case("bf16", 3, 64, 16, indices="shared", layout="packed", residuals="all"),
-    _case("bf16", 2, 64, 3, indices="none-held", bias="dtype"),
+    _case("bf16", 2, 64, 3, indices="none-in-range", bias="dtype"),
     _case("bf16", 2, 64, 0, "none", indices="shared"),
     _case("fp16", 3, 101, 7, "none", indices="each"),
     _case("fp16", 2, 101, 16, indices="table", index_dtype=torch.int32),
@@ -177,7 +177,7 @@ FEATURES = [
     _case("fp32", 3, 101, 7, sum_squares=True, layout="strided"),
 ]
 
-# Values that are hard on the statistic or on the formats, at sizes where the error rule of section 4 averages well.
+# Values that are hard on the statistic or on the formats, at sizes where the rule of bench/accuracy.py averages well.
 NUMBERS = [
     *(_case(dtype, 3, 896, 33, norm, D=257, data="outliers") for dtype in DTYPES for norm in ("chunk", "concat")),
     *(_case(dtype, 3, 896, 33, D=257, data="scales") for dtype in DTYPES),
@@ -333,7 +333,7 @@ def _indices(case: Case, lengths: list[int], generator: torch.Generator) -> list
             return []
         case "shared":
             return [make(case.T, N)] * case.K
-        case "none-held":
+        case "none-in-range":
             return [torch.tensor([-1, case.T, 2**40])] * case.K
         case "each":
             return [make(rows, N) for rows in lengths]

@@ -1,4 +1,4 @@
-"""Seeds, markers, and the fixtures that put a backend, an instruction set or a plan in force."""
+"""Seeds, markers, and the fixtures that activate a backend, an instruction set or a plan."""
 
 import ctypes
 from collections.abc import Iterator

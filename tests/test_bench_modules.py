@@ -10,7 +10,7 @@ from eagle_kernels.bench import cli
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 PACKAGE = "eagle_kernels.bench"
-MOST_MODULES = 14
+MAX_MODULES = 15
 
 
 def imports_of(source: str, package: str, modules: set[str]) -> set[str]:
@@ -33,8 +33,13 @@ def imports_of(source: str, package: str, modules: set[str]) -> set[str]:
 
 
 def graph_of(folder: Path) -> dict[str, set[str]]:
+    """By module what it imports; the files of ops/, one per op, are one room."""
     sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.stem != "__init__"}
-    return {name: imports_of(source, PACKAGE, set(sources)) for name, source in sources.items()}
+    graph = {name: imports_of(source, PACKAGE, {*sources, "ops"}) for name, source in sources.items()}
+    graph["ops"] = set()
+    for path in (folder / "ops").glob("*.py"):
+        graph["ops"] |= imports_of(path.read_text(encoding="utf-8"), PACKAGE, set(sources))
+    return graph
 
 
 def test_a_circle_would_be_seen() -> None:
@@ -53,14 +58,14 @@ def test_a_circle_would_be_seen() -> None:
 
 def test_few_modules_without_circles() -> None:
     graph = graph_of(BENCH)
-    assert len(graph) <= MOST_MODULES, sorted(graph)
+    assert len(graph) <= MAX_MODULES, sorted(graph)
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
     assert set(order) == set(graph)
     assert graph["measure"] == graph["accuracy"] == set()  # the ground floor
 
 
 def test_every_module_serves_the_command_line() -> None:
-    """Nothing lies in the package that no command reaches."""
+    """The package has no module that no command reaches."""
     graph, reached, new = graph_of(BENCH), set(), {"cli"}
     while new:
         reached |= new

@@ -1,9 +1,13 @@
 """AuxHiddenStates and ChainedHiddenStates: slots, steps, views, rotation, and the errors of buffers that never grow."""
 
+import copy
+import pickle
 import re
 
 import pytest
 import torch
+import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eagle_kernels as ek
 from guards import UnchangedTensors, same_bits
@@ -298,3 +302,53 @@ def test_a_rotation_that_is_refused_leaves_the_ids(arguments: dict, message: str
     with pytest.raises((ValueError, TypeError, IndexError), match=message and f"^{re.escape(message)}$"):
         ek.rotate_token_ids(ids, **arguments)
     assert ids.tolist() == [1, 2, 3, 4]
+
+
+def seven() -> torch.Tensor:
+    return torch.full((2, H), 7.0).bfloat16()
+
+
+def captured(aux: ek.AuxHiddenStates) -> torch.Tensor:
+    aux.capture(0, seven())
+    return aux.packed(2)[:, :H]
+
+
+@pytest.mark.parametrize("change", ["pickle", "copy", "buffer", "data", "view"])
+def test_a_capture_goes_to_the_buffer_there_is_now(change: str) -> None:
+    """Views are kept from capture to capture, and may not outlive what they are views of."""
+    aux = ek.AuxHiddenStates(16, K, H)
+    view = aux.capture(0, torch.randn(2, H).bfloat16())
+    old = aux
+    if change == "pickle":
+        aux = pickle.loads(pickle.dumps(aux))
+        assert len(pickle.dumps(aux)) < 2 * aux.buffer.nbytes + 4096
+    elif change == "copy":
+        aux = copy.copy(aux)
+        aux.buffer = aux.buffer.clone()
+    elif change == "buffer":
+        aux.buffer, aux.sum_squares = torch.zeros_like(aux.buffer), torch.zeros_like(aux.sum_squares)
+    elif change == "data":
+        aux.buffer.data = torch.zeros_like(aux.buffer)
+    else:
+        view.unsqueeze_(0)
+    assert torch.equal(captured(aux), seven())
+    assert aux is old or not torch.equal(old.packed(2)[:, :H], seven())
+
+
+def test_a_fake_capture_is_not_remembered() -> None:
+    aux = ek.AuxHiddenStates(16, K, H)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        aux.capture(0, torch.empty(2, H, dtype=torch.bfloat16))
+    assert torch.equal(captured(aux), seven())
+
+
+def test_compiled_captures_share_one_graph() -> None:
+    aux = ek.AuxHiddenStates(64, K, H)
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda hidden: aux.capture(1, hidden), backend=frames, fullgraph=True, dynamic=True)
+    for rows in range(2, 14):
+        hidden = torch.randn(rows, H).bfloat16()
+        assert torch.equal(compiled(hidden), hidden)
+        aux.capture(1, hidden)
+    assert frames.frame_count == 1

@@ -17,6 +17,7 @@ from eagle_kernels.bench import benchmark, cli_types, info, measure, report, wor
 from eagle_kernels.bench.baselines import BASELINES, FOREIGN
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
+from eagle_kernels.bench.ops import WORKLOADS
 from eagle_kernels.bench.report import load
 from eagle_kernels.bench.results import readme
 
@@ -155,7 +156,7 @@ def test_cases_are_repeatable() -> None:
 
 
 def test_cases_reach_every_option() -> None:
-    """What design section 3 lets a caller vary is varied within the first 60 cases."""
+    """All that a caller may vary (docs/design.md, Arguments) is varied within the first 60 cases."""
     drawn: dict[str, set] = {}
     for number in range(60):
         for name, value in make_case("norm_concat_linear", 0, number)[0].drawn.items():
@@ -250,7 +251,7 @@ def allocated_bytes(call: Callable[[], object]) -> int:
 )
 def test_eager_out_is_eager_without_an_allocation(op: str, norm: str, dtype: torch.dtype) -> None:
     stage = InputStage("eagle3", 3, 96, 48, 1e-5, 0.0, norm, False, None, None)
-    workload = workloads.WORKLOADS[op](workloads.Row(op, "tiny", stage, norm, 1000, 64, dtype))
+    workload = WORKLOADS[op](workloads.Row(op, "tiny", stage, norm, 1000, 64, dtype))
     workload.allocate(2)
     eager, preallocated = (workload.variant(name) for name in ("eager", "eager-out"))
     verdicts = workloads.judge(workload, [eager, preallocated])

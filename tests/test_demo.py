@@ -59,7 +59,7 @@ def test_a_drafter_that_is_always_wrong_costs_no_token(checkpoint: Checkpoint) -
     assert decoded.accepted == [1] * (COUNT - 1)
 
 
-class Forgetful(Drafter):
+class Uncached(Drafter):
     """Drafts every time from all rows so far, with an empty cache."""
 
     def begin(self) -> Drafter:
@@ -74,7 +74,7 @@ class Forgetful(Drafter):
 
 
 def test_the_drafters_cache_holds_what_a_fresh_pass_computes(checkpoint: Checkpoint) -> None:
-    cached, drafts = assemble(checkpoint), {Drafter: [], Forgetful: []}
+    cached, drafts = assemble(checkpoint), {Drafter: [], Uncached: []}
     parts = {field.name: getattr(cached, field.name) for field in dataclasses.fields(cached)}
     for kind, record in drafts.items():
         for prompt in checkpoint.prompts:
@@ -82,7 +82,7 @@ def test_the_drafters_cache_holds_what_a_fresh_pass_computes(checkpoint: Checkpo
             draft = drafter.draft
             drafter.draft = lambda *args, draft=draft, record=record: record.append(draft(*args)) or record[-1]
             speculate(checkpoint.target, drafter, prompt, COUNT, DRAFTS)
-    assert drafts[Drafter] == drafts[Forgetful]
+    assert drafts[Drafter] == drafts[Uncached]
 
 
 def test_the_projection_is_the_one_that_was_trained(checkpoint: Checkpoint) -> None:

@@ -1,16 +1,19 @@
 """Every error of the public ops: its type, and a message that names the op, what it got and what it expected.
 
-Each row changes one argument of a call that works. Nothing may be written by a call that raises (design.md section 10).
+Each row changes one argument of a call that works. A call that raises has written nothing (docs/design.md, Errors).
 """
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import eagle_kernels as ek
+from backends import environment_of
 from guards import same_bits
 
 T, K, H, D, V = 4, 3, 8, 5, 20
@@ -624,7 +627,7 @@ def test_the_calls_that_the_errors_change_work(call: str) -> None:
 
 
 def test_the_message_of_the_contract() -> None:
-    """design.md section 10, to the letter."""
+    """The sentence of docs/design.md, Errors."""
     message = (
         "norm_concat_linear: weight has shape (4096, 8192), expected (D, K*H) = (*, 12288) for K=3 chunks of H=4096"
     )
@@ -661,3 +664,43 @@ def test_shifted_rows_of_one_buffer_overlap(rows_apart: int) -> None:
     with pytest.raises(ValueError, match="out overlaps hidden"):
         ek.capture_hidden(buffer[:T], out=buffer[rows_apart:])
     ek.capture_hidden(buffer[:rows_apart], out=buffer[T:])
+
+
+def test_bad_chunks_are_worded_before_their_widths_are_needed() -> None:
+    good = rows(T, H)
+    for bad, kind in ((None, TypeError), (torch.tensor(1.0).bfloat16(), ValueError), (rows(H), ValueError)):
+        for call in (lambda c: ek.norm_concat(c), lambda c: ek.norm_concat_linear(c, rows(D, 2 * H))):
+            with pytest.raises(kind, match=r"^norm_concat(_linear)?: chunks\[1\] "):
+                call([good, bad])
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)])
+def test_numbers_of_every_kind_are_numbers(number: object) -> None:
+    chunks, weight = [rows(T, H), rows(T, H)], rows(D, 2 * H)
+    shard = ek.VocabShard.build(V, tp_rank=0, tp_size=1, padding_size=4)
+    calls = [
+        lambda x: ek.norm_concat(chunks, eps=x, norm_offset=x),
+        lambda x: ek.norm_concat_linear(chunks, weight, eps=x, post_norm_weight=torch.ones(D)),
+        lambda x: ek.add_rms_norm(chunks[0], chunks[1], torch.ones(H), eps=x, norm_offset=x)[0],
+    ]
+    if not isinstance(number, Tensor):  # a tensor scale is another argument
+        calls.append(lambda x: ek.vocab_parallel_embedding(torch.tensor([1, 2]), shard_rows(shard), shard, scale=x))
+    for backend in ("cpu", "reference"):
+        with environment_of(EAGLE_KERNELS_BACKEND=backend):
+            for call in calls:
+                assert same_bits(call(number), call(0.5))
+
+
+def shard_rows(shard: ek.VocabShard) -> Tensor:
+    return torch.arange(shard.rows * H).view(shard.rows, H).bfloat16()
+
+
+@pytest.mark.parametrize("op", ["add_rms_norm", "norm_concat"])
+def test_the_registered_ops_take_matrices(op: str) -> None:
+    row = rows(H)
+    arguments = {
+        "add_rms_norm": (row, row, row, 1e-6, 0.0),
+        "norm_concat": ([row], 1, "none", [], [0.0], 0.0, [], [], None),
+    }
+    with pytest.raises(ValueError, match=rf"^{op}: (hidden|chunks\[0\]) has shape \(8,\), expected \(T, H\)$"):
+        getattr(torch.ops.eagle_kernels, op)(*arguments[op])

@@ -70,7 +70,7 @@ def test_projection_matches_float64(dtype: torch.dtype, norms: dict, packed: boo
     assert results[2] is out
     for result in results:
         error = (result.double() - expected).norm() / expected.norm()
-        # One output rounding and at most two of the input (2^-9 each, uniform: /sqrt(3)); fp32 by section 4's rule.
+        # One output rounding and at most two of the input (2^-9 each, uniform: /sqrt(3)).
         assert error < (3 * 2**-9 / 3**0.5 if dtype == torch.bfloat16 else 1e-6)
 
 
@@ -150,3 +150,41 @@ def test_embedding_scale_follows_each_convention() -> None:
     assert torch.equal(by_float(ids), full * scale)
     assert torch.equal(by_tensor(ids), full * rounded)
     assert not torch.equal(by_float(ids), by_tensor(ids))
+
+
+def test_weights_that_are_no_plain_parameters() -> None:
+    """Parametrized, wrapped by a property, or tensors: what `module.weight` gives is what is read."""
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    layer, plain = make_layer(chunk_norm=True), make_layer(chunk_norm=True)
+    plain.load_state_dict(layer.state_dict())
+    plain.fc.weight.mul_(2)
+
+    class Twice(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    torch.nn.utils.parametrize.register_parametrization(layer.fc, "weight", Twice())
+    assert torch.equal(layer(chunks), plain(chunks))
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, base: torch.nn.Module) -> None:
+            super().__init__()
+            self.base, self.bias = base, None
+
+        @property
+        def weight(self) -> torch.Tensor:
+            return 3 * self.base.weight
+
+    wrapped = make_layer(chunk_norm=True)
+    wrapped.load_state_dict({name: value for name, value in plain.state_dict().items()})
+    wrapped.fc = Wrapper(wrapped.fc)
+    plain.fc.weight.mul_(3)
+    assert torch.equal(wrapped(chunks), plain(chunks))
+
+
+def test_autocast_does_not_round_the_product() -> None:
+    layer = make_layer(torch.float32, chunk_norm=True, bias=True)
+    chunks = [torch.randn(64, H) for _ in range(K)]
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = layer(chunks)
+    assert torch.equal(under_autocast, layer(chunks))

@@ -24,7 +24,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_float64_truth(case: Case, projection: str) -> None:
-    """The accuracy rule of design.md section 4, into a guarded slice and into a tensor of the op's own."""
+    """The rule of docs/design.md, Exactness, into a guarded slice and into a tensor of the op's own."""
     call = operands(case)
     _, expected = expect(call)
     one_row = case.layout == "row"
@@ -48,7 +48,7 @@ def test_float64_truth(case: Case, projection: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in FEATURES if case.dtype_name == "fp32"], ids=lambda case: case.id)
 def test_the_formula_is_the_engines_chain(case: Case) -> None:
-    """The truth itself, held against torch's own norms, with which it shares no line: an offset or an eps that the
+    """The truth itself, against torch's own norms, with which it shares no line: an offset or an eps that the
     formula forgot would show here. fp32 only, where the chain does not round between its steps."""
     call = operands(case)
     normed, projected = eager_chain(call)
@@ -175,7 +175,7 @@ def test_a_row_of_zeros_stays_zero_without_eps(projection: str) -> None:
     ],
 )
 def test_bits_do_not_depend_on_T_within_each_default_plan(dtype: torch.dtype) -> None:
-    """design.md section 4 without the variable: the fused plan keeps it, norm_concat + linear does not."""
+    """docs/design.md, Exactness, without the variable: the fused plan keeps it, norm_concat + linear does not."""
     chunks, weight, gain = make_call(599, dtype, H=1536, D=1024)
     by_kernel: dict[Kernel, list[torch.Tensor]] = {}
     for T in (1, 2, 8, 17, 24, 130, 200, 300, 599):
@@ -281,7 +281,7 @@ def test_explain_names_the_kernel_that_runs(projection: str) -> None:
 
 @needs_compiled
 def test_out_allocates_nothing_that_outlives_the_call() -> None:
-    """design.md section 3: with `out` the call leaves no memory behind."""
+    """docs/design.md, Arguments: with `out` the call leaves no memory behind."""
     chunks, weight, gain = make_call(16, torch.bfloat16)
     out = torch.empty(16, 97).bfloat16()
     for _ in range(3):

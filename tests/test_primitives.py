@@ -14,10 +14,10 @@ from torch import Tensor
 
 from backends import CPU_ISAS, environment_of, needs_compiled
 from bad_calls import BAD_CALLS, GOOD, BadCall, D, H, K, T, rows
+from csrc_checks import CSRC, checks, failure_of, unreached
 from eagle_kernels import library, plan
 from guards import same_bits
 from primitives import run_primitive
-from refusals import CSRC, checks, refusal, unreached
 
 pytestmark = needs_compiled
 
@@ -36,7 +36,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[object]:
 
 @pytest.mark.parametrize("call", ON_CPU, ids=lambda call: call.id)
 def test_a_bad_call_is_refused_before_anything_is_written(call: BadCall) -> None:
-    refusal(torch.ops.eagle_kernels_C, call)
+    failure_of(torch.ops.eagle_kernels_C, call)
 
 
 def test_every_check_has_a_call_that_it_refuses() -> None:

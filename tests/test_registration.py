@@ -100,7 +100,7 @@ def test_schemas_are_a_promise() -> None:
 
 
 def test_there_are_no_other_ops_and_no_out_overloads() -> None:
-    """Inductor mistakes an `.out` overload for torch's own convention and breaks on it (design.md section 2)."""
+    """Inductor mistakes an `.out` overload for torch's own convention and breaks on it (docs/design.md, A call)."""
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.partition("::")[0] == "eagle_kernels"}
     assert registered == {f"eagle_kernels::{name}" for name in SCHEMAS}
     for name in SCHEMAS:

@@ -20,8 +20,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def expected_rows(vocabulary: str) -> torch.Tensor:
     full, ids = ranks.table(vocabulary), ranks.token_ids(vocabulary)
-    held = (ids >= 0) & (ids < len(full))
-    return torch.where(held.unsqueeze(1), full[torch.where(held, ids, 0)], 0)
+    in_range = (ids >= 0) & (ids < len(full))
+    return torch.where(in_range.unsqueeze(1), full[torch.where(in_range, ids, 0)], 0)
 
 
 @pytest.mark.parametrize("vocabulary", ranks.VOCABULARIES)

@@ -60,11 +60,11 @@ def test_the_ranks_add_up_to_the_full_lookup(
             ek.vocab_parallel_embedding(ids, weight, shard, out=rows.view)
             own = ek.vocab_parallel_embedding(ids, weight, shard)
         rows.check_around()
-        held = shard.local_rows(ids) >= 0
+        in_range = shard.local_rows(ids) >= 0
         assert same_bits(own, rows.view.clone())
-        assert same_bits(own[held], full_lookup(ids[held], table))
-        assert same_bits(own[~held], torch.zeros_like(own[~held]))
-        holders += held
+        assert same_bits(own[in_range], full_lookup(ids[in_range], table))
+        assert same_bits(own[~in_range], torch.zeros_like(own[~in_range]))
+        holders += in_range
         total += own
     assert torch.equal(holders, ((ids >= 0) & (ids < V)).long())
     assert same_bits_or_nan(total, full_lookup(ids, table))
@@ -156,8 +156,9 @@ def test_no_memory_outside_the_table_is_touched(
             shard = ek.VocabShard.build(70, tp_rank=rank, tp_size=2, org_num_embeddings=64, padding_size=4)
             weight = between_forbidden_pages(ek.shard_vocab_weight(table, shard), at)
             ek.vocab_parallel_embedding(ids, weight, shard, scale=scale, out=out)
-            held = shard.local_rows(ids) >= 0
-            assert torch.equal(out[held], full_lookup(ids[held], table) * (scale or 1)) and not out[~held].any()
+            in_range = shard.local_rows(ids) >= 0
+            assert torch.equal(out[in_range], full_lookup(ids[in_range], table) * (scale or 1))
+            assert not out[~in_range].any()
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -69,9 +69,9 @@ def test_rows_and_lookup_match_the_transcription(num_embeddings, org, tp_size, p
         rows = shard.local_rows(ids)
         assert rows.dtype == torch.int64
         assert rows.tolist() == [row_ids.index(i) if i in row_ids else -1 for i in ids.tolist()]
-        held = rows >= 0
-        owners += held
-        rank_sum += torch.where(held.unsqueeze(1), weight[rows.clamp(min=0)], 0)
+        in_range = rows >= 0
+        owners += in_range
+        rank_sum += torch.where(in_range.unsqueeze(1), weight[rows.clamp(min=0)], 0)
     assert torch.equal(owners, in_table.long())
     assert torch.equal(rank_sum, torch.where(in_table.unsqueeze(1), full[ids.clamp(0, num_embeddings - 1)], 0))
 
@@ -120,7 +120,7 @@ def test_engine_examples(layout, expected):
     assert fields == expected
 
 
-# reference/sglang.md 4.4: rows per rank of the engines' layout, ids that a ceil(V / tp) slice misroutes.
+# docs/design.md, Vocabulary shards: rows per rank of the engines' layout, ids that a ceil(V / tp) slice misroutes.
 CEIL_SLICES = [
     pytest.param(262144, None, 2, 131072, 0, id="gemma3-1b-tp2"),
     pytest.param(262208, None, 8, 32776, 0, id="gemma3-27b-tp8"),
@@ -168,7 +168,7 @@ VIEWS = [
     pytest.param(100, None, 2, 0, 64, 0, id="padding-is-on-the-other-rank"),
     pytest.param(100, None, 2, 1, 64, None, id="padding-is-on-this-rank"),
     pytest.param(128, 100, 1, 0, 64, None, id="padding-between-original-and-added"),
-    pytest.param(192, 128, 2, 0, 64, None, id="added-rows-lie-elsewhere"),
+    pytest.param(192, 128, 2, 0, 64, None, id="added-rows-are-elsewhere"),
     pytest.param(65, None, 3, 2, 64, None, id="padding-only"),
 ]
 

@@ -57,7 +57,7 @@ def launch(
 
     Args:
         arguments: in the kernel's order, constexprs left out: tensors, ints, floats, None, or tuples of these.
-        constants: the kernel's constexprs, which stand last in its parameter list and in this order.
+        constants: the kernel's constexprs, which are last in its parameter list and in this order.
         aligned: names of arguments of which every pointer (in bytes) and every integer is a multiple of 16.
         pdl: programmatic dependent launch; the kernel then calls `gdc_wait` before it reads or writes.
 

@@ -36,7 +36,7 @@ inline uint64_t sum_words(const char* data, int64_t bytes) {
   return sum;
 }
 
-// f(line) for each line of a piece, a line of every run in turn; kLines of a run together. What lies `ahead_bytes`
+// f(line) for each line of a piece, a line of every run in turn; kLines of a run together. What is `ahead_bytes`
 // behind the end of a run is asked for at the beginning of the same run of the next piece: that is read next.
 template <int kStreams, class F>
 inline void walk(const char* piece, StreamPattern pattern, F f) {

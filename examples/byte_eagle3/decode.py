@@ -43,7 +43,7 @@ class Drafter:
             normed, hidden = self.layer(x[None], embeds[None], positions, cache, mask)
             drafts.append((normed[0, -1] @ self.head.T).argmax().item())
             if len(drafts) == num_drafts:
-                _forget(cache, num_drafts - 1)
+                _crop(cache, num_drafts - 1)
                 return drafts
             x, tokens = hidden[0, -1:], drafts[-1:]
 
@@ -74,7 +74,7 @@ def speculate(target: nn.Module, drafter: Drafter, prompt: list[int], count: int
                 correct += 1
             rows = len(unread) + correct
             decoded.tokens = [*decoded.tokens, *choices[: correct + 1]]
-            _forget(target_cache, len(drafts) - correct)
+            _crop(target_cache, len(drafts) - correct)
             if drafts:
                 decoded.accepted.append(correct + 1)
             if len(decoded.tokens) >= len(prompt) + count:
@@ -95,7 +95,7 @@ def accepted_length(runs: list[Decoded]) -> float:
     return sum(counts) / len(counts)
 
 
-def _forget(cache: DynamicCache, rows: int) -> None:
+def _crop(cache: DynamicCache, rows: int) -> None:
     """Drop the last rows; 0 is not passed on, since transformers 5.0 would take it for the length to keep."""
     if rows:
         cache.crop(-rows)

@@ -1,22 +1,21 @@
 """eagle-kernels: the input stage of speculative-decoding drafters as single kernels."""
 
+from . import ops
 from .buffers import AuxHiddenStates, ChainedHiddenStates, rotate_token_ids
 from .drafter_config import Eagle3Config, capture_layers
 from .explain import explain
 from .layers import Eagle3Projection, VocabParallelEmbedding
 from .mtp_config import MTPConfig
 from .mtp_projection import MTPProjection
-from .ops import add_rms_norm, capture_hidden, norm_concat, norm_concat_linear, vocab_parallel_embedding
+from .ops import *  # noqa: F403
 from .version import __version__
 from .vocab_shard import VocabShard, shard_vocab_weight
 from .warmup import warmup
 
-__all__ = [
-    "norm_concat_linear",
-    "norm_concat",
-    "capture_hidden",
-    "vocab_parallel_embedding",
-    "add_rms_norm",
+# A form that type checkers read; the ops are named in `ops` alone.
+__all__: list[str] = []
+__all__ += ops.__all__
+__all__ += [
     "explain",
     "warmup",
     "VocabShard",

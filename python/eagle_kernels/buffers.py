@@ -129,7 +129,7 @@ class CaptureStep:
 
     A slot that is written twice or never costs acceptance and raises nothing in an engine that lists its captures. The
     rows of a slot may come in pieces, one after the other. As a context manager, a step that ends without an exception
-    checks itself by `finish`. Nothing here reads the device: a step may stand in a region that a CUDA graph records.
+    checks itself by `finish`. Nothing here reads the device: a step may be in a region that a CUDA graph records.
     """
 
     def __init__(self, buffer: AuxHiddenStates, rows: int, row: int = 0) -> None:
@@ -225,7 +225,7 @@ class ChainedHiddenStates:
         """Take over the step's output, [T, H] hidden and residual, in one `add_rms_norm`; returns the normed states.
 
         They are a [T, H] view of a static buffer, valid until the next `advance`: what the head reads. The gain is
-        norm_offset + norm_weight. Raises as `load`; neither hidden nor residual may lie in this object's buffers.
+        norm_offset + norm_weight. Raises as `load`; neither hidden nor residual may be in this object's buffers.
         """
         op = "ChainedHiddenStates.advance"
         _check_hidden(op, hidden, self.hidden_size)

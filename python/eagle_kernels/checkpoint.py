@@ -65,7 +65,7 @@ def mtp_projection(weights: _Weights, layer: nn.Module, number: int | None) -> d
         prefix, stem = _split(name)
         if stem in _MTP_STEM:
             stages.setdefault(prefix, []).append(name)
-    # Other parts of a model have an fc too; it is this one where its norms stand beside it.
+    # Other parts of a model have an fc too; it is this one where its norms are beside it.
     stages = {prefix: names for prefix, names in stages.items() if not _GENERIC.issuperset(_split(n)[1] for n in names)}
     if number is not None:
         stages = {prefix: names for prefix, names in stages.items() if f"layers.{number}." in prefix}

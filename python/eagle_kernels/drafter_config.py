@@ -41,7 +41,7 @@ LAYER_ID_RULES: dict[str, _Rule] = {
 }
 
 # boundary = id + rule(ids, N), of targets without a file in models/. Source: `set_eagle3_layers_to_capture` of SGLang
-# 0.5.23, of the model's class or the one it inherits from; a composite model type stands beside its text model's, to
+# 0.5.23, of the model's class or the one it inherits from; a composite model type is listed beside its text model's, to
 # which it delegates.
 _OTHER_MODEL_TYPES = {
     "output": """
@@ -185,8 +185,8 @@ class Eagle3Config:
     def from_hf(cls, config: object) -> "Eagle3Config":
         """Read a drafter's Hugging Face config in the format of SGLang, vLLM, SpecForge or speculators.
 
-        A field may stand at the top level, in `eagle_config` or in `transformer_layer_config` (speculators); where it
-        stands twice the values must agree. None and an empty id list count as absent.
+        A field may be at the top level, in `eagle_config` or in `transformer_layer_config` (speculators); where it
+        appears twice the values must agree. None and an empty id list count as absent.
 
         K = num_aux_hidden_states, else the length of the layer-id list, else 3; 1 where `use_aux_hidden_state` is
         false. chunk_norm = fc_norm or use_aux_norm (its old name); concat_norm = norm_before_fc. target_hidden_size
@@ -198,7 +198,7 @@ class Eagle3Config:
 
         Raises:
             TypeError: neither a dict nor an object with attributes, or a count or id that is not an int.
-            ValueError: `hidden_size` is missing, a field stands twice with different values, sources disagree on K
+            ValueError: `hidden_size` is missing, a field appears twice with different values, sources disagree on K
                 (the message names both and their values), or speculators_model_type is not EAGLE-3.
 
         Source: SGLang 0.5.23 and vLLM 0.33 `llama_eagle3`, vLLM's `speculators/algos.py`; the engines differ in where
@@ -266,7 +266,7 @@ def _ids_are_boundaries(config: object) -> bool:
 
 
 def _one(config: object, *keys: str, default: object = None) -> object:
-    """The value of a field wherever it stands; raises where two places disagree."""
+    """The value of a field wherever it is; raises where two places disagree."""
     found = _find(config, *keys)
     if not found:
         return default

@@ -2,7 +2,7 @@
 
 | variable | values | meaning |
 |---|---|---|
-| EAGLE_KERNELS_BACKEND | auto, cuda, triton, cpu, reference | force one backend; an unusable choice is an error |
+| EAGLE_KERNELS_BACKEND | auto, cuda, triton, cpu, reference | force one backend; an unsupported choice is an error |
 | EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
 | EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the CPU kernels' instruction set |
 | EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG | 0, 1 | 0 turns an engine's plugin off |
@@ -60,5 +60,5 @@ def engine_parts(engine: str, defaults: Mapping[str, bool]) -> frozenset[str]:
     switch = f"EAGLE_KERNELS_{engine.upper()}"
     if _choice(switch, ("0", "1")) == "0":
         return frozenset()
-    wishes = {part: _choice(f"{switch}_{part.upper()}", ("0", "1")) for part in defaults}
-    return frozenset(part for part, wish in wishes.items() if (defaults[part] if wish is None else wish == "1"))
+    requested = {part: _choice(f"{switch}_{part.upper()}", ("0", "1")) for part in defaults}
+    return frozenset(part for part, value in requested.items() if (defaults[part] if value is None else value == "1"))

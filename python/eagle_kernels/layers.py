@@ -54,14 +54,14 @@ class Eagle3Projection(nn.Module):
             )
         self.config = config
         width = config.num_chunks * config.target_hidden_size
-        place = {"dtype": dtype, "device": device}
-        self.fc = PackableLinear(width, config.hidden_size, bias=config.bias, **place)
+        factory = {"dtype": dtype, "device": device}
+        self.fc = PackableLinear(width, config.hidden_size, bias=config.bias, **factory)
         norms = [
-            nn.RMSNorm(config.target_hidden_size, config.eps, **place)
+            nn.RMSNorm(config.target_hidden_size, config.eps, **factory)
             for _ in range(config.num_chunks if config.chunk_norm else 0)
         ]
         self.register_module("fc_norm", nn.ModuleList(norms) if config.chunk_norm else None)
-        self.register_module("input_norm", nn.RMSNorm(width, config.eps, **place) if config.concat_norm else None)
+        self.register_module("input_norm", nn.RMSNorm(width, config.eps, **factory) if config.concat_norm else None)
         self.requires_grad_(False)
 
     def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3Projection:
@@ -200,7 +200,7 @@ class VocabParallelEmbedding(nn.Module):
     def reduce(self, rows: Tensor) -> Tensor:
         """Sum this rank's rows with those of the others, in place: exact, since one rank has the row and the rest 0."""
         if self.process_group is not None and self.shard.tp_size > 1:
-            # gloo leaves a strided tensor unreduced without a word, and NCCL refuses it.
+            # gloo silently leaves a strided tensor unreduced, and NCCL refuses it.
             dense = rows.contiguous()
             dist.all_reduce(dense, group=self.process_group)
             if dense is not rows:

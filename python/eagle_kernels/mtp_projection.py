@@ -57,13 +57,13 @@ class MTPProjection(nn.Module):
         self.config = config
         self.max_tokens = max_tokens
         self._static_buffers: dict[tuple, Tensor] = {}
-        place = {"dtype": dtype, "device": device}
+        factory = {"dtype": dtype, "device": device}
         if config.normed:
-            self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **place)
-            self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **place)
+            self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **factory)
+            self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **factory)
             for norm in (self.enorm, self.hnorm):
                 norm.weight.data.fill_(1 - config.norm_offset)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **place)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **factory)
         self.requires_grad_(False)
 
     def load_checkpoint(

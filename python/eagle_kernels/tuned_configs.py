@@ -6,7 +6,7 @@ A table is `configs/<device name>.json`:
       "rows": {"16": {"BT": 16, "BD": 64, ...}, "256": null}}]}
 
 `rows` maps a measured T to the fields of `Tiles`, null to norm_concat and a library product. A call takes the entry
-nearest to its T in log space. `splits` stands in each entry, but entries that differ in it belong to different plans.
+nearest to its T in log space. Each entry has `splits`, but entries that differ in it belong to different plans.
 `eagle-kernels tune --write` measures the rows and writes them.
 """
 
@@ -152,8 +152,8 @@ def write_rows(
     return path
 
 
-# The largest T of the split plans. Above, the product is no longer bound by the weight's bytes: an estimate,
-# performance.md section 2. fp32 multiplies without tensor cores and stops earlier.
+# The largest T of the split plans, a heuristic: above about 128 rows a 16-bit product is bound by tensor cores and no
+# longer by the weight's bytes. fp32 multiplies without them and stops earlier.
 SPLIT_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 16}
 
 # Enough programs to keep every SM of today's GPUs loading (132 on an H100); a constant, so that bits do not depend on
@@ -167,7 +167,8 @@ def invariant_rows(dtype: torch.dtype) -> int:
 
 
 def heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> Tiles | None:
-    """Leads from performance.md section 3.1 and from compiling: no spills with gains and residuals (tests/compile)."""
+    """Tiles for a shape that no table has. Compiled, they do not spill with gains and residuals (tests/compile); their
+    speed is unmeasured."""
     if SPLIT_ROWS[dtype] < T:
         return None
     BT, BD, swap, num_warps = _block(gpu, T, dtype)

@@ -1,4 +1,4 @@
-"""Which rows of a vocabulary table one tensor-parallel rank holds, and where: the layout both engines pad to.
+"""Which rows of a vocabulary table one tensor-parallel rank has, and where: the layout both engines pad to.
 
 With pad(v, p) = ceil(v / p) * p, org = the vocabulary the model was trained with, added = ids appended to it:
 
@@ -22,7 +22,7 @@ from . import checks
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows rank `tp_rank` of `tp_size` holds: a hashable record of plain ints. Make one with `VocabShard.build`.
+    """The rows of rank `tp_rank` of `tp_size`: a hashable record of plain ints. Make one with `VocabShard.build`.
 
     local row of id v = v - org_begin                    if org_begin <= v < org_end
                         v - added_begin + added_row      if added_begin <= v < added_end
@@ -125,7 +125,7 @@ class VocabShard:
         return self.tp_size == 1 and not has_gap
 
     def local_rows(self, ids: Tensor) -> Tensor:
-        """The local row of each id, -1 where another rank holds it or no rank does: int64, the shape of `ids`.
+        """The local row of each id, -1 where it is not in this shard: int64, the shape of `ids`.
 
         ids: any integer dtype. TypeError otherwise. The reference of `vocab_parallel_embedding`.
         """

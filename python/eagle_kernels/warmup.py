@@ -42,15 +42,19 @@ def warmup(op: str | nn.Module, *args: object, rows: Iterable[int] | None = None
     function = getattr(ops, op) if isinstance(op, str) else op
     call = inspect.signature(function if isinstance(op, str) else op.forward).bind(*args, **kwargs)
     given = dict(call.arguments)
-    most = _row_count(given)
+    max_rows = _row_count(given)
     # The most rows first: the workspace then grows once.
-    wanted = sorted(set(range(1, most + 1) if rows is None else rows), reverse=True)
-    if wanted and wanted[0] > most:
+    requested = sorted(set(range(1, max_rows + 1) if rows is None else rows), reverse=True)
+    if requested and requested[0] > max_rows:
         raise error(
-            ValueError, "warmup", f"rows goes up to {wanted[0]}", f"at most {most}", "the arguments have that many"
+            ValueError,
+            "warmup",
+            f"rows goes up to {requested[0]}",
+            f"at most {max_rows}",
+            "the arguments have that many",
         )
-    for T in wanted:
-        if T <= _EVERY_ROW_COUNT_UP_TO or wanted[0] == T or T & (T - 1) == 0:
+    for T in requested:
+        if T <= _EVERY_ROW_COUNT_UP_TO or requested[0] == T or T & (T - 1) == 0:
             call.arguments.update(_leading_rows(given, T))
             with torch.no_grad():
                 function(*call.args, **call.kwargs)

@@ -1,4 +1,4 @@
-"""What integers come out as: exact arithmetic, so the emulation is held against int64, and a GPU against the emulation
+"""What integers come out as: exact arithmetic, so the emulation is compared with int64, and a GPU against the emulation
 (tests/gpu/test_emulation.py)."""
 
 import pytest
@@ -15,7 +15,7 @@ def test_integers_are_exact(call: Call, emulated: object) -> None:
     outputs = call.run(emulated)
     first = chunks[0].double()
     if call.op.startswith("norm_concat"):
-        # A mean square of 4, in every chunk and over all, but for rows that are not held: those are zero.
+        # A mean square of 4, in every chunk and over all, but for rows that are out of range: those are zero.
         values = [c + r if call.norm == "none" else c / 2 for c, r in zip(chunks, residuals, strict=True)]
         x = torch.cat([gather_rows(value, indices) for value in values], -1).double()
         expected = [x @ weight.double().t() if call.D else x]

@@ -213,7 +213,7 @@ def test_strided_operands_on_16_bytes_are_fused() -> None:
     assert same_bits(expected, ek.norm_concat_linear(slots, wide[:, 8:-8], norm_weight=gain))
 
 
-def _misfits() -> dict[str, tuple[Callable[[], tuple[tuple, dict]], str]]:
+def _unsupported() -> dict[str, tuple[Callable[[], tuple[tuple, dict]], str]]:
     def call(T: int = 3, dtype: torch.dtype = torch.bfloat16, H: int = 72, K: int = 3, **arguments: object) -> tuple:
         chunks, weight, gain = make_call(T, dtype, K, H)
         return (chunks, weight), {"norm_weight": gain} | arguments
@@ -240,12 +240,12 @@ def _misfits() -> dict[str, tuple[Callable[[], tuple[tuple, dict]], str]]:
     }
 
 
-MISFITS = _misfits()
+UNSUPPORTED = _unsupported()
 
 
-@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_it_does_not_take_goes_elsewhere_and_explain_says_why(name: str) -> None:
-    make, reason = MISFITS[name]
+    make, reason = UNSUPPORTED[name]
     arguments, options = make()
     said = str(ek.explain("norm_concat_linear", *arguments, **options))
     assert said == f"norm_concat_linear: cuda/norm_concat + linear, because {reason}"

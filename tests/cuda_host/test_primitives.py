@@ -4,7 +4,7 @@ import pytest
 
 import test_primitives as on_cpu
 from bad_calls import BAD_CALLS, BadCall
-from refusals import refusal, unreached
+from csrc_checks import failure_of, unreached
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ ON_CUDA = [call for call in BAD_CALLS if "cuda" in call.backends]
 
 @pytest.mark.parametrize("call", ON_CUDA, ids=lambda call: call.id)
 def test_a_bad_call_is_refused_before_anything_is_written(call: BadCall, ops: object) -> None:
-    refusal(ops, call)
+    failure_of(ops, call)
 
 
 def test_every_check_of_cuda_alone_has_a_call_that_it_refuses(ops: object) -> None:

@@ -72,9 +72,9 @@ def test_a_switch_that_is_neither_0_nor_1_is_an_error(monkeypatch: pytest.Monkey
     ],
 )
 def test_versions(version: str, known: bool) -> None:
-    obstacle = eligibility.version_obstacle("vLLM", version, "0.32", "0.33")
-    assert (obstacle is None) == known
-    assert known or obstacle == f"vLLM {version} is none of the versions the hooks were written for, 0.32 to 0.33"
+    unsupported = eligibility.version_unsupported_reason("vLLM", version, "0.32", "0.33")
+    assert (unsupported is None) == known
+    assert known or unsupported == f"vLLM {version} is none of the versions the hooks were written for, 0.32 to 0.33"
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_target_that_changed_is_named(
 
 
 @pytest.mark.parametrize(
-    ("linear", "obstacle"),
+    ("linear", "unsupported"),
     [
         pytest.param(EngineLinear(Unquantized()), None, id="engine"),
         pytest.param(nn.Linear(K * H, D, bias=False).bfloat16(), None, id="torch"),
@@ -154,33 +154,33 @@ def test_a_target_that_changed_is_named(
         ),
     ],
 )
-def test_linear_obstacle(linear: nn.Module, obstacle: str | None) -> None:
-    assert eligibility.linear_obstacle(linear, {Unquantized}) == obstacle
+def test_linear_unsupported_reason(linear: nn.Module, unsupported: str | None) -> None:
+    assert eligibility.linear_unsupported_reason(linear, {Unquantized}) == unsupported
 
 
-def test_a_bias_is_no_obstacle_to_an_op_that_takes_one() -> None:
-    assert eligibility.linear_obstacle(nn.Linear(K * H, D), bias=True) is None
+def test_a_bias_is_supported_by_an_op_that_takes_one() -> None:
+    assert eligibility.linear_unsupported_reason(nn.Linear(K * H, D), bias=True) is None
 
 
-def test_norm_obstacle() -> None:
+def test_norm_unsupported_reason() -> None:
     class OtherPluginsNorm(nn.RMSNorm):
         pass
 
-    def obstacle(norm: nn.Module) -> str | None:
-        return eligibility.norm_obstacle(norm, {nn.RMSNorm}, torch.bfloat16)
+    def unsupported(norm: nn.Module) -> str | None:
+        return eligibility.norm_unsupported_reason(norm, {nn.RMSNorm}, torch.bfloat16)
 
-    assert obstacle(nn.RMSNorm(H, dtype=torch.bfloat16)) is None
-    assert obstacle(nn.RMSNorm(H)) is None  # fp32 gains
-    assert obstacle(nn.RMSNorm(H, dtype=torch.float16)) == (
+    assert unsupported(nn.RMSNorm(H, dtype=torch.bfloat16)) is None
+    assert unsupported(nn.RMSNorm(H)) is None  # fp32 gains
+    assert unsupported(nn.RMSNorm(H, dtype=torch.float16)) == (
         "its norm's weight is torch.float16, and the layer is torch.bfloat16"
     )
-    assert obstacle(nn.RMSNorm(H, elementwise_affine=False)) == "its norm has no weight"
-    assert "OtherPluginsNorm" in obstacle(OtherPluginsNorm(H))
+    assert unsupported(nn.RMSNorm(H, elementwise_affine=False)) == "its norm has no weight"
+    assert "OtherPluginsNorm" in unsupported(OtherPluginsNorm(H))
 
 
 def test_each_message_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("engine")
-    eligibility.forget_logged()
+    eligibility.clear_logged()
     for message in ("fc stays: LoRA", "fc stays: LoRA", "fc stays: bias"):
         eligibility.log_once(logger, logging.WARNING, message)
     assert [record.getMessage() for record in caplog.records] == [

@@ -18,7 +18,7 @@ from torch import nn
 from eagle_kernels.engines import eligibility, sglang
 from eagle_kernels.engines.eligibility import find_target
 from eagle_kernels.engines.sglang import hooks, projection
-from eagle_kernels.engines.sglang.obstacles import rms_norm_obstacle
+from eagle_kernels.engines.sglang.unsupported import rms_norm_unsupported_reason
 
 K, H, D = 3, 8, 5
 FORWARD = "sglang.srt.models.llama_eagle3:LlamaModel.forward"
@@ -114,10 +114,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
         modules[name] = types.ModuleType(name)
         vars(modules[name]).update(fields)
         monkeypatch.setitem(sys.modules, name, modules[name])
-    eligibility.forget_logged()
+    eligibility.clear_logged()
     caplog.set_level(logging.INFO)
     yield modules
-    eligibility.forget_logged()
+    eligibility.clear_logged()
 
 
 def load() -> None:
@@ -296,7 +296,7 @@ class LoRA(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("changes", "obstacle"),
+    ("changes", "unsupported"),
     [
         pytest.param({}, None, id="eligible"),
         pytest.param({"fc_norm": None}, None, id="no-norm"),
@@ -309,14 +309,14 @@ class LoRA(nn.Module):
         pytest.param({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False", id="no-aux"),
     ],
 )
-def test_eligibility(engine: dict, changes: dict, obstacle: str | None) -> None:
+def test_eligibility(engine: dict, changes: dict, unsupported: str | None) -> None:
     stage, reason = projection._read(drafter(**changes))
-    assert (stage is None) == (obstacle is not None)
-    assert (reason or "").startswith(obstacle or "")
+    assert (stage is None) == (unsupported is not None)
+    assert (reason or "").startswith(unsupported or "")
 
 
 @pytest.mark.parametrize(
-    ("fields", "obstacle"),
+    ("fields", "unsupported"),
     [
         ({"variance_size_override": 4}, "its norm takes the variance of 4 columns only"),
         ({"cast_x_before_out_mul": True}, "its norm rounds before the gain"),
@@ -324,9 +324,9 @@ def test_eligibility(engine: dict, changes: dict, obstacle: str | None) -> None:
         ({}, None),
     ],
 )
-def test_norm_eligibility(engine: dict, fields: dict, obstacle: str | None) -> None:
-    reason = rms_norm_obstacle(RMSNorm(**fields), torch.bfloat16)
-    assert (reason is None) == (obstacle is None) and (reason or "").startswith(obstacle or "")
+def test_norm_eligibility(engine: dict, fields: dict, unsupported: str | None) -> None:
+    reason = rms_norm_unsupported_reason(RMSNorm(**fields), torch.bfloat16)
+    assert (reason is None) == (unsupported is None) and (reason or "").startswith(unsupported or "")
 
 
 def test_the_deterministic_mode_keeps_sglangs_kernels(engine: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
         if not name.startswith(SPECULATORS):
             monkeypatch.setitem(sys.modules, name, loaded[name])
     loaded["vllm"].envs = loaded["vllm.envs"]
-    forget_plugin()
+    clear_plugin()
     yield types.SimpleNamespace(
         root=loaded["vllm"],
         envs=loaded["vllm.envs"],
@@ -44,13 +44,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
         EagleSpeculator=loaded[f"{SPECULATORS}.eagle.speculator"].EagleSpeculator,
         DFlashSpeculator=loaded[f"{SPECULATORS}.dflash.speculator"].DFlashSpeculator,
     )
-    forget_plugin()
+    clear_plugin()
 
 
-def forget_plugin() -> None:
+def clear_plugin() -> None:
     for name in [name for name in sys.modules if name.startswith("eagle_kernels.engines.vllm")]:
         del sys.modules[name]
-    eligibility.forget_logged()
+    eligibility.clear_logged()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["cuda", "triton"])
 def gpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each backend that runs CUDA tensors with kernels of its own, in force."""
+    """Each backend that runs CUDA tensors with kernels of its own, active."""
     if (reason := plan.unsupported_reason(request.param, torch.device("cuda"))) is not None:
         pytest.skip(f"{request.param}: {reason}")
     with environment_of(EAGLE_KERNELS_BACKEND=request.param):

@@ -16,12 +16,12 @@ class Chain:
 
     def __init__(self, device: str = "cuda") -> None:
         config = ek.MTPConfig(H, norm_offset=1.0, mask_position_zero=True)
-        place = {"dtype": torch.bfloat16, "device": device}
-        self.stages = [ek.MTPProjection(config, max_tokens=MAX, **place) for _ in range(LAYERS)]
-        self.gains = torch.rand(LAYERS, H, **place) - 0.5
-        self.table = torch.randn(V, H, **place)
-        self.states = ek.ChainedHiddenStates(MAX, H, **place)
-        self.target = torch.zeros(T, H, **place)
+        factory = {"dtype": torch.bfloat16, "device": device}
+        self.stages = [ek.MTPProjection(config, max_tokens=MAX, **factory) for _ in range(LAYERS)]
+        self.gains = torch.rand(LAYERS, H, **factory) - 0.5
+        self.table = torch.randn(V, H, **factory)
+        self.states = ek.ChainedHiddenStates(MAX, H, **factory)
+        self.target = torch.zeros(T, H, **factory)
         self.start_ids = torch.zeros(T, dtype=torch.int64, device=device)
         self.ids = torch.zeros_like(self.start_ids)
         self.positions = torch.arange(T, device=device) % 6

@@ -35,9 +35,9 @@ def test_every_rank(layout: tuple, dtype: torch.dtype, index_dtype: torch.dtype,
         with UnchangedTensors([ids, weight]):
             ek.vocab_parallel_embedding(ids, weight, shard, out=rows.view)
         rows.check_around()
-        held = shard.local_rows(ids) >= 0
-        assert same_bits(rows.view[held], full_lookup(ids[held], table))
-        assert same_bits(rows.view[~held], torch.zeros_like(rows.view[~held]))
+        in_range = shard.local_rows(ids) >= 0
+        assert same_bits(rows.view[in_range], full_lookup(ids[in_range], table))
+        assert same_bits(rows.view[~in_range], torch.zeros_like(rows.view[~in_range]))
 
 
 @pytest.mark.parametrize("scale", [None, *SCALES])

@@ -59,7 +59,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.fixture
 def triton_backend() -> Iterator[str]:
-    """The triton backend in force."""
+    """The triton backend, active."""
     with environment_of(EAGLE_KERNELS_BACKEND="triton"):
         yield "triton"
 

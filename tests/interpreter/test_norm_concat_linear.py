@@ -33,7 +33,7 @@ TILES = {
 
 @pytest.fixture(params=TILES)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiles]:
-    """One way to cut the product in force for every size."""
+    """One way to cut the product, active for every size."""
     monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (TILES[request.param], "the test wants it"))
     return TILES[request.param]
 

@@ -152,7 +152,7 @@ def test_eagle3_with_ceil_slices_loses_exactly_the_ids_they_misplace(
 ) -> None:
     target = targets[name]
     drafter = eagle3(target, FAMILIES[name], shards=ceil_slices(target.table, 2))
-    # Rank 0 holds ids 0..34 at their rows; 35..63 should be there too, and 64..69 lie elsewhere on rank 1.
+    # Rank 0 holds ids 0..34 at their rows; 35..63 should be there too, and 64..69 are elsewhere on rank 1.
     assert accepted(target, drafter, start=2, count=25) == DRAFTS + 1
     assert accepted(target, drafter, start=36, count=27) == 1
     assert accepted(target, drafter, start=61, count=6) == 1

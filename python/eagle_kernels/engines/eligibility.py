@@ -1,8 +1,8 @@
 """What every engine plugin asks before it touches an engine: is this version known, is the hook's target what it was,
 may this layer run on the ops; and one log line per process for each answer.
 
-Nothing here imports an engine. An obstacle is a reason in words, None where there is none: the layer then runs on the
-ops, else it stays with the engine.
+Nothing here imports an engine. `*_unsupported_reason` says why a layer stays with the engine; None where it runs on the
+ops.
 """
 
 import importlib
@@ -25,12 +25,12 @@ def log_once(logger: logging.Logger, level: int, message: str) -> None:
         logger.log(level, "eagle_kernels: %s", message, stacklevel=2)
 
 
-def forget_logged() -> None:
+def clear_logged() -> None:
     """Log everything anew; for tests."""
     _logged.clear()
 
 
-def version_obstacle(engine: str, version: str, first: str, last: str) -> str | None:
+def version_unsupported_reason(engine: str, version: str, first: str, last: str) -> str | None:
     """Why the hooks, written against engine versions first to last ("0.32" to "0.33"), do not suit this one.
 
     As many numbers count as first and last have: "0.5.23" to "0.5.23" is one patch release.
@@ -53,7 +53,7 @@ class TargetError(Exception):
 
 
 def find_target(target: str, parameters: Sequence[object] | None = None) -> tuple[object, str, object]:
-    """(owner, name, value) of "package.module:Class.attribute"; importing the module is the caller's wish.
+    """(owner, name, value) of "package.module:Class.attribute"; imports the module.
 
     Args:
         target: where the engine keeps what a hook replaces.
@@ -85,7 +85,7 @@ def check_parameters(target: str, function: Callable, parameters: Sequence[objec
         raise TargetError(f"{target} takes {found}, and the hook was written for {expected}")
 
 
-def linear_obstacle(
+def linear_unsupported_reason(
     linear: nn.Module, unquantized: Collection[type] = (), *, bias: bool = False, column_shard: bool = False
 ) -> str | None:
     """Why an op cannot read the weight of a projection of the engine. Reads no data, so it may run at load.
@@ -121,7 +121,7 @@ def linear_obstacle(
     return None
 
 
-def norm_obstacle(norm: nn.Module, known: Collection[type], dtype: torch.dtype) -> str | None:
+def norm_unsupported_reason(norm: nn.Module, known: Collection[type], dtype: torch.dtype) -> str | None:
     """Why an op cannot take over an RMSNorm: another class (another plugin's, perhaps), no weight, another dtype."""
     if type(norm) not in known:
         return f"its norm is a {type(norm).__module__}.{type(norm).__qualname__}"

@@ -26,7 +26,7 @@ class EngineProjection:
     chunk_norms: Sequence[nn.Module] = ()
     post_norm: nn.Module | None = None
     norm_offset: float = 0.0
-    fc_obstacle: str | None = None  # why the ops cannot read fc.weight; fc then runs itself, behind norm_concat
+    fc_unsupported: str | None = None  # why the ops cannot read fc.weight; fc then runs itself, behind norm_concat
 
     @property
     def has_norm(self) -> bool:
@@ -34,7 +34,7 @@ class EngineProjection:
 
     @property
     def op(self) -> str:
-        return "norm_concat_linear" if self.fc_obstacle is None else "norm_concat"
+        return "norm_concat_linear" if self.fc_unsupported is None else "norm_concat"
 
     def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
         """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""
@@ -42,7 +42,7 @@ class EngineProjection:
         if norm == "chunk" and self.concat_norm is not None:
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
             chunks = concatenate(self._sources("norm_concat", chunks, *_concat_norm(self.concat_norm)))
-        if self.fc_obstacle is not None:
+        if self.fc_unsupported is not None:
             projected = self.fc(concatenate(self._sources("norm_concat", chunks, norm, owners, eps)))
             return projected if self.post_norm is None else self.post_norm(projected)
         sources = self._sources("norm_concat_linear", chunks, norm, owners, eps)
@@ -84,11 +84,11 @@ def _parameter(module: nn.Module, name: str = "weight") -> Tensor:
     return parameter.data if torch.is_grad_enabled() else parameter
 
 
-def warm_up_obstacle(projection: EngineProjection, width: int, dtype: torch.dtype, rows: int) -> str | None:
+def try_warm_up(projection: EngineProjection, width: int, dtype: torch.dtype, rows: int) -> str | None:
     """Compile now what the projection of [N, width] runs on a GPU for any N up to `rows`.
 
-    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises. Returns the reason
-    where it fails, for the engine to keep its own path.
+    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises. Returns why it
+    fails, and the engine then keeps its own path; None where it works.
     """
     if projection.num_chunks is None or not _on_gpu(projection.fc):
         return None

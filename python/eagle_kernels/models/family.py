@@ -14,7 +14,7 @@ class MTPStage:
     embedding_scaled: the drafter multiplies the shared table's rows by sqrt(H) itself.
     chained: layer k reads the pre-norm output of layer k - 1; else every step reads the target's hidden state.
     position_0_zeroed_by: the engines that zero the embedding where the position is 0, before its norm.
-    drafter_types: model types of drafters that stand in a checkpoint of their own.
+    drafter_types: model types of drafters with a checkpoint of their own.
     """
 
     order: str = "embed,hidden"

@@ -6,4 +6,4 @@ from .norm_concat import norm_concat
 from .norm_concat_linear import norm_concat_linear
 from .vocab_parallel_embedding import vocab_parallel_embedding
 
-__all__ = ["add_rms_norm", "capture_hidden", "norm_concat", "norm_concat_linear", "vocab_parallel_embedding"]
+__all__ = ["norm_concat_linear", "norm_concat", "capture_hidden", "vocab_parallel_embedding", "add_rms_norm"]

@@ -91,7 +91,7 @@ class AddRmsNorm(NamedTuple):
         checks.check_no_overlap(OP, "out_sum", self.out_sum, reads)
 
     def check_arguments(self) -> None:
-        """All but where memory lies, which a trace cannot know."""
+        """All but overlap of memory, which a trace cannot know."""
         hidden, residual, weight, eps, _, out, out_sum = self
         checks.check_rows(OP, "hidden", hidden)
         checks.check_like(OP, "residual", residual, hidden, "hidden")

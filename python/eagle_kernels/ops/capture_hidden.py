@@ -70,7 +70,7 @@ class CaptureHidden(NamedTuple):
             checks.check_no_overlap(OP, "sum_squares", column, (*reads, ("out", self.out)))
 
     def check_arguments(self) -> None:
-        """All but where memory lies, which a trace cannot know."""
+        """All but overlap of memory, which a trace cannot know."""
         hidden, residual, out, sum_squares = self
         checks.check_rows(OP, "hidden", hidden)
         if residual is not None:

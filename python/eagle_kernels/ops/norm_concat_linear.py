@@ -263,7 +263,7 @@ def _empty(*arguments: object) -> Tensor:
 
 
 def _records(arguments: tuple) -> tuple[Sources, Projection]:
-    """The records of a schema's arguments, which stand in its order."""
+    """The records of a schema's arguments, which are in its order."""
     return Sources(*arguments[:_SOURCES]), Projection(*arguments[_SOURCES : _SOURCES + _PROJECTION])
 
 

@@ -1,6 +1,6 @@
 """vocab_parallel_embedding: the rows of one vocab shard, zero rows for ids that other ranks hold.
 
-    out[i] = weight[local(ids[i])] * scale     where the shard holds ids[i]
+    out[i] = weight[local(ids[i])] * scale     where ids[i] is in the shard
     out[i] = 0                                 elsewhere: the sum over ranks (the all-reduce) is the full lookup
 
 Replaces mask + clamp + gather + masked_fill (+ scale + copy) of `VocabParallelEmbedding` in SGLang 0.5.23 and vLLM
@@ -30,7 +30,7 @@ def vocab_parallel_embedding(
     scale: float | Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out[i] = weight[local(ids[i])] (* scale) for the ids this shard holds, a zero row for all others.
+    """out[i] = weight[local(ids[i])] (* scale) for the ids in this shard, a zero row for all others.
 
     Args:
         ids: int32 / int64, any shape. Negative, too large or foreign ids give zero rows, at tp_size 1 as well, and no

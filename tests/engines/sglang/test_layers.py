@@ -204,7 +204,7 @@ def test_llama_drafter_without_aux_states(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_kimi_drafter(monkeypatch: pytest.MonkeyPatch, tp_size: int) -> None:
-    """fc holds this rank's columns, which SGLang gathers."""
+    """fc has this rank's columns, which SGLang gathers."""
     from sglang.srt.models import kimi_k25_eagle3
 
     monkeypatch.setattr(kimi_k25_eagle3, "Eagle3MLADecoderLayer", Identity)
@@ -257,7 +257,7 @@ def unfused(predictor: nn.Module) -> None:
 
 
 def test_step3p5_chain_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In plain torch the fused stage rounds where SGLang's modules round; the kernels are held to float64 below."""
+    """In plain torch the fused stage rounds where SGLang's modules round; float64 judges the kernels below."""
     from sglang.srt.models import step3p5_mtp
 
     monkeypatch.setattr(step3p5_mtp, "Step3p5DecoderLayer", HalfBlock)

@@ -25,7 +25,7 @@ def request_of(engine: Engine, K: int, norm: str, **more: object) -> dict:
     return {"target": write_target(engine.folder / "target"), "drafter": drafter, **more}
 
 
-# Compiling takes most of a minute on a quiet machine, and the projection lies outside of what is compiled: there, two
+# Compiling takes most of a minute on a quiet machine, and the projection is outside of what is compiled: there, two
 # cases hold every value of every column.
 CASES = [(K, norm, tp, False) for K in (3, 4) for norm in ("chunk", "concat") for tp in (1, 2)]
 CASES += [(3, "chunk", 1, True), (4, "concat", 2, True)]

@@ -33,7 +33,9 @@ def main(path: Path) -> None:
     packed, dense = linears(keep_dense=False), linears(keep_dense=True)
     variants = {
         "vllm": [vllms_own(norms, fc) for fc in packed],
-        "norm_concat + vllm's fc": [EngineProjection(fc, K, chunk_norms=norms, fc_obstacle="packed") for fc in packed],
+        "norm_concat + vllm's fc": [
+            EngineProjection(fc, K, chunk_norms=norms, fc_unsupported="packed") for fc in packed
+        ],
         "norm_concat_linear": [EngineProjection(fc, K, chunk_norms=norms) for fc in dense],
     }
     records = []

@@ -4,8 +4,8 @@
 >>> with use_kernel_mapping(mapping("RMSNorm")):
 ...     model = kernelize(model, mode=Mode.INFERENCE)
 
-`repository/` is a kernel repository that holds no code but hands on `layers`, so that the kernels library can load from
-an installed package what it loads from the Hub.
+`repository/` is a kernel repository without code of its own: it exports `layers`, so that the kernels library can
+load from an installed package what it loads from the Hub.
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ import importlib
 import logging
 
 from ... import environment
-from ..eligibility import log_once, version_obstacle
+from ..eligibility import log_once, version_unsupported_reason
 from .hooks import LOGGER, Hook, hook_all
 
 # Each part's module, in which HOOKS says what it touches.
@@ -41,8 +41,9 @@ def _register() -> None:
         return
     import sglang
 
-    if (obstacle := version_obstacle("SGLang", sglang.__version__, FIRST_VERSION, LAST_VERSION)) is not None:
-        log_once(LOGGER, logging.WARNING, f"the plugin is off: {obstacle}")
+    unsupported = version_unsupported_reason("SGLang", sglang.__version__, FIRST_VERSION, LAST_VERSION)
+    if unsupported is not None:
+        log_once(LOGGER, logging.WARNING, f"the plugin is off: {unsupported}")
         return
     hook_all({part: _hooks(part) for part in PARTS if part in parts})
 

@@ -75,9 +75,9 @@ def _watch(result: None, *, model: nn.Module, eagle_use_aux_hidden_state: bool, 
     owners = [module for module in model.modules() if module.__dict__.get("layers_to_capture")]
     if not eagle_use_aux_hidden_state or model in _widths:
         return
-    obstacle = _obstacle(owners)
-    if obstacle is not None:
-        log_once(LOGGER, logging.INFO, f"capture stays with SGLang: {obstacle}")
+    unsupported = _unsupported_reason(owners)
+    if unsupported is not None:
+        log_once(LOGGER, logging.INFO, f"capture stays with SGLang: {unsupported}")
         return
     (owner,) = owners
     num_chunks = len(owner.layers_to_capture)
@@ -97,7 +97,7 @@ def _watch(result: None, *, model: nn.Module, eagle_use_aux_hidden_state: bool, 
     log_once(LOGGER, logging.INFO, f"{type(owner).__name__} captures boundaries {boundaries} into one packed tensor")
 
 
-def _obstacle(owners: list[nn.Module]) -> str | None:
+def _unsupported_reason(owners: list[nn.Module]) -> str | None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
     if len(owners) != 1:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ...ops import norm_concat_linear
-from ..eligibility import linear_obstacle, log_once
+from ..eligibility import linear_unsupported_reason, log_once
 from .hooks import LOGGER, Hook
-from .obstacles import determinism_obstacle, rms_norm_obstacle
+from .unsupported import determinism_unsupported_reason, rms_norm_unsupported_reason
 
 
 def _fuse_step3p5(result: None, predictor: nn.Module, *args: object, **kwargs: object) -> None:
@@ -28,11 +28,11 @@ def fuse(predictor: nn.Module, norm_names: tuple[str, str], linear_name: str) ->
     """Fuse the stage of a predictor that has just been built, or log why not."""
     name = f"{type(predictor).__name__}.{linear_name}"
     norms, linear = [getattr(predictor, norm) for norm in norm_names], getattr(predictor, linear_name)
-    obstacle = determinism_obstacle() or linear_obstacle(linear)
+    unsupported = determinism_unsupported_reason() or linear_unsupported_reason(linear)
     for norm in norms:
-        obstacle = obstacle or rms_norm_obstacle(norm, linear.weight.dtype, gemma=True)
-    if obstacle is not None:
-        log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {obstacle}")
+        unsupported = unsupported or rms_norm_unsupported_reason(norm, linear.weight.dtype, gemma=True)
+    if unsupported is not None:
+        log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return
     log_once(LOGGER, logging.INFO, f"{name} runs norm_concat_linear")
     _Stage(predictor, norm_names, linear_name)

@@ -1,9 +1,8 @@
 """The fc block of SGLang's EAGLE-3 drafters on one op: norms, cat and fc of `llama_eagle3` and `kimi_k25_eagle3`.
 
-SGLang's forward applies the block where the hidden states are not as wide as the embeddings. It gets the projected
-states here, which are as wide, so its own block rests and everything behind it stays as it is. The block belongs to the
-states of the target and to no others: where K*Ht == Hd widths cannot tell them from those of the drafter's previous
-step, and SGLang 0.5.23 skips fc without a word.
+SGLang's forward applies the block where the hidden states are not as wide as the embeddings. The hook hands it the
+projected states, which are as wide, so it skips its own block. Only states of the target go through the block. Where
+K*Ht == Hd, widths cannot tell them from those of the drafter's previous step, and SGLang 0.5.23 silently skips fc.
 """
 
 import logging
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..eligibility import linear_obstacle, log_once
+from ..eligibility import linear_unsupported_reason, log_once
 from ..projection import EngineProjection
 from .hooks import LOGGER, Hook
-from .obstacles import determinism_obstacle, rms_norm_obstacle
+from .unsupported import determinism_unsupported_reason, rms_norm_unsupported_reason
 
 _FORWARD = ("self", "input_ids", "positions", "forward_batch", "input_embeds", "pp_proxy_tensors")
 
@@ -25,7 +24,7 @@ class Stage:
     """What one drafter's hook needs; planned once, at the drafter's first forward."""
 
     projection: EngineProjection
-    gather: Callable[[Tensor], Tensor] | None  # Kimi: fc holds this rank's columns
+    gather: Callable[[Tensor], Tensor] | None  # Kimi: fc has this rank's columns
     target_width: int  # K*Ht
     width: int  # Hd
 
@@ -65,9 +64,9 @@ _UNPLANNED = object()
 
 def _plan(model: nn.Module) -> Stage | None:
     name = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
-    stage, obstacle = _read(model)
-    if obstacle is not None:
-        log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {obstacle}")
+    stage, unsupported = _read(model)
+    if unsupported is not None:
+        log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return None
     projection = stage.projection
     norms = [("concat", projection.concat_norm is not None), ("chunk", bool(projection.chunk_norms))]
@@ -83,14 +82,14 @@ def _read(model: nn.Module) -> tuple[Stage | None, str | None]:
     if not eagle_config.get("use_aux_hidden_state", True):
         return None, "use_aux_hidden_state is False"
     fc, gather = model.fc, getattr(model, "_fc_gatherer", None)
-    obstacle = determinism_obstacle() or linear_obstacle(
+    unsupported = determinism_unsupported_reason() or linear_unsupported_reason(
         fc, {UnquantizedLinearMethod}, column_shard=gather is not None, bias=True
     )
     concat_norm, chunk_norms = getattr(model, "input_norm", None), model.fc_norm or ()
     for norm in filter(None, (concat_norm, *chunk_norms)):
-        obstacle = obstacle or rms_norm_obstacle(norm, fc.weight.dtype)
-    if obstacle is not None:
-        return None, obstacle
+        unsupported = unsupported or rms_norm_unsupported_reason(norm, fc.weight.dtype)
+    if unsupported is not None:
+        return None, unsupported
     projection = EngineProjection(fc, model.num_aux_hidden_states, concat_norm, chunk_norms)
     return Stage(projection, gather, fc.weight.shape[1], model.config.hidden_size), None
 

@@ -17,7 +17,7 @@ import logging
 
 from ... import environment
 from ...version import __version__
-from ..eligibility import log_once, version_obstacle
+from ..eligibility import log_once, version_unsupported_reason
 
 PARTS = {"combine": True, "zero_copy": True, "mtp": True, "embedding": False}
 FIRST_VERSION, LAST_VERSION = "0.32", "0.33"
@@ -38,8 +38,9 @@ def _register() -> None:
         return
     import vllm
 
-    if (obstacle := version_obstacle("vLLM", vllm.__version__, FIRST_VERSION, LAST_VERSION)) is not None:
-        log_once(LOGGER, logging.WARNING, f"the plugin is off: {obstacle}")
+    unsupported = version_unsupported_reason("vLLM", vllm.__version__, FIRST_VERSION, LAST_VERSION)
+    if unsupported is not None:
+        log_once(LOGGER, logging.WARNING, f"the plugin is off: {unsupported}")
         return
     _tell_compile_cache(parts)
     if parts & {"combine", "zero_copy"}:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...checks import DTYPES
 from ...plan import Kernel, Problem, choose
-from ..eligibility import TargetError, check_parameters, linear_obstacle, log_once, norm_obstacle
-from ..projection import EngineProjection, warm_up_obstacle
+from ..eligibility import TargetError, check_parameters, linear_unsupported_reason, log_once, norm_unsupported_reason
+from ..projection import EngineProjection, try_warm_up
 from . import LOGGER, speculator
 from .registry import hook_models, leaving_to_vllm
 
@@ -95,13 +95,13 @@ class FusedCombine:
 def plan(drafter: nn.Module, read: object) -> EngineProjection | None:
     """What runs this drafter's projection; None is vLLM's own path. Either way one line says so."""
     name = f"{type(drafter).__name__}.combine_hidden_states"
-    projection, obstacle = _plan(drafter, read)
-    if obstacle is not None:
-        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {obstacle}")
+    projection, unsupported = _plan(drafter, read)
+    if unsupported is not None:
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
         return None
     if projection.has_norm:
         norm = "chunk" if projection.chunk_norms else "concat"
-        fc = "" if projection.fc_obstacle is None else f", its fc stays with vLLM: {projection.fc_obstacle}"
+        fc = "" if projection.fc_unsupported is None else f", its fc stays with vLLM: {projection.fc_unsupported}"
         log_once(LOGGER, logging.INFO, f"{name} runs {projection.op} (K={projection.num_chunks}, {norm} norm){fc}")
     else:
         log_once(
@@ -127,23 +127,23 @@ def _plan(drafter: nn.Module, read: object) -> tuple[EngineProjection | None, st
         return None, f"its fc is {dtype}"
     norms = [*modules.get("chunk_norms", ()), modules.get("concat_norm"), modules.get("post_norm")]
     for norm in filter(None, norms):
-        if (obstacle := rms_norm_obstacle(norm, {RMSNorm}, dtype)) is not None:
-            return None, obstacle
-    modules["fc_obstacle"] = linear_obstacle(fc, {UnquantizedLinearMethod}, bias=True)
-    if modules["fc_obstacle"] is not None and not any(norms[:-1]):
-        return None, f"it has no norm, and its fc is vLLM's: {modules['fc_obstacle']}"
+        if (unsupported := rms_norm_unsupported_reason(norm, {RMSNorm}, dtype)) is not None:
+            return None, unsupported
+    modules["fc_unsupported"] = linear_unsupported_reason(fc, {UnquantizedLinearMethod}, bias=True)
+    if modules["fc_unsupported"] is not None and not any(norms[:-1]):
+        return None, f"it has no norm, and its fc is vLLM's: {modules['fc_unsupported']}"
     projection = EngineProjection(**modules)
-    obstacle = warm_up_obstacle(projection, base.input_size, dtype, drafter._max_rows)
-    return (projection, None) if obstacle is None else (None, obstacle)
+    unsupported = try_warm_up(projection, base.input_size, dtype, drafter._max_rows)
+    return (projection, None) if unsupported is None else (None, unsupported)
 
 
-def rms_norm_obstacle(norm: nn.Module, known: set[type], dtype: torch.dtype) -> str | None:
-    """`norm_obstacle`, and what vLLM's RMSNorm can do besides: norm over a part of the row, or without a weight."""
+def rms_norm_unsupported_reason(norm: nn.Module, known: set[type], dtype: torch.dtype) -> str | None:
+    """`norm_unsupported_reason`, and two cases of vLLM's own RMSNorm: a part of the row, no weight."""
     if getattr(norm, "variance_size_override", None) is not None:
         return f"its norm takes the variance of {norm.variance_size_override} columns only"
     if not getattr(norm, "has_weight", True):
         return "its norm has no weight"
-    return norm_obstacle(norm, known, dtype)
+    return norm_unsupported_reason(norm, known, dtype)
 
 
 def _read_eagle3(model: nn.Module) -> dict | None:
@@ -175,7 +175,7 @@ _READERS = {
 
 
 def _state_num_chunks(config: object) -> None:
-    """vLLM's Llama and DeepSeek drafters size fc for 3 chunks where K stands in the top-level layer ids only, as the
+    """vLLM's Llama and DeepSeek drafters size fc for 3 chunks where K is in the top-level layer ids only, as the
     speculators format writes them, and die on any other K (vllm#54526; vllm#54598 is not merged)."""
     nested = getattr(config, "eagle_config", None) or {}
     layer_ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)

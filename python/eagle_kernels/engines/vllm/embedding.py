@@ -38,8 +38,8 @@ class ShardLookup:
         super().__init__(*args, **kwargs)
         self.shard = None
         with leaving_to_vllm(NAME):
-            self.shard, obstacle = _shard(self)
-            message = f"stays with vLLM: {obstacle}" if obstacle else "runs vocab_parallel_embedding"
+            self.shard, unsupported = _shard(self)
+            message = f"stays with vLLM: {unsupported}" if unsupported else "runs vocab_parallel_embedding"
             log_once(LOGGER, logging.INFO, f"{NAME} {self.num_embeddings} x {self.embedding_dim} {message}")
 
     def forward(self, ids: Tensor) -> Tensor:

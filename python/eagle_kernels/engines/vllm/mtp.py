@@ -9,10 +9,10 @@ import logging
 
 from torch import Tensor, nn
 
-from ..eligibility import TargetError, linear_obstacle, log_once
-from ..projection import EngineProjection, warm_up_obstacle
+from ..eligibility import TargetError, linear_unsupported_reason, log_once
+from ..projection import EngineProjection, try_warm_up
 from . import LOGGER
-from .combine import rms_norm_obstacle
+from .combine import rms_norm_unsupported_reason
 from .registry import hook_models, leaving_to_vllm
 
 ARCHITECTURES = ("DeepSeekMTPModel", "Step3p5MTP")
@@ -25,10 +25,7 @@ def register() -> None:
 
 def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the predictor whose layers are fused as soon as they exist."""
-    if predictor.__module__ not in (
-        "vllm.model_executor.models.deepseek_mtp",
-        "vllm.model_executor.models.step3p5_mtp",
-    ):
+    if predictor.__module__ not in _MODULES:
         raise TargetError(f"it is of another plugin, {predictor.__module__}")
 
     def __init__(self: nn.Module, *, vllm_config: object, prefix: str = "") -> None:
@@ -57,13 +54,13 @@ class NormedLinear(nn.Linear):
 def fuse(layer: nn.Module, max_rows: int) -> None:
     """Give a layer with enorm, hnorm and eh_proj the fused stage, or log why not."""
     norms, eh_proj = (layer.enorm, layer.hnorm), layer.eh_proj
-    offset, obstacle = _offset_and_obstacle(norms, eh_proj)
+    offset, unsupported = _offset_and_unsupported_reason(norms, eh_proj)
     projection = EngineProjection(eh_proj, 2, chunk_norms=norms, norm_offset=offset)
-    if obstacle is None:
-        obstacle = warm_up_obstacle(projection, eh_proj.in_features, eh_proj.weight.dtype, max_rows)
+    if unsupported is None:
+        unsupported = try_warm_up(projection, eh_proj.in_features, eh_proj.weight.dtype, max_rows)
     name = f"{type(layer).__name__}.eh_proj"
-    if obstacle is not None:
-        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {obstacle}")
+    if unsupported is not None:
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
         return
     for norm in norms:
         norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
@@ -72,16 +69,16 @@ def fuse(layer: nn.Module, max_rows: int) -> None:
     log_once(LOGGER, logging.INFO, f"{name} runs norm_concat_linear")
 
 
-def _offset_and_obstacle(norms: tuple[nn.Module, nn.Module], eh_proj: nn.Module) -> tuple[float, str | None]:
+def _offset_and_unsupported_reason(norms: tuple[nn.Module, nn.Module], eh_proj: nn.Module) -> tuple[float, str | None]:
     import vllm.envs
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     offsets = {RMSNorm: 0.0, GemmaRMSNorm: 1.0}
     if vllm.envs.VLLM_BATCH_INVARIANT:
         return 0.0, "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-    obstacle = linear_obstacle(eh_proj)
+    unsupported = linear_unsupported_reason(eh_proj)
     for norm in norms:
-        obstacle = obstacle or rms_norm_obstacle(norm, set(offsets), eh_proj.weight.dtype)
-    if obstacle is None and type(norms[0]) is not type(norms[1]):
-        obstacle = "its norms are of two kinds"
-    return offsets.get(type(norms[0]), 0.0), obstacle
+        unsupported = unsupported or rms_norm_unsupported_reason(norm, set(offsets), eh_proj.weight.dtype)
+    if unsupported is None and type(norms[0]) is not type(norms[1]):
+        unsupported = "its norms are of two kinds"
+    return offsets.get(type(norms[0]), 0.0), unsupported

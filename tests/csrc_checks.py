@@ -73,7 +73,7 @@ def _last_literal(call: str) -> str:
     return re.findall(r'"([^"]*)"', call)[-1]
 
 
-def refusal(ops: object, call: BadCall) -> re.Match:
+def failure_of(ops: object, call: BadCall) -> re.Match:
     """The message of the primitive that refuses `call`, in its parts; nothing has been written."""
     torch.manual_seed(0)
     arguments = call.arguments()
@@ -96,7 +96,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def unreached(ops: object, calls: list[BadCall], *, cuda: bool) -> list[str]:
     """The checks that none of these calls meets."""
-    messages = [refusal(ops, call) for call in calls]
+    messages = [failure_of(ops, call) for call in calls]
     reached = {(message["file"], int(message["line"]), message["rule"]) for message in messages}
     return sorted(
         str(check)

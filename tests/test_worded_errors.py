@@ -26,9 +26,9 @@ def check_worded(call: BadCall, backend: str) -> None:
     tensors = tensors_of(arguments)
     before = [tensor.clone() for tensor in tensors]
     worded = pytest.raises((TypeError, ValueError))
-    with environment_of(EAGLE_KERNELS_BACKEND=backend), torch.no_grad(), worded as refusal:
+    with environment_of(EAGLE_KERNELS_BACKEND=backend), torch.no_grad(), worded as raised:
         getattr(ek, call.op)(**arguments)
-    message = str(refusal.value)
+    message = str(raised.value)
     assert message.startswith(f"{call.op}: ") and ", expected " in message, message
     assert not OF_CPP.search(message), message
     for tensor, kept in zip(tensors, before, strict=True):
@@ -38,13 +38,13 @@ def check_worded(call: BadCall, backend: str) -> None:
 @needs_compiled
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("call", PUBLIC, ids=lambda call: call.id)
-def test_a_refusal_is_worded(call: BadCall, backend: str) -> None:
+def test_every_failed_check_is_worded(call: BadCall, backend: str) -> None:
     check_worded(call, backend)
 
 
 @needs_compiled
 @pytest.mark.parametrize("call", [call for call in PUBLIC if call.op == "norm_concat_linear"], ids=lambda call: call.id)
-def test_a_refusal_of_the_two_step_plan_is_worded(call: BadCall, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_of_the_two_step_plan_is_worded(call: BadCall, monkeypatch: pytest.MonkeyPatch) -> None:
     """There norm_concat's primitive checks the sources, and its name may not come out."""
     for limits in FUSED_ROWS.values():
         for isa in limits:

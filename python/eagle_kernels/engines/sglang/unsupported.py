@@ -1,13 +1,13 @@
-"""What keeps a layer of SGLang off the ops, beyond `eligibility`: how it norms, and what the server promised."""
+"""Why a layer of SGLang cannot run on the ops, beyond `eligibility`: its kind of norm, SGLang's deterministic mode."""
 
 import torch
 from torch import nn
 
 from ... import plan
-from ..eligibility import norm_obstacle
+from ..eligibility import norm_unsupported_reason
 
 
-def rms_norm_obstacle(norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False) -> str | None:
+def rms_norm_unsupported_reason(norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False) -> str | None:
     """Why the ops cannot take over a norm: gemma asks for GemmaRMSNorm (gain 1 + w), else RMSNorm (gain w)."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
@@ -17,11 +17,11 @@ def rms_norm_obstacle(norm: nn.Module, dtype: torch.dtype, *, gemma: bool = Fals
         return "its norm rounds before the gain (cast_x_before_out_mul)"
     if not getattr(norm, "has_weight", True):
         return "its norm has no weight"
-    return norm_obstacle(norm, {GemmaRMSNorm if gemma else RMSNorm}, dtype)
+    return norm_unsupported_reason(norm, {GemmaRMSNorm if gemma else RMSNorm}, dtype)
 
 
-def determinism_obstacle() -> str | None:
-    """SGLang's deterministic mode promises bits that do not depend on the batch."""
+def determinism_unsupported_reason() -> str | None:
+    """SGLang's deterministic mode wants bits that do not depend on the batch."""
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
     if is_batch_invariant_mode_enabled() and not plan.SETTINGS.batch_invariant:

@@ -1,0 +1,200 @@
+"""norm_concat_linear against the engines' chain of norms, cat and product, and against torch.compile."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import eagle_kernels
+from eagle_kernels import Eagle3Config, Eagle3Projection
+from eagle_kernels.ops.norm_concat_linear import Projection, project_formula
+from eagle_kernels.ops.sources import Sources
+from eagle_kernels.ops.sources import formula as sources_formula
+
+from .. import baselines as engine_chains
+from ..baselines import BASELINES, SLICES, compiled, slices_unsupported_reason
+from ..measure import FORMS, Call, Footprint, Traffic
+from ..workloads import Row, Workload
+from .draw import Draw, RandomCall
+from .host_call import D, H, HostCall, K
+from .norm_concat import host_chain as normed_concat
+from .sources import make_sources, one_output
+
+# Baselines that need a concat of their own for each copy.
+_WITH_CONCAT = ("linear", *SLICES)
+
+
+class NormConcatLinear(Workload):
+    """Every copy has its own weight, chunks and out; the gains are shared."""
+
+    sizes = ("K", "H", "D")
+    forms = FORMS
+    baselines = tuple(name for name in BASELINES if name != "eager-out")  # its product is what takes the time
+    chain = staticmethod(engine_chains.projection)
+
+    def __init__(self, row: Row, cache_bytes: int = 0) -> None:
+        super().__init__(row, cache_bytes)
+        self.weight_bytes = row.stage.D * row.width * self.item
+
+    def footprint(self, names: Sequence[str]) -> Footprint:
+        # Inductor keeps a folded and a packed weight per module, `prepacked` oneDNN's layout beside the dense one.
+        extra = 2 * ("inductor-max" in names and self.row.device == "cpu") + ("prepacked" in names)
+        concats = sum(name in _WITH_CONCAT for name in names) * self.row.T * self.row.width * self.item
+        in_float64 = self.weight_bytes // self.item * 8
+        touched = self.traffic().total
+        return Footprint(touched, touched + extra * self.weight_bytes + concats, in_float64)
+
+    def traffic(self) -> Traffic:
+        row_bytes = self.row.T * self.item
+        return Traffic(self.weight_bytes + row_bytes * self.row.width, row_bytes * self.row.stage.D)
+
+    def flops(self) -> int:
+        return 2 * self.row.T * self.row.width * self.row.stage.D
+
+    def allocate(self, copies: int) -> None:
+        row, stage = self.row, self.row.stage
+        self.weights = self.random(copies, stage.D, row.width, scale=row.width**-0.5).unbind()
+        by_chunk = [self.random(copies, row.T, stage.H, scale=3.0**k) for k in range(stage.K)]
+        self.chunks = list(zip(*by_chunk, strict=True))
+        self.outs = self.poisoned(copies, row.T, stage.D).unbind()
+        gains = self._gains()
+        # What the checkpoint stores: without the offset, which the op adds in fp32 and a baseline has folded in.
+        stored = [gain - stage.norm_offset for gain in gains]
+        post_gain = self.random_gain(stage.D) if stage.post_norm else None
+        self.options = {
+            "norm": row.norm,
+            "norm_weight": stored[0] if row.norm == "concat" else stored or None,
+            "eps": stage.eps,
+            "norm_offset": stage.norm_offset,
+            "post_norm_weight": None if post_gain is None else post_gain - stage.norm_offset,
+        }
+        settings = (row.norm, stage.eps, post_gain)
+        pairs = zip(self.chunks, self.weights, strict=True)
+        self.chain_arguments = [(chunks, gains, weight, *settings) for chunks, weight in pairs]
+        calls = zip(self.chunks, self.weights, self.outs, strict=True)
+        self.op_arguments = [((chunks, weight), {**self.options, "out": out}) for chunks, weight, out in calls]
+
+    def _gains(self) -> list[Tensor]:
+        if self.row.norm == "none":
+            return []
+        widths = [self.row.width] if self.row.norm == "concat" else [self.row.stage.H] * self.row.stage.K
+        return [self.random_gain(width) for width in widths]
+
+    def _call(self, name: str) -> tuple[Call, int]:
+        if name in ("layer", "prepacked"):
+            layers = [self._layer(weight) for weight in self.weights]
+            if name == "prepacked":
+                layers = [layer.prepack() for layer in layers]
+            return lambda copy: layers[copy](self.chunks[copy], out=self.outs[copy]), len(layers)
+        if name in _WITH_CONCAT:
+            return self._over_a_concat(name), len(self.weights)
+        if name == "inductor-max" and self.row.device == "cuda":
+            # Freezing folds constants for the CPU's packed kernels; on a GPU the weights can stay arguments.
+            return compiled(self.chain, self.chain_arguments, "max-autotune-no-cudagraphs"), len(self.weights)
+        if name == "inductor-max":
+            modules = engine_chains.frozen_projections(self.chain_arguments)
+            return lambda copy: modules[copy](self.chunks[copy]), len(modules)
+        return super()._call(name)
+
+    def _over_a_concat(self, name: str) -> Call:
+        """The product over a static buffer of normed rows: filled by K norm kernels in the call, or before it."""
+        row = self.row
+        concats = self.poisoned(len(self.weights), row.T, row.width).unbind()
+        _, gains, _, norm, eps, post_gain = self.chain_arguments[0]
+        if name == "linear":
+            for chunks, concat in zip(self.chunks, concats, strict=True):
+                engine_chains.normed_concat(chunks, gains, norm, eps, out=concat)
+            return lambda copy: torch.mm(concats[copy], self.weights[copy].t(), out=self.outs[copy])
+
+        kernel = engine_chains.norm_kernel(name)
+
+        def call(copy: int) -> Tensor:
+            normed = engine_chains.normed_slices(kernel, self.chunks[copy], gains, eps, concats[copy])
+            return engine_chains.projected(normed, self.weights[copy], eps, post_gain)
+
+        return call
+
+    def unsupported_reason(self, name: str) -> str | None:
+        form, post_norm = name.partition(":")[0], self.row.stage.post_norm
+        if form in ("layer", "prepacked") and (self.row.stage.norm_offset or post_norm):
+            return "Eagle3Projection is the block of EAGLE-3: no norm offset, no norm of the result"
+        if form == "prepacked" and (self.row.dtype == torch.float32 or self.row.device != "cpu"):
+            return "prepack() is for 16-bit weights on the CPU"
+        if form == "linear" and post_norm:
+            return "a product alone is not the result where a norm follows it"
+        if form in SLICES:
+            return slices_unsupported_reason(form, self.row.norm, self.row.device)
+        return super().unsupported_reason(name)
+
+    def _layer(self, weight: Tensor) -> Eagle3Projection:
+        """The layer over a weight that exists."""
+        row, stage = self.row, self.row.stage
+        config = Eagle3Config(
+            num_chunks=stage.K,
+            target_hidden_size=stage.H,
+            hidden_size=stage.D,
+            eps=stage.eps,
+            chunk_norm=row.norm == "chunk",
+            concat_norm=row.norm == "concat",
+        )
+        # On meta: initialising a weight that is thrown away takes longer than the row.
+        layer = Eagle3Projection(config, dtype=row.dtype, device="meta")
+        layer.fc.weight = nn.Parameter(weight, requires_grad=False)
+        norms = {"chunk": layer.fc_norm, "concat": [layer.input_norm], "none": []}[row.norm]
+        _, gains, *_ = self.chain_arguments[0]
+        for norm, gain in zip(norms, gains, strict=True):
+            norm.weight = nn.Parameter(gain, requires_grad=False)
+        return layer
+
+    def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
+        options = dict(self.options)
+        post_gain = options.pop("post_norm_weight")
+        chunks = [chunk[rows] for chunk in self.chunks[copy]]
+        sources = Sources.of_call(self.row.op, chunks, options)
+        normed = sources_formula(sources, torch.float64)
+        projection = Projection(self.weights[copy], None, post_gain, options["eps"])
+        return [project_formula(normed, projection, options["norm_offset"])]
+
+
+WORKLOAD = NormConcatLinear
+
+
+def random_call(draw: Draw) -> RandomCall:
+    arguments, options = make_sources(draw)
+    sources = Sources.of_call("norm_concat_linear", *arguments, options)
+    dtype, D = sources.chunks[0].dtype, draw.choose("D", 1, 5, 31, 64, 130)
+    weight = draw.rows(D, sources.width, torch.float32).clamp(-3, 3) / math.sqrt(sources.width)
+    wide = draw.choose("weight_rows_apart", False, True)
+    weight = torch.cat([weight, weight], 1).to(dtype)[:, : sources.width] if wide else weight.to(dtype)
+    bias = draw.gain(D, dtype=dtype) if draw.choose("bias", False, True) else None
+    post_norm = draw.gain(D, dtype=dtype) if draw.choose("post_norm", False, False, True) else None
+    eps = options["eps"]
+    if post_norm is not None and not isinstance(eps, float):
+        options["eps"] = [*eps, 1e-4]
+    projection = Projection(weight, bias, post_norm, eps if isinstance(eps, float) else 1e-4)
+    matrices = sources.as_matrices()
+    truth = project_formula(sources_formula(matrices, torch.float64), projection, sources.norm_offset)
+    # The engines' order: x is rounded to the dtype, the product's sums are fp32, the result is rounded.
+    rounded = sources_formula(matrices).to(dtype)
+    eager = project_formula(rounded.float(), projection, sources.norm_offset).to(dtype)
+    options |= {"bias": bias, "post_norm_weight": post_norm}
+    return one_output(draw, (*arguments, weight), options, truth, eager, sources)
+
+
+def host_calls() -> dict[str, HostCall]:
+    chunks, gains, weight = [torch.randn(1, H) for _ in range(K)], torch.rand(K, H), torch.randn(D, K * H)
+    out = torch.empty(1, D)
+    config = Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, eps=1e-6, chunk_norm=True)
+    layer = Eagle3Projection(config, dtype=torch.float32)
+    op = eagle_kernels.norm_concat_linear
+
+    def chain() -> Tensor:
+        return F.linear(normed_concat(chunks, gains), weight)
+
+    return {
+        "norm_concat_linear": HostCall(lambda: op(chunks, weight, norm_weight=gains), chain, goal=0.6),
+        "norm_concat_linear out=": HostCall(lambda: op(chunks, weight, norm_weight=gains, out=out), chain, goal=0.4),
+        "Eagle3Projection": HostCall(lambda: layer(chunks), chain, goal=0.6),
+    }
