@@ -12,7 +12,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG := sglang==0.5.23
 # The projection first, as the README shows them.
 LINEAR_RESULTS = $(sort $(wildcard bench/results/*/norm_concat_linear*.json))
-RESULTS = $(LINEAR_RESULTS) $(filter-out $(LINEAR_RESULTS),$(sort $(wildcard bench/results/*/*.json)))
+RESULTS = $(LINEAR_RESULTS) $(filter-out $(LINEAR_RESULTS) %/host.json,$(sort $(wildcard bench/results/*/*.json)))
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: demo test test-vllm test-sglang lint bench-host report clean

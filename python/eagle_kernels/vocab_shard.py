@@ -12,7 +12,7 @@ Source: `VocabParallelEmbedding` of SGLang 0.5.23 and vLLM 0.33, which agree row
 Slicing the table by ceil(V / tp), as SGLang's Gemma models do for a drafter, gives this layout iff pad(V, P) - V < tp.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class VocabShard:
     added_begin: int
     added_end: int
     added_row: int
+    # Of the fields above, read by every lookup: what the kernels are told of the shard, and the local rows up to the
+    # last one that an id maps to.
+    bounds: tuple[int, int, int, int, int] = field(init=False, repr=False, compare=False)
+    used_rows: int = field(init=False, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -107,16 +111,12 @@ class VocabShard:
             added_row=org_rows,
         )
 
-    @property
-    def bounds(self) -> tuple[int, int, int, int, int]:
-        """What the kernels are told of the shard: org_begin, org_end, added_begin, added_end, added_row."""
-        return self.org_begin, self.org_end, self.added_begin, self.added_end, self.added_row
-
-    @property
-    def used_rows(self) -> int:
-        """Local rows up to the last one that an id maps to."""
+    def __post_init__(self) -> None:
         added = self.added_end - self.added_begin
-        return self.added_row + added if added > 0 else max(self.org_end - self.org_begin, 0)
+        bounds = (self.org_begin, self.org_end, self.added_begin, self.added_end, self.added_row)
+        object.__setattr__(self, "bounds", bounds)
+        used_rows = self.added_row + added if added > 0 else max(self.org_end - self.org_begin, 0)
+        object.__setattr__(self, "used_rows", used_rows)
 
     @property
     def is_full_table(self) -> bool:

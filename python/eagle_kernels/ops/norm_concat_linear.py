@@ -101,9 +101,7 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
         and weight is not None
         and weight.dim() == sources.chunks[0].dim() == 2
     ):
-        rows = weight.new_empty(sources.rows, weight.shape[0]) if out is None else out
-        run(NormConcatLinear(sources, projection, rows), is_own=out is None)
-        return rows
+        return run(sources, projection, out)
     sources.check(OP, _eps_name(projection))
     projection.check(sources)
     matrices = sources.as_matrices()
@@ -145,7 +143,7 @@ class NormConcatLinear(NamedTuple):
 
     sources: Sources
     projection: Projection
-    out: Tensor
+    out: Tensor | None  # None where torch's product allocates it
 
     def for_primitive(self) -> tuple:
         return (*self.sources.for_primitive(), *self.projection, self.out)
@@ -158,6 +156,8 @@ class NormConcatLinear(NamedTuple):
     def check_out(self) -> None:
         sources, projection, out = self
         checks.check_matrix(OP, "chunks[0]", sources.chunks[0])
+        if out is None:
+            return
         sources.check_out(OP, out, projection.weight.shape[0], "D")
         reads = (("weight", projection.weight), ("bias", projection.bias))
         sources.check_memory(OP, out, *reads, ("post_norm_weight", projection.post_norm_weight))
@@ -191,44 +191,49 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
     )
 
 
-def run(record: NormConcatLinear, is_own: bool = False) -> None:
-    """Write `out` by the kernel of the plan. Our own memory needs no check against the operands, which takes 8 us."""
-    sources, projection, out = record
-    plan = _plan(sources, projection, out.shape[0] if out.dim() else 0)
+def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
+    """The result of the plan's kernel, in `out` where it is given. Memory of our own overlaps no operand: the check
+    would take 8 us."""
+    weight = projection.weight
+    plan = _plan(sources, projection, out.shape[0] if out is not None and out.dim() else sources.rows)
+    if plan.kernel is Kernel.TWO_STEP and plan.backend in COMPILED:
+        return _run_two_steps(NormConcatLinear(sources, projection, out))
+    out = weight.new_empty(sources.rows, weight.shape[0]) if out is None else out
+    record = NormConcatLinear(sources, projection, out)
     if plan.kernel is Kernel.FUSED:
         run_primitive(record, OP)
-        return
-    if plan.backend in COMPILED:
-        normed = sources.chunks[0].new_empty(sources.rows, projection.weight.shape[1])
-        run_primitive(NormConcat(sources, normed), "norm_concat", of=record)  # which checks the sources
-        projection.check(sources)
-        if not is_own:
-            record.check_out()
-        _project(normed, projection, sources.norm_offset, out)
-        return
+        return out
     record.check()
     if plan.backend == "triton":
         from ..triton_kernels import norm_concat_linear as kernels
 
         kernels.run(sources, projection, out, plan)
-    else:
-        _project(formula(sources).to(out.dtype), projection, sources.norm_offset, out)
+        return out
+    return _project(formula(sources).to(out.dtype), projection, sources.norm_offset, out)
 
 
-def _project(normed: Tensor, projection: Projection, norm_offset: float, out: Tensor) -> None:
+def _run_two_steps(record: NormConcatLinear) -> Tensor:
+    sources, projection, out = record
+    normed = sources.chunks[0].new_empty(sources.rows, projection.weight.shape[1])
+    run_primitive(NormConcat(sources, normed), "norm_concat", of=record)  # which checks the sources
+    projection.check(sources)
+    record.check_out()
+    return _project(normed, projection, sources.norm_offset, out)
+
+
+def _project(normed: Tensor, projection: Projection, norm_offset: float, out: Tensor | None) -> Tensor:
     """The projection by torch's own product, which rounds once unless a post norm has to see the fp32 result."""
-    if torch.is_autocast_enabled(out.device.type):  # which would round fp32 operands to 16 bits
-        with torch.autocast(out.device.type, enabled=False):
+    if torch.is_autocast_enabled(normed.device.type):  # which would round fp32 operands to 16 bits
+        with torch.autocast(normed.device.type, enabled=False):
             return _project(normed, projection, norm_offset, out)
     weight, bias, post_norm_weight, _ = projection
-    if post_norm_weight is None and (bias is None or bias.dtype == weight.dtype):
-        # The product is written where it belongs when out's rows are dense; a strided out costs one copy.
-        if bias is None:
-            torch.mm(normed, weight.t(), out=out) if out.is_contiguous() else out.copy_(F.linear(normed, weight))
-        else:
-            out.copy_(F.linear(normed, weight, bias))
-        return
-    out.copy_(project_formula(normed.float(), projection, norm_offset))
+    if post_norm_weight is not None or (bias is not None and bias.dtype != weight.dtype):
+        projected = project_formula(normed.float(), projection, norm_offset)
+        return projected.to(weight.dtype) if out is None else out.copy_(projected)
+    if out is not None and bias is None and out.is_contiguous():
+        return torch.mm(normed, weight.t(), out=out)
+    projected = F.linear(normed, weight, bias)  # a strided out costs one copy
+    return projected if out is None else out.copy_(projected)
 
 
 @torch.no_grad()
@@ -248,7 +253,7 @@ _SOURCES, _PROJECTION = len(Sources._fields), len(Projection._fields)
 
 
 def _run_out(*arguments: object) -> None:
-    run(NormConcatLinear(*_records(arguments), arguments[-1]))
+    run(*_records(arguments), arguments[-1])
 
 
 def _run(*arguments: object) -> Tensor:
