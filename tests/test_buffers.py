@@ -335,7 +335,7 @@ def test_a_capture_goes_to_the_buffer_there_is_now(change: str) -> None:
     assert aux is old or not torch.equal(old.packed(2)[:, :H], seven())
 
 
-def test_a_fake_capture_is_not_remembered() -> None:
+def test_a_fake_capture_is_not_kept() -> None:
     aux = ek.AuxHiddenStates(16, K, H)
     with FakeTensorMode(allow_non_fake_inputs=True):
         aux.capture(0, torch.empty(2, H, dtype=torch.bfloat16))

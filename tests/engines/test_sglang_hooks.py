@@ -143,7 +143,7 @@ def test_every_part_is_hooked_and_reported(engine: dict, caplog: pytest.LogCaptu
     load()
     assert hooked_targets() == targets(*sglang.PARTS)
     assert not warnings(caplog)
-    assert "hooks of capture, gemma3_capture, mtp, projection, vocab are in force" in caplog.text
+    assert "hooks of capture, gemma3_capture, mtp, projection, vocab are active" in caplog.text
     added = engine["sglang.srt.models.gemma4_mm"].Gemma4ForConditionalGeneration.get_embed_and_head_for_draft
     assert added.__module__ == "eagle_kernels.engines.sglang.vocab"
 

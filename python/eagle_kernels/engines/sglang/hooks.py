@@ -81,7 +81,7 @@ def _report_after_apply(registry: type, originals: dict[str, tuple[str, object]]
             if not _replaced(target, original):
                 log_once(LOGGER, logging.WARNING, f"{part} is not whole: SGLang did not apply the hook on {target}")
         parts = sorted({part for part, _ in originals.values()})
-        log_once(LOGGER, logging.INFO, f"hooks of {', '.join(parts)} are in force")
+        log_once(LOGGER, logging.INFO, f"hooks of {', '.join(parts)} are active")
 
     registry.apply_hooks = staticmethod(apply_and_report)
 
