@@ -1,6 +1,6 @@
 """A vLLM plugin for tests: every call of an op of eagle_kernels appends a line to $EAGLE_KERNELS_CALLS/<pid>.
 
-It counts the compiled primitives, below torch.compile and in every process: a call of Python that Dynamo traces runs the
+It counts the compiled primitives, below torch.compile and in every process: a call that Dynamo traces runs the
 registered op, another one goes straight to its primitive, and both end there.
 """
 

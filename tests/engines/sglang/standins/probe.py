@@ -5,9 +5,15 @@ PROBE_HOOK names a hook target to wrap as well, as another plugin might.
 """
 
 import os
-from collections.abc import Callable
 
-OPS = ("norm_concat_linear", "norm_concat", "capture_hidden", "vocab_parallel_embedding", "add_rms_norm")
+# Where the schema of an op's primitive has `out`.
+_OUT = {
+    "norm_concat_linear": -1,
+    "norm_concat": -1,
+    "capture_hidden": 2,
+    "vocab_parallel_embedding": -1,
+    "add_rms_norm": -2,
+}
 
 
 def _write(line: str) -> None:
@@ -15,26 +21,33 @@ def _write(line: str) -> None:
         file.write(line + "\n")
 
 
-def _watched(name: str, op: Callable) -> Callable:
-    def call(*args: object, **kwargs: object) -> object:
-        result = op(*args, **kwargs)
-        _write(f"{name} {tuple(result.shape)}")
-        if os.environ.get("PROBE_CORRUPT") == name:
-            result.zero_()
-        return result
+class _Watched:
+    """`library.primitives`, in which every call of an op ends."""
 
-    return call
+    def __init__(self, primitives: object) -> None:
+        self._primitives = primitives
+
+    def __getattr__(self, name: str) -> object:
+        primitive, op = getattr(self._primitives, name), name.removesuffix("_out")
+        if op not in _OUT:
+            return primitive
+
+        def call(*args: object) -> None:
+            primitive(*args)
+            out = args[_OUT[op]]
+            _write(f"{op} {tuple(out.shape)}")
+            if os.environ.get("PROBE_CORRUPT") == op:
+                out.zero_()
+
+        return call
 
 
 def register() -> None:
     if "PROBE_FILE" not in os.environ:
         return
-    from eagle_kernels import ops
+    from eagle_kernels import library
 
-    # The public functions: a call with `out` may go past the registered op. SGLang loads this plugin first, the path of
-    # standins/ being in front, and ours imports the functions when it registers.
-    for name in OPS:
-        setattr(ops, name, _watched(name, getattr(ops, name)))
+    library.primitives = _Watched(library.primitives)
     if target := os.environ.get("PROBE_HOOK"):
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
