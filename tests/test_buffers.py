@@ -340,6 +340,10 @@ def test_a_fake_capture_is_not_kept() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         aux.capture(0, torch.empty(2, H, dtype=torch.bfloat16))
     assert torch.equal(captured(aux), seven())
+    with FakeTensorMode():
+        fake = ek.AuxHiddenStates(16, K, H)
+        for _ in range(2):
+            assert fake.capture(0, torch.empty(2, H, dtype=torch.bfloat16)).shape == (2, H)
 
 
 def test_compiled_captures_share_one_graph() -> None:

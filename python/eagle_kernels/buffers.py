@@ -21,7 +21,6 @@ _MAX_VIEWS = 4096  # of a buffer: about 1 KB each
 class _SlotViews(NamedTuple):
     out: Tensor  # [T, H]
     sum_squares: Tensor  # [T]
-    addresses: tuple[int, int]  # of the two tensors that they are views of
 
 
 class AuxHiddenStates:
@@ -60,6 +59,7 @@ class AuxHiddenStates:
         self.buffer = torch.zeros(max_tokens, num_chunks * hidden_size, dtype=dtype, device=device)
         self.sum_squares = torch.zeros(max_tokens, num_chunks, dtype=torch.float32, device=device)
         self._views: dict[tuple[int, int, torch.Size], _SlotViews] = {}
+        self._views_of: tuple[int, int] | None = None  # a fake tensor has no address to ask for
 
     def __getstate__(self) -> dict[str, object]:
         # A view that was copied or unpickled would be of memory that nobody reads.
@@ -87,19 +87,23 @@ class AuxHiddenStates:
         """The views of a capture that was seen before, as long as they are the buffer's; never in a trace."""
         if is_compiling() or type(hidden) is not Tensor or type(k) is not int or type(row) is not int:
             return None
-        views = self._views.get((k, row, hidden.shape))
-        if views is None or views.addresses != (self.buffer.data_ptr(), self.sum_squares.data_ptr()):
+        if self._views_of is None or self._views_of != self._addresses:
             return None
-        return views
+        return self._views.get((k, row, hidden.shape))
+
+    @property
+    def _addresses(self) -> tuple[int, int]:
+        return self.buffer.data_ptr(), self.sum_squares.data_ptr()
 
     def _keep_views(self, k: int, row: int, hidden: Tensor, out: Tensor, squares: Tensor) -> None:
         """Two slices cost as much as the capture of a row."""
         if not is_plain((hidden, out, squares, self.buffer, self.sum_squares)):
             return
-        if len(self._views) >= _MAX_VIEWS:
+        # Views of an earlier buffer would keep its memory.
+        if len(self._views) >= _MAX_VIEWS or self._views_of != self._addresses:
             self._views.clear()
-        addresses = self.buffer.data_ptr(), self.sum_squares.data_ptr()
-        self._views[k, row, hidden.shape] = _SlotViews(out.detach(), squares.detach(), addresses)
+            self._views_of = self._addresses
+        self._views[k, row, hidden.shape] = _SlotViews(out.detach(), squares.detach())
 
     def step(self, rows: int, *, row: int = 0) -> CaptureStep:
         """One forward of the target, in which every slot gets its `rows` rows from `row` on, once."""

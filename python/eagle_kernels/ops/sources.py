@@ -108,7 +108,7 @@ class Sources(NamedTuple):
     @property
     def width(self) -> int:
         """K*H."""
-        return sum(map(_width_of, self.chunks))
+        return total_width(self.chunks)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -208,7 +208,7 @@ def _count_chunks(
 
 
 def total_width(chunks: list[Tensor]) -> int:
-    return sum(chunk.shape[-1] for chunk in chunks)
+    return sum(map(_width_of, chunks))
 
 
 def _check_chunks(op: str, chunks: list[Tensor]) -> None:
