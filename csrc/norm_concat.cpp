@@ -4,8 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "checks.h"
-#include "cpu/dispatch.h"
-#include "cpu/parallel.h"
+#include "cpu/norm_concat.h"
 #include "cuda/current_device.h"
 #include "sources.h"
 
@@ -17,7 +16,7 @@ constexpr const char* kOp = "norm_concat";
 template <auto run>
 void norm_concat_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
                      const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
-                     const std::vector<OptionalTensor>& residuals, const std::vector<OptionalTensor>& indices,
+                     const OptionalTensors& residuals, const OptionalTensors& indices,
                      const OptionalTensor& sum_squares, const Tensor& out_tensor) {
   const View out(out_tensor);
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
@@ -32,13 +31,7 @@ void norm_concat_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int6
   run(record, out.device_index);
 }
 
-constexpr cpu::PerIsa kCpu([](auto isa) { return &norm_concat_cpu<isa>; });
-
-void run_on_cpu(const NormConcat& record, int32_t) {
-  const auto kernel = kCpu.active();
-  cpu::parallel_over(record.num_rows, record.source.width,
-                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
-}
+void run_on_cpu(const NormConcat& record, int32_t) { cpu::norm_concat(record); }
 
 }  // namespace
 

@@ -35,7 +35,7 @@ Sources::Sources(const char* op, const SourceArguments& arguments, const View& o
   packed_ = size_of(arguments.chunks) != num_chunks;
 
   add_chunks();
-  if (!arguments.residuals.empty()) add_residuals();
+  if (arguments.residuals) add_residuals(*arguments.residuals);
   add_indices();
   if (!arguments.gains.empty()) add_gains();
   add_eps();
@@ -75,8 +75,8 @@ void Sources::add_chunks() {
   }
 }
 
-void Sources::add_residuals() {
-  check(arguments_.residuals.size() == arguments_.chunks.size(), op_, "residuals", "count");
+void Sources::add_residuals(const std::vector<OptionalTensor>& residuals) {
+  check(residuals.size() == arguments_.chunks.size(), op_, "residuals", "count");
   for (int64_t k = 0; k < concat.num_chunks; ++k) {
     if (packed_ && k > 0) {
       chunks_[k].residual_row_stride = chunks_[0].residual_row_stride;
@@ -86,7 +86,7 @@ void Sources::add_residuals() {
       }
       continue;
     }
-    const OptionalTensor& tensor = arguments_.residuals[k];
+    const OptionalTensor& tensor = residuals[k];
     if (!tensor) continue;
     const View residual(*tensor);
     check_operand(op_, "residuals", residual, first);
@@ -100,7 +100,8 @@ void Sources::add_residuals() {
 // One for all chunks, or one each; a packed tensor's rows are read together.
 void Sources::add_indices() {
   const int64_t rows = out_.size(0);
-  const std::vector<OptionalTensor>& indices = arguments_.indices;
+  static const std::vector<OptionalTensor> kNone;
+  const std::vector<OptionalTensor>& indices = arguments_.indices ? *arguments_.indices : kNone;
   check(size_of(indices) <= 1 || (size_of(indices) == concat.num_chunks && !packed_), op_, "indices", "count");
   bool has_index = false;
   Index index;

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,10 +13,13 @@
 
 namespace eagle_kernels {
 
+// Absent where no chunk has one: an empty list takes 0.3 us to pass, of a call's 4.
+using OptionalTensors = std::optional<std::vector<OptionalTensor>>;
+
 // The arguments that both ops begin with, as their schemas name them.
 inline const std::string kSourcesSchema =
     "Tensor[] chunks, int num_chunks, int norm, Tensor[] gains, float[] eps, float norm_offset, "
-    "Tensor?[] residuals, Tensor?[] indices, Tensor? sum_squares";
+    "Tensor?[]? residuals, Tensor?[]? indices, Tensor? sum_squares";
 
 struct SourceArguments {
   const std::vector<Tensor>& chunks;
@@ -24,8 +28,8 @@ struct SourceArguments {
   const std::vector<Tensor>& gains;
   const std::vector<double>& eps;
   double norm_offset;
-  const std::vector<OptionalTensor>& residuals;
-  const std::vector<OptionalTensor>& indices;
+  const OptionalTensors& residuals;
+  const OptionalTensors& indices;
   const OptionalTensor& sum_squares;
 };
 
@@ -42,7 +46,7 @@ class Sources {
  private:
   bool is_packed(const View& chunks) const;
   void add_chunks();
-  void add_residuals();
+  void add_residuals(const std::vector<OptionalTensor>& residuals);
   void add_indices();
   Index index_of(const View& index) const;
   void add_gains();

@@ -32,6 +32,9 @@ class BadCall:
     def id(self) -> str:
         return f"{self.op}-{self.name}"
 
+    def has(self, *names: str) -> bool:
+        return any(self.arguments()[name] is not None for name in names)
+
     def arguments(self) -> dict:
         arguments = {name: make() if callable(make) else make for name, make in (GOOD[self.op] | self.base).items()}
         return arguments | self.change(arguments)

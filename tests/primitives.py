@@ -37,7 +37,7 @@ def _sources(
     chunks = _listed(chunks)
     code = NORMS.index(norm) if norm in NORMS else len(NORMS)
     num_chunks = len(chunks) if num_chunks is None else num_chunks
-    lists = (_listed(norm_weight), _listed(eps), norm_offset, _listed(residuals), _listed(indices))
+    lists = (_listed(norm_weight), _listed(eps), norm_offset, _listed(residuals) or None, _listed(indices) or None)
     return (chunks, num_chunks, code, *lists, sum_squares)
 
 

@@ -39,6 +39,46 @@ def test_a_bad_call_is_refused_before_anything_is_written(call: BadCall) -> None
     failure_of(torch.ops.eagle_kernels_C, call)
 
 
+class TwoSteps:
+    """An op namespace whose `norm_concat_linear_out` is the primitive of two steps."""
+
+    norm_concat_linear_out = default = property(lambda self: self)
+
+    @staticmethod
+    def redispatch(keys: torch._C.DispatchKeySet, *arguments: object) -> None:
+        *operands, bias, post_norm_weight, _, out = arguments
+        assert bias is None and post_norm_weight is None
+        torch.ops.eagle_kernels_C.norm_concat_linear_two_step_out.default.redispatch(keys, *operands, out)
+
+
+PRODUCTS = [call for call in ON_CPU if call.op == "norm_concat_linear" and not call.has("bias", "post_norm_weight")]
+
+
+@pytest.mark.parametrize("call", PRODUCTS, ids=lambda call: call.id)
+def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall) -> None:
+    failure_of(TwoSteps(), call)
+
+
+@EVERY_DTYPE
+def test_the_two_steps_take_strides_and_no_rows(dtype: torch.dtype, ops: object) -> None:
+    """Against the same product in float64; the memory around a strided `out` stays as it is."""
+    for count, columns in ((T, D), (1, D), (T, 1), (0, D), (T, 0)):
+        chunks = [torch.randn(count, H + 3).to(dtype)[:, :H] for _ in range(K)]
+        weight = torch.randn(columns, K * H + 5).to(dtype)[:, : K * H]
+        around = torch.full((count, columns + 4), 7.0).to(dtype)
+        out = around[:, 2 : 2 + columns]
+        arguments = {"chunks": chunks, "norm_weight": None, "weight": weight, "out": out}
+        run(TwoSteps(), "norm_concat_linear", **arguments)
+        normed = torch.empty(count, K * H).to(dtype)
+        run(ops, "norm_concat", chunks=chunks, norm_weight=None, out=normed)
+        truth = normed.double() @ weight.double().T
+        # Of the row's absolute sum: fp32 accumulation, and the one rounding.
+        scale = normed.double().abs() @ weight.double().abs().T
+        rounding = torch.finfo(dtype).eps / 2 * truth.abs()
+        assert ((out.double() - truth).abs() <= rounding + K * H * 2**-24 * scale).all()
+        assert (around[:, :2] == 7).all() and (around[:, 2 + columns :] == 7).all()
+
+
 def test_every_check_has_a_call_that_it_refuses() -> None:
     assert unreached(torch.ops.eagle_kernels_C, ON_CPU, cuda=False) == []
 

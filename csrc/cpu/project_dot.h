@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kPanelColumns = 32;
 
 inline int64_t num_panels(const NormConcatLinear& op) { return (op.num_columns + kPanelColumns - 1) / kPanelColumns; }
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // The fp32 result [N, D] opens the workspace.
 inline float* fp32_rows(const NormConcatLinear& op) { return static_cast<float*>(op.workspace); }
@@ -79,18 +79,19 @@ template <class T, int kColumns, int kRows>
 void dot_tile(WeightRows<T> weight, const typename DotStep<T>::Packed* packed, int64_t packed_width, int64_t width,
               float* result, int64_t result_stride, bool first) {
   using Step = DotStep<T>;
-  Float sums[kColumns][kRows] = {};
+  Float sums[kRows * kColumns] = {};
   const auto step = [&](int64_t k, auto span) {
     decltype(Step::load_weight(weight.data, span)) w[kColumns];
-    for (int column = 0; column < kColumns; ++column) {
+    unrolled<kColumns>([&](auto column) {
       w[column] = Step::load_weight(weight.data + column * weight.row_stride + k, span);
-    }
-    for (int row = 0; row < kRows; ++row) {
+    });
+    unrolled<kRows>([&](auto row) {
       const auto x = Step::load_packed(packed + row * packed_width + k);
-      for (int column = 0; column < kColumns; ++column) {
-        sums[column][row] = Step::multiply_add(sums[column][row], w[column], x);
-      }
-    }
+      unrolled<kColumns>([&](auto column) {
+        Float& sum = sums[row * kColumns + column];
+        sum = Step::multiply_add(sum, w[column], x);
+      });
+    });
   };
   int64_t k = 0;
   for (; k + Step::kStep <= width; k += Step::kStep) {
@@ -101,10 +102,13 @@ void dot_tile(WeightRows<T> weight, const typename DotStep<T>::Packed* packed, i
   }
   if (k < width) step(k, Part{width - k});
 
+  sum_lanes_of_each<kRows * kColumns>(sums);
+  float totals[round_up(kRows * kColumns, kLanes)];
+  __builtin_memcpy(totals, sums, sizeof totals);
   for (int row = 0; row < kRows; ++row) {
     for (int column = 0; column < kColumns; ++column) {
       float* place = result + row * result_stride + column;
-      const float sum = sum_lanes(sums[column][row]);
+      const float sum = totals[row * kColumns + column];
       *place = first ? sum : *place + sum;
     }
   }

@@ -5,7 +5,9 @@
 // translation units of different flags is merged by the linker, and the copy it keeps may be the AVX-512 one.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -212,6 +214,40 @@ inline float sum_lanes(Float value) {
   }
   return lanes[0];
 #endif
+}
+
+// f(integral_constant<0>), f(integral_constant<1>), ...: an array with such subscripts alone lives in registers. In a
+// loop GCC 12 keeps it there too, but clears it in memory first (fp32, K = 3, T = 64, H = D = 128: 95.9 us, and 93.0
+// like this).
+template <int64_t kCount, class F>
+inline void unrolled(F f) {
+  [&]<int64_t... i>(std::integer_sequence<int64_t, i...>) {
+    (f(std::integral_constant<int64_t, i>{}), ...);
+  }(std::make_integer_sequence<int64_t, kCount>{});
+}
+
+// Lane i of one half of every sum in two vectors: a's sums, then b's, each of 2 * kHalf partial sums.
+template <int64_t kHalf, bool kUpper, size_t... kLane>
+inline Float halves(Float a, Float b, std::index_sequence<kLane...>) {
+  constexpr auto source = [](int64_t lane) {
+    const int64_t in_its_vector = lane % (kLanes / 2), vector = lane / (kLanes / 2);
+    return vector * kLanes + in_its_vector / kHalf * 2 * kHalf + in_its_vector % kHalf + kUpper * kHalf;
+  };
+  return __builtin_shufflevector(a, b, source(kLane)...);
+}
+
+// Lane j % kLanes of values[j / kLanes] becomes sum_lanes(values[j]), by the same tree: all at once two shuffles and an
+// addition each, where one after the other each is a chain of four of both (as above: 98.7 us; 95.9 like this).
+template <int64_t kCount, int64_t kHalf = kLanes / 2>
+inline void sum_lanes_of_each(Float* values) {
+  constexpr std::make_index_sequence<kLanes> lanes;
+  unrolled<(kCount + 1) / 2>([&](auto j) {
+    Float odd{};
+    if constexpr (2 * j + 1 < kCount) odd = values[2 * j + 1];
+    const Float even = values[2 * j];
+    values[j] = halves<kHalf, false>(even, odd, lanes) + halves<kHalf, true>(even, odd, lanes);
+  });
+  if constexpr (kHalf > 1) sum_lanes_of_each<(kCount + 1) / 2, kHalf / 2>(values);
 }
 
 // f(begin, span) over a row of `width` elements.

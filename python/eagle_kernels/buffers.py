@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from . import checks
 from .dispatch import is_plain
 from .ops import add_rms_norm, capture_hidden
+from .ops.call import run
+from .ops.capture_hidden import CaptureHidden
+from .plan import choose
 
 _MAX_VIEWS = 4096  # of a buffer: about 1 KB each
 
@@ -70,10 +72,11 @@ class AuxHiddenStates:
 
         Raises ValueError for a slot or rows that the buffer does not have, and whatever `capture_hidden` raises.
         """
-        views = self._kept_views(k, row, hidden)
+        views = self._kept_views(k, row, hidden.shape) if is_plain((hidden, residual)) else None
         if views is not None:
+            run(CaptureHidden(hidden, residual, *views), choose("capture_hidden", hidden.device))
             # Not the kept view itself: what the caller does to its shape or storage would meet the next capture.
-            return capture_hidden(hidden, residual, out=views.out, sum_squares=views.sum_squares).detach()
+            return views.out.detach()
         op = "AuxHiddenStates.capture"
         self._check_slot(op, k)
         _check_hidden(op, hidden, self.hidden_size)
@@ -83,13 +86,11 @@ class AuxHiddenStates:
         self._keep_views(k, row, hidden, out, squares)
         return capture_hidden(hidden, residual, out=out, sum_squares=squares)
 
-    def _kept_views(self, k: int, row: int, hidden: Tensor) -> _SlotViews | None:
+    def _kept_views(self, k: int, row: int, shape: torch.Size) -> _SlotViews | None:
         """The views of a capture that was seen before, as long as they are the buffer's; never in a trace."""
-        if is_compiling() or type(hidden) is not Tensor or type(k) is not int or type(row) is not int:
+        if type(k) is not int or type(row) is not int or self._views_of is None:
             return None
-        if self._views_of is None or self._views_of != self._addresses:
-            return None
-        return self._views.get((k, row, hidden.shape))
+        return self._views.get((k, row, shape)) if self._views_of == self._addresses else None
 
     @property
     def _addresses(self) -> tuple[int, int]:

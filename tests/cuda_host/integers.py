@@ -42,7 +42,7 @@ class Call:
     def run(self, ops: object, move: Callable[[object], object] = lambda value: value) -> list[Tensor]:
         chunks, residuals, weight, indices = map(move, self.operands())
         out = move(torch.full((self.T, self.D or self.K * self.H), float("nan")).to(self.dtype))
-        residuals = residuals if self.norm == "none" else []
+        residuals = residuals if self.norm == "none" else None
         sources = (chunks, self.K, _CODES[self.norm], [], [0.0], 0.0, residuals, [indices], None)
         if self.op == "norm_concat_linear":
             ops.norm_concat_linear_out(*sources, weight, None, None, 0.0, out)

@@ -268,7 +268,7 @@ def test_the_primitive_refuses_what_it_cannot_take(emulated: object) -> None:
     out = torch.full((2, 37), float("nan")).bfloat16()
 
     def run(chunks: list[Tensor], weight: Tensor, post_norm: Tensor | None = None) -> None:
-        sources = (chunks, len(chunks), 1, [], [1e-6], 0.0, [], [], None)
+        sources = (chunks, len(chunks), 1, [], [1e-6], 0.0, None, None, None)
         emulated.norm_concat_linear_out(*sources, weight, None, post_norm, 0.0, out)
 
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: operands: alignment \("):

@@ -77,6 +77,11 @@ class Projection(NamedTuple):
     post_norm_weight: Tensor | None
     post_norm_eps: float
 
+    @property
+    def is_product(self) -> bool:
+        """Whether nothing follows the product."""
+        return self.bias is None and self.post_norm_weight is None
+
     def check(self, sources: Sources) -> None:
         weight, bias, post_norm_weight, post_norm_eps = self
         first, width = sources.chunks[0], sources.width
@@ -163,6 +168,15 @@ class NormConcatLinear(NamedTuple):
         sources.check_memory(OP, out, *reads, ("post_norm_weight", projection.post_norm_weight))
 
 
+class TwoSteps(NormConcatLinear):
+    """The same for the CPU primitive that ends in torch's product: three calls from Python take 8 us more."""
+
+    __slots__ = ()
+
+    def for_primitive(self) -> tuple:
+        return (*self.sources.for_primitive(), self.projection.weight, self.out)
+
+
 def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
     eps, post_norm_eps = _split_eps(arguments.get("eps", 1e-6), arguments.get("post_norm_weight"))
@@ -194,11 +208,15 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
 def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
     """The result of the plan's kernel, in `out` where it is given. Memory of our own overlaps no operand: the check
     would take 8 us."""
-    weight = projection.weight
-    plan = _plan(sources, projection, out.shape[0] if out is not None and out.dim() else sources.rows)
-    if plan.kernel is Kernel.TWO_STEP and plan.backend in COMPILED:
+    rows = sources.rows if out is None or out.dim() == 0 else out.shape[0]
+    plan = _plan(sources, projection, rows)
+    in_two_steps = plan.kernel is Kernel.TWO_STEP and plan.backend in COMPILED
+    if in_two_steps and not (plan.backend == "cpu" and projection.is_product):
         return _run_two_steps(NormConcatLinear(sources, projection, out))
-    out = weight.new_empty(sources.rows, weight.shape[0]) if out is None else out
+    out = projection.weight.new_empty(rows, projection.weight.shape[0]) if out is None else out
+    if in_two_steps:
+        run_primitive(TwoSteps(sources, projection, out), f"{OP}_two_step")
+        return out
     record = NormConcatLinear(sources, projection, out)
     if plan.kernel is Kernel.FUSED:
         run_primitive(record, OP)

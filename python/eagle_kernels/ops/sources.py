@@ -131,9 +131,10 @@ class Sources(NamedTuple):
         return self._replace(chunks=chunks, residuals=residuals)
 
     def for_primitive(self) -> tuple:
-        """The leading arguments of the compiled primitives: the schema's, with a number for the norm."""
-        chunks, num_chunks, norm, *rest = self
-        return (chunks, num_chunks, NORMS.index(norm), *rest)
+        """The leading arguments of the compiled primitives: a number for the norm, None for an empty list."""
+        chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares = self
+        norms = NORMS.index(norm)
+        return chunks, num_chunks, norms, gains, eps, norm_offset, residuals or None, indices or None, sum_squares
 
     def check(self, op: str, eps_name: str = "eps") -> None:
         """Raise the sentence for whatever a kernel could not take, memory aside: see `check_memory`."""
