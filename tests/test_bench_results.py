@@ -1,4 +1,4 @@
-"""Saved runs, tables made of them, and the README's table."""
+"""Saved runs, and tables made of them."""
 
 import json
 import re
@@ -9,7 +9,6 @@ import torch
 from eagle_kernels.bench import report
 from eagle_kernels.bench.accuracy import error_bound, relative_rms
 from eagle_kernels.bench.info import cpu_facts, cpu_slug, gpu_slug
-from eagle_kernels.bench.results import readme
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,28 +154,6 @@ def test_plot_has_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no row was timed"):
         report.draw([run | {"records": [record("op", 2.0, status="skipped")]}], tmp_path / "none.png")
-
-
-def test_section_of_a_readme_is_replaced() -> None:
-    text = report.render(Path("bench/results/x/y.json"), {"environment": ENVIRONMENT, "records": RECORDS})
-    page = "before\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\nafter\n"
-    replaced = readme.replace_section(page, "cpu", text)
-    assert readme.section(replaced, "cpu") == text
-    assert replaced.startswith("before\n") and replaced.endswith("\nafter\n") and "old" not in replaced
-    assert readme.replace_section(replaced, "cpu", text) == replaced
-    with pytest.raises(ValueError, match="README has no <!-- bench:cpu -->"):
-        readme.replace_section("nothing here", "cpu", text)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_readme_and_saved_runs_agree(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's tables are generated, from every saved run; whoever edits one of the two by hand is told here."""
-    monkeypatch.chdir(ROOT)  # where `make report` runs: a plot is shown if it is there
-    section = readme.section(Path("README.md").read_text(encoding="utf-8"), device)
-    shown = [Path(name) for name in re.findall(r"From \[`(.+?)`\]", section)]
-    saved = {path: report.load(path) for path in saved_runs(Path("bench/results"))}
-    assert set(shown) == {path for path, run in saved.items() if run["environment"]["device"] == device}
-    assert section == "\n".join(report.render(path, saved[path]) for path in shown)
 
 
 @pytest.mark.parametrize("path", saved_runs(ROOT / "bench" / "results"), ids=lambda path: path.name)

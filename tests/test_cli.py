@@ -19,7 +19,6 @@ from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.ops import WORKLOADS
 from eagle_kernels.bench.report import load
-from eagle_kernels.bench.results import readme
 
 import eagle_kernels as ek
 from eagle_kernels import environment, library, ops, plan
@@ -552,25 +551,16 @@ def test_failing_baseline_is_a_note(
     assert "compile failed: RuntimeError: no compiler found\n" in capsys.readouterr().out
 
 
-def test_report_prints_markdown_and_the_script_writes_the_readme(
-    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib")
-    path, page = tmp_path / "run.json", tmp_path / "README.md"
+    path = tmp_path / "run.json"
     main([*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)])
     capsys.readouterr()
     assert main(["report", str(path)]) == 0
     text = capsys.readouterr().out
     assert "| T | op ms | layer ms | eager ms | vs eager | GB/s | % memory | TFLOP/s | % matmul |" in text
-    page.write_text("# Title\n<!-- bench:cpu -->\n<!-- /bench:cpu -->\n")
     assert main(["report", str(path), "--plots"]) == 0
-    text = capsys.readouterr().out
-    assert f"({path.with_suffix('.png').as_posix()})" in text
-    assert readme.main([str(page), str(path)]) == 0
-    assert page.read_text() == f"# Title\n<!-- bench:cpu -->\n{text}<!-- /bench:cpu -->\n"
-    with pytest.raises(SystemExit) as stopped:
-        readme.main([str(page), "/proc/none.json"])
-    assert stopped.value.code == 2 and "/proc/none.json: No such file" in capsys.readouterr().err
+    assert f"({path.with_suffix('.png').as_posix()})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

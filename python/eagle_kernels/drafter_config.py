@@ -142,18 +142,24 @@ def _rule_of_model_type() -> dict[str, str]:
 class Eagle3Config:
     """The input stage of an EAGLE-3 drafter: y = fc(norm(cat of K captured layers)), K*H -> D.
 
-    num_chunks: K.  target_hidden_size: H, the width of one source.  hidden_size: D, the drafter's width.
-    chunk_norm, concat_norm: one RMSNorm per chunk; one over all K*H. Both may hold, concat first (SGLang 0.5.23
-        `llama_eagle3`).
-    norm_offset: the gain of these norms is norm_offset + w. `from_hf` says 0, as the engines' drafters have it whatever
-        the target uses; 1 for a drafter that was trained with its Gemma target's own norms.
-    eps: of every norm of the drafter.  bias: `fc` has one.
-    projection: False where the drafter reads the last hidden state as it is (`use_aux_hidden_state` false).
-    norm_output: the drafter feeds its normed output to its next step, not the pre-norm sum.
-    norm_before_residual: the first layer's residual is the normed hidden state.
-    layer_ids: as the checkpoint writes them, None for the default; `layer_ids_mean` goes to `capture_layers`:
-        "boundary" where the format fixes that, None where the target's model type decides.
-    draft_vocab_size: rows of the drafter's head; `vocab_size` where the config gives none.
+    Args:
+        num_chunks: K.
+        target_hidden_size: H, the width of one source.
+        hidden_size: D, the drafter's width.
+        chunk_norm, concat_norm: one RMSNorm per chunk; one over all K*H. Both may hold, concat first (SGLang 0.5.23
+            `llama_eagle3`).
+        norm_offset: the gain of these norms is norm_offset + w. `from_hf` says 0, as the engines' drafters have it
+            whatever the target uses; 1 for a drafter that was trained with its Gemma target's own norms.
+        eps: of every norm of the drafter.
+        bias: `fc` has one.
+        projection: False where the drafter reads the last hidden state as it is (`use_aux_hidden_state` false).
+        norm_output: the drafter feeds its normed output to its next step, not the pre-norm sum.
+        norm_before_residual: the first layer's residual is the normed hidden state.
+        layer_ids: as the checkpoint writes them, None for the default.
+        layer_ids_mean: goes to `capture_layers`: "boundary" where the format fixes that, None where the target's model
+            type decides.
+        vocab_size: rows of the drafter's embedding table.
+        draft_vocab_size: rows of the drafter's head; `vocab_size` where the config gives none.
     """
 
     num_chunks: int

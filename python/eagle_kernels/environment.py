@@ -6,7 +6,7 @@
 | EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
 | EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the CPU kernels' instruction set |
 | EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG | 0, 1 | 0 turns an engine's plugin off |
-| EAGLE_KERNELS_VLLM_<PART>, EAGLE_KERNELS_SGLANG_<PART> | 0, 1 | one part of it; the README lists the parts |
+| EAGLE_KERNELS_VLLM_<PART>, EAGLE_KERNELS_SGLANG_<PART> | 0, 1 | one part of it; docs/reference.md lists the parts |
 
 TRITON_INTERPRET=1, Triton's own, lets the triton backend take CPU tensors: its interpreter, to test kernels with.
 

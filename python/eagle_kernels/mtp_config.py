@@ -14,13 +14,16 @@ ENGINES = ("sglang", "vllm", "transformers")
 class MTPConfig:
     """y = eh_proj(cat[enorm(scale * embedding), hnorm(hidden)]), 2H -> D.
 
-    hidden_size: H, of embedding and hidden state.  out_features: D, H where None.
-    order: "embed,hidden" or "hidden,embed" (MiMo, Inkling), the order of the concat.
-    normed: False where there are no enorm and hnorm (the Gemma 4 assistant).
-    enorm_eps, hnorm_eps: of the two norms.  norm_offset: the gain of both is norm_offset + weight.
-    embedding_scale: multiplies the rows of the embedding table; embeddings handed in are taken as they are.
-    round_embedding_scale: to the table's dtype first, as transformers and vLLM do; SGLang takes the float.
-    mask_position_zero: the embedding is zero where the position is 0, before its norm.
+    Args:
+        hidden_size: H, of embedding and hidden state.
+        out_features: D, H where None.
+        order: "embed,hidden" or "hidden,embed" (MiMo, Inkling), the order of the concat.
+        normed: False where there are no enorm and hnorm (the Gemma 4 assistant).
+        enorm_eps, hnorm_eps: of the two norms.
+        norm_offset: the gain of both is norm_offset + weight.
+        embedding_scale: multiplies the rows of the embedding table; embeddings handed in are taken as they are.
+        round_embedding_scale: to the table's dtype first, as transformers and vLLM do; SGLang takes the float.
+        mask_position_zero: the embedding is zero where the position is 0, before its norm.
     """
 
     hidden_size: int

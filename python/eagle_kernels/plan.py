@@ -227,7 +227,7 @@ def cuda_projection(problem: Problem) -> Plan:
     invariant = SETTINGS.batch_invariant
     forced = SETTINGS.backend == "cuda"
     T, limit = problem.rows, library.MAX_CUDA_DECODE_ROWS
-    reason = _fused_cuda_unsupported_reason(problem)
+    reason = fused_cuda_unsupported_reason(problem)
     if reason is None and limit < T and not (forced and invariant):
         reason = f"T={T} > {limit}: the fused kernel would read the weight {-(-T // limit)} times"
     if not forced and (reason is not None or invariant) and unsupported_reason("triton", problem.device) is None:
@@ -240,7 +240,7 @@ def cuda_projection(problem: Problem) -> Plan:
     return Plan(problem.op, "cuda", Kernel.FUSED, f"T={T} <= {limit}: one pass over the weight is the bound")
 
 
-def _fused_cuda_unsupported_reason(problem: Problem) -> str | None:
+def fused_cuda_unsupported_reason(problem: Problem) -> str | None:
     if problem.dtype == torch.float32:
         return "tensor cores multiply 16-bit types"
     if problem.has_post_norm:

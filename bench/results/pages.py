@@ -1,0 +1,177 @@
+"""Write what README and docs show of saved runs and of the code between their marks: `make report`, from a checkout.
+
+A section stands between `<!-- name -->` and `<!-- /name -->`. Tests compare every one with what is generated here.
+Paths are from the root of the checkout, where this runs.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from eagle_kernels.bench import report
+from eagle_kernels.bench.measure import geometric_mean
+
+from eagle_kernels import ops, plan
+from eagle_kernels.checks import DTYPES
+from eagle_kernels.engines import sglang, vllm
+
+RESULTS = Path("bench/results")
+# The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
+_WEIGHTS = {
+    "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16)",
+    "vocab_parallel_embedding": "dense shard",
+}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def main() -> int:
+    os.chdir(Path(__file__).resolve().parents[2])
+    report.render_files(list(saved_runs()), plots=True)  # draws each run beside its file
+    for page, sections in pages().items():
+        text = Path(page).read_text(encoding="utf-8")
+        for name, section in sections.items():
+            text = replace_section(text, name, section)
+        Path(page).write_text(text, encoding="utf-8")
+    return 0
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """The generated sections of every page."""
+    runs = saved_runs()
+    return {
+        "README.md": {"headline": headline(runs), "support": support(), "engines": engines()},
+        "docs/results.md": {
+            "cpu": tables(runs, "cpu"),
+            "cuda": tables(runs, "cuda"),
+            "host": host(),
+            "demo": demo(),
+        },
+    }
+
+
+def saved_runs() -> dict[Path, dict]:
+    """What `bench --json` saved, the projection first."""
+    paths = sorted(path for path in RESULTS.glob("*/*.json") if path.name != "host.json")
+    paths.sort(key=lambda path: not path.name.startswith("norm_concat_linear"))
+    return {path: report.load(path) for path in paths}
+
+
+def section_of(text: str, name: str) -> str:
+    """What stands between the marks of this name; ValueError where there are none."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"the page has no {begin.strip()} ... {end}")
+    return text.partition(begin)[2].partition(end)[0]
+
+
+def replace_section(text: str, name: str, section: str) -> str:
+    """The page with this section between the marks."""
+    old = f"<!-- {name} -->\n{section_of(text, name)}<!-- /{name} -->"
+    return text.replace(old, f"<!-- {name} -->\n{section}<!-- /{name} -->")
+
+
+def tables(runs: dict[Path, dict], device: str) -> str:
+    """Every run of a device in full, with links as docs/results.md has them."""
+    rendered = [report.render(path, run) for path, run in runs.items() if run["environment"]["device"] == device]
+    return "\n".join(rendered).replace("](bench/", "](../bench/")
+
+
+def headline(runs: dict[Path, dict]) -> str:
+    """A line per op, dtype and baseline: how many times faster the op is at each T, and the geometric mean."""
+    lines = []
+    for machine, records in _by_machine(runs).items():
+        lines += [f"{machine}:", "", "| op | over | geometric mean | by T |", "|---|---|---:|---|"]
+        lines += ["| " + " | ".join(cells) + " |" for cells in _headline_rows(records)] + [""]
+    return "\n".join(lines)
+
+
+def _by_machine(runs: dict[Path, dict]) -> dict[str, list[dict]]:
+    machines: dict[str, list[dict]] = {}
+    for run in runs.values():
+        environment = run["environment"]
+        machine = f"{report.machine(environment)}, torch {environment['torch']}"
+        machines.setdefault(machine, []).extend(run["records"])
+    return machines
+
+
+def _headline_rows(records: Sequence[dict]) -> Iterator[list[str]]:
+    speedups: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in report.rows(records):
+        ours = next((record for record in row if record["is_ours"]), None)
+        for baseline in report.headline_baselines(row) if ours else ():
+            if (value := report.speedup(row, ours["variant"], baseline)) is not None:
+                timer = "" if ours["timer"] == "clock" else f", {ours['timer']}"
+                key = (f"`{ours['op']}` {ours['dtype']}{timer}", baseline)
+                speedups.setdefault(key, {}).setdefault(ours["T"], []).append(value)
+    for (op, baseline), by_T in speedups.items():
+        mean = geometric_mean([value for values in by_T.values() for value in values])
+        cells = [f"{geometric_mean(values):.2f}x at {T}" for T, values in sorted(by_T.items())]
+        yield [op, baseline, f"{mean:.2f}x", ", ".join(cells)]
+
+
+def support() -> str:
+    """Which backend runs which op on which dtypes, read off the tree and the plan, and which weights."""
+    lines = ["| op | C++, CPU | CUDA C++ | Triton | plain torch | weight |", "|---|---|---|---|---|---|"]
+    kernels = ("csrc/cpu/{}.cpp", "csrc/cuda/{}.cu", "triton_kernels/{}.py")
+    for op in ops.__all__:
+        cells = [_dtypes(op, kernel.format(op)) for kernel in kernels]
+        lines.append("| " + " | ".join([f"`{op}`", *cells, "any device", _WEIGHTS.get(op, "none")]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _dtypes(op: str, kernel: str) -> str:
+    if not Path(kernel).is_file():
+        return ""
+    return " ".join(_SHORT[dtype] + ("¹" if _is_two_step(op, kernel, dtype) else "") for dtype in DTYPES)
+
+
+def _is_two_step(op: str, kernel: str, dtype: torch.dtype) -> bool:
+    """Whether even one row of friendly sizes takes norm_concat and a library's product."""
+    if op != "norm_concat_linear" or not kernel.endswith(".cu"):
+        return False
+    problem = plan.Problem(op, torch.device("cuda"), 3, 1, dtype, 4096, (4096,))
+    return plan.fused_cuda_unsupported_reason(problem) is not None
+
+
+def engines() -> str:
+    """The parts of each plugin and the versions of the engine that it was written for."""
+    lines = ["| engine | versions | parts |", "|---|---|---|"]
+    for name, engine in (("vLLM", vllm), ("SGLang", sglang)):
+        versions = dict.fromkeys((engine.FIRST_VERSION, engine.LAST_VERSION))
+        parts = ", ".join(f"{part}{'' if on else ' (off by default)'}" for part, on in engine.PARTS.items())
+        lines.append(f"| [{name}](docs/{name.lower()}.md) | {' to '.join(versions)} | {parts} |")
+    return "\n".join(lines) + "\n"
+
+
+def host() -> str:
+    """What a call alone costs, from every saved host.json."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/host.json")):
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        environment = saved["environment"]
+        lines += [f"{report.machine(environment)}; torch {environment['torch']}; {environment['date']}.", ""]
+        lines += ["| call | ours us | the chain us | share |", "|---|---:|---:|---:|"]
+        for record in saved["records"]:
+            times = f"{record['ours_us']:.1f} | {record['chain_us']:.1f} | {record['share']:.2f}"
+            lines.append(f"| `{record['call']}` | {times} |")
+        source = path.as_posix()
+        imported = f"`import eagle_kernels` takes {saved['import_ms']} ms beyond torch."
+        lines += ["", imported, "", f"From [`{source}`](../{source}) by `eagle-kernels host`."]
+    return "\n".join(lines) + "\n"
+
+
+def demo() -> str:
+    """What `eagle-kernels demo` printed, as it is."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/demo.txt")):
+        source = path.as_posix()
+        lines += ["```text", path.read_text(encoding="utf-8").rstrip("\n"), "```", ""]
+        lines += [f"From [`{source}`](../{source}) by `eagle-kernels demo`."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
