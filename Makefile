@@ -36,6 +36,12 @@ test-sglang: $(SGLANG_VENV)/package.stamp
 lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	rm -rf build/typed
+	mkdir -p build/typed/eagle_kernels
+	ln -s $(CURDIR)/python/eagle_kernels/* $(CURDIR)/bench $(CURDIR)/triton_kernels build/typed/eagle_kernels
+	ln -s $(CURDIR)/examples/byte_eagle3 build/typed/eagle_kernels/byte_eagle3
+	$(BIN)/mypy
+	$(BIN)/mypy tests/typing/calls.py
 
 # What a call costs on the host: the public calls beside the chains they replace, saved where RESULT names a file, and
 # each of tests/host_overhead, which `make test` only runs once.

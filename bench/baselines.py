@@ -63,7 +63,7 @@ def normed_concat(
     """K norms and a cat, a cat and a norm, or a cat alone."""
     if norm == "chunk":
         chunks = [F.rms_norm(chunk, chunk.shape[-1:], gain, eps) for chunk, gain in zip(chunks, gains, strict=True)]
-    joined = torch.cat(chunks, -1, out=out)
+    joined = torch.cat(list(chunks), -1, out=out)
     if norm != "concat":
         return joined
     normed = F.rms_norm(joined, joined.shape[-1:], gains[0], eps)
@@ -146,7 +146,7 @@ def preallocated_normed_concat(
     """Every norm writes its slice: what an engine without a cat would run. `gains` in fp32."""
     if norm == "chunk":
         return normed_slices(scratch.norm, chunks, gains, eps, out)
-    torch.cat(chunks, -1, out=out)
+    torch.cat(list(chunks), -1, out=out)
     if norm == "concat":
         scratch.norm(out, gains[0], eps, out)
     return out

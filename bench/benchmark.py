@@ -1,7 +1,6 @@
 """`bench` and `roofline`: rows measured one after the other, each checked first, with the ceilings of the same run."""
 
 import argparse
-import contextlib
 import gc
 import importlib.util
 import itertools
@@ -9,10 +8,10 @@ import json
 import os
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from eagle_kernels import environment as settings
 from eagle_kernels import ops, plan
 
 from . import cli_types, info, report
-from .baselines import BASELINES, COMPILE_BUDGET
+from .baselines import BASELINES
 from .cli_types import Command
 from .measure import (
     FORMS,
@@ -40,6 +39,7 @@ from .measure import (
 )
 from .ops import WORKLOADS
 from .ops.norm_concat_linear import NormConcatLinear
+from .output import Progress, check_writable, say, wrap, write_text
 from .workloads import Row, Verdict, Workload, judge
 
 _NORMS = ("chunk", "concat", "none")
@@ -75,7 +75,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, what in zip(_OUTPUTS, ("the run", "its records", "its tables", "its curves, PNG"), strict=True):
         add(f"--{name}", type=cli_types.png if name == "plot" else Path, metavar="FILE", help=f"save {what}")
-    add("--resume", action="store_true", help="keep the rows that the --json file has, and measure the others")
+    add("--resume", action="store_true", help="keep what the --json file has, and measure what it lacks")
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
@@ -84,23 +84,27 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     environment = info.read_environment(arguments.device)
-    print(info.format_header(environment), flush=True)
     records = _kept_records(arguments, environment)
-    kept = {report.row_key(record) for record in records}
-    rows = [row for row in _rows(arguments) if not _is_kept(row, arguments.timer, kept)]
-    if len(kept) > 0:
-        print(f"{len(kept)} rows kept from {arguments.json}, {len(rows)} to measure", flush=True)
-    session = _Session(arguments, environment, records, len(rows))
+    info.say_header(environment)
+    blocks = list(_blocks(arguments, environment["cache_bytes"], records))
+    count = sum(len(block.rows) for block in blocks)
+    if records:
+        kept = {report.row_key(record) for record in records}
+        again = {key for block in blocks for key in block.keys(arguments.timer)}
+        say(wrap(f"{len(kept - again)} rows kept from {arguments.json}, {count} to measure"))
+    session = _Session(arguments, environment, records, Progress(count, "rows"))
     interrupted = False
     try:
-        if rows:
+        if count:
             runner = Runner(arguments.device, environment["cache_bytes"], arguments.min_time, arguments.timer)
-            for _, block in itertools.groupby(rows, key=lambda row: (row.op, row.preset, row.stage, row.dtype)):
-                session.measure_block(list(block), runner)
+            runner.note = session.progress.note
+            for block in blocks:
+                session.measure_block(block, runner)
     except KeyboardInterrupt:
         interrupted = True
-        progress("")
-        print("interrupted: what is above is complete", flush=True)
+        say("interrupted: what is above is complete")
+    finally:
+        session.progress.close()
     session.finish()
     if interrupted:
         return 130
@@ -127,33 +131,37 @@ def _check(arguments: argparse.Namespace) -> None:
         fail("argument --resume: there is nothing to go on with, --json names no file")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         fail("argument --plot: matplotlib is not installed: pip install 'eagle-kernels[plot]'")
+    paths: dict[Path, str] = {}
     for name in _OUTPUTS:
         if (path := getattr(arguments, name)) is not None:
-            _check_writable(arguments, f"--{name}", path)
+            check_writable(arguments.parser, f"--{name}", path)
+            if (other := paths.setdefault(path.resolve(), name)) != name:
+                fail(f"argument --{name}: {path} is the file of --{other} too")
 
 
-def _check_writable(arguments: argparse.Namespace, option: str, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        arguments.parser.error(f"argument {option}: {path}: {failure.strerror}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        arguments.parser.error(f"argument {option}: {path} cannot be written")
+# What a machine's environment may have anew at each run.
+_READINGS = ("date", "clocks", "clocks_after", "load_average")
+_NOT_COMPARED = (*_READINGS, "available_bytes", "resumed")
 
 
 def _kept_records(arguments: argparse.Namespace, environment: dict) -> list[dict]:
-    """With --resume, what the file has of this run; how that was measured goes into the environment."""
+    """With --resume, what the file has, of the same environment; the readings of that run go into this one's."""
     if not arguments.resume or not arguments.json.exists():
         return []
     try:
         earlier = report.load(arguments.json)
     except report.UnreadableResult as failure:
         arguments.parser.error(f"argument --resume: {failure}")
-    here, there = environment["device_slug"], earlier["environment"]["device_slug"]
-    if here != there:
-        arguments.parser.error(f"argument --resume: {arguments.json} was measured on {there}, and this is {here}")
-    before = {"argv": earlier["argv"], "date": earlier["environment"]["date"]}
-    environment["resumed"] = [*earlier["environment"].get("resumed", []), before]
+    before = earlier["environment"]
+    differences = [
+        f"{name} {before.get(name)} and not {environment.get(name)}"
+        for name in dict.fromkeys((*before, *environment))
+        if name not in _NOT_COMPARED and before.get(name) != environment.get(name)
+    ]
+    if differences:  # rows of two environments under one header
+        arguments.parser.error(f"argument --resume: {arguments.json} was measured with {'; '.join(differences)}")
+    readings = {name: before[name] for name in _READINGS if name in before}
+    environment["resumed"] = [*before.get("resumed", []), {"argv": earlier.get("argv"), **readings}]
     return earlier["records"]
 
 
@@ -166,8 +174,44 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         yield Row(op, preset, stage, norm, V, T, cli_types.DTYPES[dtype], arguments.device)
 
 
-def _is_kept(row: Row, timers: Sequence[str], kept: set[tuple]) -> bool:
-    return all(report.row_key(row_record(row) | {"timer": timer}) in kept for timer in timers)
+@dataclass(frozen=True)
+class _Block:
+    """The rows to measure of one op, shape and dtype: one table."""
+
+    rows: list[Row]
+    names: list[list[str]]  # the columns of each row
+    reasons: dict[str, str]  # why a column that was asked for is not there
+
+    def keys(self, timers: Sequence[str]) -> Iterator[tuple]:
+        return (key for row in self.rows for key in _keys(row, timers))
+
+
+def _keys(row: Row, timers: Sequence[str]) -> list[tuple]:
+    return [report.row_key(row_record(row) | {"timer": timer}) for timer in timers]
+
+
+def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[dict]) -> Iterator[_Block]:
+    """What is to be measured. A row that lacks a column, or of which one was not timed, is measured again with all of
+    its columns: side by side, as every ratio is."""
+    earlier: dict[tuple, dict[str, str]] = {}
+    for record in records:
+        earlier.setdefault(report.row_key(record), {})[record["variant"]] = record["status"]
+    for _, group in itertools.groupby(_rows(arguments), key=lambda row: (row.op, row.preset, row.stage, row.dtype)):
+        rows = list(group)
+        probe = WORKLOADS[rows[0].op](rows[0], cache_bytes)
+        answers = {name: probe.unsupported_reason(name) for name in _columns(arguments)}
+        names = [name for name, reason in answers.items() if reason is None]
+        block = _Block([], [], {name: reason for name, reason in answers.items() if reason is not None})
+        for row in rows:
+            keys = _keys(row, arguments.timer)
+            had = dict.fromkeys(name for key in keys for name in earlier.get(key, {}))
+            done = all(earlier.get(key, {}).get(name) == "ok" for key in keys for name in {*names, *had})
+            if not (done and had):
+                block.rows.append(row)
+                others = (name for name in had if name not in names and probe.unsupported_reason(name) is None)
+                block.names.append([*names, *others])
+        if block.rows:
+            yield block
 
 
 def row_record(row: Row) -> dict:
@@ -195,6 +239,7 @@ class Runner:
         self.cache_bytes = cache_bytes
         self.min_time = min_time
         self.timers = timers
+        self.note: Callable[[str], None] = lambda text: None  # what happens now, for whoever watches
         factor = info.CACHE_FACTORS[device]
         self.ceilings = Ceilings(device, cache_bytes, factor, info.available_bytes(device))
 
@@ -221,13 +266,12 @@ class Runner:
             _release_compiled()
 
     def _skipped(self, base: dict, names: Sequence[str], reason: str) -> list[dict]:
-        progress("")
         return [_unmeasured(base, timer, name, "skipped", reason) for timer in self.timers for name in names]
 
     def _measure(self, workload: Workload, names: Sequence[str], rotation: Rotation, base: dict) -> list[dict]:
-        progress(f"{workload.row}: {rotation.copies} copies")
+        self.note(f"{workload.row}: {rotation.copies} copies")
         workload.allocate(rotation.copies)
-        variants, failures = _build(workload, names)
+        variants, failures = self._build(workload, names)
         records = [
             _unmeasured(base, timer, name, "failed", reason)
             for timer in self.timers
@@ -235,10 +279,11 @@ class Runner:
         ]
         if not variants:
             return records
-        copies = min(variant.copies for variant in variants)
+        fewest = min(variants, key=lambda variant: variant.copies)
+        copies = fewest.copies
         if copies < rotation.copies:
-            rotation = rotation.reduced(copies, f"{COMPILE_BUDGET:.0f} s of compilation")
-        progress(f"{workload.row}: checking")
+            rotation = rotation.reduced(copies, f"the time to make more modules of {fewest.name}")
+        self.note(f"{workload.row}: checking")
         verdicts = judge(workload, variants)
         if not all(verdict.is_right for verdict in verdicts.values()):
             return [
@@ -256,8 +301,24 @@ class Runner:
                 records_of_timer = self._time(*arguments)
             timed += records_of_timer
             timed += [record for record in records if record["timer"] == timer]
-        progress("")
         return timed
+
+    def _build(self, workload: Workload, names: Sequence[str]) -> tuple[list[Variant], dict[str, str]]:
+        """The columns that can be built and called, and why the others cannot."""
+        variants, failures = [], {}
+        for name in names:
+            self.note(f"{workload.row}: preparing {name}")
+            try:
+                variant = workload.variant(name)
+                with variant.active():
+                    variant.call(0)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as failure:
+                failures[name] = _one_line(failure)
+            else:
+                variants.append(variant)
+        return variants, failures
 
     def _time(
         self,
@@ -268,7 +329,7 @@ class Runner:
         base: dict,
         verdicts: dict[str, Verdict],
     ) -> list[dict]:
-        progress(f"{workload.row}: timing {', '.join(variant.name for variant in variants)} by {timer}")
+        self.note(f"{workload.row}: timing by {timer}")
         prepared, failures = {}, []
         for variant in variants:
             try:
@@ -281,40 +342,22 @@ class Runner:
         rates = None if beside else self.ceilings.measure(workload.row.dtype)
         taken = time_prepared(timer, list(prepared.values()), copies, self.min_time, beside)
         rates = rates or self.ceilings.rates(workload.row.dtype, taken[len(prepared) :])
-        samples = dict(zip(prepared, taken, strict=False))
-        first = next((taken for name, taken in samples.items() if is_ours(name)), None)
+        samples_of = dict(zip(prepared, taken, strict=False))
+        first = next((samples for name, samples in samples_of.items() if is_ours(name)), None)
         timed = []
-        for variant in (variant for variant in variants if variant.name in samples):
-            taken = samples[variant.name]
+        for variant in (variant for variant in variants if variant.name in samples_of):
+            samples = samples_of[variant.name]
             record = base | {"timer": timer, "variant": variant.name, "is_ours": is_ours(variant.name), "status": "ok"}
-            record |= _figures(taken, workload, rates) | _accuracy(verdicts[variant.name])
+            record |= _figures(samples, workload, rates) | _accuracy(verdicts[variant.name])
             record["ceiling"] = "streams" if beside else "torch"
             record["array_exceeds_cache"] = self.ceilings.exceeds_cache
             if record["is_ours"]:
                 with variant.active():
                     record["plan"] = str(workload.plan())
             elif first is not None:
-                record |= _speedup(taken, first)
+                record |= _speedup(samples, first)
             timed.append(record)
         return timed + failures
-
-
-def _build(workload: Workload, names: Sequence[str]) -> tuple[list[Variant], dict[str, str]]:
-    """The columns that can be built and called, and why the others cannot."""
-    variants, failures = [], {}
-    for name in names:
-        progress(f"{workload.row}: preparing {name}")
-        try:
-            variant = workload.variant(name)
-            with variant.active():
-                variant.call(0)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as failure:
-            failures[name] = _one_line(failure)
-        else:
-            variants.append(variant)
-    return variants, failures
 
 
 def _one_line(failure: Exception) -> str:
@@ -372,90 +415,91 @@ def _release_compiled() -> None:
     gc.collect()
 
 
-def progress(text: str) -> None:
-    """One line on a terminal, overwritten by the next; nothing in a log."""
-    if sys.stderr.isatty():
-        with contextlib.suppress(OSError):
-            width = os.get_terminal_size(sys.stderr.fileno()).columns
-            print("\r" + text[: width - 1].ljust(width - 1), end="\r", file=sys.stderr, flush=True)
-
-
 class _Session:
     """What was measured so far: printed row by row, and saved after each."""
 
-    def __init__(self, arguments: argparse.Namespace, environment: dict, records: list[dict], rows: int) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, environment: dict[str, Any], records: list[dict], progress: Progress
+    ) -> None:
         self.arguments, self.environment, self.records = arguments, environment, records
-        self.rows, self.done, self.started = rows, 0, time.monotonic()
+        self.progress = progress
+        self.saved: dict[Path, None] = {}
 
-    def measure_block(self, rows: list[Row], runner: Runner) -> None:
-        """The rows of one op, shape and dtype: one table with its header."""
-        arguments = self.arguments
-        probe = WORKLOADS[rows[0].op](rows[0], runner.cache_bytes)
-        reasons = {name: probe.unsupported_reason(name) for name in _columns(arguments)}
-        names = [name for name, reason in reasons.items() if reason is None]
-        print("\n" + report.title(row_record(rows[0])))
-        for name, reason in reasons.items():
-            if reason is not None and not _is_expected(name):
-                print(f"no column {name}: {reason}")
-        if not names:
-            self.done += len(rows)
-            print("nothing to measure", flush=True)
+    def measure_block(self, block: _Block, runner: "Runner") -> None:
+        rows, arguments = block.rows, self.arguments
+        say("\n" + wrap(report.title(row_record(rows[0]))))
+        for name, reason in block.reasons.items():
+            if not _is_expected(name):
+                say(wrap(f"no column {name}: {reason}"))
+        columns = list(dict.fromkeys(name for names in block.names for name in names))
+        if not columns:
+            say("nothing to measure")
+            for _ in rows:
+                self.progress.step()
             return
-        layout = report.Layout(names, rows[0].op, arguments.timer)
-        print(layout.header(), flush=True)
-        block: list[dict] = []
-        for row in rows:
-            progress(f"row {self.done + 1} of {self.rows}, {self._remaining()}: {row}")
-            measured = runner.measure(WORKLOADS[row.op](row, runner.cache_bytes), names)
-            self.done += 1
-            block += measured
-            self.records += measured
-            for per_timer in report.rows(measured):
+        layout = report.Layout(columns, rows[0].op, arguments.timer)
+        say(layout.header())
+        measured: list[dict] = []
+        for row, names in zip(rows, block.names, strict=True):
+            records = runner.measure(WORKLOADS[row.op](row, runner.cache_bytes), names)
+            measured += records
+            self._keep(records)
+            for per_timer in report.rows(records):
                 for line in layout.lines(per_timer):
-                    print(line, flush=True)
+                    say(line)
             self.save()
-        for line in layout.footer(block):
-            print(line, flush=True)
+            self.progress.step()
+        for line in layout.footer(measured):
+            say(wrap(line))
 
-    def _remaining(self) -> str:
-        if not self.done:
-            return "time left unknown"
-        left = (time.monotonic() - self.started) / self.done * (self.rows - self.done)
-        return f"about {left:.0f} s left"
+    def _keep(self, measured: list[dict]) -> None:
+        """In the place of the same rows, else behind the last one of their table."""
+        keys = {report.row_key(record) for record in measured}
+        others = [record for record in self.records if report.row_key(record) not in keys]
+        tables = [report.block_key(record) for record in others]
+        block = report.block_key(measured[0])
+        at = len(tables) - tables[::-1].index(block) if block in tables else len(tables)
+        replaced = [number for number, record in enumerate(self.records) if report.row_key(record) in keys]
+        at = replaced[0] if replaced else at
+        self.records[:] = [*others[:at], *measured, *others[at:]]
 
     def save(self) -> None:
         """After every row: whatever ends the run, what was measured is kept."""
         if self.arguments.json is not None:
             report.save(self.arguments.json, self.environment, self.arguments.argv, self.records)
+            self.saved[self.arguments.json] = None
         if self.arguments.csv is not None:
             report.save_csv(self.arguments.csv, self.environment, self.records)
+            self.saved[self.arguments.csv] = None
 
     def finish(self) -> None:
         arguments, environment, records = self.arguments, self.environment, self.records
         environment["clocks_after"] = info.clocks(arguments.device)
         self.save()
         if len(list(report.blocks(records))) > 1:
-            print("\nall of the above")
+            say("\nall of the above")
             for line in report.footer(records):
-                print(line)
+                say(wrap(line))
         load_now = os.getloadavg()[0]
         # The run itself is a load of its threads; what exceeds them took the cores from it.
         busy = ", so other processes had the cores too" if load_now > environment["threads"] + 0.5 else ""
-        print(
-            f"\nclocks at the end: {info.format_clocks(environment['clocks_after'])}; load average {load_now:.2f}{busy}"
-        )
-        print("times are median (p20 - p80); ~: the 95 % interval of the ratio holds 1")
+        clocks = info.format_clocks(environment["clocks_after"])
+        say("\n" + wrap(f"clocks at the end: {clocks}; load average {load_now:.2f}{busy}"))
+        say(wrap("times are medians; speedup: of the first column over this one, ~ where its 95 % interval holds 1"))
         for record in filter(report.is_above_ceiling, records):
-            print(f"ABOVE THE CEILING: {report.ceiling_sentence(record)}")
-        print(f"repro: eagle-kernels {shlex.join(arguments.argv)}")
+            say(wrap(f"ABOVE THE CEILING: {report.ceiling_sentence(record)}"))
+        say(f"repro: eagle-kernels {shlex.join(arguments.argv)}")  # in one line, to be copied
         run = {"environment": environment, "records": records}
         if arguments.markdown is not None:
-            report.write_text(arguments.markdown, report.render(arguments.json, run))
+            write_text(arguments.markdown, report.render(arguments.json, run))
+            self.saved[arguments.markdown] = None
         if arguments.plot is not None and any(record["status"] == "ok" for record in records):
             report.draw([run], arguments.plot)
-        saved = [str(path) for path in (getattr(arguments, name) for name in _OUTPUTS) if path is not None]
-        if saved:
-            print(f"saved: {', '.join(saved)}")
+            self.saved[arguments.plot] = None
+        elif arguments.plot is not None:
+            say(f"no plot: no row was timed, {arguments.plot} was not written")
+        if self.saved:
+            say(wrap(f"saved: {', '.join(map(str, self.saved))}"))
 
 
 def _columns(arguments: argparse.Namespace) -> list[str]:
@@ -498,16 +542,18 @@ def _run_roofline(arguments: argparse.Namespace) -> int:
     if (reason := info.unsupported_reason(device)) is not None:
         arguments.parser.error(f"no CUDA device: {reason}; --device cpu measures this machine's processor")
     torch.set_num_threads(arguments.threads)
-    environment = info.read_environment(device)
-    print(info.format_header(environment), flush=True)
     stages = cli_types.stages(arguments)
+    if arguments.json is not None:
+        check_writable(arguments.parser, "--json", arguments.json)
+    environment = info.read_environment(device)
+    info.say_header(environment)
     available = info.available_bytes(device)
     ceilings = Ceilings(device, environment["cache_bytes"], info.CACHE_FACTORS[device], available)
     measured: dict[str, Rates] = {}
     for dtype in arguments.dtype:
         rates = measured[dtype] = ceilings.measure(cli_types.DTYPES[dtype], arguments.min_time)
         copy, read = rates.copy * 1e-9, rates.read * 1e-9
-        print(f"\n{dtype}: copy {copy:.1f} GB/s, read {read:.1f} GB/s, matmul {rates.matmul * 1e-12:.2f} TFLOP/s")
+        say(f"\n{dtype}: copy {copy:.1f} GB/s, read {read:.1f} GB/s, matmul {rates.matmul * 1e-12:.2f} TFLOP/s")
         _print_floors(arguments, stages, dtype, rates)
     if arguments.json is not None:
         ceilings_by_dtype = {dtype: asdict(rates) for dtype, rates in measured.items()}
@@ -517,15 +563,15 @@ def _run_roofline(arguments: argparse.Namespace) -> int:
             "environment": environment,
             "records": [],
         }
-        report.write_text(arguments.json, json.dumps(run | {"rates": ceilings_by_dtype}, indent=1) + "\n")
-        print(f"saved: {arguments.json}")
+        write_text(arguments.json, json.dumps(run | {"rates": ceilings_by_dtype}, indent=1) + "\n")
+        say(f"saved: {arguments.json}")
     return 0
 
 
 def _print_floors(arguments: argparse.Namespace, stages: list[cli_types.Stage], dtype: str, rates: Rates) -> None:
-    print(f"{'norm_concat_linear':<40}{'T':>7}{'MB':>10}{'GFLOP':>10}{'floor us':>11}  bound")
+    say(f"{'T':>8}{'MB':>10}{'GFLOP':>10}{'floor us':>11}  bound")
     for preset, stage, V in stages:
-        name = f"{preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D}"
+        say(f"norm_concat_linear, {preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D}")
         for T in arguments.tokens:
             row = Row("norm_concat_linear", preset, stage, cli_types.norm_of(stage), V, T, cli_types.DTYPES[dtype])
             workload = NormConcatLinear(row)
@@ -533,8 +579,7 @@ def _print_floors(arguments: argparse.Namespace, stages: list[cli_types.Stage], 
             floor = rates.floor_seconds(traffic, flops)
             bound = "matmul" if floor > rates.floor_seconds(traffic, 0) else "memory"
             megabytes = traffic.total * 1e-6
-            print(f"{name:<40}{T:>7}{megabytes:>10.1f}{flops * 1e-9:>10.2f}{floor * 1e6:>11.1f}  {bound}")
-            name = ""
+            say(f"{T:>8}{megabytes:>10.1f}{flops * 1e-9:>10.2f}{floor * 1e6:>11.1f}  {bound}")
 
 
 BENCH = Command(

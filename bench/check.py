@@ -23,8 +23,9 @@ from .cli_types import Command
 from .forced import forced, usable_isas
 from .ops import entry_of
 from .ops.draw import Draw, Expected, RandomCall
+from .output import say, wrap
 
-_LINE = "{op:<26}{backend:<11}{isa:<13}{worst:<44}{verdict}"
+_LINE = "{op:<25}{backend:<10}{isa:<12}{worst:<20}{verdict}"
 
 
 def make_case(op: str, seed: int, number: int) -> tuple[Draw, RandomCall]:
@@ -64,9 +65,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    print(f"random calls against float64, seed {arguments.seed}")
-    print(_LINE.format(op="op", backend="backend", isa="cpu isa", worst="worst rel. RMS error / bound", verdict=""))
     numbers = range(arguments.cases) if arguments.case is None else [arguments.case]
+    say(f"random calls against float64, seed {arguments.seed}, {len(numbers)} for each line")
+    say("worst: its relative RMS error / bound")
+    say(_LINE.format(op="op", backend="backend", isa="cpu isa", worst="worst", verdict="calls"))
     failed = paths = 0
     for path in _paths(arguments):
         paths += 1
@@ -82,7 +84,7 @@ def _paths(arguments: argparse.Namespace) -> Iterator[Path]:
     for backend in backends:
         # The calls are made of CPU tensors; a backend for another device says so here.
         if (reason := unsupported_reason(backend, torch.device("cpu"))) is not None:
-            print(f"{backend} is left out: {reason}")
+            say(wrap(f"{backend} is left out: {reason}"))
             continue
         isas = usable_isas(backend)
         if arguments.isa is not None:
@@ -96,11 +98,10 @@ def _check_path(path: Path, seed: int, numbers: range | list[int]) -> bool:
     results = [(_run_case(path.op, seed, number), number) for number in numbers]
     worst, number = max(results, key=lambda result: result[0].ratio)
     misses = sum(result.ratio > 1 for result, _ in results)
-    verdict = f"{misses} of {len(results)} cases FAIL" if misses else f"{len(results)} cases ok"
+    verdict = f"{misses} of {len(results)} FAIL" if misses else f"{len(results)} ok"
     error = "bit for bit" if worst.bound == 0 == worst.error else f"{worst.error:.2e} / {worst.bound:.2e}"
-    error = f"{error} ({worst.text})" if worst.text else error
     fields = {"op": path.op, "backend": path.backend, "isa": path.isa or "-"}
-    print(_LINE.format(**fields, worst=error, verdict=f"{verdict}, seed {seed}"), flush=True)
+    say(_LINE.format(**fields, worst=error, verdict=verdict))
     if misses:
         _print_repro(path, seed, number, worst)
     return not misses
@@ -109,9 +110,9 @@ def _check_path(path: Path, seed: int, numbers: range | list[int]) -> bool:
 def _print_repro(path: Path, seed: int, number: int, outcome: Outcome) -> None:
     draw, _ = make_case(path.op, seed, number)
     isa = f" --isa {path.isa}" if path.isa else ""
-    print(f"  case {number}: {outcome.text}")
-    print(f"  {path.op} with {', '.join(f'{name}={value}' for name, value in draw.drawn.items())}")
-    print(f"  repro: eagle-kernels check --op {path.op} --backend {path.backend}{isa} --seed {seed} --case {number}")
+    say(wrap(f"case {number}: {outcome.text}", first="  "))
+    say(wrap(f"{path.op} with {', '.join(f'{name}={value}' for name, value in draw.drawn.items())}", first="  "))
+    say(f"  repro: eagle-kernels check --op {path.op} --backend {path.backend}{isa} --seed {seed} --case {number}")
 
 
 def _run_case(op: str, seed: int, number: int) -> Outcome:

@@ -1,16 +1,18 @@
-"""`eagle-kernels info | list | check | bench | roofline | host | tune | compare | plot | report | demo`."""
+"""The command `eagle-kernels`: its parser, its exit status, and what becomes of errors that no command expects."""
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_kernels import byte_eagle3
+from eagle_kernels import byte_eagle3, plan
 
 from . import benchmark, check, host, info, report, tune
-from .cli_types import Command, number
+from .cli_types import Command, number, png
+from .output import Unwritable
 
 # `demo`: what it reads from --weights.
 _FILES = ("config.json", "model.safetensors")
@@ -44,6 +46,28 @@ _DEMO = Command(
     _run_demo,
 )
 
+_SHELLS = ("bash", "zsh", "tcsh")
+
+
+def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=_SHELLS, help='for example: eval "$(eagle-kernels completion bash)"')
+
+
+def _run_completion(arguments: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError:
+        arguments.parser.error("shtab is not installed: pip install 'eagle-kernels[cli]'")
+    print(shtab.complete(build_parser(file_completion=shtab.FILE), arguments.shell))
+    return 0
+
+
+_COMPLETION = Command(
+    "Print a shell's script that completes commands, options and file names.",
+    _add_completion_arguments,
+    _run_completion,
+)
+
 # In the order in which somebody new to a machine would use them.
 _COMMANDS = {
     "info": info.INFO,
@@ -57,32 +81,65 @@ _COMMANDS = {
     "plot": report.PLOT,
     "report": report.REPORT,
     "demo": _DEMO,
+    "completion": _COMPLETION,
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(file_completion: object = None) -> argparse.ArgumentParser:
+    """The parser of all commands; file_completion is what shtab calls the completion of a path."""
     parser = argparse.ArgumentParser(prog="eagle-kernels", description="Look at, check and measure eagle-kernels.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(_COMMANDS) + "}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
         subparser = commands.add_parser(name, help=command.summary, description=command.summary)
         command.add_arguments(subparser)
+        for action in subparser._actions:
+            if action.type in (Path, png):
+                action.complete = file_completion  # type: ignore[attr-defined]  # which shtab looks for
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 is success, 1 a wrong result or a regression, 2 a bad argument, 130 an interrupted run."""
-    arguments = build_parser().parse_args(argv)
+    """Run one command; 0 is success, 1 a wrong result, a regression or an output that could not be written, 2 a bad
+    argument, 130 an interrupted run."""
+    try:
+        return _run(argv)
+    except BrokenPipeError:  # `| head` closed the pipe: not an error of ours
+        _discard_stdout()
+        return 0
+    except Unwritable as failure:
+        print(f"eagle-kernels: {failure}", file=sys.stderr)
+    except OSError as failure:
+        if failure.filename is not None:  # a file that is not of our writing
+            raise
+        _discard_stdout()
+        print(f"eagle-kernels: standard output was not written: {failure.strerror}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 1
+
+
+def _discard_stdout() -> None:
+    """What is left in its buffer fails again when the interpreter flushes it."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit:  # --help was printed
+        sys.stdout.flush()
+        raise
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
+    if plan.SETTINGS.wrong is not None:
+        arguments.parser.error(plan.SETTINGS.wrong)
     # A shell starts what runs in its background with SIGINT ignored; bench and tune keep what they have when it comes.
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return arguments.run(arguments)
-    except BrokenPipeError:  # `| head` closed the pipe: not an error of ours
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    status = arguments.run(arguments)
+    sys.stdout.flush()
+    return status
 
 
 if __name__ == "__main__":

@@ -125,12 +125,13 @@ def add_stage_arguments(parser: argparse.ArgumentParser) -> None:
 
 def stages(arguments: argparse.Namespace) -> list[Stage]:
     """The selected stages in the order given; a usage error where an explicit shape is not complete."""
-    sizes = {"--chunks": arguments.chunks, "--hidden": arguments.hidden, "--out": arguments.out}
+    K, H, D = arguments.chunks, arguments.hidden, arguments.out
+    sizes = {"--chunks": K, "--hidden": H, "--out": D}
     missing = [name for name, size in sizes.items() if size is None]
     chosen = [stage for group in arguments.preset or [] for stage in group]
     if not missing:
         # EAGLE-3's block: a norm per chunk, no offset; --norm says otherwise where a command has it.
-        stage = InputStage("eagle3", *sizes.values(), 1e-6, 0.0, "none", False, None, None)
+        stage = InputStage("eagle3", K, H, D, 1e-6, 0.0, "none", False, None, None)
         chosen.append((EXPLICIT, stage, arguments.vocab or _EXPLICIT_VOCABULARY))
     elif len(missing) < len(sizes):
         arguments.parser.error(f"an explicit shape is --chunks K --hidden H --out D; {', '.join(missing)} is missing")

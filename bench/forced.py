@@ -29,7 +29,7 @@ def usable_isas(backend: str) -> list[str | None]:
     """The instruction sets `backend` can be capped to on this machine, ascending; [None] where it has none."""
     if backend != "cpu":
         return [None]
-    usable = []
+    usable: list[str | None] = []
     for isa in environment.CPU_ISAS:
         with forced(backend, isa):
             if plan.cpu_isa() == isa:

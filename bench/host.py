@@ -20,9 +20,10 @@ import torch
 from eagle_kernels import ops
 
 from .cli_types import Command, number
-from .info import format_header, read_environment
+from .info import read_environment, say_header
 from .ops import entry_of
 from .ops.host_call import HostCall
+from .output import check_writable, say, write_text
 
 
 def calls() -> dict[str, HostCall]:
@@ -84,6 +85,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.json is not None:
+        check_writable(arguments.parser, "--json", arguments.json)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # handing a row to a second thread would be most of what is measured
     torch.manual_seed(0)
@@ -95,14 +98,14 @@ def _run(arguments: argparse.Namespace) -> int:
     finally:
         gc.enable()
         torch.set_num_threads(threads)
-    print(format_header(environment))
-    print(format_records(records))
+    say_header(environment)
+    say(format_records(records))
     imported = import_milliseconds()
-    print(f"import eagle_kernels beyond torch: {imported} ms (goal: 50)")
-    if arguments.json:
+    say(f"import eagle_kernels beyond torch: {imported} ms (goal: 50)")
+    if arguments.json is not None:
         saved = {"environment": environment, "records": records, "import_ms": imported}
-        arguments.json.write_text(json.dumps(saved, indent=1) + "\n")
-        print(f"saved {arguments.json}")
+        write_text(arguments.json, json.dumps(saved, indent=1) + "\n")
+        say(f"saved: {arguments.json}")
     return 0
 
 

@@ -8,6 +8,7 @@ import datetime
 import importlib
 import importlib.metadata
 import itertools
+import json
 import os
 import platform
 import re
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,7 @@ from eagle_kernels.version import __version__
 from . import baselines
 from .cli_types import DTYPES, Command, no_arguments, norm_of
 from .measure import available_memory_bytes, last_level_cache_bytes
+from .output import define, say, wrap
 
 DEVICES = ("cuda", "cpu")
 
@@ -95,15 +98,15 @@ _PACKAGE = Path(eagle_kernels.__file__).parent
 _WORDS_OF_NO_MEANING = re.compile(r"\((?:r|tm)\)|\b(?:processor|cpu)\b|@.*|\b\d+-core\b", re.IGNORECASE)
 
 
-def read_environment(device: str) -> dict[str, object]:
+def read_environment(device: str) -> dict[str, Any]:
     """A flat record of machine, versions, threads, clocks, load and settings, as of now."""
-    cpu = cpu_facts(Path("/proc/cpuinfo").read_text())
+    cpu, cores = cpu_facts(Path("/proc/cpuinfo").read_text()), os.cpu_count() or 1
     return {
         "device": device,
-        "device_slug": gpu_slug(torch.cuda.get_device_name(0)) if device == "cuda" else cpu_slug(cpu, os.cpu_count()),
+        "device_slug": gpu_slug(torch.cuda.get_device_name(0)) if device == "cuda" else cpu_slug(cpu, cores),
         **(_gpu_facts() if device == "cuda" else {}),
         "cpu_model": cpu["model name"],
-        "cpu_cores": os.cpu_count(),
+        "cpu_cores": cores,
         "cpu_isa": "none" if library.unsupported_reason else plan.cpu_isa(),
         "threads": torch.get_num_threads(),
         "cache_bytes": cache_bytes(device),
@@ -122,7 +125,7 @@ def read_environment(device: str) -> dict[str, object]:
     }
 
 
-def _gpu_facts() -> dict[str, object]:
+def _gpu_facts() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
@@ -134,8 +137,8 @@ def _gpu_facts() -> dict[str, object]:
     }
 
 
-def format_header(environment: dict[str, object]) -> str:
-    """The record as a few lines."""
+def say_header(environment: dict[str, Any]) -> None:
+    """Print the record in a few lines."""
     env = environment
     cache = f"last-level cache {env['cache_bytes'] >> 20} MiB"
     if env["device"] == "cuda":
@@ -148,12 +151,11 @@ def format_header(environment: dict[str, object]) -> str:
             f"{env['cpu_model']} ({env['device_slug']}): {env['cpu_cores']} cores, {env['threads']} threads, kernels "
             f"{env['cpu_isa']}, {cache}, huge pages {env['huge_pages']}"
         )
-    return (
-        f"eagle-kernels {env['version']} at {env['commit']}, torch {env['torch']}, triton {env['triton'] or 'none'}, "
-        f"python {env['python']}, {env['date']}\n{machine}\n"
-        f"clocks as read: {format_clocks(env['clocks'])}\n"
-        f"load average {env['load_average']} at the start, backend {env['backend']}"
-    )
+    versions = f"torch {env['torch']}, triton {env['triton'] or 'none'}, python {env['python']}"
+    say(wrap(f"eagle-kernels {env['version']} at {env['commit']}, {versions}, {env['date']}"))
+    say(wrap(machine))
+    say(wrap(f"clocks as read: {format_clocks(env['clocks'])}"))
+    say(f"load average {env['load_average']} at the start, backend {env['backend']}")
 
 
 def format_clocks(clocks: dict[str, str]) -> str:
@@ -222,24 +224,52 @@ def _commit() -> str:
 _PRESET, _TOKENS, _DTYPES = "llama3.1-8b", (1, 16, 64, 512), ("bf16", "fp32")
 
 
+def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object on standard output")
+
+
 def _run_info(arguments: argparse.Namespace) -> int:
-    sections = {"versions": _versions, "build": _build, "devices": _found_devices, "environment": _environment}
-    for title, lines in sections.items():
-        _print_section(title, lines())
-    for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        title = f"plan on {device_type}, norm_concat_linear for {_PRESET}"
-        _print_section(title, _plan_table(device_type))
+    sections = {"versions": _versions, "build": _build, "devices": _found_devices}
+    facts: dict[str, Any] = {title: dict(lines()) for title, lines in sections.items()}
+    facts["environment"] = list(_environment())
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    facts["plans"] = {device: list(_plans(device)) for device in devices}
+    if arguments.json:
+        say(json.dumps(facts, indent=1))
+        return 0
+    for title in sections:
+        say(title)
+        for name, text in facts[title].items():
+            define(name, text, column=18)
+        say()
+    say("environment")
+    for variable in facts["environment"]:
+        say(wrap(f"{variable['name']} = {variable['setting']}", first="  "))
+        say(wrap(f"{variable['values']}: {variable['meaning']}", indent="      ", first="      "))
+    for device, plans in facts["plans"].items():
+        say()
+        _say_plans(device, plans)
     return 0
 
 
-def _print_section(title: str, rows: Iterator[tuple[str, ...]]) -> None:
-    rows = list(rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    print(title)
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  " + "  ".join(cells).rstrip())
-    print()
+def _say_plans(device: str, plans: list[dict[str, Any]]) -> None:
+    """A line per op and kernel; below it the reason at the most rows, where it is not that of the line before."""
+    say(f"plan on {device}, norm_concat_linear for {_PRESET}")
+    say(f"  {'op':<24}  {'dtype':<9}  {'T':<11}  runs")
+    lines: dict[tuple[str, str], dict[str, list[str]]] = {}
+    reasons: dict[tuple[str, str], str] = {}
+    for planned in plans:
+        same = (planned["op"], planned["runs"])
+        lines.setdefault(same, {}).setdefault(planned["dtype"], []).append(str(planned["T"]))
+        reasons[same] = planned["reason"]
+    before = None
+    for (op, runs), by_dtype in lines.items():
+        reason = reasons[op, runs]
+        for counts, dtypes in itertools.groupby(by_dtype, key=by_dtype.__getitem__):
+            say(f"  {op:<24}  {','.join(dtypes):<9}  {','.join(counts):<11}  {runs}")
+        if reason != before:
+            say(wrap(reason, indent="      ", first="      "))
+        before = reason
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -280,24 +310,22 @@ def _found_devices() -> Iterator[tuple[str, str]]:
         yield f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
 
 
-def _environment() -> Iterator[tuple[str, str, str, str]]:
+def _environment() -> Iterator[dict[str, str]]:
     """The table of `environment.py`, with the active setting beside each variable."""
-    rows = [line.split("|")[1:-1] for line in environment.__doc__.splitlines() if line.startswith("| EAGLE_")]
+    rows = [line.split("|")[1:-1] for line in (environment.__doc__ or "").splitlines() if line.startswith("| EAGLE_")]
     for name, values, meaning in ([cell.strip() for cell in row] for row in rows):
         field = name.removeprefix("EAGLE_KERNELS_").lower()
         # The switches of the engines' plugins are read when an engine loads one.
         setting = getattr(plan.SETTINGS, field) if hasattr(plan.SETTINGS, field) else "read by the engine"
-        yield name, "= " + ("auto" if setting is None else str(setting)), f"({values})", meaning
+        setting = "auto" if setting is None else str(setting)
+        yield {"name": name, "setting": setting, "values": values, "meaning": meaning}
 
 
-def _plan_table(device_type: str) -> Iterator[tuple[str, ...]]:
-    yield "op", "dtype", "T", "runs", "because"
-    for op in ops.__all__:
-        for dtype in _DTYPES:
-            plans = [(T, *_explain(op, T, dtype, device_type)) for T in _TOKENS]
-            for runs, group in itertools.groupby(plans, key=lambda entry: entry[1]):
-                rows, _, reasons = zip(*group, strict=True)
-                yield op, dtype, ",".join(map(str, rows)), runs, reasons[-1]  # that of the most rows
+def _plans(device_type: str) -> Iterator[dict[str, Any]]:
+    """What would run, at a few row counts of each op and dtype."""
+    for op, dtype, T in itertools.product(ops.__all__, _DTYPES, _TOKENS):
+        runs, reason = _explain(op, T, dtype, device_type)
+        yield {"op": op, "dtype": dtype, "T": T, "runs": runs, "reason": reason}
 
 
 def _explain(op: str, T: int, dtype: str, device_type: str) -> tuple[str, str]:
@@ -316,46 +344,49 @@ def _plan(op: str, device_type: str) -> Callable[[int, torch.dtype], Plan]:
 
 
 def _run_list(arguments: argparse.Namespace) -> int:
-    sections = {"ops": _ops(), "presets": _presets(), "devices": _devices(), "backends": _backends()}
-    for title, lines in (sections | {"baselines": _baselines()}).items():
-        print(title)
-        for line in lines:
-            print(f"  {line}")
-        print()
+    say("ops")
+    say(wrap(", ".join(ops.__all__), first="  "))
+    say("\npresets")
+    for line in _presets():
+        say(f"  {line}")
+    for title, answers in {"devices": _devices(), "backends": _backends(), "baselines": _baselines()}.items():
+        say(f"\n{title}")
+        for name, answer in answers:
+            define(name, answer)
     return 0
-
-
-def _ops() -> Iterator[str]:
-    yield ", ".join(ops.__all__)
 
 
 def _presets() -> Iterator[str]:
     yield f"{'NAME:STAGE':<32}{'K':>3}{'H':>7}{'D':>7}  norm"
+    any_unsure = False
     for name, model in model_shapes().items():
         for stage in model.stages:
             post_norm = ", norm of the result" if stage.post_norm else ""
-            unsure = "" if model.certain else "  (not from the model's own config)"
+            unsure = "" if model.certain else " *"
+            any_unsure |= not model.certain
             name_and_stage = f"{name}:{stage.kind}"
             yield f"{name_and_stage:<32}{stage.K:>3}{stage.H:>7}{stage.D:>7}  {norm_of(stage)}{post_norm}{unsure}"
+    if any_unsure:
+        yield "* not from the model's own config"
 
 
-def _devices() -> Iterator[str]:
+def _devices() -> Iterator[tuple[str, str]]:
     for device in DEVICES:
-        yield f"{device:<14}{unsupported_reason(device) or 'usable'}"
+        yield device, unsupported_reason(device) or "usable"
 
 
-def _backends() -> Iterator[str]:
+def _backends() -> Iterator[tuple[str, str]]:
     for backend in environment.BACKENDS:
         reasons = {device: plan.unsupported_reason(backend, torch.device(device)) for device in _usable_devices()}
         answers = ", ".join(f"{device}: {reason or 'usable'}" for device, reason in reasons.items())
-        yield f"{backend:<14}{answers}"
+        yield backend, answers
 
 
-def _baselines() -> Iterator[str]:
+def _baselines() -> Iterator[tuple[str, str]]:
     for name, meaning in baselines.MEANINGS.items():
         is_foreign = name in baselines.FOREIGN
         reason = baselines.foreign_unsupported_reason(name, _usable_devices()[0]) if is_foreign else None
-        yield f"{name:<14}{meaning}{f' (not here: {reason})' if reason else ''}"
+        yield name, f"{meaning}{f' (not here: {reason})' if reason else ''}"
 
 
 def _usable_devices() -> list[str]:
@@ -363,7 +394,9 @@ def _usable_devices() -> list[str]:
 
 
 INFO = Command(
-    "What is installed, what this machine has, and which backend would run each op, and why.", no_arguments, _run_info
+    "What is installed, what this machine has, and which backend would run each op, and why.",
+    _add_info_arguments,
+    _run_info,
 )
 LIST = Command(
     "What there is to measure: ops, presets, backends and baselines, and what keeps one from running here.",

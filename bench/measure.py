@@ -24,14 +24,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from eagle_kernels import library
 
-Call = Callable[[int], object]  # runs a variant on the copy of the inputs with this number
-Timed = TypeVar("Timed")  # whatever the timer knows how to run
+Call = Callable[[int], Any]  # runs a variant on the copy of the inputs with this number
 
 # How the package is called: the public op with out=, the layer over it, the layer with its weight in oneDNN's layout.
 FORMS = ("op", "layer", "prepacked")
@@ -102,13 +101,13 @@ def time_on_cpu(call: Call, copy: int) -> float:
 
 
 def interleave(
-    calls: Sequence[Timed],
+    calls: Sequence[Any],
     copies: int,
     min_time: float,
-    timer: Callable[[Timed, int], float] = time_on_cpu,
-    beside: Sequence[Timed] = (),
+    timer: Callable[[Any, int], float] = time_on_cpu,
+    beside: Sequence[Any] = (),
 ) -> list[Samples]:
-    """Time the calls round-robin until each had `min_time` seconds on average.
+    """Time the calls, whatever the timer knows how to run, round-robin until each had `min_time` seconds on average.
 
     Every call takes the next copy of the inputs: a copy comes back only after all others were used, by whichever
     variant, so none finds what the one before it left in the cache. Odd rounds run backwards, so no variant always
@@ -505,7 +504,7 @@ class Ceilings:
     def _fastest(self, variants: Sequence[Variant]) -> list[Variant]:
         samples = time_variants(self._timer, variants, 1, _SECONDS[self._device])
         medians = {variant: taken.median for variant, taken in zip(variants, samples, strict=True)}
-        return sorted(variants, key=medians.get)[:2]
+        return sorted(variants, key=medians.__getitem__)[:2]
 
     def _read(self, walk: Walk) -> Variant:
         streams, run_bytes, _ = walk
@@ -522,17 +521,18 @@ class Ceilings:
 
     def _add(self, walk: Walk) -> Variant:
         def call(_: int) -> None:
-            (source, _), (other, target) = self._part(), self._part()
+            source = self._part()[0]
+            other, target = self._part()
             torch.ops.eagle_kernels_C.add_stream(source, other, *walk, target)
 
         return Variant(f"add {walk}", call, 1)
 
     def _measure_matmul(self, dtype: torch.dtype, seconds: float) -> float:
-        M, N, K = _MATMUL[self._device]
+        rows, columns, depth = _MATMUL[self._device]
         # Random: the multipliers draw less power on zeros, and the clocks go up (894 against 788 TFLOP/s on an H200).
-        a, b = (torch.randn(rows, K, device=self._device).to(dtype) for rows in (M, N))
-        out = torch.empty(M, N, dtype=dtype, device=self._device)
+        a, b = (torch.randn(count, depth, device=self._device).to(dtype) for count in (rows, columns))
+        out = torch.empty(rows, columns, dtype=dtype, device=self._device)
         product = Variant("", lambda _: torch.mm(a, b.t(), out=out), 1)
         product.call(0)
         (samples,) = time_variants(self._timer, [product], 1, seconds)
-        return 2 * M * N * K / samples.median
+        return 2 * rows * columns * depth / samples.median

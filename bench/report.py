@@ -2,19 +2,23 @@
 
 import argparse
 import csv
+import functools
+import io
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import cli_types
 from .baselines import BASELINES
 from .cli_types import Command
-from .measure import geometric_mean, is_ours
+from .measure import TIMERS, geometric_mean, is_ours
 from .ops import WORKLOADS
+from .output import Unwritable, check_writable, say, wrap, write_bytes, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +32,21 @@ RECORD_FIELDS = (*ROW_FIELDS, "variant", "is_ours", "status")
 _RATES = ("copy_gbps", "read_gbps", "matmul_tflops")
 FIGURES = ("median_ms", "min_ms", "p20_ms", "p80_ms", "rounds", "bytes", "gbps", "tflops", "floor_ms", *_RATES)
 STATUSES = ("ok", "wrong", "skipped", "failed")
+
+# What the fields of a record may be; of those that are here twice, None is one that was not measured.
+_TEXTS = ("op", "preset", "stage", "norm", "dtype", "timer", "variant", "status", "reason", "plan", "copies_limited_by")
+_COUNTS = ("K", "H", "D", "V", "T", "rounds", "copies")
+_POSITIVE = ("median_ms", "min_ms", "p20_ms", "p80_ms", "bytes", "gbps", *_RATES[:2], "add_gbps", "memory_gbps")
+_NUMBERS = ("tflops", "floor_ms", "matmul_tflops", "error", "error_bound", "speedup", "speedup_low", "speedup_high")
+_OPTIONAL = ("add_gbps", "memory_gbps", "matmul_tflops", "error")
+_TIMER_ORDER = tuple(timer for timers in TIMERS.values() for timer in timers)
+_FLAGS = ("is_ours", "cold", "array_exceeds_cache")
+
+# Of the environment: what a line above a table needs.
+_SHOWN = {
+    "cpu": ("device_slug", "torch", "date", "commit", "cpu_model", "threads", "cpu_cores", "cpu_isa"),
+    "cuda": ("device_slug", "torch", "date", "commit", "gpu", "driver", "cuda"),
+}
 
 # The part of the environment in every line of a CSV file, which has no header to say it.
 _CSV_ENVIRONMENT = ("device_slug", "version", "commit", "torch", "date")
@@ -46,26 +65,18 @@ def save(path: Path, environment: dict, argv: list[str], records: list[dict]) ->
 def save_csv(path: Path, environment: dict, records: Sequence[dict]) -> None:
     """The records as lines, with a column for every field that any of them has."""
     fields = list(dict.fromkeys(field for record in records for field in record))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*fields, *_CSV_ENVIRONMENT])
-        writer.writeheader()
-        writer.writerows(record | {name: environment[name] for name in _CSV_ENVIRONMENT} for record in records)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, [*fields, *_CSV_ENVIRONMENT])
+    writer.writeheader()
+    writer.writerows(record | {name: environment[name] for name in _CSV_ENVIRONMENT} for record in records)
+    write_text(path, file.getvalue())
 
 
 def load(path: Path) -> dict:
     """Read a run that `save` wrote.
 
     Raises:
-        UnreadableResult: no such file, no JSON, another schema, or records without their fields.
+        UnreadableResult: no such file, no JSON, another schema, or records without their fields or with others' kinds.
     """
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -80,11 +91,56 @@ def load(path: Path) -> dict:
     if absent:
         raise UnreadableResult(f"{path}: schema version {version}, but without {' and '.join(absent)}")
     for number, record in enumerate(run["records"]):
-        missing = [name for name in RECORD_FIELDS if name not in record]
-        if record.get("status") == "ok":
-            missing += [name for name in FIGURES if name not in record]
-        if missing:
-            raise UnreadableResult(f"{path}: record {number} has no {', '.join(missing)}")
+        if (wrong := _record_fault(record)) is not None:
+            raise UnreadableResult(f"{path}: record {number} {wrong}")
+    return run
+
+
+def _record_fault(record: Any) -> str | None:
+    """What is wrong with a record; None where nothing is."""
+    if not isinstance(record, dict):
+        return f"is {record!r}, expected an object"
+    missing = [name for name in RECORD_FIELDS if name not in record]
+    figures = {"ok": FIGURES, "skipped": ("reason",), "failed": ("reason",)}.get(record.get("status", ""), ())
+    missing += [name for name in figures if name not in record]
+    if missing:
+        return f"has no {', '.join(missing)}"
+    for name, value in record.items():
+        if (expected := _expected(name, value)) is not None:
+            return f"has {name} {value!r}, expected {expected}"
+    return None
+
+
+def _expected(name: str, value: Any) -> str | None:
+    """What a field should be; None where it is that, or unknown."""
+    choices = {"op": tuple(WORKLOADS), "status": STATUSES, "timer": _TIMER_ORDER}
+    if name in choices:
+        return None if value in choices[name] else f"one of {', '.join(choices[name])}"
+    if name == "variant":
+        return None if isinstance(value, str) and (is_ours(value) or value in BASELINES) else "a form or a baseline"
+    if name in _TEXTS:
+        return None if isinstance(value, str) else "text"
+    if name in _FLAGS:
+        return None if isinstance(value, bool) else "true or false"
+    if name in _OPTIONAL and value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if name in _COUNTS:
+        return None if is_number and isinstance(value, int) and value >= 1 else "a count"
+    if name in _POSITIVE:
+        return None if is_number and value > 0 else "a number above 0"
+    return None if name not in _NUMBERS or (is_number and value >= 0) else "a number of at least 0"
+
+
+def _load_shown(path: Path) -> dict:
+    """`load` for what needs to name the machine."""
+    run = load(path)
+    environment = run["environment"]
+    if environment.get("device") not in _SHOWN:
+        device = environment.get("device")
+        raise UnreadableResult(f"{path}: the environment has device {device!r}, expected cpu or cuda")
+    if absent := [name for name in _SHOWN[environment["device"]] if name not in environment]:
+        raise UnreadableResult(f"{path}: the environment has no {', '.join(absent)}")
     return run
 
 
@@ -92,6 +148,9 @@ def row_key(record: dict) -> tuple:
     """What tells the rows of a run apart."""
     return tuple(record[field] for field in ROW_FIELDS)
 
+
+# Before a note below a row.
+_NOTE = " " * 8
 
 _HAS_NORM = ("norm_concat_linear", "norm_concat")
 _HAS_PRODUCT = ("norm_concat_linear",)
@@ -105,9 +164,14 @@ def title(record: dict) -> str:
     return f"{record['op']}, {record['preset']}:{record['stage']}, {record['dtype']}: {sizes}{norm}"
 
 
+def block_key(record: dict) -> tuple:
+    """What tells the tables of a run apart."""
+    return tuple(record[field] for field in _BLOCK_FIELDS)
+
+
 def blocks(records: Sequence[dict]) -> Iterator[list[dict]]:
     """Records of one table each."""
-    for _, block in itertools.groupby(records, key=lambda record: [record[field] for field in _BLOCK_FIELDS]):
+    for _, block in itertools.groupby(records, key=block_key):
         yield list(block)
 
 
@@ -147,8 +211,8 @@ def is_above_ceiling(record: dict) -> bool:
 
     Only where streams ran beside it, and only where its data came from memory.
     """
-    judged = record["status"] == "ok" and record.get("ceiling") == "streams" and record["cold"]
-    return judged and record["array_exceeds_cache"] and memory_share(record) > _CEILING_LIMIT
+    judged = record["status"] == "ok" and record.get("ceiling") == "streams" and record.get("cold")
+    return bool(judged and record.get("array_exceeds_cache")) and memory_share(record) > _CEILING_LIMIT
 
 
 def ceiling_sentence(record: dict) -> str:
@@ -169,9 +233,10 @@ def headline_baselines(row: Sequence[dict]) -> list[str]:
 
 
 class Layout:
-    """The columns of a table: T, a time per variant, speedups of the first one, and what that one's time amounts to.
+    """A table of what was measured beside each other; the first column is ours, unless a run has baselines alone.
 
-    The first one is ours, unless a run measures baselines alone.
+    In Markdown a line per T: a time per column, speedups of the first one, and what that one's time amounts to. In text
+    a line per T and column, which fits 80 columns whatever is measured.
     """
 
     def __init__(self, names: Sequence[str], op: str, timers: Sequence[str]) -> None:
@@ -187,8 +252,6 @@ class Layout:
         speedups = [f"vs {name}" for name in self.baselines]
         product = ["TFLOP/s", "% matmul"] if self.has_product else []
         self.titles = ["T", *timer, *times, *speedups, "GB/s", "% memory", *product]
-        widths = [6, *(7 for _ in timer), *(30 for _ in times), *(10 for _ in speedups), 8, 10, *(9 for _ in product)]
-        self.widths = [max(width, len(text) + 2) for width, text in zip(widths, self.titles, strict=True)]
 
     @classmethod
     def of(cls, block: Sequence[dict]) -> "Layout":
@@ -197,21 +260,38 @@ class Layout:
         return cls(list(names), block[0]["op"], list(timers))
 
     def header(self) -> str:
-        return self._format(self.titles)
+        product = ["matmul"] if self.has_product else []
+        titles = ["T", "timer", "column", self.unit, "p20-p80", "speedup", "GB/s", "memory", *product]
+        return self._format(titles)
 
     def lines(self, row: Sequence[dict]) -> Iterator[str]:
-        """A row, or the sentence that says why there is none; notes below it."""
-        cells = self.cells(row)
-        yield self._format(cells) if cells else self._format([str(row[0]["T"])]) + "  " + _no_times_reason(row)
+        """A line for each column of a row, or the sentence that says why there is none; notes below them."""
+        by_name = {record["variant"]: record for record in row if record["status"] == "ok"}
+        names = [name for name in self.names if name in by_name] if self.first in by_name else []
+        for number, name in enumerate(names):
+            yield self._line(by_name[name], is_first=number == 0)
+        if not names:
+            yield wrap(_no_times_reason(row), _NOTE, first=f"{row[0]['T']:>6}  ")
         for record in row:
             if record["status"] == "failed":
-                yield f"        {record['variant']} failed: {record['reason']}"
+                yield wrap(f"{record['variant']} failed: {record['reason']}", _NOTE, first=_NOTE)
         timed = [record for record in row if record["status"] == "ok"]
         if timed and not timed[0]["cold"]:
             size, limit = timed[0]["rotated_bytes"] >> 20, timed[0]["copies_limited_by"]
-            yield f"        not cold: {timed[0]['copies']} copies are {size} MiB, limited by {limit}"
+            yield wrap(f"not cold: {timed[0]['copies']} copies are {size} MiB, limited by {limit}", _NOTE, first=_NOTE)
         for record in filter(is_above_ceiling, row):
-            yield f"        ABOVE THE CEILING: {ceiling_sentence(record)}"
+            yield wrap(f"ABOVE THE CEILING: {ceiling_sentence(record)}", _NOTE, first=_NOTE)
+
+    def _line(self, record: dict, is_first: bool) -> str:
+        median, low, high = (_three_digits(record[name] * self.scale) for name in ("median_ms", "p20_ms", "p80_ms"))
+        row = (str(record["T"]), record["timer"]) if is_first else ("", "")
+        speedup = "" if record["is_ours"] or "speedup" not in record else _speedup_text(record)
+        shares = [f"{100 * memory_share(record):.0f} %"]
+        if self.has_product:
+            shares.append(f"{_share(record['tflops'], record['matmul_tflops'])} %")
+        return self._format(
+            [*row, record["variant"], median, f"{low}-{high}", speedup, f"{record['gbps']:.1f}", *shares]
+        )
 
     def cells(self, row: Sequence[dict]) -> list[str]:
         """The texts of a row; empty where nothing was timed."""
@@ -236,7 +316,11 @@ class Layout:
         return f"{median} ({' - '.join(spread)})"
 
     def _format(self, cells: Sequence[str]) -> str:
-        return "".join(cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False))
+        T, timer, name, *figures = cells
+        timer = f" {timer:<5}" if len(self.timers) > 1 else ""
+        width = max(map(len, (*self.names, "column")))
+        widths = (8, 16 if self.unit == "ms" else 15, 8, 7, 7, 7)  # with the longest names 80 columns
+        return f"{T:>6}{timer} {name:<{width}}" + "".join(map(str.rjust, figures, widths))
 
 
 def footer(records: Sequence[dict]) -> Iterator[str]:
@@ -305,8 +389,11 @@ def _no_times_reason(row: Sequence[dict]) -> str:
 
 
 def _error(record: dict) -> str:
-    error = "no number" if record["error"] is None else f"{record['error']:.2e}"
-    return f"error {error}, bound {record['error_bound']:.2e}"
+    error, bound = (record.get(name) for name in ("error", "error_bound"))
+    return ", ".join(
+        f"{name} {'no number' if value is None else f'{value:.2e}'}"
+        for name, value in (("error", error), ("bound", bound))
+    )
 
 
 # A run over more shapes than this gets one line a shape: its tables fill pages, and are in the JSON.
@@ -377,7 +464,6 @@ _MARKERS = "osD^vPX*"
 _COLOURS = tuple(f"C{number}" for number in range(10))  # matplotlib's names of its ten
 _OUR_COLOURS = ("black", "0.5", "0.7")
 _MAX_TICKS = 14
-_TIMER_ORDER = ("clock", "graph", "eager")
 
 
 @dataclass(frozen=True)
@@ -411,10 +497,13 @@ def draw(runs: Sequence[dict], path: Path) -> None:
         _draw_roofline(right, group, ours)
         right.set_title(f"share of the {_roofline_name(group)}{_whose(group, ours)}", loc="left")
     devices = dict.fromkeys(_device(run["environment"]) for run in runs)
-    figure.suptitle("; ".join(devices), fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    shapes = dict.fromkeys(_shape(row) for _, _, group in groups for row in group)
+    names = textwrap.fill(", ".join(shapes), 150, break_on_hyphens=False)
+    figure.suptitle(f"{'; '.join(devices)}\n{names}", fontsize=10)
+    image = io.BytesIO()
     # Without the date, so that the same run draws the same bytes.
-    figure.savefig(path, metadata={"Software": None})
+    figure.savefig(image, format="png", metadata={"Software": None})
+    write_bytes(path, image.getvalue())
 
 
 def _device(env: dict) -> str:
@@ -463,10 +552,14 @@ def _colour(name: str, ours: Sequence[str]) -> object:
 
 
 def _shape(row: Sequence[dict]) -> str:
-    return f"{row[0]['preset']}:{row[0]['stage']}"
+    """The name of a row's shape; of one without a name, its sizes."""
+    first = row[0]
+    if first["preset"] == cli_types.EXPLICIT:
+        return " ".join(f"{name}={first[name]}" for name in "KHD")
+    return f"{first['preset']}:{first['stage']}"
 
 
-def _curves(group: Sequence[list[dict]], value: object) -> list[_Curve]:
+def _curves(group: Sequence[list[dict]], value: Callable[[list[dict]], float | None]) -> list[_Curve]:
     """A curve per shape of what `value(row)` gives."""
     points: dict[str, dict[int, float]] = {}
     for row in group:
@@ -480,7 +573,7 @@ def _draw_speedups(axes: "Axes", group: Sequence[list[dict]], ours: str) -> None
     styles = ["-", "--", "-.", ":"]
     shapes = len({_shape(row) for row in group})
     for number, baseline in enumerate(baselines):
-        curves = _curves(group, lambda row, baseline=baseline: speedup(row, ours, baseline))
+        curves = _curves(group, functools.partial(speedup, ours=ours, baseline=baseline))
         if shapes == 1 or shapes * len(baselines) > _MAX_LINES:
             _draw_band(axes, curves, f"over {baseline}", number, _colour(baseline, []))
             continue
@@ -509,7 +602,7 @@ def _draw_roofline(axes: "Axes", group: Sequence[list[dict]], ours: str | None) 
     all_ours = [name for name in names if is_ours(name)]
     one_shape = len({_shape(row) for row in group}) == 1
     for number, name in enumerate(names):
-        curves = _curves(group, lambda row, name=name: _roofline_share_of(row, name))
+        curves = _curves(group, functools.partial(_roofline_share_of, name=name))
         if one_shape or len(curves) > _MAX_LINES:
             _draw_band(axes, curves, name, number, _colour(name, all_ours))
         elif name == (ours or names[0]):  # of several shapes, ours alone: all of them would be a tangle
@@ -526,9 +619,9 @@ def _roofline_share_of(row: Sequence[dict], name: str) -> float | None:
 
 
 def _draw_line(axes: "Axes", curve: _Curve, label: str, number: int, colour: object, style: str) -> None:
-    T = sorted(curve.points)
+    counts = sorted(curve.points)
     marker = _MARKERS[number % len(_MARKERS)]
-    axes.plot(T, [curve.points[t] for t in T], style, color=colour, marker=marker, markersize=4, label=label)
+    axes.plot(counts, [curve.points[T] for T in counts], style, color=colour, marker=marker, markersize=4, label=label)
 
 
 def _draw_band(axes: "Axes", curves: Sequence[_Curve], label: str, number: int, colour: object) -> None:
@@ -539,13 +632,13 @@ def _draw_band(axes: "Axes", curves: Sequence[_Curve], label: str, number: int, 
             by_T.setdefault(T, []).append(y)
     if not by_T:
         return
-    T = sorted(by_T)
+    counts = sorted(by_T)
     several = f", geomean of {len(curves)}" if len(curves) > 1 else ""
-    mean = _Curve(label, {t: geometric_mean(by_T[t]) for t in T})
+    mean = _Curve(label, {T: geometric_mean(values) for T, values in by_T.items()})
     _draw_line(axes, mean, label + several, number, colour, "-")
     if several:
-        low, high = ([pick(by_T[t]) for t in T] for pick in (min, max))
-        axes.fill_between(T, low, high, color=colour, alpha=0.12, linewidth=0)
+        low, high = ([pick(by_T[T]) for T in counts] for pick in (min, max))
+        axes.fill_between(counts, low, high, color=colour, alpha=0.12, linewidth=0)
 
 
 def _finish(axes: "Axes", group: Sequence[list[dict]]) -> None:
@@ -569,13 +662,14 @@ def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_plot(arguments: argparse.Namespace) -> int:
     path = arguments.out or arguments.results[0].with_suffix(".png")
+    check_writable(arguments.parser, "--out", path)
     try:
-        draw([load(result) for result in arguments.results], path)
+        draw([_load_shown(result) for result in arguments.results], path)
     except ImportError:
         arguments.parser.error("matplotlib is not installed: pip install 'eagle-kernels[plot]'")
-    except (UnreadableResult, OSError, ValueError) as failure:
+    except (UnreadableResult, Unwritable, ValueError) as failure:
         arguments.parser.error(str(failure))
-    print(f"saved: {path}")
+    say(f"saved: {path}")
     return 0
 
 
@@ -586,17 +680,17 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_report(arguments: argparse.Namespace) -> int:
     try:
-        print("\n".join(render_files(arguments.results, arguments.plots).values()), end="")
+        say("\n".join(render_files(arguments.results, arguments.plots).values()).removesuffix("\n"))
     except ImportError:
         arguments.parser.error("argument --plots: matplotlib is not installed: pip install 'eagle-kernels[plot]'")
-    except (UnreadableResult, OSError, ValueError) as failure:
+    except (UnreadableResult, Unwritable, ValueError) as failure:
         arguments.parser.error(str(failure))
     return 0
 
 
 def render_files(paths: Sequence[Path], plots: bool) -> dict[Path, str]:
     """The Markdown of every file, each drawn beside itself before on request."""
-    runs = {path: load(path) for path in paths}
+    runs = {path: _load_shown(path) for path in paths}
     if plots:
         for path, run in runs.items():
             draw([run], path.with_suffix(".png"))
@@ -623,20 +717,24 @@ def _run_compare(arguments: argparse.Namespace) -> int:
     except UnreadableResult as failure:
         arguments.parser.error(str(failure))
     for note in _differences(base["environment"], new["environment"]):
-        print(note)
+        say(wrap(note))
     changes = list(changes_between(base["records"], new["records"]))
     if not changes:
         arguments.parser.error(f"{arguments.base} and {arguments.new} have no row of ours in common")
     regressions = 0
-    print(f"{'':<70}{'base ms':>11}{'new ms':>11}{'time':>9}{'control':>9}  verdict")
-    for change in changes:
-        verdict = change.verdict(arguments.tolerance)
-        regressions += verdict in ("slower", "lost")
-        print(_line(change, verdict))
+    width = max(len(change.row["variant"]) for change in changes)
+    for block, group in itertools.groupby(changes, key=lambda change: _block(change.row)):
+        say(f"\n{block}")
+        say(f"{'T':>6} {'timer':<5} {'':<{width}}{'base ms':>9}{'new ms':>8}{'time':>8}{'control':>8} verdict")
+        for change in group:
+            verdict = change.verdict(arguments.tolerance)
+            regressions += verdict in ("slower", "lost")
+            say(_line(change, verdict, width))
+    say()
     factors = [change.factor for change in changes if change.factor is not None]
     if factors:
-        print(f"geomean of time, new over base: {geometric_mean(factors):.3f} over {len(factors)} rows")
-    print(f"{regressions} of {len(changes)} rows are slower by more than {100 * arguments.tolerance:g} % or lost")
+        say(f"geomean of time, new over base: {geometric_mean(factors):.3f} over {len(factors)} rows")
+    say(f"{regressions} of {len(changes)} rows are slower by more than {100 * arguments.tolerance:g} % or lost")
     return 1 if regressions and arguments.fail_on_regression else 0
 
 
@@ -727,13 +825,17 @@ def _differences(base: dict, new: dict) -> Iterator[str]:
             yield f"note: {name} is {base.get(name)} in BASE and {new.get(name)} in NEW"
 
 
-def _line(change: Change, verdict: str) -> str:
+def _block(row: dict) -> str:
+    return f"{row['op']}, {_shape([row])}, {row['dtype']}"
+
+
+def _line(change: Change, verdict: str, width: int) -> str:
     row = change.row
-    name = f"{row['op']} {row['preset']}:{row['stage']} T={row['T']} {row['dtype']} {row['timer']} {row['variant']}"
-    cells = [f"{name:<70}"]
-    cells += [f"{'-' if ms is None else f'{ms:.4g}':>11}" for ms in (change.base_ms, change.new_ms)]
-    cells += [f"{'-' if factor is None else f'{factor:.3f}x':>9}" for factor in (change.factor, change.control)]
-    return "".join(cells) + f"  {verdict}" + (f" ({change.new_status})" if change.factor is None else "")
+    cells = [f"{row['T']:>6} {row['timer']:<5} {row['variant']:<{width}}"]
+    times = ["-" if ms is None else _three_digits(ms) for ms in (change.base_ms, change.new_ms)]
+    factors = ["-" if factor is None else f"{factor:.3f}x" for factor in (change.factor, change.control)]
+    cells += map(str.rjust, (*times, *factors), (9, 8, 8, 8))
+    return "".join(cells) + f" {verdict}" + (f" ({change.new_status})" if verdict == "lost" else "")
 
 
 COMPARE = Command(

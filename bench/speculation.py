@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ import eagle_kernels as ek
 
 from . import baselines
 from .measure import Call, interleave
+from .output import define, say, wrap
 
 _STAGE_ROWS = (1, 5, 64)
 _STAGE_SECONDS = 0.2
@@ -34,29 +36,30 @@ def report(folder: Path, count: int, num_drafts: int) -> int:
 
 
 def _report(checkpoint: Checkpoint, count: int, num_drafts: int) -> int:
-    print(_header(checkpoint, count, num_drafts))
+    for sentence in _header(checkpoint, count, num_drafts):
+        say(wrap(sentence))
     right = assemble(checkpoint)
     eager = over_eager_chain(checkpoint, right)
     _decode(checkpoint, [right, eager], num_drafts, num_drafts)  # the first calls
 
     start = time.perf_counter()
     greedy = [generate(checkpoint, prompt, count) for prompt in checkpoint.prompts]
-    print(f"plain greedy decoding  {time.perf_counter() - start:6.2f} s")
+    say(f"plain greedy decoding  {time.perf_counter() - start:6.2f} s")
     drafters = {"none": right, "none, eager chain": eager, "none, embedding over tp 2": assemble(checkpoint, tp_size=2)}
     drafters |= {mistake: assemble(checkpoint, **changes) for mistake, changes in MISTAKES.items()}
     decoded = _decode(checkpoint, list(drafters.values()), count, num_drafts)
     runs = dict(zip(drafters, decoded, strict=True))
-    wrong = [name for name, run in runs.items() if [decoded.tokens for decoded in run] != greedy]
+    wrong = [name for name, run in runs.items() if [one.tokens for one in run] != greedy]
 
-    ours, eager = runs["none"], runs["none, eager chain"]
-    print(f"speculative decoding   {sum(decoded.seconds for decoded in ours):6.2f} s")
-    print(f"  drafter, our ops     {_draft_ms(ours):6.2f} ms per forward of the target")
-    print(f"  drafter, eager chain {_draft_ms(eager):6.2f} ms")
+    ours, chain = runs["none"], runs["none, eager chain"]
+    say(f"speculative decoding   {sum(one.seconds for one in ours):6.2f} s")
+    say(f"  drafter, our ops     {_draft_ms(ours):6.2f} ms per forward of the target")
+    say(f"  drafter, eager chain {_draft_ms(chain):6.2f} ms")
     same = "equal to plain greedy decoding, token for token, with every drafter below"
-    print(f"  output               {'DIFFERS: ' + ', '.join(wrong) if wrong else same}")
-    print(f"  mean accepted length {accepted_length(ours):6.2f} of at most {num_drafts + 1}")
+    define("output", "DIFFERS: " + ", ".join(wrong) if wrong else same, column=21)
+    say(f"  mean accepted length {accepted_length(ours):6.2f} of at most {num_drafts + 1}")
     for line in (*_stage_table(checkpoint), *_mistake_table(runs)):
-        print(line)
+        say(line)
     return 1 if wrong else 0
 
 
@@ -87,11 +90,11 @@ def over_eager_chain(checkpoint: Checkpoint, drafter: Drafter) -> Drafter:
 def _stage_weights(checkpoint: Checkpoint) -> tuple[ek.Eagle3Config, Tensor, list[Tensor], Tensor]:
     config = ek.Eagle3Config.from_hf(checkpoint.config)
     gains = [1 + checkpoint.weights[f"fc_norm.{k}.weight"] for k in range(config.num_chunks)]
-    return config, checkpoint.weights["fc.weight"], gains, checkpoint.target.get_input_embeddings().weight.detach()
+    return config, checkpoint.weights["fc.weight"], gains, checkpoint.target.model.embed_tokens.weight.detach()
 
 
 @contextlib.contextmanager
-def _clone_states(target: nn.Module, boundaries: Sequence[int], states: dict[int, Tensor]) -> Iterator[None]:
+def _clone_states(target: Any, boundaries: Sequence[int], states: dict[int, Tensor]) -> Iterator[None]:
     def cloner(boundary: int) -> Callable[[nn.Module, tuple], None]:
         return lambda module, args: states.update({boundary: args[0][0].clone()})
 
@@ -106,7 +109,8 @@ def generate(checkpoint: Checkpoint, prompt: list[int], count: int) -> list[int]
     """transformers' own loop: another cache, no captures, one token per forward."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    output = checkpoint.target.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)
+    target: Any = checkpoint.target  # transformers types `generate` for a protocol that its own models do not fit
+    output = target.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)
     return output[0, len(prompt) :].tolist()
 
 
@@ -114,21 +118,21 @@ def _draft_ms(run: Sequence[Decoded]) -> float:
     return 1e3 * sum(decoded.draft_seconds for decoded in run) / sum(len(decoded.accepted) for decoded in run)
 
 
-def _header(checkpoint: Checkpoint, count: int, num_drafts: int) -> str:
+def _header(checkpoint: Checkpoint, count: int, num_drafts: int) -> Iterator[str]:
     config, target = checkpoint.target.config, sum(weight.numel() for weight in checkpoint.target.parameters())
     drafter = sum(weight.numel() for weight in checkpoint.weights.values())
-    return (
-        f"target: byte-level Gemma 3, {config.num_hidden_layers} layers of {config.hidden_size}, {target / 1e6:.2f} M "
-        f"parameters; drafter: EAGLE-3 with chunk norms, {drafter / 1e6:.2f} M\n"
-        f"{len(checkpoint.prompts)} prompts, {count} tokens each, {num_drafts} drafts per forward of the target; "
-        f"fp32, one thread"
-    )
+    layers = f"{config.num_hidden_layers} layers of {config.hidden_size}"
+    yield f"target: byte-level Gemma 3, {layers}, {target / 1e6:.2f} M parameters"
+    yield f"drafter: EAGLE-3 with chunk norms, {drafter / 1e6:.2f} M"
+    prompts = f"{len(checkpoint.prompts)} prompts, {count} tokens each"
+    yield f"{prompts}, {num_drafts} drafts per forward of the target; fp32, one thread"
 
 
 def _stage_table(checkpoint: Checkpoint) -> Iterator[str]:
     """Capture, fc with its norms and lookup alone: all in which the two differ."""
     yield ""
-    yield "input stage alone, microseconds (median / minimum): at this width what a call costs, not what it does"
+    yield "input stage alone, microseconds (median / minimum)"
+    yield "at this width what a call costs, not what it does"
     yield f"{'rows':>6}  {'our ops':>15}  {'eager chain':>15}"
     for rows in _STAGE_ROWS:
         with torch.inference_mode():

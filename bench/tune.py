@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from . import cli_types, info
 from .cli_types import Command
 from .measure import TIMERS, Ratio, TooLarge, Variant, plan_rotation, ratio, time_variants
 from .ops.norm_concat_linear import NormConcatLinear
+from .output import Progress, check_writable, say, wrap
 from .workloads import Row, judge
 
 Choice = Tiles | None  # None: norm_concat and a library product
@@ -64,35 +66,42 @@ def _run(arguments: argparse.Namespace) -> int:
         return _print_candidates(arguments, stages)
     _check(arguments)
     environment = info.read_environment(arguments.device)
-    print(info.format_header(environment), flush=True)
+    info.say_header(environment)
     gpu = tuned_configs.gpu_of(_device(arguments))
     deadline = time.monotonic() + arguments.limit
     torch.manual_seed(0)
+    progress = Progress(len(stages) * len(arguments.dtype) * len(arguments.tokens), "row counts")
     try:
         for (preset, stage, V), dtype in itertools.product(stages, arguments.dtype):
             row = Row(OP, preset, stage, cli_types.norm_of(stage), V, 1, cli_types.DTYPES[dtype], arguments.device)
-            _tune_shape(row, gpu, arguments, environment, deadline)
+            _tune_shape(row, gpu, arguments, environment, deadline, progress)
     except KeyboardInterrupt:
-        print("interrupted: what is above is complete")
+        say("interrupted: what is above is complete")
         return 130
+    finally:
+        progress.close()
     if arguments.write is None:
-        print("nothing was written: --write puts the table into the package")
+        say("nothing was written: --write puts the table into the package")
     return 0
 
 
-def _tune_shape(row: Row, gpu: Gpu, arguments: argparse.Namespace, environment: dict, deadline: float) -> None:
+def _tune_shape(
+    row: Row, gpu: Gpu, arguments: argparse.Namespace, environment: dict, deadline: float, progress: Progress
+) -> None:
     """Every T of one shape and dtype; what is done is written even when the rest is interrupted."""
     tuned: dict[int, Choice] = {}
     shape = tuned_configs.Shape(row.stage.K, row.stage.H, row.stage.D, str(row.dtype).removeprefix("torch."))
     known = tuned_configs.read_rows(gpu.name, shape, arguments.write) or {} if arguments.missing else {}
     try:
-        for T in (T for T in arguments.tokens if T not in known):
-            at_T = replace(row, T=T)
-            tuned |= _tune_row(at_T, gpu, environment["cache_bytes"], arguments.min_time, deadline)
+        for T in arguments.tokens:
+            if T not in known:
+                at_T = replace(row, T=T)
+                tuned |= _tune_row(at_T, gpu, environment["cache_bytes"], arguments.min_time, deadline, progress)
+            progress.step()
     finally:
         if tuned and arguments.write is not None:
             facts = {name: environment[name] for name in ("torch", "triton", "date", "commit")}
-            print(f"written: {tuned_configs.write_rows(gpu.name, shape, tuned, facts, arguments.write)}", flush=True)
+            say(wrap(f"written: {tuned_configs.write_rows(gpu.name, shape, tuned, facts, arguments.write)}"))
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -103,6 +112,9 @@ def _check(arguments: argparse.Namespace) -> None:
         fail(f"no CUDA device: {reason}; --dry-run prints the candidates without one")
     if (reason := plan.unsupported_reason("triton", torch.device(arguments.device))) is not None:
         fail(f"the Triton kernels cannot run on {arguments.device}: {reason}; the CPU kernels have no table to tune")
+    if arguments.write is not None:
+        gpu = tuned_configs.gpu_of(_device(arguments))
+        check_writable(arguments.parser, "--write", tuned_configs.table_path(gpu.name, arguments.write))
 
 
 def _device(arguments: argparse.Namespace) -> torch.device:
@@ -116,23 +128,27 @@ def _print_candidates(arguments: argparse.Namespace, stages: list[cli_types.Stag
         for dtype in arguments.dtype:
             for T in arguments.tokens:
                 start = start_tiles(gpu, T, stage.K, stage.H, stage.D, cli_types.DTYPES[dtype])
-                print(f"{preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D} {dtype} T={T}, as on {gpu.name}")
-                print(f"  starts from {_text(start)}; against norm_concat + linear")
+                shape = f"{preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D} {dtype} T={T}"
+                say(wrap(f"{shape}, as on {gpu.name}"))
+                say(wrap(f"starts from {_text(start)}; against norm_concat + linear", indent="    ", first="  "))
                 near = functools.partial(neighbours, start, gpu=gpu, H=stage.H, dtype=cli_types.DTYPES[dtype])
                 for tiles in itertools.chain.from_iterable(map(near, _OPTIONS)):
-                    print(f"  {_text(tiles)}")
+                    say(wrap(_text(tiles), indent="    ", first="  "))
     return 0
 
 
 def start_tiles(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> Tiles:
     """What the heuristic takes; beyond its last T, the tiles of that one."""
-    return tuned_configs.heuristic(gpu, min(T, tuned_configs.SPLIT_ROWS[dtype]), K, H, D, dtype)
+    tiles = tuned_configs.heuristic(gpu, min(T, tuned_configs.SPLIT_ROWS[dtype]), K, H, D, dtype)
+    assert tiles is not None  # up to SPLIT_ROWS there are some
+    return tiles
 
 
 def neighbours(tiles: Tiles, field: str, gpu: Gpu, H: int, dtype: torch.dtype) -> Iterator[Tiles]:
     """The tiles that differ in this field alone, and fit into shared memory."""
     for option in _OPTIONS[field]:
-        candidate = replace(tiles, **{field: option})
+        changes: dict[str, Any] = {field: option}
+        candidate = replace(tiles, **changes)
         if candidate != tiles and _is_possible(candidate, gpu, H, dtype):
             yield candidate
 
@@ -169,21 +185,25 @@ def _is_better(incumbent_over_candidate: Ratio | None) -> bool:
     return incumbent_over_candidate is not None and incumbent_over_candidate.is_more_than(_WORTH)
 
 
-def _tune_row(row: Row, gpu: Gpu, cache_bytes: int, min_time: float, deadline: float) -> dict[int, Choice]:
+def _tune_row(
+    row: Row, gpu: Gpu, cache_bytes: int, min_time: float, deadline: float, progress: Progress
+) -> dict[int, Choice]:
     """The choice for one T, printed with its gain over the start; nothing where it cannot be measured."""
     stage = row.stage
+    progress.note(str(row))
     try:
         bench = _Candidates(row, cache_bytes, min_time)
     except (TooLarge, torch.OutOfMemoryError) as reason:
-        print(f"{row}: skipped: {reason}", flush=True)
+        say(wrap(f"{row}: skipped: {reason}"))
         return {}
     start = start_tiles(gpu, row.T, stage.K, stage.H, stage.D, row.dtype)
     best = search(
         start, bench.compare, lambda tiles, field: neighbours(tiles, field, gpu, stage.H, row.dtype), deadline
     )
-    gain = "" if best == start else f", {bench.compare(start, best).value:.3f}x over {_text(start)}"
+    gained = None if best == start else bench.compare(start, best)
+    gain = "" if gained is None else f", {gained.value:.3f}x over {_text(start)}"
     tried = f"{bench.tried} candidates, {bench.refused} could not run or were wrong"
-    print(f"{row}: {_text(best)}{gain} ({tried})", flush=True)
+    say(wrap(f"{row}: {_text(best)}{gain} ({tried})"))
     return {row.T: best}
 
 
@@ -212,11 +232,11 @@ class _Candidates:
 
     @torch.no_grad()
     def compare(self, incumbent: Choice, candidate: Choice) -> Ratio | None:
-        variants = [self._variant(incumbent), self._variant(candidate)]
-        if None in variants:
+        now, other = self._variant(incumbent), self._variant(candidate)
+        if now is None or other is None:
             return None
         timer = TIMERS[self.row.device][0]
-        before, after = time_variants(timer, variants, self.copies, self.min_time)
+        before, after = time_variants(timer, [now, other], self.copies, self.min_time)
         return ratio(before, after)
 
     def _variant(self, choice: Choice) -> Variant | None:

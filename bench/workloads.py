@@ -4,8 +4,9 @@ that no time is printed for a result that is wrong."""
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Workload(ABC):
     """Data and calls of one row. `chain` and `chain_arguments` are the eager baseline, a list of arguments per copy;
     `op_arguments` are those of the public op."""
 
+    chain: Callable[..., Any]  # the engines' way
     sizes: tuple[str, ...]  # of those that every record has, the ones that the op has too
     forms: tuple[str, ...] = ("op",)
     baselines: tuple[str, ...] = ("eager", "compile")
@@ -58,8 +60,8 @@ class Workload(ABC):
         self.row = row
         self.cache_bytes = cache_bytes
         self.item = torch.empty((), dtype=row.dtype).element_size()
-        self.chain_arguments: list[tuple] = []
-        self.op_arguments: list[tuple[tuple, dict]] = []
+        self.chain_arguments: Sequence[tuple] = []
+        self.op_arguments: Sequence[tuple[tuple, dict]] = []
 
     @abstractmethod
     def footprint(self, names: Sequence[str]) -> Footprint:
@@ -72,10 +74,6 @@ class Workload(ABC):
     @abstractmethod
     def allocate(self, copies: int) -> None:
         """Random inputs and poisoned outputs."""
-
-    @abstractmethod
-    def chain(self, *arguments: object) -> object:
-        """The engines' way."""
 
     @abstractmethod
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
@@ -129,7 +127,7 @@ class Workload(ABC):
 
     def _on(self, backend: str) -> Callable[[], contextlib.AbstractContextManager]:
         @contextlib.contextmanager
-        def active():
+        def active() -> Iterator[None]:
             with forced(backend):
                 self.plan()  # forcing empties the plan cache, and the timed call should not pay for filling it
                 yield

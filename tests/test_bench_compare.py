@@ -1,6 +1,7 @@
 """compare: a planted regression is seen, and what noise, a busy machine or a lost row look like."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,8 @@ def files(tmp_path: Path) -> list[Path]:
 def test_command(options: list[str], code: int, files: list[Path], capsys: pytest.CaptureFixture) -> None:
     assert main(["compare", *map(str, files), *options]) == code
     printed = capsys.readouterr().out
-    assert "T=8 bf16 clock op" in printed and "slower" in printed
+    assert "\nnorm_concat, tiny:eagle3, bf16\n" in printed
+    assert re.search(r"^ +8 clock op +2\.0\d +2\.3\d +1\.1\d\dx +1\.0\d\dx slower$", printed, re.MULTILINE), printed
     assert "lost (wrong)" in printed
     assert "2 of 2 rows are slower by more than 5 % or lost" in printed
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from eagle_kernels.bench import report
 from eagle_kernels.bench.accuracy import error_bound, relative_rms
+from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.info import cpu_facts, cpu_slug, gpu_slug
 
 ROOT = Path(__file__).parents[1]
@@ -89,15 +90,74 @@ def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> Non
         report.load(path)
 
 
+@pytest.mark.parametrize(
+    "field, value, expected",
+    [
+        ("median_ms", "2.0", "median_ms '2.0', expected a number above 0"),
+        ("p80_ms", 0, "p80_ms 0, expected a number above 0"),
+        ("gbps", None, "gbps None, expected a number above 0"),
+        ("tflops", True, "tflops True, expected a number of at least 0"),
+        ("T", 8.5, "T 8.5, expected a count"),
+        ("is_ours", "yes", "is_ours 'yes', expected true or false"),
+        ("op", "softmax", "op 'softmax', expected one of norm_concat_linear, "),
+        ("timer", "wall", "timer 'wall', expected one of clock, graph, eager"),
+        ("variant", 3, "variant 3, expected a form or a baseline"),
+        ("preset", None, "preset None, expected text"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(
+    field: str, value: object, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "run.json"
+    report.save(path, ENVIRONMENT | {"device_slug": "x"}, ["bench"], [RECORDS[0], RECORDS[1] | {field: value}])
+    for command in (["report"], ["plot", "--out", str(tmp_path / "x.png")], ["compare", str(path)]):
+        with pytest.raises(SystemExit) as stopped:
+            main([command[0], str(path), *command[1:]])
+        assert stopped.value.code == 2
+        assert f"run.json: record 1 has {expected}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["report", "plot"])
+def test_an_environment_without_its_machine_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "run.json"
+    for environment, message in (
+        ({}, "the environment has device None, expected cpu or cuda"),
+        ({"device": "cuda", "gpu": "H100"}, "the environment has no device_slug, torch, date, commit, driver, cuda"),
+    ):
+        report.save(path, environment, ["bench"], RECORDS)
+        with pytest.raises(SystemExit):
+            main([command, str(path)])
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_plot_names_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    said = []
+    monkeypatch.setattr(figures.Figure, "suptitle", lambda self, text, **options: said.append(text))
+    run = {"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": RECORDS}
+    report.draw([run], tmp_path / "one.png")
+    explicit = [entry | {"preset": "explicit", "H": H} for H in (64, 128) for entry in RECORDS]
+    many = [entry | {"preset": f"model{number}"} for number in range(9) for entry in RECORDS]
+    report.draw([run | {"records": many + explicit}], tmp_path / "many.png")
+    assert said[0].splitlines()[-1] == "tiny:eagle3"
+    names = " ".join(said[1].splitlines()[1:]).split(", ")
+    assert names == [*(f"model{number}:eagle3" for number in range(9)), "K=3 H=64 D=32", "K=3 H=128 D=32"]
+
+
 def test_missing_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(report.UnreadableResult, match=r"absent\.json: No such file"):
         report.load(tmp_path / "absent.json")
 
 
 def test_table_has_times_speedups_and_means() -> None:
-    (line,) = report.Layout.of(RECORDS).lines(RECORDS[2:])
+    layout = report.Layout.of(RECORDS)
+    ours, eager = (re.split(" {2,}", line.strip()) for line in layout.lines(RECORDS[2:]))
+    assert ours == ["64 op", "2.00", "1.90-2.20", "10.0", "25 %", "25 %"]
+    assert eager == ["eager", "16.0", "15.2-17.6", "~8.00x", "10.0", "25 %", "25 %"]
     times = ["2.00 (1.90 - 2.20)", "16.0 (15.2 - 17.6)"]
-    assert re.split(" {2,}", line.strip()) == ["64", *times, "~8.00x", "10.0", "25", "0.100", "25"]
+    assert layout.cells(RECORDS[2:]) == ["64", *times, "~8.00x", "10.0", "25", "0.100", "25"]
     assert list(report.footer(RECORDS)) == ["geomean op: 4.00x eager (2.00 to 8.00, 2 rows)"]
 
 

@@ -1,8 +1,11 @@
 """The `eagle-kernels` command: what it prints, its exit codes, and its messages for bad input."""
 
 import csv
+import errno
+import io
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import benchmark, cli_types, info, measure, report, workloads
+from eagle_kernels.bench import benchmark, cli, cli_types, info, measure, report, workloads
 from eagle_kernels.bench.baselines import BASELINES, FOREIGN
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
@@ -76,9 +79,9 @@ def test_check_passes_on_every_backend(capsys: pytest.CaptureFixture) -> None:
     assert main(["check", "--cases", "6", "--seed", "3"]) == 0
     printed = capsys.readouterr().out
     for op in ops.__all__:
-        assert re.search(rf"{op} +reference +- .* 6 cases ok, seed 3", printed)
+        assert re.search(rf"{op} +reference +- .* 6 ok", printed)
         if library.unsupported_reason is None:
-            assert re.search(rf"{op} +cpu +scalar .* 6 cases ok, seed 3", printed)
+            assert re.search(rf"{op} +cpu +scalar .* 6 ok", printed)
     assert before == plan.SETTINGS
 
 
@@ -134,7 +137,7 @@ def test_check_catches_a_broken_op(
     assert "FAIL" in printed and text in printed
     repro = re.search(r"repro: eagle-kernels (.*)", printed).group(1)
     assert main(repro.split()) == 1
-    assert "1 of 1 cases FAIL" in capsys.readouterr().out
+    assert "1 of 1 FAIL" in capsys.readouterr().out
     monkeypatch.undo()
     assert main(repro.split()) == 0
 
@@ -220,7 +223,7 @@ def test_bench_baselines_of_norms_and_product(
     assert all(record["status"] == "ok" for record in records)
     assert re.search(
         "no column liger: (liger_kernel is not installed|the kernels of liger_kernel take CUDA)",
-        capsys.readouterr().out,
+        " ".join(capsys.readouterr().out.split()),
     )
 
 
@@ -269,10 +272,10 @@ def test_eager_of_a_memory_op_is_never_alone(tiny_machine: None, tmp_path: Path,
         columns.setdefault(record["op"], []).append(record["variant"])
     assert columns.pop("norm_concat_linear") == ["op", "eager"] * 2
     assert columns == {op: ["op", "eager", "eager-out"] * 2 for op in MEMORY_OPS}
-    assert "vs eager  vs eager-out" in printed and "no column eager-out" not in printed
-    means = [line for line in printed.splitlines() if line.startswith("geomean op: ")]
-    assert [" eager (" in line for line in means] == [True, *[False] * len(MEMORY_OPS), True]  # the last: of all ops
-    assert "2 rows), " in means[-1] and means[-1].endswith("8 rows)")
+    assert "no column eager-out" not in printed
+    means = re.findall(r"geomean op: .*(?:\n  .*)*", printed)
+    assert [" eager (" in text for text in means] == [True, *[False] * len(MEMORY_OPS), True]  # the last: of all ops
+    assert re.search(r"2 rows\), .*8 rows\)$", " ".join(means[-1].split()))
 
 
 SLOW = measure.Rates(copy=2e3, read=1e3, matmul=1e15)  # bytes per second: no row is that slow
@@ -290,7 +293,8 @@ def test_a_row_above_its_ceiling_fails_the_run(
         capsys.readouterr()
         monkeypatch.setattr(measure.Ceilings, "rates", lambda self, dtype, samples, planted=planted: planted)
         assert main(arguments) == status
-    sentences = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ABOVE THE CEILING")]
+    wrapped = re.findall(r"^ABOVE THE CEILING.*(?:\n  .*)*", capsys.readouterr().out, re.MULTILINE)
+    sentences = [" ".join(sentence.split()) for sentence in wrapped]
     (op, eager) = load(path)["records"]
     assert len(sentences) == 2
     assert re.fullmatch(
@@ -364,10 +368,50 @@ def test_bench_resumes(tiny_machine: None, tmp_path: Path, capsys: pytest.Captur
     assert [record["T"] for record in run["records"][len(first) :]] == [3, 3, 3]
     assert run["environment"]["resumed"][0]["argv"] == [*arguments, "1,2"]
     assert "2 rows kept from" in capsys.readouterr().out
-    path.write_text(path.read_text().replace(run["environment"]["device_slug"], "another-machine"))
+
+
+@pytest.mark.parametrize("field, before", [("device_slug", "another"), ("threads", 7), ("commit", "0"), ("torch", "1")])
+def test_bench_resumes_in_the_same_environment_only(
+    field: str, before: object, tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--preset", "tiny", "--min-time", "0", "--json", str(path), "--resume", "--tokens"]
+    assert main([*arguments, "1"]) == 0
+    run = load(path)
+    now = run["environment"][field]
+    report.save(path, run["environment"] | {field: before}, run["argv"], run["records"])
+    saved = path.read_bytes()
     with pytest.raises(SystemExit):
-        main([*arguments, "1,2,3"])
-    assert "was measured on another-machine, and this is" in capsys.readouterr().err
+        main([*arguments, "1,2"])
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.endswith(f"argument --resume: {path} was measured with {field} {before} and not {now}")
+    assert path.read_bytes() == saved
+
+
+def test_bench_resume_measures_a_new_baseline_and_what_failed(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--preset", "tiny", "--min-time", "0", "--forms", "op", "--json", str(path), "--resume"]
+    assert main([*arguments, "--tokens", "1,2,3"]) == 0
+    run = load(path)
+    failed = {"status": "failed", "reason": "out of disk"}
+    records = [record | failed if record["T"] == 2 and record["is_ours"] else record for record in run["records"]]
+    report.save(path, run["environment"], run["argv"], records)
+    capsys.readouterr()
+    assert main([*arguments, "--tokens", "1,2,3"]) == 0
+    assert "2 rows kept from" in capsys.readouterr().out
+    again = load(path)["records"]
+    assert [(record["T"], record["variant"]) for record in again] == [
+        (T, name) for T in (1, 2, 3) for name in ("op", "eager")
+    ]
+    assert all(record["status"] == "ok" for record in again)
+    assert [record for record in again if record["T"] != 2] == [record for record in records if record["T"] != 2]
+    assert main([*arguments, "--tokens", "1", "--baselines", "slices"]) == 0
+    wider = load(path)["records"]
+    assert [record["variant"] for record in wider if record["T"] == 1] == ["op", "slices", "eager"]
+    assert len({record["copies"] for record in wider if record["T"] == 1}) == 1
+    assert [record for record in wider if record["T"] != 1] == [record for record in again if record["T"] != 1]
 
 
 @pytest.mark.parametrize("norm, stage", [("concat", "eagle3"), ("none", "eagle3"), ("chunk", "mtp")])
@@ -424,7 +468,8 @@ def test_bench_skips_what_does_not_fit(
 ) -> None:
     monkeypatch.setattr(info, "available_bytes", lambda device: MB // 64)
     assert main([*BENCH, "--preset", "tiny", "--tokens", "512", "--min-time", "0"]) == 0
-    assert re.search(r"512 .*skipped: needs [\d.]+ kB, 11.5 kB of memory may be used", capsys.readouterr().out)
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"512 .*skipped: needs [\d.]+ kB, 11.5 kB of memory may be used", said)
 
 
 def test_interrupted_bench_keeps_finished_rows(
@@ -477,7 +522,8 @@ def test_list_names_everything_and_what_is_missing(capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     for name in (*ops.__all__, *model_shapes(), *environment.BACKENDS, *BASELINES, *info.DEVICES):
         assert name in printed
-    assert re.search("flashinfer .*not here: flashinfer is not installed|flashinfer .*take CUDA", printed)
+    said = " ".join(printed.split())
+    assert re.search("flashinfer .*not here: flashinfer is not installed|flashinfer .*take CUDA", said)
 
 
 def test_roofline(
@@ -491,7 +537,7 @@ def test_roofline(
     printed = capsys.readouterr().out
     assert "bf16: copy 20.0 GB/s, read 25.0 GB/s, matmul 1.00 TFLOP/s" in printed
     # 2 * (D*K*H + T*(K*H + D)) bytes at 25 GB/s and 2*T*K*H*D operations at 1 TFLOP/s
-    assert re.search(r"K=3 H=4096 D=4096 +1 +100\.7 +0\.10 +4028\.0  memory", printed)
+    assert re.search(r"K=3 H=4096 D=4096\n +1 +100\.7 +0\.10 +4028\.0  memory", printed)
     assert re.search(r" 4096 +234\.9 +412\.32 +412316\.9  matmul", printed)
     assert json.loads(path.read_text())["rates"]["bf16"] == {"copy": 20e9, "read": 25e9, "matmul": 1e12, "add": None}
 
@@ -606,6 +652,12 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         ([*BENCH, "--resume"], "argument --resume: there is nothing to go on with, --json names no file", []),
         ([*BENCH, "--plot", "run.svg"], "'run.svg' is not a name that ends in .png", []),
         ([*BENCH, "--plot", "/proc/none/x.png"], "argument --plot: ", []),
+        ([*BENCH, "--json", "/dev/full"], "argument --json: /dev/full is no regular file", []),
+        ([*BENCH, "--json", "/tmp/x", "--csv", "/tmp/x"], "argument --csv: /tmp/x is the file of --json too", []),
+        (["roofline", "--device", "cpu", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
+        (["host", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
+        (["plot", "a.json", "--out", "/proc/none/x.png"], "argument --out: /proc/none/x.png: ", []),
+        (["completion", "fish"], "invalid choice: 'fish'", ["bash", "zsh", "tcsh"]),
         (["plot", "/proc/none.json"], "/proc/none.json: No such file", []),
         (["compare", "/proc/a.json", "/proc/b.json"], "/proc/a.json: No such file", []),
         (["compare", "a", "b", "--tolerance", "few%"], "'few' is not a number of at least 0", []),
@@ -632,3 +684,203 @@ def test_bad_input_is_one_clear_sentence(
     assert message in sentence
     for name in known:
         assert name in sentence
+
+
+def run_cli(*arguments: str, **options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "eagle_kernels.bench.cli", *arguments]
+    # Without a buffer argparse swallows what it cannot print.
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=variables, **options)
+
+
+def widest(printed: str) -> str:
+    """The longest line, of those that are not there to be copied."""
+    lines = [line for line in printed.splitlines() if not line.lstrip().startswith(("repro: ", "saved: "))]
+    return max(lines, key=len)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["info"],
+        ["list"],
+        ["check", "--cases", "1", "--backend", "reference"],
+        ["host", "--rounds", "1", "--burst", "1"],
+        ["demo", "--tokens", "4"],
+        ["tune", "--dry-run", "--preset", "gemma3-1b", "--tokens", "8,4096"],
+        ["roofline", "--device", "cpu", "--preset", "all", "--tokens", "1,131072", "--min-time", "0"],
+        [*BENCH, "--op", "all", "--preset", "tiny", "--baselines", "eager,slices,linear,liger", "--min-time", "0"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_what_is_printed_fits_80_columns(
+    command: list[str], tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command[0] == "bench":
+        monkeypatch.setattr(report, "_CEILING_LIMIT", 0.0)  # every row has a sentence below it
+        command = [*command, "--forms", "op,layer,prepacked", "--backends", "auto,reference", "--tokens", "1,512"]
+    if command[0] == "demo":
+        pytest.importorskip("transformers")
+    main(command)
+    line = widest(capsys.readouterr().out)
+    assert len(line) <= 80, line
+
+
+@pytest.mark.parametrize("command", ["", *cli._COMMANDS])
+def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"] if command else ["--help"])
+    assert len(widest(capsys.readouterr().out)) <= 80
+
+
+@pytest.mark.parametrize("timers", [["clock"], ["graph", "eager"]], ids=["cpu", "cuda"])
+def test_the_widest_row_fits_80_columns(timers: list[str]) -> None:
+    backends = environment.BACKENDS if timers == ["clock"] else ("cuda", "triton", "cpu")
+    forms = measure.FORMS if timers == ["clock"] else ("op", "layer")
+    names = [f"{form}:{backend}" for form in forms for backend in backends]
+    sizes = {
+        "op": "norm_concat_linear",
+        "preset": "x",
+        "stage": "eagle3",
+        "norm": "chunk",
+        "K": 3,
+        "H": 1,
+        "D": 1,
+        "V": 1,
+    }
+    unit = 1.0 if timers == ["clock"] else 1e-3
+    times = dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), 0.00123 if timers == ["clock"] else 54321 * unit)
+    figures = {"gbps": 4321.0, "memory_gbps": 4321.0, "tflops": 999.0, "matmul_tflops": 999.0, "cold": True}
+    ratio = {"speedup": 12.34, "speedup_low": 0.5, "speedup_high": 20.0}
+    row = [
+        {**sizes, "T": 131072, "dtype": "bf16", "timer": timers[-1], "variant": name, "is_ours": True, "status": "ok"}
+        | {**times, **figures, **ratio}
+        for name in names
+    ]
+    layout = report.Layout(names, "norm_concat_linear", timers)
+    lines = [layout.header(), *layout.lines(row)]
+    assert len(lines) == 1 + len(names)
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+
+
+def test_info_as_json(capsys: pytest.CaptureFixture) -> None:
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {"versions", "build", "devices", "environment", "plans"}
+    assert facts["versions"]["torch"] == torch.__version__
+    assert {variable["name"] for variable in facts["environment"]} >= {"EAGLE_KERNELS_BACKEND", "EAGLE_KERNELS_CPU_ISA"}
+    plans = facts["plans"]["cpu"]
+    assert {planned["op"] for planned in plans} == set(ops.__all__)
+    assert all(planned["runs"] and planned["reason"] for planned in plans)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("roofline", "baselines", "tolerance"):
+        assert word in script
+    if shell == "bash":
+        parsed = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert parsed.returncode == 0, parsed.stderr
+        assert re.search(r"bench__+json_COMPGEN=_shtab_compgen_files", script)
+
+
+def test_without_shtab_completion_says_so(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["completion", "bash"])
+    assert stopped.value.code == 2
+    assert "shtab is not installed: pip install 'eagle-kernels[cli]'" in capsys.readouterr().err
+
+
+class Screen(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "log"])
+def test_progress_has_the_time_left_on_a_terminal_only(
+    is_terminal: bool, tiny_machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tqdm")
+    screen = Screen(is_terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "1,2", "--min-time", "0"]) == 0
+    shown = screen.getvalue()
+    if is_terminal:
+        assert re.search(r"1/2 rows \|.{10}\| \d\d:\d\d, \d\d:\d\d left: norm_concat_linear tiny:eagle3 T=2 ", shown), (
+            shown
+        )
+    else:
+        assert shown == ""
+
+
+def test_without_tqdm_there_is_no_progress(tiny_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    screen = Screen(is_terminal=True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0"]) == 0
+    assert screen.getvalue() == ""
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["--help"], ["info", "--json"]], ids=" ".join)
+def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        run = run_cli(*arguments, stdout=full)
+    assert (run.returncode, run.stderr) == (
+        1,
+        "eagle-kernels: standard output was not written: No space left on device\n",
+    )
+
+
+def test_a_result_that_cannot_be_saved_is_one_sentence(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "run.json"
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0", "--json", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"eagle-kernels: {path} was not written: No space left on device\n"
+    assert "saved" not in printed.out and not list(tmp_path.iterdir())
+
+
+def test_an_unknown_backend_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "tpu")
+    run = run_cli("info", stdout=subprocess.DEVNULL)
+    assert run.returncode == 2
+    assert "EAGLE_KERNELS_BACKEND is 'tpu', expected one of ('auto', 'cuda'" in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr
+
+
+def test_modules_that_take_long_to_make_bound_the_copies(
+    tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 64-wide weight was copied until 37500 layers exceeded a 480 MiB cache: 118 s without a row."""
+    monkeypatch.setattr("eagle_kernels.bench.ops.norm_concat_linear._MAX_LAYERS", 2)
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0"]
+    assert main([*arguments, "--forms", "op"]) == 0
+    assert "not cold" not in capsys.readouterr().out
+    assert main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not cold: 2 copies are 0 MiB, limited by the time to make more modules of layer" in said
+
+
+def test_nothing_is_saved_that_was_not_drawn(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(info, "available_bytes", lambda device: MB // 64)
+    plot, csv_file = tmp_path / "run.png", tmp_path / "run.csv"
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "512", "--min-time", "0", "--plot", str(plot)]
+    assert main([*arguments, "--csv", str(csv_file)]) == 0
+    printed = capsys.readouterr().out
+    assert f"no plot: no row was timed, {plot} was not written" in printed
+    assert " ".join(printed.split()).endswith(f"saved: {csv_file}")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.csv"]

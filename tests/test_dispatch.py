@@ -176,6 +176,23 @@ def test_a_forced_backend_is_obeyed(op: str, monkeypatch: pytest.MonkeyPatch) ->
     assert recorded.names == []
 
 
+@pytest.mark.parametrize("op", ek.ops.__all__)
+def test_explain_refuses_what_the_op_does_not_take(op: str) -> None:
+    """Misspelled, an argument was ignored, and the plan that of another call."""
+    expected = rf"{op}: norn, epsilon is no argument, expected some of \[.*'out'.*\]"
+    with pytest.raises(TypeError, match=expected):
+        ek.explain(op, torch.zeros(1, 2), norn="chunk", epsilon=1e-6)
+
+
+@pytest.mark.parametrize("name, value", [("BACKEND", "tpu"), ("CPU_ISA", "sse"), ("BATCH_INVARIANT", "yes")])
+def test_a_setting_that_does_not_exist_is_the_calls_error(name: str, value: str) -> None:
+    """Not the import's: an engine with a mistyped variable starts, and the command line says it in one sentence."""
+    with environment_of(**{f"EAGLE_KERNELS_{name}": value}):
+        for call in (ek.capture_hidden, lambda *args, **options: ek.explain("capture_hidden", *args, **options)):
+            with pytest.raises(ValueError, match=rf"EAGLE_KERNELS_{name} is '{value}', expected one of \("):
+                call(torch.zeros(1, 2), out=torch.empty(1, 2))
+
+
 def test_an_eps_of_its_own_for_the_post_norm() -> None:
     post_norm = {"post_norm_weight": rows(D), "eps": (1e-6, 1e-6, 1e-2)}
     out = torch.empty(T, D).bfloat16()

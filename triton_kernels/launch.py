@@ -6,7 +6,7 @@ or the absence of an argument, the constexprs, and which arguments the launcher 
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,11 +38,11 @@ class Specialisation(NamedTuple):
 
 
 # Never emptied: a captured graph launches these binaries for as long as it lives.
-_binaries: dict[tuple[Specialisation, int], object] = {}
+_binaries: dict[tuple[Specialisation, int], Any] = {}
 
 
 def launch(
-    kernel: object,
+    kernel: Any,
     grid: tuple[int, int, int],
     arguments: tuple,
     constants: Mapping[str, object],
@@ -110,7 +110,7 @@ def types_of(arguments: tuple) -> tuple:
 _SCALARS = {int: "i64", float: "fp32", type(None): "constexpr"}
 
 
-def compile_kernel(kernel: object, specialisation: Specialisation, target: GPUTarget) -> object:
+def compile_kernel(kernel: Any, specialisation: Specialisation, target: GPUTarget) -> Any:
     """Triton's CompiledKernel for `target`; needs no GPU, which is what the offline compile gate lives on."""
     names = kernel.arg_names
     types = specialisation.types + ("constexpr",) * len(specialisation.constants)
@@ -132,14 +132,14 @@ def compile_kernel(kernel: object, specialisation: Specialisation, target: GPUTa
 
 
 def _leaves(types: tuple, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], str]]:
-    leaves = []
+    leaves: list[tuple[tuple[int, ...], str]] = []
     for position, kind in enumerate(types):
         here = (*path, position)
         leaves += _leaves(kind, here) if isinstance(kind, tuple) else [(here, kind)]
     return leaves
 
 
-def _uncompiled(kernel: object) -> RuntimeError:
+def _uncompiled(kernel: Any) -> RuntimeError:
     return needs_warmup(
         kernel.fn.__module__.rpartition(".")[2],
         f"the Triton kernel {kernel.fn.__name__} is not compiled for these dtypes and sizes",

@@ -15,6 +15,8 @@ flight. Never in the loop of the product: Triton 3.6 to 3.9 give a tile that fee
 too few, and the sums come out wrong (triton #6691).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -200,7 +202,7 @@ def _norm_concat_linear_finalise(
                 square = _row_sum_squares(
                     x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, BH
                 )
-            squares += (square,)
+            squares += (square,)  # type: ignore[assignment]  # Triton grows the tuple
 
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
@@ -241,7 +243,7 @@ _PARTIAL = ("partial_ptr", "partial_row_stride")
 _FINALISE_COLUMNS = 1024
 
 
-def run(sources: tuple, projection: tuple, out: Tensor, plan: tuple) -> None:
+def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
     """The records of a checked `ops.norm_concat_linear` by its plan."""
     N = out.shape[0]
     if out.numel() == 0:
@@ -257,14 +259,14 @@ def run(sources: tuple, projection: tuple, out: Tensor, plan: tuple) -> None:
         _run_round(_slice_sources(sources, rows), projection, out[rows], plan)
 
 
-def _run_round(sources: tuple, projection: tuple, out: Tensor, plan: tuple) -> None:
+def _run_round(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
     if plan.tiles is None:
         _library_product(sources, projection, out)
     else:
         _split_product(sources, projection, out, plan)
 
 
-def _slice_sources(sources: tuple, rows: slice) -> tuple:
+def _slice_sources(sources: Any, rows: slice) -> Any:
     """The rows of a round; where an index gathers them, all of the source stays."""
     indices, squares = sources.indices, sources.sum_squares
 
@@ -280,7 +282,7 @@ def _slice_sources(sources: tuple, rows: slice) -> tuple:
     )
 
 
-def _split_product(sources: tuple, projection: tuple, out: Tensor, plan: tuple) -> None:
+def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
     """One width for all chunks."""
     tiles, weight, num_chunks = plan.tiles, projection.weight, sources.num_chunks
     (N, D), H = out.shape, weight.shape[1] // num_chunks
@@ -374,7 +376,7 @@ def _finalise(
     )
 
 
-def _library_product(sources: tuple, projection: tuple, out: Tensor) -> None:
+def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     """norm_concat into the workspace and torch's product, which writes `out` where nothing is left to do after it."""
     weight, bias, post_norm_weight, _ = projection
     (N, D), width = out.shape, weight.shape[1]

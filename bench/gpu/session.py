@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .package import pack, prepare_package
 from .stages import ROOT, STAGES, WORK, Command, Stage, read_json, write_json
@@ -78,7 +79,12 @@ def run_stages(stages: Sequence[Stage], out: Path, done: Path | None, device: st
 
 
 def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline: float) -> dict:
-    record = {"schema_version": SCHEMA_VERSION, "stage": stage.name, "device": device, "status": "not started"}
+    record: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "stage": stage.name,
+        "device": device,
+        "status": "not started",
+    }
     record |= {"seconds": 0.0, "commands": [], "output_tail": "", "result": _read_or_none(stage.result)}
     if stage.needs is not None and shutil.which(stage.needs) is None:
         return record | {"status": "skipped", "output_tail": f"{stage.needs} is not on PATH"}
@@ -115,8 +121,9 @@ def _run(command: Command, log: Path, environment: dict, limit: float, save: Cal
     """The exit status, None where the time was over. Interrupted first: bench then keeps its row and prints its end."""
     deadline, next_save = time.monotonic() + limit, time.monotonic() + _SAVE_EVERY
     with log.open("a", encoding="utf-8") as output:
-        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
@@ -161,8 +168,8 @@ def collect(folder: Path) -> int:
 
 def _earlier(stage: Stage, folders: Sequence[Path]) -> dict | None:
     """What a call before this one left of the stage: a finished record rather than an unfinished one."""
-    found = [read_json(folder / f"{stage.name}.json") for folder in folders]
-    found = [record for record in found if record and record.get("schema_version") == SCHEMA_VERSION]
+    read = [read_json(folder / f"{stage.name}.json") for folder in folders]
+    found = [record for record in read if record and record.get("schema_version") == SCHEMA_VERSION]
     found = [record for record in found if record["status"] not in ("not started", "skipped")]
     return next((record for record in found if record["status"] == "done"), found[0] if found else None)
 

@@ -1,6 +1,7 @@
 """add_rms_norm against add and norm, and against the fused kernels of other packages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +61,13 @@ class AddRmsNorm(Workload):
         row, stage = self.row, self.row.stage
         hidden = self.random(copies, row.T, stage.H)
         residual = self.random(copies, row.T, stage.H, scale=10.0)
-        self.outs, sums = (self.poisoned(copies, row.T, stage.H) for _ in range(2))
+        outs, sums = (self.poisoned(copies, row.T, stage.H) for _ in range(2))
         gain = self.random_gain(stage.H)
-        self.settings = {"eps": stage.eps, "norm_offset": stage.norm_offset}
+        self.settings: dict[str, Any] = {"eps": stage.eps, "norm_offset": stage.norm_offset}
         self.weight = gain - stage.norm_offset
         pairs = zip(hidden, residual, sums, strict=True)
         self.chain_arguments = [(h, r, gain, stage.eps, total) for h, r, total in pairs]
-        self.outs = self.outs.unbind()
+        self.outs = outs.unbind()
         self.op_arguments = [
             ((h, r, self.weight), {**self.settings, "out": out, "out_sum": total})
             for (h, r, _, _, total), out in zip(self.chain_arguments, self.outs, strict=True)
@@ -102,7 +103,10 @@ WORKLOAD = AddRmsNorm
 def random_call(draw: Draw) -> RandomCall:
     dtype, T, H = draw.dtype(), draw.choose("T", *ROWS), draw.choose("H", *WIDTHS)
     hidden, residual, weight = draw.rows(T, H, dtype), draw.rows(T, H, dtype), draw.gain(H, dtype=dtype)
-    options = {"eps": draw.choose("eps", 1e-6, 1e-3), "norm_offset": draw.choose("norm_offset", 0.0, 1.0)}
+    options: dict[str, Any] = {
+        "eps": draw.choose("eps", 1e-6, 1e-3),
+        "norm_offset": draw.choose("norm_offset", 0.0, 1.0),
+    }
     truth = formula(hidden, residual, weight, **options, dtype=torch.float64)[0]
     eager, total = (output.to(dtype) for output in formula(hidden, residual, weight, **options))
     bound = error_bound(relative_rms(eager, truth), dtype, H, truth.numel())

@@ -3,13 +3,17 @@
 import math
 import random
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..accuracy import relative_rms
 from ..cli_types import DTYPE_NAMES, DTYPES
+
+Chosen = TypeVar("Chosen")
 
 ROWS = (0, 1, 2, 3, 7, 16, 33, 129)
 WIDTHS = (1, 7, 16, 64, 100, 255, 896, 1152)
@@ -40,7 +44,7 @@ class RandomCall:
     """One call of an op, the outputs to look at, and what they must be."""
 
     arguments: tuple
-    options: dict[str, object]
+    options: Mapping[str, Any]
     expected: list[Expected]
     written: list["Guarded"] = field(default_factory=list)  # tensors that the call fills through `out` and the like
 
@@ -73,9 +77,9 @@ class Draw:
         self._generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
         self.drawn: dict[str, object] = {}
 
-    def choose(self, name: str, *values: object) -> object:
+    def choose(self, name: str, *values: Chosen) -> Chosen:
         value = self.random.choice(values)
-        self.drawn[name] = DTYPE_NAMES.get(value, value)
+        self.drawn[name] = DTYPE_NAMES.get(value, value) if isinstance(value, torch.dtype) else value
         return value
 
     def dtype(self) -> torch.dtype:

@@ -1,6 +1,7 @@
 """norm_concat against the engines' chain of norms and cat."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ class NormConcat(Workload):
         widths = {"chunk": [stage.H] * stage.K, "concat": [row.width], "none": []}[row.norm]
         gains = [self.random_gain(width) for width in widths]
         stored = [gain - stage.norm_offset for gain in gains]
-        self.options = {
+        self.options: dict[str, Any] = {
             "norm": row.norm,
             "norm_weight": stored[0] if row.norm == "concat" else stored or None,
             "eps": stage.eps,
@@ -58,10 +59,10 @@ class NormConcat(Workload):
 
     def _preallocated(self) -> Call:
         scratch = NormScratch(self.row.T, self._normed_width(), self.row.device)
-        _, gains, *settings, _ = self.chain_arguments[0]
+        _, gains, norm, eps, _ = self.chain_arguments[0]
         wide = [gain.float() for gain in gains]
         return lambda copy: engine_chains.preallocated_normed_concat(
-            self.chunks[copy], wide, *settings, self.outs[copy], scratch
+            self.chunks[copy], wide, norm, eps, self.outs[copy], scratch
         )
 
     def _call(self, name: str) -> tuple[Call, int]:

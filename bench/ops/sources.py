@@ -1,5 +1,8 @@
 """The random sources of norm_concat and norm_concat_linear, and the case of an op with one output."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from ..accuracy import error_bound, relative_rms
 from .draw import ROWS, WIDTHS, Draw, Expected, Guarded, RandomCall
 
 
-def make_sources(draw: Draw) -> tuple[tuple[list[Tensor] | Tensor], dict[str, object]]:
+def make_sources(draw: Draw) -> tuple[tuple[list[Tensor] | Tensor], dict[str, Any]]:
     """chunks and the options that norm_concat and norm_concat_linear share."""
     dtype, K, T = draw.dtype(), draw.choose("K", 1, 2, 3, 5, 6), draw.choose("T", *ROWS)
     norm = draw.choose("norm", "chunk", "chunk", "concat", "none")
@@ -20,12 +23,12 @@ def make_sources(draw: Draw) -> tuple[tuple[list[Tensor] | Tensor], dict[str, ob
         draw.drawn["H"] = widths
     parts = [sum(widths)] if layout == "packed" else widths
     chunks = [draw.rows(1 if layout == "one row" else T, width, dtype) for width in parts]
-    residuals = [draw.rows(*chunk.shape, dtype) for chunk in chunks]
+    every = [draw.rows(chunk.shape[0], chunk.shape[1], dtype) for chunk in chunks]
     keep = draw.choose("residuals", "none", "some", "all")
-    kept = [keep == "all" or (keep == "some" and draw.random.random() < 0.5) for _ in residuals]
-    residuals = [residual if is_kept else None for residual, is_kept in zip(residuals, kept, strict=True)]
+    kept = [keep == "all" or (keep == "some" and draw.random.random() < 0.5) for _ in every]
+    residuals = [residual if is_kept else None for residual, is_kept in zip(every, kept, strict=True)]
 
-    options: dict[str, object] = {"norm": norm, "norm_offset": draw.choose("norm_offset", 0.0, 1.0)}
+    options: dict[str, Any] = {"norm": norm, "norm_offset": draw.choose("norm_offset", 0.0, 1.0)}
     options["residuals"] = None if keep == "none" else residuals
     options["norm_weight"] = _make_gains(draw, norm, widths, dtype)
     options["eps"] = [1e-6 * 10**k for k in range(K)] if norm == "chunk" and draw.choose("eps", 1, "K") == "K" else 1e-5
@@ -68,12 +71,12 @@ def _make_indices(draw: Draw, T: int, K: int, per_chunk: bool) -> Tensor | list[
 
 def _sum_squares(chunks: list[Tensor], residuals: list[Tensor | None], K: int) -> Tensor:
     values = [c if r is None else c + r for c, r in zip(chunks, residuals, strict=True)]
-    pieces = values[0].chunk(K, -1) if len(values) != K else values
+    pieces: Sequence[Tensor] = values[0].chunk(K, -1) if len(values) != K else values
     return torch.stack([piece.float().square().sum(-1) for piece in pieces], -1)
 
 
 def one_output(
-    draw: Draw, arguments: tuple, options: dict[str, object], truth: Tensor, eager: Tensor, sources: Sources
+    draw: Draw, arguments: tuple, options: dict[str, Any], truth: Tensor, eager: Tensor, sources: Sources
 ) -> RandomCall:
     """The call of an op whose only output is float64 `truth` up to a bound, half of the time through `out`."""
     bound = error_bound(relative_rms(eager, truth), eager.dtype, sources.width, truth.numel())

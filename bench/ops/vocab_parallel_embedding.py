@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,12 @@ class VocabParallelEmbedding(Workload):
 
     def _preallocated(self) -> Call:
         scratch = MaskScratch(self.row.T, self.row.device)
-        return lambda copy: scratch.embed(*self.chain_arguments[copy], out=self.outs[copy])
+
+        def call(copy: int) -> Tensor:
+            ids, table, *_ = self.chain_arguments[copy]
+            return scratch.embed(ids, table, *self.shard.bounds, self.outs[copy])
+
+        return call
 
     def _table_bytes(self) -> int:
         return self.shard.rows * self.row.stage.H * self.item
@@ -109,9 +115,9 @@ class VocabParallelEmbedding(Workload):
         self.op_arguments = [((ids, table, shard), {"out": out}) for (ids, table, *_), out in pairs]
 
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
-        ids, table, *bounds = self.chain_arguments[copy]
+        ids, table, *_ = self.chain_arguments[copy]
         value = table.new_empty(len(rows), table.shape[1])
-        EmbeddingRecord(ids[rows], table, *bounds, None, None, value).reference()
+        EmbeddingRecord(ids[rows], table, *self.shard.bounds, None, None, value).reference()
         return [value]
 
 
@@ -127,13 +133,12 @@ def random_call(draw: Draw) -> RandomCall:
     shard = VocabShard.build(V, tp_rank=tp_rank, tp_size=tp_size, org_num_embeddings=V - added)
     weight = draw.rows(shard.rows, H, dtype)
     ids = draw.index(V, T, draw.choose("id_dtype", torch.int32, torch.int64))
-    scale = draw.choose("scale", None, None, "float", "tensor")
-    if scale is not None:
-        scale = math.sqrt(H) if scale == "float" else torch.tensor(math.sqrt(H), dtype=dtype)
+    kind = draw.choose("scale", None, None, "float", "tensor")
+    scale: Any = math.sqrt(H) if kind else None
+    scale = torch.tensor(scale, dtype=dtype) if kind == "tensor" else scale
     value = torch.empty(T, H, dtype=dtype)
-    is_tensor = isinstance(scale, Tensor)
-    scales = (None, scale) if is_tensor else (scale, None)
-    EmbeddingRecord(ids, weight, *shard.bounds, *scales, value).reference()
+    number, tensor = (None, scale) if kind == "tensor" else (scale, None)
+    EmbeddingRecord(ids, weight, *shard.bounds, number, tensor, value).reference()
     written = [Guarded(draw, T, H, dtype=dtype)] if draw.choose("out", False, True) else []
     options = {"scale": scale} | ({"out": written[0].view} if written else {})
     return RandomCall((ids, weight, shard), options, [Expected("result", value)], written)

@@ -101,7 +101,9 @@ def _headline_rows(records: Sequence[dict]) -> Iterator[list[str]]:
     speedups: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in report.rows(records):
         ours = next((record for record in row if record["is_ours"]), None)
-        for baseline in report.headline_baselines(row) if ours else ():
+        if ours is None:
+            continue
+        for baseline in report.headline_baselines(row):
             if (value := report.speedup(row, ours["variant"], baseline)) is not None:
                 timer = "" if ours["timer"] == "clock" else f", {ours['timer']}"
                 key = (f"`{ours['op']}` {ours['dtype']}{timer}", baseline)

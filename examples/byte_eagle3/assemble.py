@@ -75,7 +75,7 @@ def assemble(
         config = dataclasses.replace(config, chunk_norm=False)
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc_norm.")}
     stage = ek.Eagle3Projection(config, dtype=torch.float32).load_checkpoint(weights)
-    table = target.get_input_embeddings().weight.detach()
+    table = target.model.embed_tokens.weight.detach()
     shards = ceil_slices(table, 2) if slice_by_ceil else vocab_shards(table, tp_size)
     return Drafter(
         capture=lambda: capturing(target, boundaries, buffer),

@@ -34,14 +34,15 @@ class Drafter:
 
     def draft(self, cache: DynamicCache, tokens: list[int], num_drafts: int) -> list[int]:
         """What follows `tokens`, of which token j stands behind captured row j; the cache keeps these rows only."""
-        x, drafts = self.project(len(tokens)), []
+        x = self.project(len(tokens))
+        drafts: list[int] = []
         while True:
             cached, rows = cache.get_seq_length(), len(x)
             positions = torch.arange(cached, cached + rows)[None]
             mask = torch.ones(rows, cached + rows, dtype=torch.bool).tril(cached)
             embeds = self.embed(torch.tensor(tokens))
             normed, hidden = self.layer(x[None], embeds[None], positions, cache, mask)
-            drafts.append((normed[0, -1] @ self.head.T).argmax().item())
+            drafts.append(int((normed[0, -1] @ self.head.T).argmax()))
             if len(drafts) == num_drafts:
                 _crop(cache, num_drafts - 1)
                 return drafts
@@ -64,7 +65,8 @@ def speculate(target: nn.Module, drafter: Drafter, prompt: list[int], count: int
     begin = time.perf_counter()
     decoded = Decoded(tokens=list(prompt))
     target_cache, draft_cache = DynamicCache(), DynamicCache()
-    unread, drafts = decoded.tokens, []
+    unread = decoded.tokens
+    drafts: list[int] = []
     with drafter.capture():
         while True:
             logits = target(torch.tensor([unread + drafts]), past_key_values=target_cache).logits[0]

@@ -9,6 +9,7 @@ The next draft has `hidden` in the place of x. Every norm has Gemma's gain 1 + w
 """
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ class TrainableInputStage(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.fc = nn.Linear(num_chunks * size, size, bias=False)
-        self.fc_norm = nn.ModuleList(Gemma3RMSNorm(size, config.rms_norm_eps) for _ in range(num_chunks))
+        self.fc_norm: Any = nn.ModuleList(Gemma3RMSNorm(size, config.rms_norm_eps) for _ in range(num_chunks))
 
     def forward(self, packed: Tensor) -> Tensor:
         """[T, H] from [T, K*H]."""

@@ -106,7 +106,8 @@ class DrafterLoss:
         rows = LENGTH - 1
         positions = torch.arange(rows)[None]
         hidden = self.stage(self.buffer.packed(ids.numel())).view(*ids.shape, -1)[:, :-1]
-        cache, masks, total = DynamicCache(), [], torch.zeros(())
+        masks: list[Tensor] = []
+        cache, total = DynamicCache(), torch.zeros(())
         for j in range(DRAFTS):
             if j:
                 hidden = hidden.roll(1, dims=1)

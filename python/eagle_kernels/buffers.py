@@ -12,9 +12,9 @@ from torch import Tensor
 
 from . import checks
 from .dispatch import is_plain
-from .ops import add_rms_norm, capture_hidden
+from .ops.add_rms_norm import add_rms_norm
 from .ops.call import run
-from .ops.capture_hidden import CaptureHidden
+from .ops.capture_hidden import CaptureHidden, capture_hidden
 from .plan import choose
 
 _MAX_VIEWS = 4096  # of a buffer: about 1 KB each
@@ -236,8 +236,11 @@ class ChainedHiddenStates:
         _check_hidden(op, hidden, self.hidden_size)
         rows = _check_range(op, 0, hidden.shape[0], self.max_tokens)
         total, normed = (self.other, self.buffer) if self.norm_output else (self.buffer, self.other)
-        options = {"eps": eps, "norm_offset": norm_offset, "out": normed[:rows], "out_sum": total[:rows]}
-        return add_rms_norm(hidden, residual, norm_weight, **options)[0]
+        out, out_sum = normed[:rows], total[:rows]
+        normed, _ = add_rms_norm(
+            hidden, residual, norm_weight, eps=eps, norm_offset=norm_offset, out=out, out_sum=out_sum
+        )
+        return normed
 
 
 def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor:

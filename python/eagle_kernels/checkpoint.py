@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import checks
 
@@ -36,7 +37,7 @@ _GENERIC = {"fc", "input_proj"}
 _MTP_STEM = {theirs: ours for ours, names in _MTP_STEMS.items() for theirs in names}
 
 
-def eagle3_projection(weights: _Weights, layer: nn.Module) -> dict[str, Tensor]:
+def eagle3_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
     """The state_dict of an Eagle3Projection: fc, fc_norm.{k} and input_norm, with or without `model.`."""
     op, config = "Eagle3Projection.load_checkpoint", layer.config
     readers = _open(op, weights)
@@ -55,7 +56,7 @@ def eagle3_projection(weights: _Weights, layer: nn.Module) -> dict[str, Tensor]:
     return _read(op, readers, expected, found, {"fc.weight": meaning})
 
 
-def mtp_projection(weights: _Weights, layer: nn.Module, number: int | None) -> dict[str, Tensor]:
+def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> dict[str, Tensor]:
     """The state_dict of an MTPProjection, from the one prefix that has its weights."""
     op = "MTPProjection.load_checkpoint"
     readers = _open(op, weights)

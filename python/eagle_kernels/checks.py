@@ -6,6 +6,7 @@ first write, so a call that raises leaves `out` and every buffer as they were.
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def shape_error(op: str, name: str, tensor: Tensor, expected: str, because: str 
     return error(ValueError, op, f"{name} has shape {tuple(tensor.shape)}", expected, because)
 
 
-def check_int(op: str, name: str, value: object, at_least: int | None = None) -> int:
+def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
     """Any integer (Python's, numpy's) as an int."""
     try:
         number = operator.index(value)
@@ -36,7 +37,7 @@ def check_int(op: str, name: str, value: object, at_least: int | None = None) ->
     return number
 
 
-def check_number(op: str, name: str, value: object, expected: str = "a number") -> float:
+def check_number(op: str, name: str, value: Any, expected: str = "a number") -> float:
     """Any real number (Python's, numpy's) as a float."""
     if isinstance(value, (str, bytes)):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
@@ -54,7 +55,7 @@ def check_eps(op: str, name: str, value: float) -> None:
         raise error(ValueError, op, f"{name} is {value}", "a finite fp32 number of at least 0")
 
 
-def check_sequence(op: str, name: str, value: object, expected: str = "a tensor or a sequence of tensors") -> list:
+def check_sequence(op: str, name: str, value: Any, expected: str = "a tensor or a sequence of tensors") -> list:
     """Any iterable as a list."""
     try:
         return list(value)
@@ -83,7 +84,7 @@ def check_last_dim_contiguous(op: str, name: str, tensor: Tensor) -> None:
         raise error(ValueError, op, f"{name} has strides {tensor.stride()}", "a last stride of 1")
 
 
-def check_operand(op: str, name: str, tensor: object, like: Tensor, like_name: str, fp32_too: bool = False) -> None:
+def check_operand(op: str, name: str, tensor: Any, like: Tensor, like_name: str, fp32_too: bool = False) -> None:
     """A tensor of the op's dtype (or fp32 where that is allowed too), on its device, last dimension contiguous."""
     check_tensor(op, name, tensor)
     allowed = (like.dtype, torch.float32) if fp32_too and like.dtype != torch.float32 else (like.dtype,)
@@ -94,7 +95,7 @@ def check_operand(op: str, name: str, tensor: object, like: Tensor, like_name: s
     check_last_dim_contiguous(op, name, tensor)
 
 
-def check_rows(op: str, name: str, tensor: object) -> None:
+def check_rows(op: str, name: str, tensor: Any) -> None:
     """Rows of a supported dtype: [T, H], or one row [H]."""
     check_tensor(op, name, tensor)
     check_dtype(op, name, tensor, DTYPES)
@@ -109,21 +110,21 @@ def check_matrix(op: str, name: str, tensor: Tensor) -> None:
         raise shape_error(op, name, tensor, "(T, H)")
 
 
-def check_like(op: str, name: str, tensor: object, like: Tensor, like_name: str) -> None:
+def check_like(op: str, name: str, tensor: Any, like: Tensor, like_name: str) -> None:
     """A tensor of the dtype, device and shape of another."""
     check_operand(op, name, tensor, like, like_name)
     if tensor.shape != like.shape:
         raise shape_error(op, name, tensor, str(tuple(like.shape)), f"{like_name} has that shape")
 
 
-def check_vector(op: str, name: str, tensor: object, length: int, meaning: str, like: Tensor, like_name: str) -> None:
+def check_vector(op: str, name: str, tensor: Any, length: int, meaning: str, like: Tensor, like_name: str) -> None:
     """A [length] vector of the op's dtype or fp32: a gain or a bias."""
     check_operand(op, name, tensor, like, like_name, fp32_too=True)
     if tuple(tensor.shape) != (length,):
         raise shape_error(op, name, tensor, f"({length},) = ({meaning},)")
 
 
-def check_ids(op: str, name: str, tensor: object) -> None:
+def check_ids(op: str, name: str, tensor: Any) -> None:
     """One dimension of int32 or int64: token ids or row numbers."""
     check_tensor(op, name, tensor)
     check_dtype(op, name, tensor, (torch.int32, torch.int64))

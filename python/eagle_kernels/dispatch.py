@@ -5,7 +5,8 @@ for those who look at ops: torch.compile and torch.export, FakeTensor and other 
 functorch. A call that none of them sees goes to the kernel of its plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _OPERANDS = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
-def is_plain(operands: Sequence[object]) -> bool:
+def is_plain(operands: Sequence[Any]) -> bool:
     """Whether these are tensors or None that nothing in PyTorch watches, the first a CPU or CUDA tensor."""
     if is_compiling() or _dispatch_modes() or not _OPERANDS.issuperset(map(type, operands)):
         return False
@@ -27,5 +28,5 @@ def is_plain(operands: Sequence[object]) -> bool:
     return not _is_grad_enabled() or not requires_grad(operands)
 
 
-def requires_grad(operands: Sequence[Tensor | None]) -> bool:
+def requires_grad(operands: Iterable[Tensor | None]) -> bool:
     return any(operand is not None and operand.requires_grad for operand in operands)

@@ -9,6 +9,7 @@ the final norm. Checkpoints write them in several encodings; a wrong one costs a
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from . import checks
 from .models import families
@@ -271,7 +272,7 @@ def _ids_are_boundaries(config: object) -> bool:
     return all(name.endswith(".layer_ids") for name in _find(config, *_LAYER_IDS))
 
 
-def _one(config: object, *keys: str, default: object = None) -> object:
+def _one(config: object, *keys: str, default: Any = None) -> Any:
     """The value of a field wherever it is; raises where two places disagree."""
     found = _find(config, *keys)
     if not found:
@@ -283,7 +284,7 @@ def _one(config: object, *keys: str, default: object = None) -> object:
     return value
 
 
-def _find(config: object, *keys: str) -> dict[str, object]:
+def _find(config: object, *keys: str) -> dict[str, Any]:
     """Every place that states one of `keys`, by dotted name; None and empty lists state nothing."""
     found = {}
     for place in _PLACES:
@@ -298,6 +299,6 @@ def _find(config: object, *keys: str) -> dict[str, object]:
     return found
 
 
-def get_field(section: object, key: str) -> object:
+def get_field(section: object, key: str) -> Any:
     """A field of a Hugging Face config, which is a dict or an object with attributes; None where it has none."""
     return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)

@@ -29,6 +29,7 @@ class Settings:
     batch_invariant: bool
     cpu_isa: str | None
     triton_interpret: bool
+    wrong: str | None = None  # the sentence about a value that does not exist; every call raises it
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
@@ -41,7 +42,14 @@ def _choice(name: str, choices: tuple[str, ...]) -> str | None:
 
 
 def read_settings() -> Settings:
-    """Read the environment now; importing the package does this once."""
+    """Read the environment now; importing the package does this once, and never fails: the first call does."""
+    try:
+        return _read_settings()
+    except ValueError as wrong:
+        return Settings(None, False, None, False, str(wrong))
+
+
+def _read_settings() -> Settings:
     return Settings(
         backend=_choice("EAGLE_KERNELS_BACKEND", BACKENDS),
         batch_invariant=_choice("EAGLE_KERNELS_BATCH_INVARIANT", ("0", "1")) == "1",

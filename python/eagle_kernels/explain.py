@@ -1,10 +1,18 @@
 """What a call would run, and why."""
 
+import functools
 import importlib
+import inspect
 
+from . import ops
 from .checks import error
 from .ops import __all__ as _OPS
 from .plan import Plan
+
+
+@functools.cache
+def _parameters(op: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(ops, op)).parameters)
 
 
 def explain(op: str, *args: object, **kwargs: object) -> Plan:
@@ -17,6 +25,7 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 
     Raises:
         ValueError: an op that does not exist.
+        TypeError: an argument that the op does not have.
         RuntimeError: a backend forced by EAGLE_KERNELS_BACKEND that cannot run the call.
 
     >>> print(explain("norm_concat_linear", chunks, weight))
@@ -24,4 +33,7 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     """
     if op not in _OPS:
         raise error(ValueError, "explain", f"op is {op!r}", f"one of {_OPS}")
+    known = _parameters(op)
+    if unknown := [name for name in kwargs if name not in known]:
+        raise error(TypeError, op, f"{', '.join(unknown)} is no argument", f"some of {list(known)}")
     return importlib.import_module(f".ops.{op}", __package__).plan(*args, **kwargs)

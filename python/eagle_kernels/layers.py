@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from .packable_linear import PackableLinear, unsupported_reason
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
-def parameter_of(module: nn.Module, name: str = "weight") -> Tensor:
+def parameter_of(module: Any, name: str = "weight") -> Any:
     """The module's parameter as it is now: nothing is kept that load_state_dict, .to() or a new Parameter could leave
     behind. From the module's own dict, since nn.Module's attributes take 0.6 us each and eight of them a third of a
     call; a parametrized weight or a wrapper's property is an attribute alone."""
@@ -54,7 +55,7 @@ class Eagle3Projection(nn.Module):
             )
         self.config = config
         width = config.num_chunks * config.target_hidden_size
-        factory = {"dtype": dtype, "device": device}
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.fc = PackableLinear(width, config.hidden_size, bias=config.bias, **factory)
         norms = [
             nn.RMSNorm(config.target_hidden_size, config.eps, **factory)
@@ -101,7 +102,8 @@ class Eagle3Projection(nn.Module):
         out: Tensor | None = None,
     ) -> Tensor:
         """[N, D] from K tensors [T, H] or one packed [T, K*H]; the arguments are those of `norm_concat_linear`."""
-        config, modules = self.config, self._modules
+        config = self.config
+        modules: dict[str, Any] = self._modules
         K, eps, norm_offset = config.num_chunks, config.eps, config.norm_offset
         norm, gains = self._norm(modules)
         if norm == "chunk" and modules["input_norm"] is not None:
@@ -119,7 +121,7 @@ class Eagle3Projection(nn.Module):
         return projected if out is None else out.copy_(projected)
 
     @staticmethod
-    def _norm(modules: dict[str, nn.Module | None]) -> tuple[str, list[Tensor] | Tensor | None]:
+    def _norm(modules: dict[str, Any]) -> tuple[str, list[Tensor] | Tensor | None]:
         """The norm in front of fc and its gains."""
         if modules["fc_norm"] is not None:
             return "chunk", list(map(parameter_of, modules["fc_norm"]._modules.values()))
@@ -185,6 +187,7 @@ class VocabParallelEmbedding(nn.Module):
         self.shard = shard
         self.process_group = process_group
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        self.scale_tensor: Tensor | None
         self.register_buffer("scale_tensor", scale if isinstance(scale, Tensor) else None, persistent=False)
         self.scale = None if isinstance(scale, Tensor) else scale
 

@@ -8,6 +8,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def load_compiled() -> str | None:
 unsupported_reason: str | None = load_compiled()
 
 
-def _exported(name: str, kind: type, default: object) -> object:
+def _exported(name: str, kind: type, default: Any) -> Any:
     """What a function of the library without arguments returns; the default where there is no library."""
     if unsupported_reason is not None:
         return default

@@ -27,7 +27,7 @@ class MTPConfig:
     """
 
     hidden_size: int
-    out_features: int | None = None
+    out_features: int = None  # type: ignore[assignment]  # an int from __post_init__ on
     order: str = "embed,hidden"
     normed: bool = True
     enorm_eps: float = 1e-6

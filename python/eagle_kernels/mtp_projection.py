@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class MTPProjection(nn.Module):
         self.config = config
         self.max_tokens = max_tokens
         self._static_buffers: dict[tuple, Tensor] = {}
-        factory = {"dtype": dtype, "device": device}
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
         if config.normed:
             self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **factory)
             self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **factory)
@@ -108,6 +109,8 @@ class MTPProjection(nn.Module):
         config = self.config
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         modules, pair = self._modules, self._ordered
+        gains: list[Tensor] | None
+        eps: float | list[float]
         projection = Projection(parameter_of(modules["eh_proj"]), None, None, 0.0)
         if not config.normed:
             norm, gains, eps = "none", None, 1e-6
@@ -140,11 +143,13 @@ class MTPProjection(nn.Module):
             if tensor is not None:
                 checks.check_ids(op, name, tensor)
         weight = table.weight if isinstance(table, VocabParallelEmbedding) else table
-        for name, tensor in (("hidden", hidden), ("embeds", embeds) if table is None else ("table", weight)):
+        embedding: tuple[str, Any] = ("embeds", embeds) if table is None else ("table", weight)
+        for name, tensor in (("hidden", hidden), embedding):
             checks.check_rows(op, name, tensor)
             if tensor.dim() != 2 or tensor.shape[1] != self.config.hidden_size:
                 raise checks.shape_error(op, name, tensor, f"(*, H) = (*, {self.config.hidden_size})")
-        rows = (embeds if ids is None else ids).shape[0]
+        firsts: Any = embeds if ids is None else ids
+        rows = firsts.shape[0]
         if positions is not None and positions.shape[0] != rows:
             raise checks.shape_error(op, "positions", positions, f"({rows},)", "there is one per embedding")
         if positions is None and self.config.mask_position_zero:
@@ -155,17 +160,14 @@ class MTPProjection(nn.Module):
             raise checks.error(ValueError, op, f"there are {rows} rows", f"at most {self.max_tokens}", because)
 
     def _embedding(
-        self,
-        ids: Tensor | None,
-        table: Tensor | VocabParallelEmbedding | None,
-        embeds: Tensor | None,
-        positions: Tensor | None,
+        self, ids: Tensor | None, table: Any, embeds: Any, positions: Any
     ) -> tuple[Tensor, Tensor | None, float | None]:
         """(chunk, index, scale) of the embedding; a scale that is left here is the norm's to apply."""
         if ids is None:
             return embeds, self._masked(None, positions), None
         ids = self._masked(ids, positions)
-        scale, weight, shard = self._scale(), table, None
+        scale: Any = self._scale()
+        weight, shard = table, None
         if isinstance(table, VocabParallelEmbedding):
             weight, shard = table.weight.detach(), table.shard
             scale = scale if table.own_scale is None else table.own_scale
@@ -180,7 +182,7 @@ class MTPProjection(nn.Module):
             table.reduce(rows)
         return rows, None, scale if norm_takes_scale else None
 
-    def _masked(self, ids: Tensor | None, positions: Tensor | None) -> Tensor | None:
+    def _masked(self, ids: Tensor | None, positions: Any) -> Any:
         """The index of the embedding: ids (or the row itself), -1 where position 0 is masked."""
         if not self.config.mask_position_zero:
             return ids

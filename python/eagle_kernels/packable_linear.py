@@ -29,7 +29,7 @@ class PackableLinear(nn.Linear):
     def pack(self) -> None:
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-            self.weight = None
+            self.weight = None  # type: ignore[assignment]  # nn.Linear's is a Parameter; state_dict unpacks
 
     def unpack(self) -> None:
         if self.packed is not None:

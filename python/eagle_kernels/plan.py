@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ SETTINGS = environment.read_settings()
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _DEFAULT_PREFERENCE = ("reference",)
 COMPILED = ("cpu", "cuda")  # the backends behind `library.primitives`, which picks by the tensors' device
-_caches: list[Callable] = []
+_caches: list[functools._lru_cache_wrapper] = []
 
 
 class Kernel(Enum):
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
     device: torch.device
     num_chunks: int = 1
     rows: int = 0  # N
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype = None  # type: ignore[assignment]  # None of the ops that leave it out, and never read there
     columns: int = 0  # D
     widths: tuple[int, ...] = ()  # the different widths of the chunks
     has_residuals: bool = False
@@ -146,6 +146,8 @@ def _triton_unsupported_reason(device: torch.device) -> str | None:
 @cached
 def choose_backend(op: str, device: torch.device, num_chunks: int = 1) -> tuple[str, str]:
     """The backend for `op` on this device and the reason; raises where a forced backend cannot be used."""
+    if SETTINGS.wrong is not None:
+        raise ValueError(SETTINGS.wrong)
 
     def unsupported(backend: str) -> str | None:
         if (reason := unsupported_reason(backend, device)) is None and backend == "cuda":
@@ -159,7 +161,7 @@ def choose_backend(op: str, device: torch.device, num_chunks: int = 1) -> tuple[
             supported = [name for name in environment.BACKENDS if unsupported(name) is None]
             raise error(RuntimeError, op, f"EAGLE_KERNELS_BACKEND is {forced!r}", f"one of {supported}", reason)
         return forced, f"EAGLE_KERNELS_BACKEND={forced}"
-    rejected = []
+    rejected: list[str] = []
     for backend in _PREFERENCE.get(device.type, _DEFAULT_PREFERENCE):
         if (reason := unsupported(backend)) is None:
             return backend, "; ".join(rejected) or f"it is the fastest backend for {device.type} tensors"
@@ -168,7 +170,7 @@ def choose_backend(op: str, device: torch.device, num_chunks: int = 1) -> tuple[
 
 
 @cached
-def choose(*problem: object) -> Plan:
+def choose(*problem: Any) -> Plan:
     """The plan of a call from the fields of its `Problem`, which a cached call need not build: 0.2 us against 0.5.
 
     Raises RuntimeError where a forced backend cannot run it.
@@ -201,7 +203,7 @@ def cpu_isa() -> str:
 # The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
 # H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set. Without instructions for it,
 # torch's 16-bit product takes 3 times as long as the fused kernel (bf16, avx512, T=256: 352 ms against 136).
-FUSED_ROWS = {
+FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
     torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 32, "avx512": None, "avx2": None, "scalar": 1},
     torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
     torch.float32: {"amx_bf16": 32, "avx512_bf16": 32, "avx512": 32, "avx2": 16, "scalar": 1},
@@ -274,7 +276,7 @@ def triton_projection(problem: Problem) -> Plan:
         tiles, reason = None, "the chunks differ in width, and the split kernels take one width"
     elif not aligned and not invariant:
         tiles, reason = None, "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
-    elif not aligned:
+    elif not aligned and tiles is not None:
         tiles = replace(tiles, num_warps=8)  # an address for every element: they spill in 4 warps
     kernel = Kernel.TWO_STEP if tiles is None else Kernel.SPLIT
     return Plan(problem.op, "triton", kernel, reason, tiles, aligned)

@@ -55,7 +55,7 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return Gpu("Triton interpreter", 90, 227 << 10)
     properties = torch.cuda.get_device_properties(device)
-    arch = properties.major * 10 + properties.minor
+    arch: int | str = properties.major * 10 + properties.minor
     if torch.version.hip is not None:
         arch = properties.gcnArchName.partition(":")[0]
     return Gpu(properties.name, arch, getattr(properties, "shared_memory_per_block_optin", 64 << 10))

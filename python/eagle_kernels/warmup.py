@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ def warmup(op: str | nn.Module, *args: object, rows: Iterable[int] | None = None
         torch.cuda.synchronize()
 
 
-def _row_count(given: dict[str, object]) -> int:
+def _row_count(given: dict[str, Any]) -> int:
     """N of the call: 1 for single rows [H]."""
     index = next((index for index in _as_list(given.get("indices")) if index is not None), None)
     if index is not None:
@@ -73,11 +74,11 @@ def _row_count(given: dict[str, object]) -> int:
     return 1 if first.dim() == 1 else first.shape[0]
 
 
-def _leading_rows(given: dict[str, object], T: int) -> dict[str, object]:
+def _leading_rows(given: dict[str, Any], T: int) -> dict[str, Any]:
     """The row arguments cut to T rows. What an index gathers keeps all of its own."""
     indices = _as_list(given.get("indices"))
 
-    def cut(name: str, value: object, k: int = 0) -> object:
+    def cut(name: str, value: Any, k: int = 0) -> Any:
         if isinstance(value, list | tuple):
             return [cut(name, entry, k) for k, entry in enumerate(value)]
         if value is None or (value.dim() == 1 and name in _MATRICES):  # a single row [H] has nothing to cut
@@ -89,5 +90,5 @@ def _leading_rows(given: dict[str, object], T: int) -> dict[str, object]:
     return {name: cut(name, given[name]) for name in _ROW_ARGUMENTS if name in given}
 
 
-def _as_list(value: object) -> list[Tensor | None]:
+def _as_list(value: Any) -> list[Any]:
     return [] if value is None else [value] if isinstance(value, Tensor) else list(value)

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class TargetError(Exception):
     """A hook's target is gone or has changed; the message names it."""
 
 
-def find_target(target: str, parameters: Sequence[object] | None = None) -> tuple[object, str, object]:
+def find_target(target: str, parameters: Sequence[object] | None = None) -> tuple[Any, str, Any]:
     """(owner, name, value) of "package.module:Class.attribute"; imports the module.
 
     Args:
@@ -65,7 +66,8 @@ def find_target(target: str, parameters: Sequence[object] | None = None) -> tupl
     """
     module, _, path = target.partition(":")
     try:
-        owner, value = None, importlib.import_module(module)
+        owner: Any = None
+        value: Any = importlib.import_module(module)
         for name in path.split("."):
             owner, value = value, getattr(value, name)
     except (ImportError, AttributeError) as failure:
@@ -86,7 +88,7 @@ def check_parameters(target: str, function: Callable, parameters: Sequence[objec
 
 
 def linear_unsupported_reason(
-    linear: nn.Module, unquantized: Collection[type] = (), *, bias: bool = False, column_shard: bool = False
+    linear: Any, unquantized: Collection[type] = (), *, bias: bool = False, column_shard: bool = False
 ) -> str | None:
     """Why an op cannot read the weight of a projection of the engine. Reads no data, so it may run at load.
 

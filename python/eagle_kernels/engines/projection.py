@@ -6,9 +6,10 @@ are updated in place (RL): every call reads them from its modules, nothing is pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.norm_concat import concatenate
 from ..ops.norm_concat_linear import Projection, project
@@ -18,13 +19,13 @@ from ..warmup import warmup
 
 @dataclass(frozen=True, eq=False)
 class EngineProjection:
-    """Norms are modules with `weight` and `variance_epsilon`, as vLLM's and SGLang's RMSNorm have them."""
+    """Its modules are the engine's; norms have `weight` and `variance_epsilon`, as vLLM's and SGLang's RMSNorm."""
 
-    fc: nn.Module
+    fc: Any
     num_chunks: int | None  # of a packed input; None where there is no norm and only its width counts
-    concat_norm: nn.Module | None = None
-    chunk_norms: Sequence[nn.Module] = ()
-    post_norm: nn.Module | None = None
+    concat_norm: Any = None
+    chunk_norms: Sequence[Any] = ()
+    post_norm: Any = None
     norm_offset: float = 0.0
     fc_unsupported: str | None = None  # why the ops cannot read fc.weight; fc then runs itself, behind norm_concat
 
@@ -55,7 +56,7 @@ class EngineProjection:
     __call__ = forward
 
     @property
-    def _norm(self) -> tuple[str, Sequence[nn.Module], list[float]]:
+    def _norm(self) -> tuple[str, Sequence[Any], list[float]]:
         """(norm, the modules whose weights are its gains, eps) in front of fc."""
         if self.chunk_norms:
             return "chunk", self.chunk_norms, [norm.variance_epsilon for norm in self.chunk_norms]
@@ -66,19 +67,19 @@ class EngineProjection:
         op: str,
         chunks: Sequence[Tensor] | Tensor,
         norm: str,
-        owners: Sequence[nn.Module],
+        owners: Sequence[Any],
         eps: list[float],
     ) -> Sources:
-        gains = [_parameter(owner) for owner in owners] or None
-        gains = gains[0] if norm == "concat" else gains
+        each = [_parameter(owner) for owner in owners] or None
+        gains = each[0] if each and norm == "concat" else each
         return Sources.of(op, chunks, norm, gains, eps, self.norm_offset, None, None, None, self.num_chunks)
 
 
-def _concat_norm(norm: nn.Module | None) -> tuple[str, Sequence[nn.Module], list[float]]:
+def _concat_norm(norm: Any) -> tuple[str, Sequence[Any], list[float]]:
     return ("none", (), [1e-6]) if norm is None else ("concat", (norm,), [norm.variance_epsilon])
 
 
-def _parameter(module: nn.Module, name: str = "weight") -> Tensor:
+def _parameter(module: Any, name: str = "weight") -> Tensor:
     """The parameter that the module has now; without its gradient, which engines leave on outside inference mode."""
     parameter = getattr(module, name)
     return parameter.data if torch.is_grad_enabled() else parameter
@@ -95,12 +96,14 @@ def try_warm_up(projection: EngineProjection, width: int, dtype: torch.dtype, ro
     try:
         packed = torch.zeros(rows, width, dtype=dtype, device=next(projection.fc.parameters()).device)
         chunks = [chunk.contiguous() for chunk in packed.chunk(projection.num_chunks, -1)]
-        warmup(projection, packed)
-        warmup(projection, chunks, out=torch.empty_like(projection.forward(chunks)))
+        # As a module it has `forward`, all that warmup asks for.
+        module: Any = projection
+        warmup(module, packed)
+        warmup(module, chunks, out=torch.empty_like(projection.forward(chunks)))
     except Exception as failure:
         return f"its kernels do not run here: {failure}"
     return None
 
 
-def _on_gpu(fc: nn.Module) -> bool:
+def _on_gpu(fc: Any) -> bool:
     return next(fc.parameters()).device.type == "cuda"

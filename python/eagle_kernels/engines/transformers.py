@@ -2,8 +2,10 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .. import checks
 from ..buffers import AuxHiddenStates, CaptureStep
@@ -13,7 +15,7 @@ OP = "transformers.capture"
 
 @contextlib.contextmanager
 def capture(
-    model: nn.Module, boundaries: Sequence[int], buffer: AuxHiddenStates, *, row: int = 0
+    model: Any, boundaries: Sequence[int], buffer: AuxHiddenStates, *, row: int = 0
 ) -> Iterator[AuxHiddenStates]:
     """While active, every forward of `model` writes boundary `boundaries[k]` into slot k of `buffer`.
 
@@ -75,7 +77,7 @@ class _Forward:
         self.step.finish()
 
 
-def _layers(model: nn.Module) -> nn.ModuleList:
+def _layers(model: Any) -> nn.ModuleList:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     layers = getattr(decoder, "layers", None)
     if layers is None:
@@ -96,7 +98,7 @@ def _check_boundaries(boundaries: Sequence[int], num_layers: int, buffer: AuxHid
             raise checks.error(ValueError, OP, f"boundary is {boundary}", f"one in [0, {num_layers}]")
 
 
-def _attach(layers: nn.ModuleList, boundary: int, k: int, forward: _Forward) -> object:
+def _attach(layers: nn.ModuleList, boundary: int, k: int, forward: _Forward) -> RemovableHandle:
     # A boundary is read where the next layer takes it in; only the last one has no next layer.
     if boundary < len(layers):
         return layers[boundary].register_forward_pre_hook(

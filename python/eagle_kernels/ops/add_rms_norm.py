@@ -8,7 +8,7 @@ Step-3.5, `norm_output` of EAGLE-3.1). The norm reads the sum before it is round
 SGLang 0.5.23 and the native RMSNorm of vLLM 0.33 do; the stored sum is rounded once.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,8 @@ def add_rms_norm(
         record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)
         run(record, choose(OP, hidden.device))
         return out, out_sum
-    record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)
+    # Of outputs, None is what is allocated below.
+    record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)  # type: ignore[arg-type]
     record.check_arguments()
     if out is None and out_sum is None and hidden.dim() == 2:
         return torch.ops.eagle_kernels.add_rms_norm(*record[:5])
@@ -128,11 +129,11 @@ def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
     return choose(OP, hidden.device)
 
 
-def _run_out(hidden: Tensor, *others: object) -> None:
+def _run_out(hidden: Tensor, *others: Any) -> None:
     run(AddRmsNorm(hidden, *others), choose(OP, hidden.device))
 
 
-def _run(hidden: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+def _run(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     outputs = _empty(hidden)
     _run_out(hidden, *others, *outputs)
     return outputs

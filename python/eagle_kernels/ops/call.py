@@ -11,15 +11,19 @@ from .. import library
 from ..plan import COMPILED, Plan
 
 
-class Record(Protocol):
+class Primitive(Protocol):
+    """A record that a compiled primitive takes."""
+
     def check(self) -> None:
         """Raise the sentence for what no kernel can take."""
 
-    def reference(self) -> None:
-        """Plain torch, any device."""
-
     def for_primitive(self) -> tuple:
         """The arguments of the compiled primitive."""
+
+
+class Record(Primitive, Protocol):
+    def reference(self) -> None:
+        """Plain torch, any device."""
 
 
 def run(record: Record, plan: Plan) -> None:
@@ -34,7 +38,7 @@ def run(record: Record, plan: Plan) -> None:
         record.reference()
 
 
-def run_primitive(record: Record, op: str, of: Record | None = None) -> None:
+def run_primitive(record: Primitive, op: str, of: Primitive | None = None) -> None:
     """The compiled kernel, which checks the record itself; what it refuses, `check` words: that of the call which the
     record is a part `of`."""
     try:

@@ -44,7 +44,8 @@ def capture_hidden(
     record = CaptureHidden(hidden, residual, out, sum_squares)
     record.check_arguments()
     if hidden.dim() == 1:
-        record = CaptureHidden(*(None if row is None else row.unsqueeze(0) for row in record[:3]), sum_squares)
+        row = None if residual is None else residual.unsqueeze(0)
+        record = CaptureHidden(hidden.unsqueeze(0), row, out.unsqueeze(0), sum_squares)
     torch.ops.eagle_kernels.capture_hidden_out(*record)
     return out
 

@@ -7,7 +7,7 @@ One kernel for what engines run as row selects, adds, K RMSNorms and a `cat` (SG
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class NormConcat(NamedTuple):
         self.out.copy_(formula(self.sources))
 
 
-def plan(chunks: Sequence[Tensor] | Tensor, **arguments: object) -> Plan:
+def plan(chunks: Sequence[Tensor] | Tensor, **arguments: Any) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
     sources = Sources.of_call(OP, chunks, arguments)
     sources.check(OP)
@@ -109,19 +109,19 @@ def _plan(sources: Sources) -> Plan:
     return choose(OP, sources.chunks[0].device, sources.num_chunks)
 
 
-def _run_out(*arguments: object) -> None:
-    *sources, out = arguments
-    sources = Sources(*sources)
+def _run_out(*arguments: Any) -> None:
+    *fields, out = arguments
+    sources = Sources(*fields)
     run(NormConcat(sources, out), _plan(sources))
 
 
-def _run(*arguments: object) -> Tensor:
+def _run(*arguments: Any) -> Tensor:
     out = _empty(*arguments)
     _run_out(*arguments, out)
     return out
 
 
-def _empty(*arguments: object) -> Tensor:
+def _empty(*arguments: Any) -> Tensor:
     sources = Sources(*arguments)
     return sources.chunks[0].new_empty(sources.rows, sources.width)
 

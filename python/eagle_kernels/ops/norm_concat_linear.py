@@ -9,7 +9,7 @@ Triton's split kernels round (norm_offset + gain) * weight in place of x: one ro
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -177,7 +177,7 @@ class TwoSteps(NormConcatLinear):
         return (*self.sources.for_primitive(), self.projection.weight, self.out)
 
 
-def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: object) -> Plan:
+def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: Any) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
     eps, post_norm_eps = _split_eps(arguments.get("eps", 1e-6), arguments.get("post_norm_weight"))
     sources = Sources.of_call(OP, chunks, arguments | {"eps": eps})
@@ -270,17 +270,17 @@ def project_formula(normed: Tensor, projection: Projection, norm_offset: float) 
 _SOURCES, _PROJECTION = len(Sources._fields), len(Projection._fields)
 
 
-def _run_out(*arguments: object) -> None:
+def _run_out(*arguments: Any) -> None:
     run(*_records(arguments), arguments[-1])
 
 
-def _run(*arguments: object) -> Tensor:
+def _run(*arguments: Any) -> Tensor:
     out = _empty(*arguments)
     _run_out(*arguments, out)
     return out
 
 
-def _empty(*arguments: object) -> Tensor:
+def _empty(*arguments: Any) -> Tensor:
     sources, projection = _records(arguments)
     return projection.weight.new_empty(sources.rows, projection.weight.shape[0])
 

@@ -14,8 +14,8 @@ primitives have checks of their own, so a call that runs on one of them is check
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .. import checks
 NORMS = ("none", "chunk", "concat")  # the position is the code the compiled primitives take
 
 _MAX_WIDTH = 2**31 - 1  # of the concat: csrc/sources.cpp
-_DEFAULTS = {"norm": "chunk", "eps": 1e-6, "norm_offset": 0.0}  # of the public ops
+_DEFAULTS: dict[str, Any] = {"norm": "chunk", "eps": 1e-6, "norm_offset": 0.0}  # of the public ops
 
 
 class Sources(NamedTuple):
@@ -58,7 +58,7 @@ class Sources(NamedTuple):
         if not isinstance(norm, str) or norm not in NORMS:
             raise checks.error(ValueError, op, f"norm is {norm!r}", f"one of {NORMS}")
         packed = isinstance(chunks, Tensor)
-        chunks = [chunks] if packed else checks.check_sequence(op, "chunks", chunks)
+        chunks = [chunks] if isinstance(chunks, Tensor) else checks.check_sequence(op, "chunks", chunks)
         if not chunks:
             raise checks.error(ValueError, op, "chunks is empty", "K >= 1 tensors")
         if norm_weight is None:
@@ -88,7 +88,7 @@ class Sources(NamedTuple):
         )
 
     @staticmethod
-    def of_call(op: str, chunks: Iterable[Tensor] | Tensor, arguments: dict[str, object]) -> Sources:
+    def of_call(op: str, chunks: Iterable[Tensor] | Tensor, arguments: Mapping[str, Any]) -> Sources:
         """From the keyword arguments of a public call, for `explain`."""
         names = ("norm", "norm_weight", "eps", "norm_offset", "residuals", "indices", "sum_squares", "num_chunks")
         return Sources.of(op, chunks, *(arguments.get(name, _DEFAULTS.get(name)) for name in names))
@@ -323,12 +323,12 @@ def _check_gain_vectors(op: str, gains: list[Tensor], chunks: list[Tensor], num_
             checks.check_dtype(op, f"norm_weight[{k}]", gain, (gains[0].dtype,), "norm_weight[0] has that dtype")
 
 
-def is_number(eps: object) -> bool:
+def is_number(eps: Any) -> bool:
     """Whether it stands for one value; a tensor or array without dimensions does, and a text, which is refused."""
     return isinstance(eps, (int, float, str, bytes)) or not isinstance(eps, Iterable) or getattr(eps, "ndim", 1) == 0
 
 
-def _eps_list(op: str, eps: float | Iterable[float]) -> list[float]:
+def _eps_list(op: str, eps: Any) -> list[float]:
     if is_number(eps):
         return [checks.check_number(op, "eps", eps, "a number or a sequence of numbers")]
     return [checks.check_number(op, f"eps[{k}]", value) for k, value in enumerate(eps)]
@@ -363,7 +363,9 @@ def _check_sum_squares(op: str, sum_squares: Tensor, norm: str, chunks: list[Ten
 def formula(sources: Sources, dtype: torch.dtype = torch.float32) -> Tensor:
     """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth."""
     norm, gains, eps = sources.norm, sources.gains, sources.eps
-    values, squares, in_range = [], [], []
+    values: list[Tensor] = []
+    squares: list[Tensor] = []
+    in_range: list[Tensor | None] = []
     for k, (value, index) in enumerate(_values(sources)):
         square = None if sources.sum_squares is None else sources.sum_squares[:, k : k + 1]
         in_range.append(None if index is None else rows_in_range(value, index))
@@ -373,7 +375,7 @@ def formula(sources: Sources, dtype: torch.dtype = torch.float32) -> Tensor:
     if norm == "none":
         return torch.cat(values, -1)
     if norm == "concat":
-        rstd = rstd_of(sum(squares) / total_width(values), eps[0])
+        rstd = rstd_of(sum(squares[1:], squares[0]) / total_width(values), eps[0])
         gains = list(gains[0].split([value.shape[-1] for value in values])) if gains else gains
     elif gains and len(gains) != sources.num_chunks:
         gains = list(gains[0])
@@ -385,18 +387,20 @@ def formula(sources: Sources, dtype: torch.dtype = torch.float32) -> Tensor:
         if gains:
             value = value * (gains[k].reshape(-1).to(dtype) + sources.norm_offset)
         # Zero stays zero where the index is out of range, and times an infinite gain would be NaN.
-        normed.append(value if in_range[k] is None else torch.where(in_range[k], value, 0))
+        there = in_range[k]
+        normed.append(value if there is None else torch.where(there, value, 0))
     return torch.cat(normed, -1)
 
 
 def _values(sources: Sources) -> list[tuple[Tensor, Tensor | None]]:
     """Per chunk round(chunk + residual) and the index that gathers its rows."""
-    K, chunks, residuals, indices = sources.num_chunks, sources.chunks, sources.residuals, sources.indices
-    chunks = chunks if len(chunks) == K else chunks[0].chunk(K, -1)
-    if residuals and len(residuals) != K:
-        residuals = residuals[0].chunk(K, -1)
+    K, indices = sources.num_chunks, sources.indices
+    chunks: Sequence[Tensor] = sources.chunks if len(sources.chunks) == K else sources.chunks[0].chunk(K, -1)
+    residuals: Sequence[Tensor | None] = sources.residuals or [None] * K
+    if len(residuals) != K:
+        residuals = [None] * K if residuals[0] is None else residuals[0].chunk(K, -1)
     values = [
-        chunk if not residuals or residuals[k] is None else chunk + residuals[k] for k, chunk in enumerate(chunks)
+        chunk if residual is None else chunk + residual for chunk, residual in zip(chunks, residuals, strict=True)
     ]
     return list(zip(values, indices if len(indices) == K else (indices or [None]) * K, strict=True))
 

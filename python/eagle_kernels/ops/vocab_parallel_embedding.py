@@ -7,7 +7,7 @@ Replaces mask + clamp + gather + masked_fill (+ scale + copy) of `VocabParallelE
 0.33, with their layout (`vocab_shard.py`). Shard bounds are runtime values: all ranks share one kernel.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ def vocab_parallel_embedding(
         run(record, choose(OP, ids.device))
         return out
     _check_shard(ids, weight, shard)
-    record = VocabParallelEmbedding(ids.reshape(-1), weight, *shard.bounds, scale, scale_tensor, out)
+    # Its `out` is not looked at: it may be shaped like ids of several dimensions, or None.
+    record = VocabParallelEmbedding(ids.reshape(-1), weight, *shard.bounds, scale, scale_tensor, out)  # type: ignore[arg-type]
     record.check_arguments()
     if out is None:
         rows = torch.ops.eagle_kernels.vocab_parallel_embedding(*record[:-1])
@@ -184,11 +185,11 @@ def plan(ids: Tensor, *_args: object, **_kwargs: object) -> Plan:
     return choose(OP, ids.device)
 
 
-def _run_out(ids: Tensor, *others: object) -> None:
+def _run_out(ids: Tensor, *others: Any) -> None:
     run(VocabParallelEmbedding(ids, *others), choose(OP, ids.device))
 
 
-def _run(ids: Tensor, weight: Tensor, *others: object) -> Tensor:
+def _run(ids: Tensor, weight: Tensor, *others: Any) -> Tensor:
     out = _empty(ids, weight)
     _run_out(ids, weight, *others, out)
     return out

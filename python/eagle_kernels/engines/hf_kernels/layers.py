@@ -5,6 +5,8 @@ Inference only. A module that another library has wrapped, quantised or moved to
 the op's own error, as it would in a direct call.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ...ops import norm_concat, norm_concat_linear
@@ -46,7 +48,7 @@ class Eagle3Projection(nn.Module):
     can_torch_compile = True
     has_backward = False
     fc: nn.Linear
-    fc_norm: nn.ModuleList  # K norms with weight [H] and variance_epsilon
+    fc_norm: Any  # K norms with weight [H] and variance_epsilon
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[*, K*H], the captured layers side by side, to [*, D]."""
@@ -67,8 +69,8 @@ class MTPProjection(nn.Module):
 
     can_torch_compile = True
     has_backward = False
-    enorm: nn.Module  # weight [H] and variance_epsilon
-    hnorm: nn.Module
+    enorm: Any  # weight [H] and variance_epsilon
+    hnorm: Any
     eh_proj: nn.Linear
 
     def forward(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:

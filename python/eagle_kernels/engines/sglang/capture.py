@@ -10,6 +10,7 @@ states before the target runs again.
 import logging
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ class Slots:
 
     def __init__(self, num_chunks: int, graph_buffer: Tensor | None) -> None:
         self.num_chunks = num_chunks
-        self.buffer = graph_buffer
+        self.buffer: Any = graph_buffer  # a tensor from the first `store` on
         self.taken = 0
         self.broken = False
 
@@ -70,9 +71,9 @@ def claim() -> Slots | None:
     return slots
 
 
-def _watch(result: None, *, model: nn.Module, eagle_use_aux_hidden_state: bool, **kwargs: object) -> None:
+def _watch(result: None, *, model: Any, eagle_use_aux_hidden_state: bool, **kwargs: object) -> None:
     """After SGLang told a target what to capture: give each of its forwards slots for that."""
-    owners = [module for module in model.modules() if module.__dict__.get("layers_to_capture")]
+    owners: list[Any] = [module for module in model.modules() if module.__dict__.get("layers_to_capture")]
     if not eagle_use_aux_hidden_state or model in _widths:
         return
     unsupported = _unsupported_reason(owners)
@@ -97,7 +98,7 @@ def _watch(result: None, *, model: nn.Module, eagle_use_aux_hidden_state: bool, 
     log_once(LOGGER, logging.INFO, f"{type(owner).__name__} captures boundaries {boundaries} into one packed tensor")
 
 
-def _unsupported_reason(owners: list[nn.Module]) -> str | None:
+def _unsupported_reason(owners: list[Any]) -> str | None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
     if len(owners) != 1:
@@ -109,7 +110,7 @@ def _unsupported_reason(owners: list[nn.Module]) -> str | None:
     return None
 
 
-def _packed_list(original: type) -> type:
+def _packed_list(original: Any) -> type:
     class PackedAuxHiddenStates(original):
         """SGLang's AuxHiddenStateList whose entries are slots of one packed tensor, as long as they fit."""
 
@@ -131,20 +132,20 @@ def _packed_list(original: type) -> type:
     return PackedAuxHiddenStates
 
 
-def _pack(original: Callable, aux_hidden_states: object) -> Tensor:
+def _pack(original: Callable, aux_hidden_states: Any) -> Tensor:
     slots = getattr(aux_hidden_states, "slots", None)
     packed = None if slots is None or len(aux_hidden_states) != slots.num_chunks else slots.packed()
     return original(aux_hidden_states) if packed is None else packed
 
 
-def _packer_slot(original: Callable, packer: object, like: Tensor) -> Tensor:
+def _packer_slot(original: Callable, packer: Any, like: Tensor) -> Tensor:
     """DeepSeek and MiMo pack by themselves; in a decode graph they get its static buffer."""
     if packer._feature_size is None and packer._buffer is None and (slots := claim()) is not None:
         packer._buffer = fitting(slots.buffer, like, packer._num_captures)
     return original(packer, like)
 
 
-def _width(original: Callable, *, model: nn.Module, spec_algorithm: object, is_draft_worker: bool) -> int:
+def _width(original: Callable, *, model: nn.Module, spec_algorithm: Any, is_draft_worker: bool) -> int:
     """The width of the static buffer that the decode graph runner allocates: 0 for none."""
     width = original(model=model, spec_algorithm=spec_algorithm, is_draft_worker=is_draft_worker)
     return width or (0 if is_draft_worker or not spec_algorithm.is_eagle3() else _widths.get(model, 0))

@@ -7,23 +7,24 @@ layer, or the final norm, takes both in: round(hidden + residual), before either
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...ops import capture_hidden
 from ..eligibility import log_once
-from .capture import claim
+from .capture import Slots, claim
 from .hooks import LOGGER, Hook
 
 
 class _Captured(list):
     """In place of the list that SGLang fills: `slots` is what `capture` packs it by."""
 
-    slots = None
+    slots: Slots | None = None
 
 
-def _attach(result: None, model: nn.Module, layer_ids: list[int] | None = None) -> None:
+def _attach(result: None, model: Any, layer_ids: list[int] | None = None) -> None:
     """After Gemma3ForCausalLM.set_eagle3_layers_to_capture."""
     decoder = model.model
     if "_eagle_kernels_captured" in decoder.__dict__:  # a second call changes what is captured, not how
@@ -40,13 +41,13 @@ def _begin(decoder: nn.Module, args: tuple) -> None:
     decoder.__dict__["_eagle_kernels_captured"] = _Captured()
 
 
-def _end(decoder: nn.Module, args: tuple, output: object) -> object:
+def _end(decoder: nn.Module, args: tuple, output: Any) -> object:
     captured = decoder.__dict__["_eagle_kernels_captured"]
     decoder.__dict__["_eagle_kernels_captured"] = None
     return (output[0], captured) if captured else output
 
 
-def _reads(decoder: nn.Module, boundary: int) -> Callable:
+def _reads(decoder: Any, boundary: int) -> Callable:
     def read(reader: nn.Module, args: tuple, kwargs: dict) -> None:
         captured = decoder.__dict__["_eagle_kernels_captured"]
         if captured is None or boundary not in decoder.layers_to_capture:

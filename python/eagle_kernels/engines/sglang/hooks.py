@@ -7,6 +7,7 @@ part of a plugin is now missing nor leaves the rest of the part alone.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..eligibility import TargetError, find_target, log_once
 
@@ -51,8 +52,8 @@ def hook_all(parts: Mapping[str, Sequence[Hook]]) -> None:
         _report_after_apply(HookRegistry, originals)
 
 
-def _find(part: str, hooks: Sequence[Hook]) -> list[tuple[object, str, object]] | None:
-    found = []
+def _find(part: str, hooks: Sequence[Hook]) -> list[tuple[Any, str, Any]] | None:
+    found: list[tuple[Any, str, Any]] = []
     try:
         for hook in hooks:
             if hook.kind == "ADD":
@@ -70,7 +71,7 @@ def _find(part: str, hooks: Sequence[Hook]) -> list[tuple[object, str, object]] 
     return found
 
 
-def _report_after_apply(registry: type, originals: dict[str, tuple[str, object]]) -> None:
+def _report_after_apply(registry: Any, originals: dict[str, tuple[str, object]]) -> None:
     """Wrap the registry's next apply_hooks: it returns nothing and raises nothing, whatever it did."""
     apply_hooks = vars(registry)["apply_hooks"]
 

@@ -8,8 +8,9 @@ K*Ht == Hd, widths cannot tell them from those of the drafter's previous step, a
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..eligibility import linear_unsupported_reason, log_once
 from ..projection import EngineProjection
@@ -28,7 +29,7 @@ class Stage:
     target_width: int  # K*Ht
     width: int  # Hd
 
-    def reads_target(self, hidden: Tensor, forward_batch: object) -> bool:
+    def reads_target(self, hidden: Tensor, forward_batch: Any) -> bool:
         if hidden.shape[-1] != self.target_width:
             return False
         # Only draft decode feeds a drafter its own output; prefill and draft extend bring the target's.
@@ -37,10 +38,10 @@ class Stage:
 
 def _forward(
     original: Callable,
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     positions: Tensor,
-    forward_batch: object,
+    forward_batch: Any,
     *args: object,
     **kwargs: object,
 ) -> object:
@@ -62,10 +63,10 @@ def _forward(
 _UNPLANNED = object()
 
 
-def _plan(model: nn.Module) -> Stage | None:
+def _plan(model: Any) -> Stage | None:
     name = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
     stage, unsupported = _read(model)
-    if unsupported is not None:
+    if stage is None:
         log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return None
     projection = stage.projection
@@ -75,7 +76,7 @@ def _plan(model: nn.Module) -> Stage | None:
     return stage
 
 
-def _read(model: nn.Module) -> tuple[Stage | None, str | None]:
+def _read(model: Any) -> tuple[Stage | None, str | None]:
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     eagle_config = getattr(model.config, "eagle_config", None) or {}

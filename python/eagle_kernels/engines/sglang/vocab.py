@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,13 +74,13 @@ def _rows(weight: Tensor, shard: VocabShard) -> Tensor:
 
 
 def _shard_weight(
-    original: Callable, model: nn.Module, weight: Tensor, *, draft_embedding: nn.Module | None = None
+    original: Callable, model: Any, weight: Tensor, *, draft_embedding: nn.Module | None = None
 ) -> Tensor:
     rows = shard_for_draft(weight, draft_embedding, model.config.vocab_size)
     return original(model, weight, draft_embedding=draft_embedding) if rows is None else rows
 
 
-def _get_embed_and_head_for_draft(model: nn.Module, draft_embedding: nn.Module) -> tuple[Tensor, Tensor]:
+def _get_embed_and_head_for_draft(model: Any, draft_embedding: nn.Module) -> tuple[Tensor, Tensor]:
     """The method that SGLang looks for and the Gemma 4 wrapper lacks; its head is its embedding."""
     embed, head = model.get_embed_and_head()
     rows = shard_for_draft(embed, draft_embedding, model.config.text_config.vocab_size)

@@ -6,6 +6,8 @@ are and writes into the engine's static buffer.
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +55,17 @@ def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     return type(drafter.__name__, (FusedCombine, drafter), members)
 
 
-class FusedCombine:
+# What vLLM has no types for here: the class that another one is mixed into, its model and its configs.
+_Base: Any = object
+
+
+class FusedCombine(_Base):
     """Mixed in before a drafter class of vLLM."""
 
     _projection: EngineProjection | None = None
-    _projection_of: nn.Module | None = None  # the fc that `_projection` was planned for
+    _projection_of: Any = None  # the fc that `_projection` was planned for
 
-    def __init__(self, *, vllm_config: object, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         with leaving_to_vllm(f"{type(self).__name__}'s number of chunks"):
             _state_num_chunks(vllm_config.speculative_config.draft_model_config.hf_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -92,11 +98,11 @@ class FusedCombine:
         return projection(hidden_states)
 
 
-def plan(drafter: nn.Module, read: object) -> EngineProjection | None:
+def plan(drafter: Any, read: Callable) -> EngineProjection | None:
     """What runs this drafter's projection; None is vLLM's own path. Either way one line says so."""
     name = f"{type(drafter).__name__}.combine_hidden_states"
     projection, unsupported = _plan(drafter, read)
-    if unsupported is not None:
+    if projection is None:
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
         return None
     if projection.has_norm:
@@ -110,7 +116,7 @@ def plan(drafter: nn.Module, read: object) -> EngineProjection | None:
     return projection
 
 
-def _plan(drafter: nn.Module, read: object) -> tuple[EngineProjection | None, str | None]:
+def _plan(drafter: Any, read: Callable) -> tuple[EngineProjection | None, str | None]:
     import vllm.envs
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -137,7 +143,7 @@ def _plan(drafter: nn.Module, read: object) -> tuple[EngineProjection | None, st
     return (projection, None) if unsupported is None else (None, unsupported)
 
 
-def rms_norm_unsupported_reason(norm: nn.Module, known: set[type], dtype: torch.dtype) -> str | None:
+def rms_norm_unsupported_reason(norm: Any, known: set[type], dtype: torch.dtype) -> str | None:
     """`norm_unsupported_reason`, and two cases of vLLM's own RMSNorm: a part of the row, no weight."""
     if getattr(norm, "variance_size_override", None) is not None:
         return f"its norm takes the variance of {norm.variance_size_override} columns only"
@@ -146,7 +152,7 @@ def rms_norm_unsupported_reason(norm: nn.Module, known: set[type], dtype: torch.
     return norm_unsupported_reason(norm, known, dtype)
 
 
-def _read_eagle3(model: nn.Module) -> dict | None:
+def _read_eagle3(model: Any) -> dict | None:
     if not getattr(model, "use_aux_hidden_state", True):
         return None
     # Qwen 3 calls the count num_aux_layers; DeepSeek has no norm before fc.
@@ -155,11 +161,11 @@ def _read_eagle3(model: nn.Module) -> dict | None:
     return {"fc": model.fc, "num_chunks": num_chunks, "concat_norm": concat_norm, "chunk_norms": model.fc_norm or ()}
 
 
-def _read_dflash(model: nn.Module) -> dict | None:
+def _read_dflash(model: Any) -> dict | None:
     return {"fc": model.fc, "num_chunks": None} if model.use_aux_hidden_state else None
 
 
-def _read_laguna(model: nn.Module) -> dict:
+def _read_laguna(model: Any) -> dict:
     chunk_norms = model.aux_hidden_norms
     return {"fc": model.fc, "num_chunks": len(chunk_norms), "chunk_norms": chunk_norms, "post_norm": model.hidden_norm}
 
@@ -174,7 +180,7 @@ _READERS = {
 }
 
 
-def _state_num_chunks(config: object) -> None:
+def _state_num_chunks(config: Any) -> None:
     """vLLM's Llama and DeepSeek drafters size fc for 3 chunks where K is in the top-level layer ids only, as the
     speculators format writes them, and die on any other K (vllm#54526; vllm#54598 is not merged)."""
     nested = getattr(config, "eagle_config", None) or {}
@@ -184,7 +190,7 @@ def _state_num_chunks(config: object) -> None:
         config.num_aux_hidden_states = len(layer_ids)
 
 
-def _keep_dense_on_cpu(fc: nn.Module | None) -> None:
+def _keep_dense_on_cpu(fc: Any) -> None:
     """Ask vLLM's CPU backend not to pack fc's weight away where the fused kernel would read it dense."""
     from vllm.platforms import current_platform
 

@@ -5,6 +5,7 @@ A table on one rank is a plain gather in both, and stays with vLLM.
 """
 
 import logging
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +32,10 @@ def register() -> None:
         log_once(LOGGER, logging.WARNING, message)
 
 
-class ShardLookup:
+_Base: Any = object  # vLLM's class, which has no types here
+
+
+class ShardLookup(_Base):
     """Mixed in before vLLM's class, whose constructor, loader and LoRA handling stay."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -54,7 +58,7 @@ class ShardLookup:
         return tensor_model_parallel_all_reduce(rows) if group is None else group.all_reduce(rows)
 
 
-def _shard(layer: object) -> tuple[VocabShard | None, str | None]:
+def _shard(layer: Any) -> tuple[VocabShard | None, str | None]:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     if layer.tp_size == 1:

@@ -6,6 +6,7 @@ where they are, so loading and updating weights see no difference.
 """
 
 import logging
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
     if predictor.__module__ not in _MODULES:
         raise TargetError(f"it is of another plugin, {predictor.__module__}")
 
-    def __init__(self: nn.Module, *, vllm_config: object, prefix: str = "") -> None:
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         predictor.__init__(self, vllm_config=vllm_config, prefix=prefix)
         with leaving_to_vllm(f"{predictor.__name__}'s input stage"):
             for layer in self.model.layers.values():
@@ -47,11 +48,13 @@ class PassThrough:
 class NormedLinear(nn.Linear):
     """y = [norm(x[:, :H]), norm'(x[:, H:])] @ weight^T with the gains of the two norms."""
 
+    projection: EngineProjection
+
     def forward(self, x: Tensor) -> Tensor:
         return self.projection(x)
 
 
-def fuse(layer: nn.Module, max_rows: int) -> None:
+def fuse(layer: Any, max_rows: int) -> None:
     """Give a layer with enorm, hnorm and eh_proj the fused stage, or log why not."""
     norms, eh_proj = (layer.enorm, layer.hnorm), layer.eh_proj
     offset, unsupported = _offset_and_unsupported_reason(norms, eh_proj)
@@ -69,7 +72,7 @@ def fuse(layer: nn.Module, max_rows: int) -> None:
     log_once(LOGGER, logging.INFO, f"{name} runs norm_concat_linear")
 
 
-def _offset_and_unsupported_reason(norms: tuple[nn.Module, nn.Module], eh_proj: nn.Module) -> tuple[float, str | None]:
+def _offset_and_unsupported_reason(norms: tuple[Any, Any], eh_proj: Any) -> tuple[float, str | None]:
     import vllm.envs
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 

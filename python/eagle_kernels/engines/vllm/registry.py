@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -25,7 +26,7 @@ def leaving_to_vllm(target: str) -> Iterator[None]:
 class HookedModel:
     """A registry entry that loads what `entry` loads, through a hook; what vLLM asks about the class is unchanged."""
 
-    entry: object
+    entry: Any
     hook: Callable[[type[nn.Module]], type[nn.Module]]
 
     def inspect_model_cls(self) -> object:

@@ -12,6 +12,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -39,25 +40,25 @@ def hook() -> None:
 def _hook(target: str, parameters: tuple[object, ...], wrap: Callable) -> None:
     owner, name, method = find_target(target, parameters)
     if not hasattr(method, "eagle_kernels_original"):
-        wrapped = functools.wraps(method)(wrap(method))
+        wrapped: Any = functools.wraps(method)(wrap(method))
         wrapped.eagle_kernels_original = method
         setattr(owner, name, wrapped)
         log_once(LOGGER, logging.INFO, f"{target.partition(':')[2]} takes the zero-copy route")
 
 
-def _projection(speculator: object) -> Callable | None:
+def _projection(speculator: Any) -> Callable | None:
     planned = getattr(speculator.model, "eagle_kernels_projection", None)
     return None if planned is None else planned()
 
 
 def _propose(original: Callable) -> Callable:
     def propose(
-        self: object,
+        self: Any,
         input_batch: object,
         attn_metadata: object,
         slot_mappings: object,
         last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
+        aux_hidden_states: Any,  # list[Tensor] | None
         *args: object,
         **kwargs: object,
     ) -> Tensor:
@@ -75,10 +76,10 @@ def _propose(original: Callable) -> Callable:
 
 def _store_hidden_states(original: Callable) -> Callable:
     def _store_hidden_states(
-        self: object,
+        self: Any,
         num_tokens: int,
         last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
+        aux_hidden_states: Any,  # list[Tensor] | None
         num_graph_tokens: int = 0,
     ) -> None:
         projection = _projection(self) if aux_hidden_states else None

@@ -1,0 +1,95 @@
+"""What the commands put out: lines that fit 80 columns, progress on a terminal, files written whole or not at all."""
+
+import argparse
+import contextlib
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+WIDTH = 80
+
+
+class Unwritable(OSError):
+    """A file that could not be written; the message names it."""
+
+
+def wrap(text: str, indent: str = "  ", first: str = "") -> str:
+    """The text in lines of at most 80 columns, those after the first one indented."""
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def say(text: str = "") -> None:
+    """Print now, above a bar where there is one."""
+    if (tqdm := sys.modules.get("tqdm")) is not None:
+        tqdm.tqdm.write(text)
+    else:
+        print(text)
+    sys.stdout.flush()
+
+
+def define(name: str, text: str, column: int = 14) -> None:
+    """Print a name and what is to say about it, wrapped beside it."""
+    # `first` is no part of the text: its spaces stay.
+    say(wrap(text, indent=" " * (column + 2), first=f"  {name:<{column - 1}} "))
+
+
+class Progress:
+    """A bar with the time left where stderr is a terminal and tqdm is installed; else nothing."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._bar = None
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = 0  # no thread of its own beside what is timed
+            # The note last: where the terminal is narrow, tqdm cuts the end off.
+            form = f"{{n_fmt}}/{{total_fmt}} {unit} |{{bar:10}}| {{elapsed}}, {{remaining}} left: {{desc}}"
+            self._bar = tqdm(total=total, bar_format=form, disable=None, leave=False, dynamic_ncols=True)
+
+    def note(self, text: str) -> None:
+        """What happens now."""
+        if self._bar is not None:
+            self._bar.set_description_str(text)
+
+    def step(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def check_writable(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """A usage error where `write_text` could not write this file; makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        parser.error(f"argument {option}: {path}: {failure.strerror}")
+    if path.exists() and not path.is_file():  # /dev/full would be replaced
+        parser.error(f"argument {option}: {path} is no regular file")
+    if not os.access(path.parent, os.W_OK):
+        parser.error(f"argument {option}: {path} cannot be written")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        Unwritable: the disk is full, or the folder gone.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """`write_text` of what is encoded already."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as failure:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise Unwritable(f"{path} was not written: {failure.strerror}") from None
