@@ -93,6 +93,11 @@ def test_one_output_given_and_one_allocated(given: str, cpu_isa: str) -> None:
     assert all(map(same_bits, results, expected))
 
 
+def test_rows_without_columns(cpu_isa: str) -> None:
+    normed, total = ek.add_rms_norm(torch.empty(3, 0), torch.empty(3, 0), torch.empty(0))
+    assert normed.shape == total.shape == (3, 0)
+
+
 def test_one_row(cpu_isa: str) -> None:
     hidden, residual, weight = torch.randn(3, 101).bfloat16()
     normed, total = ek.add_rms_norm(hidden, residual, weight)

@@ -36,6 +36,13 @@ def test_capture_fills_its_slot_and_nothing_else(buffer: ek.AuxHiddenStates) -> 
     assert torch.equal(~buffer.sum_squares.isnan(), written[:, H // 2 :: H])
 
 
+def test_autograd_sees_a_capture_into_kept_views_too(buffer: ek.AuxHiddenStates) -> None:
+    for _ in range(2):
+        versions = buffer.buffer._version, buffer.sum_squares._version
+        buffer.capture(1, torch.randn(T, H).bfloat16())
+        assert buffer.buffer._version > versions[0] and buffer.sum_squares._version > versions[1]
+
+
 def test_captures_of_a_chunked_prefill_follow_each_other(buffer: ek.AuxHiddenStates) -> None:
     hidden = torch.randn(T, H).bfloat16()
     buffer.capture(0, hidden[:5])
@@ -65,7 +72,20 @@ def test_the_packed_view_feeds_the_projection_without_a_copy(buffer: ek.AuxHidde
         pytest.param(
             lambda b: b.capture(0, torch.zeros(10, H).bfloat16(), row=7), "the rows end at 17", id="rows-past-the-end"
         ),
-        pytest.param(lambda b: b.capture(0, torch.zeros(1, H).bfloat16(), row=-1), "the rows end at 0", id="row-below"),
+        pytest.param(
+            lambda b: b.capture(0, torch.zeros(1, H).bfloat16(), row=-1), "row is -1, expected at least 0", id="row"
+        ),
+        *(
+            pytest.param(
+                lambda b, k=k: b.capture(k, torch.zeros(1, H).bfloat16()),
+                f"AuxHiddenStates.capture: k is a {type(k).__name__}, expected an int",
+                id=f"k-{k}",
+            )
+            for k in (1.0, True)
+        ),
+        pytest.param(
+            lambda b: b.packed("2"), "AuxHiddenStates.packed: rows is a str, expected an int", id="rows-as-text"
+        ),
         pytest.param(
             lambda b: b.capture(3, torch.zeros(1, H).bfloat16()), "k is 3, expected a slot in [0, 3)", id="slot"
         ),
@@ -83,7 +103,14 @@ def test_the_packed_view_feeds_the_projection_without_a_copy(buffer: ek.AuxHidde
             lambda b: b.packed(17), "AuxHiddenStates.packed: rows is 17, expected at most max_tokens = 16", id="packed"
         ),
         pytest.param(lambda b: b.chunk(-1, 2), "k is -1, expected a slot in [0, 3)", id="chunk"),
-        pytest.param(lambda b: b.row_sum_squares(-1), "rows is -1", id="negative-rows"),
+        *(
+            pytest.param(
+                lambda b, name=name: getattr(b, name)(-1),
+                f"AuxHiddenStates.{name}: rows is -1, expected at least 0",
+                id=f"{name}-negative",
+            )
+            for name in ("packed", "row_sum_squares", "step")
+        ),
     ],
 )
 def test_errors_leave_the_buffer_untouched(buffer: ek.AuxHiddenStates, call: object, message: str) -> None:
@@ -97,6 +124,22 @@ def test_sizes_are_positive(name: str) -> None:
     sizes = {"max_tokens": 1, "num_chunks": 1, "hidden_size": 1} | {name: 0}
     with pytest.raises(ValueError, match=f"AuxHiddenStates: {name} is 0, expected at least 1"):
         ek.AuxHiddenStates(**sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, "bf16"], ids=str)
+def test_the_stream_has_a_dtype_of_the_ops(dtype: object) -> None:
+    expected = f"HiddenStates: dtype is {dtype}, expected torch.bfloat16 or torch.float16 or torch.float32$"
+    with pytest.raises(TypeError, match=f"^Aux{expected}"):
+        ek.AuxHiddenStates(1, 2, 3, dtype=dtype)
+    with pytest.raises(TypeError, match=f"^Chained{expected}"):
+        ek.ChainedHiddenStates(1, 3, dtype=dtype)
+
+
+def test_more_columns_than_int32_counts_are_refused_before_they_are_allocated() -> None:
+    with pytest.raises(
+        ValueError, match=r"^AuxHiddenStates: K=1000000000 chunks of H=4 have 4000000000 columns, expec"
+    ):
+        ek.AuxHiddenStates(1, 10**9, 4)
 
 
 def test_decoding_after_a_long_prefill_uses_the_same_rows() -> None:
@@ -165,7 +208,7 @@ def test_a_slot_that_is_left_out_is_named(buffer: ek.AuxHiddenStates) -> None:
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("rows", "row"), [(17, 0), (10, 7), (1, -1)])
+@pytest.mark.parametrize(("rows", "row"), [(17, 0), (10, 7)])
 def test_a_step_of_too_many_rows_is_refused_before_it_starts(buffer: ek.AuxHiddenStates, rows: int, row: int) -> None:
     message = f"AuxHiddenStates.step: the rows end at {row + rows}, expected at most max_tokens = 16, because static"
     with pytest.raises(ValueError, match=re.escape(message)):

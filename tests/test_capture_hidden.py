@@ -58,6 +58,12 @@ def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: i
         assert same_bits(without.buffer[2 : 2 + T], guarded.buffer[2 : 2 + T])
 
 
+def test_rows_without_columns(cpu_isa: str) -> None:
+    squares = torch.full((3,), float("nan"))
+    ek.capture_hidden(torch.empty(3, 0), torch.empty(3, 0), out=torch.empty(3, 0), sum_squares=squares)
+    assert same_bits(squares, torch.zeros(3))
+
+
 def test_one_row(cpu_isa: str) -> None:
     hidden, residual = torch.randn(2, 101).bfloat16()
     out, square = torch.empty(101).bfloat16(), torch.empty(1)

@@ -180,6 +180,49 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
         eagle3_layer().load_checkpoint(tmp_path)
 
 
+NO_INDEX = '{folder}/model.safetensors.index.json\' is not an index, expected JSON with a "weight_map" from names'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, NO_INDEX) for text in ("{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"fc.weight": 5}}')),
+        *(
+            (
+                json.dumps({"weight_map": {"fc.weight": file}}),
+                f"the index has fc.weight in {file!r}, expected a file in its own folder",
+            )
+            for file in ("../outside.safetensors", "/outside.safetensors", "parts/../../outside.safetensors")
+        ),
+        (
+            json.dumps({"weight_map": {"fc.weight": "damaged.safetensors"}}),
+            "{folder}/damaged.safetensors' is damaged, expected a safetensors file, because ",
+        ),
+    ],
+)
+def test_a_bad_index_is_worded(text: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "damaged.safetensors").write_bytes(b"damaged")
+    (folder / "model.safetensors.index.json").write_text(text)
+    save_file(eagle3_weights(), tmp_path / "outside.safetensors")
+    expected = "Eagle3Projection.load_checkpoint: " + message.replace("{folder}", f"'{folder}")
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+        eagle3_layer().load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (5, "weights is a int, expected a safetensors file or folder, or tensors by name"),
+        ({5: torch.zeros(1)}, "weights has 5, expected tensors by name"),
+    ],
+)
+def test_weights_of_another_type_are_worded(weights: object, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
+        eagle3_layer().load_checkpoint(weights)
+
+
 def mtp_layer(**config: object) -> ek.MTPProjection:
     return ek.MTPProjection(ek.MTPConfig(H, D, **config), dtype=torch.bfloat16)
 

@@ -136,6 +136,11 @@ CAPTURE_ERRORS = [
         id="below-zero-boundary",
     ),
     pytest.param(("qwen3", 6), {}, ValueError, "layer_ids is [2, 3, 3], expected distinct ids", id="too-shallow"),
+    pytest.param(("qwen3", 36, "[2, 18]"), {}, TypeError, "layer_ids is a str, expected a list of ints", id="text"),
+    pytest.param(("qwen3", 36, 2), {}, TypeError, "layer_ids is a int, expected a list of ints", id="number"),
+    pytest.param(("qwen3", 36, [True]), {}, TypeError, "layer_ids[0] is a bool, expected an int", id="bool-id"),
+    pytest.param(("qwen3", -3), {}, ValueError, "num_layers is -3, expected at least 1", id="negative-layers"),
+    pytest.param((["qwen3"], 36), {}, ValueError, "model_type is ['qwen3'], expected one of", id="list-of-types"),
     pytest.param(("qwen3", 36, [2, 18.0]), {}, TypeError, "layer_ids[1] is a float, expected an int", id="float-id"),
     pytest.param(("qwen3", None, [2]), {}, TypeError, "num_layers is a NoneType, expected an int", id="no-layers"),
     pytest.param(
@@ -416,6 +421,58 @@ CONFIG_ERRORS = [
         "speculators_model_type is 'dflash', expected 'eagle3' or 'peagle'",
         id="not-eagle3",
     ),
+    *(
+        pytest.param({name: "false"}, TypeError, f"{name} is 'false', expected True or False", id=f"{name}-as-text")
+        for name in (
+            "fc_norm",
+            "use_aux_norm",
+            "norm_before_fc",
+            "bias",
+            "use_aux_hidden_state",
+            "norm_output",
+            "norm_before_residual",
+        )
+    ),
+    pytest.param(
+        {"eagle_config": {"fc_norm": 1}}, TypeError, "fc_norm is 1, expected True or False", id="flag-as-number"
+    ),
+    *(
+        pytest.param(
+            {"eagle_aux_hidden_state_layer_ids": ids},
+            TypeError,
+            f"eagle_aux_hidden_state_layer_ids is a {type(ids).__name__}, expected a list of ints",
+            id=f"ids-as-{type(ids).__name__}",
+        )
+        for ids in ("[1, 29, 57]", 29)
+    ),
+    pytest.param(
+        {"eagle_config": {"layer_ids": [1, True]}},
+        TypeError,
+        "eagle_config.layer_ids[1] is a bool, expected an int",
+        id="id-as-bool",
+    ),
+    *(
+        pytest.param(
+            {"rms_norm_eps": eps}, ValueError, f"eps is {eps}, expected a finite fp32 number of at least 0", id=str(eps)
+        )
+        for eps in (float("nan"), float("inf"), -1e-6)
+    ),
+    *(
+        pytest.param(
+            {"rms_norm_eps": eps}, TypeError, f"rms_norm_eps is a {type(eps).__name__}, expected a number", id=str(eps)
+        )
+        for eps in ("abc", "1e-6", True, [1e-6])
+    ),
+    pytest.param(
+        {"num_aux_hidden_states": 10**9},
+        ValueError,
+        "K=1000000000 chunks of H=4096 have 4096000000000 columns, expected at most 2147483647",
+        id="K",
+    ),
+    pytest.param({"hidden_size": True}, TypeError, "hidden_size is a bool, expected an int", id="width-as-bool"),
+    pytest.param({"vocab_size": -1}, ValueError, "vocab_size is -1, expected at least 1", id="vocab"),
+    pytest.param({"draft_vocab_size": "1"}, TypeError, "draft_vocab_size is a str, expected an int", id="draft-vocab"),
+    pytest.param({"eagle_config": "x"}, TypeError, "eagle_config is a str, expected a dict or", id="section"),
 ]
 
 
@@ -430,6 +487,23 @@ def test_config_errors(fields, kind, message):
 def test_from_hf_reads_no_files(config):
     with pytest.raises(TypeError, match=r"Eagle3Config.from_hf: config is a \w+, expected a dict or a Hugging Face"):
         Eagle3Config.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eps": "abc"}, "eps is a str, expected a number"),
+        ({"eps": float("nan")}, "eps is nan, expected a finite fp32 number of at least 0"),
+        ({"norm_offset": "1"}, "norm_offset is a str, expected a number"),
+        ({"chunk_norm": "false"}, "chunk_norm is 'false', expected True or False"),
+        ({"num_chunks": True}, "num_chunks is a bool, expected an int"),
+        ({"layer_ids": "123"}, "layer_ids is a str, expected a list of ints"),
+        ({"layer_ids_mean": "input"}, "layer_ids_mean is 'input', expected None, 'output' or 'boundary'"),
+    ],
+)
+def test_direct_construction_checks_its_fields(fields, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'Eagle3Config: {message}')}$"):
+        Eagle3Config(**{"num_chunks": 3, "target_hidden_size": 8, "hidden_size": 8} | fields)
 
 
 def test_direct_construction_checks_layer_ids():

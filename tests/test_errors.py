@@ -4,7 +4,7 @@ Each row changes one argument of a call that works. A call that raises has writt
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -459,6 +459,12 @@ ERRORS = [
     ),
     (
         "capture_hidden",
+        {"sum_squares": torch.rand(1).expand(T)},
+        ValueError,
+        "sum_squares has strides (0,), expected rows that do not overlap each other",
+    ),
+    (
+        "capture_hidden",
         lambda call: {"out": call["hidden"]},
         ValueError,
         "out overlaps hidden, expected disjoint memory, because rows are written while others are read",
@@ -596,6 +602,85 @@ ERRORS = [
         "out overlaps weight, expected disjoint memory, because rows are written while others are read",
     ),
 ]
+
+
+# What lies in memory otherwise than its strides say, by name: from an operand as it should be, and the message from the
+# argument's name on.
+NOT_PLAIN = {
+    "sparse": (lambda good: good.to_sparse(), "has layout torch.sparse_coo, expected torch.strided"),
+    "csr": (lambda good: good.to_sparse_csr(), "has layout torch.sparse_csr, expected torch.strided"),
+    "nested": (lambda good: torch.nested.nested_tensor(list(good)), "is a nested tensor, expected a dense one"),
+    "zeros": (
+        lambda good: torch._efficientzerotensor(good.shape, dtype=good.dtype),
+        "is a lazy view, expected a tensor with memory of its own values: its clone()",
+    ),
+}
+
+
+def not_plain_calls() -> Iterator[object]:
+    for call, (_, make) in CALLS.items():
+        for name, value in make().items():
+            tensor = value[0] if isinstance(value, list) else value
+            for how in NOT_PLAIN if isinstance(tensor, Tensor) else ():
+                if tensor.dim() == 2 or how == "sparse":
+                    yield pytest.param(call, name, how, id=f"{call.replace(' ', '_')}-{name}-{how}")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and sparse tensors in beta
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(("call", "name", "how"), not_plain_calls())
+def test_a_tensor_that_is_no_plain_memory(call: str, name: str, how: str, backend: str) -> None:
+    function, make = CALLS[call]
+    change, message = NOT_PLAIN[how]
+    arguments = make()
+    value = arguments[name]
+    arguments[name] = [change(value[0]), *value[1:]] if isinstance(value, list) else change(value)
+    named = "chunks[0]" if name == "chunks" else name
+    without_out = {key: value for key, value in arguments.items() if key not in ("out", "out_sum") or key == name}
+    for changed in [arguments] if call == "capture_hidden" else [arguments, without_out]:
+        raises = pytest.raises(TypeError, match=f"^{re.escape(f'{function.__name__}: {named} {message}')}$")
+        with environment_of(EAGLE_KERNELS_BACKEND=backend), raises:
+            function(**changed)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        pytest.param(call, name, id=f"{call.replace(' ', '_')}-{name}")
+        for call, (_, make) in CALLS.items()
+        for name, value in make().items()
+        if isinstance(value, (Tensor, list)) and name != "ids"  # which have any shape
+    ],
+)
+def test_a_tensor_without_dimensions(call: str, name: str, backend: str) -> None:
+    function, make = CALLS[call]
+    arguments = make()
+    value = arguments[name]
+    flat = (value[0] if isinstance(value, list) else value).flatten()[0]
+    arguments[name] = [flat, *value[1:]] if isinstance(value, list) else flat
+    named = "chunks[0]" if name == "chunks" else name
+    pattern = f"^{function.__name__}: {re.escape(named)} has shape \\(\\), expected "
+    with environment_of(EAGLE_KERNELS_BACKEND=backend), pytest.raises(ValueError, match=pattern):
+        function(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("num_chunks", torch.tensor(3.0), "num_chunks is a Tensor, expected an int"),
+        ("num_chunks", torch.tensor([3, 3]), "num_chunks is a Tensor, expected an int"),
+        ("eps", torch.ones(3, 2), "eps[0] is a Tensor, expected a number"),
+        ("norm_offset", torch.ones(2), "norm_offset is a Tensor, expected a number"),
+        ("eps", True, "eps is a bool, expected a number or a sequence of numbers"),
+        ("num_chunks", True, "num_chunks is a bool, expected an int"),
+        ("chunks", "abc", "chunks is a str, expected a tensor or a sequence of tensors"),
+    ],
+)
+def test_a_value_of_another_type(argument: str, value: object, message: str) -> None:
+    for op, make in (("norm_concat", packed), ("norm_concat_linear", lambda: packed() | linear())):
+        with pytest.raises(TypeError, match=f"^{op}: {re.escape(message)}$"):
+            getattr(ek, op)(**make() | {argument: value})
 
 
 def all_tensors(arguments: dict) -> list[Tensor]:

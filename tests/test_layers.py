@@ -1,5 +1,8 @@
 """Eagle3Projection and VocabParallelEmbedding: values, state_dict, packing, loading."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +107,56 @@ def test_packing_keeps_one_copy_and_survives_a_reload() -> None:
     # Where oneDNN multiplies no fp16 (AMD Zen 4, Intel before Sapphire Rapids) the weight stays dense, and works.
     assert (layer.fc.packed is not None) == torch.ops.mkldnn._is_mkldnn_fp16_supported()
     torch.testing.assert_close(layer([chunk.half() for chunk in chunks]), other.half()([c.half() for c in chunks]))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("norms", NORMS)
+def test_an_iterable_is_read_once(norms: dict, packed: bool) -> None:
+    layer = make_layer(**norms)
+    layer = layer.prepack() if packed else layer
+    chunks, residuals = torch.randn(2, K, T, H).bfloat16().unbind()
+    indices = [torch.tensor([2, -1, 0, 99]) for _ in range(K)]
+    expected = layer(list(chunks), residuals=list(residuals), indices=indices)
+    for out in (None, torch.empty(4, D).bfloat16()):
+        once = {"residuals": map(torch.clone, residuals), "indices": iter(indices), "out": out}
+        assert torch.equal(layer((chunk for chunk in chunks), **once), expected)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_packed_layer_can_be_copied(how: str) -> None:
+    """Its blocked layout cannot be: the copy packs the dense weight again."""
+    layer = make_layer(chunk_norm=True, bias=True).prepack()
+    other = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    assert layer.fc.packed is not None and other.fc.packed is not None and other.fc.weight is None
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    assert torch.equal(layer(chunks), other(chunks))
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    layer.load_state_dict({name: value * 2 for name, value in state.items()})
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+
+
+def test_the_out_of_a_packed_layer_is_checked() -> None:
+    layer = make_layer(bias=True).prepack()
+    chunks = torch.randn(T, K * H).bfloat16()
+    for out, message in (
+        (torch.zeros(1, D).bfloat16(), r"out has shape \(1, 40\), expected \(N, D\) = \(9, 40\)"),
+        (torch.zeros(T, D), "out has dtype torch.float32, expected torch.bfloat16"),
+        (chunks[:, :D], r"out overlaps chunks\[0\], expected disjoint memory"),
+        (layer.fc.bias.expand(T, D), "out has strides .* expected rows that do not overlap each other"),
+    ):
+        before = out.clone()
+        with pytest.raises((TypeError, ValueError), match=f"^norm_concat_linear: {message}"):
+            layer(chunks, out=out)
+        assert torch.equal(out, before)
+
+
+def test_a_nan_row_stays_in_its_row_of_a_packed_layer() -> None:
+    """K*H = 216 ends inside a tile of AMX, behind which the next row begins."""
+    layer = make_layer(chunk_norm=True).prepack()
+    assert layer.fc.packed.shape == (D, 224) and layer.state_dict()["fc.weight"].shape == (D, 216)
+    chunks = [torch.randn(600, H).bfloat16() for _ in range(K)]
+    chunks[0][4] = float("nan")
+    assert layer(chunks).isnan().any(1).nonzero().flatten().tolist() == [4]
 
 
 def test_packing_refuses_fp32() -> None:

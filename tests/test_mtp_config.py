@@ -1,5 +1,6 @@
 """MTPConfig: what from_hf reads from configs of every family and shape, and the words of its errors."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -78,7 +79,37 @@ ERRORS = [
     pytest.param(lambda: ek.MTPConfig(8, 2.5), "MTPConfig: out_features is a float, expected an int", id="D"),
     pytest.param(lambda: ek.MTPConfig(8, enorm_eps="x"), "MTPConfig: enorm_eps is a str, expected a number", id="eps"),
     pytest.param(
-        lambda: ek.MTPConfig(8, embedding_scale=0.0), "MTPConfig: embedding_scale is 0.0, expected above 0", id="scale"
+        lambda: ek.MTPConfig(8, embedding_scale=0.0),
+        "MTPConfig: embedding_scale is 0.0, expected above 0 and finite",
+        id="scale",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig(8, embedding_scale=math.inf),
+        "MTPConfig: embedding_scale is inf, expected above 0 and finite",
+        id="infinite-scale",
+    ),
+    *(
+        pytest.param(
+            lambda name=name, eps=eps: ek.MTPConfig(8, **{name: eps}),
+            f"MTPConfig: {name} is {eps}, expected a finite fp32 number of at least 0",
+            id=f"{name}-{eps}",
+        )
+        for name in ("enorm_eps", "hnorm_eps")
+        for eps in (math.nan, math.inf, -1.0)
+    ),
+    pytest.param(lambda: ek.MTPConfig(True), "MTPConfig: hidden_size is a bool, expected an int", id="H-as-bool"),
+    pytest.param(
+        lambda: ek.MTPConfig(8, normed="false"), "MTPConfig: normed is 'false', expected True or False", id="normed"
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "deepseek_v3"} | TEXT | {"rms_norm_eps": "abc"}),
+        "MTPConfig.from_hf: rms_norm_eps is a str, expected a number",
+        id="eps-of-hf",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf("config.json"),
+        "MTPConfig.from_hf: config is a str, expected a dict or a Hugging Face config object",
+        id="path",
     ),
 ]
 
@@ -87,3 +118,8 @@ ERRORS = [
 def test_errors_say_what_is_expected(call: object, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}$"):
         call()
+
+
+def test_an_eps_of_zero_is_one() -> None:
+    config = ek.MTPConfig.from_hf({"model_type": "deepseek_v3", "hidden_size": 8, "rms_norm_eps": 0})
+    assert (config.enorm_eps, config.hnorm_eps) == (0.0, 0.0)

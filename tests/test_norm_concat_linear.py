@@ -102,6 +102,33 @@ def test_a_bad_row_stays_in_its_row(stale: float, norm: str, projection: str) ->
     assert dirty[[4, 7]].isnan().all() or stale == 3e4
 
 
+@pytest.mark.parametrize("with_out", [True, False], ids=["out", "allocating"])
+@pytest.mark.parametrize("bias", [None, torch.ones(64).bfloat16()], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("product", ["torch's", "in tiles"])
+@pytest.mark.parametrize("projection", ["two-step", "reference"], indirect=True)
+def test_a_nan_row_stays_in_its_row_at_every_width(
+    product: str, bias: torch.Tensor | None, with_out: bool, projection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K*H = 276 ends inside a tile of AMX, behind which the next row begins; few machines have it, so one is played."""
+    chunks, weight, _ = make_call(600, torch.bfloat16, H=92, D=64)
+    chunks[0][4] = float("nan")
+    if product == "in tiles":
+        monkeypatch.setattr(torch, "mm", lambda x, y, out: out.copy_(product_in_tiles(x, y.t(), None)))
+        monkeypatch.setattr(F, "linear", product_in_tiles)
+    out = torch.empty(600, 64).bfloat16() if with_out else None
+    projected = ek.norm_concat_linear(chunks, weight, bias=bias, out=out)
+    assert projected.isnan().any(1).nonzero().flatten().tolist() == [4]
+
+
+def product_in_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight^T + bias as oneDNN computes it with AMX: 32 columns of a row at once, whatever lies behind its end."""
+    rows, width = x.shape
+    whole = -(-width // 32) * 32
+    memory = torch.cat([x.flatten(), x.new_zeros(whole)])
+    product = memory.as_strided((rows, whole), (width, 1)).float() @ F.pad(weight, (0, whole - width)).float().t()
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
 def test_a_zero_row_hides_what_the_sources_hold(projection: str) -> None:
     """An index out of range gives zeros although row 0 and the last row, the likely clamps, are NaN."""
     chunks, weight, gain = make_call(6, torch.bfloat16)
@@ -111,6 +138,39 @@ def test_a_zero_row_hides_what_the_sources_hold(projection: str) -> None:
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain, indices=indices)
     assert same_bits(out[[0, 2, 3, 4]], torch.zeros(4, 97).bfloat16())
     assert out[1].isfinite().all() and out[1].any()
+
+
+def check_infinite_gain_of_a_zero_row() -> None:
+    """A chunk whose index is out of range adds nothing to its row, where 0 * inf would add NaN. Shared with the other
+    backends' tests."""
+    chunks, weight = [torch.randn(rows, 64).bfloat16() for rows in (6, 9)], torch.randn(40, 128).bfloat16()
+    gain, infinite = torch.ones(2, 64).bfloat16(), torch.ones(2, 64).bfloat16()
+    infinite[0, 5] = float("inf")
+    out_of_range = torch.tensor([-1, 2, 6, 2**40, 3])
+    for indices in (out_of_range, [out_of_range, torch.arange(5)]):
+        for norm in ("chunk", "concat"):
+            arguments = {"norm": norm, "indices": indices, "eps": 0.0, "bias": torch.randn(40).bfloat16()}
+            gains = (gain, infinite) if norm == "chunk" else (gain.flatten(), infinite.flatten())
+            expected, out = (ek.norm_concat_linear(chunks, weight, norm_weight=gain, **arguments) for gain in gains)
+            assert same_bits(expected[[0, 2, 3]], out[[0, 2, 3]]), (norm, type(indices))
+            assert expected.isfinite().all() and not out[[1, 4]].isfinite().any()
+
+
+def check_zero_row_of_one_chunk() -> None:
+    """What the other chunks of the row add stays. Shared with the other backends' tests."""
+    chunks, weight = [torch.randn(rows, 64).bfloat16() for rows in (6, 9)], torch.randn(40, 128).bfloat16()
+    zeros = [torch.cat([chunks[0], torch.zeros(1, 64).bfloat16()]), chunks[1]]
+    for norm in ("chunk", "concat", "none"):
+        out_of_range = [torch.tensor([-1, 2, 7, 2**40, 3]), torch.arange(5)]
+        given = [torch.tensor([6, 2, 6, 6, 3]), torch.arange(5)]
+        expected = ek.norm_concat_linear(zeros, weight, norm=norm, indices=given)
+        assert same_bits(ek.norm_concat_linear(chunks, weight, norm=norm, indices=out_of_range), expected), norm
+        assert expected.any(1).all()
+
+
+def test_a_zero_row_is_zero_whatever_the_gain(projection: str) -> None:
+    check_infinite_gain_of_a_zero_row()
+    check_zero_row_of_one_chunk()
 
 
 @pytest.mark.parametrize("projection", [f"fused-{isa}" for isa in CPU_ISAS], indirect=True)

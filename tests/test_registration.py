@@ -1,11 +1,17 @@
 """The registered ops as torch sees them: schemas, fake kernels, aliasing, torch.compile, torch.export, autograd."""
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kernels as ek
+from backends import environment_of
+from eagle_kernels.plan import FUSED_ROWS
 from guards import same_bits
 
 T, K, H, D, V = 5, 3, 24, 17, 40
@@ -243,11 +249,17 @@ GRAD_CALLS = {
     "norm_concat_linear-weight": lambda x: ek.norm_concat_linear([rows(T, H)], x),
     "norm_concat_linear-bias": lambda x: ek.norm_concat_linear([rows(T, H)], rows(T, H), bias=x[:, 0].contiguous()),
     "norm_concat": lambda x: ek.norm_concat([rows(T, H)], residuals=[x]),
+    "norm_concat-sum_squares": lambda x: ek.norm_concat([rows(T, H)], sum_squares=x.float()[:, :1]),
     "norm_concat-out": lambda x: ek.norm_concat([rows(T, H)], out=x),
     "capture_hidden": lambda x: ek.capture_hidden(x, out=rows(T, H)),
+    "capture_hidden-sum_squares": lambda x: ek.capture_hidden(rows(T, H), out=rows(T, H), sum_squares=x.float()[:, 0]),
     "add_rms_norm": lambda x: ek.add_rms_norm(rows(T, H), rows(T, H), x[0]),
+    "add_rms_norm-out_sum": lambda x: ek.add_rms_norm(rows(T, H), rows(T, H), rows(H), out_sum=x),
     "vocab_parallel_embedding": lambda x: ek.vocab_parallel_embedding(
         torch.tensor([1]), x, ek.VocabShard.build(T, tp_rank=0, tp_size=1)
+    ),
+    "vocab_parallel_embedding-scale": lambda x: ek.vocab_parallel_embedding(
+        torch.tensor([1]), rows(T, H), ek.VocabShard.build(T, tp_rank=0, tp_size=1), scale=x[0, 0]
     ),
 }
 
@@ -263,3 +275,67 @@ def test_inference_only(call: str) -> None:
     for off in (torch.no_grad, torch.inference_mode):
         with off():
             GRAD_CALLS[call](x)
+
+
+# One for every argument that an op writes.
+WRITING_CALLS = {
+    "norm_concat_linear": lambda out: ek.norm_concat_linear([rows(T, H)], rows(H, H), out=out),
+    "norm_concat": lambda out: ek.norm_concat([rows(T, H)], out=out),
+    "capture_hidden": lambda out: ek.capture_hidden(rows(T, H), out=out),
+    "capture_hidden-sum_squares": lambda out: ek.capture_hidden(
+        rows(T, H), out=rows(T, H), sum_squares=out.view(torch.float32)[:, 0]
+    ),
+    "add_rms_norm": lambda out: ek.add_rms_norm(rows(T, H), rows(T, H), rows(H), out=out),
+    "add_rms_norm-out_sum": lambda out: ek.add_rms_norm(rows(T, H), rows(T, H), rows(H), out_sum=out),
+    "vocab_parallel_embedding": lambda out: ek.vocab_parallel_embedding(
+        torch.arange(T), rows(V, H), ek.VocabShard.build(V, tp_rank=0, tp_size=1), out=out
+    ),
+}
+
+
+class Dispatched(TorchDispatchMode):
+    """Sends public calls through the registered ops."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernel", ["preferred", "reference", "two steps"])
+@pytest.mark.parametrize("path", [contextlib.nullcontext, Dispatched], ids=["plain", "registered"])
+@pytest.mark.parametrize("call", WRITING_CALLS)
+def test_autograd_sees_what_is_written(call: str, path: Callable, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that was saved for a backward and then written: the backward raises, as after torch's own out= ops."""
+    if kernel == "two steps":
+        for limits in FUSED_ROWS.values():
+            for isa in limits:
+                monkeypatch.setitem(limits, isa, -1)
+    with environment_of(**{"EAGLE_KERNELS_BACKEND": "reference"} if kernel == "reference" else {}):
+        out = rows(T, H)
+        product = out * torch.ones(T, H, requires_grad=True)
+        with path():
+            WRITING_CALLS[call](out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@pytest.mark.parametrize("call", WRITING_CALLS)
+def test_inference_tensors_have_no_version_and_are_written(call: str) -> None:
+    with torch.inference_mode():
+        out = torch.full((T, H), torch.nan).bfloat16()
+    WRITING_CALLS[call](out)
+    assert not out.isnan().all()
+
+
+@pytest.mark.parametrize("call", GRAD_CALLS)
+def test_no_tangent_is_dropped(call: str) -> None:
+    """Forward mode is refused like grad mode, which it does not depend on; inference mode turns both off."""
+    op = call.partition("-")[0]
+    expected = f"^{op}: an input has a tangent, expected inputs that forward-mode differentiation does not follow"
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(rows(T, H), rows(T, H))
+        for grad_mode in (torch.enable_grad, torch.no_grad):
+            with grad_mode(), pytest.raises(RuntimeError, match=expected):
+                GRAD_CALLS[call](dual)
+        with torch.inference_mode():
+            GRAD_CALLS[call](dual)
+        GRAD_CALLS[call](rows(T, H))

@@ -51,7 +51,9 @@ def run(record: tuple) -> None:
     """One launch for a checked `CaptureHidden` record."""
     hidden, residual, out, sum_squares = record
     T, H = out.shape
-    if T == 0:
+    if out.numel() == 0:
+        if sum_squares is not None:
+            sum_squares.zero_()  # of rows without columns
         return
     block, num_warps = block_and_warps(H)
     pdl = has_pdl(out.device)

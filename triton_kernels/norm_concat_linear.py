@@ -193,6 +193,7 @@ def _norm_concat_linear_finalise(
     # Before the wait, which is for the partial sums. What the statistics read was written by kernels that the partial
     # kernel had waited for when it let this one start.
     squares = ()
+    in_ranges = ()
     if NORM != "none":
         for k in tl.static_range(len(WIDTHS)):
             row, in_range = source_row(index_ptrs, row_counts, k, n)
@@ -203,6 +204,7 @@ def _norm_concat_linear_finalise(
                     x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, BH
                 )
             squares += (square,)  # type: ignore[assignment]  # Triton grows the tuple
+            in_ranges += (in_range,)  # type: ignore[assignment]
 
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
@@ -214,6 +216,9 @@ def _norm_concat_linear_finalise(
         for split in tl.static_range(SPLITS):
             part_row = ((k * SPLITS + split) * N + n) * partial_row_stride
             source_sum += tl.load(partial_ptr + part_row + d, mask=d < partial_row_stride, other=0.0)
+        if NORM != "none":
+            # A row whose index is out of range adds nothing, also where the gain is infinite.
+            source_sum = tl.where(in_ranges[k], source_sum, 0.0)
         if NORM == "chunk":
             source_sum *= rstd_of(squares[k] / WIDTHS[k] + eps[k]) * (1 / GAIN_SCALE)
         elif NORM == "concat":

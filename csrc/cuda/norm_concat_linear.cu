@@ -13,8 +13,9 @@
 // rounding where the engines round the normed value, measured no less accurate (triton_kernels/norm_concat_linear.py).
 // Rows of values below 2^-100, which no model has, lose precision: their products are subnormal in fp32.
 //
-// Sums go by column within a warp, then over warps, then over chunks: an order that depends on the widths of the chunks
-// alone, so a row's bits depend neither on the other rows nor on how many there are nor on the template instance.
+// Sums go by column within a warp, then over warps, then over chunks: an order that depends on the norm and the chunks'
+// widths and indices alone, so a row's bits depend neither on what other rows hold nor on how many are asked for nor on
+// the template instance.
 #include "../norm_concat_linear.h"
 
 #include <type_traits>
@@ -48,6 +49,9 @@ enum class Flavour {
 struct Arguments {
   NormConcatLinear op;
   Chunk chunks[kMaxChunks];
+  // Products are summed by chunk first: for an rstd of each, or to leave out one whose index is out of range, where an
+  // infinite gain has made the product NaN. Chunks that share an index and have the same rows are left out together.
+  bool sum_per_chunk;
 };
 
 template <class T, int kTokens, int kTiles, Flavour kFlavour>
@@ -61,8 +65,8 @@ struct Kernel {
   static constexpr int kUnroll = 2 * kDepth;
 
   // Shared memory: the row that each token reads in each chunk, partial sums of squares and products, rstd.
-  static constexpr int64_t shared_bytes(int64_t num_chunks, bool chunk_norm) {
-    const int64_t slots = chunk_norm ? num_chunks : 1;
+  static constexpr int64_t shared_bytes(int64_t num_chunks, bool sum_per_chunk) {
+    const int64_t slots = sum_per_chunk ? num_chunks : 1;
     return num_chunks * kRows * (8 + 4 * kWarps + 4) + slots * kWarps * kPartial * 4;
   }
 };
@@ -139,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
   const int g = lane / 4, q = lane % 4;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * K::kRows;
   const int64_t first_output = static_cast<int64_t>(blockIdx.y) * K::kColumns;
-  const bool chunk_norm = source.norm == Norm::kChunk;
+  const bool chunk_norm = source.norm == Norm::kChunk, sum_per_chunk = arguments.sum_per_chunk;
   const bool own_squares = source.norm != Norm::kNone && arguments.chunks[0].sum_squares == nullptr;
 
   int64_t* rows = reinterpret_cast<int64_t*>(shared_memory());               // [K, kRows], -1 for a zero row
@@ -257,8 +261,8 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
         if (q == 0) squares_of[(k * kWarps + warp) * K::kRows + n * 8 + g] = total;
       }
     }
-    if (!chunk_norm && k + 1 < num_chunks) continue;
-    float* mine = partial + ((chunk_norm ? k : 0) * kWarps + warp) * K::kPartial;
+    if (!sum_per_chunk && k + 1 < num_chunks) continue;
+    float* mine = partial + ((sum_per_chunk ? k : 0) * kWarps + warp) * K::kPartial;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -302,10 +306,11 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
     const int64_t row = first_row + token, output = first_output + at % K::kColumns;
     if (row >= op.num_rows || output >= op.num_columns) continue;
     float total = 0;
-    for (int k = 0; k < statistics; ++k) {
+    for (int k = 0; k < (sum_per_chunk ? num_chunks : 1); ++k) {
+      if (source.norm != Norm::kNone && rows[k * K::kRows + token] < 0) continue;
       float of_chunk = 0;
       for (int w = 0; w < kWarps; ++w) of_chunk += partial[(k * kWarps + w) * K::kPartial + at];
-      total += of_chunk * rstd[k * K::kRows + token];
+      total += of_chunk * rstd[(chunk_norm ? k : 0) * K::kRows + token];
     }
     if (op.bias.data != nullptr) {
       total += op.bias.dtype == DType::kFloat32
@@ -321,7 +326,7 @@ int launch_as(const Arguments& arguments, const Device& device) {
   using K = Kernel<T, kTokens, kTiles, kFlavour>;
   const NormConcatLinear& op = arguments.op;
   const Shape shape{(op.num_rows + K::kRows - 1) / K::kRows, (op.num_columns + K::kColumns - 1) / K::kColumns, kThreads,
-                    K::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk)};
+                    K::shared_bytes(op.source.num_chunks, arguments.sum_per_chunk)};
   return launch(norm_concat_linear_kernel<T, kTokens, kTiles, kFlavour>, shape, arguments, device);
 }
 
@@ -334,7 +339,7 @@ int launch_flavour(const Arguments& arguments, const Device& device) {
   constexpr int kWide = kFlavour == Flavour::kAny ? 1 : 2;
   constexpr int kMaxTokens = kMaxDecodeRows / 8;
   const int64_t max_shared_bytes =
-      Kernel<T, kMaxTokens, kWide, kFlavour>::shared_bytes(op.source.num_chunks, op.source.norm == Norm::kChunk);
+      Kernel<T, kMaxTokens, kWide, kFlavour>::shared_bytes(op.source.num_chunks, arguments.sum_per_chunk);
   if (op.num_rows > 8 && max_shared_bytes <= device.shared_memory) {
     return launch_as<T, kMaxTokens, kWide, kFlavour>(arguments, device);
   }
@@ -363,11 +368,14 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
 }
 
 int norm_concat_linear_cuda(const NormConcatLinear& record, const Device& device) {
-  Arguments arguments{record, {}};
+  Arguments arguments{record, {}, record.source.norm == Norm::kChunk};
   bool any_gain = false, plain = true;
   for (int64_t k = 0; k < record.source.num_chunks; ++k) {
     const Chunk& chunk = arguments.chunks[k] = record.source.chunks[k];
     any_gain |= chunk.gain.data != nullptr;
+    const Chunk& first = arguments.chunks[0];
+    arguments.sum_per_chunk |= record.source.norm == Norm::kConcat &&
+                               (chunk.index.data != first.index.data || chunk.rows != first.rows);
     plain &= chunk.residual == nullptr && (chunk.gain.data == nullptr || chunk.gain.dtype == record.source.dtype);
   }
   const auto launch_type = [&](auto type) {

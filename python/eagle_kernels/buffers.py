@@ -55,6 +55,8 @@ class AuxHiddenStates:
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("num_chunks", num_chunks), ("hidden_size", hidden_size)):
             checks.check_int("AuxHiddenStates", name, value, at_least=1)
+        checks.check_width("AuxHiddenStates", num_chunks, hidden_size)
+        _check_dtype("AuxHiddenStates", dtype)
         self.max_tokens = max_tokens
         self.num_chunks = num_chunks
         self.hidden_size = hidden_size
@@ -74,7 +76,7 @@ class AuxHiddenStates:
         """
         views = self._kept_views(k, row, hidden.shape) if is_plain((hidden, residual)) else None
         if views is not None:
-            run(CaptureHidden(hidden, residual, *views), choose("capture_hidden", hidden.device))
+            run(CaptureHidden(hidden, residual, *views), choose("capture_hidden", hidden.device), views)
             # Not the kept view itself: what the caller does to its shape or storage would meet the next capture.
             return views.out.detach()
         op = "AuxHiddenStates.capture"
@@ -204,6 +206,8 @@ class ChainedHiddenStates:
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("hidden_size", hidden_size)):
             checks.check_int("ChainedHiddenStates", name, value, at_least=1)
+        checks.check_width("ChainedHiddenStates", 1, hidden_size)
+        _check_dtype("ChainedHiddenStates", dtype)
         self.max_tokens = max_tokens
         self.hidden_size = hidden_size
         self.norm_output = norm_output
@@ -275,15 +279,20 @@ def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden
         raise checks.shape_error(op, name, hidden, f"(T, H) = (*, {hidden_size})")
 
 
+def _check_dtype(op: str, dtype: object) -> None:
+    if dtype not in checks.DTYPES:
+        raise checks.error(TypeError, op, f"dtype is {dtype}", " or ".join(map(str, checks.DTYPES)))
+
+
 def _check_range(op: str, row: int, rows: int, max_tokens: int) -> int:
-    stop = checks.check_int(op, "row", row) + rows
-    if row < 0 or stop > max_tokens:
+    stop = checks.check_int(op, "row", row, at_least=0) + rows
+    if stop > max_tokens:
         because = "static buffers never grow"
         raise checks.error(ValueError, op, f"the rows end at {stop}", f"at most max_tokens = {max_tokens}", because)
     return stop
 
 
 def _check_rows(op: str, rows: int, max_tokens: int) -> int:
-    if not 0 <= checks.check_int(op, "rows", rows) <= max_tokens:
+    if checks.check_int(op, "rows", rows, at_least=0) > max_tokens:
         raise checks.error(ValueError, op, f"rows is {rows}", f"at most max_tokens = {max_tokens}")
     return rows

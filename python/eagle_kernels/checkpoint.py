@@ -106,6 +106,7 @@ def _read(
             raise checks.error(ValueError, op, f"weights has no {ours}", f"all of {sorted(expected)}")
     state = {ours: readers[name]() for ours, name in found.items()}
     for ours, tensor in state.items():
+        checks.check_tensor(op, found[ours], tensor)
         shape = tuple(expected[ours].shape)
         if tuple(tensor.shape) != shape:
             because = f"it is {meanings[ours]}" if ours in meanings else ""
@@ -117,20 +118,47 @@ def _read(
 def _open(op: str, weights: _Weights) -> _Readers:
     """Every tensor's name with the function that reads it."""
     if isinstance(weights, Mapping):
+        if unnamed := [name for name in weights if not isinstance(name, str)]:
+            raise checks.error(TypeError, op, f"weights has {unnamed[0]!r}", "tensors by name")
         return {name: partial(weights.__getitem__, name) for name in weights}
-    from safetensors import safe_open
+    if not isinstance(weights, (str, os.PathLike)):
+        got = f"weights is a {type(weights).__name__}"
+        raise checks.error(TypeError, op, got, "a safetensors file or folder, or tensors by name")
+    from safetensors import SafetensorError, safe_open
 
     path = Path(weights)
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        files = {path / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        files = _files_of_index(op, index)
     else:
         files = set(path.glob("*.safetensors")) if path.is_dir() else {path}
     if not files:
         raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
     readers: _Readers = {}
     for file in sorted(files):
-        handle = safe_open(file, framework="pt")
+        try:
+            handle = safe_open(file, framework="pt")
+        except SafetensorError as failure:
+            raise checks.error(
+                ValueError, op, f"{str(file)!r} is damaged", "a safetensors file", str(failure)
+            ) from None
         names = handle.keys()
         readers |= {name: partial(handle.get_tensor, name) for name in names}
     return readers
+
+
+def _files_of_index(op: str, index: Path) -> set[Path]:
+    """The files of a checkpoint in parts, which are in the folder of its index or below."""
+    got, expected = f"{str(index)!r} is not an index", 'JSON with a "weight_map" from names to files'
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as failure:  # of UTF-8 too
+        raise checks.error(ValueError, op, got, expected, str(failure)) from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise checks.error(ValueError, op, got, expected)
+    for name, file in weight_map.items():
+        # By its name alone: the files of Hugging Face's cache are links out of their folder.
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise checks.error(ValueError, op, f"the index has {name} in {file!r}", "a file in its own folder")
+    return {index.parent / file for file in weight_map.values()}

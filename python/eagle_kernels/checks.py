@@ -5,15 +5,17 @@ first write, so a call that raises leaves `out` and every buffer as they were.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .dispatch import requires_grad
+from .dispatch import has_tangent, requires_grad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WIDTH = 2**31 - 1  # K*H: csrc/sources.cpp
 _MAX_FP32 = torch.finfo(torch.float32).max
 
 
@@ -27,19 +29,21 @@ def shape_error(op: str, name: str, tensor: Tensor, expected: str, because: str 
 
 
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
-    """Any integer (Python's, numpy's) as an int."""
+    """Any integer (Python's, numpy's) as an int; True is none."""
     try:
         number = operator.index(value)
     except TypeError:
-        raise error(TypeError, op, f"{name} is a {type(value).__name__}", "an int") from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", "an int")
     if at_least is not None and number < at_least:
         raise error(ValueError, op, f"{name} is {number}", f"at least {at_least}")
     return number
 
 
 def check_number(op: str, name: str, value: Any, expected: str = "a number") -> float:
-    """Any real number (Python's, numpy's) as a float."""
-    if isinstance(value, (str, bytes)):
+    """Any real number (Python's, numpy's) as a float; a text of digits is none, nor is True."""
+    if isinstance(value, (str, bytes, bool)):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     try:
         return float(value)
@@ -49,23 +53,46 @@ def check_number(op: str, name: str, value: Any, expected: str = "a number") -> 
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected) from None
 
 
+def check_bool(op: str, name: str, value: object) -> bool:
+    """Not what is merely true, as the text "false" is."""
+    if not isinstance(value, bool):
+        raise error(TypeError, op, f"{name} is {value!r}", "True or False")
+    return value
+
+
 def check_eps(op: str, name: str, value: float) -> None:
     """What is added to a mean square, in fp32."""
     if not 0 <= value <= _MAX_FP32:
         raise error(ValueError, op, f"{name} is {value}", "a finite fp32 number of at least 0")
 
 
+def check_width(op: str, num_chunks: int, hidden_size: int) -> None:
+    """K*H, which int32 counts: before anything is allocated for it."""
+    if num_chunks * hidden_size > MAX_WIDTH:
+        got = f"K={num_chunks} chunks of H={hidden_size} have {num_chunks * hidden_size} columns"
+        raise error(ValueError, op, got, f"at most {MAX_WIDTH}", "int32 counts them")
+
+
 def check_sequence(op: str, name: str, value: Any, expected: str = "a tensor or a sequence of tensors") -> list:
-    """Any iterable as a list."""
+    """Any iterable but a text as a list."""
     try:
-        return list(value)
+        if not isinstance(value, str):
+            return list(value)
     except TypeError:
-        raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected) from None
+        pass
+    raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
+    """A tensor whose values lie in memory as its strides say."""
     if not isinstance(value, Tensor):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", "a torch.Tensor")
+    if value.is_nested:
+        raise error(TypeError, op, f"{name} is a nested tensor", "a dense one")
+    if value.layout is not torch.strided:
+        raise error(TypeError, op, f"{name} has layout {value.layout}", "torch.strided")
+    if not is_compiling() and (value.is_neg() or value._is_zerotensor()):  # Dynamo breaks the graph at both
+        raise error(TypeError, op, f"{name} is a lazy view", "a tensor with memory of its own values: its clone()")
 
 
 def check_dtype(op: str, name: str, tensor: Tensor, allowed: Iterable[torch.dtype], because: str = "") -> None:
@@ -132,7 +159,7 @@ def check_ids(op: str, name: str, tensor: Any) -> None:
         raise shape_error(op, name, tensor, "(N,)")
 
 
-def check_inference(op: str, tensors: Iterable[Tensor | None]) -> None:
+def check_inference(op: str, tensors: Sequence[Tensor | None]) -> None:
     """Refuse to break a training graph silently: no op here has a backward."""
     if torch.is_grad_enabled() and requires_grad(tensors):
         raise error(
@@ -142,11 +169,15 @@ def check_inference(op: str, tensors: Iterable[Tensor | None]) -> None:
             "inputs without grad or a call under torch.no_grad()",
             "the op is inference only and would cut the gradient",
         )
+    if has_tangent(tensors):
+        expected = "inputs that forward-mode differentiation does not follow"
+        raise error(RuntimeError, op, "an input has a tangent", expected, "the op is inference only and would drop it")
 
 
 def check_no_overlap(op: str, name: str, written: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> None:
     """Refuse an output that shares memory with another operand. Slots of one packed buffer interleave and are fine."""
-    if written.dim() == 2 and written.shape[0] > 1 and written.stride(0) < written.shape[1]:
+    width = written.shape[1] if written.dim() == 2 else 1
+    if written.shape[0] > 1 and written.stride(0) < width:
         raise error(ValueError, op, f"{name} has strides {written.stride()}", "rows that do not overlap each other")
     rows = _byte_rows(written)
     for other_name, other in others:

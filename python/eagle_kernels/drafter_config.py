@@ -91,14 +91,14 @@ def capture_layers(
     of every model as boundaries: pass layer_ids_mean="boundary" for a drafter trained against it.
     """
     op = "capture_layers"
-    num_layers = checks.check_int(op, "num_layers", num_layers)
+    num_layers = checks.check_int(op, "num_layers", num_layers, at_least=1)
     rule = _capture_rule(op, model_type, algorithm, layer_ids_mean)
     if layer_ids is None:
         if algorithm == "dflash":
             raise checks.error(ValueError, op, "layer_ids is None", "a list", "DFlash has no default layers")
         # SGLang's minimax_m3_vl alone shifts this default by one; vLLM and every other model take it as boundaries.
         layer_ids, rule = [2, num_layers // 2, num_layers - 3], _boundary_ids
-    layer_ids = [checks.check_int(op, f"layer_ids[{i}]", layer_id) for i, layer_id in enumerate(layer_ids)]
+    layer_ids = _check_layer_ids(op, "layer_ids", layer_ids)
     if not layer_ids:
         raise checks.error(ValueError, op, "layer_ids is []", "at least one id, or None for the default")
     shift = rule(layer_ids, num_layers)
@@ -112,16 +112,25 @@ def capture_layers(
     return boundaries
 
 
+def _check_layer_ids(op: str, name: str, layer_ids: object) -> list[int]:
+    layer_ids = checks.check_sequence(op, name, layer_ids, "a list of ints")
+    return [checks.check_int(op, f"{name}[{i}]", layer_id) for i, layer_id in enumerate(layer_ids)]
+
+
+def _check_meaning(op: str, layer_ids_mean: object) -> None:
+    if layer_ids_mean is not None and layer_ids_mean not in _MEANINGS:
+        expected = " or ".join(map(repr, _MEANINGS))
+        raise checks.error(ValueError, op, f"layer_ids_mean is {layer_ids_mean!r}", f"None, {expected}")
+
+
 def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str | None) -> _Rule:
     if algorithm not in _ALGORITHMS:
         raise checks.error(ValueError, op, f"algorithm is {algorithm!r}", " or ".join(map(repr, _ALGORITHMS)))
+    _check_meaning(op, layer_ids_mean)
     if layer_ids_mean is not None:
-        if layer_ids_mean not in _MEANINGS:
-            expected = " or ".join(map(repr, _MEANINGS))
-            raise checks.error(ValueError, op, f"layer_ids_mean is {layer_ids_mean!r}", f"None, {expected}")
         return LAYER_ID_RULES[layer_ids_mean]
     rules = _rule_of_model_type()
-    if model_type not in rules:
+    if not isinstance(model_type, str) or model_type not in rules:
         raise checks.error(
             ValueError,
             op,
@@ -183,7 +192,16 @@ class Eagle3Config:
         op = "Eagle3Config"
         for name in ("num_chunks", "target_hidden_size", "hidden_size"):
             checks.check_int(op, name, getattr(self, name), at_least=1)
-        if self.layer_ids is not None and len(self.layer_ids) != self.num_chunks:
+        for name in ("vocab_size", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                checks.check_int(op, name, getattr(self, name), at_least=1)
+        for name in ("chunk_norm", "concat_norm", "bias", "projection", "norm_output", "norm_before_residual"):
+            checks.check_bool(op, name, getattr(self, name))
+        checks.check_width(op, self.num_chunks, self.target_hidden_size)
+        checks.check_number(op, "norm_offset", self.norm_offset)
+        checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
+        _check_meaning(op, self.layer_ids_mean)
+        if self.layer_ids is not None and len(_check_layer_ids(op, "layer_ids", self.layer_ids)) != self.num_chunks:
             raise checks.error(
                 ValueError, op, f"layer_ids is {self.layer_ids}", f"{self.num_chunks} ids", "num_chunks says so"
             )
@@ -204,17 +222,14 @@ class Eagle3Config:
             config: a dict (parsed config.json) or any object with those attributes (`PretrainedConfig`).
 
         Raises:
-            TypeError: neither a dict nor an object with attributes, or a count or id that is not an int.
+            TypeError: neither a dict nor an object with attributes, or a value of another type than the field's.
             ValueError: `hidden_size` is missing, a field appears twice with different values, sources disagree on K
                 (the message names both and their values), or speculators_model_type is not EAGLE-3.
 
         Source: SGLang 0.5.23 and vLLM 0.33 `llama_eagle3`, vLLM's `speculators/algos.py`; the engines differ in where
         they look (vLLM's two runners too), so each silently takes a default where another reads a value.
         """
-        if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
-            raise checks.error(
-                TypeError, _FROM_HF, f"config is a {type(config).__name__}", "a dict or a Hugging Face config object"
-            )
+        check_config(_FROM_HF, "config", config)
         speculators = get_field(config, "speculators_model_type")
         if speculators not in (None, "eagle3", "peagle"):
             raise checks.error(
@@ -229,13 +244,13 @@ class Eagle3Config:
             num_chunks=_num_chunks(config),
             target_hidden_size=_one(config, "target_hidden_size", default=hidden_size),
             hidden_size=hidden_size,
-            chunk_norm=bool(_one(config, "fc_norm") or _one(config, "use_aux_norm")),
-            concat_norm=bool(_one(config, "norm_before_fc")),
-            eps=float(_one(config, "rms_norm_eps", default=1e-6)),
-            bias=bool(_one(config, "bias")),
-            projection=bool(_one(config, "use_aux_hidden_state", default=True)),
-            norm_output=bool(_one(config, "norm_output")),
-            norm_before_residual=bool(_one(config, "norm_before_residual", default=speculators == "eagle3")),
+            chunk_norm=_flag(config, "fc_norm") or _flag(config, "use_aux_norm"),
+            concat_norm=_flag(config, "norm_before_fc"),
+            eps=checks.check_number(_FROM_HF, "rms_norm_eps", _one(config, "rms_norm_eps", default=1e-6)),
+            bias=_flag(config, "bias"),
+            projection=_flag(config, "use_aux_hidden_state", default=True),
+            norm_output=_flag(config, "norm_output"),
+            norm_before_residual=_flag(config, "norm_before_residual", default=speculators == "eagle3"),
             layer_ids=layer_ids,
             layer_ids_mean="boundary" if layer_ids is not None and _ids_are_boundaries(config) else None,
             vocab_size=vocab_size,
@@ -253,7 +268,7 @@ def _num_chunks(config: object) -> int:
     """K, from every source that states it, in order of precedence."""
     sources = {f"{name} is {k}": k for name, k in _find(config, "num_aux_hidden_states", "num_aux_layers").items()}
     sources |= {f"{name} is {list(ids)}": len(ids) for name, ids in _find(config, *_LAYER_IDS).items()}
-    if _one(config, "use_aux_hidden_state", default=True) is False:
+    if not _flag(config, "use_aux_hidden_state", default=True):
         sources["use_aux_hidden_state is False"] = 1
     if not sources:
         return 3
@@ -284,19 +299,32 @@ def _one(config: object, *keys: str, default: Any = None) -> Any:
     return value
 
 
+def _flag(config: object, key: str, default: bool = False) -> bool:
+    return checks.check_bool(_FROM_HF, key, _one(config, key, default=default))
+
+
 def _find(config: object, *keys: str) -> dict[str, Any]:
-    """Every place that states one of `keys`, by dotted name; None and empty lists state nothing."""
+    """Every place that states one of `keys`, by dotted name; None and an empty list of ids state nothing."""
     found = {}
     for place in _PLACES:
         section = get_field(config, place) if place else config
+        if section is None:
+            continue
+        check_config(_FROM_HF, place, section)
         for key in keys:
             name = f"{place}.{key}" if place else key
             value = get_field(section, key)
-            if isinstance(value, list | tuple):
-                value = tuple(checks.check_int(_FROM_HF, f"{name}[{i}]", item) for i, item in enumerate(value)) or None
+            if value is not None and key in _LAYER_IDS:
+                value = tuple(_check_layer_ids(_FROM_HF, name, value)) or None
             if value is not None:
                 found[name] = value
     return found
+
+
+def check_config(op: str, name: str, config: object) -> None:
+    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
+        got, expected = f"{name} is a {type(config).__name__}", "a dict or a Hugging Face config object"
+        raise checks.error(TypeError, op, got, expected)
 
 
 def get_field(section: object, key: str) -> Any:

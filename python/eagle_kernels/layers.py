@@ -114,11 +114,15 @@ class Eagle3Projection(nn.Module):
         statistics = None if norm == "none" else sum_squares
         arguments = (chunks, norm, gains, eps, norm_offset, residuals, indices, statistics, K)
         fc = modules["fc"]
+        sources = Sources.of("norm_concat_linear", *arguments)
         if getattr(fc, "packed", None) is None:
-            projection = Projection(parameter_of(fc), parameter_of(fc, "bias"), None, eps)
-            return project(Sources.of("norm_concat_linear", *arguments), projection, out)
-        projected = fc.product(concatenate(Sources.of("norm_concat", *arguments)))
-        return projected if out is None else out.copy_(projected)
+            return project(sources, Projection(parameter_of(fc), parameter_of(fc, "bias"), None, eps), out)
+        projected = fc.product(concatenate(sources))
+        if out is None:
+            return projected
+        sources.check_out("norm_concat_linear", out, fc.out_features, "D")
+        sources.check_memory("norm_concat_linear", out, ("bias", fc.bias))
+        return out.copy_(projected)
 
     @staticmethod
     def _norm(modules: dict[str, Any]) -> tuple[str, list[Tensor] | Tensor | None]:

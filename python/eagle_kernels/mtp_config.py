@@ -1,9 +1,10 @@
 """The input stage of an MTP / NextN layer as its checkpoint was trained: order, norms, offset, scale, position 0."""
 
+import math
 from dataclasses import dataclass
 
 from . import checks
-from .drafter_config import get_field
+from .drafter_config import check_config, get_field
 from .models import families, find_family
 
 ORDERS = ("embed,hidden", "hidden,embed")
@@ -43,13 +44,17 @@ class MTPConfig:
         if self.out_features is None:
             object.__setattr__(self, "out_features", self.hidden_size)
         checks.check_int(op, "out_features", self.out_features, at_least=1)
-        for name in ("enorm_eps", "hnorm_eps", "norm_offset"):
-            checks.check_number(op, name, getattr(self, name))
+        checks.check_width(op, 2, self.hidden_size)
+        for name in ("normed", "round_embedding_scale", "mask_position_zero"):
+            checks.check_bool(op, name, getattr(self, name))
+        checks.check_number(op, "norm_offset", self.norm_offset)
+        for name in ("enorm_eps", "hnorm_eps"):
+            checks.check_eps(op, name, checks.check_number(op, name, getattr(self, name)))
         if (
             self.embedding_scale is not None
-            and not checks.check_number(op, "embedding_scale", self.embedding_scale) > 0
+            and not 0 < checks.check_number(op, "embedding_scale", self.embedding_scale) < math.inf
         ):
-            raise checks.error(ValueError, op, f"embedding_scale is {self.embedding_scale}", "above 0")
+            raise checks.error(ValueError, op, f"embedding_scale is {self.embedding_scale}", "above 0 and finite")
         if self.order not in ORDERS:
             raise checks.error(ValueError, op, f"order is {self.order!r}", " or ".join(map(repr, ORDERS)))
 
@@ -68,6 +73,7 @@ class MTPConfig:
         op = "MTPConfig.from_hf"
         if engine not in ENGINES:
             raise checks.error(ValueError, op, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
+        check_config(op, "config", config)
         model_type = get_field(config, "model_type")
         family = find_family(model_type)
         if family is None or family.mtp is None:
@@ -85,7 +91,8 @@ class MTPConfig:
             raise checks.error(ValueError, op, "hidden_size is missing", "the target's width")
         # The assistant of Gemma 4 is narrower than the target whose states it reads.
         hidden_size = get_field(config, "backbone_hidden_size") or width
-        eps = float(get_field(text, "rms_norm_eps") or 1e-6)
+        eps = get_field(text, "rms_norm_eps")
+        eps = 1e-6 if eps is None else checks.check_number(op, "rms_norm_eps", eps)
         return cls(
             hidden_size=hidden_size,
             out_features=width,

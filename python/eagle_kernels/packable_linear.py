@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .ops.norm_concat_linear import in_whole_tiles
+
 
 def unsupported_reason(weight: Tensor) -> str | None:
     """Why oneDNN cannot keep this weight in its layout; None where it can."""
@@ -21,35 +23,51 @@ def unsupported_reason(weight: Tensor) -> str | None:
 class PackableLinear(nn.Linear):
     """nn.Linear whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
 
-    state_dict always holds the dense weight, and loading one packs it again.
+    state_dict and a pickle always hold the dense weight; loading or copying one packs it again.
     """
 
     packed: Tensor | None = None
 
     def pack(self) -> None:
         if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(in_whole_tiles(self.weight.detach()))
             self.weight = None  # type: ignore[assignment]  # nn.Linear's is a Parameter; state_dict unpacks
 
     def unpack(self) -> None:
         if self.packed is not None:
-            self.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
+            self.weight = nn.Parameter(self._dense(self.packed), requires_grad=False)
             self.packed = None
+
+    def _dense(self, packed: Tensor) -> Tensor:
+        return packed.to_dense()[:, : self.in_features].contiguous()
 
     def product(self, x: Tensor) -> Tensor:
         """x @ weight^T + bias from the packed weight."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(in_whole_tiles(x), self.packed, self.bias, "none", [], "")
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.packed is not None:
-            destination[prefix + "weight"] = self.packed.to_dense()
+            destination[prefix + "weight"] = self._dense(self.packed)
 
     def _load_from_state_dict(self, *args: object) -> None:
         was_packed = self.packed is not None
         self.unpack()
         super()._load_from_state_dict(*args)
         if was_packed:
+            self.pack()
+
+    def __getstate__(self) -> dict[str, object]:
+        state = dict(self.__dict__)
+        if self.packed is not None:
+            dense = nn.Parameter(self._dense(self.packed), requires_grad=False)
+            state |= {"packed": True, "_parameters": self._parameters | {"weight": dense}}
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        was_packed = state.get("packed") is not None
+        super().__setstate__(state | {"packed": None})
+        if was_packed and unsupported_reason(self.weight) is None:
             self.pack()
 
     def _apply(self, fn: object, recurse: bool = True) -> PackableLinear:

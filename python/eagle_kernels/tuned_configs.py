@@ -209,7 +209,7 @@ def _block(gpu: Gpu, T: int, dtype: torch.dtype) -> tuple[int, int, bool, int]:
 def _splits(K: int, H: int, D: int, BD: int, BK: int) -> int:
     """Parts of a chunk: as few as give the wanted programs, a divisor of its blocks if one is near."""
     blocks = -(-H // BK)
-    wanted = min(blocks, -(-_WANTED_PROGRAMS // (K * -(-D // BD))))
+    wanted = min(blocks, -(-_WANTED_PROGRAMS // (K * max(-(-D // BD), 1))))
     return next((splits for splits in range(wanted, 2 * wanted) if blocks % splits == 0), wanted)
 
 

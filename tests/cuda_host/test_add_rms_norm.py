@@ -12,6 +12,7 @@ from test_add_rms_norm import (  # noqa: F401
     test_no_operand_is_read_or_written_beyond_its_end,
     test_one_output_given_and_one_allocated,
     test_one_row,
+    test_rows_without_columns,
     test_the_norm_sees_the_sum_before_it_is_rounded,
 )
 

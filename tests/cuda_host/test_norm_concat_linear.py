@@ -169,6 +169,11 @@ def test_a_zero_row_hides_what_the_sources_hold() -> None:
         assert out[1].isfinite().all() and out[1].any()
 
 
+def test_a_zero_row_is_zero_whatever_the_gain() -> None:
+    on_cpu.check_infinite_gain_of_a_zero_row()
+    on_cpu.check_zero_row_of_one_chunk()
+
+
 @pytest.mark.parametrize("at", ["begin", "end"])
 @pytest.mark.parametrize("N", [5, 11])
 @pytest.mark.parametrize("H", [136, 568])

@@ -11,6 +11,7 @@ from test_capture_hidden import (  # noqa: F401
     test_a_sum_of_any_two_numbers_has_torchs_bits,
     test_no_operand_is_read_or_written_beyond_its_end,
     test_one_row,
+    test_rows_without_columns,
     test_without_a_residual_it_is_a_copy,
 )
 

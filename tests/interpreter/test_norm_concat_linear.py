@@ -15,7 +15,7 @@ from eagle_kernels import plan as plans
 from eagle_kernels.ops.sources import Sources, formula
 from eagle_kernels.tuned_configs import Tiles
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
-from test_norm_concat_linear import check_zero_rows
+from test_norm_concat_linear import check_infinite_gain_of_a_zero_row, check_zero_row_of_one_chunk, check_zero_rows
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory", "triton_backend"),
@@ -208,6 +208,16 @@ def test_a_zero_row_hides_what_the_sources_hold(norm: str, eps: float, tiles: Ti
     out = ek.norm_concat_linear(chunks, weight, norm=norm, eps=eps, indices=indices)
     assert same_bits(out[[0, 2, 3, 4]], torch.zeros(4, 40).bfloat16())
     assert out[1].isfinite().all() and out[1].any()
+
+
+def test_a_zero_row_is_zero_whatever_the_gain(tiles: Tiles) -> None:
+    check_infinite_gain_of_a_zero_row()
+    check_zero_row_of_one_chunk()
+
+
+@pytest.mark.parametrize("T", [3, 300])
+def test_no_columns(T: int) -> None:
+    assert ek.norm_concat_linear([torch.randn(T, 64)], torch.empty(0, 64), bias=torch.empty(0)).shape == (T, 0)
 
 
 def test_a_row_of_zeros_stays_zero_without_eps(tiles: Tiles) -> None:

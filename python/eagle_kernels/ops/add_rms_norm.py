@@ -48,7 +48,7 @@ def add_rms_norm(
 
     Raises:
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or an output over an input.
-        RuntimeError: an input requires grad while grad mode is on.
+        RuntimeError: an input requires grad while grad mode is on, or has a tangent of forward-mode differentiation.
     """
     eps = eps if type(eps) is float else checks.check_number(OP, "eps", eps)
     norm_offset = norm_offset if type(norm_offset) is float else checks.check_number(OP, "norm_offset", norm_offset)
@@ -56,7 +56,7 @@ def add_rms_norm(
         out = hidden.new_empty(hidden.shape) if out is None else out
         out_sum = hidden.new_empty(hidden.shape) if out_sum is None else out_sum
         record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)
-        run(record, choose(OP, hidden.device))
+        run(record, choose(OP, hidden.device), (out, out_sum))
         return out, out_sum
     # Of outputs, None is what is allocated below.
     record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
 
 
 def _run_out(hidden: Tensor, *others: Any) -> None:
-    run(AddRmsNorm(hidden, *others), choose(OP, hidden.device))
+    run(AddRmsNorm(hidden, *others), choose(OP, hidden.device), others[-2:])
 
 
 def _run(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,13 @@ words whatever is wrong, and compute itself in plain torch: `reference`.
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from .. import library
+from ..dispatch import increment_version
 from ..plan import COMPILED, Plan
 
 
@@ -26,16 +30,17 @@ class Record(Primitive, Protocol):
         """Plain torch, any device."""
 
 
-def run(record: Record, plan: Plan) -> None:
-    """Write the outputs of the record by the single kernel that the plan names."""
+def run(record: Record, plan: Plan, outputs: Sequence[Tensor]) -> None:
+    """Write the record's outputs, of which autograd is told, by the single kernel that the plan names."""
     if plan.backend in COMPILED:
         run_primitive(record, plan.op)
-        return
-    record.check()
-    if plan.backend == "triton":
-        importlib.import_module(f"..triton_kernels.{plan.op}", __package__).run(record)
     else:
-        record.reference()
+        record.check()
+        if plan.backend == "triton":
+            importlib.import_module(f"..triton_kernels.{plan.op}", __package__).run(record)
+        else:
+            record.reference()
+    increment_version(outputs)
 
 
 def run_primitive(record: Primitive, op: str, of: Primitive | None = None) -> None:

@@ -36,10 +36,10 @@ def capture_hidden(
 
     Raises:
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or `out` over an input.
-        RuntimeError: an input requires grad while grad mode is on.
+        RuntimeError: an input requires grad while grad mode is on, or has a tangent of forward-mode differentiation.
     """
     if is_plain((hidden, residual, out, sum_squares)) and hidden.dim() == 2:
-        run(CaptureHidden(hidden, residual, out, sum_squares), choose(OP, hidden.device))
+        _run_out(hidden, residual, out, sum_squares)
         return out
     record = CaptureHidden(hidden, residual, out, sum_squares)
     record.check_arguments()
@@ -67,8 +67,7 @@ class CaptureHidden(NamedTuple):
         reads = (("hidden", self.hidden), ("residual", self.residual))
         checks.check_no_overlap(OP, "out", self.out, reads)
         if self.sum_squares is not None:
-            column = self.sum_squares.unsqueeze(1)
-            checks.check_no_overlap(OP, "sum_squares", column, (*reads, ("out", self.out)))
+            checks.check_no_overlap(OP, "sum_squares", self.sum_squares, (*reads, ("out", self.out)))
 
     def check_arguments(self) -> None:
         """All but overlap of memory, which a trace cannot know."""
@@ -100,7 +99,8 @@ def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
 
 
 def _run_out(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> None:
-    run(CaptureHidden(hidden, residual, out, sum_squares), choose(OP, hidden.device))
+    outputs = (out,) if sum_squares is None else (out, sum_squares)
+    run(CaptureHidden(hidden, residual, out, sum_squares), choose(OP, hidden.device), outputs)
 
 
 def _run(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def norm_concat(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; nothing is written.
-        RuntimeError: an input requires grad while grad mode is on.
+        RuntimeError: an input requires grad while grad mode is on, or has a tangent of forward-mode differentiation.
     """
     arguments = (chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks)
     return concatenate(Sources.of(OP, *arguments), out)
@@ -66,7 +66,7 @@ def concatenate(sources: Sources, out: Tensor | None = None) -> Tensor:
     """The op for arguments that are a record already."""
     if is_plain((*sources.operands, out)) and sources.chunks[0].dim() == 2:
         out = sources.chunks[0].new_empty(sources.rows, sources.width) if out is None else out
-        run(NormConcat(sources, out), _plan(sources))
+        run(NormConcat(sources, out), _plan(sources), (out,))
         return out
     sources.check(OP)
     matrices = sources.as_matrices()
@@ -112,7 +112,7 @@ def _plan(sources: Sources) -> Plan:
 def _run_out(*arguments: Any) -> None:
     *fields, out = arguments
     sources = Sources(*fields)
-    run(NormConcat(sources, out), _plan(sources))
+    run(NormConcat(sources, out), _plan(sources), (out,))
 
 
 def _run(*arguments: Any) -> Tensor:

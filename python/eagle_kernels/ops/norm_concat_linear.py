@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import checks
 from .. import plan as plans
-from ..dispatch import is_plain
+from ..dispatch import increment_version, is_plain
 from ..library import register
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..triton_kernels.alignment import alignment
@@ -62,7 +62,7 @@ def norm_concat_linear(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; nothing is written.
-        RuntimeError: an input requires grad while grad mode is on.
+        RuntimeError: an input requires grad while grad mode is on, or has a tangent of forward-mode differentiation.
     """
     eps, post_norm_eps = _split_eps(eps, post_norm_weight)
     arguments = (chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks)
@@ -206,14 +206,21 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
 
 
 def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
+    out = _run_plan(sources, projection, out)
+    increment_version((out,))
+    return out
+
+
+def _run_plan(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
     """The result of the plan's kernel, in `out` where it is given. Memory of our own overlaps no operand: the check
     would take 8 us."""
-    rows = sources.rows if out is None or out.dim() == 0 else out.shape[0]
+    weight = projection.weight
+    rows = sources.rows if out is None or out.dim() == 0 else out.size(0)
     plan = _plan(sources, projection, rows)
     in_two_steps = plan.kernel is Kernel.TWO_STEP and plan.backend in COMPILED
-    if in_two_steps and not (plan.backend == "cpu" and projection.is_product):
+    if in_two_steps and not (plan.backend == "cpu" and projection.is_product and not _columns_to_pad(weight)):
         return _run_two_steps(NormConcatLinear(sources, projection, out))
-    out = projection.weight.new_empty(rows, projection.weight.shape[0]) if out is None else out
+    out = sources.chunks[0].new_empty(rows, weight.size(0)) if out is None else out
     if in_two_steps:
         run_primitive(TwoSteps(sources, projection, out), f"{OP}_two_step")
         return out
@@ -248,10 +255,27 @@ def _project(normed: Tensor, projection: Projection, norm_offset: float, out: Te
     if post_norm_weight is not None or (bias is not None and bias.dtype != weight.dtype):
         projected = project_formula(normed.float(), projection, norm_offset)
         return projected.to(weight.dtype) if out is None else out.copy_(projected)
+    if normed.is_cpu:
+        normed, weight = in_whole_tiles(normed), in_whole_tiles(weight)
     if out is not None and bias is None and out.is_contiguous():
         return torch.mm(normed, weight.t(), out=out)
     projected = F.linear(normed, weight, bias)  # a strided out costs one copy
     return projected if out is None else out.copy_(projected)
+
+
+# Columns that oneDNN's AMX product reads at once. Of a row that ends inside, it reads the next row's first values too:
+# times zero, which is NaN where they are NaN or infinite.
+_ONEDNN_TILE = 32
+
+
+def in_whole_tiles(rows: Tensor) -> Tensor:
+    """16-bit operands of oneDNN's product with zeros behind each row; a copy only at widths that no model has."""
+    columns = _columns_to_pad(rows)
+    return F.pad(rows, (0, columns)) if columns else rows
+
+
+def _columns_to_pad(rows: Tensor) -> int:
+    return -rows.size(-1) % _ONEDNN_TILE if rows.dtype.itemsize == 2 else 0
 
 
 @torch.no_grad()

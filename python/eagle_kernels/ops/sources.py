@@ -24,7 +24,6 @@ from .. import checks
 
 NORMS = ("none", "chunk", "concat")  # the position is the code the compiled primitives take
 
-_MAX_WIDTH = 2**31 - 1  # of the concat: csrc/sources.cpp
 _DEFAULTS: dict[str, Any] = {"norm": "chunk", "eps": 1e-6, "norm_offset": 0.0}  # of the public ops
 
 
@@ -203,6 +202,7 @@ def _count_chunks(
     first = gains[0]
     if len(gains) > 1 or not isinstance(first, Tensor) or first.dim() != 2:
         return len(gains)
+    checks.check_tensor(op, "norm_weight", first)
     if first.shape[0] == 0:
         raise checks.shape_error(op, "norm_weight", first, "(K, H) with K >= 1")
     return first.shape[0]
@@ -222,9 +222,9 @@ def _check_chunks(op: str, chunks: list[Tensor]) -> None:
             raise checks.shape_error(op, name, chunk, f"{chunks[0].dim()} dimensions", "chunks[0] has that many")
         if chunk.shape[-1] == 0:
             raise checks.shape_error(op, name, chunk, "(T, H) with H >= 1")
-    if (width := total_width(chunks)) > _MAX_WIDTH:
+    if (width := total_width(chunks)) > checks.MAX_WIDTH:
         raise checks.error(
-            ValueError, op, f"the chunks have {width} columns", f"at most {_MAX_WIDTH}", "int32 counts them"
+            ValueError, op, f"the chunks have {width} columns", f"at most {checks.MAX_WIDTH}", "int32 counts them"
         )
 
 

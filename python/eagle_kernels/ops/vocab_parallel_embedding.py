@@ -48,7 +48,7 @@ def vocab_parallel_embedding(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; nothing is written.
-        RuntimeError: an input requires grad while grad mode is on.
+        RuntimeError: an input requires grad while grad mode is on, or has a tangent of forward-mode differentiation.
     """
     scale_tensor = scale if isinstance(scale, Tensor) else None
     if scale_tensor is not None:
@@ -58,7 +58,7 @@ def vocab_parallel_embedding(
     if is_plain((ids, weight, scale_tensor, out)) and ids.dim() == 1 and _fits(weight, shard):
         out = weight.new_empty(ids.shape[0], weight.shape[1]) if out is None else out
         record = VocabParallelEmbedding(ids, weight, *shard.bounds, scale, scale_tensor, out)
-        run(record, choose(OP, ids.device))
+        run(record, choose(OP, ids.device), (out,))
         return out
     _check_shard(ids, weight, shard)
     # Its `out` is not looked at: it may be shaped like ids of several dimensions, or None.
@@ -75,6 +75,7 @@ def _fits(weight: object, shard: object) -> bool:
     """Whether the table is one of the shard's, which no kernel sees: they are told of its bounds alone."""
     return (
         isinstance(weight, Tensor)
+        and not weight.is_nested
         and weight.dim() == 2
         and isinstance(shard, VocabShard)
         and shard.used_rows <= weight.shape[0] <= shard.rows
@@ -138,6 +139,7 @@ class VocabParallelEmbedding(NamedTuple):
     def check_arguments(self) -> None:
         """All but `out`, which the caller may have shaped like ids of several dimensions."""
         ids, weight, scale_tensor = self.ids, self.weight, self.scale_tensor
+        checks.check_tensor(OP, "ids", ids)
         checks.check_dtype(OP, "ids", ids, (torch.int32, torch.int64))
         checks.check_tensor(OP, "weight", weight)
         checks.check_dtype(OP, "weight", weight, checks.DTYPES)
@@ -186,7 +188,7 @@ def plan(ids: Tensor, *_args: object, **_kwargs: object) -> Plan:
 
 
 def _run_out(ids: Tensor, *others: Any) -> None:
-    run(VocabParallelEmbedding(ids, *others), choose(OP, ids.device))
+    run(VocabParallelEmbedding(ids, *others), choose(OP, ids.device), others[-1:])
 
 
 def _run(ids: Tensor, weight: Tensor, *others: Any) -> Tensor:
