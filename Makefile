@@ -12,7 +12,12 @@ SGLANG_VENV := .venv-sglang
 SGLANG := sglang==0.5.23
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test test-vllm test-sglang lint bench-host report docs clean
+# What a wheel has CUDA kernels for, and PTX for what comes later.
+export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
+# Dates in archives: two builds of a commit are the same bytes.
+export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+
+.PHONY: wheels wheels-aarch64 hub demo test test-vllm test-sglang lint bench-host report docs clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -32,6 +37,30 @@ test-vllm: $(VLLM_VENV)/package.stamp
 test-sglang: $(SGLANG_VENV)/package.stamp
 	SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/engines/sglang/standins \
 	    $(SGLANG_VENV)/bin/python -m pytest tests/engines/sglang --durations=5
+
+# One wheel for CPU and CUDA torch from 2.11 on and every Python, and the sdist. Nothing is downloaded; 2 min of one
+# core. A wheel without CUDA kernels has to be asked for: EAGLE_KERNELS_BUILD=cpu. With Debian 12's g++ 12: auditwheel
+# refuses the symbols of a newer libstdc++ that cmake/manylinux_2_28.cpp does not know.
+wheels: $(VENV)/package.stamp
+	rm -rf build/wheel
+	EAGLE_KERNELS_BUILD="$${EAGLE_KERNELS_BUILD:-cuda}" EAGLE_KERNELS_CUDA_ARCHS="$$WHEEL_CUDA_ARCHS" \
+	    $(BIN)/pip wheel --verbose --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) --exclude libtorch_cpu.so \
+	    --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
+
+# CPU kernels (scalar) for Arm, with Debian's g++-aarch64-linux-gnu.
+wheels-aarch64: $(VENV)/package.stamp
+	rm -rf build/wheel
+	CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64.cmake _PYTHON_HOST_PLATFORM=linux-aarch64 EAGLE_KERNELS_BUILD=cpu \
+	    $(BIN)/pip wheel --verbose --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat auto --exclude libtorch_cpu.so --wheel-dir dist \
+	    build/wheel/*.whl
+
+# The package for Hugging Face's kernel hub, in dist/hub; HUB=cpu leaves the CUDA variant out.
+HUB ?= cpu cuda
+hub: $(VENV)/package.stamp
+	EAGLE_KERNELS_CUDA_ARCHS="$$WHEEL_CUDA_ARCHS" $(BIN)/python hub/build.py $(HUB)
 
 lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .
@@ -66,7 +95,7 @@ $(VENV)/docs.stamp: $(VENV)/package.stamp docs/requirements.txt
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77" "cmake>=3.26" ninja "pybind11>=2.13"
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77" "cmake>=3.26" ninja
 	touch $@
 
 $(VENV)/package.stamp: $(VENV)/torch.stamp $(SOURCES)
@@ -76,7 +105,7 @@ $(VENV)/package.stamp: $(VENV)/torch.stamp $(SOURCES)
 $(VLLM_VENV)/vllm.stamp: tests/engines/vllm/requirements.txt
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH) -r $< \
-	    "setuptools==78.1.1" "cmake>=3.26" ninja "pybind11>=2.13"
+	    "setuptools==78.1.1" "cmake>=3.26" ninja
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
 	touch $@
 
@@ -89,7 +118,7 @@ $(VLLM_VENV)/package.stamp: $(VLLM_VENV)/vllm.stamp $(SOURCES) $(shell find pyth
 $(SGLANG_VENV)/sglang.stamp: tests/engines/sglang/requirements.txt
 	$(PYTHON) -m venv --clear $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH) -r $< \
-	    "setuptools>=77" "cmake>=3.26" ninja "pybind11>=2.13"
+	    "setuptools>=77" "cmake>=3.26" ninja
 	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG) triton==3.9.0
 	touch $@
 

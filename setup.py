@@ -1,9 +1,9 @@
 """Drives CMakeLists.txt; everything declarative is in pyproject.toml.
 
-EAGLE_KERNELS_BUILD        auto (default), cpu, cuda, none: what to compile. auto takes what the machine has: CUDA with
-                           nvcc, the CPU kernels with a C++ compiler, else pure Python and Triton.
-EAGLE_KERNELS_CUDA_ARCHS   default 80;89;90a;100a;120 and PTX for what comes later; an editable install takes 90a
-                           alone: 47 s of one core instead of 84.
+EAGLE_KERNELS_BUILD        auto (default): the CPU kernels, and the CUDA ones where nvcc and a GPU are. cpu and cuda ask
+                           for these and fail where they cannot be had. none: pure Python and Triton, nothing compiled.
+EAGLE_KERNELS_CUDA_ARCHS   e.g. 90a or 80;89;90a;100a;120 (`make wheels`); default: the GPUs of this machine.
+EAGLE_KERNELS_NAMESPACE    torch.ops.<this>, for hub/build.py.
 """
 
 import importlib.util
@@ -13,27 +13,52 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = "libeagle_kernels.so"
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/eagle_kernels/version.py").read_text()).group(1)
+# Of one core of an AMD EPYC (Zen 4), CUDA 13.0: the CPU kernels and the host files, and csrc/cuda for one arch.
+CPU_SECONDS, ARCH_SECONDS = 85, 12
 
 
 def say(message: str) -> None:
-    # pip shows a build's output with -v or on failure; `eagle-kernels info` says the same about an installed package.
+    """On the screen: pip swallows a build's output unless the build fails, so a terminal is written to beside it."""
     print(f"eagle-kernels: {message}", file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        try:
+            with open("/dev/tty", "w") as terminal:
+                print(f"eagle-kernels: {message}", file=terminal)
+        except OSError:  # none: a log has the line above
+            pass
 
 
 def find_torch() -> Path | None:
-    """The installed torch package. Under build isolation it is not importable but is beside the interpreter."""
+    """The installed torch package, 2.11 or newer. Under build isolation it is not importable, but is beside the
+    interpreter (pip), or in the active environment, which is on PATH, or in uv's default one: uv builds with an
+    interpreter of its own. Any of them will do, since a library is not bound to the torch whose headers it saw."""
     spec = importlib.util.find_spec("torch")
     candidates = [Path(spec.origin).parent] if spec and spec.origin else []
     candidates += [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
-    return next((path for path in candidates if (path / "include/torch/csrc/stable/library.h").exists()), None)
+    prefixes = [Path(folder).parent for folder in os.environ.get("PATH", "").split(os.pathsep)]
+    prefixes.append(Path(os.environ.get("PWD", "."), ".venv"))
+    candidates += [torch for prefix in prefixes for torch in prefix.glob("lib/python3.*/site-packages/torch")]
+    return next((path for path in candidates if torch_version(path) >= (2, 11)), None)
+
+
+def torch_version(torch: Path) -> tuple[int, ...]:
+    if not (torch / "include/torch/csrc/stable/library.h").exists():
+        return ()
+    return tuple(map(int, re.findall(r"\d+", torch_release(torch))[:2]))
+
+
+def torch_release(torch: Path) -> str:
+    return re.search(r"__version__ = '(.+)'", (torch / "version.py").read_text()).group(1)
 
 
 def find_nvcc() -> str | None:
@@ -45,85 +70,119 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
-def choose_build() -> str:
-    """cuda, cpu or none; says in one line what was left out, and fails where what was asked for cannot be had."""
+def cuda_archs() -> list[str]:
+    """What EAGLE_KERNELS_CUDA_ARCHS names, else one for each kind of GPU here from Ampere on."""
+    named = os.environ.get("EAGLE_KERNELS_CUDA_ARCHS")
+    if named:
+        return named.split(";")
+    smi = shutil.which("nvidia-smi")
+    query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    output = subprocess.run(query, capture_output=True, text=True).stdout if smi else ""
+    capabilities = sorted({tuple(map(int, pair)) for pair in re.findall(r"^(\d+)\.(\d+)$", output, re.MULTILINE)})
+    # "a": what Hopper and data-center Blackwell have alone.
+    return [f"{major}{minor}" + ("a" if major in (9, 10) else "") for major, minor in capabilities if major >= 8]
+
+
+def requested_build() -> str:
     requested = os.environ.get("EAGLE_KERNELS_BUILD", "auto").lower()
     if requested not in ("auto", "cpu", "cuda", "none"):
         raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD is {requested!r}, expected auto, cpu, cuda or none")
-    if requested == "none":
-        return "none"
-    missing = None
+    return requested
+
+
+def choose_archs() -> list[str]:
+    """The CUDA architectures; none: the CPU kernels alone. Says what is left out; fails where compiled kernels
+    cannot be had: pure Python is what `none` asks for, never what a missing tool ends in."""
     if find_compiler() is None:
-        missing = "a C++ compiler"
-    elif find_torch() is None:
-        missing = "an installed torch >= 2.11"
-    if missing and requested == "auto":
-        say(f"NO COMPILED KERNELS: {missing} was not found; installing pure Python")
-        return "none"
-    if missing:
-        raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD={requested} needs {missing}, and none was found")
-    if find_nvcc() is not None and requested != "cpu":
-        return "cuda"
+        refuse("a C++ compiler was not found (CXX, PATH)")
+    if find_torch() is None:
+        beside = f"torch 2.11 or newer was not found beside {sys.executable}"
+        refuse(f"{beside}: install it first; where it is installed and the build isolated, add --no-build-isolation")
+    requested = requested_build()
+    if requested == "cpu":
+        return []
+    archs = cuda_archs()
+    if find_nvcc() is None:
+        missing = "nvcc was not found (PATH, CUDA_HOME)"
+    elif not archs:
+        missing = "no GPU was found (nvidia-smi); EAGLE_KERNELS_CUDA_ARCHS names architectures, as 90a"
+    else:
+        return archs
     if requested == "cuda":
-        raise SystemExit("eagle-kernels: EAGLE_KERNELS_BUILD=cuda needs nvcc, and none was found (PATH, CUDA_HOME)")
-    if requested == "auto":
-        say("NO CUDA KERNELS: nvcc was not found (PATH, CUDA_HOME); building the CPU kernels only")
-    return "cpu"
+        raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD=cuda cannot be had: {missing}")
+    say(f"NO CUDA KERNELS: {missing}")
+    return []
 
 
-def cuda_archs(editable: bool) -> str:
-    return os.environ.get("EAGLE_KERNELS_CUDA_ARCHS") or ("90a" if editable else "80;89;90a;100a;120")
+def refuse(missing: str) -> NoReturn:
+    pure = "EAGLE_KERNELS_BUILD=none installs pure Python and Triton"
+    raise SystemExit(f"eagle-kernels: NO COMPILED KERNELS: {missing}. {pure}")
 
 
 class CMakeBuild(build_ext):
-    """Configure and build with CMake and ninja; both libraries land where setuptools expects the extension."""
+    """Configure and build with CMake and ninja; the library lands where setuptools expects an extension."""
+
+    def get_ext_filename(self, name: str) -> str:
+        return os.path.join(*name.split(".")) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         # The build tools from PyPI, not those on PATH: Debian 12's CMake 3.25 is too old.
         import cmake
         import ninja
-        import pybind11
 
-        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        # One build tree per interpreter, kept between calls: an interrupted build goes on where it stopped.
-        tree = ROOT / "build" / f"cmake-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-        tree.mkdir(parents=True, exist_ok=True)
+        archs = choose_archs()
         torch = find_torch()
-        torch_version = re.search(r"__version__ = '(.+)'", (torch / "version.py").read_text()).group(1)
-        cuda = choose_build() == "cuda"
         options = {
             "EAGLE_KERNELS_VERSION": VERSION,
+            "EAGLE_KERNELS_NAMESPACE": os.environ.get("EAGLE_KERNELS_NAMESPACE", "eagle_kernels"),
             "EAGLE_KERNELS_TORCH_DIR": torch,
-            "EAGLE_KERNELS_TORCH_VERSION": torch_version,
-            "EAGLE_KERNELS_OUTPUT_DIR": output,
-            "EAGLE_KERNELS_WITH_CUDA": "ON" if cuda else "OFF",
-            "EAGLE_KERNELS_CUDA_ARCHS": cuda_archs(self.editable_mode),
-            "Python_EXECUTABLE": sys.executable,
-            "pybind11_DIR": pybind11.get_cmake_dir(),
+            "EAGLE_KERNELS_TORCH_VERSION": torch_release(torch),
+            "EAGLE_KERNELS_OUTPUT_DIR": Path(self.get_ext_fullpath(ext.name)).resolve().parent,
+            "EAGLE_KERNELS_STRIP": "OFF" if self.editable_mode else "ON",
+            "EAGLE_KERNELS_WITH_CUDA": "ON" if archs else "OFF",
+            "EAGLE_KERNELS_CUDA_ARCHS": ";".join(archs),
             "CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR) / "ninja",
         }
-        if cuda:
+        if archs:
             options["CMAKE_CUDA_COMPILER"] = find_nvcc()
         definitions = [f"-D{name}={value}" for name, value in options.items()]
-        # --fresh: the tools of an isolated build live at another path each time, and a cached one would be gone.
+        tree = ROOT / "build" / f"cmake-{sysconfig.get_platform()}"
+        tree.mkdir(parents=True, exist_ok=True)
+        # Objects are kept between calls; the cache is not, nor is --fresh used, which deletes both: the tools of an
+        # isolated build live at another path each time, and a cached one would be gone.
+        (tree / "CMakeCache.txt").unlink(missing_ok=True)
         program = Path(cmake.CMAKE_BIN_DIR) / "cmake"
-        subprocess.run([program, "--fresh", "-G", "Ninja", "-S", ROOT, "-B", tree, *definitions], check=True)
+        cores, seconds = os.cpu_count() or 1, CPU_SECONDS + ARCH_SECONDS * len(archs)
+        parts = "CPU kernels" + (f" and CUDA kernels for {', '.join(archs)}" if archs else "")
+        say(f"compiling {parts}: about {seconds / cores:.0f} s on {cores} cores where nothing is built yet")
+        start = time.monotonic()
+        subprocess.run([program, "-G", "Ninja", "-S", ROOT, "-B", tree, *definitions], check=True)
         subprocess.run([program, "--build", tree], check=True)
+        say(f"compiled in {time.monotonic() - start:.0f} s")
 
     def copy_extensions_to_source(self) -> None:
-        """Editable installs: setuptools copies _C back into the tree; the op library goes with it."""
-        super().copy_extensions_to_source()
-        built = Path(self.build_lib) / "eagle_kernels" / LIBRARY
-        target = ROOT / "python/eagle_kernels" / LIBRARY
-        # A rename, not a copy over the old file: a process that has it mapped would crash.
+        """Editable installs: by a rename, since a process that has the old file mapped would crash on a copy."""
+        (ext,) = self.extensions
+        target = ROOT / "python" / self.get_ext_filename(ext.name)
         partial = target.with_suffix(".partial")
-        shutil.copy2(built, partial)
+        shutil.copy2(Path(self.build_lib) / self.get_ext_filename(ext.name), partial)
         partial.replace(target)
 
 
-compiled = choose_build() != "none"
+class AnyPythonWheel(bdist_wheel):
+    """The library has no Python in it, so that a wheel is bound to the platform alone."""
+
+    def run(self) -> None:
+        # A module that an earlier build copied there, and that is no longer one, would be in the wheel.
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
 setup(
     version=VERSION,
-    ext_modules=[Extension("eagle_kernels._C", sources=[])] if compiled else [],
-    cmdclass={"build_ext": CMakeBuild},
+    ext_modules=[Extension("eagle_kernels.libeagle_kernels", sources=[])] if requested_build() != "none" else [],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
 )

@@ -5,7 +5,6 @@
 
 import argparse
 import datetime
-import importlib
 import importlib.metadata
 import itertools
 import json
@@ -289,14 +288,8 @@ def triton_version() -> str | None:
 
 def _build() -> Iterator[tuple[str, str]]:
     yield "compiled kernels", library.unsupported_reason or f"loaded from {library.COMPILED_LIBRARY}"
-    try:
-        compiled = importlib.import_module("eagle_kernels._C")
-    except ImportError as failure:
-        yield "build info", f"none: {failure}"
-        return
-    for name, value in compiled.build_info().items():
+    for name, value in library.build_info.items():
         yield name, value or "none"
-    yield "cpu features", ", ".join(compiled.cpu_features())
 
 
 def _found_devices() -> Iterator[tuple[str, str]]:

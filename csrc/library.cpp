@@ -1,11 +1,12 @@
 // What torch.ops.eagle_kernels_C and libeagle_kernels.so have besides the ops, each of which registers itself.
 //
-// The primitives never choose: python/eagle_kernels decides which one runs. All of csrc but module.cpp is on the
-// libtorch stable ABI (target 2.11) and has no Python in it, so that one build serves every torch from 2.11 on, CPU or
-// CUDA.
+// The primitives never choose: python/eagle_kernels decides which one runs. All of csrc is on the libtorch
+// stable ABI (target 2.11) and has no Python in it, so that one build serves every torch from 2.11 on, CPU or CUDA, and
+// every Python.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <string>
 
 #include "concat.h"
 #include "cpu/dispatch.h"
@@ -24,11 +25,19 @@ int64_t set_cpu_isa(int64_t cap) {
 
 }  // namespace
 
-// Read with ctypes, without the module _C, which is bound to one Python.
+// Read with ctypes (python/eagle_kernels/library.py): a binding would be bound to one Python.
 #define EAGLE_KERNELS_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The archs this library has CUDA kernels for, as CMakeLists.txt spells them.
-EAGLE_KERNELS_EXPORT const char* eagle_kernels_cuda_archs() { return EAGLE_KERNELS_CUDA_ARCHS; }
+// What this build is, a line each. CMakeLists.txt spells the archs that it has CUDA kernels for.
+EAGLE_KERNELS_EXPORT const char* eagle_kernels_build_info() {
+  static const std::string info = "version: " EAGLE_KERNELS_VERSION
+                                  "\nnamespace: " EAGLE_KERNELS_NAMESPACE
+                                  "\ncompiler: " __VERSION__
+                                  "\ntorch_headers: " EAGLE_KERNELS_TORCH_VERSION
+                                  "\ncuda_archs: " EAGLE_KERNELS_CUDA_ARCHS
+                                  "\ncpu_isas: " + std::string(cpu::kIsaNames);
+  return info.c_str();
+}
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_chunks() { return cuda::kMaxChunks; }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_decode_rows() { return cuda::kMaxDecodeRows; }
 

@@ -94,7 +94,8 @@ def pack() -> int:
     """Copy the library that this tree has built, and the commit, into the folder to carry."""
     library = ROOT / "python" / "eagle_kernels" / _LIBRARY
     if not library.exists():
-        print(f"{library.relative_to(ROOT)} is not built: EAGLE_KERNELS_BUILD=cuda pip install -e .", file=sys.stderr)
+        build = "EAGLE_KERNELS_CUDA_ARCHS=90a pip install -e ."
+        print(f"{library.relative_to(ROOT)} is not built: {build}", file=sys.stderr)
         return 2
     CARRIED.mkdir(parents=True, exist_ok=True)
     shutil.copy2(library, CARRIED / library.name)

@@ -8,6 +8,11 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__x86_64__) && defined(__GLIBC__)
+// glibc 2.34 gave them new versions, which the older ones of manylinux_2_28 lack; every glibc has these.
+__asm__(".symver dlopen,dlopen@GLIBC_2.2.5\n.symver dlsym,dlsym@GLIBC_2.2.5");
+#endif
+
 namespace eagle_kernels::cuda {
 namespace {
 

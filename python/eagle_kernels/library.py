@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("eagle_kernels", "FRAGMENT")
 COMPILED_LIBRARY = Path(__file__).parent / "libeagle_kernels.so"
-# Exchanged by tests: tests/cuda_host runs the CUDA kernels in an emulation.
-primitives = torch.ops.eagle_kernels_C
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
-    """Define `eagle_kernels::schema` with one Python body for every device and its fake kernel."""
+    """Define `NAMESPACE::schema` with one Python body for every device and its fake kernel."""
     name = schema.partition("(")[0]
     # A fixed stride order: Inductor must hand over `out` views and strided chunks as they are, never re-laid copies.
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)
-    torch.library.register_fake(f"eagle_kernels::{name}", fake, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
 def load_compiled() -> str | None:
     """Load the compiled primitives; the reason why not, where they cannot be had."""
     if not COMPILED_LIBRARY.exists():
-        return "the package was installed without compiled kernels (EAGLE_KERNELS_BUILD, or no compiler was found)"
+        return (
+            "the package is without compiled kernels: it was installed with EAGLE_KERNELS_BUILD=none, or is a checkout "
+            "that was never installed"
+        )
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         return f"the compiled kernels need torch 2.11 or newer, and this is torch {torch.__version__}"
     try:
@@ -53,7 +53,18 @@ def _exported(name: str, kind: type, default: Any) -> Any:
     return function()
 
 
+# version, namespace, compiler, torch_headers, cuda_archs, cpu_isas; empty where there is no library.
+build_info: dict[str, str] = dict(
+    line.split(": ", 1) for line in _exported("build_info", ctypes.c_char_p, b"").decode().splitlines()
+)
 # What the library has CUDA kernels for, as CMakeLists.txt spells it: 80, 90a, 90+ptx.
-cuda_archs: tuple[str, ...] = tuple(_exported("cuda_archs", ctypes.c_char_p, b"").decode().split())
+cuda_archs: tuple[str, ...] = tuple(build_info.get("cuda_archs", "").split())
 MAX_CUDA_CHUNKS: int = _exported("max_cuda_chunks", ctypes.c_int64, 0)
 MAX_CUDA_DECODE_ROWS: int = _exported("max_cuda_decode_rows", ctypes.c_int64, 0)
+
+# A hub package has a namespace of its own, so that several can be loaded beside an installed eagle-kernels.
+NAMESPACE: str = build_info.get("namespace", "eagle_kernels")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+registered_ops = getattr(torch.ops, NAMESPACE)
+# Exchanged by tests: tests/cuda_host runs the CUDA kernels in an emulation.
+primitives = getattr(torch.ops, f"{NAMESPACE}_C")

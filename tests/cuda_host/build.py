@@ -1,12 +1,18 @@
 """Compiles csrc/cuda for the CPU: the wheel's kernels, launchers and host files over device_host.h and fibers.cpp."""
 
+import functools
 import hashlib
+import importlib.machinery
+import importlib.util
 import os
 import shutil
 import subprocess
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
+import pybind11
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -14,20 +20,32 @@ ROOT = HERE.parents[1]
 TORCH = Path(torch.__file__).parent
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
-# The host file of every op, and what they share; library.cpp and module.cpp are about the wheel's own two libraries.
-HOSTS = [path for path in sorted(ROOT.glob("csrc/*.cpp")) if path.stem not in ("library", "memory_bandwidth", "module")]
+# The host file of every op, and what they share; library.cpp is about the wheel's own library.
+HOSTS = [path for path in sorted(ROOT.glob("csrc/*.cpp")) if path.stem not in ("library", "memory_bandwidth")]
 _SOURCES = [*sorted(ROOT.glob("csrc/cuda/*.cu")), *HOSTS, *sorted(HERE.glob("*.cpp"))]
 _HEADERS = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("*.h")]
 _FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # A product and a sum stay two roundings, as written; nvcc contracts some of them.
 _FLAGS += ["-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
 _FLAGS += [f"-I{ROOT / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
+_FLAGS += ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
 _HOST_FLAGS = ["-include", str(HERE / "registration.h"), "-DEAGLE_KERNELS_WITH_CUDA", "-DEAGLE_KERNELS_ISAS=scalar"]
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
-def build(sanitized: bool) -> Path:
-    """The emulated library; compiles what has changed since the last time."""
+@functools.cache
+def load(sanitized: bool) -> ModuleType:
+    """The emulation, whose `set_device` says what the emulated GPU is like; its ops are in
+    `torch.ops.eagle_kernels_emulated`."""
+    name = "eagle_kernels_emulated"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(_build(sanitized)))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module
+
+
+def _build(sanitized: bool) -> Path:
+    """Compiles what has changed since the last time."""
     flags = _FLAGS + (_SANITIZERS if sanitized else [])
     folder = ROOT / "build" / "cuda_host"
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +57,7 @@ def build(sanitized: bool) -> Path:
     names = hashlib.sha256("".join(path.name for path in objects).encode())
     library = folder / f"libeagle_kernels_emulated-{names.hexdigest()[:16]}.so"
     if not library.exists():
-        _write(library, [*flags, "-shared", "-Wl,-z,defs", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
+        _write(library, [*flags, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
     return library
 
 

@@ -6,12 +6,13 @@ the emulated ones.
 
 import os
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 
 from backends import environment_of
-from cuda_host.build import COMPILER, build
+from cuda_host.build import COMPILER, load
 from eagle_kernels import library, plan
 
 # The tests of the other backends, which the files here import and run again.
@@ -29,25 +30,24 @@ SHARED_MEMORY = 227 << 10  # of a block on sm_90 and sm_100
 
 
 @pytest.fixture(scope="session")
-def emulated_library() -> object:
-    """torch.ops.eagle_kernels_emulated; with AddressSanitizer in the process that test_sanitized.py starts."""
+def emulation() -> ModuleType:
+    """The emulated GPU; with AddressSanitizer in the process that test_sanitized.py starts."""
     if COMPILER is None or library.unsupported_reason is not None:
         pytest.skip("no g++ on this machine")
-    torch.ops.load_library(os.fspath(build(sanitized="EAGLE_KERNELS_TEST_SANITIZED" in os.environ)))
-    return torch.ops.eagle_kernels_emulated
+    return load(sanitized="EAGLE_KERNELS_TEST_SANITIZED" in os.environ)
 
 
 @pytest.fixture
 def emulated(
-    emulated_library: object, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    emulation: ModuleType, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[object]:
     """The cuda backend on CPU tensors. Half of the tests run the warps of a block in descending order: between
     two barriers a GPU may."""
-    monkeypatch.setattr(library, "primitives", emulated_library)
+    monkeypatch.setattr(library, "primitives", torch.ops.eagle_kernels_emulated)
     monkeypatch.setattr(plan, "_cuda_unsupported_reason", lambda device: None)
-    emulated_library.set_device(SHARED_MEMORY, len(request.node.name) % 2 == 1)
+    emulation.set_device(shared_bytes=SHARED_MEMORY, descending_warps=len(request.node.name) % 2 == 1)
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
-        yield emulated_library
+        yield library.primitives
 
 
 @pytest.fixture

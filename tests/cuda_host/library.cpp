@@ -1,6 +1,7 @@
-// torch.ops.eagle_kernels_emulated: the CUDA primitives on CPU tensors. The host files, the launchers and the kernels are
-// those of the wheel (registration.h); only current_device.cpp is replaced, by the end of this file.
-#include <torch/csrc/stable/library.h>
+// The Python module of the emulation: what the emulated GPU is like. Importing it registers the CUDA primitives on CPU
+// tensors, torch.ops.eagle_kernels_emulated. The host files, the launchers and the kernels are those of the wheel
+// (registration.h); only current_device.cpp is replaced, by the end of this file.
+#include <pybind11/pybind11.h>
 
 #include <stdexcept>
 #include <string>
@@ -13,7 +14,6 @@ namespace {
 
 int64_t shared_limit = 0;
 
-// What the emulated GPU is like: bytes of shared memory for a block, and the order in which warps run.
 void set_device(int64_t shared_bytes, bool descending_warps) {
   shared_limit = shared_bytes;
   host::set_warp_order(descending_warps);
@@ -21,12 +21,9 @@ void set_device(int64_t shared_bytes, bool descending_warps) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_emulated, m) {
-  m.def("set_device(int shared_bytes, bool descending_warps) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_emulated, CompositeExplicitAutograd, m) {
-  m.impl("set_device", TORCH_BOX(&set_device));
+PYBIND11_MODULE(eagle_kernels_emulated, m) {
+  m.def("set_device", &set_device, pybind11::arg("shared_bytes"), pybind11::arg("descending_warps"),
+        "Bytes of shared memory for a block, and the order in which warps run.");
 }
 
 CurrentDevice::CurrentDevice(const char*, int32_t) { device_.shared_memory = shared_limit; }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -134,14 +135,14 @@ def test_statistics_that_are_given_are_used() -> None:
 
 
 @pytest.mark.parametrize("K", [4, 8])
-def test_rows_that_do_not_fit_in_shared_memory_go_eight_at_a_time(K: int, emulated: object) -> None:
+def test_rows_that_do_not_fit_in_shared_memory_go_eight_at_a_time(K: int, emulation: ModuleType) -> None:
     """sm_89 and sm_120 have 99 KB a block, K = 8 with 16 rows takes 135: the launch would fail."""
     chunks, weight, gain = make_call(13, K=K)
-    emulated.set_device(SHARED_MEMORY, False)
+    emulation.set_device(SHARED_MEMORY, descending_warps=False)
     expected = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
-    emulated.set_device(99 << 10, False)
+    emulation.set_device(99 << 10, descending_warps=False)
     assert same_bits(expected, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
-    emulated.set_device(48 << 10, False)
+    emulation.set_device(48 << 10, descending_warps=False)
     assert same_bits(expected, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
 
 

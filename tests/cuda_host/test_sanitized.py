@@ -52,8 +52,8 @@ def test_the_sanitizers_see_an_access_beyond_a_tensor(tmp_path: Path) -> None:
     if _runtime("libasan.so") is None or "EAGLE_KERNELS_TEST_SANITIZED" in os.environ:
         pytest.skip("no g++ with AddressSanitizer on this machine, or the process that is under it")
     code = (
-        "import torch; from cuda_host.build import build; torch.ops.load_library(str(build(True)))\n"
-        "ops = torch.ops.eagle_kernels_emulated; ops.set_device(1 << 17, False)\n"
+        "import torch; from cuda_host.build import load; load(True).set_device(1 << 17, descending_warps=False)\n"
+        "ops = torch.ops.eagle_kernels_emulated\n"
         "x = torch.zeros(100).bfloat16(); out = torch.zeros(2, 100).bfloat16()\n"
         "hidden = torch.as_strided(x, (1, 100), (100, 1)); short = x.untyped_storage()\n"
         "ops.capture_hidden_out(hidden, None, out[:1], None); print('fine')\n"

@@ -1,7 +1,6 @@
-"""The layers through the real `kernels` library, on CPU: by LocalLayerRepository and kernelize, into whole models."""
+"""The layers through the real `kernels` library, on CPU: by `mapping` and kernelize, into whole models."""
 
 import inspect
-import json
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ pytest.importorskip("kernels")
 import kernels
 
 from accuracy import outliers, relative_rms
-from eagle_kernels.engines.hf_kernels import DEVICES, REPOSITORY, layers, mapping
+from eagle_kernels.engines.hf_kernels import layers, mapping
 from eagle_kernels.ops.sources import Sources, formula
 
 T, K, H, D = 5, 3, 48, 40
@@ -198,14 +197,6 @@ def test_form(layer: str) -> None:
     assert extra == {"can_torch_compile", "has_backward"}
     assert cls.can_torch_compile and not cls.has_backward
     assert set(cls.__annotations__) and all(not hasattr(cls, name) for name in cls.__annotations__)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_repository(device: str) -> None:
-    folder = REPOSITORY / "build" / f"torch-{device}"
-    metadata = json.loads((folder / "metadata.json").read_text())
-    assert metadata["backend"] == {"type": device} and metadata["python-depends"] == []
-    assert {path.name for path in folder.iterdir() if path.is_file()} == {"__init__.py", "metadata.json"}
 
 
 @torch.no_grad()

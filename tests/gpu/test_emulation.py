@@ -4,14 +4,12 @@ Integers small enough make every product and sum exact in any order, so a fragme
 elsewhere or a sum that misses a term shows, and nothing else does.
 """
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from backends import environment_of
-from cuda_host.build import build
+from cuda_host.build import load
 from cuda_host.integers import CALLS, Call
 from eagle_kernels import plan
 from guards import same_bits
@@ -21,10 +19,8 @@ from guards import same_bits
 def test_the_same_bits_as_the_emulation(call: Call) -> None:
     if (reason := plan.unsupported_reason("cuda", torch.device("cuda"))) is not None:
         pytest.skip(f"cuda: {reason}")
-    torch.ops.load_library(os.fspath(build(sanitized=False)))
-    emulated = torch.ops.eagle_kernels_emulated
-    emulated.set_device(227 << 10, False)
-    expected = call.run(emulated)
+    load(sanitized=False).set_device(227 << 10, descending_warps=False)
+    expected = call.run(torch.ops.eagle_kernels_emulated)
 
     def on_gpu(value: object) -> object:
         if isinstance(value, Tensor):

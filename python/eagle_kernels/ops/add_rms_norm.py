@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import is_plain
-from ..library import register
+from ..library import register, registered_ops
 from ..plan import Plan, choose
 from .call import run
 from .sources import rstd_of
@@ -62,11 +62,11 @@ def add_rms_norm(
     record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)  # type: ignore[arg-type]
     record.check_arguments()
     if out is None and out_sum is None and hidden.dim() == 2:
-        return torch.ops.eagle_kernels.add_rms_norm(*record[:5])
+        return registered_ops.add_rms_norm(*record[:5])
     out = hidden.new_empty(hidden.shape) if out is None else out
     out_sum = hidden.new_empty(hidden.shape) if out_sum is None else out_sum
     rows = [row.unsqueeze(0) if hidden.dim() == 1 else row for row in (hidden, residual, out, out_sum)]
-    torch.ops.eagle_kernels.add_rms_norm_out(*rows[:2], weight, eps, norm_offset, *rows[2:])
+    registered_ops.add_rms_norm_out(*rows[:2], weight, eps, norm_offset, *rows[2:])
     return out, out_sum
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import is_plain
-from ..library import register
+from ..library import register, registered_ops
 from ..plan import Plan, choose
 from .call import run
 
@@ -46,7 +46,7 @@ def capture_hidden(
     if hidden.dim() == 1:
         row = None if residual is None else residual.unsqueeze(0)
         record = CaptureHidden(hidden.unsqueeze(0), row, out.unsqueeze(0), sum_squares)
-    torch.ops.eagle_kernels.capture_hidden_out(*record)
+    registered_ops.capture_hidden_out(*record)
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import is_plain
-from ..library import register
+from ..library import register, registered_ops
 from ..plan import Plan, choose
 from .call import run
 from .sources import Sources, formula
@@ -71,10 +71,10 @@ def concatenate(sources: Sources, out: Tensor | None = None) -> Tensor:
     sources.check(OP)
     matrices = sources.as_matrices()
     if out is None:
-        normed = torch.ops.eagle_kernels.norm_concat(*matrices)
+        normed = registered_ops.norm_concat(*matrices)
         return normed.squeeze(0) if sources.is_one_row else normed
     sources.check_out(OP, out, sources.width, "K*H")
-    torch.ops.eagle_kernels.norm_concat_out(*matrices, out.unsqueeze(0) if sources.is_one_row else out)
+    registered_ops.norm_concat_out(*matrices, out.unsqueeze(0) if sources.is_one_row else out)
     return out
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import checks
 from .. import plan as plans
 from ..dispatch import increment_version, is_plain
-from ..library import register
+from ..library import register, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..triton_kernels.alignment import alignment
 from .call import run_primitive
@@ -111,11 +111,11 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
     projection.check(sources)
     matrices = sources.as_matrices()
     if out is None:
-        projected = torch.ops.eagle_kernels.norm_concat_linear(*matrices, *projection)
+        projected = registered_ops.norm_concat_linear(*matrices, *projection)
         return projected.squeeze(0) if sources.is_one_row else projected
     sources.check_out(OP, out, weight.shape[0], "D")
     rows = out.unsqueeze(0) if sources.is_one_row else out
-    torch.ops.eagle_kernels.norm_concat_linear_out(*matrices, *projection, rows)
+    registered_ops.norm_concat_linear_out(*matrices, *projection, rows)
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import is_plain
-from ..library import register
+from ..library import register, registered_ops
 from ..plan import Plan, choose
 from ..vocab_shard import VocabShard
 from .call import run
@@ -65,9 +65,9 @@ def vocab_parallel_embedding(
     record = VocabParallelEmbedding(ids.reshape(-1), weight, *shard.bounds, scale, scale_tensor, out)  # type: ignore[arg-type]
     record.check_arguments()
     if out is None:
-        rows = torch.ops.eagle_kernels.vocab_parallel_embedding(*record[:-1])
+        rows = registered_ops.vocab_parallel_embedding(*record[:-1])
         return rows if ids.dim() == 1 else rows.view(*ids.shape, weight.shape[1])
-    torch.ops.eagle_kernels.vocab_parallel_embedding_out(*record[:-1], _out_rows(ids, weight, out))
+    registered_ops.vocab_parallel_embedding_out(*record[:-1], _out_rows(ids, weight, out))
     return out
 
 

@@ -4,20 +4,28 @@
 >>> with use_kernel_mapping(mapping("RMSNorm")):
 ...     model = kernelize(model, mode=Mode.INFERENCE)
 
-`repository/` is a kernel repository without code of its own: it exports `layers`, so that the kernels library can
-load from an installed package what it loads from the Hub.
+The same layers without an installed package: `hub/build.py`.
 """
 
-from pathlib import Path
+from dataclasses import dataclass
 
-REPOSITORY = Path(__file__).parent / "repository"
+from torch import nn
+
 DEVICES = ("cpu", "cuda")
 
 
-def mapping(*layer_names: str) -> dict[str, dict[str, object]]:
-    """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: these layers of `layers` on every device."""
-    from kernels import LocalLayerRepository
+@dataclass(frozen=True)
+class InstalledLayer:
+    """kernels' RepositoryProtocol, for a layer of `layers` in the installed package: nothing is downloaded."""
 
-    return {
-        name: {device: LocalLayerRepository(REPOSITORY, layer_name=name) for device in DEVICES} for name in layer_names
-    }
+    layer_name: str
+
+    def load(self) -> type[nn.Module]:
+        from . import layers
+
+        return getattr(layers, self.layer_name)
+
+
+def mapping(*layer_names: str) -> dict[str, dict[str, InstalledLayer]]:
+    """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: these layers of `layers` on every device."""
+    return {name: dict.fromkeys(DEVICES, InstalledLayer(name)) for name in layer_names}
