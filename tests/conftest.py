@@ -1,6 +1,8 @@
-"""Seeds, markers, and the fixtures that activate a backend, an instruction set or a plan."""
+"""Options, seeds, markers, and the fixtures that activate a backend, an instruction set or a plan."""
 
 import ctypes
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,9 +16,27 @@ _LIBC = ctypes.CDLL(None)
 _M_PERTURB = -6  # glibc: malloc fills with the complement of the byte
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    reason = "the compile gate compiles every binary, not those that stand for the rest (tests/compile)"
+    parser.addoption("--all-binaries", action="store_true", help=reason)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        # Two at least: rows are split over threads only where there are two.
+        torch.set_num_threads(max(torch.get_num_threads() // workers, 2))
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes more than 5 seconds on 2 cores")
+
+
+def pytest_collection_finish() -> None:
+    # What is there by now stays. The benchmark collects garbage before every measurement: 0.5 s each, of all of this.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's bindings report all of it as leaked
 
 
 @pytest.fixture(autouse=True)

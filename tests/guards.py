@@ -1,6 +1,7 @@
 """Outputs with poison inside and sentinels around them; operands that end at a page no one may touch."""
 
 import ctypes
+import math
 import mmap
 
 import torch
@@ -60,9 +61,21 @@ def between_forbidden_pages(values: Tensor, at: str = "end") -> Tensor:
     copy.copy_(values)
     begin = copy.data_ptr() - offset
     for page in (begin, begin + mmap.PAGESIZE + middle):
-        if _LIBC.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), _PROT_NONE):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        _forbid(page, mmap.PAGESIZE)
     return copy
+
+
+def forbidden(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of which every byte traps."""
+    size = math.prod(shape) * dtype.itemsize
+    whole = torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    _forbid(whole.data_ptr(), size)
+    return whole
+
+
+def _forbid(begin: int, size: int) -> None:
+    if _LIBC.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(size), _PROT_NONE):
+        raise OSError(ctypes.get_errno(), "mprotect")
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

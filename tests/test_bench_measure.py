@@ -3,13 +3,13 @@
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle_kernels.bench import measure
+from eagle_kernels.bench import benchmark, measure
 from eagle_kernels.bench.measure import (
     Footprint,
     Rates,
@@ -58,17 +58,19 @@ def test_interval_of_equal_variants_holds_one() -> None:
     assert measured.low <= 1 <= measured.high
 
 
-def test_real_clock_sees_ten_percent() -> None:
-    def spin(seconds: float) -> Callable[[int], None]:
+def test_the_timer_on_cpu_reads_the_clock_before_and_after_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+
+    def spin(nanoseconds: int) -> Callable[[int], None]:
         def call(copy: int) -> None:
-            deadline = time.perf_counter() + seconds
-            while time.perf_counter() < deadline:
-                pass
+            now[0] += nanoseconds
 
         return call
 
-    # Short calls, so that few of them are preempted on a busy machine.
-    base, new = interleave([spin(1e-4), spin(1.1e-4)], 2, min_time=0.1)
+    monkeypatch.setattr(measure.time, "perf_counter_ns", lambda: now[0])
+    base, new = interleave([spin(100_000), spin(110_000)], 2, min_time=0.1)
+    for samples, expected in ((base, 1e-4), (new, 1.1e-4)):
+        assert samples.seconds == pytest.approx([expected] * len(samples.seconds))
     assert ratio(new, base).is_more_than(TOLERANCE)
 
 
@@ -148,6 +150,12 @@ def test_the_floor_of_memory_goes_by_what_is_read_and_what_is_written() -> None:
     assert Rates(45e9, 34e9, 1.0).memory_seconds(Traffic(0, 10**9)) == pytest.approx(2 / 45 - 1 / 34)
     assert Rates(90e9, 30e9, 1.0).memory_seconds(Traffic(0, 10**9)) == 0  # a write is never a gain
     assert Rates(20e9, 25e9, 1e12).floor_seconds(Traffic(10**6, 0), 10**9) == pytest.approx(1e-3)
+
+
+def test_rates_of_a_busy_machine_that_give_writes_no_time_are_no_division_by_zero() -> None:
+    workload = SimpleNamespace(traffic=lambda: Traffic(0, 10**9), flops=lambda: 0)
+    figures = benchmark._figures(Samples((1.0,)), workload, Rates(90e9, 30e9, 1.0))
+    assert figures["floor_ms"] == 0 and figures["memory_gbps"] is None
 
 
 def test_statistics() -> None:

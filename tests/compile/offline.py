@@ -160,6 +160,11 @@ class Row:
     warps: int
     resources: Resources
 
+    @classmethod
+    def of(cls, values: dict) -> "Row":
+        """From `dataclasses.asdict`."""
+        return cls(**values | {"resources": Resources(**values["resources"])})
+
 
 def save(rows: list[Row], path: Path) -> None:
     """The rows as JSON, with the compiler they come from."""

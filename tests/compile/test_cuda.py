@@ -1,14 +1,15 @@
 """The resource gate of csrc/cuda: what nvcc's binaries need on every arch that a wheel holds."""
 
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 pytest.importorskip("triton")  # whose package has the disassembler
 
@@ -51,36 +52,41 @@ def test_every_kernel_file_has_a_limit() -> None:
     assert sorted(path.stem for path in ROOT.glob("csrc/cuda/*.cu")) == sorted(MOST_REGISTERS)
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[list[Binary], Path]]:
-    """By (kernel file, arch): its instances, and the cubin."""
-    folder = tmp_path_factory.mktemp("cubins")
-    jobs = [(kernel, arch) for arch in ARCHS for kernel in MOST_REGISTERS]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(jobs, pool.map(lambda job: _compile(*job, folder), jobs), strict=True))
-
-
-def _compile(kernel: str, arch: str, folder: Path) -> tuple[list[Binary], Path]:
-    cubin = folder / f"{kernel}.{arch}.cubin"
-    target = f"arch=compute_{arch},code=sm_{arch}"
+@functools.cache
+def compiled(kernel: str, arch: str) -> tuple[list[Binary], Path]:
+    """The instances of a kernel file, and the cubin; kept in build/ for the other workers and the next run."""
     source = ROOT / f"csrc/cuda/{kernel}.cu"
-    command = [NVCC, "-std=c++20", "-O3", "-cubin", "-gencode", target, "-Xptxas", "-v", source, "-o", cubin]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "warning" not in run.stderr, run.stderr
+    command = [NVCC, "-std=c++20", "-O3", "-cubin", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-Xptxas", "-v"]
+    digest = hashlib.sha256(_nvcc_version() + " ".join(command).encode())
+    for path in (source, *sorted(ROOT.glob("csrc/**/*.*h"))):
+        digest.update(path.name.encode() + path.read_bytes())
+    cubin = ROOT / "build" / "compile" / f"{kernel}.{arch}-{digest.hexdigest()[:16]}.cubin"
+    cubin.parent.mkdir(parents=True, exist_ok=True)
+    report = cubin.with_suffix(".txt")  # written last: where it is, the cubin is whole
+    with FileLock(cubin.with_suffix(".lock")):
+        if not report.exists():
+            run = subprocess.run([*command, source, "-o", cubin], capture_output=True, text=True)
+            assert run.returncode == 0, run.stderr
+            report.write_text(run.stderr)
+    assert "warning" not in report.read_text(), report.read_text()
     pattern = (
         r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+"
         r"ptxas info\s+: Used (\d+) registers"
     )
-    found = re.findall(pattern, run.stderr)
+    found = re.findall(pattern, report.read_text())
     return [Binary(name, int(used), int(stack), int(a) + int(b)) for name, stack, a, b, used in found], cubin
+
+
+@functools.cache
+def _nvcc_version() -> bytes:
+    return subprocess.run([NVCC, "--version"], capture_output=True, check=True).stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kernel", MOST_REGISTERS)
-def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, arch: str, compiled: dict) -> None:
-    binaries, _ = compiled[kernel, arch]
+def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, arch: str) -> None:
+    binaries, _ = compiled(kernel, arch)
     assert len(binaries) == INSTANCES[kernel]
     assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
 
@@ -93,8 +99,8 @@ def _instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
 
 
 @pytest.mark.parametrize("arch", ["80", "90a", "120"])
-def test_the_weight_streams_in_16_byte_loads_into_the_tensor_cores(arch: str, compiled: dict) -> None:
-    functions = _instructions(compiled["norm_concat_linear", arch][1])
+def test_the_weight_streams_in_16_byte_loads_into_the_tensor_cores(arch: str) -> None:
+    functions = _instructions(compiled("norm_concat_linear", arch)[1])
     assert len(functions) == 18
     for name, code in functions:
         assert re.search(r"\bHMMA\.16816\.F32", code), name
@@ -103,8 +109,8 @@ def test_the_weight_streams_in_16_byte_loads_into_the_tensor_cores(arch: str, co
 
 
 @pytest.mark.parametrize("kernel", MOST_REGISTERS)
-def test_grid_dependency_control_is_in_every_hopper_kernel_and_in_no_ampere_one(kernel: str, compiled: dict) -> None:
-    for _, code in _instructions(compiled[kernel, "90a"][1]):
+def test_grid_dependency_control_is_in_every_hopper_kernel_and_in_no_ampere_one(kernel: str) -> None:
+    for _, code in _instructions(compiled(kernel, "90a")[1]):
         assert "ACQBULK" in code and "PREEXIT" in code
-    for _, code in _instructions(compiled[kernel, "80"][1]):
+    for _, code in _instructions(compiled(kernel, "80")[1]):
         assert "ACQBULK" not in code and "PREEXIT" not in code

@@ -160,25 +160,36 @@ def expected_mma(launch: Launch, arch: Arch) -> str:
     return {90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] if swap else "mma.sync"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("calls", [preset_calls, feature_calls])
-def test_resources(calls: Callable[[Arch], dict[str, list[Launch]]], arch: Arch, resource_table: list[Row]) -> None:
-    """No spills, no trap, shared and tensor memory that the arch has, its tensor cores, 16-byte copies."""
-    faults, seen = [], set()
-    for case, made in calls(arch).items():
+def distinct_launches(calls: dict[str, list[Launch]]) -> dict[str, Launch]:
+    """By case and kernel: a launch for each binary. norm_concat has a gate of its own."""
+    seen = {}
+    for case, made in calls.items():
         for launch in made:
             name = launch.kernel.fn.__name__
-            if name not in (PARTIAL, FINALISE) or (launch.kernel, launch.specialisation) in seen:
-                continue  # norm_concat has a gate of its own
-            seen.add((launch.kernel, launch.specialisation))
-            found = resources(launch, arch)
-            resource_table.append(Row(name, case, str(arch), launch.specialisation.num_warps, found))
-            faults += [f"{case} {name}: {fault}" for fault in found.faults(arch)]
-            mma = expected_mma(launch, arch)
-            if mma not in found.mma or (not mma and found.mma):
-                faults.append(f"{case} {name}: matrix instructions are {found.mma!r}, expected {mma!r}")
-            if "w_ptr" in launch.specialisation.aligned and not ("128-bit" in found.loads or "dwordx4" in found.loads):
-                faults.append(f"{case} {name}: loads are {found.loads}")
+            if name in (PARTIAL, FINALISE):
+                seen.setdefault((launch.kernel, launch.specialisation), (f"{case} {name}", launch))
+    return dict(seen.values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("calls", [preset_calls, feature_calls])
+def test_resources(
+    calls: Callable[[Arch], dict[str, list[Launch]]],
+    arch: Arch,
+    selected: Callable,
+    record_binary: Callable[[Row], None],
+) -> None:
+    """No spills, no trap, shared and tensor memory that the arch has, its tensor cores, 16-byte copies."""
+    faults = []
+    for case, launch in selected(distinct_launches(calls(arch))).items():
+        found, specialisation = resources(launch, arch), launch.specialisation
+        record_binary(Row(launch.kernel.fn.__name__, case, str(arch), specialisation.num_warps, found))
+        faults += [f"{case}: {fault}" for fault in found.faults(arch)]
+        mma = expected_mma(launch, arch)
+        if mma not in found.mma or (not mma and found.mma):
+            faults.append(f"{case}: matrix instructions are {found.mma!r}, expected {mma!r}")
+        if "w_ptr" in specialisation.aligned and not ("128-bit" in found.loads or "dwordx4" in found.loads):
+            faults.append(f"{case}: loads are {found.loads}")
     assert not faults, "\n".join(faults)
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pybind11
 import torch
+from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -52,12 +53,13 @@ def _build(sanitized: bool) -> Path:
     settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *flags, *_HOST_FLAGS]).encode())
     for header in sorted(_HEADERS):
         settings.update(header.name.encode() + header.read_bytes())
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    # One worker compiles, on every core; the others wait for it.
+    with FileLock(folder / f"{settings.hexdigest()[:16]}.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: _compile(source, flags, folder, settings.copy()), _SOURCES))
-    names = hashlib.sha256("".join(path.name for path in objects).encode())
-    library = folder / f"libeagle_kernels_emulated-{names.hexdigest()[:16]}.so"
-    if not library.exists():
-        _write(library, [*flags, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
+        names = hashlib.sha256("".join(path.name for path in objects).encode())
+        library = folder / f"libeagle_kernels_emulated-{names.hexdigest()[:16]}.so"
+        if not library.exists():
+            _write(library, [*flags, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu"])
     return library
 
 
@@ -71,7 +73,7 @@ def _compile(source: Path, flags: list[str], folder: Path, digest: object) -> Pa
 
 
 def _write(target: Path, arguments: list[object]) -> None:
-    """Run the compiler; `target` appears whole or not at all, since several test processes may build at once."""
+    """Run the compiler; `target` appears whole or not at all, whatever interrupts it."""
     partial = target.with_suffix(f".{os.getpid()}")
     command = [COMPILER, *map(str, arguments), "-o", str(partial)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -7,7 +7,6 @@ on a GPU.
 import importlib
 import re
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 
@@ -19,6 +18,7 @@ from vllm_stand_in import MODELS, SPECULATORS, D, H, K
 
 from eagle_kernels.engines import eligibility
 from eagle_kernels.plan import Kernel
+from guards import forbidden
 
 T = 5
 EAGLE3, LAGUNA, DFLASH = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel"
@@ -343,16 +343,10 @@ def test_zero_copy_writes_the_engines_buffer(v2: types.SimpleNamespace, ops: lis
 
 
 def test_the_copy_behind_the_zero_copy_route_moves_nothing() -> None:
-    """The route rests on it: ATen returns from a copy of a tensor onto itself (64 MB: 4 us; elsewhere: 8 ms)."""
-    source = torch.zeros(4096, 4096)
-    other = torch.empty_like(source)
-
-    def seconds(to: Tensor) -> float:
-        start = time.perf_counter()
-        to[:4095].copy_(source[:4095])
-        return time.perf_counter() - start
-
-    assert min(seconds(source) for _ in range(5)) < min(seconds(other) for _ in range(5)) / 20
+    """The route rests on it: ATen returns from a copy of a tensor onto itself (64 MB: 4 us; elsewhere: 8 ms). Here all
+    of the tensor is memory that traps: a failure is a segmentation fault."""
+    source = forbidden(4096, 64)
+    source[:4095].copy_(source[:4095])
 
 
 @pytest.mark.parametrize("case", ["pcp", "no-aux", "part-off", "packed"])

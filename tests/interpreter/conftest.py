@@ -2,7 +2,7 @@
 
 Triton decides when it is imported whether it interprets, and the compile tests of the same run need it not to. So a
 file in this folder is one test that runs the file in a process of its own; `TRITON_INTERPRET=1 pytest
-tests/interpreter` runs the tests one by one.
+tests/interpreter`, which `make test` does, runs the tests one by one.
 """
 
 import os
@@ -55,6 +55,25 @@ class _Failed(Exception):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     return None if INTERPRETING else _FileInItsOwnProcess.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETING)
+def quick_calls_between_jitted_functions() -> Iterator[None]:
+    """The interpreter patches triton.language at every launch, for the time of it, and once more at every call of a
+    jitted function by another, where there is nothing left to patch but once in each module: half of the time here."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    call, patched = InterpretedFunction.__call__, set()
+
+    def quick_call(function: InterpretedFunction, *arguments: object, **options: object) -> object:
+        if function.fn.__module__ in patched:
+            return function.rewrite()(*arguments, **options)
+        patched.add(function.fn.__module__)
+        return call(function, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "__call__", quick_call)
+        yield
 
 
 @pytest.fixture
