@@ -19,7 +19,8 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 # Dates in archives: two builds of a commit are the same bytes.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
-.PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host report docs clean
+.PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host report docs \
+    sanitize test-matrix mutants coverage clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -71,6 +72,25 @@ wheels-aarch64: $(VENV)/package.stamp
 HUB ?= cpu cuda
 hub: $(VENV)/package.stamp
 	EAGLE_KERNELS_CUDA_ARCHS="$$WHEEL_CUDA_ARCHS" $(BIN)/python hub/build.py $(HUB)
+
+# The compiled library under AddressSanitizer with UndefinedBehaviorSanitizer and under ThreadSanitizer, and the emulated
+# CUDA kernels under both. Each of these four saves what it found under bench/results/<machine>/verify.
+VERIFY := PYTHONPATH=tests $(BIN)/python -m
+sanitize: $(VENV)/package.stamp
+	$(VERIFY) verify.sanitize
+
+# One library in every torch, Triton and Python; MATRIX names the folder of the environments, 16 GB.
+test-matrix: $(VENV)/package.stamp
+	$(VERIFY) verify.matrix
+
+# One fault at a time in kernels, checks and planners: the suite must find it.
+mutants: $(VENV)/package.stamp
+	$(VERIFY) verify.mutants
+
+# The lines of Python and C++ that the suite runs, and those that it does not.
+coverage: $(VENV)/package.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check "gcovr>=8" "pytest-cov>=6"
+	$(VERIFY) verify.line_coverage
 
 lint: $(VENV)/package.stamp
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ Paths are from the root of the checkout, where this runs.
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -48,6 +48,12 @@ def pages() -> dict[str, dict[str, str]]:
             "cuda": tables(runs, "cuda"),
             "host": host(),
             "demo": demo(),
+        },
+        "docs/compatibility.md": {
+            "matrix": matrix(),
+            "sanitize": sanitizers(),
+            "mutants": mutants(),
+            "coverage": coverage(),
         },
     }
 
@@ -163,6 +169,72 @@ def host() -> str:
         imported = f"`import eagle_kernels` takes {saved['import_ms']} ms beyond torch."
         lines += ["", imported, "", f"From [`{source}`](../{source}) by `eagle-kernels host`."]
     return "\n".join(lines) + "\n"
+
+
+def matrix() -> str:
+    """The environments that one library ran in."""
+
+    def row(record: dict) -> list[str]:
+        return [record["torch"], record["triton"], record["python"], *_outcome(record)]
+
+    return _verified("matrix", ["torch", "Triton", "Python", "passed", "skipped", "failed", "s"], row)
+
+
+def sanitizers() -> str:
+    def row(record: dict) -> list[str]:
+        return [record["subject"], f"`{record['sanitizer']}`", *_outcome(record)]
+
+    return _verified("sanitize", ["what", "under", "passed", "skipped", "failed", "s"], row)
+
+
+def mutants() -> str:
+    """The score by file, and every survivor with its reason."""
+    lines = []
+    for path, saved in _saved_by_verify("mutants"):
+        lines += [_where(path, saved), "", "| file | mutants | killed |", "|---|---:|---:|"]
+        records = saved["records"]
+        for file in dict.fromkeys(record["file"] for record in records):
+            killed = [record["killed"] for record in records if record["file"] == file]
+            lines.append(f"| `{file}` | {len(killed)} | {sum(killed)} |")
+        survivors = [record for record in records if not record["killed"]]
+        lines += ["", f"{len(records) - len(survivors)} of {len(records)} are killed.", ""]
+        for mutant in survivors:
+            lines.append(f"- `{mutant['original']}` as `{mutant['fault']}` survives: {mutant['survives']}.")
+    return "\n".join(lines or ["No run is saved yet."]).rstrip("\n") + "\n"
+
+
+def coverage() -> str:
+    """What share of each file's lines ran, and which did not."""
+
+    def row(record: dict) -> list[str]:
+        share = record["covered"] / max(record["lines"], 1)
+        return [f"`{record['file']}`", str(record["lines"]), f"{share:.0%}", record["missing"]]
+
+    return _verified("coverage", ["file", "lines", "ran", "did not run"], row)
+
+
+def _outcome(record: dict) -> list[str]:
+    return [*(str(record[field]) for field in ("passed", "skipped", "failed")), f"{record['seconds']:.0f}"]
+
+
+def _saved_by_verify(name: str) -> list[tuple[Path, dict]]:
+    paths = sorted(RESULTS.glob(f"*/verify/{name}.json"))
+    return [(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def _where(path: Path, saved: dict) -> str:
+    environment = saved["environment"]
+    machine = f"{environment['cpu_model']}, {environment['cpu_cores']} cores, {environment['cpu_isa']}"
+    source = path.as_posix()
+    return f"{machine}; {environment['date']}, commit {environment['commit']}; [`{source}`](../{source})."
+
+
+def _verified(name: str, columns: Sequence[str], row: Callable[[dict], list[str]]) -> str:
+    lines = []
+    for path, saved in _saved_by_verify(name):
+        lines += [_where(path, saved), "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        lines += ["| " + " | ".join(row(record)) + " |" for record in saved["records"]] + [""]
+    return "\n".join(lines or ["No run is saved yet."]).rstrip("\n") + "\n"
 
 
 def demo() -> str:

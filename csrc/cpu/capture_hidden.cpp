@@ -11,7 +11,8 @@ namespace {
 template <class T>
 void copy_row(const CaptureHidden& op, int64_t t) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
-  __builtin_memcpy(static_cast<T*>(op.out) + t * op.out_row_stride, hidden, op.width * sizeof(T));
+  // memcpy takes no null pointer, which a tensor without elements has.
+  if (op.width > 0) __builtin_memcpy(static_cast<T*>(op.out) + t * op.out_row_stride, hidden, op.width * sizeof(T));
   if (op.sum_squares == nullptr) return;
   op.sum_squares[t * op.sum_squares_row_stride] =
       sum_of_squares(op.width, [=](int64_t i, auto span) { return load(hidden + i, span); });

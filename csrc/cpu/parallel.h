@@ -6,10 +6,37 @@
 #include <algorithm>
 #include <cstdint>
 
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace eagle_kernels::cpu {
 
+#if defined(__SANITIZE_THREAD__)
+constexpr int64_t kGrainElements = 1;  // every call of the suite runs in several threads
+
+// torch's OpenMP runtime is not instrumented: without these four lines every result of a thread would race with who
+// reads it next. The marks are static, since a thread may read none of the caller's memory before it knows of the fork.
+template <typename Function>
+void fork_and_join(int64_t count, int64_t grain, const Function& function) {
+  static char fork_mark, join_mark;
+  __tsan_release(&fork_mark);
+  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    __tsan_acquire(&fork_mark);
+    function(begin, end);
+    __tsan_release(&join_mark);
+  });
+  __tsan_acquire(&join_mark);
+}
+#else
 // at::internal::GRAIN_SIZE: elements of a thread below which a second one costs more than it saves.
 constexpr int64_t kGrainElements = 32768;
+
+template <typename Function>
+void fork_and_join(int64_t count, int64_t grain, const Function& function) {
+  torch::stable::parallel_for(0, count, grain, function);
+}
+#endif
 
 // function(begin, end) over [0, count), each thread with kGrainElements elements or more.
 template <typename Function>
@@ -19,7 +46,7 @@ void parallel_over(int64_t count, int64_t elements_each, const Function& functio
   if (count <= grain || torch::stable::get_num_threads() == 1) {
     function(int64_t{0}, count);
   } else {
-    torch::stable::parallel_for(0, count, grain, function);
+    fork_and_join(count, grain, function);
   }
 }
 

@@ -19,6 +19,7 @@ inline int64_t local_row(const VocabParallelEmbedding& op, int64_t i) {
 
 void copy_row(const VocabParallelEmbedding& op, int64_t row, int64_t i) {
   const int64_t row_bytes = op.width * op.element_size;
+  if (row_bytes == 0) return;  // memcpy and memset take no null pointer, which a tensor without elements has
   char* out = static_cast<char*>(op.out) + i * op.out_row_stride * op.element_size;
   if (row < 0) {
     __builtin_memset(out, 0, row_bytes);

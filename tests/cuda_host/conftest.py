@@ -31,10 +31,10 @@ SHARED_MEMORY = 227 << 10  # of a block on sm_90 and sm_100
 
 @pytest.fixture(scope="session")
 def emulation() -> ModuleType:
-    """The emulated GPU; with AddressSanitizer in the process that test_sanitized.py starts."""
+    """The emulated GPU; instrumented in the processes that test_sanitized.py starts."""
     if COMPILER is None or library.unsupported_reason is not None:
         pytest.skip("no g++ on this machine")
-    return load(sanitized="EAGLE_KERNELS_TEST_SANITIZED" in os.environ)
+    return load(os.environ.get("EAGLE_KERNELS_TEST_SANITIZED", ""))
 
 
 @pytest.fixture

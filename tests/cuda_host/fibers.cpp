@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "device.cuh"
+#include "racecheck.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -27,12 +28,14 @@ struct Warp {
   char slots[2][kLanes * kSlot];  // two, so that a lane ahead by one exchange does not overwrite what others still read
   int arrived = 0;
   int64_t exchanges = 0;  // completed ones
+  Order order;
 };
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   void* fake_stack = nullptr;  // AddressSanitizer's
+  void* thread = new_thread();  // ThreadSanitizer's
   State state = State::kReady;
   int64_t exchanges = 0;  // that this lane has joined
   bool waited = false;    // for the previous kernel
@@ -48,6 +51,9 @@ ucontext_t scheduler;
 void* scheduler_fake_stack;
 const void* scheduler_stack;
 size_t scheduler_stack_bytes;
+void* scheduler_thread;
+Order launch_begin, launch_end;
+std::unique_ptr<Order> barrier;
 
 Fiber& current() { return *fibers[threadIdx.x]; }
 
@@ -71,6 +77,7 @@ void yield(State state) {
   Fiber& fiber = current();
   fiber.state = state;
   leave(state == State::kDone ? nullptr : &fiber.fake_stack, scheduler_stack, scheduler_stack_bytes);
+  switch_to(scheduler_thread);
   swapcontext(&fiber.context, &scheduler);
   arrive(fiber.fake_stack, nullptr, nullptr);
 }
@@ -85,7 +92,9 @@ void yield(State state) {
 
 void run_thread() {
   arrive(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+  launch_begin.acquire();
   (*running_thread)();
+  launch_end.release();
   yield(State::kDone);
 }
 
@@ -94,6 +103,7 @@ void resume(int thread) {
   Fiber& fiber = *fibers[thread];
   fiber.state = State::kReady;
   leave(&scheduler_fake_stack, fiber.stack.get(), kStackBytes);
+  switch_to(fiber.thread);
   swapcontext(&scheduler, &fiber.context);
   arrive(scheduler_fake_stack, nullptr, nullptr);
   if (!failure.empty()) throw std::runtime_error("emulated kernel: " + failure);
@@ -122,10 +132,15 @@ void run_warps() {
   }
 }
 
+void allocate_block(int threads, int64_t shared_bytes) {
+  const FreshMemory fresh;
+  shared = std::vector<char>(shared_bytes, static_cast<char>(0xff));  // NaN in every format
+  warps = std::vector<Warp>(threads / kLanes);
+  barrier = std::make_unique<Order>();
+}
+
 void run_block(int threads, int64_t shared_bytes) {
-  shared.assign(shared_bytes, static_cast<char>(0xff));  // NaN in every format
-  shared.shrink_to_fit();
-  warps.assign(threads / kLanes, Warp{});
+  allocate_block(threads, shared_bytes);
   while (static_cast<int>(fibers.size()) < threads) fibers.push_back(std::make_unique<Fiber>());
   for (int thread = 0; thread < threads; ++thread) {
     Fiber& fiber = *fibers[thread];
@@ -167,9 +182,12 @@ void run(const std::function<void()>& thread, Dim3 grid, int threads, int64_t sh
   failure.clear();
   gridDim = grid;
   blockDim = {threads, 1};
+  scheduler_thread = running_on();
+  launch_begin.release();
   for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
     for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) run_block(threads, shared_bytes);
   }
+  launch_end.acquire();
 }
 
 const char* exchange(const void* mine, size_t bytes) {
@@ -178,18 +196,24 @@ const char* exchange(const void* mine, size_t bytes) {
   Fiber& fiber = current();
   char* slots = warp.slots[fiber.exchanges++ % 2];
   std::memcpy(slots + lane * kSlot, mine, bytes);
+  warp.order.release();
   if (++warp.arrived == kLanes) {
     warp.arrived = 0;
     ++warp.exchanges;
   } else {
     yield(State::kInExchange);
   }
+  warp.order.acquire();
   return slots;
 }
 
 char* shared_memory() { return shared.data(); }
 
-void sync_block() { yield(State::kAtBarrier); }
+void sync_block() {
+  if (barriers_order) barrier->release();
+  yield(State::kAtBarrier);
+  if (barriers_order) barrier->acquire();
+}
 
 void wait_for_previous_kernel() { current().waited = true; }
 

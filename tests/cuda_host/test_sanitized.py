@@ -1,5 +1,6 @@
-"""The other files of this folder once more, with the kernels under AddressSanitizer and UndefinedBehaviorSanitizer:
-reads beyond a tensor inside the allocator's block, unaligned access, overflow of an offset."""
+"""The other files of this folder twice more. Under AddressSanitizer and UndefinedBehaviorSanitizer: reads beyond a
+tensor inside the allocator's block, unaligned access, overflow of an offset. Under ThreadSanitizer: two CUDA threads
+that touch the same bytes with no barrier, collective or end of a launch between them (racecheck.h)."""
 
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_host.build import COMPILER
+from sanitizers import FLAGS, environment_under
 
 HERE = Path(__file__).parent
 # What takes long for its sizes and adds no kind of access, and what ends in a segmentation fault by itself.
@@ -16,43 +17,31 @@ _LEFT_OUT = "torchs_bits or do_not_depend or any_ids or any_indices or every_bit
 _LEFT_OUT += " or H896 or H1152 or H2880 or H4096 or 20000 or D4300 or outliers or scales or (8x32 and concat)"
 
 
-def _runtime(name: str) -> str | None:
-    """The path of a sanitizer's library, which must come before everything else in the process."""
-    if COMPILER is None:
-        return None
-    path = subprocess.run([COMPILER, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
-    return path if os.path.isabs(path) else None
+def run_under(sanitizer: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python process that starts with the sanitizer in it."""
+    if "EAGLE_KERNELS_TEST_SANITIZED" in os.environ:
+        pytest.skip("this is the process that it starts")
+    under = environment_under(sanitizer)
+    if under is None:
+        pytest.skip(f"no g++ with the {sanitizer} sanitizer on this machine")
+    environment = os.environ | under | {"EAGLE_KERNELS_TEST_SANITIZED": sanitizer} | variables
+    command = [sys.executable, *command]
+    return subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("EAGLE_KERNELS_TEST_SANITIZED" in os.environ, reason="this is the process that it starts")
-@pytest.mark.skipif(_runtime("libasan.so") is None, reason="no g++ with AddressSanitizer on this machine")
-def test_the_kernels_under_sanitizers() -> None:
-    # libstdc++ too: AddressSanitizer looks for __cxa_throw when it starts, and Python has none.
-    libraries = [_runtime("libasan.so"), _runtime("libubsan.so"), _runtime("libstdc++.so.6")]
-    environment = os.environ | {
-        "EAGLE_KERNELS_TEST_SANITIZED": "1",
-        "LD_PRELOAD": " ".join(filter(None, libraries)),
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE), "-k", f"not ({_LEFT_OUT})"],
-        cwd=HERE.parents[1],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+@pytest.mark.parametrize("sanitizer", FLAGS)
+def test_the_kernels_under_sanitizers(sanitizer: str) -> None:
+    selection = [os.fspath(HERE), "-k", f"not ({_LEFT_OUT})"]
+    run = run_under(sanitizer, ["-m", "pytest", "-x", "-p", "no:cacheprovider", *selection])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
     assert " passed" in run.stdout and " failed" not in run.stdout, run.stdout
 
 
-def test_the_sanitizers_see_an_access_beyond_a_tensor(tmp_path: Path) -> None:
+def test_the_sanitizers_see_an_access_beyond_a_tensor() -> None:
     """The setup above proves something only if it would have failed."""
-    if _runtime("libasan.so") is None or "EAGLE_KERNELS_TEST_SANITIZED" in os.environ:
-        pytest.skip("no g++ with AddressSanitizer on this machine, or the process that is under it")
     code = (
-        "import torch; from cuda_host.build import load; load(True).set_device(1 << 17, descending_warps=False)\n"
+        "import torch; from cuda_host.build import load; load('address').set_device(1 << 17, descending_warps=False)\n"
         "ops = torch.ops.eagle_kernels_emulated\n"
         "x = torch.zeros(100).bfloat16(); out = torch.zeros(2, 100).bfloat16()\n"
         "hidden = torch.as_strided(x, (1, 100), (100, 1)); short = x.untyped_storage()\n"
@@ -60,8 +49,22 @@ def test_the_sanitizers_see_an_access_beyond_a_tensor(tmp_path: Path) -> None:
         "short.resize_(120)\n"
         "ops.capture_hidden_out(hidden, None, out[:1], None); print('missed')\n"
     )
-    preload = f"{_runtime('libasan.so')} {_runtime('libubsan.so')} {_runtime('libstdc++.so.6')}"
-    environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(HERE.parent)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    run = run_under("address", ["-c", code], PYTHONPATH=os.fspath(HERE.parent))
     assert "heap-buffer-overflow" in run.stderr and "capture_hidden_kernel" in run.stderr, run.stderr[-4000:]
     assert run.stdout == "fine\n"
+
+
+@pytest.mark.parametrize("barriers", ["counted", "forgotten"])
+def test_the_racecheck_sees_a_barrier_that_was_forgotten(barriers: str) -> None:
+    code = (
+        "import torch; from cuda_host.build import load\n"
+        "load('thread').set_device(1 << 17, descending_warps=False); ops = torch.ops.eagle_kernels_emulated\n"
+        "hidden, residual, out, out_sum = (torch.randn(3, 8200).bfloat16() for _ in range(4))\n"
+        "ops.add_rms_norm_out(hidden, residual, torch.ones(8200), 1e-6, 0.0, out, out_sum); print('fine')\n"
+    )
+    forgotten = {"EAGLE_KERNELS_TEST_NO_BARRIERS": "1"} if barriers == "forgotten" else {}
+    run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), **forgotten)
+    if forgotten:
+        assert "data race" in run.stderr and "add_rms_norm" in run.stderr, run.stderr[-4000:]
+    else:
+        assert run.stdout == "fine\n", run.stderr[-6000:]

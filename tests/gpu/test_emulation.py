@@ -19,7 +19,7 @@ from guards import same_bits
 def test_the_same_bits_as_the_emulation(call: Call) -> None:
     if (reason := plan.unsupported_reason("cuda", torch.device("cuda"))) is not None:
         pytest.skip(f"cuda: {reason}")
-    load(sanitized=False).set_device(227 << 10, descending_warps=False)
+    load().set_device(227 << 10, descending_warps=False)
     expected = call.run(torch.ops.eagle_kernels_emulated)
 
     def on_gpu(value: object) -> object:

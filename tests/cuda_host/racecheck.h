@@ -1,0 +1,58 @@
+// What orders the accesses of a GPU's threads, told to ThreadSanitizer: test_racecheck.py. Each thread of a block is a
+// thread of its own to it, and the emulation's scheduler, which is not instrumented, orders nothing. A launch comes after
+// what was there before and before what follows; a barrier orders a block, a collective its warp; blocks are not ordered.
+#pragma once
+
+#if defined(EAGLE_KERNELS_RACECHECK)
+#include <sanitizer/tsan_interface.h>
+
+#include <cstdlib>
+
+extern "C" void AnnotateIgnoreWritesBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreWritesEnd(const char* file, int line);
+#endif
+
+namespace eagle_kernels::cuda::host {
+
+#if defined(EAGLE_KERNELS_RACECHECK)
+
+// Accesses before a release come before those after an acquire.
+class Order {
+ public:
+  void release() { __tsan_release(&mark_); }
+  void acquire() { __tsan_acquire(&mark_); }
+
+ private:
+  char mark_;
+};
+
+inline void* running_on() { return __tsan_get_current_fiber(); }
+inline void* new_thread() { return __tsan_create_fiber(0); }
+inline void switch_to(void* thread) { __tsan_switch_to_fiber(thread, __tsan_switch_to_fiber_no_sync); }
+
+// Memory taken here is new to every block, wherever the allocator had it before.
+struct FreshMemory {
+  FreshMemory() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+  ~FreshMemory() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
+};
+
+// For the test of the test: a barrier that orders nothing is one that was forgotten.
+inline const bool barriers_order = std::getenv("EAGLE_KERNELS_TEST_NO_BARRIERS") == nullptr;
+
+#else
+
+struct Order {
+  void release() {}
+  void acquire() {}
+};
+inline void* running_on() { return nullptr; }
+inline void* new_thread() { return nullptr; }
+inline void switch_to(void*) {}
+struct FreshMemory {
+  FreshMemory() {}
+};
+constexpr bool barriers_order = true;
+
+#endif
+
+}  // namespace eagle_kernels::cuda::host

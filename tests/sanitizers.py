@@ -1,0 +1,38 @@
+"""How a Python process starts with a sanitizer of g++ in it: test_sanitized.py of cuda_host, and `make sanitize`."""
+
+import os
+import shutil
+import subprocess
+
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+FLAGS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
+    "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer"],
+}
+# libstdc++ too: AddressSanitizer looks for __cxa_throw when it starts, and Python has none.
+_RUNTIMES = {
+    "address": ("libasan.so", "libubsan.so", "libstdc++.so.6"),
+    "thread": ("libtsan.so", "libstdc++.so.6"),
+}
+
+
+def environment_under(sanitizer: str) -> dict[str, str] | None:
+    """The variables of such a process, in which the first report is the end; None where g++ has no such sanitizer."""
+    libraries = [_path_of(name) for name in _RUNTIMES[sanitizer]]
+    if None in libraries:
+        return None
+    return {
+        "LD_PRELOAD": " ".join(libraries),
+        # Leaks: Python's own are thousands. Fibers change stacks.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        # Python and torch are not instrumented: what they do is no access, and their locks are still seen.
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1",
+    }
+
+
+def _path_of(library: str) -> str | None:
+    if COMPILER is None:
+        return None
+    path = subprocess.run([COMPILER, f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
+    return path if os.path.isabs(path) else None

@@ -1,0 +1,211 @@
+"""`make mutants`: one small fault at a time in the kernels, checks and planners; the tests of that file must find it.
+
+All C++ mutants are compiled once, each as `mutant == n ? fault : original`, and an environment variable picks one
+(mutant schemata; a build per mutant would take an hour). A Python mutant is a change of the installed file.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from verify.results import run_tests, save
+from verify.variant import ROOT, Variant, install
+
+VARIABLE = "EAGLE_KERNELS_MUTANT"
+HEADER = f"""#pragma once
+#ifdef __cplusplus
+#include <cstdlib>
+namespace eagle_kernels {{
+inline const int mutant = std::getenv("{VARIABLE}") == nullptr ? -1 : std::atoi(std::getenv("{VARIABLE}"));
+}}
+#endif
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`original` occurs once in the file; in C++ both are expressions of one type."""
+
+    file: str
+    original: str
+    fault: str
+    survives: str = ""  # why no test can or need find it
+
+
+SOURCES = "python/eagle_kernels/ops/sources.py"
+PLAN = "python/eagle_kernels/plan.py"
+DISPATCH = "python/eagle_kernels/dispatch.py"
+
+_CHUNKS = ["tests/test_norm_concat.py", "tests/test_norm_concat_linear.py"]
+_CHECKS = ["tests/test_primitives.py", "tests/test_worded_errors.py"]
+TESTS = {
+    "csrc/checks.h": _CHECKS,
+    "csrc/checks.cpp": [*_CHECKS, "tests/test_errors.py", "tests/test_buffers.py"],
+    "csrc/sources.cpp": [*_CHECKS, *_CHUNKS],
+    "csrc/vocab_parallel_embedding.cpp": [*_CHECKS, "tests/test_vocab_parallel_embedding.py"],
+    "csrc/cpu/vocab_parallel_embedding.cpp": ["tests/test_vocab_parallel_embedding.py"],
+    "csrc/cpu/norm_row.h": [*_CHUNKS, "tests/test_add_rms_norm.py"],
+    "csrc/cpu/add_rms_norm.cpp": ["tests/test_add_rms_norm.py"],
+    "csrc/cpu/capture_hidden.cpp": ["tests/test_capture_hidden.py"],
+    "csrc/cpu/norm_concat_linear.cpp": ["tests/test_norm_concat_linear.py"],
+    PLAN: ["tests/test_triton_backend.py", "tests/test_cuda_backend.py", "tests/test_norm_concat_linear.py"],
+    DISPATCH: ["tests/test_dispatch.py", "tests/test_registration.py"],
+    SOURCES: ["tests/test_errors.py", "tests/test_norm_concat.py", "tests/test_worded_errors.py"],
+}
+
+MUTANTS = (
+    Mutant("csrc/checks.h", "view.dim == 2", "view.dim >= 1"),
+    Mutant("csrc/checks.h", "view.size(1) <= 1 || view.stride(1) == 1", "true"),
+    Mutant("csrc/checks.h", "view.size(0) == rows && view.size(1) == columns", "view.size(1) == columns"),
+    Mutant("csrc/checks.h", "view.size(0) == rows && view.size(1) == columns", "view.size(0) == rows"),
+    Mutant("csrc/checks.h", "view.stride(0) >= view.size(1)", "view.stride(0) >= view.size(1) - 1"),
+    Mutant("csrc/checks.h", "view.numel() == length", "view.numel() >= length"),
+    Mutant("csrc/checks.h", "view.dtype == like.dtype || view.dtype == kTorchFloat", "view.is_floating()"),
+    Mutant("csrc/checks.h", "eps >= 0 && eps <= static_cast<double>(__FLT_MAX__)", "!(eps < 0)"),
+    Mutant("csrc/checks.cpp", "a.end() <= b.begin || b.end() <= a.begin", "a.end() < b.begin || b.end() < a.begin"),
+    Mutant("csrc/checks.cpp", "distance < a.row_bytes", "distance <= a.row_bytes"),
+    Mutant("csrc/checks.cpp", "distance + b.row_bytes > pitch", "distance + b.row_bytes >= pitch"),
+    Mutant("csrc/checks.cpp", "begin + (rows - 1) * pitch + row_bytes", "begin + rows * pitch"),
+    Mutant("csrc/checks.cpp", "pitch < std::max(a.row_bytes, b.row_bytes)", "false"),
+    Mutant("csrc/sources.cpp", "chunks.size(1) % concat.num_chunks == 0", "true"),
+    Mutant("csrc/sources.cpp", "source.at(part * chunk->width)", "source.at(0)"),
+    Mutant("csrc/sources.cpp", "chunks_[k].column * element_size", "k * element_size"),
+    Mutant("csrc/sources.cpp", "has_index || chunks_[k].rows == rows", "has_index || chunks_[k].rows >= rows"),
+    Mutant("csrc/sources.cpp", "index.dim == 1 && index.size(0) == out_.size(0)", "index.dim == 1"),
+    Mutant("csrc/sources.cpp", "eps.size() == 1 ? 0 : k", "k * 0"),
+    Mutant("csrc/sources.cpp", "concat.norm == Norm::kChunk ? concat.num_chunks : 1", "concat.num_chunks"),
+    Mutant("csrc/vocab_parallel_embedding.cpp", "added_row <= rows - added", "added_row <= rows - added + 1"),
+    Mutant("csrc/vocab_parallel_embedding.cpp", "org_end - org_begin <= rows", "org_end - org_begin <= rows + 1"),
+    Mutant("csrc/cpu/vocab_parallel_embedding.cpp", "id >= op.org_begin && id < op.org_end", "id < op.org_end"),
+    Mutant(
+        "csrc/cpu/vocab_parallel_embedding.cpp",
+        "id >= op.org_begin && id < op.org_end",
+        "id >= op.org_begin && id <= op.org_end",
+    ),
+    Mutant("csrc/cpu/vocab_parallel_embedding.cpp", "id - op.added_begin + op.added_row", "id - op.added_begin"),
+    Mutant("csrc/cpu/vocab_parallel_embedding.cpp", "i * op.ids_stride", "i"),
+    Mutant(
+        "csrc/cpu/vocab_parallel_embedding.cpp",
+        "__builtin_memset(out, 0, row_bytes)",
+        "__builtin_memset(out, 0, row_bytes - 1)",
+    ),
+    Mutant(
+        "csrc/cpu/norm_row.h",
+        "mean_square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(mean_square)",
+        "1.0f / __builtin_sqrtf(mean_square)",
+    ),
+    Mutant(
+        "csrc/cpu/norm_row.h",
+        "sum_squares / static_cast<float>(width) + eps",
+        "sum_squares / static_cast<float>(width)",
+    ),
+    Mutant("csrc/cpu/norm_row.h", "row >= 0 && row < chunk.rows", "row >= 0 && row <= chunk.rows"),
+    Mutant(
+        "csrc/cpu/norm_row.h",
+        "round_to(load(x + i, span) + load(residual + i, span), T{})",
+        "load(x + i, span) + load(residual + i, span)",
+    ),
+    Mutant(
+        "csrc/cpu/norm_row.h",
+        "rsqrt_mean(sum, op.width, op.chunks[0].eps)",
+        "rsqrt_mean(sum, op.chunks[0].width, op.chunks[0].eps)",
+    ),
+    Mutant(
+        "csrc/cpu/norm_row.h",
+        "norm_offset + load_vector<T>(gain, begin + i, span)",
+        "load_vector<T>(gain, begin + i, span)",
+    ),
+    Mutant("csrc/cpu/add_rms_norm.cpp", "sum_of_squares(op.width, add)", "sum_of_squares(op.width - 1, add)"),
+    Mutant("csrc/cpu/add_rms_norm.cpp", "norm_offset + load_vector<T>(gain, i, span)", "load_vector<T>(gain, i, span)"),
+    Mutant("csrc/cpu/capture_hidden.cpp", "round_to(value, T{})", "value"),
+    Mutant(
+        "csrc/cpu/capture_hidden.cpp",
+        "load(hidden + i, span) + load(residual + i, span)",
+        "load(hidden + i, span)",
+    ),
+    Mutant(
+        "csrc/cpu/norm_concat_linear.cpp",
+        "op.source.norm_offset + load_vector<T>(op.post_norm_gain, d, span)",
+        "load_vector<T>(op.post_norm_gain, d, span)",
+    ),
+    Mutant(PLAN, "if problem.rows <= limit:", "if problem.rows < limit:"),
+    Mutant(PLAN, "limit < T and not", "limit <= T and not"),
+    Mutant(PLAN, "return capability >= (major, minor)", "return capability > (major, minor)"),
+    Mutant(PLAN, "capability[1] >= minor", "capability[1] > minor"),
+    Mutant(PLAN, "if major < 8:", "if major <= 8:"),
+    Mutant(PLAN, "if num_chunks > limit else", "if num_chunks >= limit else"),
+    Mutant(PLAN, "if H % 8]", "if H % 16]"),
+    Mutant(PLAN, "elements_aligned and H % 16 == 0", "elements_aligned or H % 16 == 0"),
+    Mutant(PLAN, "if len(problem.widths) > 1:", "if len(problem.widths) > 2:"),
+    Mutant(PLAN, "num_warps=8", "num_warps=4"),
+    Mutant(DISPATCH, "is_compiling() or ", ""),
+    Mutant(DISPATCH, "or _dispatch_modes() ", ""),
+    Mutant(DISPATCH, " or not _OPERANDS.issuperset(map(type, operands))", ""),
+    Mutant(DISPATCH, "_functorch_level() is not None", "False"),
+    Mutant(DISPATCH, "return not _is_grad_enabled() or", "return"),
+    Mutant(SOURCES, "residuals or None, indices or None", "indices or None, residuals or None"),
+    Mutant(SOURCES, "all(entry is None", "any(entry is None"),
+    Mutant(SOURCES, "index.shape[0] != length:", "index.shape[0] < length:"),
+    Mutant(SOURCES, "if len(gains) != num_chunks:", "if len(gains) < num_chunks:"),
+    Mutant(SOURCES, "if gain.dtype != gains[0].dtype:", "if False:"),
+    Mutant(SOURCES, "if not gathered and", "if gathered and"),
+    Mutant(SOURCES, "not in (1, num_chunks)", "not in (1, 2, num_chunks)"),
+)
+
+
+def main() -> int:
+    variant = build()
+    records = []
+    for number, mutant in enumerate(MUTANTS):
+        killed, seconds = run(number, mutant, variant)
+        said = "killed" if killed else f"SURVIVED {mutant.survives or 'for no reason that is known'}"
+        print(f"{number:3} {mutant.file}: {mutant.original} -> {mutant.fault}: {said}, {seconds} s", flush=True)
+        records.append({**vars(mutant), "killed": killed, "seconds": seconds})
+    print(f"{sum(record['killed'] for record in records)} of {len(records)} killed")
+    print(f"saved {save('mutants', records)}")
+    return 1 if any(not record["killed"] and not record["survives"] for record in records) else 0
+
+
+def build() -> Variant:
+    """The library with every C++ mutant in it, none of them active."""
+    header = ROOT / "build/mutants/mutant.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    if not header.exists():
+        header.write_text(HEADER)
+    return install("mutants", f"-include {header}", edit=insert)
+
+
+def insert(source: Path) -> None:
+    """Every C++ mutant in the copy of the checkout; of two in one place the second is the first one's else."""
+    for file in {mutant.file for mutant in MUTANTS if mutant.file.startswith("csrc/")}:
+        text = (ROOT / file).read_text()
+        for place in dict.fromkeys(mutant.original for mutant in MUTANTS if mutant.file == file):
+            expression = f"({place})"
+            for number, mutant in enumerate(MUTANTS):
+                if (mutant.file, mutant.original) == (file, place):
+                    expression = f"(::eagle_kernels::mutant == {number} ? ({mutant.fault}) : {expression})"
+            text = text.replace(place, expression)
+        (source / file).write_text(text)
+
+
+def run(number: int, mutant: Mutant, variant: Variant) -> tuple[bool, float]:
+    environment = variant.environment()
+    if mutant.file.startswith("csrc/"):
+        outcome, _ = run_tests(sys.executable, ["-x", *TESTS[mutant.file]], environment | {VARIABLE: str(number)})
+        return outcome.failed > 0, outcome.seconds
+    installed = variant.site / mutant.file.removeprefix("python/")
+    original = installed.read_text()
+    installed.write_text(original.replace(mutant.original, mutant.fault))
+    try:
+        outcome, _ = run_tests(sys.executable, ["-x", *TESTS[mutant.file]], environment)
+    finally:
+        installed.write_text(original)
+    return outcome.failed > 0, outcome.seconds
+
+
+def occurrences(mutant: Mutant) -> int:
+    return (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.original)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Runs pytest and counts what it said; saves a target's result beside the benchmarks of the same machine."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+import xml.etree.ElementTree as xml
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eagle_kernels.bench.info import read_environment
+
+from verify.variant import ROOT
+
+FACTS = ("cpu_model", "cpu_cores", "cpu_isa", "version", "commit", "torch", "triton", "python", "date")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    passed: int
+    skipped: int
+    failed: int
+    seconds: float
+
+
+def run_tests(python: os.PathLike | str, arguments: list[str], environment: dict[str, str]) -> tuple[Outcome, str]:
+    """pytest in a process of its own, and its output. A process that died has no report: one failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        start = time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        seconds = round(time.monotonic() - start, 1)
+        output = done.stdout.decode(errors="replace")
+        if not report.exists():
+            return Outcome(0, 0, 1, seconds), output
+        (suite,) = xml.parse(report).getroot().iter("testsuite")
+    total, skipped = int(suite.get("tests")), int(suite.get("skipped"))
+    failed = int(suite.get("failures")) + int(suite.get("errors"))
+    if done.returncode not in (0, 1):
+        failed += 1
+    return Outcome(total - skipped - failed, skipped, failed, seconds), output
+
+
+def save(name: str, records: list[dict]) -> Path:
+    """bench/results/<machine>/verify/<name>.json."""
+    facts = read_environment("cpu")
+    path = ROOT / "bench/results" / facts["device_slug"] / "verify" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = {"environment": {fact: facts[fact] for fact in FACTS}, "records": records}
+    path.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def as_record(outcome: Outcome, **facts: object) -> dict:
+    return facts | asdict(outcome)

@@ -1,0 +1,60 @@
+"""`make sanitize`: the compiled library under AddressSanitizer with UndefinedBehaviorSanitizer, and under
+ThreadSanitizer, over the tests that call it; then the emulated CUDA kernels under both (tests/cuda_host).
+
+There is no suppression. A sanitizer does not see what is not compiled with it: masked loads and stores of AVX-512 and
+AMX tiles are instructions to it, not accesses. tests/guards.py puts their operands before pages that may not be read.
+"""
+
+import sys
+from pathlib import Path
+
+from sanitizers import FLAGS, environment_under
+from verify.core import COMPILED
+from verify.results import as_record, run_tests, save
+from verify.variant import install
+
+# A fault that they expect is not a report, and sizes beyond 2^31 take a sanitizer's memory many times over.
+LEFT_OUT = "not beyond_its_end and not host_overhead"
+
+
+def main() -> int:
+    records = [check_library(sanitizer) for sanitizer in FLAGS]
+    records.append(check_emulation())
+    print(f"saved {save('sanitize', records)}")
+    return 1 if any(record["failed"] for record in records) else 0
+
+
+def check_library(sanitizer: str) -> dict:
+    under = environment_under(sanitizer)
+    if under is None:
+        raise SystemExit(f"sanitize: g++ has no {sanitizer} sanitizer, expected libasan, libubsan and libtsan")
+    # More threads than cores: a race is one whatever the order in which threads ran.
+    flags = " ".join([*FLAGS[sanitizer], "-g1"])
+    environment = install(f"sanitize-{sanitizer}", flags, edit=optimize_less).environment()
+    environment |= under | {"OMP_NUM_THREADS": "4"}
+    # A report goes to the process's own stderr, which pytest's default capture would take with it.
+    outcome, output = run_tests(sys.executable, ["-x", "--capture=sys", "-k", LEFT_OUT, *COMPILED], environment)
+    if outcome.failed:
+        print(output[-8000:])
+    print(f"{sanitizer}: {outcome}", flush=True)
+    return as_record(outcome, subject="library, CPU kernels", sanitizer=FLAGS[sanitizer][0])
+
+
+def optimize_less(source: Path) -> None:
+    """At -O3 a kernel file takes a sanitizer minutes to compile, and its checks are in the code before that."""
+    listfile = source / "CMakeLists.txt"
+    text = listfile.read_text(encoding="utf-8")
+    assert text.count(" -O3 ") == 1
+    listfile.write_text(text.replace(" -O3 ", " -O1 "), encoding="utf-8")
+
+
+def check_emulation() -> dict:
+    outcome, output = run_tests(sys.executable, ["tests/cuda_host/test_sanitized.py"], None)
+    if outcome.failed:
+        print(output[-8000:])
+    print(f"emulation: {outcome}")
+    return as_record(outcome, subject="CUDA kernels, emulated", sanitizer="both")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
