@@ -20,7 +20,7 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
 .PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host report docs \
-    sanitize test-matrix mutants coverage clean
+    fuzz soak sanitize test-matrix mutants coverage clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -38,6 +38,18 @@ test: lint
 # The whole compile gate: every Triton binary of every model, and every CUDA file where nvcc is, for every architecture.
 test-compile: $(VENV)/package.stamp
 	$(PYTEST) tests/compile --all-binaries -v
+
+# Random calls against float64, new ones every time, and the counts into bench/results/: CASES of each of the five ops on
+# every CPU instruction set and in the emulation of CUDA, a twentieth of them in Triton's interpreter.
+fuzz: CASES ?= 2000
+fuzz: $(VENV)/package.stamp
+	$(BIN)/python -m pytest tests/test_fuzz.py tests/cuda_host/test_fuzz.py --cases $(CASES) --save-run fuzz
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter/test_fuzz.py --cases $$(($(CASES) / 20)) --save-run fuzz
+
+# Many calls of each op, in threads and processes: memory stays flat, and the bits as they are.
+soak: CASES ?= 100000
+soak: $(VENV)/package.stamp
+	$(BIN)/python -m pytest tests/test_soak.py --cases $(CASES) --save-run soak
 
 # The real vLLM on CPU, tiny models, in an environment of its own: 3 GB, and no engine may evict another's torch.
 test-vllm: $(VLLM_VENV)/package.stamp

@@ -12,6 +12,8 @@ from backends import CPU_ISAS, environment_of
 from eagle_kernels import plan
 from eagle_kernels.plan import FUSED_ROWS
 
+pytest_plugins = ("counted",)
+
 _LIBC = ctypes.CDLL(None)
 _M_PERTURB = -6  # glibc: malloc fills with the complement of the byte
 

@@ -10,13 +10,14 @@ from eagle_kernels.bench import report
 from eagle_kernels.bench.accuracy import error_bound, relative_rms
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.info import cpu_facts, cpu_slug, gpu_slug
+from eagle_kernels.bench.results.pages import NO_BENCH_RUNS
 
 ROOT = Path(__file__).parents[1]
 
 
 def saved_runs(folder: Path) -> list[Path]:
-    """Those of `bench`; what `host` saves has columns of its own."""
-    return sorted(path for path in folder.glob("*/*.json") if path.name != "host.json")
+    """Those of `bench`; what the others save has columns of its own."""
+    return sorted(path for path in folder.glob("*/*.json") if path.name not in NO_BENCH_RUNS)
 
 
 ENVIRONMENT = {

@@ -59,7 +59,7 @@ def test_command_parses(line: str) -> None:
     build_parser().parse_args(shlex.split(line, comments=True)[1:])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/guarantees.md"])
 def test_generated_sections_are_current(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make report` writes them, from saved runs and from the code; whoever edits one of the two is told here."""
     monkeypatch.chdir(ROOT)
@@ -75,6 +75,18 @@ def test_section_is_replaced() -> None:
     assert pages.section_of(replaced, "cpu") == "new\n"
     with pytest.raises(ValueError, match="the page has no <!-- cuda -->"):
         pages.replace_section(page, "cuda", "new\n")
+
+
+def test_a_guarantee_names_a_test_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.chdir(tmp_path)
+    Path("docs/guarantees.md").write_text("| held | [test_pages::test_citation_has_the_version] |\n", "utf-8")
+    assert pages.links_to_tests() == "\n[test_pages::test_citation_has_the_version]: ../tests/test_pages.py\n"
+    for name in ("test_pages::test_of_nothing", "test_nowhere::test_citation_has_the_version"):
+        Path("docs/guarantees.md").write_text(f"[{name}]", "utf-8")
+        with pytest.raises(ValueError, match=f"names {name}, and"):
+            pages.links_to_tests()
 
 
 def texts(svg: str) -> list[str]:

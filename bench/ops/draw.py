@@ -82,6 +82,9 @@ class Draw:
         self.drawn[name] = DTYPE_NAMES.get(value, value) if isinstance(value, torch.dtype) else value
         return value
 
+    def width(self) -> int:
+        return self.random.choice(WIDTHS)
+
     def dtype(self) -> torch.dtype:
         return self.choose("dtype", *DTYPES.values())
 

@@ -19,7 +19,7 @@ def make_sources(draw: Draw) -> tuple[tuple[list[Tensor] | Tensor], dict[str, An
     layout = draw.choose("layout", "list", "list", "packed", "unequal", "one row")
     widths = [draw.choose("H", *WIDTHS)] * K
     if layout == "unequal":
-        widths = [draw.random.choice(WIDTHS) for _ in range(K)]
+        widths = [draw.width() for _ in range(K)]
         draw.drawn["H"] = widths
     parts = [sum(widths)] if layout == "packed" else widths
     chunks = [draw.rows(1 if layout == "one row" else T, width, dtype) for width in parts]

@@ -6,6 +6,7 @@ Paths are from the root of the checkout, where this runs.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from eagle_kernels.checks import DTYPES
 from eagle_kernels.engines import sglang, vllm
 
 RESULTS = Path("bench/results")
+_TARGETS = ("fuzz", "soak")  # whose tests save what they ran: tests/counted.py
+NO_BENCH_RUNS = ("host.json", *(f"{target}.json" for target in _TARGETS))
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16)",
@@ -55,12 +58,13 @@ def pages() -> dict[str, dict[str, str]]:
             "mutants": mutants(),
             "coverage": coverage(),
         },
+        "docs/guarantees.md": {"runs": target_runs(), "links": links_to_tests()},
     }
 
 
 def saved_runs() -> dict[Path, dict]:
     """What `bench --json` saved, the projection first."""
-    paths = sorted(path for path in RESULTS.glob("*/*.json") if path.name != "host.json")
+    paths = sorted(path for path in RESULTS.glob("*/*.json") if path.name not in NO_BENCH_RUNS)
     paths.sort(key=lambda path: not path.name.startswith("norm_concat_linear"))
     return {path: report.load(path) for path in paths}
 
@@ -245,6 +249,38 @@ def demo() -> str:
         lines += ["```text", path.read_text(encoding="utf-8").rstrip("\n"), "```", ""]
         lines += [f"From [`{source}`](../{source}) by `eagle-kernels demo`."]
     return "\n".join(lines) + "\n"
+
+
+def target_runs() -> str:
+    """What `make fuzz` and `make soak` ran last: a line per machine and set of paths."""
+    lines = ["| target | on each of | cases | failed tests | seconds | date |", "|---|---|---:|---:|---:|---|"]
+    sources = []
+    for target in _TARGETS:
+        for path in sorted(RESULTS.glob(f"*/{target}.json")):
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            by_paths: dict[str, list[dict]] = {}
+            for record in saved["records"].values():
+                by_paths.setdefault(", ".join(record["paths"]), []).append(record)
+            for paths, records in by_paths.items():
+                cases = sum(record["cases"] for record in records)
+                failed = sum(not record["passed"] for record in records)
+                seconds = sum(record["seconds"] for record in records)
+                date = max(record["date"] for record in records)
+                lines.append(f"| `make {target}` | {paths} | {cases:,} | {failed} | {seconds:.0f} | {date} |")
+            machine = f"{report.machine(saved['environment'])}, torch {saved['environment']['torch']}"
+            sources.append(f"[`{path.as_posix()}`](../{path.as_posix()}): {machine}.")
+    return "\n".join([*lines, "", *sources]) + "\n"
+
+
+def links_to_tests() -> str:
+    """Where each test is that docs/guarantees.md names; ValueError for one that is not there."""
+    named = re.findall(r"\[([\w/]+)::(test_\w+)\]", Path("docs/guarantees.md").read_text(encoding="utf-8"))
+    for file, test in dict.fromkeys(named):
+        path = Path("tests", f"{file}.py")
+        if not path.is_file() or f"\ndef {test}(" not in path.read_text(encoding="utf-8"):
+            raise ValueError(f"docs/guarantees.md names {file}::{test}, and {path} has no such test")
+    lines = [f"[{file}::{test}]: ../tests/{file}.py" for file, test in sorted(set(named))]
+    return "\n".join(["", *lines, ""])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,211 @@
+"""Random calls for test_fuzz.py: the structure drawn by hypothesis, every operand between pages that trap, and what
+float64 says of the result.
+
+`bench/ops` draws a call, as for `eagle-kernels check`. Here its tensors get other memory (`Guarded`: offsets, gaps
+between rows, a forbidden page at one end) and other contents (NaN, Inf, the largest and subnormal numbers in a few
+places), lists become one-shot iterables, and `out` sometimes lies in the memory of an input.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from eagle_kernels.bench.ops import entry_of
+from eagle_kernels.bench.ops.draw import Draw
+from hypothesis import strategies as st
+from torch import Tensor
+
+import eagle_kernels as ek
+from guards import SENTINEL, between_forbidden_pages
+
+# By name of what bench/ops draws. Small: a call takes 2 ms on the CPU, and an edge of a block needs no more rows.
+SIZES = {"T": (0, 1, 2, 3, 7, 16, 33, 70), "N": (0, 1, 2, 5, 33), "H": (1, 7, 16, 31, 64, 100, 130), "V": (5, 64, 130)}
+# What may have gaps between rows, and between elements; the other operands are dense by contract.
+_ROWS = ("hidden", "residual", "residuals", "chunks", "table", "weight", "out", "out_sum", "sum_squares")
+_COLUMNS = ("ids", "sum_squares")
+_POSITIONAL = {
+    "norm_concat_linear": ("chunks", "weight"),
+    "norm_concat": ("chunks",),
+    "capture_hidden": ("hidden", "residual"),
+    "add_rms_norm": ("hidden", "residual", "weight"),
+    "vocab_parallel_embedding": ("ids", "table", "shard"),
+}
+_PLANTED = ("chunks", "residuals", "hidden", "residual", "table")  # whose NaN stays in its row
+
+
+class HypothesisDraw(Draw):
+    """`Draw` whose choices hypothesis makes, replays and shrinks; only the values of tensors come from a seed."""
+
+    def __init__(self, data: st.DataObject, sizes: dict[str, tuple]) -> None:
+        self.data, self.sizes = data, sizes
+        self.random: random.Random = data.draw(st.randoms(use_true_random=False), label="random")
+        seed = data.draw(st.integers(0, 2**32 - 1), label="seed")
+        self._generator = torch.Generator().manual_seed(seed)
+        self.drawn = {"seed": seed}
+
+    def choose(self, name: str, *values: object) -> object:
+        value = self.data.draw(st.sampled_from(self.sizes.get(name, values)), label=name)
+        self.drawn[name] = value
+        return value
+
+    def width(self) -> int:
+        return self.random.choice(self.sizes["H"])
+
+    def rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        values = super().rows(rows, columns, dtype)
+        if self.random.random() < 0.1:
+            values *= torch.finfo(dtype).tiny  # subnormal, most of them
+        return values
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A tensor that touches a forbidden page, with gaps between its rows that a call must not change."""
+
+    view: Tensor
+    buffer: Tensor  # all of its memory, in one dimension
+
+    @staticmethod
+    def of(values: Tensor, gap: int, at: str, poison: float | int) -> "Guarded":
+        if values.numel() == 0:
+            return Guarded(values, values.new_empty(0))
+        columns = values.shape[-1]
+        rows = values.numel() // columns
+        length = (rows - 1) * (columns + gap) + columns
+        buffer = between_forbidden_pages(torch.full((length,), poison, dtype=values.dtype), at)
+        view = buffer.as_strided((rows, columns), (columns + gap, 1))
+        view = view if values.dim() == 2 else view.view(values.shape)
+        view.copy_(values)
+        return Guarded(view, buffer)
+
+
+@dataclass
+class Call:
+    """One public call. `arguments` are tensors and lists by name; hypothesis prints what `drawn` holds."""
+
+    op: str
+    arguments: dict[str, object]
+    drawn: dict[str, object]
+    overlaps: bool = False  # `out` lies over an input: the call must raise
+    read_only: list[Tensor] = field(default_factory=list)  # the memory of every input, gaps included
+    outputs: dict[str, Guarded] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"{self.op}({', '.join(f'{name}={value}' for name, value in self.drawn.items())})"
+
+    def poison_outputs(self) -> None:
+        for output in self.outputs.values():
+            output.buffer.fill_(SENTINEL)
+            output.view.fill_(float("nan"))
+
+    def run(self) -> tuple[Tensor, ...]:
+        """The outputs in the order of the op, `sum_squares` of capture_hidden last."""
+        arguments = {name: self._form(value) for name, value in self.arguments.items()}
+        positional = [arguments.pop(name) for name in _POSITIONAL[self.op]]
+        results = getattr(ek, self.op)(*positional, **arguments)
+        results = results if isinstance(results, tuple) else (results,)
+        if self.op == "vocab_parallel_embedding":
+            results = (results[0].flatten(0, -2),)
+        squares = self.outputs.get("sum_squares")
+        return results if squares is None else (*results, squares.view)
+
+    def _form(self, value: object) -> object:
+        return iter(value) if self.drawn.get("one_shot") and isinstance(value, list) else value
+
+    def written_beside_outputs(self) -> bool:
+        for output in self.outputs.values():
+            inside = torch.zeros(output.buffer.shape, dtype=torch.bool)
+            inside.as_strided(output.view.shape, output.view.stride()).fill_(True)
+            if (output.buffer[~inside] != SENTINEL).any():
+                return True
+        return False
+
+
+def draw_call(op: str, data: st.DataObject, sizes: dict[str, tuple]) -> Call:
+    draw = HypothesisDraw(data, SIZES | sizes)
+    drawn = entry_of(op).random_call(draw)
+    arguments = dict(zip(_POSITIONAL[op], drawn.arguments, strict=True)) | drawn.options
+    if isinstance(arguments.get("eps"), float) and draw.choose("no_eps", False, False, False, True):
+        arguments["eps"] = 0.0
+    call = Call(op, arguments, draw.drawn)
+    for name, value in arguments.items():
+        entries = value if isinstance(value, list) else [value]
+        guarded = [_place(call, draw, name, entry) if isinstance(entry, Tensor) else entry for entry in entries]
+        arguments[name] = guarded if isinstance(value, list) else guarded[0]
+    if any(isinstance(value, list) for value in arguments.values()):
+        draw.choose("one_shot", False, True)
+    if call.outputs and draw.choose("out_beside_an_input", False, False, False, True):
+        _share_memory(call, draw)
+    if "ids" in arguments and draw.choose("ids_in_two_dimensions", False, True):
+        _fold_ids(arguments)
+    return call
+
+
+def _place(call: Call, draw: HypothesisDraw, name: str, values: Tensor) -> Tensor:
+    """The values in guarded memory."""
+    if values.dim() == 0:
+        return values
+    values = values.clone()
+    if name in _PLANTED:
+        _plant(draw, values)
+    if name == "norm_weight" and draw.random.random() < 0.1:
+        values.view(-1)[draw.random.randrange(values.numel())] = float("inf")
+        draw.drawn["infinite_gain"] = True
+    is_output = name in ("out", "out_sum") or (name == "sum_squares" and call.op == "capture_hidden")
+    is_column = name in _COLUMNS and values.dim() == 1
+    gap = draw.random.choice((0, 0, 1, 5, 8)) if is_column or (name in _ROWS and values.dim() == 2) else 0
+    poison = SENTINEL if is_output else float("nan") if values.is_floating_point() else torch.iinfo(values.dtype).max
+    at = draw.random.choice(("begin", "end"))
+    draw.drawn.setdefault("memory", []).append((name, gap, at))
+    guarded = Guarded.of(values.unsqueeze(1) if is_column else values, gap, at, poison)
+    if is_column:
+        guarded = Guarded(guarded.view[:, 0], guarded.buffer)
+    if is_output:
+        call.outputs[name] = guarded
+    else:
+        call.read_only.append(guarded.buffer)
+    return guarded.view
+
+
+def _plant(draw: HypothesisDraw, values: Tensor) -> None:
+    """In half of the operands up to three numbers that are hard on a kernel; a zero fills its row."""
+    if not values.numel() or draw.random.random() < 0.5:
+        return
+    finfo = torch.finfo(values.dtype)
+    hard = (float("nan"), float("inf"), -float("inf"), finfo.max, finfo.tiny * finfo.eps, -0.0)
+    rows = values if values.dim() == 2 else values.unsqueeze(0)
+    for _ in range(draw.random.randrange(1, 4)):
+        row, column = draw.random.randrange(rows.shape[0]), draw.random.randrange(rows.shape[1])
+        number = draw.random.choice(hard)
+        draw.drawn.setdefault("planted", []).append((row, column, number))
+        rows[row, column if number else slice(None)] = number
+
+
+def _share_memory(call: Call, draw: HypothesisDraw) -> None:
+    """Put `out` and a matrix that the op reads into columns of one buffer, over each other or side by side."""
+    name = next(name for name in ("chunks", "hidden", "table") if name in call.arguments)
+    value = call.arguments[name]
+    read, out = value[0] if isinstance(value, list) else value, call.outputs.get("out")
+    if out is None or read.dim() != 2 or out.view.dim() != 2:
+        return
+    (rows, columns), (out_rows, out_columns) = read.shape, out.view.shape
+    begin = draw.choose("out_begins_at", 0, 1, columns - 1, columns, columns + 3)
+    width = max(columns, begin + out_columns)
+    buffer = Guarded.of(read.new_full((max(rows, out_rows, 1), width), SENTINEL), 0, "end", SENTINEL).view
+    shared = buffer[:rows, :columns].copy_(read)
+    if isinstance(value, list):
+        value[0] = shared
+    else:
+        call.arguments[name] = shared
+    call.arguments["out"] = view = buffer[:out_rows, begin : begin + out_columns]
+    call.overlaps = begin < columns and rows > 0 and view.numel() > 0
+    call.read_only.append(buffer if call.overlaps else shared)
+    del call.outputs["out"]  # what surrounds it is an input
+
+
+def _fold_ids(arguments: dict[str, object]) -> None:
+    ids, out = arguments["ids"], arguments.get("out")
+    if ids.numel() and ids.numel() % 2 == 0:
+        arguments["ids"] = ids.view(2, -1)
+        if out is not None:
+            arguments["out"] = out.view(2, -1, out.shape[1])
