@@ -15,8 +15,10 @@ class Unwritable(OSError):
 
 
 def wrap(text: str, indent: str = "  ", first: str = "") -> str:
-    """The text in lines of at most 80 columns, those after the first one indented."""
-    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    """The text in lines of at most 80 columns, those after the first one indented. No word is broken: a longer one is a
+    path, to be copied."""
+    wrapper = textwrap.TextWrapper(WIDTH, first, indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 def say(text: str = "") -> None:

@@ -340,7 +340,8 @@ def check_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
 
     archs = "90a" if shutil.which("nvcc") is not None else "none"
     info = run(programs / "eagle-kernels", "info")
-    assert f"loaded from {tmp_path}/empty/" in info and re.search(rf"cuda_archs +{archs}$", info, re.MULTILINE), info
+    assert f"loaded from {tmp_path}/empty/" in " ".join(info.split()), info
+    assert re.search(rf"cuda_archs +{archs}$", info, re.MULTILINE), info
     assert "backend" in run(programs / "eagle-kernels", "check", "--cases", "2")
     served = (
         "import torch, eagle_kernels as ek\n"

@@ -694,8 +694,8 @@ def run_cli(*arguments: str, **options: object) -> subprocess.CompletedProcess:
 
 
 def widest(printed: str) -> str:
-    """The longest line, of those that are not there to be copied."""
-    lines = [line for line in printed.splitlines() if not line.lstrip().startswith(("repro: ", "saved: "))]
+    """The longest line, of those that are not there to be copied: a command, or a path on a line of its own."""
+    lines = [line for line in printed.splitlines() if " " in line.strip() and not line.lstrip().startswith("repro: ")]
     return max(lines, key=len)
 
 
