@@ -1,0 +1,283 @@
+"""Quantized weights in the layout of their checkpoints: codes, and the scales that make numbers of them.
+
+    W[d, c] = codes[d, c] * scales[d // block rows, c // block columns] * global_scale
+
+| format | codes | scale of | scales |
+|---|---|---|---|
+| fp8_tensor | e4m3 [D, W] | the whole weight | fp32 [1] |
+| fp8_row | e4m3 [D, W] | a row | fp32 [D] or [D, 1] |
+| fp8_block128 | e4m3 [D, W] | 128 rows x 128 columns | fp32 or e8m0 [ceil(D/128), ceil(W/128)] |
+| fp8_block32 | e4m3 [D, W] | 32 rows x 32 columns | fp32 or e8m0 [ceil(D/32), ceil(W/32)] |
+| int8_row | int8 [D, W] | a row | fp32 [D] or [D, 1] |
+| mxfp8 | e4m3 [D, W] | 32 columns of a row | e8m0 [D, W/32] |
+| mxfp4 | e2m1 [D, W/2] | 32 columns of a row | e8m0 [D, W/32] |
+| nvfp4 | e2m1 [D, W/2] | 16 columns of a row | e4m3 [D, W/16], and global_scale |
+
+W here is K*H, the width of what is projected. e2m1 are two in a uint8, the even column in the low four bits. e8m0 is
+torch.float8_e8m0fnu or its bytes b as uint8: 2^(b - 127), and NaN for 255 (OCP Microscaling Formats 1.0).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import checks
+
+OP = "QuantizedWeight"
+_LOGGER = logging.getLogger("eagle_kernels")
+
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_ALL = 0  # rows or columns of a block: all there are
+
+
+class Format(NamedTuple):
+    codes: torch.dtype
+    block: tuple[int, int]  # rows and columns that share a scale
+    scales: tuple[torch.dtype, ...]
+    max: float  # the largest code
+
+    @property
+    def columns_per_code(self) -> int:
+        return 2 if self.codes == torch.uint8 else 1
+
+
+FORMATS = {
+    "fp8_tensor": Format(E4M3, (_ALL, _ALL), (torch.float32,), 448.0),
+    "fp8_row": Format(E4M3, (1, _ALL), (torch.float32,), 448.0),
+    "fp8_block128": Format(E4M3, (128, 128), (torch.float32, E8M0), 448.0),
+    "fp8_block32": Format(E4M3, (32, 32), (torch.float32, E8M0), 448.0),
+    "int8_row": Format(torch.int8, (1, _ALL), (torch.float32,), 127.0),
+    "mxfp8": Format(E4M3, (1, 32), (E8M0,), 448.0),
+    "mxfp4": Format(torch.uint8, (1, 32), (E8M0,), 6.0),
+    "nvfp4": Format(torch.uint8, (1, 16), (E4M3,), 6.0),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight [D, W] of codes and scales, for `norm_concat_linear` and the modules; nothing is copied or converted.
+
+    Args:
+        codes, scales: as in the module's table; row strides free, last stride 1.
+        format: a key of the table.
+        global_scale: fp32, one element or a float; multiplies everything. Of nvfp4: ModelOpt's weight_scale_2, or 1 /
+            weight_global_scale of compressed-tensors.
+        shard_rows: rows of the weights that an engine or a checkpoint has merged into this one along D, each with
+            scales of its own: their block rows begin anew in each shard (2048 + 576 rows of fp8_block128 have 16 + 5),
+            and fp8_tensor has one scale per shard. Such scales are expanded to one row per weight row where the shards
+            do not end with a block.
+
+    Raises:
+        TypeError, ValueError: tensors that do not fit each other or the format.
+
+    Source of the layouts: Model-Optimizer `qtensor`, vLLM 0.33 `modelopt.py`, `fp8.py`, `compressed_tensors`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    format: str
+    global_scale: Tensor | None = None
+    shard_rows: Sequence[int] | None = None
+    block: tuple[int, int] = field(init=False)  # rows and columns of the weight that share a scale
+
+    def __post_init__(self) -> None:
+        format = format_named(OP, self.format)
+        codes = self.codes
+        checks.check_tensor(OP, "codes", codes)
+        checks.check_dtype(OP, "codes", codes, (format.codes,), f"the format is {self.format}")
+        if codes.dim() != 2:
+            raise checks.shape_error(OP, "codes", codes, "(D, W)" if format.columns_per_code == 1 else "(D, W/2)")
+        checks.check_last_dim_contiguous(OP, "codes", codes)
+        D, W = self.shape
+        block = (format.block[0] or max(D, 1), format.block[1] or max(W, 1))
+        if format.columns_per_code > 1 and W % block[1]:
+            because = f"{block[1]} columns share a scale"
+            raise checks.shape_error(OP, "codes", codes, f"(D, W/2) with W a multiple of {block[1]}", because)
+        scales, block = self._checked_scales(format, block)
+        self._set("scales", scales)
+        self._set("block", block)
+        self._set("global_scale", _checked_global_scale(self.global_scale, codes))
+
+    def _checked_scales(self, format: Format, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """The scales as a matrix, and what share one of them."""
+        scales, (D, W) = self.scales, self.shape
+        checks.check_tensor(OP, "scales", scales)
+        if scales.dtype == torch.uint8 and E8M0 in format.scales:
+            scales = scales.view(E8M0)
+        checks.check_dtype(OP, "scales", scales, format.scales, f"the format is {self.format}")
+        checks.check_device(OP, "scales", scales, self.codes.device, "codes")
+        shards = [D] if self.shard_rows is None else list(self.shard_rows)
+        if sum(shards) != D:
+            raise checks.error(ValueError, OP, f"shard_rows is {shards}", f"a sum of {D}", "codes has that many rows")
+        per_tensor = format.block[0] == _ALL
+        block_rows = [1 if per_tensor else _ceil(rows, block[0]) for rows in shards]
+        shape = (sum(block_rows), _ceil(W, block[1]))
+        if scales.dim() < 2 and scales.numel() == shape[0] * shape[1]:
+            scales = scales.reshape(shape)
+        if tuple(scales.shape) != shape:
+            got = f"codes of {D} rows and {W} columns have scales for {block[0]} x {block[1]} of them"
+            raise checks.shape_error(OP, "scales", scales, str(shape), got)
+        checks.check_last_dim_contiguous(OP, "scales", scales)
+        if len(shards) == 1 or (not per_tensor and all(rows % block[0] == 0 for rows in shards[:-1])):
+            return scales, block
+        # One row of scales per row of the weight: 3 % of the codes' bytes at 128 columns in fp32.
+        first = 0
+        rows_of = []
+        for rows, count in zip(shards, block_rows, strict=True):
+            rows_of.append(first + torch.arange(rows) // (rows if per_tensor else block[0]))
+            first += count
+        return scales.view(torch.uint8 if scales.dtype == E8M0 else scales.dtype)[
+            torch.cat(rows_of).to(scales.device)
+        ].view(scales.dtype), (1, block[1])
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(D, W) of the weight."""
+        D, columns = self.codes.shape
+        return D, columns * FORMATS[self.format].columns_per_code
+
+    @property
+    def nbytes(self) -> int:
+        """What a call reads of it."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        moved = object.__new__(QuantizedWeight)
+        for name, value in self.__dict__.items():
+            moved._set(name, value.to(device) if isinstance(value, Tensor) else value)
+        return moved
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """W [D, W] in `dtype`, rounded once from fp32; exact up to fp32's products, and in float64 exact."""
+        D, W = self.shape
+        out = torch.empty(D, W, dtype=dtype, device=self.codes.device)
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        # 4 M values at a time: a weight of 100 MB is never there in fp32 as a whole.
+        step = max(1, (1 << 22) // max(W, 1))
+        for begin in range(0, D, step):
+            end = min(begin + step, D)
+            out[begin:end] = values_of(self.codes[begin:end]).to(compute) * self._scales_of_rows(begin, end, compute)
+        return out
+
+    def _scales_of_rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        rows, columns = self.block
+        row = torch.arange(begin, end, device=self.codes.device) // rows
+        blocks = self.scales[begin // rows : (end - 1) // rows + 1].float().to(dtype)
+        blocks = blocks[row - begin // rows].repeat_interleave(columns, 1)[:, : self.shape[1]]
+        return blocks if self.global_scale is None else blocks * self.global_scale.to(dtype)
+
+
+def format_named(op: str, name: object) -> Format:
+    if name not in FORMATS:
+        raise checks.error(ValueError, op, f"format is {name!r}", f"one of {list(FORMATS)}")
+    return FORMATS[str(name)]
+
+
+def _ceil(n: int, divisor: int) -> int:
+    return -(-n // divisor)
+
+
+def _checked_global_scale(value: object, codes: Tensor) -> Tensor | None:
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        value = torch.tensor(checks.check_number(OP, "global_scale", value), device=codes.device)
+    checks.check_tensor(OP, "global_scale", value)
+    checks.check_dtype(OP, "global_scale", value, (torch.float32,))
+    checks.check_device(OP, "global_scale", value, codes.device, "codes")
+    if value.numel() != 1:
+        raise checks.shape_error(OP, "global_scale", value, "one element")
+    return value
+
+
+def values_of(codes: Tensor) -> Tensor:
+    """What the codes stand for, in fp32: two columns for each uint8."""
+    if codes.dtype != torch.uint8:
+        return codes.float()
+    table = torch.cat((E2M1, -E2M1)).to(codes.device)
+    return table[torch.stack((codes & 15, codes >> 4), -1).int()].flatten(-2)
+
+
+@torch.no_grad()
+def quantize(weight: Tensor, format: str) -> QuantizedWeight:
+    """The weight [D, W] in a format of `QuantizedWeight`, rounded to nearest even; its error is logged.
+
+    With a = max |W| over what shares a scale, m the largest code (448, 127, 6), 1 where a is 0:
+
+        fp8_tensor, fp8_row, fp8_block*, int8_row    scale = a / m
+        mxfp8, mxfp4                                 scale = 2^ceil(log2(a / m))
+        nvfp4    global_scale = max |W| / (6 * 448); scale = e4m3(max(a / (6 * global_scale), 2^-9))
+
+    Args:
+        weight: bf16, fp16 or fp32.
+        format: a key of the table in `eagle_kernels.quantized_weight`.
+
+    Raises:
+        TypeError, ValueError: a weight that is no matrix, is not finite, or has columns that no block divides (mxfp8,
+            mxfp4, nvfp4).
+
+    Source: Model-Optimizer `NVFP4QTensor`, `MXFP8QTensor`, `MXFP4QTensor`.
+    """
+    op = "quantize"
+    kind = format_named(op, format)
+    checks.check_tensor(op, "weight", weight)
+    checks.check_dtype(op, "weight", weight, checks.DTYPES)
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise checks.shape_error(op, "weight", weight, "(D, W), neither of them 0")
+    D, W = weight.shape
+    rows, columns = kind.block[0] or D, kind.block[1] or W
+    if kind.block[1] in (16, 32) and rows == 1 and W % columns:
+        raise checks.shape_error(op, "weight", weight, f"(D, W) with W a multiple of {columns}", f"of {format}")
+    wide = weight.float()
+    if not wide.isfinite().all():
+        raise checks.error(ValueError, op, "weight has NaN or infinity", "finite values")
+    padded = F.pad(wide.abs(), (0, -W % columns, 0, -D % rows))
+    largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+    scales, global_scale = _scales_for(largest, kind)
+    effective = scales.float() if global_scale is None else scales.float() * global_scale
+    spread = effective.repeat_interleave(rows, 0)[:D].repeat_interleave(columns, 1)[:, :W]
+    quantized = QuantizedWeight(_codes_for(wide / spread, kind), scales, format, global_scale)
+    error = (quantized.dequantize(torch.float32) - wide).norm() / wide.norm()
+    sizes = f"{quantized.nbytes / 1e6:.1f} MB of {weight.nbytes / 1e6:.1f}"
+    _LOGGER.info("eagle_kernels: quantize to %s: [%d, %d], %s, relative error %.2e", format, D, W, sizes, error)
+    return quantized
+
+
+def _scales_for(largest: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
+    if format.scales == (E8M0,):
+        exponent = torch.where(largest > 0, torch.log2(largest / format.max), -127.0).ceil().clamp(-127, 127)
+        return (exponent + 127).to(torch.uint8).view(E8M0), None
+    if format.scales == (E4M3,):
+        global_scale = _one_for_zero(largest.amax() / (format.max * 448.0))
+        return _one_for_zero(largest / (format.max * global_scale)).clamp(min=2**-9).to(E4M3), global_scale
+    return _one_for_zero(largest / format.max), None
+
+
+def _one_for_zero(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _codes_for(scaled: Tensor, format: Format) -> Tensor:
+    scaled = scaled.clamp(-format.max, format.max)
+    if format.codes == torch.int8:
+        return scaled.round().to(torch.int8)
+    if format.codes == E4M3:
+        return scaled.to(E4M3)
+    # A tie goes to the even code: up from the bounds below codes 2, 4, 6.
+    bounds = (E2M1[1:] + E2M1[:-1]).to(scaled.device) / 2
+    magnitude = scaled.abs()
+    code = torch.bucketize(magnitude, bounds) + torch.isin(magnitude, bounds[1::2])
+    code = (code + 8 * (scaled < 0)).to(torch.uint8)
+    return code[:, 0::2] | code[:, 1::2] << 4
