@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from eagle_kernels.bench.accuracy import UNIT_ROUNDOFF, error_bound
 from torch import Tensor
 
-from eagle_kernels.ops.norm_concat_linear import Projection, project_formula
+from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula, gather_rows
 
 FP32 = UNIT_ROUNDOFF[torch.float32]

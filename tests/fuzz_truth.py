@@ -13,7 +13,8 @@ from torch import Tensor
 
 from eagle_kernels.ops.add_rms_norm import formula as add_rms_norm_formula
 from eagle_kernels.ops.capture_hidden import CaptureHidden
-from eagle_kernels.ops.norm_concat_linear import Projection, _split_eps, project_formula
+from eagle_kernels.ops.norm_concat_linear import _split_eps
+from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula, gather_rows
 from eagle_kernels.ops.vocab_parallel_embedding import VocabParallelEmbedding
 from fuzz_calls import Call

@@ -159,9 +159,9 @@ EAGLE3_ERRORS = [
     ),
     pytest.param(
         with_chunk_norm(lambda w: w.update({"model.fc.weight": w["model.fc.weight"].to(torch.float8_e4m3fn)})),
-        "model.fc.weight has dtype torch.float8_e4m3fn, expected torch.bfloat16 or torch.float16 or torch.float32, "
-        "because a quantised weight stays with its engine",
-        id="quantised",
+        "weights has model.fc.weight in torch.float8_e4m3fn, expected its scale beside it: one of "
+        "['weight_scale', 'weight_scale_inv', 'scale', 'qscale_weight']",
+        id="codes-without-a-scale",
     ),
 ]
 

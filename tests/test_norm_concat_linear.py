@@ -12,7 +12,7 @@ import eagle_kernels as ek
 from accuracy import eager_chain, expect
 from backends import CPU_ISAS, environment_of, needs_compiled
 from cases import CASES, FEATURES, Case, operands
-from eagle_kernels.ops.norm_concat_linear import Projection, project_formula
+from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula
 from eagle_kernels.plan import FUSED_ROWS, Kernel, cpu_isa
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits

@@ -8,6 +8,7 @@ from .layers import Eagle3Projection, VocabParallelEmbedding
 from .mtp_config import MTPConfig
 from .mtp_projection import MTPProjection
 from .ops import *  # noqa: F403
+from .quantized_weight import QuantizedWeight, quantize
 from .version import __version__
 from .vocab_shard import VocabShard, shard_vocab_weight
 from .warmup import warmup
@@ -18,6 +19,8 @@ __all__ += ops.__all__
 __all__ += [
     "explain",
     "warmup",
+    "QuantizedWeight",
+    "quantize",
     "VocabShard",
     "shard_vocab_weight",
     "capture_layers",

@@ -17,12 +17,20 @@ from typing import Any
 from torch import Tensor
 
 from . import checks
+from .quantized_checkpoint import PARAMETERS, config_of, read_projection
+from .quantized_weight import QuantizedWeight
 
 _Weights = str | os.PathLike | Mapping[str, Tensor]
+_Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict without the projection's weight, and that
 _Readers = dict[str, Callable[[], Tensor]]
 
-# SpecForge's names before `fc_norm` (SGLang 0.5.23 llama_eagle3 maps them the same way).
-_LEGACY_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+# SpecForge's names before `fc_norm` (SGLang 0.5.23 llama_eagle3 maps them the same way), and Mistral's fc.
+_LEGACY_NAMES = {
+    "aux_norm_low": "fc_norm.0",
+    "aux_norm_mid": "fc_norm.1",
+    "aux_norm_high": "fc_norm.2",
+    "eagle_linear": "fc",
+}
 # Norms at the top level of a drafter that are not in front of fc: the final norm, and the target's (speculators).
 _OTHER_NORMS = ("norm", "verifier_norm")
 _NORM = re.compile(r"\w*norm\w*(\.\d+)?")
@@ -37,30 +45,36 @@ _GENERIC = {"fc", "input_proj"}
 _MTP_STEM = {theirs: ours for ours, names in _MTP_STEMS.items() for theirs in names}
 
 
-def eagle3_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
-    """The state_dict of an Eagle3Projection: fc, fc_norm.{k} and input_norm, with or without `model.`."""
+def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
+    """What an Eagle3Projection loads: fc, fc_norm.{k} and input_norm, with or without `model.`."""
     op, config = "Eagle3Projection.load_checkpoint", layer.config
     readers = _open(op, weights)
-    expected = layer.state_dict()
+    D, W = config.hidden_size, config.num_chunks * config.target_hidden_size
+    expected = _expected(layer, "fc", (D, W))
     found: dict[str, str] = {}
+    projection: dict[str, str] = {}
     for name in readers:
         stem, _, parameter = name.removeprefix("model.").rpartition(".")
-        ours = f"{_LEGACY_NORMS.get(stem, stem)}.{parameter}"
-        if ours in expected:
+        stem = _LEGACY_NAMES.get(stem, stem)
+        ours = f"{stem}.{parameter}"
+        if stem == "fc" and parameter in PARAMETERS:
+            _claim(op, projection, parameter, name, ours)
+        elif ours in expected:
             _claim(op, found, ours, name)
         elif stem == "fc" or (_NORM.fullmatch(stem) and stem not in _OTHER_NORMS):
             says = f"the config says K = {config.num_chunks}, chunk_norm {config.chunk_norm}, "
             says += f"concat_norm {config.concat_norm}, bias {config.bias}"
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", says)
     meaning = f"(D, K*H) with K = {config.num_chunks} and H = {config.target_hidden_size}"
-    return _read(op, readers, expected, found, {"fc.weight": meaning})
+    return _read(op, readers, expected, found, ("fc", projection, (D, W), meaning), _config_beside(op, weights))
 
 
-def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> dict[str, Tensor]:
-    """The state_dict of an MTPProjection, from the one prefix that has its weights."""
-    op = "MTPProjection.load_checkpoint"
+def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
+    """What an MTPProjection loads, from the one prefix that has its weights."""
+    op, config = "MTPProjection.load_checkpoint", layer.config
     readers = _open(op, weights)
-    expected = layer.state_dict()
+    shape = (config.out_features, 2 * config.hidden_size)
+    expected = _expected(layer, "eh_proj", shape)
     stages: dict[str, list[str]] = {}
     for name in readers:
         prefix, stem = _split(name)
@@ -75,44 +89,70 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> dict[st
         expected_one = "one" if number is None else f"one with layers.{number}."
         raise checks.error(ValueError, op, got, expected_one, "layer says which, its names say where")
     found: dict[str, str] = {}
+    projection: dict[str, str] = {}
     for name in next(iter(stages.values())):
-        _claim(op, found, f"{_MTP_STEM[_split(name)[1]]}.weight", name)
+        stem, parameter = _MTP_STEM[_split(name)[1]], name.rpartition(".")[2]
+        ours = f"{stem}.{parameter}"
+        if stem == "eh_proj":
+            _claim(op, projection, parameter, name, ours)
+        elif parameter == "weight":
+            _claim(op, found, ours, name)
     for ours, name in found.items():
         if ours not in expected:
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", "normed is False")
-    return _read(op, readers, expected, found, {"eh_proj.weight": f"(D, 2H) with H = {layer.config.hidden_size}"})
+    meaning = f"(D, 2H) with H = {config.hidden_size}"
+    return _read(op, readers, expected, found, ("eh_proj", projection, shape, meaning), _config_beside(op, weights))
+
+
+def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's state_dict, of its projection as that of the dense weight."""
+    own = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    own = {name: shape for name, shape in own.items() if name.removeprefix(f"{projection}.") not in PARAMETERS}
+    return {f"{projection}.weight": shape} | own
 
 
 def _split(name: str) -> tuple[str, str]:
     """model.layers.61.enorm.weight -> ("model.layers.61.", "enorm"); stem "" where it is no weight."""
-    stem = name.removesuffix(".weight")
-    if stem == name:
+    stem, _, parameter = name.rpartition(".")
+    if parameter not in PARAMETERS:
         return name, ""
     prefix, dot, last = stem.rpartition(".")
     return prefix + dot, last
 
 
-def _claim(op: str, found: dict[str, str], ours: str, name: str) -> None:
-    if ours in found:
-        raise checks.error(ValueError, op, f"weights has {found[ours]} and {name}", "one of them", f"both are {ours}")
-    found[ours] = name
+def _claim(op: str, found: dict[str, str], key: str, name: str, ours: str = "") -> None:
+    if key in found:
+        because = f"both are {ours or key}"
+        raise checks.error(ValueError, op, f"weights has {found[key]} and {name}", "one of them", because)
+    found[key] = name
 
 
 def _read(
-    op: str, readers: _Readers, expected: dict[str, Tensor], found: dict[str, str], meanings: dict[str, str]
-) -> dict[str, Tensor]:
+    op: str,
+    readers: _Readers,
+    expected: dict[str, tuple[int, ...]],
+    found: dict[str, str],
+    projection: tuple[str, dict[str, str], tuple[int, int], str],
+    config: Mapping[str, Any] | None,
+) -> _Loaded:
+    stem, names, shape, meaning = projection
     for ours in expected:
-        if ours not in found:
+        if ours not in found and not (names and ours == f"{stem}.weight"):
             raise checks.error(ValueError, op, f"weights has no {ours}", f"all of {sorted(expected)}")
     state = {ours: readers[name]() for ours, name in found.items()}
     for ours, tensor in state.items():
         checks.check_tensor(op, found[ours], tensor)
-        shape = tuple(expected[ours].shape)
-        if tuple(tensor.shape) != shape:
-            because = f"it is {meanings[ours]}" if ours in meanings else ""
-            raise checks.shape_error(op, found[ours], tensor, str(shape), because)
-        checks.check_dtype(op, found[ours], tensor, checks.DTYPES, "a quantised weight stays with its engine")
-    return state
+        if tuple(tensor.shape) != expected[ours]:
+            raise checks.shape_error(op, found[ours], tensor, str(expected[ours]))
+        checks.check_dtype(op, found[ours], tensor, checks.DTYPES)
+    return state, read_projection(op, names, lambda name: readers[name](), shape, meaning, config)
+
+
+def _config_beside(op: str, weights: _Weights) -> Mapping[str, Any] | None:
+    if not isinstance(weights, (str, os.PathLike)):
+        return None
+    path = Path(weights)
+    return config_of(op, path if path.is_dir() else path.parent)
 
 
 def _open(op: str, weights: _Weights) -> _Readers:

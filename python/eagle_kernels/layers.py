@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from . import checkpoint, checks
 from .drafter_config import Eagle3Config
+from .ops import norm_concat_linear_quantized as quantized
 from .ops import vocab_parallel_embedding
 from .ops.norm_concat import concatenate
-from .ops.norm_concat_linear import Projection, project
+from .ops.norm_concat_linear import project
+from .ops.projection import Projection
 from .ops.sources import Sources
 from .packable_linear import PackableLinear, unsupported_reason
+from .quantized_linear import QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
@@ -26,6 +29,13 @@ def parameter_of(module: Any, name: str = "weight") -> Any:
     call; a parametrized weight or a wrapper's property is an attribute alone."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
+
+
+def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tensor | None) -> Tensor:
+    """sources @ weight^T + bias of a linear layer, quantized or dense."""
+    if isinstance(linear, QuantizedLinear):
+        return quantized.project(sources, linear.projection(post_norm_eps), out)
+    return project(sources, Projection(parameter_of(linear), parameter_of(linear, "bias"), None, post_norm_eps), out)
 
 
 class Eagle3Projection(nn.Module):
@@ -56,7 +66,7 @@ class Eagle3Projection(nn.Module):
         self.config = config
         width = config.num_chunks * config.target_hidden_size
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.fc = PackableLinear(width, config.hidden_size, bias=config.bias, **factory)
+        self.fc: PackableLinear | QuantizedLinear = self._dense_fc(**factory)
         norms = [
             nn.RMSNorm(config.target_hidden_size, config.eps, **factory)
             for _ in range(config.num_chunks if config.chunk_norm else 0)
@@ -64,6 +74,11 @@ class Eagle3Projection(nn.Module):
         self.register_module("fc_norm", nn.ModuleList(norms) if config.chunk_norm else None)
         self.register_module("input_norm", nn.RMSNorm(width, config.eps, **factory) if config.concat_norm else None)
         self.requires_grad_(False)
+
+    def _dense_fc(self, **factory: Any) -> PackableLinear:
+        config = self.config
+        width = config.num_chunks * config.target_hidden_size
+        return PackableLinear(width, config.hidden_size, bias=config.bias, **factory).requires_grad_(False)
 
     def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3Projection:
         """Copy fc and the norms from a drafter's checkpoint: a safetensors file or folder, or tensors by name.
@@ -74,7 +89,16 @@ class Eagle3Projection(nn.Module):
         Raises ValueError that names the weight, before anything is copied: a missing one, a norm that the config does
         not have, a shape that does not fit, a projection that is quantised.
         """
-        self.load_state_dict(checkpoint.eagle3_projection(weights, self))
+        state, weight = checkpoint.eagle3_projection(weights, self)
+        load_projection("Eagle3Projection.load_checkpoint", self, "fc", state, weight, self._dense_fc)
+        return self
+
+    def quantize(self, format: str) -> Eagle3Projection:
+        """Round fc.weight to a format of `QuantizedWeight`: half of its bytes or fewer are then read in each call.
+
+        The dense weight is dropped; state_dict has the codes as fc.weight, and fc.weight_scale. The error is logged.
+        """
+        self.fc = quantize_linear("Eagle3Projection.quantize", self.fc, format)
         return self
 
     def prepack(self) -> Eagle3Projection:
@@ -84,6 +108,9 @@ class Eagle3Projection(nn.Module):
         after loading, where T is mostly above what the fused kernel is good for (`explain` says): with AVX-512-BF16 it
         gains 8 % at T = 64 and loses 17 % at T = 1; with AMX the fused kernel on the dense weight is faster up to 512.
         """
+        if isinstance(self.fc, QuantizedLinear):
+            op, got = "Eagle3Projection.prepack", f"fc.weight is {self.fc.format}"
+            raise checks.error(TypeError, op, got, "bf16 or fp16 on cpu", "oneDNN keeps no codes in its layout")
         weight = self.fc.weight
         if weight is not None and (reason := unsupported_reason(weight)) is not None:
             got = f"fc.weight is {weight.dtype} on {weight.device}"
@@ -116,7 +143,7 @@ class Eagle3Projection(nn.Module):
         fc = modules["fc"]
         sources = Sources.of("norm_concat_linear", *arguments)
         if getattr(fc, "packed", None) is None:
-            return project(sources, Projection(parameter_of(fc), parameter_of(fc, "bias"), None, eps), out)
+            return project_onto(fc, sources, eps, out)
         projected = fc.product(concatenate(sources))
         if out is None:
             return projected

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from . import checkpoint, checks
-from .layers import VocabParallelEmbedding, parameter_of
+from .layers import VocabParallelEmbedding, parameter_of, project_onto
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
-from .ops.norm_concat_linear import Projection, project
 from .ops.sources import Sources
+from .quantized_linear import QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard
 
 
@@ -64,7 +64,7 @@ class MTPProjection(nn.Module):
             self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **factory)
             for norm in (self.enorm, self.hnorm):
                 norm.weight.data.fill_(1 - config.norm_offset)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **factory)
+        self.eh_proj: nn.Linear | QuantizedLinear = self._dense_eh_proj(**factory)
         self.requires_grad_(False)
 
     def load_checkpoint(
@@ -77,8 +77,18 @@ class MTPProjection(nn.Module):
 
         Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
         """
-        self.load_state_dict(checkpoint.mtp_projection(weights, self, layer))
+        state, weight = checkpoint.mtp_projection(weights, self, layer)
+        load_projection("MTPProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense_eh_proj)
         return self
+
+    def quantize(self, format: str) -> MTPProjection:
+        """Round eh_proj.weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
+        self.eh_proj = quantize_linear("MTPProjection.quantize", self.eh_proj, format)
+        return self
+
+    def _dense_eh_proj(self, **factory: Any) -> nn.Linear:
+        config = self.config
+        return nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **factory).requires_grad_(False)
 
     def forward(
         self,
@@ -111,7 +121,6 @@ class MTPProjection(nn.Module):
         modules, pair = self._modules, self._ordered
         gains: list[Tensor] | None
         eps: float | list[float]
-        projection = Projection(parameter_of(modules["eh_proj"]), None, None, 0.0)
         if not config.normed:
             norm, gains, eps = "none", None, 1e-6
         else:
@@ -121,7 +130,7 @@ class MTPProjection(nn.Module):
             gains = pair([parameter_of(modules["enorm"]), parameter_of(modules["hnorm"])])
         chunks, rows = pair([chunk, hidden]), pair([index, indices])
         arguments = (chunks, norm, gains, eps, config.norm_offset, None, rows, None, None)
-        return project(Sources.of("norm_concat_linear", *arguments), projection, out)
+        return project_onto(modules["eh_proj"], Sources.of("norm_concat_linear", *arguments), 0.0, out)
 
     def _ordered(self, pair: list) -> list:
         return pair if self.config.order == "embed,hidden" else pair[::-1]
@@ -166,11 +175,11 @@ class MTPProjection(nn.Module):
         if ids is None:
             return embeds, self._masked(None, positions), None
         ids = self._masked(ids, positions)
-        scale: Any = self._scale()
         weight, shard = table, None
+        scale: Any = None
         if isinstance(table, VocabParallelEmbedding):
-            weight, shard = table.weight.detach(), table.shard
-            scale = scale if table.own_scale is None else table.own_scale
+            weight, shard, scale = table.weight.detach(), table.shard, table.own_scale
+        scale = self._scale(weight.dtype) if scale is None else scale
         norm_takes_scale = self.config.normed and _fits_eps(scale, self.config.enorm_eps)
         if (shard is None or shard.is_full_table) and (scale is None or norm_takes_scale):
             return weight if shard is None else weight[: shard.num_embeddings], ids, scale
@@ -193,11 +202,11 @@ class MTPProjection(nn.Module):
             masked.copy_(ids)
         return masked.masked_fill_(positions == 0, -1)
 
-    def _scale(self) -> float | None:
+    def _scale(self, dtype: torch.dtype) -> float | None:
         scale = self.config.embedding_scale
         if scale is None or not self.config.round_embedding_scale:
             return scale
-        return _rounded(scale, parameter_of(self._modules["eh_proj"]).dtype)
+        return _rounded(scale, dtype)
 
     def _static(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """The first rows of a buffer that keeps its address; a new tensor where max_tokens is None."""

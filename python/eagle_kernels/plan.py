@@ -180,10 +180,13 @@ def choose(*problem: Any) -> Plan:
 
 def _choose(problem: Problem) -> Plan:
     backend, reason = choose_backend(problem.op, problem.device, problem.num_chunks)
+    isa = ""
     if backend == "cpu":
         isa = cpu_isa()  # also for its effect: the compiled kernels start out scalar, 3 times slower
     if backend == "reference":
         return Plan(problem.op, backend, Kernel.TORCH, reason)
+    if problem.op == "norm_concat_linear_quantized":
+        return _quantized_projection(problem, backend, isa)
     if problem.op != "norm_concat_linear":
         return Plan(problem.op, backend, Kernel.SINGLE, reason)
     if problem.dtype not in DTYPES:  # the checks that come before this kernel refuse it
@@ -191,6 +194,13 @@ def _choose(problem: Problem) -> Plan:
     if backend == "cpu":
         return cpu_projection(problem, isa)
     return triton_projection(problem) if backend == "triton" else cuda_projection(problem)
+
+
+def _quantized_projection(problem: Problem, backend: str, isa: str) -> Plan:
+    if backend == "cpu":
+        return Plan(problem.op, backend, Kernel.FUSED, "the codes are widened as they are multiplied", isa=isa)
+    reason = f"no {backend} kernel reads codes: the weight is dequantized in every call"
+    return Plan(problem.op, "reference", Kernel.TORCH, reason)
 
 
 @cached

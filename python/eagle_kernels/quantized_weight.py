@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -85,10 +85,10 @@ class QuantizedWeight:
     scales: Tensor
     format: str
     global_scale: Tensor | None = None
-    shard_rows: Sequence[int] | None = None
+    shard_rows: InitVar[Sequence[int] | None] = None
     block: tuple[int, int] = field(init=False)  # rows and columns of the weight that share a scale
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, shard_rows: Sequence[int] | None) -> None:
         format = format_named(OP, self.format)
         codes = self.codes
         checks.check_tensor(OP, "codes", codes)
@@ -101,12 +101,13 @@ class QuantizedWeight:
         if format.columns_per_code > 1 and W % block[1]:
             because = f"{block[1]} columns share a scale"
             raise checks.shape_error(OP, "codes", codes, f"(D, W/2) with W a multiple of {block[1]}", because)
-        scales, block = self._checked_scales(format, block)
-        self._set("scales", scales)
-        self._set("block", block)
-        self._set("global_scale", _checked_global_scale(self.global_scale, codes))
+        scales, block = self._checked_scales(format, block, shard_rows)
+        global_scale = _checked_global_scale(self.global_scale, codes)
+        self.__dict__.update(scales=scales, block=block, global_scale=global_scale)  # the class is frozen for others
 
-    def _checked_scales(self, format: Format, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    def _checked_scales(
+        self, format: Format, block: tuple[int, int], shard_rows: Sequence[int] | None
+    ) -> tuple[Tensor, tuple[int, int]]:
         """The scales as a matrix, and what share one of them."""
         scales, (D, W) = self.scales, self.shape
         checks.check_tensor(OP, "scales", scales)
@@ -114,7 +115,7 @@ class QuantizedWeight:
             scales = scales.view(E8M0)
         checks.check_dtype(OP, "scales", scales, format.scales, f"the format is {self.format}")
         checks.check_device(OP, "scales", scales, self.codes.device, "codes")
-        shards = [D] if self.shard_rows is None else list(self.shard_rows)
+        shards = [D] if shard_rows is None else list(shard_rows)
         if sum(shards) != D:
             raise checks.error(ValueError, OP, f"shard_rows is {shards}", f"a sum of {D}", "codes has that many rows")
         per_tensor = format.block[0] == _ALL
@@ -129,17 +130,11 @@ class QuantizedWeight:
         if len(shards) == 1 or (not per_tensor and all(rows % block[0] == 0 for rows in shards[:-1])):
             return scales, block
         # One row of scales per row of the weight: 3 % of the codes' bytes at 128 columns in fp32.
-        first = 0
-        rows_of = []
-        for rows, count in zip(shards, block_rows, strict=True):
-            rows_of.append(first + torch.arange(rows) // (rows if per_tensor else block[0]))
-            first += count
-        return scales.view(torch.uint8 if scales.dtype == E8M0 else scales.dtype)[
-            torch.cat(rows_of).to(scales.device)
-        ].view(scales.dtype), (1, block[1])
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+        height = [rows if per_tensor else block[0] for rows in shards]
+        begins = torch.tensor([0, *block_rows[:-1]]).cumsum(0).tolist()
+        ranges = zip(shards, height, begins, strict=True)
+        rows_of = torch.cat([begin + torch.arange(rows) // max(each, 1) for rows, each, begin in ranges])
+        return _gather_rows(scales, rows_of.to(scales.device)), (1, block[1])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -152,11 +147,23 @@ class QuantizedWeight:
         """What a call reads of it."""
         return self.codes.nbytes + self.scales.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.codes, self.scales, self.global_scale
+
+    @staticmethod
+    def of_tensors(
+        codes: Tensor, scales: Tensor, global_scale: Tensor | None, format: str, block: tuple[int, int]
+    ) -> QuantizedWeight:
+        """From what a QuantizedWeight has become, unchecked."""
+        weight = object.__new__(QuantizedWeight)
+        weight.__dict__.update(codes=codes, scales=scales, global_scale=global_scale, format=format, block=block)
+        return weight
+
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        moved = object.__new__(QuantizedWeight)
-        for name, value in self.__dict__.items():
-            moved._set(name, value.to(device) if isinstance(value, Tensor) else value)
-        return moved
+        codes, scales, global_scale = (None if tensor is None else tensor.to(device) for tensor in self.tensors)
+        assert codes is not None and scales is not None
+        return QuantizedWeight.of_tensors(codes, scales, global_scale, self.format, self.block)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -179,10 +186,21 @@ class QuantizedWeight:
         return blocks if self.global_scale is None else blocks * self.global_scale.to(dtype)
 
 
+def _gather_rows(scales: Tensor, rows: Tensor) -> Tensor:
+    bits = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype  # ATen gathers no e8m0
+    return scales.view(bits)[rows].view(scales.dtype)
+
+
 def format_named(op: str, name: object) -> Format:
     if name not in FORMATS:
         raise checks.error(ValueError, op, f"format is {name!r}", f"one of {list(FORMATS)}")
     return FORMATS[str(name)]
+
+
+def scale_shape(format: Format, shape: tuple[int, int]) -> tuple[int, int]:
+    """Of the scales of one weight [D, W]."""
+    rows, columns = (size or max(whole, 1) for size, whole in zip(format.block, shape, strict=True))
+    return _ceil(shape[0], rows), _ceil(shape[1], columns)
 
 
 def _ceil(n: int, divisor: int) -> int:

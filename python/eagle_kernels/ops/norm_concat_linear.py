@@ -20,17 +20,18 @@ from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
+from ..quantized_weight import QuantizedWeight
 from ..triton_kernels.alignment import alignment
+from . import norm_concat_linear_quantized as quantized
 from .call import run_primitive
 from .norm_concat import ARGUMENTS, NormConcat
-from .sources import Sources, formula, is_number, rstd_of
-
-OP = "norm_concat_linear"
+from .projection import OP, Projection, eps_name, project_formula
+from .sources import Sources, formula, is_number
 
 
 def norm_concat_linear(
     chunks: Sequence[Tensor] | Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     *,
     norm: str = "chunk",
     norm_weight: Sequence[Tensor] | Tensor | None = None,
@@ -49,7 +50,8 @@ def norm_concat_linear(
     Args:
         chunks, norm, norm_weight, norm_offset, residuals, indices, sum_squares, num_chunks: as in `norm_concat`.
             A chunk with its own index can be an embedding table [V, H]: the MTP input stage is then this one op.
-        weight: [D, K*H], the chunks' dtype; row stride free, last stride 1.
+        weight: [D, K*H], the chunks' dtype; row stride free, last stride 1. Or a QuantizedWeight of that shape, whose
+            codes are widened as they are multiplied and scaled in fp32: no rounded copy of the weight is made.
         eps: one float for every norm; or K floats for "chunk". With post_norm_weight a sequence has one more, the
             last, for the post norm.
         bias: [D], the chunks' dtype or fp32.
@@ -66,36 +68,12 @@ def norm_concat_linear(
     """
     eps, post_norm_eps = _split_eps(eps, post_norm_weight)
     arguments = (chunks, norm, norm_weight, eps, norm_offset, residuals, indices, sum_squares, num_chunks)
-    return project(Sources.of(OP, *arguments), Projection(weight, bias, post_norm_weight, post_norm_eps), out)
-
-
-class Projection(NamedTuple):
-    """What follows the sources, in the order of the registered ops' schema."""
-
-    weight: Tensor  # [D, K*H]
-    bias: Tensor | None
-    post_norm_weight: Tensor | None
-    post_norm_eps: float
-
-    @property
-    def is_product(self) -> bool:
-        """Whether nothing follows the product."""
-        return self.bias is None and self.post_norm_weight is None
-
-    def check(self, sources: Sources) -> None:
-        weight, bias, post_norm_weight, post_norm_eps = self
-        first, width = sources.chunks[0], sources.width
-        checks.check_operand(OP, "weight", weight, first, "chunks[0]")
-        if weight.dim() != 2 or weight.shape[1] != width:
-            k = sources.num_chunks
-            split = f"K={k} chunks of H={width // k}" if width % k == 0 else f"{k} chunks"
-            raise checks.shape_error(OP, "weight", weight, f"(D, K*H) = (*, {width}) for {split}")
-        for name, vector in (("bias", bias), ("post_norm_weight", post_norm_weight)):
-            if vector is not None:
-                checks.check_vector(OP, name, vector, weight.shape[0], "D", first, "chunks[0]")
-        if post_norm_weight is not None:
-            checks.check_eps(OP, "the post norm's eps", post_norm_eps)
-        checks.check_inference(OP, (weight, bias, post_norm_weight))
+    sources = Sources.of(OP, *arguments)
+    if isinstance(weight, QuantizedWeight):
+        return quantized.project(
+            sources, quantized.QuantizedProjection(weight, bias, post_norm_weight, post_norm_eps), out
+        )
+    return project(sources, Projection(weight, bias, post_norm_weight, post_norm_eps), out)
 
 
 def project(sources: Sources, projection: Projection, out: Tensor | None = None) -> Tensor:
@@ -107,7 +85,7 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
         and weight.dim() == sources.chunks[0].dim() == 2
     ):
         return run(sources, projection, out)
-    sources.check(OP, _eps_name(projection))
+    sources.check(OP, eps_name(projection.post_norm_weight))
     projection.check(sources)
     matrices = sources.as_matrices()
     if out is None:
@@ -117,10 +95,6 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
     rows = out.unsqueeze(0) if sources.is_one_row else out
     registered_ops.norm_concat_linear_out(*matrices, *projection, rows)
     return out
-
-
-def _eps_name(projection: Projection) -> str:
-    return "eps" if projection.post_norm_weight is None else "eps without the post norm's"
 
 
 def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) -> tuple[float | Sequence[float], float]:
@@ -154,7 +128,7 @@ class NormConcatLinear(NamedTuple):
         return (*self.sources.for_primitive(), *self.projection, self.out)
 
     def check(self) -> None:
-        self.sources.check(OP, _eps_name(self.projection))
+        self.sources.check(OP, eps_name(self.projection.post_norm_weight))
         self.projection.check(self.sources)
         self.check_out()
 
@@ -177,13 +151,15 @@ class TwoSteps(NormConcatLinear):
         return (*self.sources.for_primitive(), self.projection.weight, self.out)
 
 
-def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor, **arguments: Any) -> Plan:
+def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **arguments: Any) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
     eps, post_norm_eps = _split_eps(arguments.get("eps", 1e-6), arguments.get("post_norm_weight"))
     sources = Sources.of_call(OP, chunks, arguments | {"eps": eps})
     sources.check(OP)
-    projection = Projection(weight, arguments.get("bias"), arguments.get("post_norm_weight"), post_norm_eps)
     matrices = sources.as_matrices()
+    if isinstance(weight, QuantizedWeight):
+        return quantized.plan_of(matrices, weight)
+    projection = Projection(weight, arguments.get("bias"), arguments.get("post_norm_weight"), post_norm_eps)
     return _plan(matrices, projection, matrices.rows)
 
 
@@ -276,19 +252,6 @@ def in_whole_tiles(rows: Tensor) -> Tensor:
 
 def _columns_to_pad(rows: Tensor) -> int:
     return -rows.size(-1) % _ONEDNN_TILE if rows.dtype.itemsize == 2 else 0
-
-
-@torch.no_grad()
-def project_formula(normed: Tensor, projection: Projection, norm_offset: float) -> Tensor:
-    """post_norm(normed @ weight^T + bias) in the dtype of `normed`, unrounded."""
-    weight, bias, post_norm_weight, eps = projection
-    projected = normed @ weight.to(normed.dtype).t()
-    if bias is not None:
-        projected = projected + bias.to(normed.dtype)
-    if post_norm_weight is None:
-        return projected
-    rstd = rstd_of(projected.square().mean(-1, keepdim=True), eps)
-    return projected * rstd * (post_norm_weight.to(normed.dtype) + norm_offset)
 
 
 _SOURCES, _PROJECTION = len(Sources._fields), len(Projection._fields)

@@ -1,0 +1,151 @@
+"""norm_concat_linear on a QuantizedWeight: the sources as there, the codes in place of the weight.
+
+    out[i, d] = round(post_norm(sum_c x[i, c] * (codes[d, c] * scales[d // B, c // C] * global_scale) + bias[d]))
+
+Weight-only: x is rounded once to its 16 bits as ever, codes are widened in registers, scales enter in fp32. Where no
+kernel reads codes the weight is dequantized in every call, in fp32: right everywhere, and slow.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..dispatch import increment_version, is_plain
+from ..library import register, registered_ops
+from ..plan import Kernel, Plan, choose
+from ..quantized_weight import QuantizedWeight
+from .call import run_primitive
+from .norm_concat import ARGUMENTS
+from .projection import OP, Projection, check_epilogue, eps_name, expected_weight, project_formula
+from .sources import Sources, formula
+
+PRIMITIVE = "norm_concat_linear_quantized"
+
+
+class QuantizedProjection(NamedTuple):
+    """What follows the sources; `for_schema` has it in the order of the registered ops' schema."""
+
+    weight: QuantizedWeight  # [D, K*H]
+    bias: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_eps: float
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.weight.tensors, self.bias, self.post_norm_weight)
+
+    def for_schema(self) -> tuple:
+        weight, *epilogue = self
+        return (*weight.tensors, weight.format, *weight.block, *epilogue)
+
+    def check(self, sources: Sources) -> None:
+        weight, bias, post_norm_weight, post_norm_eps = self
+        for name, tensor in zip(("codes", "scales", "global_scale"), weight.tensors, strict=True):
+            if tensor is not None:
+                checks.check_device(OP, f"weight.{name}", tensor, sources.chunks[0].device, "chunks[0]")
+        D, width = weight.shape
+        if width != sources.width:
+            got = f"weight is {weight.format} of shape {(D, width)}"
+            raise checks.error(ValueError, OP, got, expected_weight(sources))
+        check_epilogue(sources, D, bias, post_norm_weight, post_norm_eps)
+        checks.check_inference(OP, self.tensors)
+
+
+def project(sources: Sources, projection: QuantizedProjection, out: Tensor | None = None) -> Tensor:
+    """The op for arguments that are records already."""
+    if is_plain((*sources.operands, *projection.tensors, out)) and sources.chunks[0].dim() == 2:
+        if out is None:
+            out = sources.chunks[0].new_empty(sources.rows, projection.weight.codes.size(0))
+        run(sources, projection, out)
+        return out
+    sources.check(OP, eps_name(projection.post_norm_weight))
+    projection.check(sources)
+    matrices = sources.as_matrices()
+    if out is None:
+        projected = registered_ops.norm_concat_linear_quantized(*matrices, *projection.for_schema())
+        return projected.squeeze(0) if sources.is_one_row else projected
+    sources.check_out(OP, out, projection.weight.shape[0], "D")
+    rows = out.unsqueeze(0) if sources.is_one_row else out
+    registered_ops.norm_concat_linear_quantized_out(*matrices, *projection.for_schema(), rows)
+    return out
+
+
+class NormConcatLinearQuantized(NamedTuple):
+    """The arguments of one call, rows as matrices."""
+
+    sources: Sources
+    projection: QuantizedProjection
+    out: Tensor
+
+    def for_primitive(self) -> tuple:
+        weight, *epilogue = self.projection
+        return (*self.sources.for_primitive(), *weight.tensors, *weight.block, *epilogue, self.out)
+
+    def check(self) -> None:
+        sources, projection, out = self
+        sources.check(OP, eps_name(projection.post_norm_weight))
+        projection.check(sources)
+        checks.check_matrix(OP, "chunks[0]", sources.chunks[0])
+        sources.check_out(OP, out, projection.weight.shape[0], "D")
+        names = ("weight.codes", "weight.scales", "weight.global_scale", "bias", "post_norm_weight")
+        sources.check_memory(OP, out, *zip(names, projection.tensors, strict=True))
+
+    def reference(self) -> None:
+        sources, (weight, bias, post_norm_weight, post_norm_eps), out = self
+        dense = Projection(weight.dequantize(torch.float32), bias, post_norm_weight, post_norm_eps)
+        normed = formula(sources).to(out.dtype).float()
+        out.copy_(project_formula(normed, dense, sources.norm_offset))
+
+
+def plan_of(sources: Sources, weight: QuantizedWeight) -> Plan:
+    return choose(PRIMITIVE, sources.chunks[0].device, sources.num_chunks)
+
+
+def can_read_codes(device: torch.device) -> bool:
+    """Whether a kernel of this device does."""
+    return choose(PRIMITIVE, device, 1).kernel is Kernel.FUSED
+
+
+def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
+    record = NormConcatLinearQuantized(sources, projection, out)
+    if plan_of(sources, projection.weight).kernel is Kernel.FUSED:
+        run_primitive(record, PRIMITIVE)
+    else:
+        record.check()
+        record.reference()
+    increment_version((out,))
+
+
+_SOURCES = len(Sources._fields)
+
+
+def _run_out(*arguments: Any) -> None:
+    run(*_records(arguments), arguments[-1])
+
+
+def _run(*arguments: Any) -> Tensor:
+    out = _empty(*arguments)
+    _run_out(*arguments, out)
+    return out
+
+
+def _empty(*arguments: Any) -> Tensor:
+    sources, projection = _records(arguments)
+    return sources.chunks[0].new_empty(sources.rows, projection.weight.shape[0])
+
+
+def _records(arguments: tuple) -> tuple[Sources, QuantizedProjection]:
+    """The records of a schema's arguments, which are in its order."""
+    codes, scales, global_scale, format, rows, columns, *epilogue = arguments[_SOURCES : _SOURCES + 9]
+    weight = QuantizedWeight.of_tensors(codes, scales, global_scale, format, (rows, columns))
+    return Sources(*arguments[:_SOURCES]), QuantizedProjection(weight, *epilogue)
+
+
+_SCHEMA = (
+    f"{ARGUMENTS}, Tensor codes, Tensor scales, Tensor? global_scale, str format, int block_rows, int block_columns, "
+    "Tensor? bias, Tensor? post_norm_weight, float post_norm_eps"
+)
+register(f"norm_concat_linear_quantized({_SCHEMA}) -> Tensor", _run, _empty)
+register(f"norm_concat_linear_quantized_out({_SCHEMA}, Tensor(a!) out) -> ()", _run_out, lambda *args: None)

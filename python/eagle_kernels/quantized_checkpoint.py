@@ -1,0 +1,202 @@
+"""A projection's weight out of a checkpoint, quantized or not, under the names that quantizers write.
+
+| codes | scales | who |
+|---|---|---|
+| weight | weight_scale | Model-Optimizer, compressed-tensors, Quark: fp8, int8, mxfp8, mxfp4, nvfp4 |
+| weight | weight_scale_inv | Hugging Face fp8 in blocks, which is multiplied, its name notwithstanding |
+| weight | scale | DeepSeek's own files |
+| weight | qscale_weight | Mistral's own files |
+| weight_packed | weight_scale | compressed-tensors nvfp4 |
+
+The tensors say what they are: their dtypes and shapes fit one format, or several that mean the same. What a config
+beside them says is compared with that. Nothing is read without its scale.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .quantized_weight import E8M0, FORMATS, QuantizedWeight, scale_shape
+
+_CODES = ("weight", "weight_packed")
+_SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
+# nvfp4's second scale: Model-Optimizer's is multiplied, compressed-tensors' is a divisor.
+_MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
+# Of activations, which stay in 16 bits here.
+_UNREAD = ("input_scale", "input_global_scale", "qscale_act", "weight_shape")
+_UNSUPPORTED = ("qweight", "qzeros", "g_idx", "weight_zero_point", "weight_zp")
+PARAMETERS = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR, *_UNREAD, *_UNSUPPORTED)
+
+# Model-Optimizer's quant_algo.
+_ALGORITHMS = {
+    "FP8": ("fp8_tensor",),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_row",),
+    "FP8_PB_WO": ("fp8_block128",),
+    "NVFP4": ("nvfp4",),
+    "W4A16_NVFP4": ("nvfp4",),
+    "MXFP8": ("mxfp8",),
+    "MIXED_PRECISION": tuple(FORMATS),
+}
+_BLOCKS = {(128, 128): ("fp8_block128",), (32, 32): ("fp8_block32",), (1, 32): ("mxfp8",)}
+
+
+def read_projection(
+    op: str,
+    names: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    shape: tuple[int, int],
+    meaning: str,
+    config: Mapping[str, Any] | None,
+) -> Tensor | QuantizedWeight:
+    """The weight [D, W] from its tensors; dense where it is not quantized.
+
+    Args:
+        names: the file's names of the projection's tensors by what stands behind their last dot.
+        read: the tensor of a name.
+        config: what the checkpoint says of its quantization, `quantization_config`.
+
+    Raises ValueError that names the tensor.
+    """
+    for parameter in _UNSUPPORTED:
+        if parameter in names:
+            because = "AWQ's, GPTQ's and asymmetric int4 orders of bits are not read here"
+            raise checks.error(ValueError, op, f"weights has {names[parameter]}", f"one of {list(FORMATS)}", because)
+    codes_name = next((names[parameter] for parameter in _CODES if parameter in names), None)
+    if codes_name is None:
+        name = next(iter(names.values()))
+        raise checks.error(ValueError, op, f"weights has {name}", "a weight beside it")
+    codes = read(codes_name)
+    checks.check_tensor(op, codes_name, codes)
+    scale_names = [names[parameter] for parameter in _SCALES if parameter in names]
+    if len(scale_names) > 1:
+        raise checks.error(ValueError, op, f"weights has {' and '.join(scale_names)}", "one of them", "both scale it")
+    if codes.dtype in checks.DTYPES:
+        if scale_names:
+            because = "a scale belongs to codes, and these are numbers"
+            raise checks.error(ValueError, op, f"{codes_name} is {codes.dtype}", f"codes for {scale_names[0]}", because)
+        if tuple(codes.shape) != shape:
+            raise checks.shape_error(op, codes_name, codes, str(shape), f"it is {meaning}")
+        return codes
+    if not scale_names:
+        expected = f"its scale beside it: one of {list(_SCALES)}"
+        raise checks.error(ValueError, op, f"weights has {codes_name} in {codes.dtype}", expected)
+    scale_name = scale_names[0]
+    scales = _widened(op, scale_name, read(scale_name))
+    format, codes, scales = _recognize(op, (codes_name, codes), (scale_name, scales), shape, meaning)
+    _compare(op, codes_name, format, config)
+    return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
+
+
+def _widened(op: str, name: str, scales: Tensor) -> Tensor:
+    """compressed-tensors keeps scales in bf16, Model-Optimizer blocks as [rows, 1, columns, 1]."""
+    checks.check_tensor(op, name, scales)
+    if scales.dtype in (torch.bfloat16, torch.float16):
+        scales = scales.float()
+    if scales.dim() == 4 and scales.shape[1] == scales.shape[3] == 1:
+        scales = scales[:, 0, :, 0]
+    if scales.dtype.is_floating_point and (missing := scales.float().isnan()).any():
+        place = missing.nonzero()[0].tolist()
+        raise checks.error(ValueError, op, f"{name} is NaN at {place}", "numbers", "what it scales would be lost")
+    return scales
+
+
+def _recognize(
+    op: str, codes: tuple[str, Tensor], scales: tuple[str, Tensor], shape: tuple[int, int], meaning: str
+) -> tuple[str, Tensor, Tensor]:
+    """(format, codes, scales) of tensors that fit one."""
+    (codes_name, code), (scale_name, scale) = codes, scales
+    D, W = shape
+    if code.dtype == torch.int8 and tuple(code.shape) == (D, W // 2) and scale.dtype in (torch.uint8, E8M0):
+        code = code.view(torch.uint8)  # DeepSeek's pairs of e2m1
+    kinds = {name: format for name, format in FORMATS.items() if format.codes == code.dtype}
+    if not kinds:
+        because = f"{scale_name} belongs to it"
+        expected = "codes in torch.float8_e4m3fn, torch.int8 or torch.uint8"
+        raise checks.error(ValueError, op, f"{codes_name} is {code.dtype}", expected, because)
+    columns = W // 2 if code.dtype == torch.uint8 else W
+    if tuple(code.shape) != (D, columns):
+        raise checks.shape_error(op, codes_name, code, str((D, columns)), f"it is {meaning}")
+    expected_shapes = []
+    for name, format in kinds.items():
+        fits = scale_shape(format, shape)
+        dtypes = (*format.scales, torch.uint8) if E8M0 in format.scales else format.scales
+        if scale.dtype in dtypes:
+            if tuple(scale.shape) == fits or (scale.dim() < 2 and scale.numel() == fits[0] * fits[1]):
+                return name, code, scale.view(E8M0) if scale.dtype == torch.uint8 else scale
+            expected_shapes.append(f"{fits} of {name}")
+    got = f"{scale_name} is {scale.dtype} of shape {tuple(scale.shape)}"
+    if not expected_shapes:
+        of_scales = sorted({str(dtype) for format in kinds.values() for dtype in format.scales})
+        raise checks.error(ValueError, op, got, " or ".join(of_scales), f"{codes_name} is {code.dtype}")
+    because = f"{codes_name} has shape {tuple(code.shape)}"
+    raise checks.error(ValueError, op, got, " or ".join(expected_shapes), because)
+
+
+def _global_scale(
+    op: str, names: Mapping[str, str], read: Callable[[str], Tensor], codes_name: str, format: str
+) -> Tensor | None:
+    given = [parameter for parameter in (_MULTIPLIER, _DIVISOR) if parameter in names]
+    if format != "nvfp4":
+        if given:
+            because = f"{codes_name} is {format}"
+            raise checks.error(ValueError, op, f"weights has {names[given[0]]}", "none", because)
+        return None
+    if len(given) != 1:
+        expected = f"one of {_MULTIPLIER} and {_DIVISOR} beside it"
+        raise checks.error(ValueError, op, f"weights has {codes_name} in nvfp4", expected)
+    name = names[given[0]]
+    scale = read(name)
+    checks.check_tensor(op, name, scale)
+    if scale.numel() != 1 or not scale.dtype.is_floating_point:
+        raise checks.error(ValueError, op, f"{name} is {scale.dtype} of shape {tuple(scale.shape)}", "one number")
+    value = scale.double().reshape(())
+    if not value.isfinite() or value <= 0:
+        raise checks.error(ValueError, op, f"{name} is {value.item()}", "a finite number above 0")
+    return (value if given[0] == _MULTIPLIER else 1 / value).float()
+
+
+def _compare(op: str, codes_name: str, format: str, config: Mapping[str, Any] | None) -> None:
+    """Raise where the checkpoint's config means another format than its tensors have."""
+    expected, says = _configured(config)
+    if expected is not None and format not in expected:
+        because = f"the checkpoint says {says}"
+        raise checks.error(ValueError, op, f"{codes_name} is {format}", " or ".join(expected) or "no format", because)
+
+
+def _configured(config: Mapping[str, Any] | None) -> tuple[tuple[str, ...] | None, str]:
+    """(the formats that a quantization_config can mean, its words); None where it does not say."""
+    if not config:
+        return None, ""
+    algorithm = config.get("quant_algo")
+    if isinstance(algorithm, str):
+        return _ALGORITHMS.get(algorithm.upper(), ()), f"quant_algo {algorithm}"
+    method = config.get("quant_method")
+    block = config.get("weight_block_size")
+    if isinstance(block, list):
+        return _BLOCKS.get(tuple(block), ()), f"weight_block_size {block}"
+    if method == "fp8":
+        return ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32"), "quant_method fp8"
+    return None, ""
+
+
+def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
+    """quantization_config of config.json, or quantization of hf_quant_config.json; None where there is neither."""
+    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as failure:  # of UTF-8 too
+            raise checks.error(ValueError, op, f"{str(file)!r} is damaged", "JSON", str(failure)) from None
+        section = content.get(key) if isinstance(content, dict) else None
+        if isinstance(section, dict):
+            return section
+    return None

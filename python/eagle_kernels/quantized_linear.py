@@ -1,0 +1,99 @@
+"""A linear layer on a QuantizedWeight, and how a module of this package comes by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
+from .quantized_weight import QuantizedWeight, quantize
+
+_LOGGER = logging.getLogger("eagle_kernels")
+
+
+class QuantizedLinear(nn.Module):
+    """A projection whose weight stays codes and scales; `norm_concat_linear` reads them on every call.
+
+    state_dict: weight (the codes), weight_scale, weight_global_scale (nvfp4) and bias. It loads into a layer of the
+    same format; .to(dtype) leaves codes and scales as they are.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.format, self.block = weight.format, weight.block
+        codes, scales, global_scale = weight.tensors
+        self.register_buffer("weight", codes)
+        self.register_buffer("weight_scale", scales)
+        self.register_buffer("weight_global_scale", global_scale)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        """The buffers as they are now."""
+        buffers: dict[str, Any] = self._buffers
+        codes, scales, global_scale = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
+        return QuantizedWeight.of_tensors(codes, scales, global_scale, self.format, self.block)
+
+    def projection(self, post_norm_eps: float = 0.0) -> QuantizedProjection:
+        return QuantizedProjection(self.quantized, self._parameters["bias"], None, post_norm_eps)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        bias = self._parameters.pop("bias")
+        super()._apply(keep_dtype, recurse)
+        self._parameters["bias"] = None if bias is None else nn.Parameter(fn(bias), requires_grad=False)
+        return self
+
+
+def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
+    """A dense linear layer of 16 or 32 bits in `format`."""
+    weight = None if isinstance(linear, QuantizedLinear) else getattr(linear, "weight", None)
+    if weight is None:
+        got = linear.format if isinstance(linear, QuantizedLinear) else "packed"
+        raise checks.error(RuntimeError, op, f"the weight is {got}", "a dense weight", "rounding twice loses more")
+    return QuantizedLinear(quantize(weight.detach(), format), linear.bias)
+
+
+def load_projection(
+    op: str, module: Any, name: str, state: dict[str, Tensor], weight: Tensor | QuantizedWeight, dense: Callable
+) -> None:
+    """Load a module's state_dict whose projection `name` may be quantized now, or may have been until now.
+
+    Where no kernel of the module's device reads codes, they are dequantized here, once.
+    """
+    current = getattr(module, name)
+    device = next(module.parameters(), current._buffers.get("weight")).device
+    if isinstance(weight, QuantizedWeight) and not can_read_codes(device):
+        dtype = next((p.dtype for p in module.parameters()), torch.bfloat16)
+        because = f"no kernel reads codes on {device.type}"
+        _LOGGER.info(
+            "eagle_kernels: %s: %s.weight is %s, dequantized to %s: %s", op, name, weight.format, dtype, because
+        )
+        weight = weight.dequantize(dtype)
+    if isinstance(weight, QuantizedWeight):
+        bias = state.pop(f"{name}.bias", None)
+        if bias is not None:
+            bias = bias.to(device, current.bias.dtype)
+        setattr(module, name, QuantizedLinear(weight.to(device), bias))
+        module.load_state_dict(state | module_state(module, name))
+        return
+    if isinstance(current, QuantizedLinear):
+        setattr(module, name, dense())
+    module.load_state_dict(state | {f"{name}.weight": weight})
+
+
+def module_state(module: Any, name: str) -> dict[str, Tensor]:
+    """What state_dict has of one child."""
+    return getattr(module, name).state_dict(prefix=f"{name}.")
