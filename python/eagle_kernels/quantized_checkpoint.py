@@ -90,6 +90,9 @@ def read_projection(
     scale_name = scale_names[0]
     scales = _widened(op, scale_name, read(scale_name))
     format, codes, scales = _recognize(op, (codes_name, codes), (scale_name, scales), shape, meaning)
+    if (missing := scales.float().isnan()).any():
+        place = missing.nonzero()[0].tolist()
+        raise checks.error(ValueError, op, f"{scale_name} is NaN at {place}", "numbers", "what it scales would be lost")
     _compare(op, codes_name, format, config)
     return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
 
@@ -101,9 +104,6 @@ def _widened(op: str, name: str, scales: Tensor) -> Tensor:
         scales = scales.float()
     if scales.dim() == 4 and scales.shape[1] == scales.shape[3] == 1:
         scales = scales[:, 0, :, 0]
-    if scales.dtype.is_floating_point and (missing := scales.float().isnan()).any():
-        place = missing.nonzero()[0].tolist()
-        raise checks.error(ValueError, op, f"{name} is NaN at {place}", "numbers", "what it scales would be lost")
     return scales
 
 

@@ -1,0 +1,323 @@
+"""Quantized projections out of checkpoints, in the layouts that quantizers write; what is broken is named."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+from eagle_kernels import plan
+from eagle_kernels.quantized_weight import QuantizedWeight
+from guards import UnchangedTensors, same_bits
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+K, H, D = 3, 64, 136  # 136 rows: no block divides them
+W = K * H
+
+
+def eagle3(**config: object) -> ek.Eagle3Projection:
+    config = {"chunk_norm": True, **config}
+    return ek.Eagle3Projection(
+        ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, **config), dtype=torch.bfloat16
+    )
+
+
+def weights_of(codes: dict[str, Tensor], stem: str = "model.fc") -> dict[str, Tensor]:
+    norms = {f"model.fc_norm.{k}.weight": torch.rand(H).bfloat16() for k in range(K)}
+    return norms | {f"{stem}.{name}": tensor.contiguous() for name, tensor in codes.items()}
+
+
+def per_tensor(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale": q.scales.reshape(()), "input_scale": torch.tensor(0.1)}
+
+
+def mistral(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "qscale_weight": q.scales.reshape(1), "qscale_act": torch.tensor([0.5])}
+
+
+def per_row(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale": q.scales.reshape(D)}
+
+
+def compressed_row(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale": q.scales}
+
+
+def scale_inv(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale_inv": q.scales}
+
+
+def deepseek(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "scale": powers_of_two(q.scales)}
+
+
+def powers_of_two(scales: Tensor) -> Tensor:
+    return (scales.log2().ceil() + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def modelopt_blocks(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale": q.scales[:, None, :, None]}
+
+
+def modelopt_mx(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale": q.scales.view(torch.uint8)}
+
+
+def int8_pairs(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes.view(torch.int8), "scale": q.scales}
+
+
+def modelopt_nvfp4(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale": q.scales, "weight_scale_2": q.global_scale.reshape(())}
+
+
+def compressed_nvfp4(q: QuantizedWeight) -> dict[str, Tensor]:
+    divisors = {"weight_global_scale": 1 / q.global_scale.reshape(1), "input_global_scale": torch.tensor([300.0])}
+    return {"weight_packed": q.codes, "weight_scale": q.scales} | divisors
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+# format, tensors, stem, quantization_config of config.json
+LAYOUTS: dict[str, tuple[str, Callable, str, dict | None]] = {
+    "hf-fp8": ("fp8_tensor", per_tensor, "model.fc", {"quant_method": "fp8", "activation_scheme": "static"}),
+    "modelopt-fp8": ("fp8_tensor", per_tensor, "fc", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "mistral": ("fp8_tensor", mistral, "eagle_linear", None),
+    "modelopt-row": ("fp8_row", per_row, "fc", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
+    "compressed-row": ("fp8_row", compressed_row, "fc", {"quant_method": "compressed-tensors"}),
+    "hf-block": ("fp8_block128", scale_inv, "model.fc", FP8_BLOCKS),
+    "deepseek-block": ("fp8_block128", deepseek, "fc", FP8_BLOCKS | {"scale_fmt": "ue8m0"}),
+    "deepseek-v4.1": ("fp8_block32", deepseek, "fc", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "modelopt-block": ("fp8_block128", modelopt_blocks, "fc", {"quant_algo": "FP8_PB_WO"}),
+    "compressed-int8": ("int8_row", compressed_row, "fc", {"quant_method": "compressed-tensors"}),
+    "modelopt-mxfp8": ("mxfp8", modelopt_mx, "fc", {"quant_algo": "MXFP8"}),
+    "quark-mxfp4": ("mxfp4", modelopt_mx, "fc", {"quant_method": "quark"}),
+    "deepseek-mxfp4": ("mxfp4", int8_pairs, "fc", None),
+    "modelopt-nvfp4": ("nvfp4", modelopt_nvfp4, "fc", {"quant_algo": "NVFP4"}),
+    "compressed-nvfp4": ("nvfp4", compressed_nvfp4, "fc", {"quant_method": "compressed-tensors"}),
+}
+
+
+def quantized_fc(layout: str) -> tuple[QuantizedWeight, dict[str, Tensor], dict | None]:
+    """(what the file means, its tensors, its config)."""
+    torch.manual_seed(1)
+    format, tensors, stem, config = LAYOUTS[layout]
+    weight = ek.quantize(torch.randn(D, W) * torch.logspace(-2, 1, D).unsqueeze(1), format)
+    weights = weights_of(tensors(weight), stem)
+    if tensors is deepseek:
+        weight = QuantizedWeight(weight.codes, powers_of_two(weight.scales), format)
+    return weight, weights, config
+
+
+@pytest.fixture(params=["compiled", "reference"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "reference":
+        monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "reference")
+        plan.clear()
+    yield request.param
+    monkeypatch.undo()
+    plan.clear()
+
+
+@pytest.mark.parametrize("config_file", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_loads_with_its_scale(
+    layout: str, config_file: str, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    weight, weights, config = quantized_fc(layout)
+    save_file(weights, tmp_path / "model.safetensors")
+    if config is not None:
+        key = {"config.json": "quantization_config", "hf_quant_config.json": "quantization"}[config_file]
+        (tmp_path / config_file).write_text(json.dumps({key: config}))
+    layer = eagle3().load_checkpoint(tmp_path)
+    truth = weight.dequantize(torch.float64)
+    if backend == "compiled":
+        assert layer.fc.format == weight.format
+        loaded = layer.fc.quantized.dequantize(torch.float64)
+        rtol = 2**-22 if layout == "compressed-nvfp4" else 0  # the reciprocal of a reciprocal
+        torch.testing.assert_close(loaded, truth, rtol=rtol, atol=0)
+    else:
+        assert "dequantized to torch.bfloat16: no kernel reads codes on cpu" in caplog.text
+        torch.testing.assert_close(layer.fc.weight.double(), truth, rtol=2**-8, atol=0)
+    x = torch.randn(4, W).bfloat16()
+    gains = [weights[f"model.fc_norm.{k}.weight"].float() for k in range(K)]
+    normed = torch.nn.functional.rms_norm(x.float().reshape(4, K, H), (H,), None, layer.config.eps)
+    expected = (normed * torch.stack(gains)).reshape(4, W).double() @ truth.t()
+    assert ((layer(x).double() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 2**-7
+
+
+@pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4"])
+def test_a_layer_changes_between_quantized_and_dense(layout: str) -> None:
+    _, weights, _ = quantized_fc(layout)
+    layer = eagle3()
+    dense = weights_of({"weight": torch.randn(D, W).bfloat16()})
+    for _ in range(2):
+        layer.load_checkpoint(weights)
+        assert set(layer.state_dict()) >= {"fc.weight", "fc.weight_scale"}
+        twin = eagle3().load_checkpoint(weights)
+        twin.load_state_dict(layer.state_dict())
+        layer.load_checkpoint(dense)
+        assert same_bits(layer.fc.weight, dense["model.fc.weight"])
+        assert "fc.weight_scale" not in layer.state_dict()
+    packed = eagle3().prepack().load_checkpoint(weights)
+    x = torch.randn(2, W).bfloat16()
+    assert torch.equal(packed(x), twin(x))
+
+
+def test_an_update_in_place_counts_from_the_next_call() -> None:
+    _, weights, _ = quantized_fc("hf-fp8")
+    layer, x = eagle3().load_checkpoint(weights), torch.randn(2, W).bfloat16()
+    before = layer(x)
+    layer.fc.weight_scale.mul_(2)
+    assert torch.equal(layer(x), before * 2)
+    layer.load_checkpoint(weights)
+    assert torch.equal(layer(x), before)
+
+
+def test_a_cast_leaves_codes_and_scales() -> None:
+    _, weights, _ = quantized_fc("hf-block")
+    layer = eagle3(bias=True).load_checkpoint(weights | {"fc.bias": torch.randn(D).bfloat16()})
+    codes, scales = layer.fc.weight, layer.fc.weight_scale
+    layer.half()
+    assert same_bits(layer.fc.weight, codes) and same_bits(layer.fc.weight_scale, scales)
+    assert layer.fc.bias.dtype == torch.float16
+    assert layer(torch.randn(2, W).half()).dtype == torch.float16
+
+
+def change(layout: str, edit: Callable[[dict], object], config: dict | None = None) -> Callable:
+    def build() -> tuple[dict, dict | None]:
+        _, weights, _ = quantized_fc(layout)
+        edit(weights)
+        return weights, config
+
+    return build
+
+
+NAN = float("nan")
+ALGORITHM = {"quant_algo": "NVFP4"}
+BROKEN = {
+    "no-scale": (
+        change("hf-block", lambda w: w.pop("model.fc.weight_scale_inv")),
+        "weights has model.fc.weight in torch.float8_e4m3fn, expected its scale beside it: one of ['weight_scale', "
+        "'weight_scale_inv', 'scale', 'qscale_weight']",
+    ),
+    "scale-alone": (
+        change("hf-block", lambda w: w.pop("model.fc.weight")),
+        "weights has model.fc.weight_scale_inv, expected a weight beside it",
+    ),
+    "nan-scale": (
+        change("hf-block", lambda w: w["model.fc.weight_scale_inv"][1].fill_(NAN)),
+        "model.fc.weight_scale_inv is NaN at [1, 0], expected numbers, because what it scales would be lost",
+    ),
+    "nan-e8m0": (
+        change("quark-mxfp4", lambda w: w["fc.weight_scale"][2, 1].fill_(255)),
+        "fc.weight_scale is NaN at [2, 1], expected numbers, because what it scales would be lost",
+    ),
+    "block-64": (
+        change("hf-block", lambda w: w.update({"model.fc.weight_scale_inv": torch.ones(3, 3)})),
+        "model.fc.weight_scale_inv is torch.float32 of shape (3, 3), expected (1, 1) of fp8_tensor or (136, 1) of "
+        "fp8_row or (2, 2) of fp8_block128 or (5, 6) of fp8_block32, because model.fc.weight has shape (136, 192)",
+    ),
+    "two-scales": (
+        change("hf-block", lambda w: w.update({"model.fc.scale": torch.ones(2, 2)})),
+        "weights has model.fc.weight_scale_inv and model.fc.scale, expected one of them, because both scale it",
+    ),
+    "config-says-64": (
+        change("hf-block", lambda w: None, {"quant_method": "fp8", "weight_block_size": [64, 64]}),
+        "model.fc.weight is fp8_block128, expected no format, because the checkpoint says weight_block_size [64, 64]",
+    ),
+    "config-says-nvfp4": (
+        change("hf-block", lambda w: None, ALGORITHM),
+        "model.fc.weight is fp8_block128, expected nvfp4, because the checkpoint says quant_algo NVFP4",
+    ),
+    "unknown-algorithm": (
+        change("modelopt-fp8", lambda w: None, {"quant_algo": "INT3"}),
+        "fc.weight is fp8_tensor, expected no format, because the checkpoint says quant_algo INT3",
+    ),
+    "awq": (
+        change("modelopt-fp8", lambda w: w.update({"fc.qweight": torch.zeros(2, dtype=torch.int32)})),
+        "weights has fc.qweight, expected one of ['fp8_tensor', 'fp8_row', 'fp8_block128', 'fp8_block32', 'int8_row', "
+        "'mxfp8', 'mxfp4', 'nvfp4'], because AWQ's, GPTQ's and asymmetric int4 orders of bits are not read here",
+    ),
+    "int32": (
+        change("modelopt-fp8", lambda w: w.update({"fc.weight": torch.zeros(D, W // 8, dtype=torch.int32)})),
+        "fc.weight is torch.int32, expected codes in torch.float8_e4m3fn, torch.int8 or torch.uint8, because "
+        "fc.weight_scale belongs to it",
+    ),
+    "dense-with-a-scale": (
+        change("modelopt-fp8", lambda w: w.update({"fc.weight": torch.zeros(D, W)})),
+        "fc.weight is torch.float32, expected codes for fc.weight_scale, because a scale belongs to codes, and these "
+        "are numbers",
+    ),
+    "another-shape": (
+        change("modelopt-fp8", lambda w: w.update({"fc.weight": torch.zeros(D, 2 * H).to(torch.float8_e4m3fn)})),
+        "fc.weight has shape (136, 128), expected (136, 192), because it is (D, K*H) with K = 3 and H = 64",
+    ),
+    "no-second-scale": (
+        change("modelopt-nvfp4", lambda w: w.pop("fc.weight_scale_2")),
+        "weights has fc.weight in nvfp4, expected one of weight_scale_2 and weight_global_scale beside it",
+    ),
+    "second-scale-nan": (
+        change("modelopt-nvfp4", lambda w: w["fc.weight_scale_2"].fill_(NAN)),
+        "fc.weight_scale_2 is nan, expected a finite number above 0",
+    ),
+    "second-scale-of-fp8": (
+        change("modelopt-fp8", lambda w: w.update({"fc.weight_scale_2": torch.ones(1)})),
+        "weights has fc.weight_scale_2, expected none, because fc.weight is fp8_tensor",
+    ),
+    "scale-of-integers": (
+        change("modelopt-fp8", lambda w: w.update({"fc.weight_scale": torch.ones(1, dtype=torch.int32)})),
+        "fc.weight_scale is torch.int32 of shape (1,), expected torch.float32 or torch.float8_e8m0fnu, because "
+        "fc.weight is torch.float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint_is_named_and_copies_nothing(case: str, tmp_path: Path) -> None:
+    build, message = BROKEN[case]
+    weights, config = build()
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    layer = eagle3()
+    expected = f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"
+    with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(ValueError, match=expected):
+        layer.load_checkpoint(tmp_path)
+
+
+def test_mtp_loads_a_quantized_eh_proj() -> None:
+    torch.manual_seed(3)
+    weight = ek.quantize(torch.randn(D, 2 * H), "fp8_block128")
+    prefix = "model.layers.61."
+    weights = {f"{prefix}{name}.weight": torch.rand(H).bfloat16() for name in ("enorm", "hnorm")}
+    weights |= {f"{prefix}eh_proj.weight": weight.codes, f"{prefix}eh_proj.weight_scale_inv": weight.scales}
+    layer = ek.MTPProjection(ek.MTPConfig(H, D), dtype=torch.bfloat16).load_checkpoint(weights)
+    dense = ek.MTPProjection(ek.MTPConfig(H, D)).load_checkpoint(
+        {name: tensor.float() for name, tensor in weights.items() if "eh_proj" not in name}
+        | {f"{prefix}eh_proj.weight": weight.dequantize(torch.float32)}
+    )
+    hidden, embeds = torch.randn(5, H).bfloat16(), torch.randn(5, H).bfloat16()
+    expected = dense(hidden.float(), embeds=embeds.float()).double()
+    result = layer(hidden, embeds=embeds).double()
+    assert ((result - expected).norm(dim=1) / expected.norm(dim=1)).max() < 2**-7
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128", "int8_row", "nvfp4"])
+def test_a_layer_quantizes_itself(format: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    layer = eagle3().load_checkpoint(weights_of({"weight": torch.randn(D, W).bfloat16()}))
+    expected = ek.quantize(layer.fc.weight, format)
+    assert same_bits(layer.quantize(format).fc.weight, expected.codes)
+    assert re.search(rf"quantize to {format}: \[136, 192\], 0.0 MB of 0.1, relative error \d\.\d\de-\d\d", caplog.text)
+    again = f"^Eagle3Projection.quantize: the weight is {format}, expected a dense weight"
+    with pytest.raises(RuntimeError, match=again):
+        layer.quantize(format)
+    with pytest.raises(TypeError, match=f"^Eagle3Projection.prepack: fc.weight is {format}, expected bf16 or fp16"):
+        layer.prepack()
