@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eagle_kernels import byte_eagle3, plan
 
-from . import benchmark, check, host, info, report, tune
+from . import benchmark, check, doctor, host, info, report, tune
 from .cli_types import Command, number, png
 from .output import Unwritable
 
@@ -73,6 +73,7 @@ _COMMANDS = {
     "info": info.INFO,
     "list": info.LIST,
     "check": check.CHECK,
+    "doctor": doctor.DOCTOR,
     "bench": benchmark.BENCH,
     "roofline": benchmark.ROOFLINE,
     "host": host.HOST,

@@ -27,9 +27,10 @@ ROOMS = {
 ROOM_OF = {
     **dict.fromkeys(("engines", "ops", "models", "triton_kernels")),
     **dict.fromkeys(("layers", "mtp_projection", "buffers", "packable_linear", "explain", "warmup"), "layers"),
-    **dict.fromkeys(("drafter_config", "mtp_config", "checkpoint", "model_shapes"), "data"),
+    "quantized_linear": "layers",
+    **dict.fromkeys(("drafter_config", "mtp_config", "checkpoint", "quantized_checkpoint", "model_shapes"), "data"),
     **dict.fromkeys(("plan", "tuned_configs", "dispatch", "library", "checks", "environment"), "ground"),
-    **dict.fromkeys(("version", "vocab_shard"), "ground"),
+    **dict.fromkeys(("version", "vocab_shard", "quantized_weight"), "ground"),
 }
 
 # Whatever says what an op is, and who calls it because of what it does.

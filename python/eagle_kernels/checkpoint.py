@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,19 +54,33 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
     found: dict[str, str] = {}
     projection: dict[str, str] = {}
     for name in readers:
-        stem, _, parameter = name.removeprefix("model.").rpartition(".")
-        stem = _LEGACY_NAMES.get(stem, stem)
-        ours = f"{stem}.{parameter}"
+        ours = _eagle3_name(name)
+        stem, _, parameter = ours.rpartition(".")
         if stem == "fc" and parameter in PARAMETERS:
             _claim(op, projection, parameter, name, ours)
         elif ours in expected:
             _claim(op, found, ours, name)
-        elif stem == "fc" or (_NORM.fullmatch(stem) and stem not in _OTHER_NORMS):
+        elif stem == "fc" or _is_norm_before_fc(stem):
             says = f"the config says K = {config.num_chunks}, chunk_norm {config.chunk_norm}, "
             says += f"concat_norm {config.concat_norm}, bias {config.bias}"
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", says)
     meaning = f"(D, K*H) with K = {config.num_chunks} and H = {config.target_hidden_size}"
     return _read(op, readers, expected, found, ("fc", projection, (D, W), meaning), _config_beside(op, weights))
+
+
+def norms_before_fc(names: Iterable[str]) -> list[str]:
+    """Those of a drafter's weights, under our names."""
+    ours = map(_eagle3_name, names)
+    return sorted(name for name in ours if _is_norm_before_fc(name.rpartition(".")[0]))
+
+
+def _eagle3_name(name: str) -> str:
+    stem, _, parameter = name.removeprefix("model.").rpartition(".")
+    return f"{_LEGACY_NAMES.get(stem, stem)}.{parameter}"
+
+
+def _is_norm_before_fc(stem: str) -> bool:
+    return _NORM.fullmatch(stem) is not None and stem not in _OTHER_NORMS
 
 
 def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
@@ -164,9 +178,17 @@ def _open(op: str, weights: _Weights) -> _Readers:
     if not isinstance(weights, (str, os.PathLike)):
         got = f"weights is a {type(weights).__name__}"
         raise checks.error(TypeError, op, got, "a safetensors file or folder, or tensors by name")
+    readers: _Readers = {}
+    for handle in open_files(op, Path(weights)):
+        names = handle.keys()
+        readers |= {name: partial(handle.get_tensor, name) for name in names}
+    return readers
+
+
+def open_files(op: str, path: Path) -> Iterator[Any]:
+    """The opened safetensors files of a checkpoint: a file, or a folder with or without an index."""
     from safetensors import SafetensorError, safe_open
 
-    path = Path(weights)
     index = path / "model.safetensors.index.json"
     if index.is_file():
         files = _files_of_index(op, index)
@@ -174,17 +196,13 @@ def _open(op: str, weights: _Weights) -> _Readers:
         files = set(path.glob("*.safetensors")) if path.is_dir() else {path}
     if not files:
         raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
-    readers: _Readers = {}
     for file in sorted(files):
         try:
-            handle = safe_open(file, framework="pt")
+            yield safe_open(file, framework="pt")
         except SafetensorError as failure:
             raise checks.error(
                 ValueError, op, f"{str(file)!r} is damaged", "a safetensors file", str(failure)
             ) from None
-        names = handle.keys()
-        readers |= {name: partial(handle.get_tensor, name) for name in names}
-    return readers
 
 
 def _files_of_index(op: str, index: Path) -> set[Path]:

@@ -1,0 +1,224 @@
+"""`eagle-kernels doctor`: a pair that fits, and one pair for each trap, in the files of a checkpoint."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_kernels.bench import cli, doctor
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+K, H, D, V, DRAFTED, N = 3, 64, 48, 1000, 200, 12
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Checkpoints:
+    """A Llama target and a drafter of it that both engines read as it means."""
+
+    def __init__(self) -> None:
+        self.target = {"model_type": "llama", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
+        self.drafter: dict = {"hidden_size": D, "target_hidden_size": H, "vocab_size": V, "draft_vocab_size": DRAFTED}
+        self.drafter["fc_norm"] = True
+        self.weights = {f"fc_norm.{k}.weight": torch.ones(H) for k in range(K)}
+        self.weights |= {"fc.weight": torch.ones(D, K * H).bfloat16(), "lm_head.weight": torch.ones(DRAFTED, D)}
+        self.weights |= {"d2t": torch.zeros(DRAFTED, dtype=torch.int64), "norm.weight": torch.ones(D)}
+        self.weights |= {"midlayer.hidden_norm.weight": torch.ones(D)}
+
+    def save(self, folder: Path) -> tuple[Path, Path]:
+        for name, config in (("target", self.target), ("drafter", self.drafter)):
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+        save_file(self.weights, folder / "drafter/model.safetensors")
+        return folder / "target", folder / "drafter"
+
+
+def test_a_pair_that_fits_has_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = Checkpoints().save(tmp_path)
+    assert cli.main(["doctor", str(target), str(drafter)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("nothing found\n") and "[2, 6, 9]" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def renamed(checkpoints: Checkpoints, old: str, new: str) -> None:
+    checkpoints.weights[new] = checkpoints.weights.pop(old)
+
+
+def quantized(checkpoints: Checkpoints) -> None:
+    checkpoints.weights["fc.weight"] = checkpoints.weights["fc.weight"].to(torch.float8_e4m3fn)
+    checkpoints.weights["fc.weight_scale"] = torch.ones(1)
+
+
+def with_config(checkpoints: Checkpoints, quantization: dict) -> None:
+    quantized(checkpoints)
+    checkpoints.drafter["quantization_config"] = quantization
+
+
+def without_scale(checkpoints: Checkpoints) -> None:
+    quantized(checkpoints)
+    del checkpoints.weights["fc.weight_scale"]
+
+
+def as_wide_as_the_drafter(checkpoints: Checkpoints) -> None:
+    checkpoints.drafter["hidden_size"] = K * H
+    checkpoints.weights["fc.weight"] = torch.ones(K * H, K * H)
+
+
+SGLANG, V1, V2 = doctor.SGLANG, doctor.VLLM_V1, doctor.VLLM_V2
+ALL: tuple[str, ...] = ()
+# The change, and (trap, engines, a part of the text) of each finding.
+TRAPS: dict[str, tuple[Callable[[Checkpoints], object], list[tuple]]] = {
+    "ids of outputs": (
+        lambda c: c.drafter.update({"eagle_config": {IDS: [1, 5, 8]}}),
+        [
+            ("engine-layers", (V1,), "captures the boundaries [1, 5, 8], and the config means [2, 6, 9]"),
+        ],
+    ),
+    "ids where vLLM's V2 runner does not look": (
+        lambda c: c.drafter.update({"eagle_config": {IDS: [1, 4, 7]}}),
+        [
+            ("engine-layers", (V1,), "captures the boundaries [1, 4, 7], and the config means [2, 5, 8]"),
+            ("engine-layers", (V2,), "captures the boundaries [2, 6, 9], and the config means [2, 5, 8]"),
+        ],
+    ),
+    "ids at the top, four of them": (
+        lambda c: (
+            c.drafter.update({IDS: [1, 4, 7, 9]}),
+            c.weights.update({"fc.weight": torch.ones(D, 4 * H), "fc_norm.3.weight": torch.ones(H)}),
+        ),
+        [
+            ("engine-layers", (SGLANG,), "captures the boundaries [2, 6, 9], and the config means [2, 5, 8, 10]"),
+            ("engine-chunks", (SGLANG,), "builds fc for K = 3, and the config means K = 4 (vllm#54526)"),
+            ("engine-layers", (V1,), "captures the boundaries [1, 4, 7, 9], and the config means [2, 5, 8, 10]"),
+            ("engine-chunks", (V1,), "builds fc for K = 3"),
+            ("engine-layers", (V2,), "captures the boundaries [1, 4, 7, 9]"),
+            ("engine-chunks", (V2,), "builds fc for K = 3"),
+        ],
+    ),
+    "a model type without a rule": (
+        lambda c: c.target.update({"model_type": "mamba9"}),
+        [("layers", ALL, "capture_layers: model_type is 'mamba9', expected one of")],
+    ),
+    "a target without layers": (
+        lambda c: c.target.pop("num_hidden_layers"),
+        [("layers", ALL, "the target's config has no num_hidden_layers")],
+    ),
+    "two values of K": (
+        lambda c: c.drafter.update({"num_aux_hidden_states": 4, "eagle_config": {IDS: [1, 5, 8]}}),
+        [("config", ALL, "expected K = 4 chunks, because num_aux_hidden_states is 4")],
+    ),
+    "Gemma 3": (
+        lambda c: c.target.update({"model_type": "gemma3_text"}),
+        [("gemma3-residual", (SGLANG,), "without its residual (sglang#39286)")],
+    ),
+    "another target": (
+        lambda c: c.target.update({"hidden_size": 2 * H}),
+        [("hidden-size", ALL, "the target's hidden_size is 128, and the drafter's target_hidden_size 64")],
+    ),
+    "K*H is the drafter's width": (
+        as_wide_as_the_drafter,
+        [("fc-skipped", (SGLANG,), "K*H = 192 is the drafter's own")],
+    ),
+    "no fc": (lambda c: c.weights.pop("fc.weight"), [("fc", ALL, "the drafter has no fc.weight")]),
+    "fc of another K": (
+        lambda c: c.weights.update({"fc.weight": torch.ones(D, 2 * H)}),
+        [("fc", ALL, "fc.weight is [48, 128] of F32, expected (D, K*H) = [48, 192]")],
+    ),
+    "a bias that the config does not have": (
+        lambda c: c.weights.update({"fc.bias": torch.ones(D)}),
+        [("fc-bias", ALL, "fc.bias is there, and the config's bias is False")],
+    ),
+    "a norm less": (lambda c: c.weights.pop("fc_norm.1.weight"), [("norms", ALL, "an engine that skips one loses")]),
+    "norms that the config forgot": (
+        lambda c: c.drafter.pop("fc_norm"),
+        [("norms", ALL, "and the config means none: an engine that skips")],
+    ),
+    "another vocabulary": (
+        lambda c: c.drafter.update(vocab_size=V + 8),
+        [("vocabulary", ALL, "the target has 1000 token ids, and the drafter's table 1008 rows")],
+    ),
+    "no d2t": (
+        lambda c: c.weights.pop("d2t"),
+        [("d2t", ALL, "200 of 1000 ids are drafted, and the file has no d2t")],
+    ),
+    "d2t of another length": (
+        lambda c: c.weights.update(d2t=torch.zeros(V, dtype=torch.int64)),
+        [("d2t", ALL, "d2t has [1000] entries, and draft_vocab_size is 200")],
+    ),
+    "a head of another length": (
+        lambda c: c.weights.update({"lm_head.weight": torch.ones(V, D)}),
+        [("draft-head", ALL, "lm_head.weight has 1000 rows, and draft_vocab_size is 200")],
+    ),
+    "no head": (
+        lambda c: c.weights.pop("lm_head.weight"),
+        [("draft-head", ALL, "200 ids are drafted, and the file has no lm_head.weight")],
+    ),
+    "fp8 that no config mentions": (
+        quantized,
+        [
+            ("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)"),
+            ("fc-quantized", (V1, V2), "quantizes fc as the drafter's quantization_config says, and there is none"),
+        ],
+    ),
+    "fp8 with its config": (
+        lambda c: with_config(c, {"quant_method": "fp8"}),
+        [("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")],
+    ),
+    "fp8 without its scale": (
+        without_scale,
+        [
+            ("fc-scale", ALL, "fc holds codes (F8_E4M3) without a scale beside them"),
+            ("fc-quantized", (SGLANG,), ""),
+            ("fc-quantized", (V1, V2), ""),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_each_trap_is_found(trap: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, expected = TRAPS[trap]
+    checkpoints = Checkpoints()
+    change(checkpoints)
+    folders = list(map(str, checkpoints.save(tmp_path)))
+    assert cli.main(["doctor", *folders, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [(each["trap"], tuple(each["engines"])) for each in found] == [case[:2] for case in expected]
+    for each, (_, _, text) in zip(found, expected, strict=True):
+        assert text in each["text"]
+    assert cli.main(["doctor", *folders]) == 1
+    out = capsys.readouterr().out
+    assert out.endswith(f"findings: {len(expected)}\n")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_an_engine_leaves_out_what_the_others_fall_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = Checkpoints()
+    checkpoints.drafter["eagle_config"] = {IDS: [1, 5, 8]}
+    folders = list(map(str, checkpoints.save(tmp_path)))
+    assert cli.main(["doctor", *folders, "--engine", "sglang"]) == 0
+    assert cli.main(["doctor", *folders, "--engine", "vllm"]) == 1
+    assert "vLLM 0.33, V1 runner: captures the boundaries" in capsys.readouterr().out.replace("\n ", "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "target/config.json").unlink(), "config.json is missing, expected a model's folder"),
+        (lambda folder: (folder / "drafter/config.json").write_text("{"), "config.json is damaged, expected JSON"),
+        (lambda folder: (folder / "target/config.json").write_text("[]"), "config.json is a list, expected an object"),
+        (lambda folder: (folder / "drafter/model.safetensors").write_bytes(b"x"), "is damaged, expected a safetensors"),
+        (lambda folder: (folder / "drafter/model.safetensors").unlink(), "expected a folder with .safetensors files"),
+    ],
+)
+def test_an_unreadable_folder_is_a_usage_error(
+    damage: Callable[[Path], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = list(map(str, Checkpoints().save(tmp_path)))
+    damage(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", *folders])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
