@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verify.core import CORE
-from verify.results import as_record, run_tests, save
+from verify.results import EVERY_CORE, as_record, run_tests, save
 from verify.variant import ROOT, Variant, install
 
 
@@ -30,7 +30,8 @@ CELLS = (
     Cell("3.13", "2.15.0", "3.9.0"),
 )
 ENVIRONMENTS = Path(os.environ.get("MATRIX", ROOT / "build/matrix"))
-TEST_PACKAGES = ["hypothesis", "numpy<2.4", "pytest", "pytest-benchmark", "safetensors", "setuptools>=77"]
+TEST_PACKAGES = ["hypothesis", "numpy<2.4", "pytest", "pytest-benchmark", "pytest-xdist"]
+TEST_PACKAGES += ["safetensors", "setuptools>=77"]
 VERSIONS = "import torch, triton, platform; print(platform.python_version(), torch.__version__, triton.__version__)"
 
 
@@ -45,7 +46,7 @@ def check(cell: Cell, variant: Variant) -> dict:
     python = environment_of(cell)
     names = ("python", "torch", "triton")
     versions = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.split()
-    outcome, output = run_tests(python, CORE, variant.environment())
+    outcome, output = run_tests(python, [*EVERY_CORE, *CORE], variant.environment())
     if outcome.failed:
         print(output[-8000:])
     print(versions, outcome, flush=True)

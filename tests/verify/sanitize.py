@@ -49,7 +49,7 @@ def optimize_less(source: Path) -> None:
 
 
 def check_emulation() -> dict:
-    outcome, output = run_tests(sys.executable, ["tests/cuda_host/test_sanitized.py"], None)
+    outcome, output = run_tests(sys.executable, ["tests/cuda_host/test_sanitized.py"], {})
     if outcome.failed:
         print(output[-8000:])
     print(f"emulation: {outcome}")
