@@ -40,10 +40,12 @@ test-compile: $(VENV)/package.stamp
 	$(PYTEST) tests/compile --all-binaries -v
 
 # Random calls against float64, new ones every time, and the counts into bench/results/: CASES of each of the five ops on
-# every CPU instruction set and in the emulation of CUDA, a twentieth of them in Triton's interpreter.
+# every CPU instruction set and in the emulation of CUDA, a twentieth of them in Triton's interpreter; and as many configs
+# and checkpoints of any contents.
 fuzz: CASES ?= 2000
 fuzz: $(VENV)/package.stamp
-	$(BIN)/python -m pytest tests/test_fuzz.py tests/cuda_host/test_fuzz.py --cases $(CASES) --save-run fuzz
+	$(BIN)/python -m pytest tests/test_fuzz.py tests/cuda_host/test_fuzz.py tests/test_fuzz_configs.py \
+	    --cases $(CASES) --save-run fuzz
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter/test_fuzz.py --cases $$(($(CASES) / 20)) --save-run fuzz
 
 # Many calls of each op, in threads and processes: memory stays flat, and the bits as they are.

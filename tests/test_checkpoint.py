@@ -187,12 +187,13 @@ NO_INDEX = '{folder}/model.safetensors.index.json\' is not an index, expected JS
     ("text", "message"),
     [
         *((text, NO_INDEX) for text in ("{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"fc.weight": 5}}')),
+        pytest.param("[" * 100_000, NO_INDEX, id="too-deep"),
         *(
             (
                 json.dumps({"weight_map": {"fc.weight": file}}),
                 f"the index has fc.weight in {file!r}, expected a file in its own folder",
             )
-            for file in ("../outside.safetensors", "/outside.safetensors", "parts/../../outside.safetensors")
+            for file in ("../outside.safetensors", "/outside.safetensors", "parts/../../outside.safetensors", "absent")
         ),
         (
             json.dumps({"weight_map": {"fc.weight": "damaged.safetensors"}}),

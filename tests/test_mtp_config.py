@@ -106,6 +106,23 @@ ERRORS = [
         "MTPConfig.from_hf: rms_norm_eps is a str, expected a number",
         id="eps-of-hf",
     ),
+    *(
+        pytest.param(
+            lambda fields=fields: ek.MTPConfig.from_hf({"model_type": "gemma4_assistant"} | TEXT | fields),
+            f"MTPConfig.from_hf: {message}",
+            id=id,
+        )
+        for fields, message, id in (
+            ({"backbone_hidden_size": [2816]}, "backbone_hidden_size is a list, expected an int", "width-as-list"),
+            ({"backbone_hidden_size": -1}, "backbone_hidden_size is -1, expected at least 1", "width-without-a-root"),
+            (
+                {"backbone_hidden_size": 10**400},
+                f"K=2 chunks of H={10**400} have {2 * 10**400} columns, expected at most 2147483647, because int32 "
+                "counts them",
+                "width-beyond-a-float",
+            ),
+        )
+    ),
     pytest.param(
         lambda: ek.MTPConfig.from_hf("config.json"),
         "MTPConfig.from_hf: config is a str, expected a dict or a Hugging Face config object",

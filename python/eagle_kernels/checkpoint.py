@@ -210,13 +210,14 @@ def _files_of_index(op: str, index: Path) -> set[Path]:
     got, expected = f"{str(index)!r} is not an index", 'JSON with a "weight_map" from names to files'
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as failure:  # of UTF-8 too
+    except (ValueError, RecursionError) as failure:  # of UTF-8 too
         raise checks.error(ValueError, op, got, expected, str(failure)) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise checks.error(ValueError, op, got, expected)
     for name, file in weight_map.items():
         # By its name alone: the files of Hugging Face's cache are links out of their folder.
-        if Path(file).is_absolute() or ".." in Path(file).parts:
+        inside = not Path(file).is_absolute() and ".." not in Path(file).parts
+        if not inside or not os.path.isfile(index.parent / file):
             raise checks.error(ValueError, op, f"the index has {name} in {file!r}", "a file in its own folder")
     return {index.parent / file for file in weight_map.values()}

@@ -89,8 +89,11 @@ class MTPConfig:
         width = get_field(text, "hidden_size")
         if width is None:
             raise checks.error(ValueError, op, "hidden_size is missing", "the target's width")
+        width = checks.check_int(op, "hidden_size", width, at_least=1)
         # The assistant of Gemma 4 is narrower than the target whose states it reads.
-        hidden_size = get_field(config, "backbone_hidden_size") or width
+        backbone = get_field(config, "backbone_hidden_size")
+        hidden_size = width if backbone is None else checks.check_int(op, "backbone_hidden_size", backbone, at_least=1)
+        checks.check_width(op, 2, hidden_size)  # before its square root, which a number beyond a float has not
         eps = get_field(text, "rms_norm_eps")
         eps = 1e-6 if eps is None else checks.check_number(op, "rms_norm_eps", eps)
         return cls(

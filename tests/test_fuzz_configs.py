@@ -1,0 +1,186 @@
+"""Configs and checkpoints that nobody checked: whatever JSON and bytes they hold, a reader returns or raises one
+sentence of the house, `op: field is got, expected ...`."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import note
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+import eagle_kernels as ek
+from eagle_kernels.drafter_config import LAYER_ID_RULES
+from eagle_kernels.models import families
+
+KIND = ("paths", ["configs and checkpoints"])  # in the table of docs/guarantees.md
+NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 64, 4096, 2**31, 2**63, 10**400, -0.0, 0.5, 1e-5, 1e308])
+NAMES = sorted({name for family in families().values() for name in family.model_types} | {"llama", "speculators"})
+SCALARS = st.none() | st.booleans() | NUMBERS | st.integers() | st.floats() | st.text(max_size=5)
+GARBAGE = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+IDS = st.lists(st.integers(-1, 40), max_size=5) | st.lists(GARBAGE, max_size=3)
+FLAGS = st.booleans() | GARBAGE
+SIZES = NUMBERS | GARBAGE
+
+EAGLE3_FIELDS = {
+    "hidden_size": st.sampled_from([64, 2048]) | SIZES,
+    "target_hidden_size": SIZES,
+    "num_aux_hidden_states": st.sampled_from([1, 3]) | SIZES,
+    "num_aux_layers": SIZES,
+    "eagle_aux_hidden_state_layer_ids": IDS | GARBAGE,
+    "layer_ids": IDS | GARBAGE,
+    "rms_norm_eps": st.sampled_from([0.0, 1e-6]) | SIZES,
+    "vocab_size": SIZES,
+    "draft_vocab_size": SIZES,
+    "model_type": st.sampled_from(NAMES) | GARBAGE,
+    "speculators_model_type": st.sampled_from(["eagle3", "peagle"]) | GARBAGE,
+    **dict.fromkeys(("fc_norm", "use_aux_norm", "norm_before_fc", "bias", "use_aux_hidden_state"), FLAGS),
+    **dict.fromkeys(("norm_output", "norm_before_residual"), FLAGS),
+}
+MTP_FIELDS = {
+    "model_type": st.sampled_from([*NAMES, *(n for f in families().values() if f.mtp for n in f.mtp.drafter_types)]),
+    "hidden_size": st.sampled_from([64, 2048]) | SIZES,
+    "backbone_hidden_size": SIZES,
+    "rms_norm_eps": st.sampled_from([0.0, 1e-6]) | SIZES,
+}
+
+
+def some_of(fields: dict[str, st.SearchStrategy]) -> st.SearchStrategy[dict]:
+    """Up to five of the fields."""
+    one = st.sampled_from(sorted(fields)).flatmap(lambda name: st.tuples(st.just(name), fields[name]))
+    return st.lists(one, max_size=5).map(dict)
+
+
+def check_sentence(call: Callable[[], object], *names: str) -> bool:
+    """Whether the call returned. What it raises is one of two types and a sentence of one of these names."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        assert type(error) in (TypeError, ValueError), f"{type(error).__name__}: {error}"
+        assert re.match(rf"(?s)({'|'.join(map(re.escape, names))}): .+, expected .", str(error)), str(error)
+        return False
+    return True
+
+
+def test_any_eagle3_config(for_any: Callable, record_property: Callable) -> None:
+    record_property(*KIND)
+    ended = set()
+
+    def check(data: st.DataObject) -> None:
+        config = {"hidden_size": 64} | data.draw(some_of(EAGLE3_FIELDS))
+        for place in ("eagle_config", "transformer_layer_config"):
+            if data.draw(st.booleans()):
+                config[place] = data.draw(some_of(EAGLE3_FIELDS) | GARBAGE)
+        if data.draw(st.integers(0, 20)) == 20:
+            config = data.draw(GARBAGE)
+        note(config)
+        call = lambda: ek.Eagle3Config.from_hf(config)  # noqa: E731
+        ended.add(check_sentence(call, "Eagle3Config.from_hf", "Eagle3Config"))
+
+    for_any(check, few=200)
+    assert ended == {True, False}
+
+
+def test_any_mtp_config(for_any: Callable, record_property: Callable) -> None:
+    record_property(*KIND)
+    ended = set()
+
+    def check(data: st.DataObject) -> None:
+        config = {"model_type": "gemma4_assistant", "hidden_size": 64} | data.draw(some_of(MTP_FIELDS))
+        if data.draw(st.booleans()):
+            config["text_config"] = data.draw(some_of(MTP_FIELDS) | GARBAGE)
+        if data.draw(st.integers(0, 20)) == 20:
+            config = data.draw(GARBAGE | st.fixed_dictionaries({"model_type": GARBAGE}))
+        note(config)
+        call = lambda: ek.MTPConfig.from_hf(config)  # noqa: E731
+        ended.add(check_sentence(call, "MTPConfig.from_hf", "MTPConfig"))
+
+    for_any(check, few=200)
+    assert ended == {True, False}
+
+
+def test_any_layer_ids(for_any: Callable, record_property: Callable) -> None:
+    record_property(*KIND)
+    ended = set()
+
+    def check(data: st.DataObject) -> None:
+        arguments = data.draw(st.tuples(st.sampled_from(NAMES) | GARBAGE, st.just(40) | SIZES, st.none() | IDS))
+        algorithm = data.draw(st.sampled_from(["eagle3", "eagle3", "dflash"]) | GARBAGE)
+        mean = data.draw(st.sampled_from([None, *LAYER_ID_RULES]) | GARBAGE)
+        note(f"{arguments} {algorithm} {mean}")
+        call = lambda: ek.capture_layers(*arguments, algorithm=algorithm, layer_ids_mean=mean)  # noqa: E731
+        ended.add(check_sentence(call, "capture_layers"))
+
+    for_any(check, few=200)
+    assert ended == {True, False}
+
+
+WEIGHTS = {"fc.weight": torch.ones(4, 6), "fc_norm.0.weight": torch.ones(2).half(), "midlayer.x": torch.ones(1)}
+WEIGHTS |= {f"fc_norm.{k}.weight": torch.ones(2).bfloat16() for k in (1, 2)}
+
+
+def eagle3_layer() -> ek.Eagle3Projection:
+    config = ek.Eagle3Config(num_chunks=3, target_hidden_size=2, hidden_size=4, chunk_norm=True)
+    return ek.Eagle3Projection(config, dtype=torch.float32)
+
+
+def test_any_checkpoint(for_any: Callable, record_property: Callable, tmp_path: Path) -> None:
+    """The index is any JSON or any text, the file a real one with another header or with some bytes changed."""
+    record_property(*KIND)
+    good, ended = save(WEIGHTS), set()
+    length = int.from_bytes(good[:8], "little")
+    header, index = json.loads(good[8 : 8 + length]), tmp_path / "model.safetensors.index.json"
+
+    def check(data: st.DataObject) -> None:
+        content = bytearray(good)
+        if data.draw(st.booleans()):
+            changed = data.draw(st.dictionaries(st.sampled_from(sorted(header)), header_entries(), max_size=2))
+            text = json.dumps(header | changed).encode()
+            content = bytearray(len(text).to_bytes(8, "little") + text + good[8 + length :])
+        for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=2)):
+            content[place] = data.draw(st.integers(0, 255))
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(content[: data.draw(st.just(len(content)) | st.integers(0, len(content)))])
+        index.unlink(missing_ok=True)
+        if data.draw(st.booleans()):
+            index.write_bytes(data.draw(indices()))
+            note(index.read_bytes())
+        layer = eagle3_layer()
+        before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        returned = check_sentence(lambda: layer.load_checkpoint(tmp_path), "Eagle3Projection.load_checkpoint")
+        ended.add(returned)
+        if not returned:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+    for_any(check, few=200)
+    assert ended == {True, False}
+
+
+def header_entries() -> st.SearchStrategy:
+    dtypes = st.sampled_from(["F32", "BF16", "F64", "I64", "BOOL", "F8_E4M3", "F8_E8M0", "F4", "C64", "none"])
+    shapes = st.lists(st.sampled_from([0, 1, 2, 4, 6, 2**40, -1]), max_size=3)
+    offsets = st.lists(st.sampled_from([0, 4, 8, 96, 100, 2**63, -4]), min_size=1, max_size=3)
+    return st.fixed_dictionaries({"dtype": dtypes, "shape": shapes, "data_offsets": offsets}) | GARBAGE
+
+
+def indices() -> st.SearchStrategy[bytes]:
+    files = st.sampled_from(["model.safetensors", "absent.safetensors", ".", "", "\0", "\ud800", "x" * 300]) | GARBAGE
+    maps = st.dictionaries(st.text(max_size=5), files, max_size=3) | GARBAGE
+    texts = (st.fixed_dictionaries({"weight_map": maps}) | GARBAGE).map(lambda value: json.dumps(value).encode())
+    return texts | st.binary(max_size=20) | st.just(b"[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("hidden_size"), ValueError("no sentence"), UnicodeDecodeError("x", b"", 0, 1, "")]
+)
+def test_another_exception_is_seen(error: Exception) -> None:
+    def call() -> None:
+        raise error
+
+    with pytest.raises((AssertionError, KeyError)):
+        check_sentence(call, "op")
