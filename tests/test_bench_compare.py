@@ -5,10 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from eagle_kernels.bench import report
+from eagle_kernels.bench import measure, report
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.measure import Samples
 from eagle_kernels.bench.report import changes_between, median_interval
+
+from eagle_kernels import environment
+from eagle_kernels.model_shapes import model_shapes
 
 ENVIRONMENT = {"device": "cpu", "device_slug": "some-cpu", "threads": 2, "torch": "2.13.0", "triton": None}
 NOISE = 0.03
@@ -109,6 +112,37 @@ def test_another_machine_is_told(files: list[Path], capsys: pytest.CaptureFixtur
     report.save(files[1], ENVIRONMENT | {"torch": "2.14.0"}, ["bench"], [record("op", 2.0, 1)])
     assert main(["compare", *map(str, files)]) == 0
     assert "note: torch is 2.13.0 in BASE and 2.14.0 in NEW" in capsys.readouterr().out
+
+
+def test_what_is_printed_fits_80_columns(files: list[Path], capsys: pytest.CaptureFixture) -> None:
+    """Every verdict, with the longest names, sizes and times there are."""
+    longest = max(
+        (f"{shape.name}:{stage.kind}" for shape in model_shapes().values() for stage in shape.stages), key=len
+    )
+    preset, _, stage = longest.partition(":")
+    sizes = {"op": "norm_concat_linear", "preset": preset, "stage": stage, "T": 131072}
+
+    def run(*times: tuple[float, str]) -> list[dict]:
+        forms = [f"{form}:{backend}" for form in measure.FORMS for backend in environment.BACKENDS]
+        forms = sorted(forms, key=len)[-len(times) :]
+        rows = [record(name, each, 0, status=status) for name, (each, status) in zip(forms, times, strict=True)]
+        return [row | sizes | {"is_ours": True} for row in rows]
+
+    ok = [(54321.0, "ok"), (54321.0, "ok"), (0.00123, "ok"), (54321.0, "ok"), (1.0, "skipped")]
+    new = [(98765.0, "ok"), (54321.0, "skipped"), (54321.0, "wrong"), (12345.0, "failed"), (1.0, "ok")]
+    name = "a-processor-of-a-name-so-long-that-its-slug-needs-the-better-half-of-a-terminal"
+    report.save(files[0], ENVIRONMENT | {"device_slug": name}, ["bench"], run(*ok))
+    report.save(files[1], ENVIRONMENT, ["bench"], run(*new))
+    main(["compare", *map(str, files)])
+    slowed = [record("op", 98765.0, 1), record("eager", 54321.0, 1)]
+    report.save(files[0], ENVIRONMENT, ["bench"], [record("op", 54321.0, 0), record("eager", 29876.0, 0)])
+    report.save(files[1], ENVIRONMENT, ["bench"], slowed)
+    main(["compare", *map(str, files)])
+    printed = capsys.readouterr().out
+    for verdict in (" slower", " lost (skipped)", " not timed", " machine moved"):
+        assert verdict in printed
+    line = max((line for line in printed.splitlines() if name not in line), key=len)
+    assert len(line) <= 80, line
 
 
 @pytest.mark.parametrize(
