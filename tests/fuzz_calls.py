@@ -30,6 +30,7 @@ _POSITIONAL = {
     "add_rms_norm": ("hidden", "residual", "weight"),
     "vocab_parallel_embedding": ("ids", "table", "shard"),
 }
+_PARAMETERS = ("weight", "norm_weight", "bias", "post_norm_weight")
 _PLANTED = ("chunks", "residuals", "hidden", "residual", "table")  # whose NaN stays in its row
 
 
@@ -127,6 +128,10 @@ def draw_call(op: str, data: st.DataObject, sizes: dict[str, tuple]) -> Call:
     arguments = dict(zip(_POSITIONAL[op], drawn.arguments, strict=True)) | drawn.options
     if isinstance(arguments.get("eps"), float) and draw.choose("no_eps", False, False, False, True):
         arguments["eps"] = 0.0
+    if arguments.get("scale") is not None and draw.random.random() < 0.1:
+        number = draw.choose("scale", float("nan"), float("inf"))
+        scale = arguments["scale"]
+        arguments["scale"] = torch.full_like(scale, number) if isinstance(scale, Tensor) else number
     call = Call(op, arguments, draw.drawn)
     for name, value in arguments.items():
         entries = value if isinstance(value, list) else [value]
@@ -148,9 +153,10 @@ def _place(call: Call, draw: HypothesisDraw, name: str, values: Tensor) -> Tenso
     values = values.clone()
     if name in _PLANTED:
         _plant(draw, values)
-    if name == "norm_weight" and draw.random.random() < 0.1:
-        values.view(-1)[draw.random.randrange(values.numel())] = float("inf")
-        draw.drawn["infinite_gain"] = True
+    if name in _PARAMETERS and draw.random.random() < 0.1:
+        place, number = draw.random.randrange(values.numel()), draw.random.choice((float("nan"), float("inf")))
+        values.view(-1)[place] = number
+        draw.drawn.setdefault("planted", []).append((name, place, number))
     is_output = name in ("out", "out_sum") or (name == "sum_squares" and call.op == "capture_hidden")
     is_column = name in _COLUMNS and values.dim() == 1
     gap = draw.random.choice((0, 0, 1, 5, 8)) if is_column or (name in _ROWS and values.dim() == 2) else 0

@@ -15,7 +15,7 @@ from eagle_kernels.ops.add_rms_norm import formula as add_rms_norm_formula
 from eagle_kernels.ops.capture_hidden import CaptureHidden
 from eagle_kernels.ops.norm_concat_linear import _split_eps
 from eagle_kernels.ops.projection import Projection, project_formula
-from eagle_kernels.ops.sources import Sources, formula, gather_rows
+from eagle_kernels.ops.sources import Sources, formula, gather_rows, rows_in_range
 from eagle_kernels.ops.vocab_parallel_embedding import VocabParallelEmbedding
 from fuzz_calls import Call
 
@@ -80,7 +80,7 @@ def _add_rms_norm(arguments: dict) -> list[Truth]:
     normed, total = add_rms_norm_formula(hidden, residual, weight, eps, norm_offset, torch.float64)
     bound = _norm_bound(normed, hidden.dtype, hidden.shape[1])
     bound[~_has_rstd(total, total.square().sum(-1), eps)] = float("nan")
-    nan = total.isnan().any(-1, keepdim=True).expand_as(total)
+    nan = total.isnan().any(-1, keepdim=True) | weight.isnan()
     return [Truth("normed", normed, bound, nan), Truth("sum", hidden + residual, None)]
 
 
@@ -108,16 +108,24 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
     dtype, n, D = weight.dtype, x.shape[1], weight.shape[0]
     tiny, u = torch.finfo(dtype).smallest_normal, UNIT_ROUNDOFF[dtype]
 
+    # A column whose weight or bias is not finite: nothing is promised there but that a NaN is not lost.
+    broken = ~weight.isfinite().all(1) if bias is None else ~(weight.isfinite().all(1) & bias.isfinite())
+    sizes = torch.where(broken.unsqueeze(1), 0, weight.double().abs())
     p = project_formula(x, Projection(weight, bias, None, 0.0), 0.0)
-    magnitude = x.abs() @ weight.double().abs().t()
-    magnitude = magnitude if bias is None else magnitude + bias.double().abs()
+    magnitude = x.abs() @ sizes.t()
+    magnitude = magnitude if bias is None else magnitude + torch.where(broken, 0, bias.double().abs())
     # Tensor-core units and AVX-512-BF16 take a subnormal operand as zero, and VDPBF16PS each subnormal sum.
-    flushed = n * tiny * (weight.double().abs().amax(1) + x.abs().amax(1, keepdim=True))
+    flushed = n * tiny * (sizes.amax(1) + x.abs().amax(1, keepdim=True))
     flushed = flushed + (n * tiny if dtype == torch.bfloat16 else 0.0)
-    dp = dx @ weight.double().abs().t() + (n + 1) * FP32 * magnitude + flushed
+    dp = dx @ sizes.t() + (n + 1) * FP32 * magnitude + flushed
     # x is rounded to the dtype, and fp16 ends at 65504.
     bounded = (x.abs() + dx < torch.finfo(dtype).max).all(1) & (magnitude < _MOST).all(1)
     dp[~bounded] = float("nan")
+    dp[:, broken] = float("nan")
+    # The products of a source whose index is out of range may be left out.
+    lost = weight.isnan().any(1) & _in_range(sources)
+    nan = nan.any(1, keepdim=True) | (lost if bias is None else lost | bias.isnan())
+    nan = nan if post is None else nan.any(1, keepdim=True) | post.isnan()
     y = p
     if post is not None:
         y = project_formula(x, Projection(weight, bias, post, post_eps), sources.norm_offset)
@@ -129,13 +137,15 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
         # The derivation is of first order: nothing is promised where a row's terms cancel to a length near its error.
         dp[((missed > 0.05 * length) | ~(mean > _LEAST) | ~(mean < _MOST)).squeeze(-1)] = float("nan")
     dy = 1.2 * (dp + u * (y.abs() + dp) + tiny * torch.finfo(dtype).eps)
-    return [Truth("result", y, dy, nan.any(1, keepdim=True).expand_as(y))]
+    dy[~y.isfinite()] = float("nan")
+    return [Truth("result", y, dy, nan.expand_as(y))]
 
 
 def _normed(sources: Sources) -> tuple[Tensor, Tensor, Tensor]:
     """x in float64 with its bound (see tests/accuracy.py, `expect`), and where it has to be NaN."""
     sources = sources.as_matrices()
     x, values = formula(sources, torch.float64), formula(_without_norm(sources), torch.float64)
+    unscaled = formula(sources._replace(gains=[]), torch.float64)
     if sources.norm == "none":
         bound = torch.zeros_like(x)
         bound[~x.isfinite().all(1)] = float("nan")
@@ -151,11 +161,21 @@ def _normed(sources: Sources) -> tuple[Tensor, Tensor, Tensor]:
         widths, squares = [sum(widths)], [sum(squares)]
     eps = sources.eps if len(sources.eps) == len(widths) else sources.eps * len(widths)
     bound = _norm_bound(x, sources.chunks[0].dtype, x.shape[1])
-    parts = zip(values.split(widths, 1), bound.split(widths, 1), squares, eps, strict=True)
+    parts = zip(unscaled.split(widths, 1), bound.split(widths, 1), squares, eps, strict=True)
     for part, part_bound, square, each in parts:
         part_bound[~_has_rstd(part, square.squeeze(1), each)] = float("nan")
+    bound[~x.isfinite()] = float("nan")
+    by_gain = x.isnan() & unscaled.isfinite()
     # Given statistics need not belong to the values.
-    return x, bound, x.isnan() & values.isnan() if sources.sum_squares is None else torch.zeros_like(x).bool()
+    return x, bound, by_gain if sources.sum_squares is not None else by_gain | (x.isnan() & values.isnan())
+
+
+def _in_range(sources: Sources) -> Tensor:
+    """[N, 1]: whether every chunk has the row that is asked for."""
+    K, indices = len(sources.chunks), sources.indices
+    indices = indices if len(indices) == K else (indices or [None]) * K
+    there = [rows_in_range(chunk, i) for chunk, i in zip(sources.chunks, indices, strict=True) if i is not None]
+    return torch.stack(there).all(0) if there else torch.ones(1, 1, dtype=torch.bool)
 
 
 def _without_norm(sources: Sources) -> Sources:

@@ -70,6 +70,15 @@ def test_the_ranks_add_up_to_the_full_lookup(
     assert same_bits_or_nan(total, full_lookup(ids, table))
 
 
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_rows_without_columns(scale: float | None, cpu_isa: str) -> None:
+    """Their memory is a null pointer, which the copy handed to memcpy: undefined, which shows in `make sanitize`."""
+    shard = ek.VocabShard.build(64, tp_rank=0, tp_size=1)
+    out = torch.empty(2, 0)
+    assert ek.vocab_parallel_embedding(torch.tensor([3, 77]), torch.empty(64, 0), shard, scale=scale, out=out) is out
+    assert ek.vocab_parallel_embedding(torch.tensor([3, 77]), torch.empty(64, 0), shard, scale=scale).shape == (2, 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_without_a_scale_every_bit_pattern_passes(dtype: torch.dtype, cpu_isa: str) -> None:
     """A copy: subnormals, infinities and NaN payloads too."""
