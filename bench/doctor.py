@@ -100,7 +100,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{OP}: {file} is missing, expected a model's folder") from None
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise ValueError(f"{OP}: {file} is damaged, expected JSON, because {failure}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{OP}: {file} is a {type(content).__name__}, expected an object")

@@ -194,7 +194,7 @@ def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
             continue
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as failure:  # of UTF-8 too
+        except (ValueError, RecursionError) as failure:  # of UTF-8 too
             raise checks.error(ValueError, op, f"{str(file)!r} is damaged", "JSON", str(failure)) from None
         section = content.get(key) if isinstance(content, dict) else None
         if isinstance(section, dict):
