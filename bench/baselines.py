@@ -39,7 +39,7 @@ SLICES = ("slices", *FOREIGN)
 # eager: torch's kernels. eager-out: the same without an allocation. slices: a norm kernel per chunk that writes its
 # slice of the concat, then the product. linear: the product alone, over a concat that was normed before: the ceiling of
 # what fusing a norm can win at large T.
-BASELINES = ("eager", "eager-out", "slices", "linear", "compile", "inductor-max", *FOREIGN)
+BASELINES = ("eager", "eager-out", "slices", "linear", "compile", "inductor-max", "int8pack", *FOREIGN)
 
 MEANINGS = {
     "eager": "the engines' chain in plain torch",
@@ -48,6 +48,7 @@ MEANINGS = {
     "linear": "torch's product alone, over a concat normed before: the ceiling at large T",
     "compile": "torch.compile of the chain",
     "inductor-max": "Inductor with max-autotune, and with freezing on a CPU",
+    "int8pack": "the eager norms and cat, then torch._weight_int8pack_mm, for --weights int8_row on a CPU",
     "liger": "slices, with Liger's Triton norm",
     "flashinfer": "slices, with FlashInfer's norm",
     "vllm": "slices, with vLLM's norm",

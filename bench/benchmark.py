@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from eagle_kernels import environment as settings
 from eagle_kernels import ops, plan
+from eagle_kernels.quantized_weight import FORMATS
 
 from . import cli_types, info, report
 from .baselines import BASELINES
@@ -40,7 +41,7 @@ from .measure import (
 from .ops import WORKLOADS
 from .ops.norm_concat_linear import NormConcatLinear
 from .output import Progress, check_writable, say, wrap, write_text
-from .workloads import Row, Verdict, Workload, judge
+from .workloads import DENSE, Row, Verdict, Workload, judge
 
 _NORMS = ("chunk", "concat", "none")
 _OUTPUTS = ("json", "csv", "markdown", "plot")
@@ -59,11 +60,13 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     rows = "values of T: 1,8,64 or 1:8192:x2 (default 1,8,64,512)"
     add("--tokens", type=cli_types.row_counts, default=[1, 8, 64, 512], metavar="T", help=rows)
     add("--dtype", type=cli_types.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
+    weights = cli_types.list_of("weight", [DENSE, *FORMATS])
+    add("--weights", type=weights, default=[DENSE], help=f"of norm_concat_linear: {','.join([DENSE, *FORMATS])}")
     baselines = cli_types.list_of("baseline", [*BASELINES, "none"])
     help_text = f"{','.join(BASELINES)} or none (default eager); eager of the memory ops brings eager-out"
     add("--baselines", type=baselines, default=["eager"], help=help_text)
     forms = cli_types.list_of("form", [*FORMS, "none"])
-    add("--forms", type=forms, default=["op", "layer"], help="how ours is called: op,layer,prepacked or none")
+    add("--forms", type=forms, default=["op", "layer"], help=f"how ours is called: {','.join(FORMS)} or none")
     backends = cli_types.list_of("backend", ["auto", *settings.BACKENDS])
     help_text = "a column of ours for each: auto,cuda,triton,cpu,reference (default auto)"
     add("--backends", type=backends, default=["auto"], help=help_text)
@@ -167,11 +170,12 @@ def _kept_records(arguments: argparse.Namespace, environment: dict) -> list[dict
 
 def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     op_names = list(WORKLOADS) if "all" in arguments.op else arguments.op
-    for op, (preset, stage, V), dtype, T in itertools.product(
-        op_names, arguments.stages, arguments.dtype, arguments.tokens
+    for op, (preset, stage, V), dtype, weight, T in itertools.product(
+        op_names, arguments.stages, arguments.dtype, arguments.weights, arguments.tokens
     ):
         norm = arguments.norm or cli_types.norm_of(stage)
-        yield Row(op, preset, stage, norm, V, T, cli_types.DTYPES[dtype], arguments.device)
+        if weight == DENSE or op == "norm_concat_linear":
+            yield Row(op, preset, stage, norm, V, T, cli_types.DTYPES[dtype], arguments.device, weight)
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[d
     earlier: dict[tuple, dict[str, str]] = {}
     for record in records:
         earlier.setdefault(report.row_key(record), {})[record["variant"]] = record["status"]
-    for _, group in itertools.groupby(_rows(arguments), key=lambda row: (row.op, row.preset, row.stage, row.dtype)):
+    for _, group in itertools.groupby(_rows(arguments), key=lambda row: replace(row, T=0)):
         rows = list(group)
         probe = WORKLOADS[rows[0].op](rows[0], cache_bytes)
         answers = {name: probe.unsupported_reason(name) for name in _columns(arguments)}
@@ -228,6 +232,7 @@ def row_record(row: Row) -> dict:
         "V": row.V,
         "T": row.T,
         "dtype": cli_types.DTYPE_NAMES[row.dtype],
+        "weight": row.weight,
     }
 
 
@@ -314,7 +319,7 @@ class Runner:
                     variant.call(0)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as failure:
+            except Exception as failure:  # of a peer's package, in any way
                 failures[name] = _one_line(failure)
             else:
                 variants.append(variant)
@@ -534,6 +539,8 @@ def _add_roofline_arguments(parser: argparse.ArgumentParser) -> None:
         help="values of T",
     )
     add("--dtype", type=cli_types.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
+    weights = cli_types.list_of("weight", [DENSE, *FORMATS])
+    add("--weights", type=weights, default=[DENSE], help=f"of norm_concat_linear: {','.join([DENSE, *FORMATS])}")
     add("--threads", type=cli_types.number(1), default=torch.get_num_threads(), help="of torch (default: its own)")
     add("--min-time", type=cli_types.number(0, float), default=1.0, help="seconds per ceiling (default 1)")
     add("--json", type=Path, metavar="FILE", help="save the ceilings")

@@ -32,8 +32,9 @@ from eagle_kernels import library
 
 Call = Callable[[int], Any]  # runs a variant on the copy of the inputs with this number
 
-# How the package is called: the public op with out=, the layer over it, the layer with its weight in oneDNN's layout.
-FORMS = ("op", "layer", "prepacked")
+# How the package is called: the public op with out=, the layer over it, the layer with its weight in oneDNN's layout;
+# where the op reads codes, the op on the weight that they were made of.
+FORMS = ("op", "layer", "prepacked", "dense")
 
 TIMERS = {"cpu": ("clock",), "cuda": ("graph", "eager")}
 

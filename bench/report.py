@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle_kernels.quantized_weight import FORMATS
+
 from . import cli_types
 from .baselines import BASELINES
 from .cli_types import Command
 from .measure import TIMERS, geometric_mean, is_ours
 from .ops import WORKLOADS
 from .output import Unwritable, check_writable, say, wrap, write_bytes, write_text
+from .workloads import DENSE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 
 # What every record has; records of rows that were timed have the figures too.
-ROW_FIELDS = ("op", "preset", "stage", "norm", "K", "H", "D", "V", "T", "dtype", "timer")
+ROW_FIELDS = ("op", "preset", "stage", "norm", "K", "H", "D", "V", "T", "dtype", "weight", "timer")
 RECORD_FIELDS = (*ROW_FIELDS, "variant", "is_ours", "status")
 _RATES = ("copy_gbps", "read_gbps", "matmul_tflops")
 FIGURES = ("median_ms", "min_ms", "p20_ms", "p80_ms", "rounds", "bytes", "gbps", "tflops", "floor_ms", *_RATES)
@@ -91,6 +94,8 @@ def load(path: Path) -> dict:
     if absent:
         raise UnreadableResult(f"{path}: schema version {version}, but without {' and '.join(absent)}")
     for number, record in enumerate(run["records"]):
+        if isinstance(record, dict):
+            record.setdefault("weight", DENSE)  # runs from before there were others
         if (wrong := _record_fault(record)) is not None:
             raise UnreadableResult(f"{path}: record {number} {wrong}")
     return run
@@ -113,7 +118,7 @@ def _record_fault(record: Any) -> str | None:
 
 def _expected(name: str, value: Any) -> str | None:
     """What a field should be; None where it is that, or unknown."""
-    choices = {"op": tuple(WORKLOADS), "status": STATUSES, "timer": _TIMER_ORDER}
+    choices = {"op": tuple(WORKLOADS), "status": STATUSES, "timer": _TIMER_ORDER, "weight": (DENSE, *FORMATS)}
     if name in choices:
         return None if value in choices[name] else f"one of {', '.join(choices[name])}"
     if name == "variant":
@@ -161,7 +166,12 @@ def title(record: dict) -> str:
     """The line above the rows of one op, shape and dtype."""
     sizes = " ".join(f"{name}={record[name]}" for name in WORKLOADS[record["op"]].sizes)
     norm = f", norm {record['norm']}" if record["op"] in _HAS_NORM else ""
-    return f"{record['op']}, {record['preset']}:{record['stage']}, {record['dtype']}: {sizes}{norm}"
+    return f"{record['op']}, {record['preset']}:{record['stage']}, {dtypes(record)}: {sizes}{norm}"
+
+
+def dtypes(record: dict) -> str:
+    """Of the rows, and of a weight that is not of theirs."""
+    return record["dtype"] if record["weight"] == DENSE else f"{record['dtype']} x {record['weight']}"
 
 
 def block_key(record: dict) -> tuple:
@@ -217,7 +227,7 @@ def is_above_ceiling(record: dict) -> bool:
 
 def ceiling_sentence(record: dict) -> str:
     """The row, its share, and both rates."""
-    row = f"{record['op']} {record['preset']}:{record['stage']} T={record['T']} {record['dtype']} {record['variant']}"
+    row = f"{record['op']} {record['preset']}:{record['stage']} T={record['T']} {dtypes(record)} {record['variant']}"
     return (
         f"{row} moved {record['gbps']:.1f} GB/s, {100 * memory_share(record):.0f} % of the {_memory_gbps(record):.1f} "
         f"GB/s that streaming reached beside it (read {record['read_gbps']:.1f}, copy {record['copy_gbps']:.1f}), "
@@ -433,7 +443,7 @@ def _summary(records: Sequence[dict]) -> Iterator[str]:
     for row in rows(records):
         ours = next((record["variant"] for record in row if record["is_ours"]), None)
         for baseline in headline_baselines(row):
-            groups.setdefault((row[0]["op"], row[0]["dtype"], row[0]["timer"], ours, baseline), []).append(row)
+            groups.setdefault((row[0]["op"], dtypes(row[0]), row[0]["timer"], ours, baseline), []).append(row)
     for (op, dtype, timer, ours, baseline), group in groups.items():
         counts = sorted({row[0]["T"] for row in group})
         what = f"{ours} over {baseline}" if ours else f"{baseline}, % of the roofline"
@@ -522,7 +532,7 @@ def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[d
 
     def key(entry: tuple[str, list[dict]]) -> tuple:
         slug, row = entry
-        return (row[0]["op"], _TIMER_ORDER.index(row[0]["timer"]), row[0]["dtype"], slug)
+        return (row[0]["op"], _TIMER_ORDER.index(row[0]["timer"]), dtypes(row[0]), slug)
 
     for (op, _, dtype, slug), group in itertools.groupby(sorted(timed, key=key), key=key):
         measured = [row for _, row in group]
@@ -826,7 +836,7 @@ def _differences(base: dict, new: dict) -> Iterator[str]:
 
 
 def _block(row: dict) -> str:
-    return f"{row['op']}, {_shape([row])}, {row['dtype']}"
+    return f"{row['op']}, {_shape([row])}, {dtypes(row)}"
 
 
 def _line(change: Change, verdict: str, width: int) -> str:

@@ -20,6 +20,8 @@ from .baselines import compiled
 from .forced import forced
 from .measure import Call, Footprint, Traffic, Variant, is_ours
 
+DENSE = "dense"
+
 # Float64 of every row would take longer than the measurement; the rows of a call are computed alike.
 _CHECKED_ROWS = 64
 _RANDOM_BLOCK = 1 << 22
@@ -37,13 +39,15 @@ class Row:
     T: int
     dtype: torch.dtype
     device: str = "cpu"
+    weight: str = DENSE  # or a format of QuantizedWeight
 
     @property
     def width(self) -> int:
         return self.stage.K * self.stage.H
 
     def __str__(self) -> str:
-        return f"{self.op} {self.preset}:{self.stage.kind} T={self.T} {str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.") + (f" x {self.weight}" if self.weight != DENSE else "")
+        return f"{self.op} {self.preset}:{self.stage.kind} T={self.T} {dtype}"
 
 
 class Workload(ABC):

@@ -40,6 +40,7 @@ def record(variant: str, median_ms: float, T: int = 8, status: str = "ok") -> di
         "stage": "eagle3",
         "norm": "chunk",
         "dtype": "bf16",
+        "weight": "dense",
         "timer": "clock",
         **sizes,
     }
@@ -57,6 +58,12 @@ def record(variant: str, median_ms: float, T: int = 8, status: str = "ok") -> di
 
 LAYOUT = report.Layout(["op", "eager"], "norm_concat_linear", ["clock"])
 RECORDS = [record("op", 2.0), record("eager", 4.0), record("op", 2.0, T=64), record("eager", 16.0, T=64)]
+
+
+def test_a_run_from_before_quantized_weights_is_of_dense_ones(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    report.save(path, ENVIRONMENT, [], [{k: v for k, v in each.items() if k != "weight"} for each in RECORDS])
+    assert report.load(path)["records"] == RECORDS
 
 
 def test_run_survives_saving(tmp_path: Path) -> None:

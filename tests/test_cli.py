@@ -431,6 +431,23 @@ def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_p
     assert {(record["norm"], record["stage"]) for record in load(path)["records"]} == {(norm, stage)}
 
 
+def test_bench_of_quantized_weights(tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each format is a table of its own: ours on the codes, ours and eager on what they stand for, torch's int8."""
+    path = tmp_path / "run.json"
+    columns = ["--forms", "op,layer,dense", "--baselines", "eager,int8pack", "--weights", "dense,int8_row,nvfp4"]
+    assert main([*BENCH, "--preset", "tiny", "--tokens", "3", *columns, "--min-time", "0", "--json", str(path)]) == 0
+    records = load(path)["records"]
+    assert [(record["weight"], record["variant"]) for record in records] == [
+        *(("dense", name) for name in ("op", "layer", "eager")),
+        *(("int8_row", name) for name in ("op", "dense", "eager", "int8pack")),
+        *(("nvfp4", name) for name in ("op", "dense", "eager")),
+    ]
+    assert all(record["status"] == "ok" for record in records)
+    read = {record["weight"]: record["bytes"] for record in records}
+    assert read["dense"] > 1.5 * read["int8_row"] > 2 * read["nvfp4"]
+    assert "bf16 x int8_row" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"

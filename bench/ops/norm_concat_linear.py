@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eagle_kernels
-from eagle_kernels import Eagle3Config, Eagle3Projection
-from eagle_kernels.ops.norm_concat_linear import Projection, project_formula
+from eagle_kernels import Eagle3Config, Eagle3Projection, quantize
+from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources
 from eagle_kernels.ops.sources import formula as sources_formula
 
 from .. import baselines as engine_chains
 from ..baselines import BASELINES, SLICES, compiled, slices_unsupported_reason
 from ..measure import FORMS, Call, Footprint, Traffic
-from ..workloads import Row, Workload
+from ..workloads import DENSE, Row, Workload
 from .draw import Draw, RandomCall
 from .host_call import D, H, HostCall, K
 from .norm_concat import host_chain as normed_concat
@@ -42,10 +42,14 @@ class NormConcatLinear(Workload):
     def __init__(self, row: Row, cache_bytes: int = 0) -> None:
         super().__init__(row, cache_bytes)
         self.weight_bytes = row.stage.D * row.width * self.item
+        self.read_bytes = self.weight_bytes
+        if row.weight != DENSE:
+            self.read_bytes = quantize(torch.ones(row.stage.D, row.width, dtype=row.dtype), row.weight).nbytes
 
     def footprint(self, names: Sequence[str]) -> Footprint:
         # Inductor keeps a folded and a packed weight per module, `prepacked` oneDNN's layout beside the dense one.
         extra = 2 * ("inductor-max" in names and self.row.device == "cpu") + ("prepacked" in names)
+        extra += self.row.weight != DENSE
         concats = sum(name in _WITH_CONCAT for name in names) * self.row.T * self.row.width * self.item
         in_float64 = self.weight_bytes // self.item * 8
         touched = self.traffic().total
@@ -53,7 +57,7 @@ class NormConcatLinear(Workload):
 
     def traffic(self) -> Traffic:
         row_bytes = self.row.T * self.item
-        return Traffic(self.weight_bytes + row_bytes * self.row.width, row_bytes * self.row.stage.D)
+        return Traffic(self.read_bytes + row_bytes * self.row.width, row_bytes * self.row.stage.D)
 
     def flops(self) -> int:
         return 2 * self.row.T * self.row.width * self.row.stage.D
@@ -61,6 +65,9 @@ class NormConcatLinear(Workload):
     def allocate(self, copies: int) -> None:
         row, stage = self.row, self.row.stage
         self.weights = self.random(copies, stage.D, row.width, scale=row.width**-0.5).unbind()
+        self.quantized = [] if row.weight == DENSE else [quantize(weight, row.weight) for weight in self.weights]
+        for weight, codes in zip(self.weights, self.quantized, strict=False):
+            weight.copy_(codes.dequantize(row.dtype))  # what an engine multiplies that dequantizes at load
         by_chunk = [self.random(copies, row.T, stage.H, scale=3.0**k) for k in range(stage.K)]
         self.chunks = list(zip(*by_chunk, strict=True))
         self.outs = self.poisoned(copies, row.T, stage.D).unbind()
@@ -78,7 +85,7 @@ class NormConcatLinear(Workload):
         settings = (row.norm, stage.eps, post_gain)
         pairs = zip(self.chunks, self.weights, strict=True)
         self.chain_arguments = [(chunks, gains, weight, *settings) for chunks, weight in pairs]
-        calls = zip(self.chunks, self.weights, self.outs, strict=True)
+        calls = zip(self.chunks, self.quantized or self.weights, self.outs, strict=True)
         self.op_arguments = [((chunks, weight), {**self.options, "out": out}) for chunks, weight, out in calls]
 
     def _gains(self) -> list[Tensor]:
@@ -88,6 +95,11 @@ class NormConcatLinear(Workload):
         return [self.random_gain(width) for width in widths]
 
     def _call(self, name: str) -> tuple[Call, int]:
+        if name == "dense":
+            op, weights, options = eagle_kernels.norm_concat_linear, self.weights, self.options
+            return lambda copy: op(self.chunks[copy], weights[copy], **options, out=self.outs[copy]), len(weights)
+        if name == "int8pack":
+            return self._int8pack(), len(self.weights)
         if name in ("layer", "prepacked"):
             layers = [self._layer(weight) for weight in self.weights[:_MAX_LAYERS]]
             if name == "prepacked":
@@ -121,8 +133,26 @@ class NormConcatLinear(Workload):
 
         return call
 
+    def _int8pack(self) -> Call:
+        _, gains, _, norm, eps, post_gain = self.chain_arguments[0]
+        scales = [weight.scales.flatten().to(self.row.dtype) for weight in self.quantized]
+
+        def call(copy: int) -> Tensor:
+            normed = engine_chains.normed_concat(self.chunks[copy], gains, norm, eps)
+            product = torch._weight_int8pack_mm(normed, self.quantized[copy].codes, scales[copy])
+            return product if post_gain is None else F.rms_norm(product, product.shape[-1:], post_gain, eps)
+
+        return call
+
     def unsupported_reason(self, name: str) -> str | None:
         form, post_norm = name.partition(":")[0], self.row.stage.post_norm
+        is_dense = self.row.weight == DENSE
+        if form == "dense" and is_dense:
+            return "it is the op itself, where the weight is no code"
+        if form in ("layer", "prepacked") and not is_dense:
+            return "a quantized weight is timed in the op"
+        if form == "int8pack" and (self.row.weight != "int8_row" or self.row.device != "cpu"):
+            return "it multiplies --weights int8_row on a CPU"
         if form in ("layer", "prepacked") and (self.row.stage.norm_offset or post_norm):
             return "Eagle3Projection is the block of EAGLE-3: no norm offset, no norm of the result"
         if form == "prepacked" and (self.row.dtype == torch.float32 or self.row.device != "cpu"):
@@ -159,7 +189,8 @@ class NormConcatLinear(Workload):
         chunks = [chunk[rows] for chunk in self.chunks[copy]]
         sources = Sources.of_call(self.row.op, chunks, options)
         normed = sources_formula(sources, torch.float64)
-        projection = Projection(self.weights[copy], None, post_gain, options["eps"])
+        weight = self.quantized[copy].dequantize(torch.float64) if self.quantized else self.weights[copy]
+        projection = Projection(weight, None, post_gain, options["eps"])
         return [project_formula(normed, projection, options["norm_offset"])]
 
 

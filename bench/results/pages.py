@@ -116,7 +116,7 @@ def _headline_rows(records: Sequence[dict]) -> Iterator[list[str]]:
         for baseline in report.headline_baselines(row):
             if (value := report.speedup(row, ours["variant"], baseline)) is not None:
                 timer = "" if ours["timer"] == "clock" else f", {ours['timer']}"
-                key = (f"`{ours['op']}` {ours['dtype']}{timer}", baseline)
+                key = (f"`{ours['op']}` {report.dtypes(ours)}{timer}", baseline)
                 speedups.setdefault(key, {}).setdefault(ours["T"], []).append(value)
     for (op, baseline), by_T in speedups.items():
         mean = geometric_mean([value for values in by_T.values() for value in values])

@@ -182,6 +182,7 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
 
 
 def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
+    """The result, of whose writing autograd is told."""
     out = _run_plan(sources, projection, out)
     increment_version((out,))
     return out
