@@ -539,8 +539,6 @@ def _add_roofline_arguments(parser: argparse.ArgumentParser) -> None:
         help="values of T",
     )
     add("--dtype", type=cli_types.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
-    weights = cli_types.list_of("weight", [DENSE, *FORMATS])
-    add("--weights", type=weights, default=[DENSE], help=f"of norm_concat_linear: {','.join([DENSE, *FORMATS])}")
     add("--threads", type=cli_types.number(1), default=torch.get_num_threads(), help="of torch (default: its own)")
     add("--min-time", type=cli_types.number(0, float), default=1.0, help="seconds per ceiling (default 1)")
     add("--json", type=Path, metavar="FILE", help="save the ceilings")

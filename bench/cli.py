@@ -9,19 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_kernels import byte_eagle3, plan
+from eagle_kernels.quantized_weight import FORMATS
 
 from . import benchmark, check, doctor, host, info, report, tune
-from .cli_types import Command, number, png
+from .cli_types import Command, list_of, number, png
 from .output import Unwritable
 
-# `demo`: what it reads from --weights.
+# `demo`: what it reads from --model.
 _FILES = ("config.json", "model.safetensors")
 _NEEDED = [*(f"{part}/{file}" for part in ("target", "drafter") for file in _FILES), "prompts.json"]
 
 
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     home = Path(byte_eagle3.__file__).parent
-    parser.add_argument("--weights", type=Path, default=home, help="folder of target/, drafter/ and prompts.json")
+    parser.add_argument("--model", type=Path, default=home, help="folder of target/, drafter/ and prompts.json")
+    formats = list_of("format", list(FORMATS))
+    help_text = f"the same drafter with its fc in each of these formats: {','.join(FORMATS)}"
+    parser.add_argument("--weights", type=formats, default=[], metavar="FORMATS", help=help_text)
     parser.add_argument("--tokens", type=number(2), default=96, help="tokens per prompt")
     parser.add_argument("--drafts", type=number(1), default=4, help="drafts per forward of the target")
 
@@ -32,12 +36,12 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     except ImportError as missing:
         needed = "expected transformers and safetensors: pip install 'eagle-kernels[demo]'"
         arguments.parser.error(f"{missing}, {needed}")
-    absent = [name for name in _NEEDED if not (arguments.weights / name).is_file()]
+    absent = [name for name in _NEEDED if not (arguments.model / name).is_file()]
     if absent:
         arguments.parser.error(
-            f"{arguments.weights} has no {', '.join(absent)}, expected what examples/byte_eagle3/train.py writes"
+            f"{arguments.model} has no {', '.join(absent)}, expected what examples/byte_eagle3/train.py writes"
         )
-    return speculation.report(arguments.weights, arguments.tokens, arguments.drafts)
+    return speculation.report(arguments.model, arguments.tokens, arguments.drafts, arguments.weights)
 
 
 _DEMO = Command(

@@ -24,18 +24,18 @@ _STAGE_ROWS = (1, 5, 64)
 _STAGE_SECONDS = 0.2
 
 
-def report(folder: Path, count: int, num_drafts: int) -> int:
-    """Print all of it; 1 where any output differs from plain greedy decoding."""
+def report(folder: Path, count: int, num_drafts: int, formats: Sequence[str] = ()) -> int:
+    """Print all of it, the drafter's fc in each of `formats` too; 1 where any output differs from plain decoding."""
     threads = torch.get_num_threads()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)  # at this size threads wait for each other longer than they work
     try:
-        return _report(load(folder), count, num_drafts)
+        return _report(load(folder), count, num_drafts, formats)
     finally:
         torch.set_num_threads(threads)
 
 
-def _report(checkpoint: Checkpoint, count: int, num_drafts: int) -> int:
+def _report(checkpoint: Checkpoint, count: int, num_drafts: int, formats: Sequence[str]) -> int:
     for sentence in _header(checkpoint, count, num_drafts):
         say(wrap(sentence))
     right = assemble(checkpoint)
@@ -47,6 +47,7 @@ def _report(checkpoint: Checkpoint, count: int, num_drafts: int) -> int:
     say(f"plain greedy decoding  {time.perf_counter() - start:6.2f} s")
     drafters = {"none": right, "none, eager chain": eager, "none, embedding over tp 2": assemble(checkpoint, tp_size=2)}
     drafters |= {mistake: assemble(checkpoint, **changes) for mistake, changes in MISTAKES.items()}
+    drafters |= {format: assemble(checkpoint, weight_format=format) for format in formats}
     decoded = _decode(checkpoint, list(drafters.values()), count, num_drafts)
     runs = dict(zip(drafters, decoded, strict=True))
     wrong = [name for name, run in runs.items() if [one.tokens for one in run] != greedy]
@@ -58,7 +59,8 @@ def _report(checkpoint: Checkpoint, count: int, num_drafts: int) -> int:
     same = "equal to plain greedy decoding, token for token, with every drafter below"
     define("output", "DIFFERS: " + ", ".join(wrong) if wrong else same, column=21)
     say(f"  mean accepted length {accepted_length(ours):6.2f} of at most {num_drafts + 1}")
-    for line in (*_stage_table(checkpoint), *_mistake_table(runs)):
+    quantized = {format: runs.pop(format) for format in formats}
+    for line in (*_stage_table(checkpoint), *_mistake_table(runs), *_format_table(checkpoint, ours, quantized)):
         say(line)
     return 1 if wrong else 0
 
@@ -174,3 +176,18 @@ def _mistake_table(runs: dict[str, list[Decoded]]) -> Iterator[str]:
         length = accepted_length(run)
         # Of the drafts accepted: 1 of the accepted length is the target's own token.
         yield f"{name:<{width}}  {length:>15.2f}  {100 * (right - length) / (right - 1):>9.0f} %"
+
+
+def _format_table(checkpoint: Checkpoint, dense: list[Decoded], quantized: dict[str, list[Decoded]]) -> Iterator[str]:
+    """What rounding fc's weight to each format costs."""
+    if not quantized:
+        return
+    weight = checkpoint.weights["fc.weight"]
+    yield ""
+    yield f"{'fc.weight':<14}{'bits':>6}{'relative error':>16}{'accepted length':>17}"
+    yield f"{'fp32':<14}{32:>6}{0:>16.2e}{accepted_length(dense):>17.2f}"
+    for format, run in quantized.items():
+        codes = ek.quantize(weight, format)
+        error = (codes.dequantize(torch.float64) - weight.double()).norm() / weight.double().norm()
+        bits = 8 * codes.nbytes / weight.numel()
+        yield f"{format:<14}{bits:>6.2f}{error:>16.2e}{accepted_length(run):>17.2f}"

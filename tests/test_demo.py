@@ -108,6 +108,20 @@ def test_demo_prints_what_each_mistake_costs(capsys: pytest.CaptureFixture, monk
     assert printed.rstrip().endswith("%")
 
 
+def test_demo_prints_what_each_format_costs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "_STAGE_SECONDS", 0.0)
+    formats = "fp8_row,fp8_block128,int8_row,nvfp4"
+    assert main(["demo", "--tokens", str(COUNT), "--weights", formats]) == 0
+    printed = capsys.readouterr().out
+    assert "equal to plain greedy decoding, token for token" in printed
+    rows = re.findall(r"^(\w+) +([\d.]+) +(\d\.\d\de[+-]\d\d) +(\d\.\d\d)$", printed, re.M)
+    assert [name for name, *_ in rows] == ["fp32", *formats.split(",")]
+    lengths = {name: float(length) for name, _, _, length in rows}
+    errors = {name: float(error) for name, _, error, _ in rows}
+    assert 0 < errors["int8_row"] < errors["fp8_row"] < errors["nvfp4"] < 0.15
+    assert all(abs(length - lengths["fp32"]) < 0.5 for length in lengths.values()), lengths
+
+
 def test_demo_exits_1_where_a_token_differs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "_STAGE_SECONDS", 0.0)
     monkeypatch.setattr(speculation, "generate", lambda checkpoint, prompt, count: [0] * count)
@@ -117,7 +131,7 @@ def test_demo_exits_1_where_a_token_differs(capsys: pytest.CaptureFixture, monke
 
 def test_missing_weights_are_one_clear_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["demo", "--weights", str(tmp_path)])
+        main(["demo", "--model", str(tmp_path)])
     assert stopped.value.code == 2
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.endswith("expected what examples/byte_eagle3/train.py writes") and "target/config.json" in sentence

@@ -61,8 +61,10 @@ def assemble(
     norm_offset: float = 1.0,
     tp_size: int = 1,
     slice_by_ceil: bool = False,
+    weight_format: str | None = None,
 ) -> Drafter:
-    """The drafter over the package's ops; what differs from the defaults is a mistake, except for tp_size."""
+    """The drafter over the package's ops, its fc in a format of QuantizedWeight where one is named; what else differs
+    from the defaults is a mistake, except for tp_size."""
     target, weights = checkpoint.target, checkpoint.weights
     config = dataclasses.replace(ek.Eagle3Config.from_hf(checkpoint.config), norm_offset=norm_offset)
     boundaries = ek.capture_layers(
@@ -75,6 +77,8 @@ def assemble(
         config = dataclasses.replace(config, chunk_norm=False)
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc_norm.")}
     stage = ek.Eagle3Projection(config, dtype=torch.float32).load_checkpoint(weights)
+    if weight_format is not None:
+        stage.quantize(weight_format)
     table = target.model.embed_tokens.weight.detach()
     shards = ceil_slices(table, 2) if slice_by_ceil else vocab_shards(table, tp_size)
     return Drafter(
