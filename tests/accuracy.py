@@ -77,7 +77,11 @@ def eager_chain(operands: object) -> tuple[Tensor, Tensor]:
         normed = rms_norm(normed, gains[0] if gains else None, eps[0])
 
     projection = operands.projection
-    projected = F.linear(normed, projection["weight"])
+    weight = projection["weight"]
+    product_dtype = (
+        dtype if weight.dtype == dtype else torch.float32
+    )  # of a quantized weight, which is given in float64
+    projected = F.linear(normed.to(product_dtype), weight.to(product_dtype)).to(dtype)
     if projection["bias"] is not None:
         projected = (projected + projection["bias"]).to(dtype)
     if projection["post_norm_weight"] is not None:

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .alignment import row_stride
+from .codes import e2m1_to_fp32, e4m3_to_fp32, load_block_scales, load_scales
 from .dialect import dot, has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import INTERPRETED, launch
 from .norm_concat import run_sources
@@ -79,6 +80,9 @@ def _norm_concat_linear_partial(
     norm_offset,
     w_ptr,
     w_row_stride,
+    scale_ptr,
+    scale_row_stride,
+    global_scale_ptr,
     partial_ptr,
     partial_row_stride,
     N,
@@ -86,6 +90,11 @@ def _norm_concat_linear_partial(
     H,
     splits,
     split_h,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     GAIN_SCALE: tl.constexpr,
     WHOLE: tl.constexpr,
     BT: tl.constexpr,
@@ -103,7 +112,11 @@ def _norm_concat_linear_partial(
     # Columns beyond D compute column 0 once more: the loads of the weight need no mask, and the stores a mask that the
     # compiler knows to change only every 16 columns, so that they are 16 bytes wide.
     w_rows = tl.where(d < D, d, 0).to(tl.int64)
-    w_tile = w_ptr + w_rows[:, None] * w_row_stride + (source * H + h)[None, :]  # [BD, BK]
+    if CODES == "e2m1":  # two columns a byte
+        first_byte = (source * H + (part % splits) * split_h) // 2 + tl.arange(0, BK // 2)
+        w_tile = w_ptr + w_rows[:, None] * w_row_stride + first_byte[None, :]  # [BD, BK / 2]
+    else:
+        w_tile = w_ptr + w_rows[:, None] * w_row_stride + (source * H + h)[None, :]  # [BD, BK]
     x_column = source * H if len(x_ptrs) == 1 else 0  # of a packed row
 
     wait_for_previous_kernel(PDL)
@@ -113,6 +126,9 @@ def _norm_concat_linear_partial(
     rows, in_range = _source_rows(index_ptrs, row_counts, source, n, N)
     x_ptr = pick(x_ptrs, source)
     x_tile = x_ptr + (rows * pick(x_row_strides, source))[:, None] + (x_column + h)[None, :]  # [BT, BK]
+    if CODES != "":
+        scale_rows = scale_ptr + (w_rows // BLOCK_ROWS if BLOCK_ROWS else w_rows * 0) * scale_row_stride  # [BD]
+        scale_column = source * H + (part % splits) * split_h
     if residual_row_strides is not None:
         residual_ptr, residual_rows = _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N)
         has_residual = in_range & (n < residual_rows)
@@ -127,7 +143,21 @@ def _norm_concat_linear_partial(
         # WHOLE: every split is whole blocks. A constant, so that the compiler drops the masks.
         inside_h = tl.full((BK,), 1, tl.int1) if WHOLE else h + start < H
         x = tl.load(x_tile + start, mask=in_range[:, None] & inside_h[None, :], other=0.0)
-        w = tl.load(w_tile + start, mask=inside_h[None, :], other=0.0)
+        if CODES == "":
+            w = tl.load(w_tile + start, mask=inside_h[None, :], other=0.0)
+        else:
+            if CODES == "e2m1":
+                inside_bytes = first_byte + start // 2 < (source * H + H) // 2
+                pairs = tl.load(w_tile + start // 2, mask=inside_bytes[None, :], other=0)
+                scaled = tl.interleave(e2m1_to_fp32(pairs & 15), e2m1_to_fp32(pairs >> 4))
+            elif CODES == "e4m3":
+                scaled = e4m3_to_fp32(tl.load(w_tile + start, mask=inside_h[None, :], other=0))
+            else:
+                scaled = tl.load(w_tile + start, mask=inside_h[None, :], other=0).to(tl.float32)
+            if SCALED == "codes":
+                scaled *= load_block_scales(
+                    scale_rows, scale_column + start, source * H + H, SCALES, BLOCK_COLUMNS, BD, BK
+                )
         if residual_row_strides is not None:
             residual = tl.load(residual_tile + start, mask=has_residual[:, None] & inside_h[None, :], other=0.0)
             x = round_to(to_fp32(x) + to_fp32(residual), x_ptr.dtype.element_ty)
@@ -135,8 +165,25 @@ def _norm_concat_linear_partial(
             # 2 bytes a thread cannot be copied asynchronously, so the next block's gain is loaded by hand, one ahead.
             scaled_gain = (norm_offset + to_fp32(gain)) * GAIN_SCALE
             gain = tl.load(gain_tile + start + BK, mask=h + start + BK < H, other=0.0)
-            w = round_to(to_fp32(w) * scaled_gain[None, :], w_ptr.dtype.element_ty)
-        total = dot(w, x.T, total) if SWAP else dot(x, w.T, total)
+            if CODES == "":
+                w = round_to(to_fp32(w) * scaled_gain[None, :], w_ptr.dtype.element_ty)
+            else:
+                scaled *= scaled_gain[None, :]
+        if CODES != "":
+            w = round_to(scaled, x_ptr.dtype.element_ty)
+        if SCALED == "blocks":
+            block_scale = load_scales(scale_rows + (scale_column + start) // BLOCK_COLUMNS, d == d, SCALES)
+            if SWAP:
+                total += dot(w, x.T, tl.zeros((BD, BT), dtype=tl.float32)) * block_scale[:, None]
+            else:
+                total += dot(x, w.T, tl.zeros((BT, BD), dtype=tl.float32)) * block_scale[None, :]
+        else:
+            total = dot(w, x.T, total) if SWAP else dot(x, w.T, total)
+    if SCALED == "rows":
+        row_scale = load_scales(scale_rows, d == d, SCALES)
+        total *= row_scale[:, None] if SWAP else row_scale[None, :]
+    if global_scale_ptr is not None:
+        total *= tl.load(global_scale_ptr)
 
     partial_row = partial_ptr + (part * N + n) * partial_row_stride
     if SWAP:
@@ -242,6 +289,8 @@ _STATISTICS_BLOCK = 2048
 
 _ROWS = ("x_ptrs", "x_row_strides", "residual_ptrs", "residual_row_strides")
 _WEIGHTS = ("gain_ptrs", "w_ptr", "w_row_stride", "H", "split_h")
+_CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "e2m1"}
+_SCALES = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0", torch.float32: "fp32"}
 _PARTIAL = ("partial_ptr", "partial_row_stride")
 
 # Columns a program finalises after the library product, where there are rows enough.
@@ -288,9 +337,10 @@ def _slice_sources(sources: Any, rows: slice) -> Any:
 
 
 def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
-    """One width for all chunks."""
+    """One width for all chunks; the weight is a tensor or a QuantizedWeight."""
     tiles, weight, num_chunks = plan.tiles, projection.weight, sources.num_chunks
     (N, D), H = out.shape, weight.shape[1] // num_chunks
+    weight_arguments, weight_constants = _weight_of(weight, out.dtype)
     split_h = triton.cdiv(triton.cdiv(H, tiles.BK), tiles.splits) * tiles.BK
     partial_row_stride = _padded(D)
     partial = workspace(OP, num_chunks * tiles.splits * N * partial_row_stride, out.device)
@@ -302,7 +352,7 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> Non
         tuple(map(row_stride, sources.residuals)) or None,
         index_per_chunk(sources.indices, sources.chunks),
     )
-    gain_scale = _GAIN_SCALE[weight.dtype] if sources.gains else 1.0
+    gain_scale = _gain_scale(weight, out.dtype) if sources.gains else 1.0
     pdl = has_pdl(out.device)
     launch(
         _norm_concat_linear_partial,
@@ -311,8 +361,7 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> Non
             *pointers,
             tuple(sources.gains) or None,
             sources.norm_offset,
-            weight,
-            row_stride(weight),
+            *weight_arguments,
             partial,
             partial_row_stride,
             N,
@@ -321,7 +370,8 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> Non
             tiles.splits,
             split_h,
         ),
-        {
+        weight_constants
+        | {
             "GAIN_SCALE": gain_scale,
             "WHOLE": split_h * tiles.splits == H,
             "BT": tiles.BT,
@@ -347,6 +397,36 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> Non
         tiles.finalise_columns,
         (*_ROWS, *_PARTIAL) if plan.aligned else _PARTIAL,
     )
+
+
+def _weight_of(weight: Any, dtype: torch.dtype) -> tuple[tuple, dict[str, object]]:
+    """The weight's arguments of the partial kernel, and its constants; codes and scales of 8 bits go as bytes."""
+    if isinstance(weight, Tensor):
+        return (weight, row_stride(weight), None, 0, None), _NO_CODES
+    codes, scales, global_scale = weight.tensors
+    (D, W), (rows, columns) = weight.shape, weight.block
+    constants = {
+        "CODES": _CODES[codes.dtype],
+        "SCALES": _SCALES[scales.dtype],
+        "SCALED": weight.scaled_where(dtype),
+        "BLOCK_ROWS": 0 if rows >= D else rows,
+        "BLOCK_COLUMNS": 0 if columns >= W else columns,
+    }
+    return (_bytes(codes), row_stride(codes), _bytes(scales), row_stride(scales), global_scale), constants
+
+
+def _gain_scale(weight: Any, dtype: torch.dtype) -> float:
+    """As _GAIN_SCALE: gains up to 390 keep codes, and e2m1 * e4m3, in fp16's range."""
+    if isinstance(weight, Tensor) or dtype != torch.float16:
+        return _GAIN_SCALE[dtype]
+    return 0.0625 if weight.format == "nvfp4" else 0.25
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else tensor
+
+
+_NO_CODES: dict[str, object] = {"CODES": "", "SCALES": "", "SCALED": "", "BLOCK_ROWS": 0, "BLOCK_COLUMNS": 0}
 
 
 def _padded(D: int) -> int:

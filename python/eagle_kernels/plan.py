@@ -74,6 +74,8 @@ class Problem(NamedTuple):
     has_post_norm: bool = False
     bytes_aligned: bool = True  # every address and row stride is a multiple of 16 bytes
     elements_aligned: bool = True  # every address is one of 16 bytes, every row stride of 16 elements: Triton's terms
+    block_columns: int = 0  # that share a scale of a quantized weight
+    scales_sums: bool = False  # over those columns, instead of codes
 
 
 def cached(function: Callable) -> Callable:
@@ -183,10 +185,10 @@ def _choose(problem: Problem) -> Plan:
     isa = ""
     if backend == "cpu":
         isa = cpu_isa()  # also for its effect: the compiled kernels start out scalar, 3 times slower
+    if problem.op == "norm_concat_linear_quantized":
+        return quantized_projection(problem, backend, reason, isa)
     if backend == "reference":
         return Plan(problem.op, backend, Kernel.TORCH, reason)
-    if problem.op == "norm_concat_linear_quantized":
-        return _quantized_projection(problem, backend, isa)
     if problem.op != "norm_concat_linear":
         return Plan(problem.op, backend, Kernel.SINGLE, reason)
     if problem.dtype not in DTYPES:  # the checks that come before this kernel refuse it
@@ -196,11 +198,38 @@ def _choose(problem: Problem) -> Plan:
     return triton_projection(problem) if backend == "triton" else cuda_projection(problem)
 
 
-def _quantized_projection(problem: Problem, backend: str, isa: str) -> Plan:
+def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) -> Plan:
     if backend == "cpu":
         return Plan(problem.op, backend, Kernel.FUSED, "the codes are widened as they are multiplied", isa=isa)
-    reason = f"no {backend} kernel reads codes: the weight is dequantized in every call"
-    return Plan(problem.op, "reference", Kernel.TORCH, reason)
+    if backend == "cuda":
+        triton_reason = unsupported_reason("triton", problem.device)
+        backend = "triton" if triton_reason is None else "reference"
+        reason = f"no cuda kernel reads codes, and triton: {triton_reason}"
+    if backend == "triton" and (reason := _split_codes_unsupported_reason(problem) or "") == "":
+        T = min(problem.rows, _MOST_TUNED_ROWS)
+        plan = triton_projection(problem._replace(rows=T), split_only=True)
+        assert plan.tiles is not None
+        # Where sums are scaled, those of one step of the product have one scale.
+        BK = min(plan.tiles.BK, problem.block_columns) if problem.scales_sums else plan.tiles.BK
+        tiles = replace(plan.tiles, BK=BK)
+        return replace(plan, tiles=tiles, reason=f"the codes are widened as they are multiplied; {plan.reason}")
+    return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {reason}")
+
+
+# A plan of the split kernels serves more rows too, in rounds: dequantizing the weight would cost each call more.
+_MOST_TUNED_ROWS = 128
+
+
+def _split_codes_unsupported_reason(problem: Problem) -> str | None:
+    """Why the split kernels cannot read the codes; None where they can."""
+    if len(problem.widths) > 1:
+        return "the chunks differ in width, and the split kernels take one width"
+    H, shared = problem.widths[0], problem.block_columns
+    if H % 16 or not problem.elements_aligned:
+        return "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
+    if shared < problem.num_chunks * H and H % shared:
+        return f"H={H} is no multiple of the {shared} columns that share a scale"
+    return None
 
 
 @cached
@@ -264,7 +293,7 @@ def fused_cuda_unsupported_reason(problem: Problem) -> str | None:
     return None
 
 
-def triton_projection(problem: Problem) -> Plan:
+def triton_projection(problem: Problem, split_only: bool = False) -> Plan:
     invariant = SETTINGS.batch_invariant
     T = invariant_rows(problem.dtype) if invariant else problem.rows
     H = max(problem.widths)
@@ -278,7 +307,7 @@ def triton_projection(problem: Problem) -> Plan:
         problem.columns,
         problem.dtype,
         has_residuals=problem.has_residuals,
-        split_only=invariant,
+        split_only=invariant or split_only,
     )
     if invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"

@@ -160,6 +160,15 @@ class QuantizedWeight:
         weight.__dict__.update(codes=codes, scales=scales, global_scale=global_scale, format=format, block=block)
         return weight
 
+    def scaled_where(self, dtype: torch.dtype) -> str:
+        """What a kernel for rows of `dtype` scales, so that no 16-bit number is rounded for it: "codes" where
+        code * scale is exact in `dtype`, else fp32 sums over "blocks" of columns or over whole "rows"."""
+        if self.block[1] >= self.shape[1]:
+            return "rows"
+        # e2m1 * e4m3 has 6 significant bits and lies in [2^-10, 2688]; a power of two may leave fp16's range.
+        kind = self.scales.dtype
+        return "codes" if kind == E4M3 or (kind == E8M0 and dtype != torch.float16) else "blocks"
+
     def to(self, device: torch.device | str) -> QuantizedWeight:
         codes, scales, global_scale = (None if tensor is None else tensor.to(device) for tensor in self.tensors)
         assert codes is not None and scales is not None

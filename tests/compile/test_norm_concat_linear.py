@@ -11,8 +11,10 @@ from torch import Tensor
 
 from eagle_kernels import plan
 from eagle_kernels.model_shapes import model_shapes
-from eagle_kernels.ops.norm_concat_linear import Projection
+from eagle_kernels.ops.norm_concat_linear_quantized import QuantizedProjection
+from eagle_kernels.ops.projection import Projection
 from eagle_kernels.ops.sources import Sources
+from eagle_kernels.quantized_weight import FORMATS, QuantizedWeight, scale_shape
 
 if plan.SETTINGS.triton_interpret:
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled", allow_module_level=True)
@@ -59,8 +61,10 @@ def call(
     post_norm: bool = False,
     eps: tuple[float, ...] = (1e-6,),
     aligned: bool = True,
+    format: str | None = None,
 ) -> list[Launch]:
-    """What a call would launch on an `arch`. gains: tensors that the gain comes in, 0 where it is folded."""
+    """What a call would launch on an `arch`. gains: tensors that the gain comes in, 0 where it is folded; format: of a
+    quantized weight."""
     T = source_rows or N
     chunks = [tensor(T, K * H, dtype=dtype)] if packed else [tensor(T, H, dtype=dtype, stride=stride) for _ in range(K)]
     gains = (K if norm == "chunk" else 1 if norm == "concat" else 0) if gains is None else gains
@@ -76,15 +80,12 @@ def call(
         [None if kind is None else tensor(N, dtype=kind) for kind in indices],
         tensor(T, K, dtype=FP32) if statistics else None,
     )
-    projection = Projection(
-        tensor(D, K * H, dtype=dtype),
-        None if bias is None else tensor(D, dtype=bias),
-        tensor(D, dtype=dtype) if post_norm else None,
-        1e-6,
-    )
+    weight = tensor(D, K * H, dtype=dtype) if format is None else quantized(format, D, K * H)
+    epilogue = (None if bias is None else tensor(D, dtype=bias), tensor(D, dtype=dtype) if post_norm else None, 1e-6)
+    projection = Projection(weight, *epilogue) if format is None else QuantizedProjection(weight, *epilogue)
     problem = plan.Problem(
         "norm_concat_linear",
-        projection.weight.device,
+        torch.device("meta"),
         K,
         N,
         dtype,
@@ -95,9 +96,21 @@ def call(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "gpu_of", lambda device: Gpu(f"no table for {arch}", arch, SHARED_LIMIT[arch]))
-        chosen = plan.triton_projection(problem)
+        if format is None:
+            chosen = plan.triton_projection(problem)
+        else:
+            scales_sums = weight.scaled_where(dtype) == "blocks"
+            problem = problem._replace(block_columns=weight.block[1], scales_sums=scales_sums)
+            chosen = plan.quantized_projection(problem, "triton", "", "")
     out = tensor(N, D, dtype=dtype)
     return launches(lambda: kernels.run(sources, projection, out, chosen), [kernels, memory_kernels], arch)
+
+
+def quantized(format: str, D: int, W: int) -> QuantizedWeight:
+    kind = FORMATS[format]
+    codes = tensor(D, W // kind.columns_per_code, dtype=kind.codes)
+    scales = tensor(*scale_shape(kind, (D, W)), dtype=kind.scales[-1])
+    return QuantizedWeight(codes, scales, format, tensor(1, dtype=FP32) if format == "nvfp4" else None)
 
 
 def preset_calls(arch: Arch) -> dict[str, list[Launch]]:
@@ -127,6 +140,10 @@ FEATURES: dict[str, dict[str, object]] = {
     "concat post norm": {"norm": "concat", "post_norm": True, "bias": BF16, "statistics": True},
     "fp16": {"dtype": FP16, "residuals": (True, True, True)},
     "odd D": {"D": 4095, "H": 4000},
+    **{format: {"format": format} for format in FORMATS},
+    "fp8_block128 residuals": {"format": "fp8_block128", "residuals": (True, True, True)},
+    "mxfp8 fp16": {"format": "mxfp8", "dtype": FP16},
+    "nvfp4 folded": {"format": "nvfp4", "gains": 0},
 }
 
 

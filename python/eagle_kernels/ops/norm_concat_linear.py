@@ -158,7 +158,7 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **
     sources.check(OP)
     matrices = sources.as_matrices()
     if isinstance(weight, QuantizedWeight):
-        return quantized.plan_of(matrices, weight)
+        return quantized.plan_of(matrices, weight, matrices.rows, arguments.get("post_norm_weight") is not None)
     projection = Projection(weight, arguments.get("bias"), arguments.get("post_norm_weight"), post_norm_eps)
     return _plan(matrices, projection, matrices.rows)
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register, registered_ops
 from ..plan import Kernel, Plan, choose
 from ..quantized_weight import QuantizedWeight
+from ..triton_kernels.alignment import alignment
 from .call import run_primitive
 from .norm_concat import ARGUMENTS
 from .projection import OP, Projection, check_epilogue, eps_name, expected_weight, project_formula
@@ -99,22 +101,38 @@ class NormConcatLinearQuantized(NamedTuple):
         out.copy_(project_formula(normed, dense, sources.norm_offset))
 
 
-def plan_of(sources: Sources, weight: QuantizedWeight) -> Plan:
-    return choose(PRIMITIVE, sources.chunks[0].device, sources.num_chunks)
+def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
+    device, dtype = sources.chunks[0].device, sources.chunks[0].dtype
+    if device.type == "cpu" and plans.SETTINGS.backend != "triton":  # which tests force
+        return choose(PRIMITIVE, device, sources.num_chunks)
+    _, elements_aligned = alignment(*sources.chunks, *sources.residuals, *sources.gains, weight.codes)
+    has_residuals, (D, _) = bool(sources.residuals), weight.shape
+    sizes = (sources.num_chunks, rows, dtype, D, sources.widths, has_residuals, has_post_norm)
+    scales_sums = weight.scaled_where(dtype) == "blocks"
+    return choose(PRIMITIVE, device, *sizes, True, elements_aligned, weight.block[1], scales_sums)
 
 
 def can_read_codes(device: torch.device) -> bool:
-    """Whether a kernel of this device does."""
-    return choose(PRIMITIVE, device, 1).kernel is Kernel.FUSED
+    """Whether a kernel of this device does, where the sizes suit it."""
+    if device.type == "cpu":
+        return choose(PRIMITIVE, device, 1).kernel is Kernel.FUSED
+    return device.type == "cuda" and plans.unsupported_reason("triton", device) is None
 
 
 def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
     record = NormConcatLinearQuantized(sources, projection, out)
-    if plan_of(sources, projection.weight).kernel is Kernel.FUSED:
+    rows = out.size(0) if out.dim() else 0
+    plan = plan_of(sources, projection.weight, rows, projection.post_norm_weight is not None)
+    if plan.kernel is Kernel.FUSED:
         run_primitive(record, PRIMITIVE)
     else:
         record.check()
-        record.reference()
+        if plan.backend == "triton":
+            from ..triton_kernels import norm_concat_linear as kernels
+
+            kernels.run(sources, projection, out, plan)
+        else:
+            record.reference()
     increment_version((out,))
 
 

@@ -1,0 +1,58 @@
+"""The Triton kernels on quantized weights in the interpreter: every format, cut and dtype against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import eagle_kernels as ek
+from accuracy import allow_independent_roundings, expect
+from cases import Case, operands
+from eagle_kernels import plan as plans
+from eagle_kernels.quantized_weight import FORMATS
+from eagle_kernels.tuned_configs import Tiles
+from guards import GuardedRows
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory", "triton_backend"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of NaN that are meant
+]
+
+TILES = {
+    "one block": Tiles(BT=16, BD=32, BK=128, splits=1, swap=False, num_warps=4, num_stages=2, finalise_columns=32),
+    "splits": Tiles(BT=16, BD=16, BK=32, splits=3, swap=False, num_warps=4, num_stages=2, finalise_columns=64),
+    "swap": Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalise_columns=64),
+}
+
+CASES = [
+    Case("bf16", (128,) * 3, 7, D=150),
+    Case("bf16", (256,) * 2, 3, "concat", D=33, residuals="all", norm_offset=1.0, bias="fp32"),
+    Case("bf16", (384,) * 1, 17, "none", D=130, indices="shared"),
+    Case("fp16", (128,) * 2, 5, D=40, post_norm="dtype", gain="fp32"),
+    Case("fp16", (128,) * 2, 5, "none", D=40),
+    Case("fp32", (128,) * 2, 4, D=40, gain="none"),
+]
+
+
+# Every format and case in one cut, and every format in every cut: the cut turns with both.
+CALLS = [
+    pytest.param(format, case, list(TILES)[(i + j) % 3], id=f"{format}-{case.id}-{list(TILES)[(i + j) % 3]}")
+    for i, format in enumerate(FORMATS)
+    for j, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("format", "case", "tiles"), CALLS)
+def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (TILES[tiles], "the test wants it"))
+    call = operands(case)
+    weight = ek.quantize(call.projection["weight"], format)
+    _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
+    guarded = GuardedRows(call.N, case.D, case.dtype)
+    call = replace(call, projection=call.projection | {"weight": weight})
+    plan = ek.explain("norm_concat_linear", call.chunks, **call.sources, **call.projection)
+    BK = min(TILES[tiles].BK, weight.block[1]) if weight.scaled_where(case.dtype) == "blocks" else TILES[tiles].BK
+    assert (plan.backend, plan.tiles) == ("triton", replace(TILES[tiles], BK=BK)), plan
+    call.norm_concat_linear(out=guarded.view)
+    guarded.check_around()
+    allow_independent_roundings(expected).check(guarded.view)
