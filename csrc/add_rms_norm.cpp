@@ -57,11 +57,7 @@ void add_rms_norm_out(const Tensor& hidden_tensor, const Tensor& residual_tensor
 
 constexpr cpu::PerIsa kCpu([](auto isa) { return &add_rms_norm_cpu<isa>; });
 
-void run_on_cpu(const AddRmsNorm& record, int32_t) {
-  const auto kernel = kCpu.active();
-  cpu::parallel_over(record.num_rows, record.width,
-                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
-}
+void run_on_cpu(const AddRmsNorm& record, int32_t) { cpu::parallel_rows(kCpu.active(), record, record.width); }
 
 }  // namespace
 
@@ -79,9 +75,7 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
 namespace {
 
 void run_on_cuda(const AddRmsNorm& record, int32_t device_index) {
-  if (record.num_rows == 0 || record.width == 0) return;
-  const cuda::CurrentDevice device(kOp, device_index);
-  cuda::expect_success(kOp, add_rms_norm_cuda(record, device.get()));
+  if (record.num_rows > 0 && record.width > 0) cuda::launch(kOp, add_rms_norm_cuda, record, device_index);
 }
 
 }  // namespace

@@ -60,11 +60,7 @@ void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& resid
 
 constexpr cpu::PerIsa kCpu([](auto isa) { return &capture_hidden_cpu<isa>; });
 
-void run_on_cpu(const CaptureHidden& record, int32_t) {
-  const auto kernel = kCpu.active();
-  cpu::parallel_over(record.num_rows, record.width,
-                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
-}
+void run_on_cpu(const CaptureHidden& record, int32_t) { cpu::parallel_rows(kCpu.active(), record, record.width); }
 
 }  // namespace
 
@@ -80,9 +76,7 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
 namespace {
 
 void run_on_cuda(const CaptureHidden& record, int32_t device_index) {
-  if (record.num_rows == 0) return;
-  const cuda::CurrentDevice device(kOp, device_index);
-  cuda::expect_success(kOp, capture_hidden_cuda(record, device.get()));
+  if (record.num_rows > 0) cuda::launch(kOp, capture_hidden_cuda, record, device_index);
 }
 
 }  // namespace

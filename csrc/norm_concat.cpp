@@ -48,9 +48,7 @@ namespace {
 
 void run_on_cuda(const NormConcat& record, int32_t device_index) {
   check(record.source.num_chunks <= cuda::kMaxChunks, kOp, "chunks", "count on CUDA");
-  if (record.num_rows == 0) return;
-  const cuda::CurrentDevice device(kOp, device_index);
-  cuda::expect_success(kOp, norm_concat_cuda(record, device.get()));
+  if (record.num_rows > 0) cuda::launch(kOp, norm_concat_cuda, record, device_index);
 }
 
 }  // namespace

@@ -160,8 +160,7 @@ void run_on_cuda(const NormConcatLinear& record, const Tensor&, const Tensor& ou
   check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
   check(norm_concat_linear_is_aligned(record), kOp, "operands", "alignment");
   if (record.num_rows == 0 || record.num_columns == 0) return;
-  const cuda::CurrentDevice device(kOp, View(out).device_index);
-  cuda::expect_success(kOp, norm_concat_linear_cuda(record, device.get()));
+  cuda::launch(kOp, norm_concat_linear_cuda, record, View(out).device_index);
 }
 
 }  // namespace

@@ -83,9 +83,7 @@ constexpr cpu::PerIsa kCpu([](auto isa) { return &vocab_parallel_embedding_cpu<i
 
 void run_on_cpu(VocabParallelEmbedding record, int32_t) {
   if (record.scale_tensor.data != nullptr) record.scale = value_of(record.scale_tensor);
-  const auto kernel = kCpu.active();
-  cpu::parallel_over(record.num_rows, record.width,
-                     [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
+  cpu::parallel_rows(kCpu.active(), record, record.width);
 }
 
 }  // namespace
@@ -104,9 +102,7 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
 namespace {
 
 void run_on_cuda(const VocabParallelEmbedding& record, int32_t device_index) {
-  if (record.num_rows == 0 || record.width == 0) return;
-  const cuda::CurrentDevice device(kOp, device_index);
-  cuda::expect_success(kOp, vocab_parallel_embedding_cuda(record, device.get()));
+  if (record.num_rows > 0 && record.width > 0) cuda::launch(kOp, vocab_parallel_embedding_cuda, record, device_index);
 }
 
 }  // namespace

@@ -9,8 +9,7 @@ namespace eagle_kernels::cpu {
 
 inline void norm_concat(const NormConcat& op) {
   static constexpr PerIsa kKernels([](auto isa) { return &norm_concat_cpu<isa>; });
-  const auto kernel = kKernels.active();
-  parallel_over(op.num_rows, op.source.width, [&](int64_t begin, int64_t end) { kernel(op, begin, end); });
+  parallel_rows(kKernels.active(), op, op.source.width);
 }
 
 }  // namespace eagle_kernels::cpu

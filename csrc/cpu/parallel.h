@@ -50,4 +50,10 @@ void parallel_over(int64_t count, int64_t elements_each, const Function& functio
   }
 }
 
+// kernel(record, begin, end) over the rows of a record, whose rows have `width` elements.
+template <class Record>
+void parallel_rows(void (*kernel)(const Record&, int64_t, int64_t), const Record& record, int64_t width) {
+  parallel_over(record.num_rows, width, [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
+}
+
 }  // namespace eagle_kernels::cpu

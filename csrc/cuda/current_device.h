@@ -23,4 +23,11 @@ class CurrentDevice {
 // Raises where a CUDA call, or a launcher, returned an error.
 void expect_success(const char* op, int code);
 
+// One launch on the tensors' device and torch's stream.
+template <class Record>
+void launch(const char* op, int (*launcher)(const Record&, const Device&), const Record& record, int32_t device_index) {
+  const CurrentDevice device(op, device_index);
+  expect_success(op, launcher(record, device.get()));
+}
+
 }  // namespace eagle_kernels::cuda
