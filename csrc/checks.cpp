@@ -37,7 +37,9 @@ void refuse(const char* op, const char* argument, const char* rule, std::source_
 }
 
 const TorchDType kTorchFloat{aoti_torch_dtype_float32()}, kTorchBFloat16{aoti_torch_dtype_bfloat16()},
-    kTorchHalf{aoti_torch_dtype_float16()}, kTorchInt{aoti_torch_dtype_int32()}, kTorchLong{aoti_torch_dtype_int64()};
+    kTorchHalf{aoti_torch_dtype_float16()}, kTorchInt{aoti_torch_dtype_int32()}, kTorchLong{aoti_torch_dtype_int64()},
+    kTorchInt8{aoti_torch_dtype_int8()}, kTorchByte{aoti_torch_dtype_uint8()},
+    kTorchFloat8E4M3{aoti_torch_dtype_float8_e4m3fn()}, kTorchFloat8E8M0{torch_dtype_float8_e8m0fnu()};
 
 View::View(const Tensor& tensor) {
   const AtenTensorHandle handle = tensor.get();

@@ -36,7 +36,8 @@ struct TorchDType {
   bool operator==(const TorchDType&) const = default;
 };
 
-extern const TorchDType kTorchFloat, kTorchBFloat16, kTorchHalf, kTorchInt, kTorchLong;
+extern const TorchDType kTorchFloat, kTorchBFloat16, kTorchHalf, kTorchInt, kTorchLong, kTorchInt8, kTorchByte,
+    kTorchFloat8E4M3, kTorchFloat8E8M0;
 
 // What is read of a tensor, once: each accessor of the stable ABI is a call into libtorch.
 struct View {

@@ -1,4 +1,5 @@
-// norm_concat_linear: from tensors to the record, and the primitive of both devices, and that of two steps on CPU.
+// norm_concat_linear: from tensors to the record, and the primitive of both devices; on CPU also those of two steps and
+// of a quantized weight.
 #include "norm_concat_linear.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -19,6 +20,35 @@ namespace eagle_kernels {
 namespace {
 
 constexpr const char* kOp = "norm_concat_linear";
+constexpr const char* kQuantizedOp = "norm_concat_linear_quantized";
+
+// All of the record but the weight.
+NormConcatLinear record_of(const char* op, const Sources& sources, const OptionalTensor& bias_tensor,
+                           const OptionalTensor& post_norm_tensor, double post_norm_eps, const View& out,
+                           const Tensor& out_tensor) {
+  const int64_t columns = out.size(1);
+  NormConcatLinear record{};
+  record.source = sources.concat;
+  record.num_rows = out.size(0);
+  record.num_columns = columns;
+  if (bias_tensor) {
+    const View bias(*bias_tensor);
+    check_vector(op, "bias", bias, columns, sources.first);
+    check_no_overlap(op, "out", out, bias);
+    record.bias = {bias.data, bias.type()};
+  }
+  if (post_norm_tensor) {
+    const View gain(*post_norm_tensor);
+    check_vector(op, "post_norm_weight", gain, columns, sources.first);
+    check_no_overlap(op, "out", out, gain);
+    check_eps(op, "post_norm_eps", post_norm_eps);
+    record.post_norm_gain = {gain.data, gain.type()};
+    record.post_norm_eps = static_cast<float>(post_norm_eps);
+  }
+  record.out = out_tensor.mutable_data_ptr();
+  record.out_row_stride = out.stride(0);
+  return record;
+}
 
 template <auto run>
 void norm_concat_linear_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
@@ -30,33 +60,13 @@ void norm_concat_linear_out(const std::vector<Tensor>& chunks, int64_t num_chunk
   const View out(out_tensor), weight(weight_tensor);
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kOp, arguments, out);
-  const int64_t rows = out.size(0), columns = out.size(1);
   check_operand(kOp, "weight", weight, sources.first);
-  check_shape(kOp, "weight", weight, columns, sources.concat.width);
+  check_shape(kOp, "weight", weight, out.size(1), sources.concat.width);
   check_no_overlap(kOp, "out", out, weight);
 
-  NormConcatLinear record{};
-  record.source = sources.concat;
-  record.num_rows = rows;
-  record.num_columns = columns;
+  NormConcatLinear record = record_of(kOp, sources, bias_tensor, post_norm_tensor, post_norm_eps, out, out_tensor);
   record.weight = weight.data;
   record.weight_row_stride = weight.stride(0);
-  if (bias_tensor) {
-    const View bias(*bias_tensor);
-    check_vector(kOp, "bias", bias, columns, sources.first);
-    check_no_overlap(kOp, "out", out, bias);
-    record.bias = {bias.data, bias.type()};
-  }
-  if (post_norm_tensor) {
-    const View gain(*post_norm_tensor);
-    check_vector(kOp, "post_norm_weight", gain, columns, sources.first);
-    check_no_overlap(kOp, "out", out, gain);
-    check_eps(kOp, "post_norm_eps", post_norm_eps);
-    record.post_norm_gain = {gain.data, gain.type()};
-    record.post_norm_eps = static_cast<float>(post_norm_eps);
-  }
-  record.out = out_tensor.mutable_data_ptr();
-  record.out_row_stride = out.stride(0);
   run(record, weight_tensor, out_tensor);
 }
 
@@ -107,6 +117,79 @@ void run_on_cpu(NormConcatLinear record, const Tensor&, const Tensor&) {
                      [&](int64_t begin, int64_t end) { kernels.post_norm(record, begin, end); });
 }
 
+WeightType weight_type_of(TorchDType codes) {
+  if (codes == kTorchByte) return WeightType::kFloat4E2M1;
+  return codes == kTorchInt8 ? WeightType::kInt8 : WeightType::kFloat8E4M3;
+}
+
+ScaleType scale_type_of(TorchDType scales) {
+  if (scales == kTorchFloat) return ScaleType::kFloat32;
+  return scales == kTorchFloat8E8M0 ? ScaleType::kFloat8E8M0 : ScaleType::kFloat8E4M3;
+}
+
+bool is_block_width(int64_t columns, int64_t width) {
+  return columns >= width || columns == 16 || columns == 32 || columns == 64 || (columns > 0 && columns % 128 == 0);
+}
+
+int64_t num_blocks(int64_t size, int64_t block) { return size / block + (size % block != 0); }
+
+void add_codes(const Sources& sources, const View& codes, const View& out, NormConcatLinear& record) {
+  const char* op = kQuantizedOp;
+  const int64_t width = sources.concat.width, codes_per_element = codes.dtype == kTorchByte ? 2 : 1;
+  check_device(op, "codes", codes, sources.first);
+  check(codes.dtype == kTorchFloat8E4M3 || codes.dtype == kTorchInt8 || codes.dtype == kTorchByte, op, "codes",
+        "dtype");
+  check_rows(op, "codes", codes);
+  check(width % codes_per_element == 0, op, "codes", "columns");
+  check_shape(op, "codes", codes, out.size(1), width / codes_per_element);
+  check_no_overlap(op, "out", out, codes);
+  record.weight = codes.data;
+  record.weight_row_stride = codes.stride(0);
+  record.weight_type = weight_type_of(codes.dtype);
+}
+
+Scales scales_of(const Sources& sources, const View& scales, const std::optional<View>& global_scale,
+                 int64_t block_rows, int64_t block_columns, const View& out) {
+  const char* op = kQuantizedOp;
+  const int64_t columns = out.size(1), width = sources.concat.width;
+  check(block_rows >= 1 && is_block_width(block_columns, width), op, "block", "value");
+  check_device(op, "scales", scales, sources.first);
+  check(scales.dtype == kTorchFloat || scales.dtype == kTorchFloat8E8M0 || scales.dtype == kTorchFloat8E4M3, op,
+        "scales", "dtype");
+  check_rows(op, "scales", scales);
+  check_shape(op, "scales", scales, num_blocks(columns, block_rows), num_blocks(width, block_columns));
+  check_no_overlap(op, "out", out, scales);
+  if (global_scale) {
+    check_device(op, "global_scale", *global_scale, sources.first);
+    check_dtype(op, "global_scale", *global_scale, kTorchFloat);
+    check(global_scale->numel() == 1, op, "global_scale", "shape");
+    check_no_overlap(op, "out", out, *global_scale);
+  }
+  return {.data = scales.data,
+          .type = scale_type_of(scales.dtype),
+          .row_stride = scales.stride(0),
+          .block_rows = block_rows,
+          .block_columns = block_columns,
+          .global = global_scale ? static_cast<const float*>(global_scale->data) : nullptr};
+}
+
+void norm_concat_linear_quantized_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
+                                      const std::vector<Tensor>& gains, const std::vector<double>& eps,
+                                      double norm_offset, const OptionalTensors& residuals,
+                                      const OptionalTensors& indices, const OptionalTensor& sum_squares,
+                                      const Tensor& codes, const Tensor& scales,
+                                      const OptionalTensor& global_scale, int64_t block_rows, int64_t block_columns,
+                                      const OptionalTensor& bias, const OptionalTensor& post_norm_weight,
+                                      double post_norm_eps, const Tensor& out_tensor) {
+  const View out(out_tensor);
+  const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
+  const Sources sources(kQuantizedOp, arguments, out);
+  NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_weight, post_norm_eps, out, out_tensor);
+  add_codes(sources, View(codes), out, record);
+  record.scales = scales_of(sources, View(scales), view_of(global_scale), block_rows, block_columns, out);
+  run_on_cpu(record, codes, out_tensor);
+}
+
 // A matrix in memory that is somebody else's.
 Tensor matrix(const void* data, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides, const View& like) {
   AtenTensorHandle handle;
@@ -143,11 +226,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
   m.def(("norm_concat_linear_out(" + kSourcesSchema +
          ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
             .c_str());
+  m.def(("norm_concat_linear_quantized_out(" + kSourcesSchema +
+         ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, int block_columns, Tensor? bias, "
+         "Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
+            .c_str());
   m.def(("norm_concat_linear_two_step_out(" + kSourcesSchema + ", Tensor weight, Tensor(a!) out) -> ()").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
   m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cpu>));
+  m.impl("norm_concat_linear_quantized_out", TORCH_BOX(&norm_concat_linear_quantized_out));
   m.impl("norm_concat_linear_two_step_out", TORCH_BOX(&norm_concat_linear_two_step_out));
 }
 

@@ -7,12 +7,31 @@
 
 namespace eagle_kernels {
 
+// A weight in the chunks' dtype, or as codes, whose row stride is in bytes. A byte has two of kFloat4E2M1, the even
+// column's in the low four bits.
+enum class WeightType : int32_t { kChunks, kFloat8E4M3, kInt8, kFloat4E2M1 };
+
+enum class ScaleType : int32_t { kFloat32, kFloat8E8M0, kFloat8E4M3 };
+
+// weight[d][c] = codes[d][c] * scales[d / block_rows][c / block_columns] * global. A block is as wide as the weight, or
+// a multiple of 128 columns, or a power of two from 16 to 64.
+struct Scales {
+  const void* data;
+  ScaleType type;
+  int64_t row_stride;
+  int64_t block_rows;
+  int64_t block_columns;
+  const float* global;  // or null: 1
+};
+
 struct NormConcatLinear {
   Concat source;
   int64_t num_rows;     // N
   int64_t num_columns;  // D
   const void* weight;   // [D, source.width]
   int64_t weight_row_stride;
+  WeightType weight_type;
+  Scales scales;          // of codes
   Vector bias;            // [D] or absent
   Vector post_norm_gain;  // [D] or absent: no post norm; scaled by norm_offset + gain like the chunks
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too

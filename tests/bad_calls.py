@@ -5,7 +5,7 @@ call. The same table is for the public ops: each case has to come out as a worde
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ class BadCall:
 def rows(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
+
+# A primitive of the CPU alone, and no public op: norm_concat_linear runs it where its weight is a QuantizedWeight.
+QUANTIZED = "norm_concat_linear_quantized"
 
 _SOURCES = {
     "chunks": lambda: [rows(T, H) for _ in range(K)],
@@ -82,6 +85,16 @@ GOOD: dict[str, dict] = {
     "norm_concat": _SOURCES | {"out": lambda: rows(T, K * H)},
     "norm_concat_linear": _SOURCES
     | {"weight": lambda: rows(D, K * H), "bias": None, "post_norm_weight": None, "out": lambda: rows(T, D)},
+    QUANTIZED: _SOURCES
+    | {
+        "codes": lambda: rows(D, K * H).to(torch.float8_e4m3fn),
+        "scales": lambda: torch.rand(D, K * H // 16 + 1),
+        "global_scale": lambda: torch.ones(1),
+        "block": (1, 16),
+        "bias": None,
+        "post_norm_weight": None,
+        "out": lambda: rows(T, D),
+    },
 }
 
 # What can be wrong with one tensor, by name: the tensor as it should be -> the bad one.
@@ -240,6 +253,35 @@ def _norm_concat_linear_calls() -> Iterator[BadCall]:
     yield BadCall(op, "cuda-alignment", unaligned, direct_only=planned, backends=("cuda",))
 
 
+def _norm_concat_linear_quantized_calls() -> Iterator[BadCall]:
+    op, columns = QUANTIZED, K * H
+
+    def bad(name: str, change: Callable[[dict], dict]) -> BadCall:
+        return BadCall(op, name, change)
+
+    def nibbles(width: int) -> Tensor:
+        return torch.randint(0, 256, (D, width), dtype=torch.uint8)
+
+    odd = {"chunks": [rows(T, 3), rows(T, 4)], "norm_weight": None, "codes": nibbles(3)}
+    calls = [
+        bad("chunks-rows", lambda good: {"chunks": [*good["chunks"][:2], rows(T + 1, H)]}),
+        *_wrong(op, "codes", (*OPERAND, "shape", "rows")),
+        bad("codes-e5m2", lambda good: {"codes": good["codes"].to(torch.float8_e5m2)}),
+        bad("codes-nibbles_of_every_column", lambda good: {"codes": nibbles(columns)}),
+        bad("codes-nibbles_of_odd_width", lambda good: odd),
+        bad("codes-overlap", lambda good: {"out": _first(good["codes"], torch.bfloat16, T, D)}),
+        *_wrong(op, "scales", (*OPERAND, "shape", "rows")),
+        bad("scales-overlap", lambda good: {"out": _first(good["scales"], torch.bfloat16, T, D)}),
+        *_wrong(op, "global_scale", ("device", "dtype", "shape")),
+        bad("global_scale-overlap", lambda good: {"global_scale": _first(good["out"], torch.float32, 1)}),
+        bad("bias-shape", lambda good: {"bias": rows(D + 1)}),
+    ]
+    for block in ((0, 16), (1, 0), (1, -128), (1, 8), (1, 20)):
+        calls.append(bad(f"block-{block[0]}x{block[1]}", lambda good, block=block: {"block": block}))
+    for call in calls:
+        yield replace(call, direct_only="a QuantizedWeight has checked itself", backends=("cpu",))
+
+
 def _capture_hidden_calls() -> Iterator[BadCall]:
     op = "capture_hidden"
 
@@ -319,4 +361,5 @@ BAD_CALLS: tuple[BadCall, ...] = (
     *_vocab_parallel_embedding_calls(),
     *_norm_concat_calls(),
     *_norm_concat_linear_calls(),
+    *_norm_concat_linear_quantized_calls(),
 )

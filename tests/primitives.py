@@ -54,6 +54,20 @@ def _norm_concat_linear(
     return (*_sources(**sources | {"eps": eps}), weight, bias, post_norm_weight, post_norm_eps, out)
 
 
+def _norm_concat_linear_quantized(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    block: tuple[int, int],
+    bias: Tensor | None,
+    post_norm_weight: Tensor | None,
+    out: Tensor,
+    **sources: object,
+) -> tuple:
+    *operands, _, bias, post, post_eps, out = _norm_concat_linear(codes, bias, post_norm_weight, out, **sources)
+    return (*operands, codes, scales, global_scale, *block, bias, post, post_eps, out)
+
+
 def _capture_hidden(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> tuple:
     return hidden, residual, out, sum_squares
 
@@ -75,6 +89,7 @@ def _vocab_parallel_embedding(ids: Tensor, weight: Tensor, shard: object, scale:
 _ADAPTERS = {
     "norm_concat": _norm_concat,
     "norm_concat_linear": _norm_concat_linear,
+    "norm_concat_linear_quantized": _norm_concat_linear_quantized,
     "capture_hidden": _capture_hidden,
     "add_rms_norm": _add_rms_norm,
     "vocab_parallel_embedding": _vocab_parallel_embedding,

@@ -4,13 +4,14 @@
 // reads it at half of the memory's speed. Here the weight streams row-major, as the checkpoint has it: the rows are
 // normed and rounded once into a packed operand that stays in the cache, and no copy of the weight is ever made.
 //
-// Two projections: project_amx.h for bf16 on the tile unit, project_dot.h for everything else. Both sum a column of the
-// output in an order that depends on K*H alone, so the bits of a row do not depend on N, on the other rows or on the
-// split over threads.
+// Three projections: project_quantized.h for a weight of codes, project_amx.h for bf16 on the tile unit, project_dot.h
+// for everything else. Each sums a column of the output in an order that depends on K*H (and the blocks of scales)
+// alone, so the bits of a row do not depend on N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
 #include "project_dot.h"
+#include "project_quantized.h"
 #if defined(__AMX_BF16__)
 #include "project_amx.h"
 #endif
@@ -19,7 +20,10 @@ namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
 #if defined(__AMX_BF16__)
-bool on_tiles(const NormConcatLinear& op) { return op.source.dtype == DType::kBFloat16; }
+// A weight of codes has no kernel on tiles: there it runs that of avx512_bf16.
+bool on_tiles(const NormConcatLinear& op) {
+  return op.source.dtype == DType::kBFloat16 && op.weight_type == WeightType::kChunks;
+}
 #endif
 
 template <class T>
@@ -48,7 +52,7 @@ int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
 #endif
   int64_t bytes = 0;
   with_dtype(op.source.dtype, [&](auto type) { bytes = dot_workspace<decltype(type)>(op); });
-  return bytes;
+  return op.weight_type == WeightType::kChunks ? bytes : bytes + totals_workspace(op);
 }
 
 template <>
@@ -78,7 +82,11 @@ void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) return amx_project(op, panel_begin, panel_end);
 #endif
-  with_dtype(op.source.dtype, [&](auto type) { dot_project<decltype(type)>(op, panel_begin, panel_end); });
+  with_dtype(op.source.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (op.weight_type == WeightType::kChunks) return dot_project<T>(op, panel_begin, panel_end);
+    with_code(op.weight_type, [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
+  });
 }
 
 template <>

@@ -52,24 +52,6 @@ inline float* panel_sums(const NormConcatLinear& op, int64_t panel) {
   return reinterpret_cast<float*>(static_cast<char*>(op.workspace) + sums_offset(op, panel));
 }
 
-// Transposes 16x16 lanes of 32 bits: each stage swaps the off-diagonal quarters of every block of 2 * stride.
-inline void transpose(__m512i (&rows)[kTile]) {
-  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-#pragma GCC unroll 4
-  for (int stride = 1; stride < kTile; stride *= 2) {
-    const __mmask16 right = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(stride));
-    const __m512i upper = _mm512_mask_add_epi32(lane, right, lane, _mm512_set1_epi32(kTile - stride));
-    const __m512i lower = _mm512_add_epi32(upper, _mm512_set1_epi32(stride));
-#pragma GCC unroll 16
-    for (int row = 0; row < kTile; ++row) {
-      if (row & stride) continue;
-      const __m512i a = rows[row], b = rows[row + stride];
-      rows[row] = _mm512_permutex2var_epi32(a, upper, b);
-      rows[row + stride] = _mm512_permutex2var_epi32(a, lower, b);
-    }
-  }
-}
-
 // Collects the normed columns of 16 rows, whatever the widths of the chunks, and lays every full tile out.
 struct TilePacker {
   static constexpr int64_t kColumns = 16 * kTileK;

@@ -15,10 +15,10 @@ constexpr int64_t kPanelColumns = 32;
 inline int64_t num_panels(const NormConcatLinear& op) { return (op.num_columns + kPanelColumns - 1) / kPanelColumns; }
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// The fp32 result [N, D] opens the workspace.
+// The fp32 result [N, D] opens the workspace; its bytes are those of whole panels.
 inline float* fp32_rows(const NormConcatLinear& op) { return static_cast<float*>(op.workspace); }
 inline int64_t fp32_rows_bytes(const NormConcatLinear& op) {
-  return round_up(op.num_rows * op.num_columns * sizeof(float), kCacheLine);
+  return op.num_rows * num_panels(op) * kPanelColumns * sizeof(float);
 }
 
 // One step of a dot product: kStep elements of a weight row times as many of a packed row, into the lanes of a sum.
@@ -160,20 +160,19 @@ void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
   }
 }
 
-// Adds the bias to columns [begin, end) of the fp32 result; rounds them into out, unless a post norm comes next.
+// Adds the bias to the sums of columns [begin, end); rounds them into out, or where a post norm comes next stores them
+// as the fp32 result.
 template <class T>
-void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end) {
+void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, const float* sums, int64_t sums_stride) {
   const bool has_bias = op.bias.data != nullptr;
   const bool has_post_norm = op.post_norm_gain.data != nullptr;
-  if (has_post_norm && !has_bias) return;
-  for (int64_t i = 0; i < op.num_rows; ++i) {
-    float* result = fp32_rows(op) + i * op.num_columns + begin;
+  for (int64_t i = 0; i < op.num_rows; ++i, sums += sums_stride) {
     T* out = static_cast<T*>(op.out) + i * op.out_row_stride + begin;
     for_each_vector(end - begin, [&](int64_t d, auto span) {
-      Float value = load(result + d, span);
+      Float value = load(sums + d, span);
       if (has_bias) value += load_vector<T>(op.bias, begin + d, span);
       if (has_post_norm) {
-        store(result + d, value, span);
+        store(fp32_rows(op) + i * op.num_columns + begin + d, value, span);
       } else {
         store(out + d, value, span);
       }
@@ -216,7 +215,8 @@ void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_
         d += columns;
       }
     }
-    finish_columns<T>(op, begin, end);
+    const bool is_finished = op.post_norm_gain.data != nullptr && op.bias.data == nullptr;
+    if (!is_finished) finish_columns<T>(op, begin, end, fp32_rows(op) + begin, op.num_columns);
   }
 }
 

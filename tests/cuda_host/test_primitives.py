@@ -3,7 +3,7 @@
 import pytest
 
 import test_primitives as on_cpu
-from bad_calls import BAD_CALLS, BadCall
+from bad_calls import BAD_CALLS, GOOD, QUANTIZED, BadCall
 from csrc_checks import failure_of, unreached
 
 
@@ -24,7 +24,11 @@ def test_every_check_of_cuda_alone_has_a_call_that_it_refuses(ops: object) -> No
     assert unreached(ops, ON_CUDA, cuda=True) == []
 
 
-test_the_calls_that_the_bad_ones_change_work = on_cpu.test_the_calls_that_the_bad_ones_change_work
+@pytest.mark.parametrize("op", [op for op in GOOD if op != QUANTIZED])
+def test_the_calls_that_the_bad_ones_change_work(op: str, ops: object) -> None:
+    on_cpu.run(ops, op)
+
+
 test_slots_of_one_buffer_are_apart = on_cpu.test_slots_of_one_buffer_are_apart
 test_the_stride_of_one_row_is_not_used = on_cpu.test_the_stride_of_one_row_is_not_used
 test_rows_of_no_columns_have_no_squares = on_cpu.test_rows_of_no_columns_have_no_squares

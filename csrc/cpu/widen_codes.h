@@ -1,0 +1,147 @@
+// The codes of quantized weights as bf16, which has every one of them exactly: e4m3 has 4 significant bits, e2m1 2 and
+// int8 8.
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+
+namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
+namespace {
+
+constexpr float power_of_two(int exponent) {
+  return exponent == -127 ? __builtin_bit_cast(float, 0x00400000) : __builtin_bit_cast(float, (exponent + 127) << 23);
+}
+
+struct Float8E4M3 {
+  static constexpr float value(int code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return __builtin_nanf("");
+    const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * power_of_two(-9)
+                                          : static_cast<float>(8 + mantissa) * power_of_two(exponent - 10);
+    return code & 0x80 ? -magnitude : magnitude;
+  }
+};
+
+struct Float8E8M0 {
+  static constexpr float value(int code) { return code == 255 ? __builtin_nanf("") : power_of_two(code - 127); }
+};
+
+struct Int8 {
+  static constexpr float value(int code) { return static_cast<float>(code < 128 ? code : code - 256); }
+};
+
+struct Float4E2M1 {
+  static constexpr float value(int code) {
+    const int exponent = code >> 1 & 3, mantissa = code & 1;
+    const float magnitude = exponent == 0 ? static_cast<float>(mantissa) / 2
+                                          : static_cast<float>(2 + mantissa) * power_of_two(exponent - 2);
+    return code & 8 ? -magnitude : magnitude;
+  }
+};
+
+// Every code's value, and that in bf16.
+template <class Code>
+struct CodeTable {
+  float values[256] = {};
+  alignas(kCacheLine) uint16_t bits[256] = {};
+  constexpr CodeTable() {
+    for (int code = 0; code < 256; ++code) {
+      values[code] = Code::value(code);
+      bits[code] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, values[code]) >> 16);
+    }
+  }
+};
+template <class Code>
+constexpr CodeTable<Code> kCodeTable{};
+
+#if defined(__AVX512F__)
+// The lanes of `codes` are 16 rows of the weight with four codes each, of e2m1 eight. They become words of two in bf16,
+// the even column in the low half: words[0] columns 0 and 1 of each row, words[stride] columns 2 and 3, ...
+
+// a | (b & c)
+inline __m512i or_masked(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi32(a, b, c, 0xf8); }
+
+inline void widen(__m512i codes, Float4E2M1, UInt* words, int64_t stride) {
+  // Of an index vpermw reads 5 bits, and the table has all codes twice: the bit behind the four does not matter.
+  const __m512i table = _mm512_load_si512(kCodeTable<Float4E2M1>.bits);
+  unrolled<4>([&](auto pair) {
+#if defined(__AVX512VBMI__)
+    constexpr int64_t kShifts = 8 * pair | (8 * pair + 4) << 16;
+    const __m512i shifts = _mm512_set1_epi64(kShifts | (kShifts + 0x200020) << 32);
+    const __m512i index = _mm512_multishift_epi64_epi8(shifts, codes);
+#else
+    const __m512i low = _mm512_srli_epi32(codes, 8 * pair);
+    const __m512i index = _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(low, 12));
+#endif
+    words[pair * stride] = (UInt)_mm512_permutexvar_epi16(index, table);
+  });
+}
+
+#if defined(__AVX512VBMI__)
+// The low or the high bytes of codes 0 to 127 in bf16, one after the other.
+struct BytesOfCodes {
+  alignas(kCacheLine) uint8_t bytes[128] = {};
+  constexpr BytesOfCodes(const uint16_t* bits, int shift) {
+    for (int code = 0; code < 128; ++code) bytes[code] = static_cast<uint8_t>(bits[code] >> shift);
+  }
+  // By the low 7 bits of each index.
+  __m512i look_up(__m512i indices) const {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), indices, _mm512_load_si512(bytes + 64));
+  }
+};
+template <class Code>
+constexpr BytesOfCodes kLowBytes{kCodeTable<Code>.bits, 0};
+template <class Code>
+constexpr BytesOfCodes kHighBytes{kCodeTable<Code>.bits, 8};
+
+template <class Code>
+inline void widen(__m512i codes, Code, UInt* words, int64_t stride) {
+  constexpr bool kIsInteger = std::is_same_v<Code, Int8>;
+  // In each quarter bytes 0 and 1 of its four lanes, then bytes 2 and 3: unpacking takes the first and the second half.
+  const __m128i order = _mm_setr_epi32(0x05040100, 0x0d0c0908, 0x07060302, 0x0f0e0b0a);
+  codes = _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order));
+  const __m512i magnitudes = kIsInteger ? _mm512_abs_epi8(codes) : codes;
+  const __m512i low = kLowBytes<Code>.look_up(magnitudes);
+  __m512i high = kHighBytes<Code>.look_up(magnitudes);
+  if constexpr (kIsInteger) {  // |-128| is no index; 128 in bf16 is 0x4300
+    high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(magnitudes), _mm512_set1_epi8(0x43));
+  }
+  high = or_masked(high, codes, _mm512_set1_epi8(-128));
+  words[0] = (UInt)_mm512_unpacklo_epi8(low, high);
+  words[stride] = (UInt)_mm512_unpackhi_epi8(low, high);
+}
+#else
+inline void widen(__m512i codes, Float8E4M3, UInt* words, int64_t stride) {
+  // 64 codes are one look-up; bit 6 of the code takes the first or the second.
+  const auto look_up = [](int first, __m512i indices) {
+    const uint16_t* bits = kCodeTable<Float8E4M3>.bits + first;
+    return _mm512_permutex2var_epi16(_mm512_load_si512(bits), indices, _mm512_load_si512(bits + 32));
+  };
+  unrolled<2>([&](auto pair) {
+    constexpr int32_t kBytes = static_cast<int32_t>(0x80018000) + 0x00020002 * pair;
+    const __m128i order = _mm_setr_epi32(kBytes, kBytes + 0x00040004, kBytes + 0x00080008, kBytes + 0x000c000c);
+    const __m512i indices = _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order));
+    const __mmask32 upper = _mm512_test_epi16_mask(indices, _mm512_set1_epi16(0x40));
+    const __m512i magnitudes = _mm512_mask_mov_epi16(look_up(0, indices), upper, look_up(64, indices));
+    words[pair * stride] =
+        (UInt)or_masked(magnitudes, _mm512_slli_epi16(indices, 8), _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  });
+}
+
+inline void widen(__m512i codes, Int8, UInt* words, int64_t stride) {
+  unrolled<2>([&](auto pair) {
+    const auto value = [&](int left) {
+      const __m512i code = _mm512_srai_epi32(_mm512_slli_epi32(codes, left), 24);
+      return _mm512_castps_si512(_mm512_cvtepi32_ps(code));
+    };
+    const __m512i even = value(24 - 16 * pair), odd = value(16 - 16 * pair);
+    const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
+    words[pair * stride] = (UInt)or_masked(_mm512_srli_epi32(even, 16), odd, upper);
+  });
+}
+#endif
+#endif
+
+}  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA

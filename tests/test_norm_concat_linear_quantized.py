@@ -1,0 +1,237 @@
+"""The CPU primitive that multiplies a QuantizedWeight, on every instruction set: float64 truth of the dequantized
+weight, whose bits a row's result depends on, what memory is touched, where NaN and infinity go.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from accuracy import expect
+from backends import CPU_ISAS, environment_of, needs_compiled
+from cases import Case, Operands, operands
+from eagle_kernels import QuantizedWeight, plan
+from eagle_kernels.quantized_weight import E4M3, E8M0, FORMATS
+from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
+from primitives import run_primitive
+
+pytestmark = [needs_compiled, pytest.mark.usefixtures("poisoned_memory")]
+
+DTYPES = ["bf16", "fp16", "fp32"]
+# By name: format, dtype of the scales, the share of the rows that is the first of two merged shards.
+WEIGHTS = {
+    **{name: (name, kind.scales[0], None) for name, kind in FORMATS.items()},
+    "fp8_block128_e8m0": ("fp8_block128", E8M0, None),
+    "fp8_block32_e8m0": ("fp8_block32", E8M0, None),
+    "fp8_tensor_of_shards": ("fp8_tensor", torch.float32, 0.4),
+    "fp8_block128_of_shards": ("fp8_block128", torch.float32, 0.4),
+}
+
+
+@pytest.fixture(params=CPU_ISAS, autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with environment_of(EAGLE_KERNELS_CPU_ISA=request.param):
+        assert plan.cpu_isa() == request.param
+        yield request.param
+
+
+def strided(rows: Tensor, fill: int) -> Tensor:
+    """The same rows in a wider buffer, off every alignment; what lies between them is `fill` in every byte."""
+    size = rows.element_size()
+    buffer = torch.full((rows.shape[0], (rows.shape[1] + 9) * size), fill, dtype=torch.uint8).view(rows.dtype)
+    buffer[:, 3:-6] = rows
+    return buffer[:, 3:-6]
+
+
+def random_weight(name: str, D: int, W: int, *, is_strided: bool = False) -> QuantizedWeight:
+    """Random codes of every value but NaN; scales a factor of 16 apart, values up to about 1 / sqrt(W)."""
+    format, scale_dtype, share = WEIGHTS[name]
+    kind = FORMATS[format]
+    shards = None if share is None else [round(D * share), D - round(D * share)]
+    rows, columns = kind.block[0] or D, kind.block[1] or W
+    block_rows = sum(-(-shard // rows) if kind.block[0] else 1 for shard in shards or [D])
+    codes = torch.randint(0, 256, (D, W // kind.columns_per_code), dtype=torch.int16).to(torch.uint8)
+    if kind.codes == E4M3:
+        codes = torch.where(codes & 127 == 127, codes & 128, codes)
+    scales = 2 ** (4 * torch.rand(block_rows, -(-W // columns)) - 2) / (kind.max * W**0.5)
+    global_scale = None
+    if scale_dtype == E8M0:
+        scales = (scales.log2().round() + 127).to(torch.uint8)
+    elif scale_dtype == E4M3:
+        global_scale = torch.tensor(2e-4)
+        scales = scales / global_scale
+    scales = scales.view(E8M0) if scale_dtype == E8M0 else scales.to(scale_dtype)
+    codes = codes.view(kind.codes)
+    if is_strided:
+        codes, scales = strided(codes, 0x7F), strided(scales, 0xFF)
+    return QuantizedWeight(codes, scales, format, global_scale, shards)
+
+
+def project(call: Operands, weight: QuantizedWeight, out: Tensor) -> Tensor:
+    arguments = {"chunks": call.chunks, **call.sources, "block": weight.block, "out": out}
+    arguments |= dict(zip(("codes", "scales", "global_scale"), weight.tensors, strict=True))
+    arguments |= {name: call.projection[name] for name in ("bias", "post_norm_weight")}
+    run_primitive(torch.ops.eagle_kernels_C, "norm_concat_linear_quantized", arguments)
+    return out
+
+
+def projected(call: Operands, weight: QuantizedWeight) -> Tensor:
+    return project(call, weight, torch.full((call.N, weight.shape[0]), float("nan"), dtype=call.case.dtype))
+
+
+def check(case: Case, name: str, *, is_strided: bool = False) -> None:
+    call = operands(case)
+    torch.manual_seed(0)
+    weight = random_weight(name, case.D, sum(case.widths), is_strided=is_strided)
+    truth = dataclasses.replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)})
+    _, expected = expect(truth)
+    guarded = GuardedRows(call.N, case.D, case.dtype)
+    with UnchangedTensors([*call.tensors(), *(tensor for tensor in weight.tensors if tensor is not None)]):
+        project(call, weight, guarded.view)
+    guarded.check_around()
+    expected.check(guarded.view)
+
+
+@pytest.mark.parametrize("T", [0, 1, 2, 5, 17, 64])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_float64_truth(name: str, T: int) -> None:
+    """Widths that end inside a strip, and rows of the weight that end inside a panel."""
+    check(Case("bf16", (96, 96, 96), T, D=67), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_float64_truth_in_each_dtype(name: str, dtype: str) -> None:
+    check(Case(dtype, (352, 352, 352), 7, D=130, bias="fp32", post_norm="dtype"), name, is_strided=True)
+    check(Case(dtype, (1184,), 13, "none", D=33, bias="dtype"), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if "fp4" not in name])
+@pytest.mark.parametrize(("widths", "D"), [((1,), 1), ((101, 102), 31), ((33,), 32), ((577, 90), 33)])
+def test_float64_truth_of_odd_widths(widths: tuple[int, ...], D: int, name: str, dtype: str) -> None:
+    check(Case(dtype, widths, 5, D=D), name, is_strided=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_bits_do_not_depend_on_T_or_threads(name: str, dtype: str) -> None:
+    call = operands(Case(dtype, (160, 96, 128), 70, D=101))
+    weight = random_weight(name, 101, 384)
+    every_row = projected(call, weight)
+    for begin, end in ((0, 1), (0, 2), (3, 8), (69, 70), (20, 37), (5, 69)):
+        rows = dataclasses.replace(call, chunks=[chunk[begin:end] for chunk in call.chunks])
+        out = torch.full((end - begin, 101), float("nan"), dtype=call.case.dtype)
+        assert same_bits(every_row[begin:end], project(rows, weight, out)), (begin, end)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(every_row, projected(call, weight)), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("stale", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_bad_row_stays_in_its_row(name: str, stale: float) -> None:
+    call = operands(Case("bf16", (96, 96, 96), 19, D=40))
+    weight = random_weight(name, 40, 288)
+    clean = projected(call, weight)
+    chunks = [chunk.clone() for chunk in call.chunks]
+    chunks[1][4, 50] = stale
+    dirty = projected(dataclasses.replace(call, chunks=chunks), weight)
+    kept = [row for row in range(19) if row != 4]
+    assert same_bits(clean[kept], dirty[kept]) and not dirty[4].isfinite().any()
+
+
+NAN, INF = float("nan"), float("inf")
+BAD_ROWS = [0, 17, 31, 32, 66]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_block128", "mxfp8"])
+def test_a_nan_code_is_in_its_column_alone(name: str, dtype: str) -> None:
+    call = operands(Case(dtype, (160, 128), 5, D=67))
+    weight = random_weight(name, 67, 288)
+    clean = projected(call, weight)
+    for place, row in enumerate(BAD_ROWS):
+        weight.codes.view(torch.uint8)[row, (0, 1, 127, 128, 287)[place]] = 0x7F if place % 2 else 0xFF
+    check_columns(clean, projected(call, weight), NAN)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "scale", "expected"),
+    [
+        *(("fp8_row", scale, scale) for scale in (NAN, INF, 0.0)),
+        *(("int8_row", scale, scale) for scale in (NAN, INF, 0.0)),
+        *((name, 255, NAN) for name in ("mxfp8", "mxfp4")),
+        *(("nvfp4", scale, NAN) for scale in (0x7F, 0xFF)),
+        *(("nvfp4", scale, 0.0) for scale in (0x00, 0x80)),
+    ],
+)
+def test_a_scale_that_is_no_number_or_zero_is_in_its_column_alone(
+    name: str, scale: float, expected: float, dtype: str
+) -> None:
+    call = operands(Case(dtype, (160, 128), 5, D=67))
+    weight = random_weight(name, 67, 288)
+    clean = projected(call, weight)
+    scales = weight.scales.view(torch.uint8) if weight.scales.element_size() == 1 else weight.scales
+    scales[BAD_ROWS] = scale
+    check_columns(clean, projected(call, weight), expected)
+
+
+def check_columns(clean: Tensor, dirty: Tensor, expected: float) -> None:
+    """BAD_ROWS of the weight have changed: those columns of the result, and no bit of the others."""
+    others = [column for column in range(clean.shape[1]) if column not in BAD_ROWS]
+    assert same_bits(clean[:, others].contiguous(), dirty[:, others].contiguous())
+    changed = dirty[:, BAD_ROWS]
+    assert not (changed.any() if expected == 0 else changed.isfinite().any())
+
+
+def test_a_block_has_its_bad_scale_alone() -> None:
+    """128 rows and columns share it; the columns of the output beside them keep every bit."""
+    call = operands(Case("bf16", (160, 128), 5, D=300))
+    weight = random_weight("fp8_block128", 300, 288)
+    clean = projected(call, weight)
+    weight.scales[1, 2] = float("nan")
+    dirty = projected(call, weight)
+    assert same_bits(clean[:, :128].contiguous(), dirty[:, :128].contiguous()) and dirty[:, 128:256].isnan().all()
+    assert same_bits(clean[:, 256:].contiguous(), dirty[:, 256:].contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8", "mxfp4"])
+def test_every_code_and_scale(name: str, dtype: str) -> None:
+    """Row d has code d, and of e8m0 scale d; x is the identity: the value, rounded once."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).unsqueeze(1).repeat(1, 32)
+    kind = FORMATS[name]
+    codes = codes[:, :16] if kind.columns_per_code == 2 else codes
+    scales = codes[:, :1].contiguous().view(E8M0) if kind.scales == (E8M0,) else torch.full((256, 1), 3.0)
+    weight = QuantizedWeight(codes.contiguous().view(kind.codes), scales, name)
+    call = operands(Case(dtype, (32,), 32, "none", D=256))
+    call = dataclasses.replace(call, chunks=[torch.eye(32, dtype=call.case.dtype)])
+    expected = weight.dequantize(torch.float64).to(call.case.dtype).t()
+    assert torch.equal(projected(call, weight).nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("W", "D"), [(32, 1), (96, 35), (352, 33)])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_nothing_is_read_beyond_codes_and_scales(name: str, W: int, D: int, dtype: str, at: str) -> None:
+    """Between pages that trap: a failure is a segmentation fault."""
+    weight = random_weight(name, D, W)
+    tensors = [None if tensor is None else between_forbidden_pages(tensor, at) for tensor in weight.tensors]
+    guarded = QuantizedWeight.of_tensors(*tensors, weight.format, weight.block)
+    call = operands(Case(dtype, (W,), 3, D=D))
+    assert same_bits(projected(call, guarded), projected(call, weight))
+
+
+def test_no_rows_and_no_columns() -> None:
+    call = operands(Case("bf16", (64,), 3, D=33))
+    weight = QuantizedWeight(torch.empty(0, 64).to(E4M3), torch.empty(0, 1), "fp8_row")
+    assert projected(call, weight).shape == (3, 0)
