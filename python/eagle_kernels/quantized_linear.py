@@ -90,7 +90,8 @@ def load_projection(
         module.load_state_dict(state | module_state(module, name))
         return
     if isinstance(current, QuantizedLinear):
-        setattr(module, name, dense())
+        dtype = next((p.dtype for p in module.parameters()), weight.dtype)  # of the norms, which codes have none of
+        setattr(module, name, dense(dtype=dtype, device=device))
     module.load_state_dict(state | {f"{name}.weight": weight})
 
 
