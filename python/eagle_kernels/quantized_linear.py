@@ -86,7 +86,7 @@ def load_projection(
         bias = state.pop(f"{name}.bias", None)
         if bias is not None:
             bias = bias.to(device, current.bias.dtype)
-        setattr(module, name, QuantizedLinear(weight.to(device), bias))
+        setattr(module, name, QuantizedLinear(weight.to(device, copy=True), bias))
         module.load_state_dict(state | module_state(module, name))
         return
     if isinstance(current, QuantizedLinear):

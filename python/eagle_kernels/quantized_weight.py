@@ -169,8 +169,9 @@ class QuantizedWeight:
         kind = self.scales.dtype
         return "codes" if kind == E4M3 or (kind == E8M0 and dtype != torch.float16) else "blocks"
 
-    def to(self, device: torch.device | str) -> QuantizedWeight:
-        codes, scales, global_scale = (None if tensor is None else tensor.to(device) for tensor in self.tensors)
+    def to(self, device: torch.device | str, copy: bool = False) -> QuantizedWeight:
+        moved = (None if tensor is None else tensor.to(device, copy=copy) for tensor in self.tensors)
+        codes, scales, global_scale = moved
         assert codes is not None and scales is not None
         return QuantizedWeight.of_tensors(codes, scales, global_scale, self.format, self.block)
 
