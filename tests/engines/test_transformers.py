@@ -1,7 +1,10 @@
 """Captures from real transformers models equal what the models themselves report, bit for bit, at every boundary."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from eagle_kernels.engines.transformers import capture  # noqa: E402
 from tiny_models import LAYERS, MODELS, VOCABULARY, H, build  # noqa: E402
 
+PAGE = Path(__file__).parents[2] / "docs/transformers.md"
 BATCH, LENGTH = 2, 7
 ROWS = BATCH * LENGTH
 
@@ -236,3 +240,17 @@ def test_training_is_refused(gemma3: torch.nn.Module) -> None:
         ids = torch.randint(VOCABULARY, (1, 3))
         with pytest.raises(RuntimeError, match="inference only"):
             run(gemma3, [1], ek.AuxHiddenStates(8, 1, H), input_ids=ids)
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"block-{k}" for k in range(len(BLOCKS))])
+def test_each_block_of_the_page_runs_by_itself(block: str, tmp_path: Path) -> None:
+    """And prints what stands behind its prints."""
+    if "from kernels " in block:
+        pytest.importorskip("kernels")
+    run = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for expected in re.findall(r"^ *print\(.*\)  # (.*?)(?:\.\.\.)?$", block, re.MULTILINE):
+        assert expected in run.stdout

@@ -5,6 +5,7 @@ on a GPU.
 """
 
 import importlib
+import pickle
 import re
 import sys
 import types
@@ -16,19 +17,32 @@ import vllm_stand_in as stand_in
 from torch import Tensor, nn
 from vllm_stand_in import MODELS, SPECULATORS, D, H, K
 
-from eagle_kernels.engines import eligibility
+from backends import needs_compiled
+from eagle_kernels import library, plan
+from eagle_kernels.engines import decision, eligibility, gates
 from eagle_kernels.plan import Kernel
 from guards import forbidden
 
+pytestmark = needs_compiled  # without kernels every stage stays with the engine: test_a_library...
+
 T = 5
+PACKED = "its weight is packed for vLLM's own CPU product"
+PACKED_AWAY = "its weight is packed for the engine's own CPU product"
+COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
 EAGLE3, LAGUNA, DFLASH = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel"
 
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """A stand-in vLLM in sys.modules, and the plugin as a fresh process has it. The V2 runner is not imported yet."""
-    loaded = {}
-    for name, members in stand_in.modules().items():
+    """A stand-in vLLM in sys.modules, and the plugin as a fresh process has it, forced on. The V2 runner is not
+    imported yet. The gates know the bodies of the stand-in beside those of vLLM."""
+    loaded, defined = {}, stand_in.modules()
+    check_body, known = gates.check_body, dict.fromkeys(stand_in.bodies(defined), ("the stand-in",))
+    monkeypatch.setattr(
+        gates, "check_body", lambda where, function, bodies: check_body(where, function, bodies | known)
+    )
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM", "force")
+    for name, members in defined.items():
         loaded[name] = types.ModuleType(name)
         vars(loaded[name]).update(members)
         if not name.startswith(SPECULATORS):
@@ -51,6 +65,7 @@ def clear_plugin() -> None:
     for name in [name for name in sys.modules if name.startswith("eagle_kernels.engines.vllm")]:
         del sys.modules[name]
     eligibility.clear_logged()
+    decision.clear()
 
 
 @pytest.fixture
@@ -71,9 +86,14 @@ def register() -> None:
 
 
 def build(
-    vllm: types.SimpleNamespace, architecture: str = EAGLE3, change: Callable[[nn.Module], None] = id, **config: object
+    vllm: types.SimpleNamespace,
+    architecture: str = EAGLE3,
+    change: Callable[[nn.Module], None] = id,
+    packs: bool = False,
+    **config: object,
 ) -> nn.Module:
-    """What vLLM's loader does: class from the registry, construction, the weights, the model's post-load hook."""
+    """What vLLM's loader does: class from the registry, construction, the weights, on CPU their layout, the model's
+    post-load hook."""
     hf_config = types.SimpleNamespace(**({"norm": "chunk"} | config))
     speculative = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
     model_class = vllm.models[architecture].load_model_cls()
@@ -81,6 +101,8 @@ def build(
     vllm_config = types.SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
     model = model_class(vllm_config=vllm_config).requires_grad_(False)
     change(model.model)
+    if packs:
+        model.model.fc.quant_method.process_weights_after_loading(model.model.fc)
     if hasattr(model, "process_weights_after_loading"):
         model.process_weights_after_loading()
     return model
@@ -97,10 +119,18 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that the plugin's projections call, in order."""
+    """The ops that the plugin's projections call, in order, but for the probes at load."""
     from eagle_kernels.engines import projection
 
     called: list[str] = []
+    probe = projection.run_probe
+
+    def uncounted(*args: object) -> None:
+        before = len(called)
+        probe(*args)
+        del called[before:]
+
+    monkeypatch.setattr(projection, "run_probe", uncounted)
     for function, op in (("concatenate", "norm_concat"), ("project", "norm_concat_linear")):
         run = getattr(projection, function)
 
@@ -265,7 +295,7 @@ def test_kernels_are_compiled_at_load_on_a_gpu(
     from eagle_kernels.engines import projection
 
     warmed = []
-    monkeypatch.setattr(projection, "_on_gpu", lambda fc: True)
+    monkeypatch.setattr(projection, "_on_gpu", lambda device: True)
     monkeypatch.setattr(projection, "warmup", lambda stage, chunks, **out: warmed.append((chunks, out)))
     register()
     build(vllm)
@@ -274,6 +304,7 @@ def test_kernels_are_compiled_at_load_on_a_gpu(
     rows = 4 * T
     assert shapes == [[(rows, K * H)], [(rows, H)] * K, [(rows, 2 * H)], [(rows, H)] * 2]
     assert [tuple(out["out"].shape) if out else None for _, out in warmed] == [None, (rows, D), None, (rows, H)]
+    assert all(chunk.is_contiguous() for chunks, _ in warmed for chunk in chunks)
 
     def no_kernels(*args: object, **kwargs: object) -> None:
         raise RuntimeError("the GPU has compute capability 7.5")
@@ -281,19 +312,349 @@ def test_kernels_are_compiled_at_load_on_a_gpu(
     monkeypatch.setattr(projection, "warmup", no_kernels)
     drafter, hidden = build(vllm), torch.randn(T, K * H)
     assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
-    assert [line for line in log() if "stays with vLLM: its kernels do not run here: the GPU has compute cap" in line]
+    because = "norm_concat_linear does not run here: the GPU has compute capability 7.5"
+    assert f"{COMBINE} stays with vLLM: {because}" in log()
 
 
-@pytest.mark.parametrize("cpu_isa", ["amx_bf16", "scalar"])
-def test_fc_stays_dense_where_the_fused_kernel_reads_it(
-    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cpu_isa: str
+def test_a_probe_takes_64_mb_at_most(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_num_batched_tokens of 262,144 and K*H = 48 would be 50 MB in fp32, K*H = 12,288 would be 13 GB."""
+    from eagle_kernels.engines import projection
+
+    warmed: list[int] = []
+    monkeypatch.setattr(projection, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(projection, "warmup", lambda stage, chunks, **out: warmed.append(len(chunks)))
+    monkeypatch.setattr(projection, "PROBED_BYTES", 7 * K * H * 4 + 3)
+    register()
+    build(vllm)
+    assert warmed[0] == 7
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_forced_fc_stays_dense_where_the_fused_kernel_reads_it(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ops: list[str], fused: bool
 ) -> None:
     register()
-    combine = sys.modules["eagle_kernels.engines.vllm.combine"]
-    kernel = Kernel.FUSED if cpu_isa == "amx_bf16" else Kernel.TWO_STEP
-    monkeypatch.setattr(combine, "choose", lambda *problem: types.SimpleNamespace(kernel=kernel))
-    fc = build(vllm).model.fc
-    assert getattr(fc, "_cpu_skip_gemm_dispatch", False) == (cpu_isa == "amx_bf16")
+    kernel = Kernel.FUSED if fused else Kernel.TWO_STEP
+    monkeypatch.setattr(combine(), "choose", lambda *problem: types.SimpleNamespace(kernel=kernel))
+    drafter, hidden = build(vllm, packs=True), torch.randn(T, K * H)
+    drafter.combine_hidden_states(hidden)
+    assert ops == ["norm_concat_linear" if fused else "norm_concat"]
+    assert is_dense(drafter) == fused
+
+
+def combine() -> types.ModuleType:
+    return sys.modules["eagle_kernels.engines.vllm.combine"]
+
+
+def is_dense(drafter: nn.Module) -> bool:
+    """Whether fc's weight is as it was loaded; else vLLM packed it."""
+    fc = drafter.model.fc
+    kept = getattr(fc, "_cpu_skip_gemm_dispatch", False)
+    assert kept == (fc.weight.numel() > 0) == (fc.cpu_linear is torch.nn.functional.linear)
+    return kept
+
+
+@pytest.fixture
+def decides(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Not forced, with a clock that gives each call a time per row count: vLLM's, norm_concat's, the one op's."""
+    monkeypatch.delenv("EAGLE_KERNELS_VLLM")
+    timed: list[int] = []
+
+    def take(*seconds: tuple[float, ...]) -> list[int]:
+        def seconds_per_call(calls: list[Callable], rows: tuple, width: int, like: Tensor) -> list[list[float]]:
+            timed.append(len(calls))
+            assert rows == (1, 4, 16, 4 * T)
+            outs = [call(torch.ones(2, width, dtype=like.dtype)) for call in calls]
+            for out in outs:
+                assert_close(out, outs[0])
+            return [list(times) for times in seconds[: len(calls)]]
+
+        monkeypatch.setattr(decision, "seconds_per_call", seconds_per_call)
+        register()
+        return timed
+
+    return take
+
+
+VLLMS = (1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("norm_concat", "whole", "dense", "ran", "line"),
+    [
+        pytest.param(
+            (0.9, 0.9, 0.9, 0.9), (0.8, 0.8, 0.8, 0.8), True, {1: "norm_concat_linear", T: "norm_concat_linear"},
+            "runs norm_concat_linear (K=3, chunk norm); T=1 800 ms (vLLM 1e+03), T=4 800 ms (vLLM 1e+03), ",
+            id="the-one-op",
+        ),
+        pytest.param(
+            (0.9, 0.9, 0.9, 0.9), (0.5, 0.5, 0.5, 1.1), False, {1: "norm_concat", T: "norm_concat"},
+            f"runs norm_concat (K=3, chunk norm), its fc stays with vLLM: {PACKED}; T=1 900 ms (vLLM 1e+03), ",
+            id="no-row-count-slower",
+        ),
+        pytest.param(
+            (0.9, 1.1, 1.1, 0.9), (1.1, 0.5, 0.5, 0.5), False, {1: "norm_concat", T: None, 4 * T: "norm_concat"},
+            f"runs norm_concat (K=3, chunk norm) where it is faster, its fc stays with vLLM: {PACKED}; T=1 900 ms",
+            id="some-row-counts",
+        ),
+        pytest.param(
+            (1.1, 1.1, 1.1, 1.1), (1.1, 1.1, 1.1, 1.1), False, {1: None, T: None},
+            "stays with vLLM: norm_concat (K=3, chunk norm) is not faster, T=1 1.1e+03 ms (vLLM 1e+03), ",
+            id="slower",
+        ),
+        pytest.param(
+            (0.9, 0.9, 0.9, 0.9), (1.0, 0.95, 0.95, 0.95), False, {1: "norm_concat"}, "runs norm_concat (K=3",
+            id="the-faster-of-two",
+        ),
+    ],
+)  # fmt: skip
+def test_a_stage_runs_where_it_is_faster(
+    vllm: types.SimpleNamespace,
+    decides: Callable,
+    ops: list[str],
+    log: Callable,
+    norm_concat: tuple[float, ...],
+    whole: tuple[float, ...],
+    dense: bool,
+    ran: dict[int, str | None],
+    line: str,
+) -> None:
+    timed = decides(VLLMS, norm_concat, whole)
+    for _ in range(2):  # a shape is timed once
+        drafter = build(vllm, packs=True)
+        assert timed == [3] and is_dense(drafter) == dense
+    ops.clear()
+    for rows, op in ran.items():
+        hidden = torch.randn(rows, K * H)
+        assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+        assert ops == ([] if op is None else [op])
+        ops.clear()
+    (logged,) = [logged for logged in log() if "combine_hidden_states" in logged]
+    assert logged.startswith(f"{COMBINE} {line}")
+
+
+@pytest.mark.parametrize(("seconds", "op"), [(0.9, "norm_concat_linear"), (1.1, None)], ids=["faster", "slower"])
+def test_where_vllm_packs_nothing_both_read_the_dense_weight(
+    vllm: types.SimpleNamespace,
+    decides: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    ops: list[str],
+    seconds: float,
+    op: str | None,
+) -> None:
+    """vLLM's last resort, for a CPU without oneDNN in its build."""
+
+    def leave_dense(self: object, layer: nn.Module) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    monkeypatch.setattr(gates, "check_body", lambda where, function, bodies: None)
+    monkeypatch.setattr(stand_in.UnquantizedLinearMethod, "process_weights_after_loading", leave_dense)
+    timed = decides(VLLMS, (seconds,) * 4)
+    drafter, hidden = build(vllm, packs=True), torch.randn(T, K * H)
+    assert timed == [2] and drafter.model.fc.weight.numel() > 0
+    ops.clear()
+    assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+    assert ops == ([] if op is None else [op])
+
+
+def test_lora_around_a_dense_weight_is_part_of_the_product(
+    vllm: types.SimpleNamespace, decides: Callable, ops: list[str]
+) -> None:
+    """LoRA wraps fc after it was loaded and left dense: vLLM's layer runs, packed, behind norm_concat."""
+    decides(VLLMS, (0.9,) * 4, (0.5,) * 4)
+    drafter, hidden = build(vllm, packs=True), torch.randn(T, K * H)
+    assert is_dense(drafter)
+    wrapped_by_lora(drafter.model)
+    base = drafter.model.fc.base_layer
+    drafter.model.fc.forward = lambda x: 2 * base(x)
+    drafter.model.fc.input_size = K * H
+    ops.clear()
+    assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+    assert set(ops) == {"norm_concat"} and base.weight.numel() == 0
+
+
+@pytest.mark.parametrize("switch", ["EAGLE_KERNELS_VLLM_COMBINE", None], ids=["combine-off", "no-norm"])
+def test_a_stage_that_is_vllms_keeps_vllms_layout(
+    vllm: types.SimpleNamespace,
+    decides: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    log: Callable,
+    ops: list[str],
+    switch: str | None,
+) -> None:
+    """A weight left dense made vLLM's own product 14 to 24 % slower at H=4096, and 3.6 times at H=128."""
+    if switch is not None:
+        monkeypatch.setenv(switch, "0")
+    assert decides() == []
+    drafter = build(vllm, packs=True, norm="none" if switch is None else "chunk")
+    drafter.combine_hidden_states(torch.randn(T, K * H))
+    assert not is_dense(drafter) and ops == []
+    assert drafter.combine_hidden_states.__func__ is vllm.Eagle3.combine_hidden_states  # no call of ours is in between
+    (line,) = [line for line in log() if "combine_hidden_states" in line]
+    packed_away = f"it has no norm, and its fc is vLLM's: {PACKED_AWAY}"
+    assert line == f"{COMBINE} stays with vLLM: {packed_away if switch is None else 'EAGLE_KERNELS_VLLM_COMBINE=0'}"
+
+
+def test_a_stage_without_norm_stays_dense_where_vllm_left_it(
+    vllm: types.SimpleNamespace, decides: Callable, log: Callable
+) -> None:
+    assert decides() == []
+    build(vllm, norm="none")
+    assert f"{COMBINE} stays with vLLM: it has no norm to fuse" in log()
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_stage_that_gives_other_values_stays_with_vllm(
+    vllm: types.SimpleNamespace, decides: Callable, monkeypatch: pytest.MonkeyPatch, log: Callable, packs: bool
+) -> None:
+    """A norm of a next version that means something else, in a method that is as it was."""
+    monkeypatch.setattr(stand_in.RMSNorm, "forward", lambda self, x: x * self.weight)
+    assert decides(VLLMS, VLLMS, VLLMS) == []
+    drafter, hidden = build(vllm, packs=packs), torch.randn(T, K * H)
+    assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+    assert not packs or not is_dense(drafter)
+    (line,) = [line for line in log() if "gives other values than the engine" in line]
+    assert line.startswith(f"{COMBINE} stays with vLLM: norm_concat")
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(
+    ("variable", "missing", "because"),
+    [
+        pytest.param("triton", None, "EAGLE_KERNELS_BACKEND is 'triton', expected one of", id="refused"),
+        pytest.param("sparse", None, "EAGLE_KERNELS_BACKEND is 'sparse', expected one of", id="garbage"),
+        pytest.param("reference", None, "no kernels of ours for it, EAGLE_KERNELS_BACKEND=reference", id="reference"),
+        pytest.param(
+            "auto",
+            "libeagle_kernels.so did not load: no AVX",
+            "no kernels of ours for it, cpu: libeagle_kernels.so did not load: no AVX; `pip install --no-deps .` in a",
+            id="broken-library",
+        ),
+    ],
+)
+def test_without_kernels_a_stage_stays_with_vllm(
+    vllm: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ops: list[str],
+    forced: bool,
+    variable: str,
+    missing: str | None,
+    because: str,
+) -> None:
+    if not forced:
+        monkeypatch.delenv("EAGLE_KERNELS_VLLM")
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", variable)
+    if missing is not None:
+        monkeypatch.setattr(library, "unsupported_reason", missing)
+    plan.clear()
+    try:
+        register()
+        drafter, hidden = build(vllm, packs=True), torch.randn(T, K * H)
+        expected = engines_own(vllm, drafter, hidden)
+        assert torch.equal(drafter.combine_hidden_states(hidden), expected) and ops == []
+        assert not is_dense(drafter)
+        layer = build(vllm, "DeepSeekMTPModel").model.layers["61"]
+        assert type(layer.eh_proj) is nn.Linear and type(layer.enorm) is stand_in.RMSNorm
+    finally:
+        monkeypatch.undo()
+        plan.clear()
+    warned = [record.getMessage() for record in caplog.records if because in record.getMessage()]
+    stages = [line.partition(" stays with vLLM: ")[0] for line in warned]
+    assert stages == [f"eagle_kernels: {COMBINE}", "eagle_kernels: DeepSeekMTP's input stage"]
+    assert all(record.levelname == "WARNING" for record in caplog.records)
+
+
+def failing(*args: object) -> Tensor:
+    raise RuntimeError("no more")
+
+
+def test_a_call_that_fails_leaves_the_stage_to_vllm(
+    v2: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
+) -> None:
+    from eagle_kernels.engines import projection
+
+    register()
+    drafter, other, aux = build(v2), build(v2), [torch.randn(T, H) for _ in range(K)]
+    layer = build(v2, "DeepSeekMTPModel").model.layers["61"]
+    monkeypatch.setattr(projection, "project", failing)
+    hidden = torch.cat(aux, -1)
+    for _ in range(2):
+        assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(v2, drafter, hidden))
+    speculator = v2.EagleSpeculator(other, T)
+    propose(speculator, aux)
+    assert torch.equal(speculator.hidden_states, engines_own(v2, other, hidden))
+    dflash = v2.DFlashSpeculator(build_unprobed(v2, monkeypatch), T)
+    dflash._store_hidden_states(T, torch.zeros(T, D), aux)
+    assert not dflash.hidden_states.isnan().any()
+    assert log().count(f"{COMBINE} stays with vLLM from now on: RuntimeError('no more')") == 1
+    own = type(layer)()
+    own.load_state_dict(layer.state_dict())
+    arguments = (None, torch.arange(T), torch.randn(T, H), torch.randn(T, H))
+    assert torch.equal(layer(*arguments), own(*arguments))
+    assert "eh_proj stays with vLLM, norm_concat_linear failed: RuntimeError('no more')" in log()
+
+
+def build_unprobed(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    monkeypatch.setattr(combine(), "probe", lambda *args: None)
+    return build(vllm, LAGUNA)
+
+
+@pytest.mark.parametrize(
+    ("vllms", "ours", "runs"),
+    [
+        pytest.param(VLLMS, (0.9, 0.9, 0.9, 0.9), True, id="faster"),
+        pytest.param(VLLMS, (0.5, 0.5, 0.5, 1.0), False, id="not-at-all-row-counts"),
+    ],
+)
+def test_an_mtp_layer_is_fused_where_that_is_faster_at_all_row_counts(
+    vllm: types.SimpleNamespace, decides: Callable, log: Callable, vllms: tuple, ours: tuple, runs: bool
+) -> None:
+    """A graph is traced once for all of them."""
+    timed = decides(vllms, ours)
+    for _ in range(2):
+        layer = build(vllm, "DeepSeekMTPModel").model.layers["61"]
+        assert isinstance(layer.eh_proj, mtp().NormedLinear) == runs
+    assert timed == [2]
+    (line,) = [line for line in log() if "eh_proj" in line]
+    says = "runs norm_concat_linear; T=1 900 ms" if runs else "stays with vLLM: norm_concat_linear is not faster at all"
+    assert line.startswith(f"DeepSeekMultiTokenPredictorLayer.eh_proj {says}")
+
+
+@pytest.fixture
+def two_ranks(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[list[float]]], None]:
+    """Tensor parallel with another rank, whose seconds are given: vLLM's, and ours."""
+    group = types.SimpleNamespace(world_size=2, cpu_group="gloo")
+    monkeypatch.setattr(sys.modules["vllm.distributed"], "get_tp_group", lambda: group)
+
+    def other(seconds: list[list[float]]) -> None:
+        negated = torch.tensor(seconds, dtype=torch.float64)
+        negated[1:].neg_()
+
+        def all_reduce(tensor: Tensor, op: object, group: str) -> None:
+            assert group == "gloo" and op == torch.distributed.ReduceOp.MIN
+            torch.minimum(tensor, negated, out=tensor)
+
+        monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+
+    return other
+
+
+def test_ranks_agree_on_vllms_fastest_and_our_slowest(two_ranks: Callable) -> None:
+    timing = importlib.import_module("eagle_kernels.engines.vllm.timing")
+    two_ranks([[5.0, 2.0], [3.0, 4.0]])
+    assert timing.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[4.0, 2.0], [3.0, 5.0]]
+    two_ranks([[0.0, 0.0], [float("inf")] * 2])  # where it failed
+    assert timing.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[0.0, 0.0], [float("inf")] * 2]
+
+
+def test_a_rank_that_fails_tells_the_others_first(two_ranks: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = importlib.import_module("eagle_kernels.engines.vllm.timing")
+    sent: list[list] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op, group: sent.append(tensor.tolist()))
+    with pytest.raises(RuntimeError, match="no more"):
+        timing.agreed_seconds(failing, 3, 1)
+    assert sent == [[[0.0], [-float("inf")], [-float("inf")]]]
 
 
 @pytest.mark.parametrize(
@@ -443,16 +804,17 @@ def test_mtp_input_stage(vllm: types.SimpleNamespace, log: Callable, architectur
     fused = build(vllm, architecture)
     assert list(fused.state_dict()) == names == [name for name, _ in fused.named_parameters()]
     layer, own_layer = fused.model.layers["61"], own.model.layers["61"]
-    assert_close(layer(positions, embeds, hidden), own_layer(positions, embeds, hidden))
+    arguments = (None, positions, hidden, embeds)
+    assert_close(layer(*arguments), own_layer(*arguments))
     assert layer.eh_proj.projection.norm_offset == offset
     for loaded in (own, fused):  # weights that come later
         torch.manual_seed(2)
         for parameter in loaded.parameters():
             parameter.data.copy_(torch.randn_like(parameter))
-    assert_close(layer(positions, embeds, hidden), own_layer(positions, embeds, hidden))
+    assert_close(layer(*arguments), own_layer(*arguments))
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    assert_close(compiled(positions, embeds, hidden), own_layer(positions, embeds, hidden))
-    assert "MultiTokenPredictorLayer.eh_proj runs norm_concat_linear" in log()
+    assert_close(compiled(*arguments), own_layer(*arguments))
+    assert f"{type(layer).__name__}.eh_proj runs norm_concat_linear; forced, not timed" in log()
 
 
 def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamespace, log: Callable) -> None:
@@ -461,10 +823,10 @@ def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamesp
     mtp = sys.modules["eagle_kernels.engines.vllm.mtp"]
     other = type(layer)()
     other.hnorm = nn.RMSNorm(H)
-    mtp.fuse(other, T)
+    mtp.fuse(other, T, False)
     assert type(other.eh_proj) is nn.Linear and type(other.enorm) is stand_in.RMSNorm
     assert (
-        "MultiTokenPredictorLayer.eh_proj stays with vLLM: its norm is a torch.nn.modules.normalization.RMSNorm"
+        "DeepSeekMultiTokenPredictorLayer.eh_proj stays with vLLM: its norm is a torch.nn.modules.normalization.RMSNorm"
         in log()
     )
 
@@ -493,27 +855,148 @@ def test_another_plugins_class_that_inherits_the_method_is_served(vllm: types.Si
     assert ops == ["norm_concat_linear"]
 
 
+def renamed(drafter: type) -> None:
+    drafter.combine_states = drafter.combine_hidden_states
+    del drafter.combine_hidden_states
+
+
+def with_another_parameter(drafter: type) -> None:
+    original = drafter.combine_hidden_states
+
+    def combine_hidden_states(self: nn.Module, hidden_states: Tensor, scale: float = 1.0) -> Tensor:
+        return original(self, hidden_states) * scale
+
+    combine_hidden_states.__module__ = drafter.__module__
+    drafter.combine_hidden_states = combine_hidden_states
+
+
+def with_another_body(drafter: type) -> None:
+    original = drafter.combine_hidden_states
+
+    def combine_hidden_states(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        return original(self, 2 * hidden_states)
+
+    combine_hidden_states.__module__ = drafter.__module__
+    drafter.combine_hidden_states = combine_hidden_states
+
+
+def moved(drafter: type) -> None:
+    drafter.combine_hidden_states.__module__ = "vllm.models.llama.eagle3"
+
+
+TARGET = f"{MODELS}.llama_eagle3:{COMBINE}"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(lambda drafter: None, "combine_hidden_states is not there", id="renamed"),
+        pytest.param(renamed, "combine_hidden_states is not there", id="renamed"),
         pytest.param(
-            lambda drafter: setattr(drafter, "combine_hidden_states", lambda self, hidden_states, scale: None),
-            "combine_hidden_states takes ['self', 'hidden_states', 'scale'], and the hook was written for",
-            id="another-signature",
+            with_another_parameter, f"{TARGET} takes ['self', 'hidden_states', 'scale'], and the hook", id="parameter"
         ),
+        pytest.param(with_another_body, f"{TARGET} has another body (", id="body"),
+        pytest.param(moved, "combine_hidden_states is that of vllm.models.llama.eagle3, not vLLM's own", id="moved"),
     ],
 )
-def test_a_changed_target_is_named_and_left_alone(
-    vllm: types.SimpleNamespace, log: Callable, change: Callable, message: str
+def test_the_next_versions_drafter_is_named_and_left_alone(
+    vllm: types.SimpleNamespace, log: Callable, ops: list[str], change: Callable, message: str
 ) -> None:
-    del vllm.Eagle3.combine_hidden_states
+    """The other drafters, and the MTP layers, are served."""
     change(vllm.Eagle3)
+    vllm.root.__version__ = "0.34.0"
     register()
-    assert vllm.models[EAGLE3].load_model_cls() is vllm.Eagle3
-    vllm.models[EAGLE3].load_model_cls()
-    (line,) = [line for line in log() if "combine_hidden_states" in line]
+    for _ in range(2):
+        assert vllm.models[EAGLE3].load_model_cls() is vllm.Eagle3
+    (line,) = [line for line in log() if line.startswith(f"{MODELS}.llama_eagle3")]
     assert line.startswith(f"{MODELS}.llama_eagle3.Eagle3LlamaForCausalLM stays with vLLM: {message}")
+    build(vllm, LAGUNA).combine_hidden_states(torch.randn(T, K * H))
+    assert ops == ["norm_concat_linear"]
+    assert isinstance(build(vllm, "DeepSeekMTPModel").model.layers["61"].eh_proj, mtp().NormedLinear)
+
+
+def mtp() -> types.ModuleType:
+    return sys.modules["eagle_kernels.engines.vllm.mtp"]
+
+
+def test_the_next_versions_mtp_layer_is_named_and_left_alone(
+    vllm: types.SimpleNamespace, log: Callable, ops: list[str]
+) -> None:
+    layer = sys.modules[f"{MODELS}.deepseek_mtp"].DeepSeekMultiTokenPredictorLayer
+    with_another_forward(layer)
+    register()
+    fc = build(vllm, "DeepSeekMTPModel").model.layers["61"].eh_proj
+    assert type(fc) is nn.Linear
+    (line,) = [line for line in log() if "MTP" in line]
+    assert re.match(rf"{MODELS}.deepseek_mtp.DeepSeekMTP stays with vLLM: \S+Layer.forward has another body", line)
+    assert isinstance(build(vllm, "Step3p5MTP").model.layers["61"].eh_proj, mtp().NormedLinear)
+    build(vllm).combine_hidden_states(torch.randn(T, K * H))
+    assert ops == ["norm_concat_linear"]
+
+
+def with_another_forward(layer: type[nn.Module]) -> None:
+    def forward(
+        self: nn.Module,
+        input_ids: None,
+        positions: Tensor,
+        previous_hidden_states: Tensor,
+        inputs_embeds: Tensor,
+        spec_step_index: int = 0,
+    ) -> Tensor:
+        hidden = previous_hidden_states / 2
+        return self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden)], -1))
+
+    layer.forward = forward
+
+
+def test_the_next_versions_speculator_is_named_and_left_alone(
+    v2: types.SimpleNamespace, log: Callable, ops: list[str]
+) -> None:
+    original = v2.EagleSpeculator.propose
+
+    def propose_otherwise(
+        self: object,
+        input_batch: object,
+        attn_metadata: object,
+        slot_mappings: object,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor],
+        num_sampled: object = None,
+        dummy_run: bool = False,
+    ) -> object:
+        aux = [2 * states for states in aux_hidden_states]
+        return original(self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux)
+
+    v2.EagleSpeculator.propose = propose_otherwise
+    register()
+    drafter, aux = build(v2), [torch.randn(T, H) for _ in range(K)]
+    assert v2.EagleSpeculator.propose is propose_otherwise
+    assert hasattr(v2.DFlashSpeculator._store_hidden_states, "eagle_kernels_original")
+    (line,) = [line for line in log() if "EagleSpeculator" in line]
+    assert line.startswith(f"no zero-copy route: {SPECULATORS}.eagle.speculator:EagleSpeculator.propose has another b")
+    propose(v2.EagleSpeculator(drafter, T), aux)
+    assert ops == ["norm_concat_linear"]  # of combine_hidden_states
+
+
+def test_a_next_version_without_our_key_in_its_compile_cache_keeps_its_graphs(
+    vllm: types.SimpleNamespace, log: Callable, ops: list[str]
+) -> None:
+    vllm.envs.compile_factors = lambda: {}
+    register()
+    assert type(build(vllm, "DeepSeekMTPModel").model.layers["61"].eh_proj) is nn.Linear
+    assert (
+        "the input stage of MTP layers stays with vLLM: vllm.envs:compile_factors leaves EAGLE_KERNELS_VLLM out of the "
+        "key of the compile caches" in log()
+    )
+    build(vllm).combine_hidden_states(torch.randn(T, K * H))
+    assert ops == ["norm_concat_linear"]
+
+
+def test_what_a_next_version_asks_of_a_registry_entry_is_the_entrys(vllm: types.SimpleNamespace) -> None:
+    stand_in_entry = vllm.models[EAGLE3]
+    object.__setattr__(stand_in_entry, "module_hash", "abc")
+    register()
+    assert vllm.models[EAGLE3] is not stand_in_entry and vllm.models[EAGLE3].module_hash == "abc"
+    assert pickle.loads(pickle.dumps(vllm.models["DFlashDraftModel"].__class__)).__name__ == "HookedModel"
 
 
 def without_its_count(model: nn.Module) -> None:
@@ -564,23 +1047,13 @@ def untouched(vllm: types.SimpleNamespace) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("variables", "version", "lines"),
+    ("variables", "lines"),
     [
-        pytest.param({"EAGLE_KERNELS_VLLM": "0"}, "0.33.1", [], id="switched-off"),
+        pytest.param({"EAGLE_KERNELS_VLLM": "0"}, [], id="switched-off"),
         pytest.param(
-            {},
-            "0.34.0",
-            ["the plugin is off: vLLM 0.34.0 is none of the versions the hooks were written for, 0.32 to 0.33"],
-            id="unknown-version",
-        ),
-        pytest.param(
-            {"EAGLE_KERNELS_VLLM_MTP": "off"},
-            "0.33.1",
-            [
-                'the plugin is off, it failed to register: ValueError("eagle_kernels: EAGLE_KERNELS_VLLM_MTP is '
-                "'off', expected one of ('auto', '0', '1')\")"
-            ],
-            id="misspelt-switch",
+            {"EAGLE_KERNELS_VLLM": "yes"},
+            ["EAGLE_KERNELS_VLLM is 'yes', expected one of ('auto', '0', '1', 'force'); read as 0"],
+            id="garbage",
         ),
     ],
 )
@@ -589,12 +1062,10 @@ def test_off_means_untouched(
     log: Callable,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
-    version: str,
     lines: list[str],
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    vllm.root.__version__ = version
     register()
     register()
     assert untouched(vllm) and log() == lines and vllm.envs.environment_variables == {}
@@ -605,15 +1076,22 @@ def test_a_failing_registry_does_not_reach_the_engine(
 ) -> None:
     monkeypatch.delitem(sys.modules, f"{MODELS}.registry")
     register()
-    assert [line for line in log() if line.startswith("the plugin is off, it failed to register: ModuleNotFoundError")]
+    missing = f"stays with vLLM: {MODELS}.registry:ModelRegistry.models is not there"
+    parts = [line.partition(f" {missing}")[0] for line in log() if missing in line]
+    assert parts == ["combine_hidden_states", "the input stage of MTP layers"]
 
 
-def test_the_switches_are_part_of_the_compile_caches_key(
+def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = []
-    for mtp in ("0", "1"):
-        monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", mtp)
-        register()
-        values.append(vllm.envs.environment_variables["EAGLE_KERNELS_VLLM"]())
-    assert values[0].endswith("combine,zero_copy") and values[1].endswith("combine,mtp,zero_copy")
+    """Nothing without MTP layers and embeddings: combine_hidden_states is outside of the graphs."""
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "0")
+    register()
+    assert vllm.envs.environment_variables == {}
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "1")
+    register()
+    before = vllm.envs.compile_factors()["EAGLE_KERNELS_VLLM"]
+    assert before.endswith("combine,mtp,zero_copy")
+    build(vllm, "DeepSeekMTPModel")
+    after = vllm.envs.compile_factors()["EAGLE_KERNELS_VLLM"]
+    assert after == f"{before},DeepSeekMultiTokenPredictorLayer.eh_proj"

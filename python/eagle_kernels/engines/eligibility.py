@@ -1,14 +1,12 @@
-"""What every engine plugin asks before it touches an engine: is this version known, is the hook's target what it was,
-may this layer run on the ops; and one log line per process for each answer.
+"""What every engine plugin asks of a layer before it touches it: may it run on the ops; and one log line per process
+for each answer. (Whether a hook's target is what it was: `gates.py`.)
 
 Nothing here imports an engine. `*_unsupported_reason` says why a layer stays with the engine; None where it runs on the
 ops.
 """
 
-import importlib
-import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,62 +27,6 @@ def log_once(logger: logging.Logger, level: int, message: str) -> None:
 def clear_logged() -> None:
     """Log everything anew; for tests."""
     _logged.clear()
-
-
-def version_unsupported_reason(engine: str, version: str, first: str, last: str) -> str | None:
-    """Why the hooks, written against engine versions first to last ("0.32" to "0.33"), do not suit this one.
-
-    As many numbers count as first and last have: "0.5.23" to "0.5.23" is one patch release.
-    """
-    if _release(first) <= _release(version, first.count(".") + 1) <= _release(last):
-        return None
-    return f"{engine} {version} is none of the versions the hooks were written for, {first} to {last}"
-
-
-def _release(version: str, length: int | None = None) -> tuple[int, ...]:
-    """The leading numbers of a version; (-1,) where it has fewer, such as a build from a bare checkout."""
-    numbers = version.split(".")[:length]
-    if len(numbers) < (length or 0) or not all(number.isdigit() for number in numbers):
-        return (-1,)
-    return tuple(map(int, numbers))
-
-
-class TargetError(Exception):
-    """A hook's target is gone or has changed; the message names it."""
-
-
-def find_target(target: str, parameters: Sequence[object] | None = None) -> tuple[Any, str, Any]:
-    """(owner, name, value) of "package.module:Class.attribute"; imports the module.
-
-    Args:
-        target: where the engine keeps what a hook replaces.
-        parameters: the names the function has to take, `self` included, `...` at the end for any more; None checks
-            nothing.
-
-    Raises:
-        TargetError: the module, the attribute or the parameters are not what the hook was written for.
-    """
-    module, _, path = target.partition(":")
-    try:
-        owner: Any = None
-        value: Any = importlib.import_module(module)
-        for name in path.split("."):
-            owner, value = value, getattr(value, name)
-    except (ImportError, AttributeError) as failure:
-        raise TargetError(f"{target} is not there ({failure})") from failure
-    if parameters is not None:
-        check_parameters(target, value, parameters)
-    return owner, name, value
-
-
-def check_parameters(target: str, function: Callable, parameters: Sequence[object]) -> None:
-    """Raise TargetError where a function takes other parameters than a hook passes on."""
-    found, expected = list(inspect.signature(function).parameters), list(parameters)
-    if expected[-1] is ...:
-        expected.pop()
-        found = found[: len(expected)]
-    if found != expected:
-        raise TargetError(f"{target} takes {found}, and the hook was written for {expected}")
 
 
 def linear_unsupported_reason(

@@ -4,6 +4,7 @@
 are updated in place (RL): every call reads them from its modules, nothing is packed or folded, nothing can be stale.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import library, plan
 from ..ops.norm_concat import concatenate
-from ..ops.norm_concat_linear import Projection, project
+from ..ops.norm_concat_linear import project
+from ..ops.projection import Projection
 from ..ops.sources import Sources
 from ..warmup import warmup
+from .decision import Call, normal_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,23 +41,40 @@ class EngineProjection:
     def op(self) -> str:
         return "norm_concat_linear" if self.fc_unsupported is None else "norm_concat"
 
+    @property
+    def kind(self) -> str:
+        """What a log line says of it: K=3, chunk norm."""
+        norms = [("concat", self.concat_norm is not None), ("chunk", len(self.chunk_norms) > 0)]
+        return f"K={self.num_chunks}, {' then '.join(norm for norm, there in norms if there) or 'no'} norm"
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether the engine's own call of fc leaves anything to gain."""
+        return self.has_norm
+
     def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
         """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""
-        norm, owners, eps = self._norm
-        if norm == "chunk" and self.concat_norm is not None:
-            # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
-            chunks = concatenate(self._sources("norm_concat", chunks, *_concat_norm(self.concat_norm)))
         if self.fc_unsupported is not None:
-            projected = self.fc(concatenate(self._sources("norm_concat", chunks, norm, owners, eps)))
+            projected = self.fc(self._normed(chunks))
             return projected if self.post_norm is None else self.post_norm(projected)
-        sources = self._sources("norm_concat_linear", chunks, norm, owners, eps)
+        sources = self._sources("norm_concat_linear", self._first_of_two_norms(chunks), *self._norm)
         post_norm_weight, post_norm_eps = None, 0.0
         if self.post_norm is not None:
-            post_norm_weight, post_norm_eps = _parameter(self.post_norm), self.post_norm.variance_epsilon
-        bias = None if getattr(self.fc, "bias", None) is None else _parameter(self.fc, "bias")
-        return project(sources, Projection(_parameter(self.fc), bias, post_norm_weight, post_norm_eps), out)
+            post_norm_weight, post_norm_eps = parameter_of(self.post_norm), self.post_norm.variance_epsilon
+        bias = None if getattr(self.fc, "bias", None) is None else parameter_of(self.fc, "bias")
+        return project(sources, Projection(parameter_of(self.fc), bias, post_norm_weight, post_norm_eps), out)
 
     __call__ = forward
+
+    def _normed(self, chunks: Sequence[Tensor] | Tensor) -> Tensor:
+        """What fc reads, [N, K*H]."""
+        return concatenate(self._sources("norm_concat", self._first_of_two_norms(chunks), *self._norm))
+
+    def _first_of_two_norms(self, chunks: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:
+        """Two norms in a row: the first is written out, as the engines do, and the second one reads it."""
+        if not self.chunk_norms or self.concat_norm is None:
+            return chunks
+        return concatenate(self._sources("norm_concat", chunks, *_concat_norm(self.concat_norm)))
 
     @property
     def _norm(self) -> tuple[str, Sequence[Any], list[float]]:
@@ -70,7 +91,7 @@ class EngineProjection:
         owners: Sequence[Any],
         eps: list[float],
     ) -> Sources:
-        each = [_parameter(owner) for owner in owners] or None
+        each = [parameter_of(owner) for owner in owners] or None
         gains = each[0] if each and norm == "concat" else each
         return Sources.of(op, chunks, norm, gains, eps, self.norm_offset, None, None, None, self.num_chunks)
 
@@ -79,31 +100,88 @@ def _concat_norm(norm: Any) -> tuple[str, Sequence[Any], list[float]]:
     return ("none", (), [1e-6]) if norm is None else ("concat", (norm,), [norm.variance_epsilon])
 
 
-def _parameter(module: Any, name: str = "weight") -> Tensor:
+def parameter_of(module: Any, name: str = "weight") -> Tensor:
     """The parameter that the module has now; without its gradient, which engines leave on outside inference mode."""
     parameter = getattr(module, name)
     return parameter.data if torch.is_grad_enabled() else parameter
 
 
-def try_warm_up(projection: EngineProjection, width: int, dtype: torch.dtype, rows: int) -> str | None:
-    """Compile now what the projection of [N, width] runs on a GPU for any N up to `rows`.
+class ProbeError(Exception):
+    """Our op does not run here, or not as the engine's own code does; the message says why."""
 
-    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises. Returns why it
-    fails, and the engine then keeps its own path; None where it works.
+
+# Beyond some hundred rows no plan changes and no kernel is compiled anew (`warmup`), so that more rows than these bytes
+# have would only take memory: 805 MB for 16,384 rows of K*H = 12,288 in bf16.
+PROBED_BYTES = 64 << 20
+# bf16 norms and products of one formula differ by 0.4 % (vLLM rounds a normed value twice, we once).
+_MAX_DIFFERENCE = 0.05
+
+
+def probe(projection: EngineProjection, width: int, like: Tensor, rows: int, engine: Call | None = None) -> None:
+    """Run the projection of [N, width] once as the engine will call it; raise ProbeError where that fails.
+
+    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises: on a GPU everything
+    that any N up to `rows` runs is compiled.
+
+    Args:
+        like: a tensor with the dtype and device of the engine's hidden states.
+        engine: the engine's own stage; its result has to be ours.
     """
-    if projection.num_chunks is None or not _on_gpu(projection.fc):
-        return None
+    check_backend(projection.op, like.device, projection.num_chunks or 1)
+    rows = max(1, min(rows, PROBED_BYTES // (width * like.element_size())))
     try:
-        packed = torch.zeros(rows, width, dtype=dtype, device=next(projection.fc.parameters()).device)
-        chunks = [chunk.contiguous() for chunk in packed.chunk(projection.num_chunks, -1)]
+        run_probe(projection, normal_rows(rows if _on_gpu(like.device) else min(rows, 4), width, like), engine)
+    except ProbeError:
+        raise
+    except Exception as failure:
+        raise ProbeError(f"{projection.op} does not run here: {failure}") from failure
+
+
+def check_backend(op: str, device: torch.device, num_chunks: int = 1) -> None:
+    """Raise ProbeError where no kernel of ours serves the device: the reference is three times as slow as engines."""
+    try:
+        backend, reason = plan.choose_backend(op, device, num_chunks)
+    except (RuntimeError, ValueError) as failure:
+        raise ProbeError(str(failure).removeprefix("eagle_kernels: ")) from failure
+    if backend == "reference":
+        install = "" if library.unsupported_reason is None else f"; {_INSTALL}"
+        raise ProbeError(f"there are no kernels of ours for it, {reason}{install}")
+
+
+_INSTALL = "`pip install --no-deps .` in a checkout of eagle-kernels builds and installs them"
+
+
+@torch.inference_mode()
+def run_probe(projection: EngineProjection, packed: Tensor, engine: Call | None) -> None:
+    num_chunks = projection.num_chunks or 1
+    # The same memory as K contiguous chunks, which is what captured layers are.
+    chunks = list(packed.view(num_chunks, packed.shape[0], -1))
+    if _on_gpu(packed.device):
         # As a module it has `forward`, all that warmup asks for.
         module: Any = projection
         warmup(module, packed)
         warmup(module, chunks, out=torch.empty_like(projection.forward(chunks)))
-    except Exception as failure:
-        return f"its kernels do not run here: {failure}"
-    return None
+    got = projection.forward(packed)
+    if projection.fc_unsupported is None:
+        projection.forward(chunks, out=torch.empty_like(got))
+    if engine is None:
+        return
+    expected = engine(packed)
+    difference = relative_difference(got, expected)
+    if not difference <= _MAX_DIFFERENCE:  # NaN of ours too
+        raise ProbeError(f"{projection.op} gives other values than the engine: {difference:.2g} of their size apart")
 
 
-def _on_gpu(fc: Any) -> bool:
-    return next(fc.parameters()).device.type == "cuda"
+def relative_difference(got: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over RMS of what is expected; 0 where that is 0 or not finite, as weights that were never
+    loaded may make it."""
+    if got.shape != expected.shape:
+        return float("inf")
+    size = expected.float().norm().item()
+    if size == 0 or not math.isfinite(size):
+        return 0.0
+    return (got.float() - expected.float()).norm().item() / size
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-H = 128
-HEADS = 2
+# Both divide by 1, 2 and 3 ranks.
+H = 192
+HEADS = 6
 LAYERS = 6
 
 

@@ -1,6 +1,7 @@
 """One run of the real engine: `python run_engine.py '{"model_path": ..., ...}'` prints its result as the last line.
 
-The arguments are those of sglang.Engine; the rest is what a CPU without AMX kernels needs.
+The arguments are those of sglang.Engine; the rest is what a CPU without AMX kernels needs. With
+enable_return_aux_hidden_states the engine has no drafter, and the result is what each decode step captured.
 """
 
 import json
@@ -13,6 +14,7 @@ NEW_TOKENS = 16
 def main() -> None:
     import sglang
 
+    arguments = json.loads(sys.argv[1])
     engine = sglang.Engine(
         device="cpu",
         skip_tokenizer_init=True,
@@ -21,7 +23,7 @@ def main() -> None:
         attention_backend="torch_native",
         prefill_attention_backend="intel_amx",
         decode_attention_backend="intel_amx",
-        disable_cuda_graph=True,
+        disable_cuda_graph=not arguments.get("enable_torch_compile", False),
         disable_overlap_schedule=True,
         grammar_backend="none",
         chunked_prefill_size=-1,
@@ -32,12 +34,18 @@ def main() -> None:
         max_running_requests=4,
         context_length=256,
         log_level="info",
-        **json.loads(sys.argv[1]),
+        **arguments,
     )
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling)
+    captures = arguments.get("enable_return_aux_hidden_states", False)
+    outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling, return_hidden_states=captures)
     result = [
-        {"tokens": output["output_ids"], "accept_length": NEW_TOKENS / output["meta_info"]["spec_verify_ct"]}
+        {"tokens": output["output_ids"]}
+        | (
+            {"captured": output["meta_info"]["hidden_states"][1:]}  # behind the prompt's
+            if captures
+            else {"accept_length": NEW_TOKENS / output["meta_info"]["spec_verify_ct"]}
+        )
         for output in outputs
     ]
     print("RESULT " + json.dumps(result), flush=True)

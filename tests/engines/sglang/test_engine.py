@@ -21,6 +21,7 @@ from engines.sglang import checkpoints, run_engine
 
 HERE = Path(__file__).parent
 BEST, LOST = 4.0, pytest.approx(16 / 15)
+PROBES = 2  # calls of a projection when it is loaded: one packed tensor, and chunks with `out`
 ROOT_H = checkpoints.H**0.5
 GEMMA_DRAFTER = checkpoints.Drafter(stream_length=ROOT_H)  # boundaries 1, 3, 4
 ONLY_EMBEDDING = checkpoints.Drafter(reads="embedding")
@@ -30,6 +31,7 @@ SQUARE = checkpoints.Drafter(norm="chunk", width=3 * checkpoints.H)  # K*Ht == H
 @dataclass
 class Run:
     accept_lengths: list[float] = field(default_factory=list)
+    captured: list[list[list[float]]] = field(default_factory=list)  # [requests][decode steps][K*H]
     ops: Counter = field(default_factory=Counter)
     log: str = ""
 
@@ -43,6 +45,7 @@ class Case:
     tp: int = 1
     topk: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    compiled: bool = False  # SGLang's CPU graph runner, which has no speculation: it captures and returns what it did
 
     def run(self, folder: Path) -> Run:
         dtype = getattr(torch, self.dtype)
@@ -52,11 +55,18 @@ class Case:
             "dtype": self.dtype,
             "tp_size": self.tp,
             "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": self.drafter.save(folder / "drafter", self.V, dtype),
-            "speculative_num_steps": 3,
-            "speculative_eagle_topk": self.topk,
-            "speculative_num_draft_tokens": 4 if self.topk == 1 else 6,
         }
+        if self.compiled:
+            arguments |= {"enable_torch_compile": True, "torch_compile_max_bs": 2}
+            arguments |= {"enable_return_aux_hidden_states": True}
+            arguments |= {"return_aux_hidden_state_layer_ids": self.drafter.layer_ids}
+        else:
+            arguments |= {
+                "speculative_draft_model_path": self.drafter.save(folder / "drafter", self.V, dtype),
+                "speculative_num_steps": 3,
+                "speculative_eagle_topk": self.topk,
+                "speculative_num_draft_tokens": 4 if self.topk == 1 else 6,
+            }
         probe = folder / "probe.txt"
         environment = os.environ | {
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -64,8 +74,11 @@ class Case:
             "PYTHONPATH": str(HERE / "standins"),
             "PROBE_FILE": str(probe),
             "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles small helpers on their first call: 10 to 20 s a run
+            "SGLANG_NCCL_SO_PATH": "none",  # the CUDA build of torch brings NCCL, which dies without a driver
+            "EAGLE_KERNELS_SGLANG": "force",  # at these widths SGLang's own modules are faster
         }
+        if not self.compiled:
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # small helpers compile on their first call: 10 to 20 s a run
         if self.tp > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * self.tp)  # else an assertion about NUMA nodes
         environment |= dict(self.environment)
@@ -80,7 +93,10 @@ class Case:
                 for output, prompt in zip(outputs, run_engine.PROMPTS, strict=True):
                     counted = [(prompt[-1] + 1 + i) % self.V for i in range(run_engine.NEW_TOKENS)]
                     assert output["tokens"] == counted
-                run.accept_lengths = [output["accept_length"] for output in outputs]
+                if self.compiled:
+                    run.captured = [output["captured"] for output in outputs]
+                else:
+                    run.accept_lengths = [output["accept_length"] for output in outputs]
         return run
 
 
@@ -95,8 +111,18 @@ def test_every_draft_is_accepted(tmp_path: Path, norm: str, topk: int, tp: int) 
     run = Case(checkpoints.Drafter(norm=norm), topk=topk, tp=tp).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     # One prefill and 4 steps, on every rank: the drafter projects once in each, the target captures 3 layers.
-    assert run.ops == {"norm_concat_linear": 5 * tp, "capture_hidden": 15 * tp}
-    assert f"runs norm_concat_linear (K=3, {norm} norm)" in run.log
+    assert run.ops == {"norm_concat_linear": (PROBES + 5) * tp, "capture_hidden": 15 * tp}
+    assert f"runs norm_concat_linear (K=3, {norm} norm); forced, not timed" in run.log
+
+
+@pytest.mark.parametrize(("norm", "tp"), [("chunk", 2), ("both", 3), ("none", 3)])
+def test_row_parallel_ranks_draft_as_one(tmp_path: Path, norm: str, tp: int) -> None:
+    row_parallel = (("EAGLE_KERNELS_SGLANG_ROW_PARALLEL", "1"),)
+    run = Case(checkpoints.Drafter(norm=norm, chunk=2), tp=tp, environment=row_parallel).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert f"columns {tp} ways); row-parallel on {tp} ranks, not timed" in run.log
+    # On every rank: probed alone and with the others, one prefill and 4 steps.
+    assert run.ops["norm_concat_linear"] == (2 * PROBES + 5) * tp
 
 
 def test_a_broken_projection_loses_every_draft(tmp_path: Path) -> None:
@@ -116,7 +142,7 @@ def test_another_plugin_on_the_same_class(tmp_path: Path) -> None:
     target = "sglang.srt.models.llama_eagle3.LlamaModel.forward"
     run = Case(checkpoints.Drafter(norm="chunk"), environment=(("PROBE_HOOK", target),)).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2
-    assert run.ops["hook"] > 0 and run.ops["norm_concat_linear"] == 5
+    assert run.ops["hook"] > 0 and run.ops["norm_concat_linear"] == PROBES + 5
 
 
 @pytest.mark.parametrize(
@@ -136,6 +162,29 @@ def test_gemma3_captures_its_residual(tmp_path: Path, environment: tuple, accept
     """sglang#39286."""
     run = Case(GEMMA_DRAFTER, target="gemma3", dtype="float32", environment=environment).run(tmp_path)
     assert run.accept_lengths == [accepted] * 2
+
+
+def test_captures_under_torch_compile(tmp_path: Path) -> None:
+    """The CPU graph runner compiles the decode model, hooks and all: Gemma's residual is in what it returns."""
+    run = Case(GEMMA_DRAFTER, target="gemma3", dtype="float32", compiled=True).run(tmp_path)
+    assert len(run.captured) == len(run_engine.PROMPTS), run.log[-3000:]
+    assert "Capture target decode CPU graph end" in run.log
+    assert "capture stays with SGLang: torch.compile fuses" in run.log and not run.ops["capture_hidden"]
+    for prompt, steps in zip(run_engine.PROMPTS, run.captured, strict=True):
+        streams = torch.tensor(steps).view(len(steps), -1, checkpoints.H)
+        tokens = prompt[-1] + 1 + torch.arange(len(steps))
+        # Every layer but the last one adds nothing: each boundary has sqrt(H) e_t of the token that it reads.
+        expected = ROOT_H * torch.eye(checkpoints.H)[tokens].unsqueeze(1).expand_as(streams)
+        assert torch.allclose(streams, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_stage_runs_where_it_is_faster(tmp_path: Path) -> None:
+    """Timed at load, on both ranks with one decision; at these widths SGLang's own modules may win."""
+    run = Case(checkpoints.Drafter(norm="chunk"), tp=2, environment=(("EAGLE_KERNELS_SGLANG", "1"),)).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    lines = {line.partition("eagle_kernels: ")[2] for line in run.log.splitlines() if "ms (SGLang " in line}
+    (line,) = lines  # the same figures on both ranks
+    assert line.startswith("llama_eagle3.LlamaModel ") and "T=1024" in line
 
 
 def test_gemma3_captures_without_the_packed_tensor(tmp_path: Path) -> None:

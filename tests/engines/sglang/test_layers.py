@@ -1,6 +1,9 @@
 """SGLang's own classes with and without the hooks, on one simulated rank and without an engine."""
 
+import importlib
 import socket
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
 
@@ -13,7 +16,7 @@ pytest.importorskip("sglang")
 
 from accuracy import outliers, relative_rms
 from backends import environment_of
-from eagle_kernels.engines.sglang import capture, mtp, vocab
+from eagle_kernels.engines.sglang import capture, mtp, projection, vocab
 from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.ops.sources import Sources, formula
 from engines.sglang import checkpoints
@@ -24,7 +27,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(scope="module", autouse=True)
 def hooked_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A published config and a group of one rank, as a scheduler has them, and every plugin loaded."""
+    """A published config and a group of one rank, as a scheduler has them, and every plugin loaded. The ops run also
+    where they are slower, as at these widths."""
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -38,7 +42,9 @@ def hooked_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=address)
     initialize_model_parallel(backend="gloo")
-    load_plugins()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLE_KERNELS_SGLANG", "force")
+        load_plugins()
     before = torch.get_default_dtype()
     torch.set_default_dtype(BF16)
     with torch.inference_mode():
@@ -58,25 +64,45 @@ def on_rank(tp_rank: int, tp_size: int) -> object:
     return get_parallel().override(**ranks, **sizes, tp_group=group(), attn_tp_group=group(), moe_tp_group=group())
 
 
-def hooks() -> list[Hook]:
-    import importlib
+def hooks() -> list:
+    from eagle_kernels.engines import sglang
 
-    from eagle_kernels.engines.sglang import PARTS
+    return [
+        pytest.param(part, hook, id=hook.target.where.rpartition(":")[2])
+        for part in sglang.PARTS
+        for hook in importlib.import_module(f"eagle_kernels.engines.sglang.{part}").HOOKS
+    ]
 
-    return [hook for part in PARTS for hook in importlib.import_module(f"eagle_kernels.engines.sglang.{part}").HOOKS]
 
+@pytest.mark.parametrize(("part", "hook"), hooks())
+def test_every_target_is_what_was_recorded(part: str, hook: Hook) -> None:
+    from eagle_kernels.engines.sglang.hooks import _parts
 
-@pytest.mark.parametrize("hook", hooks(), ids=lambda hook: hook.target.rpartition(":")[2])
-def test_the_registry_applied(hook: Hook) -> None:
-    from eagle_kernels.engines.eligibility import find_target
-
-    value = find_target(hook.target)[2]
+    value: object = importlib.import_module(hook.target.module)
+    for name in hook.target.where.partition(":")[2].split("."):
+        value = getattr(value, name)
+    assert _parts[part].on
     if hook.kind == "ADD":
         assert value is hook.function
     elif hook.kind == "REPLACE":
         assert value.__name__ == "PackedAuxHiddenStates"
-    else:
+    elif hook.kind != "KEEP":
         assert value.__wrapped__ is not None
+
+
+def test_loading_the_plugin_imports_nothing_of_sglang() -> None:
+    """2,260 modules and 3.8 s of CPU in every process, when the registry imported what it hooks."""
+    script = """
+import sys
+from sglang.srt.plugins import load_plugins
+before = set(sys.modules)
+load_plugins()
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    imported = done.stdout.split()
+    assert "eagle_kernels.engines.sglang.hooks" in imported
+    assert {name for name in imported if name.partition(".")[0] not in ("eagle_kernels", "probe")} == set()
 
 
 def randomized(module: nn.Module) -> nn.Module:
@@ -215,6 +241,7 @@ def test_kimi_drafter(monkeypatch: pytest.MonkeyPatch, tp_size: int) -> None:
     assert model.fc.weight.shape == (Hd // tp_size, K * Ht)
     hidden = torch.randn(T, K * Ht)
     hooked, original = type(model).forward, type(model).forward.__wrapped__
+    projection._prepare(model)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(projected(hooked, model, hidden), projected(original, model, hidden))
     assert len(gathered) == 2 and torch.equal(*gathered)
@@ -229,6 +256,7 @@ def step3p5_predictor() -> nn.Module:
     for norm in (predictor.enorm, predictor.hnorm, predictor.shared_head.norm):
         norm.weight.data.sub_(1)
         norm.refresh_gemma_weight()
+    mtp._prepare(predictor)
     return predictor
 
 
@@ -334,15 +362,14 @@ def test_qwen3_next_stage(mode: str) -> None:
     rows = 0 if mode == "IDLE" else T
     embeds, hidden, ids = torch.randn(rows, Ht), torch.randn(rows, Ht), torch.arange(rows)
     expected = predictor(ids, ids, batch(hidden, mode), embeds)
-    mtp._fuse_qwen3_next(None, predictor)
+    mtp._prepare(predictor)
+    assert isinstance(predictor.fc.forward.__self__, mtp._Stage)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(predictor(ids, ids, batch(hidden, mode), embeds), expected)
 
 
 def gemma(path: str, vocab_size: int, weight: nn.Parameter) -> object:
     """A target's class with a table and nothing else."""
-    import importlib
-
     module, _, name = path.partition(":")
     target = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
     model = target.__new__(target)

@@ -1,6 +1,7 @@
 """The plugin in the real engine, on CPU: the same tokens and the same acceptance with it and without, and proof that
 the ops ran. `make test-vllm` runs this in an environment of its own; without vLLM there is nothing to test."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ pytest.importorskip("vllm", reason="the real engine lives in the environment of 
 from vllm_checkpoints import write_deepseek, write_drafter, write_target
 from vllm_engine import EXPECTED, Engine
 
-RUNS = "Eagle3LlamaForCausalLM.combine_hidden_states runs norm_concat_linear"
+COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
+RUNS = f"{COMBINE} runs norm_concat_linear"
 # The drafter's best: 3 draft tokens and the target's own. One per step means that no draft token was right.
 BEST, WORST = 4.0, 1.0
 
@@ -42,7 +44,7 @@ def test_same_tokens_with_and_without(engine: Engine, K: int, norm: str, tp: int
     assert on.tokens == off.tokens == EXPECTED
     assert on.accepted_length == off.accepted_length == BEST
     assert off.calls == [] and off.lines == []
-    assert on.lines == [f"{RUNS} (K={K}, {norm} norm)"]
+    assert on.lines == [f"{RUNS} (K={K}, {norm} norm); forced, not timed"]
     assert len(on.calls) == tp
     for calls in on.calls:
         assert set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 6
@@ -52,7 +54,7 @@ def test_engine_core_in_a_process_of_its_own(engine: Engine) -> None:
     """vLLM's default, and the plugin is loaded in both processes; the other runs keep the core in theirs."""
     run = engine.run(request_of(engine, 3, "chunk"), VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
-    assert run.lines == [f"{RUNS} (K=3, chunk norm)"]
+    assert run.lines == [f"{RUNS} (K=3, chunk norm); forced, not timed"]
     assert [set(calls) for calls in run.calls] == [{"norm_concat_linear"}]
 
 
@@ -73,14 +75,63 @@ def test_packed_fc_stays_with_the_engine_behind_the_norms(engine: Engine) -> Non
     assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
     assert run.lines == [
         "Eagle3LlamaForCausalLM.combine_hidden_states runs norm_concat (K=3, chunk norm), its fc stays with vLLM: "
-        "its weight is packed for the engine's own CPU product"
+        "its weight is packed for vLLM's own CPU product; forced, not timed"
     ]
     assert [set(calls) for calls in run.calls] == [{"norm_concat"}]
 
 
-def test_no_norm_and_a_packed_input_leave_nothing_to_fuse(engine: Engine) -> None:
-    run = engine.run(request_of(engine, 3, "none"))
+@pytest.mark.parametrize("switch", ["1", "force"])
+def test_no_norm_and_a_packed_input_leave_nothing_to_fuse(engine: Engine, switch: str) -> None:
+    run = engine.run(request_of(engine, 3, "none"), EAGLE_KERNELS_VLLM=switch)
     assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
+    reason = "it has no norm, and its fc is vLLM's: its weight is packed for the engine's own CPU product"
+    assert run.lines == [f"{COMBINE} stays with vLLM: {reason}"]
+
+
+FIGURES = r"T=1 \S+ ms \(vLLM \S+\), T=4 .*, T=16 .*, T=64 .*, T=256 .*, T=\d+ \S+ ms \(vLLM \S+\)"
+
+
+@pytest.mark.parametrize(("norm", "tp"), [("chunk", 1), ("concat", 2)])
+def test_a_stage_is_timed_when_it_is_loaded(engine: Engine, norm: str, tp: int) -> None:
+    """What is decided depends on the machine; that all ranks decide alike, and the tokens, do not."""
+    run = engine.run(request_of(engine, 3, norm, tp=tp), EAGLE_KERNELS_VLLM="1")
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    (line,) = run.lines
+    sizes = rf"\(K=3, {norm} norm\)"
+    packed = "its fc stays with vLLM: its weight is packed for vLLM's own CPU product"
+    whole, in_front = f"norm_concat_linear {sizes}", f"norm_concat {sizes}( where it is faster)?, {packed}"
+    decided = rf"runs ({whole}|{in_front}); |stays with vLLM: norm_concat {sizes} is not faster, "
+    assert re.fullmatch(rf"{COMBINE} ({decided}){FIGURES}", line)
+
+
+BROKEN_LIBRARY = """
+def register():
+    from eagle_kernels import library
+    library.unsupported_reason = "libeagle_kernels.so did not load: a symbol is missing"
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "plugins", "because"),
+    [
+        pytest.param(
+            {"EAGLE_KERNELS_BACKEND": "triton"}, {}, "EAGLE_KERNELS_BACKEND is 'triton', expected one of", id="refused"
+        ),
+        pytest.param(
+            {},
+            {"breaking_plugin": BROKEN_LIBRARY},
+            "there are no kernels of ours for it, cpu: libeagle_kernels.so did not load: a symbol is missing; `pip",
+            id="broken-library",
+        ),
+    ],
+)
+def test_without_kernels_the_engine_runs_on(
+    engine: Engine, env: dict[str, str], plugins: dict[str, str], because: str
+) -> None:
+    run = engine.run(request_of(engine, 3, "chunk"), plugins=plugins, **env)
+    assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
+    (line,) = run.lines
+    assert because in line and line.startswith(f"{COMBINE} stays with vLLM: ")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +141,8 @@ def test_no_norm_and_a_packed_input_leave_nothing_to_fuse(engine: Engine) -> Non
         pytest.param({"VLLM_PLUGINS": "vllm_calls"}, [], id="not-among-VLLM_PLUGINS"),
         pytest.param(
             {"EAGLE_KERNELS_VLLM": "yes"},
-            ["the plugin is off, it failed to register: ValueError(\"eagle_kernels: EAGLE_KERNELS_VLLM is 'yes', "
-             "expected one of ('auto', '0', '1')\")"],
-            id="fails-to-register",
+            ["EAGLE_KERNELS_VLLM is 'yes', expected one of ('auto', '0', '1', 'force'); read as 0"],
+            id="garbage",
         ),
     ],
 )  # fmt: skip
@@ -143,7 +193,7 @@ def test_plugins_that_fail_take_nobody_down(engine: Engine) -> None:
     run = engine.run(request_of(engine, 3, "chunk"), plugins={"broken_plugin": "import module_that_is_not_there"})
     assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
     assert "Failed to load plugin broken_plugin" in run.log
-    assert run.lines == [f"{RUNS} (K=3, chunk norm)"]
+    assert run.lines == [f"{RUNS} (K=3, chunk norm); forced, not timed"]
 
 
 RENAMES = """
@@ -156,6 +206,7 @@ def register():
             method = loaded.combine_hidden_states
             def combine_hidden_states(self, hidden_states, scale=1.0):
                 return method(self, hidden_states)
+            combine_hidden_states.__module__ = method.__module__
             loaded.combine_hidden_states = combine_hidden_states
         return loaded
     registry._LazyRegisteredModel.load_model_cls = load_model_cls
@@ -166,7 +217,8 @@ def test_a_changed_target_is_named_and_left_alone(engine: Engine) -> None:
     run = engine.run(request_of(engine, 3, "chunk"), plugins={"changing_plugin": RENAMES})
     assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
     (line,) = run.lines
-    assert line.startswith("vllm.model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM stays with vLLM: combine_h")
+    home = "vllm.model_executor.models.llama_eagle3"
+    assert line.startswith(f"{home}.Eagle3LlamaForCausalLM stays with vLLM: {home}:{COMBINE} takes")
     assert "takes ['self', 'hidden_states', 'scale']" in line
 
 
@@ -202,5 +254,5 @@ def test_deepseek_mtp(engine: Engine, compiled: bool) -> None:
     off = engine.run(request | {"compiled": compiled}, EAGLE_KERNELS_VLLM="0")
     on = engine.run(request | {"compiled": compiled})
     assert on.tokens == off.tokens and off.calls == []
-    assert on.lines == ["DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear"]
+    assert on.lines == ["DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear; forced, not timed"]
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]

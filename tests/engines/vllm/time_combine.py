@@ -1,84 +1,160 @@
-"""Times a drafter's combine_hidden_states on CPU: vLLM's own modules as vLLM runs them, and the plugin's projection.
+"""Times a drafter's combine_hidden_states in vLLM on CPU, with the plugin and without: `make bench-vllm`.
 
-`python tests/engines/vllm/time_combine.py result.json`, in the environment of `make test-vllm`. Four copies of every
-weight take turns so that none is in a cache, and the variants take turns so that a noisy neighbour slows all of them.
+vLLM's own method on vLLM's own modules, its weight packed as vLLM packs it, and a drafter of the plugin, which decides
+at load what runs (`engines/decision.py`). They take turns, and 64 MB are read before each call, as an engine reads its
+target's weights there: no call finds its own in a cache. Where the plugin left the weight packed both read the same:
+two copies of 100 MB were up to 13 % apart by where they lie. `product` is vLLM's product alone, without norms and cat.
+
+`python time_combine.py bench/results` runs a process per number of threads; `--threads 2` prints the records of one.
 """
 
+import argparse
+import functools
 import json
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
-import torch
-from eagle_kernels.bench.info import read_environment
-from torch import Tensor, nn
-from vllm import __version__
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear
-
-from eagle_kernels.engines.projection import EngineProjection
-
-K, H, D, COPIES = 3, 4096, 4096, 4
+K, DTYPE = 3, "bf16"
+NORMS, WIDTHS, ROWS, THREADS = ("chunk", "concat", "none"), (128, 2048, 4096), (1, 4, 16, 512), (1, 2)
+# Of a row of the table: 72 of them take 6 minutes.
+SECONDS, MIN_ROUNDS, MAX_ROUNDS = 3.0, 15, 150
+EVICTED_BYTES = 64 << 20
 
 
-def main(path: Path) -> None:
-    init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
-    initialize_model_parallel(1, 1)
-    torch.set_default_dtype(torch.bfloat16)
-    norms = nn.ModuleList(RMSNorm(H) for _ in range(K))
-    packed, dense = linears(keep_dense=False), linears(keep_dense=True)
-    variants = {
-        "vllm": [vllms_own(norms, fc) for fc in packed],
-        "norm_concat + vllm's fc": [
-            EngineProjection(fc, K, chunk_norms=norms, fc_unsupported="packed") for fc in packed
-        ],
-        "norm_concat_linear": [EngineProjection(fc, K, chunk_norms=norms) for fc in dense],
-    }
-    records = []
-    for T in (1, 4, 8, 16, 32, 64, 128, 512):
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, help="bench/results: the machine's folder is made below it")
+    parser.add_argument("--threads", type=int, help="print the records of this many threads, in this process")
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        print(json.dumps(measured(arguments.threads)))
+        return
+    records = [record for threads in THREADS for record in json.loads(output_of(threads))]
+    from eagle_kernels.bench.info import read_environment
+    from vllm import __version__
+
+    environment = read_environment("cpu") | {"vllm": __version__}
+    path = arguments.results / environment["device_slug"] / "vllm_combine.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = {"environment": environment, "sizes": {"K": K, "dtype": DTYPE}, "records": records}
+    path.write_text(json.dumps(saved, indent=1) + "\n", "utf-8")
+    print(path)
+
+
+def output_of(threads: int) -> str:
+    """OpenMP reads the number of threads once, and so does vLLM's library."""
+    command = [sys.executable, os.fspath(Path(__file__)), "--threads", str(threads)]
+    variables = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+    done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip().splitlines()[-1]
+
+
+def measured(threads: int) -> list[dict]:
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+
+    from eagle_kernels.environment import engine_switches
+
+    assert torch.get_num_threads() == threads
+    with set_current_vllm_config(VllmConfig()), torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+        from eagle_kernels.engines import vllm as plugin
+        from eagle_kernels.engines.vllm import combine
+
+        init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        combine.register(engine_switches("vllm", plugin.PARTS | plugin.OPTIONS))
+        return [record | {"threads": threads} for norm in NORMS for H in WIDTHS for record in rows_of(norm, H)]
+
+
+def rows_of(norm: str, H: int) -> Iterator[dict]:
+    import torch
+
+    from eagle_kernels.engines.vllm import combine
+
+    on = loaded(combine.hooked(drafter_class(norm, H)))
+    stage = on.eagle_kernels_stage()
+    off = loaded(drafter_class(norm, H)) if on.model.fc.weight.numel() else vllms_own(on)
+    print(norm, H, "vLLM" if stage is None else stage.decision.figures("vLLM"), file=sys.stderr, flush=True)
+    evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32)
+    for T in ROWS:
         x = torch.randn(T, K * H)
-        for stages in variants.values():
-            torch.testing.assert_close(stages[0](x), variants["vllm"][0](x), rtol=0.02, atol=0.1)
-        times = {name: [] for name in variants}
-        for _ in range(12 if T < 512 else 5):
-            for name, stages in variants.items():
-                times[name] += [seconds(stage, x) for stage in stages]
-        records += [
-            {"T": T, "variant": name, "median_ms": 1e3 * sorted(all_)[len(all_) // 2], "min_ms": 1e3 * min(all_)}
-            for name, all_ in times.items()
-        ]
-        print(T, {record["variant"]: round(record["median_ms"], 2) for record in records[-len(variants) :]}, flush=True)
-    facts = {"vllm": __version__, **read_environment("cpu")}
-    sizes = {"K": K, "H": H, "D": D, "dtype": "bf16", "norm": "chunk"}
-    path.write_text(json.dumps({"environment": facts, "sizes": sizes, "records": records}, indent=1) + "\n")
+        calls = {"off": off.combine_hidden_states, "on": on.combine_hidden_states, "product": off.model.fc}
+        torch.testing.assert_close(calls["on"](x), calls["off"](x), rtol=0.05, atol=0.1)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        start = time.perf_counter()
+        while len(times["on"]) < MIN_ROUNDS or (
+            len(times["on"]) < MAX_ROUNDS and time.perf_counter() - start < SECONDS
+        ):
+            for name, call in calls.items():
+                evicted.sum()
+                times[name].append(seconds(call, x))
+        medians = {f"{name}_ms": round(1e3 * statistics.median(of_call), 4) for name, of_call in times.items()}
+        minima = {f"{name}_min_ms": round(1e3 * min(of_call), 4) for name, of_call in times.items()}
+        runs = stage is not None and stage.projection.has_norm and stage.decision.runs_op(T)
+        record = {"norm": norm, "H": H, "T": T, "ran": stage.projection.op if runs else "vLLM", **medians, **minima}
+        print(record, file=sys.stderr, flush=True)
+        yield record | {"rounds": len(times["on"])}
 
 
-def linears(keep_dense: bool) -> list[ReplicatedLinear]:
-    made = []
-    torch.manual_seed(0)
-    for _ in range(COPIES):
-        fc = ReplicatedLinear(K * H, D, bias=False, return_bias=False)
-        fc.weight.data.normal_(0, 0.02)
-        fc._cpu_skip_gemm_dispatch = keep_dense
-        fc.quant_method.process_weights_after_loading(fc)
-        made.append(fc)
-    return made
+def drafter_class(norm: str, H: int) -> type:
+    """vLLM's method on what it reads of a drafter's model, without the model's layers."""
+    import torch
+    from torch import nn
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+    class Drafter(nn.Module):
+        combine_hidden_states = Eagle3LlamaForCausalLM.combine_hidden_states
+
+        def __init__(self, *, vllm_config: SimpleNamespace, prefix: str = "") -> None:
+            super().__init__()
+            model = self.model = nn.Module()
+            model.use_aux_hidden_state, model.num_aux_hidden_states = True, K
+            model.norm_before_fc = norm == "concat"
+            model.input_norm = RMSNorm(K * H) if norm == "concat" else None
+            model.fc_norm = nn.ModuleList(RMSNorm(H) for _ in range(K)) if norm == "chunk" else None
+            model.fc = ReplicatedLinear(K * H, H, bias=False, return_bias=False)
+            torch.manual_seed(0)
+            model.fc.weight.data.normal_(0, 0.02)
+
+    return Drafter
 
 
-def vllms_own(norms: nn.ModuleList, fc: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: fc(torch.cat([norm(chunk) for norm, chunk in zip(norms, x.chunk(K, -1), strict=True)], -1))
+def loaded(drafter_class: type) -> object:
+    """What vLLM's loader does behind the weights."""
+    hf_config = SimpleNamespace(num_aux_hidden_states=K)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config)),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+    )
+    drafter = drafter_class(vllm_config=config)
+    drafter.model.fc.quant_method.process_weights_after_loading(drafter.model.fc)
+    if hasattr(drafter, "process_weights_after_loading"):
+        drafter.process_weights_after_loading()
+    return drafter
 
 
-def seconds(stage: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def vllms_own(drafter: object) -> SimpleNamespace:
+    """vLLM's method on the modules of a drafter that the plugin left as vLLM has them."""
+    method = type(drafter).__mro__[2].combine_hidden_states
+    return SimpleNamespace(model=drafter.model, combine_hidden_states=functools.partial(method, drafter))
+
+
+def seconds(call: Callable, x: object) -> float:
     start = time.perf_counter()
-    stage(x)
+    call(x)
     return time.perf_counter() - start
 
 
 if __name__ == "__main__":
-    with set_current_vllm_config(VllmConfig()), torch.inference_mode():
-        main(Path(sys.argv[1]))
+    main()

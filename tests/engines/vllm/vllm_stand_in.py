@@ -1,13 +1,16 @@
 """The part of vLLM that the plugin touches, in plain torch: names, signatures and arithmetic of vLLM 0.32 and 0.33.
 
-`modules()` defines everything anew, so that a test may break what it likes.
+`modules()` defines everything anew, so that a test may break what it likes; `bodies` are those of the functions here.
 """
 
 import types
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from eagle_kernels.engines import gates
 
 K, H, D = 3, 16, 24
 MODELS = "vllm.model_executor.models"
@@ -29,7 +32,15 @@ class GemmaRMSNorm(RMSNorm):
         return F.rms_norm(x, x.shape[-1:], 1 + self.weight, self.variance_epsilon)
 
 
-class UnquantizedLinearMethod: ...
+class UnquantizedLinearMethod:
+    """On CPU vLLM packs a weight once it is loaded, here as its transpose, unless it is asked not to."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.cpu_linear = F.linear
+        if not getattr(layer, "_cpu_skip_gemm_dispatch", False):
+            packed = layer.weight.data.t().contiguous()
+            layer.cpu_linear = lambda x, weight, bias: F.linear(x, packed.t(), bias)
+            layer.weight = nn.Parameter(torch.empty(0, dtype=packed.dtype), requires_grad=False)
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod): ...
@@ -44,7 +55,7 @@ class ReplicatedLinear(nn.Module):
         self.quant_method = UnquantizedLinearMethod()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return getattr(self, "cpu_linear", F.linear)(x, self.weight, self.bias)
 
 
 class Entry:
@@ -121,16 +132,23 @@ def _dflash() -> type[nn.Module]:
     return DFlashQwen3ForCausalLM
 
 
-def _mtp(name: str, norm: type[nn.Module]) -> type[nn.Module]:
+def _mtp(name: str, layer_name: str, norm: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]]:
     class MultiTokenPredictorLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.enorm, self.hnorm = norm(H, 1e-6), norm(H, 1e-2)
             self.eh_proj = nn.Linear(2 * H, H, bias=False)
 
-        def forward(self, positions: Tensor, embeds: Tensor, hidden: Tensor) -> Tensor:
-            embeds = torch.where(positions.unsqueeze(-1) == 0, 0, embeds)
-            return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
+        def forward(
+            self,
+            input_ids: Tensor | None,
+            positions: Tensor,
+            previous_hidden_states: Tensor,
+            inputs_embeds: Tensor,
+            spec_step_index: int = 0,
+        ) -> Tensor:
+            embeds = torch.where(positions.unsqueeze(-1) == 0, 0, inputs_embeds)
+            return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(previous_hidden_states)], -1))
 
     class MTP(nn.Module):
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
@@ -138,8 +156,9 @@ def _mtp(name: str, norm: type[nn.Module]) -> type[nn.Module]:
             self.model = nn.Module()
             self.model.layers = nn.ModuleDict({"61": MultiTokenPredictorLayer()})
 
-    MTP.__name__ = MTP.__qualname__ = name
-    return MTP
+    MTP.__name__ = name
+    MultiTokenPredictorLayer.__name__ = layer_name
+    return MTP, MultiTokenPredictorLayer
 
 
 def _speculators() -> tuple[type, type]:
@@ -185,28 +204,47 @@ def _speculators() -> tuple[type, type]:
     return EagleSpeculator, DFlashSpeculator
 
 
+def _compile_factors() -> tuple[dict[str, Callable[[], str]], Callable[[], dict[str, str]]]:
+    """vLLM's environment variables, and those in the key of its compile caches."""
+    variables: dict[str, Callable[[], str]] = {}
+
+    def compile_factors() -> dict[str, str]:
+        return {name: value() for name, value in variables.items()}
+
+    return variables, compile_factors
+
+
 def modules() -> dict[str, dict[str, object]]:
     """Module name -> members; each class says it is from the module it is in."""
     eagle, dflash = _speculators()
     homes = {
-        f"{MODELS}.llama_eagle3": _eagle3(),
-        f"{MODELS}.laguna_dflash": _laguna(),
-        f"{MODELS}.qwen3_dflash": _dflash(),
-        f"{MODELS}.deepseek_mtp": _mtp("DeepSeekMTP", RMSNorm),
-        f"{MODELS}.step3p5_mtp": _mtp("Step3p5MTP", GemmaRMSNorm),
-        f"{SPECULATORS}.eagle.speculator": eagle,
-        f"{SPECULATORS}.dflash.speculator": dflash,
+        f"{MODELS}.llama_eagle3": [_eagle3()],
+        f"{MODELS}.laguna_dflash": [_laguna()],
+        f"{MODELS}.qwen3_dflash": [_dflash()],
+        f"{MODELS}.deepseek_mtp": _mtp("DeepSeekMTP", "DeepSeekMultiTokenPredictorLayer", RMSNorm),
+        f"{MODELS}.step3p5_mtp": _mtp("Step3p5MTP", "Step3p5AMultiTokenPredictorLayer", GemmaRMSNorm),
+        f"{SPECULATORS}.eagle.speculator": [eagle],
+        f"{SPECULATORS}.dflash.speculator": [dflash],
     }
-    for home, defined in homes.items():
-        defined.__module__, defined.__qualname__ = home, defined.__name__
-        for member in vars(defined).values():
-            if isinstance(member, types.FunctionType):
-                member.__module__ = home
+    for home, classes in homes.items():
+        for defined in classes:
+            defined.__module__, defined.__qualname__ = home, defined.__name__
+            for member in vars(defined).values():
+                if isinstance(member, types.FunctionType):
+                    member.__module__ = home
     names = ("LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel", "DeepSeekMTPModel", "Step3p5MTP")
-    architectures = {name: Entry(defined) for name, defined in zip(names, homes.values(), strict=False)}
-    return {home: {defined.__name__: defined} for home, defined in homes.items()} | {
+    models = [classes[0] for classes in homes.values()]
+    architectures = {name: Entry(defined) for name, defined in zip(names, models, strict=False)}
+    variables, compile_factors = _compile_factors()
+    one_rank = types.SimpleNamespace(world_size=1)
+    return {home: {defined.__name__: defined for defined in classes} for home, classes in homes.items()} | {
         "vllm": {"__version__": "0.33.1"},
-        "vllm.envs": {"environment_variables": {}, "VLLM_BATCH_INVARIANT": False},
+        "vllm.distributed": {"get_tp_group": lambda: one_rank},
+        "vllm.envs": {
+            "environment_variables": variables,
+            "compile_factors": compile_factors,
+            "VLLM_BATCH_INVARIANT": False,
+        },
         "vllm.platforms": {"current_platform": types.SimpleNamespace(is_cpu=lambda: True)},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
@@ -215,3 +253,10 @@ def modules() -> dict[str, dict[str, object]]:
         MODELS: {},
         f"{MODELS}.registry": {"ModelRegistry": types.SimpleNamespace(models=architectures)},
     }
+
+
+def bodies(defined: dict[str, dict[str, object]]) -> set[str]:
+    """The hashes of every function that stands for one of vLLM's."""
+    classes = [member for members in defined.values() for member in members.values() if isinstance(member, type)]
+    functions = [member for one in classes for member in vars(one).values() if isinstance(member, types.FunctionType)]
+    return {gates.body_hash(function) for function in functions}

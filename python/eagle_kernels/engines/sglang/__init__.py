@@ -1,8 +1,8 @@
 """The SGLang plugin: entry point `sglang.srt.plugins`, run by SGLang in every process before a model is built.
 
-Nothing of SGLang is imported until `register` runs, every hook goes through SGLang's own HookRegistry, and no failure
-here reaches the engine: a part one of whose targets is gone stays off as a whole, with one warning that names the
-target, and SGLang runs its own code.
+No module of SGLang is imported: each hook goes in when SGLang imports what it hooks (`hooks`). No failure here reaches
+the engine: a part one of whose targets is gone or another than the recorded one stays off as a whole, with one warning
+that names the target, and SGLang runs its own code.
 
 | part (EAGLE_KERNELS_SGLANG_<PART>) | default | does |
 |---|---|---|
@@ -12,19 +12,23 @@ target, and SGLang runs its own code.
 | gemma3_capture | on | hidden + residual from Gemma 3's captured layers, where SGLang drops the residual |
 | capture | on | captured layers straight into one packed tensor, the decode graphs' static one under CUDA graphs |
 
-EAGLE_KERNELS_SGLANG=0 turns all of it off. Conventions: SGLang 0.5.23 (docs/sglang.md).
+EAGLE_KERNELS_SGLANG=0 turns all of it off. Conventions: SGLang 0.5.23; which others have the recorded targets is in
+docs/sglang.md.
 """
 
 import importlib
 import logging
 
 from ... import environment
-from ..eligibility import log_once, version_unsupported_reason
+from ..eligibility import log_once
+from . import stage
 from .hooks import LOGGER, Hook, hook_all
 
 # Each part's module, in which HOOKS says what it touches.
 PARTS = {"projection": True, "mtp": True, "vocab": True, "gemma3_capture": True, "capture": True}
-FIRST_VERSION, LAST_VERSION = "0.5.23", "0.5.23"
+# row_parallel: the projections of `projection` and `mtp` split by columns over the ranks that replicate them.
+OPTIONS = {"row_parallel": False}
+TESTED_VERSIONS = ("0.5.23",)
 
 
 def register() -> None:
@@ -36,16 +40,11 @@ def register() -> None:
 
 
 def _register() -> None:
-    parts = environment.engine_parts("sglang", PARTS)
-    if not parts:
-        return
-    import sglang
-
-    unsupported = version_unsupported_reason("SGLang", sglang.__version__, FIRST_VERSION, LAST_VERSION)
-    if unsupported is not None:
-        log_once(LOGGER, logging.WARNING, f"the plugin is off: {unsupported}")
-        return
-    hook_all({part: _hooks(part) for part in PARTS if part in parts})
+    switches = environment.engine_switches("sglang", PARTS | OPTIONS)
+    for sentence in switches.wrong:
+        log_once(LOGGER, logging.WARNING, sentence)
+    stage.force, stage.row_parallel = switches.force, "row_parallel" in switches.parts
+    hook_all({part: _hooks(part) for part in PARTS if part in switches.parts})
 
 
 def _hooks(part: str) -> tuple[Hook, ...]:

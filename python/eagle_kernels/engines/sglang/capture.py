@@ -12,11 +12,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...checks import DTYPES
 from ...ops import capture_hidden
 from ..eligibility import log_once
+from ..gates import Target
+from ..projection import check_backend
 from .hooks import LOGGER, Hook
 
 _SETUP = "sglang.srt.model_executor.model_runner_components"
@@ -80,6 +83,7 @@ def _watch(result: None, *, model: Any, eagle_use_aux_hidden_state: bool, **kwar
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"capture stays with SGLang: {unsupported}")
         return
+    check_backend("capture_hidden", next((weight.device for weight in model.parameters()), torch.device("cpu")))
     (owner,) = owners
     num_chunks = len(owner.layers_to_capture)
     _widths[model] = num_chunks * owner.config.hidden_size
@@ -100,11 +104,14 @@ def _watch(result: None, *, model: Any, eagle_use_aux_hidden_state: bool, **kwar
 
 def _unsupported_reason(owners: list[Any]) -> str | None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+    from sglang.srt.runtime_context import get_flags
 
     if len(owners) != 1:
         return f"{len(owners)} modules have layers_to_capture"
     if check_cuda_graph_backend(Phase.PREFILL, Backend.TC_PIECEWISE):
         return "prefill graphs are piecewise, and torch.compile would trace the hooks"
+    if get_flags().capture.enable_torch_compile:
+        return "torch.compile fuses SGLang's own copies, and would trace the hooks"
     if not hasattr(getattr(owners[0], "config", None), "hidden_size"):
         return f"{type(owners[0]).__name__}.config has no hidden_size"
     return None
@@ -152,12 +159,19 @@ def _width(original: Callable, *, model: nn.Module, spec_algorithm: Any, is_draf
 
 
 _AUX = "sglang.srt.layers.aux_hidden_states"
+_CONFIGURE = f"{_SETUP}.attention_backend_setup:configure_aux_hidden_state_capture"
+_RESOLVE_WIDTH = f"{_SETUP}.misc_utils:resolve_aux_hidden_states_width"
 _WIDTH_PARAMETERS = ("model", "spec_algorithm", "is_draft_worker")
 
 HOOKS = (
-    Hook(f"{_SETUP}.attention_backend_setup:configure_aux_hidden_state_capture", "AFTER", _watch),
-    Hook(f"{_SETUP}.misc_utils:resolve_aux_hidden_states_width", "AROUND", _width, _WIDTH_PARAMETERS),
-    Hook(f"{_AUX}:AuxHiddenStateList", "REPLACE", _packed_list),
-    Hook(f"{_AUX}:AuxHiddenStatePacker.slot", "AROUND", _packer_slot, ("self", "like")),
-    Hook(f"{_AUX}:pack_aux_hidden_states", "AROUND", _pack, ("aux_hidden_states",)),
+    Hook(Target(_CONFIGURE, ("model", "eagle_use_aux_hidden_state", ...)), "AFTER", _watch),
+    Hook(Target(_RESOLVE_WIDTH, _WIDTH_PARAMETERS, {"a7d747670e9b1257": ["0.5.23"]}), "AROUND", _width),
+    Hook(Target(f"{_AUX}:AuxHiddenStateList", bodies={"8221245a02b1a132": ["0.5.23"]}), "REPLACE", _packed_list),
+    Hook(Target(f"{_AUX}:AuxHiddenStatePacker", bodies={"e0a6fda6a9dd31e8": ["0.5.23"]})),
+    Hook(Target(f"{_AUX}:AuxHiddenStatePacker.slot", ("self", "like")), "AROUND", _packer_slot),
+    Hook(
+        Target(f"{_AUX}:pack_aux_hidden_states", ("aux_hidden_states",), {"7b2d31ae70d4da46": ["0.5.23"]}),
+        "AROUND",
+        _pack,
+    ),
 )

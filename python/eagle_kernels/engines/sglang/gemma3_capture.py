@@ -9,11 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ...ops import capture_hidden
 from ..eligibility import log_once
+from ..gates import Target
 from .capture import Slots, claim
 from .hooks import LOGGER, Hook
 
@@ -63,8 +62,15 @@ def _reads(decoder: Any, boundary: int) -> Callable:
 
 
 def _value(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    return capture_hidden(hidden, residual, out=torch.empty_like(hidden))
+    """In plain torch, which rounds the sum once as well: it has to be right where none of our kernels runs."""
+    return hidden.clone() if residual is None else hidden + residual
 
 
-_TARGET = "sglang.srt.models.gemma3_causal:Gemma3ForCausalLM.set_eagle3_layers_to_capture"
-HOOKS = (Hook(_TARGET, "AFTER", _attach, ("self", "layer_ids")),)
+_GEMMA3 = "sglang.srt.models.gemma3_causal"
+
+# A release that captures the residual itself has another forward, and one whose layers add it has other layers.
+HOOKS = (
+    Hook(Target(f"{_GEMMA3}:Gemma3TextModel.forward", bodies={"4bb041a68e906925": ["0.5.23"]})),
+    Hook(Target(f"{_GEMMA3}:Gemma3DecoderLayer.forward", bodies={"fe7b9d8ffffe5aeb": ["0.5.23"]})),
+    Hook(Target(f"{_GEMMA3}:Gemma3ForCausalLM.set_eagle3_layers_to_capture", ("self", "layer_ids")), "AFTER", _attach),
+)

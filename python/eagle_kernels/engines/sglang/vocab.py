@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...vocab_shard import VocabShard, shard_vocab_weight
 from ..eligibility import log_once
+from ..gates import Target
 from .hooks import LOGGER, Hook
 
 
@@ -102,12 +103,13 @@ _MODELS = "sglang.srt.models"
 _PARAMETERS = ("self", "weight", "draft_embedding")
 _WRAPPER = f"{_MODELS}.gemma4_mm:Gemma4ForConditionalGeneration"
 
+# No bodies: what a hook returns has the drafter's own layout, checked against its rows, whatever SGLang would slice.
 HOOKS = (
-    Hook(f"{_MODELS}.gemma3_causal:Gemma3ForCausalLM._shard_weight", "AROUND", _shard_weight, _PARAMETERS),
-    Hook(f"{_MODELS}.gemma4_causal:Gemma4ForCausalLM._shard_weight", "AROUND", _shard_weight, _PARAMETERS),
-    Hook(f"{_WRAPPER}.get_embed_and_head_for_draft", "ADD", _get_embed_and_head_for_draft),
-    Hook(f"{_MODELS}.gemma3_causal:Gemma3ForCausalLM.load_weights", "AFTER", _refresh),
-    Hook(f"{_MODELS}.gemma3_mm:Gemma3ForConditionalGeneration.load_weights", "AFTER", _refresh),
-    Hook(f"{_MODELS}.gemma4_causal:Gemma4ForCausalLM.load_weights", "AFTER", _refresh),
-    Hook(f"{_WRAPPER}.load_weights", "AFTER", _refresh),
+    Hook(Target(f"{_MODELS}.gemma3_causal:Gemma3ForCausalLM._shard_weight", _PARAMETERS), "AROUND", _shard_weight),
+    Hook(Target(f"{_MODELS}.gemma4_causal:Gemma4ForCausalLM._shard_weight", _PARAMETERS), "AROUND", _shard_weight),
+    Hook(Target(f"{_WRAPPER}.get_embed_and_head_for_draft"), "ADD", _get_embed_and_head_for_draft),
+    Hook(Target(f"{_MODELS}.gemma3_causal:Gemma3ForCausalLM.load_weights"), "AFTER", _refresh),
+    Hook(Target(f"{_MODELS}.gemma3_mm:Gemma3ForConditionalGeneration.load_weights"), "AFTER", _refresh),
+    Hook(Target(f"{_MODELS}.gemma4_causal:Gemma4ForCausalLM.load_weights"), "AFTER", _refresh),
+    Hook(Target(f"{_WRAPPER}.load_weights"), "AFTER", _refresh),
 )

@@ -10,18 +10,25 @@ engine: a part that cannot be applied is logged with the name of its target, and
 | mtp | on | enorm + hnorm + eh_proj of DeepSeek and Step-3.5 |
 | embedding | off | masks and gather of VocabParallelEmbedding where vLLM has no fused op for them (all but CUDA) |
 
-EAGLE_KERNELS_VLLM=0 turns all of it off. Conventions: vLLM 0.32 and 0.33 (docs/vllm.md).
+EAGLE_KERNELS_VLLM=0 turns all of it off; =force runs the ops also where vLLM's own code is faster (docs/vllm.md).
 """
 
 import logging
 
 from ... import environment
 from ...version import __version__
-from ..eligibility import log_once, version_unsupported_reason
+from ..eligibility import log_once
+from ..gates import Target, TargetError
 
 PARTS = {"combine": True, "zero_copy": True, "mtp": True, "embedding": False}
-FIRST_VERSION, LAST_VERSION = "0.32", "0.33"
+# row_parallel: the projections of the first three split by columns over the ranks that replicate them.
+OPTIONS = {"row_parallel": False}
+TESTED_VERSIONS = ("0.32.0", "0.33.0")  # the gates know their bodies; a later version may have the same ones
 LOGGER = logging.getLogger("vllm.eagle_kernels")  # below "vllm", so that vLLM's handlers print it
+# What goes into the key of vLLM's compile caches: the value of every variable it knows, but for a list of names.
+VARIABLES = Target("vllm.envs:environment_variables")
+FACTORS = Target("vllm.envs:compile_factors", ())
+_KEY = "EAGLE_KERNELS_VLLM"
 
 
 def register() -> None:
@@ -33,37 +40,38 @@ def register() -> None:
 
 
 def _register() -> None:
-    parts = environment.engine_parts("vllm", PARTS)
-    if not parts:
+    switches = environment.engine_switches("vllm", PARTS | OPTIONS)
+    for sentence in switches.wrong:
+        log_once(LOGGER, logging.WARNING, sentence)
+    if not switches.parts:
         return
-    import vllm
+    from . import combine, embedding, mtp
+    from .registry import leaving_to_vllm
 
-    unsupported = version_unsupported_reason("vLLM", vllm.__version__, FIRST_VERSION, LAST_VERSION)
-    if unsupported is not None:
-        log_once(LOGGER, logging.WARNING, f"the plugin is off: {unsupported}")
-        return
-    _tell_compile_cache(parts)
-    if parts & {"combine", "zero_copy"}:
-        from . import combine
-
-        combine.register(parts)
-    if "mtp" in parts:
-        from . import mtp
-
-        mtp.register()
-    if "embedding" in parts:
-        from . import embedding
-
-        embedding.register()
+    if switches.parts & {"combine", "zero_copy"}:
+        with leaving_to_vllm("combine_hidden_states"):
+            combine.register(switches)
+    # These are inside of what vLLM compiles and caches.
+    if "mtp" in switches.parts:
+        with leaving_to_vllm("the input stage of MTP layers"):
+            _tell_compile_cache(switches.parts, mtp.fused)
+            mtp.register(switches)
+    if "embedding" in switches.parts:
+        with leaving_to_vllm(embedding.NAME):
+            _tell_compile_cache(switches.parts, mtp.fused)
+            embedding.register()
 
 
-def _tell_compile_cache(parts: frozenset[str]) -> None:
+def _tell_compile_cache(parts: frozenset[str], fused: set[str]) -> None:
     """Make the plugin part of the key of vLLM's compile caches, as if it were one of vLLM's own variables.
 
     An AOT artifact is found by environment, config and the name of the compiled forward, none of which this plugin
     changes: a graph cached without the plugin would run with it, and the other way round.
     """
-    import vllm.envs
 
-    value = ",".join((__version__, *sorted(parts)))
-    vllm.envs.environment_variables["EAGLE_KERNELS_VLLM"] = lambda: value
+    def value() -> str:
+        return ",".join((__version__, *sorted(parts), *sorted(fused)))
+
+    VARIABLES.find()[2][_KEY] = value
+    if FACTORS.find()[2]().get(_KEY) != value():
+        raise TargetError(f"{FACTORS.where} leaves {_KEY} out of the key of the compile caches")

@@ -1,23 +1,29 @@
 """`combine_hidden_states` of vLLM's EAGLE-3 and DFlash drafters on the ops.
 
 vLLM runs it eagerly on every engine step: 28 kernel launches for K = 3 with `fc_norm` (vLLM 0.33, default config).
-Here: one op for norms and projection; in the V2 speculators (`speculator.py`) it also takes the captured layers as they
-are and writes into the engine's static buffer.
+Here: one op for norms and projection, at the row counts where that is faster (`decision.py`); in the V2 speculators
+(`speculator.py`) it also takes the captured layers as they are and writes into the engine's static buffer.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...checks import DTYPES
-from ...plan import Kernel, Problem, choose
-from ..eligibility import TargetError, check_parameters, linear_unsupported_reason, log_once, norm_unsupported_reason
-from ..projection import EngineProjection, try_warm_up
-from . import LOGGER, speculator
+from ...environment import EngineSwitches
+from ...plan import Kernel, Problem, choose, cpu_isa
+from .. import decision
+from ..decision import Decision
+from ..eligibility import linear_unsupported_reason, log_once, norm_unsupported_reason
+from ..gates import Target, TargetError
+from ..projection import EngineProjection, ProbeError, check_backend, probe
+from . import LOGGER, cpu_packing, replicas, speculator
 from .registry import hook_models, leaving_to_vllm
+from .timing import agreed_seconds
 
 EAGLE3 = (
     "LlamaForCausalLMEagle3",
@@ -33,13 +39,14 @@ EAGLE3 = (
     "Eagle3DeepseekV3ForCausalLM",
 )
 DFLASH = ("DFlashDraftModel", "DFlashLagunaForCausalLM")
+PACKED = "its weight is packed for vLLM's own CPU product"
 
-_parts: frozenset[str] = frozenset()
+_switches = EngineSwitches(frozenset(), False, ())
 
 
-def register(parts: frozenset[str]) -> None:
-    global _parts
-    _parts = parts
+def register(switches: EngineSwitches) -> None:
+    global _switches
+    _switches = switches
     hook_models((*EAGLE3, *DFLASH), hooked)
 
 
@@ -48,87 +55,135 @@ def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     method = getattr(drafter, "combine_hidden_states", None)
     if method is None:
         raise TargetError("combine_hidden_states is not there")
-    check_parameters("combine_hidden_states", method, ["self", "hidden_states"])
-    if (read := _READERS.get(method.__module__)) is None:
-        raise TargetError(f"combine_hidden_states is that of {method.__module__}, not vLLM's own")
-    members = {"__module__": __name__, "_read_modules": staticmethod(read)}
-    return type(drafter.__name__, (FusedCombine, drafter), members)
+    for target, read in TARGETS:
+        if target.module == method.__module__:
+            target.check(method)
+            members = {"__module__": __name__, "_read_modules": staticmethod(read)}
+            return type(drafter.__name__, (FusedCombine, drafter), members)
+    raise TargetError(f"combine_hidden_states is that of {method.__module__}, not vLLM's own")
 
 
 # What vLLM has no types for here: the class that another one is mixed into, its model and its configs.
 _Base: Any = object
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What runs a drafter's combine_hidden_states, and at which row counts."""
+
+    projection: EngineProjection
+    decision: Decision
+
+
 class FusedCombine(_Base):
     """Mixed in before a drafter class of vLLM."""
 
-    _projection: EngineProjection | None = None
-    _projection_of: Any = None  # the fc that `_projection` was planned for
+    _stage: Stage | None = None
+    _stage_of: Any = ...  # the fc that `_stage` was planned for
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         with leaving_to_vllm(f"{type(self).__name__}'s number of chunks"):
             _state_num_chunks(vllm_config.speculative_config.draft_model_config.hf_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        with leaving_to_vllm(f"{type(self).__name__}.model.fc"):
-            self._max_rows = vllm_config.scheduler_config.max_num_batched_tokens
-            _keep_dense_on_cpu(getattr(self.model, "fc", None))
+        self._max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        with leaving_to_vllm(f"{type(self).__name__}.model.fc's weight"):
+            _keep_dense_on_cpu(self)
 
     def process_weights_after_loading(self) -> None:
         """vLLM's hook on a model, once its layers have their final form."""
         if hasattr(super(), "process_weights_after_loading"):
             super().process_weights_after_loading()
-        self.eagle_kernels_projection()
-        if "zero_copy" in _parts:
+        self.eagle_kernels_stage()
+        if "zero_copy" in _switches.parts:
             speculator.hook()
 
-    def eagle_kernels_projection(self) -> EngineProjection | None:
-        """The projection on the ops, planned once per fc: LoRA wraps fc after loading, and asks anew."""
+    @property
+    def eagle_kernels_name(self) -> str:
+        return f"{type(self).__name__}.combine_hidden_states"
+
+    def eagle_kernels_stage(self) -> Stage | None:
+        """The stage on the ops, planned once per fc: LoRA wraps fc after loading, and asks anew."""
         fc = getattr(self.model, "fc", None)
-        if fc is not self._projection_of or fc is None:
-            object.__setattr__(self, "_projection_of", fc)  # a plain attribute: a module's would register it again
-            self._projection = None
-            with leaving_to_vllm(f"{type(self).__name__}.combine_hidden_states"):
-                self._projection = plan(self, self._read_modules)
-        return self._projection
+        if fc is not self._stage_of:
+            object.__setattr__(self, "_stage_of", fc)  # a plain attribute: a module's would register it again
+            self._stage = None
+            with leaving_to_vllm(self.eagle_kernels_name):
+                self._stage = plan(self)
+            if self._stage is None and cpu_packing.is_kept_dense(_base_layer(fc)):
+                cpu_packing.pack(_base_layer(fc))
+            if not self._runs_op():
+                self._leave_to_vllm()
+        return self._stage
+
+    def _runs_op(self) -> bool:
+        return self._stage is not None and self._stage.projection.is_worthwhile and "combine" in _switches.parts
+
+    def _leave_to_vllm(self) -> None:
+        """Put vLLM's method in front of the one below, which alone takes 10 us out of cold caches (H=128, no norm: 97 us
+        in all against 87)."""
+        object.__setattr__(self, "combine_hidden_states", super().combine_hidden_states)
+
+    def eagle_kernels_projection(self) -> EngineProjection | None:
+        """What the zero-copy route runs: at all row counts, as a CUDA graph has one."""
+        stage = self.eagle_kernels_stage()
+        return stage.projection if stage is not None and stage.decision.always else None
+
+    def eagle_kernels_give_up(self, failure: Exception) -> None:
+        """Leave the stage to vLLM from now on: a call of the op failed."""
+        self._stage = None
+        self._leave_to_vllm()
+        log_once(LOGGER, logging.WARNING, f"{self.eagle_kernels_name} stays with vLLM from now on: {failure!r}")
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        projection = self.eagle_kernels_projection()
-        if projection is None or "combine" not in _parts or not projection.has_norm:
-            return super().combine_hidden_states(hidden_states)
-        return projection(hidden_states)
+        stage = self.eagle_kernels_stage()
+        if stage is not None and self._runs_op():
+            rows = hidden_states.shape[0] if hidden_states.dim() > 1 else 1
+            if stage.decision.runs_op(rows):
+                try:
+                    return stage.projection(hidden_states)
+                except Exception as failure:
+                    self.eagle_kernels_give_up(failure)
+        return super().combine_hidden_states(hidden_states)
 
 
-def plan(drafter: Any, read: Callable) -> EngineProjection | None:
+def plan(drafter: Any) -> Stage | None:
     """What runs this drafter's projection; None is vLLM's own path. Either way one line says so."""
-    name = f"{type(drafter).__name__}.combine_hidden_states"
-    projection, unsupported = _plan(drafter, read)
+    projection, unsupported = _read(drafter)
     if projection is None:
-        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
+        log_once(LOGGER, logging.INFO, f"{drafter.eagle_kernels_name} stays with vLLM: {unsupported}")
         return None
-    if projection.has_norm:
-        norm = "chunk" if projection.chunk_norms else "concat"
-        fc = "" if projection.fc_unsupported is None else f", its fc stays with vLLM: {projection.fc_unsupported}"
-        log_once(LOGGER, logging.INFO, f"{name} runs {projection.op} (K={projection.num_chunks}, {norm} norm){fc}")
-    else:
-        log_once(
-            LOGGER, logging.INFO, f"{name} stays with vLLM: it has no norm to fuse (the zero-copy route needs none)"
-        )
-    return projection
+    stage = _decide(drafter, projection)
+    log_once(LOGGER, logging.INFO, f"{drafter.eagle_kernels_name} {_sentence(stage)}")
+    return None if stage.decision.never else stage
 
 
-def _plan(drafter: Any, read: Callable) -> tuple[EngineProjection | None, str | None]:
+def _sentence(stage: Stage) -> str:
+    projection, decision = stage.projection, stage.decision
+    if not projection.is_worthwhile and not decision.never:
+        return "stays with vLLM: it has no norm to fuse (the zero-copy route needs none)"
+    sizes, figures = f"({projection.kind})", decision.figures("vLLM")
+    if decision.never:
+        return f"stays with vLLM: {f'{projection.op} {sizes} is not faster, ' if decision.rows else ''}{figures}"
+    if "combine" not in _switches.parts:
+        return "stays with vLLM: EAGLE_KERNELS_VLLM_COMBINE=0 (the zero-copy route runs)"
+    fc = "" if projection.fc_unsupported is None else f", its fc stays with vLLM: {projection.fc_unsupported}"
+    where = "" if decision.always else " where it is faster"
+    return f"runs {projection.op} {sizes}{where}{fc}; {figures}"
+
+
+def _read(drafter: Any) -> tuple[EngineProjection | None, str | None]:
+    """The projection on the drafter's modules, or why there is none. Reads no data."""
     import vllm.envs
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     if vllm.envs.VLLM_BATCH_INVARIANT:
         return None, "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-    modules = read(drafter.model)
+    modules = drafter._read_modules(drafter.model)
     if modules is None:
         return None, "it has no fc (use_aux_hidden_state is False)"
     fc = modules["fc"]
-    base = getattr(fc, "base_layer", fc)  # of LoRA
-    dtype = getattr(base, "params_dtype", None)
+    dtype = getattr(_base_layer(fc), "params_dtype", None)
     if dtype not in DTYPES:
         return None, f"its fc is {dtype}"
     norms = [*modules.get("chunk_norms", ()), modules.get("concat_norm"), modules.get("post_norm")]
@@ -138,9 +193,70 @@ def _plan(drafter: Any, read: Callable) -> tuple[EngineProjection | None, str | 
     modules["fc_unsupported"] = linear_unsupported_reason(fc, {UnquantizedLinearMethod}, bias=True)
     if modules["fc_unsupported"] is not None and not any(norms[:-1]):
         return None, f"it has no norm, and its fc is vLLM's: {modules['fc_unsupported']}"
-    projection = EngineProjection(**modules)
-    unsupported = try_warm_up(projection, base.input_size, dtype, drafter._max_rows)
-    return (projection, None) if unsupported is None else (None, unsupported)
+    return EngineProjection(**modules), None
+
+
+def _base_layer(fc: Any) -> Any:
+    """What LoRA wraps."""
+    return getattr(fc, "base_layer", fc)
+
+
+def _decide(drafter: Any, projection: EngineProjection) -> Stage:
+    fc = _base_layer(projection.fc)
+    like = torch.empty(0, dtype=fc.params_dtype, device=next(fc.parameters()).device)
+    if "row_parallel" in _switches.parts:
+        engine = super(FusedCombine, drafter).combine_hidden_states
+        split = replicas.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
+        if split is not None:
+            return Stage(*split)
+    if _switches.force:
+        if cpu_packing.is_kept_dense(fc) and not _fused_kernel_reads(fc):
+            cpu_packing.pack(fc)
+            projection = replace(projection, fc_unsupported=projection.fc_unsupported or PACKED)
+        probe(projection, fc.input_size, like, drafter._max_rows)
+        return Stage(projection, decision.FORCED)
+    if like.device.type == "cpu":
+        if not projection.has_norm:
+            return Stage(projection, Decision(reason="it has no norm to fuse"))
+        if "combine" not in _switches.parts:
+            return Stage(projection, Decision(reason="EAGLE_KERNELS_VLLM_COMBINE=0"))
+        return _timed(drafter, projection, like)
+    shipped = decision.on_gpu(like.device, fc.input_size, fc.output_size, like.dtype)
+    if not shipped.never:
+        probe(projection, fc.input_size, like, drafter._max_rows)
+    return Stage(projection, shipped)
+
+
+def _timed(drafter: Any, projection: EngineProjection, like: Tensor) -> Stage:
+    """The faster of two layouts of fc's weight: dense, for the one op, or vLLM's packed one behind norm_concat or
+    vLLM's own norms. Where dense loses anywhere, packed it is: nothing is then slower than vLLM at any row count."""
+    fc, rows = _base_layer(projection.fc), decision.rows_up_to(drafter._max_rows)
+    check_backend(projection.op, like.device)
+    engine = super(FusedCombine, drafter).combine_hidden_states
+    candidates, dense = [projection], None
+    if cpu_packing.is_kept_dense(fc):
+        kept = cpu_packing.pack(fc)
+        # Where vLLM has no layout of its own, it multiplies the dense weight, and both may read it.
+        if projection.fc_unsupported is None and fc.weight.numel() == 0:
+            dense, candidates = kept, [replace(projection, fc_unsupported=PACKED), replace(projection, fc=kept)]
+
+    def measure() -> list[list[float]]:
+        for candidate in candidates:
+            probe(candidate, fc.input_size, like, drafter._max_rows, engine)
+        return decision.seconds_per_call([engine, *candidates], rows, fc.input_size, like)
+
+    norms = (len(projection.chunk_norms), projection.concat_norm is None, projection.post_norm is None)
+    weight = (fc.input_size, fc.output_size, like.dtype, type(fc.quant_method), candidates[0].fc_unsupported)
+    key = (drafter.eagle_kernels_name, *norms, *weight, rows, torch.get_num_threads(), cpu_isa())
+    seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 1 + len(candidates), len(rows)))
+    theirs, *ours = map(tuple, seconds)
+    in_front = Decision(rows, theirs, ours[0])
+    if dense is not None:
+        whole = Decision(rows, theirs, ours[1], everywhere=True)
+        if whole.slowest >= 1 and whole.mean_speedup > in_front.mean_speedup:
+            cpu_packing.unpack(fc, dense)
+            return Stage(projection, whole)
+    return Stage(candidates[0], in_front)
 
 
 def rms_norm_unsupported_reason(norm: Any, known: set[type], dtype: torch.dtype) -> str | None:
@@ -171,13 +287,21 @@ def _read_laguna(model: Any) -> dict:
 
 
 _MODELS = "vllm.model_executor.models"
-_READERS = {
-    f"{_MODELS}.llama_eagle3": _read_eagle3,
-    f"{_MODELS}.qwen3_eagle3": _read_eagle3,
-    f"{_MODELS}.deepseek_eagle3": _read_eagle3,
-    f"{_MODELS}.qwen3_dflash": _read_dflash,
-    f"{_MODELS}.laguna_dflash": _read_laguna,
-}
+_BOTH = ("0.32.0", "0.33.0")
+
+
+def _target(method: str, body: str, versions: tuple[str, ...]) -> Target:
+    return Target(f"{_MODELS}.{method}.combine_hidden_states", ("self", "hidden_states"), {body: versions})
+
+
+# Who defines the method, and how its modules are read.
+TARGETS = (
+    (_target("llama_eagle3:Eagle3LlamaForCausalLM", "3e510a16bd7acd4f", _BOTH), _read_eagle3),
+    (_target("qwen3_eagle3:Eagle3Qwen3ForCausalLM", "4adce98c116fc9d3", _BOTH), _read_eagle3),
+    (_target("deepseek_eagle3:Eagle3DeepseekV2ForCausalLM", "99f2e625f0920c25", _BOTH), _read_eagle3),
+    (_target("qwen3_dflash:DFlashQwen3ForCausalLM", "ac93e9250a6bc14d", _BOTH), _read_dflash),
+    (_target("laguna_dflash:DFlashLagunaForCausalLM", "fa59dbe9900fdfb6", _BOTH), _read_laguna),
+)
 
 
 def _state_num_chunks(config: Any) -> None:
@@ -190,13 +314,26 @@ def _state_num_chunks(config: Any) -> None:
         config.num_aux_hidden_states = len(layer_ids)
 
 
-def _keep_dense_on_cpu(fc: Any) -> None:
-    """Ask vLLM's CPU backend not to pack fc's weight away where the fused kernel would read it dense."""
+def _keep_dense_on_cpu(drafter: Any) -> None:
+    """Keep fc's weight dense until `_timed`, where the fused op may read it; else vLLM packs it as ever."""
+    from vllm.distributed import get_tp_group
     from vllm.platforms import current_platform
 
-    if fc is None or not current_platform.is_cpu() or getattr(fc, "params_dtype", None) not in DTYPES:
+    if not current_platform.is_cpu() or "combine" not in _switches.parts:
         return
-    # 32 rows: a few requests of a few draft tokens each.
+    projection, _ = _read(drafter)
+    if projection is None or projection.fc_unsupported is not None:
+        return
+    if not projection.has_norm and not ("row_parallel" in _switches.parts and get_tp_group().world_size > 1):
+        return
+    # Packing changes a bias in place, so that the two layouts could not stand side by side.
+    if getattr(projection.fc, "bias", None) is None:
+        with contextlib.suppress(ProbeError):  # which `_timed` raises again, where it is logged
+            check_backend(projection.op, torch.device("cpu"))
+            cpu_packing.keep_dense(projection.fc)
+
+
+def _fused_kernel_reads(fc: Any) -> bool:
+    """At 32 rows: a few requests of a few draft tokens each."""
     problem = Problem("norm_concat_linear", torch.device("cpu"), rows=32, dtype=fc.params_dtype)
-    if choose(*problem).kernel is Kernel.FUSED:
-        fc._cpu_skip_gemm_dispatch = True
+    return choose(*problem).kernel is Kernel.FUSED

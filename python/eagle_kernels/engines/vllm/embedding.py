@@ -7,23 +7,31 @@ A table on one rank is a plain gather in both, and stays with vLLM.
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...checks import DTYPES
 from ...ops import vocab_parallel_embedding
 from ...vocab_shard import VocabShard
 from ..eligibility import log_once
+from ..gates import Target
+from ..projection import check_backend
 from . import LOGGER
 from .registry import leaving_to_vllm
 
 NAME = "VocabParallelEmbedding"
+# `forward` is replaced as a whole.
+FORWARD = Target(
+    f"vllm.model_executor.layers.vocab_parallel_embedding:{NAME}.forward",
+    ("self", "input_"),
+    {"a3b00bb42850db7e": ("0.32.0", "0.33.0")},
+)
+REGISTERED = Target("vllm.model_executor.custom_op:op_registry_oot")
 
 
 def register() -> None:
-    from vllm.model_executor import custom_op
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    other = custom_op.op_registry_oot.get(NAME)
+    VocabParallelEmbedding, _, _ = FORWARD.find()
+    other = REGISTERED.find()[2].get(NAME)
     if other is None:
         replacement = type(NAME, (ShardLookup, VocabParallelEmbedding), {"__module__": __name__})
         VocabParallelEmbedding.register_oot(replacement, name=NAME)
@@ -42,20 +50,29 @@ class ShardLookup(_Base):
         super().__init__(*args, **kwargs)
         self.shard = None
         with leaving_to_vllm(NAME):
-            self.shard, unsupported = _shard(self)
+            shard, unsupported = _shard(self)
+            if shard is not None:
+                _probe(self.weight.data, shard)
+            self.shard = shard
             message = f"stays with vLLM: {unsupported}" if unsupported else "runs vocab_parallel_embedding"
             log_once(LOGGER, logging.INFO, f"{NAME} {self.num_embeddings} x {self.embedding_dim} {message}")
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input_: Tensor) -> Tensor:
         if self.shard is None:
-            return super().forward(ids)
+            return super().forward(input_)
         from vllm.distributed import tensor_model_parallel_all_reduce
 
-        rows = vocab_parallel_embedding(ids, self.weight.data, self.shard)
+        rows = vocab_parallel_embedding(input_, self.weight.data, self.shard)
         if not self.reduce_results:
             return rows
         group = self.parallel_group
         return tensor_model_parallel_all_reduce(rows) if group is None else group.all_reduce(rows)
+
+
+def _probe(table: Tensor, shard: VocabShard) -> None:
+    """Look up one id, so that what fails does so here."""
+    check_backend("vocab_parallel_embedding", table.device)
+    vocab_parallel_embedding(torch.zeros(1, dtype=torch.int64, device=table.device), table, shard)
 
 
 def _shard(layer: Any) -> tuple[VocabShard | None, str | None]:

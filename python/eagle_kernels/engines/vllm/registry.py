@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..eligibility import TargetError, log_once
+from ..eligibility import log_once
+from ..gates import Target, TargetError
+from ..projection import ProbeError
 from . import LOGGER
 
 
@@ -18,8 +20,11 @@ def leaving_to_vllm(target: str) -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        because = failure if isinstance(failure, TargetError) else repr(failure)
+        because = failure if isinstance(failure, TargetError | ProbeError) else repr(failure)
         log_once(LOGGER, logging.WARNING, f"{target} stays with vLLM: {because}")
+
+
+MODELS = Target("vllm.model_executor.models.registry:ModelRegistry.models")
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,10 @@ class HookedModel:
     entry: Any
     hook: Callable[[type[nn.Module]], type[nn.Module]]
 
-    def inspect_model_cls(self) -> object:
-        return self.entry.inspect_model_cls()
+    def __getattr__(self, name: str) -> object:
+        if name == "entry":  # of an object that is being unpickled
+            raise AttributeError(name)
+        return getattr(self.entry, name)
 
     def load_model_cls(self) -> type[nn.Module]:
         model_class = self.entry.load_model_cls()
@@ -42,9 +49,7 @@ class HookedModel:
 def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
     """Put `hook` in front of every architecture that is registered; another plugin's entry is hooked like vLLM's own,
     and an entry that a plugin registers later replaces this one."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    models = ModelRegistry.models
+    models = MODELS.find()[2]
     missing = [architecture for architecture in architectures if architecture not in models]
     if missing:
         message = f"{', '.join(missing)} are not in vLLM's registry, and stay untouched"

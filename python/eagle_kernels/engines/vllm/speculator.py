@@ -16,39 +16,59 @@ from typing import Any
 
 from torch import Tensor
 
-from ..eligibility import TargetError, find_target, log_once
+from ..eligibility import log_once
+from ..gates import Target, TargetError, resolve
 from . import LOGGER
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
-EAGLE = f"{_SPECULATORS}.eagle.speculator:EagleSpeculator.propose"
-DFLASH = f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator._store_hidden_states"
 _PROPOSE = ("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", ...)
 _STORE = ("self", "num_tokens", "last_hidden_states", "aux_hidden_states", "num_graph_tokens")
+# With no aux states `propose` copies the states it is given into `self.hidden_states`, and reads them nowhere else.
+EAGLE = Target(
+    f"{_SPECULATORS}.eagle.speculator:EagleSpeculator.propose",
+    _PROPOSE,
+    {"091c2eaedc335787": ("0.32.0",), "3b07390161d358ad": ("0.33.0",)},
+)
+DFLASH = Target(
+    f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator._store_hidden_states",
+    _STORE,
+    {"dcffd6537bec434c": ("0.33.0",)},
+)
 
 
 def hook() -> None:
     """Hook the speculators this process has imported; V1 has none of them, and 0.32 no method for DFlash's."""
-    for target, parameters, wrap in ((EAGLE, _PROPOSE, _propose), (DFLASH, _STORE, _store_hidden_states)):
-        if target.partition(":")[0] not in sys.modules:
+    for target, wrap in ((EAGLE, _propose), (DFLASH, _store_hidden_states)):
+        if target.module not in sys.modules:
             continue
         try:
-            _hook(target, parameters, wrap)
+            _hook(target, wrap)
         except TargetError as failure:
             log_once(LOGGER, logging.WARNING, f"no zero-copy route: {failure}")
 
 
-def _hook(target: str, parameters: tuple[object, ...], wrap: Callable) -> None:
-    owner, name, method = find_target(target, parameters)
-    if not hasattr(method, "eagle_kernels_original"):
-        wrapped: Any = functools.wraps(method)(wrap(method))
-        wrapped.eagle_kernels_original = method
-        setattr(owner, name, wrapped)
-        log_once(LOGGER, logging.INFO, f"{target.partition(':')[2]} takes the zero-copy route")
+def _hook(target: Target, wrap: Callable) -> None:
+    owner, name, method = resolve(target.where)
+    if hasattr(method, "eagle_kernels_original"):
+        return
+    target.check(method)
+    wrapped: Any = functools.wraps(method)(wrap(method))
+    wrapped.eagle_kernels_original = method
+    setattr(owner, name, wrapped)
+    log_once(LOGGER, logging.INFO, f"{target.where.partition(':')[2]} takes the zero-copy route")
 
 
-def _projection(speculator: Any) -> Callable | None:
-    planned = getattr(speculator.model, "eagle_kernels_projection", None)
-    return None if planned is None else planned()
+def _projected(speculator: Any, chunks: list[Tensor], out: Tensor) -> Tensor | None:
+    """The projection of the captured layers, in `out` where fc's weight is read; None where vLLM runs it."""
+    drafter = speculator.model
+    projection = drafter.eagle_kernels_projection() if hasattr(drafter, "eagle_kernels_projection") else None
+    if projection is None:
+        return None
+    try:
+        return projection(chunks, out=out)
+    except Exception as failure:
+        drafter.eagle_kernels_give_up(failure)
+        return None
 
 
 def _propose(original: Callable) -> Callable:
@@ -62,11 +82,12 @@ def _propose(original: Callable) -> Callable:
         *args: object,
         **kwargs: object,
     ) -> Tensor:
-        projection = _projection(self) if aux_hidden_states else None
         # Prefill context parallelism counts its rows after the projection.
-        if projection is not None and getattr(self, "pcp_manager", None) is None:
+        if aux_hidden_states and getattr(self, "pcp_manager", None) is None:
             rows = self.hidden_states[: aux_hidden_states[0].shape[0]]
-            last_hidden_states, aux_hidden_states = projection(aux_hidden_states, out=rows), None
+            projected = _projected(self, aux_hidden_states, rows)
+            if projected is not None:
+                last_hidden_states, aux_hidden_states = projected, None
         return original(
             self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, *args, **kwargs
         )
@@ -82,14 +103,14 @@ def _store_hidden_states(original: Callable) -> Callable:
         aux_hidden_states: Any,  # list[Tensor] | None
         num_graph_tokens: int = 0,
     ) -> None:
-        projection = _projection(self) if aux_hidden_states else None
+        projected = None
         # Rows that a FULL graph projects itself are staged for it by vLLM.
-        if projection is None or num_graph_tokens:
-            return original(self, num_tokens, last_hidden_states, aux_hidden_states, num_graph_tokens)
-        rows = self.hidden_states[:num_tokens]
-        projected = projection([aux[:num_tokens] for aux in aux_hidden_states], out=rows)
-        if projected is not rows:
+        if aux_hidden_states and not num_graph_tokens:
+            rows = self.hidden_states[:num_tokens]
+            projected = _projected(self, [aux[:num_tokens] for aux in aux_hidden_states], rows)
+        if projected is None:
+            original(self, num_tokens, last_hidden_states, aux_hidden_states, num_graph_tokens)
+        elif projected is not rows:
             rows.copy_(projected)
-        return None
 
     return _store_hidden_states

@@ -108,8 +108,26 @@ def _decode_attention(
         out[rows] = _attend(q[rows], key_buffer[slots], value_buffer[slots], visible, scale, logit_cap).to(out.dtype)
 
 
-torch.ops.sgl_kernel.extend_attention_cpu = _extend_attention
-torch.ops.sgl_kernel.decode_attention_cpu = _decode_attention
+# Under torch.compile each is a graph break: they read the data of their arguments.
+torch.ops.sgl_kernel.extend_attention_cpu = torch.compiler.disable(_extend_attention)
+torch.ops.sgl_kernel.decode_attention_cpu = torch.compiler.disable(_decode_attention)
+
+# SGLang's CPU graph runner registers fake kernels of 55 ops, called or not: each has to be defined.
+_fragment = torch.library.Library("sgl_kernel", "FRAGMENT")
+_register_fake = torch.library.register_fake
+
+
+def _define_and_register_fake(name: str, *args: object, **kwargs: object) -> object:
+    namespace, _, op = name.partition("::")
+    if namespace == "sgl_kernel":
+        function = vars(torch.ops.sgl_kernel).pop(op, None)
+        _fragment.define(f"{op}() -> ()")
+        if function is not None:
+            setattr(torch.ops.sgl_kernel, op, function)
+    return _register_fake(name, *args, **kwargs)
+
+
+torch.library.register_fake = _define_and_register_fake
 
 
 def build_draft_decode_metadata_cpu(

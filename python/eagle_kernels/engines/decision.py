@@ -1,0 +1,186 @@
+"""Whether a hooked stage runs on our op: only at the row counts where that is faster than what the engine runs there.
+
+On CPU both are timed with the real layer when it is loaded, once per shape and process. On a GPU the figures are those
+of the table shipped for it (`tuned_configs`); a GPU or a shape without figures stays with the engine. `FORCED` skips
+all of it (EAGLE_KERNELS_VLLM=force, EAGLE_KERNELS_SGLANG=force).
+"""
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .. import tuned_configs
+
+Call = Callable[[Tensor], Tensor]
+
+# A count between two of these runs on the op where it is faster at both: plans change in between (plan.FUSED_ROWS).
+ROWS = (1, 4, 16, 64, 256, 1024)
+# Minima of two runs of one call differ by up to 2 % on a shared machine: a smaller gain may be none.
+MARGIN = 0.03
+# Per row count, and at least and at most so many rounds.
+_SECONDS, _MIN_ROUNDS, _MAX_ROUNDS = 0.12, 3, 10
+# Read before each call: an engine reads its target's weights there, and finds the stage's own in no cache.
+_EVICTED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The row counts at which the op runs.
+
+    rows: where both were timed, ascending.  engine, ours: seconds of a call at each.
+    everywhere: the op runs at all row counts, whatever was timed.
+    reason: of a decision without figures.
+    """
+
+    rows: tuple[int, ...] = ()
+    engine: tuple[float, ...] = ()
+    ours: tuple[float, ...] = ()
+    everywhere: bool = False
+    reason: str = ""
+
+    @cached_property
+    def _faster(self) -> tuple[bool, ...]:
+        return tuple(ours < engine * (1 - MARGIN) for engine, ours in zip(self.engine, self.ours, strict=True))
+
+    @cached_property
+    def always(self) -> bool:
+        return self.everywhere or (bool(self.rows) and all(self._faster))
+
+    @cached_property
+    def never(self) -> bool:
+        return not (self.everywhere or any(self._faster))
+
+    @property
+    def slowest(self) -> float:
+        """The engine's time over ours where that is least."""
+        return min(theirs / ours for theirs, ours in zip(self.engine, self.ours, strict=True))
+
+    @property
+    def mean_speedup(self) -> float:
+        """The geometric mean of the engine's time over what a call takes now, over the row counts."""
+        speedups = [
+            theirs / ours if self.runs_op(T) else 1.0
+            for T, theirs, ours in zip(self.rows, self.engine, self.ours, strict=True)
+        ]
+        return math.prod(speedups) ** (1 / len(speedups))
+
+    def runs_op(self, T: int) -> bool:
+        """Whether a call of T rows runs on the op."""
+        if self.always or self.never:
+            return self.always
+        k = bisect.bisect_left(self.rows, T)
+        if k == len(self.rows):
+            return self._faster[-1]
+        return self._faster[k] and (k == 0 or self.rows[k] == T or self._faster[k - 1])
+
+    def figures(self, engine: str) -> str:
+        """What a log line says of it: "T=1 5.71 ms (vLLM 6.68), T=4 5.73 ms (vLLM 6.71)"."""
+        timed = zip(self.rows, self.ours, self.engine, strict=True)
+        return ", ".join(f"T={T} {_ms(ours)} ms ({engine} {_ms(theirs)})" for T, ours, theirs in timed) or self.reason
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"
+
+
+FORCED = Decision(everywhere=True, reason="forced, not timed")
+
+
+def on_gpu(device: torch.device, width: int, columns: int, dtype: torch.dtype) -> Decision:
+    """The decision for a projection [N, width] -> [N, columns] from the table shipped for a GPU."""
+    gpu, dtype_name = tuned_configs.gpu_of(device).name, str(dtype).removeprefix("torch.")
+    if tuned_configs.has_projection(gpu, width, columns, dtype_name):
+        return Decision(everywhere=True, reason=f"it is in the table of the {gpu}")
+    return Decision(reason=f"no table is shipped for K*H={width}, D={columns}, {dtype_name} on the {gpu}")
+
+
+def rows_up_to(max_rows: int) -> tuple[int, ...]:
+    """The row counts to time a stage at that is called with at most `max_rows`."""
+    most = min(max_rows, ROWS[-1])
+    return (*ROWS[: bisect.bisect_left(ROWS, most)], most)
+
+
+@torch.inference_mode()
+def seconds_per_call(calls: Sequence[Call], rows: Sequence[int], width: int, like: Tensor) -> list[list[float]]:
+    """The fastest call of each at each row count, for inputs [T, width] of the dtype and device of `like`.
+
+    The calls take turns, so that a noisy neighbour slows all of them.
+    """
+    evicted = torch.zeros(_EVICTED_BYTES // 4)
+    seconds: list[list[float]] = [[] for _ in calls]
+    for T in rows:
+        x = normal_rows(T, width, like)
+        for call in calls:
+            call(x)
+        samples: list[list[float]] = [[] for _ in calls]
+        start = time.perf_counter()
+        for done in range(_MAX_ROUNDS):
+            if done >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
+                break
+            for call, of_call in zip(calls, samples, strict=True):
+                evicted.sum()
+                begin = time.perf_counter()
+                call(x)
+                of_call.append(time.perf_counter() - begin)
+        for of_call, fastest in zip(samples, seconds, strict=True):
+            fastest.append(min(of_call))
+    return seconds
+
+
+def agreed_seconds(
+    measure: Callable[[], list[list[float]]], calls: int, rows: int, group: ProcessGroup | None
+) -> list[list[float]]:
+    """The seconds of `calls` calls at each of `rows` row counts, the engine's call first: over all ranks of a CPU group
+    its fastest, and the slowest of ours. Ranks that decide apart would round a replicated layer in two ways.
+
+    A rank whose measurement fails says so to the others before it raises: they wait for it.
+    """
+    failure = None
+    try:
+        seconds = measure()
+    except Exception as caught:
+        failure, seconds = caught, [[0.0] * rows] + [[math.inf] * rows] * (calls - 1)
+    if group is not None:
+        ours_negated = torch.tensor(seconds, dtype=torch.float64)
+        ours_negated[1:].neg_()
+        torch.distributed.all_reduce(ours_negated, op=torch.distributed.ReduceOp.MIN, group=group)
+        ours_negated[1:].neg_()
+        seconds = ours_negated.tolist()
+    if failure is not None:
+        raise failure
+    return seconds
+
+
+def normal_rows(T: int, width: int, like: Tensor) -> Tensor:
+    """[T, width] of normal values; the engine's own random numbers stay as they are."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    return torch.randn(T, width, generator=generator, dtype=like.dtype, device=like.device)
+
+
+_settled: dict[Hashable, object] = {}
+
+
+def once(key: Hashable, settle: Callable[[], object]) -> object:
+    """What `settle()` returned or raised for this key the first time: drafters of one shape and weights loaded again
+    are not timed anew, not even by a rank where that failed, as the others would not join it."""
+    if key not in _settled:
+        try:
+            _settled[key] = settle()
+        except Exception as failure:
+            _settled[key] = failure
+    settled = _settled[key]
+    if isinstance(settled, Exception):
+        raise settled
+    return settled
+
+
+def clear() -> None:
+    """Time everything anew; for tests."""
+    _settled.clear()

@@ -1,0 +1,108 @@
+"""Where a projection of SGLang runs on our op: at the row counts where that is faster than SGLang's own modules.
+
+Decided when the model runner has loaded a model, before graphs are captured and a first request comes.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...plan import cpu_isa
+from .. import decision
+from ..decision import Call, Decision
+from ..eligibility import log_once
+from ..gates import Target
+from ..projection import EngineProjection, check_backend, probe
+from ..row_parallel import split, unsupported_reason
+from .hooks import LOGGER, Hook, leaving_to_sglang
+
+# Set by `register`: EAGLE_KERNELS_SGLANG=force and EAGLE_KERNELS_SGLANG_ROW_PARALLEL=1.
+force = False
+row_parallel = False
+
+
+def after_loading(prepare: Callable[[nn.Module], None]) -> Hook:
+    """A hook that prepares each module of a model that has been loaded."""
+
+    def loaded(result: None, runner: Any) -> None:
+        for module in runner.model.modules():
+            prepare(module)
+
+    return Hook(Target("sglang.srt.model_executor.model_runner:ModelRunner.load_model", ("self",)), "AFTER", loaded)
+
+
+def decide(name: str, projection: EngineProjection, engine: Call) -> tuple[EngineProjection, Decision]:
+    """The projection, row-parallel where that is on, and the row counts at which it runs, logged with the figures;
+    `never` where it fails."""
+    decided = Decision(reason="it failed")
+    with leaving_to_sglang(name):
+        split = _split(name, projection, engine) if row_parallel else None
+        projection, decided = split or (projection, _decide(name, projection, engine))
+        runs, figures = f"{projection.op} ({projection.kind})", decided.figures("SGLang")
+        if decided.never:
+            because = f"{runs} is not faster, {figures}" if decided.rows else figures
+            log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {because}")
+        else:
+            where = "" if decided.always else " where it is faster"
+            log_once(LOGGER, logging.INFO, f"{name} runs {runs}{where}; {figures}")
+    return projection, decided
+
+
+def _split(name: str, projection: EngineProjection, engine: Call) -> tuple[EngineProjection, Decision] | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel, weight = get_parallel(), projection.fc.weight
+    group = parallel.tp_group
+    unsupported = unsupported_reason(projection, weight.shape[1], group.world_size)
+    if weight.shape[0] != getattr(projection.fc, "output_size", weight.shape[0]):
+        unsupported = unsupported or "SGLang splits it by rows"
+    if parallel.attn_tp_size != group.world_size:
+        unsupported = unsupported or "ranks have different tokens (DP attention)"
+    if unsupported is not None:
+        log_once(LOGGER, logging.INFO, f"{name} is not row-parallel: {unsupported}")
+        return None
+    return split(
+        projection,
+        weight,
+        decision.ROWS[-1],
+        engine,
+        rank=group.rank_in_group,
+        size=group.world_size,
+        all_reduce=group.all_reduce,
+        group=group.cpu_group,
+    )
+
+
+def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
+    weight, rows = projection.fc.weight, decision.ROWS
+    columns, width = weight.shape
+    check = functools.partial(probe, projection, width, weight, rows[-1], engine)
+    if force:
+        check()
+        return decision.FORCED
+    if weight.device.type != "cpu":
+        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype)
+        if not shipped.never:
+            check()
+        return shipped
+    check_backend(projection.op, weight.device)
+
+    def measure() -> list[list[float]]:
+        check()
+        return decision.seconds_per_call([engine, projection], rows, width, weight)
+
+    key = (name, projection.kind, width, columns, weight.dtype, torch.get_num_threads(), cpu_isa())
+    seconds: Any = decision.once(key, lambda: decision.agreed_seconds(measure, 2, len(rows), _cpu_group()))
+    theirs, ours = map(tuple, seconds)
+    return Decision(rows, theirs, ours)
+
+
+def _cpu_group() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    return group.cpu_group if group.world_size > 1 else None

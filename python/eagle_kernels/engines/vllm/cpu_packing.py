@@ -1,0 +1,53 @@
+"""vLLM's CPU layout of a linear layer's weight, and how a layer waits for the decision between it and ours.
+
+vLLM packs the weight of every unquantised linear layer once it is loaded, and drops the dense one, which is what
+`norm_concat_linear` reads. So a layer that may run on it is kept dense while vLLM loads; then both are timed
+(`decision.py`) and the slower layout goes. One copy of the weight is left, and a weight update finds it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..gates import Target
+
+# Where the flag is set it makes `cpu_linear` torch's own product; else it packs the weight.
+PROCESS = Target(
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+    ("self", "layer"),
+    {"372714890df8ddaf": ("0.32.0",), "7d012504b2ec3a7e": ("0.33.0",)},
+)
+_FLAG = "_cpu_skip_gemm_dispatch"
+
+
+@dataclass(frozen=True)
+class DenseWeight:
+    """What a projection reads of a layer without bias, after vLLM dropped it."""
+
+    weight: nn.Parameter
+
+
+def keep_dense(linear: Any) -> None:
+    """Have vLLM leave the weight as it is, until `pack`. Raises TargetError where vLLM looks at no such flag."""
+    PROCESS.find()
+    setattr(linear, _FLAG, True)
+
+
+def is_kept_dense(linear: Any) -> bool:
+    return getattr(linear, _FLAG, False)
+
+
+def pack(linear: Any) -> DenseWeight:
+    """Pack a layer that was kept dense, as vLLM would have; what it was is returned for `unpack`."""
+    dense = DenseWeight(linear.weight)
+    delattr(linear, _FLAG)
+    linear.quant_method.process_weights_after_loading(linear)
+    return dense
+
+
+def unpack(linear: Any, dense: DenseWeight) -> None:
+    """Undo `pack`."""
+    linear.weight = dense.weight
+    setattr(linear, _FLAG, True)
+    linear.quant_method.process_weights_after_loading(linear)

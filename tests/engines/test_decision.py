@@ -1,0 +1,128 @@
+"""Where a stage runs on the op: the row counts at which it was faster, none that lie beside a slower one."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_kernels import tuned_configs
+from eagle_kernels.engines import decision
+from eagle_kernels.engines.decision import Decision
+
+ROWS = (1, 4, 16, 64)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    decision.clear()
+    yield
+    decision.clear()
+
+
+def of_speedups(*speedups: float, **more: bool) -> Decision:
+    return Decision(ROWS[: len(speedups)], tuple(speedups), (1.0,) * len(speedups), **more)
+
+
+@pytest.mark.parametrize(
+    ("decided", "T"),
+    [
+        pytest.param(of_speedups(1.2, 1.2, 1.2, 1.2), range(200), id="faster-everywhere"),
+        pytest.param(of_speedups(0.9, 0.9, 0.9, 0.9), [], id="slower-everywhere"),
+        pytest.param(of_speedups(0.9, 1.0, 1.02, 1.0), [], id="no-more-than-noise"),
+        pytest.param(of_speedups(1.2, 1.2, 1.2, 0.9), range(17), id="slower-from-64"),
+        pytest.param(of_speedups(0.9, 0.9, 1.2, 1.2), range(16, 200), id="faster-from-16"),
+        pytest.param(of_speedups(1.2, 0.9, 1.2, 0.9), [0, 1, 16], id="in-turns"),
+        pytest.param(of_speedups(1.2, 1.0, 1.0, 1.2, everywhere=True), range(200), id="everywhere"),
+        pytest.param(Decision(reason="a table has none"), [], id="no-figures"),
+        pytest.param(decision.FORCED, range(200), id="forced"),
+    ],
+)
+def test_the_op_runs_between_two_row_counts_where_it_is_faster(decided: Decision, T: range | list[int]) -> None:
+    assert [rows for rows in range(200) if decided.runs_op(rows)] == list(T)
+    assert decided.always == (len(T) == 200) and decided.never == (len(T) == 0)
+
+
+def test_figures() -> None:
+    decided = Decision((1, 512), (0.00668, 0.0352), (0.00571, 0.02741), True)
+    assert decided.figures("vLLM") == "T=1 5.71 ms (vLLM 6.68), T=512 27.4 ms (vLLM 35.2)"
+    assert Decision(reason="no table is shipped").figures("vLLM") == "no table is shipped"
+    assert decided.slowest == pytest.approx(0.00668 / 0.00571)
+
+
+def test_the_mean_counts_what_runs_on_the_op() -> None:
+    assert of_speedups(1.5, 0.5, 1.5, 1.5).mean_speedup == pytest.approx(1.5 ** (3 / 4))
+    assert of_speedups(1.5, 0.5, 1.5, 1.5, everywhere=True).mean_speedup == pytest.approx((0.5 * 1.5**3) ** (1 / 4))
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "rows"),
+    [(1, (1,)), (2, (1, 2)), (16, (1, 4, 16)), (20, (1, 4, 16, 20)), (8192, decision.ROWS)],
+)
+def test_rows_up_to(max_rows: int, rows: tuple[int, ...]) -> None:
+    assert decision.rows_up_to(max_rows) == rows
+
+
+def test_calls_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock of the test: calls of 3 and 2 seconds, slower by a second at every other sample."""
+    now, noise = [0.0], itertools.cycle((1.0, 0.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    called: list[tuple[str, int]] = []
+
+    def call(name: str, seconds: float) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            assert x.shape[1] == 8 and x.dtype == torch.bfloat16
+            called.append((name, x.shape[0]))
+            now[0] += seconds + (next(noise) if name == "a" else 0)
+            return x
+
+        return run
+
+    like = torch.empty(0, dtype=torch.bfloat16)
+    assert decision.seconds_per_call([call("a", 3.0), call("b", 2.0)], (1, 4), 8, like) == [[3.0, 3.0], [2.0, 2.0]]
+    # Once each to warm up, and three rounds: the clock is beyond the budget by then.
+    assert called == [("a", 1), ("b", 1)] * 4 + [("a", 4), ("b", 4)] * 4
+
+
+def test_timing_leaves_the_engines_random_numbers_alone() -> None:
+    state = torch.get_rng_state()
+    x = decision.normal_rows(4, 8, torch.empty(0, dtype=torch.float16))
+    assert (x.shape, x.dtype) == ((4, 8), torch.float16) and torch.equal(state, torch.get_rng_state())
+
+
+def test_a_shape_is_settled_once() -> None:
+    assert [decision.once("a", lambda k=k: k) for k in range(3)] == [0, 0, 0]
+    assert decision.once("b", lambda: 7) == 7
+
+    failed: list[int] = []
+
+    def fails() -> None:
+        failed.append(1)
+        raise RuntimeError("no more")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no more"):
+            decision.once("c", fails)
+    assert len(failed) == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "columns", "runs"),
+    [(3 * 4096, 4096, True), (2 * 4096, 4096, False), (3 * 4096, 2048, False)],
+)
+def test_a_gpu_has_the_figures_of_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, columns: int, runs: bool
+) -> None:
+    shape = tuned_configs.Shape(3, 4096, 4096, "bfloat16")
+    tuned_configs.write_rows("NVIDIA H200", shape, {16: None}, {}, tmp_path)
+    has_projection = tuned_configs.has_projection
+    monkeypatch.setattr(tuned_configs, "has_projection", lambda *sizes: has_projection(*sizes, tmp_path))
+    monkeypatch.setattr(tuned_configs, "gpu_of", lambda device: tuned_configs.Gpu("NVIDIA H200", 90, 227 << 10))
+    decided = decision.on_gpu(torch.device("cuda"), width, columns, torch.bfloat16)
+    assert (decided.always, decided.never) == (runs, not runs)
+    assert "NVIDIA H200" in decided.reason
+    other = decision.on_gpu(torch.device("cuda"), width, columns, torch.float16)
+    assert other.never and "no table is shipped" in other.reason

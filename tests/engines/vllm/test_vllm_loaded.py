@@ -1,0 +1,168 @@
+"""The plugin on drafters that vLLM's own loader has loaded from a checkpoint: registry, construction, weights, their
+layout, and vLLM's methods on what came out. No engine runs, so that vLLM 0.33 does this without a GPU too, whose wheel
+has no kernels for CPU (`make test-vllm`)."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
+
+from vllm import __version__ as VERSION
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm_checkpoints import H, V, write_deepseek, write_drafter, write_target
+from vllm_engine import ENVIRONMENT
+
+import eagle_kernels.engines.vllm as plugin
+from accuracy import relative_rms
+from eagle_kernels.engines import decision, eligibility
+from eagle_kernels.engines.gates import Target, body_hash, resolve
+from eagle_kernels.engines.vllm import LOGGER, combine, cpu_packing, embedding, mtp, speculator
+from eagle_kernels.ops.sources import Sources, formula
+
+T, K = 6, 3
+SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("loaded")
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    yield write_target(folder / "target")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The plugin's lines: vLLM sets up its loggers anew while it loads."""
+    eligibility.clear_logged()
+    decision.clear()
+    lines: list[str] = []
+    logged = LOGGER.log
+    monkeypatch.setattr(
+        LOGGER, "log", lambda level, text, line, **more: lines.append(line) or logged(level, text, line)
+    )
+    return lambda: lines
+
+
+@pytest.fixture
+def load(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
+    """A drafter as vLLM loads it, with EAGLE_KERNELS_VLLM as given."""
+
+    def load(switch: str, drafter: str | None, model: str = target, **more: object) -> nn.Module:
+        for name, value in (ENVIRONMENT | {"EAGLE_KERNELS_VLLM": switch}).items():
+            monkeypatch.setenv(name, value)
+        speculative = {"num_speculative_tokens": 1, "method": "mtp" if drafter is None else "eagle3"}
+        arguments = EngineArgs(
+            model=model,
+            speculative_config=speculative | ({} if drafter is None else {"model": drafter}),
+            dtype="bfloat16",
+            max_model_len=128,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            **more,
+        )
+        config = arguments.create_engine_config()
+        plugin.register()
+        # As vLLM's CPU worker has it: on CPU torch knows no accelerator to empty the cache of.
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+
+    return load
+
+
+def vllms_own(drafter: nn.Module, hidden: Tensor) -> Tensor:
+    own = next(base for base in type(drafter).__mro__ if base.__module__.startswith("vllm."))
+    return own.combine_hidden_states(drafter, hidden)
+
+
+@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
+@pytest.mark.parametrize("switch", ["force", "1"])
+def test_a_loaded_drafter(load: Callable, log: Callable, tmp_path: Path, norm: str, switch: str) -> None:
+    drafter = load(switch, write_drafter(tmp_path, K, norm))
+    assert isinstance(drafter, combine.FusedCombine)
+    hidden = torch.randn(T, K * H).bfloat16()
+    with torch.inference_mode():
+        ours, own = drafter.combine_hidden_states(hidden), vllms_own(drafter, hidden)
+    assert relative_rms(ours, own.double()) < 0.01
+    (line,) = [line for line in log() if "combine_hidden_states" in line]
+    stage = drafter.eagle_kernels_stage()
+    runs = f"runs {'norm_concat' if stage is None else stage.projection.op} (K=3, {norm} norm)"
+    if norm == "none":
+        assert "stays with vLLM: it has no norm" in line
+    elif switch == "force":
+        assert runs in line and "forced" in line
+    else:
+        assert (runs in line or "is not faster" in line) and "T=1 " in line
+    # One layout of the weight: the dense one where the op reads it, else the one that vLLM makes of it.
+    fc = drafter.model.fc
+    whole = stage is not None and stage.projection.has_norm and stage.projection.fc_unsupported is None
+    assert cpu_packing.is_kept_dense(fc) <= whole and (fc.weight.numel() > 0 or not whole)
+
+
+def test_the_logits_of_a_loaded_drafter_are_vllms(load: Callable, tmp_path: Path) -> None:
+    """Its LogitsProcessor and lm_head, behind states that went through the op."""
+    drafter = load("force", write_drafter(tmp_path, K, "chunk"))
+    hidden = drafter.combine_hidden_states(torch.randn(T, K * H).bfloat16())
+    with torch.inference_mode():
+        logits = drafter.compute_logits(hidden)
+    assert torch.equal(logits[:, :V], hidden.roll(1, 1))  # lm_head: token t is followed by t + 1
+
+
+def test_a_loaded_mtp_layer(load: Callable, log: Callable, tmp_path: Path) -> None:
+    """vLLM's forward around the stage, up to the decoder layer: its attention has no kernels here in 0.33."""
+    predictor = load("force", None, write_deepseek(tmp_path), load_format="dummy")
+    (layer,) = predictor.model.layers.values()
+    assert isinstance(layer.eh_proj, mtp.NormedLinear)
+    assert "DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear; forced, not timed" in log()
+    for parameter in (layer.enorm.weight, layer.hnorm.weight, layer.eh_proj.weight):
+        parameter.data.copy_(torch.randn_like(parameter))
+    embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16()
+    seen: list[Tensor] = []
+    layer.mtp_block.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["hidden_states"]) or stop(), with_kwargs=True
+    )
+    with torch.inference_mode(), pytest.raises(Stop):
+        layer(None, torch.arange(1, T + 1), hidden, embeds)
+    gains, eps = [layer.enorm.weight, layer.hnorm.weight], [layer.enorm.variance_epsilon] * 2
+    normed = formula(Sources([embeds, hidden], 2, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
+    assert relative_rms(seen[0], normed @ layer.eh_proj.weight.double().t()) < 0.01
+
+
+class Stop(Exception):
+    pass
+
+
+def stop() -> None:
+    raise Stop
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        *[pytest.param(target, id=target.module.rpartition(".")[2]) for target, _ in combine.TARGETS],
+        *[pytest.param(target, id=name.rpartition(".")[2]) for name, target in mtp.TARGETS.items()],
+        pytest.param(cpu_packing.PROCESS, id="packing"),
+        pytest.param(embedding.FORWARD, id="embedding"),
+        pytest.param(speculator.EAGLE, id="eagle"),
+        pytest.param(speculator.DFLASH, id="dflash"),
+    ],
+)
+def test_every_gate_is_open_in_the_versions_that_it_names(recorded: Target) -> None:
+    versions = {version for known in recorded.bodies.values() for version in known}
+    assert versions <= set(plugin.TESTED_VERSIONS)
+    assert VERSION in plugin.TESTED_VERSIONS
+    if VERSION not in versions:
+        pytest.skip(f"{recorded.where} is not in vLLM {VERSION}, and stays off there")
+    function = resolve(recorded.where)[2]
+    function = getattr(function, "eagle_kernels_original", function)  # another test may have hooked it
+    recorded.check(function)
+    assert VERSION in recorded.bodies[body_hash(function)]
