@@ -27,7 +27,8 @@ VLLM_COMBINE = "vllm_combine.json"
 NO_BENCH_RUNS = ("host.json", VLLM_COMBINE, *(f"{target}.json" for target in _TARGETS))
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
-    "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, MXFP4, NVFP4²",
+    "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, "
+    "MXFP4, NVFP4²",
     "vocab_parallel_embedding": "dense shard",
 }
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
