@@ -106,10 +106,11 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda good: torch.cat([good, good[:1]]),
     "last_stride": lambda good: good.t().contiguous().t(),
     "row_stride": lambda good: good[:1].expand_as(good),
+    "rows_share_a_column": lambda good: rows(good.numel()).as_strided(good.shape, (good.shape[1] - 1, 1)),
     "strides": lambda good: torch.stack([good, good], -1)[..., 0],
 }
 OPERAND = ("device", "dtype", "dimensions", "last_stride")
-OUTPUT = (*OPERAND, "row_stride")
+OUTPUT = (*OPERAND, "row_stride", "rows_share_a_column")
 VECTOR = ("device", "dtype", "dimensions", "shape", "strides")
 
 
@@ -171,6 +172,15 @@ def _source_calls(op: str) -> Iterator[BadCall]:
         indices=lambda: [torch.arange(T), None, None],
     )
     yield bad("chunks-overlap", lambda good: {"chunks": _replaced(good["chunks"], 1, good["out"][:, :H])})
+    # Rows without a pitch.
+    yield bad(
+        "chunks-repeated_row_of_out",
+        lambda good: {
+            "out": (out := rows(1, columns)),
+            "chunks": _replaced(good["chunks"], 1, out[:, :H].expand(T, H)),
+        },
+        indices=lambda: torch.zeros(1).long(),
+    )
     # Columns of one buffer beside each other, but for one.
     yield bad(
         "chunks-shifted",

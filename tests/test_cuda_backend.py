@@ -46,6 +46,7 @@ def hopper_with_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
         (("80",), (8, 9), True),
         (("80",), (9, 0), False),
         (("90+ptx",), (8, 9), False),
+        (("90+ptx",), (9, 0), True),
         ((), (9, 0), False),
     ],
     ids=str,
@@ -83,6 +84,7 @@ def test_the_fused_kernel_takes_decode_and_triton_the_rest() -> None:
         assert planned(17).backend == "triton" and planned(17).reason.startswith("cuda: T=17 > 16: ")
         assert planned(4, torch.float32).backend == "triton"
         assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
+        assert planned(4, H=2888).backend == "cuda"
         assert planned(4, H=2884).reason.startswith("cuda: H=2884 is no multiple of 8; ")
         assert planned(4, has_post_norm=True).reason.startswith("cuda: a post norm needs all D columns")
         assert planned(4, bytes_aligned=False).reason.startswith(
@@ -109,6 +111,7 @@ def test_more_chunks_than_a_kernel_holds_go_to_the_next_backend() -> None:
     with environment_of():
         backend, reason = plan.choose_backend("norm_concat", CUDA, 9)
         assert backend != "cuda" and reason.startswith("cuda: K=9 > 8 chunks")
+        assert plan.choose_backend("norm_concat", CUDA, 8)[0] == "cuda"
 
 
 @pytest.mark.parametrize(

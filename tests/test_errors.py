@@ -183,6 +183,7 @@ SOURCE_ERRORS = [
         "norm_weight is one tensor, expected a list of K=2, because the chunks have widths [8, 9]",
     ),
     ({"norm_weight": PER_CHUNK[:2]}, ValueError, "norm_weight has 2 entries, expected K=3"),
+    ({"norm_weight": [*PER_CHUNK, PER_CHUNK[0]]}, ValueError, "norm_weight has 4 entries, expected K=3"),
     ({"norm_weight": [*PER_CHUNK[:2], 1]}, TypeError, "norm_weight[2] is a int, expected a torch.Tensor"),
     (
         {"norm_weight": [*PER_CHUNK[:2], rows(H - 1)]},

@@ -14,7 +14,7 @@ from backends import CPU_ISAS, environment_of, needs_compiled
 from cases import CASES, FEATURES, Case, operands
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula
-from eagle_kernels.plan import FUSED_ROWS, Kernel, cpu_isa
+from eagle_kernels.plan import FUSED_ROWS, Kernel, Problem, cpu_isa, cpu_projection
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -337,6 +337,15 @@ def test_explain_names_the_kernel_that_runs(projection: str) -> None:
     plan = ek.explain("norm_concat_linear", chunks, weight)
     name = expected.get(projection.partition("-")[0], "reference/plain torch")
     assert str(plan).startswith(f"norm_concat_linear: {name}, because ")
+
+
+@pytest.mark.parametrize("dtype", FUSED_ROWS, ids=str)
+def test_the_fused_kernel_takes_as_many_rows_as_the_table_says(dtype: torch.dtype) -> None:
+    for isa, limit in FUSED_ROWS[dtype].items():
+        for T in (1, 2, 16, 17, 32, 33, 512, 513, 5000):
+            fused = limit is None or limit >= T
+            problem = Problem("norm_concat_linear", torch.device("cpu"), 3, T, dtype, 4096, (4096,))
+            assert cpu_projection(problem, isa).kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)
 
 
 @needs_compiled

@@ -112,6 +112,12 @@ def test_slots_of_one_buffer_are_apart(ops: object) -> None:
     assert not statistics[:, [0, 2]].any() and statistics[:, 1].all()
     run(ops, "norm_concat", chunks=[slots[0]], norm_weight=None, out=slots[1])
     run(ops, "add_rms_norm", hidden=slots[0], residual=slots[0], out=slots[1], out_sum=slots[2])
+    # One behind the other.
+    halves = rows(2 * T, H)
+    for first, second in (halves.split(T), reversed(halves.split(T))):
+        run(ops, "capture_hidden", hidden=first, residual=None, out=second, sum_squares=None)
+        assert same_bits(first, second)
+        halves.normal_()
     # The row sums of squares in the same rows as the values, as long as no byte is shared.
     wide = rows(T, H + 4)
     run(ops, "capture_hidden", hidden=wide[:, :H], out=rows(T, H), sum_squares=wide.view(torch.float32)[:, H // 2])

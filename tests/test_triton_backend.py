@@ -8,6 +8,7 @@ import torch
 import eagle_kernels as ek
 from backends import environment_of
 from eagle_kernels import library, plan
+from eagle_kernels.tuned_configs import Gpu
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +52,20 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
         ek.capture_hidden(row, out=torch.zeros(1, 8))
     with environment_of(EAGLE_KERNELS_BACKEND="triton", TRITON_INTERPRET="1"):
         assert ek.explain("capture_hidden", row).backend == "triton"
+
+
+def test_the_split_kernels_take_one_width_that_16_byte_copies_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anything else is norm_concat and a library's product, or, where one plan serves all T, tiles of 8 warps."""
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
+    aligned = plan.Problem("norm_concat_linear", torch.device("cuda"), 2, 4, torch.bfloat16, 4096, (4096,))
+    unaligned = (aligned._replace(widths=(2888,)), aligned._replace(elements_aligned=False))
+    others = [("the chunks differ in width", aligned._replace(widths=(2048, 4096)))]
+    others += [("an address, a row stride or H is", problem) for problem in unaligned]
+    with environment_of():
+        assert plan.triton_projection(aligned).kernel is plan.Kernel.SPLIT
+        for reason, problem in others:
+            chosen = plan.triton_projection(problem)
+            assert chosen.kernel is plan.Kernel.TWO_STEP and chosen.reason.startswith(reason)
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        assert plan.triton_projection(aligned).tiles.num_warps == 4
+        assert [plan.triton_projection(problem).tiles.num_warps for problem in unaligned] == [8, 8]
