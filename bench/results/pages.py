@@ -22,9 +22,8 @@ from eagle_kernels.engines import sglang, vllm
 from eagle_kernels.engines.gates import Target
 
 RESULTS = Path("bench/results")
-_TARGETS = ("fuzz", "soak")  # whose tests save what they ran: tests/counted.py
 VLLM_COMBINE = "vllm_combine.json"
-NO_BENCH_RUNS = ("host.json", VLLM_COMBINE, *(f"{target}.json" for target in _TARGETS))
+NO_BENCH_RUNS = ("host.json", "fuzz.json", "soak.json", VLLM_COMBINE)
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, "
@@ -247,7 +246,7 @@ def matrix() -> str:
     def row(record: dict) -> list[str]:
         return [record["torch"], record["triton"], record["python"], *_outcome(record)]
 
-    return _verified("matrix", ["torch", "Triton", "Python", "passed", "skipped", "failed", "s"], row)
+    return _verified("test-matrix", ["torch", "Triton", "Python", "passed", "skipped", "failed", "s"], row)
 
 
 def sanitizers() -> str:
@@ -260,7 +259,7 @@ def sanitizers() -> str:
 def mutants() -> str:
     """The score by file, and every survivor with its reason."""
     lines = []
-    for path, saved in _saved_by_verify("mutants"):
+    for path, saved in _saved("*/verify/mutants.json"):
         lines += [_where(path, saved), "", "| file | mutants | killed |", "|---|---:|---:|"]
         records = saved["records"]
         for file in dict.fromkeys(record["file"] for record in records):
@@ -287,21 +286,24 @@ def _outcome(record: dict) -> list[str]:
     return [*(str(record[field]) for field in ("passed", "skipped", "failed")), f"{record['seconds']:.0f}"]
 
 
-def _saved_by_verify(name: str) -> list[tuple[Path, dict]]:
-    paths = sorted(RESULTS.glob(f"*/verify/{name}.json"))
-    return [(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+def _saved(pattern: str) -> list[tuple[Path, dict]]:
+    return [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob(pattern))]
 
 
 def _where(path: Path, saved: dict) -> str:
-    environment = saved["environment"]
-    machine = f"{environment['cpu_model']}, {environment['cpu_cores']} cores, {environment['cpu_isa']}"
-    source = path.as_posix()
-    return f"{machine}; {environment['date']}, commit {environment['commit']}; [`{source}`](../{source})."
+    environment, source = saved["environment"], path.as_posix()
+    when = f"{environment['date']}, commit {environment['commit']}"
+    return f"{_machine(environment)}; {when}; [`{source}`](../{source})."
+
+
+def _machine(environment: dict) -> str:
+    facts = [environment["cpu_model"], f"{environment['cpu_cores']} cores", environment["cpu_isa"]]
+    return ", ".join([*facts, f"torch {environment['torch']}"])
 
 
 def _verified(name: str, columns: Sequence[str], row: Callable[[dict], list[str]]) -> str:
     lines = []
-    for path, saved in _saved_by_verify(name):
+    for path, saved in _saved(f"*/verify/{name}.json"):
         lines += [_where(path, saved), "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
         lines += ["| " + " | ".join(row(record)) + " |" for record in saved["records"]] + [""]
     return "\n".join(lines or ["No run is saved yet."]).rstrip("\n") + "\n"
@@ -318,24 +320,61 @@ def demo() -> str:
 
 
 def target_runs() -> str:
-    """What `make fuzz` and `make soak` ran last: a line per machine and set of paths."""
-    lines = ["| target | on each of | cases | failed tests | seconds | date |", "|---|---|---:|---:|---:|---|"]
-    sources = []
-    for target in _TARGETS:
-        for path in sorted(RESULTS.glob(f"*/{target}.json")):
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            by_paths: dict[str, list[dict]] = {}
-            for record in saved["records"].values():
-                by_paths.setdefault(", ".join(record["paths"]), []).append(record)
-            for paths, records in by_paths.items():
-                cases = sum(record["cases"] for record in records)
-                failed = sum(not record["passed"] for record in records)
-                seconds = sum(record["seconds"] for record in records)
-                date = max(record["date"] for record in records)
-                lines.append(f"| `make {target}` | {paths} | {cases:,} | {failed} | {seconds:.0f} | {date} |")
-            machine = f"{report.machine(saved['environment'])}, torch {saved['environment']['torch']}"
-            sources.append(f"[`{path.as_posix()}`](../{path.as_posix()}): {machine}.")
-    return "\n".join([*lines, "", *sources]) + "\n"
+    """What each target that verifies ran last: a line per machine and set of paths, environment or sanitizer."""
+    lines = ["| target | on each of | cases | failed | seconds | date |", "|---|---|---:|---:|---:|---|"]
+    machines = []
+    for target, (pattern, summary) in _TARGETS.items():
+        for path, saved in _saved(pattern.format(target)):
+            for what, cases, failed, seconds, date in summary(saved):
+                lines.append(f"| `make {target}` | {what} | {cases:,} | {failed} | {seconds:.0f} | {date} |")
+            machines.append(f"[`{path.as_posix()}`](../{path.as_posix()}): {_machine(saved['environment'])}.")
+    return "\n".join([*lines, "", *machines]) + "\n"
+
+
+def _of_counted(saved: dict) -> Iterator[tuple]:
+    by_paths: dict[str, list[dict]] = {}
+    for record in saved["records"].values():
+        by_paths.setdefault(", ".join(record["paths"]), []).append(record)
+    for paths, records in by_paths.items():
+        cases, seconds = (sum(record[field] for record in records) for field in ("cases", "seconds"))
+        failed = sum(not record["passed"] for record in records)
+        yield paths, cases, failed, seconds, max(record["date"] for record in records)
+
+
+def _of_sanitizers(saved: dict) -> Iterator[tuple]:
+    for record in saved["records"]:
+        yield f"{record['subject']}, `{record['sanitizer']}`", *_of_tests(saved, record)
+
+
+def _of_matrix(saved: dict) -> Iterator[tuple]:
+    for record in saved["records"]:
+        what = f"torch {record['torch']}, Triton {record['triton']}, Python {record['python']}"
+        yield what, *_of_tests(saved, record)
+
+
+def _of_mutants(saved: dict) -> Iterator[tuple]:
+    records = saved["records"]
+    unexplained = sum(not record["killed"] and not record["survives"] for record in records)
+    yield "kernels, checks, planners", len(records), unexplained, saved["seconds"], saved["environment"]["date"]
+
+
+def _of_coverage(saved: dict) -> Iterator[tuple]:
+    yield "Python and C++", *_of_tests(saved, saved["tests"])
+
+
+def _of_tests(saved: dict, outcome: dict) -> tuple:
+    return outcome["passed"], outcome["failed"], outcome["seconds"], saved["environment"]["date"]
+
+
+# The targets that save what they ran, tests/counted.py and tests/verify: where, and what one file says.
+_TARGETS: dict[str, tuple[str, Callable[[dict], Iterator[tuple]]]] = {
+    "fuzz": ("*/{}.json", _of_counted),
+    "soak": ("*/{}.json", _of_counted),
+    "sanitize": ("*/verify/{}.json", _of_sanitizers),
+    "test-matrix": ("*/verify/{}.json", _of_matrix),
+    "mutants": ("*/verify/{}.json", _of_mutants),
+    "coverage": ("*/verify/{}.json", _of_coverage),
+}
 
 
 def links_to_tests() -> str:

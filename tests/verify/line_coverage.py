@@ -8,11 +8,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
 from verify.core import CORE
-from verify.results import run_tests, save
+from verify.results import EVERY_CORE, run_tests, save
 from verify.variant import ROOT, Variant, install
 
 # Of the suite, what neither starts an engine nor measures or compiles for long.
@@ -23,6 +24,7 @@ TESTS = [
     "tests/test_checkpoint.py",
     "tests/test_cuda_backend.py",
     "tests/test_drafter_config.py",
+    "tests/test_fuzz_configs.py",
     "tests/test_model_shapes.py",
     "tests/test_mtp_config.py",
     "tests/test_tensor_parallel.py",
@@ -43,7 +45,7 @@ def main() -> int:
     settings = ROOT / "build/coverage/coveragerc"
     settings.write_text(f"[run]\nomit = {omitted}\n")
     options = ["--cov=eagle_kernels", f"--cov-config={settings}", "--cov-report="]
-    outcome, output = run_tests(sys.executable, [*options, *TESTS], environment)
+    outcome, output = run_tests(sys.executable, [*EVERY_CORE, *options, *TESTS], environment)
     print(output[-2000:])
     records = [*python_lines(data, variant), *cpp_lines(variant)]
     for record in records:
@@ -52,7 +54,7 @@ def main() -> int:
         chosen = [record for record in records if (record["file"].endswith(".py")) == bool(kind)]
         covered, lines = (sum(record[field] for record in chosen) for field in ("covered", "lines"))
         print(f"{'Python' if kind else 'C++'}: {covered / lines:.1%} of {lines} lines")
-    print(f"saved {save('coverage', records)}")
+    print(f"saved {save('coverage', records, tests=asdict(outcome))}")
     return 1 if outcome.failed else 0
 
 

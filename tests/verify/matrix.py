@@ -38,7 +38,7 @@ VERSIONS = "import torch, triton, platform; print(platform.python_version(), tor
 def main() -> int:
     variant = install("matrix")
     records = [check(cell, variant) for cell in CELLS]
-    print(f"saved {save('matrix', records)}")
+    print(f"saved {save('test-matrix', records)}")
     return 1 if any(record["failed"] for record in records) else 0
 
 

@@ -1,17 +1,27 @@
 """`make mutants`: one small fault at a time in the kernels, checks and planners; the tests of that file must find it.
 
 All C++ mutants are compiled once, each as `mutant == n ? fault : original`, and an environment variable picks one
-(mutant schemata; a build per mutant would take an hour). A Python mutant is a change of the installed file.
+(mutant schemata; a build per mutant would take an hour). A Python mutant is a change in a copy of the package. Mutants
+run one per core, each up to the first test that fails: the one that found it the last time, if that finds it again.
 """
 
+import os
+import re
+import shutil
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
-from verify.results import run_tests, save
+from verify.results import EVERY_CORE, load, run_tests, save
 from verify.variant import ROOT, Variant, install
 
 VARIABLE = "EAGLE_KERNELS_MUTANT"
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+LONGEST = 300  # seconds; a mutant that hangs is killed by that
 HEADER = f"""#pragma once
 #ifdef __cplusplus
 #include <cstdlib>
@@ -35,6 +45,7 @@ class Mutant:
 SOURCES = "python/eagle_kernels/ops/sources.py"
 PLAN = "python/eagle_kernels/plan.py"
 DISPATCH = "python/eagle_kernels/dispatch.py"
+TRITON = "triton_kernels/{}.py".format
 
 _CHUNKS = ["tests/test_norm_concat.py", "tests/test_norm_concat_linear.py"]
 _CHECKS = ["tests/test_primitives.py", "tests/test_worded_errors.py"]
@@ -51,6 +62,12 @@ TESTS = {
     PLAN: ["tests/test_triton_backend.py", "tests/test_cuda_backend.py", "tests/test_norm_concat_linear.py"],
     DISPATCH: ["tests/test_dispatch.py", "tests/test_registration.py"],
     SOURCES: ["tests/test_errors.py", "tests/test_norm_concat.py", "tests/test_worded_errors.py"],
+    TRITON("dialect"): ["tests/interpreter/test_add_rms_norm.py"],
+    TRITON("sources"): ["tests/interpreter/test_norm_concat.py"],
+    TRITON("vocab_parallel_embedding"): ["tests/interpreter/test_vocab_parallel_embedding.py"],
+    TRITON("add_rms_norm"): ["tests/interpreter/test_add_rms_norm.py"],
+    TRITON("capture_hidden"): ["tests/interpreter/test_capture_hidden.py"],
+    TRITON("norm_concat_linear"): ["tests/interpreter/test_norm_concat_linear.py"],
 }
 
 MUTANTS = (
@@ -150,19 +167,35 @@ MUTANTS = (
     Mutant(SOURCES, "if gain.dtype != gains[0].dtype:", "if False:"),
     Mutant(SOURCES, "if not gathered and", "if gathered and"),
     Mutant(SOURCES, "not in (1, num_chunks)", "not in (1, 2, num_chunks)"),
+    Mutant(TRITON("dialect"), "tl.where(mean_square == 0.0, 0.0, tl.rsqrt(mean_square))", "tl.rsqrt(mean_square)"),
+    Mutant(TRITON("sources"), "(row < pick(row_counts, k))", "(row <= pick(row_counts, k))"),
+    Mutant(TRITON("sources"), "tl.where(j < k, WIDTHS[j], 0)", "tl.where(j <= k, WIDTHS[j], 0)"),
+    Mutant(TRITON("sources"), "tl.where(given, total, value)", "total"),
+    Mutant(TRITON("vocab_parallel_embedding"), "(id < org_end)", "(id <= org_end)"),
+    Mutant(TRITON("vocab_parallel_embedding"), "id - added_begin + added_row", "id - added_begin"),
+    Mutant(TRITON("vocab_parallel_embedding"), "tl.where(in_shard, values, 0.0)", "values"),
+    Mutant(TRITON("add_rms_norm"), "lanes += total * total", "lanes = total * total"),
+    Mutant(TRITON("add_rms_norm"), "norm_offset + to_fp32(", "to_fp32("),
+    Mutant(TRITON("capture_hidden"), "lanes += to_fp32(value)", "lanes = to_fp32(value)"),
+    Mutant(TRITON("norm_concat_linear"), "tl.where(in_ranges[k], source_sum, 0.0)", "source_sum"),
+    Mutant(TRITON("norm_concat_linear"), "WIDTHS[k] + eps[k]) * (1 / GAIN_SCALE)", "WIDTHS[k] + eps[k])"),
+    Mutant(TRITON("norm_concat_linear"), "tl.where(d < D, projected * projected, 0.0)", "projected * projected"),
 )
 
 
 def main() -> int:
-    variant = build()
-    records = []
-    for number, mutant in enumerate(MUTANTS):
-        killed, seconds = run(number, mutant, variant)
-        said = "killed" if killed else f"SURVIVED {mutant.survives or 'for no reason that is known'}"
-        print(f"{number:3} {mutant.file}: {mutant.original} -> {mutant.fault}: {said}, {seconds} s", flush=True)
-        records.append({**vars(mutant), "killed": killed, "seconds": seconds})
+    variant, known, start = build(), killers(), time.monotonic()
+    for variables in ({}, INTERPRETED):
+        files = sorted({test for file, tests in TESTS.items() for test in tests if variables_of(file) == variables})
+        outcome, output = run_tests(sys.executable, [*EVERY_CORE, *files], variant.environment() | variables)
+        if outcome.failed:
+            print(output[-8000:])
+            raise SystemExit("mutants: the tests fail without a mutant, so that a failure says nothing of one")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        first = [known.get(identity(vars(mutant)), "") for mutant in MUTANTS]
+        records = list(pool.map(run, range(len(MUTANTS)), repeat(variant), first))
     print(f"{sum(record['killed'] for record in records)} of {len(records)} killed")
-    print(f"saved {save('mutants', records)}")
+    print(f"saved {save('mutants', records, seconds=round(time.monotonic() - start))}")
     return 1 if any(not record["killed"] and not record["survives"] for record in records) else 0
 
 
@@ -188,19 +221,45 @@ def insert(source: Path) -> None:
         (source / file).write_text(text)
 
 
-def run(number: int, mutant: Mutant, variant: Variant) -> tuple[bool, float]:
-    environment = variant.environment()
-    if mutant.file.startswith("csrc/"):
-        outcome, _ = run_tests(sys.executable, ["-x", *TESTS[mutant.file]], environment | {VARIABLE: str(number)})
-        return outcome.failed > 0, outcome.seconds
-    installed = variant.site / mutant.file.removeprefix("python/")
-    original = installed.read_text()
-    installed.write_text(original.replace(mutant.original, mutant.fault))
-    try:
-        outcome, _ = run_tests(sys.executable, ["-x", *TESTS[mutant.file]], environment)
-    finally:
-        installed.write_text(original)
-    return outcome.failed > 0, outcome.seconds
+def run(number: int, variant: Variant, killed_by: str) -> dict:
+    """What the tests say of one mutant, up to the first that fails: the one that did the last time, then all."""
+    mutant = MUTANTS[number]
+    # Rows are split over threads where there are two.
+    environment = variant.environment() | variables_of(mutant.file) | {"OMP_NUM_THREADS": "2"}
+    with tempfile.TemporaryDirectory() as folder:
+        if mutant.file.startswith("csrc/"):
+            environment[VARIABLE] = str(number)
+        else:
+            changed = Variant(variant.source, Path(folder) / "site")
+            shutil.copytree(variant.site, changed.site)
+            installed = changed.site / "eagle_kernels" / mutant.file.removeprefix("python/eagle_kernels/")
+            installed.write_text(installed.read_text().replace(mutant.original, mutant.fault))
+            environment |= changed.environment()
+        seconds, found = 0.0, ""
+        for tests in ([killed_by], TESTS[mutant.file]) if killed_by else (TESTS[mutant.file],):
+            outcome, output = run_tests(sys.executable, ["-x", *tests], environment, LONGEST)
+            seconds += outcome.seconds
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE)
+            if failed is not None or (outcome.failed and tests != [killed_by]):
+                found = failed[1] if failed else "a process that died"
+                break
+    said = f"killed by {found}" if found else f"SURVIVED {mutant.survives or 'for no reason that is known'}"
+    print(f"{number:3} {mutant.file}: {mutant.original} -> {mutant.fault}: {said}, {seconds:.0f} s", flush=True)
+    return {**vars(mutant), "killed": bool(found), "killed_by": found, "seconds": round(seconds, 1)}
+
+
+def killers() -> dict[tuple, str]:
+    """By mutant the test that found it the last time."""
+    records = load("mutants")["records"]
+    return {identity(record): record["killed_by"] for record in records if "::" in record.get("killed_by", "")}
+
+
+def identity(record: dict) -> tuple:
+    return record["file"], record["original"], record["fault"]
+
+
+def variables_of(file: str) -> dict[str, str]:
+    return INTERPRETED if file.startswith("triton_kernels/") else {}
 
 
 def occurrences(mutant: Mutant) -> int:

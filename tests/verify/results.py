@@ -49,14 +49,24 @@ def run_tests(
     return Outcome(total - skipped - failed, skipped, failed, round(float(suite.get("time")), 1)), output
 
 
-def save(name: str, records: list[dict]) -> Path:
+def save(name: str, records: list[dict], **totals: object) -> Path:
     """bench/results/<machine>/verify/<name>.json."""
     facts = read_environment("cpu")
-    path = ROOT / "bench/results" / facts["device_slug"] / "verify" / f"{name}.json"
+    path = _path_of(name, facts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    saved = {"environment": {fact: facts[fact] for fact in FACTS}, "records": records}
+    saved = {"environment": {fact: facts[fact] for fact in FACTS}, **totals, "records": records}
     path.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def load(name: str) -> dict:
+    """What `save` kept of this machine's last run; no records where there was none."""
+    path = _path_of(name, read_environment("cpu"))
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"records": []}
+
+
+def _path_of(name: str, facts: dict) -> Path:
+    return ROOT / "bench/results" / facts["device_slug"] / "verify" / f"{name}.json"
 
 
 def as_record(outcome: Outcome, **facts: object) -> dict:

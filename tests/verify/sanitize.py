@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sanitizers import FLAGS, environment_under
 from verify.core import COMPILED
-from verify.results import as_record, run_tests, save
+from verify.results import EVERY_CORE, as_record, run_tests, save
 from verify.variant import install
 
 # A fault that they expect is not a report, and sizes beyond 2^31 take a sanitizer's memory many times over.
@@ -33,9 +33,10 @@ def check_library(sanitizer: str) -> dict:
     environment = install(f"sanitize-{sanitizer}", flags, edit=optimize_less).environment()
     environment |= under | {"OMP_NUM_THREADS": "4"}
     # A report goes to the process's own stderr, which pytest's default capture would take with it.
-    outcome, output = run_tests(sys.executable, ["-x", "--capture=sys", "-k", LEFT_OUT, *COMPILED], environment)
+    options = [*EVERY_CORE, "-x", "--capture=sys", "-k", LEFT_OUT]
+    outcome, output = run_tests(sys.executable, [*options, *COMPILED], environment)
     if outcome.failed:
-        print(output[-8000:])
+        print(output[-20000:])
     print(f"{sanitizer}: {outcome}", flush=True)
     return as_record(outcome, subject="library, CPU kernels", sanitizer=FLAGS[sanitizer][0])
 
