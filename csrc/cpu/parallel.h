@@ -20,12 +20,13 @@ constexpr int64_t kGrainElements = 1;  // every call of the suite runs in severa
 template <typename Function>
 void fork_and_join(int64_t count, int64_t grain, const Function& function) {
   static char fork_mark, join_mark;
-  __tsan_release(&fork_mark);
-  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+  const auto marked = [&](int64_t begin, int64_t end) {
     __tsan_acquire(&fork_mark);
     function(begin, end);
     __tsan_release(&join_mark);
-  });
+  };
+  __tsan_release(&fork_mark);  // behind the writes of what `marked` captures, which every thread reads
+  torch::stable::parallel_for(0, count, grain, marked);
   __tsan_acquire(&join_mark);
 }
 #else
