@@ -10,11 +10,11 @@
 #include "memory_bandwidth.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "checks.h"
 #include "cpu/dispatch.h"
+#include "cpu/parallel.h"
 
 namespace eagle_kernels {
 namespace {
@@ -42,7 +42,7 @@ void run(const cpu::PerIsa<void (*)(const Record&, int64_t, int64_t)>& kernels, 
   const int64_t pieces = num_pieces(record.bytes, record.pattern);
   if (pieces == 0) return;
   const auto kernel = kernels.of(cpu::best_isa());
-  torch::stable::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
+  cpu::fork_and_join(pieces, 1, [&](int64_t begin, int64_t end) { kernel(record, begin, end); });
 }
 
 void read_stream(const Tensor& data_tensor, int64_t streams, int64_t run_bytes, int64_t ahead_bytes,

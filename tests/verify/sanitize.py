@@ -33,7 +33,7 @@ def check_library(sanitizer: str) -> dict:
     environment = install(f"sanitize-{sanitizer}", flags, edit=instrument).environment()
     environment |= under | {"OMP_NUM_THREADS": "4"}
     # A report goes to the process's own stderr, which pytest's default capture would take with it.
-    options = [*EVERY_CORE, "-x", "--capture=sys", "-k", LEFT_OUT]
+    options = [*EVERY_CORE, "-x", "--max-worker-restart=0", "--capture=sys", "-k", LEFT_OUT]
     outcome, output = run_tests(sys.executable, [*options, *COMPILED], environment)
     if outcome.failed:
         print(output[-20000:])
