@@ -67,57 +67,58 @@ def check_sentence(call: Callable[[], object], *names: str) -> bool:
     return True
 
 
-def test_any_eagle3_config(for_any: Callable, record_property: Callable) -> None:
-    record_property(*KIND)
+def check_any(for_any: Callable, call: Callable, draw: Callable[[st.DataObject], object], *names: str) -> None:
+    """Of what is drawn, some is read and some is refused."""
     ended = set()
 
     def check(data: st.DataObject) -> None:
+        drawn = draw(data)
+        note(drawn)
+        ended.add(check_sentence(lambda: call(drawn), *names))
+
+    for_any(check, few=100)
+    assert ended == {True, False}
+
+
+def test_any_eagle3_config(for_any: Callable, record_property: Callable) -> None:
+    record_property(*KIND)
+
+    def draw(data: st.DataObject) -> object:
         config = {"hidden_size": 64} | data.draw(some_of(EAGLE3_FIELDS))
         for place in ("eagle_config", "transformer_layer_config"):
             if data.draw(st.booleans()):
                 config[place] = data.draw(some_of(EAGLE3_FIELDS) | GARBAGE)
-        if data.draw(st.integers(0, 20)) == 20:
-            config = data.draw(GARBAGE)
-        note(config)
-        call = lambda: ek.Eagle3Config.from_hf(config)  # noqa: E731
-        ended.add(check_sentence(call, "Eagle3Config.from_hf", "Eagle3Config"))
+        return data.draw(GARBAGE) if data.draw(st.integers(0, 20)) == 20 else config
 
-    for_any(check, few=200)
-    assert ended == {True, False}
+    check_any(for_any, ek.Eagle3Config.from_hf, draw, "Eagle3Config.from_hf", "Eagle3Config")
 
 
 def test_any_mtp_config(for_any: Callable, record_property: Callable) -> None:
     record_property(*KIND)
-    ended = set()
 
-    def check(data: st.DataObject) -> None:
+    def draw(data: st.DataObject) -> object:
         config = {"model_type": "gemma4_assistant", "hidden_size": 64} | data.draw(some_of(MTP_FIELDS))
         if data.draw(st.booleans()):
             config["text_config"] = data.draw(some_of(MTP_FIELDS) | GARBAGE)
-        if data.draw(st.integers(0, 20)) == 20:
-            config = data.draw(GARBAGE | st.fixed_dictionaries({"model_type": GARBAGE}))
-        note(config)
-        call = lambda: ek.MTPConfig.from_hf(config)  # noqa: E731
-        ended.add(check_sentence(call, "MTPConfig.from_hf", "MTPConfig"))
+        other = GARBAGE | st.fixed_dictionaries({"model_type": GARBAGE})
+        return data.draw(other) if data.draw(st.integers(0, 20)) == 20 else config
 
-    for_any(check, few=200)
-    assert ended == {True, False}
+    check_any(for_any, ek.MTPConfig.from_hf, draw, "MTPConfig.from_hf", "MTPConfig")
 
 
 def test_any_layer_ids(for_any: Callable, record_property: Callable) -> None:
     record_property(*KIND)
-    ended = set()
 
-    def check(data: st.DataObject) -> None:
-        arguments = data.draw(st.tuples(st.sampled_from(NAMES) | GARBAGE, st.just(40) | SIZES, st.none() | IDS))
-        algorithm = data.draw(st.sampled_from(["eagle3", "eagle3", "dflash"]) | GARBAGE)
-        mean = data.draw(st.sampled_from([None, *LAYER_ID_RULES]) | GARBAGE)
-        note(f"{arguments} {algorithm} {mean}")
-        call = lambda: ek.capture_layers(*arguments, algorithm=algorithm, layer_ids_mean=mean)  # noqa: E731
-        ended.add(check_sentence(call, "capture_layers"))
+    def draw(data: st.DataObject) -> dict:
+        return {
+            "model_type": data.draw(st.sampled_from(NAMES) | GARBAGE),
+            "num_layers": data.draw(st.just(40) | SIZES),
+            "layer_ids": data.draw(st.none() | IDS),
+            "algorithm": data.draw(st.sampled_from(["eagle3", "eagle3", "dflash"]) | GARBAGE),
+            "layer_ids_mean": data.draw(st.sampled_from([None, *LAYER_ID_RULES]) | GARBAGE),
+        }
 
-    for_any(check, few=200)
-    assert ended == {True, False}
+    check_any(for_any, lambda drawn: ek.capture_layers(**drawn), draw, "capture_layers")
 
 
 WEIGHTS = {"fc.weight": torch.ones(4, 6), "fc_norm.0.weight": torch.ones(2).half(), "midlayer.x": torch.ones(1)}
@@ -157,7 +158,7 @@ def test_any_checkpoint(for_any: Callable, record_property: Callable, tmp_path: 
         if not returned:
             assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
-    for_any(check, few=200)
+    for_any(check, few=100)
     assert ended == {True, False}
 
 

@@ -57,7 +57,9 @@ def check_emulation() -> dict:
     if outcome.failed:
         print(output[-8000:])
     print(f"emulation: {outcome}")
-    return as_record(outcome, subject="CUDA kernels, emulated", sanitizer="both")
+    return as_record(
+        outcome, subject="CUDA kernels, emulated", sanitizer=" and ".join(flags[0] for flags in FLAGS.values())
+    )
 
 
 if __name__ == "__main__":
