@@ -216,17 +216,21 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {reason}")
 
 
+# Why Triton's split kernels cannot run.
+_DIFFERENT_WIDTHS = "the chunks differ in width, and the split kernels take one width"
+_UNALIGNED = "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
+
 # A plan of the split kernels serves more rows too, in rounds: dequantizing the weight would cost each call more.
 _MOST_TUNED_ROWS = 128
 
 
 def _split_codes_unsupported_reason(problem: Problem) -> str | None:
     """Why the split kernels cannot read the codes; None where they can."""
-    if len(problem.widths) > 1:
-        return "the chunks differ in width, and the split kernels take one width"
+    if len(problem.widths) != 1:
+        return _DIFFERENT_WIDTHS
     H, shared = problem.widths[0], problem.block_columns
     if H % 16 or not problem.elements_aligned:
-        return "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
+        return _UNALIGNED
     if shared < problem.num_chunks * H and H % shared:
         return f"H={H} is no multiple of the {shared} columns that share a scale"
     return None
@@ -312,9 +316,9 @@ def triton_projection(problem: Problem, split_only: bool = False) -> Plan:
     if invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
     if len(problem.widths) > 1:
-        tiles, reason = None, "the chunks differ in width, and the split kernels take one width"
+        tiles, reason = None, _DIFFERENT_WIDTHS
     elif not aligned and not invariant:
-        tiles, reason = None, "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
+        tiles, reason = None, _UNALIGNED
     elif not aligned and tiles is not None:
         tiles = replace(tiles, num_warps=8)  # an address for every element: they spill in 4 warps
     kernel = Kernel.TWO_STEP if tiles is None else Kernel.SPLIT
