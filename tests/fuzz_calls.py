@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import eagle_kernels as ek
+from eagle_kernels.quantized_weight import FORMATS
 from guards import SENTINEL, between_forbidden_pages
 
 # By name of what bench/ops draws. Small: a call takes 2 ms on the CPU, and an edge of a block needs no more rows.
@@ -133,7 +134,12 @@ def draw_call(op: str, data: st.DataObject, sizes: dict[str, tuple]) -> Call:
         scale = arguments["scale"]
         arguments["scale"] = torch.full_like(scale, number) if isinstance(scale, Tensor) else number
     call = Call(op, arguments, draw.drawn)
+    if op == "norm_concat_linear":
+        _quantize(arguments, draw)
     for name, value in arguments.items():
+        if isinstance(value, ek.QuantizedWeight):
+            arguments[name] = _place_codes(call, draw, value)
+            continue
         entries = value if isinstance(value, list) else [value]
         guarded = [_place(call, draw, name, entry) if isinstance(entry, Tensor) else entry for entry in entries]
         arguments[name] = guarded if isinstance(value, list) else guarded[0]
@@ -146,6 +152,34 @@ def draw_call(op: str, data: st.DataObject, sizes: dict[str, tuple]) -> Call:
     return call
 
 
+def _quantize(arguments: dict[str, object], draw: HypothesisDraw) -> None:
+    """In half of the calls, the weight in some format whose blocks fit it, now and then with a scale that is hard."""
+    weight = arguments["weight"]
+    any_width = [name for name, kind in FORMATS.items() if kind.block[0] != 1 or not kind.block[1]]
+    formats = list(FORMATS) if weight.shape[1] % 32 == 0 else any_width
+    format = draw.choose("format", *[None] * len(formats), *formats) if weight.numel() else None
+    if format is None:
+        return
+    quantized = ek.quantize(weight, format)
+    if draw.random.random() < 0.2:
+        scales = quantized.scales.view(torch.uint8) if quantized.scales.itemsize == 1 else quantized.scales
+        hard = (0, 0x7F, 0xFF) if quantized.scales.itemsize == 1 else (0.0, float("nan"), float("inf"), 1e-38)
+        place, number = draw.random.randrange(scales.numel()), draw.random.choice(hard)
+        scales.view(-1)[place] = number
+        draw.drawn.setdefault("planted", []).append(("scales", place, number))
+    arguments["weight"] = quantized
+
+
+def _place_codes(call: Call, draw: HypothesisDraw, weight: ek.QuantizedWeight) -> ek.QuantizedWeight:
+    """Codes and scales in guarded memory, with NaN in the gaps; those of 8 bits as bytes."""
+    codes, scales, global_scale = weight.tensors
+    placed = []
+    for tensor in (codes, scales):
+        raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        placed.append(_place(call, draw, "weight", raw).view(tensor.dtype))
+    return ek.QuantizedWeight.of_tensors(placed[0], placed[1], global_scale, weight.format, weight.block)
+
+
 def _place(call: Call, draw: HypothesisDraw, name: str, values: Tensor) -> Tensor:
     """The values in guarded memory."""
     if values.dim() == 0:
@@ -153,7 +187,7 @@ def _place(call: Call, draw: HypothesisDraw, name: str, values: Tensor) -> Tenso
     values = values.clone()
     if name in _PLANTED:
         _plant(draw, values)
-    if name in _PARAMETERS and draw.random.random() < 0.1:
+    if name in _PARAMETERS and values.is_floating_point() and draw.random.random() < 0.1:
         place, number = draw.random.randrange(values.numel()), draw.random.choice((float("nan"), float("inf")))
         values.view(-1)[place] = number
         draw.drawn.setdefault("planted", []).append((name, place, number))

@@ -11,6 +11,7 @@ import torch
 from eagle_kernels.bench.accuracy import UNIT_ROUNDOFF
 from torch import Tensor
 
+from eagle_kernels import QuantizedWeight
 from eagle_kernels.ops.add_rms_norm import formula as add_rms_norm_formula
 from eagle_kernels.ops.capture_hidden import CaptureHidden
 from eagle_kernels.ops.norm_concat_linear import _split_eps
@@ -102,10 +103,12 @@ def _norm_concat(arguments: dict) -> list[Truth]:
 
 def _norm_concat_linear(arguments: dict) -> list[Truth]:
     weight, bias, post = (arguments[name] for name in ("weight", "bias", "post_norm_weight"))
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dequantize(torch.float64)
     eps, post_eps = _split_eps(arguments["eps"], post)
     sources = Sources.of_call("norm_concat_linear", arguments["chunks"], arguments | {"eps": eps})
     x, dx, nan = _normed(sources)
-    dtype, n, D = weight.dtype, x.shape[1], weight.shape[0]
+    dtype, n, D = sources.chunks[0].dtype, x.shape[1], weight.shape[0]
     tiny, u = torch.finfo(dtype).smallest_normal, UNIT_ROUNDOFF[dtype]
 
     # A column whose weight or bias is not finite: nothing is promised there but that a NaN is not lost.
