@@ -112,7 +112,7 @@ mutants: $(VENV)/package.stamp
 
 # The lines of Python and C++ that the suite runs, and those that it does not.
 coverage: $(VENV)/package.stamp
-	$(BIN)/pip install --quiet --disable-pip-version-check "gcovr>=8" "pytest-cov>=6"
+	$(BIN)/pip install --quiet --disable-pip-version-check "pytest-cov>=6"
 	$(VERIFY) verify.line_coverage
 
 lint: $(VENV)/package.stamp

@@ -1,4 +1,4 @@
-"""`make coverage`: the lines of Python (coverage.py) and C++ (gcov, gcovr) that the suite runs, and those it does not.
+"""`make coverage`: the lines of Python (coverage.py) and C++ (gcov) that the suite runs, and those it does not.
 
 Not counted: bench/, the plugins, which need their engine, Triton kernels, whose source Triton compiles and Python never
 runs, and csrc/cuda, which nvcc compiles.
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def python_lines(data: Path, variant: Variant) -> list[dict]:
-    report = data.with_suffix(".json")
+    report = data.with_name("lines.json")
     command = [sys.executable, "-m", "coverage", "json", f"--data-file={data}", "-o", report, "-q"]
     subprocess.run(command, check=True, env=variant.environment())
     files = json.loads(report.read_text())["files"]
@@ -71,19 +71,18 @@ def python_lines(data: Path, variant: Variant) -> list[dict]:
 
 def cpp_lines(variant: Variant) -> list[dict]:
     """A line of a kernel counts as run where one of its instruction sets ran it."""
-    report = ROOT / "build/coverage/cpp.json"
-    command = [sys.executable, "-m", "gcovr", "--root", variant.source, "--filter", f"{variant.source}/csrc/"]
-    command += ["--merge-mode-functions=merge-use-line-min", "--gcov-ignore-parse-errors=all", "--json", report]
-    subprocess.run([*command, variant.source / "build"], check=True)
-    records = []
-    for file in json.loads(report.read_text())["files"]:
-        counts: dict[int, int] = {}
-        for line in file["lines"]:
-            number = line["line_number"]
-            counts[number] = counts.get(number, 0) + line["count"]
-        ran = [number for number, count in counts.items() if count]
-        records.append(record_of(file["file"], ran, [number for number, count in counts.items() if not count]))
-    return records
+    counts: dict[str, dict[int, int]] = {}
+    for notes in sorted((variant.source / "build").glob("**/*.gcno")):
+        report = subprocess.run(["gcov", "--json-format", "--stdout", notes], capture_output=True, check=True).stdout
+        for file in (file for line in report.splitlines() for file in json.loads(line)["files"]):
+            if file["file"].startswith("csrc/"):  # the build's paths begin in the checkout
+                lines = counts.setdefault(file["file"], {})
+                for line in file["lines"]:
+                    lines[line["line_number"]] = lines.get(line["line_number"], 0) + line["count"]
+    return [
+        record_of(file, [n for n, count in lines.items() if count], [n for n, count in lines.items() if not count])
+        for file, lines in sorted(counts.items())
+    ]
 
 
 def record_of(file: str, executed: list[int], missing: list[int]) -> dict:
