@@ -192,7 +192,7 @@ def _hooks(rows: Sequence[tuple[str, Target, str]], package: str) -> str:
     lines = [f"| part | target in `{package.removesuffix('.')}` | needs |", "|---|---|---|"]
     for part, target, otherwise in rows:
         versions = dict.fromkeys(version for read in target.bodies.values() for version in read)
-        needs = ["its parameters"] if target.parameters else []
+        needs = [] if target.parameters is None else ["its parameters"]
         needs += [f"its body as in {', '.join(versions)}"] if target.bodies else []
         lines.append(f"| {part} | `{target.where.removeprefix(package)}` | {', '.join(needs) or otherwise} |")
     return "\n".join(lines) + "\n"

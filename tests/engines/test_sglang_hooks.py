@@ -20,7 +20,7 @@ from torch import nn
 
 from backends import environment_of
 from eagle_kernels import library
-from eagle_kernels.engines import decision, eligibility, sglang
+from eagle_kernels.engines import decision, eligibility, row_parallel, sglang
 from eagle_kernels.engines.gates import Target, body_hash
 from eagle_kernels.engines.projection import relative_difference
 from eagle_kernels.engines.sglang import capture, hooks, mtp, projection, stage
@@ -542,7 +542,8 @@ def test_a_missing_library_says_how_to_install(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "unsupported_reason", "libeagle_kernels.so did not load: GLIBC_2.38 not found")
-    assert seen_behind(drafter(), batch(2, K * H)).shape[-1] == K * H
+    with environment_of():  # plans are cached
+        assert seen_behind(drafter(), batch(2, K * H)).shape[-1] == K * H
     (warning,) = warnings(caplog)
     assert "GLIBC_2.38 not found" in warning and "`pip install --no-deps .`" in warning
 
@@ -577,6 +578,38 @@ def test_a_square_fc_is_applied_whatever_runs_it(engine: Engine, backend: str) -
         assert relative_difference(seen_behind(model, given), expected) < 0.02
         decoding = batch(2, K * H, decodes=True)
         assert seen_behind(model, decoding) is decoding.spec_info.hidden_states
+
+
+@pytest.mark.parametrize(
+    ("world_size", "attn_tp_size", "rows_of", "reason"),
+    [
+        (1, 1, None, "there is one rank"),
+        (2, 1, None, "ranks have different tokens (DP attention)"),
+        (2, 2, 2 * D, "SGLang splits it by rows"),
+    ],
+)
+def test_what_is_not_row_parallel_runs_as_ever(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    world_size: int,
+    attn_tp_size: int,
+    rows_of: int | None,
+    reason: str,
+) -> None:
+    group = types.SimpleNamespace(world_size=world_size)
+    parallel = types.SimpleNamespace(tp_group=group, attn_tp_size=attn_tp_size)
+    monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_parallel", lambda: parallel)
+    monkeypatch.setattr(stage, "force", True)
+    monkeypatch.setattr(stage, "row_parallel", True)
+    monkeypatch.setattr(row_parallel, "TILE", H)  # the stand-in's rows are short
+    model = drafter()
+    if rows_of is not None:
+        model.fc.output_size = rows_of
+    assert seen_behind(model, batch(2, K * H)).shape[-1] == D
+    first, second = messages(caplog, logging.INFO)
+    assert first == f"module.Module is not row-parallel: {reason}"
+    assert second == "module.Module runs norm_concat_linear (K=3, chunk norm); forced, not timed"
 
 
 class Predictor(nn.Module):

@@ -138,6 +138,13 @@ def test_switched_off_it_leaves_the_engine_alone(tmp_path: Path) -> None:
     assert not run.ops and "eagle_kernels:" not in run.log
 
 
+def test_a_backend_that_does_not_run_here_leaves_all_to_the_engine(tmp_path: Path) -> None:
+    """It raised in the first forward, and the scheduler died."""
+    run = Case(checkpoints.Drafter(norm="chunk"), environment=(("EAGLE_KERNELS_BACKEND", "triton"),)).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert not run.ops and "llama_eagle3.LlamaModel stays with SGLang: norm_concat_linear: " in run.log
+
+
 def test_another_plugin_on_the_same_class(tmp_path: Path) -> None:
     target = "sglang.srt.models.llama_eagle3.LlamaModel.forward"
     run = Case(checkpoints.Drafter(norm="chunk"), environment=(("PROBE_HOOK", target),)).run(tmp_path)

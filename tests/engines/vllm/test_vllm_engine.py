@@ -241,7 +241,7 @@ def test_embedding_shards(engine: Engine, compiled: bool) -> None:
     on = engine.run(request, EAGLE_KERNELS_VLLM_EMBEDDING="1")
     assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
     assert len(on.calls) == 2 and all(calls["vocab_parallel_embedding"] >= 6 for calls in on.calls)
-    assert "VocabParallelEmbedding 128 x 128 runs vocab_parallel_embedding" in on.lines
+    assert "VocabParallelEmbedding 192 x 192 runs vocab_parallel_embedding" in on.lines
     again = engine.run(request)
     assert (again.tokens, [set(calls) for calls in again.calls]) == (EXPECTED, [{"norm_concat_linear"}] * 2)
 

@@ -23,8 +23,8 @@ from types import SimpleNamespace
 
 K, DTYPE = 3, "bf16"
 NORMS, WIDTHS, ROWS, THREADS = ("chunk", "concat", "none"), (128, 2048, 4096), (1, 4, 16, 512), (1, 2)
-# Of a row of the table: 72 of them take 6 minutes.
-SECONDS, MIN_ROUNDS, MAX_ROUNDS = 3.0, 15, 150
+# Of a row of the table: 72 of them take 5 minutes.
+SECONDS, MIN_ROUNDS, MAX_ROUNDS = 2.0, 15, 150
 EVICTED_BYTES = 64 << 20
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-V = H = 128
-LAYERS, HEADS, INTERMEDIATE = 3, 4, 128
+# These divide by 1, 2 and 3 ranks.
+V = H = 192
+LAYERS, HEADS, INTERMEDIATE = 3, 6, 192
 C = H**0.5
 
 

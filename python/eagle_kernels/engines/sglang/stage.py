@@ -16,7 +16,7 @@ from .. import decision
 from ..decision import Call, Decision
 from ..eligibility import log_once
 from ..gates import Target
-from ..projection import EngineProjection, check_backend, probe
+from ..projection import EngineProjection, probe
 from ..row_parallel import split, unsupported_reason
 from .hooks import LOGGER, Hook, leaving_to_sglang
 
@@ -89,7 +89,6 @@ def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
         if not shipped.never:
             check()
         return shipped
-    check_backend(projection.op, weight.device)
 
     def measure() -> list[list[float]]:
         check()
