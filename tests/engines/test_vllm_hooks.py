@@ -595,6 +595,19 @@ def test_a_call_that_fails_leaves_the_stage_to_vllm(
     assert "eh_proj stays with vLLM, norm_concat_linear failed: RuntimeError('no more')" in log()
 
 
+def test_a_forced_stage_that_fails_at_load_is_packed_as_ever(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
+) -> None:
+    from eagle_kernels.engines import projection
+
+    monkeypatch.setattr(projection, "project", failing)
+    register()
+    drafter, hidden = build(vllm, packs=True), torch.randn(T, K * H)
+    assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+    assert not is_dense(drafter)
+    assert f"{COMBINE} stays with vLLM: norm_concat_linear does not run here: no more" in log()
+
+
 def build_unprobed(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.setattr(combine(), "probe", lambda *args: None)
     return build(vllm, LAGUNA)
