@@ -503,12 +503,20 @@ def test_a_stage_without_norm_stays_dense_where_vllm_left_it(
     assert f"{COMBINE} stays with vLLM: it has no norm to fuse" in log()
 
 
+@pytest.mark.parametrize("forced", [True, False])
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_stage_that_gives_other_values_stays_with_vllm(
-    vllm: types.SimpleNamespace, decides: Callable, monkeypatch: pytest.MonkeyPatch, log: Callable, packs: bool
+    vllm: types.SimpleNamespace,
+    decides: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    log: Callable,
+    packs: bool,
+    forced: bool,
 ) -> None:
     """A norm of a next version that means something else, in a method that is as it was."""
     monkeypatch.setattr(stand_in.RMSNorm, "forward", lambda self, x: x * self.weight)
+    if forced:
+        monkeypatch.setenv("EAGLE_KERNELS_VLLM", "force")
     assert decides(VLLMS, VLLMS, VLLMS) == []
     drafter, hidden = build(vllm, packs=packs), torch.randn(T, K * H)
     assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))

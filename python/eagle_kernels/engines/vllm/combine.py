@@ -204,8 +204,8 @@ def _base_layer(fc: Any) -> Any:
 def _decide(drafter: Any, projection: EngineProjection) -> Stage:
     fc = _base_layer(projection.fc)
     like = torch.empty(0, dtype=fc.params_dtype, device=next(fc.parameters()).device)
+    engine = super(FusedCombine, drafter).combine_hidden_states
     if "row_parallel" in _switches.parts:
-        engine = super(FusedCombine, drafter).combine_hidden_states
         split = replicas.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
         if split is not None:
             return Stage(*split)
@@ -213,7 +213,7 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
         if cpu_packing.is_kept_dense(fc) and not _fused_kernel_reads(fc):
             cpu_packing.pack(fc)
             projection = replace(projection, fc_unsupported=projection.fc_unsupported or PACKED)
-        probe(projection, fc.input_size, like, drafter._max_rows)
+        probe(projection, fc.input_size, like, drafter._max_rows, engine)
         return Stage(projection, decision.FORCED)
     if like.device.type == "cpu":
         if not projection.has_norm:
@@ -223,7 +223,7 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
         return _timed(drafter, projection, like)
     shipped = decision.on_gpu(like.device, fc.input_size, fc.output_size, like.dtype)
     if not shipped.never:
-        probe(projection, fc.input_size, like, drafter._max_rows)
+        probe(projection, fc.input_size, like, drafter._max_rows, engine)
     return Stage(projection, shipped)
 
 
