@@ -112,7 +112,8 @@ def test_float64_truth_in_each_dtype(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WEIGHTS if "fp4" not in name])
 @pytest.mark.parametrize(("widths", "D"), [((1,), 1), ((101, 102), 31), ((33,), 32), ((577, 90), 33)])
 def test_float64_truth_of_odd_widths(widths: tuple[int, ...], D: int, name: str, dtype: str) -> None:
-    check(Case(dtype, widths, 5, D=D), name, is_strided=True)
+    for T in (5, 17):
+        check(Case(dtype, widths, T, D=D), name, is_strided=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

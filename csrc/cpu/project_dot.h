@@ -125,9 +125,12 @@ void dot_rows(int64_t rows, WeightRows<T> weight, const typename DotStep<T>::Pac
   dot_tile<T, kColumns, kRows>(weight, packed, packed_width, width, result, result_stride, first);
 }
 
+// Whole cache lines, and an odd number of them: at a multiple of 4 KB the same column of more than 8 rows would not fit
+// in L1 together.
 template <class T>
 int64_t packed_width(const NormConcatLinear& op) {
-  return round_up(op.source.width, kCacheLine / sizeof(typename DotStep<T>::Packed));
+  constexpr int64_t kLine = kCacheLine / sizeof(typename DotStep<T>::Packed);
+  return ((op.source.width + kLine - 1) / kLine | 1) * kLine;
 }
 
 template <class T>

@@ -3,7 +3,7 @@
 // The lanes of a sum are columns of the output. A panel of the weight is widened 128 columns at a time to a strip of
 // bf16 in L1, transposed, which all rows multiply: [pair of columns][kPanelColumns] words, the even column in the low
 // half. A sum begins anew with each strip and with each block of scales, and enters the fp32 total times its scale: the
-// range and the NaN of a scale are those of fp32, and one multiplication is for as many products as its block has columns.
+// range and the NaN of a scale are those of fp32, and one multiplication is for all columns of its block.
 #pragma once
 
 #include "project_dot.h"
@@ -16,6 +16,9 @@ constexpr int64_t kStripWidth = 128;  // columns of the weight
 constexpr int64_t kStripVectors = kPanelColumns / kLanes;
 constexpr int64_t kStripSums = kStripWidth / 16;  // at most: blocks of scales have 16 columns or more
 
+// How far ahead of the products codes are fetched, in each row (fp8, T = 1, in ms: 256 bytes 3.4, 512 and 1024 2.2).
+constexpr int64_t kAheadBytes = 512;
+
 // Rows that one register tile has: 24 of 32 vector registers are sums with AVX-512, 8 of 16 elsewhere.
 constexpr int kStripRows = (kLanes == 16 ? 24 : 8) / kStripVectors;
 
@@ -23,6 +26,10 @@ template <class Code>
 constexpr int64_t kCodesPerByte = 1;
 template <>
 constexpr int64_t kCodesPerByte<Float4E2M1> = 2;
+
+// A strip is whole lanes of codes; behind the width both operands are zero.
+template <class Code>
+constexpr int64_t kCodesPerLane = 4 * kCodesPerByte<Code>;
 
 // f(code{}) for the codes that `type` names.
 template <class F>
@@ -54,91 +61,162 @@ struct CodeRows {
 };
 
 #if defined(__AVX512F__)
-// 64 bytes of 16 rows, the missing ones zero.
+// A strip that is widened when it is multiplied: lanes[i * kStripVectors] has lane i of each of 16 rows of codes, the
+// missing ones zero. It is transposed 64 bytes of 16 rows at a time, in 8 parts each.
 template <class Code>
-void widen_strip(const CodeRows& codes, Code code, UInt* strip) {
-  constexpr int64_t kWordsPerLane = 2 * kCodesPerByte<Code>;
-  const int64_t bytes = (codes.width + kCodesPerByte<Code> - 1) / kCodesPerByte<Code>;
-  for (int64_t vector = 0; vector < kStripVectors; ++vector) {
-    const int64_t rows = codes.rows - vector * kLanes;
-    const uint8_t* data = codes.data + vector * kLanes * codes.row_stride;
-    for (int64_t begin = 0; begin < bytes; begin += 64, data += 64) {
-      __m512i lines[kLanes] = {};
-      if (rows >= kLanes && begin + 64 <= bytes) {
-        unrolled<kLanes>([&](auto row) { lines[row] = _mm512_loadu_si512(data + row * codes.row_stride); });
-      } else {
-        const __mmask64 there = begin + 64 <= bytes ? ~0ull : (1ull << (bytes - begin)) - 1;
-        for (int64_t row = 0; row < rows && row < kLanes; ++row) {
-          lines[row] = _mm512_maskz_loadu_epi8(there, data + row * codes.row_stride);
-        }
-      }
-      transpose(lines);
-      UInt* words = strip + begin / 4 * kWordsPerLane * kStripVectors + vector;
-      unrolled<kLanes>([&](auto lane) {
-        widen(lines[lane], code, words + lane * kWordsPerLane * kStripVectors, kStripVectors);
-      });
+struct CodeStrip {
+  static constexpr int64_t kStep = kCodesPerLane<Code>;
+  static constexpr int64_t kRowBytes = kStripWidth / kCodesPerByte<Code>;
+  static constexpr int64_t kParts = 8 * kStripVectors * kRowBytes / kCacheLine;
+  static_assert(kParts == kStripWidth / kStep);
+  __m512i lanes[kParts * kStripVectors];
+  __m512i quarters[kLanes];
+
+  void load_part(const CodeRows& codes, int64_t part) {
+    const int64_t block = part / 8, group = part % 4;
+    const int64_t vector = block % kStripVectors, begin = block / kStripVectors * kCacheLine;
+    if (part % 8 >= 4) {
+      __m512i* place = lanes + (begin / 4 + group) * kStripVectors + vector;
+      return transpose_quarters(quarters + group, place, kStripVectors);
     }
-  }
-}
-#else
-template <class Code>
-void widen_strip(const CodeRows& codes, Code, UInt* strip) {
-  uint32_t words[kPanelColumns * kStripWidth / 2];
-  const uint16_t* bits = kCodeTable<Code>.bits;
-  for (int64_t pair = 0; 2 * pair < codes.width; ++pair) {
-    for (int64_t row = 0; row < kPanelColumns; ++row) {
-      const uint8_t* data = codes.data + row * codes.row_stride;
-      uint32_t even = 0, odd = 0;
-      if (row < codes.rows) {
-        if constexpr (kCodesPerByte<Code> == 2) {
-          even = bits[data[pair] & 15];
-          odd = bits[data[pair] >> 4];
-        } else {
-          even = bits[data[2 * pair]];
-          if (2 * pair + 1 < codes.width) odd = bits[data[2 * pair + 1]];
-        }
+    const int64_t first = vector * kLanes + 4 * group, rows = codes.rows - first;
+    const int64_t bytes = (codes.width + kCodesPerByte<Code> - 1) / kCodesPerByte<Code> - begin;
+    const uint8_t* data = codes.data + first * codes.row_stride + begin;
+    __m512i lines[4] = {};
+    if (rows >= 4 && bytes >= kCacheLine) {
+      unrolled<4>([&](auto row) { lines[row] = _mm512_loadu_si512(data + row * codes.row_stride); });
+    } else if (bytes > 0) {
+      const __mmask64 there = bytes >= kCacheLine ? ~0ull : (1ull << bytes) - 1;
+      for (int64_t row = 0; row < rows && row < 4; ++row) {
+        lines[row] = _mm512_maskz_loadu_epi8(there, data + row * codes.row_stride);
       }
-      words[pair * kPanelColumns + row] = even | odd << 16;
     }
+    transpose_in_quarters(lines, quarters + 4 * group);
   }
-  __builtin_memcpy(strip, words, (codes.width + 1) / 2 * kPanelColumns * sizeof(uint32_t));
-}
+  void load(const CodeRows& codes) {
+    for (int64_t part = 0; part < kParts; ++part) load_part(codes, part);
+  }
+  // [pair of columns][kStripVectors] from column k on.
+  void read(int64_t k, UInt* words) const {
+    unrolled<kStripVectors>([&](auto vector) {
+      widen(lanes[k / kStep * kStripVectors + vector], Code{}, words + vector, kStripVectors);
+    });
+  }
+};
+
 #endif
 
-// One strip's columns of x, multiplied in sums of up to `sum_width` columns, each with its own scales.
+// A strip in words.
+template <class Code>
+struct WordStrip {
+  static constexpr int64_t kStep = 2;
+  UInt words[kStripWidth / 2 * kStripVectors];
+
+#if defined(__AVX512F__)
+  void load(const CodeRows& codes) {
+    CodeStrip<Code> strip;
+    strip.load(codes);
+    for (int64_t k = 0; k < codes.width; k += strip.kStep) strip.read(k, words + k / 2 * kStripVectors);
+  }
+#else
+  void load(const CodeRows& codes) {
+    uint32_t bits[kStripWidth / 2][kPanelColumns] = {};
+    const uint16_t* table = kCodeTable<Code>.bits;
+    for (int64_t row = 0; row < codes.rows; ++row) {
+      const uint8_t* data = codes.data + row * codes.row_stride;
+      for (int64_t k = 0; k < codes.width; ++k) {
+        const int code = kCodesPerByte<Code> == 1 ? data[k] : data[k / 2] >> 4 * (k % 2) & 15;
+        bits[k / 2][row] |= static_cast<uint32_t>(table[code]) << 16 * (k % 2);
+      }
+    }
+    __builtin_memcpy(words, bits, sizeof words);
+  }
+#endif
+  void read(int64_t k, UInt* place) const {
+    unrolled<kStripVectors>([&](auto vector) { place[vector] = words[k / 2 * kStripVectors + vector]; });
+  }
+};
+
+// The columns of one strip, multiplied in sums of up to `sum_width` columns, each with its own scales.
 struct StripSums {
   int64_t width;
   int64_t sum_width;
   Float scales[kStripSums][kStripVectors];
 };
 
-template <class Code>
-inline float scale_at(const void* scales, int64_t i) {
-  return kCodeTable<Code>.values[static_cast<const uint8_t*>(scales)[i]];
+inline Float value_of(UInt code, Float8E8M0) {
+  const UInt odd = (UInt)((code == 0) | (code == 255));  // 2^-127 is subnormal, 255 is NaN
+  return (Float)(code << 23 | (odd & 0x00400000));
 }
-inline float scale_at(const Scales& scales, int64_t i) {
-  switch (scales.type) {
-    case ScaleType::kFloat8E8M0: return scale_at<Float8E8M0>(scales.data, i);
-    case ScaleType::kFloat8E4M3: return scale_at<Float8E4M3>(scales.data, i);
-    case ScaleType::kFloat32: break;
-  }
-  return static_cast<const float*>(scales.data)[i];
+inline Float value_of(UInt code, Float8E4M3) {
+  const UInt magnitude = code & 0x7f;
+  const Float subnormal = __builtin_convertvector((__typeof__(code == 0))magnitude, Float) * 0x1p-9f;
+  const UInt normal = (magnitude << 20) + (120 << 23);
+  const UInt number = magnitude < 8 ? (UInt)subnormal : normal;
+  return (Float)((magnitude == 0x7f ? UInt{} + 0x7fc00000 : number) | (code & 0x80) << 24);
 }
 
-// The scales of `columns` columns of the output from `begin` on, of the sums of the strip at column k.
-inline void load_scales(const NormConcatLinear& op, int64_t begin, int64_t columns, int64_t k, StripSums& sums) {
-  const Scales& scales = op.scales;
-  const float global = scales.global == nullptr ? 1.0f : *scales.global;
-  for (int64_t sum = 0; sum * sums.sum_width < sums.width; ++sum) {
-    const int64_t block = (k + sum * sums.sum_width) / scales.block_columns;
-    float values[kPanelColumns] = {};
-    for (int64_t column = 0; column < columns; ++column) {
-      const int64_t row = (begin + column) / scales.block_rows;
-      values[column] = scale_at(scales, row * scales.row_stride + block) * global;
+// The scales of a panel: the row of each of its columns, a missing column's as the last one's.
+struct PanelScales {
+  const uint8_t* rows[kPanelColumns];
+  ScaleType type;
+  float global;
+
+  PanelScales(const NormConcatLinear& op, int64_t begin) : type(op.scales.type) {
+    const int64_t size = type == ScaleType::kFloat32 ? sizeof(float) : 1;
+    for (int64_t i = 0; i < kPanelColumns; ++i) {
+      const int64_t column = begin + i < op.num_columns ? begin + i : op.num_columns - 1;
+      const int64_t row = column / op.scales.block_rows * op.scales.row_stride;
+      rows[i] = static_cast<const uint8_t*>(op.scales.data) + row * size;
     }
-    __builtin_memcpy(sums.scales[sum], values, sizeof values);
+    global = op.scales.global == nullptr ? 1.0f : *op.scales.global;
   }
-}
+
+  // scales[i][...]: those of block `first` + i.
+  void read(int64_t first, int64_t count, Float (*scales)[kStripVectors]) const {
+    switch (type) {
+      case ScaleType::kFloat32: return load_floats(first, count, scales);
+      case ScaleType::kFloat8E8M0: return load_bytes<Float8E8M0>(first, count, scales);
+      case ScaleType::kFloat8E4M3: return load_bytes<Float8E4M3>(first, count, scales);
+    }
+  }
+
+  void load_floats(int64_t first, int64_t count, Float (*scales)[kStripVectors]) const {
+    for (int64_t i = 0; i < count; ++i) {
+      float values[kPanelColumns];
+      for (int64_t column = 0; column < kPanelColumns; ++column) {
+        __builtin_memcpy(values + column, rows[column] + (first + i) * sizeof(float), sizeof(float));
+      }
+      for (int64_t v = 0; v < kStripVectors; ++v) scales[i][v] = load(values + v * kLanes, Whole{}) * global;
+    }
+  }
+
+  // Four of a row at a time.
+  template <class Code>
+  void load_bytes(int64_t first, int64_t count, Float (*scales)[kStripVectors]) const {
+    for (int64_t i = 0; i < count; i += 4) {
+      uint32_t bytes[kPanelColumns] = {};
+      if (count - i >= 4) {
+        for (int64_t column = 0; column < kPanelColumns; ++column) {
+          __builtin_memcpy(bytes + column, rows[column] + first + i, 4);
+        }
+      } else {
+        for (int64_t column = 0; column < kPanelColumns; ++column) {
+          for (int64_t j = i; j < count; ++j) {
+            bytes[column] |= static_cast<uint32_t>(rows[column][first + j]) << 8 * (j - i);
+          }
+        }
+      }
+      for (int64_t v = 0; v < kStripVectors; ++v) {
+        UInt lanes;
+        __builtin_memcpy(&lanes, bytes + v * kLanes, sizeof lanes);
+        for (int64_t j = i; j < count && j < i + 4; ++j, lanes >>= 8) {
+          scales[j][v] = value_of(lanes & 0xff, Code{}) * global;
+        }
+      }
+    }
+  }
+};
 
 // sum += words . x for a pair of columns.
 inline Float multiply_add_pair(Float sum, UInt words, const float* x) {
@@ -153,17 +231,62 @@ inline Float multiply_add_pair(Float sum, UInt words, const BFloat16* x) {
 }
 #endif
 
-template <class Packed, int kRows>
-void strip_tile(const UInt* strip, const StripSums& sums, const Packed* packed, int64_t packed_width, Float* totals) {
+// Codes that will be asked for later: some rows of the weight, a strip's width of each. They are fetched a row in each
+// step, since a burst of fetches stops the loads behind it.
+template <class Code>
+struct CodesAhead {
+  const uint8_t* data;
+  int64_t row_stride;
+  int64_t rows;
+
+  void step() {
+    if (rows == 0) return;
+    for (int64_t byte = 0; byte < kStripWidth / kCodesPerByte<Code>; byte += kCacheLine) {
+      __builtin_prefetch(data + byte, 0, 2);
+    }
+    data += row_stride;
+    --rows;
+  }
+};
+
+#if defined(__AVX512F__)
+// The same, and the next strip, of which a part is transposed in each step: shuffles beside products, where all of them
+// before the first product would add to its time.
+template <class Code>
+struct NextStrip {
+  CodeStrip<Code>& strip;
+  CodeRows codes;
+  CodesAhead<Code> ahead;
+  int64_t part = 0;
+
+  void step() {
+    unrolled<kPanelColumns / CodeStrip<Code>::kParts>([&](auto) { ahead.step(); });
+    strip.load_part(codes, part++);
+  }
+  void finish() {
+    while (part < CodeStrip<Code>::kParts) step();
+  }
+};
+#endif
+
+template <class Strip, class Packed, int kRows, class Next>
+void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed, int64_t packed_width, Float* totals,
+                Next& next) {
   int64_t k = 0;
   for (const Float(*scales)[kStripVectors] = sums.scales; k < sums.width; ++scales) {
     const int64_t end = k + sums.sum_width < sums.width ? k + sums.sum_width : sums.width;
     Float sum[kRows * kStripVectors] = {};
-    for (; k < end; k += 2, strip += kStripVectors) {
-      unrolled<kRows>([&](auto row) {
-        unrolled<kStripVectors>([&](auto vector) {
-          Float& place = sum[row * kStripVectors + vector];
-          place = multiply_add_pair(place, strip[vector], packed + row * packed_width + k);
+    for (; k < end; k += Strip::kStep) {
+      next.step();
+      UInt words[Strip::kStep / 2 * kStripVectors];
+      strip.read(k, words);
+      unrolled<Strip::kStep / 2>([&](auto pair) {
+        unrolled<kRows>([&](auto row) {
+          unrolled<kStripVectors>([&](auto vector) {
+            Float& place = sum[row * kStripVectors + vector];
+            const Packed* x = packed + row * packed_width + k + 2 * pair;
+            place = multiply_add_pair(place, words[pair * kStripVectors + vector], x);
+          });
         });
       });
     }
@@ -172,38 +295,109 @@ void strip_tile(const UInt* strip, const StripSums& sums, const Packed* packed, 
   }
 }
 
-template <class Packed, int kRows = kStripRows>
-void strip_rows(int64_t rows, const UInt* strip, const StripSums& sums, const Packed* packed, int64_t packed_width,
-                Float* totals) {
+template <int kRows = kStripRows, class Strip, class Packed, class Next>
+void strip_rows(int64_t rows, const Strip& strip, const StripSums& sums, const Packed* packed, int64_t packed_width,
+                Float* totals, Next& next) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return strip_rows<Packed, kRows - 1>(rows, strip, sums, packed, packed_width, totals);
+    if (rows < kRows) return strip_rows<kRows - 1>(rows, strip, sums, packed, packed_width, totals, next);
   }
-  strip_tile<Packed, kRows>(strip, sums, packed, packed_width, totals);
+  strip_tile<Strip, Packed, kRows>(strip, sums, packed, packed_width, totals, next);
+}
+
+// A panel of the weight, strip by strip.
+template <class Code>
+struct PanelCodes {
+  const uint8_t* data;
+  int64_t row_stride;
+  int64_t rows;
+  int64_t width;
+
+  // The strip from column k on; none behind the width.
+  CodeRows strip(int64_t k) const {
+    const int64_t left = width - k < kStripWidth ? width - k : kStripWidth;
+    return {data + k / kCodesPerByte<Code>, row_stride, left > 0 ? rows : 0, left > 0 ? left : 0};
+  }
+  // `count` rows from the given one on of what comes kAheadBytes later: at the end of a row, in the next panel.
+  CodesAhead<Code> ahead(int64_t k, int64_t row, int64_t count) const {
+    const int64_t row_bytes = width / kCodesPerByte<Code>, later = k / kCodesPerByte<Code> + kAheadBytes;
+    const int64_t place = later < row_bytes ? later : kPanelColumns * row_stride + later - row_bytes;
+    return {data + row * row_stride + place, row_stride, count};
+  }
+};
+
+// The sums of the strip from column k on, with their scales.
+template <class Code>
+void load_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k, StripSums& sums) {
+  const int64_t block_columns = op.scales.block_columns, left = op.source.width - k;
+  const int64_t columns = left < kStripWidth ? left : kStripWidth;
+  sums.sum_width = block_columns < kStripWidth ? block_columns : kStripWidth;
+  sums.width = round_up(columns, kCodesPerLane<Code>);
+  // A block that began in an earlier strip has its scales here already.
+  if (k % block_columns == 0 || block_columns < kStripWidth) {
+    scales.read(k / block_columns, (columns - 1) / sums.sum_width + 1, sums.scales);
+  }
+}
+
+// f(panel's first column, its codes, its totals, which are zero) for each panel; then the totals are the result.
+template <class T, class Code, class F>
+void for_each_panel(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end, F f) {
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    const int64_t begin = panel * kPanelColumns;
+    const int64_t columns = op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns;
+    const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + begin * op.weight_row_stride;
+    Float* totals = panel_totals<T>(op, panel);
+    __builtin_memset(totals, 0, op.num_rows * kStripVectors * sizeof(Float));
+    f(begin, PanelCodes<Code>{codes, op.weight_row_stride, columns, op.source.width}, totals);
+    finish_columns<T>(op, begin, begin + columns, reinterpret_cast<const float*>(totals), kPanelColumns);
+  }
+}
+
+#if defined(__AVX512F__)
+// Up to kStripRows rows: each code is widened once, in a register.
+template <class T, class Code>
+void project_few_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  CodeStrip<Code> strips[2];
+  StripSums sums;
+  for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
+    const PanelScales scales(op, begin);
+    strips[0].load(codes.strip(0));
+    for (int64_t k = 0, turn = 0; k < codes.width; k += kStripWidth, turn ^= 1) {
+      load_sums<Code>(op, scales, k, sums);
+      NextStrip<Code> next{strips[turn ^ 1], codes.strip(k + kStripWidth), codes.ahead(k, 0, kPanelColumns)};
+      strip_rows(op.num_rows, strips[turn], sums, packed_rows<T>(op) + k, packed_width<T>(op), totals, next);
+      next.finish();
+    }
+  });
+}
+#endif
+
+// Any number of rows: each code is widened once, into L1.
+template <class T, class Code>
+void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  const int64_t row_tiles = (op.num_rows + kStripRows - 1) / kStripRows;
+  const int64_t share = (kPanelColumns + row_tiles - 1) / row_tiles;
+  WordStrip<Code> strip;
+  StripSums sums;
+  for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
+    const PanelScales scales(op, begin);
+    for (int64_t k = 0; k < codes.width; k += kStripWidth) {
+      load_sums<Code>(op, scales, k, sums);
+      strip.load(codes.strip(k));
+      for (int64_t i = 0, tile = 0; i < op.num_rows; i += kStripRows, ++tile) {
+        CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
+        const auto* packed = packed_rows<T>(op) + i * packed_width<T>(op) + k;
+        strip_rows(op.num_rows - i, strip, sums, packed, packed_width<T>(op), totals + i * kStripVectors, ahead);
+      }
+    }
+  });
 }
 
 template <class T, class Code>
 void quantized_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  const int64_t width = op.source.width, block_columns = op.scales.block_columns;
-  alignas(kCacheLine) UInt strip[kStripWidth / 2 * kStripVectors];
-  StripSums sums;
-  sums.sum_width = block_columns < kStripWidth ? block_columns : kStripWidth;
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const int64_t begin = panel * kPanelColumns;
-    const int64_t columns = op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns;
-    Float* totals = panel_totals<T>(op, panel);
-    __builtin_memset(totals, 0, op.num_rows * kStripVectors * sizeof(Float));
-    for (int64_t k = 0; k < width; k += kStripWidth) {
-      sums.width = width - k < kStripWidth ? width - k : kStripWidth;
-      const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + begin * op.weight_row_stride;
-      widen_strip({codes + k / kCodesPerByte<Code>, op.weight_row_stride, columns, sums.width}, Code{}, strip);
-      load_scales(op, begin, columns, k, sums);
-      for (int64_t i = 0; i < op.num_rows; i += kStripRows) {
-        const auto* packed = packed_rows<T>(op) + i * packed_width<T>(op) + k;
-        strip_rows(op.num_rows - i, strip, sums, packed, packed_width<T>(op), totals + i * kStripVectors);
-      }
-    }
-    finish_columns<T>(op, begin, begin + columns, reinterpret_cast<const float*>(totals), kPanelColumns);
-  }
+#if defined(__AVX512F__)
+  if (op.num_rows <= kStripRows) return project_few_rows<T, Code>(op, panel_begin, panel_end);
+#endif
+  project_many_rows<T, Code>(op, panel_begin, panel_end);
 }
 
 }  // namespace

@@ -251,29 +251,34 @@ inline void sum_lanes_of_each(Float* values) {
 }
 
 #if defined(__AVX512F__)
-// Transposes 16x16 lanes of 32 bits: 4x4 lanes within each quarter of the vectors, then the quarters.
+// Transposes the 4x4 lanes of 32 bits in each quarter of four vectors.
+inline void transpose_in_quarters(const __m512i* rows, __m512i* quarters) {
+  const __m512i low01 = _mm512_unpacklo_epi32(rows[0], rows[1]), low23 = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const __m512i high01 = _mm512_unpackhi_epi32(rows[0], rows[1]), high23 = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  quarters[0] = _mm512_unpacklo_epi64(low01, low23);
+  quarters[1] = _mm512_unpackhi_epi64(low01, low23);
+  quarters[2] = _mm512_unpacklo_epi64(high01, high23);
+  quarters[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+
+// Transposes 4x4 quarters: vectors 0, 4, 8 and 12 of `from` into 0, 4, 8 and 12 times `stride` of `to`.
+inline void transpose_quarters(const __m512i* from, __m512i* to, int64_t stride) {
+  constexpr int kEven = 0x88, kOdd = 0xdd;  // of each of two vectors' quarters
+  const __m512i even01 = _mm512_shuffle_i32x4(from[0], from[4], kEven);
+  const __m512i odd01 = _mm512_shuffle_i32x4(from[0], from[4], kOdd);
+  const __m512i even23 = _mm512_shuffle_i32x4(from[8], from[12], kEven);
+  const __m512i odd23 = _mm512_shuffle_i32x4(from[8], from[12], kOdd);
+  to[0] = _mm512_shuffle_i32x4(even01, even23, kEven);
+  to[4 * stride] = _mm512_shuffle_i32x4(odd01, odd23, kEven);
+  to[8 * stride] = _mm512_shuffle_i32x4(even01, even23, kOdd);
+  to[12 * stride] = _mm512_shuffle_i32x4(odd01, odd23, kOdd);
+}
+
+// Transposes 16x16 lanes of 32 bits.
 inline void transpose(__m512i (&rows)[kLanes]) {
   __m512i quarters[kLanes];
-  unrolled<4>([&](auto group) {
-    __m512i* of = rows + 4 * group;
-    const __m512i low01 = _mm512_unpacklo_epi32(of[0], of[1]), low23 = _mm512_unpacklo_epi32(of[2], of[3]);
-    const __m512i high01 = _mm512_unpackhi_epi32(of[0], of[1]), high23 = _mm512_unpackhi_epi32(of[2], of[3]);
-    quarters[4 * group] = _mm512_unpacklo_epi64(low01, low23);
-    quarters[4 * group + 1] = _mm512_unpackhi_epi64(low01, low23);
-    quarters[4 * group + 2] = _mm512_unpacklo_epi64(high01, high23);
-    quarters[4 * group + 3] = _mm512_unpackhi_epi64(high01, high23);
-  });
-  constexpr int kEven = 0x88, kOdd = 0xdd;  // of each of two vectors' quarters
-  unrolled<4>([&](auto lane) {
-    const __m512i even01 = _mm512_shuffle_i32x4(quarters[lane], quarters[lane + 4], kEven);
-    const __m512i odd01 = _mm512_shuffle_i32x4(quarters[lane], quarters[lane + 4], kOdd);
-    const __m512i even23 = _mm512_shuffle_i32x4(quarters[lane + 8], quarters[lane + 12], kEven);
-    const __m512i odd23 = _mm512_shuffle_i32x4(quarters[lane + 8], quarters[lane + 12], kOdd);
-    rows[lane] = _mm512_shuffle_i32x4(even01, even23, kEven);
-    rows[lane + 4] = _mm512_shuffle_i32x4(odd01, odd23, kEven);
-    rows[lane + 8] = _mm512_shuffle_i32x4(even01, even23, kOdd);
-    rows[lane + 12] = _mm512_shuffle_i32x4(odd01, odd23, kOdd);
-  });
+  unrolled<4>([&](auto group) { transpose_in_quarters(rows + 4 * group, quarters + 4 * group); });
+  unrolled<4>([&](auto lane) { transpose_quarters(quarters + lane, rows + lane, 1); });
 }
 #endif
 
