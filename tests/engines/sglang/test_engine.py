@@ -125,11 +125,13 @@ def test_row_parallel_ranks_draft_as_one(tmp_path: Path, norm: str, tp: int) -> 
     assert run.ops["norm_concat_linear"] == (2 * PROBES + 5) * tp
 
 
-def test_a_broken_projection_loses_every_draft(tmp_path: Path) -> None:
-    """The negative control: the accepted length hangs on our op."""
-    drafter = checkpoints.Drafter(norm="chunk")
-    run = Case(drafter, environment=(("PROBE_CORRUPT", "norm_concat_linear"),)).run(tmp_path)
-    assert run.accept_lengths == [LOST] * 2
+@pytest.mark.parametrize(("first", "accepted"), [(PROBES + 1, LOST), (1, BEST)], ids=["later", "at-load"])
+def test_a_broken_projection(tmp_path: Path, first: int, accepted: float) -> None:
+    """The negative control: the accepted length hangs on our op. One that is broken at load is found there."""
+    corrupt = (("PROBE_CORRUPT", f"norm_concat_linear:{first}"),)
+    run = Case(checkpoints.Drafter(norm="chunk"), environment=corrupt).run(tmp_path)
+    assert run.accept_lengths == [accepted] * 2
+    assert ("gives other values than the engine" in run.log) == (first == 1)
 
 
 def test_switched_off_it_leaves_the_engine_alone(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """A second SGLang plugin, for the tests: writes a line per call of our ops, and breaks one on request.
 
-PROBE_FILE takes the lines `op shape`; PROBE_CORRUPT names an op whose result becomes zero (the negative control);
-PROBE_HOOK names a hook target to wrap as well, as another plugin might.
+PROBE_FILE takes the lines `op shape`; PROBE_CORRUPT=op:n has the result of an op become zero from its n-th call on (the
+negative control); PROBE_HOOK names a hook target to wrap as well, as another plugin might.
 """
 
 import os
+from collections import Counter
 
 # Where the schema of an op's primitive has `out`.
 _OUT = {
@@ -26,6 +27,9 @@ class _Watched:
 
     def __init__(self, primitives: object) -> None:
         self._primitives = primitives
+        self._calls: Counter = Counter()
+        self._corrupt, _, first = os.environ.get("PROBE_CORRUPT", ":0").partition(":")
+        self._first = int(first)
 
     def __getattr__(self, name: str) -> object:
         primitive, op = getattr(self._primitives, name), name.removesuffix("_out")
@@ -36,7 +40,8 @@ class _Watched:
             primitive(*args)
             out = args[_OUT[op]]
             _write(f"{op} {tuple(out.shape)}")
-            if os.environ.get("PROBE_CORRUPT") == op:
+            self._calls[op] += 1
+            if op == self._corrupt and self._calls[op] >= self._first:
                 out.zero_()
 
         return call
