@@ -21,6 +21,10 @@ _SOURCES = (
     "Tensor?[] residuals, Tensor?[] indices, Tensor? sum_squares"
 )
 _PROJECTION = "Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps"
+_QUANTIZED = (
+    "Tensor codes, Tensor scales, Tensor? global_scale, str format, int block_rows, int block_columns, "
+    "Tensor? bias, Tensor? post_norm_weight, float post_norm_eps"
+)
 _SHARD = (
     "Tensor ids, Tensor weight, SymInt org_begin, SymInt org_end, SymInt added_begin, SymInt added_end, "
     "SymInt added_row, float? scale, Tensor? scale_tensor"
@@ -33,6 +37,8 @@ SCHEMAS = {
     "norm_concat_out": f"({_SOURCES}, Tensor(a!) out) -> ()",
     "norm_concat_linear": f"({_SOURCES}, {_PROJECTION}) -> Tensor",
     "norm_concat_linear_out": f"({_SOURCES}, {_PROJECTION}, Tensor(a!) out) -> ()",
+    "norm_concat_linear_quantized": f"({_SOURCES}, {_QUANTIZED}) -> Tensor",
+    "norm_concat_linear_quantized_out": f"({_SOURCES}, {_QUANTIZED}, Tensor(a!) out) -> ()",
     "capture_hidden": "(Tensor hidden, Tensor? residual) -> (Tensor, Tensor)",
     "capture_hidden_out": "(Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()",
     "vocab_parallel_embedding": f"({_SHARD}) -> Tensor",
@@ -65,6 +71,11 @@ def projection_arguments() -> tuple:
     return rows(D, K * H), torch.rand(D), rows(D), 1e-6
 
 
+def quantized_arguments() -> tuple:
+    codes = torch.randint(-128, 128, (D, K * H), dtype=torch.int8)  # opcheck adds to what it is given: not to fp8
+    return codes, torch.rand(D, 1), torch.rand(1), "int8_row", 1, K * H, torch.rand(D), None, 1e-6
+
+
 def shard_arguments() -> tuple:
     return torch.tensor([3, -1, 25, 39, 2**40]), rows(30, H), 0, 20, 30, 40, 20
 
@@ -79,6 +90,8 @@ SAMPLES = {
     "norm_concat_linear-packed": lambda: ((*packed_arguments(), rows(D, K * H), None, None, 0.0), 0),
     "norm_concat_linear_out": lambda: ((*chunk_arguments(), *projection_arguments(), rows(4, D)), 1),
     "norm_concat_linear_out-view": lambda: ((*packed_arguments(), *projection_arguments(), rows(T, D + 9)[:, 3:-6]), 1),
+    "norm_concat_linear_quantized": lambda: ((*chunk_arguments(), *quantized_arguments()), 0),
+    "norm_concat_linear_quantized_out": lambda: ((*chunk_arguments(), *quantized_arguments(), rows(4, D)), 1),
     "capture_hidden": lambda: ((rows(T, H), rows(T, H)), 0),
     "capture_hidden-no_residual": lambda: ((rows(T, H), None), 0),
     "capture_hidden_out": lambda: ((rows(T, H), None, rows(T, 2 * H)[:, H:], None), 2),
@@ -142,6 +155,11 @@ def linear_stage(chunks: list[Tensor], residual: Tensor, indices: Tensor, weight
     return projected.relu() + 1
 
 
+def quantized_stage(packed: Tensor, codes: Tensor, scales: Tensor, gain: Tensor) -> Tensor:
+    weight = ek.QuantizedWeight.of_tensors(codes, scales, None, "fp8_row", (1, K * H))
+    return ek.norm_concat_linear(packed * 2, weight, norm_weight=gain) * 3
+
+
 def packed_stage(packed: Tensor, gain: Tensor) -> Tensor:
     return ek.norm_concat(packed * 2, norm_weight=gain) * 3
 
@@ -173,6 +191,11 @@ STAGES = {
         linear_stage,
         lambda n: ([rows(n, H), rows(n, H)], rows(n, H), torch.arange(n) - 1, rows(D, 2 * H), rows(2, H)),
         ({0: [{0: 0}, {0: 0}]}, 1, 2),
+    ),
+    "norm_concat_linear_quantized": (
+        quantized_stage,
+        lambda n: (rows(n, K * H), rows(D, K * H).to(torch.float8_e4m3fn), torch.rand(D, 1), rows(K, H)),
+        (0,),
     ),
     "norm_concat": (packed_stage, lambda n: (rows(n, K * H), rows(K, H)), (0,)),
     "capture_hidden": (

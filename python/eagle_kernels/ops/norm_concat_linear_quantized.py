@@ -51,6 +51,10 @@ class QuantizedProjection(NamedTuple):
         if width != sources.width:
             got = f"weight is {weight.format} of shape {(D, width)}"
             raise checks.error(ValueError, OP, got, expected_weight(sources))
+        expected = tuple(-(-size // block) for size, block in zip((D, width), weight.block, strict=True))
+        if tuple(weight.scales.shape) != expected:
+            because = f"{weight.block[0]} x {weight.block[1]} of the weight have one"
+            raise checks.shape_error(OP, "weight.scales", weight.scales, str(expected), because)
         check_epilogue(sources, D, bias, post_norm_weight, post_norm_eps)
         checks.check_inference(OP, self.tensors)
 
