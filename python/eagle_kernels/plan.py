@@ -220,8 +220,9 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
 _DIFFERENT_WIDTHS = "the chunks differ in width, and the split kernels take one width"
 _UNALIGNED = "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
 
-# A plan of the split kernels serves more rows too, in rounds: dequantizing the weight would cost each call more.
-_MOST_TUNED_ROWS = 128
+# The plan of so many rows serves more of them too: dequantizing the weight would cost each call more. With the tiles
+# for 128 rows, codes of one scale a row spill on sm_120.
+_MOST_TUNED_ROWS = 64
 
 
 def _split_codes_unsupported_reason(problem: Problem) -> str | None:

@@ -11,6 +11,7 @@ COMPILED = [
     "tests/test_mtp_projection.py",
     "tests/test_norm_concat.py",
     "tests/test_norm_concat_linear.py",
+    "tests/test_norm_concat_linear_quantized.py",
     "tests/test_primitives.py",
     "tests/test_vocab_parallel_embedding.py",
     "tests/test_worded_errors.py",
