@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint, checks
+from . import checks
 from .layers import VocabParallelEmbedding, parameter_of, project_onto
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
@@ -77,6 +77,8 @@ class MTPProjection(nn.Module):
 
         Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
         """
+        from . import checkpoint  # 6 ms, for those who load one
+
         state, weight = checkpoint.mtp_projection(weights, self, layer)
         load_projection("MTPProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense_eh_proj)
         return self

@@ -34,7 +34,7 @@ OP = "QuantizedWeight"
 _LOGGER = logging.getLogger("eagle_kernels")
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ALL = 0  # rows or columns of a block: all there are
 
 
@@ -234,7 +234,7 @@ def values_of(codes: Tensor) -> Tensor:
     """What the codes stand for, in fp32: two columns for each uint8."""
     if codes.dtype != torch.uint8:
         return codes.float()
-    table = torch.cat((E2M1, -E2M1)).to(codes.device)
+    table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=codes.device)
     return table[torch.stack((codes & 15, codes >> 4), -1).int()].flatten(-2)
 
 
@@ -304,7 +304,8 @@ def _codes_for(scaled: Tensor, format: Format) -> Tensor:
     if format.codes == E4M3:
         return scaled.to(E4M3)
     # A tie goes to the even code: up from the bounds below codes 2, 4, 6.
-    bounds = (E2M1[1:] + E2M1[:-1]).to(scaled.device) / 2
+    values = torch.tensor(E2M1, device=scaled.device)
+    bounds = (values[1:] + values[:-1]) / 2
     magnitude = scaled.abs()
     code = torch.bucketize(magnitude, bounds) + torch.isin(magnitude, bounds[1::2])
     code = (code + 8 * (scaled < 0)).to(torch.uint8)
