@@ -25,6 +25,19 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+def register_with_out(op: str, arguments: str, run_out: Callable, empty: Callable) -> None:
+    """Register op(arguments) -> Tensor, and op_out(arguments, out), which writes its last argument: `run_out`. `empty`
+    makes the result of the first from its arguments, and is its fake kernel."""
+
+    def run(*values: Any) -> Any:
+        out = empty(*values)
+        run_out(*values, out)
+        return out
+
+    register(f"{op}({arguments}) -> Tensor", run, empty)
+    register(f"{op}_out({arguments}, Tensor(a!) out) -> ()", run_out, lambda *values: None)
+
+
 def load_compiled() -> str | None:
     """Load the compiled primitives; the reason why not, where they cannot be had."""
     if not COMPILED_LIBRARY.exists():

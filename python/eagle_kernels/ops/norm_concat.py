@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import is_plain
-from ..library import register, registered_ops
+from ..library import register_with_out, registered_ops
 from ..plan import Plan, choose
 from .call import run
 from .sources import Sources, formula
@@ -115,12 +115,6 @@ def _run_out(*arguments: Any) -> None:
     run(NormConcat(sources, out), _plan(sources), (out,))
 
 
-def _run(*arguments: Any) -> Tensor:
-    out = _empty(*arguments)
-    _run_out(*arguments, out)
-    return out
-
-
 def _empty(*arguments: Any) -> Tensor:
     sources = Sources(*arguments)
     return sources.chunks[0].new_empty(sources.rows, sources.width)
@@ -130,5 +124,4 @@ ARGUMENTS = (
     "Tensor[] chunks, int num_chunks, str norm, Tensor[] gains, float[] eps, float norm_offset, "
     "Tensor?[] residuals, Tensor?[] indices, Tensor? sum_squares"
 )
-register(f"norm_concat({ARGUMENTS}) -> Tensor", _run, _empty)
-register(f"norm_concat_out({ARGUMENTS}, Tensor(a!) out) -> ()", _run_out, lambda *args: None)
+register_with_out("norm_concat", ARGUMENTS, _run_out, _empty)

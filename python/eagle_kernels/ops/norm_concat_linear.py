@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import checks
 from .. import plan as plans
 from ..dispatch import increment_version, is_plain
-from ..library import register, registered_ops
+from ..library import register_with_out, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import QuantizedWeight
 from ..triton_kernels.alignment import alignment
@@ -262,12 +262,6 @@ def _run_out(*arguments: Any) -> None:
     run(*_records(arguments), arguments[-1])
 
 
-def _run(*arguments: Any) -> Tensor:
-    out = _empty(*arguments)
-    _run_out(*arguments, out)
-    return out
-
-
 def _empty(*arguments: Any) -> Tensor:
     sources, projection = _records(arguments)
     return projection.weight.new_empty(sources.rows, projection.weight.shape[0])
@@ -279,5 +273,4 @@ def _records(arguments: tuple) -> tuple[Sources, Projection]:
 
 
 _SCHEMA = f"{ARGUMENTS}, Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps"
-register(f"norm_concat_linear({_SCHEMA}) -> Tensor", _run, _empty)
-register(f"norm_concat_linear_out({_SCHEMA}, Tensor(a!) out) -> ()", _run_out, lambda *args: None)
+register_with_out("norm_concat_linear", _SCHEMA, _run_out, _empty)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import is_plain
-from ..library import register, registered_ops
+from ..library import register_with_out, registered_ops
 from ..plan import Plan, choose
 from ..vocab_shard import VocabShard
 from .call import run
@@ -191,12 +191,6 @@ def _run_out(ids: Tensor, *others: Any) -> None:
     run(VocabParallelEmbedding(ids, *others), choose(OP, ids.device), others[-1:])
 
 
-def _run(ids: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    out = _empty(ids, weight)
-    _run_out(ids, weight, *others, out)
-    return out
-
-
 def _empty(ids: Tensor, weight: Tensor, *_others: object) -> Tensor:
     return weight.new_empty(ids.shape[0], weight.shape[1])
 
@@ -205,5 +199,4 @@ _ARGUMENTS = (
     "Tensor ids, Tensor weight, SymInt org_begin, SymInt org_end, SymInt added_begin, SymInt added_end, "
     "SymInt added_row, float? scale, Tensor? scale_tensor"
 )
-register(f"vocab_parallel_embedding({_ARGUMENTS}) -> Tensor", _run, _empty)
-register(f"vocab_parallel_embedding_out({_ARGUMENTS}, Tensor(a!) out) -> ()", _run_out, lambda *args: None)
+register_with_out("vocab_parallel_embedding", _ARGUMENTS, _run_out, _empty)
