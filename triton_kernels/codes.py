@@ -47,11 +47,11 @@ def load_block_scales(
 ):
     """[BD, BK] or [BD, 1]: the scales of the columns from `column` on, of rows that begin at `row_ptr` [BD]."""
     if BLOCK_COLUMNS % BK == 0:
-        mask = column + tl.zeros((BD,), tl.int64) < last
+        mask = tl.full((BD,), 1, tl.int1) & (column < last)
         return load_scales(row_ptr + column // BLOCK_COLUMNS, mask, SCALES)[:, None]
     else:
         COUNT: tl.constexpr = BK // BLOCK_COLUMNS
         block = column // BLOCK_COLUMNS + tl.arange(0, COUNT)
-        mask = (block * BLOCK_COLUMNS < last)[None, :] & (tl.zeros((BD, COUNT), tl.int32) == 0)
+        mask = tl.full((BD, 1), 1, tl.int1) & (block * BLOCK_COLUMNS < last)[None, :]
         scales = load_scales(row_ptr[:, None] + block[None, :], mask, SCALES)
         return tl.reshape(tl.broadcast_to(scales[:, :, None], (BD, COUNT, BLOCK_COLUMNS)), (BD, BK))

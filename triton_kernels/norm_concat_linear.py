@@ -129,6 +129,7 @@ def _norm_concat_linear_partial(
     if CODES != "":
         scale_rows = scale_ptr + (w_rows // BLOCK_ROWS if BLOCK_ROWS else w_rows * 0) * scale_row_stride  # [BD]
         scale_column = source * H + (part % splits) * split_h
+        every_row = tl.full((BD,), 1, tl.int1)  # those beyond D are row 0 once more
     if residual_row_strides is not None:
         residual_ptr, residual_rows = _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N)
         has_residual = in_range & (n < residual_rows)
@@ -172,7 +173,7 @@ def _norm_concat_linear_partial(
         if CODES != "":
             w = round_to(scaled, x_ptr.dtype.element_ty)
         if SCALED == "blocks":
-            block_scale = load_scales(scale_rows + (scale_column + start) // BLOCK_COLUMNS, d == d, SCALES)
+            block_scale = load_scales(scale_rows + (scale_column + start) // BLOCK_COLUMNS, every_row, SCALES)
             if SWAP:
                 total += dot(w, x.T, tl.zeros((BD, BT), dtype=tl.float32)) * block_scale[:, None]
             else:
@@ -180,7 +181,7 @@ def _norm_concat_linear_partial(
         else:
             total = dot(w, x.T, total) if SWAP else dot(x, w.T, total)
     if SCALED == "rows":
-        row_scale = load_scales(scale_rows, d == d, SCALES)
+        row_scale = load_scales(scale_rows, every_row, SCALES)
         total *= row_scale[:, None] if SWAP else row_scale[None, :]
     if global_scale_ptr is not None:
         total *= tl.load(global_scale_ptr)

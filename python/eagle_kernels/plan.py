@@ -205,15 +205,22 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
         triton_reason = unsupported_reason("triton", problem.device)
         backend = "triton" if triton_reason is None else "reference"
         reason = f"no cuda kernel reads codes, and triton: {triton_reason}"
-    if backend == "triton" and (reason := _split_codes_unsupported_reason(problem) or "") == "":
-        T = min(problem.rows, _MOST_TUNED_ROWS)
-        plan = triton_projection(problem._replace(rows=T), split_only=True)
-        assert plan.tiles is not None
-        # Where sums are scaled, those of one step of the product have one scale.
-        BK = min(plan.tiles.BK, problem.block_columns) if problem.scales_sums else plan.tiles.BK
-        tiles = replace(plan.tiles, BK=BK)
-        return replace(plan, tiles=tiles, reason=f"the codes are widened as they are multiplied; {plan.reason}")
+    if backend == "triton":
+        unsupported = _split_codes_unsupported_reason(problem)
+        if unsupported is None:
+            return _split_codes(problem)
+        reason = unsupported
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {reason}")
+
+
+def _split_codes(problem: Problem) -> Plan:
+    T = min(problem.rows, _MOST_TUNED_ROWS)
+    plan = triton_projection(problem._replace(rows=T), split_only=True)
+    tiles, reason = plan.tiles, f"the codes are widened as they are multiplied; {plan.reason}"
+    assert tiles is not None
+    # Where sums are scaled, those of one step of the product have one scale.
+    BK = min(tiles.BK, problem.block_columns) if problem.scales_sums else tiles.BK
+    return replace(plan, tiles=replace(tiles, BK=BK), reason=reason)
 
 
 # Why Triton's split kernels cannot run.
