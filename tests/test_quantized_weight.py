@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels import QuantizedWeight, quantize
-from eagle_kernels.quantized_weight import FORMATS
+from eagle_kernels.quantized_weight import FORMATS, num_bytes
 from guards import same_bits
 
 E8M0 = torch.float8_e8m0fnu
@@ -110,6 +110,7 @@ def test_quantize_takes_the_nearest_code(format: str, dtype: torch.dtype) -> Non
     weight = (torch.randn(70, 192) * torch.logspace(-3, 1, 70).unsqueeze(1)).to(dtype)
     weight[3] = 0
     quantized = quantize(weight, format)
+    assert quantized.nbytes == num_bytes(format, (70, 192))
     assert torch.equal(quantized.dequantize(torch.float64)[3], torch.zeros(192, dtype=torch.float64))
     ones = QuantizedWeight.of_tensors(
         quantized.codes, torch.ones_like(quantized.scales.float()), None, format, quantized.block

@@ -13,6 +13,7 @@ from eagle_kernels import Eagle3Config, Eagle3Projection, quantize
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources
 from eagle_kernels.ops.sources import formula as sources_formula
+from eagle_kernels.quantized_weight import num_bytes
 
 from .. import baselines as engine_chains
 from ..baselines import BASELINES, SLICES, compiled, slices_unsupported_reason
@@ -44,7 +45,7 @@ class NormConcatLinear(Workload):
         self.weight_bytes = row.stage.D * row.width * self.item
         self.read_bytes = self.weight_bytes
         if row.weight != DENSE:
-            self.read_bytes = quantize(torch.ones(row.stage.D, row.width, dtype=row.dtype), row.weight).nbytes
+            self.read_bytes = num_bytes(row.weight, (row.stage.D, row.width))
 
     def footprint(self, names: Sequence[str]) -> Footprint:
         # Inductor keeps a folded and a packed weight per module, `prepacked` oneDNN's layout beside the dense one.

@@ -86,15 +86,11 @@ def load_projection(
         bias = state.pop(f"{name}.bias", None)
         if bias is not None:
             bias = bias.to(device, current.bias.dtype)
-        setattr(module, name, QuantizedLinear(weight.to(device, copy=True), bias))
-        module.load_state_dict(state | module_state(module, name))
+        loaded = QuantizedLinear(weight.to(device, copy=True), bias)
+        setattr(module, name, loaded)
+        module.load_state_dict(state | loaded.state_dict(prefix=f"{name}."))
         return
     if isinstance(current, QuantizedLinear):
         dtype = next((p.dtype for p in module.parameters()), weight.dtype)  # of the norms, which codes have none of
         setattr(module, name, dense(dtype=dtype, device=device))
     module.load_state_dict(state | {f"{name}.weight": weight})
-
-
-def module_state(module: Any, name: str) -> dict[str, Tensor]:
-    """What state_dict has of one child."""
-    return getattr(module, name).state_dict(prefix=f"{name}.")

@@ -207,6 +207,13 @@ def format_named(op: str, name: object) -> Format:
     return FORMATS[str(name)]
 
 
+def num_bytes(name: str, shape: tuple[int, int]) -> int:
+    """Of the codes and scales of a weight [D, W], the first dtype of scales that the format has."""
+    format, (D, W) = FORMATS[name], shape
+    rows, columns = scale_shape(format, shape)
+    return D * W // format.columns_per_code + rows * columns * format.scales[0].itemsize
+
+
 def scale_shape(format: Format, shape: tuple[int, int]) -> tuple[int, int]:
     """Of the scales of one weight [D, W]."""
     rows, columns = (size or max(whole, 1) for size, whole in zip(format.block, shape, strict=True))

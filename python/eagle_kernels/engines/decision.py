@@ -145,7 +145,7 @@ def agreed_seconds(
     failure = None
     try:
         seconds = measure()
-    except Exception as caught:
+    except Exception as caught:  # whatever an engine's module raises; it is raised below, after the other ranks know
         failure, seconds = caught, [[0.0] * rows] + [[math.inf] * rows] * (calls - 1)
     if group is not None:
         ours_negated = torch.tensor(seconds, dtype=torch.float64)
@@ -173,7 +173,7 @@ def once(key: Hashable, settle: Callable[[], object]) -> object:
     if key not in _settled:
         try:
             _settled[key] = settle()
-        except Exception as failure:
+        except Exception as failure:  # kept and raised again
             _settled[key] = failure
     settled = _settled[key]
     if isinstance(settled, Exception):

@@ -133,7 +133,7 @@ def probe(projection: EngineProjection, width: int, like: Tensor, rows: int, eng
         run_probe(projection, normal_rows(rows if _on_gpu(like.device) else min(rows, 4), width, like), engine)
     except ProbeError:
         raise
-    except Exception as failure:
+    except Exception as failure:  # of a kernel, a compiler, or the engine's own module
         raise ProbeError(f"{projection.op} does not run here: {failure}") from failure
 
 
