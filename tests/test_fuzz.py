@@ -67,6 +67,21 @@ def check(call: Call, truths: list[Truth]) -> None:
     assert all(map(same_bits_or_nan, call.read_only, copies)), "an input was written"
 
 
+def check_any_call(
+    op: str, path: str, for_any: Callable, request: pytest.FixtureRequest, record_property: Callable, few: int
+) -> None:
+    """Random calls of an op on the one backend that is active, which the saved run calls `path`."""
+    record_property("paths", [path])
+    with last_call(f"{path.replace(', ', '-')}-{request.node.name}") as remember:
+
+        def check_one(data: st.DataObject) -> None:
+            call = draw_call(op, data, SMALL)
+            remember(call)
+            check(call, [] if call.overlaps else truths_of(call))
+
+        for_any(check_one, few=few)
+
+
 @contextlib.contextmanager
 def last_call(test: str) -> Iterator[Callable[[Call], None]]:
     """A function that writes the call that comes next to a file, which a process that dies leaves behind."""
