@@ -19,12 +19,19 @@ void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& resid
   const View hidden(hidden_tensor), out(out_tensor);
   const std::optional<View> residual = view_of(residual_tensor), sum_squares = view_of(sum_squares_tensor);
   check_floating(kOp, "hidden", hidden);
-  check_rows(kOp, "hidden", hidden);
-  const int64_t rows = hidden.size(0), width = hidden.size(1);
+  const bool streams = hidden.dim == 3;
+  if (streams) {
+    check(hidden.size(1) >= 1, kOp, "hidden", "streams");
+    check(hidden.size(2) <= 1 || hidden.stride(2) == 1, kOp, "hidden", "last stride");
+  } else {
+    check_rows(kOp, "hidden", hidden);
+  }
+  const int64_t rows = hidden.size(0), width = hidden.size(hidden.dim - 1);
   check_output(kOp, "out", out, hidden);
   check_shape(kOp, "out", out, rows, width);
   check_no_overlap(kOp, "out", out, hidden);
   if (residual) {
+    check(!streams, kOp, "residual", "streams");
     check_operand(kOp, "residual", *residual, hidden);
     check_shape(kOp, "residual", *residual, rows, width);
     check_no_overlap(kOp, "out", out, *residual);
@@ -45,6 +52,10 @@ void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& resid
   record.width = width;
   record.hidden = hidden.data;
   record.hidden_row_stride = hidden.stride(0);
+  if (streams) {
+    record.num_streams = hidden.size(1);
+    record.hidden_stream_stride = hidden.stride(1);
+  }
   if (residual) {
     record.residual = residual->data;
     record.residual_row_stride = residual->stride(0);
@@ -60,7 +71,7 @@ void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& resid
 
 constexpr cpu::PerIsa kCpu([](auto isa) { return &capture_hidden_cpu<isa>; });
 
-void run_on_cpu(const CaptureHidden& record, int32_t) { cpu::parallel_rows(kCpu.active(), record, record.width); }
+void run_on_cpu(const CaptureHidden& record, int32_t) { cpu::parallel_rows(kCpu.active(), record, record.width * (record.num_streams + 1)); }
 
 }  // namespace
 

@@ -1,4 +1,5 @@
-// out[t] = round(hidden[t] + residual[t]); sum_squares[t] = sum_h fp32(out[t, h])^2.
+// out[t] = round(hidden[t] + residual[t]), or the rounded mean of a row's streams: round(mean_s hidden[t, s]);
+// sum_squares[t] = sum_h fp32(out[t, h])^2.
 #pragma once
 
 #include "cpu/isa.h"
@@ -11,8 +12,10 @@ struct CaptureHidden {
   DType dtype;
   int64_t num_rows;
   int64_t width;
+  int64_t num_streams;  // of each row of hidden; 0: it has none, and may have a residual
   const void* hidden;
   int64_t hidden_row_stride;
+  int64_t hidden_stream_stride;
   const void* residual;  // or null: a copy
   int64_t residual_row_stride;
   void* out;

@@ -12,21 +12,33 @@ void read(AOTITorchError failed) {
   if (failed) throw std::runtime_error("eagle-kernels: libtorch did not give a tensor's data");
 }
 
-// The bytes of a tensor as rows. A dense tensor is one row, which has no pitch.
+// The bytes of a tensor as rows: of [T, S, H] those of one stream. A dense tensor is one row, which has no pitch.
 struct ByteRows {
   uintptr_t begin;
   int64_t rows, row_bytes, pitch;
 
-  explicit ByteRows(const View& view) : begin(reinterpret_cast<uintptr_t>(view.data)) {
+  explicit ByteRows(const View& view, int64_t stream = 0)
+      : begin(reinterpret_cast<uintptr_t>(view.at(view.dim == 3 ? stream * view.stride(1) : 0))) {
     const bool dense = view.dim != 2 && view.is_dense();
     rows = dense ? 1 : view.size(0);
-    row_bytes = (dense ? view.numel() : view.dim == 2 ? view.size(1) : 1) * view.element_size;
+    row_bytes = (dense ? view.numel() : view.dim >= 2 ? view.size(view.dim - 1) : 1) * view.element_size;
     pitch = dense ? 0 : view.stride(0) * view.element_size;
   }
 
   bool empty() const { return rows == 0 || row_bytes == 0; }
   uintptr_t end() const { return begin + (rows - 1) * pitch + row_bytes; }
 };
+
+bool overlap(const ByteRows& a, const ByteRows& b) {
+  if (a.empty() || b.empty() || a.end() <= b.begin || b.end() <= a.begin) return false;
+  // Slots of one packed buffer: rows of one pitch, beside each other in each.
+  const int64_t pitch = a.rows > 1 ? a.pitch : b.pitch;
+  if ((a.rows == 1 && b.rows == 1) || (a.rows > 1 && b.rows > 1 && a.pitch != b.pitch)) return true;
+  if (pitch < std::max(a.row_bytes, b.row_bytes)) return true;
+  int64_t distance = static_cast<int64_t>(b.begin - a.begin) % pitch;
+  if (distance < 0) distance += pitch;
+  return distance < a.row_bytes || distance + b.row_bytes > pitch;
+}
 
 }  // namespace
 
@@ -71,16 +83,12 @@ bool View::is_dense() const {
   return true;
 }
 
-bool overlap(const View& a_view, const View& b_view) {
-  const ByteRows a(a_view), b(b_view);
-  if (a.empty() || b.empty() || a.end() <= b.begin || b.end() <= a.begin) return false;
-  // Slots of one packed buffer: rows of one pitch, beside each other in each.
-  const int64_t pitch = a.rows > 1 ? a.pitch : b.pitch;
-  if ((a.rows == 1 && b.rows == 1) || (a.rows > 1 && b.rows > 1 && a.pitch != b.pitch)) return true;
-  if (pitch < std::max(a.row_bytes, b.row_bytes)) return true;
-  int64_t distance = static_cast<int64_t>(b.begin - a.begin) % pitch;
-  if (distance < 0) distance += pitch;
-  return distance < a.row_bytes || distance + b.row_bytes > pitch;
+bool overlap(const View& a, const View& b) {
+  const int64_t streams = b.dim == 3 && !b.is_dense() ? b.size(1) : 1;
+  for (int64_t stream = 0; stream < streams; ++stream) {
+    if (overlap(ByteRows(a), ByteRows(b, stream))) return true;
+  }
+  return false;
 }
 
 }  // namespace eagle_kernels

@@ -298,8 +298,19 @@ def _capture_hidden_calls() -> Iterator[BadCall]:
     def bad(name: str, change: Callable[[dict], dict]) -> BadCall:
         return BadCall(op, name, change)
 
+    streams = {"hidden": lambda: rows(T, 4, H), "residual": None}
+
     yield bad("hidden-float64", lambda good: {"hidden": good["hidden"].double()})
-    yield from _wrong(op, "hidden", ("dimensions", "last_stride"))
+    yield bad("hidden-dimensions", lambda good: {"hidden": rows(1, T, 1, H)})
+    yield from _wrong(op, "hidden", ("last_stride",))
+    yield bad("hidden-no_streams", lambda good: {"hidden": rows(T, 0, H), "residual": None})
+    yield bad("hidden-streams_last_stride", lambda good: {"hidden": rows(T, H, 4).mT, "residual": None})
+    yield bad("residual-of_streams", lambda good: {"hidden": rows(T, 4, H)})
+    yield BadCall(op, "out-shape_of_streams", lambda good: {"out": rows(T, H + 1)}, streams)
+    yield BadCall(op, "out-a_stream", lambda good: {"out": good["hidden"][:, 3]}, streams)
+    yield BadCall(
+        op, "out-a_strided_stream", lambda good: {"hidden": (wide := rows(T, 6, H))[:, 1:5], "out": wide[:, 4]}, streams
+    )
     yield from _wrong(op, "out", (*OUTPUT, "shape", "rows"))
     yield from _wrong(op, "residual", (*OPERAND, "shape", "rows"))
     yield bad("out-hidden", lambda good: {"out": good["hidden"]})

@@ -193,7 +193,7 @@ def _place(call: Call, draw: HypothesisDraw, name: str, values: Tensor) -> Tenso
         draw.drawn.setdefault("planted", []).append((name, place, number))
     is_output = name in ("out", "out_sum") or (name == "sum_squares" and call.op == "capture_hidden")
     is_column = name in _COLUMNS and values.dim() == 1
-    gap = draw.random.choice((0, 0, 1, 5, 8)) if is_column or (name in _ROWS and values.dim() == 2) else 0
+    gap = draw.random.choice((0, 0, 1, 5, 8)) if is_column or (name in _ROWS and values.dim() >= 2) else 0
     poison = SENTINEL if is_output else float("nan") if values.is_floating_point() else torch.iinfo(values.dtype).max
     at = draw.random.choice(("begin", "end"))
     draw.drawn.setdefault("memory", []).append((name, gap, at))
@@ -213,7 +213,7 @@ def _plant(draw: HypothesisDraw, values: Tensor) -> None:
         return
     finfo = torch.finfo(values.dtype)
     hard = (float("nan"), float("inf"), -float("inf"), finfo.max, finfo.tiny * finfo.eps, -0.0)
-    rows = values if values.dim() == 2 else values.unsqueeze(0)
+    rows = values if values.dim() == 2 else values.view(-1, values.shape[-1])
     for _ in range(draw.random.randrange(1, 4)):
         row, column = draw.random.randrange(rows.shape[0]), draw.random.randrange(rows.shape[1])
         number = draw.random.choice(hard)

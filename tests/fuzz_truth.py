@@ -64,12 +64,12 @@ def truths_of(call: Call) -> list[Truth]:
 
 def _capture_hidden(arguments: dict) -> list[Truth]:
     hidden = arguments["hidden"]
-    value, squares = torch.empty(hidden.shape, dtype=hidden.dtype), torch.empty(hidden.shape[0])
+    value, squares = torch.empty(hidden.shape[0], hidden.shape[-1], dtype=hidden.dtype), torch.empty(hidden.shape[0])
     CaptureHidden(hidden, arguments["residual"], value, squares).reference()
     truths = [Truth("out", value, None)]
     if "sum_squares" in arguments:
         total = value.double().square().sum(-1)
-        bound = hidden.shape[1] * (FP32 * total + 2.0**-149)
+        bound = hidden.shape[-1] * (FP32 * total + 2.0**-149)
         bound[~(total < _MOST)] = float("nan")
         truths.append(Truth("sum_squares", total, bound, value.isnan().any(-1)))
     return truths

@@ -32,6 +32,48 @@ def test_without_a_residual_it_is_a_copy(dtype: torch.dtype, cpu_isa: str) -> No
     assert same_bits_or_nan(ek.capture_hidden(hidden, out=torch.empty_like(hidden)), hidden)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_the_mean_of_four_streams_has_torchs_bits(dtype: torch.dtype, cpu_isa: str) -> None:
+    """Which both engines' are: SGLang 0.5.23 `mhc_stream_mean`, vLLM 0.33 `mhc_post_tilelang(...).mean(dim=1)`."""
+    numbers = every_number(dtype)
+    near = [numbers.roll(shift) for shift in (1, 7, 2**15)]  # sums that cancel and sums beyond the largest number
+    streams = [
+        torch.stack([numbers, *near], 0),
+        torch.stack([numbers, *(numbers[torch.randperm(65536)] for _ in near)]),
+    ]
+    hidden = torch.cat(streams, 1).view(4, -1, 4096).transpose(0, 1)  # streams first in memory
+    hidden[3, :, :8] = -0.0
+    out = torch.empty(hidden[:, 0].shape, dtype=dtype)
+    ek.capture_hidden(hidden, out=out)
+    assert same_bits_or_nan(out, hidden.mean(1))
+    assert not out[3, :8].signbit().any()
+
+
+@pytest.mark.parametrize("S", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 1), (2, 2880), (7, 101), (33, 3)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_the_mean_of_strided_streams(dtype: torch.dtype, T: int, H: int, S: int, cpu_isa: str) -> None:
+    wide = (torch.randn(T, S + 1, H + 6) * 10).to(dtype)
+    hidden = wide[:, 1:, 5 : H + 5]
+    guarded, statistics = GuardedRows(T, H, dtype), GuardedRows(T, 3, torch.float32)
+    column = statistics.view[:, 1]
+    with UnchangedTensors([wide]):
+        assert ek.capture_hidden(hidden, out=guarded.view, sum_squares=column) is guarded.view
+    total = sum((stream.float() for stream in hidden.unbind(1)), torch.zeros(T, H))
+    value = (total * (1 / S)).to(dtype)
+    assert same_bits(guarded.view.clone(), value)
+    guarded.check_around()
+    statistics.check_around()
+    truth = value.double().square().sum(-1)
+    torch.testing.assert_close(column.double(), truth, rtol=2.0**-24 * (4 + H**0.5), atol=1e-37)
+
+
+def test_streams_of_one_buffer_beside_the_output(cpu_isa: str) -> None:
+    buffer = torch.randn(3, 5, 64).bfloat16()
+    mean = buffer[:, :4].mean(1)
+    assert same_bits(ek.capture_hidden(buffer[:, :4], out=buffer[:, 4]).clone(), mean)
+
+
 @pytest.mark.parametrize("H", [1, 3, 64, 101, 1152, 2880])
 @pytest.mark.parametrize("T", [0, 1, 2, 7, 33])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
@@ -61,9 +103,10 @@ def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: i
 @pytest.mark.parametrize("residual", [torch.empty(3, 0), None], ids=["residual", "copy"])
 def test_rows_without_columns(residual: Tensor | None, cpu_isa: str) -> None:
     """Their memory is a null pointer, which the copy handed to memcpy: undefined, which shows in `make sanitize`."""
-    squares = torch.full((3,), float("nan"))
-    ek.capture_hidden(torch.empty(3, 0), residual, out=torch.empty(3, 0), sum_squares=squares)
-    assert same_bits(squares, torch.zeros(3))
+    for hidden, other in ((torch.empty(3, 0), residual), (torch.empty(3, 4, 0), None)):
+        squares = torch.full((3,), float("nan"))
+        ek.capture_hidden(hidden, other, out=torch.empty(3, 0), sum_squares=squares)
+        assert same_bits(squares, torch.zeros(3))
 
 
 def test_one_row(cpu_isa: str) -> None:
@@ -81,6 +124,11 @@ def test_a_bad_row_stays_in_its_row(stale: float, cpu_isa: str) -> None:
     out, squares = torch.empty_like(hidden), torch.empty(9)
     ek.capture_hidden(hidden, residual, out=out, sum_squares=squares)
     assert same_bits_or_nan(out, hidden + residual)
+    assert squares.isfinite().tolist() == [True] * 4 + [False] + [True] * 4
+    streams = torch.randn(9, 4, 101).bfloat16()
+    streams[4, 3, 50] = stale
+    ek.capture_hidden(streams, out=out, sum_squares=squares)
+    assert same_bits_or_nan(out, streams.mean(1))
     assert squares.isfinite().tolist() == [True] * 4 + [False] + [True] * 4
 
 
@@ -114,3 +162,6 @@ def test_no_operand_is_read_or_written_beyond_its_end(dtype: torch.dtype, H: int
     assert same_bits(out, hidden + residual)
     ek.capture_hidden(hidden, out=out)
     assert same_bits(out, hidden)
+    streams = between_forbidden_pages(torch.randn(3, 4, H).to(dtype), at)
+    ek.capture_hidden(streams, out=out)
+    assert same_bits(out, streams.mean(1))

@@ -406,7 +406,36 @@ ERRORS = [
         TypeError,
         f"hidden has dtype torch.float64, expected {SUPPORTED}",
     ),
-    ("capture_hidden", {"hidden": rows(1, T, H)}, ValueError, "hidden has shape (1, 4, 8), expected [T, H] or [H]"),
+    (
+        "capture_hidden",
+        {"hidden": rows(1, 1, T, H)},
+        ValueError,
+        "hidden has shape (1, 1, 4, 8), expected [T, H], [T, S, H] or [H]",
+    ),
+    (
+        "capture_hidden",
+        {"hidden": rows(T, 0, H), "residual": None},
+        ValueError,
+        "hidden has shape (4, 0, 8), expected (T, S, H) with S >= 1, because no stream has no mean",
+    ),
+    (
+        "capture_hidden",
+        {"hidden": rows(T, 4, H)},
+        ValueError,
+        "residual is given, expected None, because hidden has streams, which are complete residuals",
+    ),
+    (
+        "capture_hidden",
+        {"hidden": rows(T, 4, H), "residual": None, "out": rows(T, H + 1)},
+        ValueError,
+        "out has shape (4, 9), expected (4, 8) = (T, H)",
+    ),
+    (
+        "capture_hidden",
+        {"hidden": (streams := rows(T, 5, H))[:, 1:], "residual": None, "out": streams[:, 4]},
+        ValueError,
+        "out overlaps hidden, expected disjoint memory, because rows are written while others are read",
+    ),
     (
         "capture_hidden",
         {"hidden": rows(H, T).t()},

@@ -18,8 +18,10 @@ def alignment(*tensors: Tensor | None) -> tuple[bool, bool]:
     for tensor in tensors:
         if tensor is not None:
             addresses |= tensor.data_ptr()
-            if tensor.dim() == 2:
+            if tensor.dim() >= 2:
                 stride = row_stride(tensor)
+                if tensor.dim() == 3 and tensor.shape[1] > 1:
+                    stride |= tensor.stride(1)  # from stream to stream
                 strides |= stride
                 stride_bytes |= stride * tensor.element_size()
     return (addresses | stride_bytes) % 16 == 0, (addresses | strides) % 16 == 0

@@ -1,6 +1,6 @@
 """capture_hidden in Triton, one launch:
 
-    out[t] = round(hidden[t] + residual[t]);  sum_squares[t] = sum_h out[t, h]^2
+    out[t] = round(hidden[t] + residual[t]), or round(mean_s hidden[t, s]);  sum_squares[t] = sum_h out[t, h]^2
 
 One program per row, so that a row's sum of squares is one reduction in a fixed order.
 """
@@ -12,13 +12,22 @@ from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for
 from .launch import launch
 from .rows import aligned, block_and_warps, row_stride
 
-_ROWS = ("hidden_ptr", "hidden_row_stride", "residual_ptr", "residual_row_stride", "out_ptr", "out_row_stride")
+_ROWS = (
+    "hidden_ptr",
+    "hidden_row_stride",
+    "hidden_stream_stride",
+    "residual_ptr",
+    "residual_row_stride",
+    "out_ptr",
+    "out_row_stride",
+)
 
 
 @triton.jit
 def _capture_hidden(
     hidden_ptr,
     hidden_row_stride,
+    hidden_stream_stride,
     residual_ptr,
     residual_row_stride,
     out_ptr,
@@ -26,6 +35,7 @@ def _capture_hidden(
     sum_squares_ptr,
     sum_squares_stride,
     H: tl.constexpr,
+    STREAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -35,7 +45,15 @@ def _capture_hidden(
     let_next_kernel_start(PDL)
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)  # [BLOCK]
-        value = tl.load(hidden_ptr + t * hidden_row_stride + h, mask=h < H, other=0.0)
+        if STREAMS > 0:
+            # From +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0.
+            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            for s in tl.static_range(STREAMS):
+                stream_ptr = hidden_ptr + t * hidden_row_stride + s * hidden_stream_stride
+                total += to_fp32(tl.load(stream_ptr + h, mask=h < H, other=0.0))
+            value = round_to(total * (1.0 / STREAMS), out_ptr.dtype.element_ty)
+        else:
+            value = tl.load(hidden_ptr + t * hidden_row_stride + h, mask=h < H, other=0.0)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + t * residual_row_stride + h, mask=h < H, other=0.0)
             value = round_to(to_fp32(value) + to_fp32(residual), out_ptr.dtype.element_ty)
@@ -55,6 +73,7 @@ def run(record: tuple) -> None:
         if sum_squares is not None:
             sum_squares.zero_()  # of rows without columns
         return
+    streams = hidden.shape[1] if hidden.dim() == 3 else 0
     block, num_warps = block_and_warps(H)
     pdl = has_pdl(out.device)
     launch(
@@ -63,6 +82,7 @@ def run(record: tuple) -> None:
         (
             hidden,
             row_stride(hidden),
+            hidden.stride(1) if streams > 1 else 0,
             residual,
             row_stride(residual),
             out,
@@ -70,7 +90,7 @@ def run(record: tuple) -> None:
             sum_squares,
             0 if sum_squares is None else sum_squares.stride(0),
         ),
-        {"H": H, "BLOCK": block, "PDL": pdl},
+        {"H": H, "STREAMS": streams, "BLOCK": block, "PDL": pdl},
         aligned=_ROWS if aligned(hidden, residual, out) else (),
         num_warps=num_warps,
         pdl=pdl,

@@ -64,8 +64,10 @@ WORKLOAD = CaptureHidden
 
 def random_call(draw: Draw) -> RandomCall:
     dtype, T, H = draw.dtype(), draw.choose("T", *ROWS), draw.choose("H", *WIDTHS)
-    hidden = draw.rows(T, H, dtype)
-    residual = draw.rows(T, H, dtype) if draw.choose("residual", False, True) else None
+    added = draw.choose("added", "nothing", "residual", "streams")
+    streams = draw.choose("S", 1, 2, 4) if added == "streams" else 0
+    hidden = draw.rows(T * streams, H, dtype).unflatten(0, (T, streams)) if streams else draw.rows(T, H, dtype)
+    residual = draw.rows(T, H, dtype) if added == "residual" else None
     value, squares = torch.empty(T, H, dtype=dtype), torch.empty(T)
     CaptureRecord(hidden, residual, value, squares).reference()
     out = Guarded(draw, T, H, dtype=dtype)

@@ -1,5 +1,5 @@
-// out = round(hidden + residual) into a strided slot, with the row's sum of squares of what was stored: the fc_norm
-// that reads the slot later then needs no pass of its own for the statistic.
+// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of squares
+// of what was stored: the fc_norm that reads the slot later then needs no pass of its own for the statistic.
 #include "../capture_hidden.h"
 
 #include "simd.h"
@@ -18,21 +18,39 @@ void copy_row(const CaptureHidden& op, int64_t t) {
       sum_of_squares(op.width, [=](int64_t i, auto span) { return load(hidden + i, span); });
 }
 
+// The row of value(begin, span), rounded.
+template <class T, class Store, class Value>
+void store_row(const CaptureHidden& op, int64_t t, Store how, Value value) {
+  T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
+  const auto store_value = [=](int64_t i, auto span) {
+    const Float unrounded = value(i, span);
+    store(out + i, unrounded, span, how);
+    return round_to(unrounded, T{});
+  };
+  if (op.sum_squares == nullptr) {
+    for_each_vector(op.width, store_value);
+  } else {
+    op.sum_squares[t * op.sum_squares_row_stride] = sum_of_squares(op.width, store_value);
+  }
+}
+
 template <class T, class Store>
 void add_row(const CaptureHidden& op, int64_t t, Store how) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   const T* residual = static_cast<const T*>(op.residual) + t * op.residual_row_stride;
-  T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
-  const auto add = [=](int64_t i, auto span) {
-    const Float value = load(hidden + i, span) + load(residual + i, span);
-    store(out + i, value, span, how);
-    return round_to(value, T{});
-  };
-  if (op.sum_squares == nullptr) {
-    for_each_vector(op.width, add);
-  } else {
-    op.sum_squares[t * op.sum_squares_row_stride] = sum_of_squares(op.width, add);
-  }
+  store_row<T>(op, t, how, [=](int64_t i, auto span) { return load(hidden + i, span) + load(residual + i, span); });
+}
+
+// From +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0.
+template <class T, class Store>
+void mean_row(const CaptureHidden& op, int64_t t, Store how) {
+  const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
+  const int64_t streams = op.num_streams, stride = op.hidden_stream_stride;
+  store_row<T>(op, t, how, [=](int64_t i, auto span) {
+    Float sum{};
+    for (int64_t s = 0; s < streams; ++s) sum += load(hidden + s * stride + i, span);
+    return sum * (1.0f / static_cast<float>(streams));
+  });
 }
 
 }  // namespace
@@ -48,11 +66,13 @@ void capture_hidden_cpu<kIsa>(const CaptureHidden& op, int64_t row_begin, int64_
     using T = decltype(type);
     const int64_t bytes = (row_end - row_begin) * op.width * sizeof(T);
     for (int64_t t = row_begin; t < row_end; ++t) {
-      if (op.residual == nullptr) {
+      if (op.residual == nullptr && op.num_streams == 0) {
         copy_row<T>(op, t);
-      } else {
-        with_store(static_cast<T*>(op.out) + t * op.out_row_stride, bytes, [&](auto how) { add_row<T>(op, t, how); });
+        continue;
       }
+      with_store(static_cast<T*>(op.out) + t * op.out_row_stride, bytes, [&](auto how) {
+        return op.num_streams == 0 ? add_row<T>(op, t, how) : mean_row<T>(op, t, how);
+      });
     }
   });
   finish_streaming();

@@ -1,5 +1,6 @@
-// out = round(hidden + residual) into a strided slot, with the row's sum of squares of what was stored. One block per
-// row: engines clone every captured layer and cat the clones, two passes over memory and K + 1 launches.
+// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of squares
+// of what was stored. One block per row: engines clone every captured layer and cat the clones, two passes over memory
+// and K + 1 launches.
 #include "../capture_hidden.h"
 
 #include "launch.cuh"
@@ -7,6 +8,13 @@
 
 namespace eagle_kernels::cuda {
 namespace {
+
+// Of a whole block.
+__device__ __forceinline__ void store_sum(const CaptureHidden& op, int64_t t, float squares) {
+  if (op.sum_squares == nullptr) return;
+  squares = sum_over_block(squares);
+  if (threadIdx.x == 0) store(op.sum_squares + t * op.sum_squares_row_stride, squares);
+}
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_constant__ CaptureHidden op) {
@@ -33,9 +41,35 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
       if (op.sum_squares != nullptr) squares += sum_of_squares(widen(value[i]));
     }
   }
-  if (op.sum_squares == nullptr) return;
-  squares = sum_over_block(squares);
-  if (threadIdx.x == 0) store(op.sum_squares + t * op.sum_squares_row_stride, squares);
+  store_sum(op, t, squares);
+}
+
+// From +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0. A kernel of its own: in
+// the one above its loads take fp32 from 64 registers to 70.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_constant__ CaptureHidden op) {
+  const int64_t t = blockIdx.x;
+  const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
+  T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
+  constexpr int kUnrolled = 8 / sizeof(T);  // 64 bytes of loads in flight; at twice that fp32 spills on sm_80
+  const float share = 1.0f / static_cast<float>(op.num_streams);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  float squares = 0;
+  for (int64_t column = first_column(); column < op.width; column += pack_stride()) {
+    Values mean{};
+#pragma unroll kUnrolled
+    for (int64_t s = 0; s < op.num_streams; ++s) {
+      mean = mean + widen(load_pack<kAligned>(hidden + s * op.hidden_stream_stride, column, op.width));
+    }
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) mean.v[i] *= share;
+    const Pack<T> value = narrow(mean, T{});
+    store_pack<kAligned>(out, column, op.width, value);
+    if (op.sum_squares != nullptr) squares += sum_of_squares(widen(value));
+  }
+  store_sum(op, t, squares);
 }
 
 }  // namespace
@@ -49,6 +83,7 @@ int capture_hidden_cuda(const CaptureHidden& record, const Device& device) {
   const int64_t rows = record.num_rows;
   Alignment alignment(size_of(record.dtype));
   alignment.add(record.hidden, record.hidden_row_stride, rows);
+  alignment.add(record.hidden, record.hidden_stream_stride, record.num_streams);
   alignment.add(record.residual, record.residual_row_stride, rows);
   alignment.add(record.out, record.out_row_stride, rows);
   alignment.add_width(record.width);
@@ -56,6 +91,10 @@ int capture_hidden_cuda(const CaptureHidden& record, const Device& device) {
   const Shape shape{rows, 1, threads, sum_bytes(threads)};
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
+    if (record.num_streams > 0) {
+      return alignment.holds() ? launch(mean_of_streams_kernel<T, true>, shape, record, device)
+                               : launch(mean_of_streams_kernel<T, false>, shape, record, device);
+    }
     return alignment.holds() ? launch(capture_hidden_kernel<T, true>, shape, record, device)
                              : launch(capture_hidden_kernel<T, false>, shape, record, device);
   });

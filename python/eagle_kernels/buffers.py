@@ -28,10 +28,10 @@ class _SlotViews(NamedTuple):
 class AuxHiddenStates:
     """K captured hidden states, packed as one [max_tokens, K*H] tensor, with their row sums of squares.
 
-    `capture(k, hidden, residual)` writes round(hidden + residual) into slot k: the `cat` that engines run afterwards
-    never happens. `packed(T)` goes to `norm_concat_linear` or `Eagle3Projection`, together with
-    `row_sum_squares(T)` so that the statistics are not computed again. `step(T)` takes the captures of one forward and
-    refuses a slot that is written twice or never.
+    `capture(k, hidden, residual)` writes round(hidden + residual), or the mean of an mHC target's streams, into slot k:
+    the `cat` that engines run afterwards never happens. `packed(T)` goes to `norm_concat_linear` or `Eagle3Projection`,
+    together with `row_sum_squares(T)` so that the statistics are not computed again. `step(T)` takes the captures of
+    one forward and refuses a slot that is written twice or never.
 
     Args:
         max_tokens: rows of the buffer; padded rows may hold anything, rows above T are neither read nor written.
@@ -72,6 +72,8 @@ class AuxHiddenStates:
     def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
         """Write round(hidden + residual), [T, H], into rows [row, row + T) of slot k; the written view.
 
+        A hidden of S streams, [T, S, H], is captured as their mean: see `capture_hidden`.
+
         Raises ValueError for a slot or rows that the buffer does not have, and whatever `capture_hidden` raises.
         """
         views = self._kept_views(k, row, hidden.shape) if is_plain((hidden, residual)) else None
@@ -81,7 +83,7 @@ class AuxHiddenStates:
             return views.out.detach()
         op = "AuxHiddenStates.capture"
         self._check_slot(op, k)
-        _check_hidden(op, hidden, self.hidden_size)
+        _check_hidden(op, hidden, self.hidden_size, or_streams=True)
         stop = _check_range(op, row, hidden.shape[0], self.max_tokens)
         begin = k * self.hidden_size
         out, squares = self.buffer[row:stop, begin : begin + self.hidden_size], self.sum_squares[row:stop, k]
@@ -151,7 +153,7 @@ class CaptureStep:
         """`AuxHiddenStates.capture` into the step's next rows of slot k; RuntimeError where it has them all."""
         op = "CaptureStep.capture"
         self.buffer._check_slot(op, k)
-        _check_hidden(op, hidden, self.buffer.hidden_size)
+        _check_hidden(op, hidden, self.buffer.hidden_size, or_streams=True)
         begin, rows = self.captured[k], hidden.shape[0]
         if begin + rows > self.rows:
             got, expected = f"slot {k} gets rows [{begin}, {begin + rows})", f"each of the step's {self.rows} rows once"
@@ -273,9 +275,9 @@ def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor
     return ids.copy_(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids))
 
 
-def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden") -> None:
+def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden", *, or_streams: bool = False) -> None:
     checks.check_tensor(op, name, hidden)
-    if hidden.dim() != 2 or hidden.shape[1] != hidden_size:
+    if hidden.dim() not in ((2, 3) if or_streams else (2,)) or hidden.shape[-1] != hidden_size:
         raise checks.shape_error(op, name, hidden, f"(T, H) = (*, {hidden_size})")
 
 

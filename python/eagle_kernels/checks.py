@@ -122,12 +122,12 @@ def check_operand(op: str, name: str, tensor: Any, like: Tensor, like_name: str,
     check_last_dim_contiguous(op, name, tensor)
 
 
-def check_rows(op: str, name: str, tensor: Any) -> None:
-    """Rows of a supported dtype: [T, H], or one row [H]."""
+def check_rows(op: str, name: str, tensor: Any, *, or_streams: bool = False) -> None:
+    """Rows of a supported dtype: [T, H], or one row [H]; with `or_streams` rows of S streams [T, S, H] too."""
     check_tensor(op, name, tensor)
     check_dtype(op, name, tensor, DTYPES)
-    if tensor.dim() not in (1, 2):
-        raise shape_error(op, name, tensor, "[T, H] or [H]")
+    if tensor.dim() not in ((1, 2, 3) if or_streams else (1, 2)):
+        raise shape_error(op, name, tensor, "[T, H], [T, S, H] or [H]" if or_streams else "[T, H] or [H]")
     check_last_dim_contiguous(op, name, tensor)
 
 
@@ -181,9 +181,14 @@ def check_no_overlap(op: str, name: str, written: Tensor, others: Iterable[tuple
         raise error(ValueError, op, f"{name} has strides {written.stride()}", "rows that do not overlap each other")
     rows = _byte_rows(written)
     for other_name, other in others:
-        if other is not None and _overlap(rows, _byte_rows(other)):
+        if other is not None and any(_overlap(rows, _byte_rows(part)) for part in _streams(other)):
             because = "rows are written while others are read"
             raise error(ValueError, op, f"{name} overlaps {other_name}", "disjoint memory", because)
+
+
+def _streams(tensor: Tensor) -> Sequence[Tensor]:
+    """Rows [T, H] of each stream of [T, S, H], unless they are dense; else the tensor itself."""
+    return tensor.unbind(1) if tensor.dim() == 3 and not tensor.is_contiguous() else (tensor,)
 
 
 def _byte_rows(tensor: Tensor) -> tuple[int, int, int, int]:

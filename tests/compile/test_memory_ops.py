@@ -41,6 +41,11 @@ def capture(T: int, H: int, dtype: torch.dtype = BF16, *, residual: bool = True,
     KERNELS["capture_hidden"].run((x, x if residual else None, x, vector(T, FP32) if statistics else None))
 
 
+def capture_mean(T: int, S: int, H: int, dtype: torch.dtype = BF16):
+    hidden = torch.empty(T, S, H, dtype=dtype, device="meta")
+    KERNELS["capture_hidden"].run((hidden, None, rows(T, H, dtype), vector(T, FP32)))
+
+
 def add_norm(T: int, H: int, dtype: torch.dtype = BF16, *, gain: torch.dtype = BF16, **layout):
     x = rows(T, H, dtype, **layout)
     KERNELS["add_rms_norm"].run((x, x, vector(H, gain), 1e-6, 1.0, x, x))
@@ -105,6 +110,9 @@ def preset_calls(op: str) -> Calls:
 FEATURES: dict[str, Calls] = {
     "capture_hidden": {
         "copy": lambda: capture(3, 4096, residual=False, statistics=False),
+        "streams": lambda: capture_mean(3, 4, 7168),
+        "streams-fp32": lambda: capture_mean(3, 4, 4096, FP32),
+        "streams-odd": lambda: capture_mean(3, 4, 2881),
         "fp16-statistics": lambda: capture(3, 4096, FP16, residual=False),
         "fp32": lambda: capture(3, 8192, FP32),
         "blocks": lambda: capture(3, 16384),

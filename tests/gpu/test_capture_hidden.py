@@ -23,6 +23,21 @@ def test_a_sum_of_any_two_numbers_has_torchs_bits(dtype: torch.dtype) -> None:
     assert same_bits_or_nan(out, hidden)
 
 
+@pytest.mark.parametrize("H", [1, 101, 4096, 7168, 20000])
+@pytest.mark.parametrize("T", [0, 1, 33, 1000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_the_mean_of_streams(dtype: torch.dtype, T: int, H: int) -> None:
+    """Against the CPU's mean: torch orders the streams differently on a GPU, but for 4 of whole blocks of 1024."""
+    hidden = torch.randn(T, 4, H, device="cuda").to(dtype)
+    guarded = GuardedRows(T, H, dtype, "cuda")
+    with UnchangedTensors([hidden]):
+        ek.capture_hidden(hidden, out=guarded.view)
+    guarded.check_around()
+    assert same_bits(guarded.view.cpu().clone(), hidden.cpu().mean(1))
+    if H % 1024 == 0:
+        assert same_bits(guarded.view.clone(), hidden.mean(1))
+
+
 @pytest.mark.parametrize("H", [1, 101, 896, 2880, 4096, 8192, 20000])
 @pytest.mark.parametrize("T", [0, 1, 33, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)

@@ -12,6 +12,9 @@ from test_capture_hidden import (  # noqa: F401
     test_no_operand_is_read_or_written_beyond_its_end,
     test_one_row,
     test_rows_without_columns,
+    test_streams_of_one_buffer_beside_the_output,
+    test_the_mean_of_four_streams_has_torchs_bits,
+    test_the_mean_of_strided_streams,
     test_without_a_residual_it_is_a_copy,
 )
 
@@ -23,6 +26,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", on_cpu.DTYPES, ids=on_cpu.DTYPE_IDS)
 def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: int, cpu_isa: str) -> None:
     on_cpu.test_slots_of_a_buffer_and_their_statistics(dtype, T, H, cpu_isa)
+
+
+@pytest.mark.parametrize("H", [64, 8200])
+def test_the_mean_of_aligned_streams(H: int, cpu_isa: str) -> None:
+    hidden = torch.randn(3, 4, H).bfloat16()
+    assert same_bits(ek.capture_hidden(hidden, out=torch.empty(3, H).bfloat16()), hidden.mean(1))
 
 
 def test_statistics_do_not_depend_on_T(cpu_isa: str) -> None:

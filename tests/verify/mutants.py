@@ -134,7 +134,9 @@ MUTANTS = (
     ),
     Mutant("csrc/cpu/add_rms_norm.cpp", "sum_of_squares(op.width, add)", "sum_of_squares(op.width - 1, add)"),
     Mutant("csrc/cpu/add_rms_norm.cpp", "norm_offset + load_vector<T>(gain, i, span)", "load_vector<T>(gain, i, span)"),
-    Mutant("csrc/cpu/capture_hidden.cpp", "round_to(value, T{})", "value"),
+    Mutant("csrc/cpu/capture_hidden.cpp", "round_to(unrounded, T{})", "unrounded"),
+    Mutant("csrc/cpu/capture_hidden.cpp", "hidden + s * stride + i", "hidden + i"),
+    Mutant("csrc/cpu/capture_hidden.cpp", "    Float sum{};", "    Float sum = -Float{};"),
     Mutant(
         "csrc/cpu/capture_hidden.cpp",
         "load(hidden + i, span) + load(residual + i, span)",
