@@ -304,11 +304,13 @@ def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
     if out.numel() == 0:
         return
     rows_per_round = _LIBRARY_ROWS if plan.tiles is None else _SPLIT_ROWS
-    # An index that is not given is n, of the whole call: statistics that other chunks gather could not be sliced.
-    in_one_round = sources.sum_squares is not None and any(index is None for index in sources.indices)
-    if rows_per_round >= N or in_one_round:
+    if rows_per_round >= N:
         _run_round(sources, projection, out, plan)
         return
+    if sources.sum_squares is not None and any(index is None for index in sources.indices):
+        # The statistics that other chunks gather cannot be sliced, so no chunk's rows are.
+        in_order = torch.arange(N, device=out.device)
+        sources = sources._replace(indices=[in_order if index is None else index for index in sources.indices])
     for first in range(0, N, rows_per_round):
         rows = slice(first, first + rows_per_round)
         _run_round(_slice_sources(sources, rows), projection, out[rows], plan)

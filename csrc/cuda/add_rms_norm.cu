@@ -68,8 +68,8 @@ int add_rms_norm_cuda(const AddRmsNorm& record, const Device& device) {
   const Shape shape{rows, 1, threads, sum_bytes(threads)};
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
-    return alignment.holds() ? launch(add_rms_norm_kernel<T, true>, shape, record, device)
-                             : launch(add_rms_norm_kernel<T, false>, shape, record, device);
+    return alignment.holds() ? launch<add_rms_norm_kernel<T, true>>(shape, record, device)
+                             : launch<add_rms_norm_kernel<T, false>>(shape, record, device);
   });
 }
 

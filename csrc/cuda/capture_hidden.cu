@@ -92,11 +92,11 @@ int capture_hidden_cuda(const CaptureHidden& record, const Device& device) {
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
     if (record.num_streams > 0) {
-      return alignment.holds() ? launch(mean_of_streams_kernel<T, true>, shape, record, device)
-                               : launch(mean_of_streams_kernel<T, false>, shape, record, device);
+      return alignment.holds() ? launch<mean_of_streams_kernel<T, true>>(shape, record, device)
+                               : launch<mean_of_streams_kernel<T, false>>(shape, record, device);
     }
-    return alignment.holds() ? launch(capture_hidden_kernel<T, true>, shape, record, device)
-                             : launch(capture_hidden_kernel<T, false>, shape, record, device);
+    return alignment.holds() ? launch<capture_hidden_kernel<T, true>>(shape, record, device)
+                             : launch<capture_hidden_kernel<T, false>>(shape, record, device);
   });
 }
 

@@ -31,7 +31,6 @@ struct Facts {
   std::atomic<int> shared_memory{0};
 };
 
-constexpr int kMaxDevices = 64;
 std::array<Facts, kMaxDevices> known_facts;
 
 // State of the machine, no argument of the caller's: what CUDA said goes to the user.
@@ -72,6 +71,7 @@ CurrentDevice::CurrentDevice(const char* op, int32_t index) {
   if (get_current_stream(index, &device_.stream) != 0) {
     fail(op, "cuda:" + std::to_string(index) + " has no current stream, expected one");
   }
+  device_.index = index;
   device_.pdl = facts.compute_capability >= 90;
   device_.shared_memory = facts.shared_memory;
   if (current != index) {

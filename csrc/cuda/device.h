@@ -7,8 +7,11 @@
 
 namespace eagle_kernels::cuda {
 
+constexpr int kMaxDevices = 64;
+
 struct Device {
   void* stream;           // cudaStream_t
+  int32_t index;          // below kMaxDevices
   bool pdl;               // sm_90 and later: programmatic dependent launch
   int64_t shared_memory;  // bytes that a block can have
 };

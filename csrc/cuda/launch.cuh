@@ -1,7 +1,11 @@
 // One kernel launch, and the questions that decide its shape.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 #include "device.cuh"
@@ -15,20 +19,18 @@ struct Shape {
   int64_t shared_bytes;
 };
 
-}  // namespace eagle_kernels::cuda
-
-#if defined(__CUDACC__)
-
-namespace eagle_kernels::cuda {
-
-template <class Record>
-int launch(void (*kernel)(Record), const Shape& shape, const Record& record, const Device& device) {
-  // Above 48 KB a kernel has to ask. At every launch: the limit is kept per kernel and device, which a table here would
-  // have to know of too.
+template <auto kernel, class Record>
+int launch(const Shape& shape, const Record& record, const Device& device) {
+  // Above 48 KB a kernel has to ask, once on each device: for all that a block can have, so that the order of two
+  // launches does not matter.
   if (shape.shared_bytes > 48 << 10) {
-    const cudaError_t refused =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
-    if (refused != cudaSuccess) return refused;
+    static std::array<std::atomic<bool>, kMaxDevices> allowed;
+    if (!allowed[device.index]) {
+      const cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       static_cast<int>(device.shared_memory));
+      if (refused != cudaSuccess) return refused;
+      allowed[device.index] = true;
+    }
   }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -42,14 +44,6 @@ int launch(void (*kernel)(Record), const Shape& shape, const Record& record, con
   config.numAttrs = device.pdl ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, record);
 }
-
-}  // namespace eagle_kernels::cuda
-
-#else
-#include "launch_host.h"
-#endif
-
-namespace eagle_kernels::cuda {
 
 // Calls launch(T{}) with the element type of a record.
 template <class Launch>

@@ -121,8 +121,8 @@ int norm_concat_cuda(const NormConcat& record, const Device& device) {
   const Shape shape{rows, whole_row ? 1 : record.source.num_chunks, threads, sum_bytes(threads)};
   return with_dtype(record.source.dtype, [&](auto type) {
     using T = decltype(type);
-    return alignment.holds() ? launch(norm_concat_kernel<T, true>, shape, arguments, device)
-                             : launch(norm_concat_kernel<T, false>, shape, arguments, device);
+    return alignment.holds() ? launch<norm_concat_kernel<T, true>>(shape, arguments, device)
+                             : launch<norm_concat_kernel<T, false>>(shape, arguments, device);
   });
 }
 

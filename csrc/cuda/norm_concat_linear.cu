@@ -327,7 +327,7 @@ int launch_as(const Arguments& arguments, const Device& device) {
   const NormConcatLinear& op = arguments.op;
   const Shape shape{(op.num_rows + K::kRows - 1) / K::kRows, (op.num_columns + K::kColumns - 1) / K::kColumns, kThreads,
                     K::shared_bytes(op.source.num_chunks, arguments.sum_per_chunk)};
-  return launch(norm_concat_linear_kernel<T, kTokens, kTiles, kFlavour>, shape, arguments, device);
+  return launch<norm_concat_linear_kernel<T, kTokens, kTiles, kFlavour>>(shape, arguments, device);
 }
 
 // 32 columns a block halve what is read of x, which at 16 rows is as much as half of the weight's bytes; 16 make enough

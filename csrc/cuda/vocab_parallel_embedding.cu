@@ -80,8 +80,8 @@ int vocab_parallel_embedding_cuda(const VocabParallelEmbedding& record, const De
   const Shape shape{rows, 1, threads_of(record.width), 0};
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
-    return alignment.holds() ? launch(vocab_parallel_embedding_kernel<T, true>, shape, record, device)
-                             : launch(vocab_parallel_embedding_kernel<T, false>, shape, record, device);
+    return alignment.holds() ? launch<vocab_parallel_embedding_kernel<T, true>>(shape, record, device)
+                             : launch<vocab_parallel_embedding_kernel<T, false>>(shape, record, device);
   });
 }
 

@@ -108,9 +108,20 @@ def test_the_weight_streams_in_16_byte_loads_into_the_tensor_cores(arch: str) ->
         assert not re.search(r"\b(LDL|STL)\b", code), name
 
 
+# In SASS: a prefetch into L2, griddepcontrol.wait, griddepcontrol.launch_dependents, a load of global memory.
+_ORDERED = re.compile(r"\b(CCTL\.E\.PF2|ACQBULK|PREEXIT|LDG)\b")
+
+
 @pytest.mark.parametrize("kernel", MOST_REGISTERS)
-def test_grid_dependency_control_is_in_every_hopper_kernel_and_in_no_ampere_one(kernel: str) -> None:
-    for _, code in _instructions(compiled(kernel, "90a")[1]):
-        assert "ACQBULK" in code and "PREEXIT" in code
-    for _, code in _instructions(compiled(kernel, "80")[1]):
-        assert "ACQBULK" not in code and "PREEXIT" not in code
+def test_a_kernel_prefetches_waits_lets_the_next_start_and_only_then_loads(kernel: str) -> None:
+    """A load before the wait reads what the previous kernel may still write; a trigger before the wait would let the
+    next kernel read what the one before this has not written; a prefetch behind the wait hides nothing."""
+    for name, code in _instructions(compiled(kernel, "90a")[1]):
+        order = list(dict.fromkeys(_ORDERED.findall(code)))
+        prefetches = ["CCTL.E.PF2"] if kernel == "norm_concat_linear" else []
+        assert order == [*prefetches, "ACQBULK", "PREEXIT", "LDG"], name
+        assert code.count("ACQBULK") == code.count("PREEXIT") == 1, name
+        assert code.rfind("CCTL.E.PF2") < code.index("ACQBULK"), name
+        assert not re.search(r"\b(STG|RED|ATOM)\w*\b", code[: code.index("ACQBULK")]), name
+    for name, code in _instructions(compiled(kernel, "80")[1]):
+        assert "ACQBULK" not in code and "PREEXIT" not in code, name

@@ -24,14 +24,16 @@ COMPILER = sanitizers.COMPILER
 
 # The host file of every op, and what they share; library.cpp is about the wheel's own library.
 HOSTS = [path for path in sorted(ROOT.glob("csrc/*.cpp")) if path.stem not in ("library", "memory_bandwidth")]
-_SOURCES = [*sorted(ROOT.glob("csrc/cuda/*.cu")), *HOSTS, *sorted(HERE.glob("*.cpp"))]
-_HEADERS = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("*.h")]
+_DEVICE = [*sorted(ROOT.glob("csrc/cuda/*.cu")), *sorted(ROOT.glob("csrc/cuda/*.cpp"))]
+_SOURCES = [*_DEVICE, *HOSTS, *sorted(HERE.glob("*.cpp"))]
+_HEADERS = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("**/*.h")]
 _FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # A product and a sum stay two roundings, as written; nvcc contracts some of them.
 _FLAGS += ["-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
 _FLAGS += [f"-I{ROOT / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
 _FLAGS += ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
 _HOST_FLAGS = ["-include", str(HERE / "registration.h"), "-DEAGLE_KERNELS_WITH_CUDA", "-DEAGLE_KERNELS_ISAS=scalar"]
+_DEVICE_FLAGS = [f"-I{HERE / 'runtime'}"]
 # Between two CUDA threads nothing of the scheduler's own is an order: racecheck.h says what is.
 _RACECHECK = {"fibers.cpp": ["-fno-sanitize=thread", "-DEAGLE_KERNELS_RACECHECK"]}
 
@@ -52,7 +54,8 @@ def _build(sanitizer: str) -> Path:
     flags = _FLAGS + sanitizers.FLAGS.get(sanitizer, [])
     folder = ROOT / "build" / "cuda_host"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *flags, *_HOST_FLAGS]).encode())
+    own_flags = [*flags, *_HOST_FLAGS, *_DEVICE_FLAGS]
+    settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *own_flags]).encode())
     for header in sorted(_HEADERS):
         settings.update(header.name.encode() + header.read_bytes())
     # One worker compiles, on every core; the others wait for it.
@@ -69,7 +72,7 @@ def _compile(source: Path, flags: list[str], folder: Path, digest: object) -> Pa
     digest.update(source.read_bytes())
     target = folder / f"{source.name}-{digest.hexdigest()[:16]}.o"
     if not target.exists():
-        own_flags = _HOST_FLAGS if source in HOSTS else []
+        own_flags = _HOST_FLAGS if source in HOSTS else _DEVICE_FLAGS if source in _DEVICE else []
         if "-fsanitize=thread" in flags:
             own_flags = own_flags + _RACECHECK.get(source.name, [])
         _write(target, [*flags, *own_flags, "-x", "c++", "-c", source])

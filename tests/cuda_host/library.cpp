@@ -1,36 +1,39 @@
-// The Python module of the emulation: what the emulated GPU is like. Importing it registers the CUDA primitives on CPU
-// tensors, torch.ops.eagle_kernels_emulated. The host files, the launchers and the kernels are those of the wheel
-// (registration.h); only current_device.cpp is replaced, by the end of this file.
+// The Python module of the emulation: what the emulated GPUs are like, and what they were asked. Importing it registers the
+// CUDA primitives on CPU tensors, torch.ops.eagle_kernels_emulated. The host files, the launch layer, the launchers and
+// the kernels are those of the wheel (registration.h); the CUDA runtime below them is runtime.cpp.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
-#include <stdexcept>
-#include <string>
-
-#include "../../csrc/cuda/current_device.h"
 #include "device.cuh"
+#include "runtime.h"
 
-namespace eagle_kernels::cuda {
+namespace eagle_kernels::cuda::host {
 namespace {
 
-int64_t shared_limit = 0;
-
-void set_device(int64_t shared_bytes, bool descending_warps) {
-  shared_limit = shared_bytes;
-  host::set_warp_order(descending_warps);
+int set_device(int64_t shared_bytes, bool descending_warps, int capability) {
+  set_warp_order(descending_warps);
+  return use_gpu({capability, shared_bytes});
 }
 
 }  // namespace
 
 PYBIND11_MODULE(eagle_kernels_emulated, m) {
-  m.def("set_device", &set_device, pybind11::arg("shared_bytes"), pybind11::arg("descending_warps"),
-        "Bytes of shared memory for a block, and the order in which warps run.");
+  namespace py = pybind11;
+  m.def("set_device", &set_device, py::arg("shared_bytes"), py::arg("descending_warps"), py::arg("capability") = 90,
+        "Bytes of shared memory for a block, and the order in which warps run; returns the index of the tensors' GPU.");
+  m.def("set_index", &use_tensors_device, "The tensors are on the GPU of this index.");
+  m.def("set_stream", &use_stream, "The current stream, by number.");
+  m.def("set_driver", &use_driver, "The driver's CUDA version, 13000 for 13.0.");
+  m.def("current_device", &current_device, "Of this thread.");
+  m.def("fail_next_launch", &fail_next_launch, "With this CUDA error.");
+  m.def("take_launches", &take_launches, "What CUDA was asked for since the last call of this.");
+  py::class_<Launch>(m, "Launch")
+      .def_readonly("device", &Launch::device)
+      .def_readonly("stream", &Launch::stream)
+      .def_readonly("grid", &Launch::grid)
+      .def_readonly("threads", &Launch::threads)
+      .def_readonly("shared_bytes", &Launch::shared_bytes)
+      .def_readonly("pdl", &Launch::pdl);
 }
 
-CurrentDevice::CurrentDevice(const char*, int32_t) { device_.shared_memory = shared_limit; }
-CurrentDevice::~CurrentDevice() = default;
-
-void expect_success(const char* op, int code) {
-  if (code != 0) throw std::runtime_error(std::string(op) + ": CUDA has error " + std::to_string(code));
-}
-
-}  // namespace eagle_kernels::cuda
+}  // namespace eagle_kernels::cuda::host

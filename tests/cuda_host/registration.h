@@ -12,3 +12,7 @@
 // A function that no one calls, nor does the linker see: it would ask for the CPU kernels.
 #define EAGLE_KERNELS_REGISTER_CPU(m) \
   [[maybe_unused]] static void C10_CONCATENATE(left_out_, C10_UID)(torch::stable::detail::StableLibrary & m)
+
+// The emulated GPU that a CPU tensor stands for (runtime.cpp).
+extern "C" int32_t emulated_get_device_index(void* tensor, int32_t* index);
+#define aoti_torch_get_device_index emulated_get_device_index

@@ -115,6 +115,22 @@ def test_float64_truth_with_the_default_tiles(case: Case) -> None:
     check(case)
 
 
+# What an sm_90 gets without a tuned table, at the least and the most rows of each.
+SHIPPED = {"32x64x64": (17, 32), "64x128x64": (33, 64), "128x128x64": (65, 128)}
+
+
+@pytest.mark.parametrize("features", ["plain", "full"])
+@pytest.mark.parametrize("tiles, N", [(tiles, N) for tiles, rows in SHIPPED.items() for N in rows])
+def test_float64_truth_with_the_tiles_of_more_rows(tiles: str, N: int, features: str) -> None:
+    if features == "plain":
+        case = Case("bf16", (80,) * 2, N, D=200)
+    else:  # a gather has 11 more rows than its sources (tests/cases.py)
+        more = {"residuals": "some", "indices": "each", "gain": "list", "bias": "fp32", "norm_offset": 1.0}
+        case = Case("fp16", (80,) * 2, N - 11, D=200, **more)
+    assert method(case) == f"split {tiles}"
+    check(case)
+
+
 def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 2, H: int = 64, D: int = 40) -> tuple:
     chunks = [torch.randn(T, H).to(dtype) for _ in range(K)]
     weight = (torch.randn(D, K * H) / (K * H) ** 0.5).to(dtype)
@@ -161,8 +177,9 @@ def test_one_plan_for_all_T_on_request(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("plan", ["split", "library"])
+@pytest.mark.parametrize("statistics", ["own", "given"])
 @pytest.mark.parametrize("indices", ["", "shared", "some"])
-def test_rounds_of_rows_join_up(indices: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_rows_join_up(indices: str, statistics: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than one round takes: each round must take its own rows of everything, and all of an indexed source."""
     tiles = TILES["decode"] if plan == "split" else None
     monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (tiles, "the test wants it"))
@@ -172,15 +189,16 @@ def test_rounds_of_rows_join_up(indices: str, plan: str, monkeypatch: pytest.Mon
         "norm_weight": gain,
         "residuals": [torch.randn(11, 64).bfloat16(), None],
         "indices": {"": None, "shared": index, "some": [index, None]}[indices],
-        "sum_squares": torch.rand(11, 2) * 100,
+        "sum_squares": torch.rand(11, 2) * 100 if statistics == "given" else None,
     }
-    for statistics in (arguments.pop("sum_squares"), None):
-        arguments["sum_squares"] = statistics
-        one_round = ek.norm_concat_linear(chunks, weight, **arguments)
-        with monkeypatch.context() as rounds:
-            rounds.setattr(kernels, "_SPLIT_ROWS", 4)
-            rounds.setattr(kernels, "_LIBRARY_ROWS", 4)
-            assert same_bits(ek.norm_concat_linear(chunks, weight, **arguments), one_round)
+    one_round = ek.norm_concat_linear(chunks, weight, **arguments)
+    rounds, run_round = [], kernels._run_round
+    monkeypatch.setattr(kernels, "_SPLIT_ROWS", 4)
+    monkeypatch.setattr(kernels, "_LIBRARY_ROWS", 4)
+    monkeypatch.setattr(kernels, "_run_round", lambda *round: (rounds.append(len(round[2])), run_round(*round)))
+    several = ek.norm_concat_linear(chunks, weight, **arguments)
+    assert rounds == [4, 4, 3]
+    assert same_bits(several, one_round)
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])

@@ -1,0 +1,126 @@
+// The emulated GPUs: what the CUDA runtime and libtorch_cuda say of them, and every launch as it was asked for.
+#include "runtime.h"
+
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "device.cuh"
+#include "runtime/cuda_runtime_api.h"
+#include "runtime/dlfcn.h"
+
+namespace eagle_kernels::cuda::host {
+namespace {
+
+std::vector<Gpu> gpus;
+int device_of_tensors = 0;
+int current = 0;
+int64_t stream_number = 0;
+int driver = CUDART_VERSION;
+cudaError_t failure_of_next_launch = cudaSuccess;
+std::map<std::pair<const void*, int>, int> allowed_shared_memory;  // by kernel and device
+std::vector<Launch> launches;
+
+constexpr int64_t kStreams = 1000;  // of a device; 0 is its default stream
+
+// A stream knows its device, as CUDA's does.
+void* stream_of(int device) { return reinterpret_cast<void*>(device * kStreams + stream_number); }
+
+}  // namespace
+
+int use_gpu(const Gpu& gpu) {
+  for (size_t i = 0; i < gpus.size(); ++i) {
+    if (gpus[i].capability == gpu.capability && gpus[i].shared_bytes == gpu.shared_bytes) {
+      return device_of_tensors = static_cast<int>(i);
+    }
+  }
+  gpus.push_back(gpu);
+  return device_of_tensors = static_cast<int>(gpus.size()) - 1;
+}
+
+void use_stream(int64_t number) { stream_number = number; }
+void use_tensors_device(int index) { device_of_tensors = index; }
+void use_driver(int version) { driver = version; }
+int current_device() { return current; }
+void fail_next_launch(int error) { failure_of_next_launch = static_cast<cudaError_t>(error); }
+std::vector<Launch> take_launches() { return std::exchange(launches, {}); }
+
+cudaError_t allow_shared_memory(const void* kernel, int bytes) {
+  if (bytes > gpus[current].shared_bytes) return cudaErrorInvalidValue;
+  allowed_shared_memory[{kernel, current}] = bytes;
+  launches.push_back({current, 0, {0, 0}, 0, bytes, false});
+  return cudaSuccess;
+}
+
+cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+  if (failure_of_next_launch != cudaSuccess) return std::exchange(failure_of_next_launch, cudaSuccess);
+  const auto stream = reinterpret_cast<int64_t>(config.stream);
+  if (stream / kStreams != current) return cudaErrorInvalidResourceHandle;
+  const auto shared = static_cast<int64_t>(config.dynamicSmemBytes);
+  const auto asked = allowed_shared_memory.find({kernel, current});
+  if (shared > (asked == allowed_shared_memory.end() ? 48 << 10 : asked->second)) return cudaErrorInvalidValue;
+  bool pdl = false;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (gpus[current].capability < 90) return cudaErrorNotSupported;
+    pdl |= config.attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization &&
+           config.attrs[i].val.programmaticStreamSerializationAllowed == 1;
+  }
+  const Dim3 grid{static_cast<int>(config.gridDim.x), static_cast<int>(config.gridDim.y)};
+  const int threads = static_cast<int>(config.blockDim.x);
+  launches.push_back({current, stream % kStreams, {grid.x, grid.y}, threads, shared, pdl});
+  run(thread, grid, threads, shared);
+  return cudaSuccess;
+}
+
+}  // namespace eagle_kernels::cuda::host
+
+using namespace eagle_kernels::cuda::host;
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current;
+  return driver / 1000 < CUDART_VERSION / 1000 ? cudaErrorInsufficientDriver : cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (device >= static_cast<int>(gpus.size())) return cudaErrorInvalidDevice;
+  current = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (device >= static_cast<int>(gpus.size())) return cudaErrorInvalidDevice;
+  const Gpu& gpu = gpus[device];
+  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? gpu.capability / 10
+           : attribute == cudaDevAttrComputeCapabilityMinor ? gpu.capability % 10
+                                                            : static_cast<int>(gpu.shared_bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = driver;
+  return cudaSuccess;
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorInvalidDevice ? "invalid device ordinal" : "emulated error";
+}
+
+static int32_t get_current_cuda_stream(int32_t device, void** stream) {
+  *stream = stream_of(device);
+  return 0;
+}
+
+extern "C" void* emulated_dlopen(const char* file, int) {
+  return std::strcmp(file, "libtorch_cuda.so") == 0 ? &gpus : nullptr;
+}
+
+extern "C" void* emulated_dlsym(void*, const char* name) {
+  const bool known = std::strcmp(name, "aoti_torch_get_current_cuda_stream") == 0;
+  return known ? reinterpret_cast<void*>(&get_current_cuda_stream) : nullptr;
+}
+
+// Under this name the host files ask for the device of a tensor (registration.h).
+extern "C" int32_t emulated_get_device_index(void*, int32_t* index) {
+  *index = device_of_tensors;
+  return 0;
+}

@@ -1,0 +1,35 @@
+// What tests say and ask of the emulated GPUs of runtime.cpp.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace eagle_kernels::cuda::host {
+
+struct Gpu {
+  int capability;  // 90 for 9.0
+  int64_t shared_bytes;
+};
+
+// A launch as CUDA was asked for it; without a grid, a kernel that asked for shared memory.
+struct Launch {
+  int device;
+  int64_t stream;
+  std::array<int, 2> grid;
+  int threads;
+  int64_t shared_bytes;
+  bool pdl;
+};
+
+// Makes the tensors those of a GPU like this, and returns its index.
+int use_gpu(const Gpu& gpu);
+void use_tensors_device(int index);
+// The current stream of every device.
+void use_stream(int64_t number);
+void use_driver(int version);
+int current_device();
+void fail_next_launch(int error);
+std::vector<Launch> take_launches();
+
+}  // namespace eagle_kernels::cuda::host

@@ -1,0 +1,111 @@
+"""The launch layer of the wheel over the emulated CUDA runtime: device, stream, attributes, errors."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+import eagle_kernels as ek
+from guards import same_bits
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+HOPPER, ADA = {"capability": 90, "shared_bytes": 227 << 10}, {"capability": 89, "shared_bytes": 99 << 10}
+
+
+@pytest.fixture
+def gpu(emulation: ModuleType) -> Callable[..., int]:
+    """Puts the tensors on a GPU like this and returns its index; forgets what was launched before."""
+
+    def use(**facts: int) -> int:
+        index = emulation.set_device(descending_warps=False, **facts)
+        emulation.take_launches()
+        return index
+
+    yield use
+    emulation.set_stream(0)
+    emulation.set_driver(13000)
+
+
+def capture() -> torch.Tensor:
+    hidden = torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64)
+    return ek.capture_hidden(hidden, out=torch.empty(3, 64))
+
+
+def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(
+    emulation: ModuleType, gpu: Callable[..., int]
+) -> None:
+    devices = [gpu(**HOPPER), gpu(**ADA)]
+    assert devices[0] != devices[1]
+    for device in (*devices, devices[0]):
+        for stream in (0, 7):
+            emulation.set_index(device)
+            emulation.set_stream(stream)
+            assert same_bits(capture(), torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64))
+            (launch,) = emulation.take_launches()
+            assert (launch.device, launch.stream) == (device, stream)
+            assert (launch.grid, launch.threads) == ([3, 1], 32)
+            assert emulation.current_device() == 0  # put back
+
+
+def test_only_hopper_and_later_start_before_the_previous_kernel_has_ended(
+    emulation: ModuleType, gpu: Callable[..., int]
+) -> None:
+    for facts, pdl in ((HOPPER, True), (ADA, False), (HOPPER | {"capability": 120}, True)):
+        gpu(**facts)
+        capture()
+        assert [launch.pdl for launch in emulation.take_launches()] == [pdl]
+
+
+def test_a_kernel_asks_once_on_each_device_for_more_than_48_KB(emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    """16 rows of 8 chunks take 135 KB. Sizes of its own: the kernel must not have asked in another test."""
+    chunks = [torch.randn(16, 64).half() for _ in range(8)]
+    gains, weight = [torch.rand(64).half() for _ in range(8)], torch.randn(32, 512).half()
+    shared = 226 << 10  # a GPU that no other test has
+    index = gpu(capability=90, shared_bytes=shared)
+    results = [ek.norm_concat_linear(chunks, weight, norm_weight=gains) for _ in range(2)]
+    asked, *launches = emulation.take_launches()
+    assert (asked.device, asked.threads, asked.shared_bytes) == (index, 0, shared)
+    assert [launch.threads for launch in launches] == [256, 256]
+    assert all(48 << 10 < launch.shared_bytes <= shared for launch in launches)
+
+    other = gpu(capability=90, shared_bytes=shared - 1024)
+    results.append(ek.norm_concat_linear(chunks, weight, norm_weight=gains))
+    asked, launch = emulation.take_launches()
+    assert (asked.device, asked.threads, launch.device) == (other, 0, other)
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (-1, "the tensors are on cuda:-1, expected an index below 64"),
+        (64, "the tensors are on cuda:64, expected an index below 64"),
+        (63, r"CUDA has error 101 \(invalid device ordinal\), expected none"),
+    ],
+)
+def test_a_device_that_is_not_there(index: int, message: str, emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    gpu(**HOPPER)
+    emulation.set_index(index)
+    with pytest.raises(RuntimeError, match=f"capture_hidden: {message}"):
+        capture()
+    assert emulation.take_launches() == []
+
+
+def test_an_error_of_the_launch_is_told_and_the_device_put_back(emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    gpu(**HOPPER)
+    gpu(**ADA)
+    emulation.fail_next_launch(400)
+    with pytest.raises(RuntimeError, match=r"capture_hidden: CUDA has error 400 \(emulated error\), expected none"):
+        capture()
+    assert emulation.current_device() == 0
+    capture()
+
+
+def test_a_driver_older_than_the_runtime_is_named(emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    """The plan keeps such a driver from here (tests/test_cuda_backend.py)."""
+    gpu(**HOPPER)
+    emulation.set_driver(12090)
+    with pytest.raises(RuntimeError, match="capture_hidden: CUDA has error 35"):
+        capture()
