@@ -42,7 +42,7 @@ def mistral(q: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def per_row(q: QuantizedWeight) -> dict[str, Tensor]:
-    return {"weight": q.codes, "weight_scale": q.scales.reshape(D)}
+    return {"weight": q.codes, "weight_scale": q.scales.reshape(-1)}
 
 
 def compressed_row(q: QuantizedWeight) -> dict[str, Tensor]:

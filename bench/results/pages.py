@@ -184,6 +184,7 @@ def vllm_targets() -> list[tuple[str, Target]]:
     targets += [("combine, on CPU", import_module(f"{vllm.__name__}.cpu_packing").PROCESS)]
     targets += [("zero_copy", target) for target in (part["speculator"].EAGLE, part["speculator"].DFLASH)]
     targets += [("mtp", target) for target in (shared, *part["mtp"].TARGETS.values())]
+    targets += [("scales", shared)]
     targets += [("mtp, embedding", target) for target in (vllm.VARIABLES, vllm.FACTORS)]
     return [*targets, ("embedding", part["embedding"].FORWARD), ("embedding", part["embedding"].REGISTERED)]
 

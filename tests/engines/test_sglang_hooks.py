@@ -268,7 +268,7 @@ def test_the_second_register_changes_nothing(engine: Engine, caplog: pytest.LogC
         pytest.param({"EAGLE_KERNELS_VLLM": "0"}, set(sglang.PARTS), id="another-engine's"),
         pytest.param(
             {"EAGLE_KERNELS_SGLANG_CAPTURE": "0", "EAGLE_KERNELS_SGLANG_VOCAB": "0"},
-            {"projection", "mtp", "gemma3_capture"},
+            {"projection", "mtp", "gemma3_capture", "scales"},
             id="two-off",
         ),
     ],

@@ -17,6 +17,7 @@ import vllm_stand_in as stand_in
 from torch import Tensor, nn
 from vllm_stand_in import MODELS, SPECULATORS, D, H, K
 
+import eagle_kernels as ek
 from backends import needs_compiled
 from eagle_kernels import library, plan
 from eagle_kernels.engines import decision, eligibility, gates
@@ -927,7 +928,8 @@ def test_the_next_versions_drafter_is_named_and_left_alone(
     vllm.root.__version__ = "0.34.0"
     register()
     for _ in range(2):
-        assert vllm.models[EAGLE3].load_model_cls() is vllm.Eagle3
+        loaded = vllm.models[EAGLE3].load_model_cls()
+        assert getattr(loaded, "combine_hidden_states", None) is getattr(vllm.Eagle3, "combine_hidden_states", None)
     (line,) = [line for line in log() if line.startswith(f"{MODELS}.llama_eagle3")]
     assert line.startswith(f"{MODELS}.llama_eagle3.Eagle3LlamaForCausalLM stays with vLLM: {message}")
     build(vllm, LAGUNA).combine_hidden_states(torch.randn(T, K * H))
@@ -947,7 +949,7 @@ def test_the_next_versions_mtp_layer_is_named_and_left_alone(
     register()
     fc = build(vllm, "DeepSeekMTPModel").model.layers["61"].eh_proj
     assert type(fc) is nn.Linear
-    (line,) = [line for line in log() if "MTP" in line]
+    (line,) = [line for line in log() if line.startswith(MODELS)]
     assert re.match(rf"{MODELS}.deepseek_mtp.DeepSeekMTP stays with vLLM: \S+Layer.forward has another body", line)
     assert isinstance(build(vllm, "Step3p5MTP").model.layers["61"].eh_proj, mtp().NormedLinear)
     build(vllm).combine_hidden_states(torch.randn(T, K * H))
@@ -1038,7 +1040,7 @@ def test_a_renamed_attribute_of_the_drafter_is_named_and_left_alone(
 
 def test_a_renamed_layer_of_a_predictor_is_named_and_left_alone(vllm: types.SimpleNamespace, log: Callable) -> None:
     register()
-    entry = vllm.models["DeepSeekMTPModel"].entry
+    entry = vllm.models["DeepSeekMTPModel"].entry.entry
     original = entry.model_class.__init__
 
     def renamed(self: nn.Module, **arguments: object) -> None:
@@ -1065,6 +1067,23 @@ def test_an_architecture_that_is_gone_is_named(vllm: types.SimpleNamespace, log:
 
 def untouched(vllm: types.SimpleNamespace) -> bool:
     return all(type(entry) is stand_in.Entry for entry in vllm.models.values())
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize(("architecture", "name"), [(EAGLE3, "fc"), ("DeepSeekMTPModel", "layers.61.eh_proj")])
+def test_a_quantized_projection_is_loaded_with_its_scale(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, architecture: str, name: str, switch: str
+) -> None:
+    """And again after an update of the weights; without the part vLLM takes the codes for numbers."""
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", switch)
+    register()
+    model = build(vllm, architecture)
+    weight = model.model.get_submodule(name).weight
+    for factor in (1.0, 2.0):
+        quantized = ek.quantize(factor * torch.randn(weight.shape), "fp8_row")
+        model.load_weights({f"{name}.weight": quantized.codes, f"{name}.weight_scale": quantized.scales}.items())
+        expected = quantized.dequantize(weight.dtype) if switch == "1" else quantized.codes.to(weight.dtype)
+        assert torch.equal(weight, expected)
 
 
 @pytest.mark.parametrize(
@@ -1099,13 +1118,14 @@ def test_a_failing_registry_does_not_reach_the_engine(
     register()
     missing = f"stays with vLLM: {MODELS}.registry:ModelRegistry.models is not there"
     parts = [line.partition(f" {missing}")[0] for line in log() if missing in line]
-    assert parts == ["combine_hidden_states", "the input stage of MTP layers"]
+    assert parts == ["combine_hidden_states", "the input stage of MTP layers", "the scales of quantized drafters"]
 
 
 def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing without MTP layers and embeddings: combine_hidden_states is outside of the graphs."""
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", "0")  # it hooks the same classes, and comes last
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "0")
     register()
     assert vllm.envs.environment_variables == {}

@@ -6,12 +6,15 @@ loses every draft: 1 accepted token a step in place of num_steps + 1.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from engines.quantized_layers import written
 
 # Both divide by 1, 2 and 3 ranks.
 H = 192
@@ -45,10 +48,16 @@ def idle_layer(prefix: str, width: int, inputs: int, norms: tuple[str, ...], gai
     return weights | {f"{prefix}.{name}.weight": torch.full((width,), gain) for name in norms}
 
 
-def save(folder: Path, config: dict, weights: dict[str, Tensor], dtype: torch.dtype) -> str:
+def save(
+    folder: Path, config: dict, weights: dict[str, Tensor], dtype: torch.dtype, layouts: Mapping[str, str] | None = None
+) -> str:
+    """layouts: layer -> how a quantizer writes it, in LAYOUTS."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    for layer, layout in (layouts or {}).items():
+        weights |= written(layer, weights.pop(f"{layer}.weight"), layout)[0]
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
@@ -123,6 +132,7 @@ class Drafter:
     chunk: int = 0  # which captured chunk holds the number; the others are multiplied by zero
     width: int = H  # Hd; len(layer_ids) * H makes fc square
     stream_length: float = 1.0  # |captured|: 1 for the Llama target, sqrt(H) for Gemma
+    layout: str = ""  # of a quantized fc
 
     def save(self, folder: Path, V: int, dtype: torch.dtype) -> str:
         K, Hd = len(self.layer_ids), self.width
@@ -168,4 +178,4 @@ class Drafter:
             attention = {"q_proj": 4 * heads, "k_proj": 4 * heads, "v_proj": heads, "o_proj": first}
             weights |= {f"midlayer.self_attn.{name}.weight": weight for name, weight in attention.items()}
             weights["norm.weight"] = torch.full((Hd,), 1e-3)
-        return save(folder, config, weights, dtype)
+        return save(folder, config, weights, dtype, {"fc": self.layout} if self.layout else {})

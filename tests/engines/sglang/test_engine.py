@@ -154,6 +154,26 @@ def test_another_plugin_on_the_same_class(tmp_path: Path) -> None:
     assert run.ops["hook"] > 0 and run.ops["norm_concat_linear"] == PROBES + 5
 
 
+# Model-Optimizer, compressed-tensors, Quark and Hugging Face's fp8; e2m1 codes of half the width kill SGLang's loader.
+QUANTIZED = ("modelopt-fp8", "modelopt-row", "hf-block", "compressed-int8", "modelopt-mxfp8")
+PACKED = ("quark-mxfp4", "modelopt-nvfp4", "compressed-nvfp4")
+
+
+@pytest.mark.parametrize("layout", QUANTIZED + PACKED)
+def test_a_quantized_fc_is_loaded_with_its_scale(tmp_path: Path, layout: str) -> None:
+    """sglang#39087."""
+    run = Case(checkpoints.Drafter(norm="chunk", layout=layout)).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert run.ops["norm_concat_linear"] == PROBES + 5
+    assert "fc of LlamaForCausalLMEagle3 of SGLang is " in run.log
+
+
+@pytest.mark.parametrize("layout", ("modelopt-fp8", "hf-block", "compressed-int8"))
+def test_a_quantized_fc_without_the_plugin(tmp_path: Path, layout: str) -> None:
+    run = Case(checkpoints.Drafter(norm="chunk", layout=layout), environment=off("SCALES")).run(tmp_path)
+    assert run.accept_lengths == [LOST] * 2, run.log[-3000:]
+
+
 @pytest.mark.parametrize(
     ("environment", "accepted"), [pytest.param((), BEST, id="on"), pytest.param(off("PROJECTION"), LOST, id="off")]
 )

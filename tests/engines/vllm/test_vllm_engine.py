@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
 
-from vllm_checkpoints import write_deepseek, write_drafter, write_target
+from vllm_checkpoints import write_counting_deepseek, write_deepseek, write_drafter, write_target
 from vllm_engine import EXPECTED, Engine
 
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
@@ -256,3 +256,31 @@ def test_deepseek_mtp(engine: Engine, compiled: bool) -> None:
     assert on.tokens == off.tokens and off.calls == []
     assert on.lines == ["DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear; forced, not timed"]
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
+
+
+# Model-Optimizer, LongCat's and Hugging Face's blocks, compressed-tensors, Quark (GLM-5-MXFP4), Hy3.
+LAYOUTS = ("modelopt-fp8", "hf-block", "compressed-int8", "quark-mxfp4", "modelopt-nvfp4")
+
+
+def mtp_request(engine: Engine, layout: str | None) -> dict:
+    target = write_counting_deepseek(engine.folder / f"counting-deepseek-{layout}", layout)
+    return {"target": target, "method": "mtp", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_a_quantized_eh_proj_is_loaded_with_its_scale(engine: Engine, layout: str | None) -> None:
+    """vLLM's MTP layers have a plain nn.Linear for it."""
+    run = engine.run(mtp_request(engine, layout))
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    loaded = [line for line in run.lines if "has no scales there" in line]
+    assert len(loaded) == (layout is not None)
+    assert [set(calls) for calls in run.calls] == [{"norm_concat_linear"}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantized_fc_of_which_the_config_says_nothing(engine: Engine, layout: str) -> None:
+    drafter = write_drafter(engine.folder / f"drafter-{layout}", 3, "chunk", layout)
+    run = engine.run({"target": write_target(engine.folder / "target"), "drafter": drafter})
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    assert f"{RUNS} (K=3, chunk norm); forced, not timed" in run.lines
+    assert [set(calls) for calls in run.calls] == [{"norm_concat_linear"}]

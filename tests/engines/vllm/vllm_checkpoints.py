@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from engines.quantized_layers import written
+
 # These divide by 1, 2 and 3 ranks.
 V = H = 192
 LAYERS, HEADS, INTERMEDIATE = 3, 6, 192
@@ -55,10 +57,17 @@ def _next(rows: torch.Tensor) -> torch.Tensor:
     return rows.roll(1, 0)
 
 
-def _save(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> str:
+def _save(
+    folder: Path, config: dict, weights: dict[str, torch.Tensor], quantized: tuple[str, str | None] = ("", None)
+) -> str:
+    """quantized: (a layer, how a quantizer writes it)."""
+    layer, layout = quantized
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file({name: weight.bfloat16().contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    saved = {name: weight.bfloat16().contiguous() for name, weight in weights.items()}
+    if layout is not None:
+        saved |= written(layer, saved.pop(f"{layer}.weight"), layout)[0]
+    save_file(saved, folder / "model.safetensors")
     return str(folder)
 
 
@@ -74,8 +83,8 @@ def write_target(folder: Path) -> str:
     return _save(folder, _config("LlamaForCausalLM", LAYERS), weights)
 
 
-def write_drafter(folder: Path, K: int, norm: str, **more: object) -> str:
-    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none"."""
+def write_drafter(folder: Path, K: int, norm: str, layout: str | None = None, **more: object) -> str:
+    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none". layout: of a quantized fc."""
     torch.manual_seed(1)
     layer_ids = list(range(LAYERS + 1))[-K:]
     config = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": layer_ids, "num_aux_hidden_states": K, **more}
@@ -92,7 +101,7 @@ def write_drafter(folder: Path, K: int, norm: str, **more: object) -> str:
     weights["midlayer.mlp.down_proj.weight"] = (torch.eye(H).roll(1, 0) - torch.eye(H)) / C
     weights |= {"norm.weight": torch.ones(H), "lm_head.weight": _next(torch.eye(V))}
     config = {name: value for name, value in config.items() if value is not None}
-    return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights)
+    return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights, ("fc", layout))
 
 
 def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:
@@ -102,9 +111,8 @@ def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:
     return torch.cat(picks, 1)
 
 
-def write_deepseek(folder: Path) -> str:
-    """The config of a DeepSeek V3 with one MTP layer; its weights are vLLM's dummies, the same in every run. 576 is the
-    one head width that vLLM's MLA has on CPU."""
+def _deepseek_config() -> dict:
+    """Of a DeepSeek V3 with one MTP layer. 576 is the one head width that vLLM's MLA has on CPU."""
     config = _config("DeepseekV3ForCausalLM", 2) | {
         "model_type": "deepseek_v3",
         "num_nextn_predict_layers": 1,
@@ -126,6 +134,43 @@ def write_deepseek(folder: Path) -> str:
         "v_head_dim": 32,
     }
     del config["head_dim"]
+    return config
+
+
+def write_deepseek(folder: Path) -> str:
+    """Its weights are vLLM's dummies, the same in every run."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "config.json").write_text(json.dumps(_deepseek_config(), indent=1))
     return str(folder)
+
+
+def write_counting_deepseek(folder: Path, layout: str | None) -> str:
+    """Target and MTP layer count. eh_proj moves the input token's c * e_t back to t - 1, and the MLP forward again by
+    adding a step of length c, which is nothing beside codes without their scale. layout: of a quantized eh_proj."""
+    config = _deepseek_config()
+    heads, rank, rope = config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    attention = {
+        "q_a_proj": torch.zeros(config["q_lora_rank"], H),
+        "q_a_layernorm": torch.ones(config["q_lora_rank"]),
+        "q_b_proj": torch.zeros(heads * (nope + rope), config["q_lora_rank"]),
+        "kv_a_proj_with_mqa": torch.zeros(rank + rope, H),
+        "kv_a_layernorm": torch.ones(rank),
+        "kv_b_proj": torch.zeros(heads * (nope + value), rank),
+        "o_proj": torch.zeros(H, heads * value),
+    }
+    step = (torch.eye(H).roll(1, 0) - torch.eye(H)) / C  # as in write_drafter
+    weights = {"model.embed_tokens.weight": C * torch.eye(V), "model.norm.weight": torch.ones(H)}
+    weights["lm_head.weight"] = _next(torch.eye(V))
+    for i in range(config["num_hidden_layers"] + 1):
+        layer = f"model.layers.{i}"
+        weights |= {f"{layer}.self_attn.{name}.weight": weight.clone() for name, weight in attention.items()}
+        weights |= {f"{layer}.mlp.{name}_proj.weight": torch.eye(H) for name in ("gate", "up")}
+        weights[f"{layer}.mlp.down_proj.weight"] = torch.zeros(H, H)
+        weights |= {f"{layer}.{name}.weight": torch.ones(H) for name in ("input_layernorm", "post_attention_layernorm")}
+    weights[f"{layer}.mlp.down_proj.weight"] = step
+    weights |= {f"{layer}.{name}.weight": torch.ones(H) for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights[f"{layer}.eh_proj.weight"] = torch.cat([torch.eye(H).roll(-1, 0), torch.zeros(H, H)], 1)
+    weights[f"{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    return _save(folder, config, weights, (f"{layer}.eh_proj", layout))

@@ -4,7 +4,7 @@
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,18 @@ class ReplicatedLinear(nn.Module):
         return getattr(self, "cpu_linear", F.linear)(x, self.weight, self.bias)
 
 
+class Loaded(nn.Module):
+    """A model, whose weights come from its checkpoint."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        parameters, names = dict(self.named_parameters()), set()
+        for name, tensor in weights:
+            if (parameter := parameters.get(f"model.{name}")) is not None:
+                parameter.data.copy_(tensor)
+                names.add(name)
+        return names
+
+
 class Entry:
     """A lazy entry of the model registry."""
 
@@ -72,7 +84,7 @@ class Entry:
 
 
 def _eagle3() -> type[nn.Module]:
-    class Eagle3LlamaForCausalLM(nn.Module):
+    class Eagle3LlamaForCausalLM(Loaded):
         """norm: "none", "chunk", "concat" or "both", in place of a whole config."""
 
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
@@ -102,7 +114,7 @@ def _eagle3() -> type[nn.Module]:
 
 
 def _laguna() -> type[nn.Module]:
-    class DFlashLagunaForCausalLM(nn.Module):
+    class DFlashLagunaForCausalLM(Loaded):
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
             super().__init__()
             self.model = nn.Module()
@@ -119,7 +131,7 @@ def _laguna() -> type[nn.Module]:
 
 
 def _dflash() -> type[nn.Module]:
-    class DFlashQwen3ForCausalLM(nn.Module):
+    class DFlashQwen3ForCausalLM(Loaded):
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
             super().__init__()
             self.model = nn.Module()
@@ -150,7 +162,7 @@ def _mtp(name: str, layer_name: str, norm: type[nn.Module]) -> tuple[type[nn.Mod
             embeds = torch.where(positions.unsqueeze(-1) == 0, 0, inputs_embeds)
             return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(previous_hidden_states)], -1))
 
-    class MTP(nn.Module):
+    class MTP(Loaded):
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
             super().__init__()
             self.model = nn.Module()

@@ -11,6 +11,7 @@ that names the target, and SGLang runs its own code.
 | vocab | on | a Gemma target's table cut as its drafter pads it, where SGLang slices by ceil(V / tp) |
 | gemma3_capture | on | hidden + residual from Gemma 3's captured layers, where SGLang drops the residual |
 | capture | on | captured layers straight into one packed tensor, the decode graphs' static one under CUDA graphs |
+| scales | on | a quantized drafter's weights dequantized where SGLang's layer would take its codes for numbers |
 
 EAGLE_KERNELS_SGLANG=0 turns all of it off. Conventions: SGLang 0.5.23; which others have the recorded targets is in
 docs/sglang.md.
@@ -25,7 +26,7 @@ from . import stage
 from .hooks import LOGGER, Hook, hook_all
 
 # Each part's module, in which HOOKS says what it touches.
-PARTS = {"projection": True, "mtp": True, "vocab": True, "gemma3_capture": True, "capture": True}
+PARTS = {"projection": True, "mtp": True, "vocab": True, "gemma3_capture": True, "capture": True, "scales": True}
 # row_parallel: the projections of `projection` and `mtp` split by columns over the ranks that replicate them.
 OPTIONS = {"row_parallel": False}
 TESTED_VERSIONS = ("0.5.23",)

@@ -70,7 +70,8 @@ class Part:
                 if hook.kind == "KEEP":
                     continue
                 replacement = self._replacement(hook, original)
-                setattr(owner, name, replacement)
+                is_static = isinstance(vars(owner).get(name), staticmethod)
+                setattr(owner, name, staticmethod(replacement) if is_static else replacement)
                 if hook.kind == "ADD":
                     self._added.append((owner, name))
                 elif imported_before and owner is module:

@@ -56,5 +56,9 @@ def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], 
         log_once(LOGGER, logging.WARNING, message)
     for architecture in architectures:
         entry = models.get(architecture)
-        if entry is not None and not isinstance(entry, HookedModel):
+        if entry is not None and not _is_hooked(entry, hook):
             models[architecture] = HookedModel(entry, hook)
+
+
+def _is_hooked(entry: Any, hook: Callable) -> bool:
+    return isinstance(entry, HookedModel) and (entry.hook is hook or _is_hooked(entry.entry, hook))

@@ -1,0 +1,112 @@
+"""A drafter's checkpoint for engine layers that have no place for its scales.
+
+A layer without a quantization method takes what is called `weight` for numbers. Codes are some hundred times too large,
+the scales beside them are names that its model skips without a word, and no draft is accepted (sglang#39087: accepted
+length 3.7 -> 1.0). Here such codes become numbers on their way from the checkpoint to the model, once, in the dtype of
+the layer. What an engine loads as codes passes as it is.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..checks import DTYPES
+from ..quantized_checkpoint import PARAMETERS, read_projection
+from ..quantized_weight import QuantizedWeight
+from .eligibility import log_once
+
+OP = "load_weights"
+# Of the input stage: a checkpoint's path of them is not the engine's (model.layers.61.eh_proj is model.eh_proj).
+PROJECTIONS = ("fc", "eh_proj", "input_proj", "mtp_linear_proj", "fc_embedding", "fc_hidden")
+_MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+_CODES = {"weight", "weight_packed", "qweight"}
+
+
+def scaled(
+    model: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    unquantized: Collection[type],
+    engine: str,
+    logger: logging.Logger,
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights for `model.load_weights`, with numbers in place of codes where the layer takes numbers.
+
+    Codes and scales come last, when all of them are known. Codes that cannot be read pass as they are, with a warning.
+
+    Args:
+        unquantized: the exact types of quant_method that take numbers; a torch nn.Linear does as well.
+        engine: its name, for the log.
+    """
+    layers = _layers_by_tail(model, unquantized)
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        path, _, parameter = name.rpartition(".")
+        is_dense = parameter == "weight" and tensor.dtype in DTYPES
+        if parameter in PARAMETERS and not is_dense and _layer_of(path, layers) is not None:
+            held.setdefault(path, {})[parameter] = tensor
+        else:
+            yield name, tensor
+    for path, tensors in held.items():
+        layer = _layer_of(path, layers)
+        if layer is not None and _CODES & tensors.keys():
+            try:
+                tensors = {"weight": _numbers(path, tensors, layer, f"{type(model).__name__} of {engine}", logger)}
+            except (TypeError, ValueError) as failure:
+                because = str(failure).removeprefix("eagle_kernels: ")
+                log_once(logger, logging.WARNING, f"{path} of {engine} gets codes without their scale: {because}")
+        for parameter, tensor in tensors.items():
+            yield f"{path}.{parameter}", tensor
+
+
+@dataclass(frozen=True)
+class _Layer:
+    module: Any
+    is_merged: bool = False  # out of several weights of the checkpoint
+
+    def shape_of(self, codes: Tensor) -> tuple[int, int]:
+        """[D, W] of a weight that the layer takes."""
+        if isinstance(self.module, nn.Linear):
+            return self.module.out_features, self.module.in_features
+        return codes.shape[0] if self.is_merged else self.module.output_size, self.module.input_size
+
+
+def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[str, _Layer | None]:
+    """Linear layers by every end of their path ("fc", "model.fc"); None where one of that end takes codes."""
+    layers: dict[str, _Layer | None] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear) and not hasattr(module, "quant_method"):
+            continue
+        is_dense = isinstance(module, nn.Linear) or (
+            type(module.quant_method) in unquantized and hasattr(module, "input_size")
+        )
+        names = path.split(".")
+        layer = _Layer(module, names[-1] in _MERGED.values()) if is_dense else None
+        for k in range(len(names)):
+            tail = ".".join(names[k:])
+            layers[tail] = None if layers.get(tail, layer) is None else layer
+    return layers
+
+
+def _layer_of(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
+    """The layer that takes numbers for a layer of the checkpoint."""
+    parent, _, name = path.rpartition(".")
+    merged = f"{parent}.{_MERGED.get(name, name)}"
+    return layers.get(path) or layers.get(merged) or (layers.get(name) if name in PROJECTIONS else None)
+
+
+def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, name: str, logger: logging.Logger) -> Tensor:
+    names = {parameter: f"{path}.{parameter}" for parameter in tensors}
+    codes = next(tensors[parameter] for parameter in tensors if parameter in _CODES)
+    read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
+    weight = read_projection(OP, names, read, layer.shape_of(codes), "the engine's layer", None)
+    dtype = layer.module.weight.dtype
+    if isinstance(weight, QuantizedWeight):
+        message = f"{path.rpartition('.')[2]} of {name} is {weight.format} in the checkpoint and has no scales there"
+        log_once(logger, logging.INFO, f"{message}: dequantized to {dtype}")
+        return weight.dequantize(dtype)
+    return weight.to(dtype)

@@ -1,0 +1,54 @@
+"""Quantized drafters whose layers vLLM holds as torch's nn.Linear or without a quantization config: their scales.
+
+`eh_proj` of nearly every MTP model, `fc` of EAGLE drafters whose config does not say that it is quantized.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..gates import check_parameters
+from ..scales import scaled
+from . import LOGGER, combine, mtp
+from .registry import hook_models, leaving_to_vllm
+
+ARCHITECTURES = (
+    *combine.EAGLE3,
+    *combine.DFLASH,
+    *mtp.ARCHITECTURES,
+    "BailingMoeV25MTPModel",
+    "EagleDeepSeekMTPModel",
+    "EagleLlama4ForCausalLM",
+    "EagleMiniCPMForCausalLM",
+    "ErnieMTPModel",
+    "Glm4MoeLiteMTPModel",
+    "Glm4MoeMTPModel",
+    "GlmOcrMTPModel",
+    "HYV3MTPModel",
+    "MiMoMTPModel",
+    "OpenPanguMTPModel",
+)
+
+_Base: Any = object  # a drafter class of vLLM
+
+
+def register() -> None:
+    hook_models(ARCHITECTURES, hooked)
+
+
+def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the drafter whose load_weights gets numbers where its layers take numbers."""
+    check_parameters(f"{drafter.__module__}:{drafter.__name__}.load_weights", drafter.load_weights, ("self", "weights"))
+    return type(drafter.__name__, (LoadsScales, drafter), {"__module__": __name__})
+
+
+class LoadsScales(_Base):
+    """Mixed in before a drafter class of vLLM."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
+        with leaving_to_vllm(f"{type(self).__name__}'s scales"):
+            from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+            weights = scaled(self, weights, {UnquantizedLinearMethod}, "vLLM", LOGGER)
+        return super().load_weights(weights)

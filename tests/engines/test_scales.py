@@ -1,0 +1,130 @@
+"""Quantized drafters in an engine's layers that have no scales: each layout becomes numbers, everything else passes."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle_kernels.engines import eligibility, scales
+from engines.quantized_layers import written
+from test_quantized_checkpoint import LAYOUTS
+
+LOGGER = logging.getLogger("eagle_kernels.engines.scales")
+D, W = 136, 192
+
+
+class Unquantized: ...
+
+
+class Fp8(Unquantized): ...
+
+
+class EngineLinear(nn.Module):
+    """As vLLM and SGLang have them."""
+
+    def __init__(self, method: type, outputs: int = D) -> None:
+        super().__init__()
+        self.input_size, self.output_size, self.quant_method = W, outputs, method()
+        self.weight = nn.Parameter(torch.zeros(outputs, W).bfloat16(), requires_grad=False)
+
+
+class Drafter(nn.Module):
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        for name, module in modules.items():
+            self.model.add_module(name, module)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(W, D, bias=False, dtype=torch.bfloat16)
+
+
+def quantized(layout: str, path: str) -> tuple[dict[str, Tensor], Tensor]:
+    """(its tensors in a checkpoint, the weight in bf16)."""
+    torch.manual_seed(0)
+    tensors, weight = written(path, torch.randn(D, W) * torch.logspace(-2, 1, D).unsqueeze(1), layout)
+    return tensors, weight.dequantize(torch.bfloat16)
+
+
+def loaded(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(scales.scaled(model, weights.items(), {Unquantized}, "an engine", LOGGER))
+
+
+@pytest.fixture
+def log(caplog: Callable) -> Callable[[], list[str]]:
+    eligibility.clear_logged()
+    caplog.set_level(logging.INFO)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == LOGGER.name]
+
+
+@pytest.mark.parametrize("layer", [linear, lambda: EngineLinear(Unquantized)], ids=["torch", "engine"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_becomes_numbers(layout: str, layer: Callable, log: Callable) -> None:
+    tensors, expected = quantized(layout, "fc")
+    weights = loaded(Drafter(fc=layer()), tensors)
+    assert list(weights) == ["fc.weight"] and torch.equal(weights["fc.weight"], expected)
+    line = f"fc of Drafter of an engine is {LAYOUTS[layout][0]} in the checkpoint and has no scales there"
+    assert f"eagle_kernels: {line}: dequantized to torch.bfloat16" in log()
+
+
+@pytest.mark.parametrize("path", ["eh_proj", "model.layers.61.eh_proj", "mtp.0.eh_proj"])
+def test_a_projection_by_its_last_name(path: str) -> None:
+    tensors, expected = quantized("hf-block", path)
+    assert torch.equal(loaded(Drafter(eh_proj=linear()), tensors)[f"{path}.weight"], expected)
+
+
+def test_layers_that_the_engine_merges() -> None:
+    """A drafter whose engine knows no quantization config has them all without scales (sglang#39087)."""
+    layers = nn.ModuleList([nn.Module()])
+    layers[0].qkv_proj, layers[0].o_proj = EngineLinear(Unquantized, 3 * D), EngineLinear(Unquantized)
+    weights, expected = {}, {}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        tensors, expected[f"layers.0.{name}.weight"] = quantized("compressed-row", f"layers.0.{name}")
+        weights |= tensors
+    got = loaded(Drafter(layers=layers), weights)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        pytest.param(lambda: Drafter(fc=EngineLinear(Fp8)), "fc", id="codes-of-the-engine"),
+        pytest.param(lambda: Drafter(fc=linear(), other=Drafter(fc=EngineLinear(Fp8))), "x.fc", id="one-of-two"),
+        pytest.param(lambda: Drafter(q_proj=linear()), "model.layers.3.q_proj", id="of-the-target"),
+        pytest.param(lambda: Drafter(eh_proj=linear()), "fc", id="no-such-layer"),
+    ],
+)
+def test_what_the_engine_reads_passes(model: Callable, path: str, log: Callable) -> None:
+    tensors, _ = quantized("hf-block", path)
+    got = loaded(model(), tensors)
+    assert list(got) == list(tensors) and all(got[name] is tensor for name, tensor in tensors.items())
+    assert not log()
+
+
+def test_numbers_pass_in_their_order(log: Callable) -> None:
+    weights = {name: torch.randn(2) for name in ("fc.weight", "norm.weight", "fc.input_scale", "lm_head.weight")}
+    got = loaded(Drafter(fc=linear()), weights)
+    assert list(got) == ["fc.weight", "norm.weight", "lm_head.weight", "fc.input_scale"]
+    assert all(got[name] is tensor for name, tensor in weights.items()) and not log()
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        pytest.param({"weight_scale_inv": None}, "its scale beside it", id="no-scale"),
+        pytest.param({"weight_scale_inv": torch.ones(3, 3)}, "(2, 2) of fp8_block128", id="wrong-blocks"),
+        pytest.param({"weight_scale_inv": torch.full((2, 2), torch.nan)}, "is NaN at", id="nan"),
+        pytest.param({"qzeros": torch.ones(1)}, "qzeros", id="gptq"),
+    ],
+)
+def test_codes_that_cannot_be_read_are_named(change: dict, because: str, log: Callable) -> None:
+    tensors, _ = quantized("hf-block", "fc")
+    tensors |= {f"fc.{name}": tensor for name, tensor in change.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    got = loaded(Drafter(fc=linear()), tensors)
+    assert got.keys() == tensors.keys() and all(got[name] is tensor for name, tensor in tensors.items())
+    (line,) = log()
+    assert line.startswith("eagle_kernels: fc of an engine gets codes without their scale: ") and because in line
