@@ -242,7 +242,15 @@ def alias(names: dict[str, str], prefix: str) -> Callable[[str], str]:
     return lambda name: f"{prefix}{names.get(name.split('.')[0], name.split('.')[0])}.weight"
 
 
+INKLING = {"enorm": "embed_norm", "hnorm": "hidden_norm", "eh_proj": "input_proj"}
+ERNIE = {"enorm": "mtp_emb_norm", "hnorm": "mtp_hidden_norm", "eh_proj": "mtp_linear_proj"}
+MINICPM = {"enorm": "input_norm1", "hnorm": "input_norm2", "eh_proj": "fc"}
+LONGCAT = {name: f"model.mtp.layers.0.{name}{'.m' if 'norm' in name else ''}.weight" for name in ERNIE}
 MTP_FORMATS = {
+    "inkling": alias(INKLING, "model.mtp.layers.0."),
+    "ernie": lambda name: f"model.{ERNIE[name.split('.')[0]]}.0.weight",
+    "longcat": lambda name: LONGCAT[name.split(".")[0]],
+    "minicpm": alias(MINICPM, ""),
     "plain": "{}".format,
     "model.layers.61": "model.layers.61.{}".format,
     "midlayer": "midlayer.{}".format,
@@ -275,10 +283,20 @@ def test_mtp_takes_the_layer_that_is_asked_for() -> None:
             mtp_layer().load_checkpoint(weights, layer=number)
 
 
-def test_gemma4_assistant_has_a_projection_and_no_norms() -> None:
+@pytest.mark.parametrize("name", ["pre_projection", "fc", "eagle_linear"])
+def test_a_stage_without_norms_is_its_projection(name: str) -> None:
+    """Gemma 4's assistant and EAGLE-1."""
     layer, weight = mtp_layer(normed=False), torch.randn(D, 2 * H).bfloat16()
-    layer.load_checkpoint({"pre_projection.weight": weight, "model.norm.weight": torch.ones(D)})
+    rest = {"model.norm.weight": torch.ones(D), "layers.0.hidden_norm.weight": torch.ones(H)}
+    layer.load_checkpoint({f"{name}.weight": weight} | rest)
     assert same_bits(layer.eh_proj.weight, weight)
+
+
+def test_an_eagle_s_bias_loads_with_its_projection() -> None:
+    layer = mtp_layer(normed=False, bias=True)
+    weights = {"fc.weight": torch.randn(D, 2 * H).bfloat16(), "fc.bias": torch.randn(D).bfloat16()}
+    layer.load_checkpoint(weights)
+    assert same_bits(layer.eh_proj.bias, weights["fc.bias"])
 
 
 MTP_ERRORS = [
@@ -299,6 +317,12 @@ MTP_ERRORS = [
         lambda w: None,
         "weights has enorm.weight, expected only ['eh_proj.weight'], because normed is False",
         id="norms-the-config-forgot",
+    ),
+    pytest.param(
+        {},
+        lambda w: w.update({"eh_proj.bias": torch.ones(D)}),
+        "weights has eh_proj.bias, expected only {all}, because bias is False",
+        id="bias-the-config-forgot",
     ),
     pytest.param(
         {},

@@ -14,8 +14,13 @@ TEXT = {"hidden_size": 256, "rms_norm_eps": 1e-5}
 EXPECTED = [
     pytest.param({"model_type": "deepseek_v3"} | TEXT, "sglang", {}, id="deepseek-sglang"),
     pytest.param({"model_type": "deepseek_v3"} | TEXT, "vllm", {"mask_position_zero": True}, id="deepseek-vllm"),
-    pytest.param({"model_type": "step3p5"} | TEXT, "vllm", {"norm_offset": 1.0}, id="step3p5"),
-    pytest.param({"model_type": "step3p7", "text_config": TEXT}, "sglang", {"norm_offset": 1.0}, id="composite"),
+    pytest.param({"model_type": "step3p5"} | TEXT, "vllm", {"norm_offset": 1.0, "chain": "pre-norm"}, id="step3p5"),
+    pytest.param(
+        {"model_type": "step3p7", "text_config": TEXT},
+        "sglang",
+        {"norm_offset": 1.0, "chain": "pre-norm"},
+        id="composite",
+    ),
     pytest.param({"model_type": "qwen3_next"} | TEXT, "sglang", {"norm_offset": 1.0}, id="qwen3-next"),
     pytest.param(
         {"model_type": "gemma4_assistant", "backbone_hidden_size": 2816, "text_config": TEXT},
@@ -26,6 +31,7 @@ EXPECTED = [
             "normed": False,
             "embedding_scale": 2816**0.5,
             "round_embedding_scale": True,
+            "chain": "projected",
         },
         id="gemma4-assistant",
     ),
@@ -48,10 +54,12 @@ def test_gemma4_scale_is_rounded_by_all_but_sglang() -> None:
 
 
 KNOWN = sorted(
-    name
-    for family in families().values()
-    if family.mtp is not None
-    for name in family.model_types + family.mtp.drafter_types
+    {
+        name
+        for family in families().values()
+        if family.mtp is not None and not family.mtp.streams
+        for name in family.config_types
+    }
 )
 ERRORS = [
     pytest.param(
@@ -59,6 +67,42 @@ ERRORS = [
         f"MTPConfig.from_hf: model_type is 'llama', expected one of {KNOWN}, because order, norms and masking depend "
         "on it; for another one build the MTPConfig itself",
         id="unknown-model",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "kimi_k2"} | TEXT),
+        f"MTPConfig.from_hf: model_type is 'kimi_k2', expected one of {KNOWN}, because order, norms and masking depend "
+        "on it; for another one build the MTPConfig itself",
+        id="without-mtp-layers",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "deepseek_v4"} | TEXT),
+        "MTPConfig.from_hf: model_type is 'deepseek_v4', expected one projection of a concat, because h_proj projects "
+        "each residual stream by itself",
+        id="streams",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "kimi_k3"} | TEXT),
+        "MTPConfig.from_hf: engine is 'sglang', expected 'vllm' or 'transformers', because sglang does not serve "
+        "Kimi K3",
+        id="not-served",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf(
+            {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"} | TEXT, engine="transformers"
+        ),
+        "MTPConfig.from_hf: engine is 'transformers', expected 'sglang' or 'vllm', because transformers does not serve "
+        "Llama, Qwen 2 EAGLE",
+        id="eagle-in-transformers",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "ernie4_5_moe", "use_bias": "no"} | TEXT),
+        "MTPConfig.from_hf: use_bias is 'no', expected True or False",
+        id="bias-of-hf",
+    ),
+    pytest.param(
+        lambda: ek.MTPConfig(8, chain="post"),
+        "MTPConfig: chain is 'post', expected 'normed' or 'pre-norm' or 'target' or 'streams' or 'projected'",
+        id="chain",
     ),
     pytest.param(
         lambda: ek.MTPConfig.from_hf({"model_type": "deepseek_v3"} | TEXT, engine="trt"),
@@ -140,3 +184,10 @@ def test_errors_say_what_is_expected(call: object, message: str) -> None:
 def test_an_eps_of_zero_is_one() -> None:
     config = ek.MTPConfig.from_hf({"model_type": "deepseek_v3", "hidden_size": 8, "rms_norm_eps": 0})
     assert (config.enorm_eps, config.hnorm_eps) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("field", ["layernorm_epsilon", "rms_norm_eps"])
+def test_an_eps_of_another_name_may_have_transformers_own(field: str) -> None:
+    """MiMo-V2's config.json has the first, transformers' config object of it the second."""
+    config = ek.MTPConfig.from_hf({"model_type": "mimo_v2_flash", "hidden_size": 8, field: 1e-3})
+    assert (config.enorm_eps, config.hnorm_eps) == (1e-3, 1e-3)

@@ -53,7 +53,8 @@ def chain(layer: ek.MTPProjection, embeds: Tensor, hidden: Tensor) -> Tensor:
         embeds = norm(embeds, layer.enorm.weight, config.enorm_eps)
         hidden = norm(hidden, layer.hnorm.weight, config.hnorm_eps)
     pair = [embeds, hidden] if config.order == "embed,hidden" else [hidden, embeds]
-    return F.linear(torch.cat(pair, -1), layer.eh_proj.weight.to(dtype))
+    bias = layer.eh_proj.bias
+    return F.linear(torch.cat(pair, -1), layer.eh_proj.weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 CONFIGS = [
@@ -63,6 +64,8 @@ CONFIGS = [
     pytest.param({"norm_offset": 1.0, "order": "hidden,embed", "embedding_scale": H**0.5}, id="reversed-offset-scale"),
     pytest.param({"normed": False, "embedding_scale": H**0.5}, id="gemma4"),
     pytest.param({"normed": False, "order": "hidden,embed"}, id="no-norms"),
+    pytest.param({"bias": True}, id="ernie"),
+    pytest.param({"normed": False, "bias": True}, id="eagle"),
 ]
 
 
@@ -313,3 +316,11 @@ def test_a_mask_without_positions_and_too_many_rows_are_refused() -> None:
     message = "MTPProjection: there are 13 rows, expected at most 12, because static buffers never grow"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         layer(hidden, ids, table=table, positions=ids)
+
+
+def test_a_raw_table_is_refused_where_the_target_norms_its_embeddings() -> None:
+    layer, (hidden, ids, table) = make_layer(embedding_prenormed=True), make_inputs()
+    message = "given are ids, table, expected embeds, because the target norms its embeddings before enorm does"
+    with pytest.raises(ValueError, match=f"^MTPProjection: {message}$"):
+        layer(hidden, ids, table=table)
+    assert layer(hidden, embeds=lookup(table, ids)).shape == (T, D)

@@ -20,6 +20,8 @@ from eagle_kernels import ops, plan
 from eagle_kernels.checks import DTYPES
 from eagle_kernels.engines import sglang, vllm
 from eagle_kernels.engines.gates import Target
+from eagle_kernels.models import families
+from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 RESULTS = Path("bench/results")
 VLLM_COMBINE = "vllm_combine.json"
@@ -64,6 +66,7 @@ def pages() -> dict[str, dict[str, str]]:
             "coverage": coverage(),
         },
         "docs/guarantees.md": {"runs": target_runs(), "links": links_to_tests()},
+        "docs/models.md": {"mtp": mtp_stages()},
     }
 
 
@@ -376,6 +379,64 @@ _TARGETS: dict[str, tuple[str, Callable[[dict], Iterator[tuple]]]] = {
     "mutants": ("*/verify/{}.json", _of_mutants),
     "coverage": ("*/verify/{}.json", _of_coverage),
 }
+
+
+_LINEAR = {
+    "Linear": "whole, never quantized",
+    "ReplicatedLinear": "whole",
+    "ColumnParallelLinear": "rows over the ranks",
+    "RowParallelLinear": "columns over the ranks",
+}
+
+
+def mtp_stages() -> str:
+    """The input stage of every MTP and EAGLE-1 family, and how each engine serves it."""
+    lines = ["| family | concat | norms | its modules | SGLang | vLLM |", "|---|---|---|---|---|---|"]
+    for family in families().values():
+        if (stage := family.mtp) is None:
+            continue
+        cells = [family.title, _concat(stage), _norms(family), ", ".join(f"`{name}`" for name in stage.names)]
+        cells += [_served(stage, stage.engines.get(engine)) for engine in ("sglang", "vllm")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _served(stage: MTPStage, engine: EngineStage | None) -> str:
+    if engine is None:
+        return "not served"
+    weight = _LINEAR[engine.linear] + (", may be quantized" if engine.quantized else "")
+    if engine.bias:
+        weight += ", bias" if engine.bias is True else f", bias if `{engine.bias}`"
+    chain = f"{engine.chain}, normed if `{stage.chain_field}`" if stage.chain_field else engine.chain
+    return "; ".join([weight, chain, *(["position 0 zero"] if engine.zeroes_position_0 else [])])
+
+
+def _concat(stage: MTPStage) -> str:
+    if stage.streams:
+        return "none: e_proj(embedding) + h_proj(each stream)"
+    embed = "embedding"
+    if stage.embedding_scaled:
+        embed += " * sqrt(H)"
+    if stage.embedding_scale_field:
+        embed += f" * `{stage.embedding_scale_field}`"
+    if stage.embedding_prenormed:
+        embed += " behind the target's norm"
+    return ", ".join((embed, "hidden") if stage.order == "embed,hidden" else ("hidden", embed))
+
+
+def _norms(family: ModelFamily) -> str:
+    stage = family.mtp
+    if stage is None or not stage.normed:
+        return "none"
+    gain = {0.0: "w", 1.0: "1 + w"}
+    if stage.norm_offsets:
+        name, offsets = stage.norm_offsets
+        gains = ", ".join(f"{gain[offset]} if {value}" for value, offset in offsets.items() if value is not None)
+        text = f"`{name}`: {gains}"
+    else:
+        text = gain[family.norm_offset]
+    text += "; hidden over all streams" if stage.streams and stage.hnorm_over == "row" else ""
+    return text + (f"; eps is `{stage.eps_field}`" if stage.eps_field != "rms_norm_eps" else "")
 
 
 def links_to_tests() -> str:

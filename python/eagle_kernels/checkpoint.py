@@ -6,6 +6,7 @@ error: engines skip it silently (vLLM 0.33 `llama_eagle3` drops `input_norm`), a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from . import checks
+from .models import families
 from .quantized_checkpoint import PARAMETERS, config_of, read_projection
 from .quantized_weight import QuantizedWeight
 
@@ -35,14 +37,8 @@ _LEGACY_NAMES = {
 _OTHER_NORMS = ("norm", "verifier_norm")
 _NORM = re.compile(r"\w*norm\w*(\.\d+)?")
 
-# enorm, hnorm and eh_proj as DeepSeek, Step-3.5, GLM and Kimi have them, and what others call the same three.
-_MTP_STEMS = {
-    "enorm": ("enorm", "pre_fc_norm_embedding", "token_layernorm"),  # Qwen3-Next, MiMo
-    "hnorm": ("hnorm", "pre_fc_norm_hidden", "hidden_layernorm"),
-    "eh_proj": ("eh_proj", "fc", "input_proj", "pre_projection"),  # Qwen3-Next, MiMo, Gemma 4's assistant
-}
-_GENERIC = {"fc", "input_proj"}
-_MTP_STEM = {theirs: ours for ours, names in _MTP_STEMS.items() for theirs in names}
+# Other parts of a model have these names too; they are the stage's where all that it has is side by side.
+_GENERIC = {"fc", "input_proj", "embed_norm", "hidden_norm"}
 
 
 def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
@@ -89,31 +85,37 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
     readers = _open(op, weights)
     shape = (config.out_features, 2 * config.hidden_size)
     expected = _expected(layer, "eh_proj", shape)
-    stages: dict[str, list[str]] = {}
+    own_stem = _mtp_stems()
+    stages: dict[str, dict[str, str]] = {}  # by prefix, the stem of each name
     for name in readers:
         prefix, stem = _split(name)
-        if stem in _MTP_STEM:
-            stages.setdefault(prefix, []).append(name)
-    # Other parts of a model have an fc too; it is this one where its norms are beside it.
-    stages = {prefix: names for prefix, names in stages.items() if not _GENERIC.issuperset(_split(n)[1] for n in names)}
+        if stem in own_stem:
+            stages.setdefault(prefix, {})[name] = stem
+    modules = {ours.rpartition(".")[0] for ours in expected}
+    stages = {
+        prefix: stems
+        for prefix, stems in stages.items()
+        if not _GENERIC.issuperset(stems.values()) or modules == {own_stem[stem] for stem in stems.values()}
+    }
     if number is not None:
-        stages = {prefix: names for prefix, names in stages.items() if f"layers.{number}." in prefix}
+        stages = {prefix: stems for prefix, stems in stages.items() if f"layers.{number}." in prefix}
     if len(stages) != 1:
         got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer"
         expected_one = "one" if number is None else f"one with layers.{number}."
         raise checks.error(ValueError, op, got, expected_one, "layer says which, its names say where")
     found: dict[str, str] = {}
     projection: dict[str, str] = {}
-    for name in next(iter(stages.values())):
-        stem, parameter = _MTP_STEM[_split(name)[1]], name.rpartition(".")[2]
-        ours = f"{stem}.{parameter}"
-        if stem == "eh_proj":
+    for name, stem in next(iter(stages.values())).items():
+        parameter = name.rpartition(".")[2]
+        ours = f"{own_stem[stem]}.{parameter}"
+        if own_stem[stem] == "eh_proj" and parameter in PARAMETERS:
             _claim(op, projection, parameter, name, ours)
-        elif parameter == "weight":
+        elif parameter in ("weight", "bias"):
             _claim(op, found, ours, name)
     for ours, name in found.items():
         if ours not in expected:
-            raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", "normed is False")
+            because = "bias is False" if ours.endswith(".bias") else "normed is False"
+            raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", because)
     meaning = f"(D, 2H) with H = {config.hidden_size}"
     return _read(op, readers, expected, found, ("eh_proj", projection, shape, meaning), _config_beside(op, weights))
 
@@ -125,12 +127,26 @@ def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, 
     return {f"{projection}.weight": shape} | own
 
 
+@functools.cache
+def _mtp_stems() -> dict[str, str]:
+    """enorm, hnorm or eh_proj by what each family calls it."""
+    stages = [family.mtp for family in families().values() if family.mtp is not None and not family.mtp.streams]
+    ours = ("enorm", "hnorm", "eh_proj")
+    return {theirs: ours[k - len(stage.names)] for stage in stages for k, theirs in enumerate(stage.names)}
+
+
 def _split(name: str) -> tuple[str, str]:
-    """model.layers.61.enorm.weight -> ("model.layers.61.", "enorm"); stem "" where it is no weight."""
+    """model.layers.61.enorm.weight -> ("model.layers.61.", "enorm"); stem "" where it is no weight.
+
+    LongCat writes enorm.m.weight, Ernie model.mtp_emb_norm.0.weight for the first of several layers.
+    """
     stem, _, parameter = name.rpartition(".")
-    if parameter not in PARAMETERS:
+    if parameter not in (*PARAMETERS, "bias"):
         return name, ""
-    prefix, dot, last = stem.rpartition(".")
+    prefix, dot, last = stem.removesuffix(".m").rpartition(".")
+    if last.isdigit():
+        before, dot, last = prefix.rpartition(".")
+        return f"{before}{dot}layers.{stem.rpartition('.')[2]}.", last
     return prefix + dot, last
 
 

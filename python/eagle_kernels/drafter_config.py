@@ -41,17 +41,15 @@ LAYER_ID_RULES: dict[str, _Rule] = {
     "boundary-iff-last-is-N": _boundary_ids_iff_last_is_n,
 }
 
-# boundary = id + rule(ids, N), of targets without a file in models/. Source: `set_eagle3_layers_to_capture` of SGLang
-# 0.5.23, of the model's class or the one it inherits from; a composite model type is listed beside its text model's, to
-# which it delegates.
+# boundary = id + rule(ids, N), of targets without a row in models/table.py that says it. Source: SGLang 0.5.23
+# `set_eagle3_layers_to_capture`, of the model's class or the one it inherits from; a composite model type is listed
+# beside its text model's, to which it delegates.
 _OTHER_MODEL_TYPES = {
     "output": """
-        apertus bailing_moe exaone_moe glm4_moe glm5_next glm5_next_text llama llama4 llama4_text longcat_flash
-        minimax_m2 minimax_m3 minimax_m3_vl minimax_m3_vl_text mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe
-        qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_vl qwen3_vl_moe qwen3_vl_moe_text
-        qwen3_vl_text
+        apertus bailing_moe llama llama4 llama4_text minimax_m2 mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe
+        qwen3 qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text
     """,
-    "output-iff-first-is-1": "deepseek_v2 glm4_moe_lite glm_moe_dsa",
+    "output-iff-first-is-1": "deepseek_v2",
     "boundary-iff-last-is-N": "gpt_oss",
 }
 _MEANINGS = ("output", "boundary")

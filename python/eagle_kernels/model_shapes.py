@@ -1,6 +1,6 @@
 """Shapes of real targets and of their drafters' input stages: benchmark presets and test cases.
 
-They come from the files of `models/`, and from `shapes.json` for targets about which nothing else is special.
+They stand in `shapes.json`; the gains' offset of a target that has a row in `models/table.py` stands there.
 """
 
 import functools
@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 
 from . import checks
-from .models import ModelFamily, families
+from .models import families
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,14 @@ class ModelShape:
 
 @functools.cache
 def model_shapes() -> dict[str, ModelShape]:
-    """Every preset by name: those of the families, then the order of `shapes.json`."""
+    """Every preset by name."""
     text = importlib.resources.files(__package__).joinpath("shapes.json").read_text(encoding="utf-8")
-    models = [_entry(family, shape) for family in families().values() for shape in family.shapes]
-    return {model["name"]: _model_shape(model) for model in models + json.loads(text)["models"]}
-
-
-def _entry(family: ModelFamily, shape: dict) -> dict:
-    """A family's shape with what the family says about all of them, in the schema of `shapes.json`."""
-    entry = shape | {"norm_offset": family.norm_offset}
-    if "mtp" in entry:
-        entry["mtp"] = entry["mtp"] | {"norm_offset": family.norm_offset}
-    return entry
+    return {model["name"]: _model_shape(model) for model in json.loads(text)["models"]}
 
 
 def _model_shape(model: dict) -> ModelShape:
+    if "family" in model:
+        model = model | {"norm_offset": families()[model["family"]].norm_offset}
     entries = {kind: entry for kind, entry in model.items() if kind == "mtp" or kind.startswith(("eagle3", "dflash"))}
     stages = [_input_stage(kind, entry, model) for kind, entry in entries.items()]
     for entry in entries.values():
@@ -103,7 +96,7 @@ def _input_stage(kind: str, entry: dict, model: dict) -> InputStage:
         D=entry.get("draft_hidden_size", model["target_hidden_size"]),
         eps=model["rms_norm_eps"],
         # EAGLE-3 and DFlash drafters have plain norms even for a (1 + w) target; MTP layers are the target's own.
-        norm_offset=entry.get("norm_offset", 0.0),
+        norm_offset=model["norm_offset"] if kind == "mtp" else 0.0,
         norm="chunk" if chunk_norm else "concat" if concat_norm else "none",
         post_norm=kind == "dflash",
         layer_ids=_ids(entry, "layer_ids"),

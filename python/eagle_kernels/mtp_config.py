@@ -1,14 +1,23 @@
 """The input stage of an MTP / NextN layer as its checkpoint was trained: order, norms, offset, scale, position 0."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from . import checks
 from .drafter_config import check_config, get_field
 from .models import families, find_family
 
+if TYPE_CHECKING:
+    from .models.family import EngineStage, ModelFamily, MTPStage
+
 ORDERS = ("embed,hidden", "hidden,embed")
 ENGINES = ("sglang", "vllm", "transformers")
+# What the next draft step reads: the layer's output behind or before the final norm; the target's state, as the first
+# step; the residual streams; what Gemma 4's post_projection makes of the normed output.
+CHAINS = ("normed", "pre-norm", "target", "streams", "projected")
 
 
 @dataclass(frozen=True)
@@ -19,12 +28,16 @@ class MTPConfig:
         hidden_size: H, of embedding and hidden state.
         out_features: D, H where None.
         order: "embed,hidden" or "hidden,embed" (MiMo, Inkling), the order of the concat.
-        normed: False where there are no enorm and hnorm (the Gemma 4 assistant).
+        normed: False where there are no enorm and hnorm (the Gemma 4 assistant, EAGLE-1).
         enorm_eps, hnorm_eps: of the two norms.
         norm_offset: the gain of both is norm_offset + weight.
+        bias: eh_proj has one.
         embedding_scale: multiplies the rows of the embedding table; embeddings handed in are taken as they are.
         round_embedding_scale: to the table's dtype first, as transformers and vLLM do; SGLang takes the float.
+        embedding_prenormed: the target norms the embedding before enorm does (Inkling), so that it is handed in.
         mask_position_zero: the embedding is zero where the position is 0, before its norm.
+        chain: what the next draft step reads. "normed" and "pre-norm" are `ChainedHiddenStates` with norm_output True
+            and False; "target" is the target's state again, "projected" the normed output behind a projection to H.
     """
 
     hidden_size: int
@@ -34,9 +47,12 @@ class MTPConfig:
     enorm_eps: float = 1e-6
     hnorm_eps: float = 1e-6
     norm_offset: float = 0.0
+    bias: bool = False
     embedding_scale: float | None = None
     round_embedding_scale: bool = False
+    embedding_prenormed: bool = False
     mask_position_zero: bool = False
+    chain: str = "normed"
 
     def __post_init__(self) -> None:
         op = "MTPConfig"
@@ -45,7 +61,7 @@ class MTPConfig:
             object.__setattr__(self, "out_features", self.hidden_size)
         checks.check_int(op, "out_features", self.out_features, at_least=1)
         checks.check_width(op, 2, self.hidden_size)
-        for name in ("normed", "round_embedding_scale", "mask_position_zero"):
+        for name in ("normed", "bias", "round_embedding_scale", "embedding_prenormed", "mask_position_zero"):
             checks.check_bool(op, name, getattr(self, name))
         checks.check_number(op, "norm_offset", self.norm_offset)
         for name in ("enorm_eps", "hnorm_eps"):
@@ -55,47 +71,46 @@ class MTPConfig:
             and not 0 < checks.check_number(op, "embedding_scale", self.embedding_scale) < math.inf
         ):
             raise checks.error(ValueError, op, f"embedding_scale is {self.embedding_scale}", "above 0 and finite")
-        if self.order not in ORDERS:
-            raise checks.error(ValueError, op, f"order is {self.order!r}", " or ".join(map(repr, ORDERS)))
+        for name, words in (("order", ORDERS), ("chain", CHAINS)):
+            if (word := getattr(self, name)) not in words:
+                raise checks.error(ValueError, op, f"{name} is {word!r}", " or ".join(map(repr, words)))
 
     @classmethod
-    def from_hf(cls, config: object, *, engine: str = "sglang") -> "MTPConfig":
-        """The stage of a target's MTP layers (or of a drafter's own config), by the family of its `model_type`.
+    def from_hf(cls, config: object, *, engine: str = "sglang") -> MTPConfig:
+        """The stage of a target's MTP layers (or of a drafter's own config), by its family in `models/table.py`.
 
         Args:
-            config: a Hugging Face config, object or dict; a composite one is read through its `text_config`.
-            engine: "sglang", "vllm" or "transformers": whose position-0 rule and whose rounding of the scale.
+            config: a Hugging Face config, object or dict; a composite one is read through its `text_config`. The
+                family is that of its `architectures` or its `model_type`.
+            engine: "sglang", "vllm" or "transformers": whose chain, bias and position-0 rule, and whose rounding of
+                the scale. transformers' `MtpModel` masks nothing, has no bias and hands on the normed state.
 
         Raises:
-            ValueError: a model type without a known MTP stage (the message lists those there are), an unknown engine,
-                a missing hidden_size.
+            ValueError: a model type without a known MTP stage (the message lists those there are), one that projects
+                each residual stream by itself, one that the engine does not serve, an unknown engine, a missing
+                hidden_size.
         """
-        op = "MTPConfig.from_hf"
         if engine not in ENGINES:
-            raise checks.error(ValueError, op, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
-        check_config(op, "config", config)
-        model_type = get_field(config, "model_type")
-        family = find_family(model_type)
-        if family is None or family.mtp is None:
-            known = [
-                name
-                for family in families().values()
-                if family.mtp is not None
-                for name in family.model_types + family.mtp.drafter_types
-            ]
-            because = "order, norms and masking depend on it; for another one build the MTPConfig itself"
-            raise checks.error(ValueError, op, f"model_type is {model_type!r}", f"one of {sorted(known)}", because)
-        text, stage = get_field(config, "text_config") or config, family.mtp
+            raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
+        check_config(_FROM_HF, "config", config)
+        family, stage = _family_of(config)
+        served = _engine_stage(family, stage, engine)
+        text = get_field(config, "text_config") or config
         width = get_field(text, "hidden_size")
         if width is None:
-            raise checks.error(ValueError, op, "hidden_size is missing", "the target's width")
-        width = checks.check_int(op, "hidden_size", width, at_least=1)
+            raise checks.error(ValueError, _FROM_HF, "hidden_size is missing", "the target's width")
+        width = checks.check_int(_FROM_HF, "hidden_size", width, at_least=1)
         # The assistant of Gemma 4 is narrower than the target whose states it reads.
         backbone = get_field(config, "backbone_hidden_size")
-        hidden_size = width if backbone is None else checks.check_int(op, "backbone_hidden_size", backbone, at_least=1)
-        checks.check_width(op, 2, hidden_size)  # before its square root, which a number beyond a float has not
-        eps = get_field(text, "rms_norm_eps")
-        eps = 1e-6 if eps is None else checks.check_number(op, "rms_norm_eps", eps)
+        hidden_size = width
+        if backbone is not None:
+            hidden_size = checks.check_int(_FROM_HF, "backbone_hidden_size", backbone, at_least=1)
+        checks.check_width(_FROM_HF, 2, hidden_size)  # before its square root, which a number beyond a float has not
+        # transformers gives the field of another name its own one.
+        eps = _number(text, stage.eps_field, _number(text, "rms_norm_eps", 1e-6))
+        scale = hidden_size**0.5 if stage.embedding_scaled else None
+        if stage.embedding_scale_field is not None:
+            scale = _number(text, stage.embedding_scale_field, 1.0)
         return cls(
             hidden_size=hidden_size,
             out_features=width,
@@ -103,8 +118,61 @@ class MTPConfig:
             normed=stage.normed,
             enorm_eps=eps,
             hnorm_eps=eps,
-            norm_offset=family.norm_offset,
-            embedding_scale=hidden_size**0.5 if stage.embedding_scaled else None,
+            norm_offset=_norm_offset(family, stage, text),
+            bias=_flag(text, served.bias) if isinstance(served.bias, str) else served.bias,
+            embedding_scale=scale,
             round_embedding_scale=engine in family.scale_rounded_by,
-            mask_position_zero=engine in stage.position_0_zeroed_by,
+            embedding_prenormed=stage.embedding_prenormed,
+            mask_position_zero=served.zeroes_position_0,
+            chain="normed" if stage.chain_field and _flag(text, stage.chain_field) else served.chain,
         )
+
+
+_FROM_HF = "MTPConfig.from_hf"
+
+
+def _family_of(config: object) -> tuple[ModelFamily, MTPStage]:
+    model_type, architectures = get_field(config, "model_type"), get_field(config, "architectures")
+    names = (
+        [name for name in architectures if isinstance(name, str)] if isinstance(architectures, (list, tuple)) else []
+    )
+    family = find_family(model_type, names)
+    if family is None or family.mtp is None:
+        stages = [other for other in families().values() if other.mtp is not None and not other.mtp.streams]
+        known = sorted({name for other in stages for name in other.config_types})
+        because = "order, norms and masking depend on it; for another one build the MTPConfig itself"
+        raise checks.error(ValueError, _FROM_HF, f"model_type is {model_type!r}", f"one of {known}", because)
+    if family.mtp.streams:
+        because = f"{family.mtp.names[-1]} projects each residual stream by itself"
+        raise checks.error(ValueError, _FROM_HF, f"model_type is {model_type!r}", "one projection of a concat", because)
+    return family, family.mtp
+
+
+def _engine_stage(family: ModelFamily, stage: MTPStage, engine: str) -> EngineStage:
+    engines = stage.engines | ({"transformers": stage.transformers} if family.model_types else {})
+    if engine not in engines:
+        because = f"{engine} does not serve {family.title}"
+        raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, engines)), because)
+    return engines[engine]
+
+
+def _norm_offset(family: ModelFamily, stage: MTPStage, text: object) -> float:
+    if stage.norm_offsets is None:
+        return family.norm_offset
+    name, offsets = stage.norm_offsets
+    value = get_field(text, name)
+    for known, offset in offsets.items():
+        if known is value or (isinstance(known, str) and known == value):
+            return offset
+    expected = f"one of {[known for known in offsets if known is not None]}"
+    raise checks.error(ValueError, _FROM_HF, f"{name} is {value!r}", expected, "another norm is no RMSNorm")
+
+
+def _number(text: object, name: str, default: float) -> Any:
+    value = get_field(text, name)
+    return default if value is None else checks.check_number(_FROM_HF, name, value)
+
+
+def _flag(text: object, name: str) -> bool:
+    value = get_field(text, name)
+    return False if value is None else checks.check_bool(_FROM_HF, name, value)

@@ -40,8 +40,8 @@ class MTPProjection(nn.Module):
             each is allocated by the first call that needs it and never again. None: such calls allocate.
         dtype, device: of the parameters.
 
-    state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H]. Parameters do not require
-    grad: the layer is inference only.
+    state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H], eh_proj.bias [D]
+    (config.bias). Parameters do not require grad: the layer is inference only.
 
     Source: SGLang 0.5.23 `deepseek_nextn`, `step3p5_mtp`, `gemma4_mtp`; vLLM 0.33 `deepseek_mtp`, `mimo_mtp`.
     """
@@ -73,7 +73,7 @@ class MTPProjection(nn.Module):
         """Copy enorm, hnorm and eh_proj from a checkpoint: a safetensors file or folder, or tensors by name.
 
         Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint holds several MTP layers.
-        Qwen3-Next's, MiMo's and Gemma 4's names for the three are known too.
+        What the families of `models/table.py` call the three is known too.
 
         Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
         """
@@ -90,7 +90,8 @@ class MTPProjection(nn.Module):
 
     def _dense_eh_proj(self, **factory: Any) -> nn.Linear:
         config = self.config
-        return nn.Linear(2 * config.hidden_size, config.out_features, bias=False, **factory).requires_grad_(False)
+        linear = nn.Linear(2 * config.hidden_size, config.out_features, bias=config.bias, **factory)
+        return linear.requires_grad_(False)
 
     def forward(
         self,
@@ -163,6 +164,9 @@ class MTPProjection(nn.Module):
         rows = firsts.shape[0]
         if positions is not None and positions.shape[0] != rows:
             raise checks.shape_error(op, "positions", positions, f"({rows},)", "there is one per embedding")
+        if ids is not None and self.config.embedding_prenormed:
+            because = "the target norms its embeddings before enorm does"
+            raise checks.error(ValueError, op, "given are ids, table", "embeds", because)
         if positions is None and self.config.mask_position_zero:
             because = "the config masks position 0"
             raise checks.error(ValueError, op, "positions is None", f"({rows},) positions", because)

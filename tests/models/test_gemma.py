@@ -1,4 +1,4 @@
-"""Gemma 3 and Gemma 4: offset, embedding scale and assistant against the modules of transformers."""
+"""Gemma 3 and Gemma 4: embedding scale and assistant against the modules of transformers."""
 
 import pytest
 import torch
@@ -6,45 +6,32 @@ import torch.nn.functional as F
 
 import eagle_kernels as ek
 from accuracy import relative_rms, rms_limit
-from eagle_kernels.models.gemma import GEMMA3, GEMMA4
-from family_checks import check_model_types, check_norm_offset, check_presets
+from eagle_kernels.models import families
 from guards import same_bits
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from transformers.models.gemma3 import modeling_gemma3  # noqa: E402
-from transformers.models.gemma4 import modeling_gemma4  # noqa: E402
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gemma4 import modeling_gemma4
 
 V, H = 64, 1152  # sqrt(1152) = 33.94 is 34 in bf16
 
 
-def test_gemma3_is_what_it_says() -> None:
-    check_model_types(GEMMA3, transformers.Gemma3Config, transformers.Gemma3TextConfig)
-    check_norm_offset(GEMMA3, modeling_gemma3.Gemma3RMSNorm(H, eps=1e-5))
-    check_presets(GEMMA3)
-
-
-def test_gemma4_is_what_it_says() -> None:
-    check_model_types(GEMMA4, transformers.Gemma4Config, transformers.Gemma4TextConfig)
-    check_norm_offset(GEMMA4, modeling_gemma4.Gemma4RMSNorm(H, eps=1e-5))
-    check_presets(GEMMA4)
-
-
 @pytest.mark.parametrize(
-    ("family", "embedding"),
+    ("name", "embedding"),
     [
-        pytest.param(GEMMA3, modeling_gemma3.Gemma3TextScaledWordEmbedding, id="gemma3"),
-        pytest.param(GEMMA4, modeling_gemma4.Gemma4TextScaledWordEmbedding, id="gemma4"),
+        ("gemma3", modeling_gemma3.Gemma3TextScaledWordEmbedding),
+        ("gemma4", modeling_gemma4.Gemma4TextScaledWordEmbedding),
     ],
 )
-def test_the_scaled_embedding_has_the_bits_of_each_engine(family: object, embedding: type) -> None:
+def test_the_scaled_embedding_has_the_bits_of_each_engine(name: str, embedding: type) -> None:
     theirs = embedding(V, H, 0, embed_scale=H**0.5).bfloat16()
     torch.nn.init.normal_(theirs.weight)
     table, ids = theirs.weight.detach(), torch.randint(V, (31,))
     shard = ek.VocabShard.build(V, tp_rank=0, tp_size=1)
 
     def ours(engine: str) -> torch.Tensor:
-        scale = family.embedding_scale(H, torch.bfloat16, engine=engine)
+        scale = families()[name].embedding_scale(H, torch.bfloat16, engine=engine)
         return ek.VocabParallelEmbedding.from_weight(table, shard, scale=scale)(ids)
 
     assert same_bits(ours("transformers"), theirs(ids).detach()) and same_bits(ours("vllm"), ours("transformers"))

@@ -1,27 +1,36 @@
-"""What is special about each family of target models, one file each: data, which imports nothing else of the package.
+"""What is special about each family of target models and about the input stage of its MTP layers.
 
-A family is one file here that defines `FAMILIES`, and one test in `tests/models/`.
+Data, which imports nothing else of the package: a family is one row of `table.FAMILIES`, of which docs/models.md shows
+the MTP stages.
 """
 
+from __future__ import annotations
+
 import functools
-import importlib
-import pkgutil
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from .family import ModelFamily, MTPStage
+if TYPE_CHECKING:
+    from .family import ModelFamily
 
-__all__ = ["ModelFamily", "MTPStage", "families", "find_family"]
+__all__ = ["families", "find_family"]
 
 
 @functools.cache
 def families() -> dict[str, ModelFamily]:
     """Every family by name."""
-    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
-    return {family.name: family for module in modules for family in getattr(module, "FAMILIES", ())}
+    from .table import FAMILIES  # 2 ms, for those who ask
+
+    return {family.name: family for family in FAMILIES}
 
 
-def find_family(model_type: str) -> ModelFamily | None:
-    """The family of a `model_type`, of a target's or of its MTP drafter's config; None where no family has it."""
-    for family in families().values():
-        if model_type in family.model_types or (family.mtp and model_type in family.mtp.drafter_types):
-            return family
-    return None
+def find_family(model_type: str, architectures: Collection[str] = ()) -> ModelFamily | None:
+    """The family of a config, a target's or that of its MTP drafter; None where no family has it.
+
+    By `architectures` where one family alone has one of them (EAGLE drafters have their target's model type, and two
+    generations of Bailing share one), else by `model_type`.
+    """
+    named = [family for family in families().values() if not family.architectures.isdisjoint(architectures)]
+    if len(named) == 1:
+        return named[0]
+    return next((family for family in named or families().values() if model_type in family.config_types), None)

@@ -1,8 +1,34 @@
-"""What is special about one family of target models: the record that layers, engines, capture and presets read."""
+"""What is special about one family of target models: the records that layers, engines, capture and presets read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class EngineStage:
+    """How one engine serves the input stage of a family's MTP layers.
+
+    architectures: the names under which its registry finds the drafter.
+    linear: the class of the projection: "Linear" (torch's, never quantized), "ReplicatedLinear",
+        "ColumnParallelLinear" (the weight's rows over the ranks, gathered), "RowParallelLinear" (columns, all-reduced).
+    chain: what the next draft step reads, a word of `mtp_config.CHAINS`.
+    quantized: the projection takes the drafter's quantization config.
+    zeroes_position_0: the embedding is zero where the position is 0, before its norm.
+    bias: whether the projection has one, or the name of the config's field that says so.
+    compiled: by torch.compile, in the engine's defaults.
+    """
+
+    architectures: tuple[str, ...]
+    linear: str = "Linear"
+    chain: str = "normed"
+    quantized: bool = False
+    zeroes_position_0: bool = False
+    bias: bool | str = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -11,18 +37,45 @@ class MTPStage:
 
     order: which of the two comes first in the concat, "embed,hidden" or "hidden,embed".
     normed: False where the projection reads embedding and hidden state as they are.
+    names: what the family's modules call enorm, hnorm and eh_proj; without norms, what they call eh_proj.
+    eps_field: of the config, of both norms.
+    norm_offsets: (field, offset by its value) where the config says what the gains are added to; None is the offset
+        where it says nothing, and a value that is not there is no RMSNorm.
     embedding_scaled: the drafter multiplies the shared table's rows by sqrt(H) itself.
-    chained: layer k reads the pre-norm output of layer k - 1; else every step reads the target's hidden state.
-    position_0_zeroed_by: the engines that zero the embedding where the position is 0, before its norm.
+    embedding_scale_field: the config's field with the factor, where it is another one.
+    embedding_prenormed: the embedding has been through a norm of the target before enorm.
+    chain_field: a field of the config that is true where the next step reads the normed state, whatever `chain` says.
+    streams: hidden states of several residual streams (mHC), projected each by itself: y_k = e_proj(enorm(e)) +
+        h_proj(hnorm(x_k)); `hnorm_over` is "stream" or "row", the columns that one norm reads.
+    sglang, vllm: None where the engine does not serve it.
     drafter_types: model types of drafters with a checkpoint of their own.
     """
 
     order: str = "embed,hidden"
     normed: bool = True
+    names: tuple[str, ...] = ("enorm", "hnorm", "eh_proj")
+    eps_field: str = "rms_norm_eps"
+    norm_offsets: tuple[str, Mapping[Any, float]] | None = field(default=None, hash=False)
     embedding_scaled: bool = False
-    chained: bool = False
-    position_0_zeroed_by: tuple[str, ...] = ()
+    embedding_scale_field: str | None = None
+    embedding_prenormed: bool = False
+    chain_field: str | None = None
+    streams: bool = False
+    hnorm_over: str = "stream"
+    sglang: EngineStage | None = None
+    vllm: EngineStage | None = None
     drafter_types: tuple[str, ...] = ()
+
+    @property
+    def engines(self) -> dict[str, EngineStage]:
+        """The engines that serve it, by name."""
+        both = {"sglang": self.sglang, "vllm": self.vllm}
+        return {name: engine for name, engine in both.items() if engine is not None}
+
+    @property
+    def transformers(self) -> EngineStage:
+        """As transformers 5.23 `MtpModel` and the Gemma 4 assistant have it: nothing masked, no bias."""
+        return EngineStage((), chain="pre-norm" if self.chain_field else "normed" if self.normed else "projected")
 
 
 @dataclass(frozen=True)
@@ -30,24 +83,37 @@ class ModelFamily:
     """One family of targets.
 
     name: how tests and messages call it.
+    title: how docs/models.md does.
     model_types: `model_type` of the Hugging Face configs, of the whole model and of its text part.
+    target_architectures: those that tell the family from another one with the same model types.
     norm_offset: the gain of the target's and its MTP layers' norms is norm_offset + weight.
     embedding_scaled: the target multiplies its embeddings by sqrt(H).
     scale_rounded_by: the engines that round sqrt(H) to the table's dtype first; `embedding_scale` gives the number.
     layer_ids: what the layer ids of an EAGLE-3 checkpoint mean, a name of `drafter_config.LAYER_ID_RULES`; None where
         no engine captures layers of this target.
     mtp: the input stage of its MTP layers, or None.
-    shapes: entries of the schema of `shapes.json`, without what this record says already.
     """
 
     name: str
-    model_types: tuple[str, ...]
+    title: str
+    model_types: tuple[str, ...] = ()
+    target_architectures: tuple[str, ...] = ()
     norm_offset: float = 0.0
     embedding_scaled: bool = False
     scale_rounded_by: tuple[str, ...] = ()
     layer_ids: str | None = None
     mtp: MTPStage | None = None
-    shapes: tuple[dict, ...] = field(default=(), hash=False)
+
+    @cached_property
+    def config_types(self) -> tuple[str, ...]:
+        """The model types of a target's config and of its drafter's own."""
+        return self.model_types + (self.mtp.drafter_types if self.mtp else ())
+
+    @cached_property
+    def architectures(self) -> frozenset[str]:
+        """Every architecture that names the family: those of its drafters and `target_architectures`."""
+        served = self.mtp.engines.values() if self.mtp else ()
+        return frozenset(self.target_architectures).union(*(engine.architectures for engine in served))
 
     def embedding_scale(self, hidden_size: int, dtype: torch.dtype, *, engine: str) -> float | None:
         """What `engine` multiplies a row of a table of `dtype` by, in fp32; None where it does not."""
