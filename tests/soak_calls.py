@@ -18,6 +18,8 @@ from eagle_kernels import ops
 
 Outputs = tuple[Tensor, ...]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+QUANTIZED = "norm_concat_linear_quantized"
+OPS = (*ops.__all__, QUANTIZED)
 V = 200
 THREADS = 8
 PATHS = {isa: {"EAGLE_KERNELS_BACKEND": "cpu", "EAGLE_KERNELS_CPU_ISA": isa} for isa in CPU_ISAS}
@@ -55,6 +57,8 @@ def calls(op: str, rows: int, width: int, dtype: torch.dtype) -> Callable[[int],
     layer = ek.Eagle3Projection(config, dtype=dtype)
     for parameter in layer.parameters():
         parameter.data.copy_(random(*parameter.shape))
+    if op == QUANTIZED:
+        layer.quantize("fp8_block128")
     return lambda T: (layer([chunk[:T] for chunk in chunks]),)
 
 
@@ -75,7 +79,7 @@ def digests() -> dict[str, str]:
     """By op, dtype and T."""
     return {
         f"{op}-{name}-T{T}": digest(call(T))
-        for op in ops.__all__
+        for op in OPS
         for name, dtype in DTYPES.items()
         for call in (calls(op, **SIZES, dtype=dtype),)
         for T in ROWS
@@ -97,7 +101,7 @@ def first_calls() -> dict[str, list[str]]:
     """Digests of the first call of each op in this process, which eight threads make at once."""
     barrier, found = threading.Barrier(THREADS), {}
     with ThreadPoolExecutor(THREADS) as pool:
-        for op in ops.__all__:
+        for op in OPS:
             call = calls(op, **SIZES, dtype=torch.bfloat16)
 
             def first(_: int, call: Callable[[int], Outputs] = call) -> str:
@@ -113,7 +117,7 @@ def in_a_fork() -> dict[str, str]:
     done = threading.Event()
 
     def work(number: int) -> None:
-        call = calls(ops.__all__[number % len(ops.__all__)], **SIZES, dtype=torch.bfloat16)
+        call = calls(OPS[number % len(OPS)], **SIZES, dtype=torch.bfloat16)
         while not done.is_set():
             call(300)
 

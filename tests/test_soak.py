@@ -13,7 +13,6 @@ import torch
 
 import soak_calls
 from backends import environment_of, needs_compiled
-from eagle_kernels import ops
 from eagle_kernels.plan import cpu_isa
 from guards import same_bits
 
@@ -46,7 +45,7 @@ def growth_of(call: Callable[[int], soak_calls.Outputs], number: int) -> int:
 
 
 @needs_compiled
-@pytest.mark.parametrize("op", ops.__all__)
+@pytest.mark.parametrize("op", soak_calls.OPS)
 def test_memory_is_flat_and_bits_are_stable(op: str, cases: Callable[[int], int], record_property: Callable) -> None:
     """Eight threads on shared layers and inputs."""
     growth = growth_of(soak_calls.calls(op, max(ROWS), 64, torch.bfloat16), cases(2000))
