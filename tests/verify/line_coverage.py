@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verify.core import CORE
 from verify.results import EVERY_CORE, run_tests, save
-from verify.variant import ROOT, Variant, install
+from verify.variant import ROOT, Variant, install, unoptimized
 
 # Of the suite, what neither starts an engine nor measures or compiles for long.
 TESTS = [
@@ -27,6 +27,8 @@ TESTS = [
     "tests/test_fuzz_configs.py",
     "tests/test_model_shapes.py",
     "tests/test_mtp_config.py",
+    "tests/test_quantized_checkpoint.py",
+    "tests/test_quantized_weight.py",
     "tests/test_tensor_parallel.py",
     "tests/test_triton_backend.py",
     "tests/test_tuned_configs.py",
@@ -36,7 +38,7 @@ OMITTED = ["bench", "byte_eagle3", "engines", "triton_kernels"]
 
 
 def main() -> int:
-    variant = install("coverage", "--coverage")
+    variant = install("coverage", "--coverage", edit=unoptimized)
     for old in variant.source.glob("build/**/*.gcda"):
         old.unlink()
     data = ROOT / "build/coverage/python"

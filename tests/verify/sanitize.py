@@ -6,12 +6,11 @@ AMX tiles are instructions to it, not accesses. tests/guards.py puts their opera
 """
 
 import sys
-from pathlib import Path
 
 from sanitizers import FLAGS, environment_under
 from verify.core import COMPILED
 from verify.results import EVERY_CORE, as_record, run_tests, save
-from verify.variant import install
+from verify.variant import install, unoptimized
 
 # A fault that they expect is not a report, and sizes beyond 2^31 take a sanitizer's memory many times over.
 LEFT_OUT = "not beyond_its_end and not host_overhead"
@@ -30,7 +29,7 @@ def check_library(sanitizer: str) -> dict:
         raise SystemExit(f"sanitize: g++ has no {sanitizer} sanitizer, expected libasan, libubsan and libtsan")
     # More threads than cores: a race is one whatever the order in which threads ran.
     flags = " ".join([*FLAGS[sanitizer], "-g1"])
-    environment = install(f"sanitize-{sanitizer}", flags, edit=instrument).environment()
+    environment = install(f"sanitize-{sanitizer}", flags, edit=unoptimized).environment()
     environment |= under | {"OMP_NUM_THREADS": "4"}
     # A report goes to the process's own stderr, which pytest's default capture would take with it.
     options = [*EVERY_CORE, "-x", "--max-worker-restart=0", "--capture=sys", "-k", LEFT_OUT]
@@ -39,17 +38,6 @@ def check_library(sanitizer: str) -> dict:
         print(output[-20000:])
     print(f"{sanitizer}: {outcome}", flush=True)
     return as_record(outcome, subject="library, CPU kernels", sanitizer=FLAGS[sanitizer][0])
-
-
-def instrument(source: Path) -> None:
-    """At -O3 a kernel file takes a sanitizer minutes to compile, and its checks are in the code before that. A library
-    without its symbols has reports without names."""
-    listfile = source / "CMakeLists.txt"
-    text = listfile.read_text(encoding="utf-8")
-    for old, new in ((" -O3 ", " -O1 "), ("LINKER:--strip-all", "")):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    listfile.write_text(text, encoding="utf-8")
 
 
 def check_emulation() -> dict:
