@@ -221,6 +221,14 @@ def test_every_code_and_scale(name: str, dtype: str) -> None:
     assert torch.equal(projected(call, weight).nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block32", "mxfp8"])
+def test_a_global_scale_multiplies_every_format(name: str) -> None:
+    call = operands(Case("bf16", (160, 128), 5, D=67))
+    weight = random_weight(name, 67, 288)
+    twice = QuantizedWeight.of_tensors(weight.codes, weight.scales, torch.tensor(2.0), name, weight.block)
+    assert same_bits(projected(call, twice), 2 * projected(call, weight))
+
+
 @pytest.mark.parametrize("at", ["begin", "end"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("W", "D"), [(32, 1), (96, 35), (352, 33)])
@@ -232,6 +240,20 @@ def test_nothing_is_read_beyond_codes_and_scales(name: str, W: int, D: int, dtyp
     guarded = QuantizedWeight.of_tensors(*tensors, weight.format, weight.block)
     call = operands(Case(dtype, (W,), 3, D=D))
     assert same_bits(projected(call, guarded), projected(call, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("W", [1, 2, 101, 127])
+def test_scales_of_an_earlier_call_are_not_read(W: int, dtype: str) -> None:
+    """A width below a strip's that no step of the product divides had a second sum of zeros, times the scale that lay
+    on the stack: NaN, after a call with bad scales."""
+    bad = random_weight("fp8_block32", 67, 128)
+    bad.scales.fill_(NAN)
+    weight = random_weight("fp8_row", 67, W)
+    before, call = operands(Case(dtype, (128,), 3, D=67)), operands(Case(dtype, (W,), 3, D=67))
+    for _ in range(20):
+        assert projected(before, bad).isnan().all()
+        assert projected(call, weight).isfinite().all()
 
 
 def test_no_rows_and_no_columns() -> None:

@@ -27,7 +27,7 @@ constexpr int64_t kCodesPerByte = 1;
 template <>
 constexpr int64_t kCodesPerByte<Float4E2M1> = 2;
 
-// A strip is whole lanes of codes; behind the width both operands are zero.
+// A strip is read in whole lanes of codes; behind the width both operands are zero.
 template <class Code>
 constexpr int64_t kCodesPerLane = 4 * kCodesPerByte<Code>;
 
@@ -326,14 +326,13 @@ struct PanelCodes {
 };
 
 // The sums of the strip from column k on, with their scales.
-template <class Code>
-void load_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k, StripSums& sums) {
+inline void load_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k, StripSums& sums) {
   const int64_t block_columns = op.scales.block_columns, left = op.source.width - k;
   const int64_t columns = left < kStripWidth ? left : kStripWidth;
   sums.sum_width = block_columns < kStripWidth ? block_columns : kStripWidth;
-  sums.width = round_up(columns, kCodesPerLane<Code>);
+  sums.width = columns;  // and no more: behind the last block lies no scale, and zero times what lies there may be NaN
   // A block that began in an earlier strip has its scales here already.
-  if (k % block_columns == 0 || block_columns < kStripWidth) {
+  if (k % block_columns == 0) {
     scales.read(k / block_columns, (columns - 1) / sums.sum_width + 1, sums.scales);
   }
 }
@@ -362,7 +361,7 @@ void project_few_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t p
     const PanelScales scales(op, begin);
     strips[0].load(codes.strip(0));
     for (int64_t k = 0, turn = 0; k < codes.width; k += kStripWidth, turn ^= 1) {
-      load_sums<Code>(op, scales, k, sums);
+      load_sums(op, scales, k, sums);
       NextStrip<Code> next{strips[turn ^ 1], codes.strip(k + kStripWidth), codes.ahead(k, 0, kPanelColumns)};
       strip_rows(op.num_rows, strips[turn], sums, packed_rows<T>(op) + k, packed_width<T>(op), totals, next);
       next.finish();
@@ -381,7 +380,7 @@ void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t 
   for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
     const PanelScales scales(op, begin);
     for (int64_t k = 0; k < codes.width; k += kStripWidth) {
-      load_sums<Code>(op, scales, k, sums);
+      load_sums(op, scales, k, sums);
       strip.load(codes.strip(k));
       for (int64_t i = 0, tile = 0; i < op.num_rows; i += kStripRows, ++tile) {
         CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
