@@ -48,6 +48,11 @@ MTP_FIELDS = {
     "backbone_hidden_size": SIZES,
     "rms_norm_eps": st.sampled_from([0.0, 1e-6]) | SIZES,
 }
+QUANTIZATION_FIELDS = {
+    "quant_algo": st.sampled_from(["FP8", "fp8_pb_wo", "NVFP4", "MIXED_PRECISION"]) | GARBAGE,
+    "quant_method": st.sampled_from(["fp8", "modelopt", "compressed-tensors"]) | GARBAGE,
+    "weight_block_size": st.lists(st.sampled_from([1, 32, 128]) | GARBAGE, max_size=3) | GARBAGE,
+}
 
 
 def some_of(fields: dict[str, st.SearchStrategy]) -> st.SearchStrategy[dict]:
@@ -157,6 +162,26 @@ def test_any_checkpoint(for_any: Callable, record_property: Callable, tmp_path: 
         ended.add(returned)
         if not returned:
             assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+    for_any(check, few=100)
+    assert ended == {True, False}
+
+
+def test_any_quantization_config(for_any: Callable, record_property: Callable, tmp_path: Path) -> None:
+    """Beside a quantized checkpoint, in either file that one may have."""
+    record_property(*KIND)
+    ended: set[bool] = set()
+    weight = ek.quantize(WEIGHTS["fc.weight"], "fp8_block128")
+    codes = {"fc.weight": weight.codes, "fc.weight_scale_inv": weight.scales}
+    (tmp_path / "model.safetensors").write_bytes(save(WEIGHTS | codes))
+
+    def check(data: st.DataObject) -> None:
+        for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+            sections = some_of(QUANTIZATION_FIELDS) | GARBAGE
+            text = json.dumps(data.draw(sections.map(lambda section, key=key: {key: section}) | GARBAGE)).encode()
+            (tmp_path / name).write_bytes(data.draw(st.just(text) | st.binary(max_size=20) | st.just(b"[" * 100_000)))
+            note((tmp_path / name).read_bytes()[:200])
+        ended.add(check_sentence(lambda: eagle3_layer().load_checkpoint(tmp_path), "Eagle3Projection.load_checkpoint"))
 
     for_any(check, few=100)
     assert ended == {True, False}

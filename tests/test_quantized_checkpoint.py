@@ -152,6 +152,23 @@ def test_each_layout_loads_with_its_scale(
     assert ((layer(x).double() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 2**-7
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_16_bits_are_widened(dtype: torch.dtype) -> None:
+    """compressed-tensors keeps them in the dtype of the model."""
+    weight, weights, _ = quantized_fc("compressed-row")
+    weights["fc.weight_scale"] = weights["fc.weight_scale"].to(dtype)
+    rounded = QuantizedWeight(weight.codes, weights["fc.weight_scale"].float(), "fp8_row")
+    loaded = eagle3().load_checkpoint(weights).fc.quantized
+    assert torch.equal(loaded.dequantize(torch.float64), rounded.dequantize(torch.float64))
+
+
+def test_an_algorithm_in_small_letters_is_the_same(tmp_path: Path) -> None:
+    _, weights, _ = quantized_fc("modelopt-nvfp4")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_algo": "nvfp4"}}))
+    assert eagle3().load_checkpoint(tmp_path).fc.format == "nvfp4"
+
+
 @pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4"])
 def test_a_layer_changes_between_quantized_and_dense(layout: str) -> None:
     _, weights, _ = quantized_fc(layout)
@@ -271,6 +288,41 @@ BROKEN = {
         change("modelopt-fp8", lambda w: w.update({"fc.weight_scale_2": torch.ones(1)})),
         "weights has fc.weight_scale_2, expected none, because fc.weight is fp8_tensor",
     ),
+    "second-scale-zero": (
+        change("modelopt-nvfp4", lambda w: w["fc.weight_scale_2"].fill_(0)),
+        "fc.weight_scale_2 is 0.0, expected a finite number above 0",
+    ),
+    "second-scale-of-two-numbers": (
+        change("modelopt-nvfp4", lambda w: w.update({"fc.weight_scale_2": torch.ones(2)})),
+        "fc.weight_scale_2 is torch.float32 of shape (2,), expected one number",
+    ),
+    "second-scale-of-integers": (
+        change("modelopt-nvfp4", lambda w: w.update({"fc.weight_scale_2": torch.ones(1, dtype=torch.int32)})),
+        "fc.weight_scale_2 is torch.int32 of shape (1,), expected one number",
+    ),
+    "both-second-scales": (
+        change("modelopt-nvfp4", lambda w: w.update({"fc.weight_global_scale": torch.ones(1)})),
+        "weights has fc.weight in nvfp4, expected one of weight_scale_2 and weight_global_scale beside it",
+    ),
+    "scales-of-a-row-in-a-row": (
+        change("compressed-row", lambda w: w.update({"fc.weight_scale": torch.ones(1, D)})),
+        "fc.weight_scale is torch.float32 of shape (1, 136), expected (1, 1) of fp8_tensor or (136, 1) of fp8_row or "
+        "(2, 2) of fp8_block128 or (5, 6) of fp8_block32, because fc.weight has shape (136, 192)",
+    ),
+    "int8-of-half-the-columns": (
+        change("compressed-int8", lambda w: w.update({"fc.weight": torch.zeros(D, W // 2, dtype=torch.int8)})),
+        "fc.weight has shape (136, 96), expected (136, 192), because it is (D, K*H) with K = 3 and H = 64",
+    ),
+    "config-says-fp8": (
+        change("compressed-int8", lambda w: None, {"quant_method": "fp8"}),
+        "fc.weight is int8_row, expected fp8_tensor or fp8_row or fp8_block128 or fp8_block32, because the checkpoint "
+        "says quant_method fp8",
+    ),
+    "config-says-lists": (
+        change("hf-block", lambda w: None, {"quant_method": "fp8", "weight_block_size": [[128], [128]]}),
+        "model.fc.weight is fp8_block128, expected no format, because the checkpoint says weight_block_size [[128], "
+        "[128]]",
+    ),
     "scale-of-integers": (
         change("modelopt-fp8", lambda w: w.update({"fc.weight_scale": torch.ones(1, dtype=torch.int32)})),
         "fc.weight_scale is torch.int32 of shape (1,), expected torch.float32 or torch.float8_e8m0fnu, because "
@@ -290,6 +342,24 @@ def test_a_broken_checkpoint_is_named_and_copies_nothing(case: str, tmp_path: Pa
     expected = f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"
     with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(ValueError, match=expected):
         layer.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["ended", "too-deep"])
+def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
+    _, weights, _ = quantized_fc("hf-block")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    expected = f"^Eagle3Projection.load_checkpoint: '{tmp_path}/config.json' is damaged, expected JSON, because "
+    with pytest.raises(ValueError, match=expected):
+        eagle3().load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[], {"quantization_config": ["fp8"]}], ids=str)
+def test_a_config_without_a_section_says_nothing(content: object, tmp_path: Path) -> None:
+    _, weights, _ = quantized_fc("hf-block")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert eagle3().load_checkpoint(tmp_path).fc.format == "fp8_block128"
 
 
 def test_mtp_loads_a_quantized_eh_proj() -> None:

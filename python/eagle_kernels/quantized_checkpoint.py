@@ -180,7 +180,8 @@ def _configured(config: Mapping[str, Any] | None) -> tuple[tuple[str, ...] | Non
     method = config.get("quant_method")
     block = config.get("weight_block_size")
     if isinstance(block, list):
-        return _BLOCKS.get(tuple(block), ()), f"weight_block_size {block}"
+        formats = next((formats for size, formats in _BLOCKS.items() if list(size) == block), ())
+        return formats, f"weight_block_size {block}"
     if method == "fp8":
         return ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32"), "quant_method fp8"
     return None, ""
