@@ -150,6 +150,37 @@ def test_a_tie_goes_to_the_even_code() -> None:
     assert rounded.tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 
+def test_a_small_block_of_nvfp4_has_the_least_scale_and_no_nan() -> None:
+    weight = torch.zeros(1, 32)
+    weight[0, 0], weight[0, 16] = 1.0, 1e-7
+    quantized = quantize(weight, "nvfp4")
+    assert quantized.scales.float().tolist() == [[448.0, 2**-9]]
+    assert quantized.dequantize(torch.float64)[0, 16:].tolist() == [0.0] * 16
+
+
+def test_blocks_of_fp8_end_anywhere() -> None:
+    """mxfp8 needs whole blocks, fp8_block32 has the same 32 columns and does not."""
+    for format in ("fp8_block32", "fp8_block128"):
+        quantized = quantize(torch.full((5, 33), 448.0), format)
+        assert torch.equal(quantized.dequantize(torch.float64), torch.full((5, 33), 448.0).double())
+
+
+def test_where_a_kernel_scales() -> None:
+    """docs/design.md: no 16-bit number is rounded for a scale. A power of two may leave fp16's range."""
+    by_dtype = {
+        (torch.bfloat16, torch.float32): {
+            **dict.fromkeys(("fp8_tensor", "fp8_row", "int8_row"), "rows"),
+            **dict.fromkeys(("fp8_block128", "fp8_block32"), "blocks"),
+            **dict.fromkeys(("mxfp8", "mxfp4", "nvfp4"), "codes"),
+        },
+    }
+    by_dtype[(torch.float16,)] = by_dtype[(torch.bfloat16, torch.float32)] | {"mxfp8": "blocks", "mxfp4": "blocks"}
+    weights = {format: quantize(torch.randn(4, 256), format) for format in FORMATS}
+    for dtypes, expected in by_dtype.items():
+        for dtype in dtypes:
+            assert {format: weight.scaled_where(dtype) for format, weight in weights.items()} == expected
+
+
 def test_merged_shards_keep_their_own_scales() -> None:
     """2048 + 576 rows of fp8_block128 have 16 + 5 rows of scales (vllm-ascend#15346): block rows begin anew."""
     torch.manual_seed(2)
@@ -160,6 +191,10 @@ def test_merged_shards_keep_their_own_scales() -> None:
     assert torch.equal(merged.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in parts]))
     aligned = QuantizedWeight(codes[:384], scales[[0, 1, 4]], "fp8_block128", shard_rows=[256, 128])
     assert aligned.block == (128, 128) and aligned.scales.shape == (3, 2)
+    shorter = QuantizedWeight(codes[:326], scales[[0, 1, 3]], "fp8_block128", shard_rows=[256, 70])
+    assert shorter.block == (128, 128), "no block begins anew behind the last shard"
+    whole = QuantizedWeight(tensor := codes[:7], torch.ones(1), "fp8_tensor", shard_rows=[7])
+    assert whole.block == tuple(tensor.shape) and whole.scales.shape == (1, 1)
     tensors = [quantize(shard, "fp8_tensor") for shard in shards]
     codes, scales = torch.cat([part.codes for part in tensors]), torch.cat([part.scales for part in tensors])
     merged = QuantizedWeight(codes, scales.flatten(), "fp8_tensor", shard_rows=[300, 70, 128])
@@ -218,6 +253,23 @@ ERRORS: list = [
         lambda: QuantizedWeight(FP8, torch.ones(2), "fp8_tensor", shard_rows=[3, 2]),
         "shard_rows is [3, 2], expected a sum of 4, because codes has that many rows",
     ),
+    (
+        lambda: QuantizedWeight(FP8, torch.ones(1), "fp8_tensor", shard_rows=[1, 2]),
+        "shard_rows is [1, 2], expected a sum of 4, because codes has that many rows",
+    ),
+    (
+        lambda: QuantizedWeight(FP8, torch.ones(2, 2), "fp8_row"),
+        "scales has shape (2, 2), expected (4, 1), because codes of 4 rows and 64 columns have scales for 1 x 64 of",
+    ),
+    (
+        lambda: QuantizedWeight(FP8, torch.zeros(4, 3, dtype=torch.uint8), "mxfp8"),
+        "scales has shape (4, 3), expected (4, 2), because codes of 4 rows and 64 columns have scales for 1 x 32 of",
+    ),
+    (
+        lambda: QuantizedWeight(FP8.repeat(16, 1), torch.ones(2, 2).t(), "fp8_block32"),
+        "scales has strides (1, 2), expected a last stride",
+    ),
+    (lambda: quantize(torch.ones(0, 4), "fp8_row"), "weight has shape (0, 4), expected (D, W), neither of them 0"),
     (lambda: quantize(torch.ones(4), "fp8_row"), "weight has shape (4,), expected (D, W), neither of them 0"),
     (lambda: quantize(torch.ones(4, 33), "mxfp8"), "weight has shape (4, 33), expected (D, W) with W a multiple of 32"),
     (lambda: quantize(torch.ones(4, 4).double(), "fp8_row"), "weight has dtype torch.float64, expected torch.bfloat16"),

@@ -292,7 +292,7 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
 
 def _scales_for(largest: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
     if format.scales == (E8M0,):
-        exponent = torch.where(largest > 0, torch.log2(largest / format.max), -127.0).ceil().clamp(-127, 127)
+        exponent = torch.log2(largest / format.max).ceil().clamp(-127, 127)  # of 0 the least
         return (exponent + 127).to(torch.uint8).view(E8M0), None
     if format.scales == (E4M3,):
         global_scale = _one_for_zero(largest.amax() / (format.max * 448.0))
