@@ -260,6 +260,16 @@ def test_the_normed_input_is_norm_concat(norm: str, dtype: torch.dtype, projecti
     assert torch.equal(seen, normed)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+def test_what_is_multiplied_is_rounded_once(dtype: torch.dtype, projection: str) -> None:
+    """As norm_concat writes it, and then the same product: an operand left in fp32 would give other bits."""
+    chunks, weight, gain = make_call(19, dtype)
+    normed = ek.norm_concat(chunks, norm_weight=gain)
+    assert same_bits(
+        ek.norm_concat_linear(chunks, weight, norm_weight=gain), ek.norm_concat_linear([normed], weight, norm="none")
+    )
+
+
 def test_post_norm_sees_the_unrounded_projection(projection: str) -> None:
     """A rounding before the post norm would give other bf16 values; the fp32 product with an exact weight has none."""
     chunks, weight, _ = make_call(33, torch.bfloat16)

@@ -69,3 +69,53 @@ def test_the_split_kernels_take_one_width_that_16_byte_copies_divide(monkeypatch
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
         assert plan.triton_projection(aligned).tiles.num_warps == 4
         assert [plan.triton_projection(problem).tiles.num_warps for problem in unaligned] == [8, 8]
+
+
+CODES = plan.Problem("norm_concat_linear_quantized", torch.device("cuda"), 2, 4, torch.bfloat16, 4096, (4096,))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"widths": (2048, 4096)}, "the chunks differ in width"),
+        ({"widths": (4104,)}, "an address, a row stride or H is no multiple of 16"),
+        ({"elements_aligned": False}, "an address, a row stride or H is no multiple of 16"),
+        ({"widths": (4112,), "block_columns": 32}, "H=4112 is no multiple of the 32 columns that share a scale"),
+        ({"widths": (4112,), "block_columns": 2 * 4112}, None),
+        ({"block_columns": 128}, None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_codes_go_to_the_split_kernels_where_blocks_divide_a_chunk(
+    changed: dict, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
+    monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: None)
+    problem = CODES._replace(**({"block_columns": 2 * 4096} | changed))
+    for backend in ("triton", "cuda"):
+        chosen = plan.quantized_projection(problem, backend, "", "")
+        if reason is None:
+            assert (chosen.backend, chosen.kernel) == ("triton", plan.Kernel.SPLIT)
+        else:
+            assert (chosen.backend, chosen.kernel) == ("reference", plan.Kernel.TORCH)
+            assert chosen.reason.startswith(f"the weight is dequantized in every call: {reason}")
+
+
+def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every T, where a dense weight goes to a library; a step of the product has one scale where sums are scaled."""
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
+    for columns in (32, 128):
+        problem = CODES._replace(block_columns=columns)
+        tiles = {T: plan.quantized_projection(problem._replace(rows=T), "triton", "", "").tiles for T in (64, 65, 5000)}
+        assert tiles[64] == tiles[65] == tiles[5000]
+        assert plan.triton_projection(problem._replace(rows=5000)).tiles is None
+        assert tiles[64].BK > 32
+        scaled = plan.quantized_projection(problem._replace(rows=64, scales_sums=True), "triton", "", "").tiles
+        assert min(columns, tiles[64].BK) == scaled.BK
+
+
+def test_codes_without_triton_are_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    chosen = plan.quantized_projection(CODES._replace(block_columns=128), "cuda", "", "")
+    assert (chosen.backend, chosen.kernel) == ("reference", plan.Kernel.TORCH)
+    assert "no cuda kernel reads codes, and triton: triton is not installed" in chosen.reason
