@@ -19,7 +19,7 @@ from engines.quantized_layers import written
 # Both divide by 1, 2 and 3 ranks.
 H = 192
 HEADS = 6
-LAYERS = 6
+LAYERS = 7
 
 
 def eye(V: int, width: int = H) -> Tensor:
@@ -54,7 +54,7 @@ def save(
     """layouts: layer -> how a quantizer writes it, in LAYOUTS."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    weights = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
     for layer, layout in (layouts or {}).items():
         weights |= written(layer, weights.pop(f"{layer}.weight"), layout)[0]
     weights = {name: weight.contiguous() for name, weight in weights.items()}
@@ -133,6 +133,8 @@ class Drafter:
     width: int = H  # Hd; len(layer_ids) * H makes fc square
     stream_length: float = 1.0  # |captured|: 1 for the Llama target, sqrt(H) for Gemma
     layout: str = ""  # of a quantized fc
+    draft_V: int = 0  # names so many of the first tokens, the last one first; d2t is their distance
+    norm_output: bool = False
 
     def save(self, folder: Path, V: int, dtype: torch.dtype) -> str:
         K, Hd = len(self.layer_ids), self.width
@@ -143,10 +145,10 @@ class Drafter:
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "rope_theta": 10000.0,
-            "draft_vocab_size": V,
+            "draft_vocab_size": self.draft_V or V,
             "fc_norm": self.norm in ("chunk", "both"),
             "norm_before_fc": self.norm in ("concat", "both"),
-            "norm_output": self.reads == "embedding",
+            "norm_output": self.norm_output or self.reads == "embedding",
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.layer_ids), "use_aux_hidden_state": True},
         }
         if Hd != H:
@@ -159,6 +161,9 @@ class Drafter:
             weights |= {f"fc_norm.{k}.weight": torch.ones(H) for k in range(K)}
         if self.norm in ("concat", "both"):
             weights |= {"input_norm.weight": torch.ones(K * H)}
+        if self.draft_V:
+            weights["lm_head.weight"] = weights["lm_head.weight"][: self.draft_V].flip(0)
+            weights["d2t"] = self.draft_V - 1 - 2 * torch.arange(self.draft_V)
         if Hd != H:
             weights["embed_tokens.weight"] = eye(V, Hd)
         if self.reads == "aux":

@@ -15,7 +15,8 @@ def main() -> None:
     import sglang
 
     arguments = json.loads(sys.argv[1])
-    engine = sglang.Engine(
+    prompts = arguments.pop("prompts", PROMPTS)
+    defaults = dict(
         device="cpu",
         skip_tokenizer_init=True,
         sampling_backend="pytorch",
@@ -34,11 +35,11 @@ def main() -> None:
         max_running_requests=4,
         context_length=256,
         log_level="info",
-        **arguments,
     )
+    engine = sglang.Engine(**defaults | arguments)
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     captures = arguments.get("enable_return_aux_hidden_states", False)
-    outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling, return_hidden_states=captures)
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_hidden_states=captures)
     result = [
         {"tokens": output["output_ids"]}
         | (

@@ -4,6 +4,7 @@
 16 / 15 = 1.07 of the 16 new tokens; the tokens themselves are the target's, and right, in any case.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -45,6 +46,8 @@ class Case:
     tp: int = 1
     topk: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[tuple[str, object], ...] = ()  # more of sglang.Engine
+    prompts: tuple[tuple[int, ...], ...] = tuple(map(tuple, run_engine.PROMPTS))
     compiled: bool = False  # SGLang's CPU graph runner, which has no speculation: it captures and returns what it did
 
     def run(self, folder: Path) -> Run:
@@ -55,7 +58,8 @@ class Case:
             "dtype": self.dtype,
             "tp_size": self.tp,
             "speculative_algorithm": "EAGLE3",
-        }
+            "prompts": self.prompts,
+        } | dict(self.arguments)
         if self.compiled:
             arguments |= {"enable_torch_compile": True, "torch_compile_max_bs": 2}
             arguments |= {"enable_return_aux_hidden_states": True}
@@ -90,7 +94,7 @@ class Case:
         for line in done.stdout.splitlines():
             if line.startswith("RESULT "):
                 outputs = json.loads(line.removeprefix("RESULT "))
-                for output, prompt in zip(outputs, run_engine.PROMPTS, strict=True):
+                for output, prompt in zip(outputs, self.prompts, strict=True):
                     counted = [(prompt[-1] + 1 + i) % self.V for i in range(run_engine.NEW_TOKENS)]
                     assert output["tokens"] == counted
                 if self.compiled:
@@ -113,6 +117,43 @@ def test_every_draft_is_accepted(tmp_path: Path, norm: str, topk: int, tp: int) 
     # One prefill and 4 steps, on every rank: the drafter projects once in each, the target captures 3 layers.
     assert run.ops == {"norm_concat_linear": (PROBES + 5) * tp, "capture_hidden": 15 * tp}
     assert f"runs norm_concat_linear (K=3, {norm} norm); forced, not timed" in run.log
+
+
+LONG, SIX = (tuple(range(40)),), tuple(tuple(range(n, 2 * n)) for n in range(3, 9))
+SHARED = tuple((*range(48), 48 + n) for n in range(3))
+HELD_OUT = {
+    "K1-odd-vocabulary-chunked-prefill": Case(
+        checkpoints.Drafter(norm="chunk", layer_ids=(2,)),
+        V=131,
+        prompts=LONG,
+        arguments=(("chunked_prefill_size", 16),),
+    ),
+    "K2-d2t-prefix-caching": Case(
+        checkpoints.Drafter(norm="concat", layer_ids=(1, 4), draft_V=101),
+        prompts=SHARED + SHARED,
+        arguments=(("max_running_requests", 1),),
+    ),
+    "K5-six-requests": Case(
+        checkpoints.Drafter(norm="chunk", layer_ids=(0, 1, 2, 3, 4), chunk=4),
+        prompts=SIX,
+        arguments=(("max_running_requests", 6),),
+    ),
+    "K6-norm-output-tp3": Case(
+        checkpoints.Drafter(norm="both", layer_ids=(0, 1, 2, 3, 4, 5), chunk=5, norm_output=True), tp=3
+    ),
+    "K7-odd-vocabulary-d2t-tp2": Case(
+        checkpoints.Drafter(norm="chunk", layer_ids=(0, 1, 2, 3, 4, 5, -1), chunk=6, draft_V=99), V=173, tp=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_nothing_changes_where_users_go(tmp_path: Path, name: str) -> None:
+    """The tokens are the target's in both, which `Case.run` looks at."""
+    on = HELD_OUT[name].run(tmp_path / "on")
+    without = dataclasses.replace(HELD_OUT[name], environment=off()).run(tmp_path / "off")
+    assert on.accept_lengths == without.accept_lengths == [BEST] * len(HELD_OUT[name].prompts), on.log[-3000:]
+    assert on.ops["norm_concat_linear"] > PROBES and not without.ops
 
 
 @pytest.mark.parametrize(("norm", "tp"), [("chunk", 2), ("both", 3), ("none", 3)])

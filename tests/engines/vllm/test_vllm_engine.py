@@ -2,6 +2,7 @@
 the ops ran. `make test-vllm` runs this in an environment of its own; without vLLM there is nothing to test."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,52 @@ def test_same_tokens_with_and_without(engine: Engine, K: int, norm: str, tp: int
     assert len(on.calls) == tp
     for calls in on.calls:
         assert set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 6
+
+
+LONG, SIX = [list(range(40))], [list(range(n, 2 * n)) for n in range(3, 9)]
+SHARED = [[*range(48), 48 + n] for n in range(3)]
+# (K, norm and more of the drafter), of the request, environment.
+HELD_OUT = {
+    "K1-odd-vocabulary-chunked-prefill": (
+        (1, "chunk", {"vocabulary": 131}),
+        {"prompts": LONG, "engine": {"max_num_batched_tokens": 16}},
+        {},
+    ),
+    "K2-d2t-prefix-caching": (
+        (2, "concat", {"draft_vocabulary": 101}),
+        {"prompts": SHARED, "engine": {"enable_prefix_caching": True}, "updates": [{}]},
+        {},
+    ),
+    "K5-six-requests-seeded": (
+        (5, "chunk", {}),
+        {"prompts": SIX, "engine": {"max_num_seqs": 6}, "sampling": {"temperature": 3.0, "seed": 7}},
+        {},
+    ),
+    "K6-norm-output-tp3": ((6, "chunk", {"norm_output": True}), {"tp": 3}, {}),
+    "K7-odd-vocabulary-tp2-row-parallel": (
+        (7, "concat", {"vocabulary": 173, "draft_vocabulary": 99}),
+        {"tp": 2, "num_speculative_tokens": 5},
+        {"EAGLE_KERNELS_VLLM_ROW_PARALLEL": "1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_nothing_changes_where_users_go(engine: Engine, name: str) -> None:
+    (K, norm, drafter), request, environment = HELD_OUT[name]
+    folder, sizes = engine.folder / name, {"layers": 7}
+    target = write_target(folder / "target", drafter.get("vocabulary", 192), **sizes)
+    request = {"target": target, "drafter": write_drafter(folder / "drafter", K, norm, **drafter, **sizes)} | request
+    off = engine.run(request, EAGLE_KERNELS_VLLM="0")
+    on = engine.run(request, **environment)
+    assert on.results == off.results
+    drafts = request.get("num_speculative_tokens", 3)
+    if "sampling" in request:
+        assert 1 < on.accepted_length < 1 + drafts
+        assert any(later != earlier + 1 for tokens in on.tokens for earlier, later in pairwise(tokens))
+    else:
+        assert on.accepted_length == 1 + drafts
+    assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}] * request.get("tp", 1)
 
 
 def test_engine_core_in_a_process_of_its_own(engine: Engine) -> None:

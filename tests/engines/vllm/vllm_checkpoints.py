@@ -39,8 +39,7 @@ def _config(architecture: str, layers: int, **more: object) -> dict:
         "torch_dtype": "bfloat16",
         "bos_token_id": 0,
         "eos_token_id": V - 1,
-        **more,
-    }
+    } | more
 
 
 def _layer(prefix: str, inputs: int = H) -> dict[str, torch.Tensor]:
@@ -58,7 +57,11 @@ def _next(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _save(
-    folder: Path, config: dict, weights: dict[str, torch.Tensor], quantized: tuple[str, str | None] = ("", None)
+    folder: Path,
+    config: dict,
+    weights: dict[str, torch.Tensor],
+    quantized: tuple[str, str | None] = ("", None),
+    d2t: torch.Tensor | None = None,
 ) -> str:
     """quantized: (a layer, how a quantizer writes it)."""
     layer, layout = quantized
@@ -67,27 +70,50 @@ def _save(
     saved = {name: weight.bfloat16().contiguous() for name, weight in weights.items()}
     if layout is not None:
         saved |= written(layer, saved.pop(f"{layer}.weight"), layout)[0]
+    if d2t is not None:
+        saved["d2t"] = d2t
     save_file(saved, folder / "model.safetensors")
     return str(folder)
 
 
-def write_target(folder: Path) -> str:
+def write_target(folder: Path, vocabulary: int = V, layers: int = LAYERS) -> str:
+    """vocabulary: at most H, so that each token has a column."""
     torch.manual_seed(0)
-    weights = {"model.embed_tokens.weight": C * torch.eye(V), "lm_head.weight": _next(torch.eye(V))}
-    for i in range(LAYERS):
+    tokens = torch.eye(vocabulary, H)
+    weights = {"model.embed_tokens.weight": C * tokens, "lm_head.weight": _next(tokens)}
+    for i in range(layers):
         prefix = f"model.layers.{i}."
         weights |= _layer(prefix)
         weights |= {f"{prefix}mlp.{name}_proj.weight": torch.randn(INTERMEDIATE, H) / C for name in ("gate", "up")}
         weights[f"{prefix}mlp.down_proj.weight"] = torch.zeros(H, INTERMEDIATE)
     weights["model.norm.weight"] = torch.ones(H)
-    return _save(folder, _config("LlamaForCausalLM", LAYERS), weights)
+    config = _config("LlamaForCausalLM", layers, vocab_size=vocabulary, eos_token_id=vocabulary - 1)
+    return _save(folder, config, weights)
 
 
-def write_drafter(folder: Path, K: int, norm: str, layout: str | None = None, **more: object) -> str:
-    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none". layout: of a quantized fc."""
+def write_drafter(
+    folder: Path,
+    K: int,
+    norm: str,
+    layout: str | None = None,
+    vocabulary: int = V,
+    draft_vocabulary: int | None = None,
+    layers: int = LAYERS,
+    **more: object,
+) -> str:
+    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none". layout: of a quantized fc. draft_vocabulary: the
+    drafter names so many of the first tokens, the last one first, and d2t is their distance."""
     torch.manual_seed(1)
-    layer_ids = list(range(LAYERS + 1))[-K:]
-    config = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": layer_ids, "num_aux_hidden_states": K, **more}
+    layer_ids = list(range(layers + 1))[-K:]
+    tokens = _next(torch.eye(vocabulary, H))
+    config = {
+        "draft_vocab_size": draft_vocabulary or vocabulary,
+        "vocab_size": vocabulary,
+        "eos_token_id": vocabulary - 1,
+        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        "num_aux_hidden_states": K,
+        **more,
+    }
     weights = {"fc.weight": fc_weight(K, gains := 0.5 + torch.rand(K, H).bfloat16().float(), norm)}
     if norm == "chunk":
         config["fc_norm"] = True
@@ -99,9 +125,13 @@ def write_drafter(folder: Path, K: int, norm: str, layout: str | None = None, **
     weights |= {f"midlayer.mlp.{name}_proj.weight": torch.eye(H) for name in ("gate", "up")}
     # silu(c) * c = c^2 in column t becomes -c there, which cancels the residual, and c in the next.
     weights["midlayer.mlp.down_proj.weight"] = (torch.eye(H).roll(1, 0) - torch.eye(H)) / C
-    weights |= {"norm.weight": torch.ones(H), "lm_head.weight": _next(torch.eye(V))}
+    weights |= {"norm.weight": torch.ones(H), "lm_head.weight": tokens}
+    d2t = None
+    if draft_vocabulary is not None:
+        weights["lm_head.weight"] = tokens[:draft_vocabulary].flip(0)
+        d2t = draft_vocabulary - 1 - 2 * torch.arange(draft_vocabulary)
     config = {name: value for name, value in config.items() if value is not None}
-    return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights, ("fc", layout))
+    return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights, ("fc", layout), d2t)
 
 
 def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """One engine from start to end in a process of its own: `python vllm_run.py request.json` prints one line of JSON.
 
-The request holds target, drafter, num_speculative_tokens, tp, compiled, prompts, max_tokens, and `updates` of the
-drafter's weights: after each of them the prompts run again.
+The request holds target, drafter, num_speculative_tokens, tp, compiled, prompts, max_tokens, `engine` and `sampling`,
+more arguments of LLM and SamplingParams, and `updates` of the drafter's weights: after each of them the prompts run
+again.
 """
 
 import json
@@ -25,12 +26,12 @@ def main() -> None:
         load_format=request.get("load_format", "auto"),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=4,
         disable_log_stats=False,
         seed=0,
+        **{"max_model_len": 128, "max_num_seqs": 4} | request.get("engine", {}),
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], detokenize=False, ignore_eos=True)
+    how = {"temperature": 0.0} | request.get("sampling", {})
+    sampling = SamplingParams(max_tokens=request["max_tokens"], detokenize=False, ignore_eos=True, **how)
     results = [generate(llm, sampling, request["prompts"])]
     for update in request.get("updates", []):
         llm.collective_rpc(update_weights, args=(update,))
