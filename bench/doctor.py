@@ -68,18 +68,25 @@ class Pair:
         return str(self.target.get("model_type", self.text.get("model_type")))
 
 
-def examine(target: Path, drafter: Path) -> Pair:
-    """Read both folders and look for every trap.
+def examine(target: Path, drafter: Path, trained_by: str | None = None) -> Pair:
+    """Read both folders and look for every trap; `trained_by` as in `Eagle3Config.from_hf`.
 
     Raises ValueError that names a file which is missing or damaged.
     """
     pair = Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter))
     try:
-        pair.config = Eagle3Config.from_hf(pair.drafter)
+        pair.config = Eagle3Config.from_hf(pair.drafter, trained_by=trained_by)
     except (TypeError, ValueError) as wrong:
         pair.find("config", str(wrong))
         return pair
-    for look in (_look_at_layers, _look_at_widths, _look_at_norms, _look_at_vocabulary, _look_at_quantization):
+    for look in (
+        _look_at_layers,
+        _look_at_widths,
+        _look_at_norms,
+        _look_at_flags,
+        _look_at_vocabulary,
+        _look_at_quantization,
+    ):
         look(pair, pair.config)
     return pair
 
@@ -179,6 +186,57 @@ def _look_at_norms(pair: Pair, config: Eagle3Config) -> None:
         pair.find("norms", f"{text}: an engine that skips one loses acceptance, and says nothing")
 
 
+def _look_at_flags(pair: Pair, config: Eagle3Config) -> None:
+    meant = {name: getattr(config, name) for name in _FLAGS}
+    pair.facts["trained with"] = ", ".join(name for name in _FLAGS if meant[name]) or "the plain stage"
+    for engine, read in _flags(pair.drafter).items():
+        if read is None:
+            pair.find("format", "does not know the format of speculators", engine)
+            continue
+        for name in _FLAGS:
+            if read[name] != meant[name]:
+                text = f"takes {name} for {read[name]}, and the drafter was trained with {meant[name]}: {_FLAGS[name]}"
+                pair.find("engine-flags", text, engine)
+
+
+# The fields of Eagle3Config that an engine may read otherwise, and what hangs on each.
+_FLAGS = {
+    "chunk_norm": "its fc reads other sizes",
+    "concat_norm": "its fc reads other sizes",
+    "bias": "fc.bias is left out",
+    "norm_before_residual": "layer 0 adds another residual",
+    "norm_output": "from its second step on it reads another state",
+}
+_MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+
+
+def _flags(drafter: Mapping[str, Any]) -> dict[str, dict[str, bool] | None]:
+    """`_FLAGS` as each engine reads them out of the drafter's config; None where it reads no such config."""
+    nested = get_field(drafter, "eagle_config") or {}
+    is_mla = any(name in _MLA for name in drafter.get("architectures") or ())
+    speculators = drafter.get("speculators_model_type")
+
+    def top(name: str, default: bool = False) -> bool:
+        value = drafter.get(name)
+        return default if value is None else bool(value)
+
+    norm_before_fc = not is_mla and bool(nested.get("norm_before_fc", drafter.get("norm_before_fc")))
+    sglang = {
+        "chunk_norm": top("fc_norm") or top("use_aux_norm"),
+        "concat_norm": norm_before_fc,
+        "bias": top("bias"),
+        "norm_before_residual": False,
+        "norm_output": top("norm_output"),
+    }
+    vllm = sglang | {
+        "chunk_norm": top("fc_norm") and speculators != "peagle",
+        "bias": False,
+        "norm_before_residual": top("norm_before_residual", default=speculators == "eagle3"),
+        "norm_output": top("norm_output") and speculators != "peagle",
+    }
+    return {SGLANG: sglang if speculators is None else None, VLLM_V1: vllm, VLLM_V2: vllm}
+
+
 def _look_at_vocabulary(pair: Pair, config: Eagle3Config) -> None:
     target, own, drafted = pair.text.get("vocab_size"), config.vocab_size, config.draft_vocab_size
     pair.facts["vocabulary"] = f"target {target}, drafter {own}, drafted {drafted}"
@@ -219,12 +277,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="folder of the target: its config.json")
     parser.add_argument("drafter", type=Path, help="folder of the EAGLE-3 drafter: config.json and safetensors files")
     parser.add_argument("--engine", choices=list(_ENGINES), help="leave out what only the others fall into")
+    parser.add_argument("--trained-by", choices=["specforge", "speculators"], help="who wrote the drafter's config")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object on standard output")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        pair = examine(arguments.target, arguments.drafter)
+        pair = examine(arguments.target, arguments.drafter, arguments.trained_by)
     except ValueError as unreadable:
         arguments.parser.error(str(unreadable))
     asked = set(_ENGINES.get(arguments.engine, ()))

@@ -135,6 +135,51 @@ TRAPS: dict[str, tuple[Callable[[Checkpoints], object], list[tuple]]] = {
         lambda c: c.drafter.pop("fc_norm"),
         [("norms", ALL, "and the config means none: an engine that skips")],
     ),
+    "a normed residual": (
+        lambda c: c.drafter.update(norm_before_residual=True),
+        [
+            (
+                "engine-flags",
+                (SGLANG,),
+                "takes norm_before_residual for False, and the drafter was trained with True: layer 0 adds another",
+            )
+        ],
+    ),
+    "one norm of the concat, in a latent drafter": (
+        lambda c: (
+            c.drafter.update(norm_before_fc=True, fc_norm=False, architectures=["Eagle3DeepseekV2ForCausalLM"]),
+            [c.weights.pop(f"fc_norm.{k}.weight") for k in range(K)],
+            c.weights.update({"input_norm.weight": torch.ones(K * H)}),
+        ),
+        [("engine-flags", (engine,), "takes concat_norm for False") for engine in (SGLANG, V1, V2)],
+    ),
+    "the old name of fc_norm": (
+        lambda c: c.drafter.update(fc_norm=None, use_aux_norm=True),
+        [("engine-flags", (engine,), "takes chunk_norm for False") for engine in (V1, V2)],
+    ),
+    "a bias": (
+        lambda c: (c.drafter.update(bias=True), c.weights.update({"fc.bias": torch.ones(D)})),
+        [("engine-flags", (engine,), "takes bias for False") for engine in (V1, V2)],
+    ),
+    "flags where no engine looks": (
+        lambda c: c.drafter.update({"eagle_config": {"norm_output": True}}),
+        [("engine-flags", (engine,), "takes norm_output for False") for engine in (SGLANG, V1, V2)],
+    ),
+    "speculators": (
+        lambda c: c.drafter.update(speculators_model_type="eagle3", norm_output=True),
+        [("format", (SGLANG,), "does not know the format of speculators")],
+    ),
+    "speculators' parallel drafter": (
+        lambda c: c.drafter.update(speculators_model_type="peagle", norm_output=True),
+        [
+            ("format", (SGLANG,), ""),
+            *(
+                ("engine-flags", (engine,), f"takes {name} for False")
+                for engine in (V1, V2)
+                for name in ("chunk_norm", "norm_output")
+            ),
+        ],
+    ),
     "another vocabulary": (
         lambda c: c.drafter.update(vocab_size=V + 8),
         [("vocabulary", ALL, "the target has 1000 token ids, and the drafter's table 1008 rows")],
@@ -201,6 +246,24 @@ def test_an_engine_leaves_out_what_the_others_fall_into(tmp_path: Path, capsys: 
     assert cli.main(["doctor", *folders, "--engine", "sglang"]) == 0
     assert cli.main(["doctor", *folders, "--engine", "vllm"]) == 1
     assert "vLLM 0.33, V1 runner: captures the boundaries" in capsys.readouterr().out.replace("\n ", "")
+
+
+def test_specforge_s_norm_output_is_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says that the head has a norm; the state that SpecForge trains the next step on is the pre-norm one."""
+    checkpoints = Checkpoints()
+    checkpoints.drafter["norm_output"] = True
+    folders = list(map(str, checkpoints.save(tmp_path)))
+    assert cli.main(["doctor", *folders]) == 0
+    assert "chunk_norm, norm_output" in capsys.readouterr().out
+    assert cli.main(["doctor", *folders, "--trained-by", "specforge", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    text = (
+        "takes norm_output for True, and the drafter was trained with False: from its second step on it reads another"
+    )
+    assert [(each["trap"], each["engines"]) for each in found] == [
+        ("engine-flags", [each]) for each in (SGLANG, V1, V2)
+    ]
+    assert all(text in each["text"] for each in found)
 
 
 @pytest.mark.parametrize(

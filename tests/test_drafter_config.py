@@ -329,6 +329,23 @@ FORMATS = [
 ]
 
 
+def test_specforge_feeds_back_the_pre_norm_state():
+    config = LLAMA_DRAFT | {"norm_output": True}
+    assert Eagle3Config.from_hf(config).norm_output
+    assert not Eagle3Config.from_hf(config, trained_by="specforge").norm_output
+    message = "Eagle3Config.from_hf: trained_by is 'eagle', expected None, 'specforge' or 'speculators'"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Eagle3Config.from_hf(config, trained_by="eagle")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_every_flag_of_speculators_is_read(value):
+    """As speculators 0.9 writes them: each of them, at the top."""
+    flags = dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), value)
+    config = Eagle3Config.from_hf(speculators(fc_norm=False, **flags))
+    assert (config.norm_before_residual, config.concat_norm, config.norm_output) == (value,) * 3
+
+
 @pytest.mark.parametrize(("config", "expected"), FORMATS)
 def test_formats_as_dicts(config, expected):
     assert Eagle3Config.from_hf(config) == expected

@@ -205,7 +205,7 @@ class Eagle3Config:
             )
 
     @classmethod
-    def from_hf(cls, config: object) -> "Eagle3Config":
+    def from_hf(cls, config: object, *, trained_by: str | None = None) -> "Eagle3Config":
         """Read a drafter's Hugging Face config in the format of SGLang, vLLM, SpecForge or speculators.
 
         A field may be at the top level, in `eagle_config` or in `transformer_layer_config` (speculators); where it
@@ -216,8 +216,14 @@ class Eagle3Config:
         defaults to hidden_size, eps to 1e-6 (LlamaConfig's), norm_before_residual to True for speculators' eagle3 and
         else to False. Layer ids of speculators and of `eagle_config.layer_ids` are boundaries.
 
+        speculators 0.9 trains with norm_before_residual, norm_before_fc and norm_output by default and writes all three
+        into every config; a config without them is older than they are, so that False is what it was trained with.
+
         Args:
             config: a dict (parsed config.json) or any object with those attributes (`PretrainedConfig`).
+            trained_by: "specforge" where SpecForge wrote the config. Its norm_output says that the head has a norm, and
+                the state fed back is the pre-norm one whatever it says (0.2.0 `llama3_eagle`); an engine that reads
+                True feeds the normed state, which such a drafter has never seen.
 
         Raises:
             TypeError: neither a dict nor an object with attributes, or a value of another type than the field's.
@@ -228,6 +234,10 @@ class Eagle3Config:
         they look (vLLM's two runners too), so each silently takes a default where another reads a value.
         """
         check_config(_FROM_HF, "config", config)
+        if trained_by not in (None, "specforge", "speculators"):
+            raise checks.error(
+                ValueError, _FROM_HF, f"trained_by is {trained_by!r}", "None, 'specforge' or 'speculators'"
+            )
         speculators = get_field(config, "speculators_model_type")
         if speculators not in (None, "eagle3", "peagle"):
             raise checks.error(
@@ -247,7 +257,7 @@ class Eagle3Config:
             eps=checks.check_number(_FROM_HF, "rms_norm_eps", _one(config, "rms_norm_eps", default=1e-6)),
             bias=_flag(config, "bias"),
             projection=_flag(config, "use_aux_hidden_state", default=True),
-            norm_output=_flag(config, "norm_output"),
+            norm_output=_flag(config, "norm_output") and trained_by != "specforge",
             norm_before_residual=_flag(config, "norm_before_residual", default=speculators == "eagle3"),
             layer_ids=layer_ids,
             layer_ids_mean="boundary" if layer_ids is not None and _ids_are_boundaries(config) else None,
