@@ -1,5 +1,7 @@
 """eagle-kernels: the input stage of speculative-decoding drafters as single kernels."""
 
+from typing import TYPE_CHECKING
+
 from . import ops
 from .buffers import AuxHiddenStates, ChainedHiddenStates, rotate_token_ids
 from .drafter_config import Eagle3Config, capture_layers
@@ -12,6 +14,20 @@ from .quantized_weight import QuantizedWeight, quantize
 from .version import __version__
 from .vocab_shard import VocabShard, shard_vocab_weight
 from .warmup import warmup
+
+if TYPE_CHECKING:
+    from .mtp_streams import MTPStreamsConfig, MTPStreamsProjection
+else:
+    # By name, the module that has it: imported by who asks for it first.
+    _LAZY = dict.fromkeys(("MTPStreamsConfig", "MTPStreamsProjection"), "mtp_streams")
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
 
 # A form that type checkers read; the ops are named in `ops` alone.
 __all__: list[str] = []
@@ -26,8 +42,10 @@ __all__ += [
     "capture_layers",
     "Eagle3Config",
     "MTPConfig",
+    "MTPStreamsConfig",
     "Eagle3Projection",
     "MTPProjection",
+    "MTPStreamsProjection",
     "VocabParallelEmbedding",
     "AuxHiddenStates",
     "ChainedHiddenStates",

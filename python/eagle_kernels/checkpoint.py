@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import checks
 from .models import families
 from .quantized_checkpoint import PARAMETERS, config_of, read_projection
-from .quantized_weight import QuantizedWeight
+from .quantized_weight import QuantizedWeight, concat_columns
 
 _Weights = str | os.PathLike | Mapping[str, Tensor]
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict without the projection's weight, and that
@@ -118,6 +119,54 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", because)
     meaning = f"(D, 2H) with H = {config.hidden_size}"
     return _read(op, readers, expected, found, ("eh_proj", projection, shape, meaning), _config_beside(op, weights))
+
+
+# enorm, hnorm and the two projections, as DeepSeek-V4 and Qwen4-Exp call them.
+_STREAM_STEMS = (
+    ("enorm", "pre_fc_norm_embedding"),
+    ("hnorm", "pre_fc_norm_hidden"),
+    ("e_proj", "fc_embedding"),
+    ("h_proj", "fc_hidden"),
+)
+
+
+def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
+    """What an MTPStreamsProjection loads, its eh_proj put together of e_proj and h_proj."""
+    op, config = "MTPStreamsProjection.load_checkpoint", layer.config
+    readers, quantization = _open(op, weights), _config_beside(op, weights)
+    own_stem = {theirs: names[0] for names in _STREAM_STEMS for theirs in names}
+    stages: dict[str, dict[str, dict[str, str]]] = {}  # by prefix and stem, the file's name of each parameter
+    for name in readers:
+        prefix, stem = _split(name)
+        inside = number is None or any(f"{word}.{number}." in prefix for word in ("mtp", "layers"))
+        if stem in own_stem and inside:
+            parameters = stages.setdefault(prefix, {}).setdefault(own_stem[stem], {})
+            _claim(op, parameters, name.rpartition(".")[2], name)
+    if len(stages) != 1:
+        got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer of streams"
+        raise checks.error(ValueError, op, got, "one", "layer says which, its names say where")
+    stage = next(iter(stages.values()))
+    shape, meaning = (config.out_features, config.hidden_size), f"(D, H) with H = {config.hidden_size}"
+    norms: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": tuple(getattr(layer, name).weight.shape) for name in ("enorm", "hnorm")
+    }
+    names = {ours: stage.get(ours.partition(".")[0], {}).get("weight") for ours in norms}
+    found = {ours: name for ours, name in names.items() if name is not None}
+    state: dict[str, Tensor] = {}
+    parts = []
+    for stem in ("e_proj", "h_proj"):
+        expected = norms | {f"{stem}.weight": shape}
+        projection = (stem, stage.get(stem, {}), shape, meaning)
+        norms_read, part = _read(op, readers, expected, found, projection, quantization)
+        state |= norms_read
+        parts.append(part)
+    dense = [part for part in parts if isinstance(part, Tensor)]
+    if len(dense) == len(parts):
+        return state, torch.cat(dense, 1)
+    if dense:
+        got = "one of e_proj and h_proj is quantized"
+        raise checks.error(ValueError, op, got, "both or none", "they become one weight")
+    return state, concat_columns(op, [part for part in parts if isinstance(part, QuantizedWeight)])
 
 
 def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:

@@ -196,6 +196,34 @@ class QuantizedWeight:
         return blocks if self.global_scale is None else blocks * self.global_scale.to(dtype)
 
 
+def concat_columns(op: str, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """[D, W] of the columns of several weights [D, W_k] behind each other, as of one concat of their inputs.
+
+    Raises ValueError where their scales cannot stand side by side: other formats, a block that ends inside the next
+    weight, or global scales of their own.
+    """
+    first = weights[0]
+    rows, columns = first.block
+    for weight in weights[1:]:
+        if (weight.format, weight.block, weight.shape[0]) != (first.format, first.block, first.shape[0]):
+            got = f"the weights are {weight.format} {weight.shape} and {first.format} {first.shape}"
+            raise checks.error(ValueError, op, got, "one format and shape", "they become one weight")
+    if any(weight.shape[1] % columns for weight in weights[:-1]):
+        because = f"{columns} columns share a scale"
+        raise checks.error(
+            ValueError, op, f"a weight has shape {first.shape}", f"columns in blocks of {columns}", because
+        )
+    if any(weight.global_scale is not None for weight in weights):
+        raise checks.error(ValueError, op, f"the weights are {first.format}", "no global_scale", "each has its own")
+    codes, scales = (
+        torch.cat([tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors], 1).view(
+            tensors[0].dtype  # ATen joins no e8m0
+        )
+        for tensors in ([weight.codes for weight in weights], [weight.scales for weight in weights])
+    )
+    return QuantizedWeight.of_tensors(codes, scales, None, first.format, (rows, columns))
+
+
 def _gather_rows(scales: Tensor, rows: Tensor) -> Tensor:
     bits = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype  # ATen gathers no e8m0
     return scales.view(bits)[rows].view(scales.dtype)

@@ -1,0 +1,239 @@
+"""MTPStreamsProjection: the input stage of MTP layers whose target keeps several residual streams (mHC), one op call.
+
+DeepSeek-V4 and Qwen4-Exp project the embedding once and each stream by itself, and add the two:
+
+    x[t, s] = e_proj(enorm(embedding[t])) + h_proj(hnorm(hidden[t, s]))
+
+which is eh_proj = [e_proj | h_proj] over S*T rows whose embedding is row // S. The sum is then rounded once; the
+engines round each product and the sum (SGLang 0.5.23 `deepseek_v4_nextn`, `qwen4_exp_mtp`; vLLM 0.33
+`models/deepseek_v4/nvidia/mtp.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .drafter_config import check_config, get_field
+from .layers import VocabParallelEmbedding, parameter_of, project_onto
+from .mtp_config import ENGINES, MTPConfig
+from .mtp_projection import MTPProjection
+from .ops.norm_concat import concatenate
+from .ops.sources import Sources
+from .quantized_linear import load_projection
+
+
+class _Family(NamedTuple):
+    num_streams_field: str
+    hnorm_over: str
+    norm_offset: float
+    position_0_zeroed_by: tuple[str, ...] = ()
+
+
+_QWEN4 = _Family("hc_count", "row", 1.0)
+_FAMILIES = {
+    "deepseek_v4": _Family("hc_mult", "stream", 0.0, ("vllm",)),
+    "qwen4_exp": _QWEN4,
+    "qwen4_exp_text": _QWEN4,
+}
+
+
+@dataclass(frozen=True)
+class MTPStreamsConfig(MTPConfig):
+    """x[s] = e_proj(enorm(scale * embedding)) + h_proj(hnorm(hidden[s])), H -> D, for each of S streams.
+
+    Args:
+        num_streams: S.
+        hnorm_over: the columns that hnorm's mean square is of, "stream" (H of them, one gain [H] for all streams:
+            DeepSeek-V4) or "row" (all S*H, gain [S*H]: Qwen4-Exp).
+        others: as in `MTPConfig`, where eh_proj is [e_proj | h_proj].
+    """
+
+    num_streams: int = 4
+    hnorm_over: str = "stream"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        op = "MTPStreamsConfig"
+        checks.check_int(op, "num_streams", self.num_streams, at_least=1)
+        checks.check_width(op, self.num_streams, max(self.hidden_size, self.out_features))
+        if self.hnorm_over not in ("stream", "row"):
+            raise checks.error(ValueError, op, f"hnorm_over is {self.hnorm_over!r}", "'stream' or 'row'")
+        if self.order != "embed,hidden" or not self.normed:
+            got = f"order is {self.order!r}, normed {self.normed}"
+            raise checks.error(ValueError, op, got, "'embed,hidden', True", "no family has another stage of streams")
+
+    @classmethod
+    def from_hf(cls, config: object, *, engine: str = "sglang") -> MTPStreamsConfig:
+        """The stage of a target with residual streams, by its `model_type`: deepseek_v4, qwen4_exp.
+
+        Args:
+            config: a Hugging Face config, object or dict; a composite one is read through its `text_config`.
+            engine: "sglang", "vllm" or "transformers": whose position-0 rule (vLLM's V4 zeroes the embedding there).
+
+        Raises:
+            ValueError: another model type, an unknown engine, a missing width or number of streams.
+        """
+        op = "MTPStreamsConfig.from_hf"
+        if engine not in ENGINES:
+            raise checks.error(ValueError, op, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
+        check_config(op, "config", config)
+        model_type = get_field(config, "model_type")
+        family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        if family is None:
+            because = "norms and masking depend on it; for another one build the MTPStreamsConfig itself"
+            raise checks.error(ValueError, op, f"model_type is {model_type!r}", f"one of {sorted(_FAMILIES)}", because)
+        text = get_field(config, "text_config") or config
+        sizes = {}
+        for name in ("hidden_size", family.num_streams_field):
+            if get_field(text, name) is None:
+                raise checks.error(ValueError, op, f"{name} is missing", "the target's")
+            sizes[name] = checks.check_int(op, name, get_field(text, name), at_least=1)
+        eps = get_field(text, "rms_norm_eps")
+        eps = 1e-6 if eps is None else checks.check_number(op, "rms_norm_eps", eps)
+        return cls(
+            hidden_size=sizes["hidden_size"],
+            enorm_eps=eps,
+            hnorm_eps=eps,
+            norm_offset=family.norm_offset,
+            mask_position_zero=engine in family.position_0_zeroed_by,
+            num_streams=sizes[family.num_streams_field],
+            hnorm_over=family.hnorm_over,
+        )
+
+
+class MTPStreamsProjection(MTPProjection):
+    """The input stage of an MTP layer over residual streams: x[t, s] = e_proj(enorm(e[t])) + h_proj(hnorm(h[t, s])).
+
+    Args:
+        config: `MTPStreamsConfig`.
+        max_tokens, dtype, device: as in `MTPProjection`.
+
+    state_dict: enorm.weight [H], hnorm.weight [H] or [S*H] (hnorm_over "row"), eh_proj.weight [D, 2H] = [e_proj |
+    h_proj]. The state that a step hands to the next is the decoder's streams before they are collapsed, [T, S*H]:
+    `ChainedHiddenStates(max_tokens, S*H)` keeps it, with `load`.
+
+    Of many rows the product costs 2*S*T*H*D multiplications, where the engines' two have (S + 1)*T*H*D: it is for
+    decoding, where reading the weight is what takes time.
+    """
+
+    config: MTPStreamsConfig
+
+    def __init__(
+        self,
+        config: MTPStreamsConfig,
+        *,
+        max_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(config, max_tokens=max_tokens, dtype=dtype, device=device)
+        if config.hnorm_over == "row":
+            width = config.num_streams * config.hidden_size
+            self.hnorm = nn.RMSNorm(width, config.hnorm_eps, dtype=dtype, device=device).requires_grad_(False)
+            self.hnorm.weight.data.fill_(1 - config.norm_offset)
+
+    def load_checkpoint(
+        self, weights: str | os.PathLike | Mapping[str, Tensor], *, layer: int | None = None
+    ) -> MTPStreamsProjection:
+        """Copy the norms and the two projections from a checkpoint: a safetensors file or folder, or tensors by name.
+
+        e_proj, h_proj, enorm and hnorm (DeepSeek-V4, in FP8 with `.scale` too), or fc_embedding, fc_hidden,
+        pre_fc_norm_embedding and pre_fc_norm_hidden (Qwen4-Exp), behind any prefix (`mtp.0.`); `layer` picks the one
+        with `mtp.{layer}.` or `layers.{layer}.` in it. Raises ValueError that names the weight, before anything is
+        copied.
+        """
+        from . import checkpoint  # 6 ms, for those who load one
+
+        state, weight = checkpoint.mtp_streams_projection(weights, self, layer)
+        load_projection("MTPStreamsProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense_eh_proj)
+        return self
+
+    def forward(
+        self,
+        hidden: Tensor,
+        ids: Tensor | None = None,
+        *,
+        table: Tensor | VocabParallelEmbedding | None = None,
+        embeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        indices: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[N, S, D], what the decoder layer reads.
+
+        Args:
+            hidden: [T, S*H] or [T, S, H], dense: the target's streams before they are collapsed, or those that the
+                previous step left.
+            ids, table, embeds, positions: as in `MTPProjection`, [N] or [N, H].
+            indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
+            out: [N, S, D] or [N, S*D], dense.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
+        """
+        op, S, H = "MTPStreamsProjection", self.config.num_streams, self.config.hidden_size
+        streams = _rows_of_streams(op, "hidden", hidden, S, H)
+        self._check_sources(streams, ids, table, embeds, positions)
+        out_rows = None if out is None else _rows_of_streams(op, "out", out, S, self.config.out_features)
+        chunk, index, scale = self._embedding(ids, table, embeds, positions)
+        count = chunk.shape[0] if index is None else index.shape[0]
+        gains = [parameter_of(self._modules[name]) for name in ("enorm", "hnorm")]
+        eps = [self.config.enorm_eps if scale is None else self.config.enorm_eps / scale**2, self.config.hnorm_eps]
+        norm: tuple = ("chunk", gains, eps, self.config.norm_offset)
+        if self.config.hnorm_over == "row":
+            # No norm of one chunk has a gain for each stream: both are stored normed, as the engines do.
+            chunk = self._normed("enormed", chunk, gains[0], eps[0], index, count)
+            streams = self._normed("hnormed", streams.view(-1, S * H), gains[1], eps[1], indices, count).view(-1, H)
+            index, indices, norm = None, None, ("none", None, 1e-6, 0.0)
+        rows = [self._rows_of_embedding(index, chunk, count), self._rows_of_hidden(indices, streams, count)]
+        arguments = ([chunk, streams], *norm, None, rows, None, None)
+        sources = Sources.of("norm_concat_linear", *arguments)
+        projected = project_onto(self._modules["eh_proj"], sources, 0.0, out_rows)
+        return projected.view(-1, S, self.config.out_features) if out is None else out
+
+    def _normed(self, name: str, rows: Tensor, gain: Tensor, eps: float, index: Tensor | None, count: int) -> Tensor:
+        """The rows that `index` takes, normed over all their columns and rounded."""
+        out = self._static(name, (count, rows.shape[1]), rows)
+        norm = (gain, eps, self.config.norm_offset)
+        return concatenate(Sources.of("norm_concat", [rows], "concat", *norm, None, index, None, None), out)
+
+    def _rows_of_embedding(self, index: Tensor | None, like: Tensor, count: int) -> Tensor:
+        """row // S, or what `index` has there."""
+        S = self.config.num_streams
+        rows = self._static("rows of the embedding", (count, S), like.new_empty(0, dtype=torch.int64))
+        if index is None:
+            index = torch.arange(count, device=like.device)
+        return rows.copy_(index.unsqueeze(1)).view(-1)
+
+    def _rows_of_hidden(self, indices: Tensor | None, like: Tensor, count: int) -> Tensor | None:
+        """S rows of streams for each of `indices`; one that is out of range stays so."""
+        if indices is None:
+            return None
+        checks.check_ids("MTPStreamsProjection", "indices", indices)
+        if indices.shape[0] != count:
+            because = "there is one per embedding"
+            raise checks.shape_error("MTPStreamsProjection", "indices", indices, f"({count},)", because)
+        S = self.config.num_streams
+        rows = self._static("rows of hidden", (count, S), like.new_empty(0, dtype=torch.int64))
+        first = indices.long().clamp(-1, like.shape[0] // S) * S
+        torch.add(first.unsqueeze(1), torch.arange(S, device=like.device), out=rows)
+        return rows.masked_fill_((indices < 0).unsqueeze(1), -1).view(-1)
+
+
+def _rows_of_streams(op: str, name: str, tensor: Any, S: int, width: int) -> Tensor:
+    """[T, S*width] or [T, S, width] as the matrix [T*S, width] that it is in memory."""
+    checks.check_tensor(op, name, tensor)
+    if tuple(tensor.shape[1:]) not in ((S * width,), (S, width)):
+        columns = "H" if name == "hidden" else "D"
+        expected = f"(T, S*{columns}) or (T, S, {columns}) = (*, {S}, {width})"
+        raise checks.shape_error(op, name, tensor, expected)
+    if not tensor.is_contiguous():
+        because = "its streams are the rows of one matrix"
+        raise checks.error(ValueError, op, f"{name} has strides {tensor.stride()}", "a dense tensor", because)
+    return tensor.view(-1, width)

@@ -1,0 +1,288 @@
+"""MTPStreamsProjection: every stream against float64 and against the engines' three roundings; masks, checkpoints."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import eagle_kernels as ek
+from accuracy import relative_rms, rms_limit
+from guards import GuardedRows, UnchangedTensors, same_bits
+
+S, H, D, V, T = 4, 72, 40, 193, 13
+EPS = {"enorm_eps": 1e-5, "hnorm_eps": 3e-2}
+DEEPSEEK = {"hnorm_over": "stream"}
+QWEN4 = {"hnorm_over": "row", "norm_offset": 1.0}
+STAGES = [pytest.param(DEEPSEEK, id="deepseek_v4"), pytest.param(QWEN4, id="qwen4_exp")]
+
+
+def make_layer(dtype: torch.dtype = torch.bfloat16, max_tokens: int | None = None, **config: object):
+    layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, D, **(EPS | config)), max_tokens=max_tokens, dtype=dtype)
+    for norm in (layer.enorm, layer.hnorm):
+        norm.weight.uniform_(0.5 - layer.config.norm_offset, 1.5 - layer.config.norm_offset)
+    return layer
+
+
+def make_inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [T, S, H] whose streams are of different sizes, ids [T] with some outside the vocabulary, table [V, H]."""
+    scales = torch.logspace(-3, 2, T).view(T, 1, 1) * torch.tensor([1.0, 10.0, 0.1, 3.0]).view(1, S, 1)
+    hidden = (torch.randn(T, S, H) * scales).to(dtype)
+    table = (torch.randn(V, H) * torch.logspace(-4, 1, V).unsqueeze(1)).to(dtype)
+    ids = torch.randint(V, (T,))
+    ids[3], ids[7] = -1, V
+    return hidden, ids, table
+
+
+def lookup(table: Tensor, ids: Tensor) -> Tensor:
+    return F.embedding(ids.clamp(0, len(table) - 1), table) * ((ids >= 0) & (ids < len(table))).unsqueeze(1)
+
+
+def engine_chain(layer: ek.MTPStreamsProjection, embeds: Tensor, hidden: Tensor) -> Tensor:
+    """Both engines: norm, project and round the embedding and each stream, add, round (SGLang 0.5.23
+    `deepseek_v4_nextn`, `qwen4_exp_mtp`; vLLM 0.33 `models/deepseek_v4/nvidia/mtp.py`)."""
+    config, dtype = layer.config, hidden.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + config.norm_offset, eps).to(dtype)
+
+    of_e, of_h = layer.eh_proj.weight.to(dtype).chunk(2, 1)
+    rows = hidden.flatten(1) if config.hnorm_over == "row" else hidden
+    normed = norm(rows, layer.hnorm.weight, config.hnorm_eps).view(hidden.shape)
+    return F.linear(normed, of_h) + F.linear(norm(embeds, layer.enorm.weight, config.enorm_eps), of_e).unsqueeze(1)
+
+
+@pytest.mark.parametrize("config", STAGES)
+@pytest.mark.parametrize("source", ["table", "module", "embeds"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_matches_float64(config: dict, source: str, dtype: torch.dtype) -> None:
+    layer, (hidden, ids, table) = make_layer(dtype, **config), make_inputs(dtype)
+    embeds = lookup(table, ids)
+    given = {
+        "table": {"ids": ids, "table": table},
+        "module": {"ids": ids.int(), "table": ek.VocabParallelEmbedding(V, H, org_num_embeddings=V - 5, dtype=dtype)},
+        "embeds": {"embeds": embeds},
+    }[source]
+    if source == "module":
+        given["table"].load_state_dict({"weight": table})
+    truth = engine_chain(layer, embeds.double(), hidden.double())
+    engine = engine_chain(layer, embeds, hidden)
+    limit, _ = rms_limit(dtype, 2 * H, truth.flatten(0, 1), engine.flatten(0, 1))
+    out = torch.full((T, S, D), float("nan"), dtype=dtype)
+    with UnchangedTensors([hidden, ids, table]):
+        projected = layer(hidden, **given)
+        assert layer(hidden.flatten(1), **given, out=out.view(T, S * D)).data_ptr() == out.data_ptr()
+    assert projected.shape == (T, S, D) and same_bits(projected, out)
+    assert relative_rms(projected, truth) <= limit
+
+
+@pytest.mark.parametrize("config", STAGES)
+def test_one_rounding_is_nearer_to_float64_than_the_engines_three(config: dict) -> None:
+    layer, (hidden, ids, table) = make_layer(**config), make_inputs()
+    embeds = lookup(table, ids)
+    truth = engine_chain(layer, embeds.double(), hidden.double())
+    ours, engine = (
+        relative_rms(result, truth) for result in (layer(hidden, embeds=embeds), engine_chain(layer, embeds, hidden))
+    )
+    assert ours < 0.9 * engine
+
+
+@pytest.mark.parametrize("config", STAGES)
+def test_position_0_is_masked_where_the_config_says_so(config: dict) -> None:
+    hidden, ids, table = make_inputs()
+    positions = torch.arange(T) % 5
+    layer, unmasked = make_layer(mask_position_zero=True, **config), make_layer(**config)
+    unmasked.load_state_dict(layer.state_dict())
+    zeroed = torch.where((positions == 0).unsqueeze(1), 0, lookup(table, ids))
+    masked = layer(hidden, ids, table=table, positions=positions)
+    assert same_bits(masked, unmasked(hidden, embeds=zeroed))
+    assert same_bits(masked, layer(hidden, embeds=lookup(table, ids), positions=positions))
+    assert not torch.equal(masked, unmasked(hidden, ids, table=table))
+
+
+@pytest.mark.parametrize("config", STAGES)
+def test_rows_are_selected_through_indices(config: dict) -> None:
+    layer, (hidden, ids, table) = make_layer(**config), make_inputs()
+    for dtype in (torch.int32, torch.int64):
+        accepted = torch.tensor([12, 0, 0, 5, -1, T, torch.iinfo(dtype).max, torch.iinfo(dtype).min], dtype=dtype)
+        selected = layer(hidden, ids[:8], table=table, indices=accepted)
+        rows = torch.cat([hidden[accepted[:4].long()], torch.zeros(4, S, H).bfloat16()])
+        assert same_bits(selected, layer(rows, ids[:8], table=table))
+
+
+@pytest.mark.parametrize("config", STAGES)
+def test_static_buffers_are_allocated_once_and_a_call_sees_no_other_rows(config: dict) -> None:
+    layer, (hidden, ids, table) = make_layer(max_tokens=T, mask_position_zero=True, **config), make_inputs()
+    fresh = make_layer(mask_position_zero=True, **config)
+    fresh.load_state_dict(layer.state_dict())
+    positions = torch.arange(T) % 5
+    kept = {}
+    for rows in (T, 3, 0, T):
+        given = {"ids": ids[:rows], "table": table, "positions": positions[:rows], "indices": torch.arange(rows)}
+        assert same_bits(layer(hidden, **given), fresh(hidden, **given))
+        buffers = {name: buffer.data_ptr() for name, buffer in layer._static_buffers.items()}
+        assert buffers == (kept or buffers)
+        kept = buffers
+
+
+def test_a_bad_stream_stays_in_its_stream() -> None:
+    layer, (hidden, ids, table) = make_layer(), make_inputs()
+    good = layer(hidden, ids, table=table)
+    hidden[5, 2, 11] = float("nan")
+    bad = layer(hidden, ids, table=table)
+    assert bad[5, 2].isnan().all()
+    good[5, 2] = bad[5, 2] = 0
+    assert same_bits(good, bad)
+
+
+def test_the_state_goes_on_as_rows_of_all_streams() -> None:
+    """[T, S*H] in a `ChainedHiddenStates` of that width, whose rows are dense."""
+    layer, (hidden, ids, table) = make_layer(), make_inputs()
+    chain = ek.ChainedHiddenStates(T + 3, S * H)
+    chain.load(hidden.flatten(1))
+    assert same_bits(layer(chain.current(T), ids, table=table), layer(hidden, ids, table=table))
+
+
+def checkpoint_of(prefix: str, names: tuple[str, str, str, str], H: int, D: int, hnorm: int) -> dict[str, Tensor]:
+    enorm, hnorm_name, e_proj, h_proj = (f"{prefix}{name}.weight" for name in names)
+    weights = {enorm: torch.rand(H), hnorm_name: torch.rand(hnorm)}
+    return weights | {e_proj: torch.randn(D, H).bfloat16(), h_proj: torch.randn(D, H).bfloat16()}
+
+
+DEEPSEEK_NAMES = ("enorm", "hnorm", "e_proj", "h_proj")
+QWEN4_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc_embedding", "fc_hidden")
+
+
+@pytest.mark.parametrize(
+    ("config", "prefix", "names", "width"),
+    [(DEEPSEEK, "mtp.1.", DEEPSEEK_NAMES, H), (QWEN4, "mtp.", QWEN4_NAMES, S * H)],
+    ids=["deepseek_v4", "qwen4_exp"],
+)
+def test_loads_what_the_families_call_the_two_projections(config: dict, prefix: str, names: tuple, width: int) -> None:
+    weights = checkpoint_of(prefix, names, H, D, width)
+    others = checkpoint_of("mtp.0.", names, H, D, width) if prefix == "mtp.1." else {}
+    layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, D, **config), dtype=torch.float32)
+    layer.load_checkpoint(weights | others | {"embed.weight": torch.rand(3)}, layer=1 if others else None)
+    enorm, hnorm, e_proj, h_proj = weights.values()
+    assert torch.equal(layer.enorm.weight, enorm) and torch.equal(layer.hnorm.weight, hnorm)
+    assert torch.equal(layer.eh_proj.weight, torch.cat([e_proj, h_proj], 1).float())
+
+
+@pytest.mark.parametrize("format", ["fp8_block128", "fp8_tensor", "fp8_row", "mxfp8"])
+@pytest.mark.parametrize("e8m0", [False, True])
+def test_quantized_projections_become_one_weight(format: str, e8m0: bool) -> None:
+    """DeepSeek-V4's own files: e4m3 in blocks of 128 x 128 beside `.scale`, in fp32 or as exponents."""
+    H, D = 256, 200
+    weights = checkpoint_of("mtp.0.", DEEPSEEK_NAMES, H, D, H)
+    parts = []
+    for name in ("e_proj", "h_proj"):
+        part = ek.quantize(weights[f"mtp.0.{name}.weight"] * (1 + 9 * len(parts)), format)
+        scales = part.scales
+        if e8m0 and format == "fp8_block128":
+            scales = scales.log2().round().exp2().to(torch.float8_e8m0fnu)
+            part = ek.QuantizedWeight(part.codes, scales, format)
+        weights |= {f"mtp.0.{name}.weight": part.codes, f"mtp.0.{name}.scale": scales}
+        parts.append(part.dequantize(torch.float32))
+    config = ek.MTPStreamsConfig(H, D)
+    layer = ek.MTPStreamsProjection(config, dtype=torch.bfloat16).load_checkpoint(weights)
+    assert layer.eh_proj.quantized.dequantize(torch.float32).equal(torch.cat(parts, 1))
+    dense = ek.MTPStreamsProjection(config, dtype=torch.float32)
+    norms = {name: value for name, value in weights.items() if "norm" in name}
+    wide = {"mtp.0.e_proj.weight": parts[0], "mtp.0.h_proj.weight": parts[1]}
+    dense.load_checkpoint(norms | wide)
+    hidden, embeds = torch.randn(3, S, H).bfloat16(), torch.randn(3, H).bfloat16()
+    truth = engine_chain(dense, embeds.double(), hidden.double())
+    rounded = ek.MTPStreamsProjection(config, dtype=torch.bfloat16).load_checkpoint(norms | wide)
+    limit, _ = rms_limit(torch.bfloat16, 2 * H, truth, engine_chain(rounded, embeds, hidden))
+    assert relative_rms(layer(hidden, embeds=embeds), truth) <= limit
+
+
+def without(weights: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name: value for name, value in weights.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: without(w, "e_proj"), "weights has no e_proj.weight, expected all of "),
+        (lambda w: without(w, "hnorm"), "weights has no hnorm.weight, expected all of "),
+        (lambda w: {}, "weights has no MTP layer of streams, expected one, because "),
+        (
+            lambda w: w | checkpoint_of("mtp.3.", DEEPSEEK_NAMES, H, D, H),
+            "weights has MTP layers at ['mtp.0.', 'mtp.3.'], expected one, because ",
+        ),
+        (
+            lambda w: w | {"mtp.0.h_proj.weight": w["mtp.0.h_proj.weight"].to(torch.float8_e4m3fn),
+                           "mtp.0.h_proj.scale": torch.ones(1)},
+            "one of e_proj and h_proj is quantized, expected both or none, because they become one weight",
+        ),
+        (
+            lambda w: w | {"mtp.0.h_proj.weight": w["mtp.0.h_proj.weight"].to(torch.float8_e4m3fn)},
+            "mtp.0.h_proj.weight in torch.float8_e4m3fn, expected its scale beside it",
+        ),
+        (lambda w: w | {"mtp.0.hnorm.weight": torch.rand(288)}, "mtp.0.hnorm.weight has shape (288,), expected (72,)"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_copied(change: object, message: str) -> None:
+    layer = make_layer()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer.load_checkpoint(change(checkpoint_of("mtp.0.", DEEPSEEK_NAMES, H, D, H)))
+    assert all(same_bits(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_from_hf() -> None:
+    v4 = {"model_type": "deepseek_v4", "hidden_size": 4096, "hc_mult": 4, "rms_norm_eps": 1e-5}
+    read = ek.MTPStreamsConfig.from_hf(v4)
+    assert read == ek.MTPStreamsConfig(4096, enorm_eps=1e-5, hnorm_eps=1e-5)
+    assert ek.MTPStreamsConfig.from_hf(v4, engine="vllm").mask_position_zero
+    qwen4 = {"model_type": "qwen4_exp", "text_config": {"hidden_size": 2048, "hc_count": 4}}
+    for engine in ("sglang", "vllm"):
+        read = ek.MTPStreamsConfig.from_hf(qwen4, engine=engine)
+        assert read == ek.MTPStreamsConfig(2048, norm_offset=1.0, hnorm_over="row")
+    errors = [
+        ({"model_type": "llama"}, {}, "model_type is 'llama', expected one of ['deepseek_v4', "),
+        ({"model_type": "deepseek_v4", "hidden_size": 8}, {}, "hc_mult is missing, expected the target's"),
+        (v4, {"engine": "tgi"}, "engine is 'tgi', expected 'sglang' or "),
+    ]
+    for config, arguments, message in errors:
+        with pytest.raises(ValueError, match=re.escape(f"MTPStreamsConfig.from_hf: {message}")):
+            ek.MTPStreamsConfig.from_hf(config, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_streams": 0}, "num_streams is 0, expected at least 1"),
+        ({"hnorm_over": "all"}, "hnorm_over is 'all', expected 'stream' or 'row'"),
+        ({"order": "hidden,embed"}, "order is 'hidden,embed', normed True, expected 'embed,hidden', True, because "),
+        ({"num_streams": 2**30}, f"K={2**30} chunks of H=72 have "),
+    ],
+)
+def test_a_config_that_no_family_has_is_refused(config: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"MTPStreamsConfig: {message}")):
+        ek.MTPStreamsConfig(H, D, **config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hidden": torch.randn(T, H).bfloat16()},
+            "hidden has shape (13, 72), expected (T, S*H) or (T, S, H) = (*, 4, 72)",
+        ),
+        (
+            {"hidden": torch.randn(S, T, H).bfloat16().transpose(0, 1)},
+            "hidden has strides (72, 936, 1), expected a dense tensor, because its streams are the rows of one matrix",
+        ),
+        ({"out": GuardedRows(T, S * D, torch.bfloat16).view}, "out has strides (169, 1), expected a dense tensor"),
+        ({"out": torch.empty(T, D).bfloat16()}, "out has shape (13, 40), expected (T, S*D) or (T, S, D) = (*, 4, 40)"),
+        ({"indices": torch.arange(3)}, "indices has shape (3,), expected (13,), because there is one per embedding"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+    layer, (hidden, ids, table) = make_layer(), make_inputs()
+    with pytest.raises(ValueError, match=re.escape(f"MTPStreamsProjection: {message}")):
+        layer(**({"hidden": hidden, "ids": ids, "table": table} | changes))
