@@ -100,6 +100,17 @@ def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: i
         assert same_bits(without.buffer[2 : 2 + T], guarded.buffer[2 : 2 + T])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_output_beyond_the_caches_lies_anywhere(dtype: torch.dtype, cpu_isa: str) -> None:
+    """From 32 MB on aligned rows are stored around the caches, with instructions that trap on others."""
+    T, H = (33 << 20) // (1024 * dtype.itemsize), 1024
+    hidden, buffer = torch.randn(T, H).to(dtype), torch.full((T, H + 3), 7.0, dtype=dtype)
+    for begin in (0, 1):
+        out = buffer[:, begin : begin + H]
+        ek.capture_hidden(hidden, out=out)
+        assert torch.equal(out, hidden) and (buffer[:, begin + H :] == 7).all()
+
+
 @pytest.mark.parametrize("residual", [torch.empty(3, 0), None], ids=["residual", "copy"])
 def test_rows_without_columns(residual: Tensor | None, cpu_isa: str) -> None:
     """Their memory is a null pointer, which the copy handed to memcpy: undefined, which shows in `make sanitize`."""

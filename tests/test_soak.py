@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import eagle_kernels as ek
 import soak_calls
 from backends import environment_of, needs_compiled
 from eagle_kernels.plan import cpu_isa
@@ -89,3 +90,18 @@ def test_first_calls_at_once() -> None:
 
 def test_a_forked_child_with_one_thread_gives_the_same_bits() -> None:
     assert in_a_process("in_a_fork") == soak_calls.digests()
+
+
+@needs_compiled
+@pytest.mark.parametrize("dtype", soak_calls.DTYPES.values(), ids=soak_calls.DTYPES)
+def test_what_a_call_leaves_in_its_workspace_is_not_read(dtype: torch.dtype) -> None:
+    """289 columns are packed as 304 or more, and the allocator gives a call the memory of the one before."""
+    weights = {width: torch.randn(40, width).to(dtype) for width in (289, 304)}
+    rows, nan = torch.randn(3, 289).to(dtype), torch.full((3, 304), float("nan"), dtype=dtype)
+    for variables in soak_calls.PATHS.values():
+        with environment_of(**variables):
+            for of in (lambda weight: weight, lambda weight: ek.quantize(weight, "fp8_row")):
+                expected = ek.norm_concat_linear([rows], of(weights[289]), norm="none")
+                for _ in range(10):
+                    assert ek.norm_concat_linear([nan], of(weights[304]), norm="none").isnan().all()
+                    assert same_bits(ek.norm_concat_linear([rows], of(weights[289]), norm="none"), expected)
