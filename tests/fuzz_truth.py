@@ -103,6 +103,7 @@ def _norm_concat(arguments: dict) -> list[Truth]:
 
 def _norm_concat_linear(arguments: dict) -> list[Truth]:
     weight, bias, post = (arguments[name] for name in ("weight", "bias", "post_norm_weight"))
+    is_nan = _nan_of(weight)
     if isinstance(weight, QuantizedWeight):
         weight = weight.dequantize(torch.float64)
     eps, post_eps = _split_eps(arguments["eps"], post)
@@ -126,7 +127,7 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
     dp[~bounded] = float("nan")
     dp[:, broken] = float("nan")
     # The products of a source whose index is out of range may be left out.
-    lost = weight.isnan().any(1) & _in_range(sources)
+    lost = is_nan.any(1) & _in_range(sources)
     nan = nan.any(1, keepdim=True) | (lost if bias is None else lost | bias.isnan())
     nan = nan if post is None else nan.any(1, keepdim=True) | post.isnan()
     y = p
@@ -142,6 +143,17 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
     dy = 1.2 * (dp + u * (y.abs() + dp) + tiny * torch.finfo(dtype).eps)
     dy[~y.isfinite()] = float("nan")
     return [Truth("result", y, dy, nan.expand_as(y))]
+
+
+def _nan_of(weight: Tensor | QuantizedWeight) -> Tensor:
+    """Where a weight [D, K*H] is NaN. An infinite scale may multiply a sum: then a code of zero makes no NaN of it."""
+    if isinstance(weight, Tensor):
+        return weight.isnan()
+    codes, scales, global_scale = weight.tensors
+    if scales.dtype == torch.float32:
+        scales = torch.where(scales.isinf(), 1.0, scales)
+    finite = QuantizedWeight.of_tensors(codes, scales, global_scale, weight.format, weight.block)
+    return finite.dequantize(torch.float64).isnan()
 
 
 def _normed(sources: Sources) -> tuple[Tensor, Tensor, Tensor]:
