@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..gates import Target
-from ..scales import scaled
 from .hooks import LOGGER, Hook, leaving_to_sglang
 
 _drafters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -40,6 +39,8 @@ def _load_weights(
 
 def _scaled(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    from ..scales import scaled  # reads checkpoints; this module is loaded in processes that run no model
 
     return scaled(model, weights, {UnquantizedLinearMethod}, "SGLang", LOGGER)
 
