@@ -16,9 +16,10 @@ pytest.importorskip("sglang")
 
 from accuracy import outliers, relative_rms
 from backends import environment_of
-from eagle_kernels.engines.sglang import capture, mtp, projection, vocab
+from eagle_kernels.engines.sglang import capture, mtp, projection, scales, vocab
 from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.ops.sources import Sources, formula
+from engines.quantized_layers import written
 from engines.sglang import checkpoints
 
 T, K, Ht, Hd, V = 7, 3, 96, 160, 100
@@ -214,6 +215,40 @@ def test_llama_drafter_as_wide_as_its_sources(monkeypatch: pytest.MonkeyPatch, m
         assert relative_rms(result, float64_projection(model, hidden)) < 0.01
     else:
         assert torch.equal(result, hidden)
+
+
+def load_weights_of(model: nn.Module, weights: dict[str, Tensor], *, is_drafter: bool) -> None:
+    """As SGLang's model runner does."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    runner = types.SimpleNamespace(is_draft_worker=is_drafter)
+
+    def load_model(runner: object) -> None:
+        DefaultModelLoader.load_weights_only(model, iter(weights.items()), torch.device("cpu"))
+
+    scales._load_model(load_model, runner)
+
+
+@pytest.mark.parametrize("is_drafter", [True, False])
+def test_a_dflash_drafter_whose_layers_are_all_quantized(is_drafter: bool) -> None:
+    """Its class builds them without a quantization config (sglang#39087); a target's weights are not looked at."""
+    from sglang.srt.models.dflash import DFlashDraftModel
+
+    config = drafter_config(hidden_size=Ht, num_hidden_layers=1, block_size=4, head_dim=Ht // 2)
+    config.dflash_config = {"target_layer_ids": [0, 1, 2], "mask_token_id": 0}
+    model = DFlashDraftModel(config)
+    shapes = {"fc": (Ht, K * Ht), "layers.0.mlp.down_proj": (Ht, config.intermediate_size)}
+    shapes |= {f"layers.0.self_attn.{name}_proj": (Ht, Ht) for name in "qkv"}
+    weights, expected = {}, {}
+    for name, shape in shapes.items():
+        tensors, quantized = written(name, torch.randn(shape, dtype=torch.float32), "compressed-row")
+        weights |= tensors
+        expected[name] = quantized.dequantize(BF16) if is_drafter else quantized.codes.to(BF16)
+    load_weights_of(model, weights, is_drafter=is_drafter)
+    assert torch.equal(model.fc.weight, expected["fc"])
+    assert torch.equal(model.layers[0].mlp.down_proj.weight, expected["layers.0.mlp.down_proj"])
+    qkv = torch.cat([expected[f"layers.0.self_attn.{name}_proj"] for name in "qkv"])
+    assert torch.equal(model.layers[0].self_attn.qkv_proj.weight, qkv)
 
 
 def test_llama_drafter_idle(monkeypatch: pytest.MonkeyPatch) -> None:

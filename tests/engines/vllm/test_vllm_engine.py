@@ -324,6 +324,11 @@ def test_a_quantized_eh_proj_is_loaded_with_its_scale(engine: Engine, layout: st
     assert [set(calls) for calls in run.calls] == [{"norm_concat_linear"}]
 
 
+def test_a_quantized_eh_proj_without_the_plugin(engine: Engine) -> None:
+    run = engine.run(mtp_request(engine, "hf-block"), may_fail=True, EAGLE_KERNELS_VLLM_SCALES="0")
+    assert run.returncode != 0 and "KeyError: 'model.layers.2.eh_proj.weight_scale_inv'" in run.log
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_quantized_fc_of_which_the_config_says_nothing(engine: Engine, layout: str) -> None:
     drafter = write_drafter(engine.folder / f"drafter-{layout}", 3, "chunk", layout)

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from vllm_checkpoints import H, V, write_deepseek, write_drafter, write_target
+from vllm_checkpoints import H, V, write_counting_deepseek, write_deepseek, write_drafter, write_target
 from vllm_engine import ENVIRONMENT
 
 import eagle_kernels.engines.vllm as plugin
@@ -135,6 +135,25 @@ def test_a_loaded_mtp_layer(load: Callable, log: Callable, tmp_path: Path) -> No
     gains, eps = [layer.enorm.weight, layer.hnorm.weight], [layer.enorm.variance_epsilon] * 2
     normed = formula(Sources([embeds, hidden], 2, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
     assert relative_rms(seen[0], normed @ layer.eh_proj.weight.double().t()) < 0.01
+
+
+@pytest.mark.parametrize("layout", ["modelopt-fp8", "hf-block", "modelopt-nvfp4"])
+def test_a_quantized_projection_is_loaded_with_its_scale(
+    load: Callable, log: Callable, tmp_path: Path, layout: str
+) -> None:
+    """fc of which the config says nothing, and eh_proj, which is a plain nn.Linear."""
+    dense = load("force", write_drafter(tmp_path / "dense", K, "none"))
+    drafter = load("force", write_drafter(tmp_path / "quantized", K, "none", layout))
+    hidden = torch.randn(T, K * H).bfloat16()
+    with torch.inference_mode():
+        ours, expected = drafter.combine_hidden_states(hidden), dense.combine_hidden_states(hidden)
+    assert relative_rms(ours, expected.double()) < 0.01  # ones
+    predictor = load("force", None, write_counting_deepseek(tmp_path / "deepseek", layout))
+    (layer,) = predictor.model.layers.values()
+    moved = torch.cat([torch.eye(H).roll(-1, 0), torch.zeros(H, H)], 1)
+    assert relative_rms(layer.eh_proj.weight, moved.double()) < 1e-2
+    names = [line.partition(" of ")[0] for line in log() if "has no scales there" in line]
+    assert names == ["fc", "eh_proj"]
 
 
 class Stop(Exception):
