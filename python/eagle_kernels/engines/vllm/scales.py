@@ -39,7 +39,8 @@ def register() -> None:
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the drafter whose load_weights gets numbers where its layers take numbers."""
-    check_parameters(f"{drafter.__module__}:{drafter.__name__}.load_weights", drafter.load_weights, ("self", "weights"))
+    load_weights: Any = getattr(drafter, "load_weights", None)
+    check_parameters(f"{drafter.__module__}:{drafter.__name__}.load_weights", load_weights, ("self", "weights"))
     return type(drafter.__name__, (LoadsScales, drafter), {"__module__": __name__})
 
 
