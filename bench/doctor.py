@@ -266,10 +266,11 @@ def _look_at_quantization(pair: Pair, config: Eagle3Config) -> None:
     pair.facts["fc"] = f"{codes.dtype} with {', '.join(scales) or 'no scale'}"
     if not scales:
         pair.find("fc-scale", f"fc holds codes ({codes.dtype}) without a scale beside them")
-    text = "holds fc in a plain nn.Linear and skips its scales: codes are taken for numbers (sglang#39087)"
+    without = "without this package's plugin"
+    text = f"holds fc in a plain nn.Linear, skips its scales: codes are taken for numbers (sglang#39087) {without}"
     pair.find("fc-quantized", text, SGLANG)
     if pair.quantization is None:
-        text = "quantizes fc as the drafter's quantization_config says, and there is none"
+        text = f"quantizes fc as the drafter's quantization_config says, and there is none: it fails to load {without}"
         pair.find("fc-quantized", text, VLLM_V1, VLLM_V2)
 
 
