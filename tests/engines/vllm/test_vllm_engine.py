@@ -67,7 +67,7 @@ HELD_OUT = {
     ),
     "K5-six-requests-seeded": (
         (5, "chunk", {}),
-        {"prompts": SIX, "engine": {"max_num_seqs": 6}, "sampling": {"temperature": 3.0, "seed": 7}},
+        {"prompts": SIX, "engine": {"max_num_seqs": 6}, "sampling": {"temperature": 2.0, "seed": 7}},
         {},
     ),
     "K6-norm-output-tp3": ((6, "chunk", {"norm_output": True}), {"tp": 3}, {}),
