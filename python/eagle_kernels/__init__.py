@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from . import ops
 from .buffers import AuxHiddenStates, ChainedHiddenStates, rotate_token_ids
 from .drafter_config import Eagle3Config, capture_layers
+from .eagle3_qkv_projection import Eagle3QKVConfig, Eagle3QKVProjection
 from .explain import explain
 from .layers import Eagle3Projection, VocabParallelEmbedding
 from .mtp_config import MTPConfig
@@ -41,9 +42,11 @@ __all__ += [
     "shard_vocab_weight",
     "capture_layers",
     "Eagle3Config",
+    "Eagle3QKVConfig",
     "MTPConfig",
     "MTPStreamsConfig",
     "Eagle3Projection",
+    "Eagle3QKVProjection",
     "MTPProjection",
     "MTPStreamsProjection",
     "VocabParallelEmbedding",

@@ -169,6 +169,47 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     return state, concat_columns(op, [part for part in parts if isinstance(part, QuantizedWeight)])
 
 
+def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
+    """The state_dict of an Eagle3QKVProjection: the rank's rows of the projections that a checkpoint has apart."""
+    op = "Eagle3QKVProjection.load_checkpoint"
+    readers = _open(op, weights)
+    layers = [name.removesuffix("hidden_norm.weight") for name in readers if name.endswith("hidden_norm.weight")]
+    layers = [prefix for prefix in layers if re.fullmatch(r"(.*\.)?(midlayer|layers\.0)\.", prefix)]
+    if len(layers) != 1:
+        got = f"weights has hidden_norm at {layers}" if layers else "weights has no layer with hidden_norm"
+        raise checks.error(ValueError, op, got, "one midlayer or layers.0")
+    (prefix,) = layers
+    H, has_bias = layer.config.hidden_size, layer.config.bias
+    state = {}
+    for norm in ("input_layernorm", "hidden_norm"):
+        state[f"{norm}.weight"] = _whole(op, readers, f"{prefix}{norm}.weight", (H,))
+    parts: dict[str, list[Tensor]] = {}
+    for name, (begin, end) in layer.rows.items():
+        stem = f"{prefix}self_attn.{name}"
+        if scales := [other for other in readers if other.startswith(f"{stem}.") and "scale" in other]:
+            because = "q, k and v have scales of their own"
+            raise checks.error(
+                ValueError, op, f"weights has {scales[0]}", "a projection that is not quantized", because
+            )
+        if not has_bias and f"{stem}.bias" in readers:
+            raise checks.error(ValueError, op, f"weights has {stem}.bias", "none", "bias is False")
+        for parameter, columns in {"weight": (2 * H,), **({"bias": ()} if has_bias else {})}.items():
+            whole = _whole(op, readers, f"{stem}.{parameter}", (layer.all_rows[name][1], *columns))
+            parts.setdefault(f"qkv_proj.{parameter}", []).append(whole[begin:end])
+    return state | {name: torch.cat(rows) for name, rows in parts.items()}
+
+
+def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in readers:
+        raise checks.error(ValueError, op, f"weights has no {name}", "q, k and v (or q_a and kv_a) and both norms")
+    tensor = readers[name]()
+    checks.check_tensor(op, name, tensor)
+    checks.check_dtype(op, name, tensor, checks.DTYPES)
+    if tuple(tensor.shape) != shape:
+        raise checks.shape_error(op, name, tensor, str(shape))
+    return tensor
+
+
 def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's state_dict, of its projection as that of the dense weight."""
     own = {name: tuple(value.shape) for name, value in layer.state_dict().items()}

@@ -1,4 +1,4 @@
-"""MTPProjection: the input stage of MTP / NextN layers as an inference module, one op call a step."""
+"""MTPProjection and what it shares with layer 0 of EAGLE-3 drafters: one op call on an embedding and a hidden state."""
 
 from __future__ import annotations
 
@@ -31,97 +31,52 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype).item()
 
 
-class MTPProjection(nn.Module):
-    """The input stage of an MTP / NextN layer: y = eh_proj(cat[enorm(scale * embedding), hnorm(hidden)]).
+class EmbeddingHiddenProjection(nn.Module):
+    """y = projection(cat[norm(scale * embedding), norm'(hidden)]), by whatever names a checkpoint has for the three."""
 
-    Args:
-        config: `MTPConfig`; `MTPConfig.from_hf` reads what is special about the model's family.
-        max_tokens: rows of the static buffers that a masked position 0, a sharded table and a scale without norm need:
-            each is allocated by the first call that needs it and never again. None: such calls allocate.
-        dtype, device: of the parameters.
-
-    state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H], eh_proj.bias [D]
-    (config.bias). Parameters do not require grad: the layer is inference only.
-
-    Source: SGLang 0.5.23 `deepseek_nextn`, `step3p5_mtp`, `gemma4_mtp`; vLLM 0.33 `deepseek_mtp`, `mimo_mtp`.
-    """
+    NAMES: tuple[str, str, str]
 
     def __init__(
-        self,
-        config: MTPConfig,
-        *,
-        max_tokens: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, config: MTPConfig, max_tokens: int | None, dtype: torch.dtype | None, device: torch.device | str | None
     ) -> None:
         super().__init__()
         self.config = config
         self.max_tokens = max_tokens
         self._static_buffers: dict[tuple, Tensor] = {}
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
-        if config.normed:
-            self.enorm = nn.RMSNorm(config.hidden_size, config.enorm_eps, **factory)
-            self.hnorm = nn.RMSNorm(config.hidden_size, config.hnorm_eps, **factory)
-            for norm in (self.enorm, self.hnorm):
-                norm.weight.data.fill_(1 - config.norm_offset)
-        self.eh_proj: nn.Linear | QuantizedLinear = self._dense_eh_proj(**factory)
+        *norms, projection = self.NAMES
+        for name, eps in zip(norms if config.normed else (), (config.enorm_eps, config.hnorm_eps), strict=False):
+            norm = nn.RMSNorm(config.hidden_size, eps, **factory)
+            norm.weight.data.fill_(1 - config.norm_offset)
+            self.add_module(name, norm)
+        self.add_module(projection, self._dense(**factory))
         self.requires_grad_(False)
 
-    def load_checkpoint(
-        self, weights: str | os.PathLike | Mapping[str, Tensor], *, layer: int | None = None
-    ) -> MTPProjection:
-        """Copy enorm, hnorm and eh_proj from a checkpoint: a safetensors file or folder, or tensors by name.
+    def _quantize(self, format: str) -> None:
+        name = self.NAMES[-1]
+        op = f"{type(self).__name__}.quantize"
+        setattr(self, name, quantize_linear(op, getattr(self, name), format))
 
-        Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint holds several MTP layers.
-        What the families of `models/table.py` call the three is known too.
-
-        Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
-        """
-        from . import checkpoint  # 6 ms, for those who load one
-
-        state, weight = checkpoint.mtp_projection(weights, self, layer)
-        load_projection("MTPProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense_eh_proj)
-        return self
-
-    def quantize(self, format: str) -> MTPProjection:
-        """Round eh_proj.weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
-        self.eh_proj = quantize_linear("MTPProjection.quantize", self.eh_proj, format)
-        return self
-
-    def _dense_eh_proj(self, **factory: Any) -> nn.Linear:
+    def _dense(self, **factory: Any) -> nn.Linear:
         config = self.config
         linear = nn.Linear(2 * config.hidden_size, config.out_features, bias=config.bias, **factory)
         return linear.requires_grad_(False)
 
-    def forward(
+    def _project(
         self,
         hidden: Tensor,
-        ids: Tensor | None = None,
-        *,
-        table: Tensor | VocabParallelEmbedding | None = None,
-        embeds: Tensor | None = None,
-        positions: Tensor | None = None,
-        indices: Tensor | None = None,
-        out: Tensor | None = None,
+        ids: Tensor | None,
+        table: Tensor | VocabParallelEmbedding | None,
+        embeds: Tensor | None,
+        positions: Tensor | None,
+        indices: Tensor | None,
+        out: Tensor | None,
     ) -> Tensor:
-        """[N, D]. A table of the whole vocabulary is a chunk of the one op call, with the token ids as its indices.
-
-        Args:
-            hidden: [T, H], the target's (or the previous MTP layer's) hidden states.
-            ids, table: token ids [N], int32 / int64, and the embedding: the full [V, H] tensor, or a
-                VocabParallelEmbedding, full or sharded, whose own scale (if it has one) goes before the config's. An id
-                outside the vocabulary has a zero row.
-            embeds: [N, H] in their place, scaled already.
-            positions: [N] int32 / int64, needed where the config masks position 0.
-            indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
-            out: [N, D], as in `norm_concat_linear`.
-
-        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
-        """
         self._check_sources(hidden, ids, table, embeds, positions)
         config = self.config
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         modules, pair = self._modules, self._ordered
+        enorm, hnorm, projection = self.NAMES
         gains: list[Tensor] | None
         eps: float | list[float]
         if not config.normed:
@@ -130,10 +85,10 @@ class MTPProjection(nn.Module):
             # rms(scale * e) with eps is rms(e) with eps / scale^2, without the rounding of scale * e.
             enorm_eps = config.enorm_eps if scale is None else config.enorm_eps / scale**2
             norm, eps = "chunk", pair([enorm_eps, config.hnorm_eps])
-            gains = pair([parameter_of(modules["enorm"]), parameter_of(modules["hnorm"])])
+            gains = pair([parameter_of(modules[enorm]), parameter_of(modules[hnorm])])
         chunks, rows = pair([chunk, hidden]), pair([index, indices])
         arguments = (chunks, norm, gains, eps, config.norm_offset, None, rows, None, None)
-        return project_onto(modules["eh_proj"], Sources.of("norm_concat_linear", *arguments), 0.0, out)
+        return project_onto(modules[projection], Sources.of("norm_concat_linear", *arguments), 0.0, out)
 
     def _ordered(self, pair: list) -> list:
         return pair if self.config.order == "embed,hidden" else pair[::-1]
@@ -146,7 +101,7 @@ class MTPProjection(nn.Module):
         embeds: Tensor | None,
         positions: Tensor | None,
     ) -> None:
-        op = "MTPProjection"
+        op = type(self).__name__
         if (ids is None) == (embeds is None) or (ids is None) != (table is None):
             given = {"ids": ids, "table": table, "embeds": embeds}
             got = ", ".join(name for name, value in given.items() if value is not None) or "neither"
@@ -223,3 +178,83 @@ class MTPProjection(nn.Module):
             with torch.inference_mode(False):  # whose tensors no later call outside of it could write
                 self._static_buffers[key] = like.new_zeros((self.max_tokens, *shape[1:]))
         return self._static_buffers[key][: shape[0]]
+
+
+class MTPProjection(EmbeddingHiddenProjection):
+    """The input stage of an MTP / NextN layer: y = eh_proj(cat[enorm(scale * embedding), hnorm(hidden)]).
+
+    Args:
+        config: `MTPConfig`; `MTPConfig.from_hf` reads what is special about the model's family.
+        max_tokens: rows of the static buffers that a masked position 0, a sharded table and a scale without norm need:
+            each is allocated by the first call that needs it and never again. None: such calls allocate.
+        dtype, device: of the parameters.
+
+    state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H], eh_proj.bias [D]
+    (config.bias). Parameters do not require grad: the layer is inference only.
+
+    Source: SGLang 0.5.23 `deepseek_nextn`, `step3p5_mtp`, `gemma4_mtp`; vLLM 0.33 `deepseek_mtp`, `mimo_mtp`.
+    """
+
+    NAMES = ("enorm", "hnorm", "eh_proj")
+
+    enorm: nn.RMSNorm
+    hnorm: nn.RMSNorm
+    eh_proj: nn.Linear | QuantizedLinear
+
+    def __init__(
+        self,
+        config: MTPConfig,
+        *,
+        max_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(config, max_tokens, dtype, device)
+
+    def load_checkpoint(
+        self, weights: str | os.PathLike | Mapping[str, Tensor], *, layer: int | None = None
+    ) -> MTPProjection:
+        """Copy enorm, hnorm and eh_proj from a checkpoint: a safetensors file or folder, or tensors by name.
+
+        Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint holds several MTP layers.
+        What the families of `models/table.py` call the three is known too.
+
+        Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
+        """
+        from . import checkpoint  # 6 ms, for those who load one
+
+        state, weight = checkpoint.mtp_projection(weights, self, layer)
+        load_projection("MTPProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense)
+        return self
+
+    def quantize(self, format: str) -> MTPProjection:
+        """Round eh_proj.weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
+        self._quantize(format)
+        return self
+
+    def forward(
+        self,
+        hidden: Tensor,
+        ids: Tensor | None = None,
+        *,
+        table: Tensor | VocabParallelEmbedding | None = None,
+        embeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        indices: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[N, D]. A table of the whole vocabulary is a chunk of the one op call, with the token ids as its indices.
+
+        Args:
+            hidden: [T, H], the target's (or the previous MTP layer's) hidden states.
+            ids, table: token ids [N], int32 / int64, and the embedding: the full [V, H] tensor, or a
+                VocabParallelEmbedding, full or sharded, whose own scale (if it has one) goes before the config's. An id
+                outside the vocabulary has a zero row.
+            embeds: [N, H] in their place, scaled already.
+            positions: [N] int32 / int64, needed where the config masks position 0.
+            indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
+            out: [N, D], as in `norm_concat_linear`.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
+        """
+        return self._project(hidden, ids, table, embeds, positions, indices, out)

@@ -1,7 +1,7 @@
 """Drafters whose best accepted length is known, every draft; each classic mistake drops it, and none changes a token.
 
-EAGLE-3 on Gemma 3 and DeepSeek V3, DeepSeek's MTP layer, and the three chained MTP layers of Step-3.5, with solved
-weights (`counting.py`) over real transformers decoders.
+EAGLE-3 on Gemma 3 and DeepSeek V3, its layer 0, DeepSeek's MTP layer, and the three chained MTP layers of Step-3.5,
+with solved weights (`counting.py`) over real transformers decoders.
 """
 
 import dataclasses
@@ -156,6 +156,98 @@ def test_eagle3_with_ceil_slices_loses_exactly_the_ids_they_misplace(
     assert accepted(target, drafter, start=2, count=25) == DRAFTS + 1
     assert accepted(target, drafter, start=36, count=27) == 1
     assert accepted(target, drafter, start=61, count=6) == 1
+
+
+QKV = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": H // 6}
+
+
+def layer_0(
+    target: CountingTarget,
+    *,
+    norm_before_residual: bool = False,
+    tp_size: int = 1,
+    id_shift: int = 0,
+    flipped_residual: bool = False,
+    ranks_swapped: bool = False,
+    **wrong: object,
+) -> Drafter:
+    """residual + qkv([input_layernorm(e(t + 1)), hidden_norm(S_N(t))]) = S_N(t + 1): an attention that hands q, k and v
+    on side by side. Arguments are mistakes, but norm_before_residual and tp_size."""
+    torch.manual_seed(1)
+    last = target.states[-1]
+    gains = [torch.empty(H).uniform_(0.1, 2) for _ in range(2)]
+    if not norm_before_residual:
+        gains[1] *= 20  # the normed state, taken for the residual, then drowns the right one
+    normed = [normalised(x, gain, 1e-6) for x, gain in zip((target.table.double(), last), gains, strict=True)]
+    residual = normed[1] if norm_before_residual else last
+    of_token, of_hidden = shares(last - residual.roll(1, 0), 2)
+    weight = torch.cat([solve(normed[0], of_token), solve(normed[1], of_hidden.roll(-1, 0))], 1)
+    weights = {"midlayer.input_layernorm.weight": gains[0], "midlayer.hidden_norm.weight": gains[1]}
+    weights |= {
+        f"midlayer.self_attn.{name}_proj.weight": part for name, part in zip("qkv", weight.chunk(3), strict=True)
+    }
+    config = {"hidden_size": H, "norm_before_residual": norm_before_residual, **QKV}
+    ranks = [
+        ek.Eagle3QKVProjection(
+            ek.Eagle3QKVConfig.from_hf(config), tp_rank=rank, tp_size=tp_size, dtype=torch.float32
+        ).load_checkpoint(weights)
+        for rank in range(tp_size)
+    ]
+    for rank in ranks:
+        rank.config = dataclasses.replace(rank.config, **wrong)
+        rank.norm_before_residual ^= flipped_residual
+    buffer = ek.AuxHiddenStates(ROWS, 1, H, dtype=torch.float32)
+
+    def layer(x: Tensor, ids: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        ids = (ids[0] + id_shift) % V
+        parts = [rank(x[0], ids, table=target.table) for rank in (ranks[::-1] if ranks_swapped else ranks)]
+        qkv = torch.cat([part.unflatten(1, (3, -1)) for part, _ in parts], 2).flatten(1)
+        hidden = (parts[0][1] + qkv)[None]
+        return target.decoder.norm(hidden), hidden
+
+    return Drafter(
+        capture=lambda: capture(target, [len(target.decoder.layers)], buffer),
+        project=buffer.packed,
+        embed=lambda ids: ids,
+        layer=layer,
+        head=target.head,
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_layer_0_accepts_every_draft(
+    targets: dict[str, CountingTarget], name: str, norm_before_residual: bool, tp_size: int
+) -> None:
+    drafter = layer_0(targets[name], norm_before_residual=norm_before_residual, tp_size=tp_size)
+    assert accepted(targets[name], drafter, count=2 * V) == DRAFTS + 1
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param({"normed": False}, id="norms-skipped"),
+        pytest.param({"order": "hidden,embed"}, id="halves-swapped"),
+        pytest.param({"norm_offset": 1.0}, id="offset-added"),
+        pytest.param({"id_shift": -1}, id="token-not-shifted"),
+        pytest.param({"tp_size": 2, "ranks_swapped": True}, id="heads-of-another-rank"),
+    ],
+)
+def test_layer_0_accepts_nothing_after_a_mistake(
+    targets: dict[str, CountingTarget], norm_before_residual: bool, mistake: dict
+) -> None:
+    target = targets["deepseek_v3"]
+    assert accepted(target, layer_0(target, norm_before_residual=norm_before_residual, **mistake)) < CHANCE
+
+
+def test_layer_0_with_the_other_residual_loses_half_of_what_it_accepts(targets: dict[str, CountingTarget]) -> None:
+    """What SGLang 0.5.23 does with norm_before_residual: the other residual points to some of the right tokens."""
+    target = targets["deepseek_v3"]
+    for norm_before_residual in (False, True):
+        drafter = layer_0(target, norm_before_residual=norm_before_residual, flipped_residual=True)
+        assert accepted(target, drafter) < (DRAFTS + 1) / 2
 
 
 def deepseek_mtp(

@@ -1,0 +1,196 @@
+"""Eagle3QKVProjection: layer 0 of an EAGLE-3 drafter up to its attention, one op call a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .drafter_config import check_config, get_field
+from .layers import VocabParallelEmbedding, parameter_of
+from .mtp_config import MTPConfig
+from .mtp_projection import EmbeddingHiddenProjection
+from .ops import norm_concat
+
+_FROM_HF = "Eagle3QKVConfig.from_hf"
+
+
+@dataclass(frozen=True)
+class Eagle3QKVConfig:
+    """qkv = qkv_proj(cat[input_layernorm(embedding), hidden_norm(hidden)]), 2H -> q, k and v of one rank.
+
+    Args:
+        hidden_size: H, the drafter's width.
+        num_heads, num_kv_heads, head_dim: of its attention, over all ranks.
+        latent: (q_lora_rank, kv_lora_rank + qk_rope_head_dim) of latent attention (DeepSeek, Kimi), whose projection
+            is whole on every rank; the three sizes above are not read then.
+        eps: of both norms.
+        bias: qkv_proj has one (`attention_bias`). SGLang 0.5.23 `llama_eagle3` builds it without.
+        norm_before_residual: what the layer adds to is hidden_norm(hidden), not hidden. SGLang never reads it.
+    """
+
+    hidden_size: int
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    latent: tuple[int, int] | None = None
+    eps: float = 1e-6
+    bias: bool = False
+    norm_before_residual: bool = False
+
+    def __post_init__(self) -> None:
+        op = "Eagle3QKVConfig"
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
+            checks.check_int(op, name, getattr(self, name), at_least=1)
+        for k, size in enumerate(self.latent or ()):
+            checks.check_int(op, f"latent[{k}]", size, at_least=1)
+        for name in ("bias", "norm_before_residual"):
+            checks.check_bool(op, name, getattr(self, name))
+        checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
+        if self.num_heads % self.num_kv_heads:
+            got, expected = f"num_heads is {self.num_heads}", f"a multiple of num_kv_heads = {self.num_kv_heads}"
+            raise checks.error(ValueError, op, got, expected)
+
+    @classmethod
+    def from_hf(cls, config: object) -> Eagle3QKVConfig:
+        """Read a drafter's Hugging Face config: its `transformer_layer_config` where it has one (speculators).
+
+        Raises ValueError that names a size which is missing.
+        """
+        check_config(_FROM_HF, "config", config)
+        layer = get_field(config, "transformer_layer_config") or config
+
+        def size(name: str, default: int | None = None) -> int:
+            value = get_field(layer, name)
+            if value is None and default is None:
+                raise checks.error(ValueError, _FROM_HF, f"{name} is missing", "an int")
+            return checks.check_int(_FROM_HF, name, default if value is None else value, at_least=1)
+
+        def flag(name: str, default: bool = False) -> bool:
+            places = (get_field(config, name), get_field(layer, name))
+            value = next((value for value in places if value is not None), default)
+            return checks.check_bool(_FROM_HF, name, value)
+
+        value = get_field(layer, "rms_norm_eps")
+        eps = 1e-6 if value is None else checks.check_number(_FROM_HF, "rms_norm_eps", value)
+        is_speculators = get_field(config, "speculators_model_type") == "eagle3"
+        normed = flag("norm_before_residual", default=is_speculators)
+        hidden_size = size("hidden_size")
+        if get_field(layer, "q_lora_rank") is not None:
+            latent = (size("q_lora_rank"), size("kv_lora_rank") + size("qk_rope_head_dim"))
+            return cls(hidden_size, latent=latent, eps=eps, norm_before_residual=normed)
+        heads = size("num_attention_heads")
+        return cls(
+            hidden_size,
+            heads,
+            size("num_key_value_heads", heads),
+            size("head_dim", max(hidden_size // heads, 1)),
+            eps=eps,
+            bias=flag("attention_bias"),
+            norm_before_residual=normed,
+        )
+
+    def rows(self, tp_rank: int, tp_size: int) -> dict[str, tuple[int, int]]:
+        """[begin, end) of the rows of each projection of the checkpoint that a rank has, in the order of qkv_proj.
+
+        Query heads are split evenly; of fewer key-value heads than ranks, several ranks have the same one, as vLLM's
+        and SGLang's QKVParallelLinear give them out.
+        """
+        if self.latent is not None:
+            return {"q_a_proj": (0, self.latent[0]), "kv_a_proj_with_mqa": (0, self.latent[1])}
+        copies = max(tp_size // self.num_kv_heads, 1)
+        queries, keys = self.num_heads // tp_size, max(self.num_kv_heads // tp_size, 1)
+        begin = tp_rank * queries * self.head_dim
+        q = (begin, begin + queries * self.head_dim)
+        begin = tp_rank // copies * keys * self.head_dim
+        kv = (begin, begin + keys * self.head_dim)
+        return {"q_proj": q, "k_proj": kv, "v_proj": kv}
+
+
+class Eagle3QKVProjection(EmbeddingHiddenProjection):
+    """Layer 0 of an EAGLE-3 drafter up to its attention: qkv_proj(cat[input_layernorm(e), hidden_norm(h)]).
+
+    Args:
+        config: `Eagle3QKVConfig`.
+        tp_rank, tp_size: this rank's heads; nothing is communicated.
+        max_tokens: as in `MTPProjection`.
+        dtype, device: of the parameters.
+
+    state_dict: input_layernorm.weight [H], hidden_norm.weight [H], qkv_proj.weight [R, 2H], qkv_proj.bias [R]
+    (config.bias), R the rank's rows of q, k and v, or of q_a and kv_a of latent attention. Inference only.
+
+    Source: SGLang 0.5.23 `llama_eagle3`, `kimi_k25_eagle3`; vLLM 0.33 `llama_eagle3`, `qwen3_eagle3`,
+    `deepseek_eagle3`: two norms, a cat and the first line of the attention.
+    """
+
+    NAMES = ("input_layernorm", "hidden_norm", "qkv_proj")
+
+    def __init__(
+        self,
+        config: Eagle3QKVConfig,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        max_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        op = "Eagle3QKVProjection"
+        checks.check_int(op, "tp_size", tp_size, at_least=1)
+        if not 0 <= checks.check_int(op, "tp_rank", tp_rank) < tp_size:
+            raise checks.error(ValueError, op, f"tp_rank is {tp_rank}", f"one in [0, {tp_size})")
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        if config.latent is None and (heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads)):
+            because = f"there are {heads} heads and {kv_heads} key-value heads"
+            raise checks.error(ValueError, op, f"tp_size is {tp_size}", "whole heads on each rank", because)
+        self.rows, self.all_rows = config.rows(tp_rank, tp_size), config.rows(0, 1)
+        self.norm_before_residual = config.norm_before_residual
+        columns = sum(end - begin for begin, end in self.rows.values())
+        stage = MTPConfig(config.hidden_size, columns, enorm_eps=config.eps, hnorm_eps=config.eps, bias=config.bias)
+        super().__init__(stage, max_tokens, dtype, device)
+
+    def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3QKVProjection:
+        """Copy the norms and this rank's rows of q, k and v (q_a and kv_a) from a drafter's checkpoint.
+
+        A safetensors file or folder, or tensors by name. The layer is `midlayer` or `layers.0`, behind any prefix.
+
+        Raises ValueError that names the weight, before anything is copied: a missing one, a shape that does not fit, a
+        bias that the config does not have, a quantized projection.
+        """
+        from . import checkpoint  # 6 ms, for those who load one
+
+        self.load_state_dict(checkpoint.eagle3_qkv_projection(weights, self))
+        return self
+
+    def quantize(self, format: str) -> Eagle3QKVProjection:
+        """Round qkv_proj.weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
+        self._quantize(format)
+        return self
+
+    def forward(
+        self,
+        hidden: Tensor,
+        ids: Tensor | None = None,
+        *,
+        table: Tensor | VocabParallelEmbedding | None = None,
+        embeds: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(qkv [T, R], residual [T, H]): the attention's input behind its projection, and what its output is added to.
+
+        Args:
+            hidden: [T, H], of `fc` or of the drafter's step before.
+            ids, table, embeds: as in `MTPProjection`; a table of the whole vocabulary is gathered inside the op.
+            out: [T, R], as in `norm_concat_linear`.
+
+        The residual is `hidden` itself, or a new tensor where the config norms it first.
+        """
+        qkv = self._project(hidden, ids, table, embeds, None, None, out)
+        if not self.norm_before_residual:
+            return qkv, hidden
+        gain = parameter_of(self._modules["hidden_norm"])
+        return qkv, norm_concat([hidden], norm_weight=[gain], eps=self.config.hnorm_eps)
