@@ -20,7 +20,7 @@ from eagle_kernels import ops, plan
 from eagle_kernels.checks import DTYPES
 from eagle_kernels.engines import sglang, vllm
 from eagle_kernels.engines.gates import Target
-from eagle_kernels.models import families
+from eagle_kernels.models import drafters, families
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 RESULTS = Path("bench/results")
@@ -66,7 +66,7 @@ def pages() -> dict[str, dict[str, str]]:
             "coverage": coverage(),
         },
         "docs/guarantees.md": {"runs": target_runs(), "links": links_to_tests()},
-        "docs/models.md": {"mtp": mtp_stages()},
+        "docs/models.md": {"drafters": served_drafters(), "mtp": mtp_stages()},
     }
 
 
@@ -379,6 +379,24 @@ _TARGETS: dict[str, tuple[str, Callable[[dict], Iterator[tuple]]]] = {
     "mutants": ("*/verify/{}.json", _of_mutants),
     "coverage": ("*/verify/{}.json", _of_coverage),
 }
+
+
+def served_drafters() -> str:
+    """Every drafter of each engine, and whether the plugin runs its input stage on our ops."""
+    lines = ["| engine | drafter | in its registry | with the plugin |", "|---|---|---|---|"]
+    for engine, rows in (("SGLang", drafters.SGLANG), ("vLLM", drafters.VLLM)):
+        for row in rows:
+            names = ", ".join(f"`{name}`" for name in row.architectures) or "any"
+            lines.append(f"| {engine} | {row.title} | {names} | {_with_the_plugin(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _with_the_plugin(row: drafters.Drafter) -> str:
+    if not row.runs:
+        return f"stays with the engine because {row.stays}"
+    if not row.stays:
+        return f"runs our op: {row.runs}"
+    return f"runs our op in part: {row.runs}; stays: {row.stays}"
 
 
 _LINEAR = {

@@ -1,0 +1,270 @@
+"""Every drafter that SGLang 0.5.23 or vLLM 0.33 serves, and what of its input stage the plugins run on our ops.
+
+`runs` and `stays` are what docs/models.md shows; tests hold `runs` against the plugins' hooks, and the architectures
+against the engines' registries.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One row of docs/models.md.
+
+    title: whose drafter it is.
+    architectures: its names in the engine's registry.
+    runs: what runs on our ops; empty where nothing does.
+    stays: what stays with the engine, and why; empty where nothing does.
+    target: in SGLang, the hooked forward, by which the plugin knows it.
+    """
+
+    title: str
+    architectures: tuple[str, ...]
+    runs: str = ""
+    stays: str = ""
+    target: str = ""
+
+
+_NO_HOOK = "no hook is written; `MTPProjection` computes the stage"
+_SHARED_OR_QUANTIZED = "its projection may be quantized or is shared out over ranks, and " + _NO_HOOK
+_STREAMS = "embedding and each residual stream have a projection of their own (mHC), and no hook is written"
+_NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
+_TWICE = "the embedding is normed twice, and " + _NO_HOOK
+_CONTEXT = "the keys and values of all its layers are made of fc's result, and no hook is written"
+_TOKENS = "it reads token ids, no states of the target"
+_SGLANG_LAYER_0 = "layer 0: its GEMM is the first line of the attention's forward; `Eagle3QKVProjection` computes it"
+_VLLM_LAYER_0 = "layer 0, inside of what vLLM compiles; `Eagle3QKVProjection` computes it"
+_STAGE = "norms, cat and projection"
+
+SGLANG = (
+    Drafter(
+        "EAGLE-3: Llama, Qwen, gpt-oss, Gemma, GLM",
+        ("LlamaForCausalLMEagle3",),
+        "captures, norms and fc",
+        _SGLANG_LAYER_0,
+        "models.llama_eagle3:LlamaModel.forward",
+    ),
+    Drafter(
+        "EAGLE-3 with latent attention: Kimi K2, DeepSeek",
+        ("Eagle3DeepseekV2ForCausalLM",),
+        "captures, norms and fc",
+        _SGLANG_LAYER_0,
+        "models.kimi_k25_eagle3:Eagle3MLAModel.forward",
+    ),
+    Drafter(
+        "Step-3.5, 3.7 MTP",
+        ("Step3p5MTP",),
+        _STAGE,
+        target="models.step3p5_mtp:Step3p5AMultiTokenPredictor.forward",
+    ),
+    Drafter(
+        "Qwen3-Next MTP",
+        ("Qwen3NextForCausalLMMTP",),
+        _STAGE,
+        target="models.qwen3_next_mtp:Qwen3NextForCausalLMMTP.forward",
+    ),
+    Drafter(
+        "DeepSeek V3, V3.2, GLM-5, GLM-5-next MTP",
+        ("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"),
+        stays="both norms and the cat are one kernel of SGLang's, and " + _NO_HOOK,
+    ),
+    Drafter(
+        "GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, MiMo-V2, Ernie 4.5, EXAONE-MoE, Qwen3-MoE, Qwen3.5, "
+        "InternS2, GigaChat 3.5, IQuest-Q1 MTP",
+        (
+            "Glm4MoeForCausalLMNextN",
+            "Glm4MoeLiteForCausalLMNextN",
+            "GlmOcrForConditionalGenerationNextN",
+            "HYV3ForCausalLMNextN",
+            "HYV4ForCausalLMNextN",
+            "MiMoMTP",
+            "MiMoV2MTP",
+            "Ernie4_5_MoeForCausalLMMTP",
+            "ExaoneMoEForCausalLMMTP",
+            "Qwen3MoeForCausalLMMTP",
+            "Qwen3_5ForCausalLMMTP",
+            "GigaChat35ForCausalLMNextN",
+            "IQuestQ1MTP",
+        ),
+        stays=_NO_HOOK,
+    ),
+    Drafter(
+        "LongCat-Flash, Nemotron-H, Ling, dots3-note MTP",
+        (
+            "LongcatFlashForCausalLMNextN",
+            "NemotronHForCausalLMMTP",
+            "BailingMoeForCausalLMNextN",
+            "Dots3NoteForCausalLMNextN",
+        ),
+        stays=_SHARED_OR_QUANTIZED,
+    ),
+    Drafter("Inkling MTP", ("InklingForConditionalGenerationMTP",), stays=_TWICE),
+    Drafter("DeepSeek V4, Qwen4-Exp MTP", ("DeepseekV4ForCausalLMNextN", "Qwen4ExpForCausalLMMTP"), stays=_STREAMS),
+    Drafter(
+        "Gemma 4 assistants",
+        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+        stays=_NO_NORMS,
+    ),
+    Drafter(
+        "EAGLE-1: Llama, Qwen 2, Mistral, Mistral Large 3",
+        (
+            "LlamaForCausalLMEagle",
+            "Qwen2ForCausalLMEagle",
+            "MistralForCausalLMEagle",
+            "MistralLarge3ForCausalLMEagle",
+        ),
+        stays=_NO_NORMS,
+    ),
+    Drafter(
+        "DFlash, DFlash2, Laguna, Muse Glimmer, MiniMax",
+        (
+            "DFlashDraftModel",
+            "DFlashLagunaForCausalLM",
+            "MuseGlimmerAssistantModel",
+            "DFlash2DraftModel",
+            "DFlash2BeamDraftModel",
+            "MiniMaxDFlash2DraftModel",
+        ),
+        stays=_CONTEXT,
+    ),
+    Drafter(
+        "DSpark: Qwen 3, Ling, LFM2, MiniMax-M3, DeepSeek V4",
+        (
+            "DSparkDraftModel",
+            "Qwen3DSparkModel",
+            "LingDSparkModel",
+            "Lfm2DSparkDraftModel",
+            "DSparkMiniMaxDraftModel",
+            "DeepseekV4ForCausalLMDSpark",
+        ),
+        stays=_CONTEXT,
+    ),
+    Drafter("draft models of their own, n-grams", (), stays=_TOKENS),
+)
+
+VLLM = (
+    Drafter(
+        "EAGLE-3 and P-EAGLE: Llama, Qwen, MiniMax-M2, Qwen-VL",
+        (
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "Eagle3MiniMaxM2ForCausalLM",
+            "Eagle3Qwen2_5vlForCausalLM",
+            "Eagle3Qwen3vlForCausalLM",
+            "PEagleDraftModel",
+            "PeagleLlamaForCausalLM",
+            "Eagle3Qwen3ForCausalLM",
+            "PeagleQwen3ForCausalLM",
+        ),
+        "norms, cat and fc",
+        _VLLM_LAYER_0,
+    ),
+    Drafter(
+        "EAGLE-3 with latent attention: DeepSeek, Kimi K2",
+        ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+        "norms, cat and fc",
+        _VLLM_LAYER_0,
+    ),
+    Drafter("DFlash", ("DFlashDraftModel",), "cat and fc, in the V2 speculator", "the norm behind fc; " + _CONTEXT),
+    Drafter("Laguna DFlash", ("DFlashLagunaForCausalLM",), "norms, cat, fc and the norm behind it", _CONTEXT),
+    Drafter("DeepSeek V3, R1 MTP", ("DeepSeekMTPModel",), _STAGE),
+    Drafter("Step-3.5, 3.7 MTP", ("Step3p5MTP",), _STAGE),
+    Drafter(
+        "DeepSeek V3.2, GLM-5, GLM-5-next, dots3-note, Kimi K3 MTP",
+        ("DeepseekV32MTPModel", "Glm5NextMTPModel", "Dots3NoteMTPModel", "KimiK3MTPModel"),
+        stays="mask, both norms and the cat are one kernel of vLLM's, and " + _NO_HOOK,
+    ),
+    Drafter(
+        "GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, MiMo-V2, Ernie 4.5, openPangu, Step-5 MTP",
+        (
+            "Glm4MoeMTPModel",
+            "Glm4MoeLiteMTPModel",
+            "GlmOcrMTPModel",
+            "HYV3MTPModel",
+            "HYV4MTPModel",
+            "MiMoMTPModel",
+            "MiMoV2MTPModel",
+            "MiMoV2OmniMTPModel",
+            "ErnieMTPModel",
+            "OpenPanguMTPModel",
+            "Step5MTP",
+        ),
+        stays=_NO_HOOK,
+    ),
+    Drafter(
+        "Qwen3-Next, Qwen3.5, InternS2, EXAONE, Nemotron-H, LongCat-Flash, Ling, MiniMax-M3 MTP",
+        (
+            "Qwen3NextMTP",
+            "Qwen3_5MTP",
+            "Qwen3_5MoeMTP",
+            "InternS2MobiusMTP",
+            "ExaoneMoeMTP",
+            "Exaone4_5_MTP",
+            "NemotronHMTPModel",
+            "LongCatFlashMTPModel",
+            "BailingMoeV25MTPModel",
+            "BailingMoeV3MTPModel",
+            "MiniMaxM3MTP",
+        ),
+        stays=_SHARED_OR_QUANTIZED,
+    ),
+    Drafter("Inkling MTP", ("InklingMTPModel",), stays=_TWICE),
+    Drafter("DeepSeek V4, Qwen4-Exp MTP", ("DeepSeekV4MTPModel", "Qwen4ExpMTP"), stays=_STREAMS),
+    Drafter("Gemma 4 assistants", ("Gemma4MTPModel",), stays=_NO_NORMS),
+    Drafter(
+        "models of transformers with MTP layers",
+        ("TransformersForMTP", "TransformersMoEForMTP"),
+        stays="transformers' `MtpModel` runs as it is; `MTPProjection` computes the stage",
+    ),
+    Drafter(
+        "Nemotron Parse 3.5 MTP",
+        ("ParseAuxMTPModel",),
+        stays="extra_head(hidden + extra_proj(embedding)): two GEMMs in a row, no norm and no concat",
+    ),
+    Drafter(
+        "EAGLE-1: Llama, Llama 4, Cohere, Mistral, Mistral Large 3",
+        (
+            "EagleLlamaForCausalLM",
+            "EagleLlama4ForCausalLM",
+            "EagleCohereForCausalLM",
+            "EagleMistralForCausalLM",
+            "EagleMistralLarge3ForCausalLM",
+        ),
+        stays=_NO_NORMS,
+    ),
+    Drafter(
+        "EAGLE-1 with norms: MiniCPM, DeepSeek", ("EagleMiniCPMForCausalLM", "EagleDeepSeekMTPModel"), stays=_NO_HOOK
+    ),
+    Drafter(
+        "DFlash2, Beam, LiLiCorr, XPress, Muse Glimmer",
+        (
+            "DFlash2DraftModel",
+            "DFlash2BeamDraftModel",
+            "LiLiCorrDraftModel",
+            "Qwen3XPressModel",
+            "DFlashQwen3XPressModel",
+            "MuseGlimmerAssistantModel",
+            "DFlashMuseGlimmerAssistantModel",
+        ),
+        stays=_CONTEXT,
+    ),
+    Drafter(
+        "DSpark: DeepSeek V4 and V4.1, Qwen 3, Gemma 4, Kimi K3, Muse Spark",
+        (
+            "DSparkDraftModel",
+            "DSparkV41DraftModel",
+            "Qwen3DSparkModel",
+            "Qwen3OmniDSparkModel",
+            "Gemma4DSparkModel",
+            "K3DSparkModel",
+            "MuseSparkDSparkModel",
+        ),
+        stays=_CONTEXT,
+    ),
+    Drafter(
+        "hidden states for training",
+        ("ExtractHiddenStatesModel",),
+        stays="it stores captured states and drafts nothing",
+    ),
+    Drafter("draft models of their own, n-grams, suffixes", (), stays=_TOKENS),
+)

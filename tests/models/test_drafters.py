@@ -1,0 +1,50 @@
+"""The table of served drafters against the plugins' hooks and the table of MTP families; no row is empty.
+
+Against the engines' registries: tests/engines/vllm/test_vllm_drafters.py and tests/engines/sglang/test_drafters.py.
+"""
+
+from collections import Counter
+from importlib import import_module
+
+import pytest
+
+from eagle_kernels.engines import sglang, vllm
+from eagle_kernels.models import families
+from eagle_kernels.models.drafters import SGLANG, VLLM, Drafter
+
+ROWS = [
+    pytest.param(row, id=f"{engine}-{row.title}")
+    for engine, rows in (("sglang", SGLANG), ("vllm", VLLM))
+    for row in rows
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_says_what_runs_or_why_not(row: Drafter) -> None:
+    assert row.title and (row.runs or row.stays)
+
+
+def test_what_runs_in_sglang_is_what_is_hooked() -> None:
+    hooked = {
+        hook.target.where.removeprefix("sglang.srt.")
+        for part in ("projection", "mtp")
+        for hook in import_module(f"{sglang.__name__}.{part}").HOOKS
+    }
+    of_drafters = {where for where in hooked if where.startswith("models.")}
+    assert {row.target for row in SGLANG if row.runs} == of_drafters
+    assert not [row.title for row in SGLANG if bool(row.runs) != bool(row.target)]
+
+
+def test_what_runs_in_vllm_is_what_is_hooked() -> None:
+    combine, mtp = (import_module(f"{vllm.__name__}.{part}") for part in ("combine", "mtp"))
+    hooked = {*combine.EAGLE3, *combine.DFLASH, *mtp.ARCHITECTURES}
+    assert {name for row in VLLM if row.runs for name in row.architectures} == hooked
+
+
+@pytest.mark.parametrize(("engine", "rows"), [("sglang", SGLANG), ("vllm", VLLM)])
+def test_every_family_that_an_engine_serves_has_a_row_and_none_has_two(engine: str, rows: tuple[Drafter, ...]) -> None:
+    named = Counter(name for row in rows for name in row.architectures)
+    assert set(named.values()) == {1}
+    stages = [family.mtp.engines.get(engine) for family in families().values() if family.mtp is not None]
+    served = {name for stage in stages if stage is not None for name in stage.architectures}
+    assert served <= set(named), served - set(named)
