@@ -25,6 +25,11 @@ KNOWN_STAGES = [
     pytest.param("deepseek-v3", "mtp", (2, 7168, 7168, 1e-6, 0.0, "chunk"), id="mtp"),
     pytest.param("step3.5-flash", "mtp", (2, 4096, 4096, 1e-5, 1.0, "chunk"), id="mtp-with-offset"),
     pytest.param("minimax-m3", "eagle3", (4, 6144, 6144, 1e-6, 0.0, "none"), id="four-chunks"),
+    pytest.param("minimax-m3", "mtp", (2, 6144, 6144, 1e-6, 1.0, "chunk"), id="mtp-beside-eagle3"),
+    pytest.param("deepseek-v4-flash", "mtp", (2, 4096, 4096, 1e-6, 0.0, "chunk"), id="a-stream-of-four"),
+    pytest.param("glm-5", "mtp", (2, 6144, 6144, 1e-5, 0.0, "chunk"), id="wide-mtp"),
+    pytest.param("kimi-k2.5-mla", "first_layer_qkv", (2, 7168, 2112, 1e-6, 0.0, "chunk"), id="latent-first-layer"),
+    pytest.param("gpt-oss-eagle3", "first_layer_qkv", (2, 2880, 5120, 1e-5, 0.0, "chunk"), id="first-layer-of-2880"),
 ]
 
 
