@@ -26,7 +26,7 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
 .PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host bench-vllm report docs \
-    fuzz soak sanitize test-matrix mutants coverage clean
+    fuzz soak sanitize test-matrix mutants coverage rehearsal clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -141,6 +141,12 @@ bench-vllm: $(VLLM_VENV)/package.stamp
 report: $(VENV)/package.stamp
 	$(BIN)/python bench/results/pages.py
 	$(BIN)/python docs/input_stage.py
+
+# bench/gpu_session.sh end to end without a GPU (docs/benchmarking.md): GPU_PYTHON has a torch with CUDA, of the GPU
+# machine's versions. Triton's cache then holds what the session compiles; REHEARSAL passes options on.
+GPU_PYTHON ?= python3
+rehearsal:
+	$(GPU_PYTHON) tests/gpu/rehearsal/rehearse.py $(REHEARSAL)
 
 # The site into build/docs; a link that leads nowhere fails it. BUILDER=linkcheck also asks the sites of others.
 BUILDER ?= html

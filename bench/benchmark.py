@@ -23,6 +23,7 @@ from . import cli_types, info, report
 from .baselines import BASELINES
 from .cli_types import Command
 from .measure import (
+    DEFAULT_TIMERS,
     FORMS,
     TIMERS,
     Ceilings,
@@ -71,7 +72,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "a column of ours for each: auto,cuda,triton,cpu,reference (default auto)"
     add("--backends", type=backends, default=["auto"], help=help_text)
     timers = cli_types.list_of("timer", sorted({name for names in TIMERS.values() for name in names}))
-    add("--timer", type=timers, help="graph,eager on cuda (default both), clock on cpu")
+    add("--timer", type=timers, help="graph,eager,spaced on cuda (default graph,eager), clock on cpu")
     add("--threads", type=cli_types.number(1), default=torch.get_num_threads(), help="of torch (default: its own)")
     add(
         "--min-time", type=cli_types.number(0, float), help="seconds per row, timer and column (default 1; 0.2 on cuda)"
@@ -121,7 +122,7 @@ def _check(arguments: argparse.Namespace) -> None:
     fail, device = arguments.parser.error, arguments.device
     if (reason := info.unsupported_reason(device)) is not None:
         fail(f"no CUDA device: {reason}; --device cpu measures this machine's processor")
-    arguments.timer = arguments.timer or list(TIMERS[device])
+    arguments.timer = arguments.timer or list(DEFAULT_TIMERS[device])
     if foreign := [name for name in arguments.timer if name not in TIMERS[device]]:
         fail(f"argument --timer: {', '.join(foreign)} is not for {device}, which has: {', '.join(TIMERS[device])}")
     for backend in arguments.backends:

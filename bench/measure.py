@@ -7,6 +7,8 @@ and minima beside them: on a shared machine the median is what one gets, the min
 - `clock`: one call between two readings of the clock (CPU).
 - `graph`: one CUDA graph holds a call for every copy of the inputs, back to back. A sample is a replay over their
   number. This is what a decode step of an engine costs, which replays graphs too.
+- `spaced`: the graph with a kernel of torch's behind every call, and less the time of those kernels alone. It does not
+  let the next one start early, so that a call shows its launch gap and its prologue, which calls back to back hide.
 - `eager`: the same calls launched from Python, between two events. A sample is what limits them: the GPU, or, at small
   T, the launches. It counts for engines and prefills that run without graphs.
 
@@ -36,11 +38,13 @@ Call = Callable[[int], Any]  # runs a variant on the copy of the inputs with thi
 # where the op reads codes, the op on the weight that they were made of.
 FORMS = ("op", "layer", "prepacked", "dense")
 
-TIMERS = {"cpu": ("clock",), "cuda": ("graph", "eager")}
+TIMERS = {"cpu": ("clock",), "cuda": ("graph", "eager", "spaced")}
+DEFAULT_TIMERS = {"cpu": ("clock",), "cuda": ("graph", "eager")}
 
 _MIN_ROUNDS = 7  # the 95 % interval of a median needs six samples
 _BESIDE_EVERY = 0.1
 _WARM_REPLAYS = 5
+_SPACE_REPLAYS = 15
 
 # Cycles the GPU spins before a sample, about 0.1 ms: the start event and the graph are then both queued when the GPU
 # gets to them, and the sample holds none of the 5 to 10 us that a graph takes to be launched.
@@ -169,7 +173,9 @@ def prepare(timer: str, variant: Variant, copies: int) -> "Prepared":
     """Warm a variant up, and capture it where the timer replays; what fails here would fail in the measurement."""
     if timer == "clock":
         return variant
-    return (_Graph if timer == "graph" else _Eager)(variant, copies)
+    if timer == "eager":
+        return _Eager(variant, copies)
+    return _Graph(variant, copies) if timer == "graph" else _SpacedGraph(variant, copies)
 
 
 def time_prepared(
@@ -178,7 +184,7 @@ def time_prepared(
     """Samples of the prepared variants, then, on a CPU, of those beside them."""
     if timer == "clock":
         return interleave(prepared, copies, min_time, _clock, beside)
-    samples = interleave(prepared, 1, min_time, timer=_events_after_spin if timer == "graph" else _events)
+    samples = interleave(prepared, 1, min_time, timer=_events if timer == "eager" else _events_after_spin)
     return [Samples(tuple(seconds / copies for seconds in taken.seconds)) for taken in samples]
 
 
@@ -206,28 +212,57 @@ class _Eager:
 class _Graph:
     """The same, captured."""
 
+    idle_seconds = 0.0  # of a replay, that are not the calls'
+
     def __init__(self, variant: Variant, copies: int) -> None:
-        self.graph = torch.cuda.CUDAGraph()
         with variant.active():
-            stream = torch.cuda.Stream()  # a capture wants its warm-up on a side stream
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                # Every copy: binaries get compiled, and an address of another alignment is another binary.
-                for copy in range(copies):
-                    variant.call(copy)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self.graph):
-                for copy in range(copies):
-                    variant.call(copy)
-        for _ in range(_WARM_REPLAYS):
-            self.graph.replay()
-        torch.cuda.synchronize()
+            self.graph = _captured(variant.call, copies)
 
     def run(self) -> None:
         self.graph.replay()
 
     def active(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
+
+
+class _SpacedGraph(_Graph):
+    """The same with a kernel of torch's behind every call."""
+
+    def __init__(self, variant: Variant, copies: int) -> None:
+        space = _spacer()
+
+        def call_and_space(copy: int) -> None:
+            variant.call(copy)
+            space(copy)
+
+        super().__init__(Variant(variant.name, call_and_space, copies, variant.active), copies)
+        spaces = _Graph(Variant("spaces", space, copies), copies)
+        self.idle_seconds = statistics.median(_events_after_spin(spaces, 0) for _ in range(_SPACE_REPLAYS))
+
+
+def _spacer() -> Call:
+    """A kernel of torch's, as short as they are."""
+    element = torch.zeros(1, device="cuda")
+    return lambda copy: element.add_(1.0)
+
+
+def _captured(call: Call, copies: int) -> torch.cuda.CUDAGraph:
+    """A graph of a call on every copy, replayed until it is warm."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # a capture wants its warm-up on a side stream
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Every copy: binaries get compiled, and an address of another alignment is another binary.
+        for copy in range(copies):
+            call(copy)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        for copy in range(copies):
+            call(copy)
+    for _ in range(_WARM_REPLAYS):
+        graph.replay()
+    torch.cuda.synchronize()
+    return graph
 
 
 Prepared = Variant | _Eager | _Graph
@@ -246,8 +281,10 @@ def _events(all_copies: _Eager | _Graph, _: int, spin: int = 0) -> float:
     return start.elapsed_time(end) * 1e-3
 
 
-def _events_after_spin(all_copies: _Eager | _Graph, _: int) -> float:
-    return _events(all_copies, 0, _SPIN_CYCLES)
+def _events_after_spin(all_copies: _Graph, _: int) -> float:
+    """Never below a tenth of what was measured, for a call that is hidden by the kernels between calls."""
+    seconds = _events(all_copies, 0, _SPIN_CYCLES)
+    return max(seconds - all_copies.idle_seconds, 0.1 * seconds)
 
 
 # Of the memory that is free: the rest stays for the neighbours, the compiler and temporaries.

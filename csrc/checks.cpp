@@ -8,10 +8,6 @@
 namespace eagle_kernels {
 namespace {
 
-void read(AOTITorchError failed) {
-  if (failed) throw std::runtime_error("eagle-kernels: libtorch did not give a tensor's data");
-}
-
 // The bytes of a tensor as rows: of [T, S, H] those of one stream. A dense tensor is one row, which has no pitch.
 struct ByteRows {
   uintptr_t begin;
@@ -42,6 +38,10 @@ bool overlap(const ByteRows& a, const ByteRows& b) {
 
 }  // namespace
 
+void expect_success(AOTITorchError failed) {
+  if (failed) throw std::runtime_error("eagle-kernels: libtorch reported an error, which it has printed");
+}
+
 void refuse(const char* op, const char* argument, const char* rule, std::source_location where) {
   const std::string_view file = where.file_name();
   throw std::runtime_error(std::string(op) + ": " + argument + ": " + rule + " (" +
@@ -56,13 +56,13 @@ const TorchDType kTorchFloat{aoti_torch_dtype_float32()}, kTorchBFloat16{aoti_to
 View::View(const Tensor& tensor) {
   const AtenTensorHandle handle = tensor.get();
   int64_t *own_sizes = nullptr, *own_strides = nullptr;
-  read(torch_get_const_data_ptr(handle, &data));
-  read(aoti_torch_get_sizes(handle, &own_sizes));
-  read(aoti_torch_get_strides(handle, &own_strides));
-  read(aoti_torch_get_dim(handle, &dim));
-  read(aoti_torch_get_dtype(handle, &dtype.code));
-  read(aoti_torch_get_device_type(handle, &device_type));
-  read(aoti_torch_get_device_index(handle, &device_index));
+  expect_success(torch_get_const_data_ptr(handle, &data));
+  expect_success(aoti_torch_get_sizes(handle, &own_sizes));
+  expect_success(aoti_torch_get_strides(handle, &own_strides));
+  expect_success(aoti_torch_get_dim(handle, &dim));
+  expect_success(aoti_torch_get_dtype(handle, &dtype.code));
+  expect_success(aoti_torch_get_device_type(handle, &device_type));
+  expect_success(aoti_torch_get_device_index(handle, &device_index));
   sizes = own_sizes;
   strides = own_strides;
   element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype.code));

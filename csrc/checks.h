@@ -23,6 +23,9 @@ namespace eagle_kernels {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Of a call of libtorch; its own macro for this has another name in each release from 2.11 to 2.13.
+void expect_success(AOTITorchError failed);
+
 [[noreturn]] void refuse(const char* op, const char* argument, const char* rule, std::source_location where);
 
 inline void check(bool ok, const char* op, const char* argument, const char* rule,

@@ -10,6 +10,7 @@
 
 #include "concat.h"
 #include "cpu/dispatch.h"
+#include "cuda/current_device.h"
 #include "norm_concat_linear.h"
 
 namespace eagle_kernels {
@@ -40,6 +41,13 @@ EAGLE_KERNELS_EXPORT const char* eagle_kernels_build_info() {
 }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_chunks() { return cuda::kMaxChunks; }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_decode_rows() { return cuda::kMaxDecodeRows; }
+#if defined(EAGLE_KERNELS_WITH_CUDA)
+EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_runtime_version() { return cuda::runtime_version(); }
+EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_driver_version() { return cuda::driver_version(); }
+#else
+EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_runtime_version() { return 0; }
+EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_driver_version() { return 0; }
+#endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) { m.def("set_cpu_isa(int cap) -> int"); }
 

@@ -14,6 +14,7 @@
 #include "cpu/norm_concat.h"
 #include "cpu/parallel.h"
 #include "cuda/current_device.h"
+#include "norm_concat.h"
 #include "sources.h"
 
 namespace eagle_kernels {
@@ -69,6 +70,9 @@ void norm_concat_linear_out(const std::vector<Tensor>& chunks, int64_t num_chunk
   record.weight_row_stride = weight.stride(0);
   run(record, weight_tensor, out_tensor);
 }
+
+// What Triton's launcher has no checks for: in Python they take 40 us of a call.
+void run_nothing(const NormConcatLinear&, const Tensor&, const Tensor&) {}
 
 struct CpuKernels {
   int64_t (*workspace)(const NormConcatLinear&);
@@ -193,9 +197,8 @@ void norm_concat_linear_quantized_out(const std::vector<Tensor>& chunks, int64_t
 // A matrix in memory that is somebody else's.
 Tensor matrix(const void* data, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides, const View& like) {
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 2, sizes.data(),
-                                                                   strides.data(), 0, like.dtype.code,
-                                                                   like.device_type, like.device_index, &handle));
+  expect_success(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 2, sizes.data(), strides.data(), 0,
+                                                    like.dtype.code, like.device_type, like.device_index, &handle));
   return Tensor(handle);
 }
 
@@ -207,17 +210,18 @@ void run_two_steps_on_cpu(const NormConcatLinear& op, const Tensor& weight_tenso
   cpu::norm_concat({op.source, rows, workspace.data, width});
   const Tensor normed = matrix(workspace.data, {rows, width}, {width, 1}, weight);
   const Tensor transposed = matrix(weight.data, {width, op.num_columns}, {1, op.weight_row_stride}, weight);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), normed.get(), transposed.get()));
+  expect_success(aoti_torch_cpu_mm_out(out.get(), normed.get(), transposed.get()));
 }
 
 // For what torch's product rounds once: no bias, no post norm.
+template <auto run>
 void norm_concat_linear_two_step_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
                                      const std::vector<Tensor>& gains, const std::vector<double>& eps,
                                      double norm_offset, const OptionalTensors& residuals,
                                      const OptionalTensors& indices, const OptionalTensor& sum_squares,
                                      const Tensor& weight, const Tensor& out) {
-  norm_concat_linear_out<run_two_steps_on_cpu>(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices,
-                                               sum_squares, weight, {}, {}, 0.0, out);
+  norm_concat_linear_out<run>(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares,
+                              weight, {}, {}, 0.0, out);
 }
 
 }  // namespace
@@ -231,19 +235,30 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
          "Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
             .c_str());
   m.def(("norm_concat_linear_two_step_out(" + kSourcesSchema + ", Tensor weight, Tensor(a!) out) -> ()").c_str());
+  m.def(("norm_concat_linear_checks_out(" + kSourcesSchema +
+         ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
+            .c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
+  m.impl("norm_concat_linear_checks_out", TORCH_BOX(&norm_concat_linear_out<run_nothing>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
   m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cpu>));
   m.impl("norm_concat_linear_quantized_out", TORCH_BOX(&norm_concat_linear_quantized_out));
-  m.impl("norm_concat_linear_two_step_out", TORCH_BOX(&norm_concat_linear_two_step_out));
+  m.impl("norm_concat_linear_two_step_out", TORCH_BOX(&norm_concat_linear_two_step_out<run_two_steps_on_cpu>));
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
 namespace {
 
-void run_on_cuda(const NormConcatLinear& record, const Tensor&, const Tensor& out) {
+void refuse_many_chunks(const NormConcatLinear& record) {
   check(record.source.num_chunks <= cuda::kMaxChunks, kOp, "chunks", "count on CUDA");
+}
+
+void run_on_cuda(const NormConcatLinear& record, const Tensor&, const Tensor& out) {
+  refuse_many_chunks(record);
   check(record.source.dtype != DType::kFloat32, kOp, "chunks", "dtype on CUDA");
   check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
   check(norm_concat_linear_is_aligned(record), kOp, "operands", "alignment");
@@ -251,10 +266,44 @@ void run_on_cuda(const NormConcatLinear& record, const Tensor&, const Tensor& ou
   cuda::launch(kOp, norm_concat_linear_cuda, record, View(out).device_index);
 }
 
+// Whether the rows stand concatenated and as they are: of a static buffer that capture has written.
+bool is_concatenated(const Concat& source) {
+  const char* end = static_cast<const char*>(source.chunks[0].x);
+  for (int64_t k = 0; k < source.num_chunks; ++k) {
+    const Chunk& chunk = source.chunks[k];
+    const bool as_it_is = source.norm == Norm::kNone && chunk.residual == nullptr && chunk.index.data == nullptr;
+    if (!as_it_is || chunk.x != end || chunk.x_row_stride != source.chunks[0].x_row_stride) return false;
+    end += chunk.width * (source.dtype == DType::kFloat32 ? 4 : 2);
+  }
+  return true;
+}
+
+// The normed rows are torch's, of its caching allocator and graph pools; there are no more of them than of the sources'.
+void run_two_steps_on_cuda(const NormConcatLinear& op, const Tensor& weight_tensor, const Tensor& out) {
+  refuse_many_chunks(op);
+  const int64_t rows = op.num_rows, width = op.source.width;
+  if (rows == 0 || op.num_columns == 0) return;
+  const View weight(weight_tensor);
+  const Tensor transposed = matrix(weight.data, {width, op.num_columns}, {1, op.weight_row_stride}, weight);
+  if (is_concatenated(op.source)) {
+    const Chunk& first = op.source.chunks[0];
+    const Tensor concat = matrix(first.x, {rows, width}, {first.x_row_stride, 1}, weight);
+    return expect_success(cuda::mm_out(out.get(), concat.get(), transposed.get()));
+  }
+  const std::array<int64_t, 2> sizes{rows, width}, strides{width, 1};
+  AtenTensorHandle handle;
+  expect_success(aoti_torch_empty_strided(2, sizes.data(), strides.data(), weight.dtype.code, weight.device_type,
+                                          weight.device_index, &handle));
+  const Tensor normed(handle);
+  cuda::launch(kOp, norm_concat_cuda, {op.source, rows, normed.mutable_data_ptr(), width}, weight.device_index);
+  expect_success(cuda::mm_out(out.get(), normed.get(), transposed.get()));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
   m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cuda>));
+  m.impl("norm_concat_linear_two_step_out", TORCH_BOX(&norm_concat_linear_two_step_out<run_two_steps_on_cuda>));
 }
 #endif
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 from eagle_kernels.bench import cli
 from eagle_kernels.bench.gpu import package, session, stages
 from eagle_kernels.bench.gpu.stages import Stage
+
+from cases import CASES
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +24,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "work"
     for module in (session, stages):
         monkeypatch.setattr(module, "WORK", folder)
-    monkeypatch.setattr(session, "prepare_package", lambda device: dict(os.environ))
+    monkeypatch.setattr(session, "prepare_package", lambda device, library: dict(os.environ))
     return folder
 
 
@@ -86,7 +90,9 @@ def test_a_stage_out_of_time_is_interrupted_and_keeps_its_rows(
     monkeypatch.setattr(session, "_SAVE_EVERY", 0.3)
     monkeypatch.setattr(session, "_LEAST", 0.5)
     kept = {"records": [1, 2]}
-    slow = stage("slow", SLOW, limit=1.5, result=lambda: kept, goes_on=True)
+    rows = work / "slow.json"
+    going_on = {"goes_on": True, "restore": lambda result: stages.write_json(rows, result)}
+    slow = stage("slow", SLOW, limit=1.5, result=lambda: kept, **going_on)
     never = stage("never", "print('ran')")
     records = run([slow, never], tmp_path / "out", seconds=1.6)
     assert records["slow"]["status"] == "cut" and records["slow"]["result"] == kept
@@ -94,9 +100,67 @@ def test_a_stage_out_of_time_is_interrupted_and_keeps_its_rows(
     assert records["never"]["status"] == "not started"
 
     # The next call finds the rows where bench --resume looks for them, and starts what was not.
-    code = f"import json; assert json.load(open({str(work / 'slow.json')!r})) == {kept}"
-    records = run([stage("slow", code, goes_on=True), never], tmp_path / "out")
+    code = f"import json; assert json.load(open({str(rows)!r})) == {kept}"
+    records = run([stage("slow", code, **going_on), never], tmp_path / "out")
     assert [record["status"] for record in records.values()] == ["done", "done"]
+    assert records["slow"]["seconds"] > 1.5  # of both calls
+
+
+def test_a_stage_goes_on_with_the_command_that_was_cut(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_LEAST", 0.5)
+    starts = tmp_path / "starts"
+    say = f"import sys; open({str(starts)!r}, 'a').write(sys.argv[1])"
+    programs = [[say, "a"], [f"{say}; sys.exit(3)", "b"], [f"{say}; import time; time.sleep(60)", "c"], [say, "d"]]
+
+    def files(commands: list[list[str]]) -> Stage:
+        return Stage(
+            "files", 2, lambda device: [[sys.executable, "-c", *command] for command in commands], goes_on=True
+        )
+
+    first = run([files(programs)], tmp_path / "out")["files"]
+    assert (first["status"], list(first["finished"].values())) == ("cut", [0, 3])
+    assert starts.read_text() == "abc"
+    # The same commands, the third one quick this time: what has finished is not run again, failed or not.
+    quick = [*programs[:2], [say, "c"], programs[3]]
+    second = run([files(quick)], tmp_path / "fresh", done=tmp_path / "out")["files"]
+    assert (second["status"], list(second["finished"].values())) == ("failed", [0, 3, 0, 0])
+    assert starts.read_text() == "abccd"
+    assert run([files(quick)], tmp_path / "fresh")["files"] == second
+
+
+FAILING = """
+import pytest
+
+@pytest.mark.parametrize("n", range(3))
+def test_n(n: int) -> None:
+    if n == 2:
+        pytest.skip("no third")
+    assert n == 1, f"the value is {n}"
+"""
+
+
+def test_failures_of_the_tests_keep_their_messages_over_two_calls(work: Path, tmp_path: Path) -> None:
+    """One file a call, as where the first was cut."""
+    read = next(each for each in stages.STAGES if each.name == "gpu-tests")
+    names = ("test_first.py", "test_second.py")
+    for name in names:
+        (tmp_path / name).write_text(FAILING)
+        report = work / f"{name}.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", name]
+        subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=100)
+        kept = read.result()
+        report.unlink()
+        read.restore(kept)
+    assert list(kept) == ["test_first.py", "test_second.py"]
+    for file in kept.values():
+        (failure,) = file["failed"]
+        assert failure["test"].endswith("::test_n[0]") and "the value is 0" in failure["message"]
+        assert "assert 0 == 1" in failure["text"]
+        assert file["skips"] == {"no third": 1} and (file["tests"], file["failures"]) == (3, 1)
+    record = {"stage": "gpu-tests", "status": "failed", "result": kept}
+    assert session._result_text(record) == ": 6 tests, 2 skipped, 2 failed"
 
 
 def test_a_cut_stage_that_cannot_go_on_stays_cut(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,29 +174,64 @@ def test_stages_in_order_of_value_name_commands_that_exist() -> None:
     """Every `eagle-kernels` call of every stage is parsed by the real parser: a renamed option would end a session."""
     parser = cli.build_parser()
     names = [each.name for each in stages.STAGES]
-    assert names == ["library", "gpu-tests", "sanitizer", "linear-curve", "op-table", "host-cost", "sweeps"]
+    expected = ["library", "gpu-tests", "sanitizer", "decode-curve", "op-table", "tune", "host-cost", "sweeps"]
+    assert names == expected  # 8 files at most come back from a lent machine
+    assert sum(each.limit for each in stages.STAGES) == 1400
     for device in ("cuda", "cpu"):
         for command in (command for each in stages.STAGES for command in each.commands(device)):
             if "eagle_kernels.bench.cli" not in command:
                 continue
             arguments = parser.parse_args(command[command.index("eagle_kernels.bench.cli") + 1 :])
             assert arguments.command in ("info", "bench", "tune")
-    for path in ("tests/gpu/sanitize.sh", "tests/host_overhead", "tests/gpu"):
+    assert sorted(stages._TEST_FILES) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    assert {case for _, case in stages._SANITIZED} <= {case.id for case in CASES}
+    for path in ("tests/gpu/sanitize.sh", "tests/host_overhead"):
         assert (ROOT / path).exists()
 
 
-def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     for module in (session, stages):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     result = {"schema_version": 2, "environment": {"device_slug": "nvidia-h100"}, "records": []}
-    sweeps = {"run": result, "configs": {"NVIDIA_H100.json": {"norm_concat_linear": []}}}
-    for name, kept in (("op-table", result), ("sweeps", sweeps), ("host-cost", None)):
-        record = {"schema_version": 1, "stage": name, "status": "done", "output_tail": "", "result": kept}
+    tables = {"NVIDIA_H100.json": {"norm_concat_linear": []}}
+    failed = {"test_x.py": {"tests": 2, "skipped": 0, "failed": [{"test": "test_x::test_y", "message": "4 and not 5"}]}}
+    kept_by = {"op-table": result, "decode-curve": {"run": result, "ncu": ""}, "tune": tables, "host-cost": None}
+    for name, kept in (kept_by | {"gpu-tests": failed}).items():
+        status = "failed" if name == "gpu-tests" else "done"
+        record = {"schema_version": 2, "stage": name, "status": status, "output_tail": "", "result": kept}
         stages.write_json(tmp_path / "back" / f"{name}.json", record)
     assert session.main(["--collect", str(tmp_path / "back")]) == 0
     assert json.loads((tmp_path / "bench/results/nvidia-h100/op-table.json").read_text()) == result
-    assert json.loads((tmp_path / "bench/results/nvidia-h100/sweeps.json").read_text()) == result
+    assert json.loads((tmp_path / "bench/results/nvidia-h100/decode-curve.json").read_text()) == result
     assert (tmp_path / "python/eagle_kernels/configs/NVIDIA_H100.json").exists()
+    printed = capsys.readouterr().out
+    assert "gpu-tests: failed: 2 tests, 0 skipped, 1 failed\n  test_x::test_y: 4 and not 5\n" in printed
+    assert "sweeps: not in" in printed
+
+
+def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed at home, and where the GPU is unpacked once: a second call finds what the first has compiled."""
+    home, away = tmp_path / "home", tmp_path / "away"
+    for root in (home, away):
+        monkeypatch.setattr(package, "ROOT", root)
+        monkeypatch.setattr(package, "CARRIED", root / "build/gpu_session")
+        monkeypatch.setattr(package, "TRITON_CACHE", root / "build/gpu_triton_cache")
+        monkeypatch.setattr(package, "SITE", root / "build/gpu_site")
+        monkeypatch.setattr(package, "WORK", root / "build/gpu_work")
+        (root / "build/gpu_work").mkdir(parents=True)
+        (root / "python/eagle_kernels").mkdir(parents=True)
+        if root == home:
+            for name in ("key/kernel.cubin", "key/kernel.lock"):
+                stages.write_json(root / "build/gpu_triton_cache" / name, name)
+            (root / "python/eagle_kernels/libeagle_kernels.so").touch()
+            assert package.pack() == 0
+            shutil.copytree(package.CARRIED, away / "build/gpu_session")
+    monkeypatch.setattr(package, "_provide_library", lambda *arguments: "the test's")
+    for _ in range(2):
+        environment = package.prepare_package("cpu")
+        cache = Path(environment["TRITON_CACHE_DIR"])
+        assert cache == away / "build/gpu_triton_cache"
+        assert [path.name for path in sorted(cache.glob("key/*"))] == ["kernel.cubin"]
 
 
 def test_the_script_on_a_tree_without_the_package(tmp_path: Path) -> None:
@@ -142,8 +241,11 @@ def test_the_script_on_a_tree_without_the_package(tmp_path: Path) -> None:
     run = subprocess.run([*command, "--out", str(tmp_path)], timeout=200, **options)
     assert run.returncode == 0, run.stdout + run.stderr
     record = json.loads((tmp_path / "library.json").read_text())
-    assert record["status"] == "done" and record["result"]["commit"] == package._commit()
-    assert "build/gpu_site/eagle_kernels" in record["output_tail"] or "none loads" in record["result"]["library"]
+    assert record["status"] == "done" and record["result"]["library"]["commit"] == package._commit()
+    assert (
+        "build/gpu_site/eagle_kernels" in record["output_tail"]
+        or "none loads" in record["result"]["library"]["library"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,6 +277,19 @@ def test_which_library(
 
     monkeypatch.setattr(package, "_loads", loads)
     assert package._provide_library(tmp_path, {}, device) == expected
+
+
+def test_the_linked_package_has_every_part(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pyproject.toml puts it together: `eagle-kernels` itself did not start without one of them."""
+    monkeypatch.setattr(package, "SITE", tmp_path / "site")
+    monkeypatch.setattr(package, "_provide_library", lambda *arguments: "none")
+    monkeypatch.setattr(package, "WORK", tmp_path)
+    package.prepare_package("cpu")
+    parts = re.findall(r'^"(eagle_kernels[\w.]*)" = "([\w/]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert len(parts) == 4
+    for name, source in parts:
+        linked = tmp_path / "site" / name.replace(".", "/")
+        assert linked.is_dir() and (linked / "__init__.py").samefile(ROOT / source / "__init__.py")
 
 
 def test_unknown_stage_lists_the_known(capsys: pytest.CaptureFixture) -> None:

@@ -90,6 +90,18 @@ def test_a_sample_is_one_call(timer: str, cuda: FakeCuda) -> None:
     assert max(slow.seconds) == pytest.approx(3e-4)
 
 
+def test_a_spaced_sample_is_without_the_kernels_between_calls(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_spacer", lambda: cuda.variant("space", 5e-4).call)
+    fast, slow = measure.time_variants(
+        "spaced", [cuda.variant("fast", 1e-4), cuda.variant("slow", 3e-4)], COPIES, min_time=0.02
+    )
+    assert fast.median == pytest.approx(1e-4) and slow.median == pytest.approx(3e-4)
+    replayed = [(name, copy) for name, copy in cuda.launched if name.startswith("replayed")]
+    at = replayed.index(("replayed fast", 0))
+    alternating = [(f"replayed {name}", copy) for copy in range(COPIES) for name in ("fast", "space")]
+    assert replayed[at : at + 2 * COPIES] == alternating
+
+
 def test_a_graph_holds_every_copy_once(cuda: FakeCuda) -> None:
     measure.time_variants("graph", [cuda.variant("op", 1e-4)], COPIES, min_time=0.0)
     warm, replayed = cuda.launched[:COPIES], cuda.launched[COPIES:]
@@ -154,7 +166,7 @@ def test_the_whole_command_on_a_stand_in(
     arguments = ["bench", "--op", "norm_concat_linear,capture_hidden", "--tokens", "1,3", "--min-time", "0"]
     arguments += ["--chunks", "3", "--hidden", "64", "--out", "48", "--baselines", "eager,slices,linear"]
     with OnCpu():
-        assert main([*arguments, "--json", str(path)]) == 0
+        assert main([*arguments, "--timer", "graph,eager,spaced", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     machine = "NVIDIA Test GPU (nvidia-test-gpu): sm_90, 132 multiprocessors, 80 GiB, last-level cache 0 MiB"
     assert machine in " ".join(printed.split())
@@ -167,4 +179,4 @@ def test_the_whole_command_on_a_stand_in(
     linear = [record for record in run["records"] if record["op"] == "norm_concat_linear"]
     columns = {(record["timer"], record["variant"]) for record in linear}
     names = ("op", "layer", "eager", "slices", "linear")
-    assert columns == {(timer, name) for timer in ("graph", "eager") for name in names}
+    assert columns == {(timer, name) for timer in ("graph", "eager", "spaced") for name in names}

@@ -1,7 +1,9 @@
 """When the cuda backend is chosen, and what is said where it is not."""
 
+import functools
 import importlib
 import importlib.util
+import logging
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ def hopper_with_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans of an H100 on a machine that has none."""
     monkeypatch.setattr(library, "unsupported_reason", None)
     monkeypatch.setattr(library, "cuda_archs", WHEEL)
+    monkeypatch.setattr(library, "CUDA_RUNTIME_VERSION", 13000)
+    monkeypatch.setattr(library, "cuda_driver_version", lambda: 13000)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
     plan.clear()
@@ -69,6 +73,42 @@ def test_the_memory_ops_take_cuda(op: str) -> None:
         assert plan.choose(op, CUDA).backend == "cuda"
 
 
+@needs_triton
+@pytest.mark.parametrize("driver, served", [(12080, "CUDA 12.8"), (0, "no CUDA")])
+def test_a_driver_older_than_the_runtime_leaves_it_to_triton(
+    driver: int, served: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library's runtime would fail with error 35 in every call, where torch for CUDA 12 and Triton work."""
+    monkeypatch.setattr(library, "cuda_driver_version", lambda: driver)
+    monkeypatch.setattr(plan, "_warn_once", functools.cache(logging.getLogger("eagle_kernels").warning))
+    reason = f"this build needs a driver for CUDA 13.0 (driver 580) or newer, and this one serves {served}"
+    with environment_of():
+        for op in ("capture_hidden", "norm_concat"):
+            assert plan.choose_backend(op, CUDA) == ("triton", f"cuda: {reason}")
+        assert planned(4).backend == "triton"
+    assert [record.getMessage() for record in caplog.records] == [f"the CUDA kernels are left out: {reason}"]
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda"), pytest.raises(RuntimeError, match="driver 580"):
+        plan.choose_backend("capture_hidden", CUDA)
+
+
+@pytest.mark.parametrize(("runtime", "driver"), [(13000, 13000), (13020, 13000), (12080, 13000), (12080, 12020)])
+def test_a_runtime_runs_on_every_driver_of_its_major_version(
+    runtime: int, driver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "CUDA_RUNTIME_VERSION", runtime)
+    monkeypatch.setattr(library, "cuda_driver_version", lambda: driver)
+    assert plan.unsupported_reason("cuda", CUDA) is None
+
+
+@needs_triton
+def test_each_gpu_of_a_machine_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = [(9, 0), (7, 5)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    with environment_of():
+        backends = [plan.choose_backend("capture_hidden", torch.device("cuda", index))[0] for index in (0, 1, 0)]
+    assert backends == ["cuda", "reference", "cuda"]
+
+
 def planned(T: int, dtype: torch.dtype = torch.bfloat16, H: int = 4096, **layout: object) -> plan.Plan:
     problem = plan.Problem("norm_concat_linear", CUDA, 3, T, dtype, 4096, (H,), **layout)
     return plan.choose(*problem)
@@ -85,11 +125,26 @@ def test_the_fused_kernel_takes_decode_and_triton_the_rest() -> None:
         assert planned(4, torch.float32).backend == "triton"
         assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
         assert planned(4, H=2888).backend == "cuda"
-        assert planned(4, H=2884).reason.startswith("cuda: H=2884 is no multiple of 8; ")
+        assert planned(4, H=2884).reason.startswith("H=2884 is no multiple of 8; an address, a row stride or H is")
         assert planned(4, has_post_norm=True).reason.startswith("cuda: a post norm needs all D columns")
         assert planned(4, bytes_aligned=False).reason.startswith(
             "cuda: an address or a row stride is no multiple of 16"
         )
+
+
+@needs_triton
+def test_before_a_library_product_the_normed_rows_are_cudas() -> None:
+    """Wherever Triton would write them and leave the product to a library: nothing of it is then imported."""
+    with environment_of():
+        assert str(planned(129)) == (
+            "norm_concat_linear: cuda/norm_concat + linear, because T=129 > 16: the fused kernel would read the weight "
+            "9 times; T=129 > 128 by the heuristic, without a tuned table for NVIDIA H100"
+        )
+        unaligned = {"bytes_aligned": False, "elements_aligned": False}
+        for problem in (planned(5000), planned(4, H=2884), planned(4, **unaligned), planned(17, torch.float32)):
+            assert (problem.backend, problem.kernel) == ("cuda", plan.Kernel.TWO_STEP)
+        # A post norm sees the sums before they are rounded: Triton's finalise kernel.
+        assert planned(300, has_post_norm=True).backend == "triton"
 
 
 @needs_triton

@@ -40,23 +40,43 @@ def test_a_bad_call_is_refused_before_anything_is_written(call: BadCall) -> None
 
 
 class TwoSteps:
-    """An op namespace whose `norm_concat_linear_out` is the primitive of two steps."""
+    """An op namespace whose `norm_concat_linear_out` is the primitive of two steps of `primitives`."""
 
     norm_concat_linear_out = default = property(lambda self: self)
 
-    @staticmethod
-    def redispatch(keys: torch._C.DispatchKeySet, *arguments: object) -> None:
+    def __init__(self, primitives: object) -> None:
+        self.two_steps = primitives.norm_concat_linear_two_step_out
+
+    def redispatch(self, keys: torch._C.DispatchKeySet, *arguments: object) -> None:
         *operands, bias, post_norm_weight, _, out = arguments
         assert bias is None and post_norm_weight is None
-        torch.ops.eagle_kernels_C.norm_concat_linear_two_step_out.default.redispatch(keys, *operands, out)
+        self.two_steps.default.redispatch(keys, *operands, out)
 
 
-PRODUCTS = [call for call in ON_CPU if call.op == "norm_concat_linear" and not call.has("bias", "post_norm_weight")]
+def products(calls: list[BadCall]) -> list[BadCall]:
+    """What ends in torch's product."""
+    return [call for call in calls if call.op == "norm_concat_linear" and not call.has("bias", "post_norm_weight")]
 
 
-@pytest.mark.parametrize("call", PRODUCTS, ids=lambda call: call.id)
+@pytest.mark.parametrize("call", products(ON_CPU), ids=lambda call: call.id)
 def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall) -> None:
-    failure_of(TwoSteps(), call)
+    failure_of(TwoSteps(torch.ops.eagle_kernels_C), call)
+
+
+class ChecksAlone:
+    """An op namespace whose `norm_concat_linear_out` is the primitive that Triton's launcher calls first."""
+
+    norm_concat_linear_out = torch.ops.eagle_kernels_C.norm_concat_linear_checks_out
+
+
+@pytest.mark.parametrize("call", [call for call in ON_CPU if call.op == "norm_concat_linear"], ids=lambda call: call.id)
+def test_the_checks_alone_refuse_what_the_fused_kernel_does(call: BadCall) -> None:
+    failure_of(ChecksAlone(), call)
+
+
+def test_the_checks_alone_write_nothing() -> None:
+    arguments = run(ChecksAlone(), "norm_concat_linear", out=torch.full((T, D), 7.0).bfloat16())
+    assert (arguments["out"] == 7).all()
 
 
 @EVERY_DTYPE
@@ -68,7 +88,7 @@ def test_the_two_steps_take_strides_and_no_rows(dtype: torch.dtype, ops: object)
         around = torch.full((count, columns + 4), 7.0).to(dtype)
         out = around[:, 2 : 2 + columns]
         arguments = {"chunks": chunks, "norm_weight": None, "weight": weight, "out": out}
-        run(TwoSteps(), "norm_concat_linear", **arguments)
+        run(TwoSteps(ops), "norm_concat_linear", **arguments)
         normed = torch.empty(count, K * H).to(dtype)
         run(ops, "norm_concat", chunks=chunks, norm_weight=None, out=normed)
         truth = normed.double() @ weight.double().T

@@ -13,7 +13,7 @@ from torch import Tensor
 from .dialect import has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import launch
 from .rows import aligned, block_and_warps, index_per_chunk, row_stride
-from .sources import first_column, load_values, pick, source_row
+from .sources import L1, first_column, load_values, pick, source_row
 
 _ROWS = (
     "x_ptrs",
@@ -60,20 +60,20 @@ def _norm_concat(
         squares = 0.0
         lanes = tl.zeros((BLOCK,), dtype=tl.float32)
         for k in range(len(WIDTHS)):
-            row, in_range = source_row(index_ptrs, row_counts, k, n)
+            row, in_range = source_row(index_ptrs, row_counts, k, n, L1)
             if sum_squares_ptr is not None:
                 squares += tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=in_range, other=0.0)
             else:
                 for start in range(0, pick(WIDTHS, k), BLOCK):
                     h = start + tl.arange(0, BLOCK)
                     value = load_values(
-                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h
+                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h, L1
                     )
                     lanes += value * value
         rstd = rstd_of((squares + tl.sum(lanes, axis=0)) / WIDTH + eps[0])
 
     for k in range(tl.program_id(1), len(WIDTHS), tl.num_programs(1)):
-        row, in_range = source_row(index_ptrs, row_counts, k, n)
+        row, in_range = source_row(index_ptrs, row_counts, k, n, L1)
         H = pick(WIDTHS, k)
         if NORM == "chunk":
             if sum_squares_ptr is not None:
@@ -83,7 +83,7 @@ def _norm_concat(
                 for start in range(0, H, BLOCK):
                     h = start + tl.arange(0, BLOCK)
                     value = load_values(
-                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h
+                        x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h, L1
                     )
                     lanes += value * value
                 squares = tl.sum(lanes, axis=0)
@@ -93,7 +93,9 @@ def _norm_concat(
         column = first_column(WIDTHS, k)
         for start in range(0, H, BLOCK):
             h = start + tl.arange(0, BLOCK)  # [BLOCK]
-            value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h)
+            value = load_values(
+                x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h, L1
+            )
             normed = value * rstd
             if gain_ptrs is not None:
                 gain_column = column if len(gain_ptrs) == 1 else 0  # of the one matrix [K, H] or vector [K*H]

@@ -27,8 +27,8 @@ from .codes import e2m1_to_fp32, e4m3_to_fp32, load_block_scales, load_scales
 from .dialect import dot, has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import INTERPRETED, launch
 from .norm_concat import run_sources
-from .rows import index_per_chunk
-from .sources import load_values, pick, source_row
+from .rows import cdiv, index_per_chunk, next_power_of_2
+from .sources import L2, load_values, pick, source_row
 from .workspace import workspace
 
 OP = "norm_concat_linear"
@@ -200,7 +200,7 @@ def _row_sum_squares(
     lanes = tl.zeros((BH,), dtype=tl.float32)
     for start in range(0, WIDTHS[k], BH):
         h = start + tl.arange(0, BH)
-        value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h)
+        value = load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, h, L2)
         lanes += value * value
     return tl.sum(lanes, axis=0)
 
@@ -239,14 +239,15 @@ def _norm_concat_linear_finalise(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
 
     # Before the wait, which is for the partial sums. What the statistics read was written by kernels that the partial
-    # kernel had waited for when it let this one start.
+    # kernel had waited for when it let this one start; but L1 may hold what was there before them.
     squares = ()
     in_ranges = ()
     if NORM != "none":
         for k in tl.static_range(len(WIDTHS)):
-            row, in_range = source_row(index_ptrs, row_counts, k, n)
+            row, in_range = source_row(index_ptrs, row_counts, k, n, L2)
             if sum_squares_ptr is not None:
-                square = tl.load(sum_squares_ptr + row * sum_squares_row_stride + k, mask=in_range, other=0.0)
+                square_ptr = sum_squares_ptr + row * sum_squares_row_stride + k
+                square = tl.load(square_ptr, mask=in_range, other=0.0, cache_modifier=L2)
             else:
                 square = _row_sum_squares(
                     x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS, k, row, in_range, BH
@@ -344,7 +345,7 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> Non
     tiles, weight, num_chunks = plan.tiles, projection.weight, sources.num_chunks
     (N, D), H = out.shape, weight.shape[1] // num_chunks
     weight_arguments, weight_constants = _weight_of(weight, out.dtype)
-    split_h = triton.cdiv(triton.cdiv(H, tiles.BK), tiles.splits) * tiles.BK
+    split_h = cdiv(cdiv(H, tiles.BK), tiles.splits) * tiles.BK
     partial_row_stride = _padded(D)
     partial = workspace(OP, num_chunks * tiles.splits * N * partial_row_stride, out.device)
     pointers = (
@@ -359,7 +360,7 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> Non
     pdl = has_pdl(out.device)
     launch(
         _norm_concat_linear_partial,
-        (triton.cdiv(D, tiles.BD), num_chunks * tiles.splits, triton.cdiv(N, tiles.BT)),
+        (cdiv(D, tiles.BD), num_chunks * tiles.splits, cdiv(N, tiles.BT)),
         (
             *pointers,
             tuple(sources.gains) or None,
@@ -434,7 +435,7 @@ _NO_CODES: dict[str, object] = {"CODES": "", "SCALES": "", "SCALED": "", "BLOCK_
 
 def _padded(D: int) -> int:
     """A row stride of the partial sums with which their loads and stores are 16 bytes wide for every D."""
-    return triton.cdiv(D, 16) * 16
+    return cdiv(D, 16) * 16
 
 
 def _finalise(
@@ -450,11 +451,11 @@ def _finalise(
     """`sources` and `partial` are stretches of the kernel's arguments."""
     N, D = out.shape
     _, bias, post_norm_weight, post_norm_eps = projection
-    BD = triton.next_power_of_2(D) if post_norm_weight is not None else min(triton.next_power_of_2(D), columns)
+    BD = next_power_of_2(D) if post_norm_weight is not None else min(next_power_of_2(D), columns)
     pdl = has_pdl(out.device)
     launch(
         _norm_concat_linear_finalise,
-        (N, triton.cdiv(D, BD), 1),
+        (N, cdiv(D, BD), 1),
         (*sources, *partial, bias, post_norm_weight, post_norm_eps, norm_offset, out, out.stride(0), D),
         constants | {"BD": BD, "BH": _STATISTICS_BLOCK, "PDL": pdl},
         aligned=aligned,
@@ -470,7 +471,7 @@ def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     (N, D), width = out.shape, weight.shape[1]
     is_last = post_norm_weight is None and (bias is None or bias.dtype == weight.dtype)
     product_row_stride = _padded(D)
-    normed_numel = triton.cdiv(N * width * weight.element_size(), 256) * 64  # counted in fp32, in lines of 256 bytes
+    normed_numel = cdiv(N * width * weight.element_size(), 256) * 64  # counted in fp32, in lines of 256 bytes
     buffer = workspace(OP, normed_numel + (0 if is_last else N * product_row_stride), out.device)
     if sources.norm == "none" and len(sources.chunks) == 1 and not sources.residuals and not sources.indices:
         normed = sources.chunks[0]  # capture already wrote the concat

@@ -1,15 +1,24 @@
 """Rows as the launchers describe them to `launch`: strides, blocks, and when a load may be 16 bytes wide."""
 
-import triton
 from torch import Tensor
 
 from .alignment import aligned, row_stride
 
-__all__ = ["aligned", "block_and_warps", "index_per_chunk", "row_stride"]
+__all__ = ["aligned", "block_and_warps", "cdiv", "index_per_chunk", "next_power_of_2", "row_stride"]
 
 # The widest row of shapes.json: 16 warps of 16 columns a thread. Wider ones are walked in blocks, which a norm reads
 # twice. At 8 columns a thread: a loop over blocks of 16 spills, on sm_80 with Triton 3.7 and on sm_89 with 3.8.
 _WIDEST_ROW, _BLOCK_OF_WIDER_ROWS = 8192, 4096
+
+
+def cdiv(a: int, b: int) -> int:
+    """As triton.cdiv, which is a jitted function: 3 us a call from Python."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n > 0."""
+    return 1 << (n - 1).bit_length()
 
 
 def index_per_chunk(indices: list[Tensor | None], chunks: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -23,5 +32,5 @@ def block_and_warps(width: int) -> tuple[int, int]:
     """(columns of a block, warps): 16 columns a thread, two 16-byte loads of bf16 in flight."""
     if width > _WIDEST_ROW:
         return _BLOCK_OF_WIDER_ROWS, 16
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return block, max(block // 512, 1)

@@ -12,6 +12,10 @@ import triton.language as tl
 
 from .dialect import round_to, to_fp32
 
+# Cache modifiers: from where a load may take what it reads. CACHE has no default: Triton 3.6 cannot compile a string.
+L1 = tl.constexpr("")
+L2 = tl.constexpr(".cg")
+
 
 @triton.jit
 def pick(values, k):
@@ -32,25 +36,38 @@ def first_column(WIDTHS: tl.constexpr, k):
 
 
 @triton.jit
-def source_row(index_ptrs, row_counts, k, n):
+def source_row(index_ptrs, row_counts, k, n, CACHE: tl.constexpr):
     """(row of chunk k, whether there is one) for output row n; one that is not there becomes 0 and is never read."""
     row = n
     for j in tl.static_range(len(row_counts)):
         if index_ptrs[j] is not None:
             mine = (k == j) | (len(row_counts) == 1)
-            row = tl.where(mine, tl.load(index_ptrs[j] + n, mask=mine, other=0).to(tl.int64), row)
+            index = tl.load(index_ptrs[j] + n, mask=mine, other=0, cache_modifier=CACHE).to(tl.int64)
+            row = tl.where(mine, index, row)
     in_range = (row >= 0) & (row < pick(row_counts, k))
     return tl.where(in_range, row, 0), in_range
 
 
 @triton.jit
-def load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDTHS: tl.constexpr, k, row, in_range, h):
+def load_values(
+    x_ptrs,
+    x_row_strides,
+    residual_ptrs,
+    residual_row_strides,
+    WIDTHS: tl.constexpr,
+    k,
+    row,
+    in_range,
+    h,
+    CACHE: tl.constexpr,
+):
     """round(x + residual) of chunk k in fp32, columns h: [BLOCK]; 0 beyond the row and where it is out of range."""
     # Not in_range & (h < width): the interpreter of 3.9 turns a scalar truth value into int32 where it meets a block.
     end = tl.where(in_range, pick(WIDTHS, k), 0)
     column = first_column(WIDTHS, k) if len(x_ptrs) == 1 else 0  # of a packed row
     x_ptr = pick(x_ptrs, k)
-    value = to_fp32(tl.load(x_ptr + row * pick(x_row_strides, k) + column + h, mask=h < end, other=0.0))
+    x_row_ptr = x_ptr + row * pick(x_row_strides, k) + column
+    value = to_fp32(tl.load(x_row_ptr + h, mask=h < end, other=0.0, cache_modifier=CACHE))
     if residual_row_strides is not None:
         residual_ptr = x_ptr
         given = k < 0
@@ -60,7 +77,8 @@ def load_values(x_ptrs, x_row_strides, residual_ptrs, residual_row_strides, WIDT
                 residual_ptr = tl.where(mine, residual_ptrs[j], residual_ptr)
                 given = given | mine
         residual_row_ptr = residual_ptr + row * pick(residual_row_strides, k) + column
-        residual = to_fp32(tl.load(residual_row_ptr + h, mask=h < tl.where(given, end, 0), other=0.0))
+        residual_end = tl.where(given, end, 0)
+        residual = to_fp32(tl.load(residual_row_ptr + h, mask=h < residual_end, other=0.0, cache_modifier=CACHE))
         total = to_fp32(round_to(value + residual, x_ptr.dtype.element_ty))
         # Not value + 0 where there is none: that would turn -0 into 0.
         value = tl.where(given, total, value)

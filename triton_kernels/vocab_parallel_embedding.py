@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
 from .launch import launch
-from .rows import aligned, block_and_warps, row_stride
+from .rows import aligned, block_and_warps, cdiv, row_stride
 
 _ROWS = ("weight_ptr", "weight_row_stride", "out_ptr", "out_row_stride")
 
@@ -65,7 +65,7 @@ def run(record: tuple) -> None:
     pdl = has_pdl(out.device)
     launch(
         _vocab_parallel_embedding,
-        (N, triton.cdiv(H, block), 1),
+        (N, cdiv(H, block), 1),
         (
             ids,
             ids.stride(0),

@@ -5,35 +5,50 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 from .stages import ROOT, WORK
 
 CARRIED = ROOT / "build" / "gpu_session"  # what `pack` leaves for the GPU machine
 SITE = ROOT / "build" / "gpu_site"  # the package as if it were installed, in symbolic links
+# Triton's compiled kernels, so that no GPU time goes into compiling: filled by the rehearsal, carried as an archive.
+TRITON_CACHE = ROOT / "build" / "gpu_triton_cache"
 _LIBRARY = "libeagle_kernels.so"
+_CACHE_ARCHIVE = "triton_cache.tar.xz"
 _NVCC = ("/usr/local/cuda/bin/nvcc", "/usr/local/bin/nvcc", "/opt/cuda/bin/nvcc")
 
 
-def prepare_package(device: str) -> dict[str, str]:
-    """The environment in which `eagle_kernels` is importable from this tree: linked, with a library that loads."""
+def prepare_package(device: str, library: Path | None = None) -> dict[str, str]:
+    """The environment in which `eagle_kernels` is importable from this tree: linked, with a library that loads, that of
+    the folder `library` before others."""
     package = SITE / "eagle_kernels"
     shutil.rmtree(SITE, ignore_errors=True)
     package.mkdir(parents=True)
-    sources = [*(ROOT / "python" / "eagle_kernels").iterdir(), ROOT / "bench", ROOT / "triton_kernels"]
-    for source in sources:
+    beside = [
+        ROOT / "bench",
+        ROOT / "triton_kernels",
+        ROOT / "examples" / "byte_eagle3",
+    ]  # pyproject.toml's package-dir
+    for source in [*(ROOT / "python" / "eagle_kernels").iterdir(), *beside]:
         if source.name != "__pycache__" and source.suffix != ".so":
             (package / source.name).symlink_to(source)
     (package / "COMMIT").write_text(_commit() + "\n")
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
-    _note(_provide_library(package, environment, device))
+    environment["TRITON_CACHE_DIR"] = str(TRITON_CACHE)
+    carried = CARRIED / _CACHE_ARCHIVE
+    if carried.exists() and not TRITON_CACHE.exists():
+        with tarfile.open(carried) as archive:
+            archive.extractall(TRITON_CACHE, filter="data")
+    _note(_provide_library(package, environment, device, library))
     return environment
 
 
-def _provide_library(package: Path, environment: dict[str, str], device: str) -> str:
+def _provide_library(package: Path, environment: dict[str, str], device: str, library: Path | None = None) -> str:
     """Link a library that loads; where it comes from. One without CUDA kernels is second choice on a GPU."""
-    there = [folder for folder in (CARRIED, ROOT / "python" / "eagle_kernels") if (folder / _LIBRARY).exists()]
+    folders = [*([library] if library else []), CARRIED, ROOT / "python" / "eagle_kernels"]
+    there = [folder for folder in folders if (folder / _LIBRARY).exists()]
     for folder in there:
         if _loads(package, folder, environment, device):
             return f"from {folder.relative_to(ROOT)}"
@@ -91,7 +106,7 @@ def _build(environment: dict[str, str], device: str) -> Path | None:
 
 
 def pack() -> int:
-    """Copy the library that this tree has built, and the commit, into the folder to carry."""
+    """Copy the library that this tree has built, Triton's cache and the commit into the folder to carry."""
     library = ROOT / "python" / "eagle_kernels" / _LIBRARY
     if not library.exists():
         build = "EAGLE_KERNELS_CUDA_ARCHS=90a pip install -e ."
@@ -100,8 +115,16 @@ def pack() -> int:
     CARRIED.mkdir(parents=True, exist_ok=True)
     shutil.copy2(library, CARRIED / library.name)
     (CARRIED / "COMMIT").write_text(_commit() + "\n")
-    print(f"carry {CARRIED.relative_to(ROOT)} ({library.stat().st_size >> 10} KiB, commit {_commit()})")
+    if TRITON_CACHE.exists():
+        with tarfile.open(CARRIED / _CACHE_ARCHIVE, "w:xz") as archive:
+            archive.add(TRITON_CACHE, ".", filter=_without_locks)
+    size = sum(file.stat().st_size for file in CARRIED.iterdir()) >> 10
+    print(f"carry {CARRIED.relative_to(ROOT)} ({size} KiB, commit {_commit()})")
     return 0
+
+
+def _without_locks(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if member.name.endswith((".lock", ".tmp")) or "/tmp." in member.name else member
 
 
 def _commit() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from .package import pack, prepare_package
 from .stages import ROOT, STAGES, WORK, Command, Stage, read_json, write_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _TAIL = 6000  # characters of a stage's output that its JSON keeps
 _SAVE_EVERY = 10.0
 _LEAST = 20.0  # seconds under which no stage is worth starting
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=570, help="for the whole call (default 570)")
     add("--stages", default=",".join(names), help="which, in this order (default all)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the stages out on tiny sizes")
+    add("--library", type=Path, metavar="FOLDER", help="whose compiled library to take before the carried one")
     add("--dry-run", action="store_true", help="print the commands and their limits, run nothing")
     add("--pack", action="store_true", help="put the library built in this tree, and its commit, where it can be taken")
     add("--collect", type=Path, metavar="FOLDER", help="copy what came back into bench/results and the tuned tables")
@@ -50,25 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             for command in stage.commands(arguments.device):
                 print(f"  {_command_text(command)}")
         return 0
-    return run_stages(chosen, arguments.out, arguments.done, arguments.device, arguments.seconds)
+    options = (arguments.device, arguments.seconds, arguments.library)
+    return run_stages(chosen, arguments.out, arguments.done, *options)
 
 
-def run_stages(stages: Sequence[Stage], out: Path, done: Path | None, device: str, seconds: float) -> int:
+def run_stages(
+    stages: Sequence[Stage], out: Path, done: Path | None, device: str, seconds: float, library: Path | None = None
+) -> int:
     """Run what is not done yet, while there is time; 1 where a stage failed."""
     deadline = time.monotonic() + seconds
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
-    environment = prepare_package(device)
+    environment = prepare_package(device, library)
     records = []
     for stage in stages:
         earlier = _earlier(stage, [out, *([done] if done else [])])
-        if earlier is not None and (earlier["status"] == "done" or not stage.goes_on):
+        if earlier is not None and (earlier["status"] in ("done", "failed") or not stage.goes_on):
             record = earlier
         else:
-            if earlier is not None:
-                _restore(stage, earlier)
-            record = _run_stage(stage, out, device, environment, deadline)
+            if earlier is not None and earlier.get("result"):
+                stage.restore(earlier["result"])
+            record = _run_stage(stage, out, device, environment, deadline, earlier or {})
         _save(out, record)
         records.append(record)
         print(f"{stage.name}: {record['status']}, {record['seconds']:.0f} s{_result_text(record)}", flush=True)
@@ -78,38 +82,37 @@ def run_stages(stages: Sequence[Stage], out: Path, done: Path | None, device: st
     return 1 if any(record["status"] == "failed" for record in records) else 0
 
 
-def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline: float) -> dict:
-    record: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "stage": stage.name,
-        "device": device,
-        "status": "not started",
-    }
-    record |= {"seconds": 0.0, "commands": [], "output_tail": "", "result": _read_or_none(stage.result)}
+def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline: float, earlier: dict) -> dict:
+    """Run the commands that an earlier call has not finished; the record says which those of both calls are."""
+    record: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "stage": stage.name, "device": device}
+    record |= {"status": "not started", "seconds": 0.0, "output_tail": "", "result": _read_or_none(stage.result)}
+    record["finished"] = dict(earlier.get("finished", {}))  # the exit status of each command
     if stage.needs is not None and shutil.which(stage.needs) is None:
         return record | {"status": "skipped", "output_tail": f"{stage.needs} is not on PATH"}
     started = time.monotonic()
     limit = min(stage.limit, deadline - started)
     if limit < _LEAST:
-        return record
-    log, failed = WORK / f"{stage.name}.log", False
-    for command in stage.commands(device):
+        return record | ({"status": "cut"} if earlier else {})
+    log, finished = WORK / f"{stage.name}.log", record["finished"]
+    left_over = {_command_text(command): command for command in stage.commands(device)}
+    left_over = {text: command for text, command in left_over.items() if text not in finished}
+    for number, (text, command) in enumerate(left_over.items(), 1):
         left = limit - (time.monotonic() - started)
         if left <= 1:
             return record | {"status": "cut"}
-        record["commands"].append(_command_text(command))
 
         def save(status: str) -> None:
             tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:] if log.exists() else ""
             record.update(status=status, output_tail=tail, result=_read_or_none(stage.result))
-            record["seconds"] = round(time.monotonic() - started, 1)
+            record["seconds"] = round(earlier.get("seconds", 0.0) + time.monotonic() - started, 1)
             _save(out, record)
 
         code = _run(command, log, environment, left, save)
-        failed |= bool(code)  # a wrong row of one table says nothing about the next
-        save("cut" if code is None else "failed" if failed else "done")
         if code is None:
+            save("cut")
             return record
+        finished[text] = code  # a wrong row of one table says nothing about the next
+        save("cut" if number < len(left_over) else "failed" if any(finished.values()) else "done")
     return record
 
 
@@ -153,17 +156,26 @@ def collect(folder: Path) -> int:
             print(f"{stage.name}: not in {folder}")
             continue
         result = record["result"] or {}
-        run = result.get("run") if stage.name == "sweeps" else result
-        if stage.name in ("linear-curve", "op-table", "sweeps") and run:
+        run = result.get("run") if stage.name == "decode-curve" else result
+        if stage.name in ("decode-curve", "op-table", "sweeps") and run:
             target = ROOT / "bench" / "results" / run["environment"]["device_slug"] / f"{stage.name}.json"
             write_json(target, run)
             print(f"{stage.name}: {target.relative_to(ROOT)}")
-        for name, tuned in (result.get("configs") or {}).items() if stage.name == "sweeps" else ():
+        for name, tuned in result.items() if stage.name == "tune" else ():
             write_json(ROOT / "python" / "eagle_kernels" / "configs" / name, tuned)
             print(f"{stage.name}: configs/{name}")
         if record["status"] != "done":
             print(f"{stage.name}: {record['status']}{_result_text(record)}")
+        for failure in _failures(record):
+            print(f"  {failure['test']}: {failure['message'].partition(chr(10))[0]}")
     return 0
+
+
+def _failures(record: dict) -> list[dict]:
+    """Of gpu-tests, what failed in every file."""
+    if record["stage"] != "gpu-tests":
+        return []
+    return [failure for file in (record["result"] or {}).values() for failure in file["failed"]]
 
 
 def _earlier(stage: Stage, folders: Sequence[Path]) -> dict | None:
@@ -172,16 +184,6 @@ def _earlier(stage: Stage, folders: Sequence[Path]) -> dict | None:
     found = [record for record in read if record and record.get("schema_version") == SCHEMA_VERSION]
     found = [record for record in found if record["status"] not in ("not started", "skipped")]
     return next((record for record in found if record["status"] == "done"), found[0] if found else None)
-
-
-def _restore(stage: Stage, earlier: dict) -> None:
-    """Put the rows of an unfinished run where bench --resume looks for them."""
-    result = earlier.get("result") or {}
-    run = result.get("run") if stage.name == "sweeps" else result
-    if isinstance(run, dict) and "records" in run:
-        write_json(WORK / f"{stage.name}.json", run)
-    for name, table in (result.get("configs") or {}).items() if stage.name == "sweeps" else ():
-        write_json(WORK / "configs" / name, table)
 
 
 def _read_or_none(read: Callable[[], object]) -> object:
@@ -193,12 +195,12 @@ def _read_or_none(read: Callable[[], object]) -> object:
 
 
 def _result_text(record: dict) -> str:
-    result = record.get("result")
+    if record["stage"] == "gpu-tests" and record["result"]:
+        counts = {name: sum(file[name] for file in record["result"].values()) for name in ("tests", "skipped")}
+        return f": {counts['tests']} tests, {counts['skipped']} skipped, {len(_failures(record))} failed"
     if record["status"] in ("failed", "skipped"):
         lines = record["output_tail"].strip().splitlines()
         return f": {lines[-1]}" if lines else ""
-    if isinstance(result, dict) and "failed" in result:
-        return f": {result['tests']} tests, {result['skipped']} skipped"
     return ""
 
 

@@ -1,10 +1,13 @@
 """What a session on a GPU runs, in order of value: the commands of each stage, and what it leaves to be kept."""
 
 import json
+import os
+import shutil
 import sys
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,9 +18,31 @@ WORK = ROOT / WORK_NAME
 
 Command = Sequence[str]
 
+# The projection first: if time is short, its failures are the ones to know of.
+_TEST_FILES = (
+    "test_norm_concat_linear.py",
+    "test_static_calls.py",
+    "test_emulation.py",
+    "test_norm_concat.py",
+    "test_mtp_chain.py",
+    "test_capture_hidden.py",
+    "test_vocab_parallel_embedding.py",
+    "test_add_rms_norm.py",
+)
 
-# The tools slow a kernel 10 to 100 times: odd sizes of every op, where a missing mask shows.
-_SANITIZED = "(bf16-K3-H101 or bf16-5- or bf16-int64-1152) and (float64 or every_rank)"
+# The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel and three each
+# way in which the split kernels cut up to 64 rows.
+_SANITIZED = (
+    ("cuda", "bf16-K2-H896-T2-concat-D257"),
+    ("cuda", "bf16-K2-H64-T5-chunk-gain_none-offset1"),
+    ("cuda", "bf16-K3-H64-T16-chunk-packed-residuals_all-indices_shared"),
+    ("triton", "fp16-K2-H2880-T16-concat-D97"),
+    ("triton", "bf16-K3-H2880-T17-concat"),
+    ("triton", "bf16-K3-H896-T33-chunk-D257-outliers"),
+)
+
+_TUNED = ("llama3.1-8b", "gpt-oss-120b", "llama3.3-70b")
+_EIGHT_SHAPES = (*_TUNED, "deepseek-v3", "deepseek-v3:mtp", "qwen2.5-0.5b", "gemma3-27b", "gemma3-1b")
 
 
 @dataclass(frozen=True)
@@ -29,7 +54,8 @@ class Stage:
     commands: Callable[[str], list[Command]]  # for a device
     result: Callable[[], object] = lambda: None
     needs: str | None = None  # a program without which the stage is skipped
-    goes_on: bool = False  # a later call takes up what a cut one left; others are not begun again
+    goes_on: bool = False  # a later call takes up the first command that a cut one has not finished
+    restore: Callable[[dict], None] = lambda result: None  # puts a cut call's result back to where its commands look
 
 
 def _cli(*arguments: str) -> Command:
@@ -48,36 +74,73 @@ def _bench(device: str, name: str, *arguments: str) -> Command:
     return _cli("bench", "--device", device, *arguments, *small, *json_file)
 
 
-def _linear_curve(device: str) -> list[Command]:
-    what = ["--forms", "none", "--baselines", "linear", "--preset", "distinct", "--tokens", "1,4,16,64,128,256"]
-    return [_bench(device, "linear-curve", *what, "--min-time", "0.1")]
+def _backends(device: str) -> str:
+    return "auto" if device == "cpu" else "auto,triton"
+
+
+def _library(device: str) -> list[Command]:
+    """Load, and one call of every op on each backend and plan, checked against float64."""
+    rows = ["--preset", "qwen2.5-0.5b", "--tokens", "1,16,32,64,128,129", "--min-time", "0.001"]
+    calls = ["--op", "all", "--forms", "op", "--backends", _backends(device), "--baselines", "none", "--timer", "eager"]
+    return [_cli("info"), *([_bench(device, "first-calls", *calls, *rows)] if device == "cuda" else [])]
+
+
+def _gpu_tests(device: str) -> list[Command]:
+    """A command for each file, so that a cut call loses one file. 8 workers at most: a CUDA context takes 0.5 GB."""
+    options = ["-m", "gpu", "--tb=short"]
+    options += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"] if find_spec("xdist") else []
+    options += ["--timeout", "120"] if find_spec("pytest_timeout") else []
+    return [_pytest(f"tests/gpu/{file}", *options, f"--junitxml={WORK_NAME}/{file}.xml") for file in _TEST_FILES]
+
+
+def _sanitizer(device: str) -> list[Command]:
+    cases = [f"tests/gpu/{_TEST_FILES[0]}::test_float64_truth[{backend}-{case}]" for backend, case in _SANITIZED]
+    return [["bash", "tests/gpu/sanitize.sh", "--tools", tool, *cases] for tool in ("memcheck", "racecheck")]
+
+
+def _decode_curve(device: str) -> list[Command]:
+    """Both backends beside the library's product alone; then counters of the fused kernel, and the product's name."""
+    what = ["--forms", "op", "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
+    shapes = ["--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "--tokens", "1,2,4,8,9,12,16"]
+    timers = [] if device == "cpu" else ["--timer", "graph,spaced"]
+    commands = [_bench(device, "decode-curve", *what, *shapes, *timers, "--min-time", "0.05")]
+    if device == "cuda" and (ncu := shutil.which("ncu")):
+        once = ["--forms", "op", "--baselines", "linear", "--preset", "llama3.1-8b", "--tokens", "1", "--min-time", "0"]
+        log = ["--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
+        kernels = ["--kernel-name", "regex:norm_concat_linear|gemm|gemv|nvjet|cublas", "--launch-count", "8"]
+        profiled = ["--clock-control", "none", "--set", "full", *kernels, *log]  # the card's clocks stay as they are
+        commands.append([ncu, *profiled, *_cli("bench", "--device", device, "--timer", "eager", *once)])
+    return commands
 
 
 def _op_table(device: str) -> list[Command]:
-    rows = ["--preset", "distinct", "--tokens", "1,4,16,32,64,128,256,512,4096"]
+    rows = ["--preset", *_EIGHT_SHAPES, "--tokens", "1,8,16,32,64,128"]
+    timers = [] if device == "cpu" else ["--timer", "graph,spaced,eager"]
     # Triton beside what the plan takes: which of the two is faster at small T is for a GPU to say.
-    backends = "auto" if device == "cpu" else "auto,triton"
-    linear = ["--forms", "op", "--backends", backends, "--baselines", "eager,slices,linear", *rows]
+    linear = ["--forms", "op", "--backends", _backends(device), "--baselines", "eager,slices,linear", *rows, *timers]
+    more = ["--forms", "op", "--baselines", "eager,linear", "--preset", "llama3.1-8b", "deepseek-v3"]
     memory = ["--op", "norm_concat,capture_hidden,add_rms_norm,vocab_parallel_embedding"]
-    shapes = ["--preset", "llama3.1-8b", "deepseek-v3", "gemma3-27b", "--tokens", "1,16,64,512,4096,65536"]
+    shapes = ["--preset", "llama3.1-8b", "gemma3-27b", "--tokens", "16,512,4096,16384"]
     return [
-        _bench(device, "op-table", *linear, "--min-time", "0.1"),
-        _bench(device, "op-table", *memory, *shapes, "--min-time", "0.1"),
+        _bench(device, "op-table", *linear, "--min-time", "0.05"),
+        _bench(device, "op-table", *more, "--tokens", "129,256,512,4096", "--min-time", "0.05"),
+        _bench(device, "op-table", *memory, *shapes, "--min-time", "0.05"),
     ]
 
 
-def _sweeps(device: str) -> list[Command]:
-    compiled = ["--baselines", "eager,compile,inductor-max,liger,flashinfer,vllm", "--tokens", "1,16,64,256,1024"]
-    tune = ["--dry-run", "--tokens", "16"] if device == "cpu" else ["--write", f"{WORK_NAME}/configs", "--missing"]
-    shapes = ["--preset", "llama3.1-8b", "deepseek-v3:mtp", "deepseek-v3", "llama3.3-70b", "gpt-oss-120b"]
-    return [
-        _bench(device, "sweeps", *compiled, "--preset", "llama3.1-8b", "deepseek-v3:mtp"),
-        _cli("tune", *shapes, *tune),
-    ]
+def _tune(device: str) -> list[Command]:
+    rows = ["--tokens", "16"] if device == "cpu" else ["--tokens", "1,16,32,64,128"]
+    where = ["--dry-run"] if device == "cpu" else ["--write", f"{WORK_NAME}/configs", "--missing", "--jobs", "16"]
+    return [_cli("tune", "--preset", preset, *rows, *where) for preset in _TUNED]
 
 
 def _host_cost(device: str) -> list[Command]:
     return [_pytest("tests/host_overhead", "--benchmark-enable", f"--benchmark-json={WORK_NAME}/host-cost.json")]
+
+
+def _sweeps(device: str) -> list[Command]:
+    compiled = ["--baselines", "eager,compile,inductor-max,liger,flashinfer,vllm", "--tokens", "1,16,64,256,1024"]
+    return [_bench(device, "sweeps", *compiled, "--preset", "llama3.1-8b", "deepseek-v3:mtp")]
 
 
 def read_json(path: Path) -> dict | None:
@@ -94,26 +157,73 @@ def write_json(path: Path, value: object) -> None:
     partial.replace(path)
 
 
-def _read_sweeps() -> dict:
-    tables = {path.name: read_json(path) for path in (WORK / "configs").glob("*.json")}
-    return {"run": read_json(WORK / "sweeps.json"), "configs": tables}
+def _run_of(name: str) -> Callable[[], dict | None]:
+    return lambda: read_json(WORK / f"{name}.json")
 
 
-def _test_summary(path: Path) -> dict | None:
-    """Counts, and the names of what failed, from pytest's JUnit file."""
-    if not path.exists():
-        return None
+def _restore_run(name: str) -> Callable[[dict], None]:
+    """The rows of a cut run, where bench --resume looks for them."""
+    return lambda run: write_json(WORK / f"{name}.json", run)
+
+
+def _read_library() -> dict:
+    return {"library": read_json(WORK / "library.json"), "run": read_json(WORK / "first-calls.json")}
+
+
+def _read_tests() -> dict[str, dict]:
+    """Counts and failures by test file, of this call and of those before it."""
+    earlier = read_json(WORK / "gpu-tests.json") or {}
+    return earlier | {path.stem: _test_summary(path) for path in sorted(WORK.glob("test_*.py.xml"))}
+
+
+def _test_summary(path: Path) -> dict:
+    """Counts, and what failed with its message and the end of its traceback, from pytest's JUnit file."""
     suites = list(xml.etree.ElementTree.parse(path).getroot().iter("testsuite"))
     counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors")}
     counts["skipped"] = sum(int(suite.get("skipped", 0)) for suite in suites)
     cases = [case for suite in suites for case in suite.iter("testcase")]
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    return counts | {"failed": [f"{case.get('classname')}::{case.get('name')}" for case in failed]}
+    reports = [(case, report) for case in cases for report in (*case.iter("failure"), *case.iter("error"))]
+    failed = [_failure(case, report) for case, report in reports[:_MOST_FAILURES]]
+    skips = [report.get("message", "") for case in cases for report in case.iter("skipped")]
+    return counts | {"failed": failed, "skips": {reason: skips.count(reason) for reason in sorted(set(skips))}}
 
 
-def _host_summary(path: Path) -> dict | None:
+_MOST_FAILURES = 100  # of a file; all of a table fail alike
+
+
+def _failure(case: xml.etree.ElementTree.Element, report: xml.etree.ElementTree.Element) -> dict[str, str]:
+    message, text = report.get("message", ""), report.text or ""
+    return {"test": f"{case.get('classname')}::{case.get('name')}", "message": message[:500], "text": text[-1500:]}
+
+
+def _read_curve() -> dict:
+    counters = WORK / "ncu.csv"
+    text = counters.read_text(encoding="utf-8", errors="replace") if counters.exists() else ""
+    return {"run": read_json(WORK / "decode-curve.json"), "ncu": text[-200_000:]}
+
+
+def _restore_run_of(name: str) -> Callable[[dict], None]:
+    """The same of a result that has more than the run."""
+
+    def restore(result: dict) -> None:
+        if result.get("run"):
+            write_json(WORK / f"{name}.json", result["run"])
+
+    return restore
+
+
+def _read_tables() -> dict:
+    return {path.name: read_json(path) for path in (WORK / "configs").glob("*.json")}
+
+
+def _restore_tables(tables: dict) -> None:
+    for name, table in tables.items():
+        write_json(WORK / "configs" / name, table)
+
+
+def _host_summary() -> dict | None:
     """Medians in us by benchmark, without the samples, which are megabytes."""
-    run = read_json(path)
+    run = read_json(WORK / "host-cost.json")
     if run is None:
         return None
     fields = ("median", "iqr", "min")
@@ -123,22 +233,21 @@ def _host_summary(path: Path) -> dict | None:
     return {"machine": run["machine_info"]["node"], "date": run["datetime"], "microseconds": cases}
 
 
+# 1400 s in all; eight at most, since no more files come back from a lent machine.
 STAGES = (
-    Stage("library", 60, lambda device: [_cli("info")], lambda: read_json(WORK / "library.json")),
+    Stage("library", 60, _library, _read_library, goes_on=True, restore=_restore_run_of("first-calls")),
     Stage(
         "gpu-tests",
-        300,
-        lambda device: [_pytest("tests/gpu", "-m", "gpu", "--tb=short", f"--junitxml={WORK_NAME}/gpu-tests.xml")],
-        lambda: _test_summary(WORK / "gpu-tests.xml"),
+        420,
+        _gpu_tests,
+        _read_tests,
+        goes_on=True,
+        restore=lambda result: write_json(WORK / "gpu-tests.json", result),
     ),
-    Stage(
-        "sanitizer",
-        180,
-        lambda device: [["bash", "tests/gpu/sanitize.sh", "tests/gpu", "-k", _SANITIZED]],
-        needs="compute-sanitizer",
-    ),
-    Stage("linear-curve", 120, _linear_curve, lambda: read_json(WORK / "linear-curve.json"), goes_on=True),
-    Stage("op-table", 560, _op_table, lambda: read_json(WORK / "op-table.json"), goes_on=True),
-    Stage("host-cost", 120, _host_cost, lambda: _host_summary(WORK / "host-cost.json")),
-    Stage("sweeps", 560, _sweeps, _read_sweeps, goes_on=True),
+    Stage("sanitizer", 120, _sanitizer, needs="compute-sanitizer", goes_on=True),
+    Stage("decode-curve", 120, _decode_curve, _read_curve, goes_on=True, restore=_restore_run_of("decode-curve")),
+    Stage("op-table", 330, _op_table, _run_of("op-table"), goes_on=True, restore=_restore_run("op-table")),
+    Stage("tune", 180, _tune, _read_tables, goes_on=True, restore=_restore_tables),
+    Stage("host-cost", 50, _host_cost, _host_summary),
+    Stage("sweeps", 120, _sweeps, _run_of("sweeps"), goes_on=True, restore=_restore_run("sweeps")),
 )

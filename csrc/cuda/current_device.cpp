@@ -16,15 +16,16 @@ __asm__(".symver dlopen,dlopen@GLIBC_2.2.5\n.symver dlsym,dlsym@GLIBC_2.2.5");
 namespace eagle_kernels::cuda {
 namespace {
 
-// The one function of libtorch_cuda that is needed, looked up where torch has loaded it: a library that named it among
-// its symbols would not load beside a CPU torch, and torch keeps it out of the global scope, where a weak symbol finds.
-using GetCurrentStream = int32_t (*)(int32_t device, void** stream);
-
-GetCurrentStream find_get_current_stream() {
+// Functions of libtorch_cuda, looked up where torch has loaded it: a library that named them among its symbols would not
+// load beside a CPU torch, and torch keeps them out of the global scope, where a weak symbol finds.
+template <class Function>
+Function find_in_torch(const char* name) {
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-  return library == nullptr ? nullptr
-                            : reinterpret_cast<GetCurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, name));
 }
+
+using GetCurrentStream = int32_t (*)(int32_t device, void** stream);
+using MmOut = int32_t (*)(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b);
 
 struct Facts {
   std::atomic<int> compute_capability{0};  // 90 for 9.0; 0: not asked yet
@@ -58,8 +59,20 @@ void expect_success(const char* op, int code) {
   fail(op, "CUDA has error " + std::to_string(code) + " (" + text + "), expected none");
 }
 
+int32_t mm_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b) {
+  static const auto function = find_in_torch<MmOut>("aoti_torch_cuda_mm_out");
+  return function == nullptr ? 1 : function(out, a, b);
+}
+
+int64_t runtime_version() { return CUDART_VERSION; }
+
+int64_t driver_version() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
 CurrentDevice::CurrentDevice(const char* op, int32_t index) {
-  static const GetCurrentStream get_current_stream = find_get_current_stream();
+  static const auto get_current_stream = find_in_torch<GetCurrentStream>("aoti_torch_get_current_cuda_stream");
   if (get_current_stream == nullptr) fail(op, "libtorch_cuda.so is not loaded, expected a torch with CUDA");
   if (index < 0 || index >= kMaxDevices) {
     fail(op, "the tensors are on cuda:" + std::to_string(index) + ", expected an index below " +

@@ -3,7 +3,17 @@
 
 #include "device.h"
 
+struct AtenTensorOpaque;  // libtorch's
+
 namespace eagle_kernels::cuda {
+
+// CUDA versions as 13000 for 13.0: of the runtime in this library, and the newest that the driver serves, 0 without one.
+// Neither makes a context.
+int64_t runtime_version();
+int64_t driver_version();
+
+// torch's product of CUDA tensors into `out`, without the dispatcher; libtorch's error code, 0 for success.
+int32_t mm_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b);
 
 class CurrentDevice {
  public:

@@ -75,6 +75,14 @@ cuda_archs: tuple[str, ...] = tuple(build_info.get("cuda_archs", "").split())
 MAX_CUDA_CHUNKS: int = _exported("max_cuda_chunks", ctypes.c_int64, 0)
 MAX_CUDA_DECODE_ROWS: int = _exported("max_cuda_decode_rows", ctypes.c_int64, 0)
 
+CUDA_RUNTIME_VERSION: int = _exported("cuda_runtime_version", ctypes.c_int64, 0)  # 13000 for 13.0
+
+
+def cuda_driver_version() -> int:
+    """The newest CUDA that the driver serves, 13000 for 13.0; 0 without a driver. Makes no context."""
+    return _exported("cuda_driver_version", ctypes.c_int64, 0)
+
+
 # A hub package has a namespace of its own, so that several can be loaded beside an installed eagle-kernels.
 NAMESPACE: str = build_info.get("namespace", "eagle_kernels")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -6,6 +6,7 @@ chooses: the primitives and launchers run what they are told.
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,6 +17,8 @@ import torch
 from . import environment, library
 from .checks import DTYPES, error
 from .tuned_configs import Tiles, choose_tiles, gpu_of, invariant_rows
+
+_warn_once = functools.cache(logging.getLogger("eagle_kernels").warning)
 
 SETTINGS = environment.read_settings()
 
@@ -111,11 +114,28 @@ def _cuda_unsupported_reason(device: torch.device) -> str | None:
         return f"the tensors are on {device.type}"
     if torch.version.hip is not None:
         return "the GPU is AMD's"
+    if (reason := _driver_unsupported_reason()) is not None:
+        return reason
     capability = torch.cuda.get_device_capability(device)
     if not any(runs_on(arch, capability) for arch in library.cuda_archs):
         archs = ", ".join(library.cuda_archs)
         return f"this build has kernels for {archs}, and the GPU has compute capability {capability[0]}.{capability[1]}"
     return None
+
+
+def _driver_unsupported_reason() -> str | None:
+    """Why every call of the CUDA runtime in the library would fail on this driver, which torch's own may take.
+
+    A runtime runs on every driver of its major version.
+    """
+    needed, driver = library.CUDA_RUNTIME_VERSION // 1000, library.cuda_driver_version()
+    if driver // 1000 >= needed:
+        return None
+    served = f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no CUDA"
+    newer = f"CUDA {needed}.0" + (" (driver 580)" if needed == 13 else "")
+    reason = f"this build needs a driver for {newer} or newer, and this one serves {served}"
+    _warn_once(f"the CUDA kernels are left out: {reason}")
+    return reason
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
@@ -276,7 +296,8 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
 
 def cuda_projection(problem: Problem) -> Plan:
     """Which of cuda and triton is faster where both can run has not been measured: the fused kernel is one launch and
-    needs no workspace."""
+    needs no workspace. A library's product has the same normed rows before it from either, and from C++ for a tenth of
+    the host's time; but a post norm sees them in fp32, which is Triton's finalise kernel."""
     invariant = SETTINGS.batch_invariant
     forced = SETTINGS.backend == "cuda"
     T, limit = problem.rows, library.MAX_CUDA_DECODE_ROWS
@@ -285,7 +306,9 @@ def cuda_projection(problem: Problem) -> Plan:
         reason = f"T={T} > {limit}: the fused kernel would read the weight {-(-T // limit)} times"
     if not forced and (reason is not None or invariant) and unsupported_reason("triton", problem.device) is None:
         plan = triton_projection(problem)
-        return plan if reason is None else replace(plan, reason=f"cuda: {reason}; {plan.reason}")
+        if plan.kernel is not Kernel.TWO_STEP or problem.has_post_norm:
+            return plan if reason is None else replace(plan, reason=f"cuda: {reason}; {plan.reason}")
+        reason = plan.reason if reason is None else f"{reason}; {plan.reason}"
     if reason is not None:
         return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
     if invariant:

@@ -276,3 +276,16 @@ def test_the_library_product_is_one_launch_before_and_one_after() -> None:
         assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, **after)] == ["_norm_concat", FINALISE]
     assert call(90, 300, *SIZES, "none", packed=True) == []
     assert len(call(90, 10000, *SIZES)) == 3  # rounds
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_loads_before_the_wait_go_past_l1(statistics: bool) -> None:
+    """The finalise kernel's statistics: L1 may still have what was there before the kernel that wrote the sources."""
+    features = {"residuals": (True, False, True), "indices": (torch.int64, None, torch.int32), "bias": FP32}
+    for launch in call(90, 16, 3, 512, 256, statistics=statistics, source_rows=9, **features):
+        ptx = compile_kernel(launch.kernel, launch.specialisation, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        early, wait, late = ptx.partition("griddepcontrol.wait")
+        loads = re.findall(r"\bld\.global[\w.:]*", early)
+        assert wait and re.search(r"\bld\.global|\bcp\.async", late)
+        assert bool(loads) == (launch.kernel.fn.__name__ == FINALISE)
+        assert all(".cg" in load for load in loads), loads

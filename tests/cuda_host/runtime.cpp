@@ -1,6 +1,8 @@
 // The emulated GPUs: what the CUDA runtime and libtorch_cuda say of them, and every launch as it was asked for.
 #include "runtime.h"
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
 #include <cstring>
 #include <map>
 #include <utility>
@@ -115,12 +117,26 @@ extern "C" void* emulated_dlopen(const char* file, int) {
 }
 
 extern "C" void* emulated_dlsym(void*, const char* name) {
+  if (std::strcmp(name, "aoti_torch_cuda_mm_out") == 0) return reinterpret_cast<void*>(&aoti_torch_cpu_mm_out);
   const bool known = std::strcmp(name, "aoti_torch_get_current_cuda_stream") == 0;
   return known ? reinterpret_cast<void*>(&get_current_cuda_stream) : nullptr;
 }
 
-// Under this name the host files ask for the device of a tensor (registration.h).
+// Under these names the host files ask libtorch (registration.h): its own tensors are on the CPU.
+
 extern "C" int32_t emulated_get_device_index(void*, int32_t* index) {
   *index = device_of_tensors;
   return 0;
+}
+
+extern "C" int32_t emulated_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                          int32_t device_type, int32_t index, AtenTensorHandle* tensor) {
+  return index != device_of_tensors || aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, 0, tensor);
+}
+
+extern "C" int32_t emulated_create_tensor_from_blob(void* data, int64_t dim, const int64_t* sizes,
+                                                    const int64_t* strides, int64_t offset, int32_t dtype,
+                                                    int32_t device_type, int32_t index, AtenTensorHandle* tensor) {
+  return index != device_of_tensors ||
+         aoti_torch_create_tensor_from_blob(data, dim, sizes, strides, offset, dtype, device_type, 0, tensor);
 }

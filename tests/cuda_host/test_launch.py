@@ -1,5 +1,6 @@
 """The launch layer of the wheel over the emulated CUDA runtime: device, stream, attributes, errors."""
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -75,6 +76,37 @@ def test_a_kernel_asks_once_on_each_device_for_more_than_48_KB(emulation: Module
     asked, launch = emulation.take_launches()
     assert (asked.device, asked.threads, launch.device) == (other, 0, other)
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_before_a_library_product_there_is_one_launch_for_all_rows(
+    emulation: ModuleType, gpu: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many rows as Triton would take in two rounds; nothing of it is imported."""
+    gpu(**HOPPER)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    chunks, weight = [torch.randn(4097, 16).bfloat16() for _ in range(2)], torch.randn(24, 32).bfloat16()
+    out = ek.norm_concat_linear(chunks, weight)
+    (launch,) = emulation.take_launches()
+    assert launch.grid[0] == 4097
+    normed = ek.norm_concat(chunks)
+    assert same_bits(out, torch.mm(normed, weight.t()))
+
+
+def test_of_a_concat_that_is_there_the_product_is_all(emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    gpu(**HOPPER)
+    packed, weight = torch.randn(20, 2 * 16 + 3).bfloat16()[:, :32], torch.randn(24, 32).bfloat16()
+    expected = torch.mm(packed, weight.t())
+    chunks = list(packed.split(16, dim=1))
+    for sources in (packed, chunks):
+        out = ek.norm_concat_linear(sources, weight, norm="none", num_chunks=2)
+        assert same_bits(out, expected) and emulation.take_launches() == []
+    index, residual = torch.arange(20), torch.zeros(20, 16).bfloat16()
+    others = [{"indices": [index, None]}, {"residuals": [None, residual]}, {"norm": "chunk"}]
+    for more in others:
+        ek.norm_concat_linear(chunks, weight, **{"norm": "none"} | more)
+        assert len(emulation.take_launches()) == 1
+    ek.norm_concat_linear(chunks[::-1], weight, norm="none")
+    assert len(emulation.take_launches()) == 1
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,16 @@ def test_a_bad_call_is_refused_before_anything_is_written(call: BadCall, ops: ob
     failure_of(ops, call)
 
 
+# Of the fused kernel alone.
+FUSED = ("cuda-fp32", "cuda-alignment")
+PRODUCTS = [call for call in on_cpu.products(ON_CUDA) if call.name not in FUSED]
+
+
+@pytest.mark.parametrize("call", PRODUCTS, ids=lambda call: call.id)
+def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall, ops: object) -> None:
+    failure_of(on_cpu.TwoSteps(ops), call)
+
+
 def test_every_check_of_cuda_alone_has_a_call_that_it_refuses(ops: object) -> None:
     assert unreached(ops, ON_CUDA, cuda=True) == []
 
@@ -29,6 +39,7 @@ def test_the_calls_that_the_bad_ones_change_work(op: str, ops: object) -> None:
     on_cpu.run(ops, op)
 
 
+test_the_two_steps_take_strides_and_no_rows = on_cpu.test_the_two_steps_take_strides_and_no_rows
 test_slots_of_one_buffer_are_apart = on_cpu.test_slots_of_one_buffer_are_apart
 test_the_stride_of_one_row_is_not_used = on_cpu.test_the_stride_of_one_row_is_not_used
 test_rows_of_no_columns_have_no_squares = on_cpu.test_rows_of_no_columns_have_no_squares

@@ -2,7 +2,7 @@
 # compute-sanitizer over a part of the GPU tests: out-of-bounds and misaligned access, races in shared memory, reads of
 # memory that nothing wrote. A tool slows a kernel 10 to 100 times, so this runs the memory-bound ops on small cases.
 #
-#   tests/gpu/sanitize.sh [pytest arguments that replace the default selection]
+#   tests/gpu/sanitize.sh [--tools "memcheck racecheck"] [pytest arguments that replace the default selection]
 #
 # PYTORCH_NO_CUDA_MEMORY_CACHING gives every tensor an allocation of its own: inside the caching allocator's blocks an
 # access beyond a tensor hits its neighbour, and no tool sees it.
@@ -10,11 +10,16 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 command -v compute-sanitizer >/dev/null || { echo "sanitize.sh: compute-sanitizer is not on PATH (CUDA toolkit)" >&2; exit 2; }
 python="${PYTHON:-python}"
+tools="memcheck racecheck initcheck synccheck"
+if [ "${1:-}" = --tools ]; then
+    tools="$2"
+    shift 2
+fi
 selection=("$@")
 if [ ${#selection[@]} -eq 0 ]; then
     selection=(tests/gpu -k "not beyond_2_to and not graph and not capture_without and not launches_it and not 4096")
 fi
-for tool in memcheck racecheck initcheck synccheck; do
+for tool in $tools; do
     echo "== $tool"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
         "$python" -m pytest -q -m gpu -x "${selection[@]}"

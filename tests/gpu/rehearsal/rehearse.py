@@ -1,0 +1,80 @@
+"""`make rehearsal`: bench/gpu_session.sh end to end without a GPU, over the stub of CUDA (runtime.c, driver.c).
+
+Every path, import and argument is that of the real session; kernels do nothing, so that no test of a value passes. What
+must not happen is anything else than a wrong value: such failures are listed, and are the exit status. On the way
+Triton compiles what the session will ask for, into the cache that `gpu_session.sh --pack` takes along.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from stub import build
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+FOLDER = ROOT / "build" / "gpu_rehearsal"
+
+# What a wrong value looks like: an assertion, or an expected error that did not come.
+_WRONG_VALUE = re.compile(r"^(AssertionError|assert |Failed: DID NOT|Tensor-likes|Scalars|numpy)")
+
+
+def main(arguments: list[str]) -> int:
+    """Options are the session's; the same call again goes on, as the session does, until its folder is deleted."""
+    stub = build(FOLDER)
+    environment = os.environ | {
+        "LD_PRELOAD": str(stub),
+        "TRITON_LIBCUDA_PATH": str(FOLDER),
+        "PYTHONPATH": str(HERE / "site"),
+        "PATH": os.pathsep.join([str(HERE / "bin"), os.environ["PATH"]]),
+        "PYTHON": sys.executable,
+    }
+    out = FOLDER / "out"
+    command = ["bash", "bench/gpu_session.sh", "--out", str(out), "--library", str(_relink()), *arguments]
+    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    records = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
+    unexpected = [line for record in records.values() for line in _unexpected(record)]
+    print("\n".join(unexpected))
+    print(
+        f"{len(records)} stages, {len(unexpected)} failures that are not of values; gpu_session.sh ended with {status}"
+    )
+    return 1 if unexpected else 0
+
+
+def _relink() -> Path:
+    """The folder of this tree's library with CUDA kernels, without the CUDA runtime in it: it then takes the stub's."""
+    trees = [path.parent for path in ROOT.glob("build/cmake-*/build.ninja") if "cudart_static" in path.read_text()]
+    if not trees:
+        build = "EAGLE_KERNELS_BUILD=cuda EAGLE_KERNELS_CUDA_ARCHS=90a pip install --no-build-isolation -e ."
+        raise SystemExit(f"no library with CUDA kernels is built in {ROOT / 'build'}: {build}")
+    ninja = [sys.executable, "-m", "ninja", "-C", str(trees[0])]
+    subprocess.run(ninja, check=True, stdout=subprocess.DEVNULL)
+    commands = subprocess.run([*ninja, "-t", "commands"], check=True, capture_output=True, text=True).stdout
+    link = next(line for line in reversed(commands.splitlines()) if "libeagle_kernels.so" in line and "-shared" in line)
+    folder = FOLDER / "library"
+    folder.mkdir(exist_ok=True)
+    link = re.sub(r"\S*libcudart_static\.a|-lcudart_static", "", link)
+    link = re.sub(r"-o \S*libeagle_kernels\.so", f"-o {folder / 'libeagle_kernels.so'}", link)
+    subprocess.run(link, shell=True, check=True, cwd=trees[0])
+    return folder
+
+
+def _unexpected(record: dict) -> list[str]:
+    """What failed of a stage for another reason than the missing results of kernels."""
+    if record["stage"] == "gpu-tests":
+        failures = [failure for file in (record["result"] or {}).values() for failure in file["failed"]]
+        kinds = [(failure["test"], failure["message"]) for failure in failures]
+        return [f"{test}: {message}" for test, message in kinds if not _WRONG_VALUE.match(message)]
+    run = record["result"] or {}
+    run = run.get("run") or run
+    rows = [row for row in run.get("records", []) if row["status"] == "failed"]
+    failed = [f"{row['op']} {row['variant']} T={row['T']} {row['timer']}: {row['reason']}" for row in rows]
+    codes = {text: code for text, code in record["finished"].items() if code and record["stage"] != "sanitizer"}
+    return failed + [f"{record['stage']}: {code} from {text}" for text, code in codes.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
