@@ -46,6 +46,8 @@ def rows(*shape: int) -> Tensor:
 
 # A primitive of the CPU alone, and no public op: norm_concat_linear runs it where its weight is a QuantizedWeight.
 QUANTIZED = "norm_concat_linear_quantized"
+# Neither is this one: `ContextKV` hands over a record.
+CONTEXT_KV = "store_context_kv"
 
 _SOURCES = {
     "chunks": lambda: [rows(T, H) for _ in range(K)],
@@ -85,6 +87,20 @@ GOOD: dict[str, dict] = {
     "norm_concat": _SOURCES | {"out": lambda: rows(T, K * H)},
     "norm_concat_linear": _SOURCES
     | {"weight": lambda: rows(D, K * H), "bias": None, "post_norm_weight": None, "out": lambda: rows(T, D)},
+    CONTEXT_KV: {
+        "kv": lambda: rows(T, 2 * 2 * H),
+        "k_norm_weight": lambda: rows(H),
+        "eps": 1e-6,
+        "norm_offset": 0.0,
+        "norm_width": H,
+        "cos_sin": lambda: torch.rand(9, 6),
+        "rotary_begin": 1,
+        "interleaved": False,
+        "positions": lambda: torch.arange(T),
+        "slots": lambda: torch.tensor([4, 0, -1, 2]),
+        "k_cache": lambda: rows(5, 2, H),
+        "v_cache": lambda: rows(5, 2, H),
+    },
     QUANTIZED: _SOURCES
     | {
         "codes": lambda: rows(D, K * H).to(torch.float8_e4m3fn),
@@ -376,7 +392,52 @@ def _vocab_parallel_embedding_calls() -> Iterator[BadCall]:
         yield BadCall(op, f"shard-{name}", lambda good, bounds=bounds: {"shard": bounds}, {}, laid_out)
 
 
+def _store_context_kv_calls() -> Iterator[BadCall]:
+    op = CONTEXT_KV
+
+    def bad(name: str, change: Callable[[dict], dict]) -> BadCall:
+        return BadCall(op, name, change)
+
+    calls = [
+        bad("kv-float64", lambda good: {"kv": good["kv"].double()}),
+        *_wrong(op, "kv", ("dimensions", "last_stride", "shape")),
+        bad("kv-of_k_alone", lambda good: {"kv": rows(T, 3 * H)}),
+    ]
+    for name in ("k_cache", "v_cache"):
+        calls += _wrong(op, name, ("device", "dtype", "dimensions"))
+        calls += [
+            bad(f"{name}-last_stride", lambda good, name=name: {name: rows(5, H, 2).mT}),
+            bad(f"{name}-kv", lambda good, name=name: {name: good["kv"].view(-1)[: 4 * H].view(2, 2, H)}),
+            bad(f"{name}-between_rows", lambda good, name=name: {
+                name: (wide := rows(T, 6 * H))[:, 4 * H :].unflatten(1, (2, H)), "kv": wide[:, : 4 * H]}),
+        ]  # fmt: skip
+    for name in ("positions", "slots"):
+        calls += _wrong(op, name, ("device", "dtype", "dimensions", "shape", "strides"))
+    wide = {"k_cache": rows(1, 1, 1025), "v_cache": None, "kv": rows(T, 1025)}
+    calls += [
+        bad("k_cache-head", lambda good: wide),
+        bad("v_cache-slots", lambda good: {"v_cache": rows(6, 2, H)}),
+        bad("v_cache-heads", lambda good: {"v_cache": rows(5, 3, H)}),
+        bad("norm_width-negative", lambda good: {"norm_width": -1, "k_norm_weight": None}),
+        bad("norm_width-beyond", lambda good: {"norm_width": H + 1, "k_norm_weight": rows(H + 1)}),
+        *_wrong(op, "k_norm_weight", VECTOR),
+        *_wrong(op, "cos_sin", ("device", "dimensions", "last_stride")),
+        bad("cos_sin-float64", lambda good: {"cos_sin": good["cos_sin"].double()}),
+        bad("cos_sin-odd", lambda good: {"cos_sin": torch.rand(9, 5)}),
+        bad("cos_sin-beyond", lambda good: {"cos_sin": torch.rand(9, 8)}),
+        bad("rotary_begin-negative", lambda good: {"rotary_begin": -1}),
+        bad("rotary_begin-beyond", lambda good: {"rotary_begin": 2**62}),
+    ]
+    for eps in (NAN, INF, -1e-6, 1e39):
+        calls.append(bad(f"eps-{eps}", lambda good, eps=eps: {"eps": eps}))
+    for call in calls:
+        yield replace(
+            call, direct_only="its record is no public call: tests/test_store_context_kv.py", backends=("cpu",)
+        )
+
+
 BAD_CALLS: tuple[BadCall, ...] = (
+    *_store_context_kv_calls(),
     *_capture_hidden_calls(),
     *_add_rms_norm_calls(),
     *_vocab_parallel_embedding_calls(),

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels.ops.sources import NORMS
+from eagle_kernels.ops.store_context_kv import StoreContextKV
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -72,6 +73,10 @@ def _capture_hidden(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_sq
     return hidden, residual, out, sum_squares
 
 
+def _store_context_kv(**record: object) -> tuple:
+    return tuple(StoreContextKV(**record))
+
+
 def _add_rms_norm(
     hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, norm_offset: float, out: Tensor, out_sum: Tensor
 ) -> tuple:
@@ -92,5 +97,6 @@ _ADAPTERS = {
     "norm_concat_linear_quantized": _norm_concat_linear_quantized,
     "capture_hidden": _capture_hidden,
     "add_rms_norm": _add_rms_norm,
+    "store_context_kv": _store_context_kv,
     "vocab_parallel_embedding": _vocab_parallel_embedding,
 }

@@ -29,6 +29,10 @@ _SHARD = (
     "Tensor ids, Tensor weight, SymInt org_begin, SymInt org_end, SymInt added_begin, SymInt added_end, "
     "SymInt added_row, float? scale, Tensor? scale_tensor"
 )
+_CONTEXT_KV = (
+    "Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, Tensor cos_sin, int rotary_begin, "
+    "bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, Tensor(b!)? v_cache"
+)
 _ADD = "Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset"
 
 # Callers that reach for torch.ops, engines' fusion passes among them, hold these.
@@ -44,6 +48,7 @@ SCHEMAS = {
     "vocab_parallel_embedding": f"({_SHARD}) -> Tensor",
     "vocab_parallel_embedding_out": f"({_SHARD}, Tensor(a!) out) -> ()",
     "add_rms_norm": f"({_ADD}) -> (Tensor, Tensor)",
+    "store_context_kv": f"({_CONTEXT_KV}) -> ()",
     "add_rms_norm_out": f"({_ADD}, Tensor(a!) out, Tensor(b!) out_sum) -> ()",
 }
 
@@ -76,6 +81,12 @@ def quantized_arguments() -> tuple:
     return codes, torch.rand(D, 1), torch.rand(1), "int8_row", 1, K * H, torch.rand(D), None, 1e-6
 
 
+def context_kv_arguments(*, latent: bool = False) -> tuple:
+    kv = (rows(T, H) if latent else rows(T, 2 * 2 * H), rows(H), 1e-6, 1.0, H, torch.rand(9, 6), 2, latent)
+    caches = (rows(6, 1, H), None) if latent else (rows(6, 2, H), rows(6, 2, H))
+    return *kv, torch.arange(T), torch.tensor([4, 0, -1, 2, 5]), *caches
+
+
 def shard_arguments() -> tuple:
     return torch.tensor([3, -1, 25, 39, 2**40]), rows(30, H), 0, 20, 30, 40, 20
 
@@ -98,6 +109,8 @@ SAMPLES = {
     "capture_hidden_out": lambda: ((rows(T, H), None, rows(T, 2 * H)[:, H:], None), 2),
     "capture_hidden_out-streams": lambda: ((rows(T, 4, H), None, rows(T, H), torch.rand(T)), 2),
     "capture_hidden_out-statistics": lambda: ((rows(T, H), rows(T, H), rows(T, H), torch.rand(T, K)[:, 1]), 2),
+    "store_context_kv": lambda: (context_kv_arguments(), 2),
+    "store_context_kv-latent": lambda: (context_kv_arguments(latent=True), 2),
     "vocab_parallel_embedding": lambda: ((*shard_arguments(), None, None), 0),
     "vocab_parallel_embedding-scale": lambda: ((*shard_arguments(), 2.5, None), 0),
     "vocab_parallel_embedding_out": lambda: ((*shard_arguments(), None, torch.tensor(2.0), rows(5, H)), 1),

@@ -207,6 +207,10 @@ def _choose(problem: Problem) -> Plan:
         isa = cpu_isa()  # also for its effect: the compiled kernels start out scalar, 3 times slower
     if problem.op == "norm_concat_linear_quantized":
         return quantized_projection(problem, backend, reason, isa)
+    if problem.op == "store_context_kv" and backend == "cuda":
+        triton_reason = unsupported_reason("triton", problem.device)
+        backend = "triton" if triton_reason is None else "reference"
+        reason = f"no cuda kernel stores context KV, and triton: {triton_reason}"
     if backend == "reference":
         return Plan(problem.op, backend, Kernel.TORCH, reason)
     if problem.op != "norm_concat_linear":

@@ -24,6 +24,7 @@ pytest.register_assert_rewrite(
     "test_capture_hidden",
     "test_norm_concat",
     "test_norm_concat_linear",
+    "test_store_context_kv",
     "test_vocab_parallel_embedding",
 )
 

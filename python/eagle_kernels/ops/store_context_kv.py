@@ -1,0 +1,204 @@
+"""store_context_kv: K and V of context tokens for one draft layer, normed, rotated and written to their cache slots.
+
+    k[i, h]  = rope(k_norm(kv[i, h]), positions[i])              k_cache[slots[i], h] = round(k[i, h])
+    v[i, h]  = kv[i, n + h], or kv[i, h] * rstd (k_eq_v)         v_cache[slots[i], h] = round(v[i, h])
+
+What DFlash and DSpark drafters do behind the GEMM of K and V. Between the norm and the store K stays in fp32 and is
+rounded once, as in SGLang 0.5.23 `fused_kv_materialize`; vLLM 0.33 `precompute_and_store_context_kv` rounds the normed
+K, cos and sin besides.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..dispatch import increment_version, is_plain
+from ..library import register, registered_ops
+from ..plan import COMPILED, Plan, choose
+from .call import run_primitive
+
+OP = "store_context_kv"
+MAX_HEAD_DIM = 1024  # csrc/store_context_kv.h
+
+
+class StoreContextKV(NamedTuple):
+    """The arguments of one call, in the order of the registered op's schema.
+
+    kv: [N, n*d] or [N, 2*n*d], n heads of K and behind them those of V; the row stride is free. Without those of V, a
+        v_cache gets K's own values behind an RMSNorm without a gain (Gemma 4's k_eq_v).
+    k_norm_weight: [norm_width] in kv's dtype or fp32, or None for a unit gain; the gain is norm_offset + weight.
+    norm_width: columns [0, norm_width) of a head are normed, over as many; 0 where K has no norm.
+    cos_sin: [P, R] in kv's dtype or fp32: cos of R/2 frequencies, then sin, of each position.
+    rotary_begin, interleaved: columns [rotary_begin, rotary_begin + R) of a head rotate, in pairs of the two halves
+        (NeoX), or interleaved of neighbours (GPT-J).
+    positions, slots: [N] int32 / int64. A row whose slot is not in the caches (engines pad with -1) or whose position
+        is not in cos_sin is skipped.
+    k_cache, v_cache: [slots, n, d] in kv's dtype, strides of slots and heads free; v_cache None where K is all that is
+        cached (latent attention). Rows of one slot are written in any order; the two must not overlap.
+    """
+
+    kv: Tensor
+    k_norm_weight: Tensor | None
+    eps: float
+    norm_offset: float
+    norm_width: int
+    cos_sin: Tensor
+    rotary_begin: int
+    interleaved: bool
+    positions: Tensor
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor | None
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        return (self.kv, self.k_norm_weight, self.cos_sin, self.positions, self.slots, self.k_cache, self.v_cache)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self.k_cache,) if self.v_cache is None else (self.k_cache, self.v_cache)
+
+    @property
+    def v_is_k(self) -> bool:
+        """Whether the V heads are those of K behind a norm without a gain."""
+        return self.v_cache is not None and self.kv.shape[1] == self.k_cache.shape[1] * self.k_cache.shape[2]
+
+    def for_primitive(self) -> tuple:
+        return self
+
+    def check(self) -> None:
+        kv, k_cache = self.kv, self.k_cache
+        checks.check_rows(OP, "kv", kv)
+        checks.check_matrix(OP, "kv", kv)
+        for name, cache in (("k_cache", k_cache), ("v_cache", self.v_cache)):
+            if cache is not None:
+                checks.check_operand(OP, name, cache, kv, "kv")
+                if cache.dim() != 3 or cache.shape[2] > MAX_HEAD_DIM:
+                    raise checks.shape_error(OP, name, cache, f"(slots, n, d) with d at most {MAX_HEAD_DIM}")
+        _, n, d = k_cache.shape
+        if self.v_cache is not None and self.v_cache.shape != k_cache.shape:
+            raise checks.shape_error(OP, "v_cache", self.v_cache, str(tuple(k_cache.shape)), "k_cache has that shape")
+        widths = (n * d,) if self.v_cache is None else (n * d, 2 * n * d)
+        if kv.shape[1] not in widths:
+            raise checks.shape_error(OP, "kv", kv, f"(N, {' or '.join(map(str, widths))})", f"a slot has {n} x {d}")
+        for name, cache in (("k_cache", k_cache), ("v_cache", self.v_cache)):
+            if cache is not None and _touch(kv, cache):
+                raise checks.error(
+                    ValueError, OP, f"{name} overlaps kv", "disjoint memory", "rows are written while read"
+                )
+        for name, index in (("positions", self.positions), ("slots", self.slots)):
+            checks.check_ids(OP, name, index)
+            checks.check_device(OP, name, index, kv.device, "kv")
+            checks.check_last_dim_contiguous(OP, name, index)
+            if index.shape[0] != kv.shape[0]:
+                raise checks.shape_error(OP, name, index, f"({kv.shape[0]},)", "there is one per row of kv")
+        checks.check_int(OP, "norm_width", self.norm_width, at_least=0)
+        if self.norm_width > d:
+            raise checks.error(ValueError, OP, f"norm_width is {self.norm_width}", f"at most d = {d}")
+        if self.k_norm_weight is not None:
+            checks.check_vector(OP, "k_norm_weight", self.k_norm_weight, self.norm_width, "norm_width", kv, "kv")
+        checks.check_eps(OP, "eps", self.eps)
+        self._check_rotary(d)
+        checks.check_inference(OP, self.operands)
+
+    def _check_rotary(self, d: int) -> None:
+        checks.check_operand(OP, "cos_sin", self.cos_sin, self.kv, "kv", fp32_too=True)
+        checks.check_int(OP, "rotary_begin", self.rotary_begin, at_least=0)
+        if self.cos_sin.dim() != 2 or self.cos_sin.shape[1] % 2:
+            raise checks.shape_error(OP, "cos_sin", self.cos_sin, "(P, R) with an even R")
+        if self.rotary_begin + self.cos_sin.shape[1] > d:
+            because = f"rotary_begin is {self.rotary_begin}"
+            raise checks.shape_error(
+                OP, "cos_sin", self.cos_sin, f"(P, R) with R at most {d - self.rotary_begin}", because
+            )
+
+    @torch.no_grad()
+    def reference(self) -> None:
+        """In fp32, but in float64 where kv is."""
+        inside = (self.slots >= 0) & (self.slots < self.k_cache.shape[0])
+        inside &= (self.positions >= 0) & (self.positions < self.cos_sin.shape[0])
+        rows = inside.nonzero().squeeze(1)
+        k, v = self.values(rows)
+        slot = self.slots[rows].long()
+        self.k_cache[slot] = k.to(self.k_cache.dtype)
+        if self.v_cache is not None:
+            self.v_cache[slot] = v.to(self.v_cache.dtype)
+
+    def values(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """K and V [rows, n, d] of these rows of kv, computed in `dtype` and not rounded."""
+        _, n, d = self.k_cache.shape
+        heads = self.kv[rows].to(dtype).unflatten(1, (-1, d))
+        k, v = heads[:, :n], heads[:, n:]
+        if self.v_is_k:
+            v = k * _rstd(k, self.eps)
+        if self.norm_width:
+            normed, others = k.split((self.norm_width, d - self.norm_width), -1)
+            normed = normed * _rstd(normed, self.eps)
+            if self.k_norm_weight is not None:
+                normed = normed * (self.norm_offset + self.k_norm_weight.to(dtype))
+            k = torch.cat((normed, others), -1)
+        width, begin = self.cos_sin.shape[1], self.rotary_begin
+        before, turned, after = k.split((begin, width, d - begin - width), -1)
+        cos, sin = self.cos_sin[self.positions[rows].long()].to(dtype).unsqueeze(1).chunk(2, -1)
+        pairs = turned.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else turned.chunk(2, -1)
+        pair = pairs[0] * cos - pairs[1] * sin, pairs[1] * cos + pairs[0] * sin
+        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
+        return torch.cat((before, turned, after), -1), v
+
+
+def store_context_kv(record: StoreContextKV) -> None:
+    """Write the rows of one draft layer; raises TypeError / ValueError for what does not fit, before any is written."""
+    if is_plain(record.operands):
+        _run_record(record)
+    else:
+        record.check()
+        registered_ops.store_context_kv(*record)
+
+
+def plan(device: torch.device) -> Plan:
+    return choose(OP, device)
+
+
+def _run_record(record: StoreContextKV) -> None:
+    backend = plan(record.kv.device).backend
+    if backend in COMPILED:
+        run_primitive(record, OP)
+    else:
+        record.check()
+        if backend == "triton":
+            from ..triton_kernels import store_context_kv as kernels
+
+            kernels.run(record)
+        else:
+            record.reference()
+    increment_version(record.outputs)
+
+
+def _rstd(x: Tensor, eps: float) -> Tensor:
+    """1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero."""
+    mean_square = x.square().mean(-1, keepdim=True) + eps
+    return torch.where(mean_square == 0, 0, mean_square.rsqrt())
+
+
+def _touch(a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes from a's first to its last reach into b's: a cache is never between the rows of a product."""
+    (a_begin, a_end), (b_begin, b_end) = _byte_range(a), _byte_range(b)
+    return a_begin < b_end and b_begin < a_end
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+register(
+    "store_context_kv(Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, Tensor cos_sin, "
+    "int rotary_begin, bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, Tensor(b!)? v_cache"
+    ") -> ()",
+    lambda *arguments: _run_record(StoreContextKV(*arguments)),
+    lambda *arguments: None,
+)
