@@ -26,8 +26,8 @@ ROOMS = {
 }
 ROOM_OF = {
     **dict.fromkeys(("engines", "ops", "models", "triton_kernels")),
-    **dict.fromkeys(("layers", "mtp_projection", "mtp_streams", "eagle3_qkv_projection", "buffers"), "layers"),
-    **dict.fromkeys(("packable_linear", "explain", "warmup"), "layers"),
+    **dict.fromkeys(("layers", "mtp_projection", "mtp_streams", "eagle3_qkv_projection", "context_kv"), "layers"),
+    **dict.fromkeys(("buffers", "packable_linear", "explain", "warmup"), "layers"),
     "quantized_linear": "layers",
     **dict.fromkeys(("drafter_config", "mtp_config", "checkpoint", "quantized_checkpoint", "model_shapes"), "data"),
     **dict.fromkeys(("plan", "tuned_configs", "dispatch", "library", "checks", "environment"), "ground"),

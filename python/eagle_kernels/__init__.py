@@ -17,10 +17,12 @@ from .vocab_shard import VocabShard, shard_vocab_weight
 from .warmup import warmup
 
 if TYPE_CHECKING:
+    from .context_kv import ContextKV, ContextKVConfig
     from .mtp_streams import MTPStreamsConfig, MTPStreamsProjection
 else:
     # By name, the module that has it: imported by who asks for it first.
-    _LAZY = dict.fromkeys(("MTPStreamsConfig", "MTPStreamsProjection"), "mtp_streams")
+    _LAZY = dict.fromkeys(("ContextKV", "ContextKVConfig"), "context_kv")
+    _LAZY |= dict.fromkeys(("MTPStreamsConfig", "MTPStreamsProjection"), "mtp_streams")
 
     def __getattr__(name: str) -> object:
         if name not in _LAZY:
@@ -45,10 +47,12 @@ __all__ += [
     "Eagle3QKVConfig",
     "MTPConfig",
     "MTPStreamsConfig",
+    "ContextKVConfig",
     "Eagle3Projection",
     "Eagle3QKVProjection",
     "MTPProjection",
     "MTPStreamsProjection",
+    "ContextKV",
     "VocabParallelEmbedding",
     "AuxHiddenStates",
     "ChainedHiddenStates",

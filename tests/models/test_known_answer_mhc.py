@@ -206,3 +206,87 @@ def test_captured_means_accept_every_draft(target: MHCTarget) -> None:
 @pytest.mark.parametrize("mistake", ["stream 0", "before the Engram"])
 def test_captures_of_something_else_lose_their_drafts(target: MHCTarget, mistake: str) -> None:
     assert accepted(target, eagle3(target, mistake)) < LOST
+
+
+LAYERS_OF_DSPARK, HEADS, HEAD_DIM = 2, 2, H // 2
+
+
+def dspark(target: MHCTarget, mistake: str = "") -> Drafter:
+    """The V of two draft layers, a share each of collapsed(t), out of the context that fc makes of three means.
+
+    main_proj and main_norm are DeepSeek-V4's, the norm of each layer's own Laguna's. The block of drafts, which attends
+    to the last context token alone here, goes on from what V says of it.
+    """
+    torch.manual_seed(1)
+    captured = [1, ENGRAM_LAYER, LAYERS]
+    means = {}
+    with boundaries(target, lambda boundary, before, streams: means.update({boundary: streams.mean(1).double()})):
+        target(torch.arange(V)[None], None)
+    context = torch.randn(V, H).double()
+    parts = shares(context, len(captured), size=30)
+    state = {"fc.weight": torch.cat([solve(means[b], part) for b, part in zip(captured, parts, strict=True)], 1)}
+    gains = [torch.empty(H).uniform_(0.1, 2) for _ in range(1 + LAYERS_OF_DSPARK)]
+    names = ["hidden_norm.weight", *(f"layer_norm.{layer}.weight" for layer in range(LAYERS_OF_DSPARK))]
+    state |= dict(zip(names, gains, strict=True))
+    main_x = normalised(context, gains[0], EPS)
+    rows = []
+    for gain, share in zip(gains[1:], shares(target.collapsed, LAYERS_OF_DSPARK, size=30), strict=True):
+        rows += [torch.randn(H, H), solve(normalised(main_x, gain, EPS), share)]
+    state["kv_proj.weight"] = torch.cat(rows)
+    state |= {f"k_norm.{layer}.weight": torch.rand(HEAD_DIM) for layer in range(LAYERS_OF_DSPARK)}
+
+    config = ek.ContextKVConfig(
+        3, H, H, LAYERS_OF_DSPARK, HEADS, HEAD_DIM, layer_norm=mistake != "norm of each layer skipped"
+    )
+    if mistake == "main_norm skipped":
+        state["hidden_norm.weight"] = torch.ones(H)
+    stage = ek.ContextKV(config, dtype=torch.float32)
+    stage.load_state_dict({name: value for name, value in state.items() if name in stage.state_dict()})
+    buffer = ek.AuxHiddenStates(ROWS, 3, H, dtype=torch.float32)
+    caches = [tuple(torch.zeros(ROWS, HEADS, HEAD_DIM) for _ in range(2)) for _ in range(LAYERS_OF_DSPARK)]
+    angles = torch.randn(ROWS, HEAD_DIM // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+    step = solve(target.table.double(), target.collapsed - target.collapsed.roll(1, 0))
+
+    def capture(boundary: int, before: Tensor, streams: Tensor) -> None:
+        streams = before if mistake == "before the Engram" else streams
+        if boundary in captured:
+            buffer.capture(captured.index(boundary), streams[:, 0] if mistake == "stream 0" else streams)
+
+    def context_of(rows: int) -> Tensor:
+        slots = 7 + torch.arange(rows).flip(0)
+        chunks = [buffer.chunk(k, rows) for k in ((2, 1, 0) if mistake == "captures in reverse" else (0, 1, 2))]
+        stage(chunks, positions=torch.arange(rows), slots=slots, cos_sin=cos_sin, caches=caches)
+        read = torch.arange(rows) if mistake == "slots not followed" else slots
+        return sum(v[read].flatten(1) for _, v in caches)
+
+    def layer(x: Tensor, embeds: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        hidden = x + F.linear(embeds, step)
+        return target.final_norm(hidden), hidden
+
+    return Drafter(
+        capture=lambda: boundaries(target, capture),
+        project=context_of,
+        embed=lambda ids: target.table[ids],
+        layer=layer,
+        head=target.head,
+    )
+
+
+def test_dspark_accepts_every_draft(target: MHCTarget) -> None:
+    assert accepted(target, dspark(target), count=2 * V) == DRAFTS + 1
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "norm of each layer skipped",
+        "main_norm skipped",
+        "stream 0",
+        "before the Engram",
+        "captures in reverse",
+        "slots not followed",
+    ],
+)
+def test_dspark_loses_its_drafts_after_a_mistake(target: MHCTarget, mistake: str) -> None:
+    assert accepted(target, dspark(target, mistake)) < LOST

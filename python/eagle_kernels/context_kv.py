@@ -1,0 +1,382 @@
+"""ContextKV: the K and V that DFlash and DSpark drafters keep of the target's captured states.
+
+    f    = fc(cat_k aux_norm_k(a_k))                                  [N, H], `combine`
+    kv_l = (hidden_norm(f)) [W_k,l | W_v,l]^T + bias, or of layer_norm_l(hidden_norm(f))     [N, L * W], `project`
+    rope(k_norm_l(k_l)) and v_l, to the slots of layer l's cache      `store`
+
+`combine` is a `norm_concat_linear`, `project` one for all layers (one per layer where each has a norm of its own),
+`store` a kernel per layer. The engines: SGLang 0.5.23 `models/dflash.py` with `fused_kv_materialize`, vLLM 0.33
+`combine_hidden_states` and `precompute_and_store_context_kv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .drafter_config import check_config, get_field
+from .layers import parameter_of, project_onto
+from .mtp_config import ENGINES
+from .ops.norm_concat import concatenate
+from .ops.norm_concat_linear import project
+from .ops.projection import Projection
+from .ops.sources import Sources
+from .ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
+from .quantized_linear import QuantizedLinear, quantize_linear
+
+OP = "ContextKV"
+_K_NORMS, _VALUES = ("weight", "unit", "none"), ("own", "k", "none")
+
+
+@dataclass(frozen=True)
+class ContextKVConfig:
+    """The context stage of a DFlash, DFlash2 or DSpark drafter.
+
+    Args:
+        num_chunks, target_hidden_size: K captured states of width Ht.
+        hidden_size: H, the drafter's.
+        num_layers, num_kv_heads, head_dim: L draft layers with n heads of K (on this rank) of d columns.
+        eps, norm_offset: of all norms; the gain is norm_offset + weight (MiniMax-M3: 1).
+        bias: of the K and V projections.
+        chunk_norm: an aux_norm in front of fc for each captured state (Laguna).
+        layer_norm: a norm of each layer's own between hidden_norm and its projection (Laguna's input_layernorm,
+            Muse-Spark's pre_qkv_proj_norm).
+        k_norm: "weight", "unit" (a norm without a gain: Muse-Spark) or "none".
+        values: "own", "k" (V is K's projection behind a norm without a gain: Gemma 4's k_eq_v) or "none" (latent
+            attention caches K alone: Kimi K3, DeepSeek-V4).
+        norm_width: columns of a head that k_norm is over; None: all d. Kimi K3's kv_a_layernorm takes 512 of 576.
+        rotary_dim, rotary_begin, interleaved: columns [rotary_begin, rotary_begin + rotary_dim) of a head rotate, in
+            halves (NeoX) or interleaved pairs; rotary_dim None: all that follow.
+        capture_after_engram: which side of a captured layer's Engram (DeepSeek-V4.1) the states are from. SGLang
+            captures behind the injection, vLLM in front of it; a drafter reads what it was trained on.
+    """
+
+    num_chunks: int
+    target_hidden_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float = 1e-6
+    norm_offset: float = 0.0
+    bias: bool = False
+    chunk_norm: bool = False
+    layer_norm: bool = False
+    k_norm: str = "weight"
+    values: str = "own"
+    norm_width: int | None = None
+    rotary_dim: int | None = None
+    rotary_begin: int = 0
+    interleaved: bool = False
+    capture_after_engram: bool = False
+
+    def __post_init__(self) -> None:
+        op = "ContextKVConfig"
+        for name in ("num_chunks", "target_hidden_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
+            checks.check_int(op, name, getattr(self, name), at_least=1)
+        checks.check_width(op, self.num_chunks, self.target_hidden_size)
+        checks.check_width(op, self.num_layers, self.kv_width)
+        for name in ("bias", "chunk_norm", "layer_norm", "interleaved", "capture_after_engram"):
+            checks.check_bool(op, name, getattr(self, name))
+        checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
+        checks.check_number(op, "norm_offset", self.norm_offset)
+        for name, words in (("k_norm", _K_NORMS), ("values", _VALUES)):
+            if (word := getattr(self, name)) not in words:
+                raise checks.error(ValueError, op, f"{name} is {word!r}", " or ".join(map(repr, words)))
+        if self.head_dim > MAX_HEAD_DIM:
+            raise checks.error(ValueError, op, f"head_dim is {self.head_dim}", f"at most {MAX_HEAD_DIM}")
+        checks.check_int(op, "rotary_begin", self.rotary_begin, at_least=0)
+        if self.norm_width is None:
+            object.__setattr__(self, "norm_width", self.head_dim)
+        if self.rotary_dim is None:
+            object.__setattr__(self, "rotary_dim", self.head_dim - self.rotary_begin)
+        if not 0 < self.normed_columns <= self.head_dim:
+            raise checks.error(ValueError, op, f"norm_width is {self.norm_width}", f"1 to head_dim = {self.head_dim}")
+        if (
+            self.rotated_columns < 0
+            or self.rotated_columns % 2
+            or self.rotary_begin + self.rotated_columns > self.head_dim
+        ):
+            got = f"rotary_begin is {self.rotary_begin} and rotary_dim {self.rotary_dim}"
+            raise checks.error(ValueError, op, got, f"an even number of columns within head_dim = {self.head_dim}")
+
+    @property
+    def normed_columns(self) -> int:
+        return checks.check_int("ContextKVConfig", "norm_width", self.norm_width)
+
+    @property
+    def rotated_columns(self) -> int:
+        return checks.check_int("ContextKVConfig", "rotary_dim", self.rotary_dim)
+
+    @property
+    def kv_width(self) -> int:
+        """W, the columns of one layer's projection."""
+        return self.num_kv_heads * self.head_dim * (2 if self.values == "own" else 1)
+
+    @classmethod
+    def from_hf(cls, config: object, *, target_hidden_size: int, engine: str = "sglang") -> ContextKVConfig:
+        """The context stage of a drafter's Hugging Face config, by its `architectures`.
+
+        Args:
+            config: the drafter's config, object or dict; target_layer_ids at its top level or in `dflash_config`.
+            target_hidden_size: Ht.
+            engine: "sglang", "vllm" or "transformers": whose side of the Engram a V4.1 drafter was made for.
+
+        Raises:
+            ValueError: an architecture that is not supported (the message says why), a size that is missing.
+        """
+        if engine not in ENGINES:
+            raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
+        check_config(_FROM_HF, "config", config)
+        architectures = get_field(config, "architectures") or ()
+        name = next((name for name in architectures if name in _VARIANTS), None)
+        if name is None:
+            got, because = f"architectures is {list(architectures)}", "the norms and the form of K depend on it"
+            raise checks.error(ValueError, _FROM_HF, got, f"one of {sorted(_VARIANTS)}", because)
+        eps = get_field(config, "rms_norm_eps")
+        fields = {
+            "num_chunks": _num_chunks(config),
+            "target_hidden_size": target_hidden_size,
+            "hidden_size": get_field(config, "hidden_size"),
+            "num_layers": get_field(config, "num_hidden_layers"),
+            "eps": 1e-6 if eps is None else checks.check_number(_FROM_HF, "rms_norm_eps", eps),
+            "capture_after_engram": name == "DSparkV41DraftModel" and engine == "sglang",
+            **_VARIANTS[name](config),
+        }
+        for field in ("num_chunks", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
+            if fields[field] is None:
+                raise checks.error(ValueError, _FROM_HF, f"{field} is missing", "the drafter's")
+        return cls(**fields)
+
+
+_FROM_HF = "ContextKVConfig.from_hf"
+
+
+def _num_chunks(config: object) -> int | None:
+    """The number of captured layers; as many as the drafter has where nothing says which."""
+    nested = get_field(config, "dflash_config")
+    for place in (config, nested):
+        for name in ("target_layer_ids", "dspark_target_layer_ids"):
+            if place is not None and (layer_ids := get_field(place, name)):
+                return len(checks.check_sequence(_FROM_HF, name, layer_ids, "a list of layers"))
+    return get_field(config, "num_hidden_layers")
+
+
+def _dense(config: object) -> dict[str, Any]:
+    nested = get_field(config, "dflash_config")
+    if nested is not None and get_field(nested, "attention_value_scale") is not None:
+        got, because = "attention_value_scale is given", "V is cached as it is projected; scale its rows of kv_proj"
+        raise checks.error(ValueError, _FROM_HF, got, "none", because)
+    width, heads, head = (get_field(config, name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    head = width // heads if head is None and width and heads else head
+    rope = get_field(config, "rope_parameters") or get_field(config, "rope_scaling")
+    factor = get_field(config, "partial_rotary_factor") or (get_field(rope, "partial_rotary_factor") if rope else None)
+    return {
+        "num_kv_heads": get_field(config, "num_key_value_heads"),
+        "head_dim": head,
+        "rotary_dim": None if factor is None or head is None else int(head * factor),
+        "bias": bool(get_field(config, "attention_bias")),
+    }
+
+
+def _laguna(config: object) -> dict[str, Any]:
+    return _dense(config) | {"chunk_norm": True, "layer_norm": True}
+
+
+def _minimax_m3(config: object) -> dict[str, Any]:
+    offset = 1.0 if get_field(config, "use_gemma_norm") else 0.0
+    rotary = get_field(config, "rotary_dim")
+    return _dense(config) | {"norm_offset": offset} | ({} if rotary is None else {"rotary_dim": rotary})
+
+
+def _gemma4(config: object) -> dict[str, Any]:
+    if not get_field(config, "attention_k_eq_v"):
+        because = "a V of its own is normed too, which no kernel does"
+        raise checks.error(ValueError, _FROM_HF, "attention_k_eq_v is not set", "True", because)
+    globals_ = {"num_kv_heads": "num_global_key_value_heads", "head_dim": "global_head_dim"}
+    found = {field: get_field(config, name) for field, name in globals_.items()}
+    return _dense(config) | {"values": "k"} | {field: value for field, value in found.items() if value is not None}
+
+
+def _kimi_k3(config: object) -> dict[str, Any]:
+    """One latent head: kv_lora_rank normed columns, and behind them those that rotate."""
+    rank, rotary = get_field(config, "kv_lora_rank"), get_field(config, "qk_rope_head_dim")
+    head = None if rank is None or rotary is None else rank + rotary
+    latent = {"num_kv_heads": 1, "head_dim": head, "norm_width": rank, "rotary_begin": rank}
+    return latent | {"values": "none", "interleaved": True}
+
+
+def _deepseek_v4(config: object) -> dict[str, Any]:
+    """One normed head, whose last columns rotate, for each of the DSpark stages inside the checkpoint."""
+    head, rotary = get_field(config, "head_dim"), get_field(config, "qk_rope_head_dim")
+    begin = None if head is None or rotary is None else head - rotary
+    stage = {"num_layers": get_field(config, "n_mtp_layers") or 3, "num_kv_heads": 1, "head_dim": head}
+    return stage | {"rotary_begin": begin, "values": "none", "interleaved": True}
+
+
+def _dspark(config: object) -> dict[str, Any]:
+    """vLLM's name for DeepSeek-V4's, and SGLang's for a dense drafter."""
+    return _dense(config) if get_field(config, "dspark_target_layer_ids") is None else _deepseek_v4(config)
+
+
+_QWEN3 = """
+    DFlashDraftModel DFlash2DraftModel DFlash2BeamDraftModel MiniMaxDFlash2DraftModel MuseGlimmerAssistantModel
+    DFlashMuseGlimmerAssistantModel Qwen3DSparkModel Qwen3OmniDSparkModel LingDSparkModel
+"""
+_VARIANTS = {
+    **dict.fromkeys(_QWEN3.split(), _dense),
+    "DFlashLagunaForCausalLM": _laguna,
+    "Gemma4DSparkModel": _gemma4,
+    "K3DSparkModel": _kimi_k3,
+    "DSparkMiniMaxDraftModel": _minimax_m3,
+    "DSparkDraftModel": _dspark,
+    "DSparkV41DraftModel": _deepseek_v4,
+}
+
+
+class ContextKV(nn.Module):
+    """fc, hidden_norm and the K and V of all draft layers, written to their cache slots.
+
+    Args:
+        config: `ContextKVConfig`.
+        dtype, device: of the parameters.
+
+    state_dict: fc.weight [H, K*Ht], aux_norm.{k}.weight [Ht] (chunk_norm), hidden_norm.weight [H],
+    layer_norm.{l}.weight [H] (layer_norm), kv_proj.weight [L*W, H] (and bias), in the order of the layers, K in front
+    of V, k_norm.{l}.weight (k_norm "weight"). Parameters do not require grad: the layer is inference only.
+    """
+
+    def __init__(
+        self, config: ContextKVConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        H, L = config.hidden_size, config.num_layers
+
+        def norms(count: int, width: int) -> nn.ModuleList:
+            return nn.ModuleList([nn.RMSNorm(width, config.eps, **factory) for _ in range(count)])
+
+        self.aux_norm = norms(config.num_chunks if config.chunk_norm else 0, config.target_hidden_size)
+        self.fc: nn.Linear | QuantizedLinear = nn.Linear(
+            config.num_chunks * config.target_hidden_size, H, bias=False, **factory
+        )
+        self.hidden_norm = nn.RMSNorm(H, config.eps, **factory)
+        self.layer_norm = norms(L if config.layer_norm else 0, H)
+        self.kv_proj: nn.Linear | QuantizedLinear = nn.Linear(H, L * config.kv_width, bias=config.bias, **factory)
+        self.k_norm = norms(L if config.k_norm == "weight" else 0, config.normed_columns)
+        for norm in self.modules():
+            if isinstance(norm, nn.RMSNorm):
+                norm.weight.data.fill_(1 - config.norm_offset)
+        self.requires_grad_(False)
+
+    def quantize(self, format: str) -> ContextKV:
+        """Round fc and, without a norm of each layer's own, kv_proj to a format of `QuantizedWeight`."""
+        self.fc = quantize_linear(f"{OP}.quantize", self.fc, format)
+        if not self.config.layer_norm:
+            self.kv_proj = quantize_linear(f"{OP}.quantize", self.kv_proj, format)
+        return self
+
+    def forward(
+        self,
+        chunks: Sequence[Tensor] | Tensor,
+        *,
+        positions: Tensor,
+        slots: Tensor,
+        cos_sin: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor | None]],
+        indices: Tensor | None = None,
+    ) -> None:
+        """`combine`, `project` and `store` of N context tokens."""
+        kv = self.project(self.combine(chunks, indices=indices))
+        self.store(kv, positions=positions, slots=slots, cos_sin=cos_sin, caches=caches)
+
+    def combine(
+        self, chunks: Sequence[Tensor] | Tensor, *, indices: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """fc of the captured states, [N, H], in front of hidden_norm: what vLLM's `combine_hidden_states` keeps.
+
+        Args: as in `norm_concat_linear`: K chunks [T, Ht] or one packed [T, K*Ht], and rows of them.
+        """
+        config = self.config
+        gains = [parameter_of(norm) for norm in self.aux_norm]
+        norm: tuple = ("chunk", gains, config.eps, config.norm_offset) if gains else ("none", None, 1e-6, 0.0)
+        arguments = (chunks, *norm, None, indices, None, config.num_chunks)
+        return project_onto(self._modules["fc"], Sources.of("norm_concat_linear", *arguments), 0.0, out)
+
+    def project(self, states: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """K and V of all layers, [N, L*W], of what `combine` returned, [N, H]; before k_norm and RoPE.
+
+        `out` has a row stride of its own where it is a view.
+        """
+        config = self.config
+        hidden_norm = (parameter_of(self.hidden_norm), config.eps, config.norm_offset)
+        kv_proj = self._modules["kv_proj"]
+        if not config.layer_norm:
+            arguments = ([states], "concat", *hidden_norm, None, None, None, None)
+            return project_onto(kv_proj, Sources.of("norm_concat_linear", *arguments), 0.0, out)
+        normed = concatenate(Sources.of("norm_concat", [states], "concat", *hidden_norm, None, None, None, None))
+        L, W = config.num_layers, config.kv_width
+        kv = states.new_empty(states.shape[0], L * W) if out is None else out
+        weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
+        for layer, norm in enumerate(self.layer_norm):
+            columns = slice(layer * W, (layer + 1) * W)
+            arguments = ([normed], "concat", parameter_of(norm), *hidden_norm[1:], None, None, None, None)
+            projection = Projection(weight[columns], None if bias is None else bias[columns], None, 0.0)
+            project(Sources.of("norm_concat_linear", *arguments), projection, kv[:, columns])
+        return kv
+
+    def store(
+        self,
+        kv: Tensor,
+        *,
+        positions: Tensor,
+        slots: Tensor | Sequence[Tensor | None],
+        cos_sin: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor | None]],
+    ) -> None:
+        """k_norm and RoPE of K, and both into the cache.
+
+        Args:
+            kv: [N, L*W] of `project`.
+            positions: [N] int32 / int64; a row whose position is not in cos_sin is skipped.
+            slots: [N] int32 / int64, where each row goes in all caches, or one such tensor per layer (None: the layer
+                is left out); a row whose slot is negative or beyond the cache is skipped.
+            cos_sin: [P, rotary_dim] in the dtype of kv or fp32: cos of half as many frequencies, then sin. SGLang reads
+                its cache as stored, vLLM casts it to the model's dtype.
+            caches: per layer (K, V), each [slots, n, d] in kv's dtype with free strides of slots and heads; V is None
+                where the config says values "none". A cache in FP8 stays with the engine: hand `store` a buffer.
+
+        Raises TypeError / ValueError for arguments that do not fit, before the layer that has them is written.
+        """
+        config, W = self.config, self.config.kv_width
+        if kv.dim() != 2 or kv.shape[1] != config.num_layers * W:
+            raise checks.shape_error(OP, "kv", kv, f"(N, L*W) = (*, {config.num_layers * W})")
+        of_layer = (
+            [slots] * config.num_layers if isinstance(slots, Tensor) else checks.check_sequence(OP, "slots", slots)
+        )
+        caches = checks.check_sequence(OP, "caches", caches, "a pair of K and V per layer")
+        for name, given in (("slots", of_layer), ("caches", caches)):
+            if len(given) != config.num_layers:
+                raise checks.error(
+                    ValueError, OP, f"{name} has {len(given)} entries", f"{config.num_layers}, one per layer"
+                )
+        if cos_sin.dim() != 2 or cos_sin.shape[1] != config.rotated_columns:
+            raise checks.shape_error(OP, "cos_sin", cos_sin, f"(P, rotary_dim) = (*, {config.rotated_columns})")
+        norm_width = 0 if config.k_norm == "none" else config.normed_columns
+        for layer, (slot, (k_cache, v_cache)) in enumerate(zip(of_layer, caches, strict=True)):
+            if (v_cache is None) != (config.values == "none"):
+                got = f"caches[{layer}] has {'no V' if v_cache is None else 'a V'}"
+                raise checks.error(ValueError, OP, got, "the opposite", f"the config says values {config.values!r}")
+            if slot is None:
+                continue
+            gain = parameter_of(self.k_norm[layer]) if config.k_norm == "weight" else None
+            norm = (gain, config.eps, config.norm_offset, norm_width)
+            rotary = (cos_sin, config.rotary_begin, config.interleaved)
+            rows = kv[:, layer * W : (layer + 1) * W]
+            store_context_kv(StoreContextKV(rows, *norm, *rotary, positions, slot, k_cache, v_cache))

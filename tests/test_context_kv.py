@@ -1,0 +1,313 @@
+"""ContextKV: every variant of the stage against float64 and both engines' eager chains; slots, configs, errors."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import eagle_kernels as ek
+from accuracy import relative_rms, rms_limit
+from guards import UnchangedTensors, same_bits
+
+K, HT, H, L, N, POSITIONS, SLOTS = 3, 56, 72, 2, 13, 30, 40
+
+VARIANTS: dict[str, dict] = {
+    "dflash": {"num_kv_heads": 2, "head_dim": 32},
+    "bias-partial": {"num_kv_heads": 2, "head_dim": 32, "bias": True, "rotary_dim": 16},
+    "laguna": {"num_kv_heads": 2, "head_dim": 32, "chunk_norm": True, "layer_norm": True, "bias": True},
+    "muse-spark": {"num_kv_heads": 1, "head_dim": 64, "layer_norm": True, "k_norm": "unit"},
+    "gemma4": {"num_kv_heads": 2, "head_dim": 32, "values": "k"},
+    "kimi-k3": {
+        "num_kv_heads": 1, "head_dim": 40, "norm_width": 32, "rotary_begin": 32, "values": "none", "interleaved": True,
+    },
+    "deepseek-v4": {"num_kv_heads": 1, "head_dim": 48, "rotary_begin": 40, "values": "none", "interleaved": True},
+    "minimax-m3": {"num_kv_heads": 2, "head_dim": 32, "rotary_dim": 16, "norm_offset": 1.0},
+    "no-k-norm": {"num_kv_heads": 2, "head_dim": 32, "k_norm": "none"},
+}  # fmt: skip
+
+
+def make_stage(variant: str, dtype: torch.dtype = torch.bfloat16) -> ek.ContextKV:
+    stage = ek.ContextKV(ek.ContextKVConfig(K, HT, H, L, **VARIANTS[variant], eps=1e-5), dtype=dtype)
+    for name, parameter in stage.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5 - stage.config.norm_offset, 1.5 - stage.config.norm_offset)
+    return stage
+
+
+class Inputs:
+    """Captured states of rows of different sizes, slots of which some are padding, and empty caches."""
+
+    def __init__(self, config: ek.ContextKVConfig, dtype: torch.dtype = torch.bfloat16) -> None:
+        scales = torch.logspace(-1, 2, N).unsqueeze(1)
+        self.chunks = [(torch.randn(N, HT) * scales).to(dtype) for _ in range(K)]
+        angles = torch.randn(POSITIONS, config.rotary_dim // 2) * 3
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        self.positions = torch.randint(POSITIONS, (N,))
+        self.slots = torch.randperm(SLOTS)[:N]
+        self.slots[[2, 7]] = -1
+        self.shape = (SLOTS, config.num_kv_heads, config.head_dim)
+        self.dtype, self.config = dtype, config
+
+    def caches(self) -> list[tuple[Tensor, Tensor | None]]:
+        def empty() -> Tensor:
+            return torch.full(self.shape, float("nan"), dtype=self.dtype)
+
+        return [(empty(), None if self.config.values == "none" else empty()) for _ in range(L)]
+
+    @property
+    def place(self) -> dict:
+        return {"positions": self.positions, "slots": self.slots, "cos_sin": self.cos_sin}
+
+
+def chain(stage: ek.ContextKV, inputs: Inputs, dtype: torch.dtype, engine: str = "sglang") -> list[tuple[Tensor, ...]]:
+    """K and V [N, n, d] of each layer as the engines compute them eagerly, each norm and product rounded to `dtype`.
+
+    SGLang rounds K once behind the product (`_fused_norm_rope_kernel_stacked`); vLLM the normed K, cos, sin and K.
+    """
+    config, wide = stage.config, torch.promote_types(dtype, torch.float32)
+    weights = {name: value.to(dtype) for name, value in stage.state_dict().items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x.to(wide), x.shape[-1:], weights[name].to(wide) + config.norm_offset, config.eps).to(dtype)
+
+    chunks = [chunk.to(dtype) for chunk in inputs.chunks]
+    if config.chunk_norm:
+        chunks = [norm(chunk, f"aux_norm.{k}.weight") for k, chunk in enumerate(chunks)]
+    context = norm(F.linear(torch.cat(chunks, -1), weights["fc.weight"]), "hidden_norm.weight")
+    step = wide if engine == "sglang" else dtype
+    cos, sin = inputs.cos_sin.to(step)[inputs.positions].unsqueeze(1).chunk(2, -1)
+    result = []
+    for layer in range(L):
+        rows = slice(layer * config.kv_width, (layer + 1) * config.kv_width)
+        c = norm(context, f"layer_norm.{layer}.weight") if config.layer_norm else context
+        bias = weights["kv_proj.bias"][rows] if config.bias else None
+        heads = F.linear(c, weights["kv_proj.weight"][rows], bias).unflatten(1, (-1, config.head_dim))
+        k, v = heads[:, : config.num_kv_heads], heads[:, config.num_kv_heads :]
+        if config.values == "k":
+            v = F.rms_norm(k.to(wide), k.shape[-1:], None, config.eps).to(dtype)
+        k = k.to(wide)
+        if config.k_norm != "none":
+            gain = (
+                weights[f"k_norm.{layer}.weight"].to(wide) + config.norm_offset if config.k_norm == "weight" else None
+            )
+            normed = F.rms_norm(k[..., : config.norm_width], (config.norm_width,), gain, config.eps)
+            k = torch.cat([normed, k[..., config.norm_width :]], -1)
+        k = k.to(step).clone()
+        turned = k[..., config.rotary_begin : config.rotary_begin + config.rotary_dim]
+        if config.interleaved:
+            first, second = turned[..., 0::2].clone(), turned[..., 1::2].clone()
+            turned[..., 0::2], turned[..., 1::2] = first * cos - second * sin, second * cos + first * sin
+        else:
+            first, second = (half.clone() for half in turned.chunk(2, -1))
+            turned.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], -1))
+        result.append((k.to(dtype),) if config.values == "none" else (k.to(dtype), v))
+    return result
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_matches_float64(variant: str, dtype: torch.dtype) -> None:
+    stage = make_stage(variant, dtype)
+    inputs = Inputs(stage.config, dtype)
+    caches = inputs.caches()
+    with UnchangedTensors([*inputs.chunks, inputs.cos_sin, inputs.positions, inputs.slots]):
+        stage(inputs.chunks, caches=caches, **inputs.place)
+    kept = inputs.slots >= 0
+    engine, truth = chain(stage, inputs, dtype), chain(stage, inputs, torch.float64)
+    for cache, of_engine, true in zip(caches, engine, truth, strict=True):
+        for written, eager, exact in zip(cache, of_engine, true, strict=False):
+            limit, _ = rms_limit(dtype, K * HT + H, exact[kept].flatten(1), eager[kept].flatten(1))
+            assert relative_rms(written[inputs.slots[kept]].flatten(1), exact[kept].flatten(1)) <= limit
+            others = torch.ones(SLOTS, dtype=torch.bool)
+            others[inputs.slots[kept]] = False
+            assert written[others].isnan().all(), "a slot of no row was written"
+
+
+@pytest.mark.parametrize("variant", ["dflash", "laguna", "gemma4", "minimax-m3"])
+def test_k_is_nearer_to_float64_than_vllms(variant: str) -> None:
+    stage = make_stage(variant)
+    inputs = Inputs(stage.config)
+    caches, kept = inputs.caches(), inputs.slots >= 0
+    stage(inputs.chunks, caches=caches, **inputs.place)
+    for (cache, _), (vllm, *_), (truth, *_) in zip(
+        caches, chain(stage, inputs, torch.bfloat16, "vllm"), chain(stage, inputs, torch.float64), strict=True
+    ):
+        assert relative_rms(cache[inputs.slots[kept]], truth[kept]) < relative_rms(vllm[kept], truth[kept])
+
+
+def test_what_is_captured_goes_in_as_one_packed_tensor_and_by_rows() -> None:
+    stage = make_stage("laguna")
+    inputs = Inputs(stage.config)
+    buffer = ek.AuxHiddenStates(N, K, HT)
+    for k, chunk in enumerate(inputs.chunks):
+        buffer.capture(k, chunk)
+    accepted = torch.tensor([4, 0, 12])
+    assert same_bits(stage.combine(buffer.packed(N), indices=accepted), stage.combine(inputs.chunks)[accepted])
+    out = torch.empty(N, H).bfloat16()
+    assert stage.combine(inputs.chunks, out=out) is out
+
+
+@pytest.mark.parametrize("variant", ["dflash", "laguna"])
+def test_the_projection_goes_into_a_view(variant: str) -> None:
+    stage = make_stage(variant)
+    states = torch.randn(N, H).bfloat16()
+    wide = torch.full((N, L * stage.config.kv_width + 8), 7.0).bfloat16()
+    out = wide[:, 3:-5]
+    assert stage.project(states, out=out) is out
+    assert same_bits(out.contiguous(), stage.project(states))
+    assert (wide[:, :3] == 7).all() and (wide[:, -5:] == 7).all()
+
+
+def test_each_layer_may_have_slots_of_its_own_or_none() -> None:
+    stage = make_stage("dflash")
+    inputs = Inputs(stage.config)
+    kv = stage.project(stage.combine(inputs.chunks))
+    caches, expected = inputs.caches(), inputs.caches()
+    stage.store(kv, caches=expected, **inputs.place)
+    stage.store(kv, caches=caches, **inputs.place | {"slots": [None, inputs.slots.int()]})
+    assert all(cache.isnan().all() for cache in caches[0])
+    assert all(same_bits(cache, other) for cache, other in zip(caches[1], expected[1], strict=True))
+
+
+@pytest.mark.parametrize("variant", ["dflash", "laguna", "kimi-k3"])
+def test_a_quantized_stage_computes_with_what_its_codes_stand_for(variant: str) -> None:
+    stage, dense = make_stage(variant), make_stage(variant, torch.float32)
+    state = {name: value.float() for name, value in stage.state_dict().items()}
+    stage.quantize("fp8_row")
+    state["fc.weight"] = stage.fc.quantized.dequantize(torch.float32)
+    if not stage.config.layer_norm:
+        state["kv_proj.weight"] = stage.kv_proj.quantized.dequantize(torch.float32)
+    dense.load_state_dict(state)
+    inputs = Inputs(stage.config)
+    caches = inputs.caches()
+    stage(inputs.chunks, caches=caches, **inputs.place)
+    kept = inputs.slots >= 0
+    engine, truth = chain(dense, inputs, torch.bfloat16), chain(dense, inputs, torch.float64)
+    for cache, of_engine, true in zip(caches, engine, truth, strict=True):
+        limit, _ = rms_limit(torch.bfloat16, K * HT + H, true[0][kept].flatten(1), of_engine[0][kept].flatten(1))
+        assert relative_rms(cache[0][inputs.slots[kept]].flatten(1), true[0][kept].flatten(1)) <= limit
+
+
+QWEN3 = {
+    "architectures": ["DFlashDraftModel"], "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "dflash_config": {"target_layer_ids": [1, 5, 9]},
+}  # fmt: skip
+LATENT = {"values": "none", "interleaved": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "expected"),
+    [
+        ({}, "vllm", ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5)),
+        (
+            {"head_dim": None, "dflash_config": None, "attention_bias": True, "partial_rotary_factor": 0.5},
+            "sglang",
+            ek.ContextKVConfig(5, 96, 64, 5, 2, 16, eps=1e-5, bias=True, rotary_dim=8),
+        ),
+        (
+            {"architectures": ["DFlashLagunaForCausalLM"]},
+            "vllm",
+            ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, chunk_norm=True, layer_norm=True),
+        ),
+        (
+            {"architectures": ["Gemma4DSparkModel"], "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            "vllm",
+            ek.ContextKVConfig(3, 96, 64, 5, 1, 32, eps=1e-5, values="k"),
+        ),
+        (
+            {"architectures": ["K3DSparkModel"], "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            "vllm",
+            ek.ContextKVConfig(3, 96, 64, 5, 1, 576, eps=1e-5, norm_width=512, rotary_begin=512, **LATENT),
+        ),
+        (
+            {"architectures": ["DSparkMiniMaxDraftModel"], "use_gemma_norm": True, "rotary_dim": 16},
+            "sglang",
+            ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, norm_offset=1.0, rotary_dim=16),
+        ),
+        (
+            {"architectures": ["DSparkDraftModel"], "head_dim": 512, "qk_rope_head_dim": 64, "n_mtp_layers": 4,
+             "dflash_config": None, "dspark_target_layer_ids": [3, 7]},
+            "vllm",
+            ek.ContextKVConfig(2, 96, 64, 4, 1, 512, eps=1e-5, rotary_begin=448, **LATENT),
+        ),
+        ({"architectures": ["DSparkDraftModel"]}, "sglang", ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5)),
+    ],
+)  # fmt: skip
+def test_from_hf(changes: dict, engine: str, expected: ek.ContextKVConfig) -> None:
+    assert ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96, engine=engine) == expected
+
+
+def test_the_engines_capture_v41_on_different_sides_of_the_engram() -> None:
+    v41 = QWEN3 | {"architectures": ["DSparkV41DraftModel"], "head_dim": 512, "qk_rope_head_dim": 64}
+    sides = {
+        engine: ek.ContextKVConfig.from_hf(v41, target_hidden_size=96, engine=engine).capture_after_engram
+        for engine in ("sglang", "vllm")
+    }
+    assert sides == {"sglang": True, "vllm": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            "architectures is ['LlamaForCausalLMEagle3'], expected one of ",
+        ),
+        ({"hidden_size": None}, "hidden_size is missing, expected the drafter's"),
+        (
+            {"dflash_config": {"attention_value_scale": 2.0}},
+            "attention_value_scale is given, expected none, because V is cached as it is projected",
+        ),
+        (
+            {"architectures": ["Gemma4DSparkModel"]},
+            "attention_k_eq_v is not set, expected True, because ",
+        ),
+        ({"architectures": ["K3DSparkModel"]}, "head_dim is missing, expected the drafter's"),
+    ],
+)
+def test_a_drafter_that_is_not_supported_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"ContextKVConfig.from_hf: {message}")):
+        ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers is 0, expected at least 1"),
+        ({"k_norm": "layer"}, "k_norm is 'layer', expected 'weight' or 'unit' or 'none'"),
+        ({"head_dim": 2048}, "head_dim is 2048, expected at most 1024"),
+        ({"norm_width": 33}, "norm_width is 33, expected 1 to head_dim = 32"),
+        (
+            {"rotary_dim": 7},
+            "rotary_begin is 0 and rotary_dim 7, expected an even number of columns within ",
+        ),
+        ({"rotary_begin": 30, "rotary_dim": 4}, "rotary_begin is 30 and rotary_dim 4, expected an even number"),
+    ],
+)
+def test_a_config_that_no_kernel_takes_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"ContextKVConfig: {message}")):
+        ek.ContextKVConfig(**({"num_chunks": K, "target_hidden_size": HT, "hidden_size": H, "num_layers": L,
+                               "num_kv_heads": 2, "head_dim": 32} | changes))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: {"kv": torch.empty(N, 5).bfloat16()}, "kv has shape (13, 5), expected (N, L*W) = (*, 256)"),
+        (lambda i: {"slots": [i.slots]}, "slots has 1 entries, expected 2, one per layer"),
+        (lambda i: {"caches": i.caches()[:1]}, "caches has 1 entries, expected 2, one per layer"),
+        (lambda i: {"cos_sin": i.cos_sin[:, :8]}, "cos_sin has shape (30, 8), expected (P, rotary_dim) = (*, 32)"),
+        (
+            lambda i: {"caches": [(k, None) for k, _ in i.caches()]},
+            "caches[0] has no V, expected the opposite, because ",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change: object, message: str) -> None:
+    stage = make_stage("dflash")
+    inputs = Inputs(stage.config)
+    arguments = {"kv": stage.project(stage.combine(inputs.chunks)), "caches": inputs.caches(), **inputs.place}
+    with pytest.raises(ValueError, match=re.escape(f"ContextKV: {message}")):
+        stage.store(**arguments | change(inputs))
