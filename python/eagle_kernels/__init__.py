@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from . import ops
 from .buffers import AuxHiddenStates, ChainedHiddenStates, rotate_token_ids
 from .drafter_config import Eagle3Config, capture_layers
-from .eagle3_qkv_projection import Eagle3QKVConfig, Eagle3QKVProjection
 from .explain import explain
 from .layers import Eagle3Projection, VocabParallelEmbedding
 from .mtp_config import MTPConfig
@@ -18,10 +17,12 @@ from .warmup import warmup
 
 if TYPE_CHECKING:
     from .context_kv import ContextKV, ContextKVConfig
+    from .eagle3_qkv_projection import Eagle3QKVConfig, Eagle3QKVProjection
     from .mtp_streams import MTPStreamsConfig, MTPStreamsProjection
 else:
     # By name, the module that has it: imported by who asks for it first.
     _LAZY = dict.fromkeys(("ContextKV", "ContextKVConfig"), "context_kv")
+    _LAZY |= dict.fromkeys(("Eagle3QKVConfig", "Eagle3QKVProjection"), "eagle3_qkv_projection")
     _LAZY |= dict.fromkeys(("MTPStreamsConfig", "MTPStreamsProjection"), "mtp_streams")
 
     def __getattr__(name: str) -> object:
