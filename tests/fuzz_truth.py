@@ -18,6 +18,7 @@ from eagle_kernels.ops.norm_concat_linear import _split_eps
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula, gather_rows, rows_in_range
 from eagle_kernels.ops.vocab_parallel_embedding import VocabParallelEmbedding
+from eagle_kernels.quantized_weight import values_of
 from fuzz_calls import Call
 
 FP32 = UNIT_ROUNDOFF[torch.float32]
@@ -103,7 +104,7 @@ def _norm_concat(arguments: dict) -> list[Truth]:
 
 def _norm_concat_linear(arguments: dict) -> list[Truth]:
     weight, bias, post = (arguments[name] for name in ("weight", "bias", "post_norm_weight"))
-    is_nan = _nan_of(weight)
+    is_nan, (codes, scale) = _nan_of(weight), _scaled_sums(weight)
     if isinstance(weight, QuantizedWeight):
         weight = weight.dequantize(torch.float64)
     eps, post_eps = _split_eps(arguments["eps"], post)
@@ -120,10 +121,11 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
     magnitude = magnitude if bias is None else magnitude + torch.where(broken, 0, bias.double().abs())
     # Tensor-core units and AVX-512-BF16 take a subnormal operand as zero, and VDPBF16PS each subnormal sum.
     flushed = n * tiny * (sizes.amax(1) + x.abs().amax(1, keepdim=True))
-    flushed = flushed + (n * tiny if dtype == torch.bfloat16 else 0.0)
+    flushed = flushed + (n * tiny * scale if dtype == torch.bfloat16 else 0.0)
     dp = dx @ sizes.t() + (n + 1) * FP32 * magnitude + flushed
     # x is rounded to the dtype, and fp16 ends at 65504.
     bounded = (x.abs() + dx < torch.finfo(dtype).max).all(1) & (magnitude < _MOST).all(1)
+    bounded &= (x.abs() @ codes.t() < _MOST).all(1)
     dp[~bounded] = float("nan")
     dp[:, broken] = float("nan")
     # The products of a source whose index is out of range may be left out.
@@ -154,6 +156,14 @@ def _nan_of(weight: Tensor | QuantizedWeight) -> Tensor:
         scales = torch.where(scales.isinf(), 1.0, scales)
     finite = QuantizedWeight.of_tensors(codes, scales, global_scale, weight.format, weight.block)
     return finite.dequantize(torch.float64).isnan()
+
+
+def _scaled_sums(weight: Tensor | QuantizedWeight) -> tuple[Tensor, float]:
+    """What rows may be multiplied by before a scale is: absolute codes [D, K*H]; and the largest scale, at least 1."""
+    if isinstance(weight, Tensor):
+        return torch.zeros(weight.shape, dtype=torch.float64), 1.0
+    codes, scales, _ = weight.tensors
+    return values_of(codes).double().abs().nan_to_num(), max(1.0, scales.float().nan_to_num(0, 0).amax().item())
 
 
 def _normed(sources: Sources) -> tuple[Tensor, Tensor, Tensor]:
