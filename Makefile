@@ -50,9 +50,9 @@ test-compile: $(VENV)/package.stamp
 # and checkpoints of any contents.
 fuzz: CASES ?= 2000
 fuzz: $(VENV)/package.stamp
-	$(BIN)/python -m pytest tests/test_fuzz.py tests/cuda_host/test_fuzz.py tests/test_fuzz_configs.py \
+	$(PYTEST) tests/test_fuzz.py tests/cuda_host/test_fuzz.py tests/test_fuzz_configs.py \
 	    --cases $(CASES) --save-run fuzz
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter/test_fuzz.py --cases $$(($(CASES) / 20)) --save-run fuzz
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_fuzz.py --cases $$(($(CASES) / 20)) --save-run fuzz
 
 # Many calls of each op, in threads and processes: memory stays flat, and the bits as they are.
 soak: CASES ?= 100000
@@ -106,9 +106,9 @@ sanitize: $(VENV)/package.stamp
 test-matrix: $(VENV)/package.stamp
 	$(VERIFY) verify.matrix
 
-# One fault at a time in kernels, checks and planners: the suite must find it.
+# One fault at a time in kernels, checks and planners: the suite must find it. FILES="csrc/cpu/simd.h ..." are some.
 mutants: $(VENV)/package.stamp
-	$(VERIFY) verify.mutants
+	$(VERIFY) verify.mutants $(FILES)
 
 # The lines of Python and C++ that the suite runs, and those that it does not.
 coverage: $(VENV)/package.stamp

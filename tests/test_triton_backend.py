@@ -7,8 +7,8 @@ import torch
 
 import eagle_kernels as ek
 from backends import environment_of
-from eagle_kernels import library, plan
-from eagle_kernels.tuned_configs import Gpu
+from eagle_kernels import library, plan, tuned_configs
+from eagle_kernels.tuned_configs import Gpu, Tiles
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,15 @@ def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytes
         assert tiles[64].BK > 32
         scaled = plan.quantized_projection(problem._replace(rows=64, scales_sums=True), "triton", "", "").tiles
         assert min(columns, tiles[64].BK) == scaled.BK
+
+
+def test_codes_take_tiles_where_a_table_prefers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
+    tiles = Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalise_columns=64)
+    monkeypatch.setattr(tuned_configs, "_tuned_rows", lambda *facts: {16: tiles, 64: None})
+    problem = CODES._replace(rows=64, block_columns=128)
+    assert plan.triton_projection(problem).tiles is None
+    assert plan.quantized_projection(problem, "triton", "", "").tiles == tiles
 
 
 def test_codes_without_triton_are_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ void mean_row(const CaptureHidden& op, int64_t t, Store how) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   const int64_t streams = op.num_streams, stride = op.hidden_stream_stride;
   store_row<T>(op, t, how, [=](int64_t i, auto span) {
-    Float sum{};
+    Float sum = Float{};
     for (int64_t s = 0; s < streams; ++s) sum += load(hidden + s * stride + i, span);
     return sum * (1.0f / static_cast<float>(streams));
   });

@@ -3,6 +3,7 @@
 All C++ mutants are compiled once, each as `mutant == n ? fault : original`, and an environment variable picks one
 (mutant schemata; a build per mutant would take an hour). A Python mutant is a change in a copy of the package. Mutants
 run one per core, each up to the first test that fails: the one that found it the last time, if that finds it again.
+Arguments are files whose mutants run; without any all do.
 """
 
 import os
@@ -10,14 +11,13 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
 from verify.results import EVERY_CORE, load, run_tests, save
-from verify.variant import ROOT, Variant, install
+from verify.variant import ROOT, Variant, install, unoptimized
 
 VARIABLE = "EAGLE_KERNELS_MUTANT"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant("csrc/cpu/add_rms_norm.cpp", "norm_offset + load_vector<T>(gain, i, span)", "load_vector<T>(gain, i, span)"),
     Mutant("csrc/cpu/capture_hidden.cpp", "round_to(unrounded, T{})", "unrounded"),
     Mutant("csrc/cpu/capture_hidden.cpp", "hidden + s * stride + i", "hidden + i"),
-    Mutant("csrc/cpu/capture_hidden.cpp", "    Float sum{};", "    Float sum = -Float{};"),
+    Mutant("csrc/cpu/capture_hidden.cpp", "Float{}", "-Float{}"),
     Mutant(
         "csrc/cpu/capture_hidden.cpp",
         "load(hidden + i, span) + load(residual + i, span)",
@@ -182,22 +182,46 @@ MUTANTS = (
     Mutant(TRITON("norm_concat_linear"), "tl.where(in_ranges[k], source_sum, 0.0)", "source_sum"),
     Mutant(TRITON("norm_concat_linear"), "WIDTHS[k] + eps[k]) * (1 / GAIN_SCALE)", "WIDTHS[k] + eps[k])"),
     Mutant(TRITON("norm_concat_linear"), "tl.where(d < D, projected * projected, 0.0)", "projected * projected"),
+    Mutant(PLAN, "min(tiles.BK, problem.block_columns)", "tiles.BK"),
+    Mutant(PLAN, "if problem.scales_sums else", "if not problem.scales_sums else"),
+    Mutant(PLAN, "min(problem.rows, _MOST_TUNED_ROWS)", "problem.rows"),
+    Mutant(PLAN, "if len(problem.widths) != 1:", "if len(problem.widths) > 2:"),
+    Mutant(PLAN, "if H % 16 or not problem.elements_aligned:", "if not problem.elements_aligned:"),
+    Mutant(PLAN, "if H % 16 or not problem.elements_aligned:", "if H % 16:"),
+    Mutant(PLAN, "if shared < problem.num_chunks * H and H % shared:", "if H % shared:"),
+    Mutant(PLAN, "if shared < problem.num_chunks * H and H % shared:", "if False:"),
+    Mutant(PLAN, "split_only=True)", "split_only=False)"),
+    Mutant(PLAN, "split_only=invariant or split_only", "split_only=invariant"),
+    Mutant(
+        PLAN,
+        'if triton_reason is None else "reference"\n        reason = f"no cuda kernel reads',
+        '\n        reason = f"no cuda kernel reads',
+    ),
 )
 
 
-def main() -> int:
-    variant, known, start = build(), killers(), time.monotonic()
+def main(files: list[str]) -> int:
+    """Those of these files, or all; the records of the others stay as they were saved."""
+    chosen = [number for number, mutant in enumerate(MUTANTS) if not files or mutant.file in files]
+    variant, known = build(), {identity(record): record for record in load("mutants")["records"]}
     for variables in ({}, INTERPRETED):
-        files = sorted({test for file, tests in TESTS.items() for test in tests if variables_of(file) == variables})
-        outcome, output = run_tests(sys.executable, [*EVERY_CORE, *files], variant.environment() | variables)
+        mutated = {MUTANTS[number].file for number in chosen if variables_of(MUTANTS[number].file) == variables}
+        tests = sorted({test for file in mutated for test in TESTS[file]})
+        if not tests:
+            continue
+        outcome, output = run_tests(sys.executable, [*EVERY_CORE, *tests], variant.environment() | variables)
         if outcome.failed:
             print(output[-8000:])
             raise SystemExit("mutants: the tests fail without a mutant, so that a failure says nothing of one")
+    records: list[dict] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        first = [known.get(identity(vars(mutant)), "") for mutant in MUTANTS]
-        records = list(pool.map(run, range(len(MUTANTS)), repeat(variant), first))
-    print(f"{sum(record['killed'] for record in records)} of {len(records)} killed")
-    print(f"saved {save('mutants', records, seconds=round(time.monotonic() - start))}")
+        for file in dict.fromkeys(MUTANTS[number].file for number in chosen):  # a run that ends early keeps its files
+            numbers = [number for number in chosen if MUTANTS[number].file == file]
+            killers = [known.get(identity(vars(MUTANTS[number])), {}).get("killed_by", "") for number in numbers]
+            known |= {identity(record): record for record in pool.map(run, numbers, repeat(variant), killers)}
+            records = [known[identity(vars(mutant))] for mutant in MUTANTS if identity(vars(mutant)) in known]
+            path = save("mutants", records, seconds=round(sum(record["seconds"] for record in records)))
+    print(f"{sum(record['killed'] for record in records)} of {len(records)} killed; saved {path}")
     return 1 if any(not record["killed"] and not record["survives"] for record in records) else 0
 
 
@@ -207,7 +231,7 @@ def build() -> Variant:
     header.parent.mkdir(parents=True, exist_ok=True)
     if not header.exists():
         header.write_text(HEADER)
-    return install("mutants", f"-include {header}", edit=insert)
+    return install("mutants", f"-include {header}", edit=lambda source: (insert(source), unoptimized(source)))
 
 
 def insert(source: Path) -> None:
@@ -238,7 +262,7 @@ def run(number: int, variant: Variant, killed_by: str) -> dict:
             installed.write_text(installed.read_text().replace(mutant.original, mutant.fault))
             environment |= changed.environment()
         seconds, found = 0.0, ""
-        for tests in ([killed_by], TESTS[mutant.file]) if killed_by else (TESTS[mutant.file],):
+        for tests in ([killed_by], TESTS[mutant.file]) if "::" in killed_by else (TESTS[mutant.file],):
             outcome, output = run_tests(sys.executable, ["-x", *tests], environment, LONGEST)
             seconds += outcome.seconds
             failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE)
@@ -248,12 +272,6 @@ def run(number: int, variant: Variant, killed_by: str) -> dict:
     said = f"killed by {found}" if found else f"SURVIVED {mutant.survives or 'for no reason that is known'}"
     print(f"{number:3} {mutant.file}: {mutant.original} -> {mutant.fault}: {said}, {seconds:.0f} s", flush=True)
     return {**vars(mutant), "killed": bool(found), "killed_by": found, "seconds": round(seconds, 1)}
-
-
-def killers() -> dict[tuple, str]:
-    """By mutant the test that found it the last time."""
-    records = load("mutants")["records"]
-    return {identity(record): record["killed_by"] for record in records if "::" in record.get("killed_by", "")}
 
 
 def identity(record: dict) -> tuple:
@@ -269,4 +287,4 @@ def occurrences(mutant: Mutant) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

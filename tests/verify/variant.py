@@ -39,7 +39,7 @@ def install(name: str, flags: str = "", edit: Callable[[Path], None] = lambda so
 
 
 def unoptimized(source: Path) -> None:
-    """At -O3 an instrumented kernel file takes minutes to compile, and the checks or counters are in the code before
+    """At -O3 an instrumented kernel file takes minutes to compile; checks, counters and faults are in the code before
     that. A library without its symbols has reports without names."""
     listfile = source / "CMakeLists.txt"
     text = listfile.read_text(encoding="utf-8")
