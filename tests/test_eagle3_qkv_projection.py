@@ -194,3 +194,24 @@ def test_errors_say_what_is_expected(case: str) -> None:
     call, message = ERRORS[case]
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
         call()
+
+
+def test_torch_compile_sees_one_functional_op_for_every_row_count() -> None:
+    """As an engine's compiled drafter has it: no mutation, one graph, nothing compiled anew for another T."""
+    layer = ek.Eagle3QKVProjection(ek.Eagle3QKVConfig.from_hf(LLAMA), dtype=torch.bfloat16)
+    layer.load_checkpoint(checkpoint("llama"))
+    torch._dynamo.reset()
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    table = inputs()[2]
+    compiled = torch.compile(lambda h, ids: layer(h, ids, table=table), backend=backend, fullgraph=True, dynamic=True)
+    for rows in (T, 3, 5):
+        hidden, ids = torch.randn(rows, H).bfloat16(), torch.randint(V, (rows,))
+        for ours, eager in zip(compiled(hidden, ids), layer(hidden, ids, table=table), strict=True):
+            assert same_bits(ours, eager)
+    assert len(graphs) == 1
+    assert [name for name in graphs[0] if "eagle_kernels" in name] == ["eagle_kernels.norm_concat_linear"]
