@@ -77,7 +77,7 @@ ERRORS = [
     pytest.param(
         lambda: ek.MTPConfig.from_hf({"model_type": "deepseek_v4"} | TEXT),
         "MTPConfig.from_hf: model_type is 'deepseek_v4', expected one projection of a concat, because h_proj projects "
-        "each residual stream by itself",
+        "each residual stream by itself: MTPStreamsConfig",
         id="streams",
     ),
     pytest.param(

@@ -121,20 +121,11 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
     return _read(op, readers, expected, found, ("eh_proj", projection, shape, meaning), _config_beside(op, weights))
 
 
-# enorm, hnorm and the two projections, as DeepSeek-V4 and Qwen4-Exp call them.
-_STREAM_STEMS = (
-    ("enorm", "pre_fc_norm_embedding"),
-    ("hnorm", "pre_fc_norm_hidden"),
-    ("e_proj", "fc_embedding"),
-    ("h_proj", "fc_hidden"),
-)
-
-
 def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
     """What an MTPStreamsProjection loads, its eh_proj put together of e_proj and h_proj."""
     op, config = "MTPStreamsProjection.load_checkpoint", layer.config
     readers, quantization = _open(op, weights), _config_beside(op, weights)
-    own_stem = {theirs: names[0] for names in _STREAM_STEMS for theirs in names}
+    own_stem = _mtp_stems(streams=True)
     stages: dict[str, dict[str, dict[str, str]]] = {}  # by prefix and stem, the file's name of each parameter
     for name in readers:
         prefix, stem = _split(name)
@@ -218,10 +209,10 @@ def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, 
 
 
 @functools.cache
-def _mtp_stems() -> dict[str, str]:
-    """enorm, hnorm or eh_proj by what each family calls it."""
-    stages = [family.mtp for family in families().values() if family.mtp is not None and not family.mtp.streams]
-    ours = ("enorm", "hnorm", "eh_proj")
+def _mtp_stems(streams: bool = False) -> dict[str, str]:
+    """enorm, hnorm and eh_proj (e_proj and h_proj of streams) by what each family calls them."""
+    stages = [family.mtp for family in families().values() if family.mtp is not None and family.mtp.streams == streams]
+    ours = ("enorm", "hnorm", *(("e_proj", "h_proj") if streams else ("eh_proj",)))
     return {theirs: ours[k - len(stage.names)] for stage in stages for k, theirs in enumerate(stage.names)}
 
 

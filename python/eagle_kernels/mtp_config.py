@@ -143,9 +143,21 @@ def _family_of(config: object) -> tuple[ModelFamily, MTPStage]:
         because = "order, norms and masking depend on it; for another one build the MTPConfig itself"
         raise checks.error(ValueError, _FROM_HF, f"model_type is {model_type!r}", f"one of {known}", because)
     if family.mtp.streams:
-        because = f"{family.mtp.names[-1]} projects each residual stream by itself"
+        because = f"{family.mtp.names[-1]} projects each residual stream by itself: MTPStreamsConfig"
         raise checks.error(ValueError, _FROM_HF, f"model_type is {model_type!r}", "one projection of a concat", because)
     return family, family.mtp
+
+
+def family_of_streams(op: str, config: object) -> tuple[ModelFamily, MTPStage, str]:
+    """The family of a target with residual streams, its stage, and the config's field with their number."""
+    model_type = get_field(config, "model_type")
+    family = find_family(model_type)
+    if family is None or family.mtp is None or family.mtp.streams_field is None:
+        rows = [row for row in families().values() if row.mtp is not None and row.mtp.streams]
+        known = sorted(name for row in rows for name in row.config_types)
+        because = "norms and masking depend on it; for another one build the MTPStreamsConfig itself"
+        raise checks.error(ValueError, op, f"model_type is {model_type!r}", f"one of {known}", because)
+    return family, family.mtp, family.mtp.streams_field
 
 
 def _engine_stage(family: ModelFamily, stage: MTPStage, engine: str) -> EngineStage:

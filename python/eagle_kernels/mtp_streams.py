@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +22,11 @@ from torch import Tensor, nn
 from . import checks
 from .drafter_config import check_config, get_field
 from .layers import VocabParallelEmbedding, parameter_of, project_onto
-from .mtp_config import ENGINES, MTPConfig
+from .mtp_config import ENGINES, MTPConfig, family_of_streams
 from .mtp_projection import MTPProjection
 from .ops.norm_concat import concatenate
 from .ops.sources import Sources
 from .quantized_linear import load_projection
-
-
-class _Family(NamedTuple):
-    num_streams_field: str
-    hnorm_over: str
-    norm_offset: float
-    position_0_zeroed_by: tuple[str, ...] = ()
-
-
-_QWEN4 = _Family("hc_count", "row", 1.0)
-_FAMILIES = {
-    "deepseek_v4": _Family("hc_mult", "stream", 0.0, ("vllm",)),
-    "qwen4_exp": _QWEN4,
-    "qwen4_exp_text": _QWEN4,
-}
 
 
 @dataclass(frozen=True)
@@ -55,6 +40,7 @@ class MTPStreamsConfig(MTPConfig):
         others: as in `MTPConfig`, where eh_proj is [e_proj | h_proj].
     """
 
+    chain: str = "streams"
     num_streams: int = 4
     hnorm_over: str = "stream"
 
@@ -84,14 +70,11 @@ class MTPStreamsConfig(MTPConfig):
         if engine not in ENGINES:
             raise checks.error(ValueError, op, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
         check_config(op, "config", config)
-        model_type = get_field(config, "model_type")
-        family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
-        if family is None:
-            because = "norms and masking depend on it; for another one build the MTPStreamsConfig itself"
-            raise checks.error(ValueError, op, f"model_type is {model_type!r}", f"one of {sorted(_FAMILIES)}", because)
+        family, stage, count = family_of_streams(op, config)
+        served = stage.engines.get(engine, stage.transformers)
         text = get_field(config, "text_config") or config
         sizes = {}
-        for name in ("hidden_size", family.num_streams_field):
+        for name in ("hidden_size", count):
             if get_field(text, name) is None:
                 raise checks.error(ValueError, op, f"{name} is missing", "the target's")
             sizes[name] = checks.check_int(op, name, get_field(text, name), at_least=1)
@@ -102,9 +85,9 @@ class MTPStreamsConfig(MTPConfig):
             enorm_eps=eps,
             hnorm_eps=eps,
             norm_offset=family.norm_offset,
-            mask_position_zero=engine in family.position_0_zeroed_by,
-            num_streams=sizes[family.num_streams_field],
-            hnorm_over=family.hnorm_over,
+            mask_position_zero=served.zeroes_position_0,
+            num_streams=sizes[count],
+            hnorm_over=stage.hnorm_over,
         )
 
 

@@ -27,7 +27,8 @@ class Drafter:
 
 _NO_HOOK = "no hook is written; `MTPProjection` computes the stage"
 _SHARED_OR_QUANTIZED = "its projection may be quantized or is shared out over ranks, and " + _NO_HOOK
-_STREAMS = "embedding and each residual stream have a projection of their own (mHC), and no hook is written"
+_STREAMS = "embedding and each residual stream have a projection of their own (mHC): no hook is written; "
+_STREAMS += "`MTPStreamsProjection` computes the stage"
 _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
 _TWICE = "the embedding is normed twice, and " + _NO_HOOK
 _CONTEXT = "the keys and values of all its layers are made of fc's result, and no hook is written"

@@ -45,8 +45,8 @@ class MTPStage:
     embedding_scale_field: the config's field with the factor, where it is another one.
     embedding_prenormed: the embedding has been through a norm of the target before enorm.
     chain_field: a field of the config that is true where the next step reads the normed state, whatever `chain` says.
-    streams: hidden states of several residual streams (mHC), projected each by itself: y_k = e_proj(enorm(e)) +
-        h_proj(hnorm(x_k)); `hnorm_over` is "stream" or "row", the columns that one norm reads.
+    streams_field: the config's field with the number of residual streams (mHC), which are projected each by itself:
+        y_k = e_proj(enorm(e)) + h_proj(hnorm(x_k)); `hnorm_over` is "stream" or "row", the columns that one norm reads.
     sglang, vllm: None where the engine does not serve it.
     drafter_types: model types of drafters with a checkpoint of their own.
     """
@@ -60,11 +60,16 @@ class MTPStage:
     embedding_scale_field: str | None = None
     embedding_prenormed: bool = False
     chain_field: str | None = None
-    streams: bool = False
+    streams_field: str | None = None
     hnorm_over: str = "stream"
     sglang: EngineStage | None = None
     vllm: EngineStage | None = None
     drafter_types: tuple[str, ...] = ()
+
+    @property
+    def streams(self) -> bool:
+        """Whether its hidden states are several residual streams."""
+        return self.streams_field is not None
 
     @property
     def engines(self) -> dict[str, EngineStage]:

@@ -87,7 +87,7 @@ FAMILIES = (
         title="DeepSeek V4",
         model_types=("deepseek_v4",),
         mtp=MTPStage(
-            streams=True,
+            streams_field="hc_mult",
             names=("enorm", "hnorm", "e_proj", "h_proj"),
             sglang=EngineStage(("DeepseekV4ForCausalLMNextN",), "ReplicatedLinear", "streams", quantized=True),
             vllm=EngineStage(
@@ -155,7 +155,7 @@ FAMILIES = (
         model_types=("qwen4_exp", "qwen4_exp_text"),
         norm_offset=_ZERO_CENTERED,
         mtp=MTPStage(  # with hc_count = 1 the stage is Qwen3.5's
-            streams=True,
+            streams_field="hc_count",
             hnorm_over="row",
             names=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc_embedding", "fc_hidden"),
             sglang=EngineStage(("Qwen4ExpForCausalLMMTP",), chain="streams"),
