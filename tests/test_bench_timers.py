@@ -1,6 +1,7 @@
 """The CUDA timers on a stand-in for CUDA: what is captured and launched, and that a sample is one call's share."""
 
 import contextlib
+import json
 import math
 import re
 import time
@@ -12,8 +13,10 @@ import pytest
 import torch
 from eagle_kernels.bench import measure, report
 from eagle_kernels.bench.cli import main
+from eagle_kernels.bench.gpu import session
 from eagle_kernels.bench.measure import Variant
 from eagle_kernels.bench.report import load
+from eagle_kernels.bench.results import pages
 from torch.overrides import TorchFunctionMode
 
 COPIES = 5
@@ -180,3 +183,18 @@ def test_the_whole_command_on_a_stand_in(
     columns = {(record["timer"], record["variant"]) for record in linear}
     names = ("op", "layer", "eager", "slices", "linear")
     assert columns == {(timer, name) for timer in ("graph", "eager", "spaced") for name in names}
+
+    # From a GPU session's folder to the pages: a run of no GPU, which no page must ever have.
+    root, kept = tmp_path / "checkout", {"stage": "op-table", "status": "done", "output_tail": "", "result": None}
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "op-table.json").write_text(json.dumps(kept | {"result": json.loads(path.read_text())}))
+    monkeypatch.setattr(session, "ROOT", root)
+    assert session.main(["--collect", str(tmp_path / "back")]) == 0
+    monkeypatch.chdir(root)
+    runs = pages.saved_runs()
+    assert list(runs) == [Path("bench/results/nvidia-test-gpu/op-table.json")]
+    tables = pages.tables(runs, "cuda")
+    assert "NVIDIA Test GPU" in tables and pages.tables(runs, "cpu") == ""
+    for timer in ("graph", "eager", "spaced"):
+        assert re.search(rf"^\| 3 \| {timer} \|", tables, re.MULTILINE), timer
+        assert f"| `norm_concat_linear` bf16, {timer} | eager | " in pages.headline(runs)
