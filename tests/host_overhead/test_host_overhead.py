@@ -1,6 +1,7 @@
 """What a call costs on the host: checks, dispatch, plan. One row of 64 columns leaves the kernels nothing to do.
 
-`make bench-host` measures; a plain pytest run calls each once. `torch` is one product of the same size, for scale;
+`make bench-host` measures; a plain pytest run calls each once; `make rehearsal REHEARSAL="--stages host-cost"` measures
+them on CUDA with every launch stubbed. `torch` is one product of the same size, for scale;
 `dispatch` is the registered op below the public function, so the difference to `out` is what the checks cost.
 """
 
@@ -61,6 +62,16 @@ def test_functional(op: Callable, device: str, measure: Callable) -> None:
 def test_out(op: Callable, device: str, measure: Callable) -> None:
     call, outs = op(device)
     measure(lambda: call(**outs))
+
+
+@pytest.mark.parametrize("T", [16, 32, 128, 200])
+def test_out_of_more_rows(T: int, device: str, measure: Callable) -> None:
+    """Each plan of a GPU: one launch, two of Triton, a launch and the library's product."""
+    if device == "cpu":
+        pytest.skip("on a CPU the kernel would be what is measured")
+    chunks, weight, gain = [rows(device, T, H) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)
+    out = rows(device, T, H)
+    measure(lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out))
 
 
 def test_dispatch(device: str, measure: Callable) -> None:
