@@ -194,9 +194,13 @@ def _compile_neighbours(row: Row, gpu: Gpu, jobs: int) -> None:
     start = start_tiles(gpu, row.T, stage.K, stage.H, stage.D, row.dtype)
     near = functools.partial(neighbours, start, gpu=gpu, H=stage.H, dtype=row.dtype)
     compiled = [start, *itertools.chain.from_iterable(map(near, _OPTIONS))]
-    spawned = multiprocessing.get_context("spawn")  # a fork would share this process's CUDA context
-    with ProcessPoolExecutor(min(jobs, len(compiled)), mp_context=spawned) as pool:
-        list(pool.map(functools.partial(_compile, row), compiled))
+    list(_compilers(jobs).map(functools.partial(_compile, row), compiled))
+
+
+@functools.cache
+def _compilers(jobs: int) -> ProcessPoolExecutor:
+    """Spawned, once for all rows: a fork would share this process's CUDA context, and each imports torch, 3 s."""
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _compile(row: Row, tiles: Tiles) -> None:

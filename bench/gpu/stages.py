@@ -130,7 +130,8 @@ def _op_table(device: str) -> list[Command]:
 
 def _tune(device: str) -> list[Command]:
     rows = ["--tokens", "16"] if device == "cpu" else ["--tokens", "1,16,32,64,128"]
-    where = ["--dry-run"] if device == "cpu" else ["--write", f"{WORK_NAME}/configs", "--missing", "--jobs", "16"]
+    jobs = str(os.cpu_count() or 1)
+    where = ["--dry-run"] if device == "cpu" else ["--write", f"{WORK_NAME}/configs", "--missing", "--jobs", jobs]
     return [_cli("tune", "--preset", preset, *rows, *where) for preset in _TUNED]
 
 
