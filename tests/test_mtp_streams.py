@@ -243,8 +243,9 @@ def test_from_hf() -> None:
         read = ek.MTPStreamsConfig.from_hf(qwen4, engine=engine)
         assert read == ek.MTPStreamsConfig(2048, norm_offset=1.0, hnorm_over="row")
     errors = [
+        ({"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3', expected one of ['deepseek_v4', "),
         ({"model_type": "llama"}, {}, "model_type is 'llama', expected one of ['deepseek_v4', "),
-        ({"model_type": "deepseek_v4", "hidden_size": 8}, {}, "hc_mult is missing, expected the target's"),
+        ({"model_type": "deepseek_v4", "hidden_size": 8}, {}, "hc_mult or hc_count is missing, expected the target's"),
         (v4, {"engine": "tgi"}, "engine is 'tgi', expected 'sglang' or "),
     ]
     for config, arguments, message in errors:
@@ -257,7 +258,10 @@ def test_from_hf() -> None:
     [
         ({"num_streams": 0}, "num_streams is 0, expected at least 1"),
         ({"hnorm_over": "all"}, "hnorm_over is 'all', expected 'stream' or 'row'"),
-        ({"order": "hidden,embed"}, "order is 'hidden,embed', normed True, expected 'embed,hidden', True, because "),
+        (
+            {"order": "hidden,embed"},
+            "order is 'hidden,embed', normed True, bias False, expected 'embed,hidden', True, False, ",
+        ),
         ({"num_streams": 2**30}, f"K={2**30} chunks of H=72 have "),
     ],
 )

@@ -135,7 +135,7 @@ class MTPStreamsProjection(MTPProjection):
         from . import checkpoint  # 6 ms, for those who load one
 
         state, weight = checkpoint.mtp_streams_projection(weights, self, layer)
-        load_projection("MTPStreamsProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense_eh_proj)
+        load_projection("MTPStreamsProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense)
         return self
 
     def forward(

@@ -7,7 +7,7 @@ tests/models/test_known_answer.py.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -99,7 +99,7 @@ def accepted(target: MHCTarget, drafter: Drafter, count: int = 25) -> float:
 
 
 @contextmanager
-def boundaries(target: MHCTarget, capture: object) -> Iterator[None]:
+def boundaries(target: MHCTarget, capture: Callable) -> Iterator[None]:
     target.on_boundary = capture
     try:
         yield
@@ -167,16 +167,38 @@ def test_v4_mtp_loses_its_drafts_after_a_mistake(target: MHCTarget, mistake: str
     assert accepted(target, v4_mtp(target, mistake)) < LOST
 
 
+def means_of(target: MHCTarget) -> dict[int, Tensor]:
+    """By boundary, the mean of each token's streams, behind the Engram where there is one."""
+    means = {}
+    with boundaries(target, lambda boundary, before, streams: means.update({boundary: streams.mean(1).double()})):
+        target(torch.arange(V)[None], None)
+    return means
+
+
+def on_collapsed(target: MHCTarget, capture: Callable, project: Callable[[int], Tensor]) -> Drafter:
+    """x(t) = collapsed(t) is what `project` makes of the captures; hidden = x(t) + P e(t + 1) = collapsed(t + 1)."""
+    step = solve(target.table.double(), target.collapsed - target.collapsed.roll(1, 0))
+
+    def layer(x: Tensor, embeds: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        hidden = x + F.linear(embeds, step)
+        return target.final_norm(hidden), hidden
+
+    return Drafter(
+        capture=lambda: boundaries(target, capture),
+        project=project,
+        embed=lambda ids: target.table[ids],
+        layer=layer,
+        head=target.head,
+    )
+
+
 def eagle3(target: MHCTarget, mistake: str = "") -> Drafter:
     """x(t) = collapsed(t) out of the means of the streams at three boundaries, one of them behind the Engram."""
     torch.manual_seed(1)
     captured = [1, ENGRAM_LAYER, LAYERS]
-    means = {}
-    with boundaries(target, lambda boundary, before, streams: means.update({boundary: streams.mean(1).double()})):
-        target(torch.arange(V)[None], None)
+    means = means_of(target)
     parts = shares(target.collapsed, len(captured), size=30)
     weight = torch.cat([solve(means[b], part) for b, part in zip(captured, parts, strict=True)], 1)
-    step = solve(target.table.double(), target.collapsed - target.collapsed.roll(1, 0))
     stage = ek.Eagle3Projection(ek.Eagle3Config(3, H, H), dtype=torch.float32)
     stage.load_checkpoint({"fc.weight": weight})
     buffer = ek.AuxHiddenStates(ROWS, 3, H, dtype=torch.float32)
@@ -186,17 +208,7 @@ def eagle3(target: MHCTarget, mistake: str = "") -> Drafter:
         if boundary in captured:
             buffer.capture(captured.index(boundary), streams[:, 0] if mistake == "stream 0" else streams)
 
-    def layer(x: Tensor, embeds: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        hidden = x + F.linear(embeds, step)
-        return target.final_norm(hidden), hidden
-
-    return Drafter(
-        capture=lambda: boundaries(target, capture),
-        project=lambda rows: stage(buffer.packed(rows)),
-        embed=lambda ids: target.table[ids],
-        layer=layer,
-        head=target.head,
-    )
+    return on_collapsed(target, capture, lambda rows: stage(buffer.packed(rows)))
 
 
 def test_captured_means_accept_every_draft(target: MHCTarget) -> None:
@@ -219,9 +231,7 @@ def dspark(target: MHCTarget, mistake: str = "") -> Drafter:
     """
     torch.manual_seed(1)
     captured = [1, ENGRAM_LAYER, LAYERS]
-    means = {}
-    with boundaries(target, lambda boundary, before, streams: means.update({boundary: streams.mean(1).double()})):
-        target(torch.arange(V)[None], None)
+    means = means_of(target)
     context = torch.randn(V, H).double()
     parts = shares(context, len(captured), size=30)
     state = {"fc.weight": torch.cat([solve(means[b], part) for b, part in zip(captured, parts, strict=True)], 1)}
@@ -246,7 +256,6 @@ def dspark(target: MHCTarget, mistake: str = "") -> Drafter:
     caches = [tuple(torch.zeros(ROWS, HEADS, HEAD_DIM) for _ in range(2)) for _ in range(LAYERS_OF_DSPARK)]
     angles = torch.randn(ROWS, HEAD_DIM // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
-    step = solve(target.table.double(), target.collapsed - target.collapsed.roll(1, 0))
 
     def capture(boundary: int, before: Tensor, streams: Tensor) -> None:
         streams = before if mistake == "before the Engram" else streams
@@ -260,17 +269,7 @@ def dspark(target: MHCTarget, mistake: str = "") -> Drafter:
         read = torch.arange(rows) if mistake == "slots not followed" else slots
         return sum(v[read].flatten(1) for _, v in caches)
 
-    def layer(x: Tensor, embeds: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        hidden = x + F.linear(embeds, step)
-        return target.final_norm(hidden), hidden
-
-    return Drafter(
-        capture=lambda: boundaries(target, capture),
-        project=context_of,
-        embed=lambda ids: target.table[ids],
-        layer=layer,
-        head=target.head,
-    )
+    return on_collapsed(target, capture, context_of)
 
 
 def test_dspark_accepts_every_draft(target: MHCTarget) -> None:
