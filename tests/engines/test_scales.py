@@ -128,4 +128,13 @@ def test_codes_that_cannot_be_read_are_named(change: dict, because: str, log: Ca
     got = loaded(Drafter(fc=linear()), tensors)
     assert got.keys() == tensors.keys() and all(got[name] is tensor for name, tensor in tensors.items())
     (line,) = log()
-    assert line.startswith("eagle_kernels: fc of an engine gets codes without their scale: ") and because in line
+    assert line.startswith("eagle_kernels: fc of Drafter of an engine gets codes without their scale: ")
+    assert because in line
+
+
+def test_a_model_that_cannot_be_read_is_refused_before_the_engine_reads_a_weight() -> None:
+    # Where the plugins still leave the weights to the engine: inside of the generator a failure would be the engine's.
+    model = Drafter(fc=linear())
+    model.named_modules = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        scales.scaled(model, iter(()), set(), "an engine", LOGGER)

@@ -42,7 +42,12 @@ def scaled(
         unquantized: the exact types of quant_method that take numbers; a torch nn.Linear does as well.
         engine: its name, for the log.
     """
-    layers = _layers_by_tail(model, unquantized)
+    return _scaled(weights, _layers_by_tail(model, unquantized), f"{type(model).__name__} of {engine}", logger)
+
+
+def _scaled(
+    weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, "_Layer | None"], drafter: str, logger: logging.Logger
+) -> Iterator[tuple[str, Tensor]]:
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         path, _, parameter = name.rpartition(".")
@@ -55,10 +60,10 @@ def scaled(
         layer = _layer_of(path, layers)
         if layer is not None and _CODES & tensors.keys():
             try:
-                tensors = {"weight": _numbers(path, tensors, layer, f"{type(model).__name__} of {engine}", logger)}
-            except (TypeError, ValueError) as failure:
+                tensors = {"weight": _numbers(path, tensors, layer, drafter, logger)}
+            except Exception as failure:  # a failure of ours is not the engine's
                 because = str(failure).removeprefix("eagle_kernels: ")
-                log_once(logger, logging.WARNING, f"{path} of {engine} gets codes without their scale: {because}")
+                log_once(logger, logging.WARNING, f"{path} of {drafter} gets codes without their scale: {because}")
         for parameter, tensor in tensors.items():
             yield f"{path}.{parameter}", tensor
 
