@@ -116,8 +116,10 @@ def pack() -> int:
     shutil.copy2(library, CARRIED / library.name)
     (CARRIED / "COMMIT").write_text(_commit() + "\n")
     if TRITON_CACHE.exists():
-        with tarfile.open(CARRIED / _CACHE_ARCHIVE, "w:xz") as archive:
+        partial = CARRIED / f"{_CACHE_ARCHIVE}.partial"  # half of a cache must not be carried
+        with tarfile.open(partial, "w:xz", preset=1) as archive:
             archive.add(TRITON_CACHE, ".", filter=_without_locks)
+        partial.replace(CARRIED / _CACHE_ARCHIVE)
     size = sum(file.stat().st_size for file in CARRIED.iterdir()) >> 10
     print(f"carry {CARRIED.relative_to(ROOT)} ({size} KiB, commit {_commit()})")
     return 0
