@@ -184,13 +184,14 @@ void norm_concat_linear_quantized_out(const std::vector<Tensor>& chunks, int64_t
                                       const Tensor& codes, const Tensor& scales,
                                       const OptionalTensor& global_scale, int64_t block_rows, int64_t block_columns,
                                       const OptionalTensor& bias, const OptionalTensor& post_norm_weight,
-                                      double post_norm_eps, const Tensor& out_tensor) {
+                                      double post_norm_eps, bool in_dots, const Tensor& out_tensor) {
   const View out(out_tensor);
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kQuantizedOp, arguments, out);
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_weight, post_norm_eps, out, out_tensor);
   add_codes(sources, View(codes), out, record);
   record.scales = scales_of(sources, View(scales), view_of(global_scale), block_rows, block_columns, out);
+  record.in_dots = in_dots;
   run_on_cpu(record, codes, out_tensor);
 }
 
@@ -232,7 +233,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
             .c_str());
   m.def(("norm_concat_linear_quantized_out(" + kSourcesSchema +
          ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, int block_columns, Tensor? bias, "
-         "Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
+         "Tensor? post_norm_weight, float post_norm_eps, bool in_dots, Tensor(a!) out) -> ()")
             .c_str());
   m.def(("norm_concat_linear_two_step_out(" + kSourcesSchema + ", Tensor weight, Tensor(a!) out) -> ()").c_str());
   m.def(("norm_concat_linear_checks_out(" + kSourcesSchema +

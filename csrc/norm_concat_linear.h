@@ -32,6 +32,7 @@ struct NormConcatLinear {
   int64_t weight_row_stride;
   WeightType weight_type;
   Scales scales;          // of codes
+  bool in_dots;           // of codes by bf16 rows where the CPU multiplies bf16: sums along K*H, for few rows
   Vector bias;            // [D] or absent
   Vector post_norm_gain;  // [D] or absent: no post norm; scaled by norm_offset + gain like the chunks
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too

@@ -30,11 +30,21 @@ WEIGHTS = {
 }
 
 
-@pytest.fixture(params=CPU_ISAS, autouse=True)
+@pytest.fixture(params=[*CPU_ISAS, *(f"{isa}-dots" for isa in CPU_ISAS if isa in plan.DOTS_ISAS)], autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with environment_of(EAGLE_KERNELS_CPU_ISA=request.param):
-        assert plan.cpu_isa() == request.param
+    """Each instruction set; with `-dots` by the kernel that plans have for few rows of bf16, here for any number."""
+    isa, _, dots = request.param.partition("-")
+    is_wider = request.node.callspec.params.get("dtype", "bf16") != "bf16"
+    if dots and is_wider:
+        pytest.skip("the kernel is of bf16 alone")
+    with environment_of(EAGLE_KERNELS_CPU_ISA=isa):
+        assert plan.cpu_isa() == isa
         yield request.param
+
+
+@pytest.fixture(autouse=True)
+def in_dots(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNEL, "in_dots", isa.endswith("-dots"))
 
 
 def strided(rows: Tensor, fill: int) -> Tensor:
@@ -69,8 +79,11 @@ def random_weight(name: str, D: int, W: int, *, is_strided: bool = False) -> Qua
     return QuantizedWeight(codes, scales, format, global_scale, shards)
 
 
+KERNEL = {"in_dots": False}  # which a plan would name
+
+
 def project(call: Operands, weight: QuantizedWeight, out: Tensor) -> Tensor:
-    arguments = {"chunks": call.chunks, **call.sources, "block": weight.block, "out": out}
+    arguments = {"chunks": call.chunks, **call.sources, "block": weight.block, "out": out, **KERNEL}
     arguments |= dict(zip(("codes", "scales", "global_scale"), weight.tensors, strict=True))
     arguments |= {name: call.projection[name] for name in ("bias", "post_norm_weight")}
     run_primitive(torch.ops.eagle_kernels_C, "norm_concat_linear_quantized", arguments)
@@ -260,3 +273,35 @@ def test_no_rows_and_no_columns() -> None:
     call = operands(Case("bf16", (64,), 3, D=33))
     weight = QuantizedWeight(torch.empty(0, 64).to(E4M3), torch.empty(0, 1), "fp8_row")
     assert projected(call, weight).shape == (3, 0)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_wide_weights(name: str) -> None:
+    """Several units of 512 columns, the last one not whole, blocks of the output of 10 columns, and 1 to 8 rows."""
+    W = 1632 if "fp4" in name or name == "mxfp8" else 1637
+    for T, D in ((1, 23), (2, 9), (3, 40), (4, 11), (6, 67), (8, 33)):
+        check(Case("bf16", (W,), T, D=D), name, is_strided=T % 2 == 1)
+
+
+def test_blocks_of_any_width() -> None:
+    """As wide as the contract of scales allows: those of 384 columns do not begin with a unit of 512."""
+    for columns in (16, 32, 64, 128, 256, 384, 512, 1024):
+        call = operands(Case("bf16", (2176,), 5, "none", D=37))
+        for name, size in (("fp8_row", 1), ("int8_row", 1), ("mxfp4", 2)):
+            codes = random_weight(name, 37, 2176).codes
+            scales = torch.rand(37, -(-2176 // columns)) * 1e-2
+            weight = QuantizedWeight.of_tensors(codes, scales, None, name, (1, columns))
+            truth = dataclasses.replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)})
+            assert codes.shape[1] * size == 2176
+            expect(truth)[1].check(projected(call, weight))
+
+
+def test_the_plan_of_few_rows(isa: str) -> None:
+    def kernel(T: int, dtype: torch.dtype) -> plan.Kernel:
+        return plan.choose("norm_concat_linear_quantized", torch.device("cpu"), 3, T, dtype).kernel
+
+    few = plan.Kernel.DOTS if "bf16" in isa else plan.Kernel.FUSED
+    assert [kernel(T, torch.bfloat16) for T in (1, 8, 9, 64)] == [few, few, plan.Kernel.FUSED, plan.Kernel.FUSED]
+    assert kernel(1, torch.float16) == kernel(1, torch.float32) == plan.Kernel.FUSED
+    with environment_of(EAGLE_KERNELS_CPU_ISA=isa.partition("-")[0], EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        assert kernel(1, torch.bfloat16) is plan.Kernel.FUSED

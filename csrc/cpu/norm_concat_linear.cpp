@@ -4,12 +4,13 @@
 // reads it at half of the memory's speed. Here the weight streams row-major, as the checkpoint has it: the rows are
 // normed and rounded once into a packed operand that stays in the cache, and no copy of the weight is ever made.
 //
-// Three projections: project_quantized.h for a weight of codes, project_amx.h for bf16 on the tile unit, project_dot.h
-// for everything else. Each sums a column of the output in an order that depends on K*H (and the blocks of scales)
+// Four projections: project_codes.h for a weight of codes and few rows of bf16, project_quantized.h for other codes,
+// project_amx.h for bf16 on the tile unit, project_dot.h for everything else. Each sums a column of the output in an order that depends on K*H (and the blocks of scales)
 // alone, so the bits of a row do not depend on N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
+#include "project_codes.h"
 #include "project_dot.h"
 #include "project_quantized.h"
 #if defined(__AMX_BF16__)
@@ -24,6 +25,10 @@ namespace {
 bool on_tiles(const NormConcatLinear& op) {
   return op.source.dtype == DType::kBFloat16 && op.weight_type == WeightType::kChunks;
 }
+#endif
+
+#if defined(__AVX512BF16__)
+bool multiplies_in_dots(const NormConcatLinear& op) { return op.in_dots && op.source.dtype == DType::kBFloat16; }
 #endif
 
 template <class T>
@@ -50,6 +55,9 @@ int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) return amx_workspace(op);
 #endif
+#if defined(__AVX512BF16__)
+  if (multiplies_in_dots(op)) return codes_workspace(op);
+#endif
   int64_t bytes = 0;
   with_dtype(op.source.dtype, [&](auto type) { bytes = dot_workspace<decltype(type)>(op); });
   return op.weight_type == WeightType::kChunks ? bytes : bytes + totals_workspace(op);
@@ -71,7 +79,13 @@ void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t group_beg
     return;
   }
 #endif
-  with_dtype(op.source.dtype, [&](auto type) { dot_pack<decltype(type)>(op, group_begin, group_end); });
+#if defined(__AVX512BF16__)
+  if (multiplies_in_dots(op)) return codes_pack(op, group_begin, group_end);
+#endif
+  with_dtype(op.source.dtype, [&](auto type) {
+    using T = decltype(type);
+    dot_pack<T>(op, group_begin, group_end, packed_width<T>(op));
+  });
 }
 
 template <>
@@ -81,6 +95,9 @@ template <>
 void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) return amx_project(op, panel_begin, panel_end);
+#endif
+#if defined(__AVX512BF16__)
+  if (multiplies_in_dots(op)) return codes_project(op, panel_begin, panel_end);
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);

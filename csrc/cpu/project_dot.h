@@ -145,11 +145,11 @@ int64_t dot_workspace(const NormConcatLinear& op) {
 }
 
 template <class T>
-void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
+void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end, int64_t width) {
   using Packed = typename DotStep<T>::Packed;
   const Concat& source = op.source;
   for (int64_t i = row_begin; i < row_end; ++i) {
-    Packed* packed = packed_rows<T>(op) + i * packed_width<T>(op);
+    Packed* packed = packed_rows<T>(op) + i * width;
     const float of_concat = source.norm == Norm::kConcat ? concat_rstd<T>(source, i) : 0.0f;
     for (int64_t k = 0; k < source.num_chunks; ++k) {
       const Chunk& chunk = source.chunks[k];
@@ -159,7 +159,7 @@ void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
       norm_columns<T>(chunk, row, rstd, source.norm_offset, 0, chunk.width,
                       [=](int64_t h, Float value, auto span) { store(columns + h, round_to(value, T{}), span); });
     }
-    __builtin_memset(packed + source.width, 0, (packed_width<T>(op) - source.width) * sizeof(Packed));
+    __builtin_memset(packed + source.width, 0, (width - source.width) * sizeof(Packed));
   }
 }
 

@@ -35,6 +35,7 @@ class Kernel(Enum):
 
     SINGLE = "one kernel"
     FUSED = "fused"  # norm_concat_linear in one pass over the weight
+    DOTS = "fused dots"  # the same for few rows and a weight of codes, which stay in their order
     SPLIT = "split"  # the same in two launches, partial sums and a finalise kernel
     TWO_STEP = "norm_concat + linear"
     TORCH = "plain torch"
@@ -50,7 +51,7 @@ class Plan:
     reason: str
     tiles: Tiles | None = None  # of Kernel.SPLIT
     aligned: bool = False  # Kernel.SPLIT may copy 16 bytes at a time
-    isa: str | None = None  # of Kernel.FUSED on the CPU
+    isa: str | None = None  # of Kernel.FUSED and Kernel.DOTS on the CPU
 
     @property
     def method(self) -> str:
@@ -224,7 +225,7 @@ def _choose(problem: Problem) -> Plan:
 
 def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) -> Plan:
     if backend == "cpu":
-        return Plan(problem.op, backend, Kernel.FUSED, "the codes are widened as they are multiplied", isa=isa)
+        return _cpu_codes(problem, isa)
     if backend == "cuda":
         triton_reason = unsupported_reason("triton", problem.device)
         backend = "triton" if triton_reason is None else "reference"
@@ -235,6 +236,27 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
             return _split_codes(problem)
         reason = unsupported
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {reason}")
+
+
+# The largest N at which sums along K*H beat sums along D: one register tile of C++ (csrc/cpu/project_codes.h). Without
+# a product of bf16 in the processor there is no such kernel.
+DOTS_ROWS = 8
+DOTS_ISAS = ("avx512_bf16", "amx_bf16")
+
+
+def _cpu_codes(problem: Problem, isa: str) -> Plan:
+    reason = "the codes are widened as they are multiplied"
+    if problem.dtype != torch.bfloat16 or isa not in DOTS_ISAS:
+        return Plan(problem.op, "cpu", Kernel.FUSED, reason, isa=isa)
+    T = problem.rows
+    if SETTINGS.batch_invariant:
+        reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
+    elif T <= DOTS_ROWS:
+        reason = f"T={T} <= {DOTS_ROWS}: rows of codes stream in their order"
+        return Plan(problem.op, "cpu", Kernel.DOTS, reason, isa=isa)
+    else:
+        reason = f"T={T} > {DOTS_ROWS}: a strip of codes is transposed once for all rows"
+    return Plan(problem.op, "cpu", Kernel.FUSED, reason, isa=isa)
 
 
 def _split_codes(problem: Problem) -> Plan:

@@ -84,13 +84,14 @@ class NormConcatLinearQuantized(NamedTuple):
     sources: Sources
     projection: QuantizedProjection
     out: Tensor
+    in_dots: bool = False  # Kernel.DOTS
 
     def for_primitive(self) -> tuple:
         weight, *epilogue = self.projection
-        return (*self.sources.for_primitive(), *weight.tensors, *weight.block, *epilogue, self.out)
+        return (*self.sources.for_primitive(), *weight.tensors, *weight.block, *epilogue, self.in_dots, self.out)
 
     def check(self) -> None:
-        sources, projection, out = self
+        sources, projection, out, _ = self
         sources.check(OP, eps_name(projection.post_norm_weight))
         projection.check(sources)
         checks.check_matrix(OP, "chunks[0]", sources.chunks[0])
@@ -99,7 +100,7 @@ class NormConcatLinearQuantized(NamedTuple):
         sources.check_memory(OP, out, *zip(names, projection.tensors, strict=True))
 
     def reference(self) -> None:
-        sources, (weight, bias, post_norm_weight, post_norm_eps), out = self
+        sources, (weight, bias, post_norm_weight, post_norm_eps), out, _ = self
         dense = Projection(weight.dequantize(torch.float32), bias, post_norm_weight, post_norm_eps)
         normed = formula(sources).to(out.dtype).float()
         out.copy_(project_formula(normed, dense, sources.norm_offset))
@@ -108,7 +109,7 @@ class NormConcatLinearQuantized(NamedTuple):
 def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
     device, dtype = sources.chunks[0].device, sources.chunks[0].dtype
     if device.type == "cpu" and plans.SETTINGS.backend != "triton":  # which tests force
-        return choose(PRIMITIVE, device, sources.num_chunks)
+        return choose(PRIMITIVE, device, sources.num_chunks, rows, dtype)
     _, elements_aligned = alignment(*sources.chunks, *sources.residuals, *sources.gains, weight.codes)
     has_residuals, (D, _) = bool(sources.residuals), weight.shape
     sizes = (sources.num_chunks, rows, dtype, D, sources.widths, has_residuals, has_post_norm)
@@ -124,10 +125,10 @@ def can_read_codes(device: torch.device) -> bool:
 
 
 def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
-    record = NormConcatLinearQuantized(sources, projection, out)
     rows = out.size(0) if out.dim() else 0
     plan = plan_of(sources, projection.weight, rows, projection.post_norm_weight is not None)
-    if plan.kernel is Kernel.FUSED:
+    record = NormConcatLinearQuantized(sources, projection, out, plan.kernel is Kernel.DOTS)
+    if plan.kernel in (Kernel.FUSED, Kernel.DOTS):
         run_primitive(record, PRIMITIVE)
     else:
         record.check()
