@@ -297,11 +297,14 @@ def test_blocks_of_any_width() -> None:
 
 
 def test_the_plan_of_few_rows(isa: str) -> None:
-    def kernel(T: int, dtype: torch.dtype) -> plan.Kernel:
-        return plan.choose("norm_concat_linear_quantized", torch.device("cpu"), 3, T, dtype).kernel
+    def kernel(T: int, dtype: torch.dtype, columns: int) -> plan.Kernel:
+        problem = plan.Problem("norm_concat_linear_quantized", torch.device("cpu"), 3, T, dtype, block_columns=columns)
+        return plan.choose(*problem).kernel
 
     few = plan.Kernel.DOTS if "bf16" in isa else plan.Kernel.FUSED
-    assert [kernel(T, torch.bfloat16) for T in (1, 8, 9, 64)] == [few, few, plan.Kernel.FUSED, plan.Kernel.FUSED]
-    assert kernel(1, torch.float16) == kernel(1, torch.float32) == plan.Kernel.FUSED
+    for columns, most in ((12288, 8), (128, 4), (32, 4), (16, 2)):
+        kernels = [kernel(T, torch.bfloat16, columns) for T in (1, most, most + 1, 64)]
+        assert kernels == [few, few, plan.Kernel.FUSED, plan.Kernel.FUSED]
+    assert kernel(1, torch.float16, 128) == kernel(1, torch.float32, 128) == plan.Kernel.FUSED
     with environment_of(EAGLE_KERNELS_CPU_ISA=isa.partition("-")[0], EAGLE_KERNELS_BATCH_INVARIANT="1"):
-        assert kernel(1, torch.bfloat16) is plan.Kernel.FUSED
+        assert kernel(1, torch.bfloat16, 12288) is plan.Kernel.FUSED

@@ -4,8 +4,8 @@ Triton's own JIT looks at every integer of a call: a row count of 1, or one that
 tuples even under `do_not_specialize`. Here integers never specialise. What may differ between two binaries is the dtype
 or the absence of an argument, the constexprs, and which arguments the launcher promises to be multiples of 16.
 
-On CUDA a launch is one call of the driver with arguments packed in place: 6 us, where Triton's own launcher takes 25 to
-35 for the nested tuples of these kernels (bench/results).
+On CUDA a launch is one call of the driver with arguments packed in place; Triton's own launcher walks the nested tuples
+of these kernels in every call.
 """
 
 import ctypes
