@@ -64,7 +64,7 @@ soak: $(VENV)/package.stamp
 test-vllm: $(VLLM_VENV)/package.stamp $(VLLM_NEWEST_VENV)/package.stamp
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm --durations=5
 	VLLM_TARGET_DEVICE=cpu $(VLLM_NEWEST_VENV)/bin/python -m pytest tests/engines/vllm/test_vllm_loaded.py \
-	    tests/engines/vllm/test_vllm_modules.py --durations=5
+	    tests/engines/vllm/test_vllm_modules.py tests/engines/vllm/test_vllm_drafters.py --durations=5
 
 # The real SGLang on CPU, tiny models, in an environment of its own. standins/ has what SGLang's CPU path needs and PyPI
 # does not have: its CPU kernels, and a torchvision that imports.
