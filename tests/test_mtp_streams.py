@@ -245,7 +245,7 @@ def test_from_hf() -> None:
     errors = [
         ({"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3', expected one of ['deepseek_v4', "),
         ({"model_type": "llama"}, {}, "model_type is 'llama', expected one of ['deepseek_v4', "),
-        ({"model_type": "deepseek_v4", "hidden_size": 8}, {}, "hc_mult or hc_count is missing, expected the target's"),
+        ({"model_type": "deepseek_v4", "hidden_size": 8}, {}, "hc_mult is missing, expected the target's"),
         (v4, {"engine": "tgi"}, "engine is 'tgi', expected 'sglang' or "),
     ]
     for config, arguments, message in errors:

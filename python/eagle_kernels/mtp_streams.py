@@ -51,9 +51,10 @@ class MTPStreamsConfig(MTPConfig):
         checks.check_width(op, self.num_streams, max(self.hidden_size, self.out_features))
         if self.hnorm_over not in ("stream", "row"):
             raise checks.error(ValueError, op, f"hnorm_over is {self.hnorm_over!r}", "'stream' or 'row'")
-        if self.order != "embed,hidden" or not self.normed:
-            got = f"order is {self.order!r}, normed {self.normed}"
-            raise checks.error(ValueError, op, got, "'embed,hidden', True", "no family has another stage of streams")
+        if self.order != "embed,hidden" or not self.normed or self.bias:
+            got = f"order is {self.order!r}, normed {self.normed}, bias {self.bias}"
+            because = "no family has another stage of streams"
+            raise checks.error(ValueError, op, got, "'embed,hidden', True, False", because)
 
     @classmethod
     def from_hf(cls, config: object, *, engine: str = "sglang") -> MTPStreamsConfig:
