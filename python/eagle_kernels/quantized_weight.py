@@ -277,11 +277,11 @@ def values_of(codes: Tensor) -> Tensor:
 def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     """The weight [D, W] in a format of `QuantizedWeight`, rounded to nearest even; its error is logged.
 
-    With a = max |W| over what shares a scale, m the largest code (448, 127, 6), 1 where a is 0:
+    With a = max(abs(W)) over what shares a scale, m the largest code (448, 127, 6), 1 where a is 0:
 
         fp8_tensor, fp8_row, fp8_block*, int8_row    scale = a / m
         mxfp8, mxfp4                                 scale = 2^ceil(log2(a / m))
-        nvfp4    global_scale = max |W| / (6 * 448); scale = e4m3(max(a / (6 * global_scale), 2^-9))
+        nvfp4    global_scale = max(abs(W)) / (6 * 448); scale = e4m3(max(a / (6 * global_scale), 2^-9))
 
     Args:
         weight: bf16, fp16 or fp32.
