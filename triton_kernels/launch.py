@@ -52,7 +52,7 @@ Launcher = Callable[[tuple[int, int, int], tuple, list[int | float]], None]
 
 # Never emptied: a captured graph launches these binaries for as long as it lives.
 _binaries: dict[tuple[Specialisation, int], Any] = {}
-# The same by what `launch` is called with, of which a key takes 3 us less to make than a Specialisation.
+# The same by what `launch` is called with: a key that costs less to make than a Specialisation.
 _launchers: dict[tuple, Launcher] = {}
 
 

@@ -166,11 +166,6 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
         self.load_state_dict(checkpoint.eagle3_qkv_projection(weights, self))
         return self
 
-    def quantize(self, format: str) -> Eagle3QKVProjection:
-        """Round qkv_proj.weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
-        self._quantize(format)
-        return self
-
     def forward(
         self,
         hidden: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from .ops import vocab_parallel_embedding
 from .ops.sources import Sources
 from .quantized_linear import QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def _fits_eps(scale: float | Tensor | None, eps: float) -> bool:
@@ -52,10 +55,12 @@ class EmbeddingHiddenProjection(nn.Module):
         self.add_module(projection, self._dense(**factory))
         self.requires_grad_(False)
 
-    def _quantize(self, format: str) -> None:
+    def quantize(self, format: str) -> Self:
+        """Round the projection's weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
         name = self.NAMES[-1]
         op = f"{type(self).__name__}.quantize"
         setattr(self, name, quantize_linear(op, getattr(self, name), format))
+        return self
 
     def _dense(self, **factory: Any) -> nn.Linear:
         config = self.config
@@ -225,11 +230,6 @@ class MTPProjection(EmbeddingHiddenProjection):
 
         state, weight = checkpoint.mtp_projection(weights, self, layer)
         load_projection("MTPProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense)
-        return self
-
-    def quantize(self, format: str) -> MTPProjection:
-        """Round eh_proj.weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
-        self._quantize(format)
         return self
 
     def forward(

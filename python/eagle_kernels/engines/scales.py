@@ -1,7 +1,7 @@
 """A drafter's checkpoint for engine layers that have no place for its scales.
 
 A layer without a quantization method takes what is called `weight` for numbers. Codes are some hundred times too large,
-the scales beside them are names that its model skips without a word, and no draft is accepted (sglang#39087: accepted
+the scales beside them are names that its model skips in silence, and no draft is accepted (sglang#39087: accepted
 length 3.7 -> 1.0). Here such codes become numbers on their way from the checkpoint to the model, once, in the dtype of
 the layer. What an engine loads as codes passes as it is.
 """
