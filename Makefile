@@ -45,7 +45,7 @@ test: lint
 test-compile: $(VENV)/package.stamp
 	$(PYTEST) tests/compile --all-binaries -v
 
-# Random calls against float64, new ones every time, and the counts into bench/results/: CASES of each of the five ops on
+# Random calls against float64, new ones every time, and the counts into bench/results/: CASES of each op on
 # every CPU instruction set and in the emulation of CUDA, a twentieth of them in Triton's interpreter; and as many configs
 # and checkpoints of any contents.
 fuzz: CASES ?= 2000

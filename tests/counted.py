@@ -65,6 +65,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         facts = dict(report.user_properties)
         if report.when == "call" and "cases" in facts:
             run = {"passed": report.passed, "seconds": round(report.duration, 1)}
-            records[report.nodeid] = facts | run | {"date": environment["date"]}
+            records[report.nodeid] = facts | run | {name: environment[name] for name in ("commit", "date")}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment, "records": records}, indent=1) + "\n", "utf-8")

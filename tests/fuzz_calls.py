@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import eagle_kernels as ek
+from eagle_kernels.ops.store_context_kv import StoreContextKV
 from eagle_kernels.quantized_weight import FORMATS
 from guards import SENTINEL, between_forbidden_pages
+from test_store_context_kv import DTYPES, Form, make
 
 # By name of what bench/ops draws. Small: a call takes 2 ms on the CPU, and an edge of a block needs no more rows.
 SIZES = {"T": (0, 1, 2, 3, 7, 16, 33, 70), "N": (0, 1, 2, 5, 33), "H": (1, 7, 16, 31, 64, 100, 130), "V": (5, 64, 130)}
@@ -249,3 +251,44 @@ def _fold_ids(arguments: dict[str, object]) -> None:
         arguments["ids"] = ids.view(2, -1)
         if out is not None:
             arguments["out"] = out.view(2, -1, out.shape[1])
+
+
+def draw_store(data: st.DataObject) -> StoreContextKV:
+    """A record of store_context_kv whose operands, gaps included, touch forbidden pages; the caches hold NaN."""
+
+    def choose(name: str, *values: object) -> object:
+        return data.draw(st.sampled_from(values), label=name)
+
+    d = choose("d", 1, 2, 7, 16, 33, 64, 130)
+    norm_width = choose("norm_width", d, d, d, d // 2, 0)
+    rotary_begin = choose("rotary_begin", 0, 0, d // 3)
+    form = Form(
+        choose("n", 1, 2, 3),
+        d,
+        2 * data.draw(st.integers(0, (d - rotary_begin) // 2), label="pairs"),
+        norm_width,
+        choose("v", "own", "k", "none"),
+        choose("gain", "dtype", "fp32", "none") if norm_width else "none",
+        choose("norm_offset", 0.0, 1.0),
+        rotary_begin,
+        choose("interleaved", False, True),
+        choose("eps", 1e-6, 0.3, 0.0),
+    )
+    torch.manual_seed(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    index = choose("index", torch.int32, torch.int64)
+    record = make(form, choose("dtype", *DTYPES), choose("N", 0, 1, 2, 5, 33), index)
+    if record.kv.numel() and choose("planted", False, True):
+        number = choose("number", 0.0, float("nan"), float("inf"))
+        place = data.draw(st.integers(0, record.kv.numel() - 1), label="place")
+        record.kv[place // record.kv.shape[1], place % record.kv.shape[1]] = number
+    at = choose("at", "begin", "end")
+    return StoreContextKV(*(_all_memory_of(value, at) if isinstance(value, Tensor) else value for value in record))
+
+
+def _all_memory_of(tensor: Tensor, at: str) -> Tensor:
+    """The tensor with the gaps between its rows, in memory that touches a forbidden page."""
+    if tensor.numel() == 0:
+        return tensor
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = between_forbidden_pages(tensor.as_strided((length,), (1,)), at)
+    return memory.as_strided(tensor.shape, tensor.stride())

@@ -15,11 +15,13 @@ from torch import Tensor
 import eagle_kernels as ek
 from backends import CPU_ISAS, environment_of
 from eagle_kernels import ops
+from eagle_kernels.ops.store_context_kv import StoreContextKV, store_context_kv
 
 Outputs = tuple[Tensor, ...]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QUANTIZED = "norm_concat_linear_quantized"
-OPS = (*ops.__all__, QUANTIZED)
+CONTEXT_KV = "store_context_kv"
+OPS = (*ops.__all__, QUANTIZED, CONTEXT_KV)
 V = 200
 THREADS = 8
 PATHS = {isa: {"EAGLE_KERNELS_BACKEND": "cpu", "EAGLE_KERNELS_CPU_ISA": isa} for isa in CPU_ISAS}
@@ -49,6 +51,8 @@ def calls(op: str, rows: int, width: int, dtype: torch.dtype) -> Callable[[int],
         layer.weight.data.copy_(random(*layer.weight.shape))
         ids = torch.randint(-2, V + 2, (rows,), generator=generator)
         return lambda T: (layer(ids[:T]),)
+    if op == CONTEXT_KV:
+        return _store_context(rows, width // 2, random)
     chunks = [random(rows, width) for _ in range(3)]
     if op == "norm_concat":
         gains = random(3, width)
@@ -60,6 +64,21 @@ def calls(op: str, rows: int, width: int, dtype: torch.dtype) -> Callable[[int],
     if op == QUANTIZED:
         layer.quantize("fp8_block128")
     return lambda T: (layer([chunk[:T] for chunk in chunks]),)
+
+
+def _store_context(rows: int, head_dim: int, random: Callable[..., Tensor]) -> Callable[[int], Outputs]:
+    """Two heads in as many slots as rows, in an order of their own; a row that is skipped leaves zeros."""
+    kv, gain = random(rows, 4 * head_dim), random(head_dim)
+    cos_sin = random(rows, head_dim, dtype=torch.float32)
+    positions, slots = torch.arange(rows), torch.arange(rows).flip(0) - rows // 8
+
+    def store(T: int) -> Outputs:
+        k_cache, v_cache = kv.new_zeros(2, rows, 2, head_dim).unbind(0)
+        form = (gain, 1e-6, 0.0, head_dim, cos_sin, 0, False)
+        store_context_kv(StoreContextKV(kv[:T], *form, positions[:T], slots[:T], k_cache, v_cache))
+        return k_cache, v_cache
+
+    return store
 
 
 def digest(outputs: Outputs) -> str:

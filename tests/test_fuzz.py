@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 import eagle_kernels as ek
 from backends import CPU_ISAS, environment_of
 from eagle_kernels import ops
-from fuzz_calls import Call, draw_call
+from eagle_kernels.ops.store_context_kv import StoreContextKV, store_context_kv
+from fuzz_calls import Call, draw_call, draw_store
 from fuzz_truth import Truth, truths_of
 from guards import same_bits, same_bits_or_nan
+from test_store_context_kv import check_written
 
 LAST_CALLS = Path(__file__).resolve().parent.parent / "build/fuzz"
 SMALL = {"T": (0, 1, 2, 3, 5), "N": (0, 1, 4), "H": (1, 8, 24, 33, 100), "K": (1, 2, 3), "D": (1, 5, 40)}
@@ -82,14 +84,48 @@ def check_any_call(
         for_any(check_one, few=few)
 
 
+def test_any_store_of_context(for_any: Callable, request: pytest.FixtureRequest, record_property: Callable) -> None:
+    """The op behind `ContextKV`, which is no public call."""
+    record_property("paths", [*CPU_ISAS, "reference"])
+    check_any_store(EVERY_PATH, for_any, request, few=60)
+
+
+def check_any_store(paths: list[dict[str, str]], for_any: Callable, request: pytest.FixtureRequest, few: int) -> None:
+    with last_call(request.node.name) as remember:
+
+        def check_everywhere(data: st.DataObject) -> None:
+            record = draw_store(data)
+            for variables in paths:
+                remember((variables, record))
+                with environment_of(**variables):
+                    check_store(record)
+
+        for_any(check_everywhere, few=few)
+
+
+def check_store(record: StoreContextKV, store: Callable[[StoreContextKV], None] = store_context_kv) -> None:
+    """Run it twice on the backend that is active: as `check` does for a public call."""
+    read = [value for value in record if isinstance(value, torch.Tensor)][: -len(record.outputs)]
+    copies = [tensor.clone() for tensor in read]
+    written = []
+    for _ in range(2):
+        for cache in record.outputs:
+            (cache if cache._base is None else cache._base).fill_(float("nan"))
+        store(record)
+        check_written(record)
+        written.append([cache.clone() for cache in record.outputs])
+    assert all(map(same_bits_or_nan, *written)), "a second run gives other bits"
+    assert all(map(same_bits_or_nan, read, copies)), "an input was written"
+
+
 @contextlib.contextmanager
-def last_call(test: str) -> Iterator[Callable[[Call], None]]:
+def last_call(test: str) -> Iterator[Callable[[object], None]]:
     """A function that writes the call that comes next to a file, which a process that dies leaves behind."""
     LAST_CALLS.mkdir(parents=True, exist_ok=True)
     path = LAST_CALLS / f"{test}.txt"
     with path.open("w", encoding="utf-8") as file:
 
-        def remember(call: Call) -> None:
+        def remember(call: object) -> None:
             file.seek(0)
             file.truncate()
             file.write(f"{call!r}\n")
@@ -132,6 +168,29 @@ def test_a_fault_is_found(op: str, fault: Callable, monkeypatch: pytest.MonkeyPa
         check(call, [] if call.overlaps else truths_of(call))
 
     monkeypatch.setattr(ek, op, faulty)
+    with pytest.raises(AssertionError):
+        check_any()
+
+
+def _row_elsewhere(record: StoreContextKV) -> None:
+    record.k_cache[..., -1].fill_(3.0)
+
+
+def _rounded_before(record: StoreContextKV) -> None:
+    record.k_cache.mul_(1 + 2 * torch.finfo(record.kv.dtype).eps)
+
+
+@pytest.mark.parametrize("fault", [_row_elsewhere, _rounded_before])
+def test_a_fault_of_a_store_is_found(fault: Callable) -> None:
+    def faulty(record: StoreContextKV) -> None:
+        store_context_kv(record)
+        fault(record)
+
+    @settings(max_examples=60, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(st.data())
+    def check_any(data: st.DataObject) -> None:
+        check_store(draw_store(data), faulty)
+
     with pytest.raises(AssertionError):
         check_any()
 
