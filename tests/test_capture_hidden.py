@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
-from accuracy import every_number, half_steps
+from accuracy import every_number, half_steps, relative_rms
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits, same_bits_or_nan
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -102,13 +102,26 @@ def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_output_beyond_the_caches_lies_anywhere(dtype: torch.dtype, cpu_isa: str) -> None:
-    """From 32 MB on aligned rows are stored around the caches, with instructions that trap on others."""
+    """From 32 MB a thread on aligned rows are stored around the caches, with instructions that trap on others."""
     T, H = (33 << 20) // (1024 * dtype.itemsize), 1024
     hidden, buffer = torch.randn(T, H).to(dtype), torch.full((T, H + 3), 7.0, dtype=dtype)
-    for begin in (0, 1):
-        out = buffer[:, begin : begin + H]
-        ek.capture_hidden(hidden, out=out)
-        assert torch.equal(out, hidden) and (buffer[:, begin + H :] == 7).all()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for begin in (0, 1):
+            out = buffer[:, begin : begin + H]
+            ek.capture_hidden(hidden, hidden, out=out)
+            assert torch.equal(out, hidden + hidden) and (buffer[:, begin + H :] == 7).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_statistics_are_as_near_to_float64_as_torchs(cpu_isa: str) -> None:
+    """Whose sum is a cascade."""
+    hidden, squares = torch.randn(64, 65536), torch.empty(64)
+    ek.capture_hidden(hidden, out=torch.empty_like(hidden), sum_squares=squares)
+    truth = hidden.double().square().sum(-1)
+    assert relative_rms(squares, truth) <= 1.05 * relative_rms(hidden.square().sum(-1), truth)
 
 
 @pytest.mark.parametrize("residual", [torch.empty(3, 0), None], ids=["residual", "copy"])

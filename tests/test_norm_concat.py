@@ -77,6 +77,14 @@ def test_a_bad_chunk_leaves_the_other_chunks_of_its_row_alone(cpu_isa: str) -> N
     assert dirty[:, 101:202].isnan().all()
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, -1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gains_nan_of_any_payload_stays_one(dtype: torch.dtype, bits: int, cpu_isa: str) -> None:
+    """Rounding to fewer bits would make a number of one that has them all."""
+    gain = torch.full((1, 101), bits, dtype=torch.int32).view(torch.float32)
+    assert ek.norm_concat([torch.randn(3, 101).to(dtype)], norm_weight=gain).isnan().all()
+
+
 def test_without_norm_it_is_the_engines_cat_bit_for_bit(cpu_isa: str) -> None:
     chunks, residuals, _ = make_call(40, torch.bfloat16)
     out = ek.norm_concat(chunks, norm="none", residuals=[residuals[0], None, residuals[2]])

@@ -186,7 +186,7 @@ inline void store(T* p, Float value, Whole, Streamed) {
   stream_lanes(p, narrow(value, T{}));
 }
 
-// f(Streamed{}) or f(Cached{}), for one row of a call that writes `bytes` in all. Streaming is for outputs that no
+// f(Streamed{}) or f(Cached{}), for one row of those of a thread, which are `bytes`. Streaming is for outputs that no
 // cache holds until they are read: at 512 MB it takes norm_concat from 52 to 41 ms, capture_hidden from 59 to 49. At
 // 16 MB it gains 5 % at most, and the next op would read from memory at 27 GB/s what the last-level cache gives at 57.
 template <class F>
