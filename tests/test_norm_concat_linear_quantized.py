@@ -219,14 +219,15 @@ def test_a_block_has_its_bad_scale_alone() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8", "mxfp4", "nvfp4"])
-def test_every_code_and_scale(name: str, dtype: str) -> None:
-    """Row d has code d, and where scales are bytes scale d; x is the identity: the value, rounded once."""
+@pytest.mark.parametrize("shift", [0, 64])
+def test_every_code_and_scale(shift: int, name: str, dtype: str) -> None:
+    """Row d has code d, and where scales are bytes scale d - shift; x is the identity: the value, rounded once."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).unsqueeze(1).repeat(1, 32)
     kind = FORMATS[name]
     codes = codes[:, :16] if kind.columns_per_code == 2 else codes
     scales = torch.full((256, 1), 3.0)
     if kind.scales[0].itemsize == 1:
-        scales = codes[:, : 32 // kind.block[1]].contiguous().view(kind.scales[0])
+        scales = codes.roll(shift, 0)[:, : 32 // kind.block[1]].contiguous().view(kind.scales[0])
     weight = QuantizedWeight(codes.contiguous().view(kind.codes), scales, name)
     call = operands(Case(dtype, (32,), 32, "none", D=256))
     call = dataclasses.replace(call, chunks=[torch.eye(32, dtype=call.case.dtype)])
