@@ -157,7 +157,9 @@ class QuantizedWeight:
     ) -> QuantizedWeight:
         """From what a QuantizedWeight has become, unchecked."""
         weight = object.__new__(QuantizedWeight)
-        weight.__dict__.update(codes=codes, scales=scales, global_scale=global_scale, format=format, block=block)
+        fields = {"codes": codes, "scales": scales, "global_scale": global_scale, "format": format, "block": block}
+        for name, value in fields.items():
+            object.__setattr__(weight, name, value)  # torch 2.11 traces this, and no update of __dict__
         return weight
 
     def scaled_where(self, dtype: torch.dtype) -> str:
