@@ -4,11 +4,15 @@ What it costs is in `make bench-host`.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from backends import needs_compiled
+from eagle_kernels import library
 
 _SCRIPT = """
 import importlib.util, json, sys
@@ -52,3 +56,25 @@ def test_installs_no_other_top_level_name(imported: dict) -> None:
 
 def test_all_is_importable(imported: dict) -> None:
     assert imported["names"] == []
+
+
+_CALL = """
+import torch, eagle_kernels as ek
+x = torch.randn(2, 8)
+plan = ek.explain("norm_concat", x, num_chunks=2)
+print(plan.backend, torch.equal(ek.norm_concat(x, num_chunks=2, norm="none"), x), plan.reason)
+"""
+
+
+@needs_compiled
+@pytest.mark.parametrize("missing", ["eagle_kernels_cuda_driver_version", "vocab_parallel_embedding_out"])
+def test_an_older_library_counts_as_none(tmp_path: Path, missing: str) -> None:
+    """A checkout with newer Python, not installed again, ended in an AttributeError: in its import for a function that
+    the library did not have, in the first call for a primitive."""
+    package = library.COMPILED_LIBRARY.parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    older = library.COMPILED_LIBRARY.read_bytes().replace(missing.encode(), missing[:-1].encode() + b"X")
+    (tmp_path / package.name / library.COMPILED_LIBRARY.name).write_bytes(older)
+    run = subprocess.run([sys.executable, "-c", _CALL], cwd=tmp_path, capture_output=True, text=True)
+    older_than = f"cpu: libeagle_kernels.so is older than the package, it has no {missing}: install the package again"
+    assert run.stdout.strip() == f"reference True {older_than}", run.stderr

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kernels as ek
+import eagle_kernels.ops.store_context_kv  # registers it
 from backends import environment_of
 from eagle_kernels.plan import FUSED_ROWS
 from guards import same_bits

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_kernels.engines import eligibility, scales
+from eagle_kernels.models import families
 from engines.quantized_layers import written
 from test_quantized_checkpoint import LAYOUTS
 
@@ -70,10 +71,18 @@ def test_each_layout_becomes_numbers(layout: str, layer: Callable, log: Callable
     assert f"eagle_kernels: {line}: dequantized to torch.bfloat16" in log()
 
 
-@pytest.mark.parametrize("path", ["eh_proj", "model.layers.61.eh_proj", "mtp.0.eh_proj"])
-def test_a_projection_by_its_last_name(path: str) -> None:
-    tensors, expected = quantized("hf-block", path)
-    assert torch.equal(loaded(Drafter(eh_proj=linear()), tensors)[f"{path}.weight"], expected)
+STAGES = {name: family.mtp for name, family in families().items() if family.mtp is not None}
+
+
+@pytest.mark.parametrize("path", ["{}", "model.layers.61.{}", "mtp.0.{}"])
+@pytest.mark.parametrize("family", STAGES)
+def test_a_projection_by_its_last_name(family: str, path: str) -> None:
+    names = STAGES[family].projections
+    assert names and not [name for name in names if "norm" in name]
+    for name in names:
+        tensors, expected = quantized("hf-block", path.format(name))
+        weights = loaded(Drafter(**{name: linear()}), tensors)
+        assert torch.equal(weights[f"{path.format(name)}.weight"], expected)
 
 
 def test_layers_that_the_engine_merges() -> None:

@@ -6,6 +6,7 @@ length 3.7 -> 1.0). Here such codes become numbers on their way from the checkpo
 the layer. What an engine loads as codes passes as it is.
 """
 
+import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,17 +15,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import DTYPES
+from ..models import families
 from ..quantized_checkpoint import PARAMETERS, read_projection
 from ..quantized_weight import QuantizedWeight
 from .eligibility import log_once
 
 OP = "load_weights"
-# Of the input stage: a checkpoint's path of them is not the engine's (model.layers.61.eh_proj is model.eh_proj).
-PROJECTIONS = ("fc", "eh_proj", "input_proj", "mtp_linear_proj", "fc_embedding", "fc_hidden")
 _MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )
 _CODES = {"weight", "weight_packed", "qweight"}
+
+
+@functools.cache
+def _projections() -> frozenset[str]:
+    """Of the input stage: a checkpoint's path of them is not the engine's (model.layers.61.eh_proj is model.eh_proj)."""
+    return frozenset(name for family in families().values() if family.mtp for name in family.mtp.projections)
 
 
 def scaled(
@@ -101,7 +107,7 @@ def _layer_of(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
     """The layer that takes numbers for a layer of the checkpoint."""
     parent, _, name = path.rpartition(".")
     merged = f"{parent}.{_MERGED.get(name, name)}"
-    return layers.get(path) or layers.get(merged) or (layers.get(name) if name in PROJECTIONS else None)
+    return layers.get(path) or layers.get(merged) or (layers.get(name) if name in _projections() else None)
 
 
 def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, name: str, logger: logging.Logger) -> Tensor:

@@ -72,6 +72,11 @@ class MTPStage:
         return self.streams_field is not None
 
     @property
+    def projections(self) -> tuple[str, ...]:
+        """Those of `names` that are no norms."""
+        return self.names[2:] if self.normed else self.names
+
+    @property
     def engines(self) -> dict[str, EngineStage]:
         """The engines that serve it, by name."""
         both = {"sglang": self.sglang, "vllm": self.vllm}
