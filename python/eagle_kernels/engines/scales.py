@@ -29,7 +29,7 @@ _CODES = {"weight", "weight_packed", "qweight"}
 
 @functools.cache
 def _projections() -> frozenset[str]:
-    """Of the input stage: a checkpoint's path of them is not the engine's (model.layers.61.eh_proj is model.eh_proj)."""
+    """Of the input stage: their path in a checkpoint is not the engine's (model.layers.61.eh_proj is model.eh_proj)."""
     return frozenset(name for family in families().values() if family.mtp for name in family.mtp.projections)
 
 
