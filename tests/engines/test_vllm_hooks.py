@@ -378,6 +378,7 @@ def decides(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 VLLMS = (1.0, 1.0, 1.0, 1.0)
+DENSE_MB = f"{4 * K * H * D / 1e6:.3g}"
 
 
 @pytest.mark.parametrize(
@@ -389,14 +390,29 @@ VLLMS = (1.0, 1.0, 1.0, 1.0)
             id="the-one-op",
         ),
         pytest.param(
-            (0.9, 0.9, 0.9, 0.9), (0.5, 0.5, 0.5, 1.1), False, {1: "norm_concat", T: "norm_concat"},
+            (0.9, 0.9, 0.9, 0.9), (0.85, 0.85, 0.85, 1.1), False, {1: "norm_concat", T: "norm_concat"},
             f"runs norm_concat (K=3, chunk norm), its fc stays with vLLM: {PACKED}; T=1 900 ms (vLLM 1e+03), ",
             id="no-row-count-slower",
         ),
         pytest.param(
-            (0.9, 1.1, 1.1, 0.9), (1.1, 0.5, 0.5, 0.5), False, {1: "norm_concat", T: None, 4 * T: "norm_concat"},
+            (0.9, 1.1, 1.1, 0.9), (1.1, 1.1, 1.1, 0.85), False, {1: "norm_concat", T: None, 4 * T: "norm_concat"},
             f"runs norm_concat (K=3, chunk norm) where it is faster, its fc stays with vLLM: {PACKED}; T=1 900 ms",
             id="some-row-counts",
+        ),
+        pytest.param(
+            (0.9, 0.9, 0.9, 0.9), (0.5, 0.5, 1.1, 1.1), False,
+            {1: "norm_concat_linear", 4: "norm_concat_linear", 16: "norm_concat", 4 * T: "norm_concat"},
+            f"runs norm_concat_linear (K=3, chunk norm) on a dense copy of its weight ({DENSE_MB} MB) where that is "
+            "faster than the packed one, T=1 500 ms (packed 900), T=4 500 ms (packed 900), T=16 1.1e+03 ms (packed 900)"
+            f", T={4 * T} 1.1e+03 ms (packed 900); else runs norm_concat (K=3, chunk norm), its fc stays with vLLM: "
+            f"{PACKED}; T=1 900 ms (vLLM 1e+03), ",
+            id="both-layouts",
+        ),
+        pytest.param(
+            (1.1, 1.1, 1.1, 1.1), (0.5, 1.1, 1.1, 1.1), False, {1: "norm_concat_linear", 4: None, T: None},
+            f"runs norm_concat_linear (K=3, chunk norm) on a dense copy of its weight ({DENSE_MB} MB) where that is "
+            f"faster than the packed one, T=1 500 ms (packed 1e+03), ",
+            id="one-row-alone",
         ),
         pytest.param(
             (1.1, 1.1, 1.1, 1.1), (1.1, 1.1, 1.1, 1.1), False, {1: None, T: None},
@@ -432,6 +448,21 @@ def test_a_stage_runs_where_it_is_faster(
         ops.clear()
     (logged,) = [logged for logged in log() if "combine_hidden_states" in logged]
     assert logged.startswith(f"{COMBINE} {line}")
+
+
+def test_a_weight_that_is_packed_anew_leaves_no_dense_copy_in_use(
+    vllm: types.SimpleNamespace, decides: Callable, ops: list[str]
+) -> None:
+    """A reload of the weights, behind which vLLM processes its layers again."""
+    decides(VLLMS, (0.9,) * 4, (0.5, 0.5, 1.1, 1.1))
+    drafter, hidden = build(vllm, packs=True), torch.randn(1, K * H)
+    drafter.combine_hidden_states(hidden)
+    fc = drafter.model.fc
+    fc.weight = nn.Parameter(torch.randn(D, K * H))
+    fc.quant_method.process_weights_after_loading(fc)
+    ops.clear()
+    assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+    assert ops == ["norm_concat"]
 
 
 @pytest.mark.parametrize(("seconds", "op"), [(0.9, "norm_concat_linear"), (1.1, None)], ids=["faster", "slower"])

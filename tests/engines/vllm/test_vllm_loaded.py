@@ -102,7 +102,7 @@ def test_a_loaded_drafter(load: Callable, log: Callable, tmp_path: Path, norm: s
         assert runs in line and "forced" in line
     else:
         assert (runs in line or "is not faster" in line) and "T=1 " in line
-    # One layout of the weight: the dense one where the op reads it, else the one that vLLM makes of it.
+    # In the layer is the dense weight where the op reads it at all row counts, else what vLLM makes of it.
     fc = drafter.model.fc
     whole = stage is not None and stage.projection.has_norm and stage.projection.fc_unsupported is None
     assert cpu_packing.is_kept_dense(fc) <= whole and (fc.weight.numel() > 0 or not whole)

@@ -83,7 +83,7 @@ def rows_of(norm: str, H: int) -> Iterator[dict]:
     on = loaded(combine.hooked(drafter_class(norm, H)))
     stage = on.eagle_kernels_stage()
     off = loaded(drafter_class(norm, H)) if on.model.fc.weight.numel() else vllms_own(on)
-    print(norm, H, "vLLM" if stage is None else stage.decision.figures("vLLM"), file=sys.stderr, flush=True)
+    print(norm, H, "vLLM" if stage is None else combine._sentence(stage), file=sys.stderr, flush=True)
     evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32)
     for T in ROWS:
         x = torch.randn(T, K * H)
@@ -99,8 +99,8 @@ def rows_of(norm: str, H: int) -> Iterator[dict]:
                 times[name].append(seconds(call, x))
         medians = {f"{name}_ms": round(1e3 * statistics.median(of_call), 4) for name, of_call in times.items()}
         minima = {f"{name}_min_ms": round(1e3 * min(of_call), 4) for name, of_call in times.items()}
-        runs = stage is not None and stage.projection.has_norm and stage.decision.runs_op(T)
-        record = {"norm": norm, "H": H, "T": T, "ran": stage.projection.op if runs else "vLLM", **medians, **minima}
+        ran = None if stage is None or not stage.projection.has_norm else stage.projection_at(T)
+        record = {"norm": norm, "H": H, "T": T, "ran": "vLLM" if ran is None else ran.op, **medians, **minima}
         print(record, file=sys.stderr, flush=True)
         yield record | {"rounds": len(times["on"])}
 

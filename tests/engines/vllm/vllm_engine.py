@@ -88,4 +88,6 @@ class Engine:
         return str(site)
 
 
-_DEFAULTS = {"tp": 1, "compiled": False, "prompts": PROMPTS, "max_tokens": TOKENS, "num_speculative_tokens": 3}
+_DEFAULTS = {"tp": 1, "compiled": False, "prompts": PROMPTS, "max_tokens": TOKENS, "num_speculative_tokens": 3} | {
+    "sampling": {}
+}

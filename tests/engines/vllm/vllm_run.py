@@ -1,7 +1,8 @@
 """One engine from start to end in a process of its own: `python vllm_run.py request.json` prints one line of JSON.
 
 The request holds target, drafter, num_speculative_tokens, tp, compiled, prompts, max_tokens, `engine`, more arguments
-of LLM, and `updates` of the drafter's weights: after each of them the prompts run again.
+of LLM, `sampling`, those of SamplingParams, and `updates` of the drafter's weights: after each of them the prompts run
+again.
 """
 
 import json
@@ -29,7 +30,8 @@ def main() -> None:
         seed=0,
         **{"max_model_len": 128, "max_num_seqs": 4} | request.get("engine", {}),
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], detokenize=False, ignore_eos=True)
+    chosen = {"temperature": 0.0} | request["sampling"]
+    sampling = SamplingParams(max_tokens=request["max_tokens"], detokenize=False, ignore_eos=True, **chosen)
     results = [generate(llm, sampling, request["prompts"])]
     for update in request.get("updates", []):
         llm.collective_rpc(update_weights, args=(update,))

@@ -40,6 +40,8 @@ EAGLE3 = (
 )
 DFLASH = ("DFlashDraftModel", "DFlashLagunaForCausalLM")
 PACKED = "its weight is packed for vLLM's own CPU product"
+# How much faster the one op on a second, dense copy of the weight has to be at some row count to be worth its bytes.
+SECOND_COPY = 1.1
 
 _switches = EngineSwitches(frozenset(), False, ())
 
@@ -69,10 +71,24 @@ _Base: Any = object
 
 @dataclass(frozen=True)
 class Stage:
-    """What runs a drafter's combine_hidden_states, and at which row counts."""
+    """What runs a drafter's combine_hidden_states, and at which row counts.
+
+    dense: what comes first, on a dense copy of a weight that vLLM packed.
+    """
 
     projection: EngineProjection
     decision: Decision
+    dense: "Stage | None" = None
+
+    @property
+    def never(self) -> bool:
+        return self.decision.never and self.dense is None
+
+    def projection_at(self, T: int) -> EngineProjection | None:
+        """What runs a call of T rows; None is vLLM's own path."""
+        if self.dense is not None and self.dense.decision.runs_op(T) and self.dense.projection.fc.is_current:
+            return self.dense.projection
+        return self.projection if self.decision.runs_op(T) else None
 
 
 class FusedCombine(_Base):
@@ -137,10 +153,10 @@ class FusedCombine(_Base):
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         stage = self.eagle_kernels_stage()
         if stage is not None and self._runs_op():
-            rows = hidden_states.shape[0] if hidden_states.dim() > 1 else 1
-            if stage.decision.runs_op(rows):
+            projection = stage.projection_at(hidden_states.shape[0] if hidden_states.dim() > 1 else 1)
+            if projection is not None:
                 try:
-                    return stage.projection(hidden_states)
+                    return projection(hidden_states)
                 except Exception as failure:
                     self.eagle_kernels_give_up(failure)
         return super().combine_hidden_states(hidden_states)
@@ -154,11 +170,16 @@ def plan(drafter: Any) -> Stage | None:
         return None
     stage = _decide(drafter, projection)
     log_once(LOGGER, logging.INFO, f"{drafter.eagle_kernels_name} {_sentence(stage)}")
-    return None if stage.decision.never else stage
+    return None if stage.never else stage
 
 
 def _sentence(stage: Stage) -> str:
     projection, decision = stage.projection, stage.decision
+    if stage.dense is not None:
+        one_op, figures = stage.dense.projection, stage.dense.decision.figures("packed")
+        megabytes = one_op.fc.weight.nbytes / 1e6
+        where = f"on a dense copy of its weight ({megabytes:.3g} MB) where that is faster than the packed one"
+        return f"runs {one_op.op} ({one_op.kind}) {where}, {figures}; else {_sentence(replace(stage, dense=None))}"
     if not projection.is_worthwhile and not decision.never:
         return "stays with vLLM: it has no norm to fuse (the zero-copy route needs none)"
     sizes, figures = f"({projection.kind})", decision.figures("vLLM")
@@ -229,7 +250,7 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
 
 def _timed(drafter: Any, projection: EngineProjection, like: Tensor) -> Stage:
     """The faster of two layouts of fc's weight: dense, for the one op, or vLLM's packed one behind norm_concat or
-    vLLM's own norms. Where dense loses anywhere, packed it is: nothing is then slower than vLLM at any row count."""
+    vLLM's own norms. Where each is clearly faster at some row counts, both are kept; nothing is slower than vLLM."""
     fc, rows = _base_layer(projection.fc), decision.rows_up_to(drafter._max_rows)
     check_backend(projection.op, like.device)
     engine = super(FusedCombine, drafter).combine_hidden_states
@@ -251,12 +272,15 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor) -> Stage:
     seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 1 + len(candidates), len(rows)))
     theirs, *ours = map(tuple, seconds)
     in_front = Decision(rows, theirs, ours[0])
-    if dense is not None:
-        whole = Decision(rows, theirs, ours[1], everywhere=True)
-        if whole.slowest >= 1 and whole.mean_speedup > in_front.mean_speedup:
-            cpu_packing.unpack(fc, dense)
-            return Stage(projection, whole)
-    return Stage(candidates[0], in_front)
+    if dense is None:
+        return Stage(candidates[0], in_front)
+    whole = Decision(rows, theirs, ours[1], everywhere=True)
+    if whole.slowest >= 1 and whole.mean_speedup > in_front.mean_speedup:
+        cpu_packing.unpack(fc, dense)
+        return Stage(projection, whole)
+    over_packed = Decision(rows, tuple(map(min, theirs, ours[0])), ours[1])
+    second = Stage(candidates[1], over_packed) if over_packed.fastest >= SECOND_COPY else None
+    return Stage(candidates[0], in_front, second)
 
 
 def rms_norm_unsupported_reason(norm: Any, known: set[type], dtype: torch.dtype) -> str | None:

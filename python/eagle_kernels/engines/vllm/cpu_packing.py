@@ -2,7 +2,7 @@
 
 vLLM packs the weight of every unquantised linear layer once it is loaded, and drops the dense one, which is what
 `norm_concat_linear` reads. So a layer that may run on it is kept dense while vLLM loads; then both are timed
-(`decision.py`) and the slower layout goes. One copy of the weight is left, and a weight update finds it.
+(`decision.py`), and the layout that no row count needs goes.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,18 @@ PROCESS = Target(
 _FLAG = "_cpu_skip_gemm_dispatch"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseWeight:
-    """What a projection reads of a layer without bias, after vLLM dropped it."""
+    """What a projection reads of a layer without bias, after vLLM packed it as `product` and dropped it."""
 
     weight: nn.Parameter
+    linear: Any
+    product: Any
+
+    @property
+    def is_current(self) -> bool:
+        """Whether vLLM packs nothing newer: a reload does, and in place no update reaches a packed weight."""
+        return getattr(self.linear, "cpu_linear", None) is self.product
 
 
 def keep_dense(linear: Any) -> None:
@@ -40,10 +47,10 @@ def is_kept_dense(linear: Any) -> bool:
 
 def pack(linear: Any) -> DenseWeight:
     """Pack a layer that was kept dense, as vLLM would have; what it was is returned for `unpack`."""
-    dense = DenseWeight(linear.weight)
+    weight = linear.weight
     delattr(linear, _FLAG)
     linear.quant_method.process_weights_after_loading(linear)
-    return dense
+    return DenseWeight(weight, linear, getattr(linear, "cpu_linear", None))
 
 
 def unpack(linear: Any, dense: DenseWeight) -> None:
