@@ -7,6 +7,7 @@ whose two runners differ.
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,11 +166,12 @@ def _look_at_widths(pair: Pair, config: Eagle3Config) -> None:
     if K * H == D:
         text = f"K*H = {K * H} is the drafter's own width: fc is skipped, since widths are compared"
         pair.find("fc-skipped", text, SGLANG)
-    weight = next((pair.headers[name] for name in ("fc.weight", "fc.weight_packed") if name in pair.headers), None)
+    weight = _weight_of_fc(pair)
     if weight is None:
         return pair.find("fc", "the drafter has no fc.weight")
     columns = weight.shape[1] * (2 if weight.dtype in ("U8", "F4") else 1) if len(weight.shape) == 2 else 0
-    if (weight.shape[0], columns) != (D, K * H):
+    words = math.prod(weight.shape) if weight.dtype == "I32" else 0  # of 8 or 4 codes, rows or columns first
+    if (weight.shape[0], columns) != (D, K * H) and D * K * H not in (8 * words, 4 * words):
         pair.find("fc", f"fc.weight is {list(weight.shape)} of {weight.dtype}, expected (D, K*H) = {[D, K * H]}")
     if ("fc.bias" in pair.headers) != config.bias:
         stored = "there" if "fc.bias" in pair.headers else "missing"
@@ -256,9 +258,14 @@ def _look_at_vocabulary(pair: Pair, config: Eagle3Config) -> None:
         pair.find("draft-head", f"{drafted} ids are drafted, and the file has no lm_head.weight for them")
 
 
+def _weight_of_fc(pair: Pair) -> Header | None:
+    names = ("fc.weight", "fc.weight_packed", "fc.qweight")
+    return next((pair.headers[name] for name in names if name in pair.headers), None)
+
+
 def _look_at_quantization(pair: Pair, config: Eagle3Config) -> None:
     fc = {name.removeprefix("fc."): header for name, header in pair.headers.items() if name.startswith("fc.")}
-    codes = fc.get("weight", fc.get("weight_packed"))
+    codes = _weight_of_fc(pair)
     if codes is None or codes.dtype in _DENSE:
         pair.facts["fc"] = "none" if codes is None else codes.dtype
         return

@@ -211,6 +211,15 @@ TRAPS: dict[str, tuple[Callable[[Checkpoints], object], list[tuple]]] = {
         lambda c: with_config(c, {"quant_method": "fp8"}),
         [("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")],
     ),
+    "GPTQ": (
+        lambda c: (
+            with_config(c, {"quant_method": "gptq"}),
+            renamed(c, "fc.weight_scale", "fc.scales"),
+            c.weights.update({"fc.qweight": torch.zeros(K * H // 8, D, dtype=torch.int32)}),
+            c.weights.pop("fc.weight"),
+        ),
+        [("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")],
+    ),
     "fp8 without its scale": (
         without_scale,
         [

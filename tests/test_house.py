@@ -29,7 +29,8 @@ ROOM_OF = {
     **dict.fromkeys(("layers", "mtp_projection", "mtp_streams", "eagle3_qkv_projection", "context_kv"), "layers"),
     **dict.fromkeys(("buffers", "packable_linear", "explain", "warmup"), "layers"),
     "quantized_linear": "layers",
-    **dict.fromkeys(("drafter_config", "mtp_config", "checkpoint", "quantized_checkpoint", "model_shapes"), "data"),
+    **dict.fromkeys(("drafter_config", "mtp_config", "model_shapes"), "data"),
+    **dict.fromkeys(("checkpoint", "quantized_checkpoint", "int4_checkpoint"), "data"),
     **dict.fromkeys(("plan", "tuned_configs", "dispatch", "library", "checks", "environment"), "ground"),
     **dict.fromkeys(("version", "vocab_shard", "quantized_weight"), "ground"),
 }

@@ -257,10 +257,10 @@ BROKEN = {
         change("modelopt-fp8", lambda w: None, {"quant_algo": "INT3"}),
         "fc.weight is fp8_tensor, expected no format, because the checkpoint says quant_algo INT3",
     ),
-    "awq": (
-        change("modelopt-fp8", lambda w: w.update({"fc.qweight": torch.zeros(2, dtype=torch.int32)})),
-        "weights has fc.qweight, expected one of ['fp8_tensor', 'fp8_row', 'fp8_block128', 'fp8_block32', 'int8_row', "
-        "'mxfp8', 'mxfp4', 'nvfp4'], because AWQ's, GPTQ's and asymmetric int4 orders of bits are not read here",
+    "unknown-zeros": (
+        change("modelopt-fp8", lambda w: w.update({"fc.weight_zp": torch.zeros(2, dtype=torch.int32)})),
+        "weights has fc.weight_zp, expected one of ['fp8_tensor', 'fp8_row', 'fp8_block128', 'fp8_block32', "
+        "'int8_row', 'mxfp8', 'mxfp4', 'nvfp4'], because no code that is read here has it",
     ),
     "int32": (
         change("modelopt-fp8", lambda w: w.update({"fc.weight": torch.zeros(D, W // 8, dtype=torch.int32)})),

@@ -6,7 +6,8 @@
 | weight | weight_scale_inv | Hugging Face fp8 in blocks, which is multiplied, its name notwithstanding |
 | weight | scale | DeepSeek's own files |
 | weight | qscale_weight | Mistral's own files |
-| weight_packed | weight_scale | compressed-tensors nvfp4 |
+| weight_packed | weight_scale | compressed-tensors nvfp4, and integers in groups (`int4_checkpoint`) |
+| qweight | scales | GPTQ and AWQ (`int4_checkpoint`) |
 
 The tensors say what they are: their dtypes and shapes fit one format, or several that mean the same. What a config
 beside them says is compared with that. Nothing is read without its scale.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, int4_checkpoint
 from .quantized_weight import E8M0, FORMATS, QuantizedWeight, scale_shape
 
 _CODES = ("weight", "weight_packed")
@@ -31,8 +32,8 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
 _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
 # Of activations, which stay in 16 bits here.
 _UNREAD = ("input_scale", "input_global_scale", "qscale_act", "weight_shape")
-_UNSUPPORTED = ("qweight", "qzeros", "g_idx", "weight_zero_point", "weight_zp")
-PARAMETERS = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR, *_UNREAD, *_UNSUPPORTED)
+_UNSUPPORTED = ("weight_zp",)
+PARAMETERS = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR, *_UNREAD, *int4_checkpoint.PARAMETERS, *_UNSUPPORTED)
 
 # Model-Optimizer's quant_algo.
 _ALGORITHMS = {
@@ -55,7 +56,7 @@ def read_projection(
     meaning: str,
     config: Mapping[str, Any] | None,
 ) -> Tensor | QuantizedWeight:
-    """The weight [D, W] from its tensors; dense where it is not quantized.
+    """The weight [D, W] from its tensors; dense where it is not quantized, or in integers that no kernel reads.
 
     Args:
         names: the file's names of the projection's tensors by what stands behind their last dot.
@@ -64,9 +65,11 @@ def read_projection(
 
     Raises ValueError that names the tensor.
     """
-    for parameter in _UNSUPPORTED:
+    if int4_checkpoint.is_packed(names, read):
+        return int4_checkpoint.read_packed(op, names, read, shape, meaning, config)
+    for parameter in (*_UNSUPPORTED, *int4_checkpoint.PARAMETERS):
         if parameter in names:
-            because = "AWQ's, GPTQ's and asymmetric int4 orders of bits are not read here"
+            because = "no code that is read here has it"
             raise checks.error(ValueError, op, f"weights has {names[parameter]}", f"one of {list(FORMATS)}", because)
     codes_name = next((names[parameter] for parameter in _CODES if parameter in names), None)
     if codes_name is None:

@@ -25,6 +25,7 @@ TESTS = [
     "tests/test_cuda_backend.py",
     "tests/test_drafter_config.py",
     "tests/test_fuzz_configs.py",
+    "tests/test_int4_checkpoint.py",
     "tests/test_model_shapes.py",
     "tests/test_mtp_config.py",
     "tests/test_quantized_checkpoint.py",

@@ -1,0 +1,232 @@
+"""Integers packed into int32 as compressed-tensors, AutoAWQ and GPTQ write them: no kernel reads them, so that they are
+dequantized where they are loaded.
+
+    W[d, c] = (q[d, c] - zero[d, group]) * scale[d, group]
+
+q is unsigned, of b = 4 or 8 bits; the first of the numbers that an int32 has is in its lowest bits:
+
+| who | codes | zeros | numbers of an int32 | zero |
+|---|---|---|---|---|
+| compressed-tensors `pack-quantized` | [D, W*b/32] | [D*b/32, groups] | in order | as stored, or 2^(b-1) |
+| GPTQ | [W*b/32, D] | [groups, D*b/32] | in order | stored + 1; `gptq_v2` as stored |
+| AutoAWQ `gemm`, b = 4 | [W, D/8] | [groups, D/8] | 0 2 4 6 1 3 5 7 | as stored |
+
+Scales are [D, groups] of the first and [groups, D] of the others. Names: weight_packed, weight_scale and
+weight_zero_point of the first, qweight, scales and qzeros of the others.
+
+g_idx (GPTQ's `desc_act`) and weight_g_idx name the group of each column; without them g columns in a row are one.
+
+Sources: compressed-tensors 0.20 `compressors/pack_quantized` (`pack_to_int32`, and its zeros along dim 0), AutoAWQ
+`awq/utils/packing_utils.py` (`AWQ_ORDER`, `dequantize_gemm`), AutoGPTQ
+`nn_modules/qlinear/qlinear_cuda_old.py` (`pack`), vLLM `csrc/quantization/gptq/q_gemm.cu` (`zero_offset`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+_LOGGER = logging.getLogger("eagle_kernels")
+PACKED, TRANSPOSED = "weight_packed", "qweight"
+PARAMETERS = (TRANSPOSED, "scales", "qzeros", "g_idx", "weight_zero_point", "weight_g_idx")
+# Of each int32 of AutoAWQ, where its rows 0 to 7 are.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Codes [D, W] as the file has them, and what makes numbers of a range of columns."""
+
+    name: str  # of the layout
+    bits: int
+    codes: Tensor
+    scales: Tensor  # [D, groups]
+    zeros: Tensor  # [D, groups], or one number
+    group_of: Tensor  # [W]
+
+    def columns(self, begin: int, end: int) -> Tensor:
+        """q of these columns, whose bounds are multiples of 8."""
+        numbers = 32 // self.bits
+        if self.name == "pack-quantized":
+            return _unpack(self.codes[:, begin // numbers : end // numbers], self.bits)
+        if self.name == "gptq":
+            return _unpack(self.codes[begin // numbers : end // numbers].t(), self.bits)
+        return _in_awq_order(self.codes[begin:end]).t()
+
+
+def is_packed(names: Mapping[str, str], read: Callable[[str], Tensor]) -> bool:
+    """Whether a projection's tensors are int32 words of several codes."""
+    if TRANSPOSED in names:
+        return True
+    return PACKED in names and getattr(read(names[PACKED]), "dtype", None) == torch.int32
+
+
+def read_packed(
+    op: str,
+    names: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    shape: tuple[int, int],
+    meaning: str,
+    config: Mapping[str, Any] | None,
+) -> Tensor:
+    """The weight [D, W] in bf16, rounded once from fp32. Arguments and errors are those of `read_projection`."""
+    packed = _packed_of(op, names, read, shape, meaning, config or {})
+    D, W = shape
+    out = torch.empty(D, W, dtype=torch.bfloat16)
+    # 4 M values at a time: a weight of 100 MB is never there in fp32 as a whole.
+    step = max(8, (1 << 22) // max(D, 1) // 8 * 8)
+    for begin in range(0, W, step):
+        end = min(begin + step, W)
+        group = packed.group_of[begin:end]
+        zeros = packed.zeros[:, group] if packed.zeros.dim() else packed.zeros
+        out[:, begin:end] = (packed.columns(begin, end) - zeros) * packed.scales[:, group]
+    kind = f"{packed.name} int{packed.bits}"
+    because = f"no kernel reads {kind}"
+    name = names.get(PACKED) or names[TRANSPOSED]
+    _LOGGER.info("eagle_kernels: %s: %s is %s, dequantized to %s: %s", op, name, kind, out.dtype, because)
+    return out
+
+
+def _packed_of(
+    op: str,
+    names: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    shape: tuple[int, int],
+    meaning: str,
+    config: Mapping[str, Any],
+) -> _Packed:
+    D, W = shape
+    transposed = TRANSPOSED in names
+    name = names[TRANSPOSED if transposed else PACKED]
+
+    def tensor(parameter: str) -> Tensor:
+        if parameter not in names:
+            raise checks.error(ValueError, op, f"weights has {name}", f"{parameter} beside it")
+        checks.check_tensor(op, names[parameter], value := read(names[parameter]))
+        return value
+
+    codes = tensor(TRANSPOSED if transposed else PACKED)
+    checks.check_dtype(op, name, codes, (torch.int32,))
+    layout, bits = _layout_of(op, name, codes, transposed, shape, meaning)
+    _check_config(op, name, layout, bits, config)
+
+    scales_name = names.get(scales_parameter := "scales" if transposed else "weight_scale", scales_parameter)
+    scales = tensor(scales_parameter)
+    checks.check_dtype(op, scales_name, scales, checks.DTYPES)
+    by_row = scales.t() if transposed and scales.dim() == 2 else scales
+    if by_row.dim() != 2 or by_row.shape[0] != D or not 0 < by_row.shape[1] <= W:
+        expected = f"(groups, {D})" if transposed else f"({D}, groups)"
+        raise checks.shape_error(op, scales_name, scales, expected, f"{name} is {layout}")
+    if (missing := by_row.float().isnan()).any():
+        place = missing.nonzero()[0].tolist()
+        got = f"{scales_name} is NaN at {place[::-1] if transposed else place}"
+        raise checks.error(ValueError, op, got, "numbers", "what it scales would be lost")
+    groups = by_row.shape[1]
+    group_of = _groups(op, names, tensor, groups, W, scales_name)
+    return _Packed(
+        layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), config), group_of
+    )
+
+
+def _layout_of(
+    op: str, name: str, codes: Tensor, transposed: bool, shape: tuple[int, int], meaning: str
+) -> tuple[str, int]:
+    """(who packed it, the bits of a code), from the shape of the codes."""
+    D, W = shape
+    shapes = {("gptq", 4): (W // 8, D), ("gptq", 8): (W // 4, D), ("awq", 4): (W, D // 8)}
+    if not transposed:
+        shapes = {("pack-quantized", 4): (D, W // 8), ("pack-quantized", 8): (D, W // 4)}
+    for (layout, bits), expected in shapes.items():
+        divides = (D if layout == "awq" else W) % (32 // bits) == 0
+        if divides and tuple(codes.shape) == expected:
+            return layout, bits
+    expected = " or ".join(f"{size} of {layout} int{bits}" for (layout, bits), size in shapes.items())
+    raise checks.shape_error(op, name, codes, expected, f"W is {shape}, {meaning}; other packings are not read")
+
+
+def _check_config(op: str, name: str, layout: str, bits: int, config: Mapping[str, Any]) -> None:
+    """Raise where the checkpoint's config means another packing than its tensors have."""
+    method, version = config.get("quant_method"), config.get("version")
+    methods = {"gptq": ("gptq", "gptqmodel"), "awq": ("awq",), "pack-quantized": ("compressed-tensors",)}[layout]
+    if isinstance(method, str) and method not in (*methods, "auto-round"):
+        raise checks.error(ValueError, op, f"{name} is {layout}", f"what quant_method {method!r} writes")
+    if layout == "awq" and version is not None and str(version).lower() != "gemm":
+        because = "its other versions have other orders of bits"
+        raise checks.error(ValueError, op, f"the checkpoint says version {version!r} of awq", "'gemm'", because)
+    if layout == "gptq" and config.get("checkpoint_format") not in (None, "gptq", "gptq_v2"):
+        got = f"the checkpoint says checkpoint_format {config['checkpoint_format']!r}"
+        raise checks.error(ValueError, op, got, "'gptq' or 'gptq_v2'", "other formats have other orders of bits")
+    if layout == "gptq" and not config:
+        because = "its checkpoint_format says whether zeros are stored less 1"
+        raise checks.error(
+            ValueError, op, f"{name} is gptq", "a config.json with quantization_config beside it", because
+        )
+    says = config.get("bits")
+    if says is not None and says != bits:
+        raise checks.error(
+            ValueError, op, f"{name} has {bits} bits a code", f"bits {says!r} of the checkpoint's config"
+        )
+
+
+def _groups(
+    op: str, names: Mapping[str, str], tensor: Callable[[str], Tensor], groups: int, W: int, scales_name: str
+) -> Tensor:
+    """The group of each column."""
+    parameter = next((parameter for parameter in ("g_idx", "weight_g_idx") if parameter in names), None)
+    if parameter is None:
+        if W % groups:
+            got = f"{scales_name} has {groups} groups"
+            raise checks.error(ValueError, op, got, f"a divisor of {W}, the columns of the weight")
+        return torch.arange(W) // (W // groups)
+    name, group_of = names[parameter], tensor(parameter)
+    checks.check_dtype(op, name, group_of, (torch.int32, torch.int64))
+    if tuple(group_of.shape) != (W,):
+        raise checks.shape_error(op, name, group_of, f"({W},)")
+    group_of = group_of.long()
+    if W and not 0 <= int(group_of.min()) <= int(group_of.max()) < groups:
+        got = f"{name} has groups {int(group_of.min())} to {int(group_of.max())}"
+        raise checks.error(ValueError, op, got, f"0 to {groups - 1}", f"{scales_name} has {groups}")
+    return group_of
+
+
+def _zeros(
+    op: str,
+    names: Mapping[str, str],
+    tensor: Callable[[str], Tensor],
+    layout: str,
+    bits: int,
+    shape: tuple[int, int],
+    config: Mapping[str, Any],
+) -> Tensor:
+    """[D, groups], or of symmetric pack-quantized one number."""
+    D, groups = shape
+    parameter = "weight_zero_point" if layout == "pack-quantized" else "qzeros"
+    if layout == "pack-quantized" and parameter not in names:
+        return torch.tensor(1 << (bits - 1))
+    packed, numbers = tensor(parameter), 32 // bits
+    checks.check_dtype(op, names[parameter], packed, (torch.int32,))
+    expected = (-(-D // numbers), groups) if layout == "pack-quantized" else (groups, -(-D // numbers))
+    if tuple(packed.shape) != expected:
+        raise checks.shape_error(op, names[parameter], packed, str(expected))
+    if layout == "awq":
+        return _in_awq_order(packed).t()
+    zeros = _unpack(packed.t() if layout == "pack-quantized" else packed, bits)[:, :D].t()
+    # A zero that wrapped around to the largest code is ambiguous: 2^b here, as AutoGPTQ and vLLM compute it.
+    return zeros + 1 if layout == "gptq" and config.get("checkpoint_format") != "gptq_v2" else zeros
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """[R, n] -> [R, n * 32/bits], the lowest bits of a word first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(-2)
+
+
+def _in_awq_order(words: Tensor) -> Tensor:
+    return _unpack(words, 4).unflatten(-1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(-2)

@@ -1,0 +1,237 @@
+"""Integers packed into int32, as three libraries write them. The packers here are loops over the documented bits."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+from eagle_kernels import checkpoint, int4_checkpoint
+from guards import UnchangedTensors
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+K, H, D, GROUP = 2, 64, 40, 32
+W = K * H
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def int32(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def pack(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """[R, n] -> [R, ceil(n * bits / 32)] words, number i of a word shifted by i * bits."""
+    each = 32 // bits
+    order = order or tuple(range(each))
+    rows = []
+    for row in numbers.tolist():
+        row += [0] * (-len(row) % each)
+        words = [row[begin : begin + each] for begin in range(0, len(row), each)]
+        rows.append([int32(sum(word[order[i]] << i * bits for i in range(each))) for word in words])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def numbers(bits: int, act_order: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(q [D, W], zeros [D, groups], scales [D, groups], the group of each column, what they mean in float64)."""
+    torch.manual_seed(bits)
+    q = torch.randint(0, 1 << bits, (D, W))
+    zeros = torch.randint(1, 1 << bits, (D, W // GROUP))
+    scales = (torch.rand(D, W // GROUP) + 0.1).half()
+    group = torch.arange(W) // GROUP
+    if act_order:
+        group = group[torch.randperm(W)]
+    truth = (q - zeros[:, group]).double() * scales[:, group].double()
+    return q, zeros, scales, group, truth
+
+
+def compressed(bits: int = 4, symmetric: bool = False, act_order: bool = False) -> tuple[dict, dict, Tensor]:
+    q, zeros, scales, group, truth = numbers(bits, act_order)
+    tensors = {"weight_packed": pack(q, bits), "weight_scale": scales, "weight_shape": torch.tensor([D, W])}
+    if symmetric:
+        truth = (q - (1 << bits - 1)).double() * scales[:, group].double()
+    else:
+        tensors["weight_zero_point"] = pack(zeros.t(), bits).t()
+    if act_order:
+        tensors["weight_g_idx"] = group.int()
+    return tensors, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, truth
+
+
+def gptq(bits: int = 4, version: str | None = None, act_order: bool = False) -> tuple[dict, dict, Tensor]:
+    q, zeros, scales, group, truth = numbers(bits, act_order)
+    stored = zeros if version == "gptq_v2" else zeros - 1
+    tensors = {
+        "qweight": pack(q, bits).t(),
+        "qzeros": pack(stored.t(), bits),
+        "scales": scales.t(),
+        "g_idx": group.int(),
+    }
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP}
+    return tensors, config if version is None else config | {"checkpoint_format": version}, truth
+
+
+def awq() -> tuple[dict, dict, Tensor]:
+    q, zeros, scales, _, truth = numbers(4)
+    tensors = {
+        "qweight": pack(q.t(), 4, AWQ_ORDER),
+        "qzeros": pack(zeros.t(), 4, AWQ_ORDER),
+        "scales": scales.t(),
+    }
+    return tensors, {"quant_method": "awq", "version": "gemm", "bits": 4}, truth
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[], tuple[dict, dict, Tensor]]]] = {
+    "pack-symmetric": ("pack-quantized int4", lambda: compressed(symmetric=True)),
+    "pack-zeros": ("pack-quantized int4", compressed),
+    "pack-act-order": ("pack-quantized int4", lambda: compressed(act_order=True)),
+    "pack-int8": ("pack-quantized int8", lambda: compressed(8, symmetric=True)),
+    "gptq": ("gptq int4", gptq),
+    "gptq-named": ("gptq int4", lambda: gptq(version="gptq")),
+    "gptq-v2": ("gptq int4", lambda: gptq(version="gptq_v2")),
+    "gptq-act-order": ("gptq int4", lambda: gptq(act_order=True)),
+    "gptq-int8": ("gptq int8", lambda: gptq(8)),
+    "awq": ("awq int4", awq),
+}
+
+
+def layer() -> ek.Eagle3Projection:
+    return ek.Eagle3Projection(ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D), dtype=torch.bfloat16)
+
+
+def save(folder: Path, tensors: dict[str, Tensor], config: dict | None) -> None:
+    save_file({f"fc.{name}": tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_loads_as_numbers(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    kind, build = LAYOUTS[layout]
+    tensors, config, truth = build()
+    save(tmp_path, tensors, config)
+    loaded = layer().load_checkpoint(tmp_path)
+    assert torch.equal(loaded.fc.weight, truth.float().bfloat16())
+    name = "fc.weight_packed" if kind.startswith("pack") else "fc.qweight"
+    assert f"{name} is {kind}, dequantized to torch.bfloat16: no kernel reads {kind}" in caplog.text
+
+
+def test_columns_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 M values at a time, of a weight that has more."""
+    rows = 1 << 19
+    q = torch.randint(0, 16, (8, 24))
+    words = pack(q, 4).repeat(rows // 8, 1)
+    names = {"weight_packed": "w", "weight_scale": "s"}
+    read = {"w": words, "s": torch.ones(rows, 3)}.__getitem__
+    columns = []
+    unpack = int4_checkpoint._unpack
+    monkeypatch.setattr(int4_checkpoint, "_unpack", lambda w, bits: columns.append(w.shape[1]) or unpack(w, bits))
+    weight = int4_checkpoint.read_packed("op", names, read, (rows, 24), "", None)
+    assert columns == [1, 1, 1]
+    assert torch.equal(weight[:8], (q - 8).bfloat16()) and torch.equal(weight[-8:], (q - 8).bfloat16())
+
+
+def change(layout: str, edit: Callable[[dict, dict], object], config: bool = True) -> Callable:
+    def build() -> tuple[dict, dict | None]:
+        tensors, says, _ = LAYOUTS[layout][1]()
+        edit(tensors, says)
+        return tensors, says if config else None
+
+    return build
+
+
+NAN = float("nan")
+BROKEN = {
+    "no-scales": (
+        change("awq", lambda t, c: t.pop("scales")),
+        "weights has fc.qweight, expected scales beside it",
+    ),
+    "no-zeros": (
+        change("gptq", lambda t, c: t.pop("qzeros")),
+        "weights has fc.qweight, expected qzeros beside it",
+    ),
+    "nan-scale": (
+        change("gptq", lambda t, c: t["scales"][1, 5].fill_(NAN)),
+        "fc.scales is NaN at [1, 5], expected numbers, because what it scales would be lost",
+    ),
+    "nan-scale-packed": (
+        change("pack-zeros", lambda t, c: t["weight_scale"][5, 1].fill_(NAN)),
+        "fc.weight_scale is NaN at [5, 1], expected numbers, because what it scales would be lost",
+    ),
+    "three-bits": (
+        change("gptq", lambda t, c: t.update(qweight=torch.zeros(12, D, dtype=torch.int32))),
+        "fc.qweight has shape (12, 40), expected (16, 40) of gptq int4 or (32, 40) of gptq int8 or (128, 5) of awq "
+        "int4, because W is (40, 128), (D, K*H) with K = 2 and H = 64; other packings are not read",
+    ),
+    "six-bits": (
+        change("pack-zeros", lambda t, c: t.update(weight_packed=torch.zeros(D, 24, dtype=torch.int32))),
+        "fc.weight_packed has shape (40, 24), expected (40, 16) of pack-quantized int4 or (40, 32) of pack-quantized "
+        "int8, because W is (40, 128), (D, K*H) with K = 2 and H = 64; other packings are not read",
+    ),
+    "gemv": (
+        change("awq", lambda t, c: c.update(version="gemv")),
+        "the checkpoint says version 'gemv' of awq, expected 'gemm', because its other versions have other orders of "
+        "bits",
+    ),
+    "marlin": (
+        change("gptq", lambda t, c: c.update(checkpoint_format="marlin")),
+        "the checkpoint says checkpoint_format 'marlin', expected 'gptq' or 'gptq_v2', because other formats have "
+        "other orders of bits",
+    ),
+    "gptq-without-a-config": (
+        change("gptq", lambda t, c: None, config=False),
+        "fc.qweight is gptq, expected a config.json with quantization_config beside it, because its checkpoint_format "
+        "says whether zeros are stored less 1",
+    ),
+    "another-method": (
+        change("awq", lambda t, c: c.update(quant_method="gptq")),
+        "fc.qweight is awq, expected what quant_method 'gptq' writes",
+    ),
+    "another-width": (
+        change("gptq", lambda t, c: c.update(bits=8)),
+        "fc.qweight has 4 bits a code, expected bits 8 of the checkpoint's config",
+    ),
+    "five-groups": (
+        change("awq", lambda t, c: t.update(scales=torch.ones(5, D), qzeros=torch.zeros(5, 5, dtype=torch.int32))),
+        "fc.scales has 5 groups, expected a divisor of 128, the columns of the weight",
+    ),
+    "group-too-large": (
+        change("gptq", lambda t, c: t["g_idx"][3].fill_(4)),
+        "fc.g_idx has groups 0 to 4, expected 0 to 3, because fc.scales has 4",
+    ),
+    "groups-of-other-columns": (
+        change("gptq", lambda t, c: t.update(g_idx=torch.zeros(7, dtype=torch.int32))),
+        "fc.g_idx has shape (7,), expected (128,)",
+    ),
+    "scales-of-other-rows": (
+        change("pack-zeros", lambda t, c: t.update(weight_scale=torch.ones(D + 1, 4))),
+        "fc.weight_scale has shape (41, 4), expected (40, groups), because fc.weight_packed is pack-quantized",
+    ),
+    "zeros-of-other-rows": (
+        change("gptq", lambda t, c: t.update(qzeros=torch.zeros(4, 4, dtype=torch.int32))),
+        "fc.qzeros has shape (4, 4), expected (4, 5)",
+    ),
+    "int64-codes": (
+        change("awq", lambda t, c: t.update(qweight=t["qweight"].long())),
+        "fc.qweight has dtype torch.int64, expected torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_named_and_copies_nothing(case: str, tmp_path: Path) -> None:
+    build, message = BROKEN[case]
+    save(tmp_path, *build())
+    own = layer()
+    expected = f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"
+    with UnchangedTensors(list(own.state_dict().values())), pytest.raises((ValueError, TypeError), match=expected):
+        own.load_checkpoint(tmp_path)
+
+
+def test_the_reader_knows_every_name() -> None:
+    assert set(int4_checkpoint.PARAMETERS) < set(checkpoint.PARAMETERS)
