@@ -4,8 +4,8 @@
 // Codes become bf16 in registers and never change places for it: the packed rows have their columns in the order in
 // which widened codes leave the registers. A lane sums the products of a unit of 512 columns, or of the columns in it
 // that share a scale, and that sum enters the lane's fp32 total times its scale: the range and the NaN of a scale are
-// those of fp32. Where scales are of blocks, the 4x4 lanes in each quarter of four lines of codes are transposed, so that
-// a vector has lanes of as many blocks as can be and one multiplication by scales follows 8 or 16 products.
+// those of fp32. What a lane has of a line of codes is in one block of 16 columns or more: one vector of scales is for
+// the whole line.
 #pragma once
 
 #include "project_quantized.h"
@@ -16,73 +16,22 @@ namespace {
 
 constexpr int64_t kUnitColumns = 512;  // of the weight
 
-// Which columns of a unit a lane multiplies. The lines of codes of a unit, 64 bytes each, become as many vectors of
-// lanes, and those kWords vectors of words each.
-template <class CodeType>
-struct WholeRows {
-  using Code = CodeType;
-  static constexpr bool kInBlocks = false;
-  static constexpr int64_t kChains = 1;
-  static constexpr int64_t column(int64_t vector, int64_t word, int64_t lane) {
-    const int64_t first = vector * kCacheLine * kCodesPerByte<Code>;
-    return first + (kCodesPerByte<Code> == 2 ? 8 * lane + 2 * word : lane / 4 * 16 + 8 * word + lane % 4 * 2);
-  }
-};
+// A line: 64 bytes of codes, which become kWords vectors.
+template <class Code>
+constexpr int64_t kLineColumns = kCacheLine * kCodesPerByte<Code>;
+template <class Code>
+constexpr int64_t kLines = kUnitColumns / kLineColumns<Code>;
+template <class Code>
+constexpr int64_t kWords = 2 * kCodesPerByte<Code>;
 
-// Lane 4 * quarter + i of vector j is lane j of a quarter of line i, of four lines that are `kLineStride` lines apart.
-// One of kChains chains of vectors has the columns of one block in each lane.
-template <class CodeType, int64_t kLineStride, int64_t kNumChains>
-struct InBlocks {
-  using Code = CodeType;
-  static constexpr bool kInBlocks = true;
-  static constexpr int64_t kChains = kNumChains;
-  // The first of the four lines that become vectors 4 * group to 4 * group + 3, and the next.
-  static constexpr int64_t line(int64_t group, int64_t i) {
-    return kLineStride == 2 ? 2 * i + group : 4 * group + i;
-  }
-  static constexpr int64_t column(int64_t vector, int64_t word, int64_t lane) {
-    const int64_t byte = line(vector / 4, lane % 4) * kCacheLine + lane / 4 * 16 + vector % 4 * 4;
-    return byte * kCodesPerByte<Code> + 2 * word;
-  }
-};
+// What shares a scale: rows, blocks of 128 columns or a multiple, or blocks of 16, 32 or 64.
+enum class Sharing { kRow, kWideBlock, kNarrowBlock };
 
-template <class Arrangement>
-constexpr int64_t kCodesInByte = kCodesPerByte<typename Arrangement::Code>;
-template <class Arrangement>
-constexpr int64_t kLines = kUnitColumns / kCacheLine / kCodesInByte<Arrangement>;
-template <class Arrangement>
-constexpr int64_t kWords = 2 * kCodesInByte<Arrangement>;
-
-// Of each pair of columns of a packed unit, the pair that it is in the row.
-template <class Arrangement>
-struct ColumnOrder {
-  alignas(kCacheLine) int32_t pairs[kUnitColumns / 2] = {};
-  constexpr ColumnOrder() {
-    for (int64_t i = 0; i < kUnitColumns / 2; ++i) {
-      const int64_t vector = i / kLanes / kWords<Arrangement>, word = i / kLanes % kWords<Arrangement>;
-      pairs[i] = static_cast<int32_t>(Arrangement::column(vector, word, i % kLanes) / 2);
-    }
-  }
-};
-template <class Arrangement>
-constexpr ColumnOrder<Arrangement> kColumnOrder{};
-
-// f(Arrangement{}) for the weight of a call.
-template <class F>
-void with_arrangement(const NormConcatLinear& op, F f) {
-  const int64_t block = op.scales.block_columns;
-  with_code(op.weight_type, [&](auto code) {
-    using Code = decltype(code);
-    if (block >= op.source.width) return f(WholeRows<Code>{});
-    if constexpr (kCodesPerByte<Code> == 2) {
-      if (block == 16) return f(InBlocks<Code, 1, 2>{});
-      return f(InBlocks<Code, 1, 1>{});
-    } else {
-      if (block < 128) return f(InBlocks<Code, 1, 2>{});
-      return f(InBlocks<Code, 2, 1>{});
-    }
-  });
-}
+// Lines whose products are one sum.
+template <class Code, Sharing kSharing>
+constexpr int64_t kSumLines = kSharing == Sharing::kRow         ? kLines<Code>
+                              : kSharing == Sharing::kWideBlock ? 128 / kLineColumns<Code>
+                                                                : 1;
 
 // Whole units, and an odd number of cache lines (project_dot.h).
 inline int64_t codes_packed_width(const NormConcatLinear& op) {
@@ -93,114 +42,143 @@ inline int64_t codes_workspace(const NormConcatLinear& op) {
   return fp32_rows_bytes(op) + op.num_rows * codes_packed_width(op) * sizeof(BFloat16);
 }
 
+// The columns of a line, 32 in a vector, into the order of CodeLine's words.
+template <class Code>
+inline void order_line(__m512i (&line)[kWords<Code>]) {
+  if constexpr (kCodesPerByte<Code> == 1) {  // columns 16 q to 16 q + 7 of quarter q, then the other 8
+    const __m512i first = _mm512_shuffle_i32x4(line[0], line[1], 0x88);
+    line[1] = _mm512_shuffle_i32x4(line[0], line[1], 0xdd);
+    line[0] = first;
+  } else {  // columns 8 i + j and 8 i + j + 4 of lane i, in word j
+    const __m512i pairs =
+        _mm512_broadcast_i32x4(_mm_setr_epi16(0x0100, 0x0908, 0x0302, 0x0b0a, 0x0504, 0x0d0c, 0x0706, 0x0f0e));
+    const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i quarters[4];
+    unrolled<4>([&](auto i) { line[i] = _mm512_shuffle_epi8(line[i], pairs); });
+    transpose_in_quarters(line, quarters);
+    unrolled<4>([&](auto i) { line[i] = _mm512_permutexvar_epi32(lanes, quarters[i]); });
+  }
+}
+
 inline void codes_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
   const int64_t width = codes_packed_width(op);
   dot_pack<BFloat16>(op, row_begin, row_end, width);
-  with_arrangement(op, [&](auto arrangement) {
-    const int32_t* order = kColumnOrder<decltype(arrangement)>.pairs;
+  with_code(op.weight_type, [&](auto code) {
+    constexpr int64_t kVectors = kWords<decltype(code)>;
     for (int64_t i = row_begin; i < row_end; ++i) {
-      BFloat16* packed = packed_rows<BFloat16>(op) + i * width;
-      for (int64_t k = 0; k < op.source.width; k += kUnitColumns) {
-        BFloat16 unit[kUnitColumns];
-        __builtin_memcpy(unit, packed + k, sizeof unit);
-        for (int64_t pair = 0; pair < kUnitColumns / 2; pair += kLanes) {
-          const __m512i columns = _mm512_i32gather_epi32(_mm512_load_si512(order + pair), unit, 4);
-          _mm512_store_si512(packed + k + 2 * pair, columns);
-        }
+      auto* vectors = reinterpret_cast<__m512i*>(packed_rows<BFloat16>(op) + i * width);
+      for (int64_t k = 0; k < op.source.width; k += kLineColumns<decltype(code)>, vectors += kVectors) {
+        __m512i line[kVectors];
+        __builtin_memcpy(line, vectors, sizeof line);
+        order_line<decltype(code)>(line);
+        __builtin_memcpy(vectors, line, sizeof line);
       }
     }
   });
 }
 
-// The scales of a row of the weight, for the lanes of a unit.
-template <class Arrangement>
-struct UnitScales {
-  ScaleType type;
-  int64_t block_columns, num_blocks;
-  float global;
-  bool is_periodic;        // the lanes of every unit have the same blocks, counted from its first one on
-  UInt blocks_of_lane[2];  // for each chain
-
-  explicit UnitScales(const NormConcatLinear& op)
-      : type(op.scales.type),
-        block_columns(op.scales.block_columns),
-        num_blocks((op.source.width - 1) / op.scales.block_columns + 1),
-        global(op.scales.global == nullptr ? 1.0f : *op.scales.global),
-        is_periodic(kUnitColumns % block_columns == 0 || block_columns % kUnitColumns == 0) {
-    begin_first_unit(0);
-  }
-  void begin_unit(int64_t k) {
-    if (!is_periodic) begin_first_unit(k);
-  }
-
-  // scales[chain] of the unit from column k on.
-  void read(const uint8_t* row, int64_t k, Float* scales) const {
-    switch (const int64_t first = k / block_columns; type) {
-      case ScaleType::kFloat32: return spread(load_floats(row, first), load_floats(row, first + kLanes), scales);
-      case ScaleType::kFloat8E8M0: return read_bytes<Float8E8M0>(row, first, scales);
-      case ScaleType::kFloat8E4M3: return read_bytes<Float8E4M3>(row, first, scales);
-    }
-  }
-
- private:
-  void begin_first_unit(int64_t k) {
-    uint32_t blocks[2][kLanes] = {};
-    for (int64_t chain = 0; chain < Arrangement::kChains; ++chain) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t column = Arrangement::column(chain * kLines<Arrangement> / Arrangement::kChains, 0, lane);
-        blocks[chain][lane] = static_cast<uint32_t>((k % block_columns + column) / block_columns);
-      }
-    }
-    __builtin_memcpy(blocks_of_lane, blocks, sizeof blocks);
-  }
-  __mmask16 mask(int64_t first) const {
-    const int64_t left = num_blocks - first;
-    return left >= kLanes ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
-  }
-  Float load_floats(const uint8_t* row, int64_t first) const {
-    return (Float)_mm512_maskz_loadu_ps(mask(first), row + first * sizeof(float));
-  }
-  template <class Scale>
-  void read_bytes(const uint8_t* row, int64_t first, Float* scales) const {
-    const auto load_bytes = [&](int64_t begin) {
-      return value_of((UInt)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask(begin), row + begin)), Scale{});
-    };
-    spread(load_bytes(first), Arrangement::kChains == 2 ? load_bytes(first + kLanes) : Float{}, scales);
-  }
-  void spread(Float lower, Float upper, Float* scales) const {
-    unrolled<Arrangement::kChains>([&](auto chain) {
-      const __m512i blocks = (__m512i)blocks_of_lane[chain];
-      scales[chain] = (Float)_mm512_permutex2var_ps((__m512)lower, blocks, (__m512)upper) * global;
-    });
-  }
-};
-
 // Packed rows that share each code as it is widened: 16 sums and the words of two rows of the weight in 32 registers.
 constexpr int64_t kDotRows = 8;
 
-// Columns of the output that share each unit of those packed rows, which are 8 KB of L1, and the totals of all 5 KB.
-constexpr int64_t kBlockColumns = 10;
-constexpr int64_t tile_columns(int64_t rows) { return rows <= 4 ? 5 : 2; }
+// Columns of the output that share each unit of those packed rows, which are 8 KB of L1, and the totals of all 6 KB.
+constexpr int64_t kBlockColumns = 12;
+// Rows of the weight in a register tile. 120 columns of fp8_row out of the cache, in us, with 2, 3, 4, 5 of them: T = 4
+// 71, 68, 71, 88 (sums leave the registers); T = 8 with 1, 2, 3: 157, 126, 139.
+constexpr int64_t tile_columns(int64_t rows) { return rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2; }
+
+// The scales of a unit: 32 at most, those of blocks of 16 columns.
+struct UnitScales {
+  Float lower, upper;
+};
+
+// Reads the scales of a row of the weight, and spreads them over the lanes of a line.
+template <class Code>
+struct ScaleReader {
+  ScaleType type;
+  int64_t block_columns, num_blocks, next_rows;
+  float global;
+  int64_t first = 0;    // block of the unit
+  uint32_t there = 0;   // of the 32 from there on, those that are in the row
+  UInt block_of_lane[kLines<Code>];  // of each line of the unit, counted from the unit's first block on
+
+  explicit ScaleReader(const NormConcatLinear& op)
+      : type(op.scales.type),
+        block_columns(op.scales.block_columns),
+        num_blocks((op.source.width - 1) / op.scales.block_columns + 1),
+        next_rows(kBlockColumns / op.scales.block_rows * op.scales.row_stride),
+        global(op.scales.global == nullptr ? 1.0f : *op.scales.global) {
+    begin_unit(0);
+  }
+
+  // The unit from column k on.
+  void begin_unit(int64_t k) {
+    first = k / block_columns;
+    const int64_t left = num_blocks - first;
+    there = left >= 2 * kLanes ? ~0u : (1u << left) - 1;
+    if (k != 0 && (kUnitColumns % block_columns == 0 || block_columns % kUnitColumns == 0)) return;  // as the first one
+    for (int64_t line = 0; line < kLines<Code>; ++line) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t column = line * kLineColumns<Code> + lane * kLineColumns<Code> / kLanes;
+        block_of_lane[line][lane] = static_cast<uint32_t>((k % block_columns + column) / block_columns);
+      }
+    }
+  }
+
+  UnitScales read(const uint8_t* row) const {
+    __builtin_prefetch(row + (first + next_rows) * size(), 0, 2);  // those of the rows of the next block of columns
+    switch (type) {
+      case ScaleType::kFloat32: return {load_floats(row, 0) * global, load_floats(row, kLanes) * global};
+      case ScaleType::kFloat8E8M0: return {load_e8m0(row, 0) * global, load_e8m0(row, kLanes) * global};
+      case ScaleType::kFloat8E4M3: return load_e4m3(row);
+    }
+    return {Float{}, Float{}};
+  }
+  int64_t size() const { return type == ScaleType::kFloat32 ? sizeof(float) : 1; }
+  Float of_line(const UnitScales& scales, int64_t line) const {
+    return (Float)_mm512_permutex2var_ps((__m512)scales.lower, (__m512i)block_of_lane[line], (__m512)scales.upper);
+  }
+
+ private:
+  Float load_floats(const uint8_t* row, int64_t begin) const {
+    const auto mask = static_cast<__mmask16>(there >> begin);
+    return (Float)_mm512_maskz_loadu_ps(mask, row + (first + begin) * sizeof(float));
+  }
+  Float load_e8m0(const uint8_t* row, int64_t begin) const {
+    const __m128i bytes = _mm_maskz_loadu_epi8(static_cast<__mmask16>(there >> begin), row + first + begin);
+    return value_of((UInt)_mm512_cvtepu8_epi32(bytes), Float8E8M0{});
+  }
+  // bf16 has each of them, and is the upper half of an fp32 number.
+  UnitScales load_e4m3(const uint8_t* row) const {
+    const CodeLine<Float8E4M3> codes(_mm512_maskz_loadu_epi8(there, row + first));
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i from_low = _mm512_slli_epi32(lanes, 16), from_high = _mm512_slli_epi32(lanes, 24);
+    const __m512i order = _mm512_ternarylogic_epi32(from_low, from_high, _mm512_set1_epi32(64 << 24), 0xfe);
+    const auto numbers = [&](__m512i bytes) {
+      return (Float)_mm512_maskz_permutex2var_epi8(0xccccccccccccccccull, codes.low, bytes, codes.high) * global;
+    };
+    return {numbers(order), numbers(_mm512_add_epi8(order, _mm512_set1_epi32(0x10100000)))};
+  }
+};
 
 // How far ahead of the products codes are fetched, in each row (fp8_row, T = 1, without packing: 512 columns 0.99 ms,
 // 1024 0.86, 2048 0.92), and a line at a time: a burst of fetches stops the loads behind it (2.6 ms).
-constexpr int64_t kAheadColumns = 2 * kUnitColumns;
+template <class Code>
+constexpr int64_t kAheadColumns = 2 * kUnitColumns * kCodesPerByte<Code>;
 
-// The lanes of kRows x kColumns totals += those of the products of a unit, times their scales. `vector_of(column, i)` has
-// the words of vector i; x[row] is a packed row.
-template <class Arrangement, int64_t kColumns, int64_t kRows, class VectorOf, class ScaleOf>
-inline void multiply_unit(VectorOf vector_of, ScaleOf scale_of, const BFloat16* const* x, Float* totals) {
-  constexpr int64_t kParts = kWords<Arrangement>, kVectors = kLines<Arrangement> / Arrangement::kChains;
-  for (int64_t chain = 0; chain < Arrangement::kChains; ++chain) {
+// The lanes of kRows x kColumns totals += those of the products of a unit, times their scales. `line_of(column, i)` has
+// the codes of line i, `scale_of(column, i)` its scales; x[row] is a packed row.
+template <class Code, Sharing kSharing, int64_t kColumns, int64_t kRows, class LineOf, class ScaleOf>
+inline void multiply_unit(LineOf line_of, ScaleOf scale_of, const BFloat16* const* x, Float* totals) {
+  for (int64_t first = 0; first < kLines<Code>; first += kSumLines<Code, kSharing>) {
     Float sums[kRows * kColumns] = {};
-    for (int64_t i = chain * kVectors; i < (chain + 1) * kVectors; ++i) {
-      decltype(vector_of(0, 0)) vectors[kColumns];
-      unrolled<kColumns>([&](auto column) { vectors[column] = vector_of(column, i); });
-      unrolled<kParts>([&](auto part) {
+    for (int64_t i = first; i < first + kSumLines<Code, kSharing>; ++i) {
+      CodeLine<Code> lines[kColumns];
+      unrolled<kColumns>([&](auto column) { lines[column] = line_of(column, i); });
+      unrolled<kWords<Code>>([&](auto part) {
         __m512bh words[kColumns];
-        unrolled<kColumns>([&](auto column) { words[column] = (__m512bh)vectors[column].word(part); });
+        unrolled<kColumns>([&](auto column) { words[column] = (__m512bh)lines[column].word(part); });
         unrolled<kRows>([&](auto row) {
-          const __m512i value = _mm512_load_si512(x[row] + (i * kParts + part) * 2 * kLanes);
+          const __m512i value = _mm512_load_si512(x[row] + (i * kWords<Code> + part) * 2 * kLanes);
           unrolled<kColumns>([&](auto column) {
             Float& sum = sums[row * kColumns + column];
             sum = (Float)_mm512_dpbf16_ps((__m512)sum, words[column], (__m512bh)value);
@@ -208,61 +186,50 @@ inline void multiply_unit(VectorOf vector_of, ScaleOf scale_of, const BFloat16* 
         });
       });
     }
-    unrolled<kRows>([&](auto row) {
-      unrolled<kColumns>([&](auto column) {
-        const Float sum = sums[row * kColumns + column];
-        if constexpr (Arrangement::kInBlocks) {
-          totals[row * kBlockColumns + column] += sum * scale_of(column, chain);
-        } else {
-          totals[row * kBlockColumns + column] += sum;
-        }
-      });
+    unrolled<kColumns>([&](auto column) {
+      if constexpr (kSharing == Sharing::kRow) {
+        unrolled<kRows>([&](auto row) { totals[row * kBlockColumns + column] += sums[row * kColumns + column]; });
+      } else {
+        const Float scale = scale_of(column, first);
+        unrolled<kRows>([&](auto row) {
+          totals[row * kBlockColumns + column] += sums[row * kColumns + column] * scale;
+        });
+      }
     });
   }
 }
 
 // Some packed rows, kDotRows at most, times rows of the weight.
-template <class Arrangement>
+template <class Code, Sharing kSharing>
 struct CodesProjection {
-  using Code = typename Arrangement::Code;
-
   const NormConcatLinear& op;
   int64_t row_begin, rows;
-  UnitScales<Arrangement> scales{op};
+  ScaleReader<Code> scales{op};
   Float totals[kDotRows * kBlockColumns] = {};
+  const uint8_t* scale_rows[kBlockColumns] = {};
 
   const uint8_t* codes_at(int64_t d, int64_t k) const {
     return static_cast<const uint8_t*>(op.weight) + d * op.weight_row_stride + k / kCodesPerByte<Code>;
   }
   const uint8_t* scales_of(int64_t d) const {
-    const int64_t size = op.scales.type == ScaleType::kFloat32 ? sizeof(float) : 1;
-    return static_cast<const uint8_t*>(op.scales.data) + d / op.scales.block_rows * op.scales.row_stride * size;
+    const int64_t row = d / op.scales.block_rows;
+    return static_cast<const uint8_t*>(op.scales.data) + row * op.scales.row_stride * scales.size();
   }
 
-  // The lanes of a unit of a row of codes, in order, and that row's scales.
-  void load_lanes(int64_t d, int64_t k, __m512i* place, Float* scale_of_row) {
+  // The last unit of a row of codes, zero behind the width.
+  void load_last_unit(int64_t d, int64_t k, __m512i* place) const {
     const uint8_t* codes = codes_at(d, k);
     const int64_t bytes = (op.source.width - k + kCodesPerByte<Code> - 1) / kCodesPerByte<Code>;
-    const auto load_line = [&](int64_t line) {
+    for (int64_t line = 0; line < kLines<Code>; ++line) {
       const int64_t left = bytes - line * kCacheLine;
-      if (left >= kCacheLine) return _mm512_loadu_si512(codes + line * kCacheLine);
-      return left <= 0 ? __m512i{} : _mm512_maskz_loadu_epi8((1ull << left) - 1, codes + line * kCacheLine);
-    };
-    if constexpr (Arrangement::kInBlocks) {
-      unrolled<kLines<Arrangement> / 4>([&](auto group) {
-        __m512i lines[4];
-        unrolled<4>([&](auto i) { lines[i] = load_line(Arrangement::line(group, i)); });
-        transpose_in_quarters(lines, place + 4 * group);
-      });
-      scales.read(scales_of(d), k, scale_of_row);
-    } else {
-      unrolled<kLines<Arrangement>>([&](auto line) { place[line] = load_line(line); });
+      const __mmask64 there = left >= kCacheLine ? ~0ull : left > 0 ? (1ull << left) - 1 : 0;
+      place[line] = _mm512_maskz_loadu_epi8(there, codes + line * kCacheLine);
     }
   }
 
   // What comes later in a row of the weight: at its end, in the row of the next block of columns.
   const uint8_t* ahead(int64_t d, int64_t k) const {
-    const int64_t later = k + kAheadColumns;
+    const int64_t later = k + kAheadColumns<Code>;
     return later < op.source.width ? codes_at(d, later) : codes_at(d + kBlockColumns, later - op.source.width);
   }
 
@@ -277,32 +244,34 @@ struct CodesProjection {
       x[row] = packed_rows<BFloat16>(op) + i * codes_packed_width(op) + k;
     });
     for (int64_t d = begin; d < end; d += kColumns) {
-      __m512i lanes[kColumns][kLines<Arrangement>];
-      Float scale[kColumns][Arrangement::kChains];
+      __m512i last_unit[kColumns][kLines<Code>];
+      UnitScales scales_of_unit[kColumns];
       const uint8_t *codes[kColumns], *later[kColumns];
       unrolled<kColumns>([&](auto column) {
         const int64_t row = d + column < end ? d + column : end - 1;
         codes[column] = codes_at(row, k);
         later[column] = ahead(row, k);
-        if (Arrangement::kInBlocks || k + kUnitColumns > op.source.width) {
-          load_lanes(row, k, lanes[column], scale[column]);
-          codes[column] = reinterpret_cast<const uint8_t*>(lanes[column]);
+        if (k + kUnitColumns > op.source.width) {
+          load_last_unit(row, k, last_unit[column]);
+          codes[column] = reinterpret_cast<const uint8_t*>(last_unit[column]);
         }
+        if constexpr (kSharing != Sharing::kRow) scales_of_unit[column] = scales.read(scale_rows[row - begin]);
       });
-      multiply_unit<Arrangement, kColumns, kRows>(
+      multiply_unit<Code, kSharing, kColumns, kRows>(
           [&](auto column, int64_t i) {
             __builtin_prefetch(later[column] + i * kCacheLine, 0, 2);
-            return CodeLine<Code, Arrangement::kInBlocks>(_mm512_loadu_si512(codes[column] + i * kCacheLine));
+            return CodeLine<Code>(_mm512_loadu_si512(codes[column] + i * kCacheLine));
           },
-          [&](auto column, int64_t chain) { return scale[column][chain]; }, x, totals + (d - begin));
+          [&](auto column, int64_t i) { return scales.of_line(scales_of_unit[column], i); }, x, totals + (d - begin));
     }
   }
 
   // Columns [begin, end) of the output, kBlockColumns at most.
   void run(int64_t begin, int64_t end) {
     __builtin_memset(totals, 0, sizeof totals);
+    for (int64_t d = begin; d < end; ++d) scale_rows[d - begin] = scales_of(d);
     for (int64_t k = 0; k < op.source.width; k += kUnitColumns) {
-      if constexpr (Arrangement::kInBlocks) scales.begin_unit(k);
+      if constexpr (kSharing != Sharing::kRow) scales.begin_unit(k);
       if (rows == 1) {
         multiply<1>(begin, end, k);
       } else if (rows == 2) {
@@ -319,22 +288,33 @@ struct CodesProjection {
       float* result = fp32_rows(op) + (row_begin + i) * op.num_columns;
       __builtin_memcpy(result + begin, of_row, (end - begin) * sizeof(float));
     }
-    if constexpr (!Arrangement::kInBlocks) {
+    if constexpr (kSharing == Sharing::kRow) {
       for (int64_t d = begin; d < end; ++d) {
-        Float scale[1];
-        scales.read(scales_of(d), 0, scale);
-        for (int64_t i = row_begin; i < row_begin + rows; ++i) fp32_rows(op)[i * op.num_columns + d] *= scale[0][0];
+        const float scale = scales.read(scale_rows[d - begin]).lower[0];
+        for (int64_t i = row_begin; i < row_begin + rows; ++i) fp32_rows(op)[i * op.num_columns + d] *= scale;
       }
     }
   }
 };
 
+// f(projection{}) of the type for a call.
+template <class F>
+void with_projection(const NormConcatLinear& op, F f) {
+  const int64_t block = op.scales.block_columns;
+  with_code(op.weight_type, [&](auto code) {
+    using Code = decltype(code);
+    if (block >= op.source.width) return f(std::type_identity<CodesProjection<Code, Sharing::kRow>>{});
+    if (block >= 128) return f(std::type_identity<CodesProjection<Code, Sharing::kWideBlock>>{});
+    f(std::type_identity<CodesProjection<Code, Sharing::kNarrowBlock>>{});
+  });
+}
+
 inline void codes_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;
-  with_arrangement(op, [&](auto arrangement) {
+  with_projection(op, [&](auto type) {
     for (int64_t row = 0; row < op.num_rows; row += kDotRows) {
       const int64_t rows = op.num_rows - row < kDotRows ? op.num_rows - row : kDotRows;
-      CodesProjection<decltype(arrangement)> projection{op, row, rows};
+      typename decltype(type)::type projection{op, row, rows};
       for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kBlockColumns) {
         projection.run(begin, begin + kBlockColumns < columns_end ? begin + kBlockColumns : columns_end);
       }

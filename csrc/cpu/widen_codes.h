@@ -95,44 +95,39 @@ constexpr BytesOfCodes kLowBytes{kCodeTable<Code>.bits, 0};
 template <class Code>
 constexpr BytesOfCodes kHighBytes{kCodeTable<Code>.bits, 8};
 
-// 64 bytes of codes. word(i) of lanes in place: columns 2 i and 2 i + 1 of each lane. Else of bytes, for a shuffle less:
-// columns 8 i to 8 i + 7 of each quarter.
-template <class Code, bool kInPlace>
+// 64 bytes of codes. word(i) has columns 16 q + 8 i to 16 q + 8 i + 7 in quarter q.
+template <class Code>
 struct CodeLine {
   __m512i low, high;
   CodeLine() = default;
   explicit CodeLine(__m512i codes) {
     constexpr bool kIsInteger = std::is_same_v<Code, Int8>;
-    if constexpr (kInPlace) {
-      // In each quarter bytes 0 and 1 of its four lanes, then bytes 2 and 3: unpacking takes one half, then the other.
-      const __m128i order = _mm_setr_epi32(0x05040100, 0x0d0c0908, 0x07060302, 0x0f0e0b0a);
-      codes = _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order));
-    }
     const __m512i magnitudes = kIsInteger ? _mm512_abs_epi8(codes) : codes;
     low = kLowBytes<Code>.look_up(magnitudes);
     high = kHighBytes<Code>.look_up(magnitudes);
-    if constexpr (kIsInteger) {  // |-128| is no index; 128 in bf16 is 0x4300
-      high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(magnitudes), _mm512_set1_epi8(0x43));
+    if constexpr (kIsInteger) {  // |-128| is no index; 128 in bf16 is 0x4300, and less than 128 is no more here
+      high = _mm512_max_epu8(high, _mm512_subs_epu8(magnitudes, _mm512_set1_epi8(128 - 0x43)));
     }
     high = or_masked(high, codes, _mm512_set1_epi8(-128));
   }
   __m512i word(int64_t i) const { return i == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high); }
 };
-template <bool kInPlace>
-struct CodeLine<Float4E2M1, kInPlace> {
+// word(i) has columns 8 j + i and 8 j + i + 4 in lane j: shifts, which leave the units that multiply alone.
+template <>
+struct CodeLine<Float4E2M1> {
   __m512i codes;
   CodeLine() = default;
   explicit CodeLine(__m512i line) : codes(line) {}
   __m512i word(int64_t i) const {
-    const int64_t shifts = 8 * i | (8 * i + 4) << 16;
-    const __m512i index = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(shifts | (shifts + 0x200020) << 32), codes);
-    return _mm512_permutexvar_epi16(index, _mm512_load_si512(kCodeTable<Float4E2M1>.bits));
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * i), _mm512_load_si512(kCodeTable<Float4E2M1>.bits));
   }
 };
 
 template <class Code>
 inline void widen(__m512i codes, Code, UInt* words, int64_t stride) {
-  const CodeLine<Code, true> line(codes);
+  // In each quarter bytes 0 and 1 of its four lanes, then bytes 2 and 3: unpacking takes one half, then the other.
+  const __m128i order = _mm_setr_epi32(0x05040100, 0x0d0c0908, 0x07060302, 0x0f0e0b0a);
+  const CodeLine<Code> line(_mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order)));
   words[0] = (UInt)line.word(0);
   words[stride] = (UInt)line.word(1);
 }
