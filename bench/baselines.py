@@ -6,7 +6,7 @@ op that moves memory has a second form, `preallocated_*`, that allocates nothing
 takes at large T is the kernel's mapping of fresh pages, and to be faster than that is no merit of an op.
 
 RMSNorm kernels of other packages are baselines where they are installed: Liger, FlashInfer, vLLM. Each is called as its
-engine would; the gain is the full one: an offset has been added to it.
+engine would; the gain is the full one: an offset has been added to it. So are torchao's weight-only linears.
 """
 
 import contextlib
@@ -36,10 +36,13 @@ FOREIGN = tuple(_PACKAGES)
 # Baselines whose norms write slices of the concat: this package's norm kernel, or another package's.
 SLICES = ("slices", *FOREIGN)
 
+# Of quantized weights.
+QUANTIZED = ("dequantize", "int8pack", "torchao")
+
 # eager: torch's kernels. eager-out: the same without an allocation. slices: a norm kernel per chunk that writes its
 # slice of the concat, then the product. linear: the product alone, over a concat that was normed before: the ceiling of
 # what fusing a norm can win at large T.
-BASELINES = ("eager", "eager-out", "slices", "linear", "compile", "inductor-max", "int8pack", *FOREIGN)
+BASELINES = ("eager", "eager-out", "slices", "linear", "compile", "inductor-max", *QUANTIZED, *FOREIGN)
 
 MEANINGS = {
     "eager": "the engines' chain in plain torch",
@@ -48,7 +51,9 @@ MEANINGS = {
     "linear": "torch's product alone, over a concat normed before: the ceiling at large T",
     "compile": "torch.compile of the chain",
     "inductor-max": "Inductor with max-autotune, and with freezing on a CPU",
+    "dequantize": "the weight dequantized in each call by torch, then this package's op on it, for quantized --weights",
     "int8pack": "the eager norms and cat, then torch._weight_int8pack_mm, for --weights int8_row on a CPU",
+    "torchao": "the eager norms and cat, then torchao's weight-only linear, for --weights int8_row and fp8_row",
     "liger": "slices, with Liger's Triton norm",
     "flashinfer": "slices, with FlashInfer's norm",
     "vllm": "slices, with vLLM's norm",
@@ -151,6 +156,25 @@ def preallocated_normed_concat(
     if norm == "concat":
         scratch.norm(out, gains[0], eps, out)
     return out
+
+
+# torchao's weight-only config for a format of weights.
+_TORCHAO_CONFIGS = {"int8_row": "Int8WeightOnlyConfig", "fp8_row": "Float8WeightOnlyConfig"}
+
+
+def torchao_unsupported_reason(format: str) -> str | None:
+    if format not in _TORCHAO_CONFIGS:
+        return f"it multiplies --weights {' and '.join(_TORCHAO_CONFIGS)}"
+    return None if importlib.util.find_spec("torchao") else "torchao is not installed"
+
+
+def torchao_linear(weight: Tensor, format: str) -> Callable[[Tensor], Tensor]:
+    """A linear layer over codes of torchao's own, from the numbers of `format`."""
+    quantization = importlib.import_module("torchao.quantization")
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantization.quantize_(layer, getattr(quantization, _TORCHAO_CONFIGS[format])())
+    return layer
 
 
 def compiled(chain: Callable, arguments: Sequence[tuple], mode: str | None = None) -> Call:

@@ -377,8 +377,9 @@ def _backends() -> Iterator[tuple[str, str]]:
 
 def _baselines() -> Iterator[tuple[str, str]]:
     for name, meaning in baselines.MEANINGS.items():
-        is_foreign = name in baselines.FOREIGN
-        reason = baselines.foreign_unsupported_reason(name, _usable_devices()[0]) if is_foreign else None
+        reason = baselines.torchao_unsupported_reason("int8_row") if name == "torchao" else None
+        if name in baselines.FOREIGN:
+            reason = baselines.foreign_unsupported_reason(name, _usable_devices()[0])
         yield name, f"{meaning}{f' (not here: {reason})' if reason else ''}"
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import importlib.util
 import io
 import json
 import math
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_kernels.bench import benchmark, cli, cli_types, info, measure, report, workloads
-from eagle_kernels.bench.baselines import BASELINES, FOREIGN
+from eagle_kernels.bench.baselines import BASELINES, FOREIGN, QUANTIZED
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.ops import WORKLOADS
@@ -431,16 +432,33 @@ def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_p
     assert {(record["norm"], record["stage"]) for record in load(path)["records"]} == {(norm, stage)}
 
 
-def test_bench_of_quantized_weights(tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each format is a table of its own: ours on the codes, ours and eager on what they stand for, torch's int8."""
+BASELINES_OF_CODES = "eager,dequantize,int8pack,torchao"
+# A stand-in for torchao, which neither the tests nor the package need.
+TORCHAO = """
+class Int8WeightOnlyConfig: pass
+def quantize_(layer, config):
+    assert type(config) is Int8WeightOnlyConfig
+    layer.weight.data = layer.weight.data.clone()
+"""
+
+
+def test_bench_of_quantized_weights(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each format is a table of its own: ours on the codes, ours and eager on what they stand for, others' products."""
     path = tmp_path / "run.json"
-    columns = ["--forms", "op,layer,dense", "--baselines", "eager,int8pack", "--weights", "dense,int8_row,nvfp4"]
+    if importlib.util.find_spec("torchao") is None:
+        (tmp_path / "torchao").mkdir()
+        (tmp_path / "torchao" / "__init__.py").touch()
+        (tmp_path / "torchao" / "quantization.py").write_text(TORCHAO)
+        monkeypatch.syspath_prepend(tmp_path)
+    columns = ["--forms", "op,layer,dense", "--baselines", BASELINES_OF_CODES, "--weights", "dense,int8_row,nvfp4"]
     assert main([*BENCH, "--preset", "tiny", "--tokens", "3", *columns, "--min-time", "0", "--json", str(path)]) == 0
     records = load(path)["records"]
     assert [(record["weight"], record["variant"]) for record in records] == [
         *(("dense", name) for name in ("op", "layer", "eager")),
-        *(("int8_row", name) for name in ("op", "dense", "eager", "int8pack")),
-        *(("nvfp4", name) for name in ("op", "dense", "eager")),
+        *(("int8_row", name) for name in ("op", "dense", "eager", "dequantize", "int8pack", "torchao")),
+        *(("nvfp4", name) for name in ("op", "dense", "eager", "dequantize")),
     ]
     assert all(record["status"] == "ok" for record in records)
     read = {record["weight"]: record["bytes"] for record in records}
@@ -462,7 +480,7 @@ def test_bench_with_compiled_baselines(tiny_machine: None, tmp_path: Path) -> No
         "--min-time",
         "0",
     ]
-    own = [name for name in BASELINES if name not in ("eager-out", "int8pack", *FOREIGN)]
+    own = [name for name in BASELINES if name not in ("eager-out", *QUANTIZED, *FOREIGN)]
     assert main([*arguments, "--json", str(path)]) == 0
     by_name = {record["variant"]: record for record in load(path)["records"]}
     assert set(by_name) == {"op", "layer", *own}

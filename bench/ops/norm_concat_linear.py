@@ -1,7 +1,7 @@
 """norm_concat_linear against the engines' chain of norms, cat and product, and against torch.compile."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from eagle_kernels import Eagle3Config, Eagle3Projection, quantize
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources
 from eagle_kernels.ops.sources import formula as sources_formula
-from eagle_kernels.quantized_weight import num_bytes
+from eagle_kernels.quantized_weight import QuantizedWeight, num_bytes
 
 from .. import baselines as engine_chains
 from ..baselines import BASELINES, SLICES, compiled, slices_unsupported_reason
@@ -99,8 +99,13 @@ class NormConcatLinear(Workload):
         if name == "dense":
             op, weights, options = eagle_kernels.norm_concat_linear, self.weights, self.options
             return lambda copy: op(self.chunks[copy], weights[copy], **options, out=self.outs[copy]), len(weights)
+        if name == "dequantize":
+            return self._dequantized_in_the_call(), len(self.weights)
         if name == "int8pack":
-            return self._int8pack(), len(self.weights)
+            return self._over_codes(self._int8pack_products()), len(self.weights)
+        if name == "torchao":
+            layers = [engine_chains.torchao_linear(weight, self.row.weight) for weight in self.weights]
+            return self._over_codes(layers), len(layers)
         if name in ("layer", "prepacked"):
             layers = [self._layer(weight) for weight in self.weights[:_MAX_LAYERS]]
             if name == "prepacked":
@@ -134,13 +139,23 @@ class NormConcatLinear(Workload):
 
         return call
 
-    def _int8pack(self) -> Call:
+    def _dequantized_in_the_call(self) -> Call:
+        op, options, dtype = eagle_kernels.norm_concat_linear, self.options, self.row.dtype
+        return lambda copy: op(self.chunks[copy], self.quantized[copy].dequantize(dtype), **options)
+
+    def _int8pack_products(self) -> list[Callable[[Tensor], Tensor]]:
+        def product_of(weight: QuantizedWeight) -> Callable[[Tensor], Tensor]:
+            scales = weight.scales.flatten().to(self.row.dtype)
+            return lambda normed: torch._weight_int8pack_mm(normed, weight.codes, scales)
+
+        return [product_of(weight) for weight in self.quantized]
+
+    def _over_codes(self, products: Sequence[Callable[[Tensor], Tensor]]) -> Call:
+        """The eager norms and cat, then a product of another library with codes."""
         _, gains, _, norm, eps, post_gain = self.chain_arguments[0]
-        scales = [weight.scales.flatten().to(self.row.dtype) for weight in self.quantized]
 
         def call(copy: int) -> Tensor:
-            normed = engine_chains.normed_concat(self.chunks[copy], gains, norm, eps)
-            product = torch._weight_int8pack_mm(normed, self.quantized[copy].codes, scales[copy])
+            product = products[copy](engine_chains.normed_concat(self.chunks[copy], gains, norm, eps))
             return product if post_gain is None else F.rms_norm(product, product.shape[-1:], post_gain, eps)
 
         return call
@@ -152,6 +167,10 @@ class NormConcatLinear(Workload):
             return "it is the op itself, where the weight is no code"
         if form in ("layer", "prepacked") and not is_dense:
             return "a quantized weight is timed in the op"
+        if form == "dequantize" and is_dense:
+            return "the weight is no code"
+        if form == "torchao" and (reason := engine_chains.torchao_unsupported_reason(self.row.weight)) is not None:
+            return reason
         if form == "int8pack" and (self.row.weight != "int8_row" or self.row.device != "cpu"):
             return "it multiplies --weights int8_row on a CPU"
         if form in ("layer", "prepacked") and (self.row.stage.norm_offset or post_norm):
