@@ -303,7 +303,7 @@ def test_the_plan_of_few_rows(isa: str) -> None:
         return plan.choose(*problem).kernel
 
     few = plan.Kernel.DOTS if "bf16" in isa else plan.Kernel.FUSED
-    for columns, most in ((12288, 8), (128, 4), (32, 4), (16, 2)):
+    for columns, most in ((12288, 8), (128, 4), (32, 4), (16, 8)):
         kernels = [kernel(T, torch.bfloat16, columns) for T in (1, most, most + 1, 64)]
         assert kernels == [few, few, plan.Kernel.FUSED, plan.Kernel.FUSED]
     assert kernel(1, torch.float16, 128) == kernel(1, torch.float32, 128) == plan.Kernel.FUSED

@@ -104,8 +104,8 @@ class NormConcatLinear(Workload):
         if name == "int8pack":
             return self._over_codes(self._int8pack_products()), len(self.weights)
         if name == "torchao":
-            layers = [engine_chains.torchao_linear(weight, self.row.weight) for weight in self.weights]
-            return self._over_codes(layers), len(layers)
+            products = [engine_chains.torchao_linear(weight, self.row.weight) for weight in self.weights]
+            return self._over_codes(products), len(products)
         if name in ("layer", "prepacked"):
             layers = [self._layer(weight) for weight in self.weights[:_MAX_LAYERS]]
             if name == "prepacked":

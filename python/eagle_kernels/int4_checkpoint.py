@@ -147,8 +147,8 @@ def _layout_of(
         divides = (D if layout == "awq" else W) % (32 // bits) == 0
         if divides and tuple(codes.shape) == expected:
             return layout, bits
-    expected = " or ".join(f"{size} of {layout} int{bits}" for (layout, bits), size in shapes.items())
-    raise checks.shape_error(op, name, codes, expected, f"W is {shape}, {meaning}; other packings are not read")
+    choices = " or ".join(f"{size} of {layout} int{bits}" for (layout, bits), size in shapes.items())
+    raise checks.shape_error(op, name, codes, choices, f"W is {shape}, {meaning}; other packings are not read")
 
 
 def _check_config(op: str, name: str, layout: str, bits: int, config: Mapping[str, Any]) -> None:

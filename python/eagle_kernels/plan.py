@@ -245,11 +245,12 @@ DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 def dots_rows(block_columns: int) -> int:
     """The largest N at which sums along K*H beat sums along D, by the columns that share a scale.
 
-    A scale of its own for every few columns is a shuffle of the sums of every row. K=3, H=D=4096 on an AMD EPYC, two
-    cores, along K*H and along D: nvfp4 at 1 row 1.7 and 2.5 ms, at 8 rows 5.4 and 3.7; fp8_block128 at 4 rows 2.5 and
-    2.7, at 8 rows 3.7 and 3.4; fp8_row at 8 rows 2.7 to 3.3 and 2.9 to 3.2, which is no difference there.
+    Where a block is one of several, its scale multiplies the sums of every row anew; sums along D scale the numbers
+    where 16 columns share it, and pay for that up to here. K=3, H=D=4096 on an AMD EPYC, two cores, in ms along K*H and
+    along D: fp8_row at 8 rows 2.4 and 2.9, int8_row 2.9 and 3.4; fp8_block128 at 4 rows 1.7 and 2.5, at 8 rows 3.1 and
+    3.0; mxfp4 at 4 rows 1.5 and 1.9, at 8 rows 2.9 and 2.8; nvfp4 at 8 rows 3.0 and 3.4.
     """
-    return 8 if block_columns > 128 else 4 if block_columns > 16 else 2
+    return 8 if block_columns > 128 or block_columns == 16 else 4
 
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
