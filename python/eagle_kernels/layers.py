@@ -86,8 +86,11 @@ class Eagle3Projection(nn.Module):
         Names may start with `model.`; aux_norm_low|mid|high are fc_norm.0|1|2 (the legacy name). What belongs to the
         rest of the drafter (layers, midlayer, norm, lm_head, embed_tokens, d2t, t2d) is left alone.
 
+        A quantized fc stays codes and scales (`QuantizedWeight`); integers in groups (compressed-tensors, GPTQ, AWQ)
+        become bf16, and the log says so.
+
         Raises ValueError that names the weight, before anything is copied: a missing one, a norm that the config does
-        not have, a shape that does not fit, a projection that is quantised.
+        not have, a shape that does not fit, codes without their scale.
         """
         from . import checkpoint  # 6 ms, for those who load one
 

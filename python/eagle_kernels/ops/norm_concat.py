@@ -3,7 +3,7 @@
     out[i] = round(concat_k(value_k[i] * rstd_k[i] * (norm_offset + gain_k)))        (the terms: `ops/sources.py`)
 
 One kernel for what engines run as row selects, adds, K RMSNorms and a `cat` (SGLang 0.5.23 `llama_eagle3`, vLLM 0.33
-`combine_hidden_states`), where the projection that follows is quantised, sharded by the engine, or compute-bound.
+`combine_hidden_states`), where the projection that follows is quantized, sharded by the engine, or compute-bound.
 """
 
 from collections.abc import Sequence
