@@ -41,6 +41,7 @@ EAGLE_KERNELS_EXPORT const char* eagle_kernels_build_info() {
 }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_chunks() { return cuda::kMaxChunks; }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_decode_rows() { return cuda::kMaxDecodeRows; }
+EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_split_rows() { return cuda::kMaxSplitRows; }
 #if defined(EAGLE_KERNELS_WITH_CUDA)
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_runtime_version() { return cuda::runtime_version(); }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_driver_version() { return cuda::driver_version(); }

@@ -235,6 +235,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
          ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, int block_columns, Tensor? bias, "
          "Tensor? post_norm_weight, float post_norm_eps, bool in_dots, Tensor(a!) out) -> ()")
             .c_str());
+  m.def(("norm_concat_linear_split_out(" + kSourcesSchema +
+         ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, bool early_weight, "
+         "Tensor(a!) out) -> ()")
+            .c_str());
   m.def(("norm_concat_linear_two_step_out(" + kSourcesSchema + ", Tensor weight, Tensor(a!) out) -> ()").c_str());
   m.def(("norm_concat_linear_checks_out(" + kSourcesSchema +
          ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
@@ -258,13 +262,50 @@ void refuse_many_chunks(const NormConcatLinear& record) {
   check(record.source.num_chunks <= cuda::kMaxChunks, kOp, "chunks", "count on CUDA");
 }
 
-void run_on_cuda(const NormConcatLinear& record, const Tensor&, const Tensor& out) {
+void refuse_unfused(const NormConcatLinear& record) {
   refuse_many_chunks(record);
   check(record.source.dtype != DType::kFloat32, kOp, "chunks", "dtype on CUDA");
-  check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
   check(norm_concat_linear_is_aligned(record), kOp, "operands", "alignment");
+}
+
+void run_on_cuda(const NormConcatLinear& record, const Tensor&, const Tensor& out) {
+  refuse_unfused(record);
+  check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
   if (record.num_rows == 0 || record.num_columns == 0) return;
   cuda::launch(kOp, norm_concat_linear_cuda, record, View(out).device_index);
+}
+
+// A tensor of torch's caching allocator and graph pools.
+Tensor empty(std::array<int64_t, 2> sizes, TorchDType dtype, const View& like) {
+  const std::array<int64_t, 2> strides{sizes[1], 1};
+  AtenTensorHandle handle;
+  expect_success(aoti_torch_empty_strided(2, sizes.data(), strides.data(), dtype.code, like.device_type,
+                                          like.device_index, &handle));
+  return Tensor(handle);
+}
+
+template <bool early_weight>
+void run_split_on_cuda(NormConcatLinear record, const Tensor&, const Tensor& out_tensor) {
+  refuse_unfused(record);
+  if (record.num_rows == 0 || record.num_columns == 0) return;
+  const View out(out_tensor);
+  const cuda::CurrentDevice device(kOp, out.device_index);
+  const Tensor workspace = empty({1, norm_concat_linear_split_workspace(record, device.get())}, kTorchFloat, out);
+  record.workspace = workspace.mutable_data_ptr();
+  record.early_weight = early_weight;
+  cuda::expect_success(kOp, norm_concat_linear_split_cuda(record, device.get()));
+}
+
+void norm_concat_linear_split_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
+                                  const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
+                                  const OptionalTensors& residuals, const OptionalTensors& indices,
+                                  const OptionalTensor& sum_squares, const Tensor& weight, const OptionalTensor& bias,
+                                  const OptionalTensor& post_norm, double post_norm_eps, bool early_weight,
+                                  const Tensor& out) {
+  const auto run = early_weight ? norm_concat_linear_out<run_split_on_cuda<true>>
+                                : norm_concat_linear_out<run_split_on_cuda<false>>;
+  run(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, weight, bias, post_norm,
+      post_norm_eps, out);
 }
 
 // Whether the rows stand concatenated and as they are: of a static buffer that capture has written.
@@ -279,7 +320,7 @@ bool is_concatenated(const Concat& source) {
   return true;
 }
 
-// The normed rows are torch's, of its caching allocator and graph pools; there are no more of them than of the sources'.
+// There are no more normed rows than rows of the sources.
 void run_two_steps_on_cuda(const NormConcatLinear& op, const Tensor& weight_tensor, const Tensor& out) {
   refuse_many_chunks(op);
   const int64_t rows = op.num_rows, width = op.source.width;
@@ -291,11 +332,7 @@ void run_two_steps_on_cuda(const NormConcatLinear& op, const Tensor& weight_tens
     const Tensor concat = matrix(first.x, {rows, width}, {first.x_row_stride, 1}, weight);
     return expect_success(cuda::mm_out(out.get(), concat.get(), transposed.get()));
   }
-  const std::array<int64_t, 2> sizes{rows, width}, strides{width, 1};
-  AtenTensorHandle handle;
-  expect_success(aoti_torch_empty_strided(2, sizes.data(), strides.data(), weight.dtype.code, weight.device_type,
-                                          weight.device_index, &handle));
-  const Tensor normed(handle);
+  const Tensor normed = empty({rows, width}, weight.dtype, weight);
   cuda::launch(kOp, norm_concat_cuda, {op.source, rows, normed.mutable_data_ptr(), width}, weight.device_index);
   expect_success(cuda::mm_out(out.get(), normed.get(), transposed.get()));
 }
@@ -304,6 +341,7 @@ void run_two_steps_on_cuda(const NormConcatLinear& op, const Tensor& weight_tens
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
   m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cuda>));
+  m.impl("norm_concat_linear_split_out", TORCH_BOX(&norm_concat_linear_split_out));
   m.impl("norm_concat_linear_two_step_out", TORCH_BOX(&norm_concat_linear_two_step_out<run_two_steps_on_cuda>));
 }
 #endif

@@ -38,7 +38,9 @@ struct NormConcatLinear {
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too
   void* out;              // [N, D]
   int64_t out_row_stride;
-  void* workspace;  // on CPU: norm_concat_linear_workspace bytes, 64-byte aligned
+  // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; of the split kernels on CUDA their fp32 values.
+  void* workspace;
+  bool early_weight;  // the split kernels may read the weight while the previous kernel runs, which then must not write it
 };
 
 // On CPU up to three parallel passes over one workspace: the rows are normed and laid out for the product, then every
@@ -59,10 +61,16 @@ void norm_concat_linear_post_norm(const NormConcatLinear& op, int64_t row_begin,
 namespace cuda {
 // Rows that the fused kernel multiplies in one pass over the weight; more take it several times.
 constexpr int64_t kMaxDecodeRows = 16;
+// The same of the split kernels, which are two launches.
+constexpr int64_t kMaxSplitRows = 128;
 }  // namespace cuda
 
 // The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
+
+// The split kernels take the same and a post norm.
+int64_t norm_concat_linear_split_workspace(const NormConcatLinear& op, const cuda::Device& device);
+int norm_concat_linear_split_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // Whether every width is a multiple of 8, and the addresses and row strides of chunks, residuals, gains and weight are
 // multiples of 16 bytes.

@@ -115,18 +115,22 @@ def planned(T: int, dtype: torch.dtype = torch.bfloat16, H: int = 4096, **layout
 
 
 @needs_triton
-def test_the_fused_kernel_takes_decode_and_triton_the_rest() -> None:
+def test_which_kernel_takes_how_many_rows() -> None:
     with environment_of():
         assert (
             str(planned(16))
             == "norm_concat_linear: cuda/fused, because T=16 <= 16: one pass over the weight is the bound"
         )
-        assert planned(17).backend == "triton" and planned(17).reason.startswith("cuda: T=17 > 16: ")
+        for T in (17, 128):
+            said = f"norm_concat_linear: cuda/split, because T={T} <= 128: one pass over the weight, then over its sums"
+            assert str(planned(T)) == said
         assert planned(4, torch.float32).backend == "triton"
         assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
         assert planned(4, H=2888).backend == "cuda"
         assert planned(4, H=2884).reason.startswith("H=2884 is no multiple of 8; an address, a row stride or H is")
-        assert planned(4, has_post_norm=True).reason.startswith("cuda: a post norm needs all D columns")
+        post_norm = planned(4, has_post_norm=True)
+        assert (post_norm.backend, post_norm.kernel) == ("cuda", plan.Kernel.SPLIT)
+        assert post_norm.reason == "a post norm needs all D columns of a row in one place"
         assert planned(4, bytes_aligned=False).reason.startswith(
             "cuda: an address or a row stride is no multiple of 16"
         )
@@ -137,8 +141,8 @@ def test_before_a_library_product_the_normed_rows_are_cudas() -> None:
     """Wherever Triton would write them and leave the product to a library: nothing of it is then imported."""
     with environment_of():
         assert str(planned(129)) == (
-            "norm_concat_linear: cuda/norm_concat + linear, because T=129 > 16: the fused kernel would read the weight "
-            "9 times; T=129 > 128 by the heuristic, without a tuned table for NVIDIA H100"
+            "norm_concat_linear: cuda/norm_concat + linear, because T=129 > 128: the split kernels would read the "
+            "weight 2 times; T=129 > 128 by the heuristic, without a tuned table for NVIDIA H100"
         )
         unaligned = {"bytes_aligned": False, "elements_aligned": False}
         for problem in (planned(5000), planned(4, H=2884), planned(4, **unaligned), planned(17, torch.float32)):
@@ -148,18 +152,20 @@ def test_before_a_library_product_the_normed_rows_are_cudas() -> None:
 
 
 @needs_triton
-def test_one_plan_for_all_T_is_tritons_unless_cuda_is_forced() -> None:
-    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
-        assert {planned(T).backend for T in (1, 16, 17, 300)} == {"triton"}
-        assert {planned(T).tiles for T in (1, 16, 17, 300)} == {planned(1).tiles}
-    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
-        assert {(planned(T).backend, planned(T).kernel) for T in (1, 16, 17, 300)} == {("cuda", plan.Kernel.FUSED)}
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_one_plan_for_all_T(backend: str) -> None:
+    rows = (1, 16, 17, 129, 300)
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND=backend):
+        assert {(planned(T).backend, planned(T).kernel) for T in rows} == {("cuda", plan.Kernel.SPLIT)}
+        if backend == "auto":
+            assert {planned(T, torch.float32).backend for T in rows} == {"triton"}
+            assert {planned(T, torch.float32).tiles for T in rows} == {planned(1, torch.float32).tiles}
 
 
 def test_without_triton_the_rest_is_norm_concat_and_a_library_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with environment_of():
-        assert planned(17).backend == "cuda" and planned(17).kernel is plan.Kernel.TWO_STEP
+        assert planned(129).backend == "cuda" and planned(129).kernel is plan.Kernel.TWO_STEP
 
 
 def test_more_chunks_than_a_kernel_holds_go_to_the_next_backend() -> None:

@@ -53,6 +53,23 @@ class TwoSteps:
         self.two_steps.default.redispatch(keys, *operands, out)
 
 
+class SplitKernels:
+    """An op namespace whose `norm_concat_linear_out` is the primitive of the split CUDA kernels of `primitives`."""
+
+    norm_concat_linear_out = default = property(lambda self: self)
+
+    def __init__(self, primitives: object) -> None:
+        self.split = primitives.norm_concat_linear_split_out
+
+    def __call__(self, *arguments: object) -> None:
+        *operands, out = arguments
+        self.split(*operands, True, out)
+
+    def redispatch(self, keys: torch._C.DispatchKeySet, *arguments: object) -> None:
+        *operands, out = arguments
+        self.split.default.redispatch(keys, *operands, True, out)
+
+
 def products(calls: list[BadCall]) -> list[BadCall]:
     """What ends in torch's product."""
     return [call for call in calls if call.op == "norm_concat_linear" and not call.has("bias", "post_norm_weight")]

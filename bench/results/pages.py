@@ -153,7 +153,7 @@ def _is_two_step(op: str, kernel: str, dtype: torch.dtype) -> bool:
     if op != "norm_concat_linear" or not kernel.endswith(".cu"):
         return False
     problem = plan.Problem(op, torch.device("cuda"), 3, 1, dtype, 4096, (4096,))
-    return plan.fused_cuda_unsupported_reason(problem) is not None
+    return plan.cuda_product_unsupported_reason(problem) is not None
 
 
 def engines() -> str:

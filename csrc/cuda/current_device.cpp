@@ -30,6 +30,7 @@ using MmOut = int32_t (*)(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensor
 struct Facts {
   std::atomic<int> compute_capability{0};  // 90 for 9.0; 0: not asked yet
   std::atomic<int> shared_memory{0};
+  std::atomic<int> multiprocessors{0};
 };
 
 std::array<Facts, kMaxDevices> known_facts;
@@ -41,11 +42,13 @@ std::array<Facts, kMaxDevices> known_facts;
 const Facts& facts_of(const char* op, int device) {
   Facts& facts = known_facts[device];
   if (facts.compute_capability == 0) {
-    int major = 0, minor = 0, shared_memory = 0;
+    int major = 0, minor = 0, shared_memory = 0, multiprocessors = 0;
     expect_success(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     expect_success(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
     expect_success(op, cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    expect_success(op, cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     facts.shared_memory = shared_memory;
+    facts.multiprocessors = multiprocessors;
     facts.compute_capability = 10 * major + minor;
   }
   return facts;
@@ -87,6 +90,7 @@ CurrentDevice::CurrentDevice(const char* op, int32_t index) {
   device_.index = index;
   device_.pdl = facts.compute_capability >= 90;
   device_.shared_memory = facts.shared_memory;
+  device_.multiprocessors = facts.multiprocessors;
   if (current != index) {
     expect_success(op, cudaSetDevice(index));
     previous_ = current;

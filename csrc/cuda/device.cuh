@@ -1,6 +1,6 @@
-// All that the kernels ask of the machine, in one thin layer: 16-byte loads and stores, conversions of packed 16-bit
-// pairs, mma.sync, grid dependency control, shared memory. Kernels are plain C++ above it, so that the same sources
-// also compile with g++, where tests/cuda_host/device_host.h answers to the same names.
+// All that the kernels ask of the machine, in one thin layer: 16-byte loads and stores, asynchronous copies into shared
+// memory, conversions of packed 16-bit pairs, mma.sync, grid dependency control. Kernels are plain C++ above it, so that
+// the same sources also compile with g++, where tests/cuda_host/device_host.h answers to the same names.
 //
 // Only what differs between the two stands between the #if; a name below it is written in terms of those.
 #pragma once
@@ -79,6 +79,10 @@ __device__ __forceinline__ void store(T* p, T value) {
   *p = value;
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // Loads of a matrix that is read once: not kept in L1, the first to leave L2. The policy goes through a register
 // because ptxas 13 takes `.L2::evict_first` on 32-byte loads only.
 struct ReadOnce {
@@ -93,7 +97,27 @@ struct ReadOnce {
                  : "l"(p), "l"(policy));
     return v;
   }
+  // As copy_async below, but allowed before wait_for_previous_kernel: for a matrix that no kernel before this one writes.
+  __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) const {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(inside ? 16 : 0), "l"(policy)
+                 : "memory");
+  }
 };
+
+// 16 bytes from global to shared memory, past L1 and the registers; zeros, and no access, where they are not inside.
+// Each thread's copies complete in the order of its groups: commit_copies ends one, and after wait_for_copies<n> those
+// before the latest n have landed, for other threads behind a barrier.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(inside ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLatest>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");
+}
 
 // Into L2 only, which stays coherent with a kernel that still writes: allowed before wait_for_previous_kernel.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

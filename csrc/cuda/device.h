@@ -14,6 +14,7 @@ struct Device {
   int32_t index;          // below kMaxDevices
   bool pdl;               // sm_90 and later: programmatic dependent launch
   int64_t shared_memory;  // bytes that a block can have
+  int32_t multiprocessors;
 };
 
 }  // namespace eagle_kernels::cuda

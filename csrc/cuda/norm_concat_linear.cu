@@ -9,8 +9,7 @@
 // so the loads go in as they come.
 //
 // The raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and statistic
-// alike. The gain is multiplied into the weight and rounded once, as if it had been folded in beforehand. That is one
-// rounding where the engines round the normed value, measured no less accurate (triton_kernels/norm_concat_linear.py).
+// alike; the gain is multiplied into the weight (weight_gain.cuh).
 // Rows of values below 2^-100, which no model has, lose precision: their products are subnormal in fp32.
 //
 // Sums go by column within a warp, then over warps, then over chunks: an order that depends on the norm and the chunks'
@@ -23,6 +22,7 @@
 #include "launch.cuh"
 #include "pack.cuh"
 #include "source_row.cuh"
+#include "weight_gain.cuh"
 
 namespace eagle_kernels::cuda {
 namespace {
@@ -31,13 +31,6 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlockColumns = 64;  // 128 bytes of a row: two loads of a warp, in steps of 32 columns
 constexpr int kStepColumns = 32;
-
-// fp16 loses precision below 6e-5, where gain * weight can land: 2^6 moves its full range to [1e-6, 1023], and the
-// end divides it out exactly.
-template <class T>
-constexpr float kGainScale = 1.0f;
-template <>
-constexpr float kGainScale<Float16> = 64.0f;
 
 // What the main loop has to do, each with registers for as many loads in flight as fit without spills.
 enum class Flavour {
@@ -71,10 +64,6 @@ struct Kernel {
   }
 };
 
-__device__ __forceinline__ uint32_t word(const Words& w, int i) {
-  return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
-}
-
 template <class T>
 __device__ __forceinline__ float sum_of_squares(const Words& w) {
   float sum = 0;
@@ -103,30 +92,10 @@ struct Gains {
   }
 
   __device__ __forceinline__ void factors(const Vector& gain, float offset, float (&factor)[8]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Pair pair = widen(word(words[0], i), T{});
-      if (kFlavour == Flavour::kAny && gain.dtype == DType::kFloat32) {
-        const Words& half = words[i / 2];
-        pair = {bits_to_float(word(half, i % 2 * 2)), bits_to_float(word(half, i % 2 * 2 + 1))};
-      }
-      factor[2 * i] = (offset + pair.first) * kGainScale<T>;
-      factor[2 * i + 1] = (offset + pair.second) * kGainScale<T>;
-    }
+    constexpr bool kAny = kFlavour == Flavour::kAny;
+    gain_factors<T>(words[0], words[kAny], kAny && gain.dtype == DType::kFloat32, offset, factor);
   }
 };
-
-template <class T>
-__device__ __forceinline__ uint32_t scaled(uint32_t pair, float first, float second) {
-  const Pair w = widen(pair, T{});
-  return narrow(Pair{w.first * first, w.second * second}, T{});
-}
-
-template <class T>
-__device__ __forceinline__ Words scaled(const Words& w, const float (&factor)[8]) {
-  return {scaled<T>(w.x, factor[0], factor[1]), scaled<T>(w.y, factor[2], factor[3]),
-          scaled<T>(w.z, factor[4], factor[5]), scaled<T>(w.w, factor[6], factor[7])};
-}
 
 // Where the loads of a warp's step are, counted from the first: steps 2j and 2j+1 are the halves of its j-th block.
 __device__ __forceinline__ constexpr int step_offset(int step) {
@@ -312,11 +281,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
       for (int w = 0; w < kWarps; ++w) of_chunk += partial[(k * kWarps + w) * K::kPartial + at];
       total += of_chunk * rstd[(chunk_norm ? k : 0) * K::kRows + token];
     }
-    if (op.bias.data != nullptr) {
-      total += op.bias.dtype == DType::kFloat32
-                   ? load(static_cast<const float*>(op.bias.data) + output)
-                   : widen(load_bits(static_cast<const T*>(op.bias.data) + output), T{}).first;
-    }
+    if (op.bias.data != nullptr) total += value_at<T>(op.bias, output);
     store_bits(static_cast<T*>(op.out) + row * op.out_row_stride + output, narrow(Pair{total, 0.0f}, T{}));
   }
 }

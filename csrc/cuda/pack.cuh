@@ -71,6 +71,13 @@ __device__ __forceinline__ void store_bits(T* p, uint32_t bits) {
   store(reinterpret_cast<uint16_t*>(p), static_cast<uint16_t>(bits));
 }
 
+// One value of a vector in T or fp32.
+template <class T>
+__device__ __forceinline__ float value_at(const Vector& vector, int64_t i) {
+  return vector.dtype == DType::kFloat32 ? load(static_cast<const float*>(vector.data) + i)
+                                         : widen(load_bits(static_cast<const T*>(vector.data) + i), T{}).first;
+}
+
 // Values [column, column + 8) of a row; those at `width` and beyond are 0 and not read.
 template <bool kAligned, class T>
 __device__ __forceinline__ Pack<T> load_pack(const T* row, int64_t column, int64_t width) {

@@ -73,6 +73,7 @@ _EXPORTED: dict[str, type] = {
     "eagle_kernels_build_info": ctypes.c_char_p,
     "eagle_kernels_max_cuda_chunks": ctypes.c_int64,
     "eagle_kernels_max_cuda_decode_rows": ctypes.c_int64,
+    "eagle_kernels_max_cuda_split_rows": ctypes.c_int64,
     "eagle_kernels_cuda_runtime_version": ctypes.c_int64,
     "eagle_kernels_cuda_driver_version": ctypes.c_int64,
 }
@@ -97,6 +98,7 @@ build_info: dict[str, str] = dict(
 cuda_archs: tuple[str, ...] = tuple(build_info.get("cuda_archs", "").split())
 MAX_CUDA_CHUNKS: int = _exported("eagle_kernels_max_cuda_chunks")
 MAX_CUDA_DECODE_ROWS: int = _exported("eagle_kernels_max_cuda_decode_rows")
+MAX_CUDA_SPLIT_ROWS: int = _exported("eagle_kernels_max_cuda_split_rows")
 
 CUDA_RUNTIME_VERSION: int = _exported("eagle_kernels_cuda_runtime_version")  # 13000 for 13.0
 

@@ -49,8 +49,8 @@ class Plan:
     backend: str
     kernel: Kernel
     reason: str
-    tiles: Tiles | None = None  # of Kernel.SPLIT
-    aligned: bool = False  # Kernel.SPLIT may copy 16 bytes at a time
+    tiles: Tiles | None = None  # of Triton's Kernel.SPLIT
+    aligned: bool = False  # which may then copy 16 bytes at a time
     isa: str | None = None  # of Kernel.FUSED and Kernel.DOTS on the CPU
 
     @property
@@ -329,32 +329,36 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
 
 
 def cuda_projection(problem: Problem) -> Plan:
-    """Which of cuda and triton is faster where both can run has not been measured: the fused kernel is one launch and
-    needs no workspace. A library's product has the same normed rows before it from either, and from C++ for a tenth of
-    the host's time; but a post norm sees them in fp32, which is Triton's finalise kernel."""
-    invariant = SETTINGS.batch_invariant
-    forced = SETTINGS.backend == "cuda"
-    T, limit = problem.rows, library.MAX_CUDA_DECODE_ROWS
-    reason = fused_cuda_unsupported_reason(problem)
-    if reason is None and limit < T and not (forced and invariant):
-        reason = f"T={T} > {limit}: the fused kernel would read the weight {-(-T // limit)} times"
-    if not forced and (reason is not None or invariant) and unsupported_reason("triton", problem.device) is None:
+    """Which of cuda and triton is faster where both can run has not been measured: the kernels of C++ cost a tenth of
+    the host's time. Where Triton would write normed rows for a library's product they come from C++ as well; but a post
+    norm sees the sums before they are rounded, which for more rows is Triton's finalise kernel."""
+    rows, decode, split = problem.rows, library.MAX_CUDA_DECODE_ROWS, library.MAX_CUDA_SPLIT_ROWS
+    reason = cuda_product_unsupported_reason(problem)
+    if reason is None and SETTINGS.batch_invariant:
+        return Plan(problem.op, "cuda", Kernel.SPLIT, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
+    if reason is None and rows <= split:
+        if problem.has_post_norm:
+            return Plan(problem.op, "cuda", Kernel.SPLIT, "a post norm needs all D columns of a row in one place")
+        if rows <= decode:
+            return Plan(
+                problem.op, "cuda", Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
+            )
+        return Plan(
+            problem.op, "cuda", Kernel.SPLIT, f"T={rows} <= {split}: one pass over the weight, then over its sums"
+        )
+    if reason is None:
+        reason = f"T={rows} > {split}: the split kernels would read the weight {-(-rows // split)} times"
+    if SETTINGS.backend != "cuda" and unsupported_reason("triton", problem.device) is None:
         plan = triton_projection(problem)
         if plan.kernel is not Kernel.TWO_STEP or problem.has_post_norm:
-            return plan if reason is None else replace(plan, reason=f"cuda: {reason}; {plan.reason}")
-        reason = plan.reason if reason is None else f"{reason}; {plan.reason}"
-    if reason is not None:
-        return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
-    if invariant:
-        return Plan(problem.op, "cuda", Kernel.FUSED, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
-    return Plan(problem.op, "cuda", Kernel.FUSED, f"T={T} <= {limit}: one pass over the weight is the bound")
+            return replace(plan, reason=f"cuda: {reason}; {plan.reason}")
+        reason = f"{reason}; {plan.reason}"
+    return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
 
 
-def fused_cuda_unsupported_reason(problem: Problem) -> str | None:
+def cuda_product_unsupported_reason(problem: Problem) -> str | None:
     if problem.dtype == torch.float32:
         return "tensor cores multiply 16-bit types"
-    if problem.has_post_norm:
-        return "a post norm needs all D columns of a row in one place"
     if odd := [H for H in problem.widths if H % 8]:
         return f"H={max(odd)} is no multiple of 8"
     if not problem.bytes_aligned:

@@ -25,10 +25,13 @@ MOST_REGISTERS = {
     "capture_hidden": 64,
     "norm_concat": 64,
     "norm_concat_linear": 128,
+    "norm_concat_linear_split": 128,
     "vocab_parallel_embedding": 40,
 }
-# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels; 2 dtypes, 3 tiles, 3 flavours.
+# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes, 3
+# tiles and 3 flavours; split, 2 dtypes of 5 tiles and of the kernel that sums.
 INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 18}
+INSTANCES["norm_concat_linear_split"] = 12
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -108,8 +111,24 @@ def test_the_weight_streams_in_16_byte_loads_into_the_tensor_cores(arch: str) ->
         assert not re.search(r"\b(LDL|STL)\b", code), name
 
 
-# In SASS: a prefetch into L2, griddepcontrol.wait, griddepcontrol.launch_dependents, a load of global memory.
-_ORDERED = re.compile(r"\b(CCTL\.E\.PF2|ACQBULK|PREEXIT|LDG)\b")
+@pytest.mark.parametrize("arch", ["80", "90a", "120"])
+def test_the_split_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -> None:
+    functions = dict(_instructions(compiled("norm_concat_linear_split", arch)[1]))
+    partial = [code for name, code in functions.items() if "partial_kernel" in name]
+    assert len(partial) == 10
+    for code in partial:
+        assert re.search(r"\bHMMA\.16816\.F32", code)
+        assert set(re.findall(r"\bLDGSTS[\w.]*", code)) == {"LDGSTS.E.BYPASS.128"}
+        assert len(re.findall(r"\bLDS\.128", code)) >= 12
+        # What is loaded into registers: a row's index.
+        assert set(re.findall(r"\bLDG\.[\w.]*", code)) <= {"LDG.E", "LDG.E.64"}
+        assert not re.search(r"\b(LDL|STL|ATOM\w*|RED)\b", code)
+
+
+# In SASS: a prefetch into L2, an asynchronous copy, griddepcontrol.wait, griddepcontrol.launch_dependents, a load.
+_ORDERED = re.compile(r"\b(CCTL\.E\.PF2|LDGSTS|ACQBULK|PREEXIT|LDG)\b")
+# What comes before the wait: of the weight.
+_EARLY = {"norm_concat_linear_kernel": ["CCTL.E.PF2"], "norm_concat_linear_partial_kernel": ["LDGSTS"]}
 
 
 @pytest.mark.parametrize("kernel", MOST_REGISTERS)
@@ -118,8 +137,8 @@ def test_a_kernel_prefetches_waits_lets_the_next_start_and_only_then_loads(kerne
     next kernel read what the one before this has not written; a prefetch behind the wait hides nothing."""
     for name, code in _instructions(compiled(kernel, "90a")[1]):
         order = list(dict.fromkeys(_ORDERED.findall(code)))
-        prefetches = ["CCTL.E.PF2"] if kernel == "norm_concat_linear" else []
-        assert order == [*prefetches, "ACQBULK", "PREEXIT", "LDG"], name
+        early = next((early for part, early in _EARLY.items() if part in name), [])
+        assert order == [*early, "ACQBULK", "PREEXIT", "LDG"], name
         assert code.count("ACQBULK") == code.count("PREEXIT") == 1, name
         assert code.rfind("CCTL.E.PF2") < code.index("ACQBULK"), name
         assert not re.search(r"\b(STG|RED|ATOM)\w*\b", code[: code.index("ACQBULK")]), name

@@ -41,11 +41,12 @@ def emulation() -> ModuleType:
 def emulated(
     emulation: ModuleType, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[object]:
-    """The cuda backend on CPU tensors. Half of the tests run the warps of a block in descending order: between
-    two barriers a GPU may."""
+    """The cuda backend on CPU tensors. Half of the tests run the warps of a block in descending order, which between
+    two barriers a GPU may, and in half of each asynchronous copies land where they are waited for."""
     monkeypatch.setattr(library, "primitives", torch.ops.eagle_kernels_emulated)
     monkeypatch.setattr(plan, "_cuda_unsupported_reason", lambda device: None)
-    emulation.set_device(shared_bytes=SHARED_MEMORY, descending_warps=len(request.node.name) % 2 == 1)
+    order = len(request.node.name)
+    emulation.set_device(SHARED_MEMORY, descending_warps=order % 2 == 1, late_copies=order // 2 % 2 == 1)
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         yield library.primitives
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -38,6 +39,23 @@ void sync_block();
 void wait_for_previous_kernel();
 // Fails where the address is not aligned, or global memory may not be touched yet.
 void check_access(const void* p, size_t bytes);
+void check_alignment(const void* p, size_t bytes);
+
+// 16 bytes that a thread copies into shared memory; from null: zeros.
+struct Copy {
+  void* to;
+  const void* from;
+};
+// A GPU's copies land at any time between where they are asked for and where the thread waits for them; here all of them at
+// the first (`set_late_copies(false)`), which shows a buffer that is still read, or all at the second, which shows a wait
+// that is missing. True: the caller is to copy now.
+void set_late_copies(bool late);
+bool lands_now(const Copy& copy);
+// Those that were asked for before the end of the previous kernel, since the last call of this.
+int64_t take_early_copies();
+void commit_copies();
+// The copies that land here: those of all groups but the latest.
+std::vector<Copy> landing(size_t latest_groups);
 
 constexpr size_t kSlot = 64;  // bytes of a lane in an exchange
 
@@ -92,9 +110,32 @@ void store(T* p, T value) {
   host::check_access(p, sizeof(T));
   *p = value;
 }
+// Not in fibers.cpp, which the sanitizers do not see.
+inline void land(const host::Copy& copy) {
+  if (copy.from == nullptr) {
+    std::memset(copy.to, 0, sizeof(Words));
+  } else {
+    std::memcpy(copy.to, copy.from, sizeof(Words));
+  }
+}
 struct ReadOnce {
   Words operator()(const void* p) const { return load(static_cast<const Words*>(p)); }
+  void copy_async(void* to, const void* from, bool inside) const {
+    host::check_alignment(to, sizeof(Words));
+    if (inside) host::check_alignment(from, sizeof(Words));
+    const host::Copy copy{to, inside ? from : nullptr};
+    if (host::lands_now(copy)) land(copy);
+  }
 };
+inline void copy_async(void* to, const void* from, bool inside) {
+  if (inside) host::check_access(from, sizeof(Words));
+  ReadOnce{}.copy_async(to, from, inside);
+}
+inline void commit_copies() { host::commit_copies(); }
+template <int kLatest>
+void wait_for_copies() {
+  for (const host::Copy& copy : host::landing(kLatest)) land(copy);
+}
 // A GPU ignores a prefetch of an address that is not there.
 inline void prefetch(const void*) {}
 

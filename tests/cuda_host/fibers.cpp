@@ -2,9 +2,12 @@
 #include <ucontext.h>
 
 #include <cstdio>
+#include <cstdlib>
+#include <deque>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device.cuh"
@@ -39,9 +42,13 @@ struct Fiber {
   State state = State::kReady;
   int64_t exchanges = 0;  // that this lane has joined
   bool waited = false;    // for the previous kernel
+  std::vector<Copy> copies;  // of the group that is not committed yet
+  std::deque<std::vector<Copy>> groups;
 };
 
 bool descending_warps = false;
+bool late_copies = false;
+int64_t early_copies = 0;
 std::vector<std::unique_ptr<Fiber>> fibers;  // kept between blocks, with their stacks
 std::vector<Warp> warps;
 std::vector<char> shared;
@@ -152,6 +159,8 @@ void run_block(int threads, int64_t shared_bytes) {
     fiber.state = State::kReady;
     fiber.exchanges = 0;
     fiber.waited = false;
+    fiber.copies.clear();
+    fiber.groups.clear();
   }
   while (true) {
     run_warps();
@@ -173,6 +182,31 @@ void run_block(int threads, int64_t shared_bytes) {
 }  // namespace
 
 void set_warp_order(bool descending) { descending_warps = descending; }
+void set_late_copies(bool late) { late_copies = late; }
+
+bool lands_now(const Copy& copy) {
+  early_copies += !current().waited && copy.from != nullptr;
+  if (late_copies) current().copies.push_back(copy);
+  return !late_copies;
+}
+
+int64_t take_early_copies() { return std::exchange(early_copies, 0); }
+
+void commit_copies() {
+  Fiber& fiber = current();
+  fiber.groups.push_back(std::exchange(fiber.copies, {}));
+}
+
+std::vector<Copy> landing(size_t latest_groups) {
+  // For the test of the test: a wait that was forgotten.
+  static const bool forgotten = std::getenv("EAGLE_KERNELS_TEST_NO_WAITS") != nullptr;
+  std::vector<Copy> copies;
+  auto& groups = current().groups;
+  for (; groups.size() > latest_groups && !forgotten; groups.pop_front()) {
+    copies.insert(copies.end(), groups.front().begin(), groups.front().end());
+  }
+  return copies;
+}
 
 void run(const std::function<void()>& thread, Dim3 grid, int threads, int64_t shared_bytes) {
   if (threads % kLanes != 0 || threads > 1024 || grid.x < 1 || grid.y < 1 || grid.y > 65535) {
@@ -217,8 +251,12 @@ void sync_block() {
 
 void wait_for_previous_kernel() { current().waited = true; }
 
-void check_access(const void* p, size_t bytes) {
+void check_alignment(const void* p, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(p) % bytes != 0) fail(std::to_string(bytes) + " bytes off alignment");
+}
+
+void check_access(const void* p, size_t bytes) {
+  check_alignment(p, bytes);
   if (!current().waited) fail("global memory is touched before wait_for_previous_kernel");
 }
 

@@ -10,17 +10,20 @@
 namespace eagle_kernels::cuda::host {
 namespace {
 
-int set_device(int64_t shared_bytes, bool descending_warps, int capability) {
+int set_device(int64_t shared_bytes, bool descending_warps, bool late_copies, int capability, int multiprocessors) {
   set_warp_order(descending_warps);
-  return use_gpu({capability, shared_bytes});
+  set_late_copies(late_copies);
+  return use_gpu({capability, shared_bytes, multiprocessors});
 }
 
 }  // namespace
 
 PYBIND11_MODULE(eagle_kernels_emulated, m) {
   namespace py = pybind11;
-  m.def("set_device", &set_device, py::arg("shared_bytes"), py::arg("descending_warps"), py::arg("capability") = 90,
-        "Bytes of shared memory for a block, and the order in which warps run; returns the index of the tensors' GPU.");
+  m.def("set_device", &set_device, py::arg("shared_bytes"), py::arg("descending_warps"),
+        py::arg("late_copies") = false, py::arg("capability") = 90, py::arg("multiprocessors") = 132,
+        "Bytes of shared memory for a block, the order in which warps run, when asynchronous copies land; returns the "
+        "index of the tensors' GPU.");
   m.def("set_index", &use_tensors_device, "The tensors are on the GPU of this index.");
   m.def("set_stream", &use_stream, "The current stream, by number.");
   m.def("set_driver", &use_driver, "The driver's CUDA version, 13000 for 13.0.");
@@ -33,7 +36,8 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
       .def_readonly("grid", &Launch::grid)
       .def_readonly("threads", &Launch::threads)
       .def_readonly("shared_bytes", &Launch::shared_bytes)
-      .def_readonly("pdl", &Launch::pdl);
+      .def_readonly("pdl", &Launch::pdl)
+      .def_readonly("early_copies", &Launch::early_copies);
 }
 
 }  // namespace eagle_kernels::cuda::host

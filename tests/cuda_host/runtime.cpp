@@ -32,9 +32,7 @@ void* stream_of(int device) { return reinterpret_cast<void*>(device * kStreams +
 
 int use_gpu(const Gpu& gpu) {
   for (size_t i = 0; i < gpus.size(); ++i) {
-    if (gpus[i].capability == gpu.capability && gpus[i].shared_bytes == gpu.shared_bytes) {
-      return device_of_tensors = static_cast<int>(i);
-    }
+    if (gpus[i] == gpu) return device_of_tensors = static_cast<int>(i);
   }
   gpus.push_back(gpu);
   return device_of_tensors = static_cast<int>(gpus.size()) - 1;
@@ -50,7 +48,7 @@ std::vector<Launch> take_launches() { return std::exchange(launches, {}); }
 cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   if (bytes > gpus[current].shared_bytes) return cudaErrorInvalidValue;
   allowed_shared_memory[{kernel, current}] = bytes;
-  launches.push_back({current, 0, {0, 0}, 0, bytes, false});
+  launches.push_back({current, 0, {0, 0}, 0, bytes, false, 0});
   return cudaSuccess;
 }
 
@@ -69,8 +67,9 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, const s
   }
   const Dim3 grid{static_cast<int>(config.gridDim.x), static_cast<int>(config.gridDim.y)};
   const int threads = static_cast<int>(config.blockDim.x);
-  launches.push_back({current, stream % kStreams, {grid.x, grid.y}, threads, shared, pdl});
+  launches.push_back({current, stream % kStreams, {grid.x, grid.y}, threads, shared, pdl, 0});
   run(thread, grid, threads, shared);
+  launches.back().early_copies = take_early_copies();
   return cudaSuccess;
 }
 
@@ -94,6 +93,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   const Gpu& gpu = gpus[device];
   *value = attribute == cudaDevAttrComputeCapabilityMajor   ? gpu.capability / 10
            : attribute == cudaDevAttrComputeCapabilityMinor ? gpu.capability % 10
+           : attribute == cudaDevAttrMultiProcessorCount    ? gpu.multiprocessors
                                                             : static_cast<int>(gpu.shared_bytes);
   return cudaSuccess;
 }

@@ -10,6 +10,8 @@ namespace eagle_kernels::cuda::host {
 struct Gpu {
   int capability;  // 90 for 9.0
   int64_t shared_bytes;
+  int multiprocessors;
+  bool operator==(const Gpu&) const = default;
 };
 
 // A launch as CUDA was asked for it; without a grid, a kernel that asked for shared memory.
@@ -20,6 +22,7 @@ struct Launch {
   int threads;
   int64_t shared_bytes;
   bool pdl;
+  int64_t early_copies;  // of 16 bytes, asked for before the previous kernel has ended
 };
 
 // Makes the tensors those of a GPU like this, and returns its index.

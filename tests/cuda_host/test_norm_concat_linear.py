@@ -1,6 +1,6 @@
 """norm_concat_linear in CUDA, emulated: every parameter and template instance against float64, bits, and memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -22,15 +22,17 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def fused(case: Case) -> Case | None:
-    """The case as the fused kernel takes it: 72 columns, a block of 64 and a tail, and at most 16 rows."""
-    if case.dtype_name == "fp32" or case.post_norm or case.layout == "strided" or case.data == "tiny":
+def product(case: Case, most_rows: int) -> Case | None:
+    """The case as the kernels that multiply take it: 72 columns, a block of 64 and a tail, and so many rows."""
+    if case.dtype_name == "fp32" or case.layout == "strided" or case.data == "tiny":
         return None
     widths = tuple(H if H % 8 == 0 else 72 for H in case.widths)
-    return replace(case, widths=widths, T=min(case.T, 5 if case.indices in ("shared", "each") else 16), view=False)
+    T = min(case.T, 5 if case.indices in ("shared", "each") else most_rows)
+    return replace(case, widths=widths, T=T, view=False)
 
 
-FUSED_CASES = list(dict.fromkeys(filter(None, map(fused, [*SIZES, *FEATURES, *NUMBERS]))))
+PRODUCTS = list(dict.fromkeys(filter(None, (product(case, 16) for case in [*SIZES, *FEATURES, *NUMBERS]))))
+FUSED_CASES = [case for case in PRODUCTS if not case.post_norm]
 FUSED_CASES += [
     Case("bf16", (8,) * 8, 3, D=70),
     Case("fp16", (80, 8, 264), 9, D=16, residuals="some", gain="list"),
@@ -39,8 +41,16 @@ FUSED_CASES += [
     Case("bf16", (568, 40), 3, gain="none"),
     Case("bf16", (72,) * 3, 16, "concat", D=17, layout="packed", residuals="all"),
 ]
-# What it leaves to norm_concat and a library product.
-OTHER_CASES = [case for case in FEATURES if case.post_norm or case.view or case.layout == "strided"]
+# The fused kernel's too: EAGLE_KERNELS_BATCH_INVARIANT=1 has one plan for all T.
+SPLIT_CASES = [*(case for case in PRODUCTS if case.post_norm), *FUSED_CASES]
+SPLIT_CASES += [replace(case, T=T) for case in FUSED_CASES[-2:] for T in (33, 70, 128, 129)]
+SPLIT_CASES += [
+    Case("bf16", (72,) * 2, 33, D=129, post_norm="dtype", bias="fp32", norm_offset=1.0, eps=(1e-6, 0.3)),
+    Case("fp16", (200, 72), 130, "concat", D=260, gain="fp32", residuals="some"),
+    Case("bf16", (136,) * 3, 100, D=132, layout="packed", indices="shared", sum_squares=True),
+]
+# What they leave to norm_concat and a library product.
+OTHER_CASES = [case for case in FEATURES if case.view or case.layout == "strided"]
 OTHER_CASES += [case for case in SIZES if case.widths[0] in (101, 1) and case.T < 100]
 
 
@@ -67,14 +77,21 @@ def test_float64_truth(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.id)
+def test_float64_truth_of_the_split_kernels(case: Case) -> None:
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        assert explained(case).startswith("norm_concat_linear: cuda/split, because ")
+        check(case)
+
+
 @pytest.mark.parametrize("case", OTHER_CASES, ids=lambda case: case.id)
-def test_float64_truth_of_what_it_does_not_take(case: Case) -> None:
+def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
     assert explained(case).startswith("norm_concat_linear: cuda/norm_concat + linear, because ")
     check(case)
 
 
-# By name, what picks each instance of the kernel's template beside the dtype: launch_flavour and norm_concat_linear of
-# csrc/cuda/norm_concat_linear.cu.
+# By name, what picks each instance of the kernels' templates beside the dtype: launch_flavour and norm_concat_linear of
+# csrc/cuda/norm_concat_linear.cu, launch_rows of csrc/cuda/norm_concat_linear_split.cu.
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
 TILES = {"8x16": (3, 37), "8x32": (3, 4300), "16x32": (13, 37)}  # T, D
 
@@ -88,6 +105,24 @@ def test_float64_truth_of_every_instance(dtype: str, flavour: str, tiles: str, n
     check(Case(dtype, (136,) * 2, T, norm, D=D, norm_offset=1.0, **FLAVOURS[flavour]))
 
 
+@pytest.mark.parametrize("norm", ["chunk", "concat"])
+@pytest.mark.parametrize("T", [17, 40, 101])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_float64_truth_of_every_split_instance(dtype: str, flavour: str, T: int, norm: str) -> None:
+    check(Case(dtype, (136,) * 2, T, norm, D=150, norm_offset=1.0, **FLAVOURS[flavour]))
+
+
+KERNELS = {"fused": "0", "split": "1"}  # by EAGLE_KERNELS_BATCH_INVARIANT
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, emulated: object) -> Iterator[Kernel]:
+    """Up to 16 rows go to this kernel."""
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT=KERNELS[request.param]):
+        yield Kernel(request.param)
+
+
 def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 136, D: int = 37) -> tuple:
     chunks = [torch.randn(T, H).to(dtype) for _ in range(K)]
     weight = (torch.randn(D, K * H) / (K * H) ** 0.5).to(dtype)
@@ -96,26 +131,61 @@ def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str) -> None:
-    """One plan for all T, here up to 37: 8 and 16 rows at a time, and 16 or 32 columns a block."""
-    chunks, weight, gain = make_call(37, TYPES[dtype])
-    residuals = [chunk.flip(0) for chunk in chunks]
-    arguments = {"norm": norm, "residuals": residuals}
-    arguments["norm_weight"] = {"chunk": gain, "concat": gain.reshape(-1), "none": None}[norm]
-    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT="1"):
-        whole = ek.norm_concat_linear(chunks, weight, **arguments)
-        for T in (1, 5, 8, 9, 16, 17, 36):
-            rows = [chunk[37 - T :] for chunk in chunks]
-            arguments["residuals"] = [residual[37 - T :] for residual in residuals]
-            assert same_bits(ek.norm_concat_linear(rows, weight, **arguments), whole[37 - T :]), T
-        arguments["residuals"] = [residual[:3] for residual in residuals]
-        wide = ek.norm_concat_linear([chunk[:3] for chunk in chunks], weight.repeat(120, 1), **arguments)
-        assert same_bits(wide, whole[:3].repeat(1, 120))
+def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, kernel: Kernel) -> None:
+    """8 and 16 rows at a time and 16 or 32 columns a block; 32, 64 and 128 rows at a time, in several rounds."""
+    most, rows = (16, (1, 5, 8, 9)) if kernel is Kernel.FUSED else (150, (1, 17, 33, 65, 129))
+    chunks, weight, gain = make_call(most, TYPES[dtype])
+    arguments = {"norm": norm, "norm_weight": {"chunk": gain, "concat": gain.reshape(-1), "none": None}[norm]}
+    for residuals in (None, [chunk.flip(0) for chunk in chunks]):
+
+        def call(T: int, weight: Tensor = weight, residuals: list[Tensor] | None = residuals) -> Tensor:
+            last = None if residuals is None else [residual[most - T :] for residual in residuals]
+            return ek.norm_concat_linear([chunk[most - T :] for chunk in chunks], weight, residuals=last, **arguments)
+
+        whole = call(most)
+        for T in rows:
+            assert same_bits(call(T), whole[most - T :]), T
+        if kernel is Kernel.FUSED:  # the ranges of the split kernels depend on D
+            assert same_bits(call(3, weight.repeat(120, 1)), whole[-3:].repeat(1, 120))
+
+
+@pytest.mark.parametrize("D", [37, 300])
+def test_the_ranges_fill_the_gpu_and_no_more(D: int, emulation: ModuleType) -> None:
+    """Two blocks on each SM, as far as chunks of 9, 2 and 5 blocks of 64 columns can be cut into 2 or more."""
+    widths, blocks = (576, 72, 264), -(-D // 128)
+    chunks = [torch.randn(20, H).bfloat16() for H in widths]
+    weight = (torch.randn(D, sum(widths)) / 30).bfloat16()
+    ranges, results = [], []
+    for multiprocessors in (1, 5, 9, 132):
+        emulation.set_device(SHARED_MEMORY, descending_warps=True, late_copies=True, multiprocessors=multiprocessors)
+        emulation.take_launches()
+        results.append(ek.norm_concat_linear(chunks, weight))
+        *_, partial, _ = emulation.take_launches()
+        assert partial.grid[0] == blocks
+        assert partial.grid[1] == 3 or partial.grid[0] * partial.grid[1] <= 2 * multiprocessors
+        ranges.append(partial.grid[1])
+    assert ranges == ([3, 9, 9, 9] if D == 37 else [3, 3, 6, 9])
+    for result in results:
+        torch.testing.assert_close(result, results[0], rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("early", ["0", "1"])
+def test_the_weight_is_copied_before_the_previous_kernel_ends_unless_switched_off(
+    early: str, emulation: ModuleType
+) -> None:
+    """All of a small one, 16 bytes at a time. That x is not the emulation checks."""
+    chunks, weight, _ = make_call(20, K=1, H=264, D=37)
+    emulation.take_launches()
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
+        out = ek.norm_concat_linear(chunks, weight)
+    *_, partial, finalize = emulation.take_launches()
+    assert (partial.early_copies, finalize.early_copies) == (37 * 264 // 8 * int(early), 0)
+    assert same_bits(out, ek.norm_concat_linear(chunks, weight))
 
 
 @pytest.mark.parametrize("T", [3, 13])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_folded_gain_gives_the_same_bits(dtype: str, T: int) -> None:
+def test_a_folded_gain_gives_the_same_bits(dtype: str, T: int, kernel: Kernel) -> None:
     chunks, weight, gain = make_call(T, TYPES[dtype])
     scale = 64.0 if dtype == "fp16" else 1.0  # the range that the kernel moves the product to
     folded = (weight.float() * (gain.float() * scale).reshape(-1)).to(weight.dtype)
@@ -126,7 +196,7 @@ def test_a_folded_gain_gives_the_same_bits(dtype: str, T: int) -> None:
     assert same_bits(out, x.to(out.dtype))
 
 
-def test_statistics_that_are_given_are_used() -> None:
+def test_statistics_that_are_given_are_used(kernel: Kernel) -> None:
     chunks, weight, gain = make_call(5)
     squares = torch.stack([chunk.float().square().sum(-1) for chunk in chunks], -1)
     given = ek.norm_concat_linear(chunks, weight, norm_weight=gain, sum_squares=squares * 4)
@@ -148,7 +218,7 @@ def test_rows_that_do_not_fit_in_shared_memory_go_eight_at_a_time(K: int, emulat
 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("stale", [float("nan"), float("inf"), 3e4])
-def test_a_bad_row_stays_in_its_row(stale: float, norm: str) -> None:
+def test_a_bad_row_stays_in_its_row(stale: float, norm: str, kernel: Kernel) -> None:
     chunks, weight, _ = make_call(9)
     clean = ek.norm_concat_linear(chunks, weight, norm=norm)
     chunks[1][4, 50] = stale
@@ -159,7 +229,7 @@ def test_a_bad_row_stays_in_its_row(stale: float, norm: str) -> None:
     assert not dirty[[4, 7]].isfinite().any() or stale == 3e4
 
 
-def test_a_zero_row_hides_what_the_sources_hold() -> None:
+def test_a_zero_row_hides_what_the_sources_hold(kernel: Kernel) -> None:
     chunks, weight, gain = make_call(6)
     for chunk in chunks:
         chunk[[0, -1]] = float("nan")
@@ -170,7 +240,7 @@ def test_a_zero_row_hides_what_the_sources_hold() -> None:
         assert out[1].isfinite().all() and out[1].any()
 
 
-def test_a_zero_row_is_zero_whatever_the_gain() -> None:
+def test_a_zero_row_is_zero_whatever_the_gain(kernel: Kernel) -> None:
     on_cpu.check_infinite_gain_of_a_zero_row()
     on_cpu.check_zero_row_of_one_chunk()
 
@@ -179,7 +249,7 @@ def test_a_zero_row_is_zero_whatever_the_gain() -> None:
 @pytest.mark.parametrize("N", [5, 11])
 @pytest.mark.parametrize("H", [136, 568])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_no_operand_is_read_or_written_beyond_its_end(dtype: str, H: int, N: int, at: str) -> None:
+def test_no_operand_is_read_or_written_beyond_its_end(dtype: str, H: int, N: int, at: str, kernel: Kernel) -> None:
     """Every operand between pages that trap; indices reach for both sides. A failure is a segmentation fault."""
     D = 35
 
@@ -195,16 +265,17 @@ def test_no_operand_is_read_or_written_beyond_its_end(dtype: str, H: int, N: int
         "bias": guarded(D, dtype=torch.float32),
     }
     chunks, weight = [guarded(4, H), guarded(4, H)], guarded(D, 2 * H)
-    assert ek.explain("norm_concat_linear", chunks, weight, **arguments).kernel is Kernel.FUSED
+    assert ek.explain("norm_concat_linear", chunks, weight, **arguments).kernel is kernel
     ek.norm_concat_linear(chunks, weight, **arguments, sum_squares=guarded(4, 2, dtype=torch.float32), out=out)
     ek.norm_concat_linear(chunks, weight, **arguments, out=out)
     gain = guarded(2 * H, dtype=torch.float32)
     ek.norm_concat_linear(guarded(N, 2 * H), weight, norm="concat", norm_weight=gain, num_chunks=2, out=out)
     ek.norm_concat_linear(guarded(N, 2 * H), weight, norm="concat", norm_weight=gain.to(out.dtype), num_chunks=2)
     ek.norm_concat_linear(guarded(N, 2 * H), weight, norm="none", bias=guarded(D), out=out)
+    ek.norm_concat_linear(guarded(N, 2 * H), weight, norm="none", post_norm_weight=guarded(D), out=out)
 
 
-def test_strided_operands_on_16_bytes_are_fused() -> None:
+def test_strided_operands_on_16_bytes_are_taken(kernel: Kernel) -> None:
     """Slots of a buffer and a slice of a wider weight, with NaN around them."""
     N, H = 7, 72
     chunks, weight, gain = make_call(N, H=H)
@@ -215,7 +286,7 @@ def test_strided_operands_on_16_bytes_are_fused() -> None:
     for slot, chunk in zip(slots, chunks, strict=True):
         slot.copy_(chunk)
     wide[:, 8:-8] = weight
-    assert ek.explain("norm_concat_linear", slots, wide[:, 8:-8], norm_weight=gain).kernel is Kernel.FUSED
+    assert ek.explain("norm_concat_linear", slots, wide[:, 8:-8], norm_weight=gain).kernel is kernel
     assert same_bits(expected, ek.norm_concat_linear(slots, wide[:, 8:-8], norm_weight=gain))
 
 
@@ -234,13 +305,9 @@ def _unsupported() -> dict[str, tuple[Callable[[], tuple[tuple, dict]], str]]:
         return (chunks, torch.zeros(37, 3 * 72 + 1).bfloat16()[:, : 3 * 72]), arguments
 
     return {
-        "T": (lambda: call(T=17), "T=17 > 16: the fused kernel would read the weight 2 times"),
+        "T": (lambda: call(T=129), "T=129 > 128: the split kernels would read the weight 2 times"),
         "fp32": (lambda: call(dtype=torch.float32), "tensor cores multiply 16-bit types"),
         "H": (lambda: call(H=100), "H=100 is no multiple of 8"),
-        "post-norm": (
-            lambda: call(post_norm_weight=torch.ones(37)),
-            "a post norm needs all D columns of a row in one place",
-        ),
         "address": (off_alignment, "an address or a row stride is no multiple of 16 bytes"),
         "stride": (odd_stride, "an address or a row stride is no multiple of 16 bytes"),
     }
@@ -250,7 +317,7 @@ UNSUPPORTED = _unsupported()
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_it_does_not_take_goes_elsewhere_and_explain_says_why(name: str) -> None:
+def test_what_they_do_not_take_goes_elsewhere_and_explain_says_why(name: str) -> None:
     make, reason = UNSUPPORTED[name]
     arguments, options = make()
     said = str(ek.explain("norm_concat_linear", *arguments, **options))
@@ -269,18 +336,23 @@ def test_more_than_eight_chunks_are_refused_and_said_so() -> None:
                 call(chunks, *arguments, norm_weight=gain)
 
 
-def test_the_primitive_refuses_what_it_cannot_take(emulated: object) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_primitive_refuses_what_it_cannot_take(name: str, emulated: object) -> None:
     chunks, weight, _ = make_call(2, K=2, H=72)
     out = torch.full((2, 37), float("nan")).bfloat16()
 
     def run(chunks: list[Tensor], weight: Tensor, post_norm: Tensor | None = None) -> None:
-        sources = (chunks, len(chunks), 1, [], [1e-6], 0.0, None, None, None)
-        emulated.norm_concat_linear_out(*sources, weight, None, post_norm, 0.0, out)
+        arguments = (chunks, len(chunks), 1, [], [1e-6], 0.0, None, None, None, weight, None, post_norm, 0.0)
+        if name == "fused":
+            emulated.norm_concat_linear_out(*arguments, out)
+        else:
+            emulated.norm_concat_linear_split_out(*arguments, True, out)
 
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: operands: alignment \("):
         run([torch.zeros(2, 80).bfloat16()[:, 1:73], chunks[1]], weight)
-    with pytest.raises(RuntimeError, match=r"^norm_concat_linear: post_norm_weight: CUDA \("):
-        run(chunks, weight, torch.ones(37))
+    if name == "fused":
+        with pytest.raises(RuntimeError, match=r"^norm_concat_linear: post_norm_weight: CUDA \("):
+            run(chunks, weight, torch.ones(37))
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: operands: alignment \("):
         run([c[:, :71] for c in chunks], weight[:, :142])
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: chunks: count on CUDA \("):

@@ -30,6 +30,14 @@ def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall, ops: obj
     failure_of(on_cpu.TwoSteps(ops), call)
 
 
+SPLIT = [call for call in ON_CUDA if call.op == "norm_concat_linear" and call.name != "cuda-post_norm"]
+
+
+@pytest.mark.parametrize("call", SPLIT, ids=lambda call: call.id)
+def test_the_split_kernels_refuse_what_the_fused_kernel_does(call: BadCall, ops: object) -> None:
+    failure_of(on_cpu.SplitKernels(ops), call)
+
+
 def test_every_check_of_cuda_alone_has_a_call_that_it_refuses(ops: object) -> None:
     assert unreached(ops, ON_CUDA, cuda=True) == []
 

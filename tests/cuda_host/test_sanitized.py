@@ -54,6 +54,31 @@ def test_the_sanitizers_see_an_access_beyond_a_tensor() -> None:
     assert run.stdout == "fine\n"
 
 
+_SPLIT = (
+    "import torch; from cuda_host.build import load\n"
+    "load('thread').set_device(1 << 17, descending_warps=False, late_copies={late}, multiprocessors=1)\n"
+    "ops = torch.ops.eagle_kernels_emulated\n"
+    "x, weight, out = torch.ones(40, 520).bfloat16(), torch.ones(40, 520).bfloat16(), torch.zeros(40, 40).bfloat16()\n"
+    "sources = ([x], 1, 0, [], [0.0], 0.0, None, None, None)\n"
+    "ops.norm_concat_linear_split_out(*sources, weight, None, None, 0.0, True, out)\n"
+    "print('fine' if (out == 520).all() else 'wrong')\n"
+)
+
+
+@pytest.mark.parametrize("forgotten", ["nothing", "barriers", "waits"])
+def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(forgotten: str) -> None:
+    """520 columns are 9 stages, more than the ring has. A missing barrier is a race; what nobody has waited for has not
+    landed."""
+    variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
+    code = _SPLIT.format(late=forgotten == "waits")
+    run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), **variables)
+    if forgotten == "barriers":
+        assert "data race" in run.stderr and "norm_concat_linear_partial" in run.stderr, run.stderr[-4000:]
+    else:
+        said = {"nothing": "fine\n", "waits": "wrong\n"}[forgotten]
+        assert run.stdout == said, run.stderr[-6000:]
+
+
 @pytest.mark.parametrize("barriers", ["counted", "forgotten"])
 def test_the_racecheck_sees_a_barrier_that_was_forgotten(barriers: str) -> None:
     code = (

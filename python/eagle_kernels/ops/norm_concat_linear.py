@@ -151,6 +151,15 @@ class TwoSteps(NormConcatLinear):
         return (*self.sources.for_primitive(), self.projection.weight, self.out)
 
 
+class SplitKernels(NormConcatLinear):
+    """The same for the two kernels of CUDA's split."""
+
+    __slots__ = ()
+
+    def for_primitive(self) -> tuple:
+        return (*self.sources.for_primitive(), *self.projection, plans.SETTINGS.early_weight, self.out)
+
+
 def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **arguments: Any) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
     eps, post_norm_eps = _split_eps(arguments.get("eps", 1e-6), arguments.get("post_norm_weight"))
@@ -205,6 +214,9 @@ def _run_plan(sources: Sources, projection: Projection, out: Tensor | None) -> T
     record = NormConcatLinear(sources, projection, out)
     if plan.kernel is Kernel.FUSED:
         run_primitive(record, OP)
+        return out
+    if plan.kernel is Kernel.SPLIT and plan.backend == "cuda":
+        run_primitive(SplitKernels(sources, projection, out), f"{OP}_split")
         return out
     if plan.backend == "triton":
         from ..triton_kernels import norm_concat_linear as kernels

@@ -1,0 +1,48 @@
+// The gain of a norm, multiplied into the weight as if it had been folded in beforehand: one rounding where the engines
+// round the normed value, measured no less accurate (triton_kernels/norm_concat_linear.py).
+#pragma once
+
+#include "device.cuh"
+
+namespace eagle_kernels::cuda {
+
+// fp16 loses precision below 6e-5, where gain * weight can land: 2^6 moves its full range to [1e-6, 1023], and the
+// end divides it out exactly.
+template <class T>
+constexpr float kGainScale = 1.0f;
+template <>
+constexpr float kGainScale<Float16> = 64.0f;
+
+__device__ __forceinline__ uint32_t word(const Words& w, int i) {
+  return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
+}
+
+// offset + gain of 8 columns, to be multiplied into the weight: 8 gains of T in `low`, or of fp32 in both.
+template <class T>
+__device__ __forceinline__ void gain_factors(const Words& low, const Words& high, bool is_float32, float offset,
+                                             float (&factor)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Pair pair = widen(word(low, i), T{});
+    if (is_float32) {
+      const Words& half = i < 2 ? low : high;
+      pair = {bits_to_float(word(half, i % 2 * 2)), bits_to_float(word(half, i % 2 * 2 + 1))};
+    }
+    factor[2 * i] = (offset + pair.first) * kGainScale<T>;
+    factor[2 * i + 1] = (offset + pair.second) * kGainScale<T>;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t scaled(uint32_t pair, float first, float second) {
+  const Pair w = widen(pair, T{});
+  return narrow(Pair{w.first * first, w.second * second}, T{});
+}
+
+template <class T>
+__device__ __forceinline__ Words scaled(const Words& w, const float (&factor)[8]) {
+  return {scaled<T>(w.x, factor[0], factor[1]), scaled<T>(w.y, factor[2], factor[3]),
+          scaled<T>(w.z, factor[4], factor[5]), scaled<T>(w.w, factor[6], factor[7])};
+}
+
+}  // namespace eagle_kernels::cuda
