@@ -11,7 +11,7 @@ import logging
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from eagle_kernels import library
 from eagle_kernels.engines import decision, eligibility, row_parallel, sglang
 from eagle_kernels.engines.gates import Target, body_hash
 from eagle_kernels.engines.projection import relative_difference
-from eagle_kernels.engines.sglang import capture, hooks, mtp, projection, stage
+from eagle_kernels.engines.sglang import capture, hooks, layer0, mtp, projection, stage
 from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.engines.sglang.unsupported import rms_norm_unsupported_reason
 
@@ -268,7 +268,7 @@ def test_the_second_register_changes_nothing(engine: Engine, caplog: pytest.LogC
         pytest.param({"EAGLE_KERNELS_VLLM": "0"}, set(sglang.PARTS), id="another-engine's"),
         pytest.param(
             {"EAGLE_KERNELS_SGLANG_CAPTURE": "0", "EAGLE_KERNELS_SGLANG_VOCAB": "0"},
-            {"projection", "mtp", "gemma3_capture", "scales"},
+            {"projection", "mtp", "layer0", "gemma3_capture", "scales"},
             id="two-off",
         ),
     ],
@@ -627,17 +627,51 @@ class Predictor(nn.Module):
 Predictor.__module__, Predictor.__qualname__ = mtp._STEP3P5.split(":")
 
 
+class QKVParallelLinear(nn.Linear):
+    """Two of four ranks' rows; a bias that was not added comes beside the result."""
+
+    quant_method, input_size, output_size, output_size_per_partition = UnquantizedLinearMethod(), 2 * H, 4 * D, 2 * D
+
+    def __init__(self) -> None:
+        super().__init__(2 * H, 2 * D, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
+class Layer(nn.Module):
+    """As much of an EAGLE-3 drafter's layer as the hook reads, and its forward up to the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.hidden_norm = RMSNorm(), RMSNorm()
+        self.input_layernorm.weight.data.copy_(torch.linspace(0.5, 2, H))
+        self.self_attn = nn.Module()
+        self.self_attn.qkv_proj = QKVParallelLinear().requires_grad_(False)
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden_norm(hidden)  # first, and second in the cat
+        embeds = self.input_layernorm(embeds)
+        return self.self_attn.qkv_proj(torch.cat([embeds, hidden], dim=-1))[0]
+
+
+Layer.__module__, Layer.__qualname__ = layer0._LLAMA.split(":")
+
+
 @pytest.mark.parametrize(("runs", "fails"), [("always", False), ("T<=16", False), ("never", False), ("always", True)])
-def test_mtp_runs_the_op_where_it_is_faster(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, runs: str, fails: bool
+@pytest.mark.parametrize(
+    ("module", "prepare"), [(Predictor, mtp._prepare), (Layer, layer0._prepare)], ids=["mtp", "layer0"]
+)
+def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, runs: str, fails: bool, module: type, prepare: Callable
 ) -> None:
     ours = {"always": [0.5] * 6, "T<=16": [0.5] * 3 + [2.0] * 3, "never": [2.0] * 6}[runs]
     monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * 6, ours])
-    predictor, calls = Predictor(), []
+    fused, calls = module(), []
     inputs = {T: torch.randn(2, T, H, generator=torch.Generator().manual_seed(T)).bfloat16() for T in (1, 64)}
-    own = {T: predictor(*inputs[T]) for T in inputs}
-    mtp._prepare(predictor)
-    mtp._prepare(predictor)  # weights that are loaded again
+    own = {T: fused(*inputs[T]) for T in inputs}
+    prepare(fused)
+    prepare(fused)  # weights that are loaded again
     call = projection.EngineProjection.__call__
 
     def watched(self: object, chunks: object) -> torch.Tensor:
@@ -648,5 +682,37 @@ def test_mtp_runs_the_op_where_it_is_faster(
 
     monkeypatch.setattr(projection.EngineProjection, "__call__", watched)
     for T in inputs:
-        assert relative_difference(predictor(*inputs[T]), own[T]) <= (0 if fails else 0.02)
+        assert relative_difference(fused(*inputs[T]), own[T]) <= (0 if fails else 0.02)
     assert len(calls) == (1 if fails else {"always": 2, "T<=16": 1, "never": 0}[runs])
+
+
+def amx(layer: nn.Module) -> None:
+    layer.self_attn.qkv_proj.use_intel_amx_backend = True
+
+
+def gemma_norm(layer: nn.Module) -> None:
+    layer.hidden_norm.__class__ = GemmaRMSNorm
+
+
+def later_layer(layer: nn.Module) -> None:
+    layer.is_input_layer = False
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (amx, "its weight is packed for the engine's own CPU product"),
+        (gemma_norm, "its norm is a "),
+        (later_layer, None),
+    ],
+)
+def test_layer_0_stays_with_sglang(
+    engine: Engine, caplog: pytest.LogCaptureFixture, change: Callable, reason: str | None
+) -> None:
+    layer = Layer()
+    change(layer)
+    layer0._prepare(layer)
+    assert "forward" not in layer.self_attn.qkv_proj.__dict__
+    lines = messages(caplog, logging.INFO)
+    assert len(lines) == (reason is not None)
+    assert all(line.startswith(f"Layer.qkv_proj stays with SGLang: {reason}") for line in lines)

@@ -91,6 +91,7 @@ def build(
     architecture: str = EAGLE3,
     change: Callable[[nn.Module], None] = id,
     packs: bool = False,
+    lora_config: object = None,
     **config: object,
 ) -> nn.Module:
     """What vLLM's loader does: class from the registry, construction, the weights, on CPU their layout, the model's
@@ -99,7 +100,9 @@ def build(
     speculative = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
     model_class = vllm.models[architecture].load_model_cls()
     scheduler = types.SimpleNamespace(max_num_batched_tokens=4 * T)
-    vllm_config = types.SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
+    vllm_config = types.SimpleNamespace(
+        speculative_config=speculative, scheduler_config=scheduler, lora_config=lora_config
+    )
     model = model_class(vllm_config=vllm_config).requires_grad_(False)
     change(model.model)
     if packs:
@@ -667,7 +670,7 @@ def test_an_mtp_layer_is_fused_where_that_is_faster_at_all_row_counts(
     timed = decides(vllms, ours)
     for _ in range(2):
         layer = build(vllm, "DeepSeekMTPModel").model.layers["61"]
-        assert isinstance(layer.eh_proj, mtp().NormedLinear) == runs
+        assert isinstance(layer.eh_proj, normed_linear().NormedLinear) == runs
     assert timed == [2]
     (line,) = [line for line in log() if "eh_proj" in line]
     says = "runs norm_concat_linear; T=1 900 ms" if runs else "stays with vLLM: norm_concat_linear is not faster at all"
@@ -871,6 +874,89 @@ def test_mtp_input_stage(vllm: types.SimpleNamespace, log: Callable, architectur
     assert f"{type(layer).__name__}.eh_proj runs norm_concat_linear; forced, not timed" in log()
 
 
+QWEN3 = "Eagle3Qwen3ForCausalLM"
+LAYER0 = "Qwen3Eagle3DecoderLayer.qkv_proj"
+
+
+def pack(model: nn.Module) -> None:
+    linear = model.layers[0].self_attn.qkv_proj
+    linear.quant_method.process_weights_after_loading(linear)
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_layer_0(vllm: types.SimpleNamespace, log: Callable, norm_before_residual: bool) -> None:
+    positions, embeds, hidden = torch.arange(T), torch.randn(T, H), torch.randn(T, H)
+    own = build(vllm, QWEN3, pack, norm_before_residual=norm_before_residual)
+    names = list(own.state_dict())
+    register()
+    fused = build(vllm, QWEN3, pack, norm_before_residual=norm_before_residual)
+    assert list(fused.state_dict()) == names == [name for name, _ in fused.named_parameters()]
+    layer = fused.model.layers[0]
+    assert isinstance(layer.self_attn.qkv_proj, normed_linear().NormedLinear)
+    own = type(layer)(norm_before_residual)
+    arguments = (positions, embeds, hidden, None)
+    for seed in (1, 2):  # weights that come later
+        for loaded in (layer, own):
+            torch.manual_seed(seed)
+            for parameter in loaded.parameters():
+                parameter.data.copy_(torch.randn_like(parameter))
+        for run in (layer, torch.compile(layer, fullgraph=True, backend="eager")):
+            for got, expected in zip(run(*arguments), own(*arguments), strict=True):
+                assert_close(got, expected)
+    assert f"{LAYER0} runs norm_concat_linear; forced, not timed" in log()
+
+
+@pytest.mark.parametrize(("ours", "runs"), [((0.9, 0.9, 0.9, 0.9), True), ((0.5, 0.5, 0.5, 1.0), False)])
+def test_layer_0_has_the_faster_layout_of_its_weight(
+    vllm: types.SimpleNamespace, decides: Callable, log: Callable, ours: tuple, runs: bool
+) -> None:
+    timed = decides(VLLMS, ours)
+    layer = build(vllm, QWEN3, pack).model.layers[0]
+    linear = layer.self_attn.qkv_proj
+    assert timed == [2]
+    assert isinstance(linear, normed_linear().NormedLinear) == runs
+    assert (linear.weight.numel() > 0) == runs
+    arguments = (torch.arange(T), torch.randn(T, H), torch.randn(T, H), None)
+    qkv, residual = layer(*arguments)
+    assert qkv.shape == (T, H) and residual is arguments[2]
+    (line,) = [line for line in log() if LAYER0 in line]
+    says = "runs norm_concat_linear; T=1 900 ms" if runs else "stays with vLLM: norm_concat_linear is not faster at all"
+    assert line.startswith(f"{LAYER0} {says}")
+
+
+@pytest.mark.parametrize("reason", ["lora", "indexer", "another-class", "another-body", "fails"])
+def test_layer_0_stays_with_the_engine(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, reason: str
+) -> None:
+    """Its weight is then packed, as vLLM does it."""
+    from eagle_kernels.engines import projection
+
+    attention = sys.modules[f"{MODELS}.qwen3"].Qwen3Attention
+    layer_class = sys.modules[f"{MODELS}.qwen3_eagle3"].Qwen3Eagle3DecoderLayer
+    if reason == "another-class":
+        layer_class.__qualname__ = "Theirs"
+    elif reason == "another-body":
+        attention.forward = lambda self, positions, hidden_states: self.qkv_proj(hidden_states)[0][:, :H]
+    elif reason == "indexer":
+        attention.indexer = nn.Identity()
+    elif reason == "fails":
+        monkeypatch.setattr(projection, "project", failing)
+    register()
+    config = types.SimpleNamespace(max_loras=1) if reason == "lora" else None
+    layer = build(vllm, QWEN3, pack, lora_config=config).model.layers[0]
+    linear = layer.self_attn.qkv_proj
+    assert not isinstance(linear, normed_linear().NormedLinear) and linear.weight.numel() == 0
+    layer(torch.arange(T), torch.randn(T, H), torch.randn(T, H), None)
+    says = {
+        "lora": f"{LAYER0} stays with vLLM: LoRA is on, which replaces it",
+        "indexer": f"{LAYER0} stays with vLLM: an indexer reads the normed states too",
+        "another-class": f"stays with vLLM: its layer 0 is a {MODELS}.qwen3_eagle3.Theirs",
+        "another-body": f"Eagle3Qwen3ForCausalLM's layer 0 stays with vLLM: {MODELS}.qwen3:Qwen3Attention.forward",
+        "fails": f"{LAYER0} stays with vLLM: norm_concat_linear does not run here: no more",
+    }
+    assert len([line for line in log() if says[reason] in line]) == 1
+
+
 def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamespace, log: Callable) -> None:
     register()
     layer = build(vllm, "DeepSeekMTPModel").model.layers["61"]
@@ -966,11 +1052,11 @@ def test_the_next_versions_drafter_is_named_and_left_alone(
     assert line.startswith(f"{MODELS}.llama_eagle3.Eagle3LlamaForCausalLM stays with vLLM: {message}")
     build(vllm, LAGUNA).combine_hidden_states(torch.randn(T, K * H))
     assert ops == ["norm_concat_linear"]
-    assert isinstance(build(vllm, "DeepSeekMTPModel").model.layers["61"].eh_proj, mtp().NormedLinear)
+    assert isinstance(build(vllm, "DeepSeekMTPModel").model.layers["61"].eh_proj, normed_linear().NormedLinear)
 
 
-def mtp() -> types.ModuleType:
-    return sys.modules["eagle_kernels.engines.vllm.mtp"]
+def normed_linear() -> types.ModuleType:
+    return sys.modules["eagle_kernels.engines.vllm.normed_linear"]
 
 
 def test_the_next_versions_mtp_layer_is_named_and_left_alone(
@@ -983,7 +1069,7 @@ def test_the_next_versions_mtp_layer_is_named_and_left_alone(
     assert type(fc) is nn.Linear
     (line,) = [line for line in log() if line.startswith(MODELS)]
     assert re.match(rf"{MODELS}.deepseek_mtp.DeepSeekMTP stays with vLLM: \S+Layer.forward has another body", line)
-    assert isinstance(build(vllm, "Step3p5MTP").model.layers["61"].eh_proj, mtp().NormedLinear)
+    assert isinstance(build(vllm, "Step3p5MTP").model.layers["61"].eh_proj, normed_linear().NormedLinear)
     build(vllm).combine_hidden_states(torch.randn(T, K * H))
     assert ops == ["norm_concat_linear"]
 
@@ -1150,7 +1236,12 @@ def test_a_failing_registry_does_not_reach_the_engine(
     register()
     missing = f"stays with vLLM: {MODELS}.registry:ModelRegistry.models is not there"
     parts = [line.partition(f" {missing}")[0] for line in log() if missing in line]
-    assert parts == ["combine_hidden_states", "the input stage of MTP layers", "the scales of quantized drafters"]
+    assert parts == [
+        "combine_hidden_states",
+        "the input stage of MTP layers",
+        "layer 0 of EAGLE-3 drafters",
+        "the scales of quantized drafters",
+    ]
 
 
 def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
@@ -1159,6 +1250,7 @@ def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
     """Nothing without MTP layers and embeddings: combine_hidden_states is outside of the graphs."""
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", "0")  # it hooks the same classes, and comes last
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "0")
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_LAYER0", "0")
     register()
     assert vllm.envs.environment_variables == {}
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "1")

@@ -41,6 +41,16 @@ def test_what_runs_in_vllm_is_what_is_hooked() -> None:
     assert {name for row in VLLM if row.runs for name in row.architectures} == hooked
 
 
+def test_layer_0_runs_where_it_is_hooked() -> None:
+    layer0 = import_module(f"{sglang.__name__}.layer0")
+    rows = [row for row in SGLANG if "layer 0" in row.runs]
+    modules = {layer.partition(":")[0] for layer in layer0._PROJECTIONS}
+    assert {f"sglang.srt.{row.target.partition(':')[0]}" for row in rows} == modules
+    layer0 = import_module(f"{vllm.__name__}.layer0")
+    named = {name for row in VLLM if "layer 0" in row.runs for name in row.architectures}
+    assert named == set(layer0.ARCHITECTURES)
+
+
 @pytest.mark.parametrize(("engine", "rows"), [("sglang", SGLANG), ("vllm", VLLM)])
 def test_every_family_that_an_engine_serves_has_a_row_and_none_has_two(engine: str, rows: tuple[Drafter, ...]) -> None:
     named = Counter(name for row in rows for name in row.architectures)

@@ -33,24 +33,21 @@ _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
 _TWICE = "the embedding is normed twice, and " + _NO_HOOK
 _CONTEXT = "keys and values of all its layers are made of fc's result: `ContextKV` computes them, no hook is written"
 _TOKENS = "it reads token ids, no states of the target"
-_SGLANG_LAYER_0 = "layer 0: its GEMM is the first line of the attention's forward; `Eagle3QKVProjection` computes it"
-_VLLM_LAYER_0 = "layer 0, inside of what vLLM compiles; `Eagle3QKVProjection` computes it"
 _STAGE = "norms, cat and projection"
+_LAYER_0 = "norms, cat and qkv of layer 0"
 
 SGLANG = (
     Drafter(
         "EAGLE-3: Llama, Qwen, gpt-oss, Gemma, GLM",
         ("LlamaForCausalLMEagle3",),
-        "captures, norms and fc",
-        _SGLANG_LAYER_0,
-        "models.llama_eagle3:LlamaModel.forward",
+        "captures, norms and fc; " + _LAYER_0,
+        target="models.llama_eagle3:LlamaModel.forward",
     ),
     Drafter(
         "EAGLE-3 with latent attention: Kimi K2, DeepSeek",
         ("Eagle3DeepseekV2ForCausalLM",),
-        "captures, norms and fc",
-        _SGLANG_LAYER_0,
-        "models.kimi_k25_eagle3:Eagle3MLAModel.forward",
+        "captures, norms and fc; " + _LAYER_0,
+        target="models.kimi_k25_eagle3:Eagle3MLAModel.forward",
     ),
     Drafter(
         "Step-3.5, 3.7 MTP",
@@ -157,14 +154,12 @@ VLLM = (
             "Eagle3Qwen3ForCausalLM",
             "PeagleQwen3ForCausalLM",
         ),
-        "norms, cat and fc",
-        _VLLM_LAYER_0,
+        "norms, cat and fc; " + _LAYER_0,
     ),
     Drafter(
         "EAGLE-3 with latent attention: DeepSeek, Kimi K2",
         ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
-        "norms, cat and fc",
-        _VLLM_LAYER_0,
+        "norms, cat and fc; " + _LAYER_0,
     ),
     Drafter("DFlash", ("DFlashDraftModel",), "cat and fc, in the V2 speculator", "the norm behind fc; " + _CONTEXT),
     Drafter("Laguna DFlash", ("DFlashLagunaForCausalLM",), "norms, cat, fc and the norm behind it", _CONTEXT),

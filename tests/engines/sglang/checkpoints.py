@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines import layer0_drafter
 from engines.quantized_layers import written
 
 # Both divide by 1, 2 and 3 ranks.
@@ -124,7 +125,8 @@ def gemma3_target(folder: Path, V: int, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Drafter:
-    """reads: "aux" (a captured chunk, through fc) or "embedding" (its own input token, through attention)."""
+    """reads: "aux" (a captured chunk, through fc), "embedding" (its own input token, through attention) or "layer0"
+    (`layer0_drafter`)."""
 
     reads: str = "aux"
     norm: str = "none"  # none, chunk, concat, both
@@ -148,7 +150,7 @@ class Drafter:
             "draft_vocab_size": self.draft_V or V,
             "fc_norm": self.norm in ("chunk", "both"),
             "norm_before_fc": self.norm in ("concat", "both"),
-            "norm_output": self.norm_output or self.reads == "embedding",
+            "norm_output": self.norm_output or self.reads != "aux",
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.layer_ids), "use_aux_hidden_state": True},
         }
         if Hd != H:
@@ -172,6 +174,10 @@ class Drafter:
             length = self.stream_length if self.norm == "none" else H**0.5
             weights["fc.weight"][:V, self.chunk * H : self.chunk * H + V] = torch.eye(V) / length
             weights |= shift_mlp(V, 1.0, "midlayer.mlp", Hd)
+        elif self.reads == "layer0":
+            weights |= layer0_drafter.layer0("midlayer.", H, HEADS)
+            weights["fc.weight"] = layer0_drafter.fc_weight(K, H, self.stream_length)
+            weights["norm.weight"] = torch.full((H,), layer0_drafter.RMS)
         else:
             # Attention sees its own position only, a key being its query's best match; the head names the next token.
             # What the drafter hands to its next step is next to nothing.

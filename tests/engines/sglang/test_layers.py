@@ -18,6 +18,7 @@ from accuracy import outliers, relative_rms
 from backends import environment_of
 from eagle_kernels.engines.sglang import capture, mtp, projection, scales, vocab
 from eagle_kernels.engines.sglang.hooks import Hook
+from eagle_kernels.engines.sglang.normed_linear import NormedLinear
 from eagle_kernels.ops.sources import Sources, formula
 from engines.quantized_layers import written
 from engines.sglang import checkpoints
@@ -325,7 +326,7 @@ def test_step3p5_chain_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(step3p5_mtp, "Step3p5DecoderLayer", HalfBlock)
     predictors = [step3p5_predictor() for _ in range(3)]
-    assert all(isinstance(predictor.eh_proj.forward.__self__, mtp._Stage) for predictor in predictors)
+    assert all(isinstance(predictor.eh_proj.forward.__self__, NormedLinear) for predictor in predictors)
     ids, hidden = torch.randint(V, (T,)), outliers(T, Ht, BF16, torch.Generator().manual_seed(1))
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         fused = chain(predictors, ids, hidden)
@@ -398,7 +399,7 @@ def test_qwen3_next_stage(mode: str) -> None:
     embeds, hidden, ids = torch.randn(rows, Ht), torch.randn(rows, Ht), torch.arange(rows)
     expected = predictor(ids, ids, batch(hidden, mode), embeds)
     mtp._prepare(predictor)
-    assert isinstance(predictor.fc.forward.__self__, mtp._Stage)
+    assert isinstance(predictor.fc.forward.__self__, NormedLinear)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(predictor(ids, ids, batch(hidden, mode), embeds), expected)
 

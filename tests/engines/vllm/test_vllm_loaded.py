@@ -16,14 +16,22 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from vllm_checkpoints import H, V, write_counting_deepseek, write_deepseek, write_drafter, write_target
+from vllm_checkpoints import (
+    H,
+    V,
+    write_counting_deepseek,
+    write_deepseek,
+    write_drafter,
+    write_layer0_drafter,
+    write_target,
+)
 from vllm_engine import ENVIRONMENT
 
 import eagle_kernels.engines.vllm as plugin
 from accuracy import relative_rms
 from eagle_kernels.engines import decision, eligibility
 from eagle_kernels.engines.gates import Target, body_hash, resolve
-from eagle_kernels.engines.vllm import LOGGER, combine, cpu_packing, embedding, mtp, speculator
+from eagle_kernels.engines.vllm import LOGGER, combine, cpu_packing, embedding, layer0, mtp, normed_linear, speculator
 from eagle_kernels.ops.sources import Sources, formula
 
 T, K = 6, 3
@@ -108,6 +116,39 @@ def test_a_loaded_drafter(load: Callable, log: Callable, tmp_path: Path, norm: s
     assert cpu_packing.is_kept_dense(fc) <= whole and (fc.weight.numel() > 0 or not whole)
 
 
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"])
+def test_layer_0_of_a_loaded_drafter(
+    load: Callable,
+    log: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    norm_before_residual: bool,
+) -> None:
+    """vLLM's forward of the layer up to what its attention splits into q, k and v."""
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_LAYER0", "1")
+    written = write_layer0_drafter(tmp_path, norm_before_residual=norm_before_residual, architecture=architecture)
+    layer = load("force", written).model.layers[0]
+    linear, norms = layer.self_attn.qkv_proj, (layer.input_layernorm, layer.hidden_norm)
+    assert isinstance(linear, normed_linear.NormedLinear) and cpu_packing.is_kept_dense(linear)
+    assert f"{type(layer).__name__}.qkv_proj runs norm_concat_linear; forced, not timed" in log()
+    embeds, hidden = torch.randn(T, H).bfloat16(), 3 * torch.randn(T, H).bfloat16()
+    seen: list[Tensor] = []
+    linear.register_forward_hook(lambda module, args, output: seen.append(output[0]) or stop())
+    layer.post_attention_layernorm.forward = lambda x, residual: seen.append(residual) or stop()
+    with torch.inference_mode():
+        with pytest.raises(Stop):
+            layer(torch.arange(T), embeds, hidden, None)
+        layer.self_attn.forward = lambda positions, hidden_states: embeds
+        with pytest.raises(Stop):
+            layer(torch.arange(T), embeds, hidden, None)
+    gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
+    normed = formula(Sources([embeds, hidden], 2, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
+    assert relative_rms(seen[0], normed @ linear.weight.double().t()) < 0.01
+    assert relative_rms(seen[1], normed[:, H:] if norm_before_residual else hidden.double()) < 0.01
+
+
 def test_the_logits_of_a_loaded_drafter_are_vllms(load: Callable, tmp_path: Path) -> None:
     """Its LogitsProcessor and lm_head, behind states that went through the op."""
     drafter = load("force", write_drafter(tmp_path, K, "chunk"))
@@ -121,7 +162,7 @@ def test_a_loaded_mtp_layer(load: Callable, log: Callable, tmp_path: Path) -> No
     """vLLM's forward around the stage, up to the decoder layer: its attention has no kernels here in 0.33."""
     predictor = load("force", None, write_deepseek(tmp_path), load_format="dummy")
     (layer,) = predictor.model.layers.values()
-    assert isinstance(layer.eh_proj, mtp.NormedLinear)
+    assert isinstance(layer.eh_proj, normed_linear.NormedLinear)
     assert "DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear; forced, not timed" in log()
     for parameter in (layer.enorm.weight, layer.hnorm.weight, layer.eh_proj.weight):
         parameter.data.copy_(torch.randn_like(parameter))
@@ -169,6 +210,7 @@ def stop() -> None:
     [
         *[pytest.param(target, id=target.module.rpartition(".")[2]) for target, _ in combine.TARGETS],
         *[pytest.param(target, id=name.rpartition(".")[2]) for name, target in mtp.TARGETS.items()],
+        *[pytest.param(target, id=target.where.rpartition(".")[2]) for row in layer0.LAYERS for target in row.targets],
         pytest.param(cpu_packing.PROCESS, id="packing"),
         pytest.param(embedding.FORWARD, id="embedding"),
         pytest.param(speculator.EAGLE, id="eagle"),

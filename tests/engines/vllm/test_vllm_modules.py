@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as v2
 
 from accuracy import relative_rms
 from eagle_kernels.engines.projection import EngineProjection
-from eagle_kernels.engines.vllm import embedding, mtp, speculator
+from eagle_kernels.engines.vllm import embedding, mtp, normed_linear, speculator
 from eagle_kernels.environment import EngineSwitches
 from eagle_kernels.ops.sources import Sources, formula
 
@@ -88,7 +88,7 @@ def test_mtp_input_stage(
     before, names = run(), list(layer.state_dict())
     monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp"}), True, ()))
     mtp.fuse(layer, T, False)
-    assert isinstance(layer.eh_proj, mtp.NormedLinear) and list(layer.state_dict()) == names
+    assert isinstance(layer.eh_proj, normed_linear.NormedLinear) and list(layer.state_dict()) == names
     masked = embeds.clone()
     if masks_position_0:
         masked[0] = 0

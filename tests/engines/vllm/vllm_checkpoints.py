@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from engines import layer0_drafter
 from engines.quantized_layers import written
 
 # These divide by 1, 2 and 3 ranks.
@@ -132,6 +133,19 @@ def write_drafter(
         d2t = draft_vocabulary - 1 - 2 * torch.arange(draft_vocabulary)
     config = {name: value for name, value in config.items() if value is not None}
     return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights, ("fc", layout), d2t)
+
+
+def write_layer0_drafter(
+    folder: Path, *, norm_before_residual: bool, architecture: str = "LlamaForCausalLMEagle3"
+) -> str:
+    """Its drafts are right where layer 0 is."""
+    K = 3
+    weights = {"fc.weight": layer0_drafter.fc_weight(K, H, C), "lm_head.weight": _next(torch.eye(V))}
+    weights |= layer0_drafter.layer0("midlayer.", H, HEADS, norm_before_residual)
+    weights["norm.weight"] = torch.full((H,), layer0_drafter.RMS)
+    model = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "num_aux_hidden_states": K}
+    flags = {"norm_output": True, "norm_before_residual": norm_before_residual}
+    return _save(folder, _config(architecture, 1, **model, **flags), weights)
 
 
 def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:

@@ -16,6 +16,7 @@ EXPECTED = [[(prompt[-1] + 1 + i) for i in range(TOKENS)] for prompt in PROMPTS]
 
 ENVIRONMENT = {
     "EAGLE_KERNELS_VLLM": "force",  # a test of what an op gives wants it to run; tests of the decision say "1"
+    "EAGLE_KERNELS_VLLM_LAYER0": "0",  # on in its own tests: the drafters of the others ignore what it gives
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -61,6 +62,7 @@ class Engine:
         for file in calls.iterdir():
             file.unlink()
         path = self._install({"vllm_calls": (HERE / "vllm_calls.py").read_text(), **(plugins or {})})
+        path = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
         (self.folder / "request.json").write_text(json.dumps(_DEFAULTS | request))
         environment = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(self.folder / "cache"), "PYTHONPATH": path}
         done = subprocess.run(

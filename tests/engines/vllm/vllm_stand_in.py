@@ -173,6 +173,71 @@ def _mtp(name: str, layer_name: str, norm: type[nn.Module]) -> tuple[type[nn.Mod
     return MTP, MultiTokenPredictorLayer
 
 
+class QKVParallelLinear(ReplicatedLinear):
+    """The rows of this rank's heads, half of all; a bias that was not added comes beside the result."""
+
+    return_bias = True
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.output_size, self.output_size_per_partition = 2 * outputs, outputs
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
+def _layer0() -> tuple[type[nn.Module], ...]:
+    class Qwen3Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj = QKVParallelLinear(2 * H, 3 * H)
+
+        def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = qkv.split([H, H, H], dim=-1)
+            return torch.sigmoid(q * k) * v
+
+    class Qwen3Eagle3DecoderLayer(nn.Module):
+        def __init__(self, norm_before_residual: bool) -> None:
+            super().__init__()
+            self.self_attn = Qwen3Attention()
+            self.input_layernorm, self.hidden_norm = RMSNorm(H), RMSNorm(H, 1e-2)
+            norms = self._norm_before_residual, self._norm_after_residual
+            self._residual_norm = norms[0] if norm_before_residual else norms[1]
+
+        def _norm_before_residual(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+            hidden_states = self.hidden_norm(hidden_states)
+            residual = hidden_states
+            return hidden_states, residual
+
+        def _norm_after_residual(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+            residual = hidden_states
+            hidden_states = self.hidden_norm(hidden_states)
+            return hidden_states, residual
+
+        def forward(
+            self, positions: Tensor, embeds: Tensor, hidden_states: Tensor, residual: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            embeds = self.input_layernorm(embeds)
+            hidden_states, residual = self._residual_norm(hidden_states=hidden_states)
+            hidden_states = torch.cat([embeds, hidden_states], dim=-1)
+            return self.self_attn(positions=positions, hidden_states=hidden_states), residual
+
+    class Eagle3Qwen3ForCausalLM(Loaded):
+        def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
+            super().__init__()
+            self.config = vllm_config.speculative_config.draft_model_config.hf_config
+            self.model = nn.Module()
+            self.model.use_aux_hidden_state = False
+            norm_before_residual = getattr(self.config, "norm_before_residual", False)
+            self.model.layers = nn.ModuleList([Qwen3Eagle3DecoderLayer(norm_before_residual)])
+
+        def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states
+
+    return Eagle3Qwen3ForCausalLM, Qwen3Eagle3DecoderLayer, Qwen3Attention
+
+
 def _speculators() -> tuple[type, type]:
     class EagleSpeculator:
         """What `propose` does with the target's hidden states. PCP is prefill context parallelism."""
@@ -229,12 +294,15 @@ def _compile_factors() -> tuple[dict[str, Callable[[], str]], Callable[[], dict[
 def modules() -> dict[str, dict[str, object]]:
     """Module name -> members; each class says it is from the module it is in."""
     eagle, dflash = _speculators()
+    qwen3, qwen3_layer, qwen3_attention = _layer0()
     homes = {
         f"{MODELS}.llama_eagle3": [_eagle3()],
         f"{MODELS}.laguna_dflash": [_laguna()],
         f"{MODELS}.qwen3_dflash": [_dflash()],
         f"{MODELS}.deepseek_mtp": _mtp("DeepSeekMTP", "DeepSeekMultiTokenPredictorLayer", RMSNorm),
         f"{MODELS}.step3p5_mtp": _mtp("Step3p5MTP", "Step3p5AMultiTokenPredictorLayer", GemmaRMSNorm),
+        f"{MODELS}.qwen3_eagle3": [qwen3, qwen3_layer],
+        f"{MODELS}.qwen3": [qwen3_attention],
         f"{SPECULATORS}.eagle.speculator": [eagle],
         f"{SPECULATORS}.dflash.speculator": [dflash],
     }
@@ -245,6 +313,7 @@ def modules() -> dict[str, dict[str, object]]:
                 if isinstance(member, types.FunctionType):
                     member.__module__ = home
     names = ("LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel", "DeepSeekMTPModel", "Step3p5MTP")
+    names += ("Eagle3Qwen3ForCausalLM",)
     models = [classes[0] for classes in homes.values()]
     architectures = {name: Entry(defined) for name, defined in zip(names, models, strict=False)}
     variables, compile_factors = _compile_factors()

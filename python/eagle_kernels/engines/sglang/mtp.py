@@ -1,23 +1,18 @@
 """The input stage of Step-3.5's and Qwen3-Next's MTP layers on one op: fc(cat([norm(embeds), norm'(hidden)])).
 
-SGLang's forward stays as it is: the norms set their inputs aside and hand on a view without columns, so that SGLang's
-own cat has nothing to copy, and the projection norms, concatenates and projects what was set aside. The modules and
-their parameters stay where they are, so loading and updating weights see no difference.
+SGLang's forward stays as it is (`normed_linear`).
 """
 
 import logging
-from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..decision import Decision
-from ..eligibility import linear_unsupported_reason, log_once
+from ..eligibility import log_once
 from ..gates import Target
-from ..projection import EngineProjection
 from .hooks import LOGGER, Hook, leaving_to_sglang
-from .stage import after_loading, decide
-from .unsupported import determinism_unsupported_reason, rms_norm_unsupported_reason
+from .normed_linear import NormedLinear
+from .stage import after_loading
+from .unsupported import determinism_unsupported_reason, linear_unsupported_reason, rms_norm_unsupported_reason
 
 
 def prepare(module: nn.Module) -> None:
@@ -33,67 +28,8 @@ def prepare(module: nn.Module) -> None:
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return
-    stage = _Stage(module, names)
-    stage.projection, decided = decide(name, stage.projection, stage.engine)
-    if not decided.never:
-        stage.put_in(decided)
-
-
-class _Stage:
-    """Takes the place of three modules' forward, in their order: first norm, second norm, projection."""
-
-    def __init__(self, predictor: nn.Module, names: tuple[str, str, str]) -> None:
-        self.predictor, self.names = predictor, names
-        self.modules = tuple(getattr(predictor, name) for name in names)
-        self.forwards = tuple(module.forward for module in self.modules)
-        *norms, linear = self.modules
-        self.projection = EngineProjection(linear, 2, chunk_norms=norms, norm_offset=1.0)
-        self.aside: list[Tensor] = []
-
-    def put_in(self, decided: Decision) -> None:
-        self.decision = decided
-        for k, module in enumerate(self.modules):
-            module.forward = self._project if k == 2 else self._norm(k)
-
-    def engine(self, packed: Tensor) -> Tensor:
-        """SGLang's own stage on [N, 2*H]."""
-        return self._own(packed.chunk(2, -1))
-
-    def _own(self, chunks: Sequence[Tensor]) -> Tensor:
-        *norms, linear = self.forwards
-        return linear(torch.cat([norm(chunk) for norm, chunk in zip(norms, chunks, strict=True)], -1))
-
-    def _norm(self, k: int) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-            if k == 0:
-                self.aside = []
-                if not self._takes(x.shape[0]):
-                    return self.forwards[0](x, *args, **kwargs)
-            elif len(self.aside) != 1:
-                return self.forwards[k](x, *args, **kwargs)
-            self.aside.append(x)
-            return x[:, :0]
-
-        return forward
-
-    def _takes(self, rows: int) -> bool:
-        # A module wrapped since (LoRA) would see views without columns.
-        whole = all(
-            getattr(self.predictor, name) is module for name, module in zip(self.names, self.modules, strict=True)
-        )
-        return whole and self.decision.runs_op(rows)
-
-    def _project(self, x: Tensor) -> Tensor:
-        chunks, self.aside = self.aside, []
-        if len(chunks) != 2:  # an idle batch comes without norms
-            return self.forwards[2](x)
-        try:
-            return self.projection(chunks)
-        except Exception as failure:
-            self.decision = Decision()
-            message = f"{self.names[-1]} stays with SGLang, {self.projection.op} failed: {failure!r}"
-            log_once(LOGGER, logging.WARNING, message)
-            return self._own(chunks)
+    first, second, projection = [(module, name) for name in names]
+    NormedLinear(name, (first, second), projection, norm_offset=1.0).put_in_where_faster()
 
 
 _STEP3P5 = "sglang.srt.models.step3p5_mtp:Step3p5AMultiTokenPredictor"

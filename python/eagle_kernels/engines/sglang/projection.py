@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..decision import Decision
-from ..eligibility import linear_unsupported_reason, log_once
+from ..eligibility import log_once
 from ..gates import Target
 from ..projection import EngineProjection
 from .hooks import LOGGER, Hook, leaving_to_sglang
 from .stage import after_loading, decide
-from .unsupported import determinism_unsupported_reason, rms_norm_unsupported_reason
+from .unsupported import determinism_unsupported_reason, linear_unsupported_reason, rms_norm_unsupported_reason
 
 _FORWARD = ("self", "input_ids", "positions", "forward_batch", "input_embeds", "pp_proxy_tensors")
 
@@ -122,11 +122,9 @@ def _plan(model: Any) -> Stage | None:
 
 
 def _unsupported_reason(model: Any, concat_norm: Any, chunk_norms: Sequence[Any]) -> str | None:
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-
     column_shard = getattr(model, "_fc_gatherer", None) is not None
     unsupported = determinism_unsupported_reason() or linear_unsupported_reason(
-        model.fc, {UnquantizedLinearMethod}, column_shard=column_shard, bias=True
+        model.fc, column_shard=column_shard, bias=True
     )
     for norm in filter(None, (concat_norm, *chunk_norms)):
         unsupported = unsupported or rms_norm_unsupported_reason(norm, model.fc.weight.dtype)

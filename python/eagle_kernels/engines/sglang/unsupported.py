@@ -1,10 +1,25 @@
-"""Why a layer of SGLang cannot run on the ops, beyond `eligibility`: its kind of norm, SGLang's deterministic mode."""
+"""Why a layer of SGLang cannot run on the ops, beyond `eligibility`: its kind of norm, its weight's layout, SGLang's
+deterministic mode."""
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from ... import plan
+from .. import eligibility
 from ..eligibility import norm_unsupported_reason
+
+
+def linear_unsupported_reason(linear: Any, *, bias: bool = False, column_shard: bool = False) -> str | None:
+    """`eligibility.linear_unsupported_reason` of a layer of SGLang; SGLang packs a weight for AMX in its own shape."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    if getattr(linear, "use_intel_amx_backend", False):
+        return "its weight is packed for the engine's own CPU product"
+    return eligibility.linear_unsupported_reason(
+        linear, {UnquantizedLinearMethod}, bias=bias, column_shard=column_shard
+    )
 
 
 def rms_norm_unsupported_reason(norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False) -> str | None:

@@ -8,6 +8,7 @@ engine: a part that cannot be applied is logged with the name of its target, and
 | combine | on | cat of norms + fc in `combine_hidden_states` of EAGLE-3, Laguna DFlash |
 | zero_copy | on | the same, with the cat before and the copy behind it, in the V2 speculators of EAGLE-3 and DFlash |
 | mtp | on | enorm + hnorm + eh_proj of DeepSeek and Step-3.5 |
+| layer0 | on | input_layernorm + hidden_norm + cat + qkv_proj of layer 0 of EAGLE-3 drafters |
 | scales | on | a quantized drafter's weights dequantized where vLLM's layer would take its codes for numbers |
 | embedding | off | masks and gather of VocabParallelEmbedding where vLLM has no fused op for them (all but CUDA) |
 
@@ -21,7 +22,7 @@ from ...version import __version__
 from ..eligibility import log_once
 from ..gates import Target, TargetError
 
-PARTS = {"combine": True, "zero_copy": True, "mtp": True, "scales": True, "embedding": False}
+PARTS = {"combine": True, "zero_copy": True, "mtp": True, "layer0": True, "scales": True, "embedding": False}
 # row_parallel: the projections of the first three split by columns over the ranks that replicate them.
 OPTIONS = {"row_parallel": False}
 TESTED_VERSIONS = ("0.32.0", "0.33.0")  # the gates know their bodies; a later version may have the same ones
@@ -46,7 +47,7 @@ def _register() -> None:
         log_once(LOGGER, logging.WARNING, sentence)
     if not switches.parts:
         return
-    from . import combine, embedding, mtp, scales
+    from . import combine, embedding, layer0, mtp, normed_linear, scales
     from .registry import leaving_to_vllm
 
     if switches.parts & {"combine", "zero_copy"}:
@@ -55,14 +56,18 @@ def _register() -> None:
     # These are inside of what vLLM compiles and caches.
     if "mtp" in switches.parts:
         with leaving_to_vllm("the input stage of MTP layers"):
-            _tell_compile_cache(switches.parts, mtp.fused)
+            _tell_compile_cache(switches.parts, normed_linear.fused)
             mtp.register(switches)
+    if "layer0" in switches.parts:
+        with leaving_to_vllm("layer 0 of EAGLE-3 drafters"):
+            _tell_compile_cache(switches.parts, normed_linear.fused)
+            layer0.register(switches)
     if "scales" in switches.parts:
         with leaving_to_vllm("the scales of quantized drafters"):
             scales.register()
     if "embedding" in switches.parts:
         with leaving_to_vllm(embedding.NAME):
-            _tell_compile_cache(switches.parts, mtp.fused)
+            _tell_compile_cache(switches.parts, normed_linear.fused)
             embedding.register()
 
 

@@ -1,28 +1,21 @@
 """The input stage of vLLM's DeepSeek and Step-3.5 MTP layers: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
 
-vLLM's forward stays as it is, its masking of position 0 included (contested: vllm#33299). The norms hand their input
-through, and eh_proj norms both halves of what it is given: cat + one op for 2 norms + cat + GEMM. The parameters stay
-where they are, so loading and updating weights see no difference.
+vLLM's forward stays as it is, its masking of position 0 included (contested: vllm#33299); see `normed_linear`.
 """
 
 import logging
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ...environment import EngineSwitches
-from ...plan import cpu_isa
-from .. import decision
-from ..decision import Decision
 from ..eligibility import linear_unsupported_reason, log_once
 from ..gates import Target, TargetError
-from ..projection import EngineProjection, check_backend, probe
-from . import LOGGER, replicas
+from ..projection import EngineProjection
+from . import LOGGER, normed_linear
 from .combine import rms_norm_unsupported_reason
+from .normed_linear import Candidate
 from .registry import hook_models, leaving_to_vllm
-from .timing import agreed_seconds
 
 ARCHITECTURES = ("DeepSeekMTPModel", "Step3p5MTP")
 _MODELS = "vllm.model_executor.models"
@@ -41,9 +34,6 @@ TARGETS = {
     ),
 }
 
-_Base: Any = object  # vLLM's norms, which have no types here
-
-fused: set[str] = set()  # the layers that run on the op; part of the key of vLLM's compile caches
 _switches = EngineSwitches(frozenset(), False, ())
 
 
@@ -71,37 +61,11 @@ def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
             predictor.process_weights_after_loading(self)
         with leaving_to_vllm(f"{predictor.__name__}'s input stage"):
             for layer in self.model.layers.values():
-                if not isinstance(layer.eh_proj, NormedLinear):
+                if not isinstance(layer.eh_proj, normed_linear.NormedLinear):
                     fuse(layer, *self._eagle_kernels)
 
     members = {"__init__": __init__, "process_weights_after_loading": process_weights_after_loading}
     return type(predictor.__name__, (predictor,), {**members, "__module__": __name__})
-
-
-class PassThrough(_Base):
-    """Mixed in before a norm whose work eh_proj does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-    def engines_own(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-class NormedLinear(nn.Linear):
-    """y = [norm(x[:, :H]), norm'(x[:, H:])] @ weight^T with the gains of the two norms."""
-
-    projection: EngineProjection
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return self.projection(x)
-        try:
-            return self.projection(x)
-        except Exception as failure:
-            log_once(LOGGER, logging.WARNING, f"eh_proj stays with vLLM, norm_concat_linear failed: {failure!r}")
-            halves = zip(self.projection.chunk_norms, x.chunk(2, -1), strict=True)
-            return super().forward(torch.cat([norm.engines_own(half) for norm, half in halves], -1))
 
 
 def fuse(layer: Any, max_rows: int, compiled: bool) -> None:
@@ -112,58 +76,10 @@ def fuse(layer: Any, max_rows: int, compiled: bool) -> None:
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
         return
-    projection = EngineProjection(eh_proj, 2, chunk_norms=norms, norm_offset=offset)
-    projection, decided = _decide(name, projection, max_rows, compiled)
-    figures = decided.figures("vLLM")
-    # A graph is traced once for all row counts: it has the op, or it has not.
-    if not decided.always:
-        because = f"norm_concat_linear is not faster at all row counts, {figures}" if decided.rows else figures
-        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {because}")
-        return
-    for norm in norms:
-        norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
-    eh_proj.__class__ = NormedLinear
-    eh_proj.projection = projection
-    fused.add(name)
-    log_once(LOGGER, logging.INFO, f"{name} runs norm_concat_linear; {figures}")
-
-
-def _decide(
-    name: str, projection: EngineProjection, max_rows: int, compiled: bool
-) -> tuple[EngineProjection, Decision]:
-    eh_proj, norms = projection.fc, projection.chunk_norms
-    width, columns, weight = eh_proj.in_features, eh_proj.out_features, eh_proj.weight
-
-    def engine(x: Tensor) -> Tensor:
-        return F.linear(torch.cat([norm(half) for norm, half in zip(norms, x.chunk(2, -1), strict=True)], -1), weight)
-
-    row_parallel = "row_parallel" in _switches.parts
-    split = replicas.split(name, projection, weight, max_rows, engine) if row_parallel else None
-    if split is not None:
-        return split
-    if _switches.force:
-        probe(projection, width, weight, max_rows, engine)
-        return projection, decision.FORCED
-    if weight.device.type != "cpu":
-        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype)
-        if not shipped.never:
-            probe(projection, width, weight, max_rows, engine)
-        return projection, shipped
-    check_backend(projection.op, weight.device)
-    rows = decision.rows_up_to(max_rows)
-
-    def measure() -> list[list[float]]:
-        probe(projection, width, weight, max_rows, engine)
-        # Inductor's norms are one kernel with the cat. Timed as if they took nothing: it compiles for some seconds.
-        theirs = (lambda x: F.linear(x, weight)) if compiled else engine
-        return decision.seconds_per_call(
-            [theirs, lambda x: projection(torch.cat(x.chunk(2, -1), -1))], rows, width, weight
-        )
-
-    key = (name, width, columns, weight.dtype, compiled, rows, torch.get_num_threads(), cpu_isa())
-    seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 2, len(rows)))
-    theirs, ours = map(tuple, seconds)
-    return projection, Decision(rows, theirs, ours)
+    stage = EngineProjection(eh_proj, 2, chunk_norms=norms, norm_offset=offset)
+    projection = normed_linear.plan(Candidate(name, stage, eh_proj, max_rows, compiled, _switches))
+    if projection is not None:
+        normed_linear.put_in(name, projection)
 
 
 def _offset_and_unsupported_reason(norms: tuple[Any, Any], eh_proj: Any) -> tuple[float, str | None]:

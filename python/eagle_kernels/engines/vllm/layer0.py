@@ -1,0 +1,222 @@
+"""Layer 0 of vLLM's EAGLE-3 drafters: qkv_proj(cat([input_layernorm(embeds), hidden_norm(hidden)])) in one op.
+
+Of latent attention it is fused_qkv_a_proj. vLLM's forwards stay as they are (`normed_linear`): the projection is the
+first line of the attention's, the only one that reads its input. With `norm_before_residual` the layer adds to the
+normed hidden state, which hidden_norm then makes for that alone.
+"""
+
+import logging
+import types
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...environment import EngineSwitches
+from ..eligibility import linear_unsupported_reason, log_once
+from ..gates import Target
+from ..projection import EngineProjection, ProbeError, check_backend
+from . import LOGGER, cpu_packing, normed_linear
+from .combine import EAGLE3, rms_norm_unsupported_reason
+from .normed_linear import Candidate
+from .registry import hook_models, leaving_to_vllm
+
+ARCHITECTURES = EAGLE3
+_MODELS = "vllm.model_executor.models"
+_BOTH = ("0.32.0", "0.33.0")
+_ATTENTION = ("self", "positions", "hidden_states")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the stage of one drafter's layer 0 hangs on.
+
+    layer: its class.  forwards: of the layer and of its attention.  projection: its name in the attention.
+    """
+
+    layer: str
+    forwards: tuple[Target, ...]
+    projection: str = "qkv_proj"
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        # Which residual hidden_norm leaves.
+        norms = {"_norm_before_residual": "e5d88550cf4b3c59", "_norm_after_residual": "b77236a117ae54c7"}
+        parameters = ("self", "hidden_states")
+        return (*self.forwards, *[Target(f"{self.layer}.{name}", parameters, {norms[name]: _BOTH}) for name in norms])
+
+
+def _layer(layer: str, body: str, *attention: Target, projection: str = "qkv_proj") -> Layer:
+    parameters = ("self", "positions", "embeds", "hidden_states", "residual")
+    where = f"{_MODELS}.{layer}"
+    return Layer(where, (Target(f"{where}.forward", parameters, {body: _BOTH}), *attention), projection)
+
+
+def _attention(where: str, body: str, *more: str) -> Target:
+    return Target(where, (*_ATTENTION, *more), {body: _BOTH})
+
+
+LAYERS = (
+    _layer(
+        "llama_eagle3:LlamaDecoderLayer",
+        "01769ba4f13f934a",
+        _attention(f"{_MODELS}.llama:LlamaAttention.forward", "f60f2765ac7b0830"),
+    ),
+    _layer(
+        "qwen3_eagle3:Qwen3Eagle3DecoderLayer",
+        "01769ba4f13f934a",
+        _attention(f"{_MODELS}.qwen3:Qwen3Attention.forward", "c9aab8cfcded4f8d"),
+    ),
+    _layer(
+        "deepseek_eagle3:DeepseekV2Eagle3DecoderLayer",
+        "42222155238a6718",
+        _attention(f"{_MODELS}.deepseek_v2:DeepseekV2MLAAttention.forward", "5422cfcc3b196ba9", "llama_4_scaling"),
+        _attention(
+            "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.forward",
+            "5e28a1d96fd5b70d",
+            "llama_4_scaling",
+        ),
+        projection="fused_qkv_a_proj",
+    ),
+)
+
+_switches = EngineSwitches(frozenset(), False, ())
+
+
+def register(switches: EngineSwitches) -> None:
+    global _switches
+    # Ranks have the rows of their own heads, which no sum over ranks may mix.
+    _switches = replace(switches, parts=switches.parts - {"row_parallel"})
+    hook_models(ARCHITECTURES, hooked)
+
+
+def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the drafter whose layer 0 is fused once its weights are loaded."""
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        drafter.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        mode = getattr(getattr(vllm_config, "compilation_config", None), "mode", None)
+        self._layer0 = None
+        with leaving_to_vllm(f"{drafter.__name__}'s layer 0"):
+            lora = getattr(vllm_config, "lora_config", None) is not None
+            self._layer0 = _read(self, vllm_config.scheduler_config.max_num_batched_tokens, bool(mode), lora)
+
+    def process_weights_after_loading(self: Any) -> None:
+        """vLLM's hook on a model: behind its layers' weights, before a forward is traced."""
+        if hasattr(drafter, "process_weights_after_loading"):
+            drafter.process_weights_after_loading(self)
+        stage, self._layer0 = self._layer0, None  # weights that are loaded again find it fused
+        if stage is not None:
+            stage.fuse()
+
+    members = {"__init__": __init__, "process_weights_after_loading": process_weights_after_loading}
+    return type(drafter.__name__, (drafter,), {**members, "__module__": __name__})
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Layer 0 of a drafter that is being loaded."""
+
+    name: str
+    layer: Any
+    linear: Any
+    max_rows: int
+    compiled: bool
+
+    def fuse(self) -> None:
+        """Have it run on the op where that is faster, and pack the weight as vLLM would have where it is not."""
+        planned = None
+        with leaving_to_vllm(self.name):
+            planned = self._planned()
+            if planned is not None:
+                residual = self.layer._residual_norm
+                normed_linear.put_in(self.name, planned)
+                if residual.__name__ == "_norm_before_residual":
+                    self.layer._residual_norm = types.MethodType(_normed_residual, self.layer)
+        if planned is None and cpu_packing.is_kept_dense(self.linear):
+            cpu_packing.pack(self.linear)
+
+    def _planned(self) -> EngineProjection | None:
+        linear, norms = self.linear, (self.layer.input_layernorm, self.layer.hidden_norm)
+        unsupported = _unsupported_reason(norms, linear)
+        if unsupported is not None:
+            log_once(LOGGER, logging.INFO, f"{self.name} stays with vLLM: {unsupported}")
+            return None
+        projection, dense = EngineProjection(linear, 2, chunk_norms=norms), None
+        if cpu_packing.is_kept_dense(linear) and not _switches.force:
+            kept = cpu_packing.pack(linear)
+            # Where vLLM has no layout of its own, it multiplies the dense weight, and both may read it.
+            dense = kept if linear.weight.numel() == 0 else None
+        timed = projection if dense is None else replace(projection, fc=dense)
+
+        def product(x: Tensor) -> Tensor:
+            y = linear(x)
+            return y[0] if isinstance(y, tuple) else y
+
+        candidate = Candidate(self.name, timed, product, self.max_rows, self.compiled, _switches)
+        planned = normed_linear.plan(candidate)
+        if planned is not None and dense is not None:
+            cpu_packing.unpack(linear, dense)
+        return None if planned is None else projection
+
+
+def _normed_residual(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of `_norm_before_residual`: the projection norms for itself."""
+    return hidden_states, layer.hidden_norm.engines_own(hidden_states)
+
+
+def _read(drafter: Any, max_rows: int, compiled: bool, lora: bool) -> Stage | None:
+    """The stage of a drafter that has been built, its weight kept dense until `Stage.fuse`; None where it stays with
+    vLLM, and one line that says why."""
+    layers = getattr(drafter.model, "layers", None)
+    if not layers:
+        return None
+    layer = layers[0]
+    known = {row.layer: row for row in LAYERS}.get(f"{type(layer).__module__}:{type(layer).__qualname__}")
+    name = f"{type(layer).__name__}.{'qkv_proj' if known is None else known.projection}"
+    unsupported = None
+    if known is None:
+        unsupported = f"its layer 0 is a {type(layer).__module__}.{type(layer).__qualname__}"
+    elif lora:
+        unsupported = "LoRA is on, which replaces it"
+    elif getattr(layer.self_attn, "indexer", None) is not None:
+        unsupported = "an indexer reads the normed states too"
+    if known is None or unsupported is not None:
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
+        return None
+    for target in known.targets:
+        target.find()
+    linear = getattr(layer.self_attn, known.projection, None)
+    if linear is None:
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: its attention has none")
+        return None
+    _keep_dense_on_cpu(linear, (layer.input_layernorm, layer.hidden_norm))
+    return Stage(name, layer, linear, max_rows, compiled)
+
+
+def _keep_dense_on_cpu(linear: Any, norms: tuple[Any, Any]) -> None:
+    from vllm.platforms import current_platform
+
+    # Packing changes a bias in place, so that the two layouts could not stand side by side.
+    if not current_platform.is_cpu() or getattr(linear, "bias", None) is not None:
+        return
+    if _unsupported_reason(norms, linear) is None:
+        try:
+            check_backend("norm_concat_linear", torch.device("cpu"), 2)
+        except ProbeError:  # raised again where the stage is planned, which logs it
+            return
+        cpu_packing.keep_dense(linear)
+
+
+def _unsupported_reason(norms: tuple[Any, Any], linear: Any) -> str | None:
+    import vllm.envs
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
+    unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=True)
+    for norm in norms:
+        unsupported = unsupported or rms_norm_unsupported_reason(norm, {RMSNorm}, linear.weight.dtype)
+    return unsupported

@@ -1,0 +1,49 @@
+"""Layer 0 of EAGLE-3 drafters in the real SGLang, whose drafts are right where that layer is (`layer0_drafter`)."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engines.sglang import checkpoints
+from engines.sglang.test_engine import BEST, LOST, PROBES, Case, off
+
+DRAFTER = checkpoints.Drafter(reads="layer0")
+ON = ("EAGLE_KERNELS_SGLANG_LAYER0", "1")
+# A step extends the drafter once and decodes it twice more; 16 tokens take 4 steps and a prefill.
+CALLS = 5 + 2 * 4
+
+
+def case(*environment: tuple[str, str], **more: object) -> Case:
+    return Case(DRAFTER, environment=(ON, *off("PROJECTION"), *environment), **more)
+
+
+@pytest.mark.parametrize(("tp", "topk"), [(1, 1), (2, 1), (1, 2)])
+def test_every_draft_is_accepted(tmp_path: Path, tp: int, topk: int) -> None:
+    run = case(tp=tp, topk=topk).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert run.ops["norm_concat_linear"] >= (PROBES + CALLS) * tp
+    assert "LlamaDecoderLayer.qkv_proj runs norm_concat_linear (K=2, chunk norm); forced, not timed" in run.log
+
+
+def test_without_the_hook(tmp_path: Path) -> None:
+    run = case(*off("LAYER0")).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert not run.ops["norm_concat_linear"]
+
+
+@pytest.mark.parametrize(("first", "accepted"), [(PROBES + 1, LOST), (1, BEST)], ids=["later", "at-load"])
+def test_a_broken_projection(tmp_path: Path, first: int, accepted: float) -> None:
+    """The negative control: the accepted length hangs on our op. One that is broken at load is found there."""
+    run = case(("PROBE_CORRUPT", f"norm_concat_linear:{first}")).run(tmp_path)
+    assert run.accept_lengths == [accepted] * 2
+    assert ("gives other values than the engine" in run.log) == (first == 1)
+
+
+def test_it_runs_where_it_is_faster(tmp_path: Path) -> None:
+    run = case(("EAGLE_KERNELS_SGLANG", "1"), tp=2).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    lines = {line.partition("eagle_kernels: ")[2] for line in run.log.splitlines() if "ms (SGLang " in line}
+    (line,) = lines  # the same figures on both ranks
+    assert line.startswith("LlamaDecoderLayer.qkv_proj ") and "T=1024" in line

@@ -1,0 +1,101 @@
+"""Layer 0 of EAGLE-3 drafters in the real vLLM, whose drafts are right where that layer is (`layer0_drafter`)."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
+
+from test_vllm_engine import BEST, FIGURES, WORST
+from vllm_checkpoints import write_layer0_drafter, write_target
+from vllm_engine import EXPECTED, Engine
+
+LAYER = "LlamaDecoderLayer.qkv_proj"
+ON = {"EAGLE_KERNELS_VLLM_LAYER0": "1"}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(tmp_path_factory.mktemp("layer0"))
+
+
+def request_of(engine: Engine, norm_before_residual: bool = False, **more: object) -> dict:
+    folder: Path = engine.folder / f"drafter-{norm_before_residual}"
+    drafter = write_layer0_drafter(folder, norm_before_residual=norm_before_residual)
+    return {"target": write_target(engine.folder / "target"), "drafter": drafter, **more}
+
+
+@pytest.mark.parametrize(
+    ("norm_before_residual", "tp", "compiled"),
+    [
+        pytest.param(False, 1, False, id="eager"),
+        pytest.param(True, 1, False, id="norm-before-residual"),
+        pytest.param(False, 2, False, id="tp2"),
+        pytest.param(True, 1, True, id="compiled-norm-before-residual"),
+    ],
+)
+def test_same_tokens_with_and_without(engine: Engine, norm_before_residual: bool, tp: int, compiled: bool) -> None:
+    """Off first: a graph that was cached without the part is not run with it."""
+    request = request_of(engine, norm_before_residual, tp=tp, compiled=compiled)
+    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
+    on = engine.run(request, **ON)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    assert off.calls == [] and f"{LAYER} runs norm_concat_linear; forced, not timed" in on.lines
+    assert len(on.calls) == tp
+    # A step drafts three tokens.
+    assert all(set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 15 for calls in on.calls)
+
+
+def test_weight_updates_take_effect(engine: Engine) -> None:
+    """No gain and no weight is served from a copy: each update that breaks the layer is followed by its mending."""
+    layer = "layers.0."
+    names = (f"{layer}hidden_norm.weight", f"{layer}input_layernorm.weight")
+    updates = [{name: (-1.0, 0)} for name in names for _ in range(2)]
+    run = engine.run(request_of(engine, updates=updates), **ON)
+    assert [result["tokens"] for result in run.results] == [EXPECTED] * 5
+    assert [result["accepted_length"] for result in run.results] == [BEST, WORST, BEST, WORST, BEST]
+
+
+SWAPPED = """
+def register():
+    import torch
+    from eagle_kernels.engines.vllm import normed_linear
+    own = normed_linear.NormedLinear.forward
+    normed_linear.NormedLinear.forward = lambda self, x: own(self, torch.cat(x.chunk(2, -1)[::-1], -1))
+"""
+RAW_RESIDUAL = """
+def register():
+    from eagle_kernels.engines.vllm import layer0
+    layer0._normed_residual = lambda layer, hidden_states: (hidden_states, hidden_states)
+"""
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(SWAPPED, id="swapped"), pytest.param(RAW_RESIDUAL, id="raw-residual")]
+)
+def test_a_mistake_loses_every_draft(engine: Engine, mistake: str) -> None:
+    run = engine.run(request_of(engine, True), plugins={"a_mistake": mistake}, **ON)
+    assert (run.tokens, run.accepted_length) == (EXPECTED, WORST)
+
+
+def test_it_is_timed_when_it_is_loaded(engine: Engine) -> None:
+    run = engine.run(request_of(engine, tp=2), **ON, EAGLE_KERNELS_VLLM="1")
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    (line,) = [line for line in run.lines if line.startswith(LAYER)]
+    decided = r"runs norm_concat_linear; |stays with vLLM: norm_concat_linear is not faster at all row counts, "
+    assert re.fullmatch(rf"{LAYER} ({decided}){FIGURES}", line)
+
+
+@pytest.mark.parametrize(
+    ("env", "because"),
+    [
+        pytest.param({"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1 wants", id="batch-invariant"),
+        pytest.param({"EAGLE_KERNELS_BACKEND": "triton"}, "its weight is packed for the engine's own", id="backend"),
+    ],
+)
+def test_it_stays_with_vllm(engine: Engine, env: dict[str, str], because: str) -> None:
+    run = engine.run(request_of(engine), **ON | env)
+    assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
+    assert [line for line in run.lines if line.startswith(f"{LAYER} stays with vLLM: {because}")]
