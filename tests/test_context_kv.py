@@ -311,3 +311,134 @@ def test_arguments_that_do_not_fit_are_refused(change: object, message: str) -> 
     arguments = {"kv": stage.project(stage.combine(inputs.chunks)), "caches": inputs.caches(), **inputs.place}
     with pytest.raises(ValueError, match=re.escape(f"ContextKV: {message}")):
         stage.store(**arguments | change(inputs))
+
+
+# Of the drafter and of a layer; behind a prefix where checkpoints have one.
+NAMES = {
+    "dflash": ("", "layers", "fc", "hidden_norm", "self_attn.k_proj", "self_attn.k_norm", ""),
+    "bias-partial": (
+        "model.", "layers", "encoder.fc", "encoder.output_norm_enc", "self_attn.k_proj", "self_attn.k_norm", "",
+    ),
+    "laguna": ("", "layers", "fc", "hidden_norm", "self_attn.k_proj", "self_attn.k_norm", "input_layernorm"),
+    "muse-spark": ("", "layers", "fc", "hidden_norm", "self_attn.k_proj", "", "pre_qkv_proj_norm"),
+    "gemma4": ("", "layers", "fc", "hidden_norm", "self_attn.k_proj", "self_attn.k_norm", ""),
+    "kimi-k3": (
+        "", "layers", "context_proj", "context_norm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "",
+    ),
+    "deepseek-v4": ("", "mtp", "main_proj", "main_norm", "attn.wkv", "attn.kv_norm", ""),
+}  # fmt: skip
+
+
+def checkpoint(variant: str, ranks: list[ek.ContextKV]) -> dict[str, Tensor]:
+    """A checkpoint of the heads of all ranks, under the names of a variant, with what is not of the stage beside it."""
+    prefix, layers, fc, hidden_norm, k, k_norm, layer_norm = NAMES[variant]
+    config, state = ranks[0].config, ranks[0].state_dict()
+    top = f"{prefix}mtp.0." if layers == "mtp" else prefix
+    weights = {f"{top}{fc}.weight": state["fc.weight"], f"{top}{hidden_norm}.weight": state["hidden_norm.weight"]}
+    weights |= {f"aux_hidden_norms.{i}.weight": state[f"aux_norm.{i}.weight"] for i in range(len(ranks[0].aux_norm))}
+    weights |= {"lm_head.weight": torch.ones(9, H), f"{prefix}norm.weight": torch.ones(H)}
+    heads = config.num_kv_heads * config.head_dim
+    for layer in range(L):
+        stem = f"{prefix}{layers}.{layer}"
+        for number, part in enumerate([k, "self_attn.v_proj"][: 2 if config.values == "own" else 1]):
+            begin = layer * config.kv_width + number * heads
+            rows = slice(begin, begin + heads)
+            for parameter in ("weight", "bias") if config.bias else ("weight",):
+                parts = [rank.state_dict()[f"kv_proj.{parameter}"][rows] for rank in ranks]
+                weights[f"{stem}.{part}.{parameter}"] = torch.cat(parts)
+        if k_norm:
+            weights[f"{stem}.{k_norm}.weight"] = state[f"k_norm.{layer}.weight"]
+        if layer_norm:
+            weights[f"{stem}.{layer_norm}.weight"] = state[f"layer_norm.{layer}.weight"]
+        weights[f"{stem}.self_attn.q_proj.weight"] = torch.ones(8, H)
+    if layers == "mtp":  # the target's own layers
+        weights |= {f"layers.{layer}.attn.wkv.weight": torch.ones(config.head_dim, H) for layer in range(5)}
+    return weights
+
+
+def rank_stages(variant: str, count: int) -> list[ek.ContextKV]:
+    """Stages that differ in their heads alone."""
+    stages = [make_stage(variant) for _ in range(count)]
+    shared = {name: value for name, value in stages[0].state_dict().items() if not name.startswith("kv_proj")}
+    for stage in stages:
+        stage.load_state_dict(shared, strict=False)
+    return stages
+
+
+@pytest.mark.parametrize("variant", NAMES)
+def test_a_checkpoint_is_loaded(variant: str) -> None:
+    (expected,) = rank_stages(variant, 1)
+    loaded = ek.ContextKV(expected.config, dtype=torch.bfloat16)
+    assert loaded.load_checkpoint(checkpoint(variant, [expected])) is loaded
+    assert all(map(same_bits, loaded.state_dict().values(), expected.state_dict().values()))
+
+
+@pytest.mark.parametrize(("copies", "variant"), [(1, "laguna"), (2, "muse-spark"), (4, "deepseek-v4")])
+def test_each_rank_loads_its_own_heads(copies: int, variant: str) -> None:
+    """Of fewer heads than ranks, several ranks have the same one."""
+    stages = rank_stages(variant, 4 // copies)
+    weights = checkpoint(variant, stages)
+    for rank in range(4):
+        loaded = ek.ContextKV(stages[0].config, dtype=torch.bfloat16)
+        loaded.load_checkpoint(weights, tp_rank=rank, tp_size=4)
+        assert same_bits(loaded.kv_proj.weight, stages[rank // copies].kv_proj.weight)
+
+
+def test_a_quantized_checkpoint_keeps_the_codes_of_fc() -> None:
+    stage = make_stage("dflash")
+    weights, codes = checkpoint("dflash", [stage]), {}
+    for name in ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(L) for part in "kv")):
+        codes[name] = ek.quantize(weights.pop(f"{name}.weight"), "fp8_row")
+        weights |= {f"{name}.weight": codes[name].codes, f"{name}.weight_scale": codes[name].scales}
+    loaded = make_stage("dflash").quantize("int8_row").load_checkpoint(weights)
+    assert torch.equal(loaded.fc.quantized.codes.view(torch.uint8), codes.pop("fc").codes.view(torch.uint8))
+    assert torch.equal(loaded.kv_proj.weight, torch.cat([weight.dequantize() for weight in codes.values()]))
+
+
+def without(name: str) -> object:
+    return lambda weights: weights.pop(name)
+
+
+CHECKPOINTS = {
+    "no-fc": (without("fc.weight"), "weights has no fc, expected one of ['fc', 'context_proj', 'main_proj'"),
+    "no-norm": (without("hidden_norm.weight"), "weights has no hidden_norm.weight, expected every projection"),
+    "no-k-norm": (without("layers.1.self_attn.k_norm.weight"), "weights has no self_attn.k_norm.weight, expected"),
+    "no-v": (without("layers.0.self_attn.v_proj.weight"), "weights has no self_attn.v_proj.weight, expected k and v"),
+    "layers": (
+        lambda weights: weights.update({"layers.2.self_attn.k_proj.weight": torch.ones(64, H)}),
+        "weights has layers [0, 1, 2] at layers., expected 0 to 1, because num_layers is 2",
+    ),
+    "two-drafters": (
+        lambda weights: weights.update({"draft.layers.0.self_attn.k_proj.weight": torch.ones(64, H)}),
+        "weights has layers at ['draft.layers.', 'layers.'], expected one drafter's",
+    ),
+    "heads": (
+        lambda weights: weights.update({"layers.0.self_attn.v_proj.weight": torch.ones(96, H)}),
+        "layers.0.self_attn.v_proj.weight has 96 rows, expected 2 heads of 32 rows for each of 1 ranks",
+    ),
+    "bias": (
+        lambda weights: weights.update({"layers.0.self_attn.k_proj.bias": torch.ones(64)}),
+        "weights has layers.0.self_attn.k_proj.bias, expected none, because bias is False",
+    ),
+    "width": (
+        lambda weights: weights.update({"fc.weight": torch.ones(H, HT)}),
+        f"fc.weight has shape ({H}, {HT}), expected ({H}, {K * HT}), because it is (H, K*Ht) with K = 3 and Ht = 56",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_copied(case: str) -> None:
+    change, message = CHECKPOINTS[case]
+    stage = make_stage("dflash")
+    weights = checkpoint("dflash", [stage])
+    change(weights)
+    message = re.escape(f"ContextKV.load_checkpoint: {message}")
+    with UnchangedTensors(list(stage.state_dict().values())), pytest.raises(ValueError, match=f"^{message}"):
+        stage.load_checkpoint(weights)
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    message = "ContextKV.load_checkpoint: tp_rank is 2, expected one in [0, 2)"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_stage("dflash").load_checkpoint({}, tp_rank=2, tp_size=2)

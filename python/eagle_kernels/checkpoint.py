@@ -190,9 +190,115 @@ def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
     return state | {name: torch.cat(rows) for name, rows in parts.items()}
 
 
+# What ContextKV's modules are called: DFlash's, Kimi K3's, DeepSeek-V4's and Muse Glimmer's names. Of a layer Laguna's
+# and Muse-Spark's norm come in this order, as Muse-Spark's input_layernorm is that of its queries.
+_CONTEXT_NAMES = {
+    "fc": ("fc", "context_proj", "main_proj", "encoder.fc"),
+    "hidden_norm": ("hidden_norm", "context_norm", "main_norm", "encoder.output_norm_enc"),
+}
+_CONTEXT_LAYER_NAMES = {
+    "k": ("self_attn.k_proj", "self_attn.kv_a_proj_with_mqa", "attn.wkv"),
+    "v": ("self_attn.v_proj",),
+    "k_norm": ("self_attn.k_norm", "self_attn.kv_a_layernorm", "attn.kv_norm"),
+    "layer_norm": ("pre_qkv_proj_norm", "input_layernorm"),
+}
+_CONTEXT_LAYER = re.compile(r"(?P<prefix>(?:.*\.)?(?:layers|mtp)\.)(?P<number>\d+)\.(?P<stem>.+)\.(?P<parameter>\w+)")
+_Modules = dict[str, dict[str, str]]  # by a module's own name, the file's name of each of its tensors
+
+
+def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Loaded:
+    """What a ContextKV loads: this rank's heads of k_proj and v_proj of all layers as one kv_proj, dense."""
+    op, config = "ContextKV.load_checkpoint", layer.config
+    readers, quantization = _open(op, weights), _config_beside(op, weights)
+    top, layers = _context_modules(op, readers, config.num_layers)
+
+    def norm(modules: _Modules, names: tuple[str, ...], width: int) -> Tensor:
+        return _whole(op, readers, _named(modules, names, "weight"), (width,))
+
+    H, Ht = config.hidden_size, config.target_hidden_size
+    state = {"hidden_norm.weight": norm(top, _CONTEXT_NAMES["hidden_norm"], H)}
+    for k in range(len(layer.aux_norm)):
+        state[f"aux_norm.{k}.weight"] = norm(top, (f"aux_hidden_norms.{k}",), Ht)
+    rows: dict[str, list[Tensor]] = {}
+    for number, modules in enumerate(layers):
+        if config.layer_norm:
+            state[f"layer_norm.{number}.weight"] = norm(modules, _CONTEXT_LAYER_NAMES["layer_norm"], H)
+        if config.k_norm == "weight":
+            width = config.normed_columns
+            state[f"k_norm.{number}.weight"] = norm(modules, _CONTEXT_LAYER_NAMES["k_norm"], width)
+        for part in ("k", "v") if config.values == "own" else ("k",):
+            names = _CONTEXT_LAYER_NAMES[part]
+            stem = next((stem for stem in names if stem in modules), names[0])
+            tensors = modules.get(stem, {})
+            if "bias" in tensors and not config.bias:
+                raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
+            first = tensors.get("weight") or tensors.get("weight_packed")
+            begin, all_rows = _rows_of_rank(op, readers, first or f"{stem}.weight", config, tp_rank, tp_size)
+            end, meaning = begin + config.num_kv_heads * config.head_dim, f"(n*d, H) with H = {H}"
+            projection = {name: tensors[name] for name in tensors if name != "bias"}
+            weight = read_projection(op, projection, lambda name: readers[name](), (all_rows, H), meaning, quantization)
+            if isinstance(weight, QuantizedWeight):
+                weight = weight.dequantize(layer.hidden_norm.weight.dtype)
+            rows.setdefault("kv_proj.weight", []).append(weight[begin:end])
+            if config.bias:
+                bias = _whole(op, readers, _named(modules, names, "bias"), (all_rows,))
+                rows.setdefault("kv_proj.bias", []).append(bias[begin:end])
+    state |= {name: torch.cat(parts) for name, parts in rows.items()}
+    stem = next((stem for stem in _CONTEXT_NAMES["fc"] if stem in top), None)
+    if stem is None:
+        raise checks.error(ValueError, op, "weights has no fc", f"one of {list(_CONTEXT_NAMES['fc'])}")
+    shape, meaning = (H, config.num_chunks * Ht), f"(H, K*Ht) with K = {config.num_chunks} and Ht = {Ht}"
+    return state, read_projection(op, top[stem], lambda name: readers[name](), shape, meaning, quantization)
+
+
+def _context_modules(op: str, readers: _Readers, num_layers: int) -> tuple[_Modules, list[_Modules]]:
+    """The drafter's own modules, and those of each layer. The DSpark stages of a target's checkpoint are its `mtp`."""
+    top: _Modules = {}
+    found: dict[str, dict[int, _Modules]] = {}
+    for name in readers:
+        own, _, parameter = re.sub(r"^(model\.)?(mtp\.\d+\.)?", "", name).rpartition(".")
+        top.setdefault(own, {})[parameter] = name
+        if (match := _CONTEXT_LAYER.fullmatch(name)) is not None:
+            modules = found.setdefault(match["prefix"], {}).setdefault(int(match["number"]), {})
+            modules.setdefault(match["stem"], {})[match["parameter"]] = name
+    found = {
+        prefix: numbered
+        for prefix, numbered in found.items()
+        if any(stem in modules for modules in numbered.values() for stem in _CONTEXT_LAYER_NAMES["k"])
+    }
+    prefixes = [prefix for prefix in found if prefix.endswith("mtp.")] or list(found)
+    if len(prefixes) != 1:
+        got = f"weights has layers at {sorted(prefixes)}" if prefixes else "weights has no layer with a K projection"
+        raise checks.error(ValueError, op, got, "one drafter's")
+    numbered = found[prefixes[0]]
+    if sorted(numbered) != list(range(num_layers)):
+        got = f"weights has layers {sorted(numbered)} at {prefixes[0]}"
+        raise checks.error(ValueError, op, got, f"0 to {num_layers - 1}", f"num_layers is {num_layers}")
+    return top, [numbered[number] for number in range(num_layers)]
+
+
+def _named(modules: _Modules, names: tuple[str, ...], parameter: str) -> str:
+    """The file's name of a parameter of the one that is there, or ours for the message that there is none."""
+    stem = next((stem for stem in names if stem in modules), names[0])
+    return modules.get(stem, {}).get(parameter, f"{stem}.{parameter}")
+
+
+def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """(a rank's first row, rows of all ranks); of fewer heads than ranks several ranks have the same one."""
+    if name not in readers:
+        raise checks.error(ValueError, op, f"weights has no {name}", "k and v of every layer, and their norms")
+    all_rows, head = readers[name]().shape[0], config.head_dim
+    heads = all_rows // head
+    uneven = all_rows % head or not heads or (heads % tp_size and tp_size % heads)
+    if uneven or max(heads // tp_size, 1) != config.num_kv_heads:
+        expected = f"{config.num_kv_heads} heads of {head} rows for each of {tp_size} ranks"
+        raise checks.error(ValueError, op, f"{name} has {all_rows} rows", expected)
+    return tp_rank * heads // tp_size * head, all_rows
+
+
 def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Tensor:
     if name not in readers:
-        raise checks.error(ValueError, op, f"weights has no {name}", "q, k and v (or q_a and kv_a) and both norms")
+        raise checks.error(ValueError, op, f"weights has no {name}", "every projection of the layer and its norms")
     tensor = readers[name]()
     checks.check_tensor(op, name, tensor)
     checks.check_dtype(op, name, tensor, checks.DTYPES)

@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
 from .ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
-from .quantized_linear import QuantizedLinear, quantize_linear
+from .quantized_linear import QuantizedLinear, load_projection, quantize_linear
 
 OP = "ContextKV"
 _K_NORMS, _VALUES = ("weight", "unit", "none"), ("own", "k", "none")
@@ -263,17 +264,49 @@ class ContextKV(nn.Module):
             return nn.ModuleList([nn.RMSNorm(width, config.eps, **factory) for _ in range(count)])
 
         self.aux_norm = norms(config.num_chunks if config.chunk_norm else 0, config.target_hidden_size)
-        self.fc: nn.Linear | QuantizedLinear = nn.Linear(
-            config.num_chunks * config.target_hidden_size, H, bias=False, **factory
-        )
+        self.fc: nn.Linear | QuantizedLinear = self._dense_fc(**factory)
         self.hidden_norm = nn.RMSNorm(H, config.eps, **factory)
         self.layer_norm = norms(L if config.layer_norm else 0, H)
-        self.kv_proj: nn.Linear | QuantizedLinear = nn.Linear(H, L * config.kv_width, bias=config.bias, **factory)
+        self.kv_proj: nn.Linear | QuantizedLinear = self._dense_kv_proj(**factory)
         self.k_norm = norms(L if config.k_norm == "weight" else 0, config.normed_columns)
         for norm in self.modules():
             if isinstance(norm, nn.RMSNorm):
                 norm.weight.data.fill_(1 - config.norm_offset)
         self.requires_grad_(False)
+
+    def _dense_fc(self, **factory: Any) -> nn.Linear:
+        width = self.config.num_chunks * self.config.target_hidden_size
+        return nn.Linear(width, self.config.hidden_size, bias=False, **factory).requires_grad_(False)
+
+    def _dense_kv_proj(self, **factory: Any) -> nn.Linear:
+        config = self.config
+        columns = config.num_layers * config.kv_width
+        return nn.Linear(config.hidden_size, columns, bias=config.bias, **factory).requires_grad_(False)
+
+    def load_checkpoint(
+        self, weights: str | os.PathLike | Mapping[str, Tensor], *, tp_rank: int = 0, tp_size: int = 1
+    ) -> ContextKV:
+        """Copy fc, the norms and this rank's heads of K and V from a drafter's checkpoint.
+
+        A safetensors file or folder, or tensors by name: those of DFlash drafters, or the DSpark stages (`mtp.{l}`) in
+        the checkpoint of their target. A quantized fc stays quantized; K and V of all layers are one weight here, and
+        are dequantized.
+
+        Raises ValueError that names the weight, before anything is copied: a missing one, another number of layers or
+        heads, a shape that does not fit, a bias that the config does not have.
+        """
+        from . import checkpoint  # 6 ms, for those who load one
+
+        op = f"{OP}.load_checkpoint"
+        checks.check_int(op, "tp_size", tp_size, at_least=1)
+        if not 0 <= checks.check_int(op, "tp_rank", tp_rank) < tp_size:
+            raise checks.error(ValueError, op, f"tp_rank is {tp_rank}", f"one in [0, {tp_size})")
+        state, weight = checkpoint.context_kv(weights, self, tp_rank, tp_size)
+        if isinstance(self.kv_proj, QuantizedLinear):
+            norm = self.hidden_norm.weight
+            self.kv_proj = self._dense_kv_proj(dtype=norm.dtype, device=norm.device)
+        load_projection(op, self, "fc", state, weight, self._dense_fc)
+        return self
 
     def quantize(self, format: str) -> ContextKV:
         """Round fc and, without a norm of each layer's own, kv_proj to a format of `QuantizedWeight`."""

@@ -3,7 +3,7 @@
 Each position attends to itself alone: queries are keys, of one length, another direction for each token. Its value is
 the normed embedding minus the normed hidden state times what makes that the residual. So the layer is right where both
 halves of the projection are, in their order, each behind its own norm, and the residual is the one that the config asks
-for; else the hidden state, which names another token and is twice as long, is what the head reads.
+for; else the hidden state, which names another token and is longer, is what the head reads.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # RMS of every hidden state that the layer is given: fc's and, with norm_output, its own of the step before.
-RMS = 2.0
+RMS = 4.0
 
 
 def layer0(prefix: str, H: int, heads: int, norm_before_residual: bool = False) -> dict[str, Tensor]:

@@ -64,8 +64,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
 def load(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
     """A drafter as vLLM loads it, with EAGLE_KERNELS_VLLM as given."""
 
-    def load(switch: str, drafter: str | None, model: str = target, **more: object) -> nn.Module:
-        for name, value in (ENVIRONMENT | {"EAGLE_KERNELS_VLLM": switch}).items():
+    def load(switch: str, drafter: str | None, model: str = target, layer0: str = "0", **more: object) -> nn.Module:
+        switches = {"EAGLE_KERNELS_VLLM": switch, "EAGLE_KERNELS_VLLM_LAYER0": layer0}
+        for name, value in (ENVIRONMENT | switches).items():
             monkeypatch.setenv(name, value)
         speculative = {"num_speculative_tokens": 1, "method": "mtp" if drafter is None else "eagle3"}
         arguments = EngineArgs(
@@ -119,17 +120,11 @@ def test_a_loaded_drafter(load: Callable, log: Callable, tmp_path: Path, norm: s
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"])
 def test_layer_0_of_a_loaded_drafter(
-    load: Callable,
-    log: Callable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: str,
-    norm_before_residual: bool,
+    load: Callable, log: Callable, tmp_path: Path, architecture: str, norm_before_residual: bool
 ) -> None:
     """vLLM's forward of the layer up to what its attention splits into q, k and v."""
-    monkeypatch.setenv("EAGLE_KERNELS_VLLM_LAYER0", "1")
     written = write_layer0_drafter(tmp_path, norm_before_residual=norm_before_residual, architecture=architecture)
-    layer = load("force", written).model.layers[0]
+    layer = load("force", written, layer0="1").model.layers[0]
     linear, norms = layer.self_attn.qkv_proj, (layer.input_layernorm, layer.hidden_norm)
     assert isinstance(linear, normed_linear.NormedLinear) and cpu_packing.is_kept_dense(linear)
     assert f"{type(layer).__name__}.qkv_proj runs norm_concat_linear; forced, not timed" in log()
