@@ -23,7 +23,7 @@ from eagle_kernels import library
 from eagle_kernels.engines import decision, eligibility, row_parallel, sglang
 from eagle_kernels.engines.gates import Target, body_hash
 from eagle_kernels.engines.projection import relative_difference
-from eagle_kernels.engines.sglang import capture, hooks, layer0, mtp, projection, stage
+from eagle_kernels.engines.sglang import capture, context, hooks, layer0, mtp, projection, stage
 from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.engines.sglang.unsupported import rms_norm_unsupported_reason
 
@@ -268,7 +268,7 @@ def test_the_second_register_changes_nothing(engine: Engine, caplog: pytest.LogC
         pytest.param({"EAGLE_KERNELS_VLLM": "0"}, set(sglang.PARTS), id="another-engine's"),
         pytest.param(
             {"EAGLE_KERNELS_SGLANG_CAPTURE": "0", "EAGLE_KERNELS_SGLANG_VOCAB": "0"},
-            {"projection", "mtp", "layer0", "gemma3_capture", "scales"},
+            {"projection", "mtp", "layer0", "context", "gemma3_capture", "scales"},
             id="two-off",
         ),
     ],
@@ -684,6 +684,71 @@ def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
     for T in inputs:
         assert relative_difference(fused(*inputs[T]), own[T]) <= (0 if fails else 0.02)
     assert len(calls) == (1 if fails else {"always": 2, "T<=16": 1, "never": 0}[runs])
+
+
+class DFlashDraftModel(nn.Module):
+    """As much of a DFlash drafter as the hook reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(K * H, H, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.hidden_norm, self.num_context_features = RMSNorm(), K
+
+    def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_norm(self.fc(target_hidden))
+
+
+class DFlashLagunaForCausalLM(DFlashDraftModel):
+    def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
+        return super().project_target_hidden(target_hidden)
+
+
+class Theirs(DFlashDraftModel):
+    def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().project_target_hidden(target_hidden)
+
+
+@pytest.fixture
+def dflash(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.models.dflash", sys.modules[__name__])
+
+
+@pytest.mark.usefixtures("dflash")
+@pytest.mark.parametrize(("runs", "fails"), [("always", False), ("T<=16", False), ("never", False), ("always", True)])
+def test_the_context_runs_the_op_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runs: str, fails: bool
+) -> None:
+    ours = {"always": [0.5] * 6, "T<=16": [0.5] * 3 + [2.0] * 3, "never": [2.0] * 6}[runs]
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * 6, ours])
+    drafter, calls = DFlashDraftModel(), []
+    inputs = {T: torch.randn(T, K * H, generator=torch.Generator().manual_seed(T)).bfloat16() for T in (1, 64)}
+    own = {T: drafter.project_target_hidden(inputs[T]) for T in inputs}
+    context._prepare(drafter)
+    context._prepare(drafter)  # weights that are loaded again
+    project = context.EngineProjection.__call__
+
+    def watched(self: object, packed: torch.Tensor) -> torch.Tensor:
+        calls.append(packed)
+        if fails:
+            raise RuntimeError("ours")
+        return project(self, packed)
+
+    monkeypatch.setattr(context.EngineProjection, "__call__", watched)
+    for T in inputs:
+        assert relative_difference(drafter.project_target_hidden(inputs[T]), own[T]) <= (0 if fails else 0.02)
+    assert len(calls) == (1 if fails else {"always": 2, "T<=16": 1, "never": 0}[runs])
+    says = "stays with SGLang" if runs == "never" else "runs norm_concat_linear"
+    assert messages(caplog, logging.INFO)[0].startswith(f"DFlashDraftModel.project_target_hidden {says}")
+
+
+@pytest.mark.usefixtures("dflash")
+def test_another_plugins_context_stays(caplog: pytest.LogCaptureFixture) -> None:
+    drafter = Theirs()
+    context._prepare(drafter)
+    assert "project_target_hidden" not in drafter.__dict__
+    assert messages(caplog, logging.INFO) == [
+        f"Theirs.project_target_hidden stays with SGLang: it is that of {__name__}"
+    ]
 
 
 def amx(layer: nn.Module) -> None:

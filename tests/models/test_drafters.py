@@ -27,7 +27,7 @@ def test_a_row_says_what_runs_or_why_not(row: Drafter) -> None:
 def test_what_runs_in_sglang_is_what_is_hooked() -> None:
     hooked = {
         hook.target.where.removeprefix("sglang.srt.")
-        for part in ("projection", "mtp")
+        for part in ("projection", "mtp", "context")
         for hook in import_module(f"{sglang.__name__}.{part}").HOOKS
     }
     of_drafters = {where for where in hooked if where.startswith("models.")}

@@ -15,7 +15,7 @@ class Drafter:
     architectures: its names in the engine's registry.
     runs: what runs on our ops; empty where nothing does.
     stays: what stays with the engine, and why; empty where nothing does.
-    target: in SGLang, the hooked forward, by which the plugin knows it.
+    target: in SGLang, the hooked method, by which the plugin knows it.
     """
 
     title: str
@@ -32,6 +32,8 @@ _STREAMS += "`MTPStreamsProjection` computes the stage"
 _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
 _TWICE = "the embedding is normed twice, and " + _NO_HOOK
 _CONTEXT = "keys and values of all its layers are made of fc's result: `ContextKV` computes them, no hook is written"
+_KEYS_AND_VALUES = "keys and values of its layers, which go into a pool of the engine's own layout; "
+_KEYS_AND_VALUES += "`ContextKV` computes them"
 _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
 _LAYER_0 = "norms, cat and qkv of layer 0"
@@ -114,27 +116,32 @@ SGLANG = (
         stays=_NO_NORMS,
     ),
     Drafter(
-        "DFlash, DFlash2, Laguna, Muse Glimmer, MiniMax",
+        "DFlash, DFlash2, Muse Glimmer, MiniMax; DSpark: Qwen 3, Ling, LFM2",
         (
             "DFlashDraftModel",
-            "DFlashLagunaForCausalLM",
             "MuseGlimmerAssistantModel",
             "DFlash2DraftModel",
             "DFlash2BeamDraftModel",
             "MiniMaxDFlash2DraftModel",
-        ),
-        stays=_CONTEXT,
-    ),
-    Drafter(
-        "DSpark: Qwen 3, Ling, LFM2, MiniMax-M3, DeepSeek V4",
-        (
             "DSparkDraftModel",
             "Qwen3DSparkModel",
             "LingDSparkModel",
             "Lfm2DSparkDraftModel",
-            "DSparkMiniMaxDraftModel",
-            "DeepseekV4ForCausalLMDSpark",
         ),
+        "fc and the norm behind it",
+        _KEYS_AND_VALUES,
+        "models.dflash:DFlashDraftModel.project_target_hidden",
+    ),
+    Drafter(
+        "Laguna DFlash",
+        ("DFlashLagunaForCausalLM",),
+        "norms, cat, fc and the norm behind it",
+        _KEYS_AND_VALUES,
+        "models.dflash:DFlashLagunaForCausalLM.project_target_hidden",
+    ),
+    Drafter(
+        "DSpark: MiniMax-M3, DeepSeek V4",
+        ("DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"),
         stays=_CONTEXT,
     ),
     Drafter("draft models of their own, n-grams", (), stays=_TOKENS),

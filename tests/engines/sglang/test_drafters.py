@@ -7,20 +7,38 @@ from pathlib import Path
 
 import pytest
 
+from eagle_kernels.engines.gates import resolve
 from eagle_kernels.models.drafters import SGLANG
 
 DRAFTER = re.compile(r"NextN$|MTP$|Eagle3?|DFlash|DSpark|AssistantForCausalLM$|AssistantModel$")
 
 
-def test_every_drafter_of_the_registry_has_a_row() -> None:
-    """The names in `EntryClass` of every model file, by which SGLang's registry finds them; nothing is imported."""
+pytest.importorskip("sglang")
+
+
+def served_drafters() -> dict[str, str]:
+    """The names in `EntryClass` of every model file, by which SGLang's registry finds them, and its module; nothing is
+    imported."""
     found = importlib.util.find_spec("sglang")
-    if found is None:
-        pytest.skip("SGLang is not installed")
-    served = set()
+    served = {}
     for file in (Path(found.submodule_search_locations[0]) / "srt/models").glob("*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "EntryClass":
-                served |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
-    rows = {name for row in SGLANG for name in row.architectures}
-    assert {name for name in served if DRAFTER.search(name)} == rows
+                names = (name.id for name in ast.walk(node.value) if isinstance(name, ast.Name))
+                served |= dict.fromkeys(names, f"sglang.srt.models.{file.stem}")
+    return {name: module for name, module in served.items() if DRAFTER.search(name)}
+
+
+def test_every_drafter_of_the_registry_has_a_row() -> None:
+    assert set(served_drafters()) == {name for row in SGLANG for name in row.architectures}
+
+
+def test_a_context_row_has_the_classes_with_the_method_that_is_hooked() -> None:
+    served = served_drafters()
+    hooked = {row.target for row in SGLANG if row.target.endswith(".project_target_hidden")}
+    of_row = {name: row.target for row in SGLANG for name in row.architectures}
+    for name, module in served.items():
+        if "dflash" in module or "dspark" in module:
+            method = getattr(importlib.import_module(module), name).project_target_hidden
+            ours = [target for target in hooked if resolve(f"sglang.srt.{target}")[2] is method]
+            assert ours == ([of_row[name]] if of_row[name] in hooked else []), name

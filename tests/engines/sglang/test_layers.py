@@ -16,7 +16,7 @@ pytest.importorskip("sglang")
 
 from accuracy import outliers, relative_rms
 from backends import environment_of
-from eagle_kernels.engines.sglang import capture, mtp, projection, scales, vocab
+from eagle_kernels.engines.sglang import capture, context, mtp, projection, scales, vocab
 from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.engines.sglang.normed_linear import NormedLinear
 from eagle_kernels.ops.sources import Sources, formula
@@ -487,6 +487,48 @@ def test_copies_follow_the_target_when_it_is_loaded_again(monkeypatch: pytest.Mo
     assert torch.equal(embed[:36], weight[64:]) and not embed[36:].any()
     del embed
     vocab._refresh(None)
+
+
+@pytest.fixture
+def dflash_drafter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
+    """A drafter of a class of SGLang's, loaded but for its layers."""
+    from sglang.srt.models import dflash
+    from transformers import Qwen3Config
+
+    def build(name: str) -> nn.Module:
+        drafter_class = getattr(dflash, name)
+        monkeypatch.setattr(drafter_class, "decoder_layer_cls", Identity)
+        config = Qwen3Config(hidden_size=Ht, num_hidden_layers=2, vocab_size=V, rms_norm_eps=1e-3)
+        config.dflash_config = {"target_layer_ids": [0, 2, 5], "mask_token_id": 1}
+        drafter = randomized(drafter_class(config))
+        context._prepare(drafter)
+        return drafter
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"])
+def test_dflash_context_is_as_accurate_as_sglang(dflash_drafter: Callable, name: str) -> None:
+    drafter = dflash_drafter(name)
+    assert isinstance(drafter.project_target_hidden, context.Context)
+    hidden = outliers(64, K * Ht, BF16, torch.Generator().manual_seed(1))
+    chunks = [chunk.double() for chunk in hidden.chunk(K, -1)]
+    norms = list(getattr(drafter, "aux_hidden_norms", ()))
+    kind = "chunk" if norms else "none"
+    sources = Sources(chunks, K, kind, [norm.weight for norm in norms], [1e-3] * K, 0.0, [], [], None)
+    projected = F.linear(formula(sources, torch.float64), drafter.fc.weight.double())
+    truth = F.rms_norm(projected, (Ht,), drafter.hidden_norm.weight.double(), 1e-3)
+    own = drafter.project_target_hidden.own(hidden)
+    assert relative_rms(drafter.project_target_hidden(hidden), truth) <= 1.05 * relative_rms(own, truth)
+
+
+def test_dflash_states_that_do_not_fit_are_sglangs_to_refuse(dflash_drafter: Callable) -> None:
+    drafter = dflash_drafter("DFlashDraftModel")
+    with pytest.raises(ValueError, match="DFLASH target_hidden feature dim mismatch"):
+        drafter.project_target_hidden(torch.randn(T, Ht))
+    drafter.fc = nn.Linear(K * Ht, Ht, bias=False)  # a wrapper since
+    expected = drafter.hidden_norm(drafter.fc(hidden := torch.randn(T, K * Ht)))
+    assert torch.equal(drafter.project_target_hidden(hidden), expected)
 
 
 class Watched(nn.Module):

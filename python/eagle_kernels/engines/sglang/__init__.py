@@ -9,6 +9,7 @@ that names the target, and SGLang runs its own code.
 | projection | on | norms + fc of EAGLE-3 drafters (`llama_eagle3`, `kimi_k25_eagle3`) in one op, K*Ht == Hd too |
 | mtp | on | enorm + hnorm + cat + eh_proj of the Step-3.5 and Qwen3-Next MTP layers in one op |
 | layer0 | on | input_layernorm + hidden_norm + cat + qkv_proj of layer 0 of EAGLE-3 drafters in one op |
+| context | on | fc + hidden_norm of DFlash and DSpark drafters, with Laguna's norms in front, in one op |
 | vocab | on | a Gemma target's table cut as its drafter pads it, where SGLang slices by ceil(V / tp) |
 | gemma3_capture | on | hidden + residual from Gemma 3's captured layers, where SGLang drops the residual |
 | capture | on | captured layers straight into one packed tensor, the decode graphs' static one under CUDA graphs |
@@ -27,7 +28,7 @@ from . import stage
 from .hooks import LOGGER, Hook, hook_all
 
 # Each part's module, in which HOOKS says what it touches.
-PARTS = dict.fromkeys(("projection", "mtp", "layer0", "vocab", "gemma3_capture", "capture", "scales"), True)
+PARTS = dict.fromkeys(("projection", "mtp", "layer0", "context", "vocab", "gemma3_capture", "capture", "scales"), True)
 # row_parallel: the projections of `projection` and `mtp` split by columns over the ranks that replicate them.
 OPTIONS = {"row_parallel": False}
 TESTED_VERSIONS = ("0.5.23",)
