@@ -244,11 +244,11 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
                 bias = _whole(op, readers, _named(modules, names, "bias"), (all_rows,))
                 rows.setdefault("kv_proj.bias", []).append(bias[begin:end])
     state |= {name: torch.cat(parts) for name, parts in rows.items()}
-    stem = next((stem for stem in _CONTEXT_NAMES["fc"] if stem in top), None)
-    if stem is None:
+    fc = next((stem for stem in _CONTEXT_NAMES["fc"] if stem in top), None)
+    if fc is None:
         raise checks.error(ValueError, op, "weights has no fc", f"one of {list(_CONTEXT_NAMES['fc'])}")
     shape, meaning = (H, config.num_chunks * Ht), f"(H, K*Ht) with K = {config.num_chunks} and Ht = {Ht}"
-    return state, read_projection(op, top[stem], lambda name: readers[name](), shape, meaning, quantization)
+    return state, read_projection(op, top[fc], lambda name: readers[name](), shape, meaning, quantization)
 
 
 def _context_modules(op: str, readers: _Readers, num_layers: int) -> tuple[_Modules, list[_Modules]]:

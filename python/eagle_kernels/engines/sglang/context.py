@@ -56,7 +56,7 @@ class Context:
         return self.own(target_hidden)
 
 
-def prepare(drafter: nn.Module) -> None:
+def prepare(drafter: Any) -> None:
     """Put the op into a drafter that has been loaded, or log why not."""
     method = getattr(type(drafter), _METHOD, None)
     if method is None or _METHOD in drafter.__dict__:  # weights that are loaded again
