@@ -93,7 +93,7 @@ struct Gains {
 
   __device__ __forceinline__ void factors(const Vector& gain, float offset, float (&factor)[8]) const {
     constexpr bool kAny = kFlavour == Flavour::kAny;
-    gain_factors<T>(words[0], words[kAny], kAny && gain.dtype == DType::kFloat32, offset, factor);
+    gain_factors<T>(words[0], words[kAny], kAny && gain.dtype == DType::kFloat32, offset, kGainScale<T>, factor);
   }
 };
 

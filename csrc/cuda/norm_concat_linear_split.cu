@@ -1,9 +1,10 @@
 // out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows at a time, in two launches.
 //
 // The first multiplies. A block computes 128 columns of the output over a range of columns of one chunk, and the ranges
-// are as many as fill the GPU: with the rows of x read once for 128 columns, not 16 as in the kernel of few rows, they
+// are as many as give every SM its share: with the rows of x read once for 128 columns, not 16 as in the kernel of few rows, they
 // take less of L2 than the weight takes of memory. Both pass through a ring of stages of 64 columns in shared memory,
-// 48 KB of the weight ahead of the product in a block (32 KB for more than 64 rows) and two blocks on an SM of Hopper.
+// 48 KB of the weight ahead of the product in a block and two blocks on an SM of Hopper, or 80 KB in one block of 128
+// rows, which takes as much shared memory as no other GPU but sm_100 has: those multiply 64 rows twice.
 // Half of the warps copy the weight and half copy x: a thread's copies land in order, and those of the weight start
 // before the previous kernel has ended, those of x after.
 //
@@ -14,7 +15,7 @@
 // are served together, of two rows, find all 32 banks. A lane's 16 bytes are 8 neighbouring columns: see
 // norm_concat_linear.cu for why the fragments of two products may take them as they come.
 //
-// Sums of squares are taken from the same registers as the product, in the blocks of the first output columns alone.
+// Sums of squares are taken from the same stages, in the blocks of the first output columns alone.
 //
 // Sums go by column within a range, then over ranges, then over chunks: an order that depends on the chunks' widths, D
 // and the GPU's number of SMs alone, so a row's bits depend neither on the other rows nor on how many there are.
@@ -36,6 +37,14 @@ constexpr int kStageColumns = 64;           // of the concat
 constexpr int kStepColumns = 32;            // what the 16-byte loads of a warp cover
 constexpr int kRowBytes = 2 * kStageColumns;
 constexpr int kParts = kRowBytes / 16;  // of a row in a stage
+constexpr int kMaxRanges = 16;          // of a chunk
+
+// Blocks of up to 64 rows take 83 to 100 KB of shared memory: two on an SM, where it has more than 100 KB.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kSharedBlocks = 1;
+#else
+constexpr int kSharedBlocks = 2;
+#endif
 
 // How many ranges each chunk is cut into.
 struct Ranges {
@@ -59,7 +68,8 @@ struct Tile {
   static constexpr int kColumnTiles = kColumns / 16 / kColumnWarps;  // of a warp, 16 columns each
   static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
-  static constexpr int kStages = kSourceRows == 128 ? 3 : 4;
+  static constexpr int kStages = kRows == 128 ? 6 : kResidual && kRows == 64 ? 3 : 4;
+  static constexpr int kBlocks = kRows == 128 ? 1 : kSharedBlocks;
   static constexpr int kGainBytes = 4 * kStageColumns;
   static constexpr int kStageBytes = (kColumns + kSourceRows) * kRowBytes + kGainBytes;
   static constexpr int64_t kSharedBytes = kStages * kStageBytes + kSourceRows * sizeof(void*);
@@ -73,7 +83,7 @@ __device__ __forceinline__ Words at(const char* stage, int row, int part) {
 }
 
 template <class T, int kRows, bool kResidual>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
     norm_concat_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
   using K = Tile<kRows, kResidual>;
   const NormConcatLinear& op = arguments.op;
@@ -127,12 +137,18 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       const int gains = gain_is_float32 ? 4 : 8;  // of 16 bytes
       const int part = static_cast<int>(threadIdx.x) - kCopyThreads;
-      if (gain != nullptr && part * gains < kStageColumns) {
+      if (part * gains < kStageColumns) {
         const int first = column + part * gains;
-        copy_async(stage + K::kSourceRows * kRowBytes + part * 16, gain + first * (16 / gains), first < width);
+        copy_async(stage + K::kSourceRows * kRowBytes + part * 16, gain + first * (16 / gains),
+                   gain != nullptr && first < width);
       }
     }
     commit_copies();
+  };
+  const auto x_of = [](const char* x_stage, int row, int part) {
+    const Pack<T> x{{at(x_stage, row, part)}};
+    if constexpr (!kResidual) return x;
+    return add(x, Pack<T>{{at(x_stage, kRows + row, part)}});
   };
   const auto fill_ring = [&] {
     for (int i = 0; i < K::kStages - 1; ++i) copy_block(begin + i, i);
@@ -156,9 +172,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   float sum[K::kColumnTiles][K::kRowTiles][4] = {};
   float squares[2] = {};
-  const bool has_gain = gain != nullptr;
-  const bool own_squares =
-      op.source.norm != Norm::kNone && chunk.sum_squares == nullptr && first_output == 0;
+  // Without a gain the weight is multiplied by 1 all the same: mma.sync wants four registers in a row, and a value that
+  // is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64 rows).
+  const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
+  const float scale = gain != nullptr ? kGainScale<T> : 1.0f;
+  const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr && first_output == 0 &&
+                           column_warp < K::kRowTiles / 2;
   for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
     wait_for_copies<K::kStages - 2>();
     __syncthreads();
@@ -166,35 +185,40 @@ __global__ void __launch_bounds__(kThreads, 2)
     const char* stage = ring + slot * K::kStageBytes;
     const char* x_stage = stage + kColumns * kRowBytes;
     const char* gains = x_stage + K::kSourceRows * kRowBytes;
-    // One step at a time for 128 rows, which spill on sm_90 and sm_120 otherwise.
-#pragma unroll(kRows == 128 ? 1 : 2)
+    // Two steps in one another spill for 64 rows on sm_100.
+#pragma unroll(kRows == 64 ? 1 : 2)
     for (int step = 0; step < kStageColumns / kStepColumns; ++step) {
       const int part = step * 4 + q;
-      Words w[2 * K::kColumnTiles];  // rows g and g + 8 of each tile
+      float factor[8];
+      const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
+      gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
+      // Rows g and g + 8 of each tile, as the two products of 16 columns take them.
+      uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
       for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-        w[m] = at(stage, (column_warp * 2 * K::kColumnTiles + m) * 8 + g, part);
-      }
-      if (has_gain) {
-        float factor[8];
-        const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
-        gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, op.source.norm_offset, factor);
+        const Words row = scaled<T>(at(stage, (column_warp * 2 * K::kColumnTiles + m) * 8 + g, part), factor);
 #pragma unroll
-        for (int m = 0; m < 2 * K::kColumnTiles; ++m) w[m] = scaled<T>(w[m], factor);
+        for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
       }
 #pragma unroll
       for (int n = 0; n < K::kRowTiles; ++n) {
-        const int row = (row_warp * K::kRowTiles + n) * 8 + g;
-        Words x = at(x_stage, row, part);
-        if constexpr (kResidual) x = add(Pack<T>{{x}}, Pack<T>{{at(x_stage, kRows + row, part)}}).words[0];
+        const Words x = x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
 #pragma unroll
         for (int m = 0; m < K::kColumnTiles; ++m) {
-          const Words &upper = w[2 * m], &lower = w[2 * m + 1];
-          mma(sum[m][n], upper.x, lower.x, upper.y, lower.y, x.x, x.y, T{});
-          mma(sum[m][n], upper.z, lower.z, upper.w, lower.w, x.z, x.w, T{});
+          const auto &low = w[m][0], &high = w[m][1];
+          mma(sum[m][n], low[0], low[1], low[2], low[3], x.x, x.y, T{});
+          mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
         }
-        // Each warp of the same rows has two tiles of them.
-        if (own_squares && n / 2 == column_warp) squares[n % 2] += sum_of_squares(widen(Pack<T>{{x}}));
+      }
+    }
+    if (!own_squares) continue;
+    // A warp takes two tiles of rows, and reads them again: only the blocks of the first outputs do.
+#pragma unroll 1
+    for (int part = q; part < kParts; part += 4) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = (row_warp * K::kRowTiles + 2 * column_warp + i) * 8 + g;
+        squares[i] += sum_of_squares(widen(x_of(x_stage, row, part)));
       }
     }
   }
@@ -215,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  if (!own_squares || column_warp >= K::kRowTiles / 2) return;
+  if (!own_squares) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float total = squares[i];
@@ -336,25 +360,30 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
 
 int64_t blocks_of_outputs(const NormConcatLinear& op) { return (op.num_columns + kColumns - 1) / kColumns; }
 
-// Ranges as short as they may be for all blocks to run at once, two on an SM, but of 128 columns at least. One range for
-// each chunk is the fewest.
+// The ranges of the least work for the SM that has most of it, in stages: those of its blocks, and 3 more a block, which
+// is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB).
 Ranges ranges_of(const NormConcatLinear& op, const Device& device) {
   const Concat& source = op.source;
-  const int most = static_cast<int>(2 * device.multiprocessors / blocks_of_outputs(op));
-  const auto cut = [&](int length) {
+  const int outputs = static_cast<int>(blocks_of_outputs(op));
+  int64_t widest = 0;
+  for (int64_t k = 0; k < source.num_chunks; ++k) widest = std::max(widest, source.chunks[k].width);
+  const auto stages_of = [](int64_t width) { return static_cast<int>((width + kStageColumns - 1) / kStageColumns); };
+  Ranges best{};
+  int least = 0;
+  for (int parts = 1; parts <= kMaxRanges; ++parts) {
+    const int length = std::max(2, (stages_of(widest) + parts - 1) / parts);
     Ranges ranges{};
     for (int64_t k = 0; k < source.num_chunks; ++k) {
-      const int blocks = static_cast<int>((source.chunks[k].width + kStageColumns - 1) / kStageColumns);
-      ranges.count += ranges.of_chunk[k] = (blocks + length - 1) / length;
+      ranges.count += ranges.of_chunk[k] = (stages_of(source.chunks[k].width) + length - 1) / length;
     }
-    return ranges;
-  };
-  const int whole = cut(1).count;
-  if (most <= source.num_chunks) return cut(whole);
-  int length = std::max(2, (whole + most - 1) / most);
-  Ranges ranges = cut(length);
-  while (ranges.count > most) ranges = cut(++length);
-  return ranges;
+    const int blocks = (ranges.count * outputs + device.multiprocessors - 1) / device.multiprocessors;
+    const int work = blocks * (length + 3);
+    if (parts == 1 || work < least) {
+      best = ranges;
+      least = work;
+    }
+  }
+  return best;
 }
 
 template <class T, int kRows, bool kResidual>
@@ -373,7 +402,9 @@ int launch_rows(const Arguments& arguments, const Device& device) {
   if (residual) {
     return rows > 32 ? launch_partial<T, 64, true>(arguments, device) : launch_partial<T, 32, true>(arguments, device);
   }
-  if (rows > 64) return launch_partial<T, 128, false>(arguments, device);
+  if (rows > 64 && Tile<128, false>::kSharedBytes <= device.shared_memory) {
+    return launch_partial<T, 128, false>(arguments, device);
+  }
   return rows > 32 ? launch_partial<T, 64, false>(arguments, device) : launch_partial<T, 32, false>(arguments, device);
 }
 

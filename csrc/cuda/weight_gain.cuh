@@ -17,10 +17,10 @@ __device__ __forceinline__ uint32_t word(const Words& w, int i) {
   return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
 }
 
-// offset + gain of 8 columns, to be multiplied into the weight: 8 gains of T in `low`, or of fp32 in both.
+// (offset + gain) * scale of 8 columns, to be multiplied into the weight: 8 gains of T in `low`, or of fp32 in both.
 template <class T>
 __device__ __forceinline__ void gain_factors(const Words& low, const Words& high, bool is_float32, float offset,
-                                             float (&factor)[8]) {
+                                             float scale, float (&factor)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     Pair pair = widen(word(low, i), T{});
@@ -28,8 +28,8 @@ __device__ __forceinline__ void gain_factors(const Words& low, const Words& high
       const Words& half = i < 2 ? low : high;
       pair = {bits_to_float(word(half, i % 2 * 2)), bits_to_float(word(half, i % 2 * 2 + 1))};
     }
-    factor[2 * i] = (offset + pair.first) * kGainScale<T>;
-    factor[2 * i + 1] = (offset + pair.second) * kGainScale<T>;
+    factor[2 * i] = (offset + pair.first) * scale;
+    factor[2 * i + 1] = (offset + pair.second) * scale;
   }
 }
 

@@ -29,6 +29,7 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
   m.def("set_driver", &use_driver, "The driver's CUDA version, 13000 for 13.0.");
   m.def("current_device", &current_device, "Of this thread.");
   m.def("fail_next_launch", &fail_next_launch, "With this CUDA error.");
+  m.def("run_kernels", &run_kernels, "False: launches are recorded and nothing runs.");
   m.def("take_launches", &take_launches, "What CUDA was asked for since the last call of this.");
   py::class_<Launch>(m, "Launch")
       .def_readonly("device", &Launch::device)

@@ -22,6 +22,7 @@ int driver = CUDART_VERSION;
 cudaError_t failure_of_next_launch = cudaSuccess;
 std::map<std::pair<const void*, int>, int> allowed_shared_memory;  // by kernel and device
 std::vector<Launch> launches;
+bool kernels_run = true;
 
 constexpr int64_t kStreams = 1000;  // of a device; 0 is its default stream
 
@@ -43,6 +44,7 @@ void use_tensors_device(int index) { device_of_tensors = index; }
 void use_driver(int version) { driver = version; }
 int current_device() { return current; }
 void fail_next_launch(int error) { failure_of_next_launch = static_cast<cudaError_t>(error); }
+void run_kernels(bool run) { kernels_run = run; }
 std::vector<Launch> take_launches() { return std::exchange(launches, {}); }
 
 cudaError_t allow_shared_memory(const void* kernel, int bytes) {
@@ -68,7 +70,7 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, const s
   const Dim3 grid{static_cast<int>(config.gridDim.x), static_cast<int>(config.gridDim.y)};
   const int threads = static_cast<int>(config.blockDim.x);
   launches.push_back({current, stream % kStreams, {grid.x, grid.y}, threads, shared, pdl, 0});
-  run(thread, grid, threads, shared);
+  if (kernels_run) run(thread, grid, threads, shared);
   launches.back().early_copies = take_early_copies();
   return cudaSuccess;
 }

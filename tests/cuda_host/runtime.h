@@ -33,6 +33,8 @@ void use_stream(int64_t number);
 void use_driver(int version);
 int current_device();
 void fail_next_launch(int error);
+// Whether kernels run, or are only asked for.
+void run_kernels(bool run);
 std::vector<Launch> take_launches();
 
 }  // namespace eagle_kernels::cuda::host

@@ -149,24 +149,33 @@ def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, k
             assert same_bits(call(3, weight.repeat(120, 1)), whole[-3:].repeat(1, 120))
 
 
-@pytest.mark.parametrize("D", [37, 300])
-def test_the_ranges_fill_the_gpu_and_no_more(D: int, emulation: ModuleType) -> None:
-    """Two blocks on each SM, as far as chunks of 9, 2 and 5 blocks of 64 columns can be cut into 2 or more."""
-    widths, blocks = (576, 72, 264), -(-D // 128)
-    chunks = [torch.randn(20, H).bfloat16() for H in widths]
-    weight = (torch.randn(D, sum(widths)) / 30).bfloat16()
-    ranges, results = [], []
-    for multiprocessors in (1, 5, 9, 132):
-        emulation.set_device(SHARED_MEMORY, descending_warps=True, late_copies=True, multiprocessors=multiprocessors)
+def test_a_gpu_with_less_shared_memory_multiplies_64_rows_at_a_time(emulation: ModuleType) -> None:
+    """128 take 199 KB; sm_89 and sm_120 have 99."""
+    chunks, weight, gain = make_call(100, H=72)
+    grids, results = [], []
+    for shared in (SHARED_MEMORY, 99 << 10):
+        emulation.set_device(shared, descending_warps=False)
         emulation.take_launches()
-        results.append(ek.norm_concat_linear(chunks, weight))
-        *_, partial, _ = emulation.take_launches()
-        assert partial.grid[0] == blocks
-        assert partial.grid[1] == 3 or partial.grid[0] * partial.grid[1] <= 2 * multiprocessors
-        ranges.append(partial.grid[1])
-    assert ranges == ([3, 9, 9, 9] if D == 37 else [3, 3, 6, 9])
-    for result in results:
-        torch.testing.assert_close(result, results[0], rtol=0.02, atol=0.01)
+        results.append(ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+        grids.append(emulation.take_launches()[-2].grid)
+    assert grids == [[1, 3], [2, 3]]
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "D", "expected"),
+    # By hand, with chunks of 9, 2 and 5 stages: blocks of the SM that has most, times the longest range and 3.
+    [(1, 37, 4), (5, 37, 4), (132, 37, 9), (1, 300, 4), (5, 300, 3), (9, 300, 3), (132, 300, 9)],
+)
+def test_the_ranges_share_the_work_out(multiprocessors: int, D: int, expected: int, emulation: ModuleType) -> None:
+    chunks = [torch.randn(20, H).bfloat16() for H in (576, 72, 264)]
+    weight = (torch.randn(D, 912) / 30).bfloat16()
+    whole = ek.norm_concat_linear(chunks, weight)
+    emulation.set_device(SHARED_MEMORY, descending_warps=True, late_copies=True, multiprocessors=multiprocessors)
+    emulation.take_launches()
+    torch.testing.assert_close(ek.norm_concat_linear(chunks, weight), whole, rtol=0.02, atol=0.01)
+    *_, partial, _ = emulation.take_launches()
+    assert partial.grid == [-(-D // 128), expected]
 
 
 @pytest.mark.parametrize("early", ["0", "1"])
