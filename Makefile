@@ -25,7 +25,7 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 # Dates in archives: two builds of a commit are the same bytes.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
-.PHONY: wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host bench-vllm report docs \
+.PHONY: instances wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host bench-vllm report docs \
     fuzz soak sanitize test-matrix mutants coverage rehearsal clean
 
 demo: $(VENV)/package.stamp
@@ -124,6 +124,11 @@ lint: $(VENV)/package.stamp
 	ln -s $(CURDIR)/examples/byte_eagle3 build/typed/eagle_kernels/byte_eagle3
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing/calls.py
+
+# The table of norm_concat_linear's CUDA instances and what a model makes of them, from nvcc's machine code and the
+# launchers' grids; tests/compile fails where the saved one is another.
+instances: $(VENV)/package.stamp
+	PYTHONPATH=tests $(BIN)/python -m compile.instances
 
 # What a call costs on the host: the public calls beside the chains they replace, saved where RESULT names a file, and
 # each of tests/host_overhead, which `make test` only runs once.

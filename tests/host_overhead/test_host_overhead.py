@@ -66,7 +66,7 @@ def test_out(op: Callable, device: str, measure: Callable) -> None:
 
 @pytest.mark.parametrize("T", [16, 32, 128, 200])
 def test_out_of_more_rows(T: int, device: str, measure: Callable) -> None:
-    """Each plan of a GPU: one launch, two of Triton, a launch and the library's product."""
+    """Each plan of a GPU: one launch, two, a launch and the library's product."""
     if device == "cpu":
         pytest.skip("on a CPU the kernel would be what is measured")
     chunks, weight, gain = [rows(device, T, H) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)

@@ -1,0 +1,235 @@
+"""Every instance of norm_concat_linear's CUDA kernels, and what a model makes of it on an H200: no GPU has run them.
+
+`make instances` compiles for sm_90a, asks the launchers (in the emulation, where nothing runs) for the grid of each
+shape of models and T, prints the table and saves it in bench/results/cuda_instances.json. docs/benchmarking.md has the
+model.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from compile.test_cuda import compiled, instructions, nvcc_version
+from cuda_host.build import load
+from eagle_kernels.model_shapes import model_shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+SAVED = ROOT / "bench/results/cuda_instances.json"
+ROWS = (1, 8, 16, 32, 64, 128)
+SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
+
+# An H200. What is no data sheet's is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
+SMS, CLOCK = 132, 1.755e9
+COPY, L2 = 4.3e12, 5.5e12  # bytes/s
+LATENCY = 1000 / CLOCK  # s
+ISSUE, SHARED, FLOPS = 4 * 0.7, 128, 0.62 * 4096  # instructions, bytes and FLOP of an SM in a clock
+FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
+SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A template instance in bf16; sizes of a block."""
+
+    name: str
+    rows: int
+    columns: int
+    registers: int
+    shared: int  # bytes, of K = 3 chunks
+    in_flight: int  # bytes of the weight that are asked for ahead of the product
+    overlaps: bool  # copies go on during the product
+    instructions_per_byte: float  # of the weight, in the main loop
+
+    @property
+    def blocks(self) -> int:
+        """On an SM at once."""
+        registers = math.ceil(self.registers / 8) * 8 * THREADS
+        return min(SM_REGISTERS // registers, SM_SHARED // (self.shared + BLOCK_RESERVE), SM_THREADS // THREADS)
+
+
+def instances() -> dict[str, Instance]:
+    """By name: `fused` with rows, columns and flavour, `split` with rows."""
+    made = {}
+    for kernel in ("norm_concat_linear", "norm_concat_linear_split"):
+        binaries, cubin = compiled(kernel, "90a")
+        code = dict(instructions(cubin))
+        for binary in binaries:
+            if "8BFloat16" not in binary.name or "finalize" in binary.name:
+                continue
+            numbers = [int(number) for number in re.findall(r"L[ib](\d+)E", binary.name)]
+            row_warps = 1
+            if kernel == "norm_concat_linear":
+                tokens, tiles = numbers[:2]
+                flavour = int(re.search(r"FlavourE(\d)", binary.name)[1])
+                name = f"fused {8 * tokens}x{16 * tiles} {('no gain', 'gain', 'any')[flavour]}"
+                depth = 2 if tokens == 1 and (flavour == 0 or (flavour == 1 and tiles == 1)) else 1
+                rows, columns, row_tiles = 8 * tokens, 16 * tiles, tokens
+                shared = 3 * rows * (8 + 4 * 8 + 4) + 3 * 8 * rows * columns * 4
+                in_flight = 8 * 2048 * tiles * depth
+            else:
+                rows, columns = numbers[0], 128
+                source_rows = rows * (1 + numbers[1])
+                name = f"split {rows}" + (" residual" if numbers[1] else "")
+                stages = 6 if rows == 128 else 3 if source_rows == 128 else 4
+                row_tiles = min(rows, 64) // 8
+                shared = stages * ((128 + source_rows) * 128 + 256) + source_rows * 8
+                in_flight = (stages - 1) * 128 * 128
+                row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
+            overlaps = kernel != "norm_concat_linear"
+            per_byte = min(_per_byte(code[binary.name], row_tiles)) * row_warps
+            made[name] = Instance(
+                name, rows, columns, binary.registers, shared, in_flight, overlaps, round(per_byte, 3)
+            )
+    return made
+
+
+def _per_byte(code: str, row_tiles: int) -> Iterator[float]:
+    """Instructions of a warp for a byte of the weight in each loop that multiplies: a product of 16 x 8 reads 512 bytes
+    of it, which as many products share as there are tiles of 8 rows. Loops inside that do not multiply are few blocks'.
+    """
+    lines = code.splitlines()
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        match = re.search(r"\bBRA(?:\.\w+)*\s+(?:\S+,\s*)?`\((\.L_x_\d+)\)", line)
+        if match and labels.get(match[1], len(lines)) < i:
+            loops.append((labels[match[1]], i))
+    multiplies = {loop for loop in loops if any("HMMA" in line for line in lines[slice(*loop)])}
+    for begin, end in multiplies:
+        inner = {loop for loop in loops if loop != (begin, end) and begin <= loop[0] and loop[1] <= end}
+        if not inner & multiplies:
+            left_out = {i for loop in inner for i in range(*loop)}
+            body = [line for i, line in enumerate(lines[begin:end], begin) if i not in left_out]
+            products = sum("HMMA" in line for line in body)
+            instructions = sum(bool(re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)) for line in body)
+            yield instructions / (products * 512 / row_tiles)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a launcher asks for, by the model."""
+
+    instance: str
+    blocks: int
+    waves: float  # of all SMs, at the instance's blocks on each
+    busy: float  # share of the SMs that have a block in the last wave
+    ranges: int  # partial sums of an output; 1: none
+    microseconds: float
+    of_floor: float  # against reading the weight at the copy rate, after one launch
+
+
+def calls(known: dict[str, Instance]) -> dict[str, Call]:
+    """By `KxHxD T`, with gains: what the plan takes without a post norm, residuals or statistics."""
+    emulation = load()
+    emulation.run_kernels(False)
+    emulation.set_device(227 << 10, descending_warps=False, multiprocessors=SMS)
+    try:
+        return {f"{K}x{H}x{D} T={T}": _call(known, emulation, K, H, D, T) for K, H, D in SHAPES for T in ROWS}
+    finally:
+        emulation.run_kernels(True)
+
+
+def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int, T: int) -> Call:
+    ops = torch.ops.eagle_kernels_emulated
+    x = torch.empty(T, K * H, dtype=torch.bfloat16)
+    weight, gain = x.new_empty(D, K * H), x.new_empty(K, H)
+    arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, weight, None, None, 0.0)
+    emulation.take_launches()
+    if T <= 16:
+        ops.norm_concat_linear_out(*arguments, x.new_empty(T, D))
+    else:
+        ops.norm_concat_linear_split_out(*arguments, True, x.new_empty(T, D))
+    launches = [launch for launch in emulation.take_launches() if launch.threads]
+    rounds, outputs = launches[0].grid
+    if T <= 16:
+        instance = known[f"fused {8 if rounds * 8 >= T else 16}x{16 if outputs * 16 >= D else 32} gain"]
+        ranges = 1
+    else:
+        (instance,) = (i for i in known.values() if i.shared == launches[0].shared_bytes and "residual" not in i.name)
+        ranges = outputs
+    return modelled(instance, rounds * outputs, ranges, K * H, D, T)
+
+
+def modelled(instance: Instance, blocks: int, ranges: int, width: int, D: int, T: int) -> Call:
+    """The time of one call; see docs/benchmarking.md."""
+    weight = 2 * D * width
+    of_block = weight / blocks
+    slots = instance.blocks * SMS
+    # Copies in flight, waves of blocks after each other.
+    issue = instance.in_flight * instance.instructions_per_byte * instance.blocks / ISSUE / CLOCK
+    turn = LATENCY if instance.overlaps else LATENCY + issue
+    memory, left = 0.0, blocks
+    while left > 0:
+        resident = min(left, slots)
+        memory += resident * of_block / min(COPY, resident * instance.in_flight / turn)
+        left -= resident
+    through_l2 = (weight + 2 * T * width * math.ceil(D / instance.columns)) / L2
+    # An SM's share, of the SM that has most.
+    padded = math.ceil(T / instance.rows) * instance.rows
+    most = math.ceil(blocks / SMS) * of_block
+    multiply = most * padded / FLOPS
+    execute = most * instance.instructions_per_byte / ISSUE
+    # Both operands are written once; x is read by every warp of columns, the weight by every warp of rows.
+    reads = (4 if instance.rows == 128 else 8) * instance.rows + (2 if instance.rows == 128 else 1) * 128
+    shared = most / 256 * (reads + instance.rows + 128) * 2 / SHARED if instance.overlaps else 0.0
+    partial = 4 * ranges * T * D if ranges > 1 else 0
+    second = SECOND_LAUNCH + partial / L2 if partial else 0.0
+    slowest = max(memory, through_l2 + partial / L2, max(multiply, execute, shared) / CLOCK)
+    seconds = FIRST_LAUNCH + LATENCY + slowest + second
+    floor = FIRST_LAUNCH + LATENCY + weight / COPY
+    last = blocks % slots or slots
+    return Call(
+        instance=instance.name,
+        blocks=blocks,
+        waves=round(blocks / slots, 2),
+        busy=round(min(1.0, last / SMS), 2),
+        ranges=ranges,
+        microseconds=round(seconds * 1e6, 1),
+        of_floor=round(seconds / floor, 2),
+    )
+
+
+def as_json(known: dict[str, Instance], made: dict[str, Call]) -> dict:
+    rows = {name: asdict(instance) | {"blocks_per_sm": instance.blocks} for name, instance in known.items()}
+    return {
+        "about": "Modelled for an H200 from the sm_90a machine code and the launchers' grids; no GPU has run it.",
+        "nvcc": nvcc_version().decode().split("release ")[1].split(",")[0],
+        "instances": rows,
+        "calls": {name: asdict(call) for name, call in made.items()},
+    }
+
+
+def table(known: dict[str, Instance], made: dict[str, Call]) -> str:
+    lines = [
+        f"{'instance (bf16, sm_90a)':24}{'registers':>10}{'shared':>8}{'blocks':>7}{'KB ahead':>12}{'instr/byte':>11}"
+    ]
+    for i in known.values():
+        ahead = i.in_flight * i.blocks // 1024
+        lines.append(
+            f"{i.name:24}{i.registers:>10}{i.shared:>8}{i.blocks:>7}{ahead:>12}{i.instructions_per_byte:>11.3f}"
+        )
+    lines += ["", "modelled us on an H200 (and times the floor) at T = " + ", ".join(map(str, ROWS))]
+    for K, H, D in SHAPES:
+        of_shape = [made[f"{K}x{H}x{D} T={T}"] for T in ROWS]
+        cells = "".join(f"{call.microseconds:>8.1f} ({call.of_floor:.2f})" for call in of_shape)
+        lines.append(f"{f'{K}x{H}x{D}':14}{cells}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    known = instances()
+    made = calls(known)
+    SAVED.write_text(json.dumps(as_json(known, made), indent=1) + "\n", encoding="utf-8")
+    print(table(known, made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
