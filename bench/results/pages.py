@@ -181,7 +181,7 @@ def vllm_hooks() -> str:
 
 def vllm_targets() -> list[tuple[str, Target]]:
     """Every gate of the vLLM plugin, by part."""
-    names = ("combine", "mtp", "layer0", "embedding", "speculator")
+    names = ("combine", "mtp", "layer0", "context", "embedding", "speculator")
     part = {name: import_module(f"{vllm.__name__}.{name}") for name in names}
     shared = import_module(f"{vllm.__name__}.registry").MODELS
     targets = [("combine", shared), *(("combine", target) for target, _ in part["combine"].TARGETS)]
@@ -189,6 +189,7 @@ def vllm_targets() -> list[tuple[str, Target]]:
     targets += [("zero_copy", target) for target in (part["speculator"].EAGLE, part["speculator"].DFLASH)]
     targets += [("mtp", target) for target in (shared, *part["mtp"].TARGETS.values())]
     targets += [("layer0", target) for layer in part["layer0"].LAYERS for target in layer.targets]
+    targets += [("context", target) for target in (part["context"].PROJECT, part["context"].BUFFERS)]
     targets += [("scales", shared)]
     targets += [("mtp, layer0, embedding", target) for target in (vllm.VARIABLES, vllm.FACTORS)]
     return [*targets, ("embedding", part["embedding"].FORWARD), ("embedding", part["embedding"].REGISTERED)]

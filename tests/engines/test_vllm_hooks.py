@@ -957,6 +957,86 @@ def test_layer_0_stays_with_the_engine(
     assert len([line for line in log() if says[reason] in line]) == 1
 
 
+CONTEXT = "DFlashQwen3Model._project_context_kv"
+SIZES = (2, 2, 4)  # layers, heads and their width in the stand-in
+
+
+def same_keys_and_values(model: nn.Module, rows: int = T) -> bool:
+    """Whether the model gives what its own method gives, for the buffers that it has now."""
+    states = torch.randn(rows, D)
+    got, expected = model._project_context_kv(states, rows, *SIZES), type(model)._project_context_kv
+    for ours, theirs in zip(got, expected(model, states, rows, *SIZES), strict=True):
+        assert ours.is_contiguous()
+        assert_close(ours, theirs)
+    return True
+
+
+def test_keys_and_values_of_dflash(vllm: types.SimpleNamespace, log: Callable, ops: list[str]) -> None:
+    register()
+    model = build(vllm, DFLASH).model
+    assert same_keys_and_values(model) and ops == ["norm_concat_linear"]
+    model._build_context_kv_buffers([], False)  # weights that come later
+    assert same_keys_and_values(model) and ops == ["norm_concat_linear"] * 2
+    assert f"{CONTEXT} runs norm_concat_linear; forced, not timed" in log()
+
+
+@pytest.mark.parametrize(
+    ("ours", "ran", "says"),
+    [
+        ((0.5, 0.5, 0.5, 0.5), [1, 4, 20], "runs norm_concat_linear; T=1 500 ms"),
+        ((0.5, 0.5, 2.0, 2.0), [1, 4], "runs norm_concat_linear where it is faster; T=1 500 ms"),
+        ((2.0, 2.0, 2.0, 2.0), [], "stays with vLLM: norm_concat_linear is not faster, T=1 2e+03 ms"),
+    ],
+)
+def test_keys_and_values_run_where_that_is_faster(
+    vllm: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    log: Callable,
+    ops: list,
+    ours: tuple,
+    ran: list,
+    says: str,
+) -> None:
+    monkeypatch.delenv("EAGLE_KERNELS_VLLM")
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [list(VLLMS), list(ours)])
+    register()
+    model = build(vllm, DFLASH).model
+    for rows in (1, 4, 20):
+        before = len(ops)
+        same_keys_and_values(model, rows)
+        assert len(ops) - before == (rows in ran)
+    (line,) = [line for line in log() if CONTEXT in line]
+    assert line.startswith(f"{CONTEXT} {says}")
+
+
+@pytest.mark.parametrize("reason", ["quantized", "fails", "another-body"])
+def test_keys_and_values_that_stay_with_the_engine(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, reason: str
+) -> None:
+    def change(model: nn.Module) -> None:
+        if reason == "quantized":
+            model._fused_kv_weight = None
+
+    register()
+    if reason == "another-body":
+        model_class = sys.modules[f"{MODELS}.qwen3_dflash"].DFlashQwen3Model
+        model_class._project_context_kv = lambda self, context_states, num_ctx, num_layers, num_kv_heads, head_dim: None
+    model = build(vllm, DFLASH, change).model
+    says = {
+        "quantized": f"{CONTEXT} stays with vLLM: its K and V are quantized",
+        "another-body": f"K and V stays with vLLM: {MODELS}.qwen3_dflash:{CONTEXT} has another body",
+        "fails": f"{CONTEXT} stays with vLLM, norm_concat_linear failed: RuntimeError('no more')",
+    }
+    if reason == "fails":
+        from eagle_kernels.engines import projection
+
+        monkeypatch.setattr(projection, "project", failing)
+        assert same_keys_and_values(model)
+    else:
+        assert "_project_context_kv" not in vars(model)
+    assert len([line for line in log() if says[reason] in line]) == 1
+
+
 def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamespace, log: Callable) -> None:
     register()
     layer = build(vllm, "DeepSeekMTPModel").model.layers["61"]
@@ -1238,6 +1318,7 @@ def test_a_failing_registry_does_not_reach_the_engine(
     parts = [line.partition(f" {missing}")[0] for line in log() if missing in line]
     assert parts == [
         "combine_hidden_states",
+        "K and V of DFlash drafters",
         "the input stage of MTP layers",
         "layer 0 of EAGLE-3 drafters",
         "the scales of quantized drafters",
@@ -1256,7 +1337,7 @@ def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "1")
     register()
     before = vllm.envs.compile_factors()["EAGLE_KERNELS_VLLM"]
-    assert before.endswith("combine,mtp,zero_copy")
+    assert before.endswith("combine,context,mtp,zero_copy")
     build(vllm, "DeepSeekMTPModel")
     after = vllm.envs.compile_factors()["EAGLE_KERNELS_VLLM"]
     assert after == f"{before},DeepSeekMultiTokenPredictorLayer.eh_proj"

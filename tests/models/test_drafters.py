@@ -41,6 +41,13 @@ def test_what_runs_in_vllm_is_what_is_hooked() -> None:
     assert {name for row in VLLM if row.runs for name in row.architectures} == hooked
 
 
+def test_keys_and_values_run_where_they_are_hooked() -> None:
+    context = import_module(f"{vllm.__name__}.context")
+    assert {name for row in VLLM if "keys and values" in row.runs for name in row.architectures} == {
+        *context.ARCHITECTURES
+    }
+
+
 def test_layer_0_runs_where_it_is_hooked() -> None:
     layer0 = import_module(f"{sglang.__name__}.layer0")
     rows = [row for row in SGLANG if "layer 0" in row.runs]

@@ -168,7 +168,12 @@ VLLM = (
         ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
         "norms, cat and fc; " + _LAYER_0,
     ),
-    Drafter("DFlash", ("DFlashDraftModel",), "cat and fc, in the V2 speculator", "the norm behind fc; " + _CONTEXT),
+    Drafter(
+        "DFlash",
+        ("DFlashDraftModel",),
+        "cat and fc, in the V2 speculator; the norm behind it and keys and values of all layers",
+        "norm and rotation of the keys, and their write into the cache; `ContextKV` computes them",
+    ),
     Drafter("Laguna DFlash", ("DFlashLagunaForCausalLM",), "norms, cat, fc and the norm behind it", _CONTEXT),
     Drafter("DeepSeek V3, R1 MTP", ("DeepSeekMTPModel",), _STAGE),
     Drafter("Step-3.5, 3.7 MTP", ("Step3p5MTP",), _STAGE),

@@ -31,7 +31,17 @@ import eagle_kernels.engines.vllm as plugin
 from accuracy import relative_rms
 from eagle_kernels.engines import decision, eligibility
 from eagle_kernels.engines.gates import Target, body_hash, resolve
-from eagle_kernels.engines.vllm import LOGGER, combine, cpu_packing, embedding, layer0, mtp, normed_linear, speculator
+from eagle_kernels.engines.vllm import (
+    LOGGER,
+    combine,
+    context,
+    cpu_packing,
+    embedding,
+    layer0,
+    mtp,
+    normed_linear,
+    speculator,
+)
 from eagle_kernels.ops.sources import Sources, formula
 
 T, K = 6, 3
@@ -206,6 +216,8 @@ def stop() -> None:
         *[pytest.param(target, id=target.module.rpartition(".")[2]) for target, _ in combine.TARGETS],
         *[pytest.param(target, id=name.rpartition(".")[2]) for name, target in mtp.TARGETS.items()],
         *[pytest.param(target, id=target.where.rpartition(".")[2]) for row in layer0.LAYERS for target in row.targets],
+        pytest.param(context.PROJECT, id="context"),
+        pytest.param(context.BUFFERS, id="context-buffers"),
         pytest.param(cpu_packing.PROCESS, id="packing"),
         pytest.param(embedding.FORWARD, id="embedding"),
         pytest.param(speculator.EAGLE, id="eagle"),

@@ -16,6 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models import qwen3_dflash
 from vllm.model_executor.models.deepseek_mtp import DeepSeekMultiTokenPredictorLayer
 from vllm.model_executor.models.step3p5_mtp import Step3p5AMultiTokenPredictorLayer
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -24,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as v2
 
 from accuracy import relative_rms
 from eagle_kernels.engines.projection import EngineProjection
-from eagle_kernels.engines.vllm import embedding, mtp, normed_linear, speculator
+from eagle_kernels.engines.vllm import context, embedding, mtp, normed_linear, speculator
 from eagle_kernels.environment import EngineSwitches
 from eagle_kernels.ops.sources import Sources, formula
 
@@ -94,6 +95,35 @@ def test_mtp_input_stage(
         masked[0] = 0
     exact = truth([masked, hidden], [layer.enorm, layer.hnorm], layer.eh_proj.weight, offset)
     assert relative_rms(run(), exact) <= 1.05 * relative_rms(before, exact)
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    out.copy_(F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_keys_and_values_of_dflash(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
+    """vLLM's own method beside the op, on its own buffers. The wheel for GPUs has no norm for CPU tensors."""
+    monkeypatch.setattr(qwen3_dflash.ops, "rms_norm", rms_norm)
+    L, n, d = 3, 2, 16
+    model = qwen3_dflash.DFlashQwen3Model.__new__(qwen3_dflash.DFlashQwen3Model)
+    nn.Module.__init__(model)
+    model._hidden_norm_weight, model._rms_norm_eps = (0.5 + torch.rand(H)).bfloat16(), 1e-2
+    model._fused_kv_weight = torch.randn(L * 2 * n * d, H).bfloat16()
+    model._fused_kv_bias = torch.randn(L * 2 * n * d).bfloat16() if has_bias else None
+    model._num_attn_layers, model._num_kv_heads, model._head_dim = L, n, d
+    monkeypatch.setattr(context, "_switches", EngineSwitches(frozenset({"context"}), True, ()))
+    own = model._project_context_kv
+    context.put_in_where_faster(model, T)
+    assert isinstance(model._project_context_kv, context.KeysAndValues)
+    states = torch.randn(T, H).bfloat16()
+    arguments = (states, T, L, n, d)
+    normed = F.rms_norm(states.double(), (H,), model._hidden_norm_weight.double(), 1e-2)
+    bias = None if model._fused_kv_bias is None else model._fused_kv_bias.double()
+    truth = F.linear(normed, model._fused_kv_weight.double(), bias).view(T, L, 2, n, d).permute(2, 1, 0, 3, 4)
+    for ours, vllms, exact in zip(model._project_context_kv(*arguments), own(*arguments), truth, strict=True):
+        assert ours.shape == vllms.shape and ours.is_contiguous()
+        assert relative_rms(ours, exact) <= 1.05 * relative_rms(vllms, exact)
 
 
 class Stop(Exception):

@@ -130,18 +130,41 @@ def _laguna() -> type[nn.Module]:
     return DFlashLagunaForCausalLM
 
 
-def _dflash() -> type[nn.Module]:
+def _dflash() -> tuple[type[nn.Module], ...]:
+    class DFlashQwen3Model(nn.Module):
+        """Two layers with two heads of K and V of four columns."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.use_aux_hidden_state = True
+            self.fc = ReplicatedLinear(K * H, D)
+            self.hidden_norm = RMSNorm(D)
+            self._num_attn_layers, self._num_kv_heads, self._head_dim = 2, 2, 4
+            self._rms_norm_eps = 1e-2
+            self._build_context_kv_buffers([], True)
+
+        def _build_context_kv_buffers(self, layers_attn: list[nn.Module], has_bias: bool) -> None:
+            self._hidden_norm_weight = self.hidden_norm.weight.data
+            self._fused_kv_weight = torch.randn(2 * 2 * 2 * 4, D)
+            self._fused_kv_bias = torch.randn(2 * 2 * 2 * 4) if has_bias else None
+
+        def _project_context_kv(
+            self, context_states: Tensor, num_ctx: int, num_layers: int, num_kv_heads: int, head_dim: int
+        ) -> tuple[Tensor, Tensor]:
+            normed = F.rms_norm(context_states, (D,), self._hidden_norm_weight, self._rms_norm_eps)
+            flat = F.linear(normed, self._fused_kv_weight, self._fused_kv_bias)
+            all_kv = flat.view(num_ctx, num_layers, 2, num_kv_heads, head_dim).permute(2, 1, 0, 3, 4).contiguous()
+            return all_kv[0], all_kv[1]
+
     class DFlashQwen3ForCausalLM(Loaded):
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
             super().__init__()
-            self.model = nn.Module()
-            self.model.use_aux_hidden_state = True
-            self.model.fc = ReplicatedLinear(K * H, D)
+            self.model = DFlashQwen3Model()
 
         def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
             return self.model.fc(hidden_states)
 
-    return DFlashQwen3ForCausalLM
+    return DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 
 def _mtp(name: str, layer_name: str, norm: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]]:
@@ -298,7 +321,7 @@ def modules() -> dict[str, dict[str, object]]:
     homes = {
         f"{MODELS}.llama_eagle3": [_eagle3()],
         f"{MODELS}.laguna_dflash": [_laguna()],
-        f"{MODELS}.qwen3_dflash": [_dflash()],
+        f"{MODELS}.qwen3_dflash": _dflash(),
         f"{MODELS}.deepseek_mtp": _mtp("DeepSeekMTP", "DeepSeekMultiTokenPredictorLayer", RMSNorm),
         f"{MODELS}.step3p5_mtp": _mtp("Step3p5MTP", "Step3p5AMultiTokenPredictorLayer", GemmaRMSNorm),
         f"{MODELS}.qwen3_eagle3": [qwen3, qwen3_layer],

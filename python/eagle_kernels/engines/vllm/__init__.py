@@ -9,6 +9,7 @@ engine: a part that cannot be applied is logged with the name of its target, and
 | zero_copy | on | the same, with the cat before and the copy behind it, in the V2 speculators of EAGLE-3 and DFlash |
 | mtp | on | enorm + hnorm + eh_proj of DeepSeek and Step-3.5 |
 | layer0 | on | input_layernorm + hidden_norm + cat + qkv_proj of layer 0 of EAGLE-3 drafters |
+| context | on | hidden_norm + the K and V of all layers in `_project_context_kv` of DFlash |
 | scales | on | a quantized drafter's weights dequantized where vLLM's layer would take its codes for numbers |
 | embedding | off | masks and gather of VocabParallelEmbedding where vLLM has no fused op for them (all but CUDA) |
 
@@ -22,7 +23,15 @@ from ...version import __version__
 from ..eligibility import log_once
 from ..gates import Target, TargetError
 
-PARTS = {"combine": True, "zero_copy": True, "mtp": True, "layer0": True, "scales": True, "embedding": False}
+PARTS = {
+    "combine": True,
+    "zero_copy": True,
+    "mtp": True,
+    "layer0": True,
+    "context": True,
+    "scales": True,
+    "embedding": False,
+}
 # row_parallel: the projections of the first three split by columns over the ranks that replicate them.
 OPTIONS = {"row_parallel": False}
 TESTED_VERSIONS = ("0.32.0", "0.33.0")  # the gates know their bodies; a later version may have the same ones
@@ -47,12 +56,15 @@ def _register() -> None:
         log_once(LOGGER, logging.WARNING, sentence)
     if not switches.parts:
         return
-    from . import combine, embedding, layer0, mtp, normed_linear, scales
+    from . import combine, context, embedding, layer0, mtp, normed_linear, scales
     from .registry import leaving_to_vllm
 
     if switches.parts & {"combine", "zero_copy"}:
         with leaving_to_vllm("combine_hidden_states"):
             combine.register(switches)
+    if "context" in switches.parts:
+        with leaving_to_vllm("K and V of DFlash drafters"):
+            context.register(switches)
     # These are inside of what vLLM compiles and caches.
     if "mtp" in switches.parts:
         with leaving_to_vllm("the input stage of MTP layers"):

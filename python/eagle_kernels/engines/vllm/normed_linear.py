@@ -90,12 +90,18 @@ class Candidate:
         halves = zip(self.projection.chunk_norms, x.chunk(2, -1), strict=True)
         return self.product(torch.cat([norm(half) for norm, half in halves], -1))
 
+    def calls(self) -> list[Call]:
+        """What is timed: vLLM's stage and ours, as vLLM calls them."""
+        # Inductor's norms are one kernel with the cat. Timed as if they took nothing: it compiles for some seconds.
+        theirs = self.product if self.compiled else self.engine
+        return [theirs, lambda x: self.projection(torch.cat(x.chunk(2, -1), -1))]
+
 
 def plan(candidate: Candidate) -> EngineProjection | None:
     """What `put_in` takes, row-parallel where that is on; None where vLLM's own modules stay. Either way one line says
     so."""
     name = candidate.name
-    projection, decided = _decide(candidate)
+    projection, decided = decide(candidate)
     figures = decided.figures("vLLM")
     # A graph is traced once for all row counts: it has the op, or it has not.
     if not decided.always:
@@ -106,7 +112,8 @@ def plan(candidate: Candidate) -> EngineProjection | None:
     return projection
 
 
-def _decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
+def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
+    """The projection, row-parallel where that is on, and the row counts at which it is faster than vLLM's own stage."""
     name, projection, max_rows = candidate.name, candidate.projection, candidate.max_rows
     weight, engine = parameter_of(projection.fc), candidate.engine
     columns, width = weight.shape
@@ -127,11 +134,7 @@ def _decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
 
     def measure() -> list[list[float]]:
         probe(projection, width, weight, max_rows, engine)
-        # Inductor's norms are one kernel with the cat. Timed as if they took nothing: it compiles for some seconds.
-        theirs = candidate.product if candidate.compiled else engine
-        return decision.seconds_per_call(
-            [theirs, lambda x: projection(torch.cat(x.chunk(2, -1), -1))], rows, width, weight
-        )
+        return decision.seconds_per_call(candidate.calls(), rows, width, weight)
 
     key = (name, width, columns, weight.dtype, candidate.compiled, rows, torch.get_num_threads(), cpu_isa())
     seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 2, len(rows)))
