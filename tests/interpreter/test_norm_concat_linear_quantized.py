@@ -56,3 +56,18 @@ def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.
     call.norm_concat_linear(out=guarded.view)
     guarded.check_around()
     allow_independent_roundings(expected).check(guarded.view)
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "mxfp8", "mxfp4"])
+def test_every_code_and_scale(format: str) -> None:
+    """Row d has code d, and where scales are bytes scale d - 64; x is the identity: the value, rounded once."""
+    kind = FORMATS[format]
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).unsqueeze(1).repeat(1, 32 // kind.columns_per_code)
+    scales = torch.full((256, 1), 3.0)
+    if kind.scales[0].itemsize == 1:
+        scales = codes.roll(64, 0)[:, :1].contiguous().view(kind.scales[0])
+    weight = ek.QuantizedWeight(codes.view(kind.codes), scales, format)
+    expected = weight.dequantize(torch.bfloat16).t()
+    result = ek.norm_concat_linear([torch.eye(32).bfloat16()], weight, norm="none")
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
