@@ -71,7 +71,9 @@ void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& resid
 
 constexpr cpu::PerIsa kCpu([](auto isa) { return &capture_hidden_cpu<isa>; });
 
-void run_on_cpu(const CaptureHidden& record, int32_t) { cpu::parallel_rows(kCpu.active(), record, record.width * (record.num_streams + 1)); }
+void run_on_cpu(const CaptureHidden& record, int32_t) {
+  cpu::parallel_rows(kCpu.active(), record, record.width * (record.num_streams + 1));
+}
 
 }  // namespace
 

@@ -290,10 +290,11 @@ void run_split_on_cuda(NormConcatLinear record, const Tensor&, const Tensor& out
   if (record.num_rows == 0 || record.num_columns == 0) return;
   const View out(out_tensor);
   const cuda::CurrentDevice device(kOp, out.device_index);
-  const Tensor workspace = empty({1, norm_concat_linear_split_workspace(record, device.get())}, kTorchFloat, out);
+  const SplitRanges ranges = norm_concat_linear_split_ranges(record, device.get());
+  const Tensor workspace = empty({1, ranges.workspace}, kTorchFloat, out);
   record.workspace = workspace.mutable_data_ptr();
   record.early_weight = early_weight;
-  cuda::expect_success(kOp, norm_concat_linear_split_cuda(record, device.get()));
+  cuda::expect_success(kOp, norm_concat_linear_split_cuda(record, ranges, device.get()));
 }
 
 void norm_concat_linear_split_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,

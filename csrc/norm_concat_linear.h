@@ -40,7 +40,8 @@ struct NormConcatLinear {
   int64_t out_row_stride;
   // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; of the split kernels on CUDA their fp32 values.
   void* workspace;
-  bool early_weight;  // the split kernels may read the weight while the previous kernel runs, which then must not write it
+  // The split kernels may read the weight while the previous kernel runs, which then must not write it.
+  bool early_weight;
 };
 
 // On CPU up to three parallel passes over one workspace: the rows are normed and laid out for the product, then every
@@ -68,9 +69,16 @@ constexpr int64_t kMaxSplitRows = 128;
 // The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
+// How many ranges of columns the split kernels cut each chunk into, and the fp32 values of workspace that this takes.
+struct SplitRanges {
+  int of_chunk[cuda::kMaxChunks];
+  int count;
+  int64_t workspace;
+};
+
 // The split kernels take the same and a post norm.
-int64_t norm_concat_linear_split_workspace(const NormConcatLinear& op, const cuda::Device& device);
-int norm_concat_linear_split_cuda(const NormConcatLinear& op, const cuda::Device& device);
+SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const cuda::Device& device);
+int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const cuda::Device& device);
 
 // Whether every width is a multiple of 8, and the addresses and row strides of chunks, residuals, gains and weight are
 // multiples of 16 bytes.

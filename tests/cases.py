@@ -20,6 +20,7 @@ from torch import Tensor
 
 import accuracy
 import eagle_kernels as ek
+from eagle_kernels.quantized_weight import FORMATS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -311,6 +312,16 @@ def _chunk_rows(case: Case) -> list[int]:
     if case.indices == "each":
         lengths = [case.T + k for k in range(case.K)]
     return lengths
+
+
+def weight_of_every_code(format: str, shift: int) -> ek.QuantizedWeight:
+    """[256, 32]: row d has code d, and where scales are bytes scale d - shift."""
+    kind = FORMATS[format]
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).unsqueeze(1)
+    scales = torch.full((256, 1), 3.0)
+    if kind.scales[0].itemsize == 1:
+        scales = codes.roll(shift, 0).repeat(1, 32 // kind.block[1]).view(kind.scales[0])
+    return ek.QuantizedWeight(codes.repeat(1, 32 // kind.columns_per_code).view(kind.codes), scales, format)
 
 
 def index(rows: int, length: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -129,6 +129,13 @@ def test_kernels_and_records_know_no_torch() -> None:
             assert not [name for name in included if "torch" in name or name in ("checks.h", "sources.h")], path
 
 
+def test_lines_of_c_end_at_column_120() -> None:
+    """As ruff has it of Python; nothing formats these."""
+    for path in sources("csrc", "tests", suffixes=(".h", ".cpp", ".cu", ".cuh")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert not [f"{path}:{i}" for i, line in enumerate(lines, 1) if len(line) > 120]
+
+
 @pytest.mark.parametrize("op", CLIENTS)
 def test_an_op_touches_eight_files(op: str) -> None:
     """Outside of tests, docs, examples and saved results; a file that calls it is a client."""

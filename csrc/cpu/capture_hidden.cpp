@@ -1,5 +1,5 @@
-// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of squares
-// of what was stored: the fc_norm that reads the slot later then needs no pass of its own for the statistic.
+// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of
+// squares of what was stored: the fc_norm that reads the slot later then needs no pass of its own for the statistic.
 #include "../capture_hidden.h"
 
 #include "simd.h"

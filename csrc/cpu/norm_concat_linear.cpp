@@ -5,8 +5,9 @@
 // normed and rounded once into a packed operand that stays in the cache, and no copy of the weight is ever made.
 //
 // Four projections: project_codes.h for a weight of codes and few rows of bf16, project_quantized.h for other codes,
-// project_amx.h for bf16 on the tile unit, project_dot.h for everything else. Each sums a column of the output in an order that depends on K*H (and the blocks of scales)
-// alone, so the bits of a row do not depend on N, on the other rows or on the split over threads.
+// project_amx.h for bf16 on the tile unit, project_dot.h for everything else. Each sums a column of the output in an
+// order that depends on K*H (and the blocks of scales) alone, so the bits of a row do not depend on N, on the other
+// rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"

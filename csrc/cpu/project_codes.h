@@ -97,8 +97,8 @@ struct ScaleReader {
   ScaleType type;
   int64_t block_columns, num_blocks, next_rows;
   float global;
-  int64_t first = 0;    // block of the unit
-  uint32_t there = 0;   // of the 32 from there on, those that are in the row
+  int64_t first = 0;   // block of the unit
+  uint32_t there = 0;  // of the 32 from there on, those that are in the row
   UInt block_of_lane[kLines<Code>];  // of each line of the unit, counted from the unit's first block on
 
   explicit ScaleReader(const NormConcatLinear& op)

@@ -1,5 +1,5 @@
-// k_norm, RoPE and the scatter into the cache of one draft layer, head by head: one pass over the product, where engines
-// norm, copy the layers apart, rotate and store in four.
+// k_norm, RoPE and the scatter into the cache of one draft layer, head by head: one pass over the product, where
+// engines norm, copy the layers apart, rotate and store in four.
 #include "../store_context_kv.h"
 
 #include "norm_row.h"

@@ -1,6 +1,6 @@
-// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of squares
-// of what was stored. One block per row: engines clone every captured layer and cat the clones, two passes over memory
-// and K + 1 launches.
+// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of
+// squares of what was stored. One block per row: engines clone every captured layer and cat the clones, two passes over
+// memory and K + 1 launches.
 #include "../capture_hidden.h"
 
 #include "launch.cuh"

@@ -16,8 +16,8 @@ __asm__(".symver dlopen,dlopen@GLIBC_2.2.5\n.symver dlsym,dlsym@GLIBC_2.2.5");
 namespace eagle_kernels::cuda {
 namespace {
 
-// Functions of libtorch_cuda, looked up where torch has loaded it: a library that named them among its symbols would not
-// load beside a CPU torch, and torch keeps them out of the global scope, where a weak symbol finds.
+// Functions of libtorch_cuda, looked up where torch has loaded it: a library that named them among its symbols would
+// not load beside a CPU torch, and torch keeps them out of the global scope, where a weak symbol finds.
 template <class Function>
 Function find_in_torch(const char* name) {
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);

@@ -7,8 +7,8 @@ struct AtenTensorOpaque;  // libtorch's
 
 namespace eagle_kernels::cuda {
 
-// CUDA versions as 13000 for 13.0: of the runtime in this library, and the newest that the driver serves, 0 without one.
-// Neither makes a context.
+// CUDA versions as 13000 for 13.0: of the runtime in this library, and the newest that the driver serves, 0 without
+// one. Neither makes a context.
 int64_t runtime_version();
 int64_t driver_version();
 

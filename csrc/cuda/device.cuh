@@ -1,6 +1,6 @@
 // All that the kernels ask of the machine, in one thin layer: 16-byte loads and stores, asynchronous copies into shared
-// memory, conversions of packed 16-bit pairs, mma.sync, grid dependency control. Kernels are plain C++ above it, so that
-// the same sources also compile with g++, where tests/cuda_host/device_host.h answers to the same names.
+// memory, conversions of packed 16-bit pairs, mma.sync, grid dependency control. Kernels are plain C++ above it, so
+// that the same sources also compile with g++, where tests/cuda_host/device_host.h answers to the same names.
 //
 // Only what differs between the two stands between the #if; a name below it is written in terms of those.
 #pragma once
@@ -97,10 +97,11 @@ struct ReadOnce {
                  : "l"(p), "l"(policy));
     return v;
   }
-  // As copy_async below, but allowed before wait_for_previous_kernel: for a matrix that no kernel before this one writes.
+  // As copy_async below, but allowed before wait_for_previous_kernel: for a matrix that no kernel before this one
+  // writes.
   __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) const {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(inside ? 16 : 0), "l"(policy)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(inside ? 16 : 0), "l"(policy)
                  : "memory");
   }
 };

@@ -1,18 +1,18 @@
 // out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows at a time, in two launches.
 //
 // The first multiplies. A block computes 128 columns of the output over a range of columns of one chunk, and the ranges
-// are as many as give every SM its share: with the rows of x read once for 128 columns, not 16 as in the kernel of few rows, they
-// take less of L2 than the weight takes of memory. Both pass through a ring of stages of 64 columns in shared memory,
-// 48 KB of the weight ahead of the product in a block and two blocks on an SM of Hopper, or 80 KB in one block of 128
-// rows, which takes as much shared memory as no other GPU but sm_100 has: those multiply 64 rows twice.
+// are as many as give every SM its share: with the rows of x read once for 128 columns, not 16 as in the kernel of few
+// rows, they take less of L2 than the weight takes of memory. Both pass through a ring of stages of 64 columns in
+// shared memory, 48 KB of the weight ahead of the product in a block and two blocks on an SM of Hopper, or 80 KB in one
+// block of 128 rows, which takes as much shared memory as no other GPU but sm_100 has: those multiply 64 rows twice.
 // Half of the warps copy the weight and half copy x: a thread's copies land in order, and those of the weight start
 // before the previous kernel has ended, those of x after.
 //
 // The second sums the ranges in their order, scales those of each chunk by its 1/rms, and writes. As in
 // norm_concat_linear.cu the raw value enters the product and the gain is multiplied into the weight.
 //
-// In shared memory the 16-byte parts of a row of 128 bytes change places by halves in odd rows, so that the 8 lanes that
-// are served together, of two rows, find all 32 banks. A lane's 16 bytes are 8 neighbouring columns: see
+// In shared memory the 16-byte parts of a row of 128 bytes change places by halves in odd rows, so that the 8 lanes
+// that are served together, of two rows, find all 32 banks. A lane's 16 bytes are 8 neighbouring columns: see
 // norm_concat_linear.cu for why the fragments of two products may take them as they come.
 //
 // Sums of squares are taken from the same stages, in the blocks of the first output columns alone.
@@ -46,16 +46,10 @@ constexpr int kSharedBlocks = 1;
 constexpr int kSharedBlocks = 2;
 #endif
 
-// How many ranges each chunk is cut into.
-struct Ranges {
-  int of_chunk[kMaxChunks];
-  int count;
-};
-
 struct Arguments {
   NormConcatLinear op;
   Chunk chunks[kMaxChunks];
-  Ranges ranges;
+  SplitRanges ranges;
   float* partial;          // [ranges.count, num_rows, partial_stride]
   int64_t partial_stride;  // columns of whole blocks
   float* squares;          // [ranges.count, num_rows]
@@ -100,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
   const Chunk& chunk = arguments.chunks[k];
   const int width = static_cast<int>(chunk.width);
   const int blocks = (width + kStageColumns - 1) / kStageColumns;
-  const int begin = blocks * range / arguments.ranges.of_chunk[k], end = blocks * (range + 1) / arguments.ranges.of_chunk[k];
+  const int ranges = arguments.ranges.of_chunk[k];
+  const int begin = blocks * range / ranges, end = blocks * (range + 1) / ranges;
 
   char* ring = shared_memory();
   const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);  // [kSourceRows], null: zeros
@@ -172,8 +167,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
 
   float sum[K::kColumnTiles][K::kRowTiles][4] = {};
   float squares[2] = {};
-  // Without a gain the weight is multiplied by 1 all the same: mma.sync wants four registers in a row, and a value that
-  // is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64 rows).
+  // Without a gain the weight is multiplied by 1 all the same: mma.sync wants four registers in a row, and a value
+  // that is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64
+  // rows).
   const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
   const float scale = gain != nullptr ? kGainScale<T> : 1.0f;
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr && first_output == 0 &&
@@ -360,32 +356,6 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
 
 int64_t blocks_of_outputs(const NormConcatLinear& op) { return (op.num_columns + kColumns - 1) / kColumns; }
 
-// The ranges of the least work for the SM that has most of it, in stages: those of its blocks, and 3 more a block, which
-// is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB).
-Ranges ranges_of(const NormConcatLinear& op, const Device& device) {
-  const Concat& source = op.source;
-  const int outputs = static_cast<int>(blocks_of_outputs(op));
-  int64_t widest = 0;
-  for (int64_t k = 0; k < source.num_chunks; ++k) widest = std::max(widest, source.chunks[k].width);
-  const auto stages_of = [](int64_t width) { return static_cast<int>((width + kStageColumns - 1) / kStageColumns); };
-  Ranges best{};
-  int least = 0;
-  for (int parts = 1; parts <= kMaxRanges; ++parts) {
-    const int length = std::max(2, (stages_of(widest) + parts - 1) / parts);
-    Ranges ranges{};
-    for (int64_t k = 0; k < source.num_chunks; ++k) {
-      ranges.count += ranges.of_chunk[k] = (stages_of(source.chunks[k].width) + length - 1) / length;
-    }
-    const int blocks = (ranges.count * outputs + device.multiprocessors - 1) / device.multiprocessors;
-    const int work = blocks * (length + 3);
-    if (parts == 1 || work < least) {
-      best = ranges;
-      least = work;
-    }
-  }
-  return best;
-}
-
 template <class T, int kRows, bool kResidual>
 int launch_partial(const Arguments& arguments, const Device& device) {
   const int64_t rounds = (arguments.op.num_rows + kRows - 1) / kRows;
@@ -427,12 +397,34 @@ namespace eagle_kernels {
 
 using namespace cuda;
 
-int64_t norm_concat_linear_split_workspace(const NormConcatLinear& op, const Device& device) {
-  return ranges_of(op, device).count * op.num_rows * (blocks_of_outputs(op) * kColumns + 1);
+// The ranges of the least work for the SM that has most of it, in stages: those of its blocks, and 3 more a block,
+// which is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB).
+SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const Device& device) {
+  const Concat& source = op.source;
+  const int outputs = static_cast<int>(blocks_of_outputs(op));
+  int64_t widest = 0;
+  for (int64_t k = 0; k < source.num_chunks; ++k) widest = std::max(widest, source.chunks[k].width);
+  const auto stages_of = [](int64_t width) { return static_cast<int>((width + kStageColumns - 1) / kStageColumns); };
+  SplitRanges best{};
+  int least = 0;
+  for (int parts = 1; parts <= kMaxRanges; ++parts) {
+    const int length = std::max(2, (stages_of(widest) + parts - 1) / parts);
+    SplitRanges ranges{};
+    for (int64_t k = 0; k < source.num_chunks; ++k) {
+      ranges.count += ranges.of_chunk[k] = (stages_of(source.chunks[k].width) + length - 1) / length;
+    }
+    const int blocks = (ranges.count * outputs + device.multiprocessors - 1) / device.multiprocessors;
+    const int work = blocks * (length + 3);
+    if (parts == 1 || work < least) {
+      best = ranges;
+      least = work;
+    }
+  }
+  best.workspace = best.count * op.num_rows * (outputs * kColumns + 1);
+  return best;
 }
 
-int norm_concat_linear_split_cuda(const NormConcatLinear& op, const Device& device) {
-  const Ranges ranges = ranges_of(op, device);
+int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const Device& device) {
   const int64_t stride = blocks_of_outputs(op) * kColumns;
   float* partial = static_cast<float*>(op.workspace);
   Arguments arguments{op, {}, ranges, partial, stride, partial + ranges.count * op.num_rows * stride};

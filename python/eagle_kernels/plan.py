@@ -242,28 +242,28 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
 DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 
 
-def dots_rows(block_columns: int) -> int:
-    """The largest N at which sums along K*H beat sums along D, by the columns that share a scale.
+def runs_in_dots(rows: int, block_columns: int) -> bool:
+    """Whether sums along K*H beat sums along D at N rows, by the columns that share a scale.
 
-    Where a block is one of several, its scale multiplies the sums of every row anew; sums along D scale the numbers
-    where 16 columns share it, and pay for that up to here. K=3, H=D=4096 on an AMD EPYC, two cores, in ms along K*H and
-    along D: fp8_row at 8 rows 2.4 and 2.9, int8_row 2.9 and 3.4; fp8_block128 at 4 rows 1.7 and 2.5, at 8 rows 3.1 and
-    3.0; mxfp4 at 4 rows 1.5 and 1.9, at 8 rows 2.9 and 2.8; nvfp4 at 8 rows 3.0 and 3.4.
+    The first take 4 rows through a tile and the second 6, so that 5 and 6 rows are one pass of the second. Where a
+    block is one of several, its scale multiplies the first's sums of every row anew, and 7 and 8 rows stay with the
+    second. K=3, H=D=4096 on an AMD EPYC, two cores, medians in ms along K*H and along D, one call of each in turn:
+    int8_row at 4 rows 2.1 and 2.7, at 6 rows 3.6 and 2.9, at 8 rows 3.8 and 4.0; nvfp4 at 4 rows 1.9 and 3.0, at 8 rows
+    3.8 and 4.3; mxfp4 at 4 rows 1.9 and 2.1, at 6 rows 3.7 and 3.1, at 8 rows 3.6 and 3.2.
     """
-    return 8 if block_columns > 128 or block_columns == 16 else 4
+    return rows <= 4 or (7 <= rows <= 8 and (block_columns > 128 or block_columns == 16))
 
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
-    most = dots_rows(problem.block_columns)
     if problem.dtype != torch.bfloat16 or isa not in DOTS_ISAS:
         reason = "the codes are widened as they are multiplied"
     elif SETTINGS.batch_invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
-    elif problem.rows <= most:
-        reason = f"T={problem.rows} <= {most}: rows of codes stream in their order"
+    elif runs_in_dots(problem.rows, problem.block_columns):
+        reason = f"T={problem.rows}: rows of codes stream in their order"
         return Plan(problem.op, "cpu", Kernel.DOTS, reason, isa=isa)
     else:
-        reason = f"T={problem.rows} > {most}: a strip of codes is transposed once for all rows"
+        reason = f"T={problem.rows}: a strip of codes is transposed once for all rows"
     return Plan(problem.op, "cpu", Kernel.FUSED, reason, isa=isa)
 
 

@@ -46,9 +46,9 @@ struct Copy {
   void* to;
   const void* from;
 };
-// A GPU's copies land at any time between where they are asked for and where the thread waits for them; here all of them at
-// the first (`set_late_copies(false)`), which shows a buffer that is still read, or all at the second, which shows a wait
-// that is missing. True: the caller is to copy now.
+// A GPU's copies land at any time between where they are asked for and where the thread waits for them; here all of
+// them at the first (`set_late_copies(false)`), which shows a buffer that is still read, or all at the second, which
+// shows a wait that is missing. True: the caller is to copy now.
 void set_late_copies(bool late);
 bool lands_now(const Copy& copy);
 // Those that were asked for before the end of the previous kernel, since the last call of this.

@@ -1,6 +1,6 @@
-// The Python module of the emulation: what the emulated GPUs are like, and what they were asked. Importing it registers the
-// CUDA primitives on CPU tensors, torch.ops.eagle_kernels_emulated. The host files, the launch layer, the launchers and
-// the kernels are those of the wheel (registration.h); the CUDA runtime below them is runtime.cpp.
+// The Python module of the emulation: what the emulated GPUs are like, and what they were asked. Importing it registers
+// the CUDA primitives on CPU tensors, torch.ops.eagle_kernels_emulated. The host files, the launch layer, the launchers
+// and the kernels are those of the wheel (registration.h); the CUDA runtime below them is runtime.cpp.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,6 +1,7 @@
 // What orders the accesses of a GPU's threads, told to ThreadSanitizer: test_racecheck.py. Each thread of a block is a
-// thread of its own to it, and the emulation's scheduler, which is not instrumented, orders nothing. A launch comes after
-// what was there before and before what follows; a barrier orders a block, a collective its warp; blocks are not ordered.
+// thread of its own to it, and the emulation's scheduler, which is not instrumented, orders nothing. A launch comes
+// after what was there before and before what follows; a barrier orders a block, a collective its warp; blocks are not
+// ordered.
 #pragma once
 
 #if defined(EAGLE_KERNELS_RACECHECK)

@@ -1,5 +1,6 @@
-// Included before each host file of csrc, when it is compiled for the emulated library: what it registers for CUDA tensors
-// is registered for CPU tensors, in torch.ops.eagle_kernels_emulated; what it registers for CPU tensors is left out.
+// Included before each host file of csrc, when it is compiled for the emulated library: what it registers for CUDA
+// tensors is registered for CPU tensors, in torch.ops.eagle_kernels_emulated; what it registers for CPU tensors is left
+// out.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -15,8 +16,8 @@
 
 #define EAGLE_KERNELS_REGISTER_CompositeExplicitAutograd(m) EAGLE_KERNELS_REGISTER_CPU(m)
 
-// The emulated GPU that a CPU tensor stands for (runtime.cpp), where libtorch is asked for a tensor's device or for a tensor
-// of it.
+// The emulated GPU that a CPU tensor stands for (runtime.cpp), where libtorch is asked for a tensor's device or for a
+// tensor of it.
 extern "C" int32_t emulated_get_device_index(void* tensor, int32_t* index);
 extern "C" int32_t emulated_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                           int32_t device_type, int32_t device_index, AtenTensorHandle* tensor);

@@ -7,7 +7,7 @@ import torch
 
 import eagle_kernels as ek
 from accuracy import allow_independent_roundings, expect
-from cases import Case, operands
+from cases import Case, operands, weight_of_every_code
 from eagle_kernels import plan as plans
 from eagle_kernels.quantized_weight import FORMATS
 from eagle_kernels.tuned_configs import Tiles
@@ -60,13 +60,8 @@ def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("format", ["fp8_row", "mxfp8", "mxfp4"])
 def test_every_code_and_scale(format: str) -> None:
-    """Row d has code d, and where scales are bytes scale d - 64; x is the identity: the value, rounded once."""
-    kind = FORMATS[format]
-    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).unsqueeze(1).repeat(1, 32 // kind.columns_per_code)
-    scales = torch.full((256, 1), 3.0)
-    if kind.scales[0].itemsize == 1:
-        scales = codes.roll(64, 0)[:, :1].contiguous().view(kind.scales[0])
-    weight = ek.QuantizedWeight(codes.view(kind.codes), scales, format)
+    """x is the identity: the value of each, rounded once."""
+    weight = weight_of_every_code(format, 64)
     expected = weight.dequantize(torch.bfloat16).t()
     result = ek.norm_concat_linear([torch.eye(32).bfloat16()], weight, norm="none")
     assert torch.equal(result.isnan(), expected.isnan())

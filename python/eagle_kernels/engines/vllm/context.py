@@ -18,7 +18,7 @@ from ..eligibility import log_once
 from ..gates import Target
 from ..projection import EngineProjection
 from . import LOGGER, normed_linear
-from .registry import hook_models, leaving_to_vllm
+from .registry import hook_models, when_loaded
 
 ARCHITECTURES = ("DFlashDraftModel",)
 _MODEL = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model"
@@ -45,19 +45,10 @@ def register(switches: EngineSwitches) -> None:
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the drafter whose context is projected by the op once its weights are loaded."""
 
-    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        drafter.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        self._context_rows = vllm_config.scheduler_config.max_num_batched_tokens
+    def fuse(drafter: Any, max_rows: int) -> None:
+        put_in_where_faster(drafter.model, max_rows)
 
-    def process_weights_after_loading(self: Any) -> None:
-        """vLLM's hook on a model: behind load_weights, which stacks the weight."""
-        if hasattr(drafter, "process_weights_after_loading"):
-            drafter.process_weights_after_loading(self)
-        with leaving_to_vllm(f"{drafter.__name__}'s K and V"):
-            put_in_where_faster(self.model, self._context_rows)
-
-    members = {"__init__": __init__, "process_weights_after_loading": process_weights_after_loading}
-    return type(drafter.__name__, (drafter,), {**members, "__module__": __name__})
+    return when_loaded(drafter, ("K and V", __name__), lambda _, config: config.max_rows, fuse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +120,6 @@ class _Candidate(normed_linear.Candidate):
 def put_in_where_faster(model: Any, max_rows: int) -> None:
     """Have the model's context run on the op, or log why not."""
     name = f"{type(model).__name__}._project_context_kv"
-    if isinstance(model.__dict__.get("_project_context_kv"), KeysAndValues):  # weights that are loaded again
-        return
     for target in (PROJECT, BUFFERS):
         target.check(getattr(type(model), target.where.rpartition(".")[2]))
     unsupported = _unsupported_reason(model)

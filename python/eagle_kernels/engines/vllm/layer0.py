@@ -20,7 +20,7 @@ from ..projection import EngineProjection, ProbeError, check_backend
 from . import LOGGER, cpu_packing, normed_linear
 from .combine import EAGLE3, rms_norm_unsupported_reason
 from .normed_linear import Candidate
-from .registry import hook_models, leaving_to_vllm
+from .registry import Config, hook_models, leaving_to_vllm, when_loaded
 
 ARCHITECTURES = EAGLE3
 _MODELS = "vllm.model_executor.models"
@@ -93,25 +93,7 @@ def register(switches: EngineSwitches) -> None:
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the drafter whose layer 0 is fused once its weights are loaded."""
-
-    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        drafter.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        mode = getattr(getattr(vllm_config, "compilation_config", None), "mode", None)
-        self._layer0 = None
-        with leaving_to_vllm(f"{drafter.__name__}'s layer 0"):
-            lora = getattr(vllm_config, "lora_config", None) is not None
-            self._layer0 = _read(self, vllm_config.scheduler_config.max_num_batched_tokens, bool(mode), lora)
-
-    def process_weights_after_loading(self: Any) -> None:
-        """vLLM's hook on a model: behind its layers' weights, before a forward is traced."""
-        if hasattr(drafter, "process_weights_after_loading"):
-            drafter.process_weights_after_loading(self)
-        stage, self._layer0 = self._layer0, None  # weights that are loaded again find it fused
-        if stage is not None:
-            stage.fuse()
-
-    members = {"__init__": __init__, "process_weights_after_loading": process_weights_after_loading}
-    return type(drafter.__name__, (drafter,), {**members, "__module__": __name__})
+    return when_loaded(drafter, ("layer 0", __name__), _read, lambda _, stage: stage.fuse())
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +103,7 @@ class Stage:
     name: str
     layer: Any
     linear: Any
-    max_rows: int
-    compiled: bool
+    config: Config
 
     def fuse(self) -> None:
         """Have it run on the op where that is faster, and pack the weight as vLLM would have where it is not."""
@@ -154,7 +135,7 @@ class Stage:
             y = linear(x)
             return y[0] if isinstance(y, tuple) else y
 
-        candidate = Candidate(self.name, timed, product, self.max_rows, self.compiled, _switches)
+        candidate = Candidate(self.name, timed, product, self.config.max_rows, self.config.compiled, _switches)
         planned = normed_linear.plan(candidate)
         if planned is not None and dense is not None:
             cpu_packing.unpack(linear, dense)
@@ -166,7 +147,7 @@ def _normed_residual(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]
     return hidden_states, layer.hidden_norm.engines_own(hidden_states)
 
 
-def _read(drafter: Any, max_rows: int, compiled: bool, lora: bool) -> Stage | None:
+def _read(drafter: Any, config: Config) -> Stage | None:
     """The stage of a drafter that has been built, its weight kept dense until `Stage.fuse`; None where it stays with
     vLLM, and one line that says why."""
     layers = getattr(drafter.model, "layers", None)
@@ -178,7 +159,7 @@ def _read(drafter: Any, max_rows: int, compiled: bool, lora: bool) -> Stage | No
     unsupported = None
     if known is None:
         unsupported = f"its layer 0 is a {type(layer).__module__}.{type(layer).__qualname__}"
-    elif lora:
+    elif config.lora:
         unsupported = "LoRA is on, which replaces it"
     elif getattr(layer.self_attn, "indexer", None) is not None:
         unsupported = "an indexer reads the normed states too"
@@ -192,7 +173,7 @@ def _read(drafter: Any, max_rows: int, compiled: bool, lora: bool) -> Stage | No
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: its attention has none")
         return None
     _keep_dense_on_cpu(linear, (layer.input_layernorm, layer.hidden_norm))
-    return Stage(name, layer, linear, max_rows, compiled)
+    return Stage(name, layer, linear, config)
 
 
 def _keep_dense_on_cpu(linear: Any, norms: tuple[Any, Any]) -> None:

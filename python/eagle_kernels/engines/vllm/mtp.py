@@ -15,7 +15,7 @@ from ..projection import EngineProjection
 from . import LOGGER, normed_linear
 from .combine import rms_norm_unsupported_reason
 from .normed_linear import Candidate
-from .registry import hook_models, leaving_to_vllm
+from .registry import Config, hook_models, when_loaded
 
 ARCHITECTURES = ("DeepSeekMTPModel", "Step3p5MTP")
 _MODELS = "vllm.model_executor.models"
@@ -50,22 +50,12 @@ def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
         raise TargetError(f"it is of another plugin, {predictor.__module__}")
     target.find()
 
-    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        predictor.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        mode = getattr(getattr(vllm_config, "compilation_config", None), "mode", None)
-        self._eagle_kernels = (vllm_config.scheduler_config.max_num_batched_tokens, bool(mode))
+    return when_loaded(predictor, ("input stage", __name__), lambda _, config: config, _fuse_layers)
 
-    def process_weights_after_loading(self: Any) -> None:
-        """vLLM's hook on a model: behind its layers' weights, before a forward is traced."""
-        if hasattr(predictor, "process_weights_after_loading"):
-            predictor.process_weights_after_loading(self)
-        with leaving_to_vllm(f"{predictor.__name__}'s input stage"):
-            for layer in self.model.layers.values():
-                if not isinstance(layer.eh_proj, normed_linear.NormedLinear):
-                    fuse(layer, *self._eagle_kernels)
 
-    members = {"__init__": __init__, "process_weights_after_loading": process_weights_after_loading}
-    return type(predictor.__name__, (predictor,), {**members, "__module__": __name__})
+def _fuse_layers(predictor: Any, config: Config) -> None:
+    for layer in predictor.model.layers.values():
+        fuse(layer, config.max_rows, config.compiled)
 
 
 def fuse(layer: Any, max_rows: int, compiled: bool) -> None:

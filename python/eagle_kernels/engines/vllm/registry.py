@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -58,6 +58,59 @@ def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], 
         entry = models.get(architecture)
         if entry is not None and not _is_hooked(entry, hook):
             models[architecture] = HookedModel(entry, hook)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What hooks want of a VllmConfig.
+
+    max_rows: of a forward.  compiled: by torch.compile.  lora: whether adapters may replace layers.
+    """
+
+    max_rows: int
+    compiled: bool
+    lora: bool
+
+    @classmethod
+    def of(cls, config: Any) -> "Config":
+        compiled = bool(getattr(getattr(config, "compilation_config", None), "mode", None))
+        lora = getattr(config, "lora_config", None) is not None
+        return cls(config.scheduler_config.max_num_batched_tokens, compiled, lora)
+
+
+State = TypeVar("State")
+
+
+def when_loaded(
+    model: type[nn.Module],
+    stage: tuple[str, str],
+    read: Callable[[Any, Config], State | None],
+    fuse: Callable[[Any, State], None],
+) -> type[nn.Module]:
+    """A subclass of a model that fuses a stage once its weights are there, before a forward is traced.
+
+    Args:
+        stage: its name in logs, and the module that fuses it.
+        read: of the model as it is built; what comes of it goes to `fuse`, if anything does.
+    """
+    where, module = f"{model.__name__}'s {stage[0]}", stage[1]
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        model.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        with leaving_to_vllm(where):
+            self.__dict__[module] = read(self, Config.of(vllm_config))
+
+    def process_weights_after_loading(self: Any) -> None:
+        """vLLM's hook on a model, behind its layers' weights and `load_weights`."""
+        if hasattr(model, "process_weights_after_loading"):
+            model.process_weights_after_loading(self)
+        state = self.__dict__.pop(module, None)  # weights that are loaded again find it fused
+        if state is not None:
+            with leaving_to_vllm(where):
+                fuse(self, state)
+
+    members = {"__init__": __init__, "process_weights_after_loading": process_weights_after_loading}
+    return type(model.__name__, (model,), {**members, "__module__": module})
 
 
 def _is_hooked(entry: Any, hook: Callable) -> bool:
