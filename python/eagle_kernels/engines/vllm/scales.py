@@ -10,31 +10,15 @@ from torch import Tensor, nn
 
 from ..gates import check_parameters
 from ..scales import scaled
-from . import LOGGER, combine, mtp
-from .registry import hook_models, leaving_to_vllm
-
-ARCHITECTURES = (
-    *combine.EAGLE3,
-    *combine.DFLASH,
-    *mtp.ARCHITECTURES,
-    "BailingMoeV25MTPModel",
-    "EagleDeepSeekMTPModel",
-    "EagleLlama4ForCausalLM",
-    "EagleMiniCPMForCausalLM",
-    "ErnieMTPModel",
-    "Glm4MoeLiteMTPModel",
-    "Glm4MoeMTPModel",
-    "GlmOcrMTPModel",
-    "HYV3MTPModel",
-    "MiMoMTPModel",
-    "OpenPanguMTPModel",
-)
+from . import LOGGER, combine
+from .registry import MODELS, hook_models, leaving_to_vllm
 
 _Base: Any = object  # a drafter class of vLLM
 
 
 def register() -> None:
-    hook_models(ARCHITECTURES, hooked)
+    names = {name for name in MODELS.find()[2] if "MTP" in name or "Eagle" in name}
+    hook_models(sorted(names.union(combine.EAGLE3, combine.DFLASH)), hooked)
 
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
