@@ -61,7 +61,7 @@ void norm_concat_linear_post_norm(const NormConcatLinear& op, int64_t row_begin,
 
 namespace cuda {
 // Rows that the fused kernel multiplies in one pass over the weight; more take it several times.
-constexpr int64_t kMaxDecodeRows = 16;
+constexpr int64_t kMaxDecodeRows = 8;
 // The same of the split kernels, which are two launches.
 constexpr int64_t kMaxSplitRows = 128;
 }  // namespace cuda

@@ -1,9 +1,9 @@
-// out = norm_concat(...) @ weight^T + bias for up to 16 rows at a time, in one launch: at so few rows the time is that
+// out = norm_concat(...) @ weight^T + bias for up to 8 rows at a time, in one launch: at so few rows the time is that
 // of reading the weight once, and everything else hides behind it.
 //
 // A block computes 16 * kTiles columns of the output. Its 8 warps share the concat out in blocks of 64 columns, round
 // robin, and stream the weight's rows straight into registers, which are the left operand of mma.sync; the rows of x,
-// padded to 8 * kTokens, are the right one. Neither passes through shared memory, and no warp waits for another before
+// padded to 8, are the right one. Neither passes through shared memory, and no warp waits for another before
 // the end of its share. A lane's 16-byte load covers 8 neighbouring columns, where the fragments of two products want
 // columns 2q, 2q+1, 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree,
 // so the loads go in as they come.
@@ -47,14 +47,14 @@ struct Arguments {
   bool sum_per_chunk;
 };
 
-template <class T, int kTokens, int kTiles, Flavour kFlavour>
+template <int kTiles, Flavour kFlavour>
 struct Kernel {
-  static constexpr int kRows = 8 * kTokens;      // of x
-  static constexpr int kColumns = 16 * kTiles;   // of the output
+  static constexpr int kRows = 8;               // of x
+  static constexpr int kColumns = 16 * kTiles;  // of the output
   static constexpr int kPartial = kRows * kColumns;
   // Blocks of 64 columns in flight, each with 2 KB of the weight for a warp and tile. More would spill.
   static constexpr int kDepth =
-      kTokens == 1 && (kFlavour == Flavour::kNoGain || (kFlavour == Flavour::kGain && kTiles == 1)) ? 2 : 1;
+      kFlavour == Flavour::kNoGain || (kFlavour == Flavour::kGain && kTiles == 1) ? 2 : 1;
   static constexpr int kUnroll = 2 * kDepth;
 
   // Shared memory: the row that each token reads in each chunk, partial sums of squares and products, rstd.
@@ -102,9 +102,9 @@ __device__ __forceinline__ constexpr int step_offset(int step) {
   return step / 2 * kWarps * kBlockColumns + step % 2 * kStepColumns;
 }
 
-template <class T, int kTokens, int kTiles, Flavour kFlavour>
+template <class T, int kTiles, Flavour kFlavour>
 __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const __grid_constant__ Arguments arguments) {
-  using K = Kernel<T, kTokens, kTiles, kFlavour>;
+  using K = Kernel<kTiles, kFlavour>;
   const NormConcatLinear& op = arguments.op;
   const Concat& source = op.source;
   const int num_chunks = static_cast<int>(source.num_chunks);
@@ -145,27 +145,22 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
   }
   __syncthreads();
 
-  float sum[kTiles][kTokens][4] = {};
+  float sum[kTiles][4] = {};
   int block = warp;
   for (int k = 0; k < num_chunks; ++k) {
     const Chunk& chunk = arguments.chunks[k];
     const int width = static_cast<int>(chunk.width);
-    const T* x_rows[kTokens];
-    const T* residual_rows[kTokens];
-    float squares[kTokens] = {};
-#pragma unroll
-    for (int n = 0; n < kTokens; ++n) {
-      const int64_t row = rows[k * K::kRows + n * 8 + g];
-      x_rows[n] = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride + q * kPack;
-      residual_rows[n] = static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride + q * kPack;
-    }
+    const int64_t row = rows[k * K::kRows + g];
+    const T* x_row = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride + q * kPack;
+    const T* residual_row = static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride + q * kPack;
+    float squares = 0;
     const bool has_gain = kFlavour == Flavour::kGain || (kFlavour == Flavour::kAny && chunk.gain.data != nullptr);
     const bool has_residual = kFlavour == Flavour::kAny && chunk.residual != nullptr;
 
     // Steps [0, kUnroll) from `column` on: all loads first, then the products. kWhole: no lane is beyond the width.
     const auto run_steps = [&](int column, auto whole) {
       constexpr bool kWhole = decltype(whole)::value;
-      Words w[K::kUnroll][2 * kTiles], x[K::kUnroll][kTokens], residual[K::kUnroll][kTokens];
+      Words w[K::kUnroll][2 * kTiles], x[K::kUnroll], residual[K::kUnroll];
       Gains<T, kFlavour> gains[K::kUnroll];
 #pragma unroll
       for (int u = 0; u < K::kUnroll; ++u) {
@@ -173,13 +168,9 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
         const bool inside = kWhole || at + q * kPack < width;
 #pragma unroll
         for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = inside ? read_once(weight_rows[m] + at) : Words{};
-#pragma unroll
-        for (int n = 0; n < kTokens; ++n) {
-          x[u][n] = inside && x_rows[n] != nullptr ? load(reinterpret_cast<const Words*>(x_rows[n] + at)) : Words{};
-          if (has_residual) {
-            residual[u][n] =
-                inside && x_rows[n] != nullptr ? load(reinterpret_cast<const Words*>(residual_rows[n] + at)) : Words{};
-          }
+        x[u] = inside && x_row != nullptr ? load(reinterpret_cast<const Words*>(x_row + at)) : Words{};
+        if (has_residual) {
+          residual[u] = inside && x_row != nullptr ? load(reinterpret_cast<const Words*>(residual_row + at)) : Words{};
         }
         if (has_gain) gains[u].load_from(chunk.gain, at + q * kPack, inside);
       }
@@ -191,16 +182,13 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
 #pragma unroll
           for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = scaled<T>(w[u][m], factor);
         }
+        if (has_residual) x[u] = add(Pack<T>{{x[u]}}, Pack<T>{{residual[u]}}).words[0];
+        if (own_squares) squares += sum_of_squares<T>(x[u]);
 #pragma unroll
-        for (int n = 0; n < kTokens; ++n) {
-          if (has_residual) x[u][n] = add(Pack<T>{{x[u][n]}}, Pack<T>{{residual[u][n]}}).words[0];
-          if (own_squares) squares[n] += sum_of_squares<T>(x[u][n]);
-#pragma unroll
-          for (int m = 0; m < kTiles; ++m) {
-            const Words &upper = w[u][2 * m], &lower = w[u][2 * m + 1];
-            mma(sum[m][n], upper.x, lower.x, upper.y, lower.y, x[u][n].x, x[u][n].y, T{});
-            mma(sum[m][n], upper.z, lower.z, upper.w, lower.w, x[u][n].z, x[u][n].w, T{});
-          }
+        for (int m = 0; m < kTiles; ++m) {
+          const Words &upper = w[u][2 * m], &lower = w[u][2 * m + 1];
+          mma(sum[m], upper.x, lower.x, upper.y, lower.y, x[u].x, x[u].y, T{});
+          mma(sum[m], upper.z, lower.z, upper.w, lower.w, x[u].z, x[u].w, T{});
         }
       }
     };
@@ -222,25 +210,18 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
     block += taken * kWarps - blocks;
 
     if (own_squares) {
-#pragma unroll
-      for (int n = 0; n < kTokens; ++n) {
-        float total = squares[n];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        if (q == 0) squares_of[(k * kWarps + warp) * K::kRows + n * 8 + g] = total;
-      }
+      squares += __shfl_xor_sync(~0u, squares, 1);
+      squares += __shfl_xor_sync(~0u, squares, 2);
+      if (q == 0) squares_of[(k * kWarps + warp) * K::kRows + g] = squares;
     }
     if (!sum_per_chunk && k + 1 < num_chunks) continue;
     float* mine = partial + ((sum_per_chunk ? k : 0) * kWarps + warp) * K::kPartial;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kTokens; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          mine[(n * 8 + 2 * q + i % 2) * K::kColumns + m * 16 + i / 2 * 8 + g] = sum[m][n][i];
-          sum[m][n][i] = 0;
-        }
+      for (int i = 0; i < 4; ++i) {
+        mine[(2 * q + i % 2) * K::kColumns + m * 16 + i / 2 * 8 + g] = sum[m][i];
+        sum[m][i] = 0;
       }
     }
   }
@@ -286,30 +267,21 @@ __global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const _
   }
 }
 
-template <class T, int kTokens, int kTiles, Flavour kFlavour>
+template <class T, int kTiles, Flavour kFlavour>
 int launch_as(const Arguments& arguments, const Device& device) {
-  using K = Kernel<T, kTokens, kTiles, kFlavour>;
+  using K = Kernel<kTiles, kFlavour>;
   const NormConcatLinear& op = arguments.op;
   const Shape shape{(op.num_rows + K::kRows - 1) / K::kRows, (op.num_columns + K::kColumns - 1) / K::kColumns, kThreads,
                     K::shared_bytes(op.source.num_chunks, arguments.sum_per_chunk)};
-  return launch<norm_concat_linear_kernel<T, kTokens, kTiles, kFlavour>>(shape, arguments, device);
+  return launch<norm_concat_linear_kernel<T, kTiles, kFlavour>>(shape, arguments, device);
 }
 
-// 32 columns a block halve what is read of x, which at 16 rows is as much as half of the weight's bytes; 16 make enough
-// blocks for every SM of a narrow output, and with residuals 32 would spill. Two blocks a SM on an H100 are 264.
-// Heuristics that no GPU has measured.
+// 32 columns a block halve what is read of x; 16 make enough blocks for every SM of a narrow output. Two blocks a SM on
+// an H100 are 264. A heuristic that no GPU has measured.
 template <class T, Flavour kFlavour>
 int launch_flavour(const Arguments& arguments, const Device& device) {
-  const NormConcatLinear& op = arguments.op;
-  constexpr int kWide = kFlavour == Flavour::kAny ? 1 : 2;
-  constexpr int kMaxTokens = kMaxDecodeRows / 8;
-  const int64_t max_shared_bytes =
-      Kernel<T, kMaxTokens, kWide, kFlavour>::shared_bytes(op.source.num_chunks, arguments.sum_per_chunk);
-  if (op.num_rows > 8 && max_shared_bytes <= device.shared_memory) {
-    return launch_as<T, kMaxTokens, kWide, kFlavour>(arguments, device);
-  }
-  if (op.num_columns > 16 * 264) return launch_as<T, 1, 2, kFlavour>(arguments, device);
-  return launch_as<T, 1, 1, kFlavour>(arguments, device);
+  if (arguments.op.num_columns > 16 * 264) return launch_as<T, 2, kFlavour>(arguments, device);
+  return launch_as<T, 1, kFlavour>(arguments, device);
 }
 
 }  // namespace

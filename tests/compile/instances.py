@@ -17,6 +17,7 @@ import torch
 
 from compile.test_cuda import compiled, instructions, nvcc_version
 from cuda_host.build import load
+from eagle_kernels.library import MAX_CUDA_DECODE_ROWS
 from eagle_kernels.model_shapes import model_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ class Instance:
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused` with rows, columns and flavour, `split` with rows."""
+    """By name: `fused` with columns and flavour, `split` with rows."""
     made = {}
     for kernel in ("norm_concat_linear", "norm_concat_linear_split"):
         binaries, cubin = compiled(kernel, "90a")
@@ -66,11 +67,11 @@ def instances() -> dict[str, Instance]:
             numbers = [int(number) for number in re.findall(r"L[ib](\d+)E", binary.name)]
             row_warps = 1
             if kernel == "norm_concat_linear":
-                tokens, tiles = numbers[:2]
+                (tiles,) = numbers
                 flavour = int(re.search(r"FlavourE(\d)", binary.name)[1])
-                name = f"fused {8 * tokens}x{16 * tiles} {('no gain', 'gain', 'any')[flavour]}"
-                depth = 2 if tokens == 1 and (flavour == 0 or (flavour == 1 and tiles == 1)) else 1
-                rows, columns, row_tiles = 8 * tokens, 16 * tiles, tokens
+                name = f"fused {16 * tiles} {('no gain', 'gain', 'any')[flavour]}"
+                depth = 2 if flavour == 0 or (flavour == 1 and tiles == 1) else 1
+                rows, columns, row_tiles = 8, 16 * tiles, 1
                 shared = 3 * rows * (8 + 4 * 8 + 4) + 3 * 8 * rows * columns * 4
                 in_flight = 8 * 2048 * tiles * depth
             else:
@@ -142,14 +143,15 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     weight, gain = x.new_empty(D, K * H), x.new_empty(K, H)
     arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, weight, None, None, 0.0)
     emulation.take_launches()
-    if T <= 16:
+    is_fused = T <= MAX_CUDA_DECODE_ROWS
+    if is_fused:
         ops.norm_concat_linear_out(*arguments, x.new_empty(T, D))
     else:
         ops.norm_concat_linear_split_out(*arguments, True, x.new_empty(T, D))
     launches = [launch for launch in emulation.take_launches() if launch.threads]
     rounds, outputs = launches[0].grid
-    if T <= 16:
-        instance = known[f"fused {8 if rounds * 8 >= T else 16}x{16 if outputs * 16 >= D else 32} gain"]
+    if is_fused:
+        instance = known[f"fused {16 if outputs * 16 >= D else 32} gain"]
         ranges = 1
     else:
         (instance,) = (i for i in known.values() if i.shared == launches[0].shared_bytes and "residual" not in i.name)

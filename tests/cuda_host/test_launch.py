@@ -60,9 +60,9 @@ def test_only_hopper_and_later_start_before_the_previous_kernel_has_ended(
 
 
 def test_a_kernel_asks_once_on_each_device_for_more_than_48_KB(emulation: ModuleType, gpu: Callable[..., int]) -> None:
-    """16 rows of 8 chunks take 135 KB. Sizes of its own: the kernel must not have asked in another test."""
-    chunks = [torch.randn(16, 64).half() for _ in range(8)]
-    gains, weight = [torch.rand(64).half() for _ in range(8)], torch.randn(32, 512).half()
+    """32 columns of 8 chunks take 68 KB. Sizes of its own: the kernel must not have asked in another test."""
+    chunks = [torch.randn(8, 64).half() for _ in range(8)]
+    gains, weight = [torch.rand(64).half() for _ in range(8)], torch.randn(4256, 512).half()
     shared = 226 << 10  # a GPU that no other test has
     index = gpu(capability=90, shared_bytes=shared)
     results = [ek.norm_concat_linear(chunks, weight, norm_weight=gains) for _ in range(2)]

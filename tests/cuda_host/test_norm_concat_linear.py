@@ -14,6 +14,7 @@ from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import FEATURES, NUMBERS, SIZES, Case, operands
 from cuda_host.conftest import SHARED_MEMORY
+from eagle_kernels import library
 from eagle_kernels.plan import Kernel
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
@@ -71,6 +72,13 @@ def explained(case: Case) -> str:
     return str(ek.explain("norm_concat_linear", call.chunks, **call.sources | call.projection | {"eps": 1e-6}))
 
 
+@pytest.fixture
+def fused_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of 8 rows, where a plan has the split kernels for more."""
+    monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", library.MAX_CUDA_SPLIT_ROWS)
+
+
+@pytest.mark.usefixtures("fused_at_every_T")
 @pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.id)
 def test_float64_truth(case: Case) -> None:
     assert explained(case).startswith("norm_concat_linear: cuda/fused, because T=")
@@ -93,16 +101,15 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
 # By name, what picks each instance of the kernels' templates beside the dtype: launch_flavour and norm_concat_linear of
 # csrc/cuda/norm_concat_linear.cu, launch_rows of csrc/cuda/norm_concat_linear_split.cu.
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
-TILES = {"8x16": (3, 37), "8x32": (3, 4300), "16x32": (13, 37)}  # T, D
+COLUMNS = {16: 37, 32: 4300}  # of a block, and a D that takes them
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
-@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_float64_truth_of_every_instance(dtype: str, flavour: str, tiles: str, norm: str) -> None:
-    T, D = TILES[tiles]
-    check(Case(dtype, (136,) * 2, T, norm, D=D, norm_offset=1.0, **FLAVOURS[flavour]))
+def test_float64_truth_of_every_instance(dtype: str, flavour: str, columns: int, norm: str) -> None:
+    check(Case(dtype, (136,) * 2, 3, norm, D=COLUMNS[columns], norm_offset=1.0, **FLAVOURS[flavour]))
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
@@ -117,8 +124,7 @@ KERNELS = {"fused": "0", "split": "1"}  # by EAGLE_KERNELS_BATCH_INVARIANT
 
 
 @pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest, emulated: object) -> Iterator[Kernel]:
-    """Up to 16 rows go to this kernel."""
+def kernel(request: pytest.FixtureRequest, emulated: object, fused_at_every_T: None) -> Iterator[Kernel]:
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT=KERNELS[request.param]):
         yield Kernel(request.param)
 
@@ -132,7 +138,7 @@ def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, kernel: Kernel) -> None:
-    """8 and 16 rows at a time and 16 or 32 columns a block; 32, 64 and 128 rows at a time, in several rounds."""
+    """8 rows at a time and 16 or 32 columns a block; 32, 64 and 128 rows at a time, in several rounds."""
     most, rows = (16, (1, 5, 8, 9)) if kernel is Kernel.FUSED else (150, (1, 17, 33, 65, 129))
     chunks, weight, gain = make_call(most, TYPES[dtype])
     arguments = {"norm": norm, "norm_weight": {"chunk": gain, "concat": gain.reshape(-1), "none": None}[norm]}
@@ -211,18 +217,6 @@ def test_statistics_that_are_given_are_used(kernel: Kernel) -> None:
     given = ek.norm_concat_linear(chunks, weight, norm_weight=gain, sum_squares=squares * 4)
     own = ek.norm_concat_linear(chunks, weight, norm_weight=gain, eps=0.0)
     torch.testing.assert_close(given.float() * 2, own.float(), rtol=0.02, atol=1e-3)
-
-
-@pytest.mark.parametrize("K", [4, 8])
-def test_rows_that_do_not_fit_in_shared_memory_go_eight_at_a_time(K: int, emulation: ModuleType) -> None:
-    """sm_89 and sm_120 have 99 KB a block, K = 8 with 16 rows takes 135: the launch would fail."""
-    chunks, weight, gain = make_call(13, K=K)
-    emulation.set_device(SHARED_MEMORY, descending_warps=False)
-    expected = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
-    emulation.set_device(99 << 10, descending_warps=False)
-    assert same_bits(expected, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
-    emulation.set_device(48 << 10, descending_warps=False)
-    assert same_bits(expected, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
