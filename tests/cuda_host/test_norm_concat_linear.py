@@ -101,14 +101,14 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
 # By name, what picks each instance of the kernels' templates beside the dtype: launch_flavour and norm_concat_linear of
 # csrc/cuda/norm_concat_linear.cu, launch_rows of csrc/cuda/norm_concat_linear_split.cu.
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
-COLUMNS = {16: 37, 32: 4300}  # of a block, and a D that takes them
+COLUMNS = {"16-columns": 37, "32-columns": 4300}  # of a block, and a D that takes them
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_float64_truth_of_every_instance(dtype: str, flavour: str, columns: int, norm: str) -> None:
+def test_float64_truth_of_every_instance(dtype: str, flavour: str, columns: str, norm: str) -> None:
     check(Case(dtype, (136,) * 2, 3, norm, D=COLUMNS[columns], norm_offset=1.0, **FLAVOURS[flavour]))
 
 
