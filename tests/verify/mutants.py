@@ -75,7 +75,12 @@ TESTS = {
     PRIMITIVE: [*_CHECKS, *_CODES, "tests/test_norm_concat_linear.py"],
     QUANTIZED_WEIGHT: ["tests/test_quantized_weight.py"],
     QUANTIZED_CHECKPOINT: ["tests/test_quantized_checkpoint.py", "tests/test_checkpoint.py"],
-    PLAN: ["tests/test_triton_backend.py", "tests/test_cuda_backend.py", "tests/test_norm_concat_linear.py"],
+    PLAN: [
+        "tests/test_triton_backend.py",
+        "tests/test_cuda_backend.py",
+        "tests/test_norm_concat_linear.py",
+        "tests/test_norm_concat_linear_quantized.py::test_the_plan_of_few_rows",
+    ],
     DISPATCH: ["tests/test_dispatch.py", "tests/test_registration.py"],
     SOURCES: ["tests/test_errors.py", "tests/test_norm_concat.py", "tests/test_worded_errors.py"],
     TRITON("dialect"): ["tests/interpreter/test_add_rms_norm.py"],
@@ -385,6 +390,9 @@ MUTANTS = (
     Mutant(PLAN, "if shared < problem.num_chunks * H and H % shared:", "if H % shared:"),
     Mutant(PLAN, "if shared < problem.num_chunks * H and H % shared:", "if False:"),
     Mutant(PLAN, "split_only=True)", "split_only=False)"),
+    Mutant(PLAN, "return rows <= 4 or", "return rows <= 5 or"),
+    Mutant(PLAN, "(7 <= rows <= 8 and", "(6 <= rows <= 8 and"),
+    Mutant(PLAN, "(block_columns > 128 or block_columns == 16)", "(block_columns > 16 or block_columns == 16)"),
     Mutant(PLAN, "split_only=invariant or split_only", "split_only=invariant"),
     Mutant(
         PLAN,
