@@ -13,7 +13,8 @@ from eagle_kernels.bench import cli
 from eagle_kernels.bench.gpu import package, session, stages
 from eagle_kernels.bench.gpu.stages import Stage
 
-from cases import CASES
+from cases import CASES, operands
+from eagle_kernels import library
 
 ROOT = Path(__file__).parents[1]
 
@@ -184,7 +185,10 @@ def test_stages_in_order_of_value_name_commands_that_exist() -> None:
             arguments = parser.parse_args(command[command.index("eagle_kernels.bench.cli") + 1 :])
             assert arguments.command in ("info", "bench", "tune")
     assert sorted(stages._TEST_FILES) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    assert {case for _, case in stages._SANITIZED} <= {case.id for case in CASES}
+    cases = {case.id: case for case in CASES}
+    sanitized = [cases[id] for backend, id in stages._SANITIZED if backend == "cuda"]
+    fused = [case for case in sanitized if operands(case).N <= library.MAX_CUDA_DECODE_ROWS and not case.post_norm]
+    assert (len(fused), len(sanitized)) == (3, 6)
     for path in ("tests/gpu/sanitize.sh", "tests/host_overhead"):
         assert (ROOT / path).exists()
 

@@ -118,8 +118,7 @@ def planned(T: int, dtype: torch.dtype = torch.bfloat16, H: int = 4096, **layout
 def test_which_kernel_takes_how_many_rows() -> None:
     with environment_of():
         assert (
-            str(planned(8))
-            == "norm_concat_linear: cuda/fused, because T=8 <= 8: one pass over the weight is the bound"
+            str(planned(8)) == "norm_concat_linear: cuda/fused, because T=8 <= 8: one pass over the weight is the bound"
         )
         for T in (9, 128):
             said = f"norm_concat_linear: cuda/split, because T={T} <= 128: one pass over the weight, then over its sums"

@@ -35,7 +35,7 @@ _TEST_FILES = (
 _SANITIZED = (
     ("cuda", "bf16-K2-H896-T2-concat-D257"),
     ("cuda", "bf16-K2-H64-T5-chunk-gain_none-offset1"),
-    ("cuda", "bf16-K3-H64-T16-chunk-packed-residuals_all-indices_shared"),
+    ("cuda", "bf16-K2-H64-T8-chunk-offset1-residuals_all-indices_table"),
     ("cuda", "bf16-K3-H2880-T17-concat"),
     ("cuda", "bf16-K3-H896-T33-chunk-D257-outliers"),
     ("cuda", "bf16-K2-H896-T3-chunk-D97-post_dtype"),
