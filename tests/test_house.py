@@ -131,7 +131,7 @@ def test_kernels_and_records_know_no_torch() -> None:
 
 def test_lines_of_c_end_at_column_120() -> None:
     """As ruff has it of Python; nothing formats these."""
-    for path in sources("csrc", "tests", suffixes=(".h", ".cpp", ".cu", ".cuh")):
+    for path in sources("csrc", "cmake", "tests", suffixes=(".h", ".c", ".cpp", ".cu", ".cuh")):
         lines = path.read_text(encoding="utf-8").splitlines()
         assert not [f"{path}:{i}" for i, line in enumerate(lines, 1) if len(line) > 120]
 

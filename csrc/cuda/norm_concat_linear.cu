@@ -3,10 +3,10 @@
 //
 // A block computes 16 * kTiles columns of the output. Its 8 warps share the concat out in blocks of 64 columns, round
 // robin, and stream the weight's rows straight into registers, which are the left operand of mma.sync; the rows of x,
-// padded to 8, are the right one. Neither passes through shared memory, and no warp waits for another before
-// the end of its share. A lane's 16-byte load covers 8 neighbouring columns, where the fragments of two products want
-// columns 2q, 2q+1, 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree,
-// so the loads go in as they come.
+// padded to 8, are the right one. Neither passes through shared memory, and no warp waits for another before the end of
+// its share. A lane's 16-byte load covers 8 neighbouring columns, where the fragments of two products want columns 2q,
+// 2q+1, 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree, so the loads
+// go in as they come.
 //
 // The raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and statistic
 // alike; the gain is multiplied into the weight (weight_gain.cuh).
@@ -47,9 +47,11 @@ struct Arguments {
   bool sum_per_chunk;
 };
 
+static_assert(kMaxDecodeRows == 8);  // columns of an mma.m16n8k16, whose lanes g has rows of x by
+
 template <int kTiles, Flavour kFlavour>
 struct Kernel {
-  static constexpr int kRows = 8;               // of x
+  static constexpr int kRows = kMaxDecodeRows;  // of x
   static constexpr int kColumns = 16 * kTiles;  // of the output
   static constexpr int kPartial = kRows * kColumns;
   // Blocks of 64 columns in flight, each with 2 KB of the weight for a warp and tile. More would spill.

@@ -1,8 +1,8 @@
 // out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows at a time, in two launches.
 //
 // The first multiplies. A block computes 128 columns of the output over a range of columns of one chunk, and the ranges
-// are as many as give every SM its share: with the rows of x read once for 128 columns, not 16 as in the kernel of few
-// rows, they take less of L2 than the weight takes of memory. Both pass through a ring of stages of 64 columns in
+// are as many as give every SM its share: with the rows of x read once for 128 columns, not 16 or 32 as in the fused
+// kernel, they take less of L2 than the weight takes of memory. Both pass through a ring of stages of 64 columns in
 // shared memory, 48 KB of the weight ahead of the product in a block and two blocks on an SM of Hopper, or 80 KB in one
 // block of 128 rows, which takes as much shared memory as no other GPU but sm_100 has: those multiply 64 rows twice.
 // Half of the warps copy the weight and half copy x: a thread's copies land in order, and those of the weight start

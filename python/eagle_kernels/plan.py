@@ -245,11 +245,11 @@ DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 def runs_in_dots(rows: int, block_columns: int) -> bool:
     """Whether sums along K*H beat sums along D at N rows, by the columns that share a scale.
 
-    The first take 4 rows through a tile and the second 6, so that 5 and 6 rows are one pass of the second. Where a
-    block is one of several, its scale multiplies the first's sums of every row anew, and 7 and 8 rows stay with the
-    second. K=3, H=D=4096 on an AMD EPYC, two cores, medians in ms along K*H and along D, one call of each in turn:
-    int8_row at 4 rows 2.1 and 2.7, at 6 rows 3.6 and 2.9, at 8 rows 3.8 and 4.0; nvfp4 at 4 rows 1.9 and 3.0, at 8 rows
-    3.8 and 4.3; mxfp4 at 4 rows 1.9 and 2.1, at 6 rows 3.7 and 3.1, at 8 rows 3.6 and 3.2.
+    The first multiply 1, 2, 4 or 8 rows at a time, so that 5 and 6 cost what 8 do; the second have a tile for every
+    number up to 12. Where a block is one of several, its scale multiplies the first's sums of every row anew, and 7 and
+    8 rows stay with the second too. K=3, H=D=4096 on an AMD EPYC, two cores, medians in ms along K*H and along D, one
+    call of each in turn: int8_row at 4 rows 2.1 and 2.7, at 6 rows 3.6 and 2.9, at 8 rows 3.8 and 4.0; nvfp4 at 4 rows
+    1.9 and 3.0, at 8 rows 3.8 and 4.3; mxfp4 at 4 rows 1.9 and 2.1, at 6 rows 3.7 and 3.1, at 8 rows 3.6 and 3.2.
     """
     return rows <= 4 or (7 <= rows <= 8 and (block_columns > 128 or block_columns == 16))
 

@@ -71,7 +71,7 @@ def instances() -> dict[str, Instance]:
                 flavour = int(re.search(r"FlavourE(\d)", binary.name)[1])
                 name = f"fused {16 * tiles} {('no gain', 'gain', 'any')[flavour]}"
                 depth = 2 if flavour == 0 or (flavour == 1 and tiles == 1) else 1
-                rows, columns, row_tiles = 8, 16 * tiles, 1
+                rows, columns, row_tiles = MAX_CUDA_DECODE_ROWS, 16 * tiles, 1
                 shared = 3 * rows * (8 + 4 * 8 + 4) + 3 * 8 * rows * columns * 4
                 in_flight = 8 * 2048 * tiles * depth
             else:

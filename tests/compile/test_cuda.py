@@ -28,8 +28,8 @@ MOST_REGISTERS = {
     "norm_concat_linear_split": 184,  # of its blocks of 128 rows, and of all on sm_89 and sm_120, an SM has one
     "vocab_parallel_embedding": 40,
 }
-# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes, 3
-# tiles and 3 flavours; split, 2 dtypes of 5 tiles and of the kernel that sums.
+# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes, 2
+# widths of a block and 3 flavours; split, 2 dtypes of 5 tiles and of the kernel that sums.
 INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 12}
 INSTANCES["norm_concat_linear_split"] = 12
 

@@ -1267,6 +1267,31 @@ def untouched(vllm: types.SimpleNamespace) -> bool:
     return all(type(entry) is stand_in.Entry for entry in vllm.models.values())
 
 
+@pytest.mark.parametrize("architecture", ["DeepSeekMTPModel", QWEN3, DFLASH])
+def test_what_is_fused_is_not_fused_again(vllm: types.SimpleNamespace, architecture: str) -> None:
+    """Weights that are loaded again find the projection as the first time left it."""
+
+    def ours(model: nn.Module) -> list[object]:
+        parts = [type(module) for module in model.modules()]
+        return [part for part in parts if part.__module__.startswith("eagle_kernels.engines")] + [
+            vars(model.model).get("_project_context_kv")
+        ]
+
+    register()
+    model = build(vllm, architecture)
+    before = ours(model)
+    assert len(before) > 2 or before[-1] is not None  # the drafter itself, and what is fused in it
+    model.process_weights_after_loading()
+    assert ours(model) == before
+
+
+def test_a_target_is_no_drafter(vllm: types.SimpleNamespace) -> None:
+    name = "Eagle2_5_VLForConditionalGeneration"
+    vllm.models[name] = stand_in.Entry(vllm.models[EAGLE3].load_model_cls())
+    register()
+    assert type(vllm.models[name]) is stand_in.Entry
+
+
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize(
     ("architecture", "name"),

@@ -130,7 +130,7 @@ def test_a_rows_bits_do_not_depend_on_T(make: Callable) -> None:
     call.refill(7)
     call.run()
     every_row = call.results()
-    for T in (1, 2, 7, 8, 9, 16, 128, 129, 299):
+    for T in (1, 2, 15, 16, 17, 128, 129, 299):
         fewer = make(T)
         for pair in (zip(fewer.weights, call.weights, strict=True), zip(fewer.inputs, call.inputs, strict=True)):
             for target, source in pair:

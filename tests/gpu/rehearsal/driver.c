@@ -1,5 +1,5 @@
-// libcuda.so.1 of a machine without a GPU, as far as Triton's launchers and torch go: everything succeeds, nothing runs,
-// and of the last launch it is known what was passed. An H200 to those who ask.
+// libcuda.so.1 of a machine without a GPU, as far as Triton's launchers and torch go: everything succeeds, nothing
+// runs, and of the last launch it is known what was passed. An H200 to those who ask.
 #include <stdint.h>
 #include <string.h>
 

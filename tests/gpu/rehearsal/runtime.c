@@ -1,6 +1,6 @@
-// The CUDA runtime, cuBLAS and cuBLASLt of a machine without a GPU, preloaded into a torch with CUDA: memory is the host's,
-// copies and memsets happen, kernels and products do nothing. So every line of Python and C++ runs as it would on a GPU, and
-// only what kernels compute is missing. stub.py adds what is not here, as functions that return 0.
+// The CUDA runtime, cuBLAS and cuBLASLt of a machine without a GPU, preloaded into a torch with CUDA: memory is the
+// host's, copies and memsets happen, kernels and products do nothing. So every line of Python and C++ runs as it would
+// on a GPU, and only what kernels compute is missing. stub.py adds what is not here, as functions that return 0.
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>

@@ -45,10 +45,10 @@ def register(switches: EngineSwitches) -> None:
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the drafter whose context is projected by the op once its weights are loaded."""
 
-    def fuse(drafter: Any, max_rows: int) -> None:
-        put_in_where_faster(drafter.model, max_rows)
+    def fuse(loaded: Any, max_rows: int) -> None:
+        put_in_where_faster(loaded.model, max_rows)
 
-    return when_loaded(drafter, ("K and V", __name__), lambda _, config: config.max_rows, fuse)
+    return when_loaded(drafter, "K and V", lambda _, config: config.max_rows, fuse)
 
 
 @dataclass(frozen=True, eq=False)

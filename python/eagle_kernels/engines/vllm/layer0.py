@@ -93,7 +93,7 @@ def register(switches: EngineSwitches) -> None:
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the drafter whose layer 0 is fused once its weights are loaded."""
-    return when_loaded(drafter, ("layer 0", __name__), _read, lambda _, stage: stage.fuse())
+    return when_loaded(drafter, "layer 0", _read, lambda _, stage: stage.fuse())
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
         raise TargetError(f"it is of another plugin, {predictor.__module__}")
     target.find()
 
-    return when_loaded(predictor, ("input stage", __name__), lambda _, config: config, _fuse_layers)
+    return when_loaded(predictor, "input stage", lambda _, config: config, _fuse_layers)
 
 
 def _fuse_layers(predictor: Any, config: Config) -> None:

@@ -83,17 +83,17 @@ State = TypeVar("State")
 
 def when_loaded(
     model: type[nn.Module],
-    stage: tuple[str, str],
+    stage: str,
     read: Callable[[Any, Config], State | None],
     fuse: Callable[[Any, State], None],
 ) -> type[nn.Module]:
     """A subclass of a model that fuses a stage once its weights are there, before a forward is traced.
 
     Args:
-        stage: its name in logs, and the module that fuses it.
+        stage: its name in logs.
         read: of the model as it is built; what comes of it goes to `fuse`, if anything does.
     """
-    where, module = f"{model.__name__}'s {stage[0]}", stage[1]
+    where, module = f"{model.__name__}'s {stage}", fuse.__module__
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         model.__init__(self, vllm_config=vllm_config, prefix=prefix)
@@ -104,7 +104,7 @@ def when_loaded(
         """vLLM's hook on a model, behind its layers' weights and `load_weights`."""
         if hasattr(model, "process_weights_after_loading"):
             model.process_weights_after_loading(self)
-        state = self.__dict__.pop(module, None)  # weights that are loaded again find it fused
+        state = self.__dict__.pop(module, None)  # once: what is fused must not be fused again
         if state is not None:
             with leaving_to_vllm(where):
                 fuse(self, state)

@@ -17,8 +17,13 @@ _Base: Any = object  # a drafter class of vLLM
 
 
 def register() -> None:
-    names = {name for name in MODELS.find()[2] if "MTP" in name or "Eagle" in name}
+    names = {name for name in MODELS.find()[2] if _is_drafter(name)}
     hook_models(sorted(names.union(combine.EAGLE3, combine.DFLASH)), hooked)
+
+
+def _is_drafter(name: str) -> bool:
+    # Eagle2_5_VLForConditionalGeneration is a target.
+    return any(kind in name for kind in ("MTP", "Eagle", "DFlash")) and not name.endswith("ForConditionalGeneration")
 
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
