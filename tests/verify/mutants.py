@@ -518,8 +518,18 @@ MUTANTS = (
     Mutant(TRITON("norm_concat_linear"), "w_rows // BLOCK_ROWS if BLOCK_ROWS else w_rows * 0", "w_rows * 0"),
     Mutant(TRITON("norm_concat_linear"), "scaled *= scaled_gain[None, :]", "scaled *= 1.0"),
     Mutant(TRITON("norm_concat_linear"), "total *= tl.load(global_scale_ptr)", "total *= 1.0"),
-    Mutant(TRITON("norm_concat_linear"), "0 if columns >= W else columns", "columns"),
-    Mutant(TRITON("norm_concat_linear"), '"BLOCK_ROWS": 0 if rows >= D else rows', '"BLOCK_ROWS": rows'),
+    Mutant(
+        TRITON("norm_concat_linear"),
+        "0 if columns >= W else columns",
+        "columns",
+        survives="an equal function: the index of the only block is 0 after a division too",
+    ),
+    Mutant(
+        TRITON("norm_concat_linear"),
+        '"BLOCK_ROWS": 0 if rows >= D else rows',
+        '"BLOCK_ROWS": rows',
+        survives="an equal function: the index of the only block is 0 after a division too",
+    ),
     Mutant(TRITON("norm_concat_linear"), '0.0625 if weight.format == "nvfp4" else 0.25', "1.0"),
 )
 
