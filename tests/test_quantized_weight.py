@@ -160,9 +160,12 @@ def test_a_small_block_of_nvfp4_has_the_least_scale_and_no_nan() -> None:
 
 def test_blocks_of_fp8_end_anywhere() -> None:
     """mxfp8 needs whole blocks, fp8_block32 has the same 32 columns and does not."""
-    for format in ("fp8_block32", "fp8_block128"):
-        quantized = quantize(torch.full((5, 33), 448.0), format)
-        assert torch.equal(quantized.dequantize(torch.float64), torch.full((5, 33), 448.0).double())
+    for format, block in (("fp8_block32", 32), ("fp8_block128", 128)):
+        weight = torch.full((block + 5, block + 1), 448.0)
+        weight[block - 1, 0], weight[block, 1], weight[0, block] = 2 * 448.0, 4 * 448.0, 8 * 448.0
+        quantized = quantize(weight, format)
+        assert quantized.scales.tolist() == [[2.0, 8.0], [4.0, 1.0]]
+        assert torch.equal(quantized.dequantize(torch.float32), weight)
 
 
 def test_where_a_kernel_scales() -> None:
