@@ -924,7 +924,7 @@ def test_layer_0_has_the_faster_layout_of_its_weight(
     assert line.startswith(f"{LAYER0} {says}")
 
 
-@pytest.mark.parametrize("reason", ["lora", "indexer", "another-class", "another-body", "fails"])
+@pytest.mark.parametrize("reason", ["lora", "indexer", "batch-invariant", "another-class", "another-body", "fails"])
 def test_layer_0_stays_with_the_engine(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, reason: str
 ) -> None:
@@ -941,6 +941,7 @@ def test_layer_0_stays_with_the_engine(
         attention.indexer = nn.Identity()
     elif reason == "fails":
         monkeypatch.setattr(projection, "project", failing)
+    vllm.envs.VLLM_BATCH_INVARIANT = reason == "batch-invariant"
     register()
     config = types.SimpleNamespace(max_loras=1) if reason == "lora" else None
     layer = build(vllm, QWEN3, pack, lora_config=config).model.layers[0]
@@ -950,6 +951,7 @@ def test_layer_0_stays_with_the_engine(
     says = {
         "lora": f"{LAYER0} stays with vLLM: LoRA is on, which replaces it",
         "indexer": f"{LAYER0} stays with vLLM: an indexer reads the normed states too",
+        "batch-invariant": f"{LAYER0} stays with vLLM: VLLM_BATCH_INVARIANT=1 wants vLLM's own",
         "another-class": f"stays with vLLM: its layer 0 is a {MODELS}.qwen3_eagle3.Theirs",
         "another-body": f"Eagle3Qwen3ForCausalLM's layer 0 stays with vLLM: {MODELS}.qwen3:Qwen3Attention.forward",
         "fails": f"{LAYER0} stays with vLLM: norm_concat_linear does not run here: no more",

