@@ -249,8 +249,10 @@ def test_a_zero_row_is_zero_whatever_the_gain(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("at", ["begin", "end"])
-@pytest.mark.parametrize(("N", "H", "D"), [(5, 136, 35), (11, 584, 35), (5, 136, 4259), (3, 584, 4259)])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("dtype", "N", "H", "D"),
+    [("bf16", 5, 136, 35), ("bf16", 11, 584, 35), ("fp16", 5, 584, 35), ("fp16", 11, 136, 35), ("bf16", 3, 584, 4259)],
+)
 def test_no_operand_is_read_or_written_beyond_its_end(
     dtype: str, N: int, H: int, D: int, at: str, kernel: Kernel
 ) -> None:
