@@ -66,3 +66,17 @@ def test_every_code_and_scale(format: str) -> None:
     result = ek.norm_concat_linear([torch.eye(32).bfloat16()], weight, norm="none")
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "mxfp4", "nvfp4"])
+def test_a_code_times_a_large_gain_stays_in_fp16(format: str) -> None:
+    """448 * 300, and 6 * 448 * 300 of nvfp4, are beyond its 65504."""
+    call = operands(Case("fp16", (128,) * 2, 5, D=40))
+    gain = torch.full((2, 128), 300.0).half()
+    weight = ek.quantize(call.projection["weight"], format)
+    result = ek.norm_concat_linear(call.chunks, weight, norm_weight=gain)
+    x = torch.cat(
+        [chunk.double() / (chunk.double().square().mean(-1, True) + 1e-6).sqrt() for chunk in call.chunks], -1
+    )
+    expected = 300 * x @ weight.dequantize(torch.float64).t()
+    torch.testing.assert_close(result.double(), expected, rtol=5e-3, atol=0.5)
