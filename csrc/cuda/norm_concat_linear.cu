@@ -47,7 +47,7 @@ struct Arguments {
   bool sum_per_chunk;
 };
 
-static_assert(kMaxDecodeRows == 8);  // columns of an mma.m16n8k16, whose lanes g has rows of x by
+static_assert(kMaxDecodeRows == 8);  // the n of mma.m16n8k16: lane group g holds row g of x
 
 template <int kTiles, Flavour kFlavour>
 struct Kernel {

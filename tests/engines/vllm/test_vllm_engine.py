@@ -85,7 +85,8 @@ def test_nothing_changes_where_users_go(engine: Engine, name: str) -> None:
     assert on.results == off.results
     assert on.accepted_length == 1 + request.get("num_speculative_tokens", 3)
     # A rank of row-parallel ones norms all columns, and multiplies its own.
-    ops = {"norm_concat", "norm_concat_linear"} if environment else {"norm_concat_linear"}
+    is_row_parallel = "EAGLE_KERNELS_VLLM_ROW_PARALLEL" in environment
+    ops = {"norm_concat", "norm_concat_linear"} if is_row_parallel else {"norm_concat_linear"}
     assert [set(calls) for calls in on.calls] == [ops] * request.get("tp", 1)
 
 
