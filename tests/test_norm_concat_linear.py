@@ -194,9 +194,9 @@ def test_bits_do_not_depend_on_T_or_threads(dtype: torch.dtype, projection: str)
 @needs_compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 def test_bits_do_not_depend_on_T_over_many_blocks(dtype: torch.dtype) -> None:
-    """K*H beyond one block of the sum (1024), more than 512 rows and more than 512 columns."""
+    """K*H beyond one block of the sum (4096 at most), more than 512 rows and more than 512 columns."""
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
-        chunks, weight, gain = make_call(555, dtype, H=500, D=577)
+        chunks, weight, gain = make_call(555, dtype, H=1500, D=577)
         every_row = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
         for begin, end in ((0, 1), (511, 513), (520, 555), (100, 117)):
             rows = [chunk[begin:end] for chunk in chunks]
@@ -352,7 +352,7 @@ def test_explain_names_the_kernel_that_runs(projection: str) -> None:
 @pytest.mark.parametrize("dtype", FUSED_ROWS, ids=str)
 def test_the_fused_kernel_takes_as_many_rows_as_the_table_says(dtype: torch.dtype) -> None:
     for isa, limit in FUSED_ROWS[dtype].items():
-        for T in (1, 2, 16, 17, 32, 33, 512, 513, 5000):
+        for T in (1, 2, 16, 17, 64, 65, 128, 129, 512, 513, 5000):
             fused = limit is None or limit >= T
             problem = Problem("norm_concat_linear", torch.device("cpu"), 3, T, dtype, 4096, (4096,))
             assert cpu_projection(problem, isa).kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)

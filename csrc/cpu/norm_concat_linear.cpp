@@ -61,7 +61,7 @@ int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
 #endif
   int64_t bytes = 0;
   with_dtype(op.source.dtype, [&](auto type) { bytes = dot_workspace<decltype(type)>(op); });
-  return op.weight_type == WeightType::kChunks ? bytes : bytes + totals_workspace(op);
+  return bytes + totals_workspace(op);
 }
 
 template <>

@@ -21,6 +21,11 @@ inline int64_t fp32_rows_bytes(const NormConcatLinear& op) {
   return op.num_rows * num_panels(op) * kPanelColumns * sizeof(float);
 }
 
+// What the totals of columns take behind the rest, where a post norm needs the fp32 rows; else they are in their place.
+inline int64_t totals_workspace(const NormConcatLinear& op) {
+  return op.post_norm_gain.data == nullptr ? 0 : fp32_rows_bytes(op);
+}
+
 // One step of a dot product: kStep elements of a weight row times as many of a packed row, into the lanes of a sum.
 template <class T>
 struct DotStep {
@@ -55,15 +60,25 @@ struct DotStep<BFloat16> {
 constexpr int kTileColumns = kLanes == 16 ? 6 : 4;
 constexpr int kTileRows = kLanes == 16 ? 4 : 2;
 
-// K*H is summed in blocks of 2 KB of a packed row: lanes within a block, then block after block. 16 packed rows of a
-// block are 32 KB, which leaves room in L1 for the weight (fp32, T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6).
+// K*H is summed in blocks of a packed row: lanes within a block, then block after block. In fp32 of 2 KB, of which 16
+// rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6). A product of bf16 takes half as many
+// bytes, which L2 can give, and longer blocks are fewer sums of lanes (T = 16, two threads and one, in ms: 2 KB 5.0 and
+// 9.9, 4 KB 4.7 and 9.4, 8 KB 4.6 and 9.3, whole rows 4.7 and 9.5).
 template <class T>
-constexpr int64_t kDotBlockK = 2048 / sizeof(typename DotStep<T>::Packed);
+constexpr int64_t kDotBlockK = 2048 / sizeof(float);
+#if defined(__AVX512BF16__)
+template <>
+constexpr int64_t kDotBlockK<BFloat16> = 8192 / sizeof(BFloat16);
+#endif
 
-// While the packed rows fit in 1.25 MB of L2, kTileColumns weight rows stream from end to end. Otherwise
-// about 64 share each block of the packed rows.
+// While the packed rows fit in 1.25 MB of L2, kTileColumns weight rows stream from end to end. Otherwise those of
+// kDotBlockColumns share each block of the packed rows.
 constexpr int64_t kCachedBytes = 1280 << 10;
-constexpr int64_t kDotBlockColumns = 64 / kTileColumns * kTileColumns;
+
+// Columns whose totals lie side by side until they are finished. In rows of [N, D] those of 8 rows and more fall into
+// one set of L1, and 6 columns of a tile are no whole vector (bf16, T = 32, one thread: 19.0 ms; 16.8 without both).
+constexpr int64_t kDotBlockColumns = 48;
+static_assert(kDotBlockColumns % kTileColumns == 0);
 
 // kTileColumns rows of the weight, or one. While they are multiplied `fetch_rows` rows of what comes next are fetched.
 template <class T>
@@ -140,8 +155,20 @@ typename DotStep<T>::Packed* packed_rows(const NormConcatLinear& op) {
 }
 
 template <class T>
+int64_t packed_bytes(const NormConcatLinear& op) {
+  return op.num_rows * packed_width<T>(op) * sizeof(typename DotStep<T>::Packed);
+}
+
+template <class T>
 int64_t dot_workspace(const NormConcatLinear& op) {
-  return fp32_rows_bytes(op) + op.num_rows * packed_width<T>(op) * sizeof(typename DotStep<T>::Packed);
+  return fp32_rows_bytes(op) + packed_bytes<T>(op);
+}
+
+// The totals of the columns from `begin` on, [N][columns].
+template <class T>
+float* column_totals(const NormConcatLinear& op, int64_t begin) {
+  const int64_t before = op.post_norm_gain.data == nullptr ? 0 : dot_workspace<T>(op);
+  return reinterpret_cast<float*>(static_cast<char*>(op.workspace) + before) + begin * op.num_rows;
 }
 
 template <class T>
@@ -183,43 +210,53 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, cons
   }
 }
 
+// The totals of columns [begin, end), which share each block of the packed rows.
+template <class T>
+void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* totals, int64_t totals_stride) {
+  const int64_t width = packed_width<T>(op), stride = op.weight_row_stride;
+  const auto weight_at = [&](int64_t d, int64_t k) { return static_cast<const T*>(op.weight) + d * stride + k; };
+  const int64_t row_tiles = (op.num_rows + kTileRows - 1) / kTileRows;
+  const int64_t tile_rows = (op.num_rows + row_tiles - 1) / row_tiles;
+  const int64_t share = (kTileColumns + row_tiles - 1) / row_tiles;
+
+  for (int64_t k = 0; k < op.source.width; k += kDotBlockK<T>) {
+    const int64_t count = k + kDotBlockK<T> < op.source.width ? kDotBlockK<T> : op.source.width - k;
+    const bool last_k = k + count == op.source.width;
+    for (int64_t d = begin; d < end;) {
+      const int64_t columns = d + kTileColumns <= end ? kTileColumns : 1;
+      const T* next = d + columns < end ? weight_at(d + columns, k)
+                      : last_k          ? weight_at(d + columns, 0)
+                                        : weight_at(begin, k + count);
+      for (int64_t i = 0, fetched = 0; i < op.num_rows; i += tile_rows, fetched += share) {
+        const int64_t rows = op.num_rows - i < tile_rows ? op.num_rows - i : tile_rows;
+        const int64_t left = columns - fetched;
+        const WeightRows<T> weight{weight_at(d, k), stride, next + fetched * stride, left < share ? left : share};
+        const auto* packed = packed_rows<T>(op) + i * width + k;
+        float* result = totals + i * totals_stride + (d - begin);
+        if (columns == kTileColumns) {
+          dot_rows<T, kTileColumns>(rows, weight, packed, width, count, result, totals_stride, k == 0);
+        } else {
+          dot_rows<T, 1>(rows, weight, packed, width, count, result, totals_stride, k == 0);
+        }
+      }
+      d += columns;
+    }
+  }
+}
+
 template <class T>
 void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   if (op.num_rows == 0) return;
-  const int64_t width = packed_width<T>(op), stride = op.weight_row_stride;
-  const auto weight_at = [&](int64_t d, int64_t k) { return static_cast<const T*>(op.weight) + d * stride + k; };
-  const bool cached = op.num_rows * width * static_cast<int64_t>(sizeof(typename DotStep<T>::Packed)) <= kCachedBytes;
-  const int64_t block_columns = cached ? kTileColumns : kDotBlockColumns;
-  const int64_t row_tiles = (op.num_rows + kTileRows - 1) / kTileRows;
-  const int64_t share = (kTileColumns + row_tiles - 1) / row_tiles;
+  const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? kTileColumns : kDotBlockColumns;
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;
 
-  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += block_columns) {
-    const int64_t end = begin + block_columns < columns_end ? begin + block_columns : columns_end;
-    for (int64_t k = 0; k < op.source.width; k += kDotBlockK<T>) {
-      const int64_t count = k + kDotBlockK<T> < op.source.width ? kDotBlockK<T> : op.source.width - k;
-      const bool last_k = k + count == op.source.width;
-      for (int64_t d = begin; d < end;) {
-        const int64_t columns = d + kTileColumns <= end ? kTileColumns : 1;
-        const T* next = d + columns < end ? weight_at(d + columns, k)
-                        : last_k          ? weight_at(d + columns, 0)
-                                          : weight_at(begin, k + count);
-        for (int64_t i = 0, fetched = 0; i < op.num_rows; i += kTileRows, fetched += share) {
-          const int64_t left = columns - fetched;
-          const WeightRows<T> weight{weight_at(d, k), stride, next + fetched * stride, left < share ? left : share};
-          const auto* packed = packed_rows<T>(op) + i * width + k;
-          float* result = fp32_rows(op) + i * op.num_columns + d;
-          if (columns == kTileColumns) {
-            dot_rows<T, kTileColumns>(op.num_rows - i, weight, packed, width, count, result, op.num_columns, k == 0);
-          } else {
-            dot_rows<T, 1>(op.num_rows - i, weight, packed, width, count, result, op.num_columns, k == 0);
-          }
-        }
-        d += columns;
-      }
+  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kDotBlockColumns) {
+    const int64_t end = begin + kDotBlockColumns < columns_end ? begin + kDotBlockColumns : columns_end;
+    float* totals = column_totals<T>(op, begin);
+    for (int64_t d = begin; d < end; d += sharing) {
+      dot_columns<T>(op, d, d + sharing < end ? d + sharing : end, totals + (d - begin), end - begin);
     }
-    const bool is_finished = op.post_norm_gain.data != nullptr && op.bias.data == nullptr;
-    if (!is_finished) finish_columns<T>(op, begin, end, fp32_rows(op) + begin, op.num_columns);
+    finish_columns<T>(op, begin, end, totals, end - begin);
   }
 }
 

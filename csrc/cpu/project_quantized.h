@@ -42,16 +42,6 @@ inline void with_code(WeightType type, F f) {
   }
 }
 
-// The totals of a panel: [N][kPanelColumns] in fp32. Where no post norm needs the fp32 rows they are in their place.
-inline int64_t totals_workspace(const NormConcatLinear& op) {
-  return op.post_norm_gain.data == nullptr ? 0 : fp32_rows_bytes(op);
-}
-template <class T>
-Float* panel_totals(const NormConcatLinear& op, int64_t panel) {
-  const int64_t before = op.post_norm_gain.data == nullptr ? 0 : dot_workspace<T>(op);
-  return reinterpret_cast<Float*>(static_cast<char*>(op.workspace) + before) + panel * op.num_rows * kStripVectors;
-}
-
 // Up to kPanelColumns rows of the weight, from column k on.
 struct CodeRows {
   const uint8_t* data;
@@ -388,7 +378,7 @@ void for_each_panel(const NormConcatLinear& op, int64_t panel_begin, int64_t pan
     const int64_t begin = panel * kPanelColumns;
     const int64_t columns = op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns;
     const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + begin * op.weight_row_stride;
-    Float* totals = panel_totals<T>(op, panel);
+    Float* totals = reinterpret_cast<Float*>(column_totals<T>(op, begin));
     __builtin_memset(totals, 0, op.num_rows * kStripVectors * sizeof(Float));
     f(begin, PanelCodes<Code>{codes, op.weight_row_stride, columns, op.source.width}, totals);
     finish_columns<T>(op, begin, begin + columns, reinterpret_cast<const float*>(totals), kPanelColumns);

@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant("csrc/cpu/norm_concat_linear.cpp", "value(d, span) * rstd * gain", "value(d, span) * gain"),
     Mutant(
         "csrc/cpu/norm_concat_linear.cpp",
-        "op.weight_type == WeightType::kChunks ? bytes : bytes + totals_workspace(op)",
+        "bytes + totals_workspace(op)",
         "bytes",
     ),
     Mutant(SIMD, "bits + 0x7fff + ((bits >> 16) & 1)", "bits + 0x8000"),
@@ -268,16 +268,14 @@ MUTANTS = (
     Mutant(DOT_PRODUCT, "round_to(value, T{})", "value"),
     Mutant(DOT_PRODUCT, "(width - source.width) * sizeof(Packed)", "0"),
     Mutant(DOT_PRODUCT, "op.bias.data != nullptr", "false"),
-    Mutant(
-        DOT_PRODUCT, "op.post_norm_gain.data != nullptr && op.bias.data == nullptr", "op.post_norm_gain.data != nullptr"
-    ),
+    Mutant(DOT_PRODUCT, "op.post_norm_gain.data == nullptr ? 0 : fp32_rows_bytes(op)", "0"),
+    Mutant(DOT_PRODUCT, "op.post_norm_gain.data == nullptr ? 0 : dot_workspace<T>(op)", "0"),
+    Mutant(DOT_PRODUCT, "op.num_rows - i < tile_rows ? op.num_rows - i : tile_rows", "tile_rows"),
     Mutant(
         DOT_PRODUCT, "k + kDotBlockK<T> < op.source.width ? kDotBlockK<T> : op.source.width - k", "op.source.width - k"
     ),
     Mutant(DOT_PRODUCT, "d + kTileColumns <= end", "d + kTileColumns <= end + 1"),
     Mutant(DOT_PRODUCT, "packed_rows<T>(op) + i * width + k", "packed_rows<T>(op) + i * width"),
-    Mutant(CODES_PRODUCT, "op.post_norm_gain.data == nullptr ? 0 : fp32_rows_bytes(op)", "0"),
-    Mutant(CODES_PRODUCT, "op.post_norm_gain.data == nullptr ? 0 : dot_workspace<T>(op)", "0"),
     Mutant(CODES_PRODUCT, "part % 8 >= 4", "part % 8 >= 5"),
     Mutant(CODES_PRODUCT, "rows >= 4 && bytes >= kCacheLine", "bytes >= kCacheLine"),
     Mutant(CODES_PRODUCT, "rows >= 4 && bytes >= kCacheLine", "rows >= 4"),
