@@ -321,6 +321,8 @@ MUTANTS = (
     ),
     Mutant(CODES_PRODUCT, "op.num_rows * kStripVectors * sizeof(Float)", "0"),
     Mutant(CODES_PRODUCT, "codes.strip(k + kStripWidth)", "codes.strip(k)"),
+    Mutant(CODES_PRODUCT, "codes.strip(next_k)", "codes.strip(k)"),
+    Mutant(CODES_PRODUCT, "words.words + k / 2 * kStripVectors", "words.words"),
     Mutant(
         CODES_PRODUCT,
         "packed_rows<T>(op) + i * packed_width<T>(op) + k",
