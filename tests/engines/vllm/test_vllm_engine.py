@@ -90,6 +90,29 @@ def test_nothing_changes_where_users_go(engine: Engine, name: str) -> None:
     assert [set(calls) for calls in on.calls] == [ops] * request.get("tp", 1)
 
 
+# vLLM 0.32 on CPU expands temperatures to drafts by a C++ function for int64, into a copy of its output that it drops:
+# the temperatures are what the memory held before, and one seed draws other tokens each time.
+EXPANDED = """
+def register():
+    from vllm.v1.sample import rejection_sampler
+
+    def expanded(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return x.where(x != replace_from, replace_to).repeat_interleave(counts)
+
+    rejection_sampler.expand_batch_to_tokens = expanded
+"""
+
+
+def test_a_seed_draws_the_same_tokens(engine: Engine) -> None:
+    request = request_of(engine, 3, "chunk") | {"sampling": {"temperature": 2.0, "seed": 7}, "prompts": SIX}
+    request |= {"engine": {"max_num_seqs": 6}, "updates": [{}]}
+    off = engine.run(request, plugins={"expanded": EXPANDED}, EAGLE_KERNELS_VLLM="0")
+    on = engine.run(request, plugins={"expanded": EXPANDED})
+    assert off.results[0] == off.results[1] and 1 < off.accepted_length < BEST
+    assert on.results == off.results and on.calls
+
+
 def test_engine_core_in_a_process_of_its_own(engine: Engine) -> None:
     """vLLM's default, and the plugin is loaded in both processes; the other runs keep the core in theirs."""
     run = engine.run(request_of(engine, 3, "chunk"), VLLM_ENABLE_V1_MULTIPROCESSING="1")
