@@ -1,12 +1,11 @@
 // add_rms_norm: from tensors to the record, and the primitive of both devices.
 #include "add_rms_norm.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "cuda/current_device.h"
+#include "python_call.h"
 
 namespace eagle_kernels {
 namespace {
@@ -14,10 +13,8 @@ namespace {
 constexpr const char* kOp = "add_rms_norm";
 
 template <auto run>
-void add_rms_norm_out(const Tensor& hidden_tensor, const Tensor& residual_tensor, const Tensor& weight_tensor,
-                      double eps, double norm_offset, const Tensor& out_tensor, const Tensor& out_sum_tensor) {
-  const View hidden(hidden_tensor), residual(residual_tensor), weight(weight_tensor);
-  const View out(out_tensor), out_sum(out_sum_tensor);
+void add_rms_norm_out(const View& hidden, const View& residual, const View& weight, double eps, double norm_offset,
+                      const Output& out, const Output& out_sum) {
   check_floating(kOp, "hidden", hidden);
   check_rows(kOp, "hidden", hidden);
   const int64_t rows = hidden.size(0), width = hidden.size(1);
@@ -48,9 +45,9 @@ void add_rms_norm_out(const Tensor& hidden_tensor, const Tensor& residual_tensor
   record.gain = {weight.data, weight.type()};
   record.eps = static_cast<float>(eps);
   record.norm_offset = static_cast<float>(norm_offset);
-  record.normed = out_tensor.mutable_data_ptr();
+  record.normed = out.mutable_data();
   record.normed_row_stride = out.stride(0);
-  record.sum = out_sum_tensor.mutable_data_ptr();
+  record.sum = out_sum.mutable_data();
   record.sum_row_stride = out_sum.stride(0);
   run(record, hidden.device_index);
 }
@@ -68,7 +65,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  m.impl("add_rms_norm_out", TORCH_BOX(&add_rms_norm_out<run_on_cpu>));
+  implement<&add_rms_norm_out<run_on_cpu>>(m, "add_rms_norm_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -81,7 +78,7 @@ void run_on_cuda(const AddRmsNorm& record, int32_t device_index) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  m.impl("add_rms_norm_out", TORCH_BOX(&add_rms_norm_out<run_on_cuda>));
+  implement<&add_rms_norm_out<run_on_cuda>>(m, "add_rms_norm_out", kCudaDevice);
 }
 #endif
 

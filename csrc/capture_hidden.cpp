@@ -1,12 +1,11 @@
 // capture_hidden: from tensors to the record, and the primitive of both devices.
 #include "capture_hidden.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "cuda/current_device.h"
+#include "python_call.h"
 
 namespace eagle_kernels {
 namespace {
@@ -14,10 +13,8 @@ namespace {
 constexpr const char* kOp = "capture_hidden";
 
 template <auto run>
-void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& residual_tensor, const Tensor& out_tensor,
-                        const OptionalTensor& sum_squares_tensor) {
-  const View hidden(hidden_tensor), out(out_tensor);
-  const std::optional<View> residual = view_of(residual_tensor), sum_squares = view_of(sum_squares_tensor);
+void capture_hidden_out(const View& hidden, const OptionalView& residual, const Output& out,
+                        const std::optional<Output>& sum_squares) {
   check_floating(kOp, "hidden", hidden);
   const bool streams = hidden.dim == 3;
   if (streams) {
@@ -60,10 +57,10 @@ void capture_hidden_out(const Tensor& hidden_tensor, const OptionalTensor& resid
     record.residual = residual->data;
     record.residual_row_stride = residual->stride(0);
   }
-  record.out = out_tensor.mutable_data_ptr();
+  record.out = out.mutable_data();
   record.out_row_stride = out.stride(0);
   if (sum_squares) {
-    record.sum_squares = static_cast<float*>(sum_squares_tensor->mutable_data_ptr());
+    record.sum_squares = static_cast<float*>(sum_squares->mutable_data());
     record.sum_squares_row_stride = sum_squares->stride(0);
   }
   run(record, hidden.device_index);
@@ -82,7 +79,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  m.impl("capture_hidden_out", TORCH_BOX(&capture_hidden_out<run_on_cpu>));
+  implement<&capture_hidden_out<run_on_cpu>>(m, "capture_hidden_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -95,7 +92,7 @@ void run_on_cuda(const CaptureHidden& record, int32_t device_index) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  m.impl("capture_hidden_out", TORCH_BOX(&capture_hidden_out<run_on_cuda>));
+  implement<&capture_hidden_out<run_on_cuda>>(m, "capture_hidden_out", kCudaDevice);
 }
 #endif
 

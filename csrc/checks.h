@@ -44,6 +44,7 @@ extern const TorchDType kTorchFloat, kTorchBFloat16, kTorchHalf, kTorchInt, kTor
 
 // What is read of a tensor, once: each accessor of the stable ABI is a call into libtorch.
 struct View {
+  View() = default;
   explicit View(const Tensor& tensor);
 
   int64_t size(int64_t i) const { return sizes[i]; }
@@ -57,18 +58,24 @@ struct View {
   bool is_floating() const { return dtype == kTorchFloat || dtype == kTorchBFloat16 || dtype == kTorchHalf; }
   const void* at(int64_t element) const { return static_cast<const char*>(data) + element * element_size; }
 
-  const void* data;
-  const int64_t* sizes;  // these two are the tensor's own
-  const int64_t* strides;
-  int64_t dim;
-  int64_t element_size;
-  TorchDType dtype;
-  int32_t device_type, device_index;
+  const void* data = nullptr;
+  const int64_t* sizes = nullptr;  // these two are the tensor's own
+  const int64_t* strides = nullptr;
+  int64_t dim = 0;
+  int64_t element_size = 0;
+  TorchDType dtype{};
+  int32_t device_type = 0, device_index = 0;
 };
 
-inline std::optional<View> view_of(const OptionalTensor& tensor) {
-  return tensor ? std::optional<View>(*tensor) : std::nullopt;
-}
+// What a primitive writes: memory that no lazy copy shares.
+struct Output : View {
+  Output() = default;
+  explicit Output(const Tensor& tensor) : View(tensor) { data = tensor.mutable_data_ptr(); }
+
+  void* mutable_data() const { return const_cast<void*>(data); }
+};
+
+using OptionalView = std::optional<View>;
 
 // The primitive was chosen by the devices of all arguments together.
 inline void check_device(const char* op, const char* name, const View& view, const View& like,

@@ -1,8 +1,8 @@
 // What torch.ops.eagle_kernels_C and libeagle_kernels.so have besides the ops, each of which registers itself.
 //
 // The primitives never choose: python/eagle_kernels decides which one runs. All of csrc is on the libtorch
-// stable ABI (target 2.11) and has no Python in it, so that one build serves every torch from 2.11 on, CPU or CUDA, and
-// every Python.
+// stable ABI (target 2.11) and linked to no Python (python_call.cpp is handed what it calls), so that one build serves
+// every torch from 2.11 on, CPU or CUDA, and every Python.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include "concat.h"
 #include "cpu/dispatch.h"
 #include "cuda/current_device.h"
+#include "export.h"
 #include "norm_concat_linear.h"
 
 namespace eagle_kernels {
@@ -25,9 +26,6 @@ int64_t set_cpu_isa(int64_t cap) {
 }
 
 }  // namespace
-
-// Read with ctypes (python/eagle_kernels/library.py): a binding would be bound to one Python.
-#define EAGLE_KERNELS_EXPORT extern "C" __attribute__((visibility("default")))
 
 // What this build is, a line each. CMakeLists.txt spells the archs that it has CUDA kernels for.
 EAGLE_KERNELS_EXPORT const char* eagle_kernels_build_info() {

@@ -1,11 +1,10 @@
 // norm_concat: from tensors to the record, and the primitive of both devices.
 #include "norm_concat.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "checks.h"
 #include "cpu/norm_concat.h"
 #include "cuda/current_device.h"
+#include "python_call.h"
 #include "sources.h"
 
 namespace eagle_kernels {
@@ -14,11 +13,10 @@ namespace {
 constexpr const char* kOp = "norm_concat";
 
 template <auto run>
-void norm_concat_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
-                     const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
-                     const OptionalTensors& residuals, const OptionalTensors& indices,
-                     const OptionalTensor& sum_squares, const Tensor& out_tensor) {
-  const View out(out_tensor);
+void norm_concat_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+                     const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
+                     const OptionalViews& residuals, const OptionalViews& indices, const OptionalView& sum_squares,
+                     const Output& out) {
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kOp, arguments, out);
   check_shape(kOp, "out", out, out.size(0), sources.concat.width);
@@ -26,7 +24,7 @@ void norm_concat_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int6
   NormConcat record{};
   record.source = sources.concat;
   record.num_rows = out.size(0);
-  record.out = out_tensor.mutable_data_ptr();
+  record.out = out.mutable_data();
   record.out_row_stride = out.stride(0);
   run(record, out.device_index);
 }
@@ -40,7 +38,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  m.impl("norm_concat_out", TORCH_BOX(&norm_concat_out<run_on_cpu>));
+  implement<&norm_concat_out<run_on_cpu>>(m, "norm_concat_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -54,7 +52,7 @@ void run_on_cuda(const NormConcat& record, int32_t device_index) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  m.impl("norm_concat_out", TORCH_BOX(&norm_concat_out<run_on_cuda>));
+  implement<&norm_concat_out<run_on_cuda>>(m, "norm_concat_out", kCudaDevice);
 }
 #endif
 

@@ -3,7 +3,6 @@
 #include "norm_concat_linear.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-#include <torch/csrc/stable/library.h>
 
 #include <array>
 #include <memory>
@@ -15,6 +14,7 @@
 #include "cpu/parallel.h"
 #include "cuda/current_device.h"
 #include "norm_concat.h"
+#include "python_call.h"
 #include "sources.h"
 
 namespace eagle_kernels {
@@ -24,55 +24,50 @@ constexpr const char* kOp = "norm_concat_linear";
 constexpr const char* kQuantizedOp = "norm_concat_linear_quantized";
 
 // All of the record but the weight.
-NormConcatLinear record_of(const char* op, const Sources& sources, const OptionalTensor& bias_tensor,
-                           const OptionalTensor& post_norm_tensor, double post_norm_eps, const View& out,
-                           const Tensor& out_tensor) {
+NormConcatLinear record_of(const char* op, const Sources& sources, const OptionalView& bias,
+                           const OptionalView& post_norm_gain, double post_norm_eps, const Output& out) {
   const int64_t columns = out.size(1);
   NormConcatLinear record{};
   record.source = sources.concat;
   record.num_rows = out.size(0);
   record.num_columns = columns;
-  if (bias_tensor) {
-    const View bias(*bias_tensor);
-    check_vector(op, "bias", bias, columns, sources.first);
-    check_no_overlap(op, "out", out, bias);
-    record.bias = {bias.data, bias.type()};
+  if (bias) {
+    check_vector(op, "bias", *bias, columns, sources.first);
+    check_no_overlap(op, "out", out, *bias);
+    record.bias = {bias->data, bias->type()};
   }
-  if (post_norm_tensor) {
-    const View gain(*post_norm_tensor);
-    check_vector(op, "post_norm_weight", gain, columns, sources.first);
-    check_no_overlap(op, "out", out, gain);
+  if (post_norm_gain) {
+    check_vector(op, "post_norm_weight", *post_norm_gain, columns, sources.first);
+    check_no_overlap(op, "out", out, *post_norm_gain);
     check_eps(op, "post_norm_eps", post_norm_eps);
-    record.post_norm_gain = {gain.data, gain.type()};
+    record.post_norm_gain = {post_norm_gain->data, post_norm_gain->type()};
     record.post_norm_eps = static_cast<float>(post_norm_eps);
   }
-  record.out = out_tensor.mutable_data_ptr();
+  record.out = out.mutable_data();
   record.out_row_stride = out.stride(0);
   return record;
 }
 
 template <auto run>
-void norm_concat_linear_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
-                            const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
-                            const OptionalTensors& residuals, const OptionalTensors& indices,
-                            const OptionalTensor& sum_squares, const Tensor& weight_tensor,
-                            const OptionalTensor& bias_tensor, const OptionalTensor& post_norm_tensor,
-                            double post_norm_eps, const Tensor& out_tensor) {
-  const View out(out_tensor), weight(weight_tensor);
+void norm_concat_linear_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+                            const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
+                            const OptionalViews& residuals, const OptionalViews& indices,
+                            const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
+                            const OptionalView& post_norm_gain, double post_norm_eps, const Output& out) {
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kOp, arguments, out);
   check_operand(kOp, "weight", weight, sources.first);
   check_shape(kOp, "weight", weight, out.size(1), sources.concat.width);
   check_no_overlap(kOp, "out", out, weight);
 
-  NormConcatLinear record = record_of(kOp, sources, bias_tensor, post_norm_tensor, post_norm_eps, out, out_tensor);
+  NormConcatLinear record = record_of(kOp, sources, bias, post_norm_gain, post_norm_eps, out);
   record.weight = weight.data;
   record.weight_row_stride = weight.stride(0);
-  run(record, weight_tensor, out_tensor);
+  run(record, weight, out);
 }
 
 // What Triton's launcher has no checks for: in Python they take 40 us of a call.
-void run_nothing(const NormConcatLinear&, const Tensor&, const Tensor&) {}
+void run_nothing(const NormConcatLinear&, const View&, const Output&) {}
 
 struct CpuKernels {
   int64_t (*workspace)(const NormConcatLinear&);
@@ -105,7 +100,7 @@ struct Workspace {
   void* data;
 };
 
-void run_on_cpu(NormConcatLinear record, const Tensor&, const Tensor&) {
+void run_on_cpu(NormConcatLinear record, const View&, const Output&) {
   if (record.num_rows == 0 || record.num_columns == 0) return;
   const CpuKernels& kernels = kCpu.active();
   const Workspace workspace(kernels.workspace(record));
@@ -177,22 +172,21 @@ Scales scales_of(const Sources& sources, const View& scales, const std::optional
           .global = global_scale ? static_cast<const float*>(global_scale->data) : nullptr};
 }
 
-void norm_concat_linear_quantized_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
-                                      const std::vector<Tensor>& gains, const std::vector<double>& eps,
-                                      double norm_offset, const OptionalTensors& residuals,
-                                      const OptionalTensors& indices, const OptionalTensor& sum_squares,
-                                      const Tensor& codes, const Tensor& scales,
-                                      const OptionalTensor& global_scale, int64_t block_rows, int64_t block_columns,
-                                      const OptionalTensor& bias, const OptionalTensor& post_norm_weight,
-                                      double post_norm_eps, bool in_dots, const Tensor& out_tensor) {
-  const View out(out_tensor);
+void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+                                      const std::vector<View>& gains, const std::vector<double>& eps,
+                                      double norm_offset, const OptionalViews& residuals,
+                                      const OptionalViews& indices, const OptionalView& sum_squares, const View& codes,
+                                      const View& scales, const OptionalView& global_scale, int64_t block_rows,
+                                      int64_t block_columns, const OptionalView& bias,
+                                      const OptionalView& post_norm_gain, double post_norm_eps, bool in_dots,
+                                      const Output& out) {
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kQuantizedOp, arguments, out);
-  NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_weight, post_norm_eps, out, out_tensor);
-  add_codes(sources, View(codes), out, record);
-  record.scales = scales_of(sources, View(scales), view_of(global_scale), block_rows, block_columns, out);
+  NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
+  add_codes(sources, codes, out, record);
+  record.scales = scales_of(sources, scales, global_scale, block_rows, block_columns, out);
   record.in_dots = in_dots;
-  run_on_cpu(record, codes, out_tensor);
+  run_on_cpu(record, codes, out);
 }
 
 // A matrix in memory that is somebody else's.
@@ -203,24 +197,24 @@ Tensor matrix(const void* data, std::array<int64_t, 2> sizes, std::array<int64_t
   return Tensor(handle);
 }
 
+Tensor matrix_of(const Output& out) { return matrix(out.data, {out.size(0), out.size(1)}, {out.stride(0), 1}, out); }
+
 // norm_concat and torch's own product: the second step as a function, since through the dispatcher it takes 2 us more.
-void run_two_steps_on_cpu(const NormConcatLinear& op, const Tensor& weight_tensor, const Tensor& out) {
-  const View weight(weight_tensor);
+void run_two_steps_on_cpu(const NormConcatLinear& op, const View& weight, const Output& out) {
   const int64_t rows = op.num_rows, width = op.source.width;
   const Workspace workspace(rows * width * weight.element_size);
   cpu::norm_concat({op.source, rows, workspace.data, width});
   const Tensor normed = matrix(workspace.data, {rows, width}, {width, 1}, weight);
   const Tensor transposed = matrix(weight.data, {width, op.num_columns}, {1, op.weight_row_stride}, weight);
-  expect_success(aoti_torch_cpu_mm_out(out.get(), normed.get(), transposed.get()));
+  expect_success(aoti_torch_cpu_mm_out(matrix_of(out).get(), normed.get(), transposed.get()));
 }
 
 // For what torch's product rounds once: no bias, no post norm.
 template <auto run>
-void norm_concat_linear_two_step_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
-                                     const std::vector<Tensor>& gains, const std::vector<double>& eps,
-                                     double norm_offset, const OptionalTensors& residuals,
-                                     const OptionalTensors& indices, const OptionalTensor& sum_squares,
-                                     const Tensor& weight, const Tensor& out) {
+void norm_concat_linear_two_step_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+                                     const std::vector<View>& gains, const std::vector<double>& eps,
+                                     double norm_offset, const OptionalViews& residuals, const OptionalViews& indices,
+                                     const OptionalView& sum_squares, const View& weight, const Output& out) {
   norm_concat_linear_out<run>(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares,
                               weight, {}, {}, 0.0, out);
 }
@@ -246,13 +240,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
-  m.impl("norm_concat_linear_checks_out", TORCH_BOX(&norm_concat_linear_out<run_nothing>));
+  implement<&norm_concat_linear_out<run_nothing>>(m, "norm_concat_linear_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cpu>));
-  m.impl("norm_concat_linear_quantized_out", TORCH_BOX(&norm_concat_linear_quantized_out));
-  m.impl("norm_concat_linear_two_step_out", TORCH_BOX(&norm_concat_linear_two_step_out<run_two_steps_on_cpu>));
+  implement<&norm_concat_linear_out<run_on_cpu>>(m, "norm_concat_linear_out", kCpuDevice);
+  implement<&norm_concat_linear_quantized_out>(m, "norm_concat_linear_quantized_out", kCpuDevice);
+  implement<&norm_concat_linear_two_step_out<run_two_steps_on_cpu>>(m, "norm_concat_linear_two_step_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -268,11 +262,11 @@ void refuse_unfused(const NormConcatLinear& record) {
   check(norm_concat_linear_is_aligned(record), kOp, "operands", "alignment");
 }
 
-void run_on_cuda(const NormConcatLinear& record, const Tensor&, const Tensor& out) {
+void run_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
   refuse_unfused(record);
   check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
   if (record.num_rows == 0 || record.num_columns == 0) return;
-  cuda::launch(kOp, norm_concat_linear_cuda, record, View(out).device_index);
+  cuda::launch(kOp, norm_concat_linear_cuda, record, out.device_index);
 }
 
 // A tensor of torch's caching allocator and graph pools.
@@ -285,10 +279,9 @@ Tensor empty(std::array<int64_t, 2> sizes, TorchDType dtype, const View& like) {
 }
 
 template <bool early_weight>
-void run_split_on_cuda(NormConcatLinear record, const Tensor&, const Tensor& out_tensor) {
+void run_split_on_cuda(NormConcatLinear record, const View&, const Output& out) {
   refuse_unfused(record);
   if (record.num_rows == 0 || record.num_columns == 0) return;
-  const View out(out_tensor);
   const cuda::CurrentDevice device(kOp, out.device_index);
   const SplitRanges ranges = norm_concat_linear_split_ranges(record, device.get());
   const Tensor workspace = empty({1, ranges.workspace}, kTorchFloat, out);
@@ -297,16 +290,16 @@ void run_split_on_cuda(NormConcatLinear record, const Tensor&, const Tensor& out
   cuda::expect_success(kOp, norm_concat_linear_split_cuda(record, ranges, device.get()));
 }
 
-void norm_concat_linear_split_out(const std::vector<Tensor>& chunks, int64_t num_chunks, int64_t norm,
-                                  const std::vector<Tensor>& gains, const std::vector<double>& eps, double norm_offset,
-                                  const OptionalTensors& residuals, const OptionalTensors& indices,
-                                  const OptionalTensor& sum_squares, const Tensor& weight, const OptionalTensor& bias,
-                                  const OptionalTensor& post_norm, double post_norm_eps, bool early_weight,
-                                  const Tensor& out) {
+void norm_concat_linear_split_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+                                  const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
+                                  const OptionalViews& residuals, const OptionalViews& indices,
+                                  const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
+                                  const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
+                                  const Output& out) {
   const auto run = early_weight ? norm_concat_linear_out<run_split_on_cuda<true>>
                                 : norm_concat_linear_out<run_split_on_cuda<false>>;
-  run(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, weight, bias, post_norm,
-      post_norm_eps, out);
+  run(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, weight, bias,
+      post_norm_gain, post_norm_eps, out);
 }
 
 // Whether the rows stand concatenated and as they are: of a static buffer that capture has written.
@@ -322,12 +315,12 @@ bool is_concatenated(const Concat& source) {
 }
 
 // There are no more normed rows than rows of the sources.
-void run_two_steps_on_cuda(const NormConcatLinear& op, const Tensor& weight_tensor, const Tensor& out) {
+void run_two_steps_on_cuda(const NormConcatLinear& op, const View& weight, const Output& out_view) {
   refuse_many_chunks(op);
   const int64_t rows = op.num_rows, width = op.source.width;
   if (rows == 0 || op.num_columns == 0) return;
-  const View weight(weight_tensor);
   const Tensor transposed = matrix(weight.data, {width, op.num_columns}, {1, op.weight_row_stride}, weight);
+  const Tensor out = matrix_of(out_view);
   if (is_concatenated(op.source)) {
     const Chunk& first = op.source.chunks[0];
     const Tensor concat = matrix(first.x, {rows, width}, {first.x_row_stride, 1}, weight);
@@ -341,9 +334,9 @@ void run_two_steps_on_cuda(const NormConcatLinear& op, const Tensor& weight_tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  m.impl("norm_concat_linear_out", TORCH_BOX(&norm_concat_linear_out<run_on_cuda>));
-  m.impl("norm_concat_linear_split_out", TORCH_BOX(&norm_concat_linear_split_out));
-  m.impl("norm_concat_linear_two_step_out", TORCH_BOX(&norm_concat_linear_two_step_out<run_two_steps_on_cuda>));
+  implement<&norm_concat_linear_out<run_on_cuda>>(m, "norm_concat_linear_out", kCudaDevice);
+  implement<&norm_concat_linear_split_out>(m, "norm_concat_linear_split_out", kCudaDevice);
+  implement<&norm_concat_linear_two_step_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
 }
 #endif
 

@@ -9,7 +9,7 @@ namespace {
 // Of a concat: the CUDA kernels count columns in int.
 constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max();
 
-const Tensor& first_of(const char* op, const std::vector<Tensor>& chunks) {
+const View& first_of(const char* op, const std::vector<View>& chunks) {
   check(!chunks.empty(), op, "chunks", "count");
   return chunks[0];
 }
@@ -58,8 +58,7 @@ void Sources::add_chunks() {
     chunks_ = many_chunks_.data();
   }
   Chunk* chunk = chunks_;
-  for (const Tensor& tensor : arguments_.chunks) {
-    const View source = chunk == chunks_ ? first : View(tensor);
+  for (const View& source : arguments_.chunks) {
     check_operand(op_, "chunks", source, first);
     check(source.size(1) >= 1 && source.size(1) <= kMaxWidth - concat.width, op_, "chunks", "width");
     check_no_overlap(op_, "out", out_, source);
@@ -75,7 +74,7 @@ void Sources::add_chunks() {
   }
 }
 
-void Sources::add_residuals(const std::vector<OptionalTensor>& residuals) {
+void Sources::add_residuals(const std::vector<OptionalView>& residuals) {
   check(residuals.size() == arguments_.chunks.size(), op_, "residuals", "count");
   for (int64_t k = 0; k < concat.num_chunks; ++k) {
     if (packed_ && k > 0) {
@@ -86,9 +85,8 @@ void Sources::add_residuals(const std::vector<OptionalTensor>& residuals) {
       }
       continue;
     }
-    const OptionalTensor& tensor = residuals[k];
-    if (!tensor) continue;
-    const View residual(*tensor);
+    if (!residuals[k]) continue;
+    const View& residual = *residuals[k];
     check_operand(op_, "residuals", residual, first);
     check_shape(op_, "residuals", residual, chunks_[k].rows, packed_ ? concat.width : chunks_[k].width);
     check_no_overlap(op_, "out", out_, residual);
@@ -100,15 +98,15 @@ void Sources::add_residuals(const std::vector<OptionalTensor>& residuals) {
 // One for all chunks, or one each; a packed tensor's rows are read together.
 void Sources::add_indices() {
   const int64_t rows = out_.size(0);
-  static const std::vector<OptionalTensor> kNone;
-  const std::vector<OptionalTensor>& indices = arguments_.indices ? *arguments_.indices : kNone;
+  static const std::vector<OptionalView> kNone;
+  const std::vector<OptionalView>& indices = arguments_.indices ? *arguments_.indices : kNone;
   check(size_of(indices) <= 1 || (size_of(indices) == concat.num_chunks && !packed_), op_, "indices", "count");
   bool has_index = false;
   Index index;
   for (int64_t k = 0; k < concat.num_chunks; ++k) {
     if (k < size_of(indices)) {
       has_index = indices[k].has_value();
-      index = has_index ? index_of(View(*indices[k])) : Index{};
+      index = has_index ? index_of(*indices[k]) : Index{};
     }
     check(has_index || chunks_[k].rows == rows, op_, "chunks", "rows");
     chunks_[k].index = index;
@@ -126,9 +124,9 @@ Index Sources::index_of(const View& index) const {
 
 // One gain per chunk [H_k], or all packed: [K, H] for chunk norms, [K*H] for the concat norm.
 void Sources::add_gains() {
-  const std::vector<Tensor>& gains = arguments_.gains;
+  const std::vector<View>& gains = arguments_.gains;
   check(gains.size() == 1 || size_of(gains) == concat.num_chunks, op_, "norm_weight", "count");
-  const View first_gain(gains[0]);
+  const View& first_gain = gains[0];
   if (gains.size() == 1) {
     check_dense(op_, "norm_weight", first_gain, concat.width, first);
     check(is_packed_gain(first_gain), op_, "norm_weight", "dimensions");
@@ -139,7 +137,7 @@ void Sources::add_gains() {
     return;
   }
   for (int64_t k = 0; k < concat.num_chunks; ++k) {
-    const View gain = k == 0 ? first_gain : View(gains[k]);
+    const View& gain = gains[k];
     check_vector(op_, "norm_weight", gain, chunks_[k].width, first);
     check_dtype(op_, "norm_weight", gain, first_gain.dtype);
     check_no_overlap(op_, "out", out_, gain);
@@ -166,7 +164,7 @@ void Sources::add_eps() {
 
 // Row sums of squares of every chunk [T, K], by row of the chunk.
 void Sources::add_sum_squares() {
-  const View sum_squares(*arguments_.sum_squares);
+  const View& sum_squares = *arguments_.sum_squares;
   check_device(op_, "sum_squares", sum_squares, first);
   check_dtype(op_, "sum_squares", sum_squares, kTorchFloat);
   check_rows(op_, "sum_squares", sum_squares);

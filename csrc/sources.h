@@ -1,8 +1,6 @@
 // The sources of norm_concat and norm_concat_linear: from tensors to the record of the concat.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
 #include <optional>
 #include <string>
@@ -14,7 +12,7 @@
 namespace eagle_kernels {
 
 // Absent where no chunk has one: an empty list takes 0.3 us to pass, of a call's 4.
-using OptionalTensors = std::optional<std::vector<OptionalTensor>>;
+using OptionalViews = std::optional<std::vector<OptionalView>>;
 
 // The arguments that both ops begin with, as their schemas name them.
 inline const std::string kSourcesSchema =
@@ -22,15 +20,15 @@ inline const std::string kSourcesSchema =
     "Tensor?[]? residuals, Tensor?[]? indices, Tensor? sum_squares";
 
 struct SourceArguments {
-  const std::vector<Tensor>& chunks;
+  const std::vector<View>& chunks;
   int64_t num_chunks;
   int64_t norm;
-  const std::vector<Tensor>& gains;
+  const std::vector<View>& gains;
   const std::vector<double>& eps;
   double norm_offset;
-  const OptionalTensors& residuals;
-  const OptionalTensors& indices;
-  const OptionalTensor& sum_squares;
+  const OptionalViews& residuals;
+  const OptionalViews& indices;
+  const OptionalView& sum_squares;
 };
 
 // Checks the arguments, against `out` as well, and fills the record. A packed `chunks` (one tensor, num_chunks > 1) is
@@ -46,7 +44,7 @@ class Sources {
  private:
   bool is_packed(const View& chunks) const;
   void add_chunks();
-  void add_residuals(const std::vector<OptionalTensor>& residuals);
+  void add_residuals(const std::vector<OptionalView>& residuals);
   void add_indices();
   Index index_of(const View& index) const;
   void add_gains();

@@ -1,11 +1,10 @@
 // store_context_kv: from tensors to the record, and the primitive of the CPU.
 #include "store_context_kv.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
+#include "python_call.h"
 
 namespace eagle_kernels {
 namespace {
@@ -25,14 +24,14 @@ bool touch(const View& a, const View& b) {
   return reinterpret_cast<uintptr_t>(a.data) < end_of(b) && reinterpret_cast<uintptr_t>(b.data) < end_of(a);
 }
 
-Cache cache_of(const char* name, const Tensor& tensor, const View& view, const View& kv) {
+Cache cache_of(const char* name, const Output& view, const View& kv) {
   check_device(kOp, name, view, kv);
   check_dtype(kOp, name, view, kv.dtype);
   check(view.dim == 3, kOp, name, "dimensions");
   check(view.size(2) <= 1 || view.stride(2) == 1, kOp, name, "last stride");
   check(view.size(2) <= kMaxHeadDim, kOp, name, "head");
   check(!touch(view, kv), kOp, name, "overlap");
-  return {tensor.mutable_data_ptr(), view.stride(0), view.stride(1)};
+  return {view.mutable_data(), view.stride(0), view.stride(1)};
 }
 
 Integers integers_of(const char* name, const View& view, const View& kv) {
@@ -43,26 +42,23 @@ Integers integers_of(const char* name, const View& view, const View& kv) {
   return {view.data, view.dtype == kTorchLong};
 }
 
-void store_context_kv_out(const Tensor& kv_tensor, const OptionalTensor& gain_tensor, double eps, double norm_offset,
-                          int64_t norm_width, const Tensor& cos_sin_tensor, int64_t rotary_begin, bool interleaved,
-                          const Tensor& positions, const Tensor& slots, const Tensor& k_cache_tensor,
-                          const OptionalTensor& v_cache_tensor) {
-  const View kv(kv_tensor), cos_sin(cos_sin_tensor), k_cache(k_cache_tensor);
-  const std::optional<View> gain = view_of(gain_tensor), v_cache = view_of(v_cache_tensor);
+void store_context_kv_out(const View& kv, const OptionalView& gain, double eps, double norm_offset, int64_t norm_width,
+                          const View& cos_sin, int64_t rotary_begin, bool interleaved, const View& positions,
+                          const View& slots, const Output& k_cache, const std::optional<Output>& v_cache) {
   check_floating(kOp, "kv", kv);
   check_rows(kOp, "kv", kv);
   StoreContextKV record{};
-  record.k_cache = cache_of("k_cache", k_cache_tensor, k_cache, kv);
+  record.k_cache = cache_of("k_cache", k_cache, kv);
   const int64_t heads = k_cache.size(1), head_dim = k_cache.size(2);
   if (v_cache) {
-    record.v_cache = cache_of("v_cache", *v_cache_tensor, *v_cache, kv);
+    record.v_cache = cache_of("v_cache", *v_cache, kv);
     const bool same = v_cache->size(0) == k_cache.size(0) && v_cache->size(1) == heads && v_cache->size(2) == head_dim;
     check(same, kOp, "v_cache", "shape");
   }
   const int64_t width = heads * head_dim;
   check(kv.size(1) == width || (v_cache && kv.size(1) == 2 * width), kOp, "kv", "shape");
-  record.positions = integers_of("positions", View(positions), kv);
-  record.slots = integers_of("slots", View(slots), kv);
+  record.positions = integers_of("positions", positions, kv);
+  record.slots = integers_of("slots", slots, kv);
   check(0 <= norm_width && norm_width <= head_dim, kOp, "norm_width", "value");
   if (gain) {
     check_vector(kOp, "k_norm_weight", *gain, norm_width, kv);
@@ -106,7 +102,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  m.impl("store_context_kv_out", TORCH_BOX(&store_context_kv_out));
+  implement<&store_context_kv_out>(m, "store_context_kv_out", kCpuDevice);
 }
 
 }  // namespace eagle_kernels

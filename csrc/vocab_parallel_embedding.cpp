@@ -1,7 +1,6 @@
 // vocab_parallel_embedding: from tensors to the record, and the primitive of both devices.
 #include "vocab_parallel_embedding.h"
 
-#include <torch/csrc/stable/library.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -9,6 +8,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "cuda/current_device.h"
+#include "python_call.h"
 
 namespace eagle_kernels {
 namespace {
@@ -16,11 +16,9 @@ namespace {
 constexpr const char* kOp = "vocab_parallel_embedding";
 
 template <auto run>
-void vocab_parallel_embedding_out(const Tensor& ids_tensor, const Tensor& weight_tensor, int64_t org_begin,
-                                  int64_t org_end, int64_t added_begin, int64_t added_end, int64_t added_row,
-                                  std::optional<double> scale, const OptionalTensor& scale_tensor,
-                                  const Tensor& out_tensor) {
-  const View ids(ids_tensor), weight(weight_tensor), out(out_tensor);
+void vocab_parallel_embedding_out(const View& ids, const View& weight, int64_t org_begin, int64_t org_end,
+                                  int64_t added_begin, int64_t added_end, int64_t added_row,
+                                  std::optional<double> scale, const OptionalView& scale_tensor, const Output& out) {
   check_floating(kOp, "weight", weight);
   check_rows(kOp, "weight", weight);
   const int64_t width = weight.size(1), rows = weight.size(0);
@@ -39,7 +37,7 @@ void vocab_parallel_embedding_out(const Tensor& ids_tensor, const Tensor& weight
 
   VocabParallelEmbedding record{};
   if (scale_tensor) {
-    const View view(*scale_tensor);
+    const View& view = *scale_tensor;
     check_device(kOp, "scale", view, weight);
     check_floating(kOp, "scale", view);
     check(view.dim == 0, kOp, "scale", "dimensions");
@@ -62,7 +60,7 @@ void vocab_parallel_embedding_out(const Tensor& ids_tensor, const Tensor& weight
   record.added_row = added_row;
   record.has_scale = scale || scale_tensor;
   record.scale = static_cast<float>(scale.value_or(1.0));
-  record.out = out_tensor.mutable_data_ptr();
+  record.out = out.mutable_data();
   record.out_row_stride = out.stride(0);
   run(record, weight.device_index);
 }
@@ -95,7 +93,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  m.impl("vocab_parallel_embedding_out", TORCH_BOX(&vocab_parallel_embedding_out<run_on_cpu>));
+  implement<&vocab_parallel_embedding_out<run_on_cpu>>(m, "vocab_parallel_embedding_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -108,7 +106,7 @@ void run_on_cuda(const VocabParallelEmbedding& record, int32_t device_index) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  m.impl("vocab_parallel_embedding_out", TORCH_BOX(&vocab_parallel_embedding_out<run_on_cuda>));
+  implement<&vocab_parallel_embedding_out<run_on_cuda>>(m, "vocab_parallel_embedding_out", kCudaDevice);
 }
 #endif
 

@@ -137,16 +137,22 @@ class Eagle3Projection(nn.Module):
         config = self.config
         modules: dict[str, Any] = self._modules
         K, eps, norm_offset = config.num_chunks, config.eps, config.norm_offset
-        norm, gains = self._norm(modules)
-        if norm == "chunk" and modules["input_norm"] is not None:
+        fc_norm, input_norm = modules["fc_norm"], modules["input_norm"]
+        norm, gains = "none", None
+        if fc_norm is not None:
+            norm, gains = "chunk", [parameter_of(each) for each in fc_norm._modules.values()]
+        elif input_norm is not None:
+            norm, gains = "concat", parameter_of(input_norm)
+        if norm == "chunk" and input_norm is not None:
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
-            gain = parameter_of(modules["input_norm"])
+            gain = parameter_of(input_norm)
             first = (chunks, "concat", gain, eps, norm_offset, residuals, indices, sum_squares, K)
             chunks, residuals, indices, sum_squares = concatenate(Sources.of("norm_concat", *first)), None, None, None
         statistics = None if norm == "none" else sum_squares
-        arguments = (chunks, norm, gains, eps, norm_offset, residuals, indices, statistics, K)
         fc = modules["fc"]
-        sources = Sources.of("norm_concat_linear", *arguments)
+        sources = Sources.of(
+            "norm_concat_linear", chunks, norm, gains, eps, norm_offset, residuals, indices, statistics, K
+        )
         if getattr(fc, "packed", None) is None:
             return project_onto(fc, sources, eps, out)
         projected = fc.product(concatenate(sources))
@@ -155,14 +161,6 @@ class Eagle3Projection(nn.Module):
         sources.check_out("norm_concat_linear", out, fc.out_features, "D")
         sources.check_memory("norm_concat_linear", out, ("bias", fc.bias))
         return out.copy_(projected)
-
-    @staticmethod
-    def _norm(modules: dict[str, Any]) -> tuple[str, list[Tensor] | Tensor | None]:
-        """The norm in front of fc and its gains."""
-        if modules["fc_norm"] is not None:
-            return "chunk", list(map(parameter_of, modules["fc_norm"]._modules.values()))
-        input_norm = modules["input_norm"]
-        return ("none", None) if input_norm is None else ("concat", parameter_of(input_norm))
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -5,12 +5,14 @@ costs 10 to 16 (torch 2.13, 2.6 GHz Xeon). The compiled library holds no Python 
 """
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 COMPILED_LIBRARY = Path(__file__).parent / "libeagle_kernels.so"
 
@@ -68,6 +70,59 @@ def _is_older(missing: str) -> str:
     return f"{COMPILED_LIBRARY.name} is older than the package, it has no {missing}: install the package again"
 
 
+class Primitives:
+    """The compiled primitives by name. Those that ops call are functions of C that Python calls without the dispatcher
+    (csrc/python_call.h), which takes 4 us of norm_concat_linear's; they leave to it, that is to the packets of
+    `namespace`, every call with anything but plain tensors, and all of them under a profiler."""
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+        if unsupported_reason is None:
+            self.__dict__ |= _python_functions(namespace)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._namespace, name)
+
+
+def _python_functions(namespace: Any) -> dict[str, Callable]:
+    """By name; {} where Python or torch lacks what they need."""
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    python, library = ctypes.pythonapi, ctypes.PyDLL(os.fspath(COMPILED_LIBRARY))
+    library.eagle_kernels_python_names.restype = ctypes.c_char_p
+    names = library.eagle_kernels_python_names().decode().split()
+    if exchange is None or not all(hasattr(python, name) for name in names):
+        return {}
+    # Prototypes of our own: those of ctypes.pythonapi are everyone's.
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
+    function_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+        ("PyCFunction_NewEx", python)
+    )
+    functions = [ctypes.cast(getattr(python, name), ctypes.c_void_p).value for name in names]
+    objects = list(map(id, _PYTHON_OBJECTS))  # addresses
+    addresses = [(ctypes.c_void_p * len(those))(*those) for those in (functions, objects)]
+    table = ctypes.c_void_p(pointer_of(exchange, b"dlpack_exchange_api"))
+    if not library.eagle_kernels_set_python(*addresses, table):
+        return {}
+    method_of = library.eagle_kernels_python_method
+    method_of.restype, method_of.argtypes = ctypes.c_void_p, [ctypes.c_int64]
+    found = {}
+    for method in iter(map(method_of, itertools.count()).__next__, None):
+        name = ctypes.cast(method, ctypes.POINTER(ctypes.c_char_p))[0].decode()  # the first field of a PyMethodDef
+        found[name] = function_of(method, getattr(namespace, name), None)
+    return found
+
+
+# csrc/python_call.cpp, `Objects`: in its order, and alive as long as the library.
+_PYTHON_OBJECTS = (
+    None,
+    True,
+    Tensor,
+    torch.nn.Parameter,
+    RuntimeError,
+    Tensor.is_neg,
+    torch._C._autograd._profiler_enabled,
+)
+
 # The functions of the library without arguments, and what they return.
 _EXPORTED: dict[str, type] = {
     "eagle_kernels_build_info": ctypes.c_char_p,
@@ -113,4 +168,4 @@ NAMESPACE: str = build_info.get("namespace", "eagle_kernels")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 registered_ops = getattr(torch.ops, NAMESPACE)
 # Exchanged by tests: tests/cuda_host runs the CUDA kernels in an emulation.
-primitives = getattr(torch.ops, f"{NAMESPACE}_C")
+primitives = Primitives(getattr(torch.ops, f"{NAMESPACE}_C"))

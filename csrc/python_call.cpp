@@ -1,0 +1,257 @@
+#include "python_call.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "dlpack.h"
+#include "export.h"
+
+namespace eagle_kernels {
+namespace {
+
+using Object = _object*;
+
+// What is called of Python's stable ABI, in the order of `kPythonNames`.
+struct Python {
+  Object (*type_of)(Object);
+  void (*increase)(Object);
+  void (*decrease)(Object);
+  long long (*as_integer)(Object);
+  double (*as_double)(Object);
+  int (*is_true)(Object);
+  ptrdiff_t (*length)(Object);
+  Object (*item)(Object, ptrdiff_t);
+  Object (*call)(Object function, ...);
+  Object (*call_with)(Object function, Object tuple);
+  Object (*new_tuple)(ptrdiff_t);
+  int (*set_item)(Object tuple, ptrdiff_t, Object stolen);
+  Object (*error)();
+  void (*clear_error)();
+  void (*raise)(Object type, const char* text);
+  void* (*save_thread)();
+  void (*restore_thread)(void*);
+};
+constexpr const char* kPythonNames =
+    "PyObject_Type Py_IncRef Py_DecRef PyLong_AsLongLong PyFloat_AsDouble PyObject_IsTrue PySequence_Size "
+    "PySequence_GetItem PyObject_CallFunctionObjArgs PyObject_CallObject PyTuple_New PyTuple_SetItem PyErr_Occurred "
+    "PyErr_Clear PyErr_SetString PyEval_SaveThread PyEval_RestoreThread";
+
+// Objects that outlive every call: python/eagle_kernels/library.py keeps them.
+struct Objects {
+  Object none, true_object, tensor, parameter, runtime_error, is_neg, is_profiling;
+};
+
+Python python;
+Objects objects;
+const dlpack::Exchange* tensors;
+
+// PyMethodDef of the stable ABI.
+struct Method {
+  const char* name;
+  Object (*function)(Object self, Object const* arguments, ptrdiff_t count);
+  int flags;
+  const char* doc;
+};
+constexpr int kFastCall = 0x80;
+
+struct Entry {
+  std::string name;
+  std::array<PythonFunction, 2> by_device_type{};
+  Method method{};
+};
+constexpr size_t kMaxEntries = 16;
+
+// Filled while the library is loaded, by whichever file of it is first.
+std::array<Entry, kMaxEntries>& entries() {
+  static std::array<Entry, kMaxEntries> all;
+  return all;
+}
+
+bool is_plain_tensor(Object object) {
+  const Object type = python.type_of(object);
+  python.decrease(type);
+  return type == objects.tensor || type == objects.parameter;
+}
+
+// A lazy negation has no memory of its own values; the dispatcher computes them.
+bool is_negated(Object tensor) {
+  const Object answer = python.call(objects.is_neg, tensor, nullptr);
+  if (answer == nullptr) return true;
+  python.decrease(answer);
+  return answer == objects.true_object;
+}
+
+TorchDType dtype_of(const dlpack::DataType& type) {
+  switch (type.code << 8 | type.bits) {
+    case dlpack::kFloat << 8 | 32:
+      return kTorchFloat;
+    case dlpack::kFloat << 8 | 16:
+      return kTorchHalf;
+    case dlpack::kBFloat << 8 | 16:
+      return kTorchBFloat16;
+    case dlpack::kInt << 8 | 32:
+      return kTorchInt;
+    case dlpack::kInt << 8 | 64:
+      return kTorchLong;
+    case dlpack::kInt << 8 | 8:
+      return kTorchInt8;
+    case dlpack::kUInt << 8 | 8:
+      return kTorchByte;
+    case dlpack::kFloat8E4M3FN << 8 | 8:
+      return kTorchFloat8E4M3;
+    case dlpack::kFloat8E8M0FNU << 8 | 8:
+      return kTorchFloat8E8M0;
+    default:
+      return {-1};  // which no check takes
+  }
+}
+
+// False: no tensor of the CPU or of CUDA with memory of its own values.
+bool view_of(Object object, View& view) {
+  dlpack::Tensor tensor;
+  if (!is_plain_tensor(object) || tensors->tensor_of(object, &tensor) != 0) return false;
+  const bool on_cpu = tensor.device.type == dlpack::kCpu;
+  if ((!on_cpu && tensor.device.type != dlpack::kCuda) || is_negated(object)) return false;
+  view.data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  view.sizes = tensor.sizes;
+  view.strides = tensor.strides;
+  view.dim = tensor.dim;
+  view.element_size = tensor.dtype.bits / 8;
+  view.dtype = dtype_of(tensor.dtype);
+  view.device_type = on_cpu ? kCpuDevice : kCudaDevice;
+  view.device_index = tensor.device.index;
+  return tensor.data != nullptr || view.numel() == 0;  // zeros without memory: torch._efficientzerotensor
+}
+
+// The primitive of `self`, torch's packet of its overloads.
+Object call_dispatcher(Object self, Object const* arguments, ptrdiff_t count) {
+  const Object tuple = python.new_tuple(count);
+  if (tuple == nullptr) return nullptr;
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    python.increase(arguments[i]);
+    python.set_item(tuple, i, arguments[i]);
+  }
+  const Object result = python.call_with(self, tuple);
+  python.decrease(tuple);
+  return result;
+}
+
+// A profiler shows what the dispatcher has called.
+bool is_profiling() {
+  const Object answer = python.call(objects.is_profiling, nullptr);
+  if (answer == nullptr) return true;
+  python.decrease(answer);
+  return answer == objects.true_object;
+}
+
+bool call_directly(const Entry& entry, Object const* arguments, ptrdiff_t count) {
+  if (count == 0 || is_profiling()) return false;
+  for (const int32_t device_type : {kCudaDevice, kCpuDevice}) {
+    const PythonFunction function = entry.by_device_type[device_type];
+    if (function == nullptr) continue;
+    PythonArguments read(arguments, count, device_type);
+    if (function(read)) return true;
+    python.clear_error();
+  }
+  return false;
+}
+
+template <size_t i>
+Object call(Object self, Object const* arguments, ptrdiff_t count) {
+  try {
+    if (call_directly(entries()[i], arguments, count)) {
+      python.increase(objects.none);
+      return objects.none;
+    }
+  } catch (const std::exception& failure) {
+    python.raise(objects.runtime_error, failure.what());
+    return nullptr;
+  }
+  return call_dispatcher(self, arguments, count);
+}
+
+template <size_t... i>
+void add_methods(std::index_sequence<i...>) {
+  ((entries()[i].method = {entries()[i].name.c_str(), &call<i>, kFastCall, nullptr}), ...);
+}
+
+}  // namespace
+
+void add_python_function(std::string_view name, int32_t device_type, PythonFunction function) {
+  const auto entry = std::find_if(entries().begin(), entries().end(), [&](const Entry& known) {
+    return known.name.empty() || known.name == name;
+  });
+  if (entry == entries().end()) throw std::runtime_error("eagle-kernels: more primitives than kMaxEntries");
+  entry->name = name;
+  entry->by_device_type[device_type] = function;
+}
+
+PythonArguments::~PythonArguments() {
+  for (const Object item : items_) python.decrease(item);
+}
+
+void PythonArguments::read(Object object, bool& value) {
+  const int answer = python.is_true(object);
+  failed_ |= answer < 0;
+  value = answer == 1;
+}
+
+void PythonArguments::read(Object object, int64_t& value) {
+  value = python.as_integer(object);
+  failed_ |= value == -1 && python.error() != nullptr;
+}
+
+void PythonArguments::read(Object object, double& value) {
+  value = python.as_double(object);
+  failed_ |= value == -1 && python.error() != nullptr;
+}
+
+void PythonArguments::read(Object object, View& view) {
+  failed_ |= !view_of(object, view) || (is_first_ && view.device_type != device_type_);
+  is_first_ = false;
+}
+
+bool PythonArguments::is_none(const _object* object) const { return object == objects.none; }
+
+int64_t PythonArguments::size_of(Object sequence) {
+  const ptrdiff_t size = python.length(sequence);
+  failed_ |= size < 0;
+  return std::max<ptrdiff_t>(size, 0);
+}
+
+Object PythonArguments::item(Object sequence, int64_t i) {
+  const Object item = python.item(sequence, i);
+  failed_ |= item == nullptr;
+  if (item != nullptr) items_.push_back(item);
+  return item;
+}
+
+WithoutPython::WithoutPython() : thread_(python.save_thread()) {}
+WithoutPython::~WithoutPython() { python.restore_thread(thread_); }
+
+}  // namespace eagle_kernels
+
+// library.py hands over what these names stand for.
+EAGLE_KERNELS_EXPORT const char* eagle_kernels_python_names() { return eagle_kernels::kPythonNames; }
+
+// 0 where torch's exchange table is of a version that this does not know.
+EAGLE_KERNELS_EXPORT int64_t eagle_kernels_set_python(const void* functions, const void* objects,
+                                                      const void* exchange) {
+  using namespace eagle_kernels;
+  const auto* table = static_cast<const dlpack::Exchange*>(exchange);
+  if (table->major != dlpack::kMajorVersion || table->tensor_of == nullptr) return 0;
+  std::memcpy(&python, functions, sizeof(python));
+  std::memcpy(&eagle_kernels::objects, objects, sizeof(eagle_kernels::objects));
+  tensors = table;
+  add_methods(std::make_index_sequence<kMaxEntries>());
+  return 1;
+}
+
+// The PyMethodDef of a primitive by its place; null behind the last one.
+EAGLE_KERNELS_EXPORT const void* eagle_kernels_python_method(int64_t i) {
+  using namespace eagle_kernels;
+  return i < static_cast<int64_t>(kMaxEntries) && !entries()[i].name.empty() ? &entries()[i].method : nullptr;
+}

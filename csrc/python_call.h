@@ -1,0 +1,164 @@
+// A primitive and its two callers: torch's dispatcher, and Python without it.
+//
+// Of a call of norm_concat_linear with three chunks the dispatcher takes 4 us (schema, boxing, a handle for each tensor
+// of a list), more than the checks and the launch together. So Python may hand its arguments to C as they are: torch's
+// DLPack exchange table (torch 2.11 and later, `torch.Tensor.__dlpack_c_exchange_api__`) says what a tensor is like in
+// 0.05 us, without a handle. A call with anything but plain tensors goes to the dispatcher as before.
+//
+// No header and no symbol of Python: what is needed of its stable ABI arrives as addresses (python_call.cpp).
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+
+struct _object;  // Python's PyObject
+
+namespace eagle_kernels {
+
+// An argument as the dispatcher has it, and as a primitive takes it.
+template <class T>
+struct Boxed {
+  using Type = T;
+  static const T& open(const T& value) { return value; }
+};
+
+template <class T>
+  requires std::is_base_of_v<View, T>
+struct Boxed<T> {
+  using Type = Tensor;
+  static T open(const Tensor& tensor) { return T(tensor); }
+};
+
+template <class T>
+struct Boxed<std::optional<T>> {
+  using Type = std::optional<typename Boxed<T>::Type>;
+  static std::optional<T> open(const Type& value) {
+    return value ? std::optional<T>(Boxed<T>::open(*value)) : std::nullopt;
+  }
+};
+
+template <class T>
+  requires(!std::is_arithmetic_v<T>)
+struct Boxed<std::vector<T>> {
+  using Type = std::vector<typename Boxed<T>::Type>;
+  static std::vector<T> open(const Type& values) {
+    std::vector<T> opened;
+    opened.reserve(values.size());
+    for (const auto& value : values) opened.push_back(Boxed<T>::open(value));
+    return opened;
+  }
+};
+
+// Reads the arguments of one call. What it cannot read it notes, and leaves to the dispatcher and its errors.
+class PythonArguments {
+ public:
+  // For a primitive of tensors of this device type, which the first one decides.
+  PythonArguments(_object* const* arguments, int64_t count, int32_t device_type)
+      : arguments_(arguments), count_(count), device_type_(device_type) {}
+  ~PythonArguments();
+  PythonArguments(const PythonArguments&) = delete;
+
+  int64_t size() const { return count_; }
+  bool failed() const { return failed_; }
+
+  template <class T>
+  T at(size_t i) {
+    T value{};
+    if (!failed_) read(arguments_[i], value);
+    return value;
+  }
+
+ private:
+  void read(_object* object, bool& value);
+  void read(_object* object, int64_t& value);
+  void read(_object* object, double& value);
+  void read(_object* object, View& view);
+
+  template <class T>
+  void read(_object* object, std::optional<T>& value) {
+    if (!is_none(object)) read(object, value.emplace());
+  }
+
+  template <class T>
+  void read(_object* object, std::vector<T>& values) {
+    const int64_t size = size_of(object);
+    values.resize(static_cast<size_t>(size));
+    for (int64_t i = 0; i < size && !failed_; ++i) read(item(object, i), values[i]);
+  }
+
+  bool is_none(const _object* object) const;
+  int64_t size_of(_object* sequence);
+  _object* item(_object* sequence, int64_t i);
+
+  _object* const* arguments_;
+  int64_t count_;
+  int32_t device_type_;
+  bool is_first_ = true;
+  bool failed_ = false;
+  std::vector<_object*> items_;  // of sequences: another thread may change a list while a kernel runs
+};
+
+// Lets other threads of Python run meanwhile, as the dispatcher does.
+class WithoutPython {
+ public:
+  WithoutPython();
+  ~WithoutPython();
+  WithoutPython(const WithoutPython&) = delete;
+
+ private:
+  void* thread_;
+};
+
+template <auto function>
+struct Primitive;
+
+template <class... Arguments, void (*function)(Arguments...)>
+struct Primitive<function> {
+  template <class T>
+  using Value = std::remove_cvref_t<T>;
+
+  static void from_dispatcher(const typename Boxed<Value<Arguments>>::Type&... arguments) {
+    function(Boxed<Value<Arguments>>::open(arguments)...);
+  }
+
+  // Whether it could; what the primitive throws is the caller's.
+  static bool from_python(PythonArguments& arguments) {
+    return arguments.size() == sizeof...(Arguments) && call(arguments, std::index_sequence_for<Arguments...>());
+  }
+
+ private:
+  template <size_t... i>
+  static bool call(PythonArguments& arguments, std::index_sequence<i...>) {
+    // Of braces, hence in order.
+    std::tuple<Value<Arguments>...> values{arguments.at<Value<Arguments>>(i)...};
+    if (arguments.failed()) return false;
+    const WithoutPython released;
+    std::apply(function, values);
+    return true;
+  }
+};
+
+// As libtorch numbers them.
+constexpr int32_t kCpuDevice = 0, kCudaDevice = 1;
+
+using PythonFunction = bool (*)(PythonArguments& arguments);
+
+void add_python_function(std::string_view name, int32_t device_type, PythonFunction function);
+
+// Registers the primitive of this name for tensors of a device type.
+template <auto function>
+void implement(torch::stable::detail::StableLibrary& library, const char* name, int32_t device_type) {
+  library.impl(name, TORCH_BOX(&Primitive<function>::from_dispatcher));
+  add_python_function(name, device_type, &Primitive<function>::from_python);
+}
+
+}  // namespace eagle_kernels
