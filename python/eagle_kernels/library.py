@@ -88,8 +88,7 @@ def _python_functions(namespace: Any) -> dict[str, Callable]:
     """By name; {} where Python or torch lacks what they need."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     python, library = ctypes.pythonapi, ctypes.PyDLL(os.fspath(COMPILED_LIBRARY))
-    library.eagle_kernels_python_names.restype = ctypes.c_char_p
-    names = library.eagle_kernels_python_names().decode().split()
+    names = _exported("eagle_kernels_python_names").decode().split()
     if exchange is None or not all(hasattr(python, name) for name in names):
         return {}
     # Prototypes of our own: those of ctypes.pythonapi are everyone's.
@@ -131,6 +130,7 @@ _EXPORTED: dict[str, type] = {
     "eagle_kernels_max_cuda_split_rows": ctypes.c_int64,
     "eagle_kernels_cuda_runtime_version": ctypes.c_int64,
     "eagle_kernels_cuda_driver_version": ctypes.c_int64,
+    "eagle_kernels_python_names": ctypes.c_char_p,
 }
 unsupported_reason: str | None = load_compiled()
 
