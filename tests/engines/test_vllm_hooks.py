@@ -810,13 +810,13 @@ def test_dflash_store(
     register()
     drafter = build(v2, architecture)
     speculator = v2.DFlashSpeculator(drafter, T + 2)
-    aux = [torch.randn(T + 2, H) for _ in range(K)]
+    aux, before = [torch.randn(T + 2, H) for _ in range(K)], len(ops)
     speculator._store_hidden_states(T, torch.zeros(T, D), aux, staged)
     assert_close(speculator.hidden_states[:T], engines_own(v2, drafter, torch.cat(aux, -1))[:T])
     assert speculator.hidden_states[T:].isnan().all()
     assert speculator.staged == (None if zero_copy else staged)
     # Without a norm a packed input stays with the engine.
-    assert ops == (["norm_concat_linear"] if zero_copy or architecture == LAGUNA else [])
+    assert ops[before:] == (["norm_concat_linear"] if zero_copy or architecture == LAGUNA else [])
 
 
 def test_a_renamed_speculator_method_is_named_once(v2: types.SimpleNamespace, log: Callable, ops: list[str]) -> None:
@@ -959,38 +959,75 @@ def test_layer_0_stays_with_the_engine(
     assert len([line for line in log() if says[reason] in line]) == 1
 
 
-CONTEXT = "DFlashQwen3Model._project_context_kv"
-SIZES = (2, 2, 4)  # layers, heads and their width in the stand-in
+CONTEXT = "DFlashQwen3Model.precompute_and_store_context_kv"
+CONTEXT_OPS = "norm_concat_linear and store_context_kv"
 
 
-def same_keys_and_values(model: nn.Module, rows: int = T) -> bool:
-    """Whether the model gives what its own method gives, for the buffers that it has now."""
-    states = torch.randn(rows, D)
-    got, expected = model._project_context_kv(states, rows, *SIZES), type(model)._project_context_kv
-    for ours, theirs in zip(got, expected(model, states, rows, *SIZES), strict=True):
-        assert ours.is_contiguous()
-        assert_close(ours, theirs)
+def caches(model: nn.Module, store: Callable, states: Tensor, positions: Tensor, slots: object) -> list[Tensor]:
+    for attention in model._attn_layers:
+        attention.kv_cache.zero_()
+    store(states, positions, slots)
+    return [attention.kv_cache.clone() for attention in model._attn_layers]
+
+
+def same_context(model: nn.Module, rows: int = T, slots: object = ...) -> bool:
+    """Whether the model writes what its own methods write, for the buffers that it has now."""
+    states, positions = torch.randn(rows, D), torch.randperm(32)[:rows]
+    slots = torch.arange(rows) % 8 if slots is ... else slots
+    got = caches(model, model.precompute_and_store_context_kv, states, positions, slots)
+    ours = {name: model.__dict__.pop(name) for name in METHODS if name in vars(model)}
+    expected = caches(model, model.precompute_and_store_context_kv, states, positions, slots)
+    vars(model).update(ours)
+    for written, theirs in zip(got, expected, strict=True):
+        assert_close(written, theirs)
     return True
 
 
-def test_keys_and_values_of_dflash(vllm: types.SimpleNamespace, log: Callable, ops: list[str]) -> None:
+METHODS = ("precompute_and_store_context_kv", "_project_context_kv")
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param(torch.tensor([7, 0, 3, 1, 2]), id="slots"),
+        pytest.param([torch.arange(T), torch.arange(T) + 2], id="slots-of-each-layer"),
+        pytest.param([None, torch.arange(T)], id="a-layer-left-out"),
+        pytest.param(None, id="profiling"),
+    ],
+)
+@pytest.mark.parametrize("v_scale", [None, 0.25])
+def test_the_context_of_dflash(
+    vllm: types.SimpleNamespace, log: Callable, ops: list[str], slots: object, v_scale: float | None
+) -> None:
     register()
     model = build(vllm, DFLASH).model
-    assert same_keys_and_values(model) and ops == ["norm_concat_linear"]
+    model.layers[0].self_attn.v_scale = v_scale
+    before = len(ops)
+    assert same_context(model, slots=slots) and ops[before:] == ["norm_concat_linear"]
+    assert any(cache.kv_cache.any() for cache in model._attn_layers) == (slots is not None)
     model._build_context_kv_buffers([], False)  # weights that come later
-    assert same_keys_and_values(model) and ops == ["norm_concat_linear"] * 2
-    assert f"{CONTEXT} runs norm_concat_linear; forced, not timed" in log()
+    assert same_context(model, slots=slots) and len(ops) == before + 2
+    assert f"{CONTEXT} runs {CONTEXT_OPS}; forced, not timed" in log()
+
+
+def test_interleaved_heads_and_a_cache_of_another_dtype(vllm: types.SimpleNamespace) -> None:
+    """RoPE in pairs of neighbours, and cos and sin in float64, which the op does not take."""
+    register()
+    model = build(vllm, DFLASH, lambda model: setattr(model, "_rope_is_neox", False)).model
+    assert "precompute_and_store_context_kv" not in vars(model)  # the stand-in rotates halves: found when it is loaded
+    model = build(vllm, DFLASH, lambda model: setattr(model, "_rope_cos_sin_cache", torch.randn(32, 4).double())).model
+    assert same_context(model)
 
 
 @pytest.mark.parametrize(
     ("ours", "ran", "says"),
     [
-        ((0.5, 0.5, 0.5, 0.5), [1, 4, 20], "runs norm_concat_linear; T=1 500 ms"),
-        ((0.5, 0.5, 2.0, 2.0), [1, 4], "runs norm_concat_linear where it is faster; T=1 500 ms"),
-        ((2.0, 2.0, 2.0, 2.0), [], "stays with vLLM: norm_concat_linear is not faster, T=1 2e+03 ms"),
+        ((0.5, 0.5, 0.5, 0.5), [1, 4, 20], f"runs {CONTEXT_OPS}; T=1 500 ms"),
+        ((0.5, 0.5, 2.0, 2.0), [1, 4], f"runs {CONTEXT_OPS} where it is faster; T=1 500 ms"),
+        ((2.0, 2.0, 2.0, 2.0), [], f"stays with vLLM: {CONTEXT_OPS} are not faster, T=1 2e+03 ms"),
     ],
 )
-def test_keys_and_values_run_where_that_is_faster(
+def test_the_context_runs_where_that_is_faster(
     vllm: types.SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     log: Callable,
@@ -1005,14 +1042,65 @@ def test_keys_and_values_run_where_that_is_faster(
     model = build(vllm, DFLASH).model
     for rows in (1, 4, 20):
         before = len(ops)
-        same_keys_and_values(model, rows)
+        same_context(model, rows)
         assert len(ops) - before == (rows in ran)
     (line,) = [line for line in log() if CONTEXT in line]
     assert line.startswith(f"{CONTEXT} {says}")
 
 
-@pytest.mark.parametrize("reason", ["quantized", "fails", "another-body"])
-def test_keys_and_values_that_stay_with_the_engine(
+def test_what_is_timed_are_both_methods(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EAGLE_KERNELS_VLLM")
+    timed = []
+
+    def seconds_per_call(calls: list[Callable], rows: tuple, width: int, like: Tensor) -> list[list[float]]:
+        timed.extend(call(torch.randn(40, width)) for call in calls)
+        return [list(VLLMS), [0.5] * 4]
+
+    monkeypatch.setattr(decision, "seconds_per_call", seconds_per_call)
+    register()
+    build(vllm, DFLASH)
+    own, ours = timed
+    assert own is None and [tuple(x.shape) for x in ours] == [(2, 40, 2, 4)] * 2
+
+
+def test_on_a_gpu_what_has_no_figures_stays_with_the_engine(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, ops: list
+) -> None:
+    """The projection may be in the table of a GPU; of the keys' norm and rotation there is none."""
+    monkeypatch.delenv("EAGLE_KERNELS_VLLM")
+    register()
+    context = sys.modules["eagle_kernels.engines.vllm.context"]
+    monkeypatch.setattr(context, "_is_on_cpu", lambda model: False)
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [list(VLLMS), [0.5] * 4])
+    model = build(vllm, DFLASH).model
+    before = len(ops)
+    assert same_context(model) and len(ops) == before + 1
+    assert [name for name in METHODS if name in vars(model)] == ["_project_context_kv"]
+    assert [line for line in log() if line.startswith("DFlashQwen3Model._project_context_kv runs norm_concat_linear; ")]
+
+
+def test_a_norm_with_one_gain_for_all_layers(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
+) -> None:
+    """vLLM's on a CPU, and what it was on XPU (vllm#56431): also where the rest stays with vLLM."""
+    right = stand_in.custom_ops.rms_norm
+
+    def of_layer_0(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+        right(out, x, weight if weight.dim() == 1 else weight[0], eps)
+
+    monkeypatch.setattr(stand_in.custom_ops, "rms_norm", of_layer_0)
+    register()
+    for change in (id, lambda model: setattr(model, "_fused_kv_weight", None)):
+        model = build(vllm, DFLASH, change).model
+        keys, expected = torch.randn(2, T, 2, 4), torch.empty(2, T, 2, 4)
+        right(expected, keys, model._k_norm_weights, 1e-2)
+        assert_close(model._normalize_context_k(keys), expected)
+    line = "DFlashQwen3Model norms the keys of its context layer by layer: vLLM's norm has one gain for all layers here"
+    assert [said for said in log() if said.startswith(line)]
+
+
+@pytest.mark.parametrize("reason", ["quantized", "fails", "another-body", "other-values", "too-wide"])
+def test_a_context_that_stays_with_the_engine(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, reason: str
 ) -> None:
     def change(model: nn.Module) -> None:
@@ -1020,22 +1108,31 @@ def test_keys_and_values_that_stay_with_the_engine(
             model._fused_kv_weight = None
 
     register()
+    context = sys.modules["eagle_kernels.engines.vllm.context"]
     if reason == "another-body":
         model_class = sys.modules[f"{MODELS}.qwen3_dflash"].DFlashQwen3Model
         model_class._project_context_kv = lambda self, context_states, num_ctx, num_layers, num_kv_heads, head_dim: None
+    if reason == "other-values":
+        own = context.store_context_kv
+        monkeypatch.setattr(context, "store_context_kv", lambda record: own(record._replace(eps=9.0)))
+    if reason == "too-wide":
+        monkeypatch.setattr(context, "MAX_HEAD_DIM", 3)
     model = build(vllm, DFLASH, change).model
+    keys = f"the norm and rotation of keys in {CONTEXT} stays with vLLM: "
     says = {
         "quantized": f"{CONTEXT} stays with vLLM: its K and V are quantized",
-        "another-body": f"K and V stays with vLLM: {MODELS}.qwen3_dflash:{CONTEXT} has another body",
-        "fails": f"{CONTEXT} stays with vLLM, norm_concat_linear failed: RuntimeError('no more')",
+        "another-body": f"K and V stays with vLLM: {MODELS}.qwen3_dflash:DFlashQwen3Model._project_context_kv has",
+        "fails": f"{CONTEXT} stays with vLLM, {CONTEXT_OPS} failed: RuntimeError('no more')",
+        "other-values": f"{keys}{CONTEXT_OPS} give other values than vLLM: ",
+        "too-wide": f"{keys}heads of 4 columns, and at most 3 are supported",
     }
     if reason == "fails":
-        from eagle_kernels.engines import projection
-
-        monkeypatch.setattr(projection, "project", failing)
-        assert same_keys_and_values(model)
-    else:
-        assert "_project_context_kv" not in vars(model)
+        monkeypatch.setattr(context, "store_context_kv", failing)
+        assert same_context(model)
+    left = {"fails": [METHODS[0]], "other-values": [METHODS[1]], "too-wide": [METHODS[1]]}
+    assert [name for name in METHODS if name in vars(model)] == left.get(reason, [])
+    if reason != "another-body":
+        assert reason == "quantized" or same_context(model)
     assert len([line for line in log() if says[reason] in line]) == 1
 
 
@@ -1045,7 +1142,7 @@ def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamesp
     mtp = sys.modules["eagle_kernels.engines.vllm.mtp"]
     other = type(layer)()
     other.hnorm = nn.RMSNorm(H)
-    mtp.fuse(other, T, False)
+    mtp.fuse(other, mtp.LAYERS[0], T, False)
     assert type(other.eh_proj) is nn.Linear and type(other.enorm) is stand_in.RMSNorm
     assert (
         "DeepSeekMultiTokenPredictorLayer.eh_proj stays with vLLM: its norm is a torch.nn.modules.normalization.RMSNorm"
@@ -1276,7 +1373,7 @@ def test_what_is_fused_is_not_fused_again(vllm: types.SimpleNamespace, architect
     def ours(model: nn.Module) -> list[object]:
         parts = [type(module) for module in model.modules()]
         return [part for part in parts if part.__module__.startswith("eagle_kernels.engines")] + [
-            vars(model.model).get("_project_context_kv")
+            vars(model.model).get("precompute_and_store_context_kv")
         ]
 
     register()

@@ -37,7 +37,7 @@ def test_what_runs_in_sglang_is_what_is_hooked() -> None:
 
 def test_what_runs_in_vllm_is_what_is_hooked() -> None:
     combine, mtp = (import_module(f"{vllm.__name__}.{part}") for part in ("combine", "mtp"))
-    hooked = {*combine.EAGLE3, *combine.DFLASH, *mtp.ARCHITECTURES}
+    hooked = {*combine.EAGLE3, *combine.DFLASH, *combine.LAGUNA, *mtp.ARCHITECTURES}
     assert {name for row in VLLM if row.runs for name in row.architectures} == hooked
 
 

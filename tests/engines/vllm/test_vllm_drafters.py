@@ -1,7 +1,13 @@
-"""docs/models.md has every drafter of the real vLLM's registry."""
+"""docs/models.md has every drafter of the real vLLM's registry, and what it says of their classes is so."""
+
+import inspect
+import sys
 
 import pytest
+import torch
 
+from eagle_kernels.engines.gates import Target, body_hash, resolve
+from eagle_kernels.engines.vllm import combine, context, mtp, speculator
 from eagle_kernels.models.drafters import VLLM
 
 registry = pytest.importorskip("vllm.model_executor.models.registry")
@@ -15,3 +21,50 @@ def test_every_drafter_of_the_registry_has_a_row() -> None:
     served |= {name for name in registry.ModelRegistry.models if name.endswith("ForMTP")}
     rows = {name for row in VLLM for name in row.architectures}
     assert served - GONE <= rows, served - GONE - rows
+
+
+def served_class(architecture: str) -> type[torch.nn.Module]:
+    if architecture not in registry.ModelRegistry.models:
+        pytest.skip(f"{architecture} is of vLLM 0.33")
+    return registry.ModelRegistry.models[architecture].load_model_cls()
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.architectures[0]) for row in mtp.LAYERS])
+def test_an_mtp_architecture_is_built_of_the_layer_that_is_hooked(row: mtp.Layer) -> None:
+    """The module of the model has the layer's class, and names it where it builds its layers."""
+    layer = resolve(row.where)[2]
+    for architecture in row.architectures:
+        module = sys.modules[served_class(architecture).__module__]
+        assert module.__name__ == layer.__module__ and inspect.getsource(module).count(f"{layer.__name__}(") > 1
+
+
+@pytest.mark.parametrize("architecture", context.ARCHITECTURES)
+def test_a_context_architecture_has_the_methods_that_are_hooked(architecture: str) -> None:
+    """In the class of its model, which it names or inherits."""
+    model = served_class(architecture)
+    base = resolve(context.PROJECT.where.rpartition(".")[0])[2]
+    of_module = [one for one in vars(sys.modules[model.__module__]).values() if isinstance(one, type)]
+    inner = [one for one in of_module if issubclass(one, base) and f"{one.__name__}(" in inspect.getsource(model)]
+    inner = inner or [model.model_cls]
+    assert all(recorded(one, target) for one in inner for target in context.TARGETS)
+
+
+def recorded(model: type, target: Target) -> bool:
+    return body_hash(getattr(model, target.where.rpartition(".")[2])) in target.bodies
+
+
+@pytest.mark.parametrize("architecture", [*combine.EAGLE3, *combine.DFLASH, *combine.LAGUNA])
+def test_a_combine_architecture_has_the_method_that_is_hooked(architecture: str) -> None:
+    method = served_class(architecture).combine_hidden_states
+    method = getattr(method, "eagle_kernels_original", method)
+    assert [target for target, _ in combine.TARGETS if body_hash(method) in target.bodies]
+
+
+@pytest.mark.parametrize("name", ["dflash2.DFlash2", "dspark.DSpark", "lilicorr.LiLiCorr", "xpress.XPress"])
+def test_the_speculators_of_dflash_store_as_the_one_that_is_hooked(name: str) -> None:
+    """0.32 stores in `propose`, and has no XPress."""
+    if getattr(resolve(speculator.DFLASH.where.rpartition(".")[0])[2], "_store_hidden_states", None) is None:
+        pytest.skip("the zero-copy route of DFlash needs vLLM 0.33")
+    module, _, prefix = name.partition(".")
+    where = f"vllm.v1.worker.gpu.spec_decode.{module}.speculator:{prefix}Speculator._store_hidden_states"
+    assert resolve(where)[2] is resolve(speculator.DFLASH.where)[2]

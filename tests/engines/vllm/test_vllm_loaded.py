@@ -214,10 +214,9 @@ def stop() -> None:
     "recorded",
     [
         *[pytest.param(target, id=target.module.rpartition(".")[2]) for target, _ in combine.TARGETS],
-        *[pytest.param(target, id=name.rpartition(".")[2]) for name, target in mtp.TARGETS.items()],
+        *[pytest.param(row.forward, id=row.where.rpartition(".")[2]) for row in mtp.LAYERS],
         *[pytest.param(target, id=target.where.rpartition(".")[2]) for row in layer0.LAYERS for target in row.targets],
-        pytest.param(context.PROJECT, id="context"),
-        pytest.param(context.BUFFERS, id="context-buffers"),
+        *[pytest.param(target, id=target.where.rpartition(".")[2]) for target in context.TARGETS],
         pytest.param(cpu_packing.PROCESS, id="packing"),
         pytest.param(embedding.FORWARD, id="embedding"),
         pytest.param(speculator.EAGLE, id="eagle"),

@@ -1,6 +1,7 @@
 """The plugin on vLLM's own classes, one at a time: what an engine on CPU does not reach (the V2 runner's speculators,
 Step-3.5, all tensor-parallel ranks in one process)."""
 
+import inspect
 import types
 from collections.abc import Iterator
 
@@ -17,13 +18,12 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models import qwen3_dflash
-from vllm.model_executor.models.deepseek_mtp import DeepSeekMultiTokenPredictorLayer
-from vllm.model_executor.models.step3p5_mtp import Step3p5AMultiTokenPredictorLayer
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as v2
 
 from accuracy import relative_rms
+from eagle_kernels.engines.gates import resolve
 from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.engines.vllm import context, embedding, mtp, normed_linear, speculator
 from eagle_kernels.environment import EngineSwitches
@@ -45,89 +45,164 @@ def truth(chunks: list[Tensor], norms: list[nn.Module], weight: Tensor, offset: 
     return normed @ weight.double().t()
 
 
-class Block(nn.Module):
-    """In place of the decoder layer behind the input stage: hands its input through."""
-
-    use_sequence_parallel_moe = False
-
-    def __init__(self, returns_residual: bool) -> None:
-        super().__init__()
-        self.returns_residual = returns_residual
-
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: None = None) -> Tensor | tuple:
-        return (hidden_states, torch.zeros_like(hidden_states)) if self.returns_residual else hidden_states
+class Stop(Exception):
+    pass
 
 
-def mtp_layer(layer_class: type[nn.Module], norm: type[nn.Module]) -> nn.Module:
+def stop(*args: object, **kwargs: object) -> None:
+    raise Stop
+
+
+def mtp_layer(row: mtp.Layer) -> nn.Module:
+    """The norms and the projection of a class of vLLM's, with random weights."""
+    layer_class = resolve(row.where)[2]
+    norm = GemmaRMSNorm if "Step3p5MTP" in row.architectures else RMSNorm
     layer = layer_class.__new__(layer_class)
     nn.Module.__init__(layer)
-    layer.enorm, layer.hnorm = norm(H, 1e-6), norm(H, 1e-2)
-    layer.eh_proj = nn.Linear(2 * H, H, bias=False)
-    layer.mtp_block, layer.shared_head = Block(layer_class is DeepSeekMultiTokenPredictorLayer), nn.Identity()
+    for name, eps in zip(row.norms, (1e-6, 1e-2), strict=True):
+        layer.add_module(name, norm(H, eps))
+    layer.add_module(row.projection, nn.Linear(2 * H, H, bias=False))
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn_like(parameter))
     return layer.bfloat16()
 
 
-@pytest.mark.parametrize(
-    ("layer_class", "norm", "offset", "masks_position_0"),
-    [
-        pytest.param(DeepSeekMultiTokenPredictorLayer, RMSNorm, 0.0, True, id="deepseek"),
-        pytest.param(Step3p5AMultiTokenPredictorLayer, GemmaRMSNorm, 1.0, False, id="step3p5"),
-    ],
-)
-def test_mtp_input_stage(
-    monkeypatch: pytest.MonkeyPatch, layer_class: type, norm: type, offset: float, masks_position_0: bool
-) -> None:
-    layer = mtp_layer(layer_class, norm)
-    positions, embeds, hidden = torch.arange(T), torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16()
+def projected(layer: nn.Module, row: mtp.Layer, embeds: Tensor, hidden: Tensor) -> Tensor:
+    """What vLLM's forward hands to what is behind the projection."""
+    seen: list[Tensor] = []
+    hook = getattr(layer, row.projection).register_forward_hook(lambda *call: seen.append(call[2]) or stop())
+    layer.do_not_compile = True
+    layer.embed_input_ids = layer.embed_tokens = lambda ids: embeds  # of the EAGLE-1 models
+    arguments = {"inputs_embeds": embeds.clone(), "positions": torch.arange(T), "input_ids": None}
+    arguments |= {"previous_hidden_states": hidden, "hidden_states": hidden}
+    taken = inspect.signature(type(layer).forward).parameters
+    with pytest.raises(Stop):
+        layer(**{name: value for name, value in arguments.items() if name in taken})
+    hook.remove()
+    return seen[0]
 
-    def run() -> Tensor:
-        out = layer(None, positions, hidden, embeds)
-        return out[0] if isinstance(out, tuple) else out
 
-    before, names = run(), list(layer.state_dict())
+# The targets whose forward makes the embedding zero at position 0, and the one that has the hidden state first.
+MASKS = {"DeepSeekMTPModel", "OpenPanguMTPModel", "Glm4MoeMTPModel", "Glm4MoeLiteMTPModel", "GlmOcrMTPModel"}
+MASKS |= {"HYV3MTPModel", "MiMoMTPModel", "ErnieMTPModel", "BailingMoeV25MTPModel"}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.architectures[0]) for row in mtp.LAYERS])
+def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, row: mtp.Layer) -> None:
+    layer = mtp_layer(row)
+    embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16()
+    before, names = projected(layer, row, embeds, hidden), list(layer.state_dict())
     monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp"}), True, ()))
-    mtp.fuse(layer, T, False)
-    assert isinstance(layer.eh_proj, normed_linear.NormedLinear) and list(layer.state_dict()) == names
+    mtp.fuse(layer, row, T, False)
+    linear, norms = getattr(layer, row.projection), [getattr(layer, name) for name in row.norms]
+    assert isinstance(linear, normed_linear.NormedLinear) and list(layer.state_dict()) == names
     masked = embeds.clone()
-    if masks_position_0:
+    if row.architectures[0] in MASKS:
         masked[0] = 0
-    exact = truth([masked, hidden], [layer.enorm, layer.hnorm], layer.eh_proj.weight, offset)
-    assert relative_rms(run(), exact) <= 1.05 * relative_rms(before, exact)
+    chunks = [hidden, masked] if row.architectures == ("MiMoMTPModel",) else [masked, hidden]
+    offset = 1.0 if "Step3p5MTP" in row.architectures else 0.0
+    exact = truth(chunks, norms, linear.weight, offset)
+    assert relative_rms(projected(layer, row, embeds, hidden), exact) <= 1.05 * relative_rms(before, exact) < 0.02
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    out.copy_(F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps))
+    """vLLM's, whose wheel for GPUs has none for CPU tensors: a row of a weight [L, d] for each of L blocks."""
+    gains = weight if weight.dim() == 1 else weight.view(len(weight), *[1] * (x.dim() - 2), -1)
+    out.copy_(F.rms_norm(x.float(), x.shape[-1:], None, eps) * gains.float())
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_keys_and_values_of_dflash(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
-    """vLLM's own method beside the op, on its own buffers. The wheel for GPUs has no norm for CPU tensors."""
-    monkeypatch.setattr(qwen3_dflash.ops, "rms_norm", rms_norm)
+class Rope(nn.Module):
+    """What vLLM's drafters read of their rotary embedding."""
+
+    def __init__(self, head_size: int, rotated: int, is_neox_style: bool) -> None:
+        super().__init__()
+        self.head_size, self.is_neox_style = head_size, is_neox_style
+        angles = torch.outer(torch.arange(64.0), 100 ** (-torch.arange(0, rotated, 2) / rotated))
+        self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
+
+
+class Written:
+    """An attention layer, its backend and its cache."""
+
+    kv_cache = None
+
+    def __init__(self) -> None:
+        self.impl = self
+
+    def do_kv_cache_update(self, layer: object, key: Tensor, value: Tensor, kv_cache: None, slots: Tensor) -> None:
+        self.key, self.value, self.slots = key.clone(), value.clone(), slots
+
+
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: None, head_size: int, cos_sin: Tensor, is_neox: bool
+) -> None:
+    """vLLM's on a CPU, whose wheel for GPUs has none: in place, on [N, n*d]."""
+    heads = query.view(len(query), -1, head_size)
+    turned, rest = heads.split((cos_sin.shape[1], head_size - cos_sin.shape[1]), -1)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)
+    first, second = turned.chunk(2, -1) if is_neox else (turned[..., ::2], turned[..., 1::2])
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
+    query.copy_(torch.cat([turned, rest], -1).flatten(1))
+
+
+def dflash_model(has_bias: bool, rotated: int, is_neox: bool) -> qwen3_dflash.DFlashQwen3Model:
+    """Three layers of two heads of K and V of 16 columns, as vLLM stacks them."""
     L, n, d = 3, 2, 16
     model = qwen3_dflash.DFlashQwen3Model.__new__(qwen3_dflash.DFlashQwen3Model)
     nn.Module.__init__(model)
-    model._hidden_norm_weight, model._rms_norm_eps = (0.5 + torch.rand(H)).bfloat16(), 1e-2
-    model._fused_kv_weight = torch.randn(L * 2 * n * d, H).bfloat16()
-    model._fused_kv_bias = torch.randn(L * 2 * n * d).bfloat16() if has_bias else None
-    model._num_attn_layers, model._num_kv_heads, model._head_dim = L, n, d
+    model.hidden_norm = RMSNorm(H, 1e-2)
+    attention = []
+    for _ in range(L):
+        qkv = nn.Linear(H, 3 * n * d, bias=has_bias)
+        qkv.quant_method = qwen3_dflash.UnquantizedLinearMethod()
+        one = nn.Module()
+        one.qkv_proj, one.q_norm, one.k_norm = qkv, RMSNorm(d, 1e-2), RMSNorm(d, 1e-2)
+        one.rotary_emb, one.v_scale = Rope(d, rotated, is_neox), None
+        one.q_size, one.kv_size, one.head_dim, one.num_kv_heads = n * d, n * d, d, n
+        one.__dict__["attn"] = Written()
+        attention.append(one)
+    for parameter in [*model.parameters(), *[p for one in attention for p in one.parameters()]]:
+        parameter.data.copy_(torch.randn_like(parameter))
+    model.layers = [types.SimpleNamespace(self_attn=one.bfloat16()) for one in attention]
+    model.bfloat16()._build_fused_kv_buffers()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("has_bias", "rotated", "is_neox"),
+    [
+        pytest.param(False, 16, True, id="neox"),
+        pytest.param(True, 16, False, id="bias-interleaved"),
+        pytest.param(False, 8, True, id="half-rotated"),
+    ],
+)
+def test_the_context_of_dflash(monkeypatch: pytest.MonkeyPatch, has_bias: bool, rotated: int, is_neox: bool) -> None:
+    """vLLM's own method beside ours, on its own buffers: no further from float64, K's norm, rotation and all."""
+    monkeypatch.setattr(qwen3_dflash.ops, "rms_norm", rms_norm)
+    monkeypatch.setattr(qwen3_dflash.ops, "rotary_embedding", rotary_embedding)
+    model = dflash_model(has_bias, rotated, is_neox)
     monkeypatch.setattr(context, "_switches", EngineSwitches(frozenset({"context"}), True, ()))
-    own = model._project_context_kv
     context.put_in_where_faster(model, T)
-    assert isinstance(model._project_context_kv, context.KeysAndValues)
-    states = torch.randn(T, H).bfloat16()
-    arguments = (states, T, L, n, d)
+    store = model.precompute_and_store_context_kv
+    assert isinstance(store, context.Context)
+    states, positions, slots = torch.randn(T, H).bfloat16(), torch.randint(64, (T,)), torch.arange(T)
+    store.own(states, positions, slots)
+    own = [(layer.key, layer.value) for layer in model._attn_layers]
+    store(states, positions, slots)
+    L, n, d = store.sizes
     normed = F.rms_norm(states.double(), (H,), model._hidden_norm_weight.double(), 1e-2)
     bias = None if model._fused_kv_bias is None else model._fused_kv_bias.double()
-    truth = F.linear(normed, model._fused_kv_weight.double(), bias).view(T, L, 2, n, d).permute(2, 1, 0, 3, 4)
-    for ours, vllms, exact in zip(model._project_context_kv(*arguments), own(*arguments), truth, strict=True):
-        assert ours.shape == vllms.shape and ours.is_contiguous()
-        assert relative_rms(ours, exact) <= 1.05 * relative_rms(vllms, exact)
-
-
-class Stop(Exception):
-    pass
+    keys, values = F.linear(normed, model._fused_kv_weight.double(), bias).view(T, L, 2, n, d).permute(2, 1, 0, 3, 4)
+    for layer, written in enumerate(model._attn_layers):
+        key = F.rms_norm(keys[layer], (d,), model._k_norm_weights[layer].double(), 1e-2).flatten(1)
+        rotary_embedding(positions, key, None, d, model._rope_cos_sin_cache.double(), is_neox)
+        for ours, vllms, exact in zip(
+            (written.key, written.value), own[layer], (key.view(T, n, d), values[layer]), strict=True
+        ):
+            assert ours.shape == vllms.shape and ours.is_contiguous()
+            assert relative_rms(ours, exact) <= 1.05 * relative_rms(vllms, exact)
+        assert written.slots is slots
 
 
 @pytest.fixture
@@ -159,9 +234,6 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def propose(drafter: types.SimpleNamespace, aux: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """vLLM's propose up to the dispatch of the drafter's graph, which reads the buffer that is returned here."""
-
-    def stop(*args: object, **kwargs: object) -> None:
-        raise Stop
 
     monkeypatch.setattr(v2, "prepare_prefill_inputs", lambda *args: None)
     monkeypatch.setattr(v2, "dispatch_cg_and_sync_dp", stop)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TextIO
 
-OPS = ("norm_concat_linear", "norm_concat", "vocab_parallel_embedding")
+OPS = ("norm_concat_linear", "norm_concat", "vocab_parallel_embedding", "store_context_kv")
 _log: TextIO | None = None
 
 

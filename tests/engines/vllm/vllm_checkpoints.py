@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engines import layer0_drafter
+from engines import dflash_drafter, layer0_drafter
 from engines.quantized_layers import written
 
 # These divide by 1, 2 and 3 ranks.
@@ -146,6 +146,14 @@ def write_layer0_drafter(
     model = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "num_aux_hidden_states": K}
     flags = {"norm_output": True, "norm_before_residual": norm_before_residual}
     return _save(folder, _config(architecture, 1, **model, **flags), weights)
+
+
+def write_dflash_drafter(folder: Path, one_gain: bool = False) -> str:
+    """Its drafts are right where K and V of its context are. Embedding and head are the target's."""
+    K = 3
+    flash = {"target_layer_ids": list(range(K)), "mask_token_id": V - 1}
+    config = _config("DFlashDraftModel", dflash_drafter.LAYERS, rope_theta=dflash_drafter.THETA, dflash_config=flash)
+    return _save(folder, config | {"model_type": "qwen3"}, dflash_drafter.weights(H, HEADS, K, C, one_gain))
 
 
 def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:

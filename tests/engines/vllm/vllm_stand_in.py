@@ -130,23 +130,46 @@ def _laguna() -> type[nn.Module]:
     return DFlashLagunaForCausalLM
 
 
+class Cache:
+    """An attention layer with its backend and cache, whose layout is neither K's nor V's. `impl` writes both."""
+
+    def __init__(self) -> None:
+        self.impl, self.kv_cache = self, torch.zeros(2, 4, 8, 2)
+
+    def do_kv_cache_update(self, layer: object, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        kv_cache[:, :, slots] = torch.stack([key, value]).permute(0, 3, 1, 2)
+
+
+def _rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """vLLM's on a GPU: of a weight [L, d] each of L blocks of x has its own."""
+    gains = weight if weight.dim() == 1 else weight.view(len(weight), *[1] * (x.dim() - 2), -1)
+    out.copy_(F.rms_norm(x, x.shape[-1:], None, eps) * gains)
+
+
+custom_ops = types.SimpleNamespace(rms_norm=_rms_norm)
+
+
 def _dflash() -> tuple[type[nn.Module], ...]:
     class DFlashQwen3Model(nn.Module):
-        """Two layers with two heads of K and V of four columns."""
+        """Two layers with two heads of K and V of four columns, and a cache of eight slots for each."""
 
         def __init__(self) -> None:
             super().__init__()
             self.use_aux_hidden_state = True
             self.fc = ReplicatedLinear(K * H, D)
             self.hidden_norm = RMSNorm(D)
-            self._num_attn_layers, self._num_kv_heads, self._head_dim = 2, 2, 4
-            self._rms_norm_eps = 1e-2
+            self._num_attn_layers, self._num_kv_heads, self._head_dim, self._kv_size = 2, 2, 4, 8
+            self._rms_norm_eps, self._rope_head_size, self._rope_is_neox = 1e-2, 4, True
+            self._rope_cos_sin_cache = torch.randn(32, 4)
+            self._attn_layers = [Cache() for _ in range(2)]
+            self.layers = [types.SimpleNamespace(self_attn=types.SimpleNamespace(v_scale=None))] * 2
             self._build_context_kv_buffers([], True)
 
         def _build_context_kv_buffers(self, layers_attn: list[nn.Module], has_bias: bool) -> None:
             self._hidden_norm_weight = self.hidden_norm.weight.data
             self._fused_kv_weight = torch.randn(2 * 2 * 2 * 4, D)
             self._fused_kv_bias = torch.randn(2 * 2 * 2 * 4) if has_bias else None
+            self._k_norm_weights = torch.randn(2, 4)
 
         def _project_context_kv(
             self, context_states: Tensor, num_ctx: int, num_layers: int, num_kv_heads: int, head_dim: int
@@ -155,6 +178,33 @@ def _dflash() -> tuple[type[nn.Module], ...]:
             flat = F.linear(normed, self._fused_kv_weight, self._fused_kv_bias)
             all_kv = flat.view(num_ctx, num_layers, 2, num_kv_heads, head_dim).permute(2, 1, 0, 3, 4).contiguous()
             return all_kv[0], all_kv[1]
+
+        def _normalize_context_k(self, all_k: Tensor) -> Tensor:
+            normed = torch.empty_like(all_k)
+            custom_ops.rms_norm(normed, all_k, self._k_norm_weights, self._rms_norm_eps)
+            return normed
+
+        def precompute_and_store_context_kv(
+            self,
+            context_states: Tensor,
+            context_positions: Tensor,
+            context_slot_mapping: Tensor | list[Tensor | None] | None = None,
+        ) -> None:
+            N, L, n, d = context_states.shape[0], self._num_attn_layers, self._num_kv_heads, self._head_dim
+            all_k, all_v = self._project_context_kv(context_states, N, L, n, d)
+            cos, sin = self._rope_cos_sin_cache.to(all_k.dtype)[context_positions][:, None].chunk(2, -1)
+            first, second = self._normalize_context_k(all_k).chunk(2, -1)
+            all_k = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+            if context_slot_mapping is None:
+                return
+            v_scale = self.layers[0].self_attn.v_scale
+            if v_scale is not None:
+                all_v.mul_(v_scale)
+            for i, attn in enumerate(self._attn_layers):
+                per_layer = isinstance(context_slot_mapping, list)
+                slots = context_slot_mapping[i] if per_layer else context_slot_mapping
+                if slots is not None:
+                    attn.impl.do_kv_cache_update(attn, all_k[i], all_v[i], attn.kv_cache, slots)
 
     class DFlashQwen3ForCausalLM(Loaded):
         def __init__(self, *, vllm_config: types.SimpleNamespace, prefix: str = "") -> None:
@@ -341,7 +391,9 @@ def modules() -> dict[str, dict[str, object]]:
     architectures = {name: Entry(defined) for name, defined in zip(names, models, strict=False)}
     variables, compile_factors = _compile_factors()
     one_rank = types.SimpleNamespace(world_size=1)
-    return {home: {defined.__name__: defined for defined in classes} for home, classes in homes.items()} | {
+    members = {home: {defined.__name__: defined for defined in classes} for home, classes in homes.items()}
+    members[f"{MODELS}.qwen3_dflash"]["ops"] = custom_ops
+    return members | {
         "vllm": {"__version__": "0.33.1"},
         "vllm.distributed": {"get_tp_group": lambda: one_rank},
         "vllm.envs": {

@@ -38,7 +38,19 @@ EAGLE3 = (
     "Eagle3DeepseekV2ForCausalLM",
     "Eagle3DeepseekV3ForCausalLM",
 )
-DFLASH = ("DFlashDraftModel", "DFlashLagunaForCausalLM")
+# All of one class, or of one derived from it that adds a head.
+DFLASH = (
+    "DFlashDraftModel",
+    "MuseGlimmerAssistantModel",
+    "DFlashMuseGlimmerAssistantModel",
+    "DFlash2DraftModel",
+    "LiLiCorrDraftModel",
+    "Qwen3DSparkModel",
+    "Qwen3OmniDSparkModel",
+    "Qwen3XPressModel",
+    "DFlashQwen3XPressModel",
+)
+LAGUNA = ("DFlashLagunaForCausalLM",)
 PACKED = "its weight is packed for vLLM's own CPU product"
 # How much faster the one op on a second, dense copy of the weight has to be at some row count to be worth its bytes.
 SECOND_COPY = 1.1
@@ -49,7 +61,7 @@ _switches = EngineSwitches(frozenset(), False, ())
 def register(switches: EngineSwitches) -> None:
     global _switches
     _switches = switches
-    hook_models((*EAGLE3, *DFLASH), hooked)
+    hook_models((*EAGLE3, *DFLASH, *LAGUNA), hooked)
 
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:

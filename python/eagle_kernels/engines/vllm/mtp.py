@@ -1,9 +1,10 @@
-"""The input stage of vLLM's DeepSeek and Step-3.5 MTP layers: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
+"""The input stage of vLLM's MTP and EAGLE-1 layers with norms: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
 
 vLLM's forward stays as it is, its masking of position 0 included (contested: vllm#33299); see `normed_linear`.
 """
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,22 +18,82 @@ from .combine import rms_norm_unsupported_reason
 from .normed_linear import Candidate
 from .registry import Config, hook_models, when_loaded
 
-ARCHITECTURES = ("DeepSeekMTPModel", "Step3p5MTP")
 _MODELS = "vllm.model_executor.models"
-_FORWARD = ("self", "input_ids", "positions", "previous_hidden_states", "inputs_embeds", "spec_step_index")
-# The layers' forward, by the module of the model.
-TARGETS = {
-    f"{_MODELS}.deepseek_mtp": Target(
-        f"{_MODELS}.deepseek_mtp:DeepSeekMultiTokenPredictorLayer.forward",
-        _FORWARD,
-        {"82cbd3f91a7919ce": ("0.32.0", "0.33.0")},
+_BOTH = ("0.32.0", "0.33.0")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A class whose forward has the stage.
+
+    architectures: of the models that are built of it.  forward: its target.
+    norms: its two norms, in the order of the cat.  projection: the linear layer behind it.
+    """
+
+    architectures: tuple[str, ...]
+    forward: Target
+    norms: tuple[str, str] = ("enorm", "hnorm")
+    projection: str = "eh_proj"
+
+    @property
+    def where(self) -> str:
+        return self.forward.where.rpartition(".")[0]
+
+
+def _layer(architectures: str, where: str, body: str, takes: str, *names: Any) -> Layer:
+    parameters = ("self", *takes.split(), ...)
+    where = where if where.startswith("vllm.") else f"{_MODELS}.{where}"
+    return Layer(tuple(architectures.split()), Target(f"{where}.forward", parameters, {body: _BOTH}), *names)
+
+
+_BY_IDS = "input_ids positions previous_hidden_states inputs_embeds"
+_BY_EMBEDS = "inputs_embeds positions previous_hidden_states"
+LAYERS = (
+    _layer("DeepSeekMTPModel", "deepseek_mtp:DeepSeekMultiTokenPredictorLayer", "82cbd3f91a7919ce", _BY_IDS),
+    _layer("OpenPanguMTPModel", "openpangu_mtp:OpenPanguMultiTokenPredictorLayer", "82cbd3f91a7919ce", _BY_IDS),
+    _layer("Step3p5MTP", "step3p5_mtp:Step3p5AMultiTokenPredictorLayer", "da27bcb52de713a3", _BY_IDS),
+    _layer("Glm4MoeMTPModel", "glm4_moe_mtp:Glm4MoeMultiTokenPredictorLayer", "e4bfc96e86b04790", _BY_IDS),
+    _layer("Glm4MoeLiteMTPModel", "glm4_moe_lite_mtp:Glm4MoeLiteMultiTokenPredictorLayer", "c9a7678e859bb1fc", _BY_IDS),
+    _layer("GlmOcrMTPModel", "glm_ocr_mtp:GlmOcrMultiTokenPredictorLayer", "e1b75c2a4fc9fdd5", _BY_IDS),
+    _layer("HYV3MTPModel", "hy_v3_mtp:HYV3MultiTokenPredictorLayer", "69849a6846949d6d", _BY_IDS),
+    _layer("HYV4MTPModel", "vllm.models.hy_v4.nvidia.mtp:HYV4MultiTokenPredictorLayer", "7b9170aacd17888b", _BY_IDS),
+    _layer(
+        "BailingMoeV25MTPModel", "bailing_moe_mtp:BailingMoeV25MultiTokenPredictorLayer", "ddcbe0192798610c", _BY_IDS
     ),
-    f"{_MODELS}.step3p5_mtp": Target(
-        f"{_MODELS}.step3p5_mtp:Step3p5AMultiTokenPredictorLayer.forward",
-        _FORWARD,
-        {"da27bcb52de713a3": ("0.32.0", "0.33.0")},
+    _layer(
+        "MiMoMTPModel",
+        "mimo_mtp:MiMoMultiTokenPredictorLayer",
+        "afb17f931413b7cc",
+        _BY_EMBEDS,
+        ("hidden_layernorm", "token_layernorm"),
+        "input_proj",
     ),
-}
+    _layer(
+        "ErnieMTPModel",
+        "ernie_mtp:ErnieMultiTokenPredictorLayer",
+        "fb2404840cc35633",
+        _BY_EMBEDS,
+        ("mtp_emb_norm", "mtp_hidden_norm"),
+        "mtp_linear_proj",
+    ),
+    _layer(
+        "EagleMiniCPMForCausalLM",
+        "minicpm_eagle:EagleMiniCPMModel",
+        "68535a008c46a2df",
+        "input_ids positions hidden_states",
+        ("input_norm1", "input_norm2"),
+        "fc",
+    ),
+    _layer(
+        "EagleDeepSeekMTPModel",
+        "deepseek_eagle:DeepseekV2Model",
+        "82b00f2dc103b63c",
+        "input_ids positions hidden_states",
+        ("enorm", "hnorm"),
+        "fc",
+    ),
+)
+ARCHITECTURES = tuple(name for layer in LAYERS for name in layer.architectures)
 
 _switches = EngineSwitches(frozenset(), False, ())
 
@@ -44,24 +105,34 @@ def register(switches: EngineSwitches) -> None:
 
 
 def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the predictor whose layers are fused once their weights are loaded."""
-    target = TARGETS.get(predictor.__module__)
-    if target is None:
+    """A subclass of the predictor whose layers are fused once its weights are loaded."""
+    rows = [layer for layer in LAYERS if layer.forward.module == predictor.__module__]
+    if not rows:
         raise TargetError(f"it is of another plugin, {predictor.__module__}")
-    target.find()
-
+    for layer in rows:
+        layer.forward.find()
     return when_loaded(predictor, "input stage", lambda _, config: config, _fuse_layers)
 
 
 def _fuse_layers(predictor: Any, config: Config) -> None:
-    for layer in predictor.model.layers.values():
-        fuse(layer, config.max_rows, config.compiled)
+    found = [(module, _row_of(module)) for module in predictor.modules()]
+    stages = [(module, row) for module, row in found if row is not None]
+    if not stages:
+        raise TargetError("none of its layers is of a class that is known")
+    for module, row in stages:
+        fuse(module, row, config.max_rows, config.compiled)
 
 
-def fuse(layer: Any, max_rows: int, compiled: bool) -> None:
-    """Give a layer with enorm, hnorm and eh_proj the fused stage, or log why not."""
-    norms, eh_proj = (layer.enorm, layer.hnorm), layer.eh_proj
-    name = f"{type(layer).__name__}.eh_proj"
+def _row_of(module: nn.Module) -> Layer | None:
+    where = f"{type(module).__module__}:{type(module).__qualname__}"
+    return next((layer for layer in LAYERS if layer.where == where), None)
+
+
+def fuse(layer: Any, row: Layer, max_rows: int, compiled: bool) -> None:
+    """Give a layer the fused stage, or log why not."""
+    first, second = (getattr(layer, norm) for norm in row.norms)
+    norms, eh_proj = (first, second), getattr(layer, row.projection)
+    name = f"{type(layer).__name__}.{row.projection}"
     offset, unsupported = _offset_and_unsupported_reason(norms, eh_proj)
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")

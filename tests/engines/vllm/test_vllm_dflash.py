@@ -1,0 +1,115 @@
+"""A DFlash drafter in the real vLLM, whose drafts are right where K and V of its context are (`dflash_drafter`).
+
+From the captured layers to accepted tokens it is vLLM's code on a CPU: proposer, cache, non-causal attention, head.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
+
+from test_vllm_engine import BEST, FIGURES
+from vllm_checkpoints import write_dflash_drafter, write_target
+from vllm_engine import EXPECTED, Engine
+
+STORE = "DFlashQwen3Model.precompute_and_store_context_kv"
+RUNS = f"{STORE} runs norm_concat_linear and store_context_kv"
+LAYER_BY_LAYER = (
+    "DFlashQwen3Model norms the keys of its context layer by layer: vLLM's norm has one gain for all layers"
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(tmp_path_factory.mktemp("dflash"))
+
+
+def request_of(engine: Engine, one_gain: bool = False, **more: object) -> dict:
+    drafter: Path = engine.folder / f"drafter-{one_gain}"
+    files = {"target": write_target(engine.folder / "target"), "drafter": write_dflash_drafter(drafter, one_gain)}
+    return {**files, "method": "dflash", **more}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_same_tokens_with_and_without(engine: Engine, tp: int) -> None:
+    request = request_of(engine, one_gain=True, tp=tp)
+    off = engine.run(request, EAGLE_KERNELS_VLLM="0")
+    on = engine.run(request)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    assert off.calls == [] and f"{RUNS}; forced, not timed" in on.lines
+    assert len(on.calls) == tp
+    # Of two layers in each of five steps.
+    assert all(calls["store_context_kv"] >= 10 and calls["norm_concat_linear"] >= 5 for calls in on.calls)
+
+
+@pytest.mark.parametrize("switch", ["force", "1"])
+def test_each_layer_norms_its_keys_with_its_own_gain(engine: Engine, switch: str) -> None:
+    """vLLM's norm on a CPU takes a gain for each layer, and reads the first (vllm#56431 is that of XPU): without the
+    plugin layer 1 of this drafter looks away from every key that it is to look at."""
+    off = engine.run(request_of(engine), EAGLE_KERNELS_VLLM="0")
+    on = engine.run(request_of(engine), EAGLE_KERNELS_VLLM=switch)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == BEST and off.accepted_length < 2
+    assert any(line.startswith(LAYER_BY_LAYER) for line in on.lines)
+    (line,) = [line for line in on.lines if line.startswith(STORE)]
+    timed = rf"{STORE} (runs |stays with vLLM: )norm_concat_linear and store_context_kv.*{FIGURES}"
+    assert re.fullmatch(f"{RUNS}; forced, not timed" if switch == "force" else timed, line)
+
+
+MISTAKE = """
+def register():
+    from eagle_kernels.engines.projection import EngineProjection
+    from eagle_kernels.engines.vllm import context
+    context.Context.probe = lambda self: None  # it would find the mistake, and leave the stage to vLLM
+    own, store, calls = context.Context.keys_and_values, context.store_context_kv, []
+{body}
+"""
+OFF_BY_ONE = """
+    context.Context.keys_and_values = lambda self, states, positions: own(self, states, positions + 1)
+"""
+NO_HIDDEN_NORM = """
+    def keys_and_values(self, states, positions):
+        self.projection = EngineProjection(self.projection.fc, 1)
+        return own(self, states, positions)
+    context.Context.keys_and_values = keys_and_values
+"""
+NO_KEY_NORM = """
+    context.store_context_kv = lambda record: store(record._replace(norm_width=0, k_norm_weight=None))
+"""
+GAIN_OF_LAYER_0 = """
+    def of_layer_0(record):
+        calls.append(record.k_norm_weight)
+        store(record._replace(k_norm_weight=calls[-1 - (len(calls) - 1) % 2]))
+    context.store_context_kv = of_layer_0
+"""
+NO_ROTATION = """
+    context.store_context_kv = lambda record: store(record._replace(positions=0 * record.positions))
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(OFF_BY_ONE, id="position-off-by-one"),
+        pytest.param(NO_HIDDEN_NORM, id="no-hidden-norm"),
+        pytest.param(NO_KEY_NORM, id="no-key-norm"),
+        pytest.param(GAIN_OF_LAYER_0, id="gain-of-layer-0"),
+        pytest.param(NO_ROTATION, id="no-rotation"),
+    ],
+)
+def test_a_mistake_loses_drafts(engine: Engine, body: str) -> None:
+    run = engine.run(request_of(engine), plugins={"a_mistake": MISTAKE.format(body=body)})
+    assert run.tokens == EXPECTED and run.calls[0]["store_context_kv"] >= 10
+    assert run.accepted_length < 2, run.accepted_length
+
+
+def test_a_mistake_is_found_when_it_is_loaded(engine: Engine) -> None:
+    body = MISTAKE.format(body=OFF_BY_ONE).replace("context.Context.probe", "_")
+    run = engine.run(request_of(engine), plugins={"another_mistake": body})
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    keys = f"the norm and rotation of keys in {STORE} stays with vLLM: norm_concat_linear and store_context_kv "
+    assert [line for line in run.lines if line.startswith(f"{keys}give other values than vLLM: ")]
+    assert "DFlashQwen3Model._project_context_kv runs norm_concat_linear; forced, not timed" in run.lines
