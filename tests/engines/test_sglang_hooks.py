@@ -624,7 +624,7 @@ class Predictor(nn.Module):
         return self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1))
 
 
-Predictor.__module__, Predictor.__qualname__ = mtp._STEP3P5.split(":")
+Predictor.__module__, Predictor.__qualname__ = mtp.PREDICTORS[0].forward.where.removesuffix(".forward").split(":")
 
 
 class QKVParallelLinear(nn.Linear):

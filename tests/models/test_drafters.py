@@ -31,8 +31,9 @@ def test_what_runs_in_sglang_is_what_is_hooked() -> None:
         for hook in import_module(f"{sglang.__name__}.{part}").HOOKS
     }
     of_drafters = {where for where in hooked if where.startswith("models.")}
-    assert {row.target for row in SGLANG if row.runs} == of_drafters
-    assert not [row.title for row in SGLANG if bool(row.runs) != bool(row.target)]
+    assert {target for row in SGLANG if row.runs for target in row.targets} == of_drafters
+    assert not [row.title for row in SGLANG if bool(row.runs) != bool(row.targets)]
+    assert not [row.title for row in SGLANG if len(row.targets) not in (0, 1, len(row.architectures))]
 
 
 def test_what_runs_in_vllm_is_what_is_hooked() -> None:
@@ -52,7 +53,7 @@ def test_layer_0_runs_where_it_is_hooked() -> None:
     layer0 = import_module(f"{sglang.__name__}.layer0")
     rows = [row for row in SGLANG if "layer 0" in row.runs]
     modules = {layer.partition(":")[0] for layer in layer0._PROJECTIONS}
-    assert {f"sglang.srt.{row.target.partition(':')[0]}" for row in rows} == modules
+    assert {f"sglang.srt.{row.targets[0].partition(':')[0]}" for row in rows} == modules
     layer0 = import_module(f"{vllm.__name__}.layer0")
     named = {name for row in VLLM if "layer 0" in row.runs for name in row.architectures}
     assert named == set(layer0.ARCHITECTURES)

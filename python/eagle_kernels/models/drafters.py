@@ -15,14 +15,15 @@ class Drafter:
     architectures: its names in the engine's registry.
     runs: what runs on our ops; empty where nothing does.
     stays: what stays with the engine, and why; empty where nothing does.
-    target: in SGLang, the hooked method, by which the plugin knows it.
+    targets: in SGLang, the hooked methods, by which the plugin knows it; of the architectures in their order, where
+        there are more than one.
     """
 
     title: str
     architectures: tuple[str, ...]
     runs: str = ""
     stays: str = ""
-    target: str = ""
+    targets: tuple[str, ...] = ()
 
 
 _NO_HOOK = "no hook is written; `MTPProjection` computes the stage"
@@ -43,25 +44,25 @@ SGLANG = (
         "EAGLE-3: Llama, Qwen, gpt-oss, Gemma, GLM",
         ("LlamaForCausalLMEagle3",),
         "captures, norms and fc; " + _LAYER_0,
-        target="models.llama_eagle3:LlamaModel.forward",
+        targets=("models.llama_eagle3:LlamaModel.forward",),
     ),
     Drafter(
         "EAGLE-3 with latent attention: Kimi K2, DeepSeek",
         ("Eagle3DeepseekV2ForCausalLM",),
         "captures, norms and fc; " + _LAYER_0,
-        target="models.kimi_k25_eagle3:Eagle3MLAModel.forward",
+        targets=("models.kimi_k25_eagle3:Eagle3MLAModel.forward",),
     ),
     Drafter(
         "Step-3.5, 3.7 MTP",
         ("Step3p5MTP",),
         _STAGE,
-        target="models.step3p5_mtp:Step3p5AMultiTokenPredictor.forward",
+        targets=("models.step3p5_mtp:Step3p5AMultiTokenPredictor.forward",),
     ),
     Drafter(
         "Qwen3-Next MTP",
         ("Qwen3NextForCausalLMMTP",),
         _STAGE,
-        target="models.qwen3_next_mtp:Qwen3NextForCausalLMMTP.forward",
+        targets=("models.qwen3_next_mtp:Qwen3NextForCausalLMMTP.forward",),
     ),
     Drafter(
         "DeepSeek V3, V3.2, GLM-5, GLM-5-next MTP",
@@ -69,8 +70,8 @@ SGLANG = (
         stays="both norms and the cat are one kernel of SGLang's, and " + _NO_HOOK,
     ),
     Drafter(
-        "GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, MiMo-V2, Ernie 4.5, EXAONE-MoE, Qwen3-MoE, Qwen3.5, "
-        "InternS2, GigaChat 3.5, IQuest-Q1 MTP",
+        "GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, MiMo-V2, Ernie 4.5, EXAONE-MoE, Qwen3-MoE, "
+        "GigaChat 3.5 MTP",
         (
             "Glm4MoeForCausalLMNextN",
             "Glm4MoeLiteForCausalLMNextN",
@@ -82,11 +83,30 @@ SGLANG = (
             "Ernie4_5_MoeForCausalLMMTP",
             "ExaoneMoEForCausalLMMTP",
             "Qwen3MoeForCausalLMMTP",
-            "Qwen3_5ForCausalLMMTP",
             "GigaChat35ForCausalLMNextN",
-            "IQuestQ1MTP",
         ),
-        stays=_NO_HOOK,
+        _STAGE,
+        targets=(
+            "models.glm4_moe_nextn:Glm4MoeModelNextN.forward",
+            "models.glm4_moe_lite_nextn:Glm4MoeLiteModelNextN.forward",
+            "models.glm_ocr_nextn:GlmOcrModelNextN.forward",
+            "models.hunyuan_v3_nextn:HYV3ModelNextN.forward",
+            "models.hunyuan_v4_nextn:HYV4ModelNextN.forward",
+            "models.mimo_mtp:MiMoMultiTokenPredictorLayer.forward",
+            "models.mimo_v2_nextn:MiMoV2ModelNextN.forward",
+            "models.ernie4_eagle:Ernie4ModelMTP.forward",
+            "models.exaone_moe_mtp:ExaoneMoEForCausalLMMTP.forward",
+            "models.qwen3_moe_mtp:Qwen3MoeForCausalLMMTP.forward",
+            "models.gigachat35_mtp:GigaChat35ModelNextN.forward",
+        ),
+    ),
+    Drafter(
+        "Qwen3.5, InternS2 MTP",
+        ("Qwen3_5ForCausalLMMTP",),
+        stays="its forward pads the normed states of a captured prefill behind the norms, and " + _NO_HOOK,
+    ),
+    Drafter(
+        "IQuest-Q1 MTP", ("IQuestQ1MTP",), stays="its norms are of a class of its own, all in fp32, and " + _NO_HOOK
     ),
     Drafter(
         "LongCat-Flash, Nemotron-H, Ling, dots3-note MTP",
@@ -130,14 +150,14 @@ SGLANG = (
         ),
         "fc and the norm behind it",
         _KEYS_AND_VALUES,
-        "models.dflash:DFlashDraftModel.project_target_hidden",
+        ("models.dflash:DFlashDraftModel.project_target_hidden",),
     ),
     Drafter(
         "Laguna DFlash",
         ("DFlashLagunaForCausalLM",),
         "norms, cat, fc and the norm behind it",
         _KEYS_AND_VALUES,
-        "models.dflash:DFlashLagunaForCausalLM.project_target_hidden",
+        ("models.dflash:DFlashLagunaForCausalLM.project_target_hidden",),
     ),
     Drafter(
         "DSpark: MiniMax-M3, DeepSeek V4",

@@ -16,7 +16,7 @@ pytest.importorskip("sglang")
 
 from accuracy import outliers, relative_rms
 from backends import environment_of
-from eagle_kernels.engines.sglang import capture, context, mtp, projection, scales, vocab
+from eagle_kernels.engines.sglang import capture, context, layer0, mtp, projection, scales, vocab
 from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.engines.sglang.normed_linear import NormedLinear
 from eagle_kernels.ops.sources import Sources, formula
@@ -402,6 +402,99 @@ def test_qwen3_next_stage(mode: str) -> None:
     assert isinstance(predictor.fc.forward.__self__, NormedLinear)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(predictor(ids, ids, batch(hidden, mode), embeds), expected)
+
+
+class Stop(Exception):
+    pass
+
+
+def seen_behind(linear: nn.Module, run: Callable[[], object]) -> Tensor:
+    """What a linear layer hands on in a forward that ends there."""
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+        raise Stop
+
+    hook = linear.register_forward_hook(keep)
+    with pytest.raises(Stop):
+        run()
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("gemma", [False, True], ids=["w", "1+w"])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.where.partition(":")[2]) for row in mtp.PREDICTORS])
+def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
+    """Of every class that is hooked, in SGLang's own forward, with the gains of either norm."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    module, _, name = row.where.partition(":")
+    predictor_class = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+    predictor = predictor_class.__new__(predictor_class)
+    nn.Module.__init__(predictor)
+    for norm, eps in zip(row.norms, (1e-6, 1e-2), strict=True):
+        predictor.add_module(norm, (GemmaRMSNorm if gemma else RMSNorm)(Ht, eps))
+    bias = row.projection == "mtp_linear_proj"
+    predictor.add_module(row.projection, nn.Linear(2 * Ht, Ht, bias=bias))
+    randomized(predictor)
+    for norm in row.norms if gemma else ():
+        getattr(predictor, norm).refresh_gemma_weight()
+    embeds, hidden, rows = torch.randn(T, Ht), torch.randn(T, Ht), torch.arange(T)
+    linear = getattr(predictor, row.projection)
+
+    def projected() -> Tensor:
+        return seen_behind(linear, lambda: predictor(rows, rows, batch(hidden), embeds.clone()))
+
+    own = projected()
+    mtp._prepare(predictor)
+    assert isinstance(linear.forward.__self__, NormedLinear)
+    masked = embeds.clone()
+    if row.projection in ("input_proj", "mtp_linear_proj"):
+        masked[0] = 0
+    chunks = [hidden, masked] if row.projection == "input_proj" else [masked, hidden]
+    norms = [getattr(predictor, norm) for norm in row.norms]
+    gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
+    normed = formula(Sources(chunks, 2, "chunk", gains, eps, float(gemma), [], [], None), torch.float64)
+    truth = F.linear(normed, linear.weight.double(), linear.bias.double() if bias else None)
+    assert relative_rms(projected(), truth) <= 1.05 * relative_rms(own, truth) < 0.02
+
+
+def test_layer_0_with_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's forward of the layer, and of the attention what reads the projection."""
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.linear import ReplicatedLinear
+    from sglang.srt.models import kimi_k25_eagle3
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    given = types.SimpleNamespace(set_attn_inputs=lambda inputs: None)
+    monkeypatch.setattr(kimi_k25_eagle3, "get_attn_tp_context", lambda: given)
+    layer_class, attention = kimi_k25_eagle3.Eagle3MLADecoderLayer, nn.Module.__new__(DeepseekV2AttentionMLA)
+    layer = layer_class.__new__(layer_class)
+    for module in (layer, attention):
+        nn.Module.__init__(module)
+    attention.q_lora_rank, attention.use_dsa, attention._use_min_latency_fused_a_gemm = 64, False, False
+    attention.is_packed_weight = False
+    attention.fused_qkv_a_proj_with_mqa = ReplicatedLinear(2 * Ht, 64 + 32 + 16, bias=False)
+    attention.forward = lambda positions, hidden_states, forward_batch, zero_allocator: attention.prepare_qkv_latent(
+        hidden_states, forward_batch
+    )
+    layer.self_attn, layer.input_layernorm, layer.hidden_norm = attention, RMSNorm(Ht, 1e-6), RMSNorm(Ht, 1e-2)
+    randomized(layer)
+    embeds, hidden, rows = torch.randn(T, Ht), torch.randn(T, Ht), torch.arange(T)
+    linear = attention.fused_qkv_a_proj_with_mqa
+
+    def projected() -> Tensor:
+        return seen_behind(linear, lambda: layer(rows, embeds, hidden, batch(hidden), None))
+
+    own = projected()
+    layer0._prepare(layer)
+    assert isinstance(linear.forward.__self__, NormedLinear)
+    norms = [layer.input_layernorm, layer.hidden_norm]
+    gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
+    normed = formula(Sources([embeds, hidden], 2, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
+    truth = F.linear(normed, linear.weight.double())
+    assert relative_rms(projected(), truth) <= 1.05 * relative_rms(own, truth) < 0.02
 
 
 def gemma(path: str, vocab_size: int, weight: nn.Parameter) -> object:

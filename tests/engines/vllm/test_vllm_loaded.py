@@ -22,6 +22,7 @@ from vllm_checkpoints import (
     write_counting_deepseek,
     write_deepseek,
     write_drafter,
+    write_latent_drafter,
     write_layer0_drafter,
     write_target,
 )
@@ -132,12 +133,40 @@ def test_a_loaded_drafter(load: Callable, log: Callable, tmp_path: Path, norm: s
 def test_layer_0_of_a_loaded_drafter(
     load: Callable, log: Callable, tmp_path: Path, architecture: str, norm_before_residual: bool
 ) -> None:
-    """vLLM's forward of the layer up to what its attention splits into q, k and v."""
     written = write_layer0_drafter(tmp_path, norm_before_residual=norm_before_residual, architecture=architecture)
     layer = load("force", written, layer0="1").model.layers[0]
-    linear, norms = layer.self_attn.qkv_proj, (layer.input_layernorm, layer.hidden_norm)
-    assert isinstance(linear, normed_linear.NormedLinear) and cpu_packing.is_kept_dense(linear)
-    assert f"{type(layer).__name__}.qkv_proj runs norm_concat_linear; forced, not timed" in log()
+    runs_as_vllms_own(layer, "qkv_proj", norm_before_residual, log)
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_layer_0_with_latent_attention(
+    load: Callable, log: Callable, tmp_path: Path, norm_before_residual: bool
+) -> None:
+    written = write_latent_drafter(tmp_path, norm_before_residual=norm_before_residual)
+    layer = load("force", written, layer0="1", load_format="dummy").model.layers[0]
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+    runs_as_vllms_own(layer, "fused_qkv_a_proj", norm_before_residual, log)
+
+
+def test_layer_0_with_a_bias(load: Callable, log: Callable, tmp_path: Path) -> None:
+    """gpt-oss's: vLLM packs it in place, so that it cannot stay dense on a CPU."""
+    written = write_layer0_drafter(tmp_path, norm_before_residual=False, attention_bias=True)
+    layer = load("force", written, layer0="1").model.layers[0]
+    because = "its weight is packed for the engine's own CPU product"
+    packed = layer.self_attn.qkv_proj.weight.numel() == 0
+    if packed:
+        assert f"LlamaDecoderLayer.qkv_proj stays with vLLM: {because}" in log()
+    else:  # 0.33's wheel has no packing
+        runs_as_vllms_own(layer, "qkv_proj", False, log)
+
+
+def runs_as_vllms_own(layer: nn.Module, projection: str, norm_before_residual: bool, log: Callable) -> None:
+    """vLLM's forward of the layer up to what its attention splits, and the residual that it adds to."""
+    linear, norms = getattr(layer.self_attn, projection), (layer.input_layernorm, layer.hidden_norm)
+    assert isinstance(linear, normed_linear.NormedLinear)
+    assert linear.bias is not None or cpu_packing.is_kept_dense(linear)
+    assert f"{type(layer).__name__}.{projection} runs norm_concat_linear; forced, not timed" in log()
     embeds, hidden = torch.randn(T, H).bfloat16(), 3 * torch.randn(T, H).bfloat16()
     seen: list[Tensor] = []
     linear.register_forward_hook(lambda module, args, output: seen.append(output[0]) or stop())
@@ -145,12 +174,13 @@ def test_layer_0_of_a_loaded_drafter(
     with torch.inference_mode():
         with pytest.raises(Stop):
             layer(torch.arange(T), embeds, hidden, None)
-        layer.self_attn.forward = lambda positions, hidden_states: embeds
+        layer.self_attn.forward = lambda positions, hidden_states, **more: embeds
         with pytest.raises(Stop):
             layer(torch.arange(T), embeds, hidden, None)
     gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
     normed = formula(Sources([embeds, hidden], 2, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
-    assert relative_rms(seen[0], normed @ linear.weight.double().t()) < 0.01
+    bias = 0 if linear.bias is None else linear.bias.double()
+    assert relative_rms(seen[0], normed @ linear.weight.double().t() + bias) < 0.01
     assert relative_rms(seen[1], normed[:, H:] if norm_before_residual else hidden.double()) < 0.01
 
 

@@ -136,16 +136,38 @@ def write_drafter(
 
 
 def write_layer0_drafter(
-    folder: Path, *, norm_before_residual: bool, architecture: str = "LlamaForCausalLMEagle3"
+    folder: Path,
+    *,
+    norm_before_residual: bool,
+    architecture: str = "LlamaForCausalLMEagle3",
+    attention_bias: bool = False,
 ) -> str:
-    """Its drafts are right where layer 0 is."""
+    """Its drafts are right where layer 0 is. attention_bias: of zeros."""
     K = 3
     weights = {"fc.weight": layer0_drafter.fc_weight(K, H, C), "lm_head.weight": _next(torch.eye(V))}
     weights |= layer0_drafter.layer0("midlayer.", H, HEADS, norm_before_residual)
     weights["norm.weight"] = torch.full((H,), layer0_drafter.RMS)
     model = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "num_aux_hidden_states": K}
     flags = {"norm_output": True, "norm_before_residual": norm_before_residual}
-    return _save(folder, _config(architecture, 1, **model, **flags), weights)
+    if attention_bias:
+        weights |= {f"midlayer.self_attn.{name}_proj.bias": torch.zeros(H) for name in "qkvo"}
+    return _save(folder, _config(architecture, 1, **model, **flags, attention_bias=attention_bias), weights)
+
+
+def write_latent_drafter(folder: Path, *, norm_before_residual: bool) -> str:
+    """With the attention of DeepSeek and Kimi. Its weights are vLLM's dummies."""
+    config = _deepseek_config() | {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",  # vLLM takes deepseek_v3 for MTP
+        "num_hidden_layers": 1,
+        "draft_vocab_size": V,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "num_aux_hidden_states": 3,
+        "norm_before_residual": norm_before_residual,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return str(folder)
 
 
 def write_dflash_drafter(folder: Path, one_gain: bool = False) -> str:
