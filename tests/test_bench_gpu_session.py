@@ -227,7 +227,7 @@ def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.Monkey
         if root == home:
             for name in ("key/kernel.cubin", "key/kernel.lock"):
                 stages.write_json(root / "build/gpu_triton_cache" / name, name)
-            (root / "python/eagle_kernels/libeagle_kernels.so").touch()
+            (root / "python/eagle_kernels/libeagle_kernels.so").write_bytes(b".nv_fatbin")
             assert package.pack() == 0
             shutil.copytree(package.CARRIED, away / "build/gpu_session")
     monkeypatch.setattr(package, "_provide_library", lambda *arguments: "the test's")
@@ -236,6 +236,23 @@ def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.Monkey
         cache = Path(environment["TRITON_CACHE_DIR"])
         assert cache == away / "build/gpu_triton_cache"
         assert [path.name for path in sorted(cache.glob("key/*"))] == ["kernel.cubin"]
+
+
+def test_a_library_without_cuda_kernels_is_not_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A GPU session with it measured Triton alone, and said so in its first line only."""
+    monkeypatch.setattr(package, "ROOT", tmp_path)
+    monkeypatch.setattr(package, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(package, "TRITON_CACHE", tmp_path / "cache")
+    folder = tmp_path / "built"
+    folder.mkdir()
+    for content, message in ((None, "is not built"), (b"ELF", "has no CUDA kernels"), (b".nv_fatbin", "")):
+        if content is not None:
+            (folder / "libeagle_kernels.so").write_bytes(content)
+        assert session.main(["--pack", "--library", str(folder)]) == (2 if message else 0)
+        assert message in capsys.readouterr().err
+        assert (tmp_path / "carried/libeagle_kernels.so").exists() == (not message)
 
 
 def test_the_script_on_a_tree_without_the_package(tmp_path: Path) -> None:

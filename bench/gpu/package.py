@@ -15,6 +15,7 @@ SITE = ROOT / "build" / "gpu_site"  # the package as if it were installed, in sy
 # Triton's compiled kernels, so that no GPU time goes into compiling: filled by the rehearsal, carried as an archive.
 TRITON_CACHE = ROOT / "build" / "gpu_triton_cache"
 _LIBRARY = "libeagle_kernels.so"
+_SECTION_OF_CUDA = b".nv_fatbin"  # of the ELF file, whose section names are not stripped
 _CACHE_ARCHIVE = "triton_cache.tar.xz"
 _NVCC = ("/usr/local/cuda/bin/nvcc", "/usr/local/bin/nvcc", "/opt/cuda/bin/nvcc")
 
@@ -105,12 +106,14 @@ def _build(environment: dict[str, str], device: str) -> Path | None:
     return target / "eagle_kernels"
 
 
-def pack() -> int:
-    """Copy the library that this tree has built, Triton's cache and the commit into the folder to carry."""
-    library = ROOT / "python" / "eagle_kernels" / _LIBRARY
-    if not library.exists():
-        build = "EAGLE_KERNELS_CUDA_ARCHS=90a pip install -e ."
-        print(f"{library.relative_to(ROOT)} is not built: {build}", file=sys.stderr)
+def pack(folder: Path | None = None) -> int:
+    """Copy the library of `folder`, or the one built in this tree, Triton's cache and the commit into the folder to
+    carry. A library without CUDA kernels is refused: on the GPU it would be Triton that is measured."""
+    library = (folder or ROOT / "python" / "eagle_kernels") / _LIBRARY
+    there = library.exists()
+    if not there or _SECTION_OF_CUDA not in library.read_bytes():
+        build = "EAGLE_KERNELS_BUILD=cuda EAGLE_KERNELS_CUDA_ARCHS=90a pip install --no-build-isolation -e ."
+        print(f"{library} {'has no CUDA kernels' if there else 'is not built'}: {build}", file=sys.stderr)
         return 2
     CARRIED.mkdir(parents=True, exist_ok=True)
     shutil.copy2(library, CARRIED / library.name)

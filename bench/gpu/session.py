@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=570, help="for the whole call (default 570)")
     add("--stages", default=",".join(names), help="which, in this order (default all)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the stages out on tiny sizes")
-    add("--library", type=Path, metavar="FOLDER", help="whose compiled library to take before the carried one")
+    add(
+        "--library", type=Path, metavar="FOLDER", help="the compiled library to take before the carried one, or to pack"
+    )
     add("--dry-run", action="store_true", help="print the commands and their limits, run nothing")
     add("--pack", action="store_true", help="put the library built in this tree, and its commit, where it can be taken")
     add("--collect", type=Path, metavar="FOLDER", help="copy what came back into bench/results and the tuned tables")
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in arguments.stages.split(",") if name not in names]:
         parser.error(f"stage {', '.join(unknown)} is unknown, known are: {', '.join(names)}")
     if arguments.pack:
-        return pack()
+        return pack(arguments.library)
     if arguments.collect is not None:
         return collect(arguments.collect)
     chosen = [stage for stage in STAGES if stage.name in arguments.stages.split(",")]
