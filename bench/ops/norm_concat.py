@@ -106,6 +106,6 @@ def host_chain(chunks: Sequence[Tensor], gains: Tensor) -> Tensor:
 def host_calls() -> dict[str, HostCall]:
     chunks, gains = [torch.randn(1, H) for _ in range(K)], torch.rand(K, H)
     call = HostCall(
-        lambda: eagle_kernels.norm_concat(chunks, norm_weight=gains), lambda: host_chain(chunks, gains), goal=0.6
+        lambda: eagle_kernels.norm_concat(chunks, norm_weight=gains), lambda: host_chain(chunks, gains), goal=0.3
     )
     return {"norm_concat": call}

@@ -250,7 +250,7 @@ def host_calls() -> dict[str, HostCall]:
         return F.linear(normed_concat(chunks, gains), weight)
 
     return {
-        "norm_concat_linear": HostCall(lambda: op(chunks, weight, norm_weight=gains), chain, goal=0.6),
-        "norm_concat_linear out=": HostCall(lambda: op(chunks, weight, norm_weight=gains, out=out), chain, goal=0.4),
-        "Eagle3Projection": HostCall(lambda: layer(chunks), chain, goal=0.6),
+        "norm_concat_linear": HostCall(lambda: op(chunks, weight, norm_weight=gains), chain, goal=0.35),
+        "norm_concat_linear out=": HostCall(lambda: op(chunks, weight, norm_weight=gains, out=out), chain, goal=0.3),
+        "Eagle3Projection": HostCall(lambda: layer(chunks), chain, goal=0.45),
     }

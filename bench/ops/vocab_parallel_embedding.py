@@ -153,5 +153,5 @@ def host_calls() -> dict[str, HostCall]:
         rows = F.embedding((ids - shard.org_begin) * in_shard, table)
         return rows.masked_fill_(~in_shard.unsqueeze(-1), 0)
 
-    call = HostCall(lambda: eagle_kernels.vocab_parallel_embedding(ids, table, shard), chain, goal=0.7)
+    call = HostCall(lambda: eagle_kernels.vocab_parallel_embedding(ids, table, shard), chain, goal=0.4)
     return {"vocab_parallel_embedding": call}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ def parameter_of(module: Any, name: str = "weight") -> Any:
     call; a parametrized weight or a wrapper's property is an attribute alone."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
+
+
+def weights_of(modules: Iterable[Any]) -> list[Any]:
+    """`parameter_of` each, without a call of Python's for each."""
+    try:
+        return [module._parameters["weight"] for module in modules]
+    except KeyError:
+        return list(map(parameter_of, modules))
 
 
 def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tensor | None) -> Tensor:
@@ -140,7 +148,7 @@ class Eagle3Projection(nn.Module):
         fc_norm, input_norm = modules["fc_norm"], modules["input_norm"]
         norm, gains = "none", None
         if fc_norm is not None:
-            norm, gains = "chunk", [parameter_of(each) for each in fc_norm._modules.values()]
+            norm, gains = "chunk", weights_of(fc_norm._modules.values())
         elif input_norm is not None:
             norm, gains = "concat", parameter_of(input_norm)
         if norm == "chunk" and input_norm is not None:

@@ -64,14 +64,15 @@ def test_out(op: Callable, device: str, measure: Callable) -> None:
     measure(lambda: call(**outs))
 
 
-@pytest.mark.parametrize("T", [16, 32, 128, 200])
-def test_out_of_more_rows(T: int, device: str, measure: Callable) -> None:
+@pytest.mark.parametrize("form", ["out", "functional"])
+@pytest.mark.parametrize("T", [8, 16, 128, 200])
+def test_more_rows(T: int, form: str, device: str, measure: Callable) -> None:
     """Each plan of a GPU: one launch, two, a launch and the library's product."""
     if device == "cpu":
         pytest.skip("on a CPU the kernel would be what is measured")
     chunks, weight, gain = [rows(device, T, H) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)
-    out = rows(device, T, H)
-    measure(lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out))
+    out = {"out": rows(device, T, H)} if form == "out" else {}
+    measure(lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gain, **out))
 
 
 def test_dispatch(device: str, measure: Callable) -> None:

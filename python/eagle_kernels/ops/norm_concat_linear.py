@@ -156,13 +156,13 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **
     return _plan(matrices, projection, matrices.rows)
 
 
-def _likely_plan(sources: Sources, projection: Projection, rows: int) -> Plan:
+def _likely_plan(sources: Sources, projection: Projection, rows: int, columns: int) -> Plan:
     """The plan where every operand is aligned and the chunks have one width, which takes 4 us less to find. What else
     the plan of a compiled kernel depends on its primitive refuses."""
     weight, chunks, K = projection.weight, sources.chunks, sources.num_chunks
     H = chunks[0].shape[1] if len(chunks) == K else chunks[0].shape[1] // K
     has_residuals, has_post_norm = bool(sources.residuals), projection.post_norm_weight is not None
-    return choose(OP, chunks[0].device, K, rows, weight.dtype, weight.size(0), (H,), has_residuals, has_post_norm)
+    return choose(OP, chunks[0].device, K, rows, weight.dtype, columns, (H,), has_residuals, has_post_norm)
 
 
 def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
@@ -184,10 +184,11 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
 def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
     """The result of the plan's kernel, in `out` where it is given; of its writing autograd is told."""
     rows = sources.rows if out is None or out.dim() == 0 else out.size(0)
-    plan = _likely_plan(sources, projection, rows)
+    shape = rows, projection.weight.size(0)
+    plan = _likely_plan(sources, projection, *shape)
     if plan.backend in COMPILED:
         try:
-            out = _run_compiled(plan, sources, projection, out, rows)
+            out = _run_compiled(plan, sources, projection, out, shape)
             increment_version((out,))
             return out
         except RuntimeError:
@@ -197,15 +198,17 @@ def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
                 raise  # not an argument: the device failed
     elif plan.backend == "triton":
         plan = _plan(sources, projection, rows)
-    out = _run_plan(plan, sources, projection, out, rows)
+    out = _run_plan(plan, sources, projection, out, shape)
     increment_version((out,))
     return out
 
 
-def _run_plan(plan: Plan, sources: Sources, projection: Projection, out: Tensor | None, rows: int) -> Tensor:
+def _run_plan(
+    plan: Plan, sources: Sources, projection: Projection, out: Tensor | None, shape: tuple[int, int]
+) -> Tensor:
     if plan.backend in COMPILED:
-        return _run_compiled(plan, sources, projection, out, rows)
-    out = sources.chunks[0].new_empty(rows, projection.weight.size(0)) if out is None else out
+        return _run_compiled(plan, sources, projection, out, shape)
+    out = sources.chunks[0].new_empty(*shape) if out is None else out
     record = NormConcatLinear(sources, projection, out)
     if plan.backend == "triton":
         from ..triton_kernels import norm_concat_linear as kernels
@@ -220,13 +223,15 @@ def _run_plan(plan: Plan, sources: Sources, projection: Projection, out: Tensor 
     return _project(formula(sources).to(out.dtype), projection, sources.norm_offset, out)
 
 
-def _run_compiled(plan: Plan, sources: Sources, projection: Projection, out: Tensor | None, rows: int) -> Tensor:
+def _run_compiled(
+    plan: Plan, sources: Sources, projection: Projection, out: Tensor | None, shape: tuple[int, int]
+) -> Tensor:
     """The primitive checks the arguments. Memory of our own overlaps no operand: the check would take 8 us."""
     primitives, weight = library.primitives, projection.weight
     in_two_steps = plan.kernel is Kernel.TWO_STEP
     if in_two_steps and (not projection.is_product or (plan.backend == "cpu" and _columns_to_pad(weight))):
         return _run_two_steps(NormConcatLinear(sources, projection, out))
-    out = sources.chunks[0].new_empty(rows, weight.size(0)) if out is None else out
+    out = sources.chunks[0].new_empty(*shape) if out is None else out
     arguments = sources.for_primitive()
     if in_two_steps:  # one call that ends in torch's product: three calls from Python take 8 us more
         primitives.norm_concat_linear_two_step_out(*arguments, weight, out)
