@@ -11,6 +11,7 @@ it with each dtype or in two cases at least, and what is dropped relies on this:
   load through another path (residual rounding, gains of another type, tables, statistics).
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import accuracy
 import eagle_kernels as ek
+from backends import environment_of
 from eagle_kernels.quantized_weight import FORMATS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -250,7 +252,9 @@ def operands(case: Case, device: str = "cpu") -> Operands:
         slots = packed.split(list(case.widths), -1)
         for k, (value, slot) in enumerate(zip(values, slots, strict=True)):
             other = make(case.T, case.widths[k], dtype, generator)
-            ek.capture_hidden(value, other, out=slot, sum_squares=sum_squares[:, k])
+            with environment_of(EAGLE_KERNELS_BACKEND="auto") if device == "cuda" else contextlib.nullcontext():
+                # A GPU backend that is forced does not take these, which go to the GPU below.
+                ek.capture_hidden(value, other, out=slot, sum_squares=sum_squares[:, k])
         values = list(slots)
 
     indices = _indices(case, lengths, generator)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-import pybind11
 import torch
 from filelock import FileLock
 
@@ -29,9 +28,11 @@ _SOURCES = [*_DEVICE, *HOSTS, *sorted(HERE.glob("*.cpp"))]
 _HEADERS = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("**/*.h")]
 _FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # A product and a sum stay two roundings, as written; nvcc contracts some of them.
-_FLAGS += ["-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
+_FLAGS += ["-ffp-contract=off"]
 _FLAGS += [f"-I{ROOT / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
-_FLAGS += ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
+_FLAGS += ["-isystem", sysconfig.get_path("include")]
+# Of all but the module: torch 2.11's copy of pybind11 refuses to be included under it.
+_STABLE_FLAGS = ["-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
 _HOST_FLAGS = ["-include", str(HERE / "registration.h"), "-DEAGLE_KERNELS_WITH_CUDA", "-DEAGLE_KERNELS_ISAS=scalar"]
 _DEVICE_FLAGS = [f"-I{HERE / 'runtime'}"]
 # Between two CUDA threads nothing of the scheduler's own is an order: racecheck.h says what is.
@@ -54,7 +55,7 @@ def _build(sanitizer: str) -> Path:
     flags = _FLAGS + sanitizers.FLAGS.get(sanitizer, [])
     folder = ROOT / "build" / "cuda_host"
     folder.mkdir(parents=True, exist_ok=True)
-    own_flags = [*flags, *_HOST_FLAGS, *_DEVICE_FLAGS]
+    own_flags = [*flags, *_STABLE_FLAGS, *_HOST_FLAGS, *_DEVICE_FLAGS]
     settings = hashlib.sha256(" ".join([str(COMPILER), torch.__version__, *own_flags]).encode())
     for header in sorted(_HEADERS):
         settings.update(header.name.encode() + header.read_bytes())
@@ -73,6 +74,8 @@ def _compile(source: Path, flags: list[str], folder: Path, digest: object) -> Pa
     target = folder / f"{source.name}-{digest.hexdigest()[:16]}.o"
     if not target.exists():
         own_flags = _HOST_FLAGS if source in HOSTS else _DEVICE_FLAGS if source in _DEVICE else []
+        if source != HERE / "library.cpp":
+            own_flags = own_flags + _STABLE_FLAGS
         if "-fsanitize=thread" in flags:
             own_flags = own_flags + _RACECHECK.get(source.name, [])
         _write(target, [*flags, *own_flags, "-x", "c++", "-c", source])
