@@ -1,5 +1,5 @@
-// norm_concat_linear: from tensors to the record, and the primitive of both devices; on CPU also those of two steps and
-// of a quantized weight.
+// norm_concat_linear: from tensors to the record, and the primitives of both devices, for a weight in the chunks' dtype
+// (in one pass or in two steps) and for a quantized one.
 #include "norm_concat_linear.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -172,6 +172,7 @@ Scales scales_of(const Sources& sources, const View& scales, const std::optional
           .global = global_scale ? static_cast<const float*>(global_scale->data) : nullptr};
 }
 
+template <auto run>
 void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
                                       const std::vector<View>& gains, const std::vector<double>& eps,
                                       double norm_offset, const OptionalViews& residuals,
@@ -179,14 +180,15 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
                                       const View& scales, const OptionalView& global_scale, int64_t block_rows,
                                       int64_t block_columns, const OptionalView& bias,
                                       const OptionalView& post_norm_gain, double post_norm_eps, bool in_dots,
-                                      const Output& out) {
+                                      bool early_weight, const Output& out) {
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kQuantizedOp, arguments, out);
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
   add_codes(sources, codes, out, record);
   record.scales = scales_of(sources, scales, global_scale, block_rows, block_columns, out);
   record.in_dots = in_dots;
-  run_on_cpu(record, codes, out);
+  record.early_weight = early_weight;
+  run(record, codes, out);
 }
 
 // A matrix in memory that is somebody else's.
@@ -227,7 +229,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
             .c_str());
   m.def(("norm_concat_linear_quantized_out(" + kSourcesSchema +
          ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, int block_columns, Tensor? bias, "
-         "Tensor? post_norm_weight, float post_norm_eps, bool in_dots, Tensor(a!) out) -> ()")
+         "Tensor? post_norm_weight, float post_norm_eps, bool in_dots, bool early_weight, Tensor(a!) out) -> ()")
             .c_str());
   m.def(("norm_concat_linear_split_out(" + kSourcesSchema +
          ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, bool early_weight, "
@@ -245,25 +247,25 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
   implement<&norm_concat_linear_out<run_on_cpu>>(m, "norm_concat_linear_out", kCpuDevice);
-  implement<&norm_concat_linear_quantized_out>(m, "norm_concat_linear_quantized_out", kCpuDevice);
+  implement<&norm_concat_linear_quantized_out<run_on_cpu>>(m, "norm_concat_linear_quantized_out", kCpuDevice);
   implement<&norm_concat_linear_two_step_out<run_two_steps_on_cpu>>(m, "norm_concat_linear_two_step_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
 namespace {
 
-void refuse_many_chunks(const NormConcatLinear& record) {
-  check(record.source.num_chunks <= cuda::kMaxChunks, kOp, "chunks", "count on CUDA");
+void refuse_many_chunks(const char* op, const NormConcatLinear& record) {
+  check(record.source.num_chunks <= cuda::kMaxChunks, op, "chunks", "count on CUDA");
 }
 
-void refuse_unfused(const NormConcatLinear& record) {
-  refuse_many_chunks(record);
-  check(record.source.dtype != DType::kFloat32, kOp, "chunks", "dtype on CUDA");
-  check(norm_concat_linear_is_aligned(record), kOp, "operands", "alignment");
+void refuse_unfused(const char* op, const NormConcatLinear& record) {
+  refuse_many_chunks(op, record);
+  check(record.source.dtype != DType::kFloat32, op, "chunks", "dtype on CUDA");
+  check(norm_concat_linear_is_aligned(record), op, "operands", "alignment");
 }
 
 void run_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
-  refuse_unfused(record);
+  refuse_unfused(kOp, record);
   check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
   if (record.num_rows == 0 || record.num_columns == 0) return;
   cuda::launch(kOp, norm_concat_linear_cuda, record, out.device_index);
@@ -278,16 +280,25 @@ Tensor empty(std::array<int64_t, 2> sizes, TorchDType dtype, const View& like) {
   return Tensor(handle);
 }
 
-template <bool early_weight>
-void run_split_on_cuda(NormConcatLinear record, const View&, const Output& out) {
-  refuse_unfused(record);
+void run_split_kernels(const char* op, NormConcatLinear record, const Output& out) {
+  refuse_unfused(op, record);
   if (record.num_rows == 0 || record.num_columns == 0) return;
-  const cuda::CurrentDevice device(kOp, out.device_index);
+  const cuda::CurrentDevice device(op, out.device_index);
   const SplitRanges ranges = norm_concat_linear_split_ranges(record, device.get());
   const Tensor workspace = empty({1, ranges.workspace}, kTorchFloat, out);
   record.workspace = workspace.mutable_data_ptr();
+  cuda::expect_success(op, norm_concat_linear_split_cuda(record, ranges, device.get()));
+}
+
+template <bool early_weight>
+void run_split_on_cuda(NormConcatLinear record, const View&, const Output& out) {
   record.early_weight = early_weight;
-  cuda::expect_success(kOp, norm_concat_linear_split_cuda(record, ranges, device.get()));
+  run_split_kernels(kOp, record, out);
+}
+
+void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
+  check(norm_concat_linear_split_reads(record), kQuantizedOp, "block", "CUDA");
+  run_split_kernels(kQuantizedOp, record, out);
 }
 
 void norm_concat_linear_split_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
@@ -316,7 +327,7 @@ bool is_concatenated(const Concat& source) {
 
 // There are no more normed rows than rows of the sources.
 void run_two_steps_on_cuda(const NormConcatLinear& op, const View& weight, const Output& out_view) {
-  refuse_many_chunks(op);
+  refuse_many_chunks(kOp, op);
   const int64_t rows = op.num_rows, width = op.source.width;
   if (rows == 0 || op.num_columns == 0) return;
   const Tensor transposed = matrix(weight.data, {width, op.num_columns}, {1, op.weight_row_stride}, weight);
@@ -337,6 +348,7 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
   implement<&norm_concat_linear_out<run_on_cuda>>(m, "norm_concat_linear_out", kCudaDevice);
   implement<&norm_concat_linear_split_out>(m, "norm_concat_linear_split_out", kCudaDevice);
   implement<&norm_concat_linear_two_step_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
+  implement<&norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);
 }
 #endif
 

@@ -76,12 +76,16 @@ struct SplitRanges {
   int64_t workspace;
 };
 
-// The split kernels take the same and a post norm.
+// The split kernels take the same, codes (norm_concat_linear_split_reads) and a post norm.
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const cuda::Device& device);
 int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const cuda::Device& device);
 
-// Whether every width is a multiple of 8, and the addresses and row strides of chunks, residuals, gains and weight are
-// multiples of 16 bytes.
+// Whether every width is a multiple of 8 (of codes 16), and the addresses and row strides of chunks, residuals, gains
+// and weight are multiples of 16 bytes.
 bool norm_concat_linear_is_aligned(const NormConcatLinear& op);
+
+// Whether the split kernels take codes in blocks like these: of 8 bits, with scales in fp32 or e8m0; those of e4m3 may
+// have several along a row, in blocks of 32, 64, 128, ... columns that begin with a step of the product in every chunk.
+bool norm_concat_linear_split_reads(const NormConcatLinear& op);
 
 }  // namespace eagle_kernels

@@ -44,7 +44,7 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
 
-# A primitive of the CPU alone, and no public op: norm_concat_linear runs it where its weight is a QuantizedWeight.
+# No public op: norm_concat_linear runs its primitive where its weight is a QuantizedWeight.
 QUANTIZED = "norm_concat_linear_quantized"
 # Neither is this one: `ContextKV` hands over a record.
 CONTEXT_KV = "store_context_kv"
@@ -305,7 +305,9 @@ def _norm_concat_linear_quantized_calls() -> Iterator[BadCall]:
     for block in ((0, 16), (1, 0), (1, -128), (1, 8), (1, 20)):
         calls.append(bad(f"block-{block[0]}x{block[1]}", lambda good, block=block: {"block": block}))
     for call in calls:
-        yield replace(call, direct_only="a QuantizedWeight has checked itself", backends=("cpu",))
+        yield replace(call, direct_only="a QuantizedWeight has checked itself")
+    planned = "the plan gives such a call another method"
+    yield replace(bad("cuda-block", lambda good: {}), direct_only=planned, backends=("cuda",))
 
 
 def _capture_hidden_calls() -> Iterator[BadCall]:

@@ -64,10 +64,11 @@ def _norm_concat_linear_quantized(
     post_norm_weight: Tensor | None,
     out: Tensor,
     in_dots: bool = False,
+    early_weight: bool = True,
     **sources: object,
 ) -> tuple:
     *operands, _, bias, post, post_eps, out = _norm_concat_linear(codes, bias, post_norm_weight, out, **sources)
-    return (*operands, codes, scales, global_scale, *block, bias, post, post_eps, in_dots, out)
+    return (*operands, codes, scales, global_scale, *block, bias, post, post_eps, in_dots, early_weight, out)
 
 
 def _capture_hidden(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> tuple:

@@ -161,6 +161,47 @@ def test_one_plan_for_all_T(backend: str) -> None:
             assert {planned(T, torch.float32).tiles for T in rows} == {planned(1, torch.float32).tiles}
 
 
+def planned_codes(T: int = 4, H: int = 4096, block_columns: int = 3 * 4096, **changed: object) -> plan.Plan:
+    sizes = (T, torch.bfloat16, 4096, (H,))
+    return plan.choose(*plan.Problem("norm_concat_linear_quantized", CUDA, 3, *sizes)._replace(
+        block_columns=block_columns, **changed))  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"T": 128}, None),
+        ({"T": 129}, "T=129 > 128: the split kernels would widen the codes 3 times or more"),
+        ({"H": 4112}, None),
+        ({"H": 4104}, "H=4104 is no multiple of 16"),
+        ({"H": 4128, "block_columns": 32}, None),
+        ({"H": 4112, "block_columns": 128}, "H=4112 is no multiple of 32"),
+        ({"widths": (2048, 4096)}, None),
+        ({"widths": (2048, 4100)}, "H=4100 is no multiple of 16"),
+        ({"code_bits": 4, "block_columns": 32}, "no cuda kernel reads codes of 4 bits"),
+        ({"dtype": torch.float32}, "tensor cores multiply 16-bit types"),
+        ({"bytes_aligned": False}, "an address or a row stride is no multiple of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_codes_go_to_the_split_kernels(changed: dict, reason: str | None) -> None:
+    """Else to Triton, or are dequantized; `explain` says why."""
+    with environment_of():
+        chosen = planned_codes(**changed)
+        if reason is None:
+            assert (chosen.backend, chosen.kernel) == ("cuda", plan.Kernel.SPLIT)
+            assert chosen.reason == f"T={changed.get('T', 4)}: the codes are widened as they are multiplied"
+        else:
+            assert chosen.backend in ("triton", "reference") and f"cuda: {reason}; " in chosen.reason
+
+
+def test_codes_have_one_plan_for_all_T() -> None:
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        assert {planned_codes(T) for T in (1, 16, 129, 5000)} == {planned_codes(1)}
+        assert planned_codes(1).reason == "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
+
+
 def test_without_triton_the_rest_is_norm_concat_and_a_library_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with environment_of():

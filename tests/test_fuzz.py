@@ -26,7 +26,7 @@ from guards import same_bits, same_bits_or_nan
 from test_store_context_kv import check_written
 
 LAST_CALLS = Path(__file__).resolve().parent.parent / "build/fuzz"
-SMALL = {"T": (0, 1, 2, 3, 5), "N": (0, 1, 4), "H": (1, 8, 24, 33, 100), "K": (1, 2, 3), "D": (1, 5, 40)}
+SMALL = {"T": (0, 1, 2, 3, 5), "N": (0, 1, 4), "H": (1, 8, 24, 32, 33, 96, 100), "K": (1, 2, 3), "D": (1, 5, 40)}
 EVERY_PATH = [
     *({"EAGLE_KERNELS_BACKEND": "cpu", "EAGLE_KERNELS_CPU_ISA": isa} for isa in CPU_ISAS),
     {"EAGLE_KERNELS_BACKEND": "reference"},

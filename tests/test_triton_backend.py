@@ -92,13 +92,14 @@ def test_codes_go_to_the_split_kernels_where_blocks_divide_a_chunk(
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
     monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: None)
     problem = CODES._replace(**({"block_columns": 2 * 4096} | changed))
-    for backend in ("triton", "cuda"):
-        chosen = plan.quantized_projection(problem, backend, "", "")
+    for backend, rejected in (("triton", ""), ("cuda", "cuda: no cuda kernel reads codes of 4 bits; ")):
+        chosen = plan.quantized_projection(problem._replace(code_bits=4), backend, "", "")
         if reason is None:
             assert (chosen.backend, chosen.kernel) == ("triton", plan.Kernel.SPLIT)
+            assert chosen.reason.startswith(f"{rejected}the codes are widened as they are multiplied")
         else:
             assert (chosen.backend, chosen.kernel) == ("reference", plan.Kernel.TORCH)
-            assert chosen.reason.startswith(f"the weight is dequantized in every call: {reason}")
+            assert chosen.reason.startswith(f"the weight is dequantized in every call: {rejected}triton: {reason}")
 
 
 def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +126,6 @@ def test_codes_take_tiles_where_a_table_prefers_a_library(monkeypatch: pytest.Mo
 
 def test_codes_without_triton_are_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    chosen = plan.quantized_projection(CODES._replace(block_columns=128), "cuda", "", "")
+    chosen = plan.quantized_projection(CODES._replace(block_columns=128, code_bits=4), "cuda", "", "")
     assert (chosen.backend, chosen.kernel) == ("reference", plan.Kernel.TORCH)
-    assert "no cuda kernel reads codes, and triton: triton is not installed" in chosen.reason
+    assert chosen.reason.endswith("cuda: no cuda kernel reads codes of 4 bits; triton: triton is not installed")

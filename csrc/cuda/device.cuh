@@ -57,6 +57,26 @@ __device__ __forceinline__ uint32_t narrow(Pair values, Float16) {
   return pair;
 }
 
+// a * b + c of pairs, rounded once, subnormals kept.
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c, BFloat16) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c, Float16) {
+  uint32_t pair;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+
+// Byte i is the one that nibble i of `selector` names: 0 to 3 of `low`, 4 to 7 of `high`; 8 more, and it is that byte's
+// sign bit eight times.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 

@@ -294,16 +294,18 @@ namespace eagle_kernels {
 using namespace cuda;
 
 bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
-  Alignment alignment(2);
-  alignment.add(record.weight, record.weight_row_stride, record.num_columns);
+  const bool is_codes = record.weight_type != WeightType::kChunks;
+  Alignment alignment(2), weight(is_codes ? 1 : 2);
+  weight.add(record.weight, record.weight_row_stride, record.num_columns);
   for (int64_t k = 0; k < record.source.num_chunks; ++k) {
     const Chunk& chunk = record.source.chunks[k];
     alignment.add(chunk.x, chunk.x_row_stride, chunk.rows);
     alignment.add(chunk.residual, chunk.residual_row_stride, chunk.rows);
     alignment.add(chunk.gain.data);
     alignment.add_width(chunk.width);
+    if (is_codes) weight.add(static_cast<const char*>(record.weight) + chunk.column + chunk.width);
   }
-  return alignment.holds();
+  return alignment.holds() && weight.holds();
 }
 
 int norm_concat_linear_cuda(const NormConcatLinear& record, const Device& device) {

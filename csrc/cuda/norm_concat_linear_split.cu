@@ -17,10 +17,18 @@
 //
 // Sums of squares are taken from the same stages, in the blocks of the first output columns alone.
 //
-// Sums go by column within a range, then over ranges, then over chunks: an order that depends on the chunks' widths, D
-// and the GPU's number of SMs alone, so a row's bits depend neither on the other rows nor on how many there are.
+// A weight of codes (FP8, INT8) passes through the ring as bytes, for up to 32 rows in stages of 128 columns, and is
+// widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of a range.
+//
+// Sums go by column within a range, then over ranges, then over chunks: an order that depends on the chunks' widths, D,
+// the blocks of scales and the GPU's number of SMs alone, so a row's bits depend neither on the other rows nor on how
+// many there are.
 #include "../norm_concat_linear.h"
 
+#include <bit>
+#include <cstring>
+
+#include "codes.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "source_row.cuh"
@@ -33,11 +41,14 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 2;  // of the weight, and of x
 constexpr int kColumns = 128;               // of the output
-constexpr int kStageColumns = 64;           // of the concat
-constexpr int kStepColumns = 32;            // what the 16-byte loads of a warp cover
-constexpr int kRowBytes = 2 * kStageColumns;
-constexpr int kParts = kRowBytes / 16;  // of a row in a stage
-constexpr int kMaxRanges = 16;          // of a chunk
+constexpr int kStepColumns = 32;            // of the concat: what the 16-byte loads of a warp cover
+constexpr int kMaxRanges = 16;              // of a chunk
+
+// Columns that ranges are counted in, and the most that a stage has: 128 bytes of a row of the weight.
+constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
+
+// What the weight holds. Codes of one scale a row are multiplied by it last; of blocks of columns, the sum of each.
+enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8 };
 
 // Blocks of up to 64 rows take 83 to 100 KB of shared memory: two on an SM, where it has more than 100 KB.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
@@ -53,33 +64,50 @@ struct Arguments {
   float* partial;          // [ranges.count, num_rows, partial_stride]
   int64_t partial_stride;  // columns of whole blocks
   float* squares;          // [ranges.count, num_rows]
+  int scale_shift;         // 2^scale_shift columns share a scale
 };
 
-template <int kRows, bool kResidual>
+template <Form kForm, int kRows, bool kResidual>
 struct Tile {
+  static constexpr bool kIsCodes = kForm != Form::kDense;
   static constexpr int kRowWarps = kRows == 128 ? 2 : 1;
   static constexpr int kColumnWarps = kWarps / kRowWarps;
   static constexpr int kColumnTiles = kColumns / 16 / kColumnWarps;  // of a warp, 16 columns each
   static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
-  static constexpr int kStages = kRows == 128 ? 6 : kResidual && kRows == 64 ? 3 : 4;
   static constexpr int kBlocks = kRows == 128 ? 1 : kSharedBlocks;
+  static constexpr int kUnitColumns = unit_columns(kIsCodes);
+  static constexpr int kStageColumns = kSourceRows > 32 ? 64 : kUnitColumns;
+  static constexpr int kRowBytes = 2 * kStageColumns, kWeightRowBytes = kIsCodes ? kStageColumns : kRowBytes;
+  static constexpr int kParts = kRowBytes / 16, kWeightParts = kWeightRowBytes / 16;  // of a row in a stage
+  static constexpr int kWeightBytes = kColumns * kWeightRowBytes;
   static constexpr int kGainBytes = 4 * kStageColumns;
-  static constexpr int kStageBytes = (kColumns + kSourceRows) * kRowBytes + kGainBytes;
-  static constexpr int64_t kSharedBytes = kStages * kStageBytes + kSourceRows * sizeof(void*);
+  static constexpr int kStageBytes = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
+  static constexpr int kPointerBytes = kSourceRows * sizeof(void*);
+  // Of what a block can have on every GPU, and twice on Hopper; with 128 rows of what sm_90 and sm_100 have.
+  static constexpr int kStages = ((kRows == 128 ? 200 << 10 : 99 << 10) - kPointerBytes) / kStageBytes;
+  static constexpr int64_t kSharedBytes = kStages * kStageBytes + kPointerBytes;
 };
 
-// Where a 16-byte part of a row is in its stage.
-__device__ __forceinline__ int place(int row, int part) { return row * kRowBytes + (part ^ (row % 2 * 4)) * 16; }
-
-__device__ __forceinline__ Words at(const char* stage, int row, int part) {
-  return *reinterpret_cast<const Words*>(stage + place(row, part));
+// Where a 16-byte part of a row of 16-bit values is in its stage.
+template <int kRowBytes>
+__device__ __forceinline__ int place(int row, int part) {
+  return row * kRowBytes + (part ^ (row % 2 * 4)) * 16;
 }
 
-template <class T, int kRows, bool kResidual>
-__global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
+// The same of codes: a lane reads 8 bytes, and the 16 lanes that are served together are of four rows.
+template <int kRowBytes>
+__device__ __forceinline__ int place_codes(int row, int part) {
+  return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 2 * 2 : row % 4 * 2)) * 16;
+}
+
+template <class T, Form kForm, int kRows, bool kResidual>
+__global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual>::kBlocks)
     norm_concat_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
-  using K = Tile<kRows, kResidual>;
+  using K = Tile<kForm, kRows, kResidual>;
+  using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
+  using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
+  constexpr int kStageColumns = K::kStageColumns, kRowBytes = K::kRowBytes, kParts = K::kParts;
   const NormConcatLinear& op = arguments.op;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
@@ -93,9 +121,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
   for (; range >= arguments.ranges.of_chunk[k]; ++k) range -= arguments.ranges.of_chunk[k];
   const Chunk& chunk = arguments.chunks[k];
   const int width = static_cast<int>(chunk.width);
-  const int blocks = (width + kStageColumns - 1) / kStageColumns;
+  const int units = (width + K::kUnitColumns - 1) / K::kUnitColumns;
   const int ranges = arguments.ranges.of_chunk[k];
-  const int begin = blocks * range / ranges, end = blocks * (range + 1) / ranges;
+  constexpr int kStagesOfUnit = K::kUnitColumns / kStageColumns;
+  const int begin = units * range / ranges * kStagesOfUnit, end = units * (range + 1) / ranges * kStagesOfUnit;
 
   char* ring = shared_memory();
   const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);  // [kSourceRows], null: zeros
@@ -103,8 +132,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
   const int copy_row = threadIdx.x % kCopyThreads / kParts, copy_part = threadIdx.x % kParts;
   constexpr int kCopyRows = kCopyThreads / kParts;
   const ReadOnce read_once;
-  const T* weight = static_cast<const T*>(op.weight) + (first_output + copy_row) * op.weight_row_stride + chunk.column +
-                    copy_part * kPack;
+  constexpr int kWeightCopyRows = kCopyThreads / K::kWeightParts;
+  const int weight_row = threadIdx.x % kCopyThreads / K::kWeightParts, weight_part = threadIdx.x % K::kWeightParts;
+  const int weight_column = weight_part * (16 / static_cast<int>(sizeof(Weight)));
+  const Weight* weight = static_cast<const Weight*>(op.weight) + (first_output + weight_row) * op.weight_row_stride +
+                         chunk.column + weight_column;
   const int outputs = static_cast<int>(op.num_columns - first_output);
   const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
   const char* gain = static_cast<const char*>(chunk.gain.data);
@@ -114,21 +146,24 @@ __global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
     char* stage = ring + slot * K::kStageBytes;
     const int column = block * kStageColumns;
     if (block < end && copies_weight) {
-      const bool inside = column + copy_part * kPack < width;
+      const bool inside = column + weight_column < width;
 #pragma unroll
-      for (int i = 0; i < kColumns / kCopyRows; ++i) {
-        const int row = copy_row + i * kCopyRows;
-        read_once.copy_async(stage + place(row, copy_part), weight + i * kCopyRows * op.weight_row_stride + column,
+      for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
+        const int row = weight_row + i * kWeightCopyRows;
+        const int to = K::kIsCodes ? place_codes<K::kWeightRowBytes>(row, weight_part)
+                                   : place<kRowBytes>(row, weight_part);
+        read_once.copy_async(stage + to, weight + i * kWeightCopyRows * op.weight_row_stride + column,
                              inside && row < outputs);
       }
     } else if (block < end) {
       const bool inside = column + copy_part * kPack < width;
-      stage += kColumns * kRowBytes;
+      stage += K::kWeightBytes;
 #pragma unroll
       for (int i = 0; i < K::kSourceRows / kCopyRows; ++i) {
         const int row = copy_row + i * kCopyRows;
         const T* source = sources[row];
-        copy_async(stage + place(row, copy_part), source + column + copy_part * kPack, inside && source != nullptr);
+        copy_async(stage + place<kRowBytes>(row, copy_part), source + column + copy_part * kPack,
+                   inside && source != nullptr);
       }
       const int gains = gain_is_float32 ? 4 : 8;  // of 16 bytes
       const int part = static_cast<int>(threadIdx.x) - kCopyThreads;
@@ -140,7 +175,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
     }
     commit_copies();
   };
-  const auto x_of = [](const char* x_stage, int row, int part) {
+  const auto at = [](const char* rows, int row, int part) {
+    return *reinterpret_cast<const Words*>(rows + place<K::kRowBytes>(row, part));
+  };
+  const auto x_of = [&](const char* x_stage, int row, int part) {
     const Pack<T> x{{at(x_stage, row, part)}};
     if constexpr (!kResidual) return x;
     return add(x, Pack<T>{{at(x_stage, kRows + row, part)}});
@@ -165,58 +203,141 @@ __global__ void __launch_bounds__(kThreads, Tile<kRows, kResidual>::kBlocks)
   __syncthreads();
   if (!copies_weight || !op.early_weight) fill_ring();
 
-  float sum[K::kColumnTiles][K::kRowTiles][4] = {};
-  float squares[2] = {};
+  // Of the rows of the weight whose sums this lane has; those of a missing output as the last one's.
+  [[maybe_unused]] int64_t scale_row[2 * K::kColumnTiles];
+  [[maybe_unused]] float row_scale[2 * K::kColumnTiles];
+  [[maybe_unused]] uint32_t nan[2 * K::kColumnTiles] = {};
+  [[maybe_unused]] const auto find_scales = [&] {
+#pragma unroll
+    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+      const int output = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
+      const int64_t row = output < outputs ? first_output + output : op.num_columns - 1;
+      scale_row[m] = row / op.scales.block_rows * op.scales.row_stride;
+    }
+  };
+  [[maybe_unused]] const auto load_scales = [&](int column) {
+#pragma unroll
+    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+      row_scale[m] = load_scale(op.scales, scale_row[m] + (column >> arguments.scale_shift));
+    }
+  };
+
+  float sum[K::kColumnTiles][K::kRowTiles][4] = {}, squares[2] = {};
+  [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // of the blocks of columns before this one
+  [[maybe_unused]] const auto add_scaled = [&] {
+#pragma unroll
+    for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
+      const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
+      total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
+    }
+  };
+  constexpr bool kBlocks = kForm == Form::kE4M3Blocks;
+  if constexpr (kBlocks) {
+    find_scales();
+    load_scales(static_cast<int>(chunk.column) + begin * kStageColumns);
+  }
   // Without a gain the weight is multiplied by 1 all the same: mma.sync wants four registers in a row, and a value
   // that is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64
   // rows).
   const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
-  const float scale = gain != nullptr ? kGainScale<T> : 1.0f;
+  const float scale = gain == nullptr ? 1.0f : K::kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr && first_output == 0 &&
                            column_warp < K::kRowTiles / 2;
-  for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
-    wait_for_copies<K::kStages - 2>();
-    __syncthreads();
-    copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
-    const char* stage = ring + slot * K::kStageBytes;
-    const char* x_stage = stage + kColumns * kRowBytes;
-    const char* gains = x_stage + K::kSourceRows * kRowBytes;
-    // Two steps in one another spill for 64 rows on sm_100.
-#pragma unroll(kRows == 64 ? 1 : 2)
-    for (int step = 0; step < kStageColumns / kStepColumns; ++step) {
-      const int part = step * 4 + q;
-      float factor[8];
-      const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
-      gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
-      // Rows g and g + 8 of each tile, as the two products of 16 columns take them.
-      uint32_t w[K::kColumnTiles][2][4];
+  // kPairs: there is no gain, or the factors of codes are exact in T and pairs of them one instruction. A third loop,
+  // for no gain, costs the others registers, and 15 % more instructions.
+  const auto multiply_range = [&](auto pairs) {
+    constexpr bool kPairs = decltype(pairs)::value;
+    for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
+      wait_for_copies<K::kStages - 2>();
+      __syncthreads();
+      copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
+      const char* stage = ring + slot * K::kStageBytes;
+      const char* x_stage = stage + K::kWeightBytes;
+      const char* gains = x_stage + K::kSourceRows * kRowBytes;
+      // Steps in one another spill for 64 rows on sm_100, and with scales and residuals.
+#pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : kStageColumns / kStepColumns)
+      for (int step = 0; step < kStageColumns / kStepColumns; ++step) {
+        const int part = step * 4 + q;
+        [[maybe_unused]] float factor[8];
+        const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
+        if constexpr (!kPairs) {
+          gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
+        }
+        // Rows g and g + 8 of each tile, as the two products of 16 columns take them.
+        uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
-      for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-        const Words row = scaled<T>(at(stage, (column_warp * 2 * K::kColumnTiles + m) * 8 + g, part), factor);
+        for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+          const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
+          Words row;
+          if constexpr (K::kIsCodes) {
+            const int from = place_codes<K::kWeightRowBytes>(tile_row, part / 2) + part % 2 * 8;
+            const Codes codes = *reinterpret_cast<const Codes*>(stage + from);
+            nan[m] |= nan_bits(codes, Code{});
+            row = widen(codes, Code{}, T{});
+          } else {
+            row = at(stage, tile_row, part);
+          }
+          if constexpr (!kPairs) {
+            row = scaled<T>(row, factor);
+          } else if (kCodeGainScale<T> == 1 && gain != nullptr) {
+            row = {multiply(row.x, words->x, T{}), multiply(row.y, words->y, T{}), multiply(row.z, words->z, T{}),
+                   multiply(row.w, words->w, T{})};
+          }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
+          for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
+        }
+#pragma unroll
+        for (int n = 0; n < K::kRowTiles; ++n) {
+          const Words x = x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
+#pragma unroll
+          for (int m = 0; m < K::kColumnTiles; ++m) {
+            const auto &low = w[m][0], &high = w[m][1];
+            mma(sum[m][n], low[0], low[1], low[2], low[3], x.x, x.y, T{});
+            mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
+          }
+        }
+        if constexpr (kBlocks) {
+          // Widths are multiples of a step's columns. The last block of the range is added behind the loop.
+          const int next = block * kStageColumns + (step + 1) * kStepColumns;
+          if (next >= width || next >= end * kStageColumns) break;
+          const int column = static_cast<int>(chunk.column) + next;
+          if ((column >> arguments.scale_shift) << arguments.scale_shift == column) {
+            add_scaled();
+            std::memset(sum, 0, sizeof sum);
+            load_scales(column);
+          }
+        }
       }
+      if (!own_squares) continue;
+      // A warp takes two tiles of rows, and reads them again: only the blocks of the first outputs do.
+#pragma unroll 1
+      for (int part = q; part < kParts; part += 4) {
 #pragma unroll
-      for (int n = 0; n < K::kRowTiles; ++n) {
-        const Words x = x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
-#pragma unroll
-        for (int m = 0; m < K::kColumnTiles; ++m) {
-          const auto &low = w[m][0], &high = w[m][1];
-          mma(sum[m][n], low[0], low[1], low[2], low[3], x.x, x.y, T{});
-          mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
+        for (int i = 0; i < 2; ++i) {
+          const int row = (row_warp * K::kRowTiles + 2 * column_warp + i) * 8 + g;
+          squares[i] += sum_of_squares(widen(x_of(x_stage, row, part)));
         }
       }
     }
-    if (!own_squares) continue;
-    // A warp takes two tiles of rows, and reads them again: only the blocks of the first outputs do.
-#pragma unroll 1
-    for (int part = q; part < kParts; part += 4) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = (row_warp * K::kRowTiles + 2 * column_warp + i) * 8 + g;
-        squares[i] += sum_of_squares(widen(x_of(x_stage, row, part)));
-      }
+  };
+  if constexpr (K::kIsCodes) {
+    const bool exact = kCodeGainScale<T> == 1 && !gain_is_float32 && offset == 0;
+    exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
+    if constexpr (!kBlocks) {  // not before: two registers more spill on sm_100
+      find_scales();
+      load_scales(0);
     }
+#pragma unroll
+    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+      float count = has_nan(nan[m]) ? 1.0f : 0.0f;
+      count += __shfl_xor_sync(~0u, count, 1);
+      count += __shfl_xor_sync(~0u, count, 2);
+      if (count > 0) row_scale[m] = bits_to_float(0x7fffffff);
+    }
+    add_scaled();
+    std::memcpy(sum, total, sizeof sum);
+  } else {
+    multiply_range(std::false_type{});
   }
 
   const int64_t of_range = static_cast<int64_t>(blockIdx.y) * op.num_rows;
@@ -262,6 +383,7 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
   const int num_chunks = static_cast<int>(source.num_chunks);
   const int64_t row = blockIdx.x;
   const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
+  const float gain_unscale = op.weight_type == WeightType::kChunks ? 1 / kGainScale<T> : 1 / kCodeGainScale<T>;
   float* scale = reinterpret_cast<float*>(shared_memory()) + blockDim.x / 32;  // [K], behind sum_over_block's
   bool* left_out = reinterpret_cast<bool*>(scale + num_chunks);                 // [K]
   wait_for_previous_kernel();
@@ -284,7 +406,7 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
       }
     }
     const Chunk& own = arguments.chunks[k];
-    const float unscale = own.gain.data != nullptr ? 1 / kGainScale<T> : 1.0f;
+    const float unscale = own.gain.data != nullptr ? gain_unscale : 1.0f;
     scale[k] = !has_norm    ? 1.0f
                : chunk_norm ? unscale * rstd_of(total, own.width, own.eps)
                             : unscale * rstd_of(total, source.width, arguments.chunks[0].eps);
@@ -354,33 +476,52 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
   }
 }
 
+// Whether several scales lie along a row of the weight.
+bool has_blocks(const NormConcatLinear& op) {
+  return op.weight_type != WeightType::kChunks && op.scales.block_columns < op.source.width;
+}
+
 int64_t blocks_of_outputs(const NormConcatLinear& op) { return (op.num_columns + kColumns - 1) / kColumns; }
 
-template <class T, int kRows, bool kResidual>
+template <class T, Form kForm, int kRows, bool kResidual>
 int launch_partial(const Arguments& arguments, const Device& device) {
   const int64_t rounds = (arguments.op.num_rows + kRows - 1) / kRows;
   const Shape shape{rounds * blocks_of_outputs(arguments.op), arguments.ranges.count, kThreads,
-                    Tile<kRows, kResidual>::kSharedBytes};
-  return launch<norm_concat_linear_partial_kernel<T, kRows, kResidual>>(shape, arguments, device);
+                    Tile<kForm, kRows, kResidual>::kSharedBytes};
+  return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual>>(shape, arguments, device);
 }
 
-template <class T>
+template <class T, Form kForm>
 int launch_rows(const Arguments& arguments, const Device& device) {
   const int64_t rows = arguments.op.num_rows;
   bool residual = false;
   for (int64_t k = 0; k < arguments.op.source.num_chunks; ++k) residual |= arguments.chunks[k].residual != nullptr;
+  constexpr int kMany = kForm == Form::kE4M3Blocks ? 32 : 64;  // two sums of 64 rows spill
   if (residual) {
-    return rows > 32 ? launch_partial<T, 64, true>(arguments, device) : launch_partial<T, 32, true>(arguments, device);
+    return rows > 32 ? launch_partial<T, kForm, kMany, true>(arguments, device)
+                     : launch_partial<T, kForm, 32, true>(arguments, device);
   }
-  if (rows > 64 && Tile<128, false>::kSharedBytes <= device.shared_memory) {
-    return launch_partial<T, 128, false>(arguments, device);
+  if constexpr (kForm == Form::kDense) {
+    if (rows > 64 && Tile<kForm, 128, false>::kSharedBytes <= device.shared_memory) {
+      return launch_partial<T, kForm, 128, false>(arguments, device);
+    }
   }
-  return rows > 32 ? launch_partial<T, 64, false>(arguments, device) : launch_partial<T, 32, false>(arguments, device);
+  return rows > 32 ? launch_partial<T, kForm, kMany, false>(arguments, device)
+                   : launch_partial<T, kForm, 32, false>(arguments, device);
+}
+
+template <class T>
+int launch_form(const Arguments& arguments, const Device& device) {
+  const NormConcatLinear& op = arguments.op;
+  if (op.weight_type == WeightType::kChunks) return launch_rows<T, Form::kDense>(arguments, device);
+  if (op.weight_type == WeightType::kInt8) return launch_rows<T, Form::kInt8>(arguments, device);
+  return has_blocks(op) ? launch_rows<T, Form::kE4M3Blocks>(arguments, device)
+                        : launch_rows<T, Form::kE4M3>(arguments, device);
 }
 
 template <class T>
 int launch_both(const Arguments& arguments, const Device& device) {
-  if (const int error = launch_rows<T>(arguments, device); error != 0) return error;
+  if (const int error = launch_form<T>(arguments, device); error != 0) return error;
   const NormConcatLinear& op = arguments.op;
   const int64_t packs = (op.num_columns + kFinalizeColumns - 1) / kFinalizeColumns;
   const bool whole_row = op.post_norm_gain.data != nullptr;
@@ -397,21 +538,22 @@ namespace eagle_kernels {
 
 using namespace cuda;
 
-// The ranges of the least work for the SM that has most of it, in stages: those of its blocks, and 3 more a block,
+// The ranges of the least work for the SM that has most of it, in units: those of its blocks, and 3 more a block,
 // which is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB).
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const Device& device) {
   const Concat& source = op.source;
   const int outputs = static_cast<int>(blocks_of_outputs(op));
   int64_t widest = 0;
   for (int64_t k = 0; k < source.num_chunks; ++k) widest = std::max(widest, source.chunks[k].width);
-  const auto stages_of = [](int64_t width) { return static_cast<int>((width + kStageColumns - 1) / kStageColumns); };
+  const int unit = unit_columns(op.weight_type != WeightType::kChunks);
+  const auto units_of = [unit](int64_t width) { return static_cast<int>((width + unit - 1) / unit); };
   SplitRanges best{};
   int least = 0;
   for (int parts = 1; parts <= kMaxRanges; ++parts) {
-    const int length = std::max(2, (stages_of(widest) + parts - 1) / parts);
+    const int length = std::max(2, (units_of(widest) + parts - 1) / parts);
     SplitRanges ranges{};
     for (int64_t k = 0; k < source.num_chunks; ++k) {
-      ranges.count += ranges.of_chunk[k] = (stages_of(source.chunks[k].width) + length - 1) / length;
+      ranges.count += ranges.of_chunk[k] = (units_of(source.chunks[k].width) + length - 1) / length;
     }
     const int blocks = (ranges.count * outputs + device.multiprocessors - 1) / device.multiprocessors;
     const int work = blocks * (length + 3);
@@ -424,10 +566,21 @@ SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const De
   return best;
 }
 
+bool norm_concat_linear_split_reads(const NormConcatLinear& op) {
+  const bool has_bytes = op.weight_type == WeightType::kFloat8E4M3 || op.weight_type == WeightType::kInt8;
+  if (!has_bytes || op.scales.type == ScaleType::kFloat8E4M3) return false;
+  if (!has_blocks(op)) return true;
+  bool holds = op.weight_type == WeightType::kFloat8E4M3 && op.scales.block_columns >= kStepColumns &&
+               std::has_single_bit(static_cast<uint64_t>(op.scales.block_columns));
+  for (int64_t k = 0; k < op.source.num_chunks; ++k) holds &= op.source.chunks[k].width % kStepColumns == 0;
+  return holds;
+}
+
 int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const Device& device) {
   const int64_t stride = blocks_of_outputs(op) * kColumns;
   float* partial = static_cast<float*>(op.workspace);
-  Arguments arguments{op, {}, ranges, partial, stride, partial + ranges.count * op.num_rows * stride};
+  Arguments arguments{op, {}, ranges, partial, stride, partial + ranges.count * op.num_rows * stride,
+                      has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   return op.source.dtype == DType::kBFloat16 ? launch_both<BFloat16>(arguments, device)
                                              : launch_both<Float16>(arguments, device);

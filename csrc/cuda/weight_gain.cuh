@@ -12,6 +12,11 @@ template <class T>
 constexpr float kGainScale = 1.0f;
 template <>
 constexpr float kGainScale<Float16> = 64.0f;
+// Codes are large before their scale: gains up to 390 keep 448 in fp16's range.
+template <class T>
+constexpr float kCodeGainScale = 1.0f;
+template <>
+constexpr float kCodeGainScale<Float16> = 0.25f;
 
 __device__ __forceinline__ uint32_t word(const Words& w, int i) {
   return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;

@@ -80,6 +80,7 @@ class Problem(NamedTuple):
     elements_aligned: bool = True  # every address is one of 16 bytes, every row stride of 16 elements: Triton's terms
     block_columns: int = 0  # that share a scale of a quantized weight
     scales_sums: bool = False  # over those columns, instead of codes
+    code_bits: int = 8
 
 
 def cached(function: Callable) -> Callable:
@@ -226,16 +227,43 @@ def _choose(problem: Problem) -> Plan:
 def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) -> Plan:
     if backend == "cpu":
         return _cpu_codes(problem, isa)
+    rejected: list[str] = []
     if backend == "cuda":
-        triton_reason = unsupported_reason("triton", problem.device)
-        backend = "triton" if triton_reason is None else "reference"
-        reason = f"no cuda kernel reads codes, and triton: {triton_reason}"
+        if (unsupported := _cuda_codes_unsupported_reason(problem)) is None:
+            why = f"T={problem.rows}: the codes are widened as they are multiplied"
+            invariant = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
+            return Plan(problem.op, "cuda", Kernel.SPLIT, invariant if SETTINGS.batch_invariant else why)
+        rejected.append(f"cuda: {unsupported}")
+        if (unsupported := unsupported_reason("triton", problem.device)) is None:
+            backend = "triton"
+        else:
+            rejected.append(f"triton: {unsupported}")
     if backend == "triton":
-        unsupported = _split_codes_unsupported_reason(problem)
-        if unsupported is None:
-            return _split_codes(problem)
-        reason = unsupported
-    return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {reason}")
+        if (unsupported := _split_codes_unsupported_reason(problem)) is None:
+            plan = _split_codes(problem)
+            return replace(plan, reason="; ".join([*rejected, plan.reason]))
+        rejected.append(f"triton: {unsupported}")
+    because = "; ".join(rejected) or reason
+    return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {because}")
+
+
+# csrc/cuda/norm_concat_linear_split.cu: a copy has 16 codes, and the columns of a step of the product one scale.
+_CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32
+
+
+def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
+    """Why CUDA's split kernels cannot read the codes, or should not; None where they can."""
+    rows, most = problem.rows, library.MAX_CUDA_SPLIT_ROWS
+    if problem.code_bits != 8:
+        return f"no cuda kernel reads codes of {problem.code_bits} bits"
+    width = problem.num_chunks * max(problem.widths, default=0)  # of chunks of several widths too much: 32 then, not 16
+    in_blocks = problem.block_columns <= 128 and problem.block_columns < width
+    step = _CUDA_STEP_COLUMNS if in_blocks else _CUDA_CODES_OF_A_COPY
+    if odd := [H for H in problem.widths if H % step]:
+        return f"H={max(odd)} is no multiple of {step}"
+    if rows > most and not SETTINGS.batch_invariant:
+        return f"T={rows} > {most}: the split kernels would widen the codes {-(-rows // 64)} times or more"
+    return cuda_product_unsupported_reason(problem)
 
 
 # Without a product of bf16 in the processor there is no kernel whose sums are along K*H (csrc/cpu/project_codes.h).

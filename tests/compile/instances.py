@@ -23,6 +23,8 @@ from eagle_kernels.model_shapes import model_shapes
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = ROOT / "bench/results/cuda_instances.json"
 ROWS = (1, 8, 16, 32, 64, 128)
+FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # of csrc/cuda/norm_concat_linear_split.cu, in its order
+FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3}  # the forms that multiply them
 SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 
 # An H200. What is no data sheet's is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
@@ -47,6 +49,7 @@ class Instance:
     in_flight: int  # bytes of the weight that are asked for ahead of the product
     overlaps: bool  # copies go on during the product
     instructions_per_byte: float  # of the weight, in the main loop
+    value_bytes: int = 2  # of the weight
 
     @property
     def blocks(self) -> int:
@@ -56,7 +59,7 @@ class Instance:
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused` with columns and flavour, `split` with rows."""
+    """By name: `fused` with columns and flavour, `split` with rows and what the weight holds."""
     made = {}
     for kernel in ("norm_concat_linear", "norm_concat_linear_split"):
         binaries, cubin = compiled(kernel, "90a")
@@ -65,7 +68,7 @@ def instances() -> dict[str, Instance]:
             if "8BFloat16" not in binary.name or "finalize" in binary.name:
                 continue
             numbers = [int(number) for number in re.findall(r"L[ib](\d+)E", binary.name)]
-            row_warps = 1
+            row_warps, value_bytes = 1, 2
             if kernel == "norm_concat_linear":
                 (tiles,) = numbers
                 flavour = int(re.search(r"FlavourE(\d)", binary.name)[1])
@@ -77,40 +80,48 @@ def instances() -> dict[str, Instance]:
             else:
                 rows, columns = numbers[0], 128
                 source_rows = rows * (1 + numbers[1])
-                name = f"split {rows}" + (" residual" if numbers[1] else "")
-                stages = 6 if rows == 128 else 3 if source_rows == 128 else 4
+                form = int(re.search(r"4FormE(\d)", binary.name)[1])
+                name = f"split {rows}{FORMS[form]}" + (" residual" if numbers[1] else "")
+                value_bytes = 1 if form else 2
+                stage_columns = 128 if form and source_rows == 32 else 64
+                stage = stage_columns * (128 * value_bytes + source_rows * 2 + 4)
+                stages = ((200 if rows == 128 else 99) * 1024 - source_rows * 8) // stage
                 row_tiles = min(rows, 64) // 8
-                shared = stages * ((128 + source_rows) * 128 + 256) + source_rows * 8
-                in_flight = (stages - 1) * 128 * 128
+                shared = stages * stage + source_rows * 8
+                in_flight = (stages - 1) * 128 * stage_columns * value_bytes
                 row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
             overlaps = kernel != "norm_concat_linear"
-            per_byte = min(_per_byte(code[binary.name], row_tiles)) * row_warps
-            made[name] = Instance(
-                name, rows, columns, binary.registers, shared, in_flight, overlaps, round(per_byte, 3)
-            )
+            per_byte = min(_per_byte(code[binary.name], row_tiles, value_bytes)) * row_warps
+            sizes = (rows, columns, binary.registers, shared, in_flight)
+            made[name] = Instance(name, *sizes, overlaps, round(per_byte, 3), value_bytes)
     return made
 
 
-def _per_byte(code: str, row_tiles: int) -> Iterator[float]:
-    """Instructions of a warp for a byte of the weight in each loop that multiplies: a product of 16 x 8 reads 512 bytes
-    of it, which as many products share as there are tiles of 8 rows. Loops inside that do not multiply are few blocks'.
-    """
+def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
+    """Instructions of a warp for a byte of the weight in each loop that multiplies: a product of 16 x 8 reads 16 x 16
+    values of it, which as many products share as there are tiles of 8 rows. Loops inside that do not multiply are few
+    blocks'. What a branch skips unless a block of scales ends counts a quarter: that of 128 columns, after 4 steps."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
-    loops = []
+    loops, scaled = [], set()
     for i, line in enumerate(lines):
         match = re.search(r"\bBRA(?:\.\w+)*\s+(?:\S+,\s*)?`\((\.L_x_\d+)\)", line)
-        if match and labels.get(match[1], len(lines)) < i:
-            loops.append((labels[match[1]], i))
+        to = labels.get(match[1], i) if match else i
+        if to < i:
+            loops.append((to, i))
+        skipped = "".join(lines[i:to])
+        if "FFMA" in skipped and "LDG" in skipped and "HMMA" not in skipped:
+            scaled.update(range(i + 1, to))
     multiplies = {loop for loop in loops if any("HMMA" in line for line in lines[slice(*loop)])}
     for begin, end in multiplies:
         inner = {loop for loop in loops if loop != (begin, end) and begin <= loop[0] and loop[1] <= end}
         if not inner & multiplies:
             left_out = {i for loop in inner for i in range(*loop)}
-            body = [line for i, line in enumerate(lines[begin:end], begin) if i not in left_out]
-            products = sum("HMMA" in line for line in body)
-            instructions = sum(bool(re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)) for line in body)
-            yield instructions / (products * 512 / row_tiles)
+            body = {i: lines[i] for i in range(begin, end) if i not in left_out}
+            products = sum("HMMA" in line for line in body.values())
+            run = {i for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)}
+            instructions = len(run - scaled) + len(run & scaled) / 4
+            yield instructions / (products * 256 * value_bytes / row_tiles)
 
 
 @dataclass(frozen=True)
@@ -127,12 +138,19 @@ class Call:
 
 
 def calls(known: dict[str, Instance]) -> dict[str, Call]:
-    """By `KxHxD T`, with gains: what the plan takes without a post norm, residuals or statistics."""
+    """By `KxHxD T`, with gains: what the plan takes without a post norm, residuals or statistics; then by `KxHxD T
+    format` of codes."""
     emulation = load()
     emulation.run_kernels(False)
     emulation.set_device(227 << 10, descending_warps=False, multiprocessors=SMS)
     try:
-        return {f"{K}x{H}x{D} T={T}": _call(known, emulation, K, H, D, T) for K, H, D in SHAPES for T in ROWS}
+        sizes = [(*shape, T) for shape in SHAPES for T in ROWS]
+        dense = {f"{K}x{H}x{D} T={T}": _call(known, emulation, K, H, D, T) for K, H, D, T in sizes}
+        return dense | {
+            f"{K}x{H}x{D} T={T} {format}": _call_on_codes(known, emulation, K, H, D, T, format)
+            for format in FORMATS
+            for K, H, D, T in sizes
+        }
     finally:
         emulation.run_kernels(True)
 
@@ -159,9 +177,25 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     return modelled(instance, rounds * outputs, ranges, K * H, D, T)
 
 
+def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int, D: int, T: int, format: str) -> Call:
+    x = torch.empty(T, K * H, dtype=torch.bfloat16)
+    codes = torch.empty(D, K * H, dtype=torch.int8 if format == "int8_row" else torch.float8_e4m3fn)
+    block = (128, 128) if format == "fp8_block128" else (1, K * H)
+    scales, gain = torch.empty(-(-D // block[0]), -(-K * H // block[1])), x.new_empty(K, H)
+    arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, codes, scales, None, *block, None, None, 0.0)
+    emulation.take_launches()
+    torch.ops.eagle_kernels_emulated.norm_concat_linear_quantized_out(*arguments, False, True, x.new_empty(T, D))
+    (blocks, ranges), shared = next(
+        (launch.grid, launch.shared_bytes) for launch in emulation.take_launches() if launch.threads
+    )
+    form = FORMS[FORMATS[format]]
+    (instance,) = (i for i in known.values() if i.shared == shared and i.name == f"split {i.rows}{form}")
+    return modelled(instance, blocks * ranges, ranges, K * H, D, T)
+
+
 def modelled(instance: Instance, blocks: int, ranges: int, width: int, D: int, T: int) -> Call:
     """The time of one call; see docs/benchmarking.md."""
-    weight = 2 * D * width
+    weight = instance.value_bytes * D * width
     of_block = weight / blocks
     slots = instance.blocks * SMS
     # Copies in flight, waves of blocks after each other.
@@ -174,13 +208,13 @@ def modelled(instance: Instance, blocks: int, ranges: int, width: int, D: int, T
         left -= resident
     through_l2 = (weight + 2 * T * width * math.ceil(D / instance.columns)) / L2
     # An SM's share, of the SM that has most.
-    padded = math.ceil(T / instance.rows) * instance.rows
-    most = math.ceil(blocks / SMS) * of_block
-    multiply = most * padded / FLOPS
+    most = math.ceil(blocks / SMS) * of_block * math.ceil(T / instance.rows)  # a round reads it again, from L2
+    multiply = most / instance.value_bytes * 2 * instance.rows / FLOPS
     execute = most * instance.instructions_per_byte / ISSUE
     # Both operands are written once; x is read by every warp of columns, the weight by every warp of rows.
-    reads = (4 if instance.rows == 128 else 8) * instance.rows + (2 if instance.rows == 128 else 1) * 128
-    shared = most / 256 * (reads + instance.rows + 128) * 2 / SHARED if instance.overlaps else 0.0
+    column_warps, row_warps = (4, 2) if instance.rows == 128 else (8, 1)
+    bytes_of_column = 2 * (column_warps + 1) * instance.rows + instance.value_bytes * (row_warps + 1) * 128
+    shared = most / instance.value_bytes / 128 * bytes_of_column / SHARED if instance.overlaps else 0.0
     partial = 4 * ranges * T * D if ranges > 1 else 0
     second = SECOND_LAUNCH + partial / L2 if partial else 0.0
     slowest = max(memory, through_l2 + partial / L2, max(multiply, execute, shared) / CLOCK)
@@ -217,11 +251,13 @@ def table(known: dict[str, Instance], made: dict[str, Call]) -> str:
         lines.append(
             f"{i.name:24}{i.registers:>10}{i.shared:>8}{i.blocks:>7}{ahead:>12}{i.instructions_per_byte:>11.3f}"
         )
-    lines += ["", "modelled us on an H200 (and times the floor) at T = " + ", ".join(map(str, ROWS))]
-    for K, H, D in SHAPES:
-        of_shape = [made[f"{K}x{H}x{D} T={T}"] for T in ROWS]
-        cells = "".join(f"{call.microseconds:>8.1f} ({call.of_floor:.2f})" for call in of_shape)
-        lines.append(f"{f'{K}x{H}x{D}':14}{cells}")
+    for format in ("", *FORMATS):
+        of = f" of {format}" if format else ""
+        lines += ["", f"modelled us{of} on an H200 (and times the floor) at T = " + ", ".join(map(str, ROWS))]
+        for K, H, D in SHAPES:
+            of_shape = [made[f"{K}x{H}x{D} T={T} {format}".rstrip()] for T in ROWS]
+            cells = "".join(f"{call.microseconds:>8.1f} ({call.of_floor:.2f})" for call in of_shape)
+            lines.append(f"{f'{K}x{H}x{D}':14}{cells}")
     return "\n".join(lines)
 
 

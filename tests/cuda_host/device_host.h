@@ -100,6 +100,23 @@ uint32_t narrow(Pair values, T) {
   return narrow_one(values.first, T{}) | static_cast<uint32_t>(narrow_one(values.second, T{})) << 16;
 }
 
+// Exact products, so that one rounding is left where the sum is exact as well, as those of codes.cuh are.
+template <class T>
+uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c, T) {
+  const Pair x = widen(a, T{}), y = widen(b, T{}), z = widen(c, T{});
+  return narrow(Pair{x.first * y.first + z.first, x.second * y.second + z.second}, T{});
+}
+inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = bytes >> (selector >> 4 * i & 7) * 8 & 0xff;
+    const bool is_sign = (selector >> 4 * i & 8) != 0;
+    result |= (is_sign ? byte >> 7 ? 0xffu : 0u : byte) << 8 * i;
+  }
+  return result;
+}
+
 template <class T>
 T load(const T* p) {
   host::check_access(p, sizeof(T));

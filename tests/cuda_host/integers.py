@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_kernels.quantized_weight import FORMATS, QuantizedWeight, scale_shape
+
 _CODES = {"none": 0, "chunk": 1, "concat": 2}
 
 
@@ -25,7 +27,10 @@ class Call:
     @property
     def id(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
+        name += f"-{self.format}" if self.format else ""
         return f"{self.op}-{name}-T{self.T}-K{self.K}-H{self.H}-D{self.D}-{self.norm}"
+
+    format: str = ""  # of codes
 
     def operands(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         """Chunks of -2 and 2 (a mean square of 4), residuals, weight, indices with some out of range."""
@@ -39,11 +44,26 @@ class Call:
         weight = integers(-3, 3, max(self.D, 1), self.K * self.H).to(self.dtype)
         return chunks, residuals, weight, integers(-1, self.T, self.T)
 
+    def quantized(self) -> QuantizedWeight:
+        """The weight as codes, whose scales are powers of 2."""
+        kind, (_, _, weight, _) = FORMATS[self.format], self.operands()
+        rows, columns = scale_shape(kind, weight.shape)
+        scales = 2.0 ** (torch.arange(rows * columns).view(rows, columns) % 3 - 1)
+        return QuantizedWeight(weight.to(kind.codes), scales.to(kind.scales[0]), self.format)
+
     def run(self, ops: object, move: Callable[[object], object] = lambda value: value) -> list[Tensor]:
         chunks, residuals, weight, indices = map(move, self.operands())
         out = move(torch.full((self.T, self.D or self.K * self.H), float("nan")).to(self.dtype))
         residuals = residuals if self.norm == "none" else None
         sources = (chunks, self.K, _CODES[self.norm], [], [0.0], 0.0, residuals, [indices], None)
+        if self.format:
+            quantized = self.quantized()
+            codes, scales = move(quantized.codes), move(quantized.scales)
+            epilogue = (None, None, 0.0)
+            ops.norm_concat_linear_quantized_out(
+                *sources, codes, scales, None, *quantized.block, *epilogue, False, True, out
+            )
+            return [out]
         if self.op == "norm_concat_linear":
             ops.norm_concat_linear_out(*sources, weight, None, None, 0.0, out)
             return [out]
@@ -69,6 +89,12 @@ CALLS = [
         for dtype in _DTYPES
         for T, D in ((3, 37), (13, 37), (3, 4300))
         for norm in _CODES
+    ),
+    *(
+        Call("norm_concat_linear", dtype, T, 3, 160, 150, norm, format)
+        for dtype in _DTYPES
+        for T, norm in ((3, "none"), (40, "chunk"))
+        for format in ("fp8_row", "fp8_block32", "mxfp8", "int8_row")
     ),
     *(Call("norm_concat", dtype, 5, 3, H, 0, norm) for dtype in _DTYPES for H in (136, 101) for norm in _CODES),
     *(

@@ -18,6 +18,7 @@ def test_integers_are_exact(call: Call, emulated: object) -> None:
         # A mean square of 4, in every chunk and over all, but for rows that are out of range: those are zero.
         values = [c + r if call.norm == "none" else c / 2 for c, r in zip(chunks, residuals, strict=True)]
         x = torch.cat([gather_rows(value, indices) for value in values], -1).double()
+        weight = call.quantized().dequantize(torch.float64) if call.format else weight
         expected = [x @ weight.double().t() if call.D else x]
     elif call.op == "capture_hidden":
         total = first + first.flip(0)

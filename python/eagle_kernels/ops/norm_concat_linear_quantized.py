@@ -15,8 +15,8 @@ from .. import checks
 from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register_with_out, registered_ops
-from ..plan import Kernel, Plan, choose
-from ..quantized_weight import QuantizedWeight
+from ..plan import COMPILED, Kernel, Plan, choose
+from ..quantized_weight import FORMATS, QuantizedWeight
 from ..triton_kernels.alignment import alignment
 from .call import run_primitive
 from .norm_concat import ARGUMENTS
@@ -88,7 +88,8 @@ class NormConcatLinearQuantized(NamedTuple):
 
     def for_primitive(self) -> tuple:
         weight, *epilogue = self.projection
-        return (*self.sources.for_primitive(), *weight.tensors, *weight.block, *epilogue, self.in_dots, self.out)
+        choices = (self.in_dots, plans.SETTINGS.early_weight)
+        return (*self.sources.for_primitive(), *weight.tensors, *weight.block, *epilogue, *choices, self.out)
 
     def check(self) -> None:
         sources, projection, out, _ = self
@@ -108,13 +109,13 @@ class NormConcatLinearQuantized(NamedTuple):
 
 def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
     device, dtype = sources.chunks[0].device, sources.chunks[0].dtype
-    if device.type == "cpu" and plans.SETTINGS.backend != "triton":  # which tests force
+    if device.type == "cpu" and plans.SETTINGS.backend not in ("cuda", "triton"):  # which tests force
         return choose(PRIMITIVE, device, sources.num_chunks, rows, dtype)
-    _, elements_aligned = alignment(*sources.chunks, *sources.residuals, *sources.gains, weight.codes)
+    aligned = alignment(*sources.chunks, *sources.residuals, *sources.gains, weight.codes)
     has_residuals, (D, _) = bool(sources.residuals), weight.shape
     sizes = (sources.num_chunks, rows, dtype, D, sources.widths, has_residuals, has_post_norm)
-    scales_sums = weight.scaled_where(dtype) == "blocks"
-    return choose(PRIMITIVE, device, *sizes, True, elements_aligned, weight.block[1], scales_sums)
+    scales_sums, code_bits = weight.scaled_where(dtype) == "blocks", 8 // FORMATS[weight.format].columns_per_code
+    return choose(PRIMITIVE, device, *sizes, *aligned, weight.block[1], scales_sums, code_bits)
 
 
 def can_read_codes(device: torch.device) -> bool:
@@ -128,7 +129,7 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
     rows = out.size(0) if out.dim() else 0
     plan = plan_of(sources, projection.weight, rows, projection.post_norm_weight is not None)
     record = NormConcatLinearQuantized(sources, projection, out, plan.kernel is Kernel.DOTS)
-    if plan.kernel in (Kernel.FUSED, Kernel.DOTS):
+    if plan.backend in COMPILED:
         run_primitive(record, PRIMITIVE)
     else:
         record.check()

@@ -1,0 +1,72 @@
+// The codes of quantized weights as pairs of bf16 or fp16, which have every one of them exactly: e4m3 has 4 significant
+// bits, int8 8. By their bits, alike on every GPU: sm_80 has no instruction for e4m3, later ones make fp16 of it alone.
+#pragma once
+
+#include <type_traits>
+
+#include "../norm_concat_linear.h"
+#include "device.cuh"
+
+namespace eagle_kernels::cuda {
+
+struct Float8E4M3 {};
+struct Int8 {};
+
+// The codes of 8 columns, a byte each.
+struct alignas(8) Codes {
+  uint32_t first, second;
+};
+
+// a * b of pairs: adding -0 leaves every product as it is.
+template <class T>
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b, T) {
+  return multiply_add(a, b, 0x80008000u, T{});
+}
+
+// Columns 2 i and 2 i + 1 of four. A NaN comes out as 480 of its sign: see has_nan.
+template <class T>
+__device__ __forceinline__ uint32_t widen_pair(uint32_t codes, int i, Float8E4M3, T) {
+  constexpr bool kIsBFloat16 = std::is_same_v<T, BFloat16>;
+  // The sign in the upper byte; then sign, exponent and mantissa in their places are 2^120 or 2^8 too small, subnormals
+  // too.
+  const uint32_t halves = permute_bytes(codes, 0, i == 0 ? 0x9180u : 0xb3a2u);
+  const uint32_t small = kIsBFloat16 ? halves << 4 & 0x87f087f0u : halves << 7 & 0xbf80bf80u;
+  return multiply(small, kIsBFloat16 ? 0x7b807b80u : 0x5c005c00u, T{});
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t widen_pair(uint32_t codes, int i, Int8, T) {
+  constexpr bool kIsBFloat16 = std::is_same_v<T, BFloat16>;
+  // 128 + the lower seven bits, less 128, or 256 where the sign is set; in fp16 1024 +, less 1024 or 1152.
+  const uint32_t halves = permute_bytes(codes, kIsBFloat16 ? 0x43434343u : 0x64646464u, i == 0 ? 0x4140u : 0x4342u);
+  return multiply_add(halves & 0xff80ff80u, kIsBFloat16 ? 0xbf80bf80u : 0xbc00bc00u, halves & 0xff7fff7fu, T{});
+}
+
+template <class Code, class T>
+__device__ __forceinline__ Words widen(const Codes& codes, Code, T) {
+  return {widen_pair(codes.first, 0, Code{}, T{}), widen_pair(codes.first, 1, Code{}, T{}),
+          widen_pair(codes.second, 0, Code{}, T{}), widen_pair(codes.second, 1, Code{}, T{})};
+}
+
+// Bits that has_nan tells a NaN among the codes by, also where those of several were or'ed. Adding 1 flips a code's
+// uppermost bit where the other seven are set; a carry out of it comes from a NaN as well.
+__device__ __forceinline__ uint32_t nan_bits(const Codes& codes, Float8E4M3) {
+  return ((codes.first + 0x01010101u) ^ codes.first) | ((codes.second + 0x01010101u) ^ codes.second);
+}
+__device__ __forceinline__ uint32_t nan_bits(const Codes&, Int8) { return 0; }
+__device__ __forceinline__ bool has_nan(uint32_t bits) { return (bits & 0x80808080u) != 0; }
+
+// The scale at an offset from the first: fp32 or e8m0.
+__device__ __forceinline__ float load_scale(const Scales& scales, int64_t offset) {
+  float scale;
+  if (scales.type == ScaleType::kFloat32) {
+    scale = load(static_cast<const float*>(scales.data) + offset);
+  } else {
+    const uint32_t code = load(static_cast<const uint8_t*>(scales.data) + offset);
+    // 2^-127 is subnormal, 255 is NaN.
+    scale = bits_to_float(code << 23 | (code == 0 || code == 255 ? 0x00400000u : 0u));
+  }
+  return scales.global == nullptr ? scale : scale * load(scales.global);
+}
+
+}  // namespace eagle_kernels::cuda

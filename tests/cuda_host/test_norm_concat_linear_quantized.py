@@ -1,0 +1,266 @@
+"""norm_concat_linear on codes in CUDA, emulated: every form of codes and scales against float64, bits, and memory."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import eagle_kernels as ek
+import test_norm_concat_linear_quantized as on_cpu
+from accuracy import allow_independent_roundings, expect
+from backends import environment_of
+from cases import Case, Operands, operands, weight_of_every_code
+from cuda_host.test_norm_concat_linear import FLAVOURS, SPLIT_CASES, TYPES
+from eagle_kernels import QuantizedWeight
+from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
+
+WEIGHTS = [name for name in on_cpu.WEIGHTS if "fp4" not in name]
+IN_BLOCKS = [name for name in WEIGHTS if "block" in name or name == "mxfp8"]
+CASES = list(dict.fromkeys(replace(case, D=min(case.D, 260)) for case in SPLIT_CASES if case.T <= 130))
+
+
+def in_steps(case: Case, name: str) -> Case:
+    """The case in widths that the kernels take."""
+    step = 32 if name in IN_BLOCKS else 16
+    return replace(case, widths=tuple(-(-H // step) * step for H in case.widths))
+
+
+def with_weight(call: Operands, weight: QuantizedWeight) -> Operands:
+    return replace(call, projection=call.projection | {"weight": weight})
+
+
+def explained(call: Operands) -> str:
+    return str(ek.explain("norm_concat_linear", call.chunks, **call.sources | call.projection | {"eps": 1e-6}))
+
+
+def check(case: Case, name: str) -> None:
+    case = in_steps(case, name)
+    call = operands(case)
+    torch.manual_seed(0)
+    weight = on_cpu.random_weight(name, case.D, sum(case.widths))
+    _, expected = expect(with_weight(call, weight.dequantize(torch.float64)))
+    one_row = case.layout == "row"
+    guarded = GuardedRows(1 if one_row else call.N, case.D, case.dtype)
+    view = guarded.view[0] if one_row else guarded.view
+    call = with_weight(call, weight)
+    assert explained(call).startswith("norm_concat_linear_quantized: cuda/split, because ")
+    with UnchangedTensors([*call.tensors(), *(tensor for tensor in weight.tensors if tensor is not None)]):
+        assert call.norm_concat_linear(out=view) is view
+    guarded.check_around()
+    allow_independent_roundings(expected).check(guarded.view)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}-{case.id}") for name, case in zip(itertools.cycle(WEIGHTS), CASES)],
+)
+def test_float64_truth(name: str, case: Case) -> None:
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        check(case, name)
+
+
+# By what picks each instance of the kernel's template beside the dtype: launch_form and launch_rows of
+# csrc/cuda/norm_concat_linear_split.cu, and whether the gain is multiplied in pairs.
+FORMS = ["fp8_row", "fp8_block128", "fp8_block32_e8m0", "int8_row"]
+FLAVOURS = {**FLAVOURS, "offset": {"norm_offset": 1.0}}
+
+
+@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T: int) -> None:
+    """Of the 160 columns of a chunk the second step of the last stage is outside, and a block of 128 ends in the next
+    chunk."""
+    check(Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour]), name)
+
+
+def make_call(name: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 160, D: int = 67) -> tuple:
+    chunks = [torch.randn(T, H).to(dtype) for _ in range(K)]
+    return chunks, on_cpu.random_weight(name, D, K * H), (torch.rand(K, H) + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_rows_bits_do_not_depend_on_T_or_the_instance(name: str, dtype: str) -> None:
+    chunks, weight, gain = make_call(name, 130, TYPES[dtype])
+    arguments = {"norm_weight": gain}
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        for residuals in (None, [chunk.flip(0) for chunk in chunks]):
+
+            def call(T: int, residuals: list[Tensor] | None = residuals) -> Tensor:
+                last = None if residuals is None else [residual[-T:] for residual in residuals]
+                return ek.norm_concat_linear([chunk[-T:] for chunk in chunks], weight, residuals=last, **arguments)
+
+            whole = call(130)
+            for T in (1, 33, 65):
+                assert same_bits(call(T), whole[-T:]), T
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gain_in_pairs_gives_the_bits_of_one_in_fp32(name: str) -> None:
+    chunks, weight, gain = make_call(name, 5)
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain.float()))
+    ones = ek.norm_concat_linear(chunks, weight, norm_weight=torch.ones_like(gain))
+    assert same_bits(ones, ek.norm_concat_linear(chunks, weight))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
+@pytest.mark.parametrize("shift", [0, 64])
+def test_every_code_and_scale(shift: int, name: str, dtype: str) -> None:
+    """x is the identity: the value of each, rounded once."""
+    weight = weight_of_every_code(name, shift)
+    expected = weight.dequantize(torch.float64).to(TYPES[dtype]).t()
+    result = ek.norm_concat_linear([torch.eye(32, dtype=TYPES[dtype])], weight, norm="none")
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "int8_row"])
+def test_a_code_times_a_large_gain_stays_in_fp16(name: str) -> None:
+    """448 * 300 is beyond its 65504."""
+    chunks, weight, _ = make_call(name, 5, torch.float16)
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=torch.full((3, 160), 300.0).half())
+    ones = ek.norm_concat_linear(chunks, weight)
+    torch.testing.assert_close(out.double(), 300 * ones.double(), rtol=5e-3, atol=0.5)
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block32", "mxfp8", "int8_row"])
+def test_a_global_scale_multiplies_every_format(name: str) -> None:
+    chunks, weight, _ = make_call(name, 5)
+    twice = QuantizedWeight.of_tensors(weight.codes, weight.scales, torch.tensor(2.0), name, weight.block)
+    assert same_bits(ek.norm_concat_linear(chunks, twice), 2 * ek.norm_concat_linear(chunks, weight))
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "mxfp8"])
+def test_a_nan_code_is_in_its_column_alone(name: str) -> None:
+    chunks, weight, _ = make_call(name, 5)
+    clean = ek.norm_concat_linear(chunks, weight)
+    for place, row in enumerate(on_cpu.BAD_ROWS):
+        weight.codes.view(torch.uint8)[row, (0, 1, 159, 160, 479)[place]] = 0x7F if place % 2 else 0xFF
+    on_cpu.check_columns(clean, ek.norm_concat_linear(chunks, weight), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        *((name, scale) for name in ("fp8_row", "int8_row", "fp8_block32") for scale in (on_cpu.NAN, on_cpu.INF, 0.0)),
+        ("mxfp8", 255),
+    ],
+)
+def test_a_scale_that_is_no_number_or_zero_is_in_its_columns_alone(name: str, scale: float) -> None:
+    """Those of the first row of scales, which 32 columns of the output share in fp8_block32."""
+    chunks, weight, _ = make_call(name, 5)
+    clean = ek.norm_concat_linear(chunks, weight)
+    scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.uint8)
+    scales[0] = scale
+    dirty = ek.norm_concat_linear(chunks, weight)
+    shared = weight.block[0]
+    assert same_bits(clean[:, shared:].contiguous(), dirty[:, shared:].contiguous())
+    assert not (dirty[:, :shared].any() if scale == 0 else dirty[:, :shared].isfinite().any())
+
+
+@pytest.mark.parametrize("stale", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_bad_row_stays_in_its_row(name: str, stale: float) -> None:
+    chunks, weight, _ = make_call(name, 19)
+    clean = ek.norm_concat_linear(chunks, weight)
+    chunks[1][4, 50] = stale
+    dirty = ek.norm_concat_linear(chunks, weight)
+    kept = [row for row in range(19) if row != 4]
+    assert same_bits(clean[kept], dirty[kept]) and not dirty[4].isfinite().any()
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+@pytest.mark.parametrize(("H", "D", "N"), [(96, 35, 5), (352, 129, 11), (32, 1, 40)])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_no_operand_is_read_or_written_beyond_its_end(name: str, H: int, D: int, N: int, at: str) -> None:
+    """Codes, scales and sources between pages that trap; indices reach for both sides. A failure is a segmentation
+    fault."""
+
+    def guarded(tensor: Tensor) -> Tensor:
+        return between_forbidden_pages(tensor, at)
+
+    chunks, weight, gain = make_call(name, 4, K=2, H=H, D=D)
+    tensors = [None if tensor is None else guarded(tensor) for tensor in weight.tensors]
+    inside = QuantizedWeight.of_tensors(*tensors, weight.format, weight.block)
+    arguments = {"indices": torch.tensor([0, -1, 6, 3, 2**40, -(2**63), 4, 3, 2, 1, 0]).repeat(4)[:N]}
+    arguments |= {"norm_weight": gain, "residuals": chunks[::-1], "bias": torch.randn(D)}
+    out = between_forbidden_pages(torch.empty(N, D).bfloat16(), at)
+    moved = {name: _each(guarded, value) for name, value in arguments.items()}
+    ek.norm_concat_linear(_each(guarded, chunks), inside, **moved, out=out)
+    assert same_bits(out, ek.norm_concat_linear(chunks, weight, **arguments))
+
+
+def _each(move: Callable[[Tensor], Tensor], value: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    return [move(tensor) for tensor in value] if isinstance(value, list) else move(value)
+
+
+def test_strided_codes_and_scales_are_taken() -> None:
+    """Rows of 16 bytes apart, NaN between them."""
+    for name in WEIGHTS:
+        chunks, weight, gain = make_call(name, 5)
+        buffers = [torch.full((t.shape[0], t.shape[1] + 32), 0xFF if t.itemsize == 1 else torch.nan) for t in
+                   weight.tensors[:2]]  # fmt: skip
+        views = []
+        for buffer, tensor in zip(buffers, weight.tensors[:2], strict=True):
+            raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            wide = buffer.to(raw.dtype)
+            wide[:, 16:-16] = raw
+            views.append(wide.view(tensor.dtype)[:, 16:-16])
+        strided = QuantizedWeight.of_tensors(*views, None, weight.format, weight.block)
+        assert "cuda/split" in str(ek.explain("norm_concat_linear", chunks, strided, norm_weight=gain))
+        out = ek.norm_concat_linear(chunks, strided, norm_weight=gain)
+        assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain)), name
+
+
+@pytest.mark.parametrize("early", ["0", "1"])
+def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
+    early: str, emulation: ModuleType
+) -> None:
+    """All of a small weight, 16 bytes at a time; scales are not."""
+    chunks, weight, _ = make_call("mxfp8", 20, K=1, H=256)
+    emulation.take_launches()
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
+        ek.norm_concat_linear(chunks, weight)
+    *_, partial, finalize = emulation.take_launches()
+    assert (partial.early_copies, finalize.early_copies) == (67 * 256 // 16 * int(early), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("fp8_row", {"H": 72}, "H=72 is no multiple of 16"),
+        ("fp8_block128", {"H": 144}, "H=144 is no multiple of 32"),
+        ("fp8_row", {"T": 129}, "T=129 > 128: the split kernels would widen the codes 3 times or more"),
+        ("int8_row", {"dtype": torch.float32}, "tensor cores multiply 16-bit types"),
+        ("nvfp4", {}, "no cuda kernel reads codes of 4 bits"),
+        ("mxfp4", {}, "no cuda kernel reads codes of 4 bits"),
+    ],
+)
+def test_what_they_do_not_take_goes_elsewhere_and_explain_says_why(name: str, changed: dict, reason: str) -> None:
+    chunks, weight, gain = make_call(name, **{"T": 3} | changed)
+    said = str(ek.explain("norm_concat_linear", chunks, weight, norm_weight=gain))
+    expected = "norm_concat_linear_quantized: reference/plain torch, because the weight is dequantized in every call: "
+    assert said.startswith(f"{expected}cuda: {reason}; triton: ")
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
+def test_codes_off_alignment_go_elsewhere() -> None:
+    chunks, weight, _ = make_call("fp8_row", 3)
+    wide = torch.zeros(67, 488, dtype=torch.uint8).view(weight.codes.dtype)
+    for codes in (wide[:, 8:], wide[:, 1:481]):
+        moved = QuantizedWeight(codes[:, :480], weight.scales, "fp8_row")
+        reason = "cuda: an address or a row stride is no multiple of 16 bytes"
+        assert reason in str(ek.explain("norm_concat_linear", chunks, moved))
+        assert not ek.norm_concat_linear(chunks, moved).any()
