@@ -21,6 +21,7 @@ Command = Sequence[str]
 # The projection first: if time is short, its failures are the ones to know of.
 _TEST_FILES = (
     "test_norm_concat_linear.py",
+    "test_norm_concat_linear_quantized.py",
     "test_static_calls.py",
     "test_emulation.py",
     "test_norm_concat.py",

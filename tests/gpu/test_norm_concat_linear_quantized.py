@@ -1,0 +1,84 @@
+"""norm_concat_linear on codes on a GPU: float64 truth in every form of codes and scales, bits, a graph."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import eagle_kernels as ek
+import test_norm_concat_linear_quantized as on_cpu
+from accuracy import allow_independent_roundings, expect
+from backends import environment_of
+from cases import Case, operands, weight_of_every_code
+from guards import GuardedRows, same_bits
+
+pytestmark = pytest.mark.usefixtures("gpu_backend")
+
+CASES = [
+    Case("bf16", (160,) * 3, 3, D=150),
+    Case("bf16", (160,) * 3, 40, "concat", D=150, gain="fp32", norm_offset=1.0, residuals="some"),
+    Case("fp16", (2880,) * 2, 70, D=300, indices="shared", bias="fp32"),
+    Case("bf16", (4096,) * 3, 8, D=4096, post_norm="dtype"),
+    Case("bf16", (4096,) * 3, 128, D=500, gain="none", residuals="all"),
+    Case("bf16", (4096,) * 3, 300, D=500),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("name", on_cpu.WEIGHTS)
+def test_float64_truth(name: str, case: Case) -> None:
+    call = operands(case, "cuda")
+    torch.manual_seed(0)
+    weight = on_cpu.random_weight(name, case.D, sum(case.widths)).to("cuda")
+    _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
+    guarded = GuardedRows(call.N, case.D, case.dtype, "cuda")
+    replace(call, projection=call.projection | {"weight": weight}).norm_concat_linear(out=guarded.view)
+    guarded.check_around()
+    allow_independent_roundings(expected).check(guarded.view)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
+def test_every_code_and_scale(name: str, dtype: torch.dtype) -> None:
+    """x is the identity: the value of each, rounded once, NaN for NaN."""
+    weight = weight_of_every_code(name, 64)
+    expected = weight.dequantize(torch.float64).to(dtype).t()
+    result = ek.norm_concat_linear([torch.eye(32, dtype=dtype).cuda()], weight.to("cuda"), norm="none").cpu()
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+
+
+def make_call(name: str, T: int, H: int = 2880, D: int = 2880) -> tuple:
+    chunks = [torch.randn(T, H, device="cuda").bfloat16() for _ in range(2)]
+    weight = on_cpu.random_weight(name, D, 2 * H).to("cuda")
+    return chunks, weight, (torch.rand(2, H, device="cuda") + 0.5).bfloat16()
+
+
+@pytest.mark.parametrize("gpu_backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block32", "int8_row"])
+def test_a_rows_bits_do_not_depend_on_T(name: str, gpu_backend: str) -> None:
+    chunks, weight, gain = make_call(name, 300)
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND=gpu_backend):
+        whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+        for T in (1, 8, 16, 17, 32, 33, 64, 65, 128, 129):
+            out = ek.norm_concat_linear([chunk[:T] for chunk in chunks], weight, norm_weight=gain)
+            assert same_bits(out, whole[:T]), T
+            assert same_bits(out, ek.norm_concat_linear([c[:T] for c in chunks], weight, norm_weight=gain.float())), T
+
+
+@pytest.mark.parametrize("T", [1, 40])
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128"])
+def test_a_graph_replays_with_new_contents(name: str, T: int) -> None:
+    chunks, weight, gain = make_call(name, T)
+    out = torch.empty(T, 2880, dtype=torch.bfloat16, device="cuda")
+    ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
+    for _ in range(3):
+        for chunk in chunks:
+            chunk.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        replayed = out.clone()
+        assert same_bits(replayed, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
