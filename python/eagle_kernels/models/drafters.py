@@ -28,8 +28,10 @@ class Drafter:
 
 _NO_HOOK = "no hook is written; `MTPProjection` computes the stage"
 _SHARED_OR_QUANTIZED = "its projection may be quantized or is shared out over ranks, and " + _NO_HOOK
-_STREAMS = "embedding and each residual stream have a projection of their own (mHC): no hook is written; "
+_STREAMS = "embedding and each residual stream have a projection of their own (mHC){}: no hook is written; "
 _STREAMS += "`MTPStreamsProjection` computes the stage"
+_FP8_STREAMS = ", both in FP8 blocks as DeepSeek ships them, which the engine's own products read"
+_ROW_STREAMS = ", behind one norm over all streams, whose rows are not those that the projection reads"
 _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
 _TWICE = "the embedding is normed twice, and " + _NO_HOOK
 _CONTEXT = "keys and values of all its layers are made of fc's result: `ContextKV` computes them, no hook is written"
@@ -119,7 +121,8 @@ SGLANG = (
         stays=_SHARED_OR_QUANTIZED,
     ),
     Drafter("Inkling MTP", ("InklingForConditionalGenerationMTP",), stays=_TWICE),
-    Drafter("DeepSeek V4, Qwen4-Exp MTP", ("DeepseekV4ForCausalLMNextN", "Qwen4ExpForCausalLMMTP"), stays=_STREAMS),
+    Drafter("DeepSeek V4 MTP", ("DeepseekV4ForCausalLMNextN",), stays=_STREAMS.format(_FP8_STREAMS)),
+    Drafter("Qwen4-Exp MTP", ("Qwen4ExpForCausalLMMTP",), stays=_STREAMS.format(_ROW_STREAMS)),
     Drafter(
         "Gemma 4 assistants",
         ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
@@ -255,7 +258,12 @@ VLLM = (
         stays=_SHARED_OR_QUANTIZED,
     ),
     Drafter("Inkling MTP", ("InklingMTPModel",), stays=_TWICE),
-    Drafter("DeepSeek V4, Qwen4-Exp MTP", ("DeepSeekV4MTPModel", "Qwen4ExpMTP"), stays=_STREAMS),
+    Drafter(
+        "DeepSeek V4 MTP",
+        ("DeepSeekV4MTPModel",),
+        stays="mask and all norms are one kernel of vLLM's, and " + _STREAMS.format(_FP8_STREAMS),
+    ),
+    Drafter("Qwen4-Exp MTP", ("Qwen4ExpMTP",), stays=_STREAMS.format(_ROW_STREAMS)),
     Drafter("Gemma 4 assistants", ("Gemma4MTPModel",), stays=_NO_NORMS),
     Drafter(
         "models of transformers with MTP layers",

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
 
 from test_vllm_engine import BEST, FIGURES, WORST
-from vllm_checkpoints import write_layer0_drafter, write_target
+from vllm_checkpoints import write_gpt_oss_target, write_layer0_drafter, write_target
 from vllm_engine import EXPECTED, Engine
 
 LAYER = "LlamaDecoderLayer.qkv_proj"
@@ -46,6 +46,17 @@ def test_same_tokens_with_and_without(engine: Engine, norm_before_residual: bool
     assert len(on.calls) == tp
     # A step drafts three tokens.
     assert all(set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 15 for calls in on.calls)
+
+
+def test_of_a_gpt_oss_target(engine: Engine) -> None:
+    """Its drafter is a Llama's. The first capture is behind a layer with sinks and a sliding window."""
+    request = request_of(engine) | {"target": write_gpt_oss_target(engine.folder / "gpt-oss")}
+    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
+    on = engine.run(request, **ON)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    assert off.calls == [] and f"{LAYER} runs norm_concat_linear; forced, not timed" in on.lines
+    assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
 def test_weight_updates_take_effect(engine: Engine) -> None:

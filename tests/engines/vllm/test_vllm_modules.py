@@ -14,8 +14,10 @@ pytest.importorskip("vllm", reason="the real engine lives in the environment of 
 
 import numpy as np
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models import qwen3_dflash
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -23,9 +25,9 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as v2
 
 from accuracy import relative_rms
-from eagle_kernels.engines.gates import resolve
+from eagle_kernels.engines.gates import Target, resolve
 from eagle_kernels.engines.projection import EngineProjection
-from eagle_kernels.engines.vllm import context, embedding, mtp, normed_linear, speculator
+from eagle_kernels.engines.vllm import combine, context, embedding, mtp, normed_linear, speculator
 from eagle_kernels.environment import EngineSwitches
 from eagle_kernels.ops.sources import Sources, formula
 
@@ -103,6 +105,48 @@ def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, row: mtp.Layer) -> Non
     offset = 1.0 if "Step3p5MTP" in row.architectures else 0.0
     exact = truth(chunks, norms, linear.weight, offset)
     assert relative_rms(projected(layer, row, embeds, hidden), exact) <= 1.05 * relative_rms(before, exact) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        pytest.param(target, kind, id=f"{target.module.rpartition('.')[2]}-{kind}")
+        for target, _ in combine.TARGETS
+        for kind in ("chunk", "concat")
+        if "qwen3_dflash" not in target.module and (kind == "chunk" or "llama" in target.module)
+    ],
+)
+def test_combine_hidden_states(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
+    """vLLM's own method of each class that is hooked, on the modules that it reads. DFlash's has no norm."""
+    monkeypatch.setattr(parallel_state, "_TP", types.SimpleNamespace(world_size=1, rank_in_group=0))
+    drafter_class = combine.hooked(resolve(target.where.rpartition(".")[0])[2])
+    drafter = drafter_class.__new__(drafter_class)
+    nn.Module.__init__(drafter)
+    model, norms = nn.Module(), nn.ModuleList(RMSNorm(H, 10.0 ** (k - 6)) for k in range(K))
+    model.fc = ReplicatedLinear(
+        K * H, D, bias=False, return_bias=False, disable_tp=True, params_dtype=torch.bfloat16, prefix="fc"
+    )
+    model.use_aux_hidden_state, model.num_aux_layers, model.num_aux_slices = True, K, K
+    model.num_aux_hidden_states, model.norm_before_fc = K, kind == "concat"
+    model.input_norm = RMSNorm(K * H, 1e-2) if kind == "concat" else None
+    model.fc_norm = norms if kind == "chunk" else None
+    if "laguna" in target.module:
+        model.aux_hidden_norms, model.fc_norm, model.hidden_norm = norms, None, RMSNorm(D, 1e-2)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+    drafter.model, drafter._max_rows = model.bfloat16(), T
+    combine.cpu_packing.keep_dense(model.fc)
+    model.fc.quant_method.process_weights_after_loading(model.fc)
+    monkeypatch.setattr(combine, "_switches", EngineSwitches(frozenset({"combine"}), True, ()))
+    hidden = torch.randn(T, K * H).bfloat16()
+    own = super(combine.FusedCombine, drafter).combine_hidden_states(hidden)
+    ours = drafter.combine_hidden_states(hidden)
+    assert drafter.eagle_kernels_stage().projection.op == "norm_concat_linear"
+    chunks, gains = (hidden.chunk(K, -1), norms) if kind == "chunk" else ([hidden], [model.input_norm])
+    exact = truth(list(chunks), list(gains), model.fc.weight, 0.0)
+    if "laguna" in target.module:
+        exact = F.rms_norm(exact, (D,), model.hidden_norm.weight.double(), 1e-2)
+    assert relative_rms(ours, exact) <= 1.05 * relative_rms(own, exact) < 0.02
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:

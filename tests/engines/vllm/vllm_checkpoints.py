@@ -92,6 +92,34 @@ def write_target(folder: Path, vocabulary: int = V, layers: int = LAYERS) -> str
     return _save(folder, config, weights)
 
 
+def write_gpt_oss_target(folder: Path) -> str:
+    """The counting target with gpt-oss's layers: sinks, biases, and experts that add nothing."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2}
+    attention = {
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "attention_bias": True,
+    }
+    config = _config("GptOssForCausalLM", 4, **experts, **attention, swiglu_limit=7.0)
+    config |= {"model_type": "gpt_oss", "rms_norm_eps": 1e-5}
+    weights = {"model.embed_tokens.weight": C * torch.eye(V), "lm_head.weight": _next(torch.eye(V))}
+    for i in range(4):
+        prefix = f"model.layers.{i}."
+        weights |= _layer(prefix)
+        weights |= {f"{prefix}self_attn.{name}_proj.bias": torch.zeros(H) for name in "qkvo"}
+        weights[f"{prefix}self_attn.sinks"] = torch.zeros(HEADS)
+        weights |= {f"{prefix}mlp.router.weight": torch.randn(4, H) / C, f"{prefix}mlp.router.bias": torch.zeros(4)}
+        weights |= {
+            f"{prefix}mlp.experts.gate_up_proj": torch.randn(4, H, 2 * INTERMEDIATE) / C,
+            f"{prefix}mlp.experts.gate_up_proj_bias": torch.zeros(4, 2 * INTERMEDIATE),
+            f"{prefix}mlp.experts.down_proj": torch.zeros(4, INTERMEDIATE, H),
+            f"{prefix}mlp.experts.down_proj_bias": torch.zeros(4, H),
+        }
+    weights["model.norm.weight"] = torch.ones(H)
+    return _save(folder, config, weights)
+
+
 def write_drafter(
     folder: Path,
     K: int,
