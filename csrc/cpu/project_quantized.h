@@ -446,7 +446,7 @@ void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t 
   StripSums sums;
 #if defined(__AVX512F__)
   // The first tile transposes the next strip and the second one widens it, shuffles beside products (fp8, T = 16, 24
-  // and 32, in ms: 5.4, 6.9 and 8.8; before the products 5.7, 7.8 and 9.9). There are two, as few rows do not come here.
+  // and 32, in ms: 5.4, 6.9 and 8.8; in front of them 5.7, 7.8 and 9.9). There are two: few rows do not come here.
   WordStrip<Code> strips[2];
   CodeStrip<Code> lanes;
   StripSums blocks;
