@@ -356,6 +356,10 @@ def test_the_fused_kernel_takes_as_many_rows_as_the_table_says(dtype: torch.dtyp
             fused = limit is None or limit >= T
             problem = Problem("norm_concat_linear", torch.device("cpu"), 3, T, dtype, 4096, (4096,))
             assert cpu_projection(problem, isa).kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)
+            # Its sums before they are rounded would come from a product of fp32 operands.
+            fused |= dtype.itemsize == 2 and isa != "scalar"
+            before_a_norm = cpu_projection(problem._replace(has_post_norm=True), isa)
+            assert before_a_norm.kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)
 
 
 @needs_compiled
