@@ -45,7 +45,11 @@ def per_row(q: QuantizedWeight) -> dict[str, Tensor]:
     return {"weight": q.codes, "weight_scale": q.scales.reshape(-1)}
 
 
-def compressed_row(q: QuantizedWeight) -> dict[str, Tensor]:
+def compressed_whole(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale": q.scales.reshape(1)}
+
+
+def compressed(q: QuantizedWeight) -> dict[str, Tensor]:
     return {"weight": q.codes, "weight_scale": q.scales}
 
 
@@ -89,12 +93,13 @@ LAYOUTS: dict[str, tuple[str, Callable, str, dict | None]] = {
     "modelopt-fp8": ("fp8_tensor", per_tensor, "fc", {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "mistral": ("fp8_tensor", mistral, "eagle_linear", None),
     "modelopt-row": ("fp8_row", per_row, "fc", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
-    "compressed-row": ("fp8_row", compressed_row, "fc", {"quant_method": "compressed-tensors"}),
+    "compressed-tensor": ("fp8_tensor", compressed_whole, "fc", {"quant_method": "compressed-tensors"}),
+    "compressed-row": ("fp8_row", compressed, "fc", {"quant_method": "compressed-tensors"}),
     "hf-block": ("fp8_block128", scale_inv, "model.fc", FP8_BLOCKS),
     "deepseek-block": ("fp8_block128", deepseek, "fc", FP8_BLOCKS | {"scale_fmt": "ue8m0"}),
     "deepseek-v4.1": ("fp8_block32", deepseek, "fc", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
     "modelopt-block": ("fp8_block128", modelopt_blocks, "fc", {"quant_algo": "FP8_PB_WO"}),
-    "compressed-int8": ("int8_row", compressed_row, "fc", {"quant_method": "compressed-tensors"}),
+    "compressed-int8": ("int8_row", compressed, "fc", {"quant_method": "compressed-tensors"}),
     "modelopt-mxfp8": ("mxfp8", modelopt_mx, "fc", {"quant_algo": "MXFP8"}),
     "quark-mxfp4": ("mxfp4", modelopt_mx, "fc", {"quant_method": "quark"}),
     "deepseek-mxfp4": ("mxfp4", int8_pairs, "fc", None),

@@ -31,6 +31,8 @@ PACKED = "its weight is packed for vLLM's own CPU product"
 PACKED_AWAY = "its weight is packed for the engine's own CPU product"
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
 EAGLE3, LAGUNA, DFLASH = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel"
+CODES = "norm_concat_linear on codes"
+VLLMS = (1.0, 1.0, 1.0, 1.0)  # seconds of its own calls
 
 
 @pytest.fixture
@@ -135,14 +137,18 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         del called[before:]
 
     monkeypatch.setattr(projection, "run_probe", uncounted)
-    for function, op in (("concatenate", "norm_concat"), ("project", "norm_concat_linear")):
-        run = getattr(projection, function)
+    for module, function, op in (
+        (projection, "concatenate", "norm_concat"),
+        (projection, "project", "norm_concat_linear"),
+        (projection.quantized, "project", CODES),
+    ):
+        run = getattr(module, function)
 
         def counted(*args: object, op: str = op, run: Callable = run) -> Tensor:
             called.append(op)
             return run(*args)
 
-        monkeypatch.setattr(projection, function, counted)
+        monkeypatch.setattr(module, function, counted)
     return called
 
 
@@ -346,6 +352,81 @@ def test_forced_fc_stays_dense_where_the_fused_kernel_reads_it(
     assert is_dense(drafter) == fused
 
 
+def held_as_fp8(model: nn.Module) -> None:
+    """fc as vLLM holds an FP8 weight, and its product."""
+    fc = model.fc
+    vars(fc).pop("_cpu_skip_gemm_dispatch", None)  # a layer that is quantized from the start is not kept dense
+    quantized = ek.quantize(fc.weight.data, "fp8_row")
+    dense = quantized.dequantize(torch.float32)
+    fc.quant_method, fc.weight_block_size = stand_in.Fp8LinearMethod(), None
+    fc.weight = torch.nn.Parameter(quantized.codes.t(), requires_grad=False)
+    fc.weight_scale = torch.nn.Parameter(quantized.scales, requires_grad=False)
+    fc.forward = lambda x: torch.nn.functional.linear(x, dense)
+
+
+@pytest.fixture
+def reads_codes(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    method = stand_in.Fp8LinearMethod
+    monkeypatch.setattr(combine(), "QUANTIZED", {f"{method.__module__}:{method.__qualname__}"})
+
+
+@pytest.mark.usefixtures("reads_codes")
+@pytest.mark.parametrize("norm", ["chunk", "concat", "both", "none"])
+def test_the_codes_of_a_quantized_fc_are_read(
+    vllm: types.SimpleNamespace, ops: list[str], log: Callable, norm: str
+) -> None:
+    drafter, hidden = build(vllm, change=held_as_fp8, norm=norm), torch.randn(T, K * H)
+    got = drafter.combine_hidden_states(hidden)
+    assert ops[-1] == CODES
+    assert_close(got, engines_own(vllm, drafter, hidden))
+    (line,) = [line for line in log() if "combine_hidden_states" in line]
+    assert "runs norm_concat_linear (K=3, " in line and line.endswith(" norm, fp8_row); forced, not timed")
+
+
+@pytest.mark.usefixtures("reads_codes")
+@pytest.mark.parametrize(
+    ("norm_concat", "codes", "ran", "line"),
+    [
+        pytest.param(
+            (0.9, 0.9, 0.9, 0.9), (0.8, 0.8, 0.8, 0.8), {1: CODES, T: CODES},
+            "runs norm_concat_linear (K=3, chunk norm, fp8_row); T=1 800 ms (vLLM 1e+03), ", id="everywhere",
+        ),
+        pytest.param(
+            (0.9, 0.9, 0.9, 0.9), (0.5, 0.85, 0.95, 1.1), {1: CODES, 4: CODES, 16: "norm_concat"},
+            "runs norm_concat_linear (K=3, chunk norm, fp8_row) where that is faster than vLLM's fc, T=1 500 ms "
+            f"(vLLM 900), T=4 850 ms (vLLM 900), T=16 950 ms (vLLM 900), T={4 * T} 1.1e+03 ms (vLLM 900); else runs "
+            "norm_concat (K=3, chunk norm), its fc stays with vLLM: its quant_method is Fp8LinearMethod; T=1 900 ms",
+            id="at-some-row-counts",
+        ),
+        pytest.param(
+            (1.1, 1.1, 1.1, 1.1), (1.1, 1.1, 1.1, 1.1), {1: None}, "stays with vLLM: norm_concat (K=3", id="slower"
+        ),
+    ],
+)  # fmt: skip
+def test_codes_are_read_where_that_is_faster(
+    vllm: types.SimpleNamespace,
+    decides: Callable,
+    ops: list[str],
+    log: Callable,
+    norm_concat: tuple[float, ...],
+    codes: tuple[float, ...],
+    ran: dict[int, str | None],
+    line: str,
+) -> None:
+    timed = decides(VLLMS, norm_concat, codes)
+    drafter = build(vllm, change=held_as_fp8)
+    assert timed == [3]
+    ops.clear()
+    for rows, op in ran.items():
+        hidden = torch.randn(rows, K * H)
+        assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+        assert ops == ([] if op is None else [op])
+        ops.clear()
+    (logged,) = [logged for logged in log() if "combine_hidden_states" in logged]
+    assert logged.startswith(f"{COMBINE} {line}")
+
+
 def combine() -> types.ModuleType:
     return sys.modules["eagle_kernels.engines.vllm.combine"]
 
@@ -380,7 +461,6 @@ def decides(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Cal
     return take
 
 
-VLLMS = (1.0, 1.0, 1.0, 1.0)
 DENSE_MB = f"{4 * K * H * D / 1e6:.3g}"
 
 

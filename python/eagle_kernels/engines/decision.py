@@ -99,9 +99,14 @@ def _ms(seconds: float) -> str:
 FORCED = Decision(everywhere=True, reason="forced, not timed")
 
 
-def on_gpu(device: torch.device, width: int, columns: int, dtype: torch.dtype) -> Decision:
-    """The decision for a projection [N, width] -> [N, columns] from the table shipped for a GPU."""
+def on_gpu(device: torch.device, width: int, columns: int, dtype: torch.dtype, codes: str = "") -> Decision:
+    """The decision for a projection [N, width] -> [N, columns] from the table shipped for a GPU.
+
+    codes: the format of a quantized weight.
+    """
     gpu, dtype_name = tuned_configs.gpu_of(device).name, str(dtype).removeprefix("torch.")
+    if codes:
+        dtype_name = f"{dtype_name} x {codes}"
     if tuned_configs.has_projection(gpu, width, columns, dtype_name):
         return Decision(everywhere=True, reason=f"it is in the table of the {gpu}")
     return Decision(reason=f"no table is shipped for K*H={width}, D={columns}, {dtype_name} on the {gpu}")

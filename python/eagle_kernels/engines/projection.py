@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from .. import library, plan
+from ..ops import norm_concat_linear_quantized as quantized
 from ..ops.norm_concat import concatenate
 from ..ops.norm_concat_linear import project
 from ..ops.projection import Projection
 from ..ops.sources import Sources
+from ..quantized_weight import QuantizedWeight
 from ..warmup import warmup
 from .decision import Call, normal_rows
+from .held_codes import HeldCodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +48,13 @@ class EngineProjection:
     def kind(self) -> str:
         """What a log line says of it: K=3, chunk norm."""
         norms = [("concat", self.concat_norm is not None), ("chunk", len(self.chunk_norms) > 0)]
-        return f"K={self.num_chunks}, {' then '.join(norm for norm, there in norms if there) or 'no'} norm"
+        codes = f", {self.fc.weight.format}" if isinstance(self.fc, HeldCodes) else ""
+        return f"K={self.num_chunks}, {' then '.join(norm for norm, there in norms if there) or 'no'} norm{codes}"
 
     @property
     def is_worthwhile(self) -> bool:
         """Whether the engine's own call of fc leaves anything to gain."""
-        return self.has_norm
+        return self.has_norm or isinstance(self.fc, HeldCodes)
 
     def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
         """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""
@@ -62,7 +66,10 @@ class EngineProjection:
         if self.post_norm is not None:
             post_norm_weight, post_norm_eps = parameter_of(self.post_norm), self.post_norm.variance_epsilon
         bias = None if getattr(self.fc, "bias", None) is None else parameter_of(self.fc, "bias")
-        return project(sources, Projection(parameter_of(self.fc), bias, post_norm_weight, post_norm_eps), out)
+        weight, epilogue = parameter_of(self.fc), (bias, post_norm_weight, post_norm_eps)
+        if isinstance(weight, QuantizedWeight):
+            return quantized.project(sources, quantized.QuantizedProjection(weight, *epilogue), out)
+        return project(sources, Projection(weight, *epilogue), out)
 
     __call__ = forward
 
@@ -100,10 +107,10 @@ def _concat_norm(norm: Any) -> tuple[str, Sequence[Any], list[float]]:
     return ("none", (), [1e-6]) if norm is None else ("concat", (norm,), [norm.variance_epsilon])
 
 
-def parameter_of(module: Any, name: str = "weight") -> Tensor:
+def parameter_of(module: Any, name: str = "weight") -> Any:
     """The parameter that the module has now; without its gradient, which engines leave on outside inference mode."""
     parameter = getattr(module, name)
-    return parameter.data if torch.is_grad_enabled() else parameter
+    return parameter.data if isinstance(parameter, Tensor) and torch.is_grad_enabled() else parameter
 
 
 class ProbeError(Exception):

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
 
-from vllm_checkpoints import write_counting_deepseek, write_deepseek, write_drafter, write_target
+from vllm_checkpoints import fp8_config, write_counting_deepseek, write_deepseek, write_drafter, write_target
 from vllm_engine import EXPECTED, Engine
 
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
@@ -344,6 +344,16 @@ def test_a_quantized_eh_proj_is_loaded_with_its_scale(engine: Engine, layout: st
 def test_a_quantized_eh_proj_without_the_plugin(engine: Engine) -> None:
     run = engine.run(mtp_request(engine, "hf-block"), may_fail=True, EAGLE_KERNELS_VLLM_SCALES="0")
     assert run.returncode != 0 and "KeyError: 'model.layers.2.eh_proj.weight_scale_inv'" in run.log
+
+
+def test_an_fc_that_vllm_holds_as_fp8(engine: Engine) -> None:
+    """The op multiplies vLLM's own codes."""
+    folder = engine.folder / "drafter-held-fp8"
+    drafter = write_drafter(folder, 3, "chunk", "compressed-row", quantization_config=fp8_config("fc"))
+    run = engine.run({"target": write_target(engine.folder / "target"), "drafter": drafter})
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    assert f"{RUNS} (K=3, chunk norm, fp8_row); forced, not timed" in run.lines
+    assert [set(calls) for calls in run.calls] == [{"norm_concat_linear_quantized"}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm_checkpoints import (
     H,
     V,
+    fp8_config,
     write_counting_deepseek,
     write_deepseek,
     write_drafter,
@@ -161,11 +162,16 @@ def test_layer_0_with_a_bias(load: Callable, log: Callable, tmp_path: Path) -> N
         runs_as_vllms_own(layer, "qkv_proj", False, log)
 
 
-def runs_as_vllms_own(layer: nn.Module, projection: str, norm_before_residual: bool, log: Callable) -> None:
-    """vLLM's forward of the layer up to what its attention splits, and the residual that it adds to."""
+def runs_as_vllms_own(
+    layer: nn.Module, projection: str, norm_before_residual: bool, log: Callable, quantized: Tensor | None = None
+) -> None:
+    """vLLM's forward of the layer up to what its attention splits, and the residual that it adds to.
+
+    quantized: the numbers that the layer's codes stand for.
+    """
     linear, norms = getattr(layer.self_attn, projection), (layer.input_layernorm, layer.hidden_norm)
     assert isinstance(linear, normed_linear.NormedLinear)
-    assert linear.bias is not None or cpu_packing.is_kept_dense(linear)
+    assert linear.bias is not None or quantized is not None or cpu_packing.is_kept_dense(linear)
     assert f"{type(layer).__name__}.{projection} runs norm_concat_linear; forced, not timed" in log()
     embeds, hidden = torch.randn(T, H).bfloat16(), 3 * torch.randn(T, H).bfloat16()
     seen: list[Tensor] = []
@@ -180,7 +186,8 @@ def runs_as_vllms_own(layer: nn.Module, projection: str, norm_before_residual: b
     gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
     normed = formula(Sources([embeds, hidden], 2, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
     bias = 0 if linear.bias is None else linear.bias.double()
-    assert relative_rms(seen[0], normed @ linear.weight.double().t() + bias) < 0.01
+    weight = linear.weight.double() if quantized is None else quantized
+    assert relative_rms(seen[0], normed @ weight.t() + bias) < 0.01
     assert relative_rms(seen[1], normed[:, H:] if norm_before_residual else hidden.double()) < 0.01
 
 
@@ -230,6 +237,40 @@ def test_a_quantized_projection_is_loaded_with_its_scale(
     assert relative_rms(layer.eh_proj.weight, moved.double()) < 1e-2
     names = [line.partition(" of ")[0] for line in log() if "has no scales there" in line]
     assert names == ["fc", "eh_proj"]
+
+
+@pytest.mark.parametrize("switch", ["force", "1"])
+@pytest.mark.parametrize("norm", ["chunk", "none"])
+def test_an_fc_that_vllm_holds_as_fp8(load: Callable, log: Callable, tmp_path: Path, switch: str, norm: str) -> None:
+    """The op reads vLLM's codes, and keeps the 16 bits of activations that vLLM rounds to FP8."""
+    quantization = {"quantization_config": fp8_config("fc")}
+    drafter = load(switch, write_drafter(tmp_path, K, norm, "compressed-row", **quantization))
+    fc, stage = drafter.model.fc, drafter.eagle_kernels_stage()
+    assert fc.weight.dtype == torch.float8_e4m3fn
+    hidden = torch.randn(T, K * H).bfloat16()
+    with torch.inference_mode():
+        ours, own = drafter.combine_hidden_states(hidden), vllms_own(drafter, hidden)
+    (line,) = [line for line in log() if "combine_hidden_states" in line]
+    assert f"runs norm_concat_linear (K=3, {'no' if norm == 'none' else norm} norm, fp8_row)" in line
+    chunks, weight = list(hidden.chunk(K, -1)), fc.weight.double().t() * fc.weight_scale.double()
+    if norm == "chunk":
+        gains, eps = zip(*[(norm.weight, norm.variance_epsilon) for norm in drafter.model.fc_norm], strict=True)
+        chunks = [formula(Sources(chunks, K, "chunk", list(gains), list(eps), 0.0, [], [], None), torch.float64)]
+    exact = torch.cat(chunks, -1).double() @ weight.t()
+    assert relative_rms(own, exact) < 0.05
+    if stage.projection_at(T).op == "norm_concat_linear":
+        assert relative_rms(ours, exact) < 0.005
+
+
+def test_layer_0_that_vllm_holds_as_fp8(load: Callable, log: Callable, tmp_path: Path) -> None:
+    quantization = {"quantization_config": fp8_config("qkv_proj")}
+    written = write_layer0_drafter(tmp_path, norm_before_residual=True, **quantization)
+    layer = load("force", written, layer0="1", load_format="dummy").model.layers[0]
+    linear = layer.self_attn.qkv_proj
+    assert linear.weight.dtype == torch.float8_e4m3fn
+    linear.weight.copy_(torch.randn(linear.weight.shape))
+    linear.weight_scale.copy_(0.5 + torch.rand(linear.weight_scale.shape))
+    runs_as_vllms_own(layer, "qkv_proj", True, log, linear.weight.double().t() * linear.weight_scale.double())
 
 
 class Stop(Exception):

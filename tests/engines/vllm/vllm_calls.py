@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import TextIO
 
-OPS = ("norm_concat_linear", "norm_concat", "vocab_parallel_embedding", "store_context_kv")
+OPS = {"norm_concat_linear", "norm_concat_linear_quantized", "norm_concat"}
+OPS |= {"vocab_parallel_embedding", "store_context_kv"}
 _log: TextIO | None = None
 
 

@@ -169,6 +169,7 @@ def write_layer0_drafter(
     norm_before_residual: bool,
     architecture: str = "LlamaForCausalLMEagle3",
     attention_bias: bool = False,
+    **more: object,
 ) -> str:
     """Its drafts are right where layer 0 is. attention_bias: of zeros."""
     K = 3
@@ -179,7 +180,7 @@ def write_layer0_drafter(
     flags = {"norm_output": True, "norm_before_residual": norm_before_residual}
     if attention_bias:
         weights |= {f"midlayer.self_attn.{name}_proj.bias": torch.zeros(H) for name in "qkvo"}
-    return _save(folder, _config(architecture, 1, **model, **flags, attention_bias=attention_bias), weights)
+    return _save(folder, _config(architecture, 1, **model, **flags, attention_bias=attention_bias, **more), weights)
 
 
 def write_latent_drafter(folder: Path, *, norm_before_residual: bool) -> str:
@@ -204,6 +205,21 @@ def write_dflash_drafter(folder: Path, one_gain: bool = False) -> str:
     flash = {"target_layer_ids": list(range(K)), "mask_token_id": V - 1}
     config = _config("DFlashDraftModel", dflash_drafter.LAYERS, rope_theta=dflash_drafter.THETA, dflash_config=flash)
     return _save(folder, config | {"model_type": "qwen3"}, dflash_drafter.weights(H, HEADS, K, C, one_gain))
+
+
+def fp8_config(layer: str) -> dict:
+    """quantization_config of compressed-tensors for one layer, e4m3 with a scale for each row. On a CPU vLLM has no
+    kernel for one scale of a whole weight, nor for blocks without AMX."""
+    e4m3 = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = e4m3 | {"strategy": "channel", "dynamic": False}
+    activations = e4m3 | {"strategy": "token", "dynamic": True}
+    group = {"targets": [f"re:.*{layer}$"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": [f"re:^(?!.*{layer}$).*$"],
+    }
 
 
 def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ...checks import DTYPES
 from ...environment import EngineSwitches
 from ...plan import Kernel, Problem, choose, cpu_isa
-from .. import decision
+from .. import decision, held_codes
 from ..decision import Decision
 from ..eligibility import linear_unsupported_reason, log_once, norm_unsupported_reason
 from ..gates import Target, TargetError
+from ..held_codes import HeldCodes
 from ..projection import EngineProjection, ProbeError, check_backend, probe
 from . import LOGGER, cpu_packing, replicas, speculator
 from .registry import hook_models, leaving_to_vllm
@@ -52,6 +53,15 @@ DFLASH = (
 )
 LAGUNA = ("DFlashLagunaForCausalLM",)
 PACKED = "its weight is packed for vLLM's own CPU product"
+# What leaves the weight in a layout of `held_codes`.
+QUANTIZED = frozenset(
+    f"vllm.model_executor.layers.quantization.{where}"
+    for where in (
+        "fp8:Fp8LinearMethod",
+        "modelopt:ModelOptLinearMethod",
+        "compressed_tensors.compressed_tensors:CompressedTensorsLinearMethod",
+    )
+)
 # How much faster the one op on a second, dense copy of the weight has to be at some row count to be worth its bytes.
 SECOND_COPY = 1.1
 
@@ -85,21 +95,22 @@ _Base: Any = object
 class Stage:
     """What runs a drafter's combine_hidden_states, and at which row counts.
 
-    dense: what comes first, on a dense copy of a weight that vLLM packed.
+    whole: what comes first, the one op: on a dense copy of a weight that vLLM packed, or on the codes of a quantized
+    one.
     """
 
     projection: EngineProjection
     decision: Decision
-    dense: "Stage | None" = None
+    whole: "Stage | None" = None
 
     @property
     def never(self) -> bool:
-        return self.decision.never and self.dense is None
+        return self.decision.never and self.whole is None
 
     def projection_at(self, T: int) -> EngineProjection | None:
         """What runs a call of T rows; None is vLLM's own path."""
-        if self.dense is not None and self.dense.decision.runs_op(T) and self.dense.projection.fc.is_current:
-            return self.dense.projection
+        if self.whole is not None and self.whole.decision.runs_op(T) and self.whole.projection.fc.is_current:
+            return self.whole.projection
         return self.projection if self.decision.runs_op(T) else None
 
 
@@ -187,11 +198,15 @@ def plan(drafter: Any) -> Stage | None:
 
 def _sentence(stage: Stage) -> str:
     projection, decision = stage.projection, stage.decision
-    if stage.dense is not None:
-        one_op, figures = stage.dense.projection, stage.dense.decision.figures("packed")
-        megabytes = one_op.fc.weight.nbytes / 1e6
-        where = f"on a dense copy of its weight ({megabytes:.3g} MB) where that is faster than the packed one"
-        return f"runs {one_op.op} ({one_op.kind}) {where}, {figures}; else {_sentence(replace(stage, dense=None))}"
+    if stage.whole is not None:
+        one_op, figures_beside = stage.whole.projection, stage.whole.decision.figures
+        if isinstance(one_op.fc, HeldCodes):
+            where = f"where that is faster than vLLM's fc, {figures_beside('vLLM')}"
+        else:
+            megabytes = one_op.fc.weight.nbytes / 1e6
+            where = f"on a dense copy of its weight ({megabytes:.3g} MB) where that is faster than the packed one, "
+            where += figures_beside("packed")
+        return f"runs {one_op.op} ({one_op.kind}) {where}; else {_sentence(replace(stage, whole=None))}"
     if not projection.is_worthwhile and not decision.never:
         return "stays with vLLM: it has no norm to fuse (the zero-copy route needs none)"
     sizes, figures = f"({projection.kind})", decision.figures("vLLM")
@@ -224,7 +239,7 @@ def _read(drafter: Any) -> tuple[EngineProjection | None, str | None]:
         if (unsupported := rms_norm_unsupported_reason(norm, {RMSNorm}, dtype)) is not None:
             return None, unsupported
     modules["fc_unsupported"] = linear_unsupported_reason(fc, {UnquantizedLinearMethod}, bias=True)
-    if modules["fc_unsupported"] is not None and not any(norms[:-1]):
+    if modules["fc_unsupported"] is not None and not any(norms[:-1]) and held_codes.read(fc, QUANTIZED) is None:
         return None, f"it has no norm, and its fc is vLLM's: {modules['fc_unsupported']}"
     return EngineProjection(**modules), None
 
@@ -242,31 +257,41 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
         split = replicas.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
         if split is not None:
             return Stage(*split)
+    held = held_codes.read(projection.fc, QUANTIZED)
+    codes = None if held is None else replace(projection, fc=held, fc_unsupported=None)
     if _switches.force:
-        if cpu_packing.is_kept_dense(fc) and not _fused_kernel_reads(fc):
+        if codes is not None:
+            projection = codes
+        elif cpu_packing.is_kept_dense(fc) and not _fused_kernel_reads(fc):
             cpu_packing.pack(fc)
             projection = replace(projection, fc_unsupported=projection.fc_unsupported or PACKED)
         probe(projection, fc.input_size, like, drafter._max_rows, engine)
         return Stage(projection, decision.FORCED)
     if like.device.type == "cpu":
-        if not projection.has_norm:
+        if not projection.has_norm and codes is None:
             return Stage(projection, Decision(reason="it has no norm to fuse"))
         if "combine" not in _switches.parts:
             return Stage(projection, Decision(reason="EAGLE_KERNELS_VLLM_COMBINE=0"))
-        return _timed(drafter, projection, like)
-    shipped = decision.on_gpu(like.device, fc.input_size, fc.output_size, like.dtype)
+        return _timed(drafter, projection, like, codes)
+    sizes = (like.device, fc.input_size, fc.output_size, like.dtype)
+    shipped = decision.on_gpu(*sizes)
+    if held is not None and not (of_codes := decision.on_gpu(*sizes, held.weight.format)).never:
+        projection, shipped = replace(projection, fc=held, fc_unsupported=None), of_codes
     if not shipped.never:
         probe(projection, fc.input_size, like, drafter._max_rows, engine)
     return Stage(projection, shipped)
 
 
-def _timed(drafter: Any, projection: EngineProjection, like: Tensor) -> Stage:
+def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: EngineProjection | None) -> Stage:
     """The faster of two layouts of fc's weight: dense, for the one op, or vLLM's packed one behind norm_concat or
-    vLLM's own norms. Where each is clearly faster at some row counts, both are kept; nothing is slower than vLLM."""
+    vLLM's own norms. Where each is clearly faster at some row counts, both are kept; nothing is slower than vLLM.
+
+    Of a quantized weight, the one op on its codes beside vLLM's fc.
+    """
     fc, rows = _base_layer(projection.fc), decision.rows_up_to(drafter._max_rows)
     check_backend(projection.op, like.device)
     engine = super(FusedCombine, drafter).combine_hidden_states
-    candidates, dense = [projection], None
+    candidates, dense = [projection] if codes is None else [projection, codes], None
     if cpu_packing.is_kept_dense(fc):
         kept = cpu_packing.pack(fc)
         # Where vLLM has no layout of its own, it multiplies the dense weight, and both may read it.
@@ -280,19 +305,22 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor) -> Stage:
 
     norms = (len(projection.chunk_norms), projection.concat_norm is None, projection.post_norm is None)
     weight = (fc.input_size, fc.output_size, like.dtype, type(fc.quant_method), candidates[0].fc_unsupported)
-    key = (drafter.eagle_kernels_name, *norms, *weight, rows, torch.get_num_threads(), cpu_isa())
+    ways = (candidate.kind for candidate in candidates)
+    key = (drafter.eagle_kernels_name, *norms, *weight, *ways, rows, torch.get_num_threads(), cpu_isa())
     seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 1 + len(candidates), len(rows)))
     theirs, *ours = map(tuple, seconds)
     in_front = Decision(rows, theirs, ours[0])
-    if dense is None:
-        return Stage(candidates[0], in_front)
+    if len(candidates) == 1:
+        return Stage(projection, in_front)
     whole = Decision(rows, theirs, ours[1], everywhere=True)
     if whole.slowest >= 1 and whole.mean_speedup > in_front.mean_speedup:
+        if dense is None:
+            return Stage(candidates[1], whole)
         cpu_packing.unpack(fc, dense)
         return Stage(projection, whole)
-    over_packed = Decision(rows, tuple(map(min, theirs, ours[0])), ours[1])
-    second = Stage(candidates[1], over_packed) if over_packed.fastest >= SECOND_COPY else None
-    return Stage(candidates[0], in_front, second)
+    over_other = Decision(rows, tuple(map(min, theirs, ours[0])), ours[1])
+    second = not over_other.never if dense is None else over_other.fastest >= SECOND_COPY
+    return Stage(candidates[0], in_front, Stage(candidates[1], over_other) if second else None)
 
 
 def rms_norm_unsupported_reason(norm: Any, known: set[type], dtype: torch.dtype) -> str | None:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checks import DTYPES
 from ...environment import EngineSwitches
+from .. import held_codes
 from ..eligibility import linear_unsupported_reason, log_once
 from ..gates import Target
 from ..projection import EngineProjection, ProbeError, check_backend
 from . import LOGGER, cpu_packing, normed_linear
-from .combine import EAGLE3, rms_norm_unsupported_reason
+from .combine import EAGLE3, QUANTIZED, rms_norm_unsupported_reason
 from .normed_linear import Candidate
 from .registry import Config, hook_models, leaving_to_vllm, when_loaded
 
@@ -120,11 +122,11 @@ class Stage:
 
     def _planned(self) -> EngineProjection | None:
         linear, norms = self.linear, (self.layer.input_layernorm, self.layer.hidden_norm)
-        unsupported = _unsupported_reason(norms, linear)
+        unsupported, codes = _unsupported_reason(norms, linear), held_codes.read(linear, QUANTIZED)
         if unsupported is not None:
             log_once(LOGGER, logging.INFO, f"{self.name} stays with vLLM: {unsupported}")
             return None
-        projection, dense = EngineProjection(linear, 2, chunk_norms=norms), None
+        projection, dense = EngineProjection(codes or linear, 2, chunk_norms=norms), None
         if cpu_packing.is_kept_dense(linear) and not _switches.force:
             kept = cpu_packing.pack(linear)
             # Where vLLM has no layout of its own, it multiplies the dense weight, and both may read it.
@@ -182,7 +184,7 @@ def _keep_dense_on_cpu(linear: Any, norms: tuple[Any, Any]) -> None:
     # Packing changes a bias in place, so that the two layouts could not stand side by side.
     if not current_platform.is_cpu() or getattr(linear, "bias", None) is not None:
         return
-    if _unsupported_reason(norms, linear) is None:
+    if linear.weight.dtype in DTYPES and _unsupported_reason(norms, linear) is None:
         try:
             check_backend("norm_concat_linear", torch.device("cpu"), 2)
         except ProbeError:  # raised again where the stage is planned, which logs it
@@ -197,7 +199,9 @@ def _unsupported_reason(norms: tuple[Any, Any], linear: Any) -> str | None:
 
     if vllm.envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-    unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=True)
+    unsupported = None
+    if held_codes.read(linear, QUANTIZED) is None:
+        unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=True)
     for norm in norms:
-        unsupported = unsupported or rms_norm_unsupported_reason(norm, {RMSNorm}, linear.weight.dtype)
+        unsupported = unsupported or rms_norm_unsupported_reason(norm, {RMSNorm}, linear.params_dtype)
     return unsupported

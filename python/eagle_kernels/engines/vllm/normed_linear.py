@@ -17,6 +17,7 @@ from ...plan import cpu_isa
 from .. import decision
 from ..decision import Call, Decision
 from ..eligibility import log_once
+from ..held_codes import HeldCodes
 from ..projection import EngineProjection, check_backend, parameter_of, probe
 from . import LOGGER, replicas
 from .timing import agreed_seconds
@@ -63,7 +64,7 @@ class NormedLinear(_Base):
 
 def put_in(name: str, projection: EngineProjection) -> None:
     """Have two norms and a linear layer run as `projection`, whose modules they are."""
-    linear = projection.fc
+    linear = projection.fc.linear if isinstance(projection.fc, HeldCodes) else projection.fc
     for norm in projection.chunk_norms:
         norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
     linear.__class__ = type(type(linear).__name__, (NormedLinear, type(linear)), {})
@@ -117,6 +118,9 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
     name, projection, max_rows = candidate.name, candidate.projection, candidate.max_rows
     weight, engine = parameter_of(projection.fc), candidate.engine
     columns, width = weight.shape
+    codes = ""
+    if isinstance(projection.fc, HeldCodes):
+        codes, weight = weight.format, projection.fc.like()
     if "row_parallel" in candidate.switches.parts:
         split = replicas.split(name, projection, weight, max_rows, engine)
         if split is not None:
@@ -125,7 +129,7 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
         probe(projection, width, weight, max_rows, engine)
         return projection, decision.FORCED
     if weight.device.type != "cpu":
-        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype)
+        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype, codes)
         if not shipped.never:
             probe(projection, width, weight, max_rows, engine)
         return projection, shipped
@@ -136,7 +140,7 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
         probe(projection, width, weight, max_rows, engine)
         return decision.seconds_per_call(candidate.calls(), rows, width, weight)
 
-    key = (name, width, columns, weight.dtype, candidate.compiled, rows, torch.get_num_threads(), cpu_isa())
+    key = (name, width, columns, weight.dtype, codes, candidate.compiled, rows, torch.get_num_threads(), cpu_isa())
     seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 2, len(rows)))
     theirs, ours = map(tuple, seconds)
     return projection, Decision(rows, theirs, ours)

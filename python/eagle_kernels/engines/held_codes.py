@@ -1,0 +1,102 @@
+"""A linear layer that the engine itself holds quantized, as the op reads it: the engine's own tensors, nothing copied.
+
+| of the layer | what the op takes it for |
+|---|---|
+| weight e4m3, the [W, D] view of rows in memory; weight_scale fp32, one or one a row | fp8_tensor, fp8_row |
+| weight e4m3 [D, W]; weight_scale_inv or weight_scale [ceil(D/n), ceil(W/n)], weight_block_size [n, n] | fp8_block{n} |
+
+As vLLM 0.32 and 0.33 leave Fp8LinearMethod, ModelOptLinearMethod and CompressedTensorsLinearMethod behind
+`process_weights_after_loading` where their kernel is CUTLASS, FlashInfer, DeepGEMM on sm_90 or torch._scaled_mm. Other
+layouts (Marlin's, AMX's and oneDNN's packed codes, scales of DeepGEMM on sm_100, fnuz) do not fit and stay with the
+engine. The engines round activations to FP8 where they multiply FP8: the op keeps their 16 bits.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantized_weight import E4M3, FORMATS, QuantizedWeight
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+@dataclass(eq=False)
+class HeldCodes:
+    """In place of a linear layer of the engine: the same tensors, `weight` as a QuantizedWeight."""
+
+    linear: Any
+    _read: tuple[Any, Any] | None = field(default=None, init=False)  # the parameters that `_weight` is made of
+    _weight: QuantizedWeight | None = field(default=None, init=False)
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """What the layer has now: updates in place and new parameters are seen."""
+        parameters = (self.linear.weight, _scales_of(self.linear))
+        if self._weight is None or self._read is None or any(map(_is_not, parameters, self._read)):
+            self._weight, self._read = _quantized(self.linear), parameters
+        return self._weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.linear, "bias", None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the codes can still be read."""
+        try:
+            return self.weight is not None
+        except (AttributeError, TypeError, ValueError):
+            return False
+
+    def like(self) -> Tensor:
+        """An empty tensor with the dtype and device of the activations."""
+        return torch.empty(0, dtype=self.linear.params_dtype, device=self.linear.weight.device)
+
+
+def read(linear: Any, methods: Collection[str]) -> HeldCodes | None:
+    """The codes of a layer of the engine; None where it holds none, not in a layout of the module's table, or where
+    LoRA wraps it.
+
+    Args:
+        methods: "module:class" of the quant_method that leave the layouts above; a subclass may not.
+    """
+    method = type(getattr(linear, "quant_method", None))
+    if hasattr(linear, "base_layer") or f"{method.__module__}:{method.__qualname__}" not in methods:  # of LoRA
+        return None
+    codes = HeldCodes(linear)
+    return codes if codes.is_current else None
+
+
+def _is_not(a: object, b: object) -> bool:
+    return a is not b
+
+
+def _scales_of(linear: Any) -> Any:
+    return next((scales for name in _SCALES if isinstance(scales := getattr(linear, name, None), Tensor)), None)
+
+
+def _quantized(linear: Any) -> QuantizedWeight:
+    """Raises TypeError, ValueError where the layer's tensors are in no known layout."""
+    weight, scales = linear.weight, _scales_of(linear)
+    if not isinstance(weight, Tensor) or weight.dtype != E4M3 or scales is None or scales.dtype != torch.float32:
+        raise TypeError("it holds no e4m3 codes with fp32 scales")
+    shape = (getattr(linear, "output_size_per_partition", linear.output_size), linear.input_size)
+    block = getattr(linear, "weight_block_size", None)
+    codes = weight.detach() if block else weight.detach().t()
+    if tuple(codes.shape) != shape or codes.stride(1) != 1:
+        raise ValueError(f"its codes are {tuple(weight.shape)} with strides {weight.stride()}")
+    if block and any(rows % block[0] for rows in getattr(linear, "logical_widths", shape[:1])[:-1]):
+        raise ValueError("a block ends inside of a merged weight")
+    return QuantizedWeight(codes, scales.detach(), _format(block, scales))
+
+
+def _format(block: Any, scales: Tensor) -> str:
+    if not block:
+        return "fp8_tensor" if scales.numel() == 1 else "fp8_row"
+    name = f"fp8_block{block[0]}"
+    if name not in FORMATS or FORMATS[name].block != tuple(block):
+        raise ValueError(f"{block} of its codes share a scale")
+    return name
