@@ -19,10 +19,9 @@ def case(*environment: tuple[str, str], **more: object) -> Case:
     return Case(DRAFTER, environment=(ON, *off("PROJECTION"), *environment), **more)
 
 
-# Of two candidates a step standins/sgl_kernel.py builds no tree here: one is chosen without its parent.
-@pytest.mark.parametrize("tp", [1, 2])
-def test_every_draft_is_accepted(tmp_path: Path, tp: int) -> None:
-    run = case(tp=tp).run(tmp_path)
+@pytest.mark.parametrize(("topk", "tp"), [(1, 1), (1, 2), (2, 1)])
+def test_every_draft_is_accepted(tmp_path: Path, topk: int, tp: int) -> None:
+    run = case(topk=topk, tp=tp).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert run.ops["norm_concat_linear"] >= (PROBES + CALLS) * tp
     assert "LlamaDecoderLayer.qkv_proj runs norm_concat_linear (K=2, chunk norm); forced, not timed" in run.log

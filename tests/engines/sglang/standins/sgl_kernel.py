@@ -229,21 +229,26 @@ def build_tree_kernel_efficient_cpu(
     for b, length in enumerate(seq_lens.tolist()):
         selected = selected_index[b].tolist()
 
-        def parent(token: int, selected: list[int] = selected, b: int = b) -> int:
-            """The tree's node above node `token`; node 0 is the root."""
+        def parent(token: int, selected: list[int] = selected, b: int = b) -> int | None:
+            """The tree's node above node `token`; node 0 is the root. None where it was not chosen, as may be between
+            equal scores: those below a candidate of probability 0. SGLang's kernel ignores such a token."""
             group = selected[token - 1] // topk
-            return 0 if group == 0 else 1 + selected.index(int(parent_list[b, group]))
+            if group == 0:
+                return 0
+            above = int(parent_list[b, group])
+            return 1 + selected.index(above) if above in selected else None
 
         masks[b] = False
         for token in range(num_tokens):
             retrieve_index[b, token] = b * num_tokens + token
             path = [token]
-            while path[-1] != 0:
-                path.append(parent(path[-1]))
+            while path[-1] != 0 and (above := parent(path[-1])) is not None:
+                path.append(above)
             masks[b, token, path] = True
             positions[b, token] = length + len(path) - 1
         for token in range(num_tokens - 1, 0, -1):
-            above = parent(token)
+            if (above := parent(token)) is None:
+                continue
             retrieve_next_sibling[b, token] = retrieve_next_token[b, above]
             retrieve_next_token[b, above] = token
 
