@@ -50,7 +50,7 @@ def read(linear: nn.Module) -> HeldCodes | None:
     return held_codes.read(linear, METHODS)
 
 
-@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32"])
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row", "fp8_block128", "fp8_block32"])
 def test_each_layout_is_read_where_it_is(format: str) -> None:
     linear = EngineLinear(format)
     weight = read(linear).weight
@@ -107,6 +107,7 @@ def with_(**changes: object) -> Callable[[EngineLinear], None]:
         pytest.param("fp8_row", with_(weight_scale=None), id="no-scales"),
         pytest.param("fp8_row", with_(weight_scale=parameter(torch.ones(D - 1))), id="scales-of-other-rows"),
         pytest.param("fp8_row", with_(weight_scale=parameter(torch.ones(D).bfloat16())), id="scales-of-16-bits"),
+        pytest.param("int8_row", with_(weight_scale=parameter(torch.ones(1))), id="int8-with-one-scale"),
         pytest.param("fp8_block128", with_(weight_block_size=[64, 64]), id="other-blocks"),
         pytest.param("fp8_block128", with_(weight_block_size=[128, 64]), id="blocks-not-square"),
         pytest.param("fp8_block128", with_(logical_widths=[D // 2, D // 2]), id="merged-inside-a-block"),

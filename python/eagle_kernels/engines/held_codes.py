@@ -3,12 +3,13 @@
 | of the layer | what the op takes it for |
 |---|---|
 | weight e4m3, the [W, D] view of rows in memory; weight_scale fp32, one or one a row | fp8_tensor, fp8_row |
+| weight int8, the [W, D] view of rows in memory; weight_scale fp32, one a row | int8_row |
 | weight e4m3 [D, W]; weight_scale_inv or weight_scale [ceil(D/n), ceil(W/n)], weight_block_size [n, n] | fp8_block{n} |
 
 As vLLM 0.32 and 0.33 leave Fp8LinearMethod, ModelOptLinearMethod and CompressedTensorsLinearMethod behind
 `process_weights_after_loading` where their kernel is CUTLASS, FlashInfer, DeepGEMM on sm_90 or torch._scaled_mm. Other
 layouts (Marlin's, AMX's and oneDNN's packed codes, scales of DeepGEMM on sm_100, fnuz) do not fit and stay with the
-engine. The engines round activations to FP8 where they multiply FP8: the op keeps their 16 bits.
+engine. The engines round activations to 8 bits as well, in most of these: the op keeps their 16.
 """
 
 from collections.abc import Collection
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantized_weight import E4M3, FORMATS, QuantizedWeight
+from ..quantized_weight import FORMATS, QuantizedWeight
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 
@@ -81,8 +82,8 @@ def _scales_of(linear: Any) -> Any:
 def _quantized(linear: Any) -> QuantizedWeight:
     """Raises TypeError, ValueError where the layer's tensors are in no known layout."""
     weight, scales = linear.weight, _scales_of(linear)
-    if not isinstance(weight, Tensor) or weight.dtype != E4M3 or scales is None or scales.dtype != torch.float32:
-        raise TypeError("it holds no e4m3 codes with fp32 scales")
+    if not isinstance(weight, Tensor) or scales is None or scales.dtype != torch.float32:
+        raise TypeError("it holds no codes with fp32 scales")
     shape = (getattr(linear, "output_size_per_partition", linear.output_size), linear.input_size)
     block = getattr(linear, "weight_block_size", None)
     codes = weight.detach() if block else weight.detach().t()
@@ -90,10 +91,13 @@ def _quantized(linear: Any) -> QuantizedWeight:
         raise ValueError(f"its codes are {tuple(weight.shape)} with strides {weight.stride()}")
     if block and any(rows % block[0] for rows in getattr(linear, "logical_widths", shape[:1])[:-1]):
         raise ValueError("a block ends inside of a merged weight")
-    return QuantizedWeight(codes, scales.detach(), _format(block, scales))
+    return QuantizedWeight(codes, scales.detach(), _format(codes, scales, block))
 
 
-def _format(block: Any, scales: Tensor) -> str:
+def _format(codes: Tensor, scales: Tensor, block: Any) -> str:
+    """Whether the codes are of its dtype QuantizedWeight checks."""
+    if codes.dtype == torch.int8:
+        return "int8_row"
     if not block:
         return "fp8_tensor" if scales.numel() == 1 else "fp8_row"
     name = f"fp8_block{block[0]}"
