@@ -26,7 +26,7 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
 .PHONY: instances wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host bench-vllm report docs \
-    fuzz soak sanitize test-matrix mutants coverage rehearsal clean
+    fuzz soak sanitize tiles test-matrix mutants coverage rehearsal clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -97,10 +97,14 @@ hub: $(VENV)/package.stamp
 	EAGLE_KERNELS_CUDA_ARCHS="$$WHEEL_CUDA_ARCHS" $(BIN)/python hub/build.py $(HUB)
 
 # The compiled library under AddressSanitizer with UndefinedBehaviorSanitizer and under ThreadSanitizer, and the emulated
-# CUDA kernels under both. Each of these four saves what it found under bench/results/<machine>/verify.
+# CUDA kernels under both. Each of these five saves what it found under bench/results/<machine>/verify.
 VERIFY := PYTHONPATH=tests $(BIN)/python -m
 sanitize: $(VENV)/package.stamp
 	$(VERIFY) verify.sanitize
+
+# The kernels of the AMX tile unit, emulated, on a processor with AVX-512-BF16 and no tiles.
+tiles: $(VENV)/package.stamp
+	$(VERIFY) verify.tiles
 
 # One library in every torch, Triton and Python; MATRIX names the folder of the environments, 16 GB.
 test-matrix: $(VENV)/package.stamp

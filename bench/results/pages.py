@@ -62,6 +62,7 @@ def pages() -> dict[str, dict[str, str]]:
         "docs/compatibility.md": {
             "matrix": matrix(),
             "sanitize": sanitizers(),
+            "tiles": tiles(),
             "mutants": mutants(),
             "coverage": coverage(),
         },
@@ -263,6 +264,12 @@ def sanitizers() -> str:
     return _verified("sanitize", ["what", "under", "passed", "skipped", "failed", "s"], row)
 
 
+def tiles() -> str:
+    return _verified(
+        "tiles", ["what", "passed", "skipped", "failed", "s"], lambda record: [record["subject"], *_outcome(record)]
+    )
+
+
 def mutants() -> str:
     """The score by file, and every survivor with its reason."""
     lines = []
@@ -353,6 +360,11 @@ def _of_sanitizers(saved: dict) -> Iterator[tuple]:
         yield f"{record['subject']}, `{record['sanitizer']}`", *_of_tests(saved, record)
 
 
+def _of_tiles(saved: dict) -> Iterator[tuple]:
+    for record in saved["records"]:
+        yield record["subject"], *_of_tests(saved, record)
+
+
 def _of_matrix(saved: dict) -> Iterator[tuple]:
     for record in saved["records"]:
         what = f"torch {record['torch']}, Triton {record['triton']}, Python {record['python']}"
@@ -378,6 +390,7 @@ _TARGETS: dict[str, tuple[str, Callable[[dict], Iterator[tuple]]]] = {
     "fuzz": ("*/{}.json", _of_counted),
     "soak": ("*/{}.json", _of_counted),
     "sanitize": ("*/verify/{}.json", _of_sanitizers),
+    "tiles": ("*/verify/{}.json", _of_tiles),
     "test-matrix": ("*/verify/{}.json", _of_matrix),
     "mutants": ("*/verify/{}.json", _of_mutants),
     "coverage": ("*/verify/{}.json", _of_coverage),

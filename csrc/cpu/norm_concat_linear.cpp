@@ -4,10 +4,10 @@
 // reads it at half of the memory's speed. Here the weight streams row-major, as the checkpoint has it: the rows are
 // normed and rounded once into a packed operand that stays in the cache, and no copy of the weight is ever made.
 //
-// Four projections: project_codes.h for a weight of codes and few rows of bf16, project_quantized.h for other codes,
-// project_amx.h for bf16 on the tile unit, project_dot.h for everything else. Each sums a column of the output in an
-// order that depends on K*H (and the blocks of scales) alone, so the bits of a row do not depend on N, on the other
-// rows or on the split over threads.
+// Five projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
+// for bf16 on the tile unit, project_quantized.h for other codes, project_dot.h for everything else. Each sums a column
+// of the output in an order that depends on K*H (and the blocks of scales) alone, so the bits of a row do not depend on
+// N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
@@ -15,16 +15,16 @@
 #include "project_dot.h"
 #include "project_quantized.h"
 #if defined(__AMX_BF16__)
-#include "project_amx.h"
+#include "project_amx_codes.h"
 #endif
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
 #if defined(__AMX_BF16__)
-// A weight of codes has no kernel on tiles: there it runs that of avx512_bf16.
 bool on_tiles(const NormConcatLinear& op) {
-  return op.source.dtype == DType::kBFloat16 && op.weight_type == WeightType::kChunks;
+  if (op.source.dtype != DType::kBFloat16) return false;
+  return op.weight_type == WeightType::kChunks || (!op.in_dots && amx_reads_codes(op));
 }
 #endif
 
@@ -95,7 +95,10 @@ int64_t norm_concat_linear_panels<kIsa>(const NormConcatLinear& op) { return num
 template <>
 void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
 #if defined(__AMX_BF16__)
-  if (on_tiles(op)) return amx_project(op, panel_begin, panel_end);
+  if (on_tiles(op)) {
+    if (op.weight_type == WeightType::kChunks) return amx_project(op, panel_begin, panel_end);
+    return with_code(op.weight_type, [&](auto code) { amx_project_codes<decltype(code)>(op, panel_begin, panel_end); });
+  }
 #endif
 #if defined(__AVX512BF16__)
   if (multiplies_in_dots(op)) return codes_project(op, panel_begin, panel_end);

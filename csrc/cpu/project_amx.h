@@ -1,4 +1,4 @@
-// The projection in bf16 on the AMX tile unit: out^T = weight . rows^T.
+// The projection in bf16 on the AMX tile unit: out^T = weight . rows^T. (Of codes: project_amx_codes.h.)
 //
 // The weight is the left operand because that one is read row-major, as it is in memory: a tile is 16 weight rows of
 // 64 bytes. The rows are the right operand, which wants pairs along K interleaved; the pack pass lays them out so once:
@@ -206,12 +206,11 @@ struct Block {
   int64_t step, steps;
 };
 
-// 16 columns of the weight by all rows of the block; `next` is what will be asked for afterwards.
+// sums = or += 16 columns of the weight by all rows of the block; `next` is what will be asked for afterwards.
 inline void multiply_columns(const NormConcatLinear& op, Block block, const BFloat16* weight, int64_t weight_stride,
-                             float* sums, const BFloat16* next) {
+                             float* sums, bool first, const BFloat16* next) {
   const int64_t group_stride = num_steps(op) * kTileSize;
   const BFloat16* rows = packed_group(op, block.group) + block.step * kTileSize;
-  const bool first = block.step == 0;
   if (block.groups <= kTileGroups) {
     return multiply_up_to_four<true>(block.groups, weight, weight_stride, rows, group_stride, block.steps, sums, first,
                                      {next, kTile});
@@ -237,13 +236,15 @@ inline void multiply_edge(const NormConcatLinear& op, Block block, const BFloat1
       __builtin_memcpy(copy + column * kWidth, weight + column * op.weight_row_stride + block.step * kTileK,
                        (left < kWidth ? left : kWidth) * sizeof(BFloat16));
     }
-    multiply_columns(op, block, copy, kWidth, sums, copy);
+    multiply_columns(op, block, copy, kWidth, sums, block.step == 0, copy);
   }
 }
 
-// Turns a panel's sums into rows of the result: adds the bias, rounds. The two halves of a row are stored together, as
-// a whole line: one left half written is evicted before its other half comes (1.5 ms more at T = 512).
-inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t group, int64_t groups, const float* sums) {
+// Turns a panel's sums into rows of the result: times the scales of its columns, if any are given; adds the bias,
+// rounds. The two halves of a row are stored together, as a whole line: one left half written is evicted before its
+// other half comes (1.5 ms more at T = 512).
+inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t group, int64_t groups, const float* sums,
+                         const Float* scales) {
   const bool has_post_norm = op.post_norm_gain.data != nullptr;
   for (int64_t g = group; g < group + groups; ++g, sums += 2 * kSumSize) {
     __m512i lines[2][kTile];
@@ -258,6 +259,7 @@ inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t grou
       BFloat16* out = static_cast<BFloat16*>(op.out) + i * op.out_row_stride + column;
       for_each_vector(columns, [&](int64_t d, auto span) {
         Float value = (Float)lines[d / kTile][i - g * kTile];
+        if (scales != nullptr) value *= scales[d / kTile];
         if (op.bias.data != nullptr) value += load_vector<BFloat16>(op.bias, column + d, span);
         if (has_post_norm) {
           store(result + d, value, span);
@@ -269,16 +271,23 @@ inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t grou
   }
 }
 
-inline void amx_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+// 16 columns of the output, fewer at its end, and where the multiplication after theirs begins.
+struct Columns {
+  int64_t begin, count;
+  int64_t next, next_step;
+};
+
+// multiply(block, columns, sums) for all of some panels, cut into blocks of a multiple of `unit_steps` along K; then
+// finish(panel, first group, groups, sums) for each panel.
+template <class Multiply, class Finish>
+void for_each_block(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end, int64_t unit_steps,
+                    Multiply multiply, Finish finish) {
   const TileSession session;
-  const int64_t steps = num_steps(op), whole_steps = op.source.width / kTileK;
-  const auto weight_at = [&](int64_t column, int64_t step) {
-    return static_cast<const BFloat16*>(op.weight) + column * op.weight_row_stride + step * kTileK;
-  };
+  const int64_t steps = num_steps(op);
   for (int64_t group = 0; group < num_groups(op); group += kBlockGroups) {
     const int64_t groups = num_groups(op) - group < kBlockGroups ? num_groups(op) - group : kBlockGroups;
     const int64_t blocks = (groups * steps - 1) / kBlockTiles + 1;
-    const int64_t block_steps = (steps + blocks - 1) / blocks;
+    const int64_t block_steps = round_up((steps + blocks - 1) / blocks, unit_steps);
     for (int64_t begin = panel_begin; begin < panel_end; begin += kBlockPanels) {
       const int64_t end = begin + kBlockPanels < panel_end ? begin + kBlockPanels : panel_end;
       // The sums are done with when the next panels come; all take the place of the range's first ones.
@@ -287,24 +296,42 @@ inline void amx_project(const NormConcatLinear& op, int64_t panel_begin, int64_t
         const int64_t end_step = steps - step < block_steps ? steps : step + block_steps;
         for (int64_t half = 2 * begin; half < 2 * end && half * kTile < op.num_columns; ++half) {
           const int64_t column = half * kTile;
-          const int64_t columns = op.num_columns - column < kTile ? op.num_columns - column : kTile;
-          const int64_t direct = columns < kTile ? step : end_step < whole_steps ? end_step : whole_steps;
-          const BFloat16* next = half + 1 < 2 * end   ? weight_at(column + kTile, step)
-                                 : end_step < steps ? weight_at(2 * begin * kTile, end_step)
-                                                    : weight_at(column + kTile, 0);
-          float* place = sums(half / 2) + half % 2 * kSumSize;
-          if (step < direct) {
-            multiply_columns(op, {group, groups, step, direct - step}, weight_at(column, step), op.weight_row_stride,
-                             place, next);
+          Columns columns{column, op.num_columns - column < kTile ? op.num_columns - column : kTile, column + kTile, 0};
+          if (half + 1 < 2 * end) {
+            columns.next_step = step;
+          } else if (end_step < steps) {
+            columns.next = 2 * begin * kTile;
+            columns.next_step = end_step;
           }
-          if (direct < end_step) {
-            multiply_edge(op, {group, groups, direct, end_step - direct}, weight_at(column, 0), columns, place);
-          }
+          multiply(Block{group, groups, step, end_step - step}, columns, sums(half / 2) + half % 2 * kSumSize);
         }
       }
-      for (int64_t panel = begin; panel < end; ++panel) finish_panel(op, panel, group, groups, sums(panel));
+      for (int64_t panel = begin; panel < end; ++panel) finish(panel, group, groups, sums(panel));
     }
   }
+}
+
+inline void amx_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  const int64_t whole_steps = op.source.width / kTileK;
+  const auto weight_at = [&](int64_t column, int64_t step) {
+    return static_cast<const BFloat16*>(op.weight) + column * op.weight_row_stride + step * kTileK;
+  };
+  const auto multiply = [&](Block block, const Columns& columns, float* sums) {
+    const int64_t step = block.step, end_step = step + block.steps;
+    const int64_t direct = columns.count < kTile ? step : end_step < whole_steps ? end_step : whole_steps;
+    if (step < direct) {
+      multiply_columns(op, {block.group, block.groups, step, direct - step}, weight_at(columns.begin, step),
+                       op.weight_row_stride, sums, step == 0, weight_at(columns.next, columns.next_step));
+    }
+    if (direct < end_step) {
+      multiply_edge(op, {block.group, block.groups, direct, end_step - direct}, weight_at(columns.begin, 0),
+                    columns.count, sums);
+    }
+  };
+  const auto finish = [&](int64_t panel, int64_t group, int64_t groups, const float* sums) {
+    finish_panel(op, panel, group, groups, sums, nullptr);
+  };
+  for_each_block(op, panel_begin, panel_end, 1, multiply, finish);
 }
 
 }  // namespace

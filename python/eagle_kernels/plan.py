@@ -270,7 +270,7 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
 DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 
 
-def runs_in_dots(rows: int, block_columns: int) -> bool:
+def runs_in_dots(isa: str, rows: int, block_columns: int) -> bool:
     """Whether sums along K*H beat sums along D at N rows, by the columns that share a scale.
 
     The first multiply 1, 2, 4 or 8 rows at a time, so that 5 and 6 cost what 8 do; the second have a tile for every
@@ -278,8 +278,9 @@ def runs_in_dots(rows: int, block_columns: int) -> bool:
     8 rows stay with the second too. K=3, H=D=4096 on an AMD EPYC, two cores, medians in ms along K*H and along D, one
     call of each in turn: int8_row at 4 rows 2.1 and 2.7, at 6 rows 3.6 and 2.9, at 8 rows 3.8 and 4.0; nvfp4 at 4 rows
     1.9 and 3.0, at 8 rows 3.8 and 4.3; mxfp4 at 4 rows 1.9 and 2.1, at 6 rows 3.7 and 3.1, at 8 rows 3.6 and 3.2.
+    The tile unit multiplies 16 rows at the cost of one, and has what is beyond 4 rows (not measured).
     """
-    return rows <= 4 or (7 <= rows <= 8 and (block_columns > 128 or block_columns == 16))
+    return rows <= 4 or (isa != "amx_bf16" and 7 <= rows <= 8 and (block_columns > 128 or block_columns == 16))
 
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
@@ -287,9 +288,11 @@ def _cpu_codes(problem: Problem, isa: str) -> Plan:
         reason = "the codes are widened as they are multiplied"
     elif SETTINGS.batch_invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
-    elif runs_in_dots(problem.rows, problem.block_columns):
+    elif runs_in_dots(isa, problem.rows, problem.block_columns):
         reason = f"T={problem.rows}: rows of codes stream in their order"
         return Plan(problem.op, "cpu", Kernel.DOTS, reason, isa=isa)
+    elif isa == "amx_bf16":
+        reason = f"T={problem.rows}: the codes are widened once for all rows, which tiles multiply"
     else:
         reason = f"T={problem.rows}: a strip of codes is transposed once for all rows"
     return Plan(problem.op, "cpu", Kernel.FUSED, reason, isa=isa)

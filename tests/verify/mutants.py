@@ -393,7 +393,7 @@ MUTANTS = (
     Mutant(PLAN, "if shared < problem.num_chunks * H and H % shared:", "if False:"),
     Mutant(PLAN, "split_only=True)", "split_only=False)"),
     Mutant(PLAN, "return rows <= 4 or", "return rows <= 5 or"),
-    Mutant(PLAN, "(7 <= rows <= 8 and", "(6 <= rows <= 8 and"),
+    Mutant(PLAN, "and 7 <= rows <= 8 and", "and 6 <= rows <= 8 and"),
     Mutant(PLAN, "(block_columns > 128 or block_columns == 16)", "(block_columns > 16 or block_columns == 16)"),
     Mutant(PLAN, "split_only=invariant or split_only", "split_only=invariant"),
     Mutant(PLAN, '(unsupported := unsupported_reason("triton", problem.device)) is None', "True"),
