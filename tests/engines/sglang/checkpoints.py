@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines import layer0_drafter
+from engines import dflash_drafter, layer0_drafter
 from engines.quantized_layers import written
 
 # Both divide by 1, 2 and 3 ranks.
@@ -123,6 +123,39 @@ def gemma3_target(folder: Path, V: int, dtype: torch.dtype) -> str:
     return save(folder, config, weights, dtype)
 
 
+def gpt_oss_target(folder: Path, V: int, dtype: torch.dtype) -> str:
+    """The Llama target with gpt-oss's layers: sinks, a sliding window, biases, and experts that add nothing."""
+    experts, layers = 4, 5
+    config = base_config(V, dtype) | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": layers,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+        "layer_types": [f"{'full' if i % 2 else 'sliding'}_attention" for i in range(layers)],
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    }
+    weights = {"model.embed_tokens.weight": eye(V), "model.norm.weight": torch.ones(H)}
+    weights["lm_head.weight"] = eye(V).roll(1, 0)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        weights |= {name: weight for name, weight in idle_layer(layer, H, H, norms, 1.0).items() if ".mlp." not in name}
+        weights |= {f"{layer}.self_attn.{name}_proj.bias": torch.zeros(H) for name in "qkvo"}
+        weights |= {f"{layer}.self_attn.sinks": torch.zeros(HEADS)}
+        sizes = {"router.weight": (experts, H), "router.bias": (experts,)}
+        sizes |= {"experts.gate_up_proj": (experts, H, 2 * H), "experts.gate_up_proj_bias": (experts, 2 * H)}
+        weights |= {f"{layer}.mlp.{name}": torch.ones(size) for name, size in sizes.items()}
+        weights[f"{layer}.mlp.experts.down_proj"] = torch.zeros(experts, H, H)
+        weights[f"{layer}.mlp.experts.down_proj_bias"] = torch.zeros(experts, H)
+    return save(folder, config, weights, dtype)
+
+
 @dataclass(frozen=True)
 class Drafter:
     """reads: "aux" (a captured chunk, through fc), "embedding" (its own input token, through attention) or "layer0"
@@ -190,3 +223,23 @@ class Drafter:
             weights |= {f"midlayer.self_attn.{name}.weight": weight for name, weight in attention.items()}
             weights["norm.weight"] = torch.full((Hd,), 1e-3)
         return save(folder, config, weights, dtype, {"fc": self.layout} if self.layout else {})
+
+
+@dataclass(frozen=True)
+class DFlashDrafter:
+    """`dflash_drafter`: its drafts are right where K and V of its context are. Embedding and head are the target's."""
+
+    layer_ids: tuple[int, ...] = (0, 2, 3)
+
+    def save(self, folder: Path, V: int, dtype: torch.dtype) -> str:
+        config = base_config(V, dtype) | {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": dflash_drafter.LAYERS,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rope_theta": dflash_drafter.THETA,
+            "block_size": 4,
+            "dflash_config": {"target_layer_ids": list(self.layer_ids), "mask_token_id": V - 1},
+        }
+        return save(folder, config, dflash_drafter.weights(H, HEADS, len(self.layer_ids), 1.0), dtype)

@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    drafter: checkpoints.Drafter
+    drafter: checkpoints.Drafter | checkpoints.DFlashDrafter
     target: str = "llama"
     V: int = 128
     dtype: str = "bfloat16"
@@ -65,12 +65,10 @@ class Case:
             arguments |= {"enable_return_aux_hidden_states": True}
             arguments |= {"return_aux_hidden_state_layer_ids": self.drafter.layer_ids}
         else:
-            arguments |= {
-                "speculative_draft_model_path": self.drafter.save(folder / "drafter", self.V, dtype),
-                "speculative_num_steps": 3,
-                "speculative_eagle_topk": self.topk,
-                "speculative_num_draft_tokens": 4 if self.topk == 1 else 6,
-            }
+            arguments |= {"speculative_draft_model_path": self.drafter.save(folder / "drafter", self.V, dtype)}
+            arguments |= {"speculative_num_draft_tokens": 4 if self.topk == 1 else 6}
+            if arguments["speculative_algorithm"] == "EAGLE3":
+                arguments |= {"speculative_num_steps": 3, "speculative_eagle_topk": self.topk}
         probe = folder / "probe.txt"
         environment = os.environ | {
             "SGLANG_USE_CPU_ENGINE": "1",

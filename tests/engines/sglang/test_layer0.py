@@ -27,6 +27,15 @@ def test_every_draft_is_accepted(tmp_path: Path, topk: int, tp: int) -> None:
     assert "LlamaDecoderLayer.qkv_proj runs norm_concat_linear (K=2, chunk norm); forced, not timed" in run.log
 
 
+def test_of_a_gpt_oss_target(tmp_path: Path) -> None:
+    """Its drafter is a Llama's. The captures are behind layers with sinks and a sliding window."""
+    on = case(target="gpt_oss").run(tmp_path / "on")
+    without = case(*off("LAYER0"), target="gpt_oss").run(tmp_path / "off")
+    assert on.accept_lengths == without.accept_lengths == [BEST] * 2, on.log[-3000:]
+    assert "type=GptOssForCausalLM" in on.log
+    assert on.ops["norm_concat_linear"] >= PROBES + CALLS and not without.ops["norm_concat_linear"]
+
+
 def test_without_the_hook(tmp_path: Path) -> None:
     run = case(*off("LAYER0")).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]

@@ -1,7 +1,8 @@
 """A second SGLang plugin, for the tests: writes a line per call of our ops, and breaks one on request.
 
 PROBE_FILE takes the lines `op shape`; PROBE_CORRUPT=op:n has the result of an op become zero from its n-th call on (the
-negative control); PROBE_HOOK names a hook target to wrap as well, as another plugin might.
+negative control); PROBE_HOOK names a hook target to wrap as well, as another plugin might; PROBE_DFLASH=1 lets DFlash
+run; PROBE_MISTAKE is Python that is run in front of all.
 """
 
 import os
@@ -53,6 +54,11 @@ def register() -> None:
     from eagle_kernels import library
 
     library.primitives = _Watched(library.primitives)
+    if "PROBE_DFLASH" in os.environ:
+        import dflash_on_cpu
+
+        dflash_on_cpu.let_it_run()
+    exec(os.environ.get("PROBE_MISTAKE", ""), {})
     if target := os.environ.get("PROBE_HOOK"):
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -20,19 +20,25 @@ def __getattr__(name: str) -> object:
     return missing
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, logit_cap: float) -> Tensor:
-    """[Tq, heads, d] from the keys and values of one request; visible is [Tq, Tk]."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, logit_cap: float, sinks: Tensor | None
+) -> Tensor:
+    """[Tq, heads, d] from the keys and values of one request; visible is [Tq, Tk]; sinks [heads], one more score."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(repeats, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     if logit_cap > 0:
         scores = logit_cap * torch.tanh(scores / logit_cap)
     scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : k.shape[0]], v)
 
 
-def _in_window(q_positions: Tensor, k_positions: Tensor, window: int) -> Tensor:
-    """Causal; a window above 0 counts the query's own position."""
+def _in_window(q_positions: Tensor, k_positions: Tensor, window: int, is_causal: bool = True) -> Tensor:
+    """A window above 0 counts the query's own position."""
+    if not is_causal:
+        return torch.ones(q_positions.shape[0], k_positions.shape[0], dtype=torch.bool)
     distance = q_positions.unsqueeze(1) - k_positions.unsqueeze(0)
     return (distance >= 0) & (distance < window) if window > 0 else distance >= 0
 
@@ -61,18 +67,19 @@ def _extend_attention(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    assert is_causal and not is_cross_attention and sinks is None
+    assert not is_cross_attention
     for b, (length, new, start) in enumerate(
         zip(seq_lens.tolist(), extend_seq_lens.tolist(), extend_start_loc.tolist(), strict=True)
     ):
         slots = req_to_token[req_pool_indices[b], :length].long()
         positions = torch.arange(length)
-        visible = _in_window(positions[length - new :], positions, window)
+        visible = _in_window(positions[length - new :], positions, window, is_causal)
         if tree_mask is not None:
             # QLEN_ONLY: which of the new tokens each one descends from; the prefix is visible to all.
             visible[:, length - new :] = tree_mask.view(-1, new, new)[b]
         rows = slice(start, start + new)
-        out[rows] = _attend(q[rows], key_buffer[slots], value_buffer[slots], visible, scale, logit_cap).to(out.dtype)
+        attended = _attend(q[rows], key_buffer[slots], value_buffer[slots], visible, scale, logit_cap, sinks)
+        out[rows] = attended.to(out.dtype)
 
 
 def _decode_attention(
@@ -96,7 +103,7 @@ def _decode_attention(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    assert not is_cross_attention and sinks is None
+    assert not is_cross_attention
     if k is not None:
         key_buffer[cache_loc] = k.view(-1, *key_buffer.shape[1:]).to(key_buffer.dtype)
         value_buffer[cache_loc] = v.view(-1, *value_buffer.shape[1:]).to(value_buffer.dtype)
@@ -105,8 +112,18 @@ def _decode_attention(
         positions = torch.arange(length)
         visible = _in_window(positions[-1:], positions, window)
         rows = slice(b, b + 1)
-        out[rows] = _attend(q[rows], key_buffer[slots], value_buffer[slots], visible, scale, logit_cap).to(out.dtype)
+        attended = _attend(q[rows], key_buffer[slots], value_buffer[slots], visible, scale, logit_cap, sinks)
+        out[rows] = attended.to(out.dtype)
 
+
+# Models of Qwen 3.5 and 4 look these up when they are imported.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    setattr(torch.ops.sgl_kernel, _name, __getattr__(_name))
 
 # Under torch.compile each is a graph break: they read the data of their arguments.
 torch.ops.sgl_kernel.extend_attention_cpu = torch.compiler.disable(_extend_attention)
