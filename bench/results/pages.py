@@ -171,6 +171,8 @@ def sglang_hooks() -> str:
     hooks = [(part, hook) for part in sglang.PARTS for hook in import_module(f"{sglang.__name__}.{part}").HOOKS]
     missing = {id(hook.target): "that it is not there" for _, hook in hooks if hook.kind == "ADD"}
     rows = [(part, hook.target, missing.get(id(hook.target), "its name")) for part, hook in hooks]
+    predictors = {row.target.where: row.target for row in import_module(f"{sglang.__name__}.mtp").PREDICTORS}
+    rows += [("mtp, by itself", target, "its name") for target in predictors.values()]
     return _hooks(rows, "sglang.srt.")
 
 

@@ -368,13 +368,13 @@ def test_hooks_that_went_in_before_a_part_went_off_call_the_engine(engine: Engin
 
 def test_a_module_that_dies_on_import(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """Not an ImportError: a missing CUDA library raises OSError, a version check RuntimeError. SGLang leaves it out."""
-    module = "sglang.srt.models.step3p5_mtp"
+    module = "sglang.srt.models.deepseek_v2"
     engine.path(module).write_text("raise RuntimeError('no driver')")
     load(engine)
-    assert "Ignore import error when loading sglang.srt.models.step3p5_mtp: no driver" in caplog.text
+    assert "Ignore import error when loading sglang.srt.models.deepseek_v2: no driver" in caplog.text
     assert not warnings(caplog)
-    assert f"mtp: SGLang fails to import {module}, nothing is hooked there" in messages(caplog, logging.INFO)
-    assert hooks._parts["mtp"].on and all(map(is_hooked, ALL_HOOKS["mtp"]))
+    assert f"layer0: SGLang fails to import {module}, nothing is hooked there" in messages(caplog, logging.INFO)
+    assert hooks._parts["layer0"].on and all(map(is_hooked, ALL_HOOKS["layer0"]))
 
 
 def test_a_method_that_is_there_by_now_is_not_added(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -624,7 +624,8 @@ class Predictor(nn.Module):
         return self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1))
 
 
-Predictor.__module__, Predictor.__qualname__ = mtp.PREDICTORS[0].forward.where.removesuffix(".forward").split(":")
+STEP = mtp.Predictor("step3p5_mtp:Step3p5AMultiTokenPredictor", body_hash(Predictor.forward))
+Predictor.__module__, Predictor.__qualname__ = STEP.target.where.removesuffix(".forward").split(":")
 
 
 class QKVParallelLinear(nn.Linear):
@@ -660,11 +661,12 @@ Layer.__module__, Layer.__qualname__ = layer0._LLAMA.split(":")
 
 @pytest.mark.parametrize(("runs", "fails"), [("always", False), ("T<=16", False), ("never", False), ("always", True)])
 @pytest.mark.parametrize(
-    ("module", "prepare"), [(Predictor, mtp._prepare), (Layer, layer0._prepare)], ids=["mtp", "layer0"]
+    ("module", "prepare"), [(Predictor, mtp.prepare), (Layer, layer0._prepare)], ids=["mtp", "layer0"]
 )
 def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, runs: str, fails: bool, module: type, prepare: Callable
 ) -> None:
+    monkeypatch.setattr(mtp, "PREDICTORS", (STEP,))
     ours = {"always": [0.5] * 6, "T<=16": [0.5] * 3 + [2.0] * 3, "never": [2.0] * 6}[runs]
     monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * 6, ours])
     fused, calls = module(), []
@@ -684,6 +686,21 @@ def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
     for T in inputs:
         assert relative_difference(fused(*inputs[T]), own[T]) <= (0 if fails else 0.02)
     assert len(calls) == (1 if fails else {"always": 2, "T<=16": 1, "never": 0}[runs])
+
+
+def test_an_mtp_body_that_was_not_read_stays_with_sglang(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By itself: the rest of the part works."""
+    monkeypatch.setattr(stage, "force", True)
+    another = dataclasses.replace(STEP, body="0" * 16)
+    for rows, fused in (((another,), False), ((another, STEP), True)):
+        monkeypatch.setattr(mtp, "PREDICTORS", rows)
+        predictor = Predictor()
+        mtp.prepare(predictor)
+        assert ("forward" in predictor.eh_proj.__dict__) == fused
+    (warning,) = warnings(caplog)
+    assert warning.startswith("Predictor.eh_proj stays with SGLang: ") and "another body" in warning
 
 
 class DFlashDraftModel(nn.Module):
@@ -718,6 +735,7 @@ def dflash(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_context_runs_the_op_where_it_is_faster(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runs: str, fails: bool
 ) -> None:
+    monkeypatch.setattr(mtp, "PREDICTORS", (STEP,))
     ours = {"always": [0.5] * 6, "T<=16": [0.5] * 3 + [2.0] * 3, "never": [2.0] * 6}[runs]
     monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * 6, ours])
     drafter, calls = DFlashDraftModel(), []

@@ -40,6 +40,7 @@ _KEYS_AND_VALUES += "`ContextKV` computes them"
 _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
 _LAYER_0 = "norms, cat and qkv of layer 0"
+_QUANTIZED = "a quantized projection, which the engine's own product reads"
 
 SGLANG = (
     Drafter(
@@ -69,7 +70,9 @@ SGLANG = (
     Drafter(
         "DeepSeek V3, V3.2, GLM-5, GLM-5-next MTP",
         ("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"),
-        stays="both norms and the cat are one kernel of SGLang's, and " + _NO_HOOK,
+        _STAGE + ", but for CUDA",
+        "on CUDA, where both norms and the cat are one kernel of SGLang's; a projection in Quark's formats",
+        ("models.deepseek_nextn:DeepseekModelNextN.forward",),
     ),
     Drafter(
         "GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, MiMo-V2, Ernie 4.5, EXAONE-MoE, Qwen3-MoE, "
@@ -111,18 +114,48 @@ SGLANG = (
         "IQuest-Q1 MTP", ("IQuestQ1MTP",), stays="its norms are of a class of its own, all in fp32, and " + _NO_HOOK
     ),
     Drafter(
-        "LongCat-Flash, Nemotron-H, Ling, dots3-note MTP",
+        "LongCat-Flash, Ling MTP",
+        ("LongcatFlashForCausalLMNextN", "BailingMoeForCausalLMNextN"),
+        _STAGE,
+        _QUANTIZED,
         (
-            "LongcatFlashForCausalLMNextN",
-            "NemotronHForCausalLMMTP",
-            "BailingMoeForCausalLMNextN",
-            "Dots3NoteForCausalLMNextN",
+            "models.longcat_flash_nextn:LongcatFlashModelNextN.forward",
+            "models.bailing_moe_nextn:BailingMoEModelNextN.forward",
         ),
-        stays=_SHARED_OR_QUANTIZED,
+    ),
+    Drafter(
+        "dots3-note MTP",
+        ("Dots3NoteForCausalLMNextN",),
+        _STAGE,
+        _QUANTIZED,
+        ("models.dots3_common.nextn:Dot3NoteModelNextN.forward",),
+    ),
+    Drafter(
+        "Nemotron-H MTP",
+        ("NemotronHForCausalLMMTP",),
+        _STAGE + " on one rank",
+        _QUANTIZED + "; on more ranks the projection, whose columns SGLang gathers from them",
+        (
+            "models.nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer.forward",
+            "models.nemotron_h_mtp:NemotronHMTPMoEDecoderLayer.forward",
+        ),
     ),
     Drafter("Inkling MTP", ("InklingForConditionalGenerationMTP",), stays=_TWICE),
-    Drafter("DeepSeek V4 MTP", ("DeepseekV4ForCausalLMNextN",), stays=_STREAMS.format(_FP8_STREAMS)),
-    Drafter("Qwen4-Exp MTP", ("Qwen4ExpForCausalLMMTP",), stays=_STREAMS.format(_ROW_STREAMS)),
+    Drafter(
+        "DeepSeek V4 MTP",
+        ("DeepseekV4ForCausalLMNextN",),
+        "each norm with the projection behind it, of the embedding and of the streams",
+        "their sum; projections in FP8 blocks, as DeepSeek ships them, which SGLang's own products read",
+        ("models.deepseek_v4_nextn:DeepseekV4ModelNextN.forward",),
+    ),
+    Drafter(
+        "Qwen4-Exp MTP",
+        ("Qwen4ExpForCausalLMMTP",),
+        "norm and projection of the embedding",
+        "the norm over all streams, whose rows are not those that their projection reads, that projection and the sum; "
+        "`MTPStreamsProjection` computes the stage",
+        ("models.qwen4_exp_mtp:Qwen4ExpForCausalLMMTP._fuse_residual_linear_shared",),
+    ),
     Drafter(
         "Gemma 4 assistants",
         ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),

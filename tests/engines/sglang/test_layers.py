@@ -1,5 +1,6 @@
 """SGLang's own classes with and without the hooks, on one simulated rank and without an engine."""
 
+import dataclasses
 import importlib
 import socket
 import subprocess
@@ -292,7 +293,7 @@ def step3p5_predictor() -> nn.Module:
     for norm in (predictor.enorm, predictor.hnorm, predictor.shared_head.norm):
         norm.weight.data.sub_(1)
         norm.refresh_gemma_weight()
-    mtp._prepare(predictor)
+    mtp.prepare(predictor)
     return predictor
 
 
@@ -398,7 +399,7 @@ def test_qwen3_next_stage(mode: str) -> None:
     rows = 0 if mode == "IDLE" else T
     embeds, hidden, ids = torch.randn(rows, Ht), torch.randn(rows, Ht), torch.arange(rows)
     expected = predictor(ids, ids, batch(hidden, mode), embeds)
-    mtp._prepare(predictor)
+    mtp.prepare(predictor)
     assert isinstance(predictor.fc.forward.__self__, NormedLinear)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(predictor(ids, ids, batch(hidden, mode), embeds), expected)
@@ -423,41 +424,126 @@ def seen_behind(linear: nn.Module, run: Callable[[], object]) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.parametrize("gemma", [False, True], ids=["w", "1+w"])
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.where.partition(":")[2]) for row in mtp.PREDICTORS])
-def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
-    """Of every class that is hooked, in SGLang's own forward, with the gains of either norm."""
-    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+S = 4  # residual streams
 
-    module, _, name = row.where.partition(":")
-    predictor_class = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+
+def predictor_of(row: mtp.Predictor, gemma: bool) -> nn.Module:
+    """A class that is hooked, with the modules of its rows and what else SGLang's method reads before it projects."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear
+
+    owner, _, _ = row.target.where.partition(":")[2].rpartition(".")
+    predictor_class = getattr(importlib.import_module(row.target.module), owner)
     predictor = predictor_class.__new__(predictor_class)
     nn.Module.__init__(predictor)
-    for norm, eps in zip(row.norms, (1e-6, 1e-2), strict=True):
-        predictor.add_module(norm, (GemmaRMSNorm if gemma else RMSNorm)(Ht, eps))
-    bias = row.projection == "mtp_linear_proj"
-    predictor.add_module(row.projection, nn.Linear(2 * Ht, Ht, bias=bias))
+    if row.within:  # heads.0
+        predictor.heads = nn.ModuleList([nn.Module()])
+    has_modules = predictor.get_submodule(row.within)
+    streams = any(name in row.where for name in ("deepseek_v4", "qwen4"))
+    for other in (other for other in mtp.PREDICTORS if other.where == row.where):
+        for norm, eps in zip(other.norms, (1e-6, 1e-2), strict=False):
+            has_modules.add_module(norm, (GemmaRMSNorm if gemma else RMSNorm)(Ht, eps))
+        width = len(other.norms) * Ht
+        if any(name in row.where for name in ("longcat", "bailing", "dots3", "deepseek_v4")):
+            linear: nn.Module = ReplicatedLinear(width, Ht, bias=False)
+        elif "nemotron" in row.where:
+            linear = ColumnParallelLinear(width, Ht, bias=False, gather_output=True)
+        else:
+            linear = nn.Linear(width, Ht, bias=other.projection == "mtp_linear_proj")
+        has_modules.add_module(other.projection, linear)
+    if "qwen4" in row.where:
+        predictor.pre_fc_norm_hidden, predictor.fc_hidden = nn.Identity(), nn.Linear(Ht, Ht, bias=False)
     randomized(predictor)
-    for norm in row.norms if gemma else ():
-        getattr(predictor, norm).refresh_gemma_weight()
-    embeds, hidden, rows = torch.randn(T, Ht), torch.randn(T, Ht), torch.arange(T)
-    linear = getattr(predictor, row.projection)
+    for module in predictor.modules():
+        if isinstance(module, GemmaRMSNorm):
+            module.refresh_gemma_weight()
+    fields = {"hc_mult": S, "hc_count": S, "hidden_size": Ht} if streams else {}
+    fields |= {"rot_weight": None, "quant_config": None, "has_start_projections": True}
+    predictor.__dict__.update(fields, config=types.SimpleNamespace(hidden_size=Ht))
+    return predictor
+
+
+def run(predictor: nn.Module, row: mtp.Predictor, embeds: Tensor, hidden: Tensor) -> None:
+    """SGLang's method, with a batch as it is given one."""
+    rows, method = torch.arange(T), getattr(predictor, row.method)
+    forward_batch = batch(hidden)
+    forward_batch.can_run_tbo = False
+    if row.method != "forward":
+        method(embeds.clone(), hidden)
+    elif "nemotron" in row.where:
+        method(inputs_embeds=embeds.clone(), hidden_states=hidden, forward_batch=forward_batch)
+    else:
+        method(rows, rows, forward_batch, embeds.clone())
+
+
+def of_streams(row: mtp.Predictor) -> bool:
+    return len(row.norms) == 1
+
+
+@pytest.mark.parametrize("gemma", [False, True], ids=["w", "1+w"])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=f"{row.where.partition(':')[2]}-{row.projection}") for row in mtp.PREDICTORS]
+)
+def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
+    """Of every class that is hooked, in SGLang's own forward, with the gains of either norm."""
+    predictor = predictor_of(row, gemma)
+    owner = predictor.get_submodule(row.within)
+    embeds, hidden = torch.randn(T, Ht), torch.randn(T, S * Ht if of_streams(row) else Ht)
+    linear = getattr(owner, row.projection)
 
     def projected() -> Tensor:
-        return seen_behind(linear, lambda: predictor(rows, rows, batch(hidden), embeds.clone()))
+        return seen_behind(linear, lambda: run(predictor, row, embeds, hidden))
 
     own = projected()
-    mtp._prepare(predictor)
+    mtp.prepare(predictor)
     assert isinstance(linear.forward.__self__, NormedLinear)
     masked = embeds.clone()
     if row.projection in ("input_proj", "mtp_linear_proj"):
         masked[0] = 0
     chunks = [hidden, masked] if row.projection == "input_proj" else [masked, hidden]
-    norms = [getattr(predictor, norm) for norm in row.norms]
+    if of_streams(row):
+        chunks = [hidden.view(-1, Ht) if row.norms == ("hnorm",) else embeds]
+    norms = [getattr(owner, norm) for norm in row.norms]
     gains, eps = [norm.weight for norm in norms], [norm.variance_epsilon for norm in norms]
-    normed = formula(Sources(chunks, 2, "chunk", gains, eps, float(gemma), [], [], None), torch.float64)
-    truth = F.linear(normed, linear.weight.double(), linear.bias.double() if bias else None)
+    sources = Sources(chunks, len(chunks), "chunk", gains, eps, float(gemma), [], [], None)
+    bias = getattr(linear, "bias", None)
+    truth = F.linear(formula(sources, torch.float64), linear.weight.double(), None if bias is None else bias.double())
     assert relative_rms(projected(), truth) <= 1.05 * relative_rms(own, truth) < 0.02
+
+
+def test_an_mtp_row_with_another_body_stays_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = [row for row in mtp.PREDICTORS if row.where.startswith(("glm4_moe_nextn", "glm_ocr"))]
+    monkeypatch.setattr(mtp, "PREDICTORS", (dataclasses.replace(first, body="another"), second))
+    predictors = [predictor_of(row, False) for row in (first, second)]
+    for predictor in predictors:
+        mtp.prepare(predictor)
+    assert ["forward" in predictor.eh_proj.__dict__ for predictor in predictors] == [False, True]
+    (warning,) = [line for line in map(str, caplog.messages) if "stays with SGLang" in line]
+    assert "Glm4MoeModelNextN.eh_proj stays with SGLang: " in warning and "has another body" in warning
+
+
+def test_a_quantized_mtp_projection_stays_with_sglang(caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSeek-V4 ships both of its projections in FP8 blocks."""
+    (row,) = [row for row in mtp.PREDICTORS if row.projection == "h_proj"]
+    predictor = predictor_of(row, False)
+    predictor.h_proj.quant_method = types.SimpleNamespace()
+    with caplog.at_level("INFO"):
+        mtp.prepare(predictor)
+    assert "forward" not in predictor.h_proj.__dict__ and "forward" in predictor.e_proj.__dict__
+    assert "DeepseekV4ModelNextN.h_proj stays with SGLang: its quant_method is SimpleNamespace" in caplog.text
+
+
+def test_a_projection_that_ranks_share_stays_with_sglang(caplog: pytest.LogCaptureFixture) -> None:
+    """Nemotron-H gathers the columns of its ranks."""
+    row = next(row for row in mtp.PREDICTORS if "nemotron" in row.where)
+    with on_rank(1, 2):
+        predictor = predictor_of(row, False)
+    with caplog.at_level("INFO"):
+        mtp.prepare(predictor)
+    assert "forward" not in predictor.eh_proj.__dict__
+    assert f"eh_proj stays with SGLang: its weight is a shard or a repacked copy: {(Ht // 2, 2 * Ht)}" in caplog.text
 
 
 def test_layer_0_with_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:

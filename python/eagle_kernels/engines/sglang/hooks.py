@@ -123,7 +123,7 @@ def leaving_to_sglang(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        because = failure if isinstance(failure, ProbeError) else repr(failure)
+        because = failure if isinstance(failure, TargetError | ProbeError) else repr(failure)
         log_once(LOGGER, logging.WARNING, f"{name} stays with SGLang: {because}")
 
 

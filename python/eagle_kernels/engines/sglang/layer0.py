@@ -42,8 +42,7 @@ def prepare(layer: nn.Module) -> None:
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return
-    first, second = [(layer, norm) for norm in norms]
-    NormedLinear(name, (first, second), (layer.self_attn, projection)).put_in_where_faster()
+    NormedLinear(name, [(layer, norm) for norm in norms], (layer.self_attn, projection)).put_in_where_faster()
 
 
 def _prepare(module: nn.Module) -> None:

@@ -1,16 +1,20 @@
 """The input stage of SGLang's MTP layers with norms on one op: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
 
+Of a target with residual streams (mHC) it is one op for each of e_proj(enorm(embeds)) and h_proj(hnorm(streams)).
 SGLang's forward stays as it is, a mask of position 0 included (`normed_linear`).
+
+A row is checked when a drafter of its class has been loaded: one whose body is another one stays with SGLang by itself.
 """
 
 import logging
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..eligibility import log_once
 from ..gates import Target
-from .hooks import LOGGER, Hook, leaving_to_sglang
+from .hooks import LOGGER, leaving_to_sglang
 from .normed_linear import NormedLinear
 from .stage import after_loading
 from .unsupported import determinism_unsupported_reason, linear_unsupported_reason, rms_norm_unsupported_reason
@@ -22,22 +26,44 @@ _MODELS = "sglang.srt.models"
 class Predictor:
     """A class whose forward has the stage.
 
-    where: the class.  body: of its forward, whose order of norms, cat and projection it is.
-    norms: its two norms, in the order of the cat.  projection: the linear layer behind it.
+    where: the class.  body: of its method, whose order of norms, cat and projection it is.
+    norms: those in front of the projection, in the order of the cat.  projection: the linear layer behind them.
+    method: what runs the stage.  within: the submodule that has the modules.
+    not_on_cuda: SGLang has a kernel there that reads the gains past the norms.
     """
 
     where: str
     body: str
-    norms: tuple[str, str] = ("enorm", "hnorm")
+    norms: tuple[str, ...] = ("enorm", "hnorm")
     projection: str = "eh_proj"
+    method: str = "forward"
+    within: str = ""
+    not_on_cuda: bool = False
 
     @property
-    def forward(self) -> Target:
-        return Target(f"{_MODELS}.{self.where}.forward", bodies={self.body: ["0.5.23"]})
+    def target(self) -> Target:
+        return Target(f"{_MODELS}.{self.where}.{self.method}", bodies={self.body: ["0.5.23"]})
 
 
 _QWEN = (("pre_fc_norm_embedding", "pre_fc_norm_hidden"), "fc")
+_V4 = ("deepseek_v4_nextn:DeepseekV4ModelNextN", "878e008ca7ca7981")
 PREDICTORS = (
+    Predictor("deepseek_nextn:DeepseekModelNextN", "9ea436164c215d54", not_on_cuda=True),
+    Predictor(*_V4, ("enorm",), "e_proj"),
+    Predictor(*_V4, ("hnorm",), "h_proj"),
+    # The norm of the hidden state is over all streams, whose rows are not those that fc_hidden reads.
+    Predictor(
+        "qwen4_exp_mtp:Qwen4ExpForCausalLMMTP",
+        "3d1bdd3041187ac4",
+        ("pre_fc_norm_embedding",),
+        "fc_embedding",
+        method="_fuse_residual_linear_shared",
+    ),
+    Predictor("longcat_flash_nextn:LongcatFlashModelNextN", "7e54b370b24135b3"),
+    Predictor("bailing_moe_nextn:BailingMoEModelNextN", "083c0b746c13b855"),
+    Predictor("dots3_common.nextn:Dot3NoteModelNextN", "2edecb7eaf8b90ff", within="heads.0"),
+    Predictor("nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer", "dd122fd7afc9eff2"),
+    Predictor("nemotron_h_mtp:NemotronHMTPMoEDecoderLayer", "dd122fd7afc9eff2"),
     Predictor("step3p5_mtp:Step3p5AMultiTokenPredictor", "f34bcae7ac3e7852"),
     Predictor("qwen3_next_mtp:Qwen3NextForCausalLMMTP", "adb9f5cdadfb46fa", *_QWEN),
     Predictor("qwen3_moe_mtp:Qwen3MoeForCausalLMMTP", "c06c8dac3b38056e", *_QWEN),
@@ -62,33 +88,39 @@ PREDICTORS = (
         "mtp_linear_proj",
     ),
 )
-_BY_CLASS = {f"{_MODELS}.{row.where}": row for row in PREDICTORS}
 
 
 def prepare(module: nn.Module) -> None:
-    """Fuse the stage of a predictor that has been loaded, or log why not."""
-    row = _BY_CLASS.get(f"{type(module).__module__}:{type(module).__qualname__}")
-    if row is None or "forward" in getattr(module, row.projection).__dict__:  # weights that are loaded again
+    """Fuse the stages of a predictor that has been loaded, or log why not."""
+    where = f"{type(module).__module__}:{type(module).__qualname__}"
+    for row in PREDICTORS:
+        if f"{_MODELS}.{row.where}" == where:
+            with leaving_to_sglang(f"{type(module).__name__}.{row.projection}"):
+                _prepare_row(module, row)
+
+
+def _prepare_row(module: nn.Module, row: Predictor) -> None:
+    owner = module.get_submodule(row.within)
+    linear = getattr(owner, row.projection, None)
+    # A layer that is not the first of its predictor has none; one with weights that are loaded again is fused.
+    if linear is None or "forward" in linear.__dict__:
         return
     from sglang.srt.layers.layernorm import GemmaRMSNorm
 
-    norms, linear = [getattr(module, norm) for norm in row.norms], getattr(module, row.projection)
+    row.target.check(getattr(type(module), row.method))
+    norms = [getattr(owner, norm) for norm in row.norms]
     name = f"{type(module).__name__}.{row.projection}"
     gemma = type(norms[0]) is GemmaRMSNorm
     unsupported = determinism_unsupported_reason() or linear_unsupported_reason(linear, bias=True)
+    if row.not_on_cuda and linear.weight.is_cuda and torch.version.hip is None:
+        unsupported = unsupported or "both norms and the cat are one kernel of SGLang's on CUDA"
     for norm in norms:
         unsupported = unsupported or rms_norm_unsupported_reason(norm, linear.weight.dtype, gemma=gemma)
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return
-    first, second = [(module, norm) for norm in row.norms]
-    offset = 1.0 if gemma else 0.0
-    NormedLinear(name, (first, second), (module, row.projection), norm_offset=offset).put_in_where_faster()
+    places = [(owner, norm) for norm in row.norms]
+    NormedLinear(name, places, (owner, row.projection), norm_offset=float(gemma)).put_in_where_faster()
 
 
-def _prepare(module: nn.Module) -> None:
-    with leaving_to_sglang(f"{type(module).__name__}'s input stage"):
-        prepare(module)
-
-
-HOOKS = (*(Hook(row.forward) for row in PREDICTORS), after_loading(_prepare))
+HOOKS = (after_loading(prepare),)

@@ -1,4 +1,4 @@
-"""Two norms, a cat and a linear layer of SGLang as one op inside of SGLang's own forward.
+"""Norms, a cat and a linear layer of SGLang, or one norm and the layer, as one op inside of SGLang's own forward.
 
 The norms set their inputs aside and hand on a view without columns, so that SGLang's own cat has nothing to copy, and
 the linear layer norms, concatenates and projects what was set aside. The modules and their parameters stay where they
@@ -22,15 +22,16 @@ Place = tuple[Any, str]  # a module, and the name of one of its own
 
 
 class NormedLinear:
-    """Takes the place of three modules' forward: both norms, in the order of the cat, and the linear layer."""
+    """Takes the place of its modules' forward: the norms, in the order of the cat, and the linear layer."""
 
-    def __init__(self, name: str, norms: tuple[Place, Place], linear: Place, norm_offset: float = 0.0) -> None:
+    def __init__(self, name: str, norms: Sequence[Place], linear: Place, norm_offset: float = 0.0) -> None:
         self.name, self.places = name, (*norms, linear)
         self.modules: tuple[Any, ...] = tuple(getattr(owner, attribute) for owner, attribute in self.places)
         self.forwards = tuple(module.forward for module in self.modules)
-        self.projection = EngineProjection(self.modules[2], 2, chunk_norms=self.modules[:2], norm_offset=norm_offset)
+        *own_norms, own_linear = self.modules
+        self.projection = EngineProjection(own_linear, len(own_norms), chunk_norms=own_norms, norm_offset=norm_offset)
         # SGLang's own layers return a bias that was not added beside the result; nn.Linear does not.
-        self.returns_bias = type(self.modules[2]) is not nn.Linear
+        self.returns_bias = type(own_linear) is not nn.Linear
         self.aside: dict[int, Tensor] = {}
 
     def put_in_where_faster(self) -> None:
@@ -38,17 +39,20 @@ class NormedLinear:
         self.projection, self.decision = decide(self.name, self.projection, self._engine)
         if self.decision.never:
             return
-        for k, module in enumerate(self.modules):
-            module.forward = self._project if k == 2 else self._norm(k)
+        *norms, linear = self.modules
+        for k, norm in enumerate(norms):
+            norm.forward = self._norm(k)
+        linear.forward = self._project
 
     def _engine(self, packed: Tensor) -> Tensor:
-        """SGLang's own stage on [N, 2*H]."""
-        projected = self._own(packed.chunk(2, -1))
+        """SGLang's own stage on [N, K*H]."""
+        projected = self._own(packed.chunk(len(self.modules) - 1, -1))
         return projected[0] if self.returns_bias else projected
 
     def _own(self, chunks: Sequence[Tensor]) -> Any:
         *norms, linear = self.forwards
-        return linear(torch.cat([norm(chunk) for norm, chunk in zip(norms, chunks, strict=True)], -1))
+        normed = [norm(chunk) for norm, chunk in zip(norms, chunks, strict=True)]
+        return linear(normed[0] if len(normed) == 1 else torch.cat(normed, -1))
 
     def _norm(self, k: int) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -71,15 +75,16 @@ class NormedLinear:
         return whole and self.decision.runs_op(rows)
 
     def _project(self, x: Tensor) -> Any:
-        chunks, self.aside = self.aside, {}
-        if len(chunks) != 2:  # an idle batch comes without norms
-            return self.forwards[2](x)
+        aside, self.aside = self.aside, {}
+        if len(aside) != len(self.modules) - 1:  # an idle batch comes without norms
+            return self.forwards[-1](x)
+        chunks = [aside[k] for k in range(len(aside))]
         try:
-            projected = self.projection([chunks[0], chunks[1]])
+            projected = self.projection(chunks)
             return (projected, None) if self.returns_bias else projected
         except Exception as failure:
             self.decision = Decision()
-            attribute = self.places[2][1]
+            attribute = self.places[-1][1]
             message = f"{attribute} stays with SGLang, {self.projection.op} failed: {failure!r}"
             log_once(LOGGER, logging.WARNING, message)
-            return self._own([chunks[0], chunks[1]])
+            return self._own(chunks)
