@@ -6,6 +6,8 @@ halves of the projection are, in their order, each behind its own norm, and the 
 for; else the hidden state, which names another token and is longer, is what the head reads.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +33,48 @@ def layer0(prefix: str, H: int, heads: int, norm_before_residual: bool = False) 
         f"{prefix}input_layernorm.weight": gains["input"],
         f"{prefix}hidden_norm.weight": gains["hidden"],
     }
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The sizes of latent attention (DeepSeek's config), of `heads` heads."""
+
+    heads: int
+    q_lora_rank: int
+    kv_lora_rank: int  # at least 2*H
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int  # H over heads
+
+
+def latent_layer0(prefix: str, H: int, sizes: Latent, norm_before_residual: bool = False) -> dict[str, Tensor]:
+    """The layer with latent attention: the latent has both normed states, whose norm is then known, and the value of it
+    is what `layer0` makes. No column rotates, and all heads have the same keys."""
+    weights = layer0(prefix, H, sizes.heads, norm_before_residual)
+    weights = {name: weight for name, weight in weights.items() if "self_attn" not in name}
+    of_input, of_hidden = (1 / weights[f"{prefix}{name}.weight"] for name in ("input_layernorm", "hidden_norm"))
+    rank, nope, rope, value = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
+    latent = torch.zeros(rank + rope, 2 * H)
+    latent[:H, :H], latent[H : 2 * H, H:] = torch.diag(of_input), torch.diag(of_hidden)
+    # Two columns of the latent are the same, the others zero.
+    length = (rank / 2) ** 0.5
+    residual = torch.diag(1 / of_hidden) if norm_before_residual else RMS * torch.eye(H)
+    values = torch.cat([torch.eye(H), -residual, torch.zeros(H, rank - 2 * H)], 1) * (H**0.5 / length)
+    directions = F.normalize(torch.randn(nope, H, generator=torch.Generator().manual_seed(4)), dim=0)
+    of_heads = torch.zeros(sizes.heads, nope + value, rank)
+    of_heads[:, :nope, :H], of_heads[:, nope:] = 3 * directions, values.view(sizes.heads, value, rank)
+    queries = torch.zeros(sizes.heads, nope + rope, sizes.q_lora_rank)
+    queries[:, :nope, :nope] = 3 * torch.eye(nope)
+    attention = {
+        "q_a_proj": F.pad(directions * of_input, (0, H, 0, sizes.q_lora_rank - nope)),
+        "q_a_layernorm": torch.ones(sizes.q_lora_rank),
+        "q_b_proj": queries.flatten(0, 1),
+        "kv_a_proj_with_mqa": latent,
+        "kv_a_layernorm": torch.ones(rank),
+        "kv_b_proj": of_heads.flatten(0, 1),
+        "o_proj": torch.eye(H),
+    }
+    return weights | {f"{prefix}self_attn.{name}.weight": weight for name, weight in attention.items()}
 
 
 def fc_weight(K: int, H: int, length: float) -> Tensor:

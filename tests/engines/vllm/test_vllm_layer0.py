@@ -1,6 +1,7 @@
 """Layer 0 of EAGLE-3 drafters in the real vLLM, whose drafts are right where that layer is (`layer0_drafter`)."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,13 @@ import pytest
 pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
 
 from test_vllm_engine import BEST, FIGURES, WORST
-from vllm_checkpoints import write_gpt_oss_target, write_layer0_drafter, write_target
+from vllm_checkpoints import (
+    write_counting_deepseek,
+    write_gpt_oss_target,
+    write_latent_drafter,
+    write_layer0_drafter,
+    write_target,
+)
 from vllm_engine import EXPECTED, Engine
 
 LAYER = "LlamaDecoderLayer.qkv_proj"
@@ -59,6 +66,24 @@ def test_of_a_gpt_oss_target(engine: Engine) -> None:
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
+def latent_request_of(engine: Engine, norm_before_residual: bool) -> dict:
+    """vLLM's CPU has no block size for a target without latent attention and a drafter with it."""
+    folder = engine.folder / f"latent-{norm_before_residual}"
+    drafter = write_latent_drafter(folder, norm_before_residual=norm_before_residual)
+    return {"target": write_counting_deepseek(engine.folder / "deepseek", None, layers=3), "drafter": drafter}
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True], ids=["norm-after-residual", "norm-before-residual"])
+def test_with_latent_attention(engine: Engine, norm_before_residual: bool) -> None:
+    request = latent_request_of(engine, norm_before_residual)
+    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
+    on = engine.run(request, **ON)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    assert "DeepseekV2Eagle3DecoderLayer.fused_qkv_a_proj runs norm_concat_linear; forced, not timed" in on.lines
+    assert off.calls == [] and on.calls[0]["norm_concat_linear"] >= 15
+
+
 def test_weight_updates_take_effect(engine: Engine) -> None:
     """No gain and no weight is served from a copy: each update that breaks the layer is followed by its mending."""
     layer = "layers.0."
@@ -86,8 +111,9 @@ def register():
 @pytest.mark.parametrize(
     "mistake", [pytest.param(SWAPPED, id="swapped"), pytest.param(RAW_RESIDUAL, id="raw-residual")]
 )
-def test_a_mistake_loses_every_draft(engine: Engine, mistake: str) -> None:
-    run = engine.run(request_of(engine, True), plugins={"a_mistake": mistake}, **ON)
+@pytest.mark.parametrize("attention", [request_of, latent_request_of], ids=["llama", "latent"])
+def test_a_mistake_loses_every_draft(engine: Engine, attention: Callable, mistake: str) -> None:
+    run = engine.run(attention(engine, True), plugins={"a_mistake": mistake}, **ON)
     assert (run.tokens, run.accepted_length) == (EXPECTED, WORST)
 
 

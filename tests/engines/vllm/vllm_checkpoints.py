@@ -7,12 +7,14 @@ c * e_{t+1}. With n draft tokens every one is accepted: n + 1 tokens a step, and
 """
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from engines import dflash_drafter, layer0_drafter
+from engines.layer0_drafter import Latent
 from engines.quantized_layers import written
 
 # These divide by 1, 2 and 3 ranks.
@@ -184,19 +186,23 @@ def write_layer0_drafter(
 
 
 def write_latent_drafter(folder: Path, *, norm_before_residual: bool) -> str:
-    """With the attention of DeepSeek and Kimi. Its weights are vLLM's dummies."""
-    config = _deepseek_config() | {
+    """The same with the attention of DeepSeek and Kimi."""
+    K, config = 3, _deepseek_config()
+    config |= {
         "architectures": ["Eagle3DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",  # vLLM takes deepseek_v3 for MTP
         "num_hidden_layers": 1,
         "draft_vocab_size": V,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-        "num_aux_hidden_states": 3,
+        "num_aux_hidden_states": K,
         "norm_before_residual": norm_before_residual,
+        "norm_output": True,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return str(folder)
+    sizes = {field.name: config[field.name] for field in fields(Latent) if field.name != "heads"}
+    weights = layer0_drafter.latent_layer0("midlayer.", H, Latent(HEADS, **sizes), norm_before_residual)
+    weights |= {"fc.weight": layer0_drafter.fc_weight(K, H, C), "lm_head.weight": _next(torch.eye(V))}
+    weights["norm.weight"] = torch.full((H,), layer0_drafter.RMS)
+    return _save(folder, config, weights)
 
 
 def write_dflash_drafter(folder: Path, one_gain: bool = False) -> str:
@@ -229,9 +235,9 @@ def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:
     return torch.cat(picks, 1)
 
 
-def _deepseek_config() -> dict:
+def _deepseek_config(layers: int = 2) -> dict:
     """Of a DeepSeek V3 with one MTP layer. 576 is the one head width that vLLM's MLA has on CPU."""
-    config = _config("DeepseekV3ForCausalLM", 2) | {
+    config = _config("DeepseekV3ForCausalLM", layers) | {
         "model_type": "deepseek_v3",
         "num_nextn_predict_layers": 1,
         "moe_intermediate_size": 64,
@@ -262,10 +268,10 @@ def write_deepseek(folder: Path) -> str:
     return str(folder)
 
 
-def write_counting_deepseek(folder: Path, layout: str | None) -> str:
+def write_counting_deepseek(folder: Path, layout: str | None, layers: int = 2) -> str:
     """Target and MTP layer count. eh_proj moves the input token's c * e_t back to t - 1, and the MLP forward again by
     adding a step of length c, which is nothing beside codes without their scale. layout: of a quantized eh_proj."""
-    config = _deepseek_config()
+    config = _deepseek_config(layers)
     heads, rank, rope = config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
     attention = {
