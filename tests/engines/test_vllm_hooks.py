@@ -684,7 +684,7 @@ def test_without_kernels_a_stage_stays_with_vllm(
         plan.clear()
     warned = [record.getMessage() for record in caplog.records if because in record.getMessage()]
     stages = [line.partition(" stays with vLLM: ")[0] for line in warned]
-    assert stages == [f"eagle_kernels: {COMBINE}", "eagle_kernels: DeepSeekMTP's input stage"]
+    assert stages == [f"eagle_kernels: {COMBINE}", "eagle_kernels: DeepSeekMultiTokenPredictorLayer.eh_proj"]
     assert all(record.levelname == "WARNING" for record in caplog.records)
 
 
@@ -755,6 +755,38 @@ def test_an_mtp_layer_is_fused_where_that_is_faster_at_all_row_counts(
     (line,) = [line for line in log() if "eh_proj" in line]
     says = "runs norm_concat_linear; T=1 900 ms" if runs else "stays with vLLM: norm_concat_linear is not faster at all"
     assert line.startswith(f"DeepSeekMultiTokenPredictorLayer.eh_proj {says}")
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_mtp_projection_that_vllm_packs_waits_for_the_decision(
+    vllm: types.SimpleNamespace, decides: Callable, runs: bool
+) -> None:
+    """A ReplicatedLinear, as LongCat's: on a CPU vLLM drops the dense weight, which the op reads."""
+    entry = vllm.models["DeepSeekMTPModel"]
+    original = entry.model_class.__init__
+
+    def replicated(self: nn.Module, **arguments: object) -> None:
+        original(self, **arguments)
+        for layer in self.model.layers.values():
+            layer.eh_proj = stand_in.ReplicatedLinear(2 * H, H)
+
+    def load(model: nn.Module) -> None:
+        torch.manual_seed(1)
+        for parameter in model.layers["61"].parameters():
+            parameter.data.copy_(torch.randn_like(parameter))
+        linear = model.layers["61"].eh_proj
+        linear.quant_method.process_weights_after_loading(linear)
+
+    entry.model_class.__init__ = replicated
+    own = types.SimpleNamespace(layers={"61": type(build(vllm, "DeepSeekMTPModel").model.layers["61"])()})
+    own.layers["61"].eh_proj = stand_in.ReplicatedLinear(2 * H, H)
+    load(own)
+    decides(VLLMS, (0.5,) * 4 if runs else (2.0,) * 4)
+    layer = build(vllm, "DeepSeekMTPModel", load).model.layers["61"]
+    assert isinstance(layer.eh_proj, normed_linear().NormedLinear) == runs
+    assert (layer.eh_proj.weight.numel() > 0) == runs
+    arguments = (None, torch.arange(T), torch.randn(T, H), torch.randn(T, H))
+    assert_close(layer(*arguments), own.layers["61"](*arguments))
 
 
 @pytest.fixture
@@ -1222,7 +1254,9 @@ def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamesp
     mtp = sys.modules["eagle_kernels.engines.vllm.mtp"]
     other = type(layer)()
     other.hnorm = nn.RMSNorm(H)
-    mtp.fuse(other, mtp.LAYERS[0], T, False)
+    mtp.stage_of(
+        other, mtp.LAYERS[0], sys.modules["eagle_kernels.engines.vllm.registry"].Config(T, False, False)
+    ).fuse()
     assert type(other.eh_proj) is nn.Linear and type(other.enorm) is stand_in.RMSNorm
     assert (
         "DeepSeekMultiTokenPredictorLayer.eh_proj stays with vLLM: its norm is a torch.nn.modules.normalization.RMSNorm"

@@ -27,11 +27,10 @@ class Drafter:
 
 
 _NO_HOOK = "no hook is written; `MTPProjection` computes the stage"
-_SHARED_OR_QUANTIZED = "its projection may be quantized or is shared out over ranks, and " + _NO_HOOK
-_STREAMS = "embedding and each residual stream have a projection of their own (mHC){}: no hook is written; "
-_STREAMS += "`MTPStreamsProjection` computes the stage"
-_FP8_STREAMS = ", both in FP8 blocks as DeepSeek ships them, which the engine's own products read"
-_ROW_STREAMS = ", behind one norm over all streams, whose rows are not those that the projection reads"
+_ROW_STREAMS = (
+    "the norm over all streams, whose rows are not those that their projection reads, that projection and the "
+)
+_ROW_STREAMS += "sum, which `MTPStreamsProjection` computes"
 _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
 _TWICE = "the embedding is normed twice, and " + _NO_HOOK
 _CONTEXT = "keys and values of all its layers are made of fc's result: `ContextKV` computes them, no hook is written"
@@ -40,6 +39,7 @@ _KEYS_AND_VALUES += "`ContextKV` computes them"
 _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
 _LAYER_0 = "norms, cat and qkv of layer 0"
+_OTHER_CODES = "a quantized projection, but for the layouts of FP8 and INT8 that the op reads"
 _QUANTIZED = "a quantized projection, which the engine's own product reads"
 
 SGLANG = (
@@ -152,8 +152,7 @@ SGLANG = (
         "Qwen4-Exp MTP",
         ("Qwen4ExpForCausalLMMTP",),
         "norm and projection of the embedding",
-        "the norm over all streams, whose rows are not those that their projection reads, that projection and the sum; "
-        "`MTPStreamsProjection` computes the stage",
+        _ROW_STREAMS,
         ("models.qwen4_exp_mtp:Qwen4ExpForCausalLMMTP._fuse_residual_linear_shared",),
     ),
     Drafter(
@@ -273,10 +272,14 @@ VLLM = (
         + _NO_HOOK,
     ),
     Drafter(
-        "Qwen3-Next, Qwen3.5, InternS2, EXAONE, Nemotron-H, LongCat-Flash, Ling 3, MiMo-V2, MiniMax-M3 MTP",
+        "LongCat-Flash, Ling 3, MiMo-V2 MTP",
+        ("LongCatFlashMTPModel", "BailingMoeV3MTPModel", "MiMoV2MTPModel", "MiMoV2OmniMTPModel"),
+        _STAGE,
+        _OTHER_CODES,
+    ),
+    Drafter(
+        "Qwen3-Next, Qwen3.5, InternS2, EXAONE, Nemotron-H MTP",
         (
-            "MiMoV2MTPModel",
-            "MiMoV2OmniMTPModel",
             "Qwen3NextMTP",
             "Qwen3_5MTP",
             "Qwen3_5MoeMTP",
@@ -284,19 +287,28 @@ VLLM = (
             "ExaoneMoeMTP",
             "Exaone4_5_MTP",
             "NemotronHMTPModel",
-            "LongCatFlashMTPModel",
-            "BailingMoeV3MTPModel",
-            "MiniMaxM3MTP",
         ),
-        stays=_SHARED_OR_QUANTIZED,
+        _STAGE + " on one rank",
+        _OTHER_CODES + "; on more ranks the projection, whose columns vLLM gathers from them",
+    ),
+    Drafter(
+        "MiniMax-M3 MTP",
+        ("MiniMaxM3MTP",),
+        stays="its norms are of a class of its own, FlashInfer's, which no CPU runs to compare with, and " + _NO_HOOK,
     ),
     Drafter("Inkling MTP", ("InklingMTPModel",), stays=_TWICE),
     Drafter(
         "DeepSeek V4 MTP",
         ("DeepSeekV4MTPModel",),
-        stays="mask and all norms are one kernel of vLLM's, and " + _STREAMS.format(_FP8_STREAMS),
+        stays="mask and all norms are one kernel of vLLM's, which has no such class for a CPU: no hook is written; "
+        "`MTPStreamsProjection` computes the stage",
     ),
-    Drafter("Qwen4-Exp MTP", ("Qwen4ExpMTP",), stays=_STREAMS.format(_ROW_STREAMS)),
+    Drafter(
+        "Qwen4-Exp MTP",
+        ("Qwen4ExpMTP",),
+        "norm and projection of the embedding, on one rank",
+        _ROW_STREAMS + "; on AMD, and on more ranks, all of it",
+    ),
     Drafter("Gemma 4 assistants", ("Gemma4MTPModel",), stays=_NO_NORMS),
     Drafter(
         "models of transformers with MTP layers",

@@ -29,7 +29,7 @@ def served_class(architecture: str) -> type[torch.nn.Module]:
     return registry.ModelRegistry.models[architecture].load_model_cls()
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.architectures[0]) for row in mtp.LAYERS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.where.rpartition(":")[2]) for row in mtp.LAYERS])
 def test_an_mtp_architecture_is_built_of_the_layer_that_is_hooked(row: mtp.Layer) -> None:
     """The module of the model has the layer's class, and names it where it builds its layers."""
     layer = resolve(row.where)[2]

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models import qwen3_dflash
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -28,6 +28,7 @@ from accuracy import relative_rms
 from eagle_kernels.engines.gates import Target, resolve
 from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.engines.vllm import combine, context, embedding, mtp, normed_linear, speculator
+from eagle_kernels.engines.vllm.registry import Config
 from eagle_kernels.environment import EngineSwitches
 from eagle_kernels.ops.sources import Sources, formula
 
@@ -55,15 +56,45 @@ def stop(*args: object, **kwargs: object) -> None:
     raise Stop
 
 
+GEMMA = ("Step3p5", "Qwen")
+# What vLLM builds its projection of, and whether a bias comes beside the result; torch's nn.Linear of the others.
+LINEARS: dict[str, tuple[type, bool]] = {
+    "MiMoV2": (ReplicatedLinear, True),
+    "LongCat": (ReplicatedLinear, True),
+    "BailingMoeV3": (ReplicatedLinear, False),
+    "Qwen": (ColumnParallelLinear, False),
+    "Exaone": (ColumnParallelLinear, False),
+    "NemotronH": (ColumnParallelLinear, True),
+}
+
+
+def linear_of(name: str, width: int, columns: int) -> nn.Module:
+    for prefix, (kind, return_bias) in LINEARS.items():
+        if name.startswith(prefix):
+            more = {"gather_output": True} if kind is ColumnParallelLinear else {}
+            more |= {"return_bias": return_bias, "params_dtype": torch.bfloat16, "disable_tp": True}
+            return kind(width, columns, bias=False, prefix="eh_proj", **more)
+    return nn.Linear(width, columns, bias=False)
+
+
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = types.SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
+    for group in ("_TP", "_PP"):
+        monkeypatch.setattr(parallel_state, group, rank)
+
+
 def mtp_layer(row: mtp.Layer) -> nn.Module:
     """The norms and the projection of a class of vLLM's, with random weights."""
     layer_class = resolve(row.where)[2]
-    norm = GemmaRMSNorm if "Step3p5MTP" in row.architectures else RMSNorm
+    norm = GemmaRMSNorm if layer_class.__name__.startswith(GEMMA) else RMSNorm
     layer = layer_class.__new__(layer_class)
     nn.Module.__init__(layer)
-    for name, eps in zip(row.norms, (1e-6, 1e-2), strict=True):
+    for name, eps in zip(row.norms, (1e-6, 1e-2), strict=False):
         layer.add_module(name, norm(H, eps))
-    layer.add_module(row.projection, nn.Linear(2 * H, H, bias=False))
+    linear = linear_of(layer_class.__name__, len(row.norms) * H, H)
+    layer.add_module(row.projection, linear)
+    layer.has_start_projections = True  # of Nemotron-H
+    layer.hc_count, layer.hidden_size = 1, H  # of Qwen4-Exp
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn_like(parameter))
     return layer.bfloat16()
@@ -72,11 +103,16 @@ def mtp_layer(row: mtp.Layer) -> nn.Module:
 def projected(layer: nn.Module, row: mtp.Layer, embeds: Tensor, hidden: Tensor) -> Tensor:
     """What vLLM's forward hands to what is behind the projection."""
     seen: list[Tensor] = []
-    hook = getattr(layer, row.projection).register_forward_hook(lambda *call: seen.append(call[2]) or stop())
+
+    def keep(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+        stop()
+
+    hook = getattr(layer, row.projection).register_forward_hook(keep)
     layer.do_not_compile = True
     layer.embed_input_ids = layer.embed_tokens = lambda ids: embeds  # of the EAGLE-1 models
     arguments = {"inputs_embeds": embeds.clone(), "positions": torch.arange(T), "input_ids": None}
-    arguments |= {"previous_hidden_states": hidden, "hidden_states": hidden}
+    arguments |= {"previous_hidden_states": hidden, "hidden_states": hidden, "residual": None}
     taken = inspect.signature(type(layer).forward).parameters
     with pytest.raises(Stop):
         layer(**{name: value for name, value in arguments.items() if name in taken})
@@ -89,22 +125,47 @@ MASKS = {"DeepSeekMTPModel", "OpenPanguMTPModel", "Glm4MoeMTPModel", "Glm4MoeLit
 MASKS |= {"HYV3MTPModel", "MiMoMTPModel", "ErnieMTPModel", "BailingMoeV25MTPModel"}
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.architectures[0]) for row in mtp.LAYERS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.where.rpartition(":")[2]) for row in mtp.LAYERS])
 def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, row: mtp.Layer) -> None:
+    one_rank(monkeypatch)
     layer = mtp_layer(row)
     embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16()
+    linear, norms = getattr(layer, row.projection), [getattr(layer, name) for name in row.norms]
+    if hasattr(linear, "quant_method"):
+        combine.cpu_packing.keep_dense(linear)
+        linear.quant_method.process_weights_after_loading(linear)
     before, names = projected(layer, row, embeds, hidden), list(layer.state_dict())
     monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp"}), True, ()))
-    mtp.fuse(layer, row, T, False)
-    linear, norms = getattr(layer, row.projection), [getattr(layer, name) for name in row.norms]
+    assert mtp.stage_of(layer, row, Config(T, False, False)).fuse()
     assert isinstance(linear, normed_linear.NormedLinear) and list(layer.state_dict()) == names
     masked = embeds.clone()
-    if row.architectures[0] in MASKS:
+    if MASKS.intersection(row.architectures):
         masked[0] = 0
-    chunks = [hidden, masked] if row.architectures == ("MiMoMTPModel",) else [masked, hidden]
-    offset = 1.0 if "Step3p5MTP" in row.architectures else 0.0
+    chunks = [hidden, masked] if row.architectures == ("MiMoMTPModel",) else [masked, hidden][: len(norms)]
+    offset = float(type(layer).__name__.startswith(GEMMA))
     exact = truth(chunks, norms, linear.weight, offset)
     assert relative_rms(projected(layer, row, embeds, hidden), exact) <= 1.05 * relative_rms(before, exact) < 0.02
+
+
+def test_an_mtp_projection_that_ranks_share_stays_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gathers its columns."""
+    one_rank(monkeypatch)
+    (row,) = [row for row in mtp.LAYERS if row.architectures == ("Qwen3NextMTP",)]
+    layer = mtp_layer(row)
+    layer.fc.weight.data = layer.fc.weight.data[: H // 2].contiguous()
+    layer.fc.output_size_per_partition = H // 2
+    stage = mtp.stage_of(layer, row, Config(T, False, False))
+    assert stage.unsupported_reason() == f"its weight is a shard or a repacked copy: {(H // 2, 2 * H)} of {(H, 2 * H)}"
+    assert mtp.stage_of(layer, row, Config(T, False, lora=True)) is None
+
+
+def test_a_layer_of_nemotron_h_that_is_not_the_first_has_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank(monkeypatch)
+    for row in (row for row in mtp.LAYERS if row.in_some):
+        layer = mtp_layer(row)
+        assert mtp.stage_of(layer, row, Config(T, False, False)) is not None
+        del layer.eh_proj
+        assert mtp.stage_of(layer, row, Config(T, False, False)) is None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +179,7 @@ def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, row: mtp.Layer) -> Non
 )
 def test_combine_hidden_states(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
     """vLLM's own method of each class that is hooked, on the modules that it reads. DFlash's has no norm."""
-    monkeypatch.setattr(parallel_state, "_TP", types.SimpleNamespace(world_size=1, rank_in_group=0))
+    one_rank(monkeypatch)
     drafter_class = combine.hooked(resolve(target.where.rpartition(".")[0])[2])
     drafter = drafter_class.__new__(drafter_class)
     nn.Module.__init__(drafter)

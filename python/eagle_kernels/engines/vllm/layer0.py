@@ -10,19 +10,15 @@ import types
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ...checks import DTYPES
 from ...environment import EngineSwitches
-from .. import held_codes
-from ..eligibility import linear_unsupported_reason, log_once
+from ..eligibility import log_once
 from ..gates import Target
-from ..projection import EngineProjection, ProbeError, check_backend
-from . import LOGGER, cpu_packing, normed_linear
-from .combine import EAGLE3, QUANTIZED, rms_norm_unsupported_reason
-from .normed_linear import Candidate
-from .registry import Config, hook_models, leaving_to_vllm, when_loaded
+from . import LOGGER
+from .combine import EAGLE3
+from .normed_linear import Stage
+from .registry import Config, hook_models, when_loaded
 
 ARCHITECTURES = EAGLE3
 _MODELS = "vllm.model_executor.models"
@@ -95,53 +91,20 @@ def register(switches: EngineSwitches) -> None:
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the drafter whose layer 0 is fused once its weights are loaded."""
-    return when_loaded(drafter, "layer 0", _read, lambda _, stage: stage.fuse())
+    return when_loaded(drafter, "layer 0", _read, lambda _, layer: layer.fuse())
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class Layer0:
     """Layer 0 of a drafter that is being loaded."""
 
-    name: str
     layer: Any
-    linear: Any
-    config: Config
+    stage: Stage
 
     def fuse(self) -> None:
-        """Have it run on the op where that is faster, and pack the weight as vLLM would have where it is not."""
-        planned = None
-        with leaving_to_vllm(self.name):
-            planned = self._planned()
-            if planned is not None:
-                residual = self.layer._residual_norm
-                normed_linear.put_in(self.name, planned)
-                if residual.__name__ == "_norm_before_residual":
-                    self.layer._residual_norm = types.MethodType(_normed_residual, self.layer)
-        if planned is None and cpu_packing.is_kept_dense(self.linear):
-            cpu_packing.pack(self.linear)
-
-    def _planned(self) -> EngineProjection | None:
-        linear, norms = self.linear, (self.layer.input_layernorm, self.layer.hidden_norm)
-        unsupported, codes = _unsupported_reason(norms, linear), held_codes.read(linear, QUANTIZED)
-        if unsupported is not None:
-            log_once(LOGGER, logging.INFO, f"{self.name} stays with vLLM: {unsupported}")
-            return None
-        projection, dense = EngineProjection(codes or linear, 2, chunk_norms=norms), None
-        if cpu_packing.is_kept_dense(linear) and not _switches.force:
-            kept = cpu_packing.pack(linear)
-            # Where vLLM has no layout of its own, it multiplies the dense weight, and both may read it.
-            dense = kept if linear.weight.numel() == 0 else None
-        timed = projection if dense is None else replace(projection, fc=dense)
-
-        def product(x: Tensor) -> Tensor:
-            y = linear(x)
-            return y[0] if isinstance(y, tuple) else y
-
-        candidate = Candidate(self.name, timed, product, self.config.max_rows, self.config.compiled, _switches)
-        planned = normed_linear.plan(candidate)
-        if planned is not None and dense is not None:
-            cpu_packing.unpack(linear, dense)
-        return None if planned is None else projection
+        residual = self.layer._residual_norm
+        if self.stage.fuse() and residual.__name__ == "_norm_before_residual":
+            self.layer._residual_norm = types.MethodType(_normed_residual, self.layer)
 
 
 def _normed_residual(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,8 +112,8 @@ def _normed_residual(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]
     return hidden_states, layer.hidden_norm.engines_own(hidden_states)
 
 
-def _read(drafter: Any, config: Config) -> Stage | None:
-    """The stage of a drafter that has been built, its weight kept dense until `Stage.fuse`; None where it stays with
+def _read(drafter: Any, config: Config) -> Layer0 | None:
+    """The stage of a drafter that has been built, its weight kept dense until `Layer0.fuse`; None where it stays with
     vLLM, and one line that says why."""
     layers = getattr(drafter.model, "layers", None)
     if not layers:
@@ -174,34 +137,9 @@ def _read(drafter: Any, config: Config) -> Stage | None:
     if linear is None:
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: its attention has none")
         return None
-    _keep_dense_on_cpu(linear, (layer.input_layernorm, layer.hidden_norm))
-    return Stage(name, layer, linear, config)
-
-
-def _keep_dense_on_cpu(linear: Any, norms: tuple[Any, Any]) -> None:
-    from vllm.platforms import current_platform
-
-    # Packing changes a bias in place, so that the two layouts could not stand side by side.
-    if not current_platform.is_cpu() or getattr(linear, "bias", None) is not None:
-        return
-    if linear.weight.dtype in DTYPES and _unsupported_reason(norms, linear) is None:
-        try:
-            check_backend("norm_concat_linear", torch.device("cpu"), 2)
-        except ProbeError:  # raised again where the stage is planned, which logs it
-            return
-        cpu_packing.keep_dense(linear)
-
-
-def _unsupported_reason(norms: tuple[Any, Any], linear: Any) -> str | None:
-    import vllm.envs
     from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    if vllm.envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-    unsupported = None
-    if held_codes.read(linear, QUANTIZED) is None:
-        unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=True)
-    for norm in norms:
-        unsupported = unsupported or rms_norm_unsupported_reason(norm, {RMSNorm}, linear.params_dtype)
-    return unsupported
+    norms = (layer.input_layernorm, layer.hidden_norm)
+    stage = Stage(name, norms, linear, {RMSNorm: 0.0}, config, _switches, column_shard=True)
+    stage.keep_dense_on_cpu()
+    return Layer0(layer, stage)

@@ -1,5 +1,6 @@
 """The input stage of vLLM's MTP and EAGLE-1 layers with norms: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
 
+Of Qwen4-Exp, whose target has residual streams, it is fc_embedding(norm(embeds)).
 vLLM's forward stays as it is, its masking of position 0 included (contested: vllm#33299); see `normed_linear`.
 """
 
@@ -10,12 +11,10 @@ from typing import Any
 from torch import nn
 
 from ...environment import EngineSwitches
-from ..eligibility import linear_unsupported_reason, log_once
+from ..eligibility import log_once
 from ..gates import Target, TargetError
-from ..projection import EngineProjection
-from . import LOGGER, normed_linear
-from .combine import rms_norm_unsupported_reason
-from .normed_linear import Candidate
+from . import LOGGER
+from .normed_linear import Stage
 from .registry import Config, hook_models, when_loaded
 
 _MODELS = "vllm.model_executor.models"
@@ -26,14 +25,16 @@ _BOTH = ("0.32.0", "0.33.0")
 class Layer:
     """A class whose forward has the stage.
 
-    architectures: of the models that are built of it.  forward: its target.
-    norms: its two norms, in the order of the cat.  projection: the linear layer behind it.
+    architectures: of the models that are built of it, none where another row has them.  forward: its target.
+    norms: in front of the projection, in the order of the cat.  projection: the linear layer behind it.
+    in_some: whether layers of the class may have none of them.
     """
 
     architectures: tuple[str, ...]
     forward: Target
-    norms: tuple[str, str] = ("enorm", "hnorm")
+    norms: tuple[str, ...] = ("enorm", "hnorm")
     projection: str = "eh_proj"
+    in_some: bool = False
 
     @property
     def where(self) -> str:
@@ -47,6 +48,9 @@ def _layer(architectures: str, where: str, body: str, takes: str, *names: Any) -
 
 
 _BY_IDS = "input_ids positions previous_hidden_states inputs_embeds"
+_BY_HIDDEN = "input_ids positions hidden_states"
+_QWEN = (("pre_fc_norm_embedding", "pre_fc_norm_hidden"), "fc")
+_IN_SOME = (("enorm", "hnorm"), "eh_proj", True)
 _BY_EMBEDS = "inputs_embeds positions previous_hidden_states"
 LAYERS = (
     _layer("DeepSeekMTPModel", "deepseek_mtp:DeepSeekMultiTokenPredictorLayer", "82cbd3f91a7919ce", _BY_IDS),
@@ -75,6 +79,45 @@ LAYERS = (
         _BY_EMBEDS,
         ("mtp_emb_norm", "mtp_hidden_norm"),
         "mtp_linear_proj",
+    ),
+    _layer("MiMoV2MTPModel MiMoV2OmniMTPModel", "mimo_v2_mtp:MiMoV2MTPLayer", "e84899ea57ebdee3", _BY_EMBEDS),
+    _layer("LongCatFlashMTPModel", "longcat_flash_mtp:LongCatMultiTokenPredictorLayer", "8113964161fd78a5", _BY_IDS),
+    _layer(
+        "BailingMoeV3MTPModel", "bailing_moe_v3_mtp:BailingMoeV3MultiTokenPredictorLayer", "47d773c61c8d0f69", _BY_IDS
+    ),
+    _layer("Qwen3NextMTP", "qwen3_next_mtp:Qwen3NextMultiTokenPredictor", "e8d090b5c83afa46", _BY_HIDDEN, *_QWEN),
+    _layer(
+        "Qwen3_5MTP Qwen3_5MoeMTP InternS2MobiusMTP",
+        "qwen3_5_mtp:Qwen3_5MultiTokenPredictor",
+        "d10bcfd218fdc8d2",
+        _BY_HIDDEN,
+        *_QWEN,
+    ),
+    # The norm of the hidden state is over all streams, whose rows are not those that fc_hidden reads.
+    _layer(
+        "Qwen4ExpMTP",
+        "vllm.models.qwen4_exp.nvidia.mtp:Qwen4ExpMultiTokenPredictor",
+        "a0feb27caf563a10",
+        _BY_HIDDEN,
+        ("pre_fc_norm_embedding",),
+        "fc_embedding",
+    ),
+    _layer("ExaoneMoeMTP", "exaone_moe_mtp:ExaoneMoeMultiTokenPredictor", "4c07536b5b1cd361", _BY_HIDDEN, *_QWEN),
+    _layer("Exaone4_5_MTP", "exaone4_5_mtp:Exaone4_5MultiTokenPredictor", "cadfc1dcc60e48b0", _BY_HIDDEN, *_QWEN),
+    # A step has several layers, of either class, and the stage is in the first.
+    _layer(
+        "NemotronHMTPModel",
+        "nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer",
+        "8106536c1762531b",
+        "positions hidden_states residual inputs_embeds",
+        *_IN_SOME,
+    ),
+    _layer(
+        "",
+        "nemotron_h_mtp:NemotronHMTPMoEDecoderLayer",
+        "43ff0f7ee8be2fdb",
+        "hidden_states residual inputs_embeds",
+        *_IN_SOME,
     ),
     _layer(
         "EagleMiniCPMForCausalLM",
@@ -106,21 +149,30 @@ def register(switches: EngineSwitches) -> None:
 
 def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the predictor whose layers are fused once its weights are loaded."""
-    rows = [layer for layer in LAYERS if layer.forward.module == predictor.__module__]
+    modules = [base.__module__ for base in predictor.__mro__]
+    rows = [layer for layer in LAYERS if layer.forward.module in modules]
     if not rows:
-        raise TargetError(f"it is of another plugin, {predictor.__module__}")
+        raise TargetError(f"it is of another plugin or platform, {predictor.__module__}")
     for layer in rows:
         layer.forward.find()
-    return when_loaded(predictor, "input stage", lambda _, config: config, _fuse_layers)
+    return when_loaded(predictor, "input stage", _read, _fuse)
 
 
-def _fuse_layers(predictor: Any, config: Config) -> None:
+def _read(predictor: Any, config: Config) -> list[Stage]:
+    """The stages of a predictor that has been built, their weights kept dense until they are fused."""
     found = [(module, _row_of(module)) for module in predictor.modules()]
-    stages = [(module, row) for module, row in found if row is not None]
-    if not stages:
+    layers = [(module, row) for module, row in found if row is not None]
+    if not layers:
         raise TargetError("none of its layers is of a class that is known")
-    for module, row in stages:
-        fuse(module, row, config.max_rows, config.compiled)
+    stages = [stage for module, row in layers if (stage := stage_of(module, row, config)) is not None]
+    for stage in stages:
+        stage.keep_dense_on_cpu()
+    return stages
+
+
+def _fuse(predictor: Any, stages: list[Stage]) -> None:
+    for stage in stages:
+        stage.fuse()
 
 
 def _row_of(module: nn.Module) -> Layer | None:
@@ -128,31 +180,17 @@ def _row_of(module: nn.Module) -> Layer | None:
     return next((layer for layer in LAYERS if layer.where == where), None)
 
 
-def fuse(layer: Any, row: Layer, max_rows: int, compiled: bool) -> None:
-    """Give a layer the fused stage, or log why not."""
-    first, second = (getattr(layer, norm) for norm in row.norms)
-    norms, eh_proj = (first, second), getattr(layer, row.projection)
-    name = f"{type(layer).__name__}.{row.projection}"
-    offset, unsupported = _offset_and_unsupported_reason(norms, eh_proj)
-    if unsupported is not None:
-        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
-        return
-    stage = EngineProjection(eh_proj, 2, chunk_norms=norms, norm_offset=offset)
-    projection = normed_linear.plan(Candidate(name, stage, eh_proj, max_rows, compiled, _switches))
-    if projection is not None:
-        normed_linear.put_in(name, projection)
-
-
-def _offset_and_unsupported_reason(norms: tuple[Any, Any], eh_proj: Any) -> tuple[float, str | None]:
-    import vllm.envs
+def stage_of(layer: Any, row: Layer, config: Config) -> Stage | None:
+    """The stage of a layer; None where it has none, or where LoRA is on and replaces its projection."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-    offsets = {RMSNorm: 0.0, GemmaRMSNorm: 1.0}
-    if vllm.envs.VLLM_BATCH_INVARIANT:
-        return 0.0, "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-    unsupported = linear_unsupported_reason(eh_proj)
-    for norm in norms:
-        unsupported = unsupported or rms_norm_unsupported_reason(norm, set(offsets), eh_proj.weight.dtype)
-    if unsupported is None and type(norms[0]) is not type(norms[1]):
-        unsupported = "its norms are of two kinds"
-    return offsets.get(type(norms[0]), 0.0), unsupported
+    name = f"{type(layer).__name__}.{row.projection}"
+    if row.in_some and not hasattr(layer, row.projection):
+        return None
+    linear = getattr(layer, row.projection)
+    if config.lora and hasattr(linear, "quant_method"):  # nn.Linear has none, and is not replaced
+        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: LoRA is on, which replaces it")
+        return None
+    return Stage(
+        name, [getattr(layer, norm) for norm in row.norms], linear, {RMSNorm: 0.0, GemmaRMSNorm: 1.0}, config, _switches
+    )
