@@ -36,6 +36,10 @@ _TWICE = "the embedding is normed twice, and " + _NO_HOOK
 _CONTEXT = "keys and values of all its layers are made of fc's result: `ContextKV` computes them, no hook is written"
 _KEYS_AND_VALUES = "keys and values of its layers, which go into a pool of the engine's own layout; "
 _KEYS_AND_VALUES += "`ContextKV` computes them"
+_CACHE = (
+    "the write into the cache, whose layout is the attention backend's; on a GPU norm and rotation of the keys, of "
+)
+_CACHE += "which no table has figures"
 _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
 _LAYER_0 = "norms, cat and qkv of layer 0"
@@ -238,10 +242,14 @@ VLLM = (
         ),
         "cat and fc, in the V2 speculator; the norm behind it and keys and values of all layers; on a CPU norm and "
         "rotation of the keys",
-        "the write into the cache, whose layout is the attention backend's; on a GPU norm and rotation of the keys, of "
-        "which no table has figures",
+        _CACHE,
     ),
-    Drafter("Laguna DFlash", ("DFlashLagunaForCausalLM",), "norms, cat, fc and the norm behind it", _CONTEXT),
+    Drafter(
+        "Laguna DFlash",
+        ("DFlashLagunaForCausalLM",),
+        "norms, cat, fc and the norm behind it; each layer's norm, keys and values; on a CPU norm and rotation of keys",
+        _CACHE,
+    ),
     Drafter(
         "DeepSeek V3, R1, GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, Ernie 4.5, openPangu, Ling 2.5 MTP",
         (

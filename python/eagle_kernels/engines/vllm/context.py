@@ -6,8 +6,10 @@ drafter, copies K and V apart, norms K and rotates it. Replaced is `precompute_a
 on a CPU; on a GPU, where no table has figures for what is behind the projection, `_project_context_kv` alone. The write
 into the cache stays vLLM's, whose layout and dtype are the attention backend's.
 
-Where vLLM's rms_norm takes one gain for all layers, as on CPU (0.32) and as it did on XPU (vllm#56431), K is normed
-layer by layer.
+Laguna has no hidden_norm here, but a norm of each layer's own: one op a layer, into the columns of that layer.
+
+Where vLLM's rms_norm takes one gain for all layers, as on CPU (0.32) and as it did on XPU (vllm#56431), K, and Laguna's
+context, are normed layer by layer.
 """
 
 import functools
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checks import DTYPES
 from ...environment import EngineSwitches
 from ...ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
 from ..decision import Call, Decision, normal_rows
@@ -27,19 +30,21 @@ from ..eligibility import log_once
 from ..gates import Target
 from ..projection import EngineProjection, ProbeError, check_backend, relative_difference
 from . import LOGGER, normed_linear
-from .combine import DFLASH
+from .combine import DFLASH, LAGUNA
 from .registry import hook_models, leaving_to_vllm, when_loaded
 
-ARCHITECTURES = DFLASH
+ARCHITECTURES = (*DFLASH, *LAGUNA)
 _MODEL = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model"
 _BOTH = ("0.32.0", "0.33.0")
 PROJECT = Target(
     f"{_MODEL}._project_context_kv",
     ("self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"),
-    {"f10fe7949ed550be": _BOTH},
+    {"f10fe7949ed550be": _BOTH, "9443ea4a4d1692e9": _BOTH},  # the second one is Laguna's, here and below
 )
 BUFFERS = Target(
-    f"{_MODEL}._build_context_kv_buffers", ("self", "layers_attn", "has_bias"), {"b2455c0fd0aa3b44": _BOTH}
+    f"{_MODEL}._build_context_kv_buffers",
+    ("self", "layers_attn", "has_bias"),
+    {"b2455c0fd0aa3b44": _BOTH, "9148c8bd88c15a2e": _BOTH},
 )
 NORMALIZE = Target(f"{_MODEL}._normalize_context_k", ("self", "all_k"), {"12dac2d398bd3680": _BOTH})
 STORE = Target(
@@ -70,30 +75,76 @@ def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True, eq=False)
 class _Stacked:
-    """The buffers of a drafter's model as they are now: vLLM stacks them anew when weights are updated."""
+    """The buffers of a drafter's model as they are now: vLLM stacks them anew when weights are updated.
+
+    layer: of Laguna's, which are stacked [L, ...]; all of them where it is None.
+    """
 
     model: Any
+    layer: int | None = None
 
     @property
     def weight(self) -> Tensor:
-        return self.model._fused_kv_weight
+        if not _norms_by_layer(self.model):
+            return self.model._fused_kv_weight
+        weights = self.model._kv_weights
+        return weights.flatten(0, 1) if self.layer is None else weights[self.layer]
 
     @property
     def bias(self) -> Tensor | None:
-        return self.model._fused_kv_bias
+        if not _norms_by_layer(self.model):
+            return self.model._fused_kv_bias
+        biases = self.model._kv_biases
+        return biases if biases is None or self.layer is None else biases[self.layer]
 
 
 @dataclass(frozen=True, eq=False)
-class _HiddenNorm:
+class _ContextNorm:
+    """hidden_norm, or the norm of one of Laguna's layers."""
+
     model: Any
+    layer: int | None = None
 
     @property
     def weight(self) -> Tensor:
-        return self.model._hidden_norm_weight
+        if self.layer is None:
+            return self.model._hidden_norm_weight
+        return self.model._input_layernorm_weights[self.layer]
 
     @property
     def variance_epsilon(self) -> float:
         return self.model._rms_norm_eps
+
+
+def _norms_by_layer(model: Any) -> bool:
+    return hasattr(model, "_input_layernorm_weights")
+
+
+@dataclass(frozen=True, eq=False)
+class _ByLayer(EngineProjection):
+    """[N, L*W] of one projection a layer, which all read the same states."""
+
+    layers: Sequence[EngineProjection] = ()
+
+    def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
+        (states,) = [chunks] if isinstance(chunks, Tensor) else chunks
+        columns = [layer.fc.weight.shape[0] for layer in self.layers]
+        made = states.new_empty(states.shape[0], sum(columns)) if out is None else out
+        for layer, of_layer in zip(self.layers, made.split(columns, 1), strict=True):
+            layer.forward(states, of_layer)
+        return made
+
+    __call__ = forward
+
+
+def _projection(model: Any) -> EngineProjection:
+    if not _norms_by_layer(model):
+        return EngineProjection(_Stacked(model), 1, concat_norm=_ContextNorm(model))
+    layers = [
+        EngineProjection(_Stacked(model, layer), 1, concat_norm=_ContextNorm(model, layer))
+        for layer in range(model._num_attn_layers)
+    ]
+    return _ByLayer(_Stacked(model), 1, concat_norm=layers[0].concat_norm, layers=layers)
 
 
 class _Stage:
@@ -110,7 +161,7 @@ class _Stage:
         self.method = self.target.where.rpartition(".")[2]
         self.name = f"{type(model).__name__}.{self.method}"
         self.own = getattr(model, self.method)
-        self.projection = EngineProjection(_Stacked(model), 1, concat_norm=_HiddenNorm(model))
+        self.projection = _projection(model)
         self.decision = Decision()
 
     @property
@@ -303,7 +354,7 @@ def _stage(model: Any) -> _Stage:
 
 
 def _is_on_cpu(model: Any) -> bool:
-    return model._fused_kv_weight.device.type == "cpu"
+    return _Stacked(model).weight.device.type == "cpu"
 
 
 def _give_each_layer_its_gain(model: Any) -> None:
@@ -315,6 +366,8 @@ def _give_each_layer_its_gain(model: Any) -> None:
     rms_norm(normed, ones, gains, 1e-6)
     if normed[1].mean().item() < 1.5:
         model.__dict__["_normalize_context_k"] = functools.partial(_normed_by_layer, rms_norm, model)
+        if _norms_by_layer(model):
+            model.__dict__["_project_context_kv"] = functools.partial(_projected_by_layer, rms_norm, model)
         because = "vLLM's norm has one gain for all layers here (vllm#56431)"
         log_once(
             LOGGER, logging.INFO, f"{type(model).__name__} norms the keys of its context layer by layer: {because}"
@@ -328,6 +381,20 @@ def _normed_by_layer(rms_norm: Any, model: Any, all_k: Tensor) -> Tensor:
     return normed
 
 
+def _projected_by_layer(
+    rms_norm: Any, model: Any, states: Tensor, N: int, L: int, n: int, d: int
+) -> tuple[Tensor, Tensor]:
+    """Laguna's `_project_context_kv` but for the norm."""
+    normed = states.new_empty(L, *states.shape)
+    for of_layer, gain in zip(normed, model._input_layernorm_weights, strict=True):
+        rms_norm(of_layer, states, gain, model._rms_norm_eps)
+    kv = torch.bmm(normed, model._kv_weights.transpose(1, 2))
+    if model._kv_biases is not None:
+        kv += model._kv_biases[:, None]
+    keys, values = kv.view(L, N, 2, n, d).permute(2, 0, 1, 3, 4).contiguous()
+    return keys, values
+
+
 def _unsupported_reason(model: Any) -> str | None:
     import vllm.envs
 
@@ -335,6 +402,7 @@ def _unsupported_reason(model: Any) -> str | None:
         return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
     if not hasattr(model, "_num_attn_layers"):
         return "vLLM has not stacked its weights"
-    if model._fused_kv_weight is None:
+    weight = _Stacked(model).weight
+    if weight is None or weight.dtype not in DTYPES:
         return "its K and V are quantized"
     return None
