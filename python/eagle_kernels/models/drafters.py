@@ -112,7 +112,8 @@ SGLANG = (
     Drafter(
         "Qwen3.5, InternS2 MTP",
         ("Qwen3_5ForCausalLMMTP",),
-        stays="its forward pads the normed states of a captured prefill behind the norms, and " + _NO_HOOK,
+        _STAGE,
+        targets=("models.qwen3_5_mtp:Qwen3_5ForCausalLMMTP.forward",),
     ),
     Drafter(
         "IQuest-Q1 MTP", ("IQuestQ1MTP",), stays="its norms are of a class of its own, all in fp32, and " + _NO_HOOK

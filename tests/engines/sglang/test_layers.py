@@ -470,6 +470,9 @@ def run(predictor: nn.Module, row: mtp.Predictor, embeds: Tensor, hidden: Tensor
     forward_batch.can_run_tbo = False
     if row.method != "forward":
         method(embeds.clone(), hidden)
+    elif "qwen3_5" in row.where:
+        forward_batch.mm_input_embeds = embeds.clone()
+        method(rows, rows, forward_batch)
     elif "nemotron" in row.where:
         method(inputs_embeds=embeds.clone(), hidden_states=hidden, forward_batch=forward_batch)
     else:
@@ -509,6 +512,26 @@ def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
     bias = getattr(linear, "bias", None)
     truth = F.linear(formula(sources, torch.float64), linear.weight.double(), None if bias is None else bias.double())
     assert relative_rms(projected(), truth) <= 1.05 * relative_rms(own, truth) < 0.02
+
+
+def test_fewer_states_than_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured prefill of Qwen 3.5 pads the normed states with zeros."""
+    (row,) = [row for row in mtp.PREDICTORS if "qwen3_5" in row.where]
+    predictor = predictor_of(row, True)
+    embeds, hidden = torch.randn(T, Ht), torch.randn(T - 2, Ht)
+
+    def projected() -> Tensor:
+        return seen_behind(predictor.fc, lambda: run(predictor, row, embeds, hidden))
+
+    own = projected()
+    mtp.prepare(predictor)
+    decided = predictor.fc.forward.__self__
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert torch.equal(projected(), own)
+    # Decided by the first norm for both: at T rows it is not taken, at T - 2 it would be.
+    monkeypatch.setattr(decided, "decision", types.SimpleNamespace(runs_op=lambda rows: rows < T))
+    monkeypatch.setattr(decided, "projection", None)
+    assert torch.equal(projected(), own)
 
 
 def test_an_mtp_row_with_another_body_stays_by_itself(

@@ -7,7 +7,7 @@ that names the target, and SGLang runs its own code.
 | part (EAGLE_KERNELS_SGLANG_<PART>) | default | does |
 |---|---|---|
 | projection | on | norms + fc of EAGLE-3 drafters (`llama_eagle3`, `kimi_k25_eagle3`) in one op, K*Ht == Hd too |
-| mtp | on | enorm + hnorm + cat + eh_proj of 18 families' MTP layers in one op, norm + projection of two more |
+| mtp | on | enorm + hnorm + cat + eh_proj of 20 families' MTP layers in one op; norm + projection of two more |
 | layer0 | on | input_layernorm + hidden_norm + cat + qkv_proj of layer 0 of EAGLE-3 drafters in one op |
 | context | on | fc + hidden_norm of DFlash and DSpark drafters, with Laguna's norms in front, in one op |
 | vocab | on | a Gemma target's table cut as its drafter pads it, where SGLang slices by ceil(V / tp) |

@@ -66,6 +66,7 @@ PREDICTORS = (
     Predictor("nemotron_h_mtp:NemotronHMTPMoEDecoderLayer", "dd122fd7afc9eff2"),
     Predictor("step3p5_mtp:Step3p5AMultiTokenPredictor", "f34bcae7ac3e7852"),
     Predictor("qwen3_next_mtp:Qwen3NextForCausalLMMTP", "adb9f5cdadfb46fa", *_QWEN),
+    Predictor("qwen3_5_mtp:Qwen3_5ForCausalLMMTP", "110cb20d364cc04d", *_QWEN),
     Predictor("qwen3_moe_mtp:Qwen3MoeForCausalLMMTP", "c06c8dac3b38056e", *_QWEN),
     Predictor("exaone_moe_mtp:ExaoneMoEForCausalLMMTP", "379bc5a1355e20ba", *_QWEN),
     Predictor("glm4_moe_nextn:Glm4MoeModelNextN", "4db1f8b7fb836d22"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..decision import Decision
@@ -33,6 +34,7 @@ class NormedLinear:
         # SGLang's own layers return a bias that was not added beside the result; nn.Linear does not.
         self.returns_bias = type(own_linear) is not nn.Linear
         self.aside: dict[int, Tensor] = {}
+        self.asked: set[int] = set()  # the norms that this forward has called
 
     def put_in_where_faster(self) -> None:
         """Decide, log it, and put it in where the op runs at any row count."""
@@ -56,10 +58,12 @@ class NormedLinear:
 
     def _norm(self, k: int) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-            if k in self.aside:  # of a forward that did not come to its end
-                self.aside = {}
-            # Both norms of a forward have the same rows: they decide alike.
-            if args or kwargs or not self._takes(x.shape[0]):
+            if k in self.asked:  # of a forward that did not come to its end
+                self.aside, self.asked = {}, set()
+            # The first norm of a forward decides for both: SGLang may hand them unlike numbers of rows.
+            takes = len(self.aside) > 0 if self.asked else not (args or kwargs) and self._takes(x.shape[0])
+            self.asked.add(k)
+            if not takes:
                 return self.forwards[k](x, *args, **kwargs)
             self.aside[k] = x
             return x[:, :0]
@@ -75,10 +79,11 @@ class NormedLinear:
         return whole and self.decision.runs_op(rows)
 
     def _project(self, x: Tensor) -> Any:
-        aside, self.aside = self.aside, {}
+        aside, self.aside, self.asked = self.aside, {}, set()
         if len(aside) != len(self.modules) - 1:  # an idle batch comes without norms
             return self.forwards[-1](x)
-        chunks = [aside[k] for k in range(len(aside))]
+        # Of a captured prefill of Qwen 3.5 the target's rows are fewer, and zeros behind its norm; nothing reads those.
+        chunks = [_of_rows(aside[k], x.shape[0]) for k in range(len(aside))]
         try:
             projected = self.projection(chunks)
             return (projected, None) if self.returns_bias else projected
@@ -88,3 +93,7 @@ class NormedLinear:
             message = f"{attribute} stays with SGLang, {self.projection.op} failed: {failure!r}"
             log_once(LOGGER, logging.WARNING, message)
             return self._own(chunks)
+
+
+def _of_rows(x: Tensor, rows: int) -> Tensor:
+    return x if x.shape[0] == rows else F.pad(x[:rows], (0, 0, 0, max(0, rows - x.shape[0])))
