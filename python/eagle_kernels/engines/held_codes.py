@@ -7,9 +7,10 @@
 | weight e4m3 [D, W]; weight_scale_inv or weight_scale [ceil(D/n), ceil(W/n)], weight_block_size [n, n] | fp8_block{n} |
 
 As vLLM 0.32 and 0.33 leave Fp8LinearMethod, ModelOptLinearMethod and CompressedTensorsLinearMethod behind
-`process_weights_after_loading` where their kernel is CUTLASS, FlashInfer, DeepGEMM on sm_90 or torch._scaled_mm. Other
-layouts (Marlin's, AMX's and oneDNN's packed codes, scales of DeepGEMM on sm_100, fnuz) do not fit and stay with the
-engine. The engines round activations to 8 bits as well, in most of these: the op keeps their 16.
+`process_weights_after_loading` where their kernel is CUTLASS, FlashInfer, DeepGEMM on sm_90 or torch._scaled_mm, and
+SGLang 0.5.23 its Fp8LinearMethod on those. Other layouts (Marlin's, AMX's and oneDNN's packed codes, scales of DeepGEMM
+on sm_100, fnuz) do not fit and stay with the engine. The engines round activations to 8 bits as well, in most of these:
+the op keeps their 16.
 """
 
 from collections.abc import Collection
@@ -85,7 +86,7 @@ def _quantized(linear: Any) -> QuantizedWeight:
     if not isinstance(weight, Tensor) or scales is None or scales.dtype != torch.float32:
         raise TypeError("it holds no codes with fp32 scales")
     shape = (getattr(linear, "output_size_per_partition", linear.output_size), linear.input_size)
-    block = getattr(linear, "weight_block_size", None)
+    block = getattr(linear, "weight_block_size", None) or getattr(linear.quant_method, "weight_block_size", None)
     codes = weight.detach() if block else weight.detach().t()
     if tuple(codes.shape) != shape or codes.stride(1) != 1:
         raise ValueError(f"its codes are {tuple(weight.shape)} with strides {weight.stride()}")

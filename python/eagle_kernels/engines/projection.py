@@ -48,13 +48,23 @@ class EngineProjection:
     def kind(self) -> str:
         """What a log line says of it: K=3, chunk norm."""
         norms = [("concat", self.concat_norm is not None), ("chunk", len(self.chunk_norms) > 0)]
-        codes = f", {self.fc.weight.format}" if isinstance(self.fc, HeldCodes) else ""
+        codes = f", {self.codes}" if self.codes else ""
         return f"K={self.num_chunks}, {' then '.join(norm for norm, there in norms if there) or 'no'} norm{codes}"
+
+    @property
+    def codes(self) -> str:
+        """The format of a quantized weight, "" of another one."""
+        return self.fc.weight.format if isinstance(self.fc, HeldCodes) else ""
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and device of the activations."""
+        return self.fc.like() if isinstance(self.fc, HeldCodes) else parameter_of(self.fc)
 
     @property
     def is_worthwhile(self) -> bool:
         """Whether the engine's own call of fc leaves anything to gain."""
-        return self.has_norm or isinstance(self.fc, HeldCodes)
+        return self.has_norm or bool(self.codes)
 
     def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
         """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""

@@ -74,6 +74,8 @@ def unsupported_reason(projection: EngineProjection, width: int, size: int) -> s
         return "there is one rank"
     if projection.fc_unsupported is not None:
         return projection.fc_unsupported
+    if projection.codes:
+        return f"its weight is {projection.codes}"
     if math.ceil(width / TILE) < size:
         return f"K*H={width} has less than {TILE} columns for each of {size} ranks"
     return None

@@ -44,7 +44,6 @@ _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
 _LAYER_0 = "norms, cat and qkv of layer 0"
 _OTHER_CODES = "a quantized projection, but for the layouts of FP8 and INT8 that the op reads"
-_QUANTIZED = "a quantized projection, which the engine's own product reads"
 
 SGLANG = (
     Drafter(
@@ -122,7 +121,7 @@ SGLANG = (
         "LongCat-Flash, Ling MTP",
         ("LongcatFlashForCausalLMNextN", "BailingMoeForCausalLMNextN"),
         _STAGE,
-        _QUANTIZED,
+        _OTHER_CODES,
         (
             "models.longcat_flash_nextn:LongcatFlashModelNextN.forward",
             "models.bailing_moe_nextn:BailingMoEModelNextN.forward",
@@ -132,14 +131,14 @@ SGLANG = (
         "dots3-note MTP",
         ("Dots3NoteForCausalLMNextN",),
         _STAGE,
-        _QUANTIZED,
+        _OTHER_CODES,
         ("models.dots3_common.nextn:Dot3NoteModelNextN.forward",),
     ),
     Drafter(
         "Nemotron-H MTP",
         ("NemotronHForCausalLMMTP",),
         _STAGE + " on one rank",
-        _QUANTIZED + "; on more ranks the projection, whose columns SGLang gathers from them",
+        _OTHER_CODES + "; on more ranks the projection, whose columns SGLang gathers from them",
         (
             "models.nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer.forward",
             "models.nemotron_h_mtp:NemotronHMTPMoEDecoderLayer.forward",
@@ -150,7 +149,7 @@ SGLANG = (
         "DeepSeek V4 MTP",
         ("DeepseekV4ForCausalLMNextN",),
         "each norm with the projection behind it, of the embedding and of the streams",
-        "their sum; projections in FP8 blocks, as DeepSeek ships them, which SGLang's own products read",
+        "their sum; on sm_100 projections in FP8 blocks, as DeepSeek ships them, whose scales SGLang repacks there",
         ("models.deepseek_v4_nextn:DeepseekV4ModelNextN.forward",),
     ),
     Drafter(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("sglang")
 
+import eagle_kernels as ek
 from accuracy import outliers, relative_rms
 from backends import environment_of
 from eagle_kernels.engines.sglang import capture, context, layer0, mtp, projection, scales, vocab
@@ -547,8 +548,32 @@ def test_an_mtp_row_with_another_body_stays_by_itself(
     assert "Glm4MoeModelNextN.eh_proj stays with SGLang: " in warning and "has another body" in warning
 
 
+def test_an_mtp_projection_that_sglang_holds_in_fp8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V4's, as SGLang holds it on sm_90: the op multiplies SGLang's codes. On CPU SGLang wants AMX."""
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+    (row,) = [row for row in mtp.PREDICTORS if row.projection == "h_proj"]
+    predictor, method = predictor_of(row, False), Fp8LinearMethod.__new__(Fp8LinearMethod)
+    linear = predictor.h_proj
+    quantized = ek.quantize(linear.weight.data, "fp8_block128")
+    exact = quantized.dequantize(torch.float64)
+    method.weight_block_size = [128, 128]
+    monkeypatch.setattr(Fp8LinearMethod, "apply", lambda self, layer, x, bias=None: F.linear(x, exact.to(x)))
+    linear.quant_method = method
+    linear.weight = nn.Parameter(quantized.codes, requires_grad=False)
+    linear.weight_scale_inv = nn.Parameter(quantized.scales, requires_grad=False)
+    mtp.prepare(predictor)
+    assert isinstance(linear.forward.__self__, NormedLinear)
+    assert linear.forward.__self__.projection.kind == "K=1, chunk norm, fp8_block128"
+    embeds, hidden = torch.randn(T, Ht), torch.randn(T, S * Ht)
+    projected = seen_behind(linear, lambda: run(predictor, row, embeds, hidden))
+    gains, eps = [predictor.hnorm.weight], [predictor.hnorm.variance_epsilon]
+    normed = formula(Sources([hidden.view(-1, Ht)], 1, "chunk", gains, eps, 0.0, [], [], None), torch.float64)
+    assert relative_rms(projected, normed @ exact.t()) < 0.005  # bf16
+
+
 def test_a_quantized_mtp_projection_stays_with_sglang(caplog: pytest.LogCaptureFixture) -> None:
-    """DeepSeek-V4 ships both of its projections in FP8 blocks."""
+    """In a layout that the op does not read."""
     (row,) = [row for row in mtp.PREDICTORS if row.projection == "h_proj"]
     predictor = predictor_of(row, False)
     predictor.h_proj.quant_method = types.SimpleNamespace()

@@ -14,7 +14,12 @@ from ..gates import Target
 from .hooks import LOGGER, Hook, leaving_to_sglang
 from .normed_linear import NormedLinear
 from .stage import after_loading
-from .unsupported import determinism_unsupported_reason, linear_unsupported_reason, rms_norm_unsupported_reason
+from .unsupported import (
+    activation_dtype,
+    determinism_unsupported_reason,
+    linear_unsupported_reason,
+    rms_norm_unsupported_reason,
+)
 
 _MODELS = "sglang.srt.models"
 _LLAMA = f"{_MODELS}.llama_eagle3:LlamaDecoderLayer"
@@ -34,11 +39,13 @@ def prepare(layer: nn.Module) -> None:
     norms = ("input_layernorm", "hidden_norm")
     name = f"{type(layer).__name__}.{projection}"
     unsupported = determinism_unsupported_reason()
-    unsupported = unsupported or linear_unsupported_reason(linear, bias=True, column_shard=projection == "qkv_proj")
+    unsupported = unsupported or linear_unsupported_reason(
+        linear, bias=True, column_shard=projection == "qkv_proj", codes=True
+    )
     if getattr(layer.self_attn, "use_dsa", False):
         unsupported = unsupported or "an indexer reads the normed states too"
     for norm in norms:
-        unsupported = unsupported or rms_norm_unsupported_reason(getattr(layer, norm), linear.weight.dtype)
+        unsupported = unsupported or rms_norm_unsupported_reason(getattr(layer, norm), activation_dtype(linear))
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return

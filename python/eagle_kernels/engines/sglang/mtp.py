@@ -17,7 +17,12 @@ from ..gates import Target
 from .hooks import LOGGER, leaving_to_sglang
 from .normed_linear import NormedLinear
 from .stage import after_loading
-from .unsupported import determinism_unsupported_reason, linear_unsupported_reason, rms_norm_unsupported_reason
+from .unsupported import (
+    activation_dtype,
+    determinism_unsupported_reason,
+    linear_unsupported_reason,
+    rms_norm_unsupported_reason,
+)
 
 _MODELS = "sglang.srt.models"
 
@@ -112,11 +117,11 @@ def _prepare_row(module: nn.Module, row: Predictor) -> None:
     norms = [getattr(owner, norm) for norm in row.norms]
     name = f"{type(module).__name__}.{row.projection}"
     gemma = type(norms[0]) is GemmaRMSNorm
-    unsupported = determinism_unsupported_reason() or linear_unsupported_reason(linear, bias=True)
+    unsupported = determinism_unsupported_reason() or linear_unsupported_reason(linear, bias=True, codes=True)
     if row.not_on_cuda and linear.weight.is_cuda and torch.version.hip is None:
         unsupported = unsupported or "both norms and the cat are one kernel of SGLang's on CUDA"
     for norm in norms:
-        unsupported = unsupported or rms_norm_unsupported_reason(norm, linear.weight.dtype, gemma=gemma)
+        unsupported = unsupported or rms_norm_unsupported_reason(norm, activation_dtype(linear), gemma=gemma)
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return

@@ -18,6 +18,7 @@ from ..eligibility import log_once
 from ..projection import EngineProjection
 from .hooks import LOGGER
 from .stage import decide
+from .unsupported import read_by_op
 
 Place = tuple[Any, str]  # a module, and the name of one of its own
 
@@ -30,7 +31,9 @@ class NormedLinear:
         self.modules: tuple[Any, ...] = tuple(getattr(owner, attribute) for owner, attribute in self.places)
         self.forwards = tuple(module.forward for module in self.modules)
         *own_norms, own_linear = self.modules
-        self.projection = EngineProjection(own_linear, len(own_norms), chunk_norms=own_norms, norm_offset=norm_offset)
+        self.projection = EngineProjection(
+            read_by_op(own_linear), len(own_norms), chunk_norms=own_norms, norm_offset=norm_offset
+        )
         # SGLang's own layers return a bias that was not added beside the result; nn.Linear does not.
         self.returns_bias = type(own_linear) is not nn.Linear
         self.aside: dict[int, Tensor] = {}

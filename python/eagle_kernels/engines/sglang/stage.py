@@ -78,14 +78,14 @@ def _split(name: str, projection: EngineProjection, engine: Call) -> tuple[Engin
 
 
 def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
-    weight, rows = projection.fc.weight, decision.ROWS
-    columns, width = weight.shape
+    weight, rows = projection.like, decision.ROWS
+    columns, width = projection.fc.weight.shape
     check = functools.partial(probe, projection, width, weight, rows[-1], engine)
     if force:
         check()
         return decision.FORCED
     if weight.device.type != "cpu":
-        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype)
+        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype, projection.codes)
         if not shipped.never:
             check()
         return shipped

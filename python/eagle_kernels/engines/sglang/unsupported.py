@@ -7,19 +7,39 @@ import torch
 from torch import nn
 
 from ... import plan
-from .. import eligibility
+from ...checks import DTYPES
+from .. import eligibility, held_codes
 from ..eligibility import norm_unsupported_reason
 
+# What leaves the weight in a layout of `held_codes`.
+_QUANTIZED = {"sglang.srt.layers.quantization.fp8:Fp8LinearMethod"}
 
-def linear_unsupported_reason(linear: Any, *, bias: bool = False, column_shard: bool = False) -> str | None:
-    """`eligibility.linear_unsupported_reason` of a layer of SGLang; SGLang packs a weight for AMX in its own shape."""
+
+def linear_unsupported_reason(
+    linear: Any, *, bias: bool = False, column_shard: bool = False, codes: bool = False
+) -> str | None:
+    """`eligibility.linear_unsupported_reason` of a layer of SGLang; SGLang packs a weight for AMX in its own shape.
+
+    codes: whether the weight may be quantized (`read_by_op`).
+    """
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     if getattr(linear, "use_intel_amx_backend", False):
         return "its weight is packed for the engine's own CPU product"
+    if codes and (bias or getattr(linear, "bias", None) is None) and held_codes.read(linear, _QUANTIZED) is not None:
+        return None
     return eligibility.linear_unsupported_reason(
         linear, {UnquantizedLinearMethod}, bias=bias, column_shard=column_shard
     )
+
+
+def read_by_op(linear: Any) -> Any:
+    """The layer, or its codes in its place; of one that `linear_unsupported_reason` has nothing against."""
+    return held_codes.read(linear, _QUANTIZED) or linear
+
+
+def activation_dtype(linear: Any) -> torch.dtype:
+    return linear.weight.dtype if linear.weight.dtype in DTYPES else linear.params_dtype
 
 
 def rms_norm_unsupported_reason(norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False) -> str | None:

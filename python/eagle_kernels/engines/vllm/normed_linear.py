@@ -128,11 +128,8 @@ def plan(candidate: Candidate) -> EngineProjection | None:
 def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
     """The projection, row-parallel where that is on, and the row counts at which it is faster than vLLM's own stage."""
     name, projection, max_rows = candidate.name, candidate.projection, candidate.max_rows
-    weight, engine = parameter_of(projection.fc), candidate.engine
-    columns, width = weight.shape
-    codes = ""
-    if isinstance(projection.fc, HeldCodes):
-        codes, weight = weight.format, projection.fc.like()
+    columns, width = parameter_of(projection.fc).shape
+    weight, codes, engine = projection.like, projection.codes, candidate.engine
     if "row_parallel" in candidate.switches.parts:
         split = replicas.split(name, projection, weight, max_rows, engine)
         if split is not None:
