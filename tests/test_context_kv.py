@@ -222,6 +222,12 @@ LATENT = {"values": "none", "interleaved": True}
             ek.ContextKVConfig(3, 96, 64, 5, 1, 576, eps=1e-5, norm_width=512, rotary_begin=512, **LATENT),
         ),
         (
+            {"architectures": ["MuseSparkDSparkModel"], "norm_zero_centered_gamma": True},
+            "vllm",
+            ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, norm_offset=1.0, layer_norm=True, k_norm="unit",
+                               interleaved=True),
+        ),
+        (
             {"architectures": ["DSparkMiniMaxDraftModel"], "use_gemma_norm": True, "rotary_dim": 16},
             "sglang",
             ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, norm_offset=1.0, rotary_dim=16),
@@ -264,6 +270,11 @@ def test_the_engines_capture_v41_on_different_sides_of_the_engram() -> None:
             {"architectures": ["Gemma4DSparkModel"]},
             "attention_k_eq_v is not set, expected True, because ",
         ),
+        (
+            {"architectures": ["MuseSparkDSparkModel"], "draft_position_mode": "nope"},
+            "draft_position_mode is 'nope', expected 'rope', because K rotates",
+        ),
+        ({"architectures": ["MuseSparkDSparkModel"], "norm_affine": False}, "norm_affine is False, expected True, "),
         ({"architectures": ["K3DSparkModel"]}, "head_dim is missing, expected the drafter's"),
     ],
 )

@@ -189,6 +189,19 @@ def _laguna(config: object) -> dict[str, Any]:
     return _dense(config) | {"chunk_norm": True, "layer_norm": True}
 
 
+def _muse_spark(config: object) -> dict[str, Any]:
+    """A norm of each layer's own behind hidden_norm, K normed without a gain, and RoPE by pairs."""
+    for name, got, wanted, because in (
+        ("norm_affine", get_field(config, "norm_affine"), True, "a norm without a gain has no weights to load"),
+        ("use_rope", get_field(config, "use_rope"), True, "K rotates"),
+        ("draft_position_mode", get_field(config, "draft_position_mode"), "rope", "K rotates"),
+    ):
+        if got not in (None, wanted):
+            raise checks.error(ValueError, _FROM_HF, f"{name} is {got!r}", repr(wanted), because)
+    offset = 1.0 if get_field(config, "norm_zero_centered_gamma") else 0.0
+    return _dense(config) | {"layer_norm": True, "k_norm": "unit", "interleaved": True, "norm_offset": offset}
+
+
 def _minimax_m3(config: object) -> dict[str, Any]:
     offset = 1.0 if get_field(config, "use_gemma_norm") else 0.0
     rotary = get_field(config, "rotary_dim")
@@ -227,16 +240,19 @@ def _dspark(config: object) -> dict[str, Any]:
 
 _QWEN3 = """
     DFlashDraftModel DFlash2DraftModel DFlash2BeamDraftModel MiniMaxDFlash2DraftModel MuseGlimmerAssistantModel
-    DFlashMuseGlimmerAssistantModel Qwen3DSparkModel Qwen3OmniDSparkModel LingDSparkModel
+    DFlashMuseGlimmerAssistantModel Qwen3DSparkModel Qwen3OmniDSparkModel LingDSparkModel Lfm2DSparkDraftModel
+    LiLiCorrDraftModel Qwen3XPressModel DFlashQwen3XPressModel
 """
 _VARIANTS = {
     **dict.fromkeys(_QWEN3.split(), _dense),
     "DFlashLagunaForCausalLM": _laguna,
     "Gemma4DSparkModel": _gemma4,
+    "MuseSparkDSparkModel": _muse_spark,
     "K3DSparkModel": _kimi_k3,
     "DSparkMiniMaxDraftModel": _minimax_m3,
     "DSparkDraftModel": _dspark,
     "DSparkV41DraftModel": _deepseek_v4,
+    "DeepseekV4ForCausalLMDSpark": _deepseek_v4,
 }
 
 

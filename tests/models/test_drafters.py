@@ -8,6 +8,7 @@ from importlib import import_module
 
 import pytest
 
+from eagle_kernels import ContextKVConfig
 from eagle_kernels.engines import sglang, vllm
 from eagle_kernels.models import families
 from eagle_kernels.models.drafters import SGLANG, VLLM, Drafter
@@ -47,6 +48,15 @@ def test_keys_and_values_run_where_they_are_hooked() -> None:
     assert {name for row in VLLM if "keys and values" in row.runs for name in row.architectures} == {
         *context.ARCHITECTURES
     }
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "`ContextKV`" in row.values[0].stays])
+def test_a_row_that_context_kv_computes_has_configs_that_it_reads(row: Drafter) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"head_dim": 64, "qk_rope_head_dim": 16, "kv_lora_rank": 32, "attention_k_eq_v": True}
+    for name in row.architectures:
+        config = sizes | {"architectures": [name], "target_layer_ids": [1, 2]}
+        assert ContextKVConfig.from_hf(config, target_hidden_size=96).num_chunks == 2
 
 
 def test_layer_0_runs_where_it_is_hooked() -> None:
