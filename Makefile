@@ -26,7 +26,7 @@ export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
 .PHONY: instances wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host bench-vllm report docs \
-    fuzz soak sanitize tiles test-matrix mutants coverage rehearsal clean
+    fuzz soak sanitize tiles test-matrix mutants coverage rehearsal gpu-ready clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels info
@@ -156,6 +156,15 @@ report: $(VENV)/package.stamp
 GPU_PYTHON ?= python3
 rehearsal:
 	$(GPU_PYTHON) tests/gpu/rehearsal/rehearse.py $(REHEARSAL)
+
+# All that a session on a GPU carries, in build/gpu_session: a CUDA library of this tree for that Python's torch, every
+# stage rehearsed from the first to the last, and what Triton has compiled for it.
+gpu-ready:
+	EAGLE_KERNELS_BUILD=cuda EAGLE_KERNELS_CUDA_ARCHS=90a \
+	    $(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu_library
+	rm -rf build/gpu_rehearsal/out
+	$(MAKE) rehearsal REHEARSAL="--seconds 1500 $(REHEARSAL)"
+	PYTHON=$(GPU_PYTHON) bench/gpu_session.sh --pack --library build/gpu_library/eagle_kernels
 
 # The site into build/docs; a link that leads nowhere fails it. BUILDER=linkcheck also asks the sites of others.
 BUILDER ?= html

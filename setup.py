@@ -146,7 +146,8 @@ class CMakeBuild(build_ext):
         if archs:
             options["CMAKE_CUDA_COMPILER"] = find_nvcc()
         definitions = [f"-D{name}={value}" for name, value in options.items()]
-        tree = ROOT / "build" / f"cmake-{sysconfig.get_platform()}"
+        # Of each torch its own: the host files are compiled anew for other headers, 2 min of a core.
+        tree = ROOT / "build" / f"cmake-{sysconfig.get_platform()}-torch{torch_release(torch)}"
         tree.mkdir(parents=True, exist_ok=True)
         # Objects are kept between calls; the cache is not, nor is --fresh used, which deletes both: the tools of an
         # isolated build live at another path each time, and a cached one would be gone.

@@ -25,6 +25,8 @@ _WRONG_VALUE = re.compile(
     r"|IndexError: index -?\d+ is out of bounds)"
 )
 
+_UNFINISHED = ("cut", "not started")
+
 
 def main(arguments: list[str]) -> int:
     """Options are the session's; the same call again goes on, as the session does, until its folder is deleted."""
@@ -41,6 +43,7 @@ def main(arguments: list[str]) -> int:
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
     records = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
     unexpected = [line for record in records.values() for line in _unexpected(record)]
+    unexpected += [f"{name}: {record['status']}" for name, record in records.items() if record["status"] in _UNFINISHED]
     print("\n".join(unexpected))
     print(
         f"{len(records)} stages, {len(unexpected)} failures that are not of values; gpu_session.sh ended with {status}"
@@ -50,10 +53,10 @@ def main(arguments: list[str]) -> int:
 
 def _relink() -> Path:
     """The folder of this tree's library with CUDA kernels, without the CUDA runtime in it: it then takes the stub's."""
-    trees = [path.parent for path in ROOT.glob("build/cmake-*/build.ninja") if "cudart_static" in path.read_text()]
+    builds = sorted(ROOT.glob("build/cmake-*/build.ninja"), key=lambda path: path.stat().st_mtime, reverse=True)
+    trees = [path.parent for path in builds if "cudart_static" in path.read_text()]
     if not trees:
-        build = "EAGLE_KERNELS_BUILD=cuda EAGLE_KERNELS_CUDA_ARCHS=90a pip install --no-build-isolation -e ."
-        raise SystemExit(f"no library with CUDA kernels is built in {ROOT / 'build'}: {build}")
+        raise SystemExit(f"no library with CUDA kernels is built in {ROOT / 'build'}: make gpu-ready builds one")
     ninja = [sys.executable, "-m", "ninja", "-C", str(trees[0])]
     subprocess.run(ninja, check=True, stdout=subprocess.DEVNULL)
     commands = subprocess.run([*ninja, "-t", "commands"], check=True, capture_output=True, text=True).stdout
