@@ -163,7 +163,7 @@ gpu-ready:
 	EAGLE_KERNELS_BUILD=cuda EAGLE_KERNELS_CUDA_ARCHS=90a \
 	    $(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu_library
 	rm -rf build/gpu_rehearsal/out
-	$(MAKE) rehearsal REHEARSAL="--seconds 1500 $(REHEARSAL)"
+	$(MAKE) rehearsal
 	PYTHON=$(GPU_PYTHON) bench/gpu_session.sh --pack --library build/gpu_library/eagle_kernels
 
 # The site into build/docs; a link that leads nowhere fails it. BUILDER=linkcheck also asks the sites of others.
