@@ -1,5 +1,5 @@
 // out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of
-// squares of what was stored. One block per row: engines clone every captured layer and cat the clones, two passes over
+// squares of what was stored, in one launch: engines clone every captured layer and cat the clones, two passes over
 // memory and K + 1 launches.
 #include "../capture_hidden.h"
 
@@ -9,16 +9,16 @@
 namespace eagle_kernels::cuda {
 namespace {
 
-// Of a whole block.
+// Of all threads of a block.
 __device__ __forceinline__ void store_sum(const CaptureHidden& op, int64_t t, float squares) {
   if (op.sum_squares == nullptr) return;
-  squares = sum_over_block(squares);
-  if (threadIdx.x == 0) store(op.sum_squares + t * op.sum_squares_row_stride, squares);
+  squares = sum_over_row(squares);
+  if (threadIdx.x == 0 && t < op.num_rows) store(op.sum_squares + t * op.sum_squares_row_stride, squares);
 }
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_constant__ CaptureHidden op) {
-  const int64_t t = blockIdx.x;
+  const int64_t t = row_of_thread(), width = t < op.num_rows ? op.width : 0;
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   const T* residual = static_cast<const T*>(op.residual) + t * op.residual_row_stride;
   T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
@@ -26,18 +26,18 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
   let_next_kernel_start();
 
   float squares = 0;
-  for (int64_t first = first_column(); first < op.width; first += kInFlight * pack_stride()) {
+  for (int64_t first = first_column(); first < width; first += kInFlight * pack_stride()) {
     Pack<T> value[kInFlight], other[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      value[i] = load_pack<kAligned>(hidden, first + i * pack_stride(), op.width);
-      if (op.residual != nullptr) other[i] = load_pack<kAligned>(residual, first + i * pack_stride(), op.width);
+      value[i] = load_pack<kAligned>(hidden, first + i * pack_stride(), width);
+      if (op.residual != nullptr) other[i] = load_pack<kAligned>(residual, first + i * pack_stride(), width);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       // Without a residual the row is copied as bits: rounding it again would change the payload of a NaN.
       if (op.residual != nullptr) value[i] = add(value[i], other[i]);
-      store_pack<kAligned>(out, first + i * pack_stride(), op.width, value[i]);
+      store_pack<kAligned>(out, first + i * pack_stride(), width, value[i]);
       if (op.sum_squares != nullptr) squares += sum_of_squares(widen(value[i]));
     }
   }
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
 // the one above its loads take fp32 from 64 registers to 70.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_constant__ CaptureHidden op) {
-  const int64_t t = blockIdx.x;
+  const int64_t t = row_of_thread(), width = t < op.num_rows ? op.width : 0;
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
   // 64 bytes of loads in flight; at twice that fp32 spills on sm_80. g++, for the emulation, reads no such pragma.
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_const
   let_next_kernel_start();
 
   float squares = 0;
-  for (int64_t column = first_column(); column < op.width; column += pack_stride()) {
+  for (int64_t column = first_column(); column < width; column += pack_stride()) {
     Values mean{};
 #pragma unroll kUnrolled
     for (int64_t s = 0; s < op.num_streams; ++s) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < kPack; ++i) mean.v[i] *= share;
     const Pack<T> value = narrow(mean, T{});
-    store_pack<kAligned>(out, column, op.width, value);
+    store_pack<kAligned>(out, column, width, value);
     if (op.sum_squares != nullptr) squares += sum_of_squares(widen(value));
   }
   store_sum(op, t, squares);
@@ -88,8 +88,7 @@ int capture_hidden_cuda(const CaptureHidden& record, const Device& device) {
   alignment.add(record.residual, record.residual_row_stride, rows);
   alignment.add(record.out, record.out_row_stride, rows);
   alignment.add_width(record.width);
-  const int64_t threads = threads_of(record.width);
-  const Shape shape{rows, 1, threads, sum_bytes(threads)};
+  const Shape shape = shape_of_rows(rows, record.width, device);
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
     if (record.num_streams > 0) {

@@ -156,6 +156,30 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// The blocks of a cluster (sm_90 and later) that are neighbours in y, of which this is number blockIdx.y: a barrier of all
+// their threads, behind which each sees what the others have written, and a value of another's shared memory, at the
+// place that is `mine` here. A block whose memory others read must not end before they have: end_cluster is a barrier
+// that orders nothing else, where the one above waits for stores into global memory too.
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void end_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ float load_from_block(const float* mine, int rank) {
+  float value = 0;
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+#endif
+  return value;
+}
+
 // sum[16, 8] += a[16, 16] @ b[16, 8] over a warp, in fp32. Fragments as in the PTX ISA, section "mma.m16n8k16", with
 // lane = 4 g + q: a = rows g, g+8, g, g+8 at columns 2q and 2q+1, +8 in the last two; b = column g at rows 2q and 2q+1,
 // +8; sum = row g at columns 2q and 2q+1, then row g+8.
@@ -195,16 +219,22 @@ __device__ __forceinline__ float sum_over_warp(float value) {
   return value;
 }
 
-// The sum over the block, in an order that depends on the block's size alone. Once per kernel: it takes 4 bytes of
-// shared memory for each warp and leaves them in use.
-__device__ __forceinline__ float sum_over_block(float value) {
-  float* of_warp = reinterpret_cast<float*>(shared_memory());
+// The sum over the threads of a row, which are those of one threadIdx.y, in an order that depends on their number alone.
+// Once per kernel, by every thread of the block: it takes 4 bytes of shared memory for each warp and leaves them in use.
+__device__ __forceinline__ float sum_over_row(float value) {
+  const int warps = blockDim.x / 32;
+  float* of_warp = reinterpret_cast<float*>(shared_memory()) + threadIdx.y * warps;
   value = sum_over_warp(value);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   float sum = 0;
-  for (int warp = 0; warp < blockDim.x / 32; ++warp) sum += of_warp[warp];
+  for (int warp = 0; warp < warps; ++warp) sum += of_warp[warp];
   return sum;
+}
+
+// The row of this thread in a kernel whose blocks have several; in the last block it may be beyond the last row.
+__device__ __forceinline__ int64_t row_of_thread() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
 }
 
 // 1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero.

@@ -12,7 +12,7 @@ constexpr int kMaxDevices = 64;
 struct Device {
   void* stream;           // cudaStream_t
   int32_t index;          // below kMaxDevices
-  bool pdl;               // sm_90 and later: programmatic dependent launch
+  bool hopper;            // sm_90 and later: programmatic dependent launch, clusters
   int64_t shared_memory;  // bytes that a block can have
   int32_t multiprocessors;
 };

@@ -15,8 +15,10 @@ namespace eagle_kernels::cuda {
 
 struct Shape {
   int64_t x, y;
-  int64_t threads;
+  int64_t threads;  // of a row, where blocks have several
   int64_t shared_bytes;
+  int64_t rows = 1;  // of a block
+  int64_t cluster = 0;  // blocks in y that share their memory, on sm_90 and later
 };
 
 template <auto kernel, class Record>
@@ -32,16 +34,23 @@ int launch(const Shape& shape, const Record& record, const Device& device) {
       allowed[device.index] = true;
     }
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  std::array<cudaLaunchAttribute, 2> attributes{};
+  unsigned count = 0;
+  if (device.hopper) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 0) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {1, static_cast<unsigned>(shape.cluster), 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.x), static_cast<unsigned>(shape.y));
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.rows));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = static_cast<cudaStream_t>(device.stream);
-  config.attrs = &attribute;
-  config.numAttrs = device.pdl ? 1 : 0;
+  config.attrs = attributes.data();
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, record);
 }
 
@@ -86,7 +95,16 @@ inline int64_t threads_of(int64_t width) {
   return std::clamp<int64_t>((wanted + 31) / 32 * 32, 32, 512);
 }
 
-// Shared memory of sum_over_block.
+// Shared memory of sum_over_row.
 inline int64_t sum_bytes(int64_t threads) { return threads / 32 * 4; }
+
+// Blocks for rows of this width, in the memory-bound kernels. Up to 2048 columns a row has few loads and a block of its
+// own would be launched for each: rows share one of 256 threads, as long as every SM has two. Which rows share a block
+// is in no sum.
+inline Shape shape_of_rows(int64_t rows, int64_t width, const Device& device) {
+  const int64_t threads = threads_of(width);
+  const int64_t of_block = std::clamp<int64_t>(rows / (2 * device.multiprocessors), 1, std::max<int64_t>(1, 256 / threads));
+  return {(rows + of_block - 1) / of_block, 1, threads, of_block * sum_bytes(threads), of_block};
+}
 
 }  // namespace eagle_kernels::cuda

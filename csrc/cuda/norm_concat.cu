@@ -1,7 +1,7 @@
 // Gather, residual add, RMSNorm and concat of K sources in one launch; engines run K norms and a cat.
 //
-// A block per row and chunk, which keeps its chunk in registers between the statistic and the store. Only a concat norm
-// without given statistics needs all chunks of a row in one block; it reads them twice, the second time from L1.
+// A row of threads per row and chunk, which keeps its chunk in registers between the statistic and the store. Only a
+// concat norm without given statistics needs all chunks of a row in one; it reads them twice, the second time from L1.
 #include "../norm_concat.h"
 
 #include "launch.cuh"
@@ -36,10 +36,11 @@ template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant__ Arguments arguments) {
   const NormConcat& op = arguments.op;
   const Concat& source = op.source;
-  const int64_t i = blockIdx.x;
+  const int64_t i = row_of_thread();
+  const bool inside = i < op.num_rows;
   const int num_chunks = static_cast<int>(source.num_chunks);
   const bool whole_row = gridDim.y == 1;
-  const int begin = whole_row ? 0 : blockIdx.y, end = whole_row ? num_chunks : blockIdx.y + 1;
+  const int begin = whole_row ? 0 : blockIdx.y, end = !inside ? begin : whole_row ? num_chunks : begin + 1;
   const int64_t step = kInFlight * pack_stride();
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   wait_for_previous_kernel();
@@ -53,11 +54,11 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
   const bool concat = source.norm == Norm::kConcat;
   const bool given = arguments.chunks[0].sum_squares != nullptr;
   float squares = 0;
-  if (source.norm != Norm::kNone && given) {
+  if (source.norm != Norm::kNone && given && inside) {
     for (int k = concat ? 0 : begin; k < (concat ? num_chunks : end); ++k) {
       squares += given_squares(arguments.chunks[k], source_row(arguments.chunks[k], i));
     }
-  } else if (source.norm != Norm::kNone) {
+  } else if (source.norm != Norm::kNone && !given) {
     for (int k = begin; k < end; ++k) {
       const Chunk& chunk = arguments.chunks[k];
       const int64_t row = source_row(chunk, i);
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
         for (int j = 0; j < kInFlight; ++j) squares += sum_of_squares(widen(value[j]));
       }
     }
-    squares = sum_over_block(squares);
+    squares = sum_over_row(squares);
   }
 
   // A single chunk of one step, up to 8192 values, is still in registers.
@@ -117,8 +118,8 @@ int norm_concat_cuda(const NormConcat& record, const Device& device) {
     widest = std::max(widest, chunk.width);
   }
   const bool whole_row = record.source.norm == Norm::kConcat && record.source.chunks[0].sum_squares == nullptr;
-  const int64_t threads = threads_of(widest);
-  const Shape shape{rows, whole_row ? 1 : record.source.num_chunks, threads, sum_bytes(threads)};
+  Shape shape = shape_of_rows(rows, widest, device);
+  if (!whole_row) shape.y = record.source.num_chunks;
   return with_dtype(record.source.dtype, [&](auto type) {
     using T = decltype(type);
     return alignment.holds() ? launch<norm_concat_kernel<T, true>>(shape, arguments, device)

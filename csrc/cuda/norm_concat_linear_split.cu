@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
   const int64_t row = blockIdx.x;
   const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
   const float gain_unscale = op.weight_type == WeightType::kChunks ? 1 / kGainScale<T> : 1 / kCodeGainScale<T>;
-  float* scale = reinterpret_cast<float*>(shared_memory()) + blockDim.x / 32;  // [K], behind sum_over_block's
+  float* scale = reinterpret_cast<float*>(shared_memory()) + blockDim.x / 32;  // [K], behind sum_over_row's
   bool* left_out = reinterpret_cast<bool*>(scale + num_chunks);                 // [K]
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -450,7 +450,7 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
 #pragma unroll
       for (int i = 0; i < kFinalizeColumns; ++i) squares += column + i < columns ? total[i] * total[i] : 0.0f;
     }
-    post_rstd = rstd_of(sum_over_block(squares), columns, op.post_norm_eps);
+    post_rstd = rstd_of(sum_over_row(squares), columns, op.post_norm_eps);
   }
   const bool in_words =
       (reinterpret_cast<uintptr_t>(op.out) | static_cast<uintptr_t>((op.out_row_stride | columns) * 2)) % 8 == 0;

@@ -1,5 +1,5 @@
 // A row gather of one vocabulary shard: ids of other shards give zero rows, so that the all-reduce over the shards adds
-// up to the lookup. One block per row, where engines mask, clamp, gather and fill in four kernels.
+// up to the lookup. One launch, where engines mask, clamp, gather and fill in four kernels.
 #include "../vocab_parallel_embedding.h"
 
 #include "launch.cuh"
@@ -36,10 +36,11 @@ __device__ __forceinline__ float scale_of(const VocabParallelEmbedding& op) {
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) vocab_parallel_embedding_kernel(
     const __grid_constant__ VocabParallelEmbedding op) {
-  const int64_t i = blockIdx.x;
+  const int64_t i = row_of_thread();
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if (i >= op.num_rows) return;
   const int64_t place = i * op.ids_stride;
   const int64_t row = local_row(op, op.ids_are_int64 ? load(static_cast<const int64_t*>(op.ids) + place)
                                                      : load(static_cast<const int32_t*>(op.ids) + place));
@@ -77,7 +78,7 @@ int vocab_parallel_embedding_cuda(const VocabParallelEmbedding& record, const De
   alignment.add(record.weight, record.weight_row_stride, 2);
   alignment.add(record.out, record.out_row_stride, rows);
   alignment.add_width(record.width);
-  const Shape shape{rows, 1, threads_of(record.width), 0};
+  const Shape shape = shape_of_rows(rows, record.width, device);
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
     return alignment.holds() ? launch<vocab_parallel_embedding_kernel<T, true>>(shape, record, device)

@@ -52,6 +52,10 @@ def emulated(
 
 
 @pytest.fixture
-def cpu_isa(emulated: object) -> str:
-    """Tests that run on every instruction set of the CPU kernels run once here."""
+def cpu_isa(emulated: object, emulation: ModuleType, request: pytest.FixtureRequest) -> str:
+    """Tests that run on every instruction set of the CPU kernels run once here, half of them on a GPU of one SM, where
+    rows share a block."""
+    order = len(request.node.name)
+    if order // 2 % 2 == 1:
+        emulation.set_device(SHARED_MEMORY, descending_warps=order % 2 == 1, multiprocessors=1)
     return "emulated"

@@ -1,5 +1,5 @@
 // The names of csrc/cuda/device.cuh on a CPU: a block's threads are fibers of one OS thread, blocks run one after the
-// other. What a GPU would do wrong only sometimes is made to fail here every time: shared memory starts as NaN, warps
+// other, and those of a cluster by turns. What a GPU would do wrong only sometimes is made to fail here every time: shared memory starts as NaN, warps
 // run to their next barrier in either order (`set_warp_order`), loads check their alignment, and global memory may only
 // be touched after wait_for_previous_kernel.
 #pragma once
@@ -26,8 +26,8 @@ namespace eagle_kernels::cuda {
 
 namespace host {
 
-// Runs `thread` once per thread of every block of the grid.
-void run(const std::function<void()>& thread, Dim3 grid, int threads, int64_t shared_bytes);
+// Runs `thread` once per thread of every block of the grid; blocks of `cluster` neighbours in y run at the same time.
+void run(const std::function<void()>& thread, Dim3 grid, Dim3 block, int64_t shared_bytes, int cluster);
 
 // Warps run in ascending or descending order between barriers.
 void set_warp_order(bool descending);
@@ -36,6 +36,9 @@ void set_warp_order(bool descending);
 const char* exchange(const void* mine, size_t bytes);
 char* shared_memory();
 void sync_block();
+void sync_cluster();
+// What is at `mine`, of this block's shared memory, in that of a block of the cluster.
+const float* in_block(const float* mine, int rank);
 void wait_for_previous_kernel();
 // Fails where the address is not aligned, or global memory may not be touched yet.
 void check_access(const void* p, size_t bytes);
@@ -158,6 +161,9 @@ inline void prefetch(const void*) {}
 
 inline void wait_for_previous_kernel() { host::wait_for_previous_kernel(); }
 inline void let_next_kernel_start() {}
+inline void sync_cluster() { host::sync_cluster(); }
+inline void end_cluster() { host::sync_cluster(); }
+inline float load_from_block(const float* mine, int rank) { return *host::in_block(mine, rank); }
 inline char* shared_memory() { return host::shared_memory(); }
 
 // PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type": with lane = 4 g + q, register i of A is row

@@ -25,7 +25,7 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr int kLanes = 32;
 
-enum class State { kReady, kInExchange, kAtBarrier, kDone };
+enum class State { kReady, kInExchange, kAtBarrier, kAtClusterBarrier, kDone };
 
 struct Warp {
   char slots[2][kLanes * kSlot];  // two, so that a lane ahead by one exchange does not overwrite what others still read
@@ -46,12 +46,21 @@ struct Fiber {
   std::deque<std::vector<Copy>> groups;
 };
 
+// A block of the cluster that runs.
+struct Block {
+  std::vector<Warp> warps;
+  std::vector<char> shared;
+  Order barrier;
+};
+
 bool descending_warps = false;
 bool late_copies = false;
 int64_t early_copies = 0;
-std::vector<std::unique_ptr<Fiber>> fibers;  // kept between blocks, with their stacks
-std::vector<Warp> warps;
-std::vector<char> shared;
+std::vector<std::unique_ptr<Fiber>> fibers;  // of the cluster's threads; kept between clusters, with their stacks
+std::vector<Block> blocks;
+int running = 0;           // thread of the cluster
+int threads_of_block = 0;
+int first_block = 0;       // of the cluster, in y
 const std::function<void()>* running_thread;
 std::string failure;
 ucontext_t scheduler;
@@ -60,9 +69,11 @@ const void* scheduler_stack;
 size_t scheduler_stack_bytes;
 void* scheduler_thread;
 Order launch_begin, launch_end;
-std::unique_ptr<Order> barrier;
+std::unique_ptr<Order> cluster_barrier;
 
-Fiber& current() { return *fibers[threadIdx.x]; }
+Fiber& current() { return *fibers[running]; }
+Block& block_of(int thread) { return blocks[thread / threads_of_block]; }
+Warp& warp_of(int thread) { return block_of(thread).warps[thread % threads_of_block / kLanes]; }
 
 // AddressSanitizer has to be told of every change of stacks.
 void leave(void** fake_stack, const void* to_stack, size_t to_bytes) {
@@ -91,7 +102,7 @@ void yield(State state) {
 
 // No exception crosses a change of stacks: the fiber stops for good and the scheduler throws.
 [[noreturn]] void fail(const std::string& what) {
-  failure = "thread " + std::to_string(threadIdx.x) + " of block (" + std::to_string(blockIdx.x) + ", " +
+  failure = "thread " + std::to_string(running % threads_of_block) + " of block (" + std::to_string(blockIdx.x) + ", " +
             std::to_string(blockIdx.y) + "): " + what;
   yield(State::kDone);
   std::abort();
@@ -106,7 +117,9 @@ void run_thread() {
 }
 
 void resume(int thread) {
-  threadIdx.x = thread;
+  running = thread;
+  threadIdx = {thread % threads_of_block % blockDim.x, thread % threads_of_block / blockDim.x};
+  blockIdx.y = first_block + thread / threads_of_block;
   Fiber& fiber = *fibers[thread];
   fiber.state = State::kReady;
   leave(&scheduler_fake_stack, fiber.stack.get(), kStackBytes);
@@ -119,12 +132,12 @@ void resume(int thread) {
 bool can_run(int thread) {
   const Fiber& fiber = *fibers[thread];
   return fiber.state == State::kReady ||
-         (fiber.state == State::kInExchange && warps[thread / kLanes].exchanges >= fiber.exchanges);
+         (fiber.state == State::kInExchange && warp_of(thread).exchanges >= fiber.exchanges);
 }
 
 // Each warp as far as it comes without the others.
 void run_warps() {
-  const int count = static_cast<int>(warps.size());
+  const int count = static_cast<int>(blocks.size()) * threads_of_block / kLanes;
   for (int i = 0; i < count; ++i) {
     const int first = (descending_warps ? count - 1 - i : i) * kLanes;
     for (bool moved = true; moved;) {
@@ -139,15 +152,33 @@ void run_warps() {
   }
 }
 
-void allocate_block(int threads, int64_t shared_bytes) {
+void allocate_cluster(int cluster, int64_t shared_bytes) {
   const FreshMemory fresh;
-  shared = std::vector<char>(shared_bytes, static_cast<char>(0xff));  // NaN in every format
-  warps = std::vector<Warp>(threads / kLanes);
-  barrier = std::make_unique<Order>();
+  blocks.clear();
+  for (int i = 0; i < cluster; ++i) {
+    blocks.push_back({std::vector<Warp>(threads_of_block / kLanes),
+                      std::vector<char>(shared_bytes, static_cast<char>(0xff)),  // NaN in every format
+                      Order()});
+  }
+  cluster_barrier = std::make_unique<Order>();
 }
 
-void run_block(int threads, int64_t shared_bytes) {
-  allocate_block(threads, shared_bytes);
+int count(State state, int begin, int end) {
+  int found = 0;
+  for (int thread = begin; thread < end; ++thread) found += fibers[thread]->state == state;
+  return found;
+}
+
+// Lets the threads [begin, end) go on where all of them wait at the barrier.
+bool passes(State barrier, int begin, int end) {
+  if (count(barrier, begin, end) != end - begin) return false;
+  for (int thread = begin; thread < end; ++thread) fibers[thread]->state = State::kReady;
+  return true;
+}
+
+void run_cluster(int cluster, int64_t shared_bytes) {
+  allocate_cluster(cluster, shared_bytes);
+  const int threads = cluster * threads_of_block;
   while (static_cast<int>(fibers.size()) < threads) fibers.push_back(std::make_unique<Fiber>());
   for (int thread = 0; thread < threads; ++thread) {
     Fiber& fiber = *fibers[thread];
@@ -164,18 +195,17 @@ void run_block(int threads, int64_t shared_bytes) {
   }
   while (true) {
     run_warps();
-    int done = 0, at_barrier = 0;
-    for (int thread = 0; thread < threads; ++thread) {
-      done += fibers[thread]->state == State::kDone;
-      at_barrier += fibers[thread]->state == State::kAtBarrier;
-    }
+    const int done = count(State::kDone, 0, threads);
     if (done == threads) return;
-    if (at_barrier != threads) {
-      throw std::runtime_error("emulated kernel: " + std::to_string(at_barrier) + " of " + std::to_string(threads) +
-                               " threads wait at a barrier, " + std::to_string(done) +
-                               " have ended, the others wait for a lane that is not in their collective");
+    bool passed = passes(State::kAtClusterBarrier, 0, threads);
+    for (int first = 0; first < threads; first += threads_of_block) {
+      passed |= passes(State::kAtBarrier, first, first + threads_of_block);
     }
-    for (int thread = 0; thread < threads; ++thread) fibers[thread]->state = State::kReady;
+    if (passed) continue;
+    const int at_barrier = count(State::kAtBarrier, 0, threads) + count(State::kAtClusterBarrier, 0, threads);
+    throw std::runtime_error("emulated kernel: " + std::to_string(at_barrier) + " of " + std::to_string(threads) +
+                             " threads wait at a barrier, " + std::to_string(done) +
+                             " have ended, the others wait for a lane that is not in their collective");
   }
 }
 
@@ -208,25 +238,26 @@ std::vector<Copy> landing(size_t latest_groups) {
   return copies;
 }
 
-void run(const std::function<void()>& thread, Dim3 grid, int threads, int64_t shared_bytes) {
-  if (threads % kLanes != 0 || threads > 1024 || grid.x < 1 || grid.y < 1 || grid.y > 65535) {
+void run(const std::function<void()>& thread, Dim3 grid, Dim3 block, int64_t shared_bytes, int cluster) {
+  threads_of_block = block.x * block.y;
+  if (threads_of_block % kLanes != 0 || threads_of_block > 1024 || grid.x < 1 || grid.y < 1 || grid.y > 65535) {
     throw std::runtime_error("emulated kernel: no GPU launches this grid");
   }
   running_thread = &thread;
   failure.clear();
   gridDim = grid;
-  blockDim = {threads, 1};
+  blockDim = block;
   scheduler_thread = running_on();
   launch_begin.release();
-  for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
-    for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) run_block(threads, shared_bytes);
+  for (first_block = 0; first_block < grid.y; first_block += cluster) {
+    for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) run_cluster(cluster, shared_bytes);
   }
   launch_end.acquire();
 }
 
 const char* exchange(const void* mine, size_t bytes) {
-  const int lane = threadIdx.x % kLanes;
-  Warp& warp = warps[threadIdx.x / kLanes];
+  const int lane = running % kLanes;
+  Warp& warp = warp_of(running);
   Fiber& fiber = current();
   char* slots = warp.slots[fiber.exchanges++ % 2];
   std::memcpy(slots + lane * kSlot, mine, bytes);
@@ -241,12 +272,27 @@ const char* exchange(const void* mine, size_t bytes) {
   return slots;
 }
 
-char* shared_memory() { return shared.data(); }
+char* shared_memory() { return block_of(running).shared.data(); }
 
 void sync_block() {
-  if (barriers_order) barrier->release();
+  Order& barrier = block_of(running).barrier;
+  if (barriers_order) barrier.release();
   yield(State::kAtBarrier);
-  if (barriers_order) barrier->acquire();
+  if (barriers_order) barrier.acquire();
+}
+
+void sync_cluster() {
+  if (barriers_order) cluster_barrier->release();
+  yield(State::kAtClusterBarrier);
+  if (barriers_order) cluster_barrier->acquire();
+}
+
+const float* in_block(const float* mine, int rank) {
+  if (rank < 0 || rank >= static_cast<int>(blocks.size())) fail("block " + std::to_string(rank) + " of the cluster");
+  const int first = rank * threads_of_block;
+  if (count(State::kDone, first, first + threads_of_block) > 0) fail("reads shared memory of a block that has ended");
+  return reinterpret_cast<const float*>(blocks[rank].shared.data() +
+                                        (reinterpret_cast<const char*>(mine) - shared_memory()));
 }
 
 void wait_for_previous_kernel() { current().waited = true; }

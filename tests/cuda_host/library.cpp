@@ -36,6 +36,8 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
       .def_readonly("stream", &Launch::stream)
       .def_readonly("grid", &Launch::grid)
       .def_readonly("threads", &Launch::threads)
+      .def_readonly("rows", &Launch::rows)
+      .def_readonly("cluster", &Launch::cluster)
       .def_readonly("shared_bytes", &Launch::shared_bytes)
       .def_readonly("pdl", &Launch::pdl)
       .def_readonly("early_copies", &Launch::early_copies);

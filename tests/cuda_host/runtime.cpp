@@ -50,7 +50,7 @@ std::vector<Launch> take_launches() { return std::exchange(launches, {}); }
 cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   if (bytes > gpus[current].shared_bytes) return cudaErrorInvalidValue;
   allowed_shared_memory[{kernel, current}] = bytes;
-  launches.push_back({current, 0, {0, 0}, 0, bytes, false, 0});
+  launches.push_back({current, 0, {0, 0}, 0, 0, 0, bytes, false, 0});
   return cudaSuccess;
 }
 
@@ -61,16 +61,22 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, const s
   const auto shared = static_cast<int64_t>(config.dynamicSmemBytes);
   const auto asked = allowed_shared_memory.find({kernel, current});
   if (shared > (asked == allowed_shared_memory.end() ? 48 << 10 : asked->second)) return cudaErrorInvalidValue;
-  bool pdl = false;
-  for (unsigned i = 0; i < config.numAttrs; ++i) {
-    if (gpus[current].capability < 90) return cudaErrorNotSupported;
-    pdl |= config.attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization &&
-           config.attrs[i].val.programmaticStreamSerializationAllowed == 1;
-  }
   const Dim3 grid{static_cast<int>(config.gridDim.x), static_cast<int>(config.gridDim.y)};
-  const int threads = static_cast<int>(config.blockDim.x);
-  launches.push_back({current, stream % kStreams, {grid.x, grid.y}, threads, shared, pdl, 0});
-  if (kernels_run) run(thread, grid, threads, shared);
+  bool pdl = false;
+  int cluster = 1;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (gpus[current].capability < 90) return cudaErrorNotSupported;
+    pdl |= attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization &&
+           attribute.val.programmaticStreamSerializationAllowed == 1;
+    if (attribute.id != cudaLaunchAttributeClusterDimension) continue;
+    const auto dim = attribute.val.clusterDim;
+    cluster = static_cast<int>(dim.y);
+    if (dim.x != 1 || dim.z != 1 || cluster < 1 || cluster > 8 || grid.y % cluster != 0) return cudaErrorInvalidValue;
+  }
+  const Dim3 block{static_cast<int>(config.blockDim.x), static_cast<int>(config.blockDim.y)};
+  launches.push_back({current, stream % kStreams, {grid.x, grid.y}, block.x, block.y, cluster, shared, pdl, 0});
+  if (kernels_run) run(thread, grid, block, shared, cluster);
   launches.back().early_copies = take_early_copies();
   return cudaSuccess;
 }

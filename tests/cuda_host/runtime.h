@@ -19,7 +19,9 @@ struct Launch {
   int device;
   int64_t stream;
   std::array<int, 2> grid;
-  int threads;
+  int threads;  // in x
+  int rows;     // of threads, in y
+  int cluster;  // blocks, in y
   int64_t shared_bytes;
   bool pdl;
   int64_t early_copies;  // of 16 bytes, asked for before the previous kernel has ended

@@ -46,7 +46,7 @@ def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(
             assert same_bits(capture(), torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64))
             (launch,) = emulation.take_launches()
             assert (launch.device, launch.stream) == (device, stream)
-            assert (launch.grid, launch.threads) == ([3, 1], 32)
+            assert (launch.grid, launch.threads, launch.rows, launch.cluster) == ([3, 1], 32, 1, 1)
             assert emulation.current_device() == 0  # put back
 
 
@@ -60,7 +60,7 @@ def test_only_hopper_and_later_start_before_the_previous_kernel_has_ended(
 
 
 def test_a_kernel_asks_once_on_each_device_for_more_than_48_KB(emulation: ModuleType, gpu: Callable[..., int]) -> None:
-    """32 columns of 8 chunks take 68 KB. Sizes of its own: the kernel must not have asked in another test."""
+    """The ring takes 83 KB. Sizes of its own: the kernel must not have asked in another test."""
     chunks = [torch.randn(8, 64).half() for _ in range(8)]
     gains, weight = [torch.rand(64).half() for _ in range(8)], torch.randn(4256, 512).half()
     shared = 226 << 10  # a GPU that no other test has
@@ -78,6 +78,49 @@ def test_a_kernel_asks_once_on_each_device_for_more_than_48_KB(emulation: Module
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
+@pytest.mark.parametrize(
+    ("T", "H", "rows"), [(3, 64, 1), (1055, 64, 3), (9000, 64, 8), (9001, 896, 4), (9000, 4096, 1)]
+)
+def test_rows_share_a_block_where_every_sm_has_two(
+    T: int, H: int, rows: int, emulation: ModuleType, gpu: Callable[..., int]
+) -> None:
+    gpu(**HOPPER)
+    emulation.run_kernels(False)
+    hidden, gain = torch.empty(T, H).bfloat16(), torch.ones(H).bfloat16()
+    try:
+        ek.capture_hidden(hidden, out=torch.empty_like(hidden))
+        ek.add_rms_norm(hidden, hidden, gain)
+        ek.norm_concat([hidden, hidden])
+    finally:
+        emulation.run_kernels(True)
+    for launch, y in zip(emulation.take_launches(), (1, 1, 2), strict=True):
+        assert (launch.grid, launch.rows) == ([-(-T // rows), y], rows)
+
+
+def test_a_rows_bits_do_not_depend_on_the_rows_of_its_block(emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    """Of 7 rows, in blocks of one and of three, whose last has two rows too many."""
+    hidden, gain = torch.randn(7, 520).bfloat16(), torch.rand(520).bfloat16()
+    ids = torch.tensor([3, -1, 6, 0, 2**40, 5, 1])
+
+    def results() -> list[torch.Tensor]:
+        squares = torch.empty(7, 1)
+        captured = ek.capture_hidden(hidden, hidden.flip(0), out=torch.empty_like(hidden), sum_squares=squares[:, 0])
+        mean = ek.capture_hidden(hidden.view(7, 2, 260), out=torch.empty(7, 260).bfloat16())
+        embedded = ek.vocab_parallel_embedding(ids, hidden, ek.VocabShard.build(7, tp_rank=0, tp_size=1))
+        concat = ek.norm_concat([hidden, hidden], norm="concat", indices=ids)
+        normed = ek.norm_concat([hidden, hidden], indices=ids, norm_weight=[gain, gain])
+        return [captured, squares, mean, embedded, concat, normed, *ek.add_rms_norm(hidden, hidden, gain)]
+
+    gpu(**HOPPER)
+    alone, rows_of_block = results(), [launch.rows for launch in emulation.take_launches()]
+    assert set(rows_of_block) == {1}
+    gpu(**HOPPER, multiprocessors=1)
+    together, rows_of_block = results(), [launch.rows for launch in emulation.take_launches()]
+    assert set(rows_of_block) == {3}
+    for one, several in zip(alone, together, strict=True):
+        assert same_bits(one, several)
+
+
 def test_before_a_library_product_there_is_one_launch_for_all_rows(
     emulation: ModuleType, gpu: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +130,7 @@ def test_before_a_library_product_there_is_one_launch_for_all_rows(
     chunks, weight = [torch.randn(4097, 16).bfloat16() for _ in range(2)], torch.randn(24, 32).bfloat16()
     out = ek.norm_concat_linear(chunks, weight)
     (launch,) = emulation.take_launches()
-    assert launch.grid[0] == 4097
+    assert (launch.grid[0], launch.rows) == (513, 8)
     normed = ek.norm_concat(chunks)
     assert same_bits(out, torch.mm(normed, weight.t()))
 

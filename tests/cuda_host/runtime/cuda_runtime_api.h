@@ -24,7 +24,10 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+};
 
 using cudaStream_t = struct CUstream_st*;
 
@@ -35,6 +38,9 @@ struct dim3 {
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   union {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
     int programmaticStreamSerializationAllowed;
   } val;
 };
