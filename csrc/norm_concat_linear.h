@@ -61,12 +61,12 @@ void norm_concat_linear_post_norm(const NormConcatLinear& op, int64_t row_begin,
 
 namespace cuda {
 // Rows that the fused kernel multiplies in one pass over the weight; more take it several times.
-constexpr int64_t kMaxDecodeRows = 8;
+constexpr int64_t kMaxDecodeRows = 16;
 // The same of the split kernels, which are two launches.
 constexpr int64_t kMaxSplitRows = 128;
 }  // namespace cuda
 
-// The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned.
+// The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // How many ranges of columns the split kernels cut each chunk into, and the fp32 values of workspace that this takes.

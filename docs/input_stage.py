@@ -16,7 +16,7 @@ RMS_NORM = ("float", "pow", "mean", "add", "rsqrt", "mul", "to", "mul")
 K = 3
 CHAIN = (("cat", 1), ("RMSNorm", K * len(RMS_NORM)), ("cat", 1), ("fc", 1), ("copy", 1))
 # csrc/norm_concat_linear.h, kMaxDecodeRows: what the fused CUDA kernel takes in one pass over the weight.
-DECODE_ROWS = 8
+DECODE_ROWS = 16
 
 # Filled boxes with white text, and a gray for text outside of them that is readable on white and on black.
 _DATA, _BEFORE, _AFTER, _TEXT = "#57606a", "#b35900", "#1a7f37", "#7d8590"

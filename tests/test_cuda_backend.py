@@ -118,9 +118,10 @@ def planned(T: int, dtype: torch.dtype = torch.bfloat16, H: int = 4096, **layout
 def test_which_kernel_takes_how_many_rows() -> None:
     with environment_of():
         assert (
-            str(planned(8)) == "norm_concat_linear: cuda/fused, because T=8 <= 8: one pass over the weight is the bound"
+            str(planned(16))
+            == "norm_concat_linear: cuda/fused, because T=16 <= 16: one pass over the weight is the bound"
         )
-        for T in (9, 128):
+        for T in (17, 128):
             said = f"norm_concat_linear: cuda/split, because T={T} <= 128: one pass over the weight, then over its sums"
             assert str(planned(T)) == said
         assert planned(4, torch.float32).backend == "triton"
@@ -133,6 +134,14 @@ def test_which_kernel_takes_how_many_rows() -> None:
         assert planned(4, bytes_aligned=False).reason.startswith(
             "cuda: an address or a row stride is no multiple of 16"
         )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_one_launch_needs_a_gpu_with_clusters(capability: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    with environment_of():
+        kernel = plan.Kernel.FUSED if capability >= (9, 0) else plan.Kernel.SPLIT
+        assert (planned(1).kernel, planned(17).kernel) == (kernel, plan.Kernel.SPLIT)
 
 
 @needs_triton

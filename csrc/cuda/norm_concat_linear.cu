@@ -1,24 +1,44 @@
-// out = norm_concat(...) @ weight^T + bias for up to 8 rows at a time, in one launch: at so few rows the time is that
-// of reading the weight once, and everything else hides behind it.
+// out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows at a time, the weight read once. One kernel
+// multiplies, with two ends.
 //
-// A block computes 16 * kTiles columns of the output. Its 8 warps share the concat out in blocks of 64 columns, round
-// robin, and stream the weight's rows straight into registers, which are the left operand of mma.sync; the rows of x,
-// padded to 8, are the right one. Neither passes through shared memory, and no warp waits for another before the end of
-// its share. A lane's 16-byte load covers 8 neighbouring columns, where the fragments of two products want columns 2q,
-// 2q+1, 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree, so the loads
-// go in as they come.
+// A block computes some columns of the output over a range of columns of one chunk. The weight and x pass through a ring
+// of stages in shared memory, 48 KB of the weight ahead of the product in a block and two blocks on an SM of Hopper, or
+// 80 KB in one block of 128 rows, which takes as much shared memory as no other GPU but sm_100 has: those multiply 64
+// rows twice. Half of the warps copy the weight and half copy x: a thread's copies land in order, and those of the
+// weight start before the previous kernel has ended (or, where it may write the weight, come into L2), those of x after.
 //
-// The raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and statistic
-// alike; the gain is multiplied into the weight (weight_gain.cuh).
-// Rows of values below 2^-100, which no model has, lose precision: their products are subnormal in fp32.
+// Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The ranges of 64 columns of the output are a
+// cluster, whose blocks sum them through one another's shared memory, each a share of the outputs. Nothing is left
+// in global memory that a second stream could meet, and an aborted launch leaves no counter behind. Four warps share the
+// steps of a stage. A second launch takes 1.5 us, where reading the weight of 3x896x896 takes 1.1.
 //
-// Sums go by column within a warp, then over warps, then over chunks: an order that depends on the norm and the chunks'
-// widths and indices alone, so a row's bits depend neither on what other rows hold nor on how many are asked for nor on
-// the template instance.
+// Split, up to 128 rows, all GPUs: two launches. The ranges of 128 columns go to global memory, and a second kernel sums
+// them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often as 32.
+//
+// In both the raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and
+// statistic alike; the gain is multiplied into the weight (weight_gain.cuh). Rows of values below 2^-100, which no model
+// has, lose precision: their products are subnormal in fp32.
+//
+// A lane's 16-byte part of a row is 8 neighbouring columns, where the fragments of two products want columns 2q, 2q+1,
+// 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree, so the parts go in as
+// they come. In shared memory the parts of a row change places by halves of 128 bytes in odd rows, so that the 8 lanes
+// that are served together, of two rows, find all 32 banks.
+//
+// Sums of squares are taken from the same stages: in the split kernels in the blocks of the first output columns alone.
+//
+// A weight of codes (FP8, INT8) passes through the split kernels' ring as bytes, for up to 32 rows in stages of 128
+// columns, and is widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of a
+// range.
+//
+// Sums go by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends on the
+// chunks' widths, D, the blocks of scales and the GPU's number of SMs alone, so a row's bits depend neither on the other
+// rows nor on how many there are.
 #include "../norm_concat_linear.h"
 
-#include <type_traits>
+#include <bit>
+#include <cstring>
 
+#include "codes.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "source_row.cuh"
@@ -29,261 +49,664 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlockColumns = 64;  // 128 bytes of a row: two loads of a warp, in steps of 32 columns
-constexpr int kStepColumns = 32;
+constexpr int kCopyThreads = kThreads / 2;  // of the weight, and of x
+constexpr int kSplitColumns = 128;          // of the output, in a block of the split kernels
+constexpr int kFusedColumns = 64;           // of the fused kernel
+constexpr int kStepColumns = 32;            // of the concat: what the 16-byte loads of a warp cover
+constexpr int kMaxRanges = 16;              // of a chunk
+constexpr int kMaxCluster = 8;              // blocks, on every GPU that has clusters
 
-// What the main loop has to do, each with registers for as many loads in flight as fit without spills.
-enum class Flavour {
-  kNoGain,  // a weight with its gains folded in, or no norm
-  kGain,    // gains of the weight's type
-  kAny,     // residuals, fp32 gains
-};
+// Columns that the split kernels count ranges in, and the most that a stage of theirs has: 128 bytes of a row of the
+// weight. The fused kernel's are 128 too: a step for each of four warps.
+constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
+constexpr int kFusedUnitColumns = 128;
+
+// What the weight holds. Codes of one scale a row are multiplied by it last; of blocks of columns, the sum of each.
+enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8 };
+
+// Blocks of up to 64 rows take 83 to 100 KB of shared memory: two on an SM, where it has more than 100 KB.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kSharedBlocks = 1;
+#else
+constexpr int kSharedBlocks = 2;
+#endif
 
 struct Arguments {
   NormConcatLinear op;
   Chunk chunks[kMaxChunks];
-  // Products are summed by chunk first: for an rstd of each, or to leave out one whose index is out of range, where an
-  // infinite gain has made the product NaN. Chunks that share an index and have the same rows are left out together.
-  bool sum_per_chunk;
+  SplitRanges ranges;
+  float* partial;          // [ranges.count, num_rows, partial_stride]
+  int64_t partial_stride;  // columns of whole blocks
+  float* squares;          // [ranges.count, num_rows]
+  int scale_shift;         // 2^scale_shift columns share a scale
 };
 
-static_assert(kMaxDecodeRows == 8);  // the n of mma.m16n8k16: lane group g holds row g of x
-
-template <int kTiles, Flavour kFlavour>
-struct Kernel {
-  static constexpr int kRows = kMaxDecodeRows;  // of x
-  static constexpr int kColumns = 16 * kTiles;  // of the output
-  static constexpr int kPartial = kRows * kColumns;
-  // Blocks of 64 columns in flight, each with 2 KB of the weight for a warp and tile. More would spill.
-  static constexpr int kDepth =
-      kFlavour == Flavour::kNoGain || (kFlavour == Flavour::kGain && kTiles == 1) ? 2 : 1;
-  static constexpr int kUnroll = 2 * kDepth;
-
-  // Shared memory: the row that each token reads in each chunk, partial sums of squares and products, rstd.
-  static constexpr int64_t shared_bytes(int64_t num_chunks, bool sum_per_chunk) {
-    const int64_t slots = sum_per_chunk ? num_chunks : 1;
-    return num_chunks * kRows * (8 + 4 * kWarps + 4) + slots * kWarps * kPartial * 4;
-  }
+template <Form kForm, int kRows, bool kResidual, bool kIsFused>
+struct Tile {
+  static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kIsFused;
+  static constexpr int kColumns = kFused ? kFusedColumns : kSplitColumns;
+  static constexpr int kRowWarps = kRows == 128 ? 2 : 1;
+  static constexpr int kStepWarps = kFused ? 4 : 1;  // which share the steps of a stage
+  static constexpr int kColumnWarps = kWarps / kRowWarps / kStepWarps;
+  static constexpr int kColumnTiles = kColumns / 16 / kColumnWarps;  // of a warp, 16 columns each
+  static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
+  static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
+  static constexpr int kBlocks = kRows == 128 ? 1 : kSharedBlocks;
+  static constexpr int kUnitColumns = kFused ? kFusedUnitColumns : unit_columns(kIsCodes);
+  static constexpr int kStageColumns = kSourceRows > 32 ? 64 : kUnitColumns;
+  static constexpr int kRowBytes = 2 * kStageColumns, kWeightRowBytes = kIsCodes ? kStageColumns : kRowBytes;
+  static constexpr int kParts = kRowBytes / 16, kWeightParts = kWeightRowBytes / 16;  // of a row in a stage
+  static constexpr int kWeightBytes = kColumns * kWeightRowBytes;
+  static constexpr int kGainBytes = 4 * kStageColumns;
+  static constexpr int kStageBytes = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
+  static constexpr int kPointerBytes = kSourceRows * sizeof(void*);
+  // Of what a block can have on every GPU, and twice on Hopper; with 128 rows of what sm_90 and sm_100 have.
+  static constexpr int kStages = ((kRows == 128 ? 200 << 10 : 99 << 10) - kPointerBytes) / kStageBytes;
+  static constexpr int64_t kSharedBytes = kStages * kStageBytes + kPointerBytes;
+  static constexpr int kSteps = kStageColumns / kStepColumns / kStepWarps;  // of a warp in a stage
 };
 
-template <class T>
-__device__ __forceinline__ float sum_of_squares(const Words& w) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const Pair x = widen(word(w, i), T{});
-    sum += x.first * x.first + x.second * x.second;
-  }
-  return sum;
+// Where a 16-byte part of a row of 16-bit values is in its stage.
+template <int kRowBytes>
+__device__ __forceinline__ int place(int row, int part) {
+  return row * kRowBytes + (part ^ (row % 2 * 4)) * 16;
 }
 
-// 8 gains of the columns that a lane's loads cover.
-template <class T, Flavour kFlavour>
-struct Gains {
-  Words words[kFlavour == Flavour::kAny ? 2 : 1];
-
-  __device__ __forceinline__ void load_from(const Vector& gain, int64_t column, bool inside) {
-    if (kFlavour == Flavour::kAny && gain.dtype == DType::kFloat32) {
-      const Words* p = reinterpret_cast<const Words*>(static_cast<const float*>(gain.data) + column);
-      words[0] = inside ? load(p) : Words{};
-      words[kFlavour == Flavour::kAny] = inside ? load(p + 1) : Words{};
-    } else {
-      const Words* p = reinterpret_cast<const Words*>(static_cast<const T*>(gain.data) + column);
-      words[0] = inside ? load(p) : Words{};
-    }
-  }
-
-  __device__ __forceinline__ void factors(const Vector& gain, float offset, float (&factor)[8]) const {
-    constexpr bool kAny = kFlavour == Flavour::kAny;
-    gain_factors<T>(words[0], words[kAny], kAny && gain.dtype == DType::kFloat32, offset, kGainScale<T>, factor);
-  }
-};
-
-// Where the loads of a warp's step are, counted from the first: steps 2j and 2j+1 are the halves of its j-th block.
-__device__ __forceinline__ constexpr int step_offset(int step) {
-  return step / 2 * kWarps * kBlockColumns + step % 2 * kStepColumns;
+// The same of codes: a lane reads 8 bytes, and the 16 lanes that are served together are of four rows.
+template <int kRowBytes>
+__device__ __forceinline__ int place_codes(int row, int part) {
+  return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 2 * 2 : row % 4 * 2)) * 16;
 }
 
-template <class T, int kTiles, Flavour kFlavour>
-__global__ void __launch_bounds__(kThreads, 2) norm_concat_linear_kernel(const __grid_constant__ Arguments arguments) {
-  using K = Kernel<kTiles, kFlavour>;
+// What the blocks of a cluster have multiplied, each over its range, becomes outputs: every block sums a share of them
+// over all ranges, in the order of warps, ranges and chunks. The ring is free for it.
+template <class T, class K>
+__device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
+                                                 const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares) {
+  constexpr int kRows = 8 * K::kRowTiles, kOutputs = kRows * K::kColumns;
+  static_assert(kRows == 2 * kWarps && K::kParts == 16);
   const NormConcatLinear& op = arguments.op;
   const Concat& source = op.source;
   const int num_chunks = static_cast<int>(source.num_chunks);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * K::kRows;
-  const int64_t first_output = static_cast<int64_t>(blockIdx.y) * K::kColumns;
-  const bool chunk_norm = source.norm == Norm::kChunk, sum_per_chunk = arguments.sum_per_chunk;
-  const bool own_squares = source.norm != Norm::kNone && arguments.chunks[0].sum_squares == nullptr;
-
-  int64_t* rows = reinterpret_cast<int64_t*>(shared_memory());               // [K, kRows], -1 for a zero row
-  float* squares_of = reinterpret_cast<float*>(rows + num_chunks * K::kRows);  // [K, kWarps, kRows]
-  float* rstd = squares_of + num_chunks * kWarps * K::kRows;                 // [K, kRows]
-  float* partial = rstd + num_chunks * K::kRows;                             // [K or 1, kWarps, kRows, kColumns]
-
-  // Rows g and g + 8 of each tile. Outputs beyond D compute the last one again.
-  const ReadOnce read_once;
-  const T* weight_rows[2 * kTiles];
-#pragma unroll
-  for (int m = 0; m < 2 * kTiles; ++m) {
-    const int64_t output = first_output + m * 8 + g;
-    const int64_t row = output < op.num_columns ? output : op.num_columns - 1;
-    weight_rows[m] = static_cast<const T*>(op.weight) + row * op.weight_row_stride + q * kPack;
-  }
-  // The weight is no one's output while a model runs, but nothing forbids it: into L2 only.
-#pragma unroll
-  for (int u = 0; u < K::kUnroll; ++u) {
-    const int column = warp * kBlockColumns + step_offset(u);
-    if (column + q * kPack >= source.width) continue;
-#pragma unroll
-    for (int m = 0; m < 2 * kTiles; ++m) prefetch(weight_rows[m] + column);
-  }
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  for (int at = threadIdx.x; at < num_chunks * K::kRows; at += kThreads) {
-    const int64_t row = first_row + at % K::kRows;
-    rows[at] = row < op.num_rows ? source_row(arguments.chunks[at / K::kRows], row) : -1;
-  }
+  const int column_warp = warp % K::kColumnWarps, step_warp = warp / K::kColumnWarps;
+  float* of_warps = reinterpret_cast<float*>(shared_memory());  // [kStepWarps, kRows, kColumns]
+  float* of_block = of_warps + K::kStepWarps * kOutputs;        // [kRows, kColumns]
+  float* squares_of = of_block + kOutputs;                      // [kRows]
   __syncthreads();
-
-  float sum[kTiles][4] = {};
-  int block = warp;
-  for (int k = 0; k < num_chunks; ++k) {
-    const Chunk& chunk = arguments.chunks[k];
-    const int width = static_cast<int>(chunk.width);
-    const int64_t row = rows[k * K::kRows + g];
-    const T* x_row = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride + q * kPack;
-    const T* residual_row = static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride + q * kPack;
-    float squares = 0;
-    const bool has_gain = kFlavour == Flavour::kGain || (kFlavour == Flavour::kAny && chunk.gain.data != nullptr);
-    const bool has_residual = kFlavour == Flavour::kAny && chunk.residual != nullptr;
-
-    // Steps [0, kUnroll) from `column` on: all loads first, then the products. kWhole: no lane is beyond the width.
-    const auto run_steps = [&](int column, auto whole) {
-      constexpr bool kWhole = decltype(whole)::value;
-      Words w[K::kUnroll][2 * kTiles], x[K::kUnroll], residual[K::kUnroll];
-      Gains<T, kFlavour> gains[K::kUnroll];
 #pragma unroll
-      for (int u = 0; u < K::kUnroll; ++u) {
-        const int at = column + step_offset(u);
-        const bool inside = kWhole || at + q * kPack < width;
-#pragma unroll
-        for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = inside ? read_once(weight_rows[m] + at) : Words{};
-        x[u] = inside && x_row != nullptr ? load(reinterpret_cast<const Words*>(x_row + at)) : Words{};
-        if (has_residual) {
-          residual[u] = inside && x_row != nullptr ? load(reinterpret_cast<const Words*>(residual_row + at)) : Words{};
-        }
-        if (has_gain) gains[u].load_from(chunk.gain, at + q * kPack, inside);
-      }
-#pragma unroll
-      for (int u = 0; u < K::kUnroll; ++u) {
-        if (has_gain) {
-          float factor[8];
-          gains[u].factors(chunk.gain, source.norm_offset, factor);
-#pragma unroll
-          for (int m = 0; m < 2 * kTiles; ++m) w[u][m] = scaled<T>(w[u][m], factor);
-        }
-        if (has_residual) x[u] = add(Pack<T>{{x[u]}}, Pack<T>{{residual[u]}}).words[0];
-        if (own_squares) squares += sum_of_squares<T>(x[u]);
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-          const Words &upper = w[u][2 * m], &lower = w[u][2 * m + 1];
-          mma(sum[m], upper.x, lower.x, upper.y, lower.y, x[u].x, x[u].y, T{});
-          mma(sum[m], upper.z, lower.z, upper.w, lower.w, x[u].z, x[u].w, T{});
-        }
-      }
-    };
-    for (int column = block * kBlockColumns; column < width; column += step_offset(K::kUnroll)) {
-      // Without masks 370 instructions a pass where the masked copy has 437 (bf16, kGain, 4 steps, sm_90a); with both,
-      // kAny spills on sm_100 and sm_120.
-      if (kFlavour != Flavour::kAny && column + step_offset(K::kUnroll - 1) + kStepColumns <= width) {
-        run_steps(column, std::true_type{});
-      } else {
-        run_steps(column, std::false_type{});
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < 2 * kTiles; ++m) weight_rows[m] += width;
-
-    // This warp's next block: counted through the concat, so that no warp is first in every chunk.
-    const int blocks = (width + kBlockColumns - 1) / kBlockColumns;
-    const int taken = block < blocks ? (blocks - block + kWarps - 1) / kWarps : 0;
-    block += taken * kWarps - blocks;
-
-    if (own_squares) {
-      squares += __shfl_xor_sync(~0u, squares, 1);
-      squares += __shfl_xor_sync(~0u, squares, 2);
-      if (q == 0) squares_of[(k * kWarps + warp) * K::kRows + g] = squares;
-    }
-    if (!sum_per_chunk && k + 1 < num_chunks) continue;
-    float* mine = partial + ((sum_per_chunk ? k : 0) * kWarps + warp) * K::kPartial;
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        mine[(2 * q + i % 2) * K::kColumns + m * 16 + i / 2 * 8 + g] = sum[m][i];
-        sum[m][i] = 0;
-      }
-    }
+  for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
+    const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
+    const int column = (column_warp * K::kColumnTiles + m) * 16 + i / 2 * 8 + g;
+    of_warps[step_warp * kOutputs + (n * 8 + 2 * q + i % 2) * K::kColumns + column] = sum[m][n][i];
   }
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+  if (lane % 16 == 0) squares_of[2 * warp + lane / 16] = squares;
   __syncthreads();
-
-  // rstd of each token in each chunk, without a norm 1; a concat's stands in chunk 0.
-  const int statistics = chunk_norm ? num_chunks : 1;
-  for (int at = threadIdx.x; at < statistics * K::kRows; at += kThreads) {
-    const int k = at / K::kRows, token = at % K::kRows;
+  for (int at = threadIdx.x; at < kOutputs; at += kThreads) {
     float total = 0;
-    for (int chunk = k; chunk < (chunk_norm ? k + 1 : num_chunks) && source.norm != Norm::kNone; ++chunk) {
-      if (own_squares) {
-        float of_chunk = 0;
-        for (int w = 0; w < kWarps; ++w) of_chunk += squares_of[(chunk * kWarps + w) * K::kRows + token];
-        total += of_chunk;
-      } else {
-        const Chunk& given = arguments.chunks[chunk];
-        const int64_t row = rows[chunk * K::kRows + token];
-        if (row >= 0) total += load(given.sum_squares + row * given.sum_squares_row_stride);
-      }
-    }
-    const float scale = arguments.chunks[k].gain.data != nullptr ? 1 / kGainScale<T> : 1.0f;
-    rstd[at] = source.norm == Norm::kNone
-                   ? 1.0f
-                   : scale * rstd_of(total, chunk_norm ? arguments.chunks[k].width : source.width,
-                                     arguments.chunks[k].eps);
+#pragma unroll
+    for (int w = 0; w < K::kStepWarps; ++w) total += of_warps[w * kOutputs + at];
+    of_block[at] = total;
   }
-  __syncthreads();
+  sync_cluster();
 
-  for (int at = threadIdx.x; at < K::kPartial; at += kThreads) {
+  const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
+  const int step = static_cast<int>(gridDim.y) * kThreads;
+  for (int at = static_cast<int>(blockIdx.y) * kThreads + threadIdx.x; at < kOutputs; at += step) {
     const int token = at / K::kColumns;
     const int64_t row = first_row + token, output = first_output + at % K::kColumns;
     if (row >= op.num_rows || output >= op.num_columns) continue;
-    float total = 0;
-    for (int k = 0; k < (sum_per_chunk ? num_chunks : 1); ++k) {
-      if (source.norm != Norm::kNone && rows[k * K::kRows + token] < 0) continue;
-      float of_chunk = 0;
-      for (int w = 0; w < kWarps; ++w) of_chunk += partial[(k * kWarps + w) * K::kPartial + at];
-      total += of_chunk * rstd[(chunk_norm ? k : 0) * K::kRows + token];
+    float total = 0, all_squares = 0;
+    for (int k = 0, rank = 0; k < num_chunks; ++k) {
+      const Chunk& chunk = arguments.chunks[k];
+      float of_chunk = 0, own_squares = 0;
+      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range, ++rank) {
+        of_chunk += load_from_block(of_block + at, rank);
+        own_squares += load_from_block(squares_of + token, rank);
+      }
+      if (has_norm) {
+        const int64_t of = source_row(chunk, row);
+        if (chunk.sum_squares != nullptr) {
+          own_squares = of < 0 ? 0.0f : load(chunk.sum_squares + of * chunk.sum_squares_row_stride);
+        }
+        all_squares += own_squares;
+        if (of < 0) continue;  // an infinite gain has made the product NaN
+        if (chunk.gain.data != nullptr) of_chunk *= 1 / kGainScale<T>;
+        if (chunk_norm) of_chunk *= rstd_of(own_squares, chunk.width, chunk.eps);
+      }
+      total += of_chunk;
     }
+    if (source.norm == Norm::kConcat) total *= rstd_of(all_squares, source.width, arguments.chunks[0].eps);
     if (op.bias.data != nullptr) total += value_at<T>(op.bias, output);
     store_bits(static_cast<T*>(op.out) + row * op.out_row_stride + output, narrow(Pair{total, 0.0f}, T{}));
   }
+  end_cluster();
 }
 
-template <class T, int kTiles, Flavour kFlavour>
-int launch_as(const Arguments& arguments, const Device& device) {
-  using K = Kernel<kTiles, kFlavour>;
+template <class T, Form kForm, int kRows, bool kResidual, bool kFused = false>
+__global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused>::kBlocks)
+    norm_concat_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
+  using K = Tile<kForm, kRows, kResidual, kFused>;
+  constexpr int kColumns = K::kColumns;
+  using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
+  using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
+  constexpr int kStageColumns = K::kStageColumns, kRowBytes = K::kRowBytes, kParts = K::kParts;
   const NormConcatLinear& op = arguments.op;
-  const Shape shape{(op.num_rows + K::kRows - 1) / K::kRows, (op.num_columns + K::kColumns - 1) / K::kColumns, kThreads,
-                    K::shared_bytes(op.source.num_chunks, arguments.sum_per_chunk)};
-  return launch<norm_concat_linear_kernel<T, kTiles, kFlavour>>(shape, arguments, device);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, q = lane % 4;
+  const int column_warp = warp % K::kColumnWarps, other_warp = warp / K::kColumnWarps;
+  const int row_warp = K::kFused ? 0 : other_warp, step_warp = K::kFused ? other_warp : 0;
+  // The rounds of rows of one block of columns are neighbours: the second finds the weight in L2.
+  const int rounds = static_cast<int>((op.num_rows + kRows - 1) / kRows);
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x % rounds) * kRows;
+  const int64_t first_output = static_cast<int64_t>(blockIdx.x / rounds) * kColumns;
+
+  int k = 0, range = blockIdx.y;
+  for (; range >= arguments.ranges.of_chunk[k]; ++k) range -= arguments.ranges.of_chunk[k];
+  const Chunk& chunk = arguments.chunks[k];
+  const int width = static_cast<int>(chunk.width);
+  const int units = (width + K::kUnitColumns - 1) / K::kUnitColumns;
+  const int ranges = arguments.ranges.of_chunk[k];
+  constexpr int kStagesOfUnit = K::kUnitColumns / kStageColumns;
+  const int begin = units * range / ranges * kStagesOfUnit, end = units * (range + 1) / ranges * kStagesOfUnit;
+
+  char* ring = shared_memory();
+  const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);  // [kSourceRows], null: zeros
+  const bool copies_weight = threadIdx.x < kCopyThreads;
+  const int copy_row = threadIdx.x % kCopyThreads / kParts, copy_part = threadIdx.x % kParts;
+  constexpr int kCopyRows = kCopyThreads / kParts;
+  const ReadOnce read_once;
+  constexpr int kWeightCopyRows = kCopyThreads / K::kWeightParts;
+  const int weight_row = threadIdx.x % kCopyThreads / K::kWeightParts, weight_part = threadIdx.x % K::kWeightParts;
+  const int weight_column = weight_part * (16 / static_cast<int>(sizeof(Weight)));
+  const Weight* weight = static_cast<const Weight*>(op.weight) + (first_output + weight_row) * op.weight_row_stride +
+                         chunk.column + weight_column;
+  const int outputs = static_cast<int>(op.num_columns - first_output);
+  // A thread's rows are so far apart that their parts change places alike: 12 instructions a stage fewer.
+  static_assert(kWeightCopyRows % 4 == 0);
+  const int weight_place = K::kIsCodes ? place_codes<K::kWeightRowBytes>(weight_row, weight_part)
+                                       : place<kRowBytes>(weight_row, weight_part);
+  const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
+  const char* gain = static_cast<const char*>(chunk.gain.data);
+
+  // What this thread copies of a block of 64 columns; beyond the range an empty group, so that groups count stages.
+  const auto copy_block = [&](int block, int slot) {
+    char* stage = ring + slot * K::kStageBytes;
+    const int column = block * kStageColumns;
+    if (block < end && copies_weight) {
+      const bool inside = column + weight_column < width;
+#pragma unroll
+      for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
+        const int row = i * kWeightCopyRows;
+        read_once.copy_async(stage + weight_place + row * K::kWeightRowBytes,
+                             weight + row * op.weight_row_stride + column, inside && row < outputs - weight_row);
+      }
+    } else if (block < end) {
+      const bool inside = column + copy_part * kPack < width;
+      stage += K::kWeightBytes;
+#pragma unroll
+      for (int i = 0; i < K::kSourceRows / kCopyRows; ++i) {
+        const int row = copy_row + i * kCopyRows;
+        const T* source = sources[row];
+        copy_async(stage + place<kRowBytes>(row, copy_part), source + column + copy_part * kPack,
+                   inside && source != nullptr);
+      }
+      const int gains = gain_is_float32 ? 4 : 8;  // of 16 bytes
+      const int part = static_cast<int>(threadIdx.x) - kCopyThreads;
+      if (part * gains < kStageColumns) {
+        const int first = column + part * gains;
+        copy_async(stage + K::kSourceRows * kRowBytes + part * 16, gain + first * (16 / gains),
+                   gain != nullptr && first < width);
+      }
+    }
+    commit_copies();
+  };
+  const auto at = [](const char* rows, int row, int part) {
+    return *reinterpret_cast<const Words*>(rows + place<K::kRowBytes>(row, part));
+  };
+  const auto x_of = [&](const char* x_stage, int row, int part) {
+    const Pack<T> x{{at(x_stage, row, part)}};
+    if constexpr (!kResidual) return x;
+    return add(x, Pack<T>{{at(x_stage, kRows + row, part)}});
+  };
+  const auto fill_ring = [&] {
+    for (int i = 0; i < K::kStages - 1; ++i) copy_block(begin + i, i);
+  };
+  // What the ring takes first, into L2, which stays coherent: also of a weight that the previous kernel writes.
+  const auto prefetch_weight = [&] {
+    for (int block = begin; block < end && block < begin + K::kStages - 1; ++block) {
+      const int column = block * kStageColumns;
+      if (column + weight_column >= width) continue;
+#pragma unroll
+      for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
+        const int row = i * kWeightCopyRows;
+        if (row < outputs - weight_row) prefetch(weight + row * op.weight_row_stride + column);
+      }
+    }
+  };
+
+  if (copies_weight && op.early_weight) {
+    fill_ring();
+  } else if (copies_weight) {
+    prefetch_weight();
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (threadIdx.x < kRows) {
+    const int64_t out_row = first_row + threadIdx.x;
+    const int64_t row = out_row < op.num_rows ? source_row(chunk, out_row) : -1;
+    sources[threadIdx.x] = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride;
+    if constexpr (kResidual) {
+      const bool present = row >= 0 && chunk.residual != nullptr;
+      sources[kRows + threadIdx.x] =
+          present ? static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride : nullptr;
+    }
+  }
+  __syncthreads();
+  if (!copies_weight || !op.early_weight) fill_ring();
+
+  // Of the rows of the weight whose sums this lane has; those of a missing output as the last one's.
+  [[maybe_unused]] int64_t scale_row[2 * K::kColumnTiles];
+  [[maybe_unused]] float row_scale[2 * K::kColumnTiles];
+  [[maybe_unused]] uint32_t nan[2 * K::kColumnTiles] = {};
+  [[maybe_unused]] const auto find_scales = [&] {
+#pragma unroll
+    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+      const int output = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
+      const int64_t row = output < outputs ? first_output + output : op.num_columns - 1;
+      scale_row[m] = row / op.scales.block_rows * op.scales.row_stride;
+    }
+  };
+  [[maybe_unused]] const auto load_scales = [&](int column) {
+#pragma unroll
+    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+      row_scale[m] = load_scale(op.scales, scale_row[m] + (column >> arguments.scale_shift));
+    }
+  };
+
+  float sum[K::kColumnTiles][K::kRowTiles][4] = {}, squares[2] = {};
+  [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // of the blocks of columns before this one
+  [[maybe_unused]] const auto add_scaled = [&] {
+#pragma unroll
+    for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
+      const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
+      total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
+    }
+  };
+  constexpr bool kBlocks = kForm == Form::kE4M3Blocks;
+  if constexpr (kBlocks) {
+    find_scales();
+    load_scales(static_cast<int>(chunk.column) + begin * kStageColumns);
+  }
+  // Without a gain the weight is multiplied by 1 all the same: mma.sync wants four registers in a row, and a value
+  // that is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64
+  // rows).
+  const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
+  const float scale = gain == nullptr ? 1.0f : K::kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
+  const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
+                           (K::kFused || (first_output == 0 && column_warp < K::kRowTiles / 2));
+  // kPairs: there is no gain, or its factors are exact in T and pairs of them one instruction. A third loop, for no gain,
+  // costs the others registers, and 15 % more instructions.
+  const auto multiply_range = [&](auto pairs) {
+    constexpr bool kPairs = decltype(pairs)::value;
+    for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
+      wait_for_copies<K::kStages - 2>();
+      __syncthreads();
+      copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
+      const char* stage = ring + slot * K::kStageBytes;
+      const char* x_stage = stage + K::kWeightBytes;
+      const char* gains = x_stage + K::kSourceRows * kRowBytes;
+      // Steps in one another spill for 64 rows on sm_100, and with scales and residuals.
+#pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : K::kSteps)
+      for (int at_step = 0; at_step < K::kSteps; ++at_step) {
+        const int step = step_warp * K::kSteps + at_step;
+        const int part = step * 4 + q;
+        [[maybe_unused]] float factor[8];
+        const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
+        if constexpr (!kPairs) {
+          gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
+        }
+        // Rows g and g + 8 of each tile, as the two products of 16 columns take them.
+        uint32_t w[K::kColumnTiles][2][4];
+#pragma unroll
+        for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+          const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
+          Words row;
+          if constexpr (K::kIsCodes) {
+            const int from = place_codes<K::kWeightRowBytes>(tile_row, part / 2) + part % 2 * 8;
+            const Codes codes = *reinterpret_cast<const Codes*>(stage + from);
+            nan[m] |= nan_bits(codes, Code{});
+            row = widen(codes, Code{}, T{});
+          } else {
+            row = at(stage, tile_row, part);
+          }
+          if constexpr (!kPairs) {
+            row = scaled<T>(row, factor);
+          } else if (kCodeGainScale<T> == 1 && gain != nullptr) {
+            row = {multiply(row.x, words->x, T{}), multiply(row.y, words->y, T{}), multiply(row.z, words->z, T{}),
+                   multiply(row.w, words->w, T{})};
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
+        }
+#pragma unroll
+        for (int n = 0; n < K::kRowTiles; ++n) {
+          const Words x = x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
+#pragma unroll
+          for (int m = 0; m < K::kColumnTiles; ++m) {
+            const auto &low = w[m][0], &high = w[m][1];
+            mma(sum[m][n], low[0], low[1], low[2], low[3], x.x, x.y, T{});
+            mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
+          }
+        }
+        if constexpr (kBlocks) {
+          // Widths are multiples of a step's columns. The last block of the range is added behind the loop.
+          const int next = block * kStageColumns + (step + 1) * kStepColumns;
+          if (next >= width || next >= end * kStageColumns) break;
+          const int column = static_cast<int>(chunk.column) + next;
+          if ((column >> arguments.scale_shift) << arguments.scale_shift == column) {
+            add_scaled();
+            std::memset(sum, 0, sizeof sum);
+            load_scales(column);
+          }
+        }
+      }
+      if (!own_squares) continue;
+      if constexpr (K::kFused) {
+        // Two rows a warp, a part a lane.
+        squares[0] += sum_of_squares(widen(x_of(x_stage, 2 * warp + lane / kParts, lane % kParts)));
+      } else {
+        // A warp takes two tiles of rows, and reads them again: only the blocks of the first outputs do.
+#pragma unroll 1
+        for (int part = q; part < kParts; part += 4) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int row = (row_warp * K::kRowTiles + 2 * column_warp + i) * 8 + g;
+            squares[i] += sum_of_squares(widen(x_of(x_stage, row, part)));
+          }
+        }
+      }
+    }
+  };
+  if constexpr (K::kIsCodes) {
+    const bool exact = kCodeGainScale<T> == 1 && !gain_is_float32 && offset == 0;
+    exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
+    if constexpr (!kBlocks) {  // not before: two registers more spill on sm_100
+      find_scales();
+      load_scales(0);
+    }
+#pragma unroll
+    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+      float count = has_nan(nan[m]) ? 1.0f : 0.0f;
+      count += __shfl_xor_sync(~0u, count, 1);
+      count += __shfl_xor_sync(~0u, count, 2);
+      if (count > 0) row_scale[m] = bits_to_float(0x7fffffff);
+    }
+    add_scaled();
+    std::memcpy(sum, total, sizeof sum);
+  } else if constexpr (K::kFused) {
+    // 84 instructions fewer in a warp's step of 2 KB.
+    const bool exact = kGainScale<T> == 1 && !gain_is_float32 && offset == 0;
+    exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
+  } else {
+    multiply_range(std::false_type{});
+  }
+
+  if constexpr (K::kFused) {
+    sum_over_cluster<T, K>(arguments, first_row, first_output, sum, squares[0]);
+    return;
+  }
+  const int64_t of_range = static_cast<int64_t>(blockIdx.y) * op.num_rows;
+#pragma unroll
+  for (int n = 0; n < K::kRowTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = first_row + (row_warp * K::kRowTiles + n) * 8 + 2 * q + i;
+      if (row >= op.num_rows) continue;
+      float* partial = arguments.partial + (of_range + row) * arguments.partial_stride + first_output;
+#pragma unroll
+      for (int m = 0; m < K::kColumnTiles; ++m) {
+        const int column = (column_warp * K::kColumnTiles + m) * 16 + g;
+        store(partial + column, sum[m][n][i]);
+        store(partial + column + 8, sum[m][n][2 + i]);
+      }
+    }
+  }
+  if (!own_squares) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float total = squares[i];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const int64_t row = first_row + (row_warp * K::kRowTiles + 2 * column_warp + i) * 8 + g;
+    if (q == 0 && row < op.num_rows) store(arguments.squares + of_range + row, total);
+  }
 }
 
-// 32 columns a block halve what is read of x; 16 make enough blocks for every SM of a narrow output. Two blocks a SM on
-// an H100 are 264. A heuristic that no GPU has measured.
-template <class T, Flavour kFlavour>
-int launch_flavour(const Arguments& arguments, const Device& device) {
-  if (arguments.op.num_columns > 16 * 264) return launch_as<T, 2, kFlavour>(arguments, device);
-  return launch_as<T, 1, kFlavour>(arguments, device);
+constexpr int kMaxFinalizeThreads = 512;
+constexpr int kFinalizeColumns = 4;  // of a thread at a time: 16 bytes of each range
+
+struct alignas(8) Outputs {
+  uint32_t first, second;
+};
+
+// A block has a row, or without a post norm a part of its columns.
+template <class T>
+__global__ void __launch_bounds__(kMaxFinalizeThreads)
+    norm_concat_linear_finalize_kernel(const __grid_constant__ Arguments arguments) {
+  const NormConcatLinear& op = arguments.op;
+  const Concat& source = op.source;
+  const int num_chunks = static_cast<int>(source.num_chunks);
+  const int64_t row = blockIdx.x;
+  const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
+  const float gain_unscale = op.weight_type == WeightType::kChunks ? 1 / kGainScale<T> : 1 / kCodeGainScale<T>;
+  float* scale = reinterpret_cast<float*>(shared_memory()) + blockDim.x / 32;  // [K], behind sum_over_row's
+  bool* left_out = reinterpret_cast<bool*>(scale + num_chunks);                 // [K]
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  if (threadIdx.x < num_chunks) {
+    const int k = threadIdx.x;
+    float total = 0;
+    int first_range = 0;
+    for (int chunk = 0; chunk < num_chunks && has_norm; first_range += arguments.ranges.of_chunk[chunk++]) {
+      if (chunk_norm && chunk != k) continue;
+      const Chunk& given = arguments.chunks[chunk];
+      if (given.sum_squares != nullptr) {
+        const int64_t of = source_row(given, row);
+        if (of >= 0) total += load(given.sum_squares + of * given.sum_squares_row_stride);
+        continue;
+      }
+      for (int range = 0; range < arguments.ranges.of_chunk[chunk]; ++range) {
+        total += load(arguments.squares + (first_range + range) * op.num_rows + row);
+      }
+    }
+    const Chunk& own = arguments.chunks[k];
+    const float unscale = own.gain.data != nullptr ? gain_unscale : 1.0f;
+    scale[k] = !has_norm    ? 1.0f
+               : chunk_norm ? unscale * rstd_of(total, own.width, own.eps)
+                            : unscale * rstd_of(total, source.width, arguments.chunks[0].eps);
+    // An infinite gain has made the product NaN.
+    left_out[k] = has_norm && source_row(own, row) < 0;
+  }
+  __syncthreads();
+
+  T* out = static_cast<T*>(op.out) + row * op.out_row_stride;
+  const int64_t columns = op.num_columns;
+  const auto project = [&](int64_t column, float (&total)[kFinalizeColumns]) {
+#pragma unroll
+    for (int i = 0; i < kFinalizeColumns; ++i) total[i] = 0;
+    const float* partial = arguments.partial + row * arguments.partial_stride + column;
+    const int64_t range_stride = op.num_rows * arguments.partial_stride;
+    for (int k = 0; k < num_chunks; partial += range_stride * arguments.ranges.of_chunk[k++]) {
+      if (left_out[k]) continue;
+      float of_chunk[kFinalizeColumns] = {};
+#pragma unroll 4
+      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range) {
+        const Words words = load(reinterpret_cast<const Words*>(partial + range * range_stride));
+#pragma unroll
+        for (int i = 0; i < kFinalizeColumns; ++i) of_chunk[i] += bits_to_float(word(words, i));
+      }
+#pragma unroll
+      for (int i = 0; i < kFinalizeColumns; ++i) total[i] += of_chunk[i] * scale[k];
+    }
+#pragma unroll
+    for (int i = 0; i < kFinalizeColumns; ++i) {
+      if (op.bias.data != nullptr && column + i < columns) total[i] += value_at<T>(op.bias, column + i);
+    }
+  };
+  const int64_t first = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kFinalizeColumns;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x * kFinalizeColumns;
+  const bool has_post_norm = op.post_norm_gain.data != nullptr;
+  float total[kFinalizeColumns], post_rstd = 1;
+  if (has_post_norm) {
+    float squares = 0;
+    for (int64_t column = first; column < columns; column += step) {
+      project(column, total);
+#pragma unroll
+      for (int i = 0; i < kFinalizeColumns; ++i) squares += column + i < columns ? total[i] * total[i] : 0.0f;
+    }
+    post_rstd = rstd_of(sum_over_row(squares), columns, op.post_norm_eps);
+  }
+  const bool in_words =
+      (reinterpret_cast<uintptr_t>(op.out) | static_cast<uintptr_t>((op.out_row_stride | columns) * 2)) % 8 == 0;
+  for (int64_t column = first; column < columns; column += step) {
+    project(column, total);
+    if (has_post_norm) {
+#pragma unroll
+      for (int i = 0; i < kFinalizeColumns; ++i) {
+        if (column + i >= columns) continue;
+        total[i] *= post_rstd;
+        total[i] *= source.norm_offset + value_at<T>(op.post_norm_gain, column + i);
+      }
+    }
+    const Outputs words{narrow(Pair{total[0], total[1]}, T{}), narrow(Pair{total[2], total[3]}, T{})};
+    if (in_words) {
+      store(reinterpret_cast<Outputs*>(out + column), words);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kFinalizeColumns; ++i) {
+      if (column + i < columns) store_bits(out + column + i, (i < 2 ? words.first : words.second) >> (i % 2 * 16));
+    }
+  }
+}
+
+// Whether several scales lie along a row of the weight.
+bool has_blocks(const NormConcatLinear& op) {
+  return op.weight_type != WeightType::kChunks && op.scales.block_columns < op.source.width;
+}
+
+int64_t blocks_of_outputs(const NormConcatLinear& op, int columns = kSplitColumns) {
+  return (op.num_columns + columns - 1) / columns;
+}
+
+// Every chunk in ranges of `length` units, or a little less.
+SplitRanges ranges_of(const Concat& source, int unit, int length) {
+  SplitRanges ranges{};
+  for (int64_t k = 0; k < source.num_chunks; ++k) {
+    const int units = static_cast<int>((source.chunks[k].width + unit - 1) / unit);
+    ranges.count += ranges.of_chunk[k] = (units + length - 1) / length;
+  }
+  return ranges;
+}
+
+int units_of_widest(const Concat& source, int unit) {
+  int64_t widest = 0;
+  for (int64_t k = 0; k < source.num_chunks; ++k) widest = std::max(widest, source.chunks[k].width);
+  return static_cast<int>((widest + unit - 1) / unit);
+}
+
+// The fused kernel's ranges, of the least time by the model of docs/benchmarking.md. Reading an SM's share of the weight
+// takes 1, multiplying it 0.5. A block on its own reads 2.6 times that share: what the last wave costs. How much a few
+// SMs alone can read is not in the model: nine of ten should have a block. Nor is T in it: it is in no sum.
+SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
+  const int widest = units_of_widest(op.source, kFusedUnitColumns), multiprocessors = device.multiprocessors;
+  const int64_t outputs = blocks_of_outputs(op, kFusedColumns), slots = 2 * multiprocessors;
+  const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
+  SplitRanges best{};
+  double least = 0;
+  for (int parts = 1; parts <= kMaxCluster; ++parts) {
+    const int length = (widest + parts - 1) / parts;
+    const SplitRanges ranges = ranges_of(op.source, kFusedUnitColumns, length);
+    if (ranges.count > kMaxCluster) break;
+    const int64_t blocks = outputs * ranges.count, last = blocks > slots ? blocks % slots : 0;
+    const double of_block = static_cast<double>(kFusedColumns) * length * kFusedUnitColumns;
+    const double most = of_block * ((blocks + multiprocessors - 1) / multiprocessors);
+    const double idle = last > 0 ? of_block / 2.6 * (slots - last) / slots : 0.0;
+    const double time = std::max(share, 0.5 * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + idle;
+    if (best.count == 0 || time < least) {
+      best = ranges;
+      least = time;
+    }
+  }
+  return best;
+}
+
+template <class T, Form kForm, int kRows, bool kResidual>
+int launch_partial(const Arguments& arguments, const Device& device) {
+  const int64_t rounds = (arguments.op.num_rows + kRows - 1) / kRows;
+  const Shape shape{rounds * blocks_of_outputs(arguments.op), arguments.ranges.count, kThreads,
+                    Tile<kForm, kRows, kResidual, false>::kSharedBytes};
+  return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual>>(shape, arguments, device);
+}
+
+bool has_residual(const Arguments& arguments) {
+  const auto is_there = [](const Chunk& chunk) { return chunk.residual != nullptr; };
+  return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
+}
+
+template <class T, Form kForm>
+int launch_rows(const Arguments& arguments, const Device& device) {
+  const int64_t rows = arguments.op.num_rows;
+  const bool residual = has_residual(arguments);
+  constexpr int kMany = kForm == Form::kE4M3Blocks ? 32 : 64;  // two sums of 64 rows spill
+  if (residual) {
+    return rows > 32 ? launch_partial<T, kForm, kMany, true>(arguments, device)
+                     : launch_partial<T, kForm, 32, true>(arguments, device);
+  }
+  if constexpr (kForm == Form::kDense) {
+    if (rows > 64 && Tile<kForm, 128, false, false>::kSharedBytes <= device.shared_memory) {
+      return launch_partial<T, kForm, 128, false>(arguments, device);
+    }
+  }
+  return rows > 32 ? launch_partial<T, kForm, kMany, false>(arguments, device)
+                   : launch_partial<T, kForm, 32, false>(arguments, device);
+}
+
+template <class T>
+int launch_form(const Arguments& arguments, const Device& device) {
+  const NormConcatLinear& op = arguments.op;
+  if (op.weight_type == WeightType::kChunks) return launch_rows<T, Form::kDense>(arguments, device);
+  if (op.weight_type == WeightType::kInt8) return launch_rows<T, Form::kInt8>(arguments, device);
+  return has_blocks(op) ? launch_rows<T, Form::kE4M3Blocks>(arguments, device)
+                        : launch_rows<T, Form::kE4M3>(arguments, device);
+}
+
+template <class T, bool kResidual>
+int launch_fused(const Arguments& arguments, const Device& device) {
+  constexpr int kRows = kMaxDecodeRows;
+  const NormConcatLinear& op = arguments.op;
+  const int64_t rounds = (op.num_rows + kRows - 1) / kRows, ranges = arguments.ranges.count;
+  Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), ranges, kThreads,
+              Tile<Form::kDense, kRows, kResidual, true>::kSharedBytes};
+  shape.cluster = ranges;
+  return launch<norm_concat_linear_partial_kernel<T, Form::kDense, kRows, kResidual, true>>(shape, arguments, device);
+}
+
+template <class T>
+int launch_both(const Arguments& arguments, const Device& device) {
+  if (const int error = launch_form<T>(arguments, device); error != 0) return error;
+  const NormConcatLinear& op = arguments.op;
+  const int64_t packs = (op.num_columns + kFinalizeColumns - 1) / kFinalizeColumns;
+  const bool whole_row = op.post_norm_gain.data != nullptr;
+  const int64_t threads = std::clamp<int64_t>((packs + 31) / 32 * 32, 32, whole_row ? kMaxFinalizeThreads : 128);
+  const Shape shape{op.num_rows, whole_row ? 1 : (packs + threads - 1) / threads, threads,
+                    sum_bytes(threads) + op.source.num_chunks * 5};
+  return launch<norm_concat_linear_finalize_kernel<T>>(shape, arguments, device);
 }
 
 }  // namespace
@@ -308,24 +731,57 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
   return alignment.holds() && weight.holds();
 }
 
-int norm_concat_linear_cuda(const NormConcatLinear& record, const Device& device) {
-  Arguments arguments{record, {}, record.source.norm == Norm::kChunk};
-  bool any_gain = false, plain = true;
-  for (int64_t k = 0; k < record.source.num_chunks; ++k) {
-    const Chunk& chunk = arguments.chunks[k] = record.source.chunks[k];
-    any_gain |= chunk.gain.data != nullptr;
-    const Chunk& first = arguments.chunks[0];
-    arguments.sum_per_chunk |= record.source.norm == Norm::kConcat &&
-                               (chunk.index.data != first.index.data || chunk.rows != first.rows);
-    plain &= chunk.residual == nullptr && (chunk.gain.data == nullptr || chunk.gain.dtype == record.source.dtype);
-  }
+int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
+  if (!device.hopper) return cudaErrorNotSupported;
+  Arguments arguments{op, {}, cluster_ranges(op, device), nullptr, 0, nullptr, 31};
+  std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   const auto launch_type = [&](auto type) {
     using T = decltype(type);
-    if (!plain) return launch_flavour<T, Flavour::kAny>(arguments, device);
-    if (any_gain) return launch_flavour<T, Flavour::kGain>(arguments, device);
-    return launch_flavour<T, Flavour::kNoGain>(arguments, device);
+    return has_residual(arguments) ? launch_fused<T, true>(arguments, device)
+                                   : launch_fused<T, false>(arguments, device);
   };
-  return record.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});
+  return op.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});
+}
+
+// The ranges of the least work for the SM that has most of it, in units: those of its blocks, and 3 more a block,
+// which is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB).
+SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const Device& device) {
+  const int outputs = static_cast<int>(blocks_of_outputs(op));
+  const int unit = unit_columns(op.weight_type != WeightType::kChunks), widest = units_of_widest(op.source, unit);
+  SplitRanges best{};
+  int least = 0;
+  for (int parts = 1; parts <= kMaxRanges; ++parts) {
+    const int length = std::max(2, (widest + parts - 1) / parts);
+    const SplitRanges ranges = ranges_of(op.source, unit, length);
+    const int blocks = (ranges.count * outputs + device.multiprocessors - 1) / device.multiprocessors;
+    const int work = blocks * (length + 3);
+    if (parts == 1 || work < least) {
+      best = ranges;
+      least = work;
+    }
+  }
+  best.workspace = best.count * op.num_rows * (outputs * kSplitColumns + 1);
+  return best;
+}
+
+bool norm_concat_linear_split_reads(const NormConcatLinear& op) {
+  const bool has_bytes = op.weight_type == WeightType::kFloat8E4M3 || op.weight_type == WeightType::kInt8;
+  if (!has_bytes || op.scales.type == ScaleType::kFloat8E4M3) return false;
+  if (!has_blocks(op)) return true;
+  bool holds = op.weight_type == WeightType::kFloat8E4M3 && op.scales.block_columns >= kStepColumns &&
+               std::has_single_bit(static_cast<uint64_t>(op.scales.block_columns));
+  for (int64_t k = 0; k < op.source.num_chunks; ++k) holds &= op.source.chunks[k].width % kStepColumns == 0;
+  return holds;
+}
+
+int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const Device& device) {
+  const int64_t stride = blocks_of_outputs(op) * kSplitColumns;
+  float* partial = static_cast<float*>(op.workspace);
+  Arguments arguments{op, {}, ranges, partial, stride, partial + ranges.count * op.num_rows * stride,
+                      has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31};
+  std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
+  return op.source.dtype == DType::kBFloat16 ? launch_both<BFloat16>(arguments, device)
+                                             : launch_both<Float16>(arguments, device);
 }
 
 }  // namespace eagle_kernels

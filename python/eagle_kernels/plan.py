@@ -247,7 +247,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {because}")
 
 
-# csrc/cuda/norm_concat_linear_split.cu: a copy has 16 codes, and the columns of a step of the product one scale.
+# csrc/cuda/norm_concat_linear.cu: a copy has 16 codes, and the columns of a step of the product one scale.
 _CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32
 
 
@@ -375,7 +375,7 @@ def cuda_projection(problem: Problem) -> Plan:
     if reason is None and rows <= split:
         if problem.has_post_norm:
             return Plan(problem.op, "cuda", Kernel.SPLIT, "a post norm needs all D columns of a row in one place")
-        if rows <= decode:
+        if rows <= decode and has_clusters(problem.device):
             return Plan(
                 problem.op, "cuda", Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
             )
@@ -390,6 +390,11 @@ def cuda_projection(problem: Problem) -> Plan:
             return replace(plan, reason=f"cuda: {reason}; {plan.reason}")
         reason = f"{reason}; {plan.reason}"
     return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
+
+
+def has_clusters(device: torch.device) -> bool:
+    """Whether blocks read one another's shared memory, which the fused CUDA kernel sums through."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def cuda_product_unsupported_reason(problem: Problem) -> str | None:

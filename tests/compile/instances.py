@@ -23,7 +23,7 @@ from eagle_kernels.model_shapes import model_shapes
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = ROOT / "bench/results/cuda_instances.json"
 ROWS = (1, 8, 16, 32, 64, 128)
-FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # of csrc/cuda/norm_concat_linear_split.cu, in its order
+FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # of csrc/cuda/norm_concat_linear.cu, in its order
 FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3}  # the forms that multiply them
 SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 
@@ -33,6 +33,7 @@ COPY, L2 = 4.3e12, 5.5e12  # bytes/s
 LATENCY = 1000 / CLOCK  # s
 ISSUE, SHARED, FLOPS = 4 * 0.7, 128, 0.62 * 4096  # instructions, bytes and FLOP of an SM in a clock
 FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
+CLUSTER_SUM = LATENCY  # of two barriers and a read of the others' shared memory between them
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 THREADS = 256
 
@@ -47,9 +48,17 @@ class Instance:
     registers: int
     shared: int  # bytes, of K = 3 chunks
     in_flight: int  # bytes of the weight that are asked for ahead of the product
-    overlaps: bool  # copies go on during the product
     instructions_per_byte: float  # of the weight, in the main loop
     value_bytes: int = 2  # of the weight
+
+    @property
+    def fused(self) -> bool:
+        return self.name.startswith("fused")
+
+    @property
+    def unit(self) -> int:
+        """Columns that ranges are counted in."""
+        return 64 if self.value_bytes == 2 and not self.fused else 128
 
     @property
     def blocks(self) -> int:
@@ -59,59 +68,47 @@ class Instance:
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused` with columns and flavour, `split` with rows and what the weight holds."""
+    """By name: `fused`, and `split` with the rows and what the weight holds."""
     made = {}
-    for kernel in ("norm_concat_linear", "norm_concat_linear_split"):
-        binaries, cubin = compiled(kernel, "90a")
-        code = dict(instructions(cubin))
-        for binary in binaries:
-            if "8BFloat16" not in binary.name or "finalize" in binary.name:
-                continue
-            numbers = [int(number) for number in re.findall(r"L[ib](\d+)E", binary.name)]
-            row_warps, value_bytes = 1, 2
-            if kernel == "norm_concat_linear":
-                (tiles,) = numbers
-                flavour = int(re.search(r"FlavourE(\d)", binary.name)[1])
-                name = f"fused {16 * tiles} {('no gain', 'gain', 'any')[flavour]}"
-                depth = 2 if flavour == 0 or (flavour == 1 and tiles == 1) else 1
-                rows, columns, row_tiles = MAX_CUDA_DECODE_ROWS, 16 * tiles, 1
-                shared = 3 * rows * (8 + 4 * 8 + 4) + 3 * 8 * rows * columns * 4
-                in_flight = 8 * 2048 * tiles * depth
-            else:
-                rows, columns = numbers[0], 128
-                source_rows = rows * (1 + numbers[1])
-                form = int(re.search(r"4FormE(\d)", binary.name)[1])
-                name = f"split {rows}{FORMS[form]}" + (" residual" if numbers[1] else "")
-                value_bytes = 1 if form else 2
-                stage_columns = 128 if form and source_rows == 32 else 64
-                stage = stage_columns * (128 * value_bytes + source_rows * 2 + 4)
-                stages = ((200 if rows == 128 else 99) * 1024 - source_rows * 8) // stage
-                row_tiles = min(rows, 64) // 8
-                shared = stages * stage + source_rows * 8
-                in_flight = (stages - 1) * 128 * stage_columns * value_bytes
-                row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
-            overlaps = kernel != "norm_concat_linear"
-            per_byte = min(_per_byte(code[binary.name], row_tiles, value_bytes)) * row_warps
-            sizes = (rows, columns, binary.registers, shared, in_flight)
-            made[name] = Instance(name, *sizes, overlaps, round(per_byte, 3), value_bytes)
+    binaries, cubin = compiled("norm_concat_linear", "90a")
+    code = dict(instructions(cubin))
+    for binary in binaries:
+        if "8BFloat16" not in binary.name or "finalize" in binary.name:
+            continue
+        rows, residual, fused = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
+        form = int(re.search(r"4FormE(\d)", binary.name)[1])
+        name = "fused" if fused else f"split {rows}{FORMS[form]}"
+        name += " residual" if residual else ""
+        columns, value_bytes, source_rows = 64 if fused else 128, 1 if form else 2, rows * (1 + residual)
+        stage_columns = 128 if fused or (form and source_rows == 32) else 64
+        stage = stage_columns * (columns * value_bytes + source_rows * 2 + 4)
+        stages = ((200 if rows == 128 else 99) * 1024 - source_rows * 8) // stage
+        in_flight = (stages - 1) * columns * stage_columns * value_bytes
+        row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
+        per_byte = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes)) * row_warps
+        sizes = (rows, columns, binary.registers, stages * stage + source_rows * 8, in_flight)
+        made[name] = Instance(name, *sizes, round(per_byte, 3), value_bytes)
     return made
 
 
 def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
     """Instructions of a warp for a byte of the weight in each loop that multiplies: a product of 16 x 8 reads 16 x 16
     values of it, which as many products share as there are tiles of 8 rows. Loops inside that do not multiply are few
-    blocks'. What a branch skips unless a block of scales ends counts a quarter: that of 128 columns, after 4 steps."""
+    blocks'. What a branch skips counts half where it copies, the weight in half of the warps and x in the others, and a
+    quarter where a block of scales ends: that of 128 columns, after 4 steps."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
-    loops, scaled = [], set()
+    loops, share = [], dict.fromkeys(range(len(lines)), 1.0)
     for i, line in enumerate(lines):
         match = re.search(r"\bBRA(?:\.\w+)*\s+(?:\S+,\s*)?`\((\.L_x_\d+)\)", line)
         to = labels.get(match[1], i) if match else i
         if to < i:
             loops.append((to, i))
         skipped = "".join(lines[i:to])
-        if "FFMA" in skipped and "LDG" in skipped and "HMMA" not in skipped:
-            scaled.update(range(i + 1, to))
+        if "HMMA" not in skipped and "LDGSTS" in skipped:
+            share.update(dict.fromkeys(range(i + 1, to), 0.5))
+        elif "HMMA" not in skipped and "FFMA" in skipped and "LDG" in skipped:
+            share.update(dict.fromkeys(range(i + 1, to), 0.25))
     multiplies = {loop for loop in loops if any("HMMA" in line for line in lines[slice(*loop)])}
     for begin, end in multiplies:
         inner = {loop for loop in loops if loop != (begin, end) and begin <= loop[0] and loop[1] <= end}
@@ -119,8 +116,7 @@ def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
             left_out = {i for loop in inner for i in range(*loop)}
             body = {i: lines[i] for i in range(begin, end) if i not in left_out}
             products = sum("HMMA" in line for line in body.values())
-            run = {i for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)}
-            instructions = len(run - scaled) + len(run & scaled) / 4
+            instructions = sum(share[i] for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line))
             yield instructions / (products * 256 * value_bytes / row_tiles)
 
 
@@ -167,14 +163,10 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     else:
         ops.norm_concat_linear_split_out(*arguments, True, x.new_empty(T, D))
     launches = [launch for launch in emulation.take_launches() if launch.threads]
-    rounds, outputs = launches[0].grid
-    if is_fused:
-        instance = known[f"fused {16 if outputs * 16 >= D else 32} gain"]
-        ranges = 1
-    else:
-        (instance,) = (i for i in known.values() if i.shared == launches[0].shared_bytes and "residual" not in i.name)
-        ranges = outputs
-    return modelled(instance, rounds * outputs, ranges, K * H, D, T)
+    blocks, ranges = launches[0].grid
+    shared = launches[0].shared_bytes
+    (instance,) = (i for i in known.values() if (i.shared, i.fused) == (shared, is_fused) and "residual" not in i.name)
+    return modelled(instance, blocks * ranges, ranges, K, H, D, T)
 
 
 def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int, D: int, T: int, format: str) -> Call:
@@ -190,35 +182,35 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
     )
     form = FORMS[FORMATS[format]]
     (instance,) = (i for i in known.values() if i.shared == shared and i.name == f"split {i.rows}{form}")
-    return modelled(instance, blocks * ranges, ranges, K * H, D, T)
+    return modelled(instance, blocks * ranges, ranges, K, H, D, T)
 
 
-def modelled(instance: Instance, blocks: int, ranges: int, width: int, D: int, T: int) -> Call:
+def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: int, T: int) -> Call:
     """The time of one call; see docs/benchmarking.md."""
+    width = K * H
     weight = instance.value_bytes * D * width
     of_block = weight / blocks
     slots = instance.blocks * SMS
     # Copies in flight, waves of blocks after each other.
-    issue = instance.in_flight * instance.instructions_per_byte * instance.blocks / ISSUE / CLOCK
-    turn = LATENCY if instance.overlaps else LATENCY + issue
     memory, left = 0.0, blocks
     while left > 0:
         resident = min(left, slots)
-        memory += resident * of_block / min(COPY, resident * instance.in_flight / turn)
+        memory += resident * of_block / min(COPY, resident * instance.in_flight / LATENCY)
         left -= resident
     through_l2 = (weight + 2 * T * width * math.ceil(D / instance.columns)) / L2
-    # An SM's share, of the SM that has most.
-    most = math.ceil(blocks / SMS) * of_block * math.ceil(T / instance.rows)  # a round reads it again, from L2
+    # An SM's share, of the SM that has most, in blocks of the longest range.
+    longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges / K)) * instance.unit)
+    most = math.ceil(blocks / SMS) * instance.columns * longest * instance.value_bytes
     multiply = most / instance.value_bytes * 2 * instance.rows / FLOPS
     execute = most * instance.instructions_per_byte / ISSUE
     # Both operands are written once; x is read by every warp of columns, the weight by every warp of rows.
-    column_warps, row_warps = (4, 2) if instance.rows == 128 else (8, 1)
-    bytes_of_column = 2 * (column_warps + 1) * instance.rows + instance.value_bytes * (row_warps + 1) * 128
-    shared = most / instance.value_bytes / 128 * bytes_of_column / SHARED if instance.overlaps else 0.0
-    partial = 4 * ranges * T * D if ranges > 1 else 0
-    second = SECOND_LAUNCH + partial / L2 if partial else 0.0
+    column_warps, row_warps = (2, 1) if instance.fused else (4, 2) if instance.rows == 128 else (8, 1)
+    values = 2 * (column_warps + 1) * instance.rows + instance.value_bytes * (row_warps + 1) * instance.columns
+    shared = most / instance.value_bytes / instance.columns * values / SHARED
+    partial = 0 if instance.fused else 4 * ranges * T * D
+    end = CLUSTER_SUM if instance.fused else SECOND_LAUNCH + partial / L2
     slowest = max(memory, through_l2 + partial / L2, max(multiply, execute, shared) / CLOCK)
-    seconds = FIRST_LAUNCH + LATENCY + slowest + second
+    seconds = FIRST_LAUNCH + LATENCY + slowest + end
     floor = FIRST_LAUNCH + LATENCY + weight / COPY
     last = blocks % slots or slots
     return Call(

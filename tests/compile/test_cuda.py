@@ -24,15 +24,12 @@ MOST_REGISTERS = {
     "add_rms_norm": 64,
     "capture_hidden": 64,
     "norm_concat": 64,
-    "norm_concat_linear": 128,
-    "norm_concat_linear_split": 184,  # of its blocks of 128 rows, and of all on sm_89 and sm_120, an SM has one
+    "norm_concat_linear": 184,  # of its blocks of 128 rows, and of all on sm_89 and sm_120, an SM has one
     "vocab_parallel_embedding": 40,
 }
-# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes, 2
-# widths of a block and 3 flavours; split, 2 dtypes of 5 tiles, 4 more of e4m3 and of int8, 2 of scales in blocks, and
-# of the kernel that sums.
-INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 12}
-INSTANCES["norm_concat_linear_split"] = 32
+# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes: fused,
+# with residuals or not; split 5 tiles, 4 more of e4m3 and of int8, 2 of scales in blocks, and the kernel that sums.
+INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 36}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -93,9 +90,9 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
     binaries, _ = compiled(kernel, arch)
     assert len(binaries) == INSTANCES[kernel]
     assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
-    if kernel == "norm_concat_linear_split" and arch in ("80", "90a", "100a"):
+    if kernel == "norm_concat_linear" and arch in ("80", "90a", "100a"):
         two_on_an_sm = [binary for binary in binaries if "Li128E" not in binary.name]
-        assert len(two_on_an_sm) == 30 and max(binary.registers for binary in two_on_an_sm) <= 128
+        assert len(two_on_an_sm) == 34 and max(binary.registers for binary in two_on_an_sm) <= 128
 
 
 @functools.cache
@@ -106,33 +103,27 @@ def instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
 
 
 @pytest.mark.parametrize("arch", ["80", "90a", "120"])
-def test_the_weight_streams_in_16_byte_loads_into_the_tensor_cores(arch: str) -> None:
-    functions = instructions(compiled("norm_concat_linear", arch)[1])
-    assert len(functions) == 12
-    for name, code in functions:
-        assert re.search(r"\bHMMA\.16816\.F32", code), name
-        assert re.search(r"\bLDG\.E\.NA\.128\.CONSTANT", code), name  # NA: not kept in L1
-        assert not re.search(r"\b(LDL|STL)\b", code), name
-
-
-@pytest.mark.parametrize("arch", ["80", "90a", "120"])
-def test_the_split_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -> None:
-    functions = dict(instructions(compiled("norm_concat_linear_split", arch)[1]))
-    partial = [code for name, code in functions.items() if "partial_kernel" in name]
-    assert len(partial) == 30
-    for code in partial:
+def test_the_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -> None:
+    functions = dict(instructions(compiled("norm_concat_linear", arch)[1]))
+    partial = {name: code for name, code in functions.items() if "partial_kernel" in name}
+    assert len(partial) == 34
+    for name, code in partial.items():
+        fused = "Li16E" in name
         assert re.search(r"\bHMMA\.16816\.F32", code)
         assert set(re.findall(r"\bLDGSTS[\w.]*", code)) == {"LDGSTS.E.BYPASS.128"}
         assert len(re.findall(r"\bLDS\.128", code)) >= 12
-        # What is loaded into registers: a row's index, scales of codes.
-        assert set(re.findall(r"\bLDG\.[\w.]*", code)) <= {"LDG.E", "LDG.E.64", "LDG.E.U8"}
+        # What is loaded into registers: a row's index, scales of codes, and of the fused kernel the bias.
+        assert set(re.findall(r"\bLDG\.[\w.]*", code)) <= {"LDG.E", "LDG.E.64", "LDG.E.U16" if fused else "LDG.E.U8"}
+        # Two barriers of the cluster, and between them the others' sums.
+        assert len(re.findall(r"\bUCGABAR_ARV|\bUCGABAR_WAIT", code)) == 4 * (fused and arch != "80"), name
+        assert code.count("MEMBAR") == (fused and arch != "80"), name  # the second does not wait for the outputs
         assert not re.search(r"\b(LDL|STL|ATOM\w*|RED)\b", code)
 
 
 # In SASS: a prefetch into L2, an asynchronous copy, griddepcontrol.wait, griddepcontrol.launch_dependents, a load.
 _ORDERED = re.compile(r"\b(CCTL\.E\.PF2|LDGSTS|ACQBULK|PREEXIT|LDG)\b")
 # What comes before the wait: of the weight.
-_EARLY = {"norm_concat_linear_kernel": ["CCTL.E.PF2"], "norm_concat_linear_partial_kernel": ["LDGSTS"]}
+_EARLY = {"norm_concat_linear_partial_kernel": ["CCTL.E.PF2", "LDGSTS"]}
 
 
 @pytest.mark.parametrize("kernel", MOST_REGISTERS)

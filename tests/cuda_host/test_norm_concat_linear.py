@@ -74,7 +74,7 @@ def explained(case: Case) -> str:
 
 @pytest.fixture
 def fused_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds of 8 rows, where a plan has the split kernels for more."""
+    """In rounds of 16 rows, where a plan has the split kernels for more."""
     monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", library.MAX_CUDA_SPLIT_ROWS)
 
 
@@ -98,18 +98,54 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
     check(case)
 
 
-# By name, what picks each instance of the kernels' templates beside the dtype: launch_flavour and norm_concat_linear of
-# csrc/cuda/norm_concat_linear.cu, launch_rows of csrc/cuda/norm_concat_linear_split.cu.
+# By name, what picks each instance of the kernels' templates beside the dtype: launch_rows and norm_concat_linear_cuda
+# of csrc/cuda/norm_concat_linear.cu.
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
-COLUMNS = {"16-columns": 37, "32-columns": 4300}  # of a block, and a D that takes them
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
-@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # a range of a chunk, or two
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_float64_truth_of_every_instance(dtype: str, flavour: str, columns: str, norm: str) -> None:
-    check(Case(dtype, (136,) * 2, 3, norm, D=COLUMNS[columns], norm_offset=1.0, **FLAVOURS[flavour]))
+def test_float64_truth_of_every_instance(
+    dtype: str, flavour: str, multiprocessors: int, norm: str, emulation: ModuleType
+) -> None:
+    for late_copies in (False, True):
+        order = {"descending_warps": late_copies, "late_copies": late_copies}
+        emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
+        emulation.take_launches()
+        check(Case(dtype, (136,) * 2, 11, norm, D=70, norm_offset=1.0, **FLAVOURS[flavour]))
+        launch = emulation.take_launches()[-1]
+        ranges = 2 if multiprocessors == 1 else 4
+        assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
+
+
+@pytest.mark.parametrize(
+    ("K", "H", "D", "ranges"),
+    # Blocks of 64 columns times ranges, for 132 SMs with room for two: 84, 192, 135, 192, and two waves and a part.
+    [(3, 896, 896, 6), (3, 2048, 2048, 6), (3, 2880, 2880, 3), (3, 4096, 4096, 3), (3, 6144, 6144, 6), (8, 64, 64, 8)],
+)
+def test_a_cluster_shares_the_ranges_of_its_columns_out(
+    K: int, H: int, D: int, ranges: int, emulation: ModuleType
+) -> None:
+    chunks, weight = [torch.empty(1, H).bfloat16() for _ in range(K)], torch.empty(D, K * H).bfloat16()
+    emulation.run_kernels(False)
+    emulation.take_launches()
+    try:
+        ek.norm_concat_linear(chunks, weight)
+    finally:
+        emulation.run_kernels(True)
+    launch = emulation.take_launches()[-1]
+    assert (launch.grid, launch.cluster, launch.pdl) == ([-(-D // 64), ranges], ranges, True)
+
+
+def test_a_gpu_without_clusters_is_left_to_the_split_kernels(emulated: object, emulation: ModuleType) -> None:
+    """By the plan (tests/test_cuda_backend.py); the primitive refuses."""
+    chunks, weight, _ = make_call(2, K=2, H=72)
+    emulation.set_device(99 << 10, descending_warps=False, capability=89)
+    arguments = (chunks, 2, 1, [], [1e-6], 0.0, None, None, None, weight, None)
+    with pytest.raises(RuntimeError, match=r"^norm_concat_linear: CUDA has error 801"):
+        emulated.norm_concat_linear_out(*arguments, None, 0.0, torch.empty(2, 37).bfloat16())
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
@@ -138,21 +174,19 @@ def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, kernel: Kernel) -> None:
-    """8 rows at a time and 16 or 32 columns a block; 32, 64 and 128 rows at a time, in several rounds."""
-    most, rows = (16, (1, 5, 8, 9)) if kernel is Kernel.FUSED else (150, (1, 17, 33, 65, 129))
+    """16 rows at a time; 32, 64 and 128 rows at a time; in several rounds."""
+    most, rows = (33, (1, 5, 9, 16, 17)) if kernel is Kernel.FUSED else (150, (1, 17, 33, 65, 129))
     chunks, weight, gain = make_call(most, TYPES[dtype])
     arguments = {"norm": norm, "norm_weight": {"chunk": gain, "concat": gain.reshape(-1), "none": None}[norm]}
     for residuals in (None, [chunk.flip(0) for chunk in chunks]):
 
-        def call(T: int, weight: Tensor = weight, residuals: list[Tensor] | None = residuals) -> Tensor:
+        def call(T: int, residuals: list[Tensor] | None = residuals) -> Tensor:
             last = None if residuals is None else [residual[most - T :] for residual in residuals]
             return ek.norm_concat_linear([chunk[most - T :] for chunk in chunks], weight, residuals=last, **arguments)
 
         whole = call(most)
         for T in rows:
             assert same_bits(call(T), whole[most - T :]), T
-        if kernel is Kernel.FUSED:  # the ranges of the split kernels depend on D
-            assert same_bits(call(3, weight.repeat(120, 1)), whole[-3:].repeat(1, 120))
 
 
 def test_a_gpu_with_less_shared_memory_multiplies_64_rows_at_a_time(emulation: ModuleType) -> None:
