@@ -9,35 +9,36 @@
 namespace eagle_kernels::cuda {
 namespace {
 
-// Of all threads of a block.
+// Of all threads of a row.
 __device__ __forceinline__ void store_sum(const CaptureHidden& op, int64_t t, float squares) {
   if (op.sum_squares == nullptr) return;
   squares = sum_over_row(squares);
-  if (threadIdx.x == 0 && t < op.num_rows) store(op.sum_squares + t * op.sum_squares_row_stride, squares);
+  if (threadIdx.x == 0) store(op.sum_squares + t * op.sum_squares_row_stride, squares);
 }
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_constant__ CaptureHidden op) {
-  const int64_t t = row_of_thread(), width = t < op.num_rows ? op.width : 0;
+  const int64_t t = row_of_thread<kAligned>();
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   const T* residual = static_cast<const T*>(op.residual) + t * op.residual_row_stride;
   T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if (t >= op.num_rows) return;  // a barrier waits for the threads that are left
 
   float squares = 0;
-  for (int64_t first = first_column(); first < width; first += kInFlight * pack_stride()) {
+  for (int64_t first = first_column(); first < op.width; first += kInFlight * pack_stride()) {
     Pack<T> value[kInFlight], other[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      value[i] = load_pack<kAligned>(hidden, first + i * pack_stride(), width);
-      if (op.residual != nullptr) other[i] = load_pack<kAligned>(residual, first + i * pack_stride(), width);
+      value[i] = load_pack<kAligned>(hidden, first + i * pack_stride(), op.width);
+      if (op.residual != nullptr) other[i] = load_pack<kAligned>(residual, first + i * pack_stride(), op.width);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       // Without a residual the row is copied as bits: rounding it again would change the payload of a NaN.
       if (op.residual != nullptr) value[i] = add(value[i], other[i]);
-      store_pack<kAligned>(out, first + i * pack_stride(), width, value[i]);
+      store_pack<kAligned>(out, first + i * pack_stride(), op.width, value[i]);
       if (op.sum_squares != nullptr) squares += sum_of_squares(widen(value[i]));
     }
   }
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
 // the one above its loads take fp32 from 64 registers to 70.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_constant__ CaptureHidden op) {
-  const int64_t t = row_of_thread(), width = t < op.num_rows ? op.width : 0;
+  const int64_t t = row_of_thread<kAligned>();
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
   // 64 bytes of loads in flight; at twice that fp32 spills on sm_80. g++, for the emulation, reads no such pragma.
@@ -56,9 +57,10 @@ __global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_const
   const float share = 1.0f / static_cast<float>(op.num_streams);
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if (t >= op.num_rows) return;  // a barrier waits for the threads that are left
 
   float squares = 0;
-  for (int64_t column = first_column(); column < width; column += pack_stride()) {
+  for (int64_t column = first_column(); column < op.width; column += pack_stride()) {
     Values mean{};
 #pragma unroll kUnrolled
     for (int64_t s = 0; s < op.num_streams; ++s) {
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < kPack; ++i) mean.v[i] *= share;
     const Pack<T> value = narrow(mean, T{});
-    store_pack<kAligned>(out, column, width, value);
+    store_pack<kAligned>(out, column, op.width, value);
     if (op.sum_squares != nullptr) squares += sum_of_squares(widen(value));
   }
   store_sum(op, t, squares);
@@ -88,7 +90,7 @@ int capture_hidden_cuda(const CaptureHidden& record, const Device& device) {
   alignment.add(record.residual, record.residual_row_stride, rows);
   alignment.add(record.out, record.out_row_stride, rows);
   alignment.add_width(record.width);
-  const Shape shape = shape_of_rows(rows, record.width, device);
+  const Shape shape = shape_of_rows(rows, record.width, alignment.holds(), device);
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
     if (record.num_streams > 0) {

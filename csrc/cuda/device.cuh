@@ -220,7 +220,7 @@ __device__ __forceinline__ float sum_over_warp(float value) {
 }
 
 // The sum over the threads of a row, which are those of one threadIdx.y, in an order that depends on their number alone.
-// Once per kernel, by every thread of the block: it takes 4 bytes of shared memory for each warp and leaves them in use.
+// Once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use.
 __device__ __forceinline__ float sum_over_row(float value) {
   const int warps = blockDim.x / 32;
   float* of_warp = reinterpret_cast<float*>(shared_memory()) + threadIdx.y * warps;
@@ -232,8 +232,11 @@ __device__ __forceinline__ float sum_over_row(float value) {
   return sum;
 }
 
-// The row of this thread in a kernel whose blocks have several; in the last block it may be beyond the last row.
+// The row of this thread in a kernel whose blocks have several, one where kSeveral is false; in the last block it may be
+// beyond the last row.
+template <bool kSeveral>
 __device__ __forceinline__ int64_t row_of_thread() {
+  if (!kSeveral) return blockIdx.x;
   return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
 }
 

@@ -36,15 +36,15 @@ template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant__ Arguments arguments) {
   const NormConcat& op = arguments.op;
   const Concat& source = op.source;
-  const int64_t i = row_of_thread();
-  const bool inside = i < op.num_rows;
+  const int64_t i = row_of_thread<kAligned>();
   const int num_chunks = static_cast<int>(source.num_chunks);
   const bool whole_row = gridDim.y == 1;
-  const int begin = whole_row ? 0 : blockIdx.y, end = !inside ? begin : whole_row ? num_chunks : begin + 1;
+  const int begin = whole_row ? 0 : blockIdx.y, end = whole_row ? num_chunks : blockIdx.y + 1;
   const int64_t step = kInFlight * pack_stride();
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if (i >= op.num_rows) return;  // a barrier waits for the threads that are left
 
   Pack<T> value[kInFlight];
   const auto load_step = [&](const Chunk& chunk, int64_t row, int64_t first) {
@@ -54,11 +54,11 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
   const bool concat = source.norm == Norm::kConcat;
   const bool given = arguments.chunks[0].sum_squares != nullptr;
   float squares = 0;
-  if (source.norm != Norm::kNone && given && inside) {
+  if (source.norm != Norm::kNone && given) {
     for (int k = concat ? 0 : begin; k < (concat ? num_chunks : end); ++k) {
       squares += given_squares(arguments.chunks[k], source_row(arguments.chunks[k], i));
     }
-  } else if (source.norm != Norm::kNone && !given) {
+  } else if (source.norm != Norm::kNone) {
     for (int k = begin; k < end; ++k) {
       const Chunk& chunk = arguments.chunks[k];
       const int64_t row = source_row(chunk, i);
@@ -118,7 +118,7 @@ int norm_concat_cuda(const NormConcat& record, const Device& device) {
     widest = std::max(widest, chunk.width);
   }
   const bool whole_row = record.source.norm == Norm::kConcat && record.source.chunks[0].sum_squares == nullptr;
-  Shape shape = shape_of_rows(rows, widest, device);
+  Shape shape = shape_of_rows(rows, widest, alignment.holds(), device);
   if (!whole_row) shape.y = record.source.num_chunks;
   return with_dtype(record.source.dtype, [&](auto type) {
     using T = decltype(type);

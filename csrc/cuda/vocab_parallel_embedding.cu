@@ -36,7 +36,7 @@ __device__ __forceinline__ float scale_of(const VocabParallelEmbedding& op) {
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) vocab_parallel_embedding_kernel(
     const __grid_constant__ VocabParallelEmbedding op) {
-  const int64_t i = row_of_thread();
+  const int64_t i = row_of_thread<kAligned>();
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -78,7 +78,7 @@ int vocab_parallel_embedding_cuda(const VocabParallelEmbedding& record, const De
   alignment.add(record.weight, record.weight_row_stride, 2);
   alignment.add(record.out, record.out_row_stride, rows);
   alignment.add_width(record.width);
-  const Shape shape = shape_of_rows(rows, record.width, device);
+  const Shape shape = shape_of_rows(rows, record.width, alignment.holds(), device);
   return with_dtype(record.dtype, [&](auto type) {
     using T = decltype(type);
     return alignment.holds() ? launch<vocab_parallel_embedding_kernel<T, true>>(shape, record, device)

@@ -27,8 +27,9 @@ MOST_REGISTERS = {
     "norm_concat_linear": 184,  # of its blocks of 128 rows, and of all on sm_89 and sm_120, an SM has one
     "vocab_parallel_embedding": 40,
 }
-# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes: fused,
-# with residuals or not; split 5 tiles, 4 more of e4m3 and of int8, 2 of scales in blocks, and the kernel that sums.
+# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes:
+# fused, with residuals or not; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales in blocks; and the kernel that
+# sums.
 INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 36}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")

@@ -169,10 +169,14 @@ int count(State state, int begin, int end) {
   return found;
 }
 
-// Lets the threads [begin, end) go on where all of them wait at the barrier.
+// Lets the threads [begin, end) go on where all of them that have not ended wait at the barrier: from sm_70 on those
+// that have are not waited for (CUDA C++ Programming Guide, "Independent Thread Scheduling").
 bool passes(State barrier, int begin, int end) {
-  if (count(barrier, begin, end) != end - begin) return false;
-  for (int thread = begin; thread < end; ++thread) fibers[thread]->state = State::kReady;
+  const int waiting = count(barrier, begin, end);
+  if (waiting == 0 || waiting + count(State::kDone, begin, end) != end - begin) return false;
+  for (int thread = begin; thread < end; ++thread) {
+    if (fibers[thread]->state == barrier) fibers[thread]->state = State::kReady;
+  }
   return true;
 }
 
