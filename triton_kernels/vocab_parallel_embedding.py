@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
 from .launch import launch
-from .rows import aligned, block_and_warps, cdiv, row_stride
+from .rows import aligned, cdiv, column_block_and_warps, row_stride
 
 _ROWS = ("weight_ptr", "weight_row_stride", "out_ptr", "out_row_stride")
 
@@ -61,7 +61,7 @@ def run(record: tuple) -> None:
     N, H = out.shape
     if out.numel() == 0:
         return
-    block, num_warps = block_and_warps(H)
+    block, num_warps = column_block_and_warps(H)
     pdl = has_pdl(out.device)
     launch(
         _vocab_parallel_embedding,

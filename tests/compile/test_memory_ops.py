@@ -187,6 +187,15 @@ def test_resources(op: str, arch: Arch, selected: Callable, record_binary: Calla
     assert not faults, "\n".join(faults)
 
 
+def test_an_embeddings_blocks_leave_few_lanes_idle() -> None:
+    """Of the widths of every model; 5376 columns are 3 blocks of 2048, and 512 are the least that a block has."""
+    for case, call in preset_calls("vocab_parallel_embedding").items():
+        (launch,) = launches(call, [KERNELS["vocab_parallel_embedding"]], 90)
+        constants = launch.specialisation.constants
+        H, block = constants[:2]
+        assert 7 * -(-H // block) * block <= 8 * H or block == 512, case
+
+
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("H", [896, 4096, 8192])
 def test_a_row_that_one_block_covers_is_read_once(H: int, arch: Arch) -> None:
