@@ -135,11 +135,11 @@ bool can_run(int thread) {
          (fiber.state == State::kInExchange && warp_of(thread).exchanges >= fiber.exchanges);
 }
 
-// Each warp as far as it comes without the others.
-void run_warps() {
-  const int count = static_cast<int>(blocks.size()) * threads_of_block / kLanes;
+// Each warp of the block whose threads begin with this one, as far as it comes without the others.
+void run_warps(int first_thread) {
+  const int count = threads_of_block / kLanes;
   for (int i = 0; i < count; ++i) {
-    const int first = (descending_warps ? count - 1 - i : i) * kLanes;
+    const int first = first_thread + (descending_warps ? count - 1 - i : i) * kLanes;
     for (bool moved = true; moved;) {
       moved = false;
       for (int j = 0; j < kLanes; ++j) {
@@ -198,14 +198,16 @@ void run_cluster(int cluster, int64_t shared_bytes) {
     fiber.groups.clear();
   }
   while (true) {
-    run_warps();
+    // Each block as far as it comes without the others: what it reads of one that has not run is NaN.
+    for (int i = 0; i < cluster; ++i) {
+      const int first = (descending_warps ? cluster - 1 - i : i) * threads_of_block;
+      do {
+        run_warps(first);
+      } while (passes(State::kAtBarrier, first, first + threads_of_block));
+    }
     const int done = count(State::kDone, 0, threads);
     if (done == threads) return;
-    bool passed = passes(State::kAtClusterBarrier, 0, threads);
-    for (int first = 0; first < threads; first += threads_of_block) {
-      passed |= passes(State::kAtBarrier, first, first + threads_of_block);
-    }
-    if (passed) continue;
+    if (passes(State::kAtClusterBarrier, 0, threads)) continue;
     const int at_barrier = count(State::kAtBarrier, 0, threads) + count(State::kAtClusterBarrier, 0, threads);
     throw std::runtime_error("emulated kernel: " + std::to_string(at_barrier) + " of " + std::to_string(threads) +
                              " threads wait at a barrier, " + std::to_string(done) +
