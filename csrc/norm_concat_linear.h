@@ -66,7 +66,8 @@ constexpr int64_t kMaxDecodeRows = 16;
 constexpr int64_t kMaxSplitRows = 128;
 }  // namespace cuda
 
-// The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
+// The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and
+// later.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // How many ranges of columns the split kernels cut each chunk into, and the fp32 values of workspace that this takes.

@@ -256,7 +256,7 @@ def test_the_limits_of_the_cuda_kernels_are_exported() -> None:
     limits = [getattr(compiled, f"eagle_kernels_max_cuda_{name}") for name in ("chunks", "decode_rows")]
     for limit in limits:
         limit.restype = ctypes.c_int64
-    assert [limit() for limit in limits] == [8, 8]
+    assert [limit() for limit in limits] == [8, 16]
 
 
 @pytest.mark.parametrize(("cap", "active"), [(-1, 0), (0, 0), (2**40, len(CPU_ISAS) - 1), (-(2**63), 0)])

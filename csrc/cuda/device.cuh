@@ -156,10 +156,10 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// The blocks of a cluster (sm_90 and later) that are neighbours in y, of which this is number blockIdx.y: a barrier of all
-// their threads, behind which each sees what the others have written, and a value of another's shared memory, at the
-// place that is `mine` here. A block whose memory others read must not end before they have: end_cluster is a barrier
-// that orders nothing else, where the one above waits for stores into global memory too.
+// The blocks of a cluster (sm_90 and later) that are neighbours in y, of which this is number blockIdx.y: a barrier of
+// all their threads, behind which each sees what the others have written, and a value of another's shared memory, at
+// the place that is `mine` here. A block whose memory others read must not end before they have: end_cluster is a
+// barrier that orders nothing else, where the one above waits for stores into global memory too.
 __device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
@@ -219,8 +219,8 @@ __device__ __forceinline__ float sum_over_warp(float value) {
   return value;
 }
 
-// The sum over the threads of a row, which are those of one threadIdx.y, in an order that depends on their number alone.
-// Once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use.
+// The sum over the threads of a row, which are those of one threadIdx.y, in an order that depends on their number
+// alone. Once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use.
 __device__ __forceinline__ float sum_over_row(float value) {
   const int warps = blockDim.x / 32;
   float* of_warp = reinterpret_cast<float*>(shared_memory()) + threadIdx.y * warps;
@@ -232,8 +232,8 @@ __device__ __forceinline__ float sum_over_row(float value) {
   return sum;
 }
 
-// The row of this thread in a kernel whose blocks have several, one where kSeveral is false; in the last block it may be
-// beyond the last row.
+// The row of this thread in a kernel whose blocks have several, one where kSeveral is false; in the last block it may
+// be beyond the last row.
 template <bool kSeveral>
 __device__ __forceinline__ int64_t row_of_thread() {
   if (!kSeveral) return blockIdx.x;

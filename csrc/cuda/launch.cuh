@@ -100,7 +100,8 @@ inline int64_t sum_bytes(int64_t threads) { return threads / 32 * 4; }
 
 // Blocks for rows of this width, in the memory-bound kernels. Up to 2048 columns a row has few loads and a block of its
 // own would be launched for each: rows share one of 256 threads, as long as every SM has two. Which rows share a block
-// is in no sum. Unaligned rows do not: with a row for each thread add_rms_norm in fp32 takes 71 registers on sm_100.
+// is in no sum. Unaligned rows do not: with a row for each thread the norm of a sum in fp32 takes 71 registers on
+// sm_100.
 inline Shape shape_of_rows(int64_t rows, int64_t width, bool aligned, const Device& device) {
   const int64_t threads = threads_of(width), most = aligned ? std::max<int64_t>(1, 256 / threads) : 1;
   const int64_t of_block = std::clamp<int64_t>(rows / (2 * device.multiprocessors), 1, most);

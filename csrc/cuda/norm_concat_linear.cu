@@ -1,38 +1,40 @@
 // out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows at a time, the weight read once. One kernel
 // multiplies, with two ends.
 //
-// A block computes some columns of the output over a range of columns of one chunk. The weight and x pass through a ring
-// of stages in shared memory, 48 KB of the weight ahead of the product in a block and two blocks on an SM of Hopper, or
-// 80 KB in one block of 128 rows, which takes as much shared memory as no other GPU but sm_100 has: those multiply 64
-// rows twice. Half of the warps copy the weight and half copy x: a thread's copies land in order, and those of the
-// weight start before the previous kernel has ended (or, where it may write the weight, come into L2), those of x after.
+// A block computes some columns of the output over a range of columns of one chunk. The weight and x pass through a
+// ring of stages in shared memory, 48 KB of the weight ahead of the product in a block and two blocks on an SM of
+// Hopper, or 80 KB in one block of 128 rows, which takes as much shared memory as no other GPU but sm_100 has: those
+// multiply 64 rows twice. Half of the warps copy the weight and half copy x: a thread's copies land in order, and those
+// of the weight start before the previous kernel has ended (or, where it may write the weight, come into L2), those of
+// x after.
 //
-// Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The ranges of 64 columns of the output are a
-// cluster, whose blocks sum them through one another's shared memory, each a share of the outputs. Nothing is left
-// in global memory that a second stream could meet, and an aborted launch leaves no counter behind. Four warps share the
+// Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The ranges of 64 columns of the output are
+// a cluster, whose blocks sum them through one another's shared memory, each a share of the outputs. Nothing is left in
+// global memory that a second stream could meet, and an aborted launch leaves no counter behind. Four warps share the
 // steps of a stage. A second launch takes 1.5 us, where reading the weight of 3x896x896 takes 1.1.
 //
-// Split, up to 128 rows, all GPUs: two launches. The ranges of 128 columns go to global memory, and a second kernel sums
-// them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often as 32.
+// Split, up to 128 rows, all GPUs: two launches. The ranges of 128 columns go to global memory, and a second kernel
+// sums them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often
+// as 32.
 //
 // In both the raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and
-// statistic alike; the gain is multiplied into the weight (weight_gain.cuh). Rows of values below 2^-100, which no model
-// has, lose precision: their products are subnormal in fp32.
+// statistic alike; the gain is multiplied into the weight (weight_gain.cuh). Rows of values below 2^-100, which no
+// model has, lose precision: their products are subnormal in fp32.
 //
 // A lane's 16-byte part of a row is 8 neighbouring columns, where the fragments of two products want columns 2q, 2q+1,
-// 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree, so the parts go in as
-// they come. In shared memory the parts of a row change places by halves of 128 bytes in odd rows, so that the 8 lanes
-// that are served together, of two rows, find all 32 banks.
+// 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree, so the parts go in
+// as they come. In shared memory the parts of a row change places by halves of 128 bytes in odd rows, so that the 8
+// lanes that are served together, of two rows, find all 32 banks.
 //
 // Sums of squares are taken from the same stages: in the split kernels in the blocks of the first output columns alone.
 //
 // A weight of codes (FP8, INT8) passes through the split kernels' ring as bytes, for up to 32 rows in stages of 128
-// columns, and is widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of a
-// range.
+// columns, and is widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of
+// a range.
 //
 // Sums go by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends on the
-// chunks' widths, D, the blocks of scales and the GPU's number of SMs alone, so a row's bits depend neither on the other
-// rows nor on how many there are.
+// chunks' widths, D, the blocks of scales and the GPU's number of SMs alone, so a row's bits depend neither on the
+// other rows nor on how many there are.
 #include "../norm_concat_linear.h"
 
 #include <bit>
@@ -348,8 +350,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
   const float scale = gain == nullptr ? 1.0f : K::kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
                            (K::kFused || (first_output == 0 && column_warp < K::kRowTiles / 2));
-  // kPairs: there is no gain, or its factors are exact in T and pairs of them one instruction. A third loop, for no gain,
-  // costs the others registers, and 15 % more instructions.
+  // kPairs: there is no gain, or its factors are exact in T and pairs of them one instruction. A third loop, for no
+  // gain, costs the others registers, and 15 % more instructions.
   const auto multiply_range = [&](auto pairs) {
     constexpr bool kPairs = decltype(pairs)::value;
     for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
@@ -620,9 +622,9 @@ int units_of_widest(const Concat& source, int unit) {
   return static_cast<int>((widest + unit - 1) / unit);
 }
 
-// The fused kernel's ranges, of the least time by the model of docs/benchmarking.md. Reading an SM's share of the weight
-// takes 1, multiplying it 0.5. A block on its own reads 2.6 times that share: what the last wave costs. How much a few
-// SMs alone can read is not in the model: nine of ten should have a block. Nor is T in it: it is in no sum.
+// The fused kernel's ranges, of the least time by the model of docs/benchmarking.md. Reading an SM's share of the
+// weight takes 1, multiplying it 0.5. A block on its own reads 2.6 times that share: what the last wave costs. How much
+// a few SMs alone can read is not in the model: nine of ten should have a block. Nor is T in it: it is in no sum.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int widest = units_of_widest(op.source, kFusedUnitColumns), multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns), slots = 2 * multiprocessors;

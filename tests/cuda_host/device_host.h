@@ -1,7 +1,7 @@
 // The names of csrc/cuda/device.cuh on a CPU: a block's threads are fibers of one OS thread, blocks run one after the
-// other, and those of a cluster by turns. What a GPU would do wrong only sometimes is made to fail here every time: shared memory starts as NaN, warps
-// run to their next barrier in either order (`set_warp_order`), loads check their alignment, and global memory may only
-// be touched after wait_for_previous_kernel.
+// other, and those of a cluster by turns. What a GPU would do wrong only sometimes is made to fail here every time:
+// shared memory starts as NaN, warps run to their next barrier in either order (`set_warp_order`), loads check their
+// alignment, and global memory may only be touched after wait_for_previous_kernel.
 #pragma once
 
 #include <cmath>

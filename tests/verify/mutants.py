@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(PLAN, "if problem.rows <= limit:", "if problem.rows < limit:"),
     Mutant(PLAN, "rows <= split:", "rows < split:"),
-    Mutant(PLAN, "if rows <= decode:", "if rows < decode:"),
+    Mutant(PLAN, "if rows <= decode and", "if rows < decode and"),
     Mutant(PLAN, "return capability >= (major, minor)", "return capability > (major, minor)"),
     Mutant(PLAN, "capability[1] >= minor", "capability[1] > minor"),
     Mutant(PLAN, "if major < 8:", "if major <= 8:"),
