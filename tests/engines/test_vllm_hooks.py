@@ -152,6 +152,23 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
+@pytest.fixture
+def runs(vllm: types.SimpleNamespace, ops: list[str], log: Callable) -> Callable:
+    """check(drafter, {rows: the op that runs them, or None}, how its line begins)."""
+
+    def check(drafter: nn.Module, ran: dict[int, str | None], line: str) -> None:
+        ops.clear()
+        for rows, op in ran.items():
+            hidden = torch.randn(rows, K * H)
+            assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+            assert ops == ([] if op is None else [op])
+            ops.clear()
+        (logged,) = [logged for logged in log() if "combine_hidden_states" in logged]
+        assert logged.startswith(f"{COMBINE} {line}")
+
+    return check
+
+
 @pytest.mark.parametrize(
     ("architecture", "norm", "expected"),
     [
@@ -407,8 +424,7 @@ def test_the_codes_of_a_quantized_fc_are_read(
 def test_codes_are_read_where_that_is_faster(
     vllm: types.SimpleNamespace,
     decides: Callable,
-    ops: list[str],
-    log: Callable,
+    runs: Callable,
     norm_concat: tuple[float, ...],
     codes: tuple[float, ...],
     ran: dict[int, str | None],
@@ -417,14 +433,7 @@ def test_codes_are_read_where_that_is_faster(
     timed = decides(VLLMS, norm_concat, codes)
     drafter = build(vllm, change=held_as_fp8)
     assert timed == [3]
-    ops.clear()
-    for rows, op in ran.items():
-        hidden = torch.randn(rows, K * H)
-        assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
-        assert ops == ([] if op is None else [op])
-        ops.clear()
-    (logged,) = [logged for logged in log() if "combine_hidden_states" in logged]
-    assert logged.startswith(f"{COMBINE} {line}")
+    runs(drafter, ran, line)
 
 
 def combine() -> types.ModuleType:
@@ -511,8 +520,7 @@ DENSE_MB = f"{4 * K * H * D / 1e6:.3g}"
 def test_a_stage_runs_where_it_is_faster(
     vllm: types.SimpleNamespace,
     decides: Callable,
-    ops: list[str],
-    log: Callable,
+    runs: Callable,
     norm_concat: tuple[float, ...],
     whole: tuple[float, ...],
     dense: bool,
@@ -523,14 +531,7 @@ def test_a_stage_runs_where_it_is_faster(
     for _ in range(2):  # a shape is timed once
         drafter = build(vllm, packs=True)
         assert timed == [3] and is_dense(drafter) == dense
-    ops.clear()
-    for rows, op in ran.items():
-        hidden = torch.randn(rows, K * H)
-        assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
-        assert ops == ([] if op is None else [op])
-        ops.clear()
-    (logged,) = [logged for logged in log() if "combine_hidden_states" in logged]
-    assert logged.startswith(f"{COMBINE} {line}")
+    runs(drafter, ran, line)
 
 
 def test_a_weight_that_is_packed_anew_leaves_no_dense_copy_in_use(

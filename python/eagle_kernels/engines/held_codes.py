@@ -13,6 +13,7 @@ on sm_100, fnuz) do not fit and stay with the engine. The engines round activati
 the op keeps their 16.
 """
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class HeldCodes:
     def weight(self) -> QuantizedWeight:
         """What the layer has now: updates in place and new parameters are seen."""
         parameters = (self.linear.weight, _scales_of(self.linear))
-        if self._weight is None or self._read is None or any(map(_is_not, parameters, self._read)):
+        if self._weight is None or self._read is None or any(map(operator.is_not, parameters, self._read)):
             self._weight, self._read = _quantized(self.linear), parameters
         return self._weight
 
@@ -72,10 +73,6 @@ def read(linear: Any, methods: Collection[str]) -> HeldCodes | None:
     return codes if codes.is_current else None
 
 
-def _is_not(a: object, b: object) -> bool:
-    return a is not b
-
-
 def _scales_of(linear: Any) -> Any:
     return next((scales for name in _SCALES if isinstance(scales := getattr(linear, name, None), Tensor)), None)
 
@@ -96,7 +93,7 @@ def _quantized(linear: Any) -> QuantizedWeight:
 
 
 def _format(codes: Tensor, scales: Tensor, block: Any) -> str:
-    """Whether the codes are of its dtype QuantizedWeight checks."""
+    """What the layout says; QuantizedWeight raises where the dtypes are not the format's."""
     if codes.dtype == torch.int8:
         return "int8_row"
     if not block:

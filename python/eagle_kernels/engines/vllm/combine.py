@@ -275,8 +275,8 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
         return _timed(drafter, projection, like, codes)
     sizes = (like.device, fc.input_size, fc.output_size, like.dtype)
     shipped = decision.on_gpu(*sizes)
-    if held is not None and not (of_codes := decision.on_gpu(*sizes, held.weight.format)).never:
-        projection, shipped = replace(projection, fc=held, fc_unsupported=None), of_codes
+    if codes is not None and not (of_codes := decision.on_gpu(*sizes, codes.codes)).never:
+        projection, shipped = codes, of_codes
     if not shipped.never:
         probe(projection, fc.input_size, like, drafter._max_rows, engine)
     return Stage(projection, shipped)
