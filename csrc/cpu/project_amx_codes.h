@@ -37,14 +37,18 @@ inline float scale_at(const Scales& scales, int64_t column, int64_t block) {
   return 0.0f;
 }
 
-// Line 0 and 1: 64 columns of a row of codes in bf16, in their order; those behind the `count` that are there are zero.
+// 64 columns in their order, of two vectors that have in each quarter the first 8 columns of 16, and the other 8.
+inline void put_in_order(__m512i first, __m512i second, __m512i (&line)[2]) {
+  line[0] = _mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second);
+  line[1] = _mm512_permutex2var_epi64(first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second);
+}
+
+// 64 columns of a row of codes in bf16, in their order; those behind the `count` that are there are zero.
 template <class Code>
 inline void widen_in_order(const uint8_t* codes, int64_t count, __m512i (&line)[2]) {
   const __mmask64 there = count >= 64 ? ~0ull : (1ull << count) - 1;
   const CodeLine<Code> bytes(_mm512_maskz_loadu_epi8(there, codes));
-  const __m512i first = bytes.word(0), second = bytes.word(1);  // of each quarter its first 8 columns, its other 8
-  line[0] = _mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second);
-  line[1] = _mm512_permutex2var_epi64(first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second);
+  put_in_order(bytes.word(0), bytes.word(1), line);
 }
 template <>
 inline void widen_in_order<Float4E2M1>(const uint8_t* codes, int64_t count, __m512i (&line)[2]) {
@@ -54,21 +58,16 @@ inline void widen_in_order<Float4E2M1>(const uint8_t* codes, int64_t count, __m5
   const __m512i table = _mm512_load_si512(kCodeTable<Float4E2M1>.bits);
   const __m512i even = _mm512_permutexvar_epi16(pairs, table);
   const __m512i odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs, 4), table);
-  const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-  const __m512i upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  const __m512i first = _mm512_unpacklo_epi16(even, odd), second = _mm512_unpackhi_epi16(even, odd);
-  line[0] = _mm512_permutex2var_epi64(first, lower, second);
-  line[1] = _mm512_permutex2var_epi64(first, upper, second);
+  put_in_order(_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd), line);
 }
 
-// 32 columns times their scales: the even ones' in the low half of each of the 16 words.
-inline __m512i scaled_line(__m512i line, const Scales& scales, int64_t column, int64_t k, int64_t width) {
-  float of_lane[kLanes];
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const int64_t block = k + 2 * lane < width ? (k + 2 * lane) / scales.block_columns : 0;
-    of_lane[lane] = scale_at(scales, column, block);
-  }
-  return (__m512i)scaled((UInt)line, load(of_lane, Whole{}));
+// 32 columns from column k on times their scales: one for the first 16, one for the others, if they are there.
+inline __m512i scaled_line(__m512i line, const Scales& scales, int64_t row, int64_t k, int64_t width) {
+  const auto scale = [&](int64_t first) {
+    return first < width ? scale_at(scales, row, first / scales.block_columns) : 0.0f;
+  };
+  const __m512 lower = _mm512_set1_ps(scale(k));
+  return (__m512i)scaled((UInt)line, (Float)_mm512_insertf32x8(lower, _mm256_set1_ps(scale(k + 16)), 1));
 }
 
 // A stretch of 16 rows of the weight in bf16, zero behind their end. Of rows that are not there it keeps what it has:
