@@ -1,9 +1,11 @@
 // The projection of a quantized weight by rows of bf16 on the AMX tile unit: out^T = weight . rows^T.
 //
-// 16 rows of codes become bf16 a stretch at a time, in their order, and are the left operand from L1. A sum over the
-// columns that share a scale, 128 of them at most, enters the fp32 total times its scale, as in project_quantized.h;
-// with one scale a row the totals are the sums, and are scaled when they are finished. Blocks of 16 columns are half of
-// what one multiplication takes: there the numbers are scaled, and bf16 has to have the products.
+// A panel of codes becomes bf16 a stretch at a time, in the layout of tiles, and is the left operand from L1: while one
+// stretch is multiplied the next one is widened, since the tile unit and the vectors' units run beside each other. Two
+// tiles of the panel by two of the rows are four products for four loads. A sum over the columns that share a scale, 128
+// of them at most, enters the fp32 total times its scale, as in project_quantized.h; with one scale a row the totals are
+// the sums, and are scaled when they are finished. Blocks of 16 columns are half of what one multiplication takes: there
+// the numbers are scaled, and bf16 has to have the products.
 #pragma once
 
 #include "project_amx.h"
@@ -12,10 +14,9 @@
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
-constexpr int64_t kStretchSteps = 8;  // 8 KB of bf16
+constexpr int64_t kStretchSteps = kCodesStretchSteps;
 constexpr int64_t kStretch = kStretchSteps * kTileK;
-constexpr int64_t kMaxSumSteps = kStripWidth / kTileK;
-static_assert(kStretch % kStripWidth == 0);
+static_assert(kStretch == kStripWidth);
 
 inline bool scales_rows(const NormConcatLinear& op) { return op.scales.block_columns >= op.source.width; }
 inline bool scales_numbers(const NormConcatLinear& op) {
@@ -24,17 +25,6 @@ inline bool scales_numbers(const NormConcatLinear& op) {
 
 inline bool amx_reads_codes(const NormConcatLinear& op) {
   return scales_rows(op) || scales_numbers(op) || op.scales.block_columns % kTileK == 0;
-}
-
-inline float scale_at(const Scales& scales, int64_t column, int64_t block) {
-  const int64_t place = column / scales.block_rows * scales.row_stride + block;
-  const uint8_t* bytes = static_cast<const uint8_t*>(scales.data);
-  switch (scales.type) {
-    case ScaleType::kFloat32: return static_cast<const float*>(scales.data)[place];
-    case ScaleType::kFloat8E8M0: return kCodeTable<Float8E8M0>.values[bytes[place]];
-    case ScaleType::kFloat8E4M3: return kCodeTable<Float8E4M3>.values[bytes[place]];
-  }
-  return 0.0f;
 }
 
 // 64 columns in their order, of two vectors that have in each quarter the first 8 columns of 16, and the other 8.
@@ -61,101 +51,239 @@ inline void widen_in_order<Float4E2M1>(const uint8_t* codes, int64_t count, __m5
   put_in_order(_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd), line);
 }
 
-// 32 columns from column k on times their scales: one for the first 16, one for the others, if they are there.
-inline __m512i scaled_line(__m512i line, const Scales& scales, int64_t row, int64_t k, int64_t width) {
-  const auto scale = [&](int64_t first) {
-    return first < width ? scale_at(scales, row, first / scales.block_columns) : 0.0f;
-  };
-  const __m512 lower = _mm512_set1_ps(scale(k));
-  return (__m512i)scaled((UInt)line, (Float)_mm512_insertf32x8(lower, _mm256_set1_ps(scale(k + 16)), 1));
+template <class Code>
+constexpr int64_t bytes_of(int64_t columns) {
+  return columns / kCodesPerByte<Code>;
 }
 
-// A stretch of 16 rows of the weight in bf16, zero behind their end. Of rows that are not there it keeps what it has:
-// nobody asks for their sums.
-struct Stretch {
-  alignas(kCacheLine) BFloat16 numbers[kTile][kStretch] = {};
-
-  template <class Code>
-  void load(const NormConcatLinear& op, const Columns& columns, int64_t k) {
-    const int64_t width = op.source.width, row_bytes = width / kCodesPerByte<Code>;
-    const auto* codes = static_cast<const uint8_t*>(op.weight) + columns.begin * op.weight_row_stride;
-    const int64_t byte = k / kCodesPerByte<Code>;
-    const int64_t later = byte + kAheadBytes;
-    const int64_t ahead = later < row_bytes ? later : kTile * op.weight_row_stride + later - row_bytes;
-    for (int64_t row = 0; row < columns.count; ++row, codes += op.weight_row_stride) {
-      for (int64_t i = 0; i < kStretch / kCodesPerByte<Code>; i += kCacheLine) {
-        __builtin_prefetch(codes + ahead + i, 0, 2);
-      }
-      for (int64_t begin = 0; begin < kStretch; begin += 64) {
-        const int64_t left = width - k - begin;
-        __m512i line[2] = {};
-        if (left > 0) {
-          widen_in_order<Code>(codes + byte + begin / kCodesPerByte<Code>, left, line);
-          if (scales_numbers(op)) {
-            line[0] = scaled_line(line[0], op.scales, columns.begin + row, k + begin, width);
-            line[1] = scaled_line(line[1], op.scales, columns.begin + row, k + begin + kTileK, width);
-          }
-        }
-        _mm512_store_si512(&numbers[row][begin], line[0]);
-        _mm512_store_si512(&numbers[row][begin + kTileK], line[1]);
-      }
-    }
-  }
+// Where a stretch begins.
+struct Place {
+  int64_t panel, step;
 };
 
-// totals = or += sums, each of 16 rows of them times the scale of its column.
-inline void add_scaled(int64_t groups, const float* sums, const float (&scales)[kTile], bool first, float* totals) {
-  for (int64_t g = 0; g < groups; ++g, sums += 2 * kSumSize, totals += 2 * kSumSize) {
-    for (int64_t d = 0; d < kTile; ++d) {
-      Float total = load(sums + d * kTile, Whole{}) * scales[d];
-      if (!first) total += load(totals + d * kTile, Whole{});
-      store(totals + d * kTile, total, Whole{});
+// A stretch of a panel in bf16, zero behind the end of its rows. Of rows that are not there it keeps what it has: nobody
+// asks for their sums.
+struct Stretch {
+  alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
+};
+
+// The scales of numbers in a stretch of rows, for its lines of 32 columns: of a block of 16 or more a line has two at most.
+class NumberScales {
+ public:
+  NumberScales(const NormConcatLinear& op, int64_t k) : scales_(op.scales), first_(k / scales_.block_columns) {
+    const int64_t columns = op.source.width - k < kStretch ? op.source.width - k : kStretch;
+    const int64_t count = columns > 0 ? (columns - 1) / scales_.block_columns + 1 : 0;  // 8 at most
+    there_ = (1 << count) - 1;
+    for (int64_t i = 0; i < kStretchSteps; ++i) {
+      const auto block = [&](int64_t column) { return _mm512_set1_epi32(column / scales_.block_columns); };
+      blocks_[i] = _mm512_mask_mov_epi32(block(i * kTileK), 0xff00, block(i * kTileK + kTileK / 2));
     }
+  }
+
+  // lines[i] = lines[i] * scales
+  void multiply(int64_t row, __m512i (&lines)[kStretchSteps]) const {
+    const int64_t place = row / scales_.block_rows * scales_.row_stride + first_;
+    const __m128i bytes = _mm_maskz_loadu_epi8(there_, static_cast<const uint8_t*>(scales_.data) + place);
+    const Float values = value_of((UInt)_mm512_cvtepu8_epi32(bytes), Float8E4M3{});
+    unrolled<kStretchSteps>([&](auto i) {
+      lines[i] = (__m512i)scaled((UInt)lines[i], (Float)_mm512_permutexvar_ps(blocks_[i], (__m512)values));
+    });
+  }
+
+ private:
+  const Scales& scales_;
+  int64_t first_;
+  __mmask16 there_;
+  __m512i blocks_[kStretchSteps];
+};
+struct NoScales {
+  NoScales(const NormConcatLinear&, int64_t) {}
+  void multiply(int64_t, __m512i (&)[kStretchSteps]) const {}
+};
+
+// Fills a stretch, row by row while another one is multiplied, and fetches what will be asked for later.
+template <class Code, class LineScales>
+class Widening {
+ public:
+  Widening(const NormConcatLinear& op, Place place, Place later, Stretch& stretch)
+      : op_(op), column_(place.panel * kPanelColumns), k_(place.step * kTileK), scales_(op, k_), tiles_(stretch.tiles[0][0][0]) {
+    const auto* weight = static_cast<const uint8_t*>(op.weight);
+    const auto codes_at = [&](Place from) {
+      return weight + from.panel * kPanelColumns * op.weight_row_stride + bytes_of<Code>(from.step * kTileK);
+    };
+    codes_ = codes_at(place);
+    ahead_ = codes_at(later);
+    rows_ = op.num_columns - column_ < kPanelColumns ? op.num_columns - column_ : kPanelColumns;
+  }
+
+  void widen_until(int64_t row) {
+    if (row > rows_) row = rows_;
+    if (op_.source.width - k_ >= kStretch) {
+      for (; row_ < row; ++row_) widen_row(std::true_type{});
+    } else {
+      for (; row_ < row; ++row_) widen_row(std::false_type{});
+    }
+  }
+
+ private:
+  template <class IsWhole>
+  [[gnu::always_inline]] void widen_row(IsWhole) {
+    const uint8_t* codes = codes_ + row_ * op_.weight_row_stride;
+    for (int64_t byte = 0; byte < bytes_of<Code>(kStretch); byte += kCacheLine) {
+      __builtin_prefetch(ahead_ + row_ * op_.weight_row_stride + byte, 0, 2);
+    }
+    const int64_t left = IsWhole::value ? kStretch : op_.source.width - k_;
+    __m512i lines[kStretchSteps] = {};
+    unrolled<kStretchSteps / 2>([&](auto pair) {
+      constexpr int64_t kBegin = pair * 2 * kTileK;
+      if (left <= kBegin) return;
+      widen_in_order<Code>(codes + bytes_of<Code>(kBegin), left - kBegin, *reinterpret_cast<__m512i(*)[2]>(lines + 2 * pair));
+    });
+    scales_.multiply(column_ + row_, lines);
+    BFloat16* line = tiles_ + row_ * kTileK;
+    unrolled<kStretchSteps>([&](auto step) { _mm512_store_si512(line + step * 2 * kTileSize, lines[step]); });
+  }
+
+  const NormConcatLinear& op_;
+  int64_t column_, k_, rows_, row_ = 0;
+  const uint8_t *codes_, *ahead_;
+  LineScales scales_;
+  BFloat16* tiles_;
+};
+
+// Tiles 0 and 1 are the sums of a panel's halves by a group of rows, 2 and 3 those by the group behind it.
+template <bool kTwoGroups>
+void load_sums(const float* sums) {
+  _tile_loadd(0, sums, kSumBytes);
+  _tile_loadd(1, sums + kSumSize, kSumBytes);
+  if constexpr (kTwoGroups) _tile_loadd(2, sums + 2 * kSumSize, kSumBytes);
+  if constexpr (kTwoGroups) _tile_loadd(3, sums + 3 * kSumSize, kSumBytes);
+}
+template <bool kTwoGroups>
+void store_sums(float* sums) {
+  _tile_stored(0, sums, kSumBytes);
+  _tile_stored(1, sums + kSumSize, kSumBytes);
+  if constexpr (kTwoGroups) _tile_stored(2, sums + 2 * kSumSize, kSumBytes);
+  if constexpr (kTwoGroups) _tile_stored(3, sums + 3 * kSumSize, kSumBytes);
+}
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// Those sums += panel . rows, for some steps of a stretch; beside() behind each.
+template <bool kTwoGroups, class Beside>
+void multiply_stretch(const BFloat16* panel, const BFloat16* rows, int64_t steps, Beside beside) {
+  for (int64_t step = 0; step < steps; ++step, panel += 2 * kTileSize, rows += kTileSize) {
+    _tile_loadd(4, panel, kTileBytes);
+    _tile_loadd(6, rows, kTileBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, panel + kTileSize, kTileBytes);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (kTwoGroups) {
+      _tile_loadd(7, rows + kStretchSteps * kTileSize, kTileBytes);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    beside();
   }
 }
 
-template <class Code>
-void amx_project_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+// totals = or += sums, which are those of a panel by some groups, each column times its scale.
+inline void add_scaled(int64_t groups, const float* sums, const float* scales, bool first, float* totals) {
+  for (int64_t i = 0; i < groups * kPanelColumns; ++i, sums += kTile, totals += kTile) {
+    Float total = load(sums, Whole{}) * scales[i % kPanelColumns];
+    if (!first) total += load(totals, Whole{});
+    store(totals, total, Whole{});
+  }
+}
+
+// Where the stretch is that begins `steps` behind a place of the block: at the end of a panel, in the next one.
+inline Place place_behind(const NormConcatLinear& op, const Block& block, Place place, int64_t steps) {
+  place.step += steps;
+  if (place.step < block.end_step()) return place;
+  const int64_t step = place.step - block.end_step();
+  if (place.panel + 1 < block.end_panel()) return {place.panel + 1, block.step + step};
+  if (block.end_step() < num_steps(op)) return {block.panel, block.end_step() + step};
+  return {block.end_panel(), step};
+}
+
+template <class Code, class LineScales>
+void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  constexpr int64_t kAheadSteps = kAheadBytes * kCodesPerByte<Code> / kTileK;
   const bool whole_sums = scales_rows(op) || scales_numbers(op);
   const int64_t shared = op.scales.block_columns;
-  const int64_t sum_steps = (shared < kStripWidth ? shared : kStripWidth) / kTileK;
-  const float global = op.scales.global == nullptr ? 1.0f : *op.scales.global;
-  Stretch stretch;
-  alignas(kCacheLine) float sums[kBlockGroups * 2 * kSumSize];
+  const int64_t sum_steps = whole_sums || shared > kStretch ? kStretchSteps : shared / kTileK;
+  Stretch stretches[2];
+  alignas(kCacheLine) float sums[4 * kSumSize];
 
-  const auto multiply = [&](Block block, const Columns& columns, float* totals) {
-    for (const int64_t end = block.step + block.steps; block.step < end; block.step += block.steps) {
-      stretch.load<Code>(op, columns, block.step * kTileK);
-      block.steps = end - block.step < kStretchSteps ? end - block.step : kStretchSteps;
-      const BFloat16* numbers = stretch.numbers[0];
-      if (whole_sums) {
-        multiply_columns(op, block, numbers, kStretch, totals, block.step == 0, numbers);
-        continue;
-      }
-      for (int64_t i = 0; i < block.steps; i += sum_steps) {
-        const int64_t step = block.step + i, left = block.steps - i;
-        const Block part{block.group, block.groups, step, left < sum_steps ? left : sum_steps};
-        multiply_columns(op, part, numbers + i * kTileK, kStretch, sums, true, numbers);
-        float scales[kTile] = {};
-        for (int64_t d = 0; d < columns.count; ++d) {
-          scales[d] = scale_at(op.scales, columns.begin + d, step * kTileK / shared) * global;
+  const auto multiply = [&](const Block& block, float* block_sums) {
+    const auto widening = [&](Place place, Stretch& stretch) {
+      return Widening<Code, LineScales>(op, place, place_behind(op, block, place, kAheadSteps), stretch);
+    };
+    // The sums of up to two groups stay in their tiles along a panel.
+    const bool stays = whole_sums && block.groups <= 2;
+    int64_t turn = 0;
+    widening({block.panel, block.step}, stretches[0]).widen_until(kPanelColumns);
+    for (int64_t panel = block.panel; panel < block.end_panel(); ++panel) {
+      float* totals = block_sums + (panel - block.panel) * block_groups(op) * 2 * kSumSize;
+      const PanelScales scales(op, panel * kPanelColumns, false);
+      for (int64_t step = block.step; step < block.end_step(); step += kStretchSteps, turn ^= 1) {
+        const int64_t steps = block.end_step() - step < kStretchSteps ? block.end_step() - step : kStretchSteps;
+        const Place next = place_behind(op, block, {panel, step}, steps);
+        Widening<Code, LineScales> widen_next = widening(next, stretches[turn ^ 1]);
+        const int64_t next_rows = next.panel < block.end_panel() && next.step < block.end_step() ? kPanelColumns : 0;
+        const int64_t products = steps * ((block.groups + 1) / 2);
+        int64_t done = 0;
+        const auto beside = [&] { widen_next.widen_until(next_rows * ++done / products); };
+        for (int64_t part = 0; part < steps; part += sum_steps) {
+          const int64_t part_steps = steps - part < sum_steps ? steps - part : sum_steps;
+          const bool first = step + part == 0;
+          Float of_part[1][kStripVectors];
+          if (!whole_sums) scales.read((step + part) * kTileK / shared, 1, of_part);
+          for (int64_t g = 0; g < block.groups; g += 2) {
+            const BFloat16* numbers = stretches[turn].tiles[part][0][0];
+            const BFloat16* rows = packed_tile(op, block.group + g, step + part);
+            float* total = totals + g * 2 * kSumSize;
+            const auto run = [&](auto two_groups) {
+              constexpr bool kTwoGroups = decltype(two_groups)::value;
+              if (first || !whole_sums) {
+                zero_sums();
+              } else if (!stays || step == block.step) {
+                load_sums<kTwoGroups>(total);
+              }
+              multiply_stretch<kTwoGroups>(numbers, rows, part_steps, beside);
+              if (!whole_sums) {
+                store_sums<kTwoGroups>(sums);
+                add_scaled(kTwoGroups ? 2 : 1, sums, reinterpret_cast<const float*>(of_part), first, total);
+              } else if (!stays || step + steps == block.end_step()) {
+                store_sums<kTwoGroups>(total);
+              }
+            };
+            g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
+          }
         }
-        add_scaled(block.groups, sums, scales, step == 0, totals);
       }
     }
   };
   const auto finish = [&](int64_t panel, int64_t group, int64_t groups, const float* totals) {
     if (!whole_sums) return finish_panel(op, panel, group, groups, totals, nullptr);
-    float of_column[kPanelColumns];
-    for (int64_t d = 0; d < kPanelColumns; ++d) {
-      const int64_t column = panel * kPanelColumns + d;
-      const bool scaled_rows = !scales_numbers(op) && column < op.num_columns;
-      of_column[d] = scaled_rows ? scale_at(op.scales, column, 0) * global : global;
-    }
-    const Float scales[] = {load(of_column, Whole{}), load(of_column + kLanes, Whole{})};
-    finish_panel(op, panel, group, groups, totals, scales);
+    const PanelScales scales(op, panel * kPanelColumns, false);
+    Float of_column[1][kStripVectors] = {{Float{} + scales.global, Float{} + scales.global}};
+    if (!scales_numbers(op)) scales.read(0, 1, of_column);
+    finish_panel(op, panel, group, groups, totals, of_column[0]);
   };
   for_each_block(op, panel_begin, panel_end, kStretchSteps, multiply, finish);
+}
+
+template <class Code>
+void amx_project_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  if constexpr (std::is_same_v<Code, Float4E2M1>) {
+    if (scales_numbers(op)) return amx_project_stretches<Code, NumberScales>(op, panel_begin, panel_end);
+  }
+  amx_project_stretches<Code, NoScales>(op, panel_begin, panel_end);
 }
 
 }  // namespace
