@@ -38,7 +38,7 @@ bool runs(std::string_view isa) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   }
   if (isa == "avx512_bf16") return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-  if (isa == "amx_bf16") return grants_amx();
+  if (isa == "amx_bf16") return __builtin_cpu_supports("gfni") && grants_amx();
 #endif
   return false;
 }

@@ -9,7 +9,7 @@
 
 namespace eagle_kernels::cpu {
 
-// Ascending: a set includes those before it. amx_bf16 is AVX-512-BF16 and the AMX tile unit.
+// Ascending: a set includes those before it. amx_bf16 is AVX-512-BF16, GFNI and the AMX tile unit.
 #if defined(EAGLE_KERNELS_ISAS)
 enum class Isa : int32_t { EAGLE_KERNELS_ISAS };
 #else  // the sources of csrc/cuda, which name no set
