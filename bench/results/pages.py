@@ -190,7 +190,8 @@ def vllm_targets() -> list[tuple[str, Target]]:
     targets = [("combine", shared), *(("combine", target) for target, _ in part["combine"].TARGETS)]
     targets += [("combine, layer0, on CPU", import_module(f"{vllm.__name__}.cpu_packing").PROCESS)]
     targets += [("zero_copy", target) for target in (part["speculator"].EAGLE, part["speculator"].DFLASH)]
-    targets += [("mtp", target) for target in (shared, *(layer.forward for layer in part["mtp"].LAYERS))]
+    of_mtp = {target.where: target for layer in part["mtp"].LAYERS for target in layer.targets}
+    targets += [("mtp", target) for target in (shared, *of_mtp.values())]
     targets += [("layer0", target) for layer in part["layer0"].LAYERS for target in layer.targets]
     targets += [("context", target) for target in part["context"].TARGETS]
     targets += [("scales", shared)]

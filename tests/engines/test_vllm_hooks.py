@@ -1255,9 +1255,8 @@ def test_mtp_with_an_unknown_norm_stays_with_the_engine(vllm: types.SimpleNamesp
     mtp = sys.modules["eagle_kernels.engines.vllm.mtp"]
     other = type(layer)()
     other.hnorm = nn.RMSNorm(H)
-    mtp.stage_of(
-        other, mtp.LAYERS[0], sys.modules["eagle_kernels.engines.vllm.registry"].Config(T, False, False)
-    ).fuse()
+    config = sys.modules["eagle_kernels.engines.vllm.registry"].Config(T, False, False)
+    assert not mtp.fuse(mtp.stages_of(other, mtp.LAYERS[0], config))
     assert type(other.eh_proj) is nn.Linear and type(other.enorm) is stand_in.RMSNorm
     assert (
         "DeepSeekMultiTokenPredictorLayer.eh_proj stays with vLLM: its norm is a torch.nn.modules.normalization.RMSNorm"

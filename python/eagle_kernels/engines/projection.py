@@ -66,12 +66,20 @@ class EngineProjection:
         """Whether the engine's own call of fc leaves anything to gain."""
         return self.has_norm or bool(self.codes)
 
-    def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read."""
+    def forward(
+        self,
+        chunks: Sequence[Tensor] | Tensor,
+        out: Tensor | None = None,
+        indices: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read.
+
+        indices: the rows of each chunk, where it has no concat norm; a zero row where one is -1.
+        """
         if self.fc_unsupported is not None:
-            projected = self.fc(self._normed(chunks))
+            projected = self.fc(self._normed(chunks, indices))
             return projected if self.post_norm is None else self.post_norm(projected)
-        sources = self._sources("norm_concat_linear", self._first_of_two_norms(chunks), *self._norm)
+        sources = self._sources("norm_concat_linear", self._first_of_two_norms(chunks), *self._norm, indices)
         post_norm_weight, post_norm_eps = None, 0.0
         if self.post_norm is not None:
             post_norm_weight, post_norm_eps = parameter_of(self.post_norm), self.post_norm.variance_epsilon
@@ -83,9 +91,9 @@ class EngineProjection:
 
     __call__ = forward
 
-    def _normed(self, chunks: Sequence[Tensor] | Tensor) -> Tensor:
+    def _normed(self, chunks: Sequence[Tensor] | Tensor, indices: Sequence[Tensor | None] | None = None) -> Tensor:
         """What fc reads, [N, K*H]."""
-        return concatenate(self._sources("norm_concat", self._first_of_two_norms(chunks), *self._norm))
+        return concatenate(self._sources("norm_concat", self._first_of_two_norms(chunks), *self._norm, indices))
 
     def _first_of_two_norms(self, chunks: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:
         """Two norms in a row: the first is written out, as the engines do, and the second one reads it."""
@@ -107,10 +115,11 @@ class EngineProjection:
         norm: str,
         owners: Sequence[Any],
         eps: list[float],
+        indices: Sequence[Tensor | None] | None = None,
     ) -> Sources:
         each = [parameter_of(owner) for owner in owners] or None
         gains = each[0] if each and norm == "concat" else each
-        return Sources.of(op, chunks, norm, gains, eps, self.norm_offset, None, None, None, self.num_chunks)
+        return Sources.of(op, chunks, norm, gains, eps, self.norm_offset, None, indices, None, self.num_chunks)
 
 
 def _concat_norm(norm: Any) -> tuple[str, Sequence[Any], list[float]]:

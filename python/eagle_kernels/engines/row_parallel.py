@@ -40,10 +40,15 @@ class RowParallelProjection(EngineProjection):
     def kind(self) -> str:
         return f"{super().kind}, columns {self.size} ways"
 
-    def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        chunks: Sequence[Tensor] | Tensor,
+        out: Tensor | None = None,
+        indices: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
         """As `EngineProjection.forward`; every rank of the group has to call it."""
         whole = isinstance(chunks, Tensor) and not self.has_norm
-        normed = chunks if isinstance(chunks, Tensor) and whole else self._normed(chunks)
+        normed = chunks if isinstance(chunks, Tensor) and whole else self._normed(chunks, indices)
         weight = parameter_of(self.fc)
         begin, end = columns_of(weight.shape[1], self.rank, self.size)
         bias = None

@@ -42,6 +42,8 @@ _CACHE = (
 _CACHE += "which no table has figures"
 _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
+_OF_STREAMS = "each norm with the projection behind it, of the embedding and of the streams"
+_ON_AMD = "on AMD all of it"
 _LAYER_0 = "norms, cat and qkv of layer 0"
 _OTHER_CODES = "a quantized projection, but for the layouts of FP8 and INT8 that the op reads"
 
@@ -148,7 +150,7 @@ SGLANG = (
     Drafter(
         "DeepSeek V4 MTP",
         ("DeepseekV4ForCausalLMNextN",),
-        "each norm with the projection behind it, of the embedding and of the streams",
+        _OF_STREAMS,
         "their sum; on sm_100 projections in FP8 blocks, as DeepSeek ships them, whose scales SGLang repacks there",
         ("models.deepseek_v4_nextn:DeepseekV4ModelNextN.forward",),
     ),
@@ -269,16 +271,15 @@ VLLM = (
     Drafter("Step-3.5, 3.7 MTP", ("Step3p5MTP",), _STAGE),
     Drafter("EAGLE-1 with norms: MiniCPM, DeepSeek", ("EagleMiniCPMForCausalLM", "EagleDeepSeekMTPModel"), _STAGE),
     Drafter(
-        "DeepSeek V3.2, GLM-5, GLM-5-next, dots3-note, Kimi K3 MTP",
-        ("DeepseekV32MTPModel", "Glm5NextMTPModel", "Dots3NoteMTPModel", "KimiK3MTPModel"),
-        stays="mask, both norms and the cat are one kernel of vLLM's, and " + _NO_HOOK,
+        "DeepSeek V3.2, GLM-5, Kimi K3 MTP",
+        ("DeepseekV32MTPModel", "KimiK3MTPModel"),
+        "mask, " + _STAGE,
+        "where vLLM has a GEMM of its own for the projection (on sm_103, for GLM-5's on sm_107 too) or gives each rank "
+        "some of its rows (sequence parallelism of V3.2 and GLM-5); " + _ON_AMD,
     ),
-    Drafter(
-        "Step-5 MTP",
-        ("Step5MTP",),
-        stays="both norms and the cat are one kernel of vLLM's on CUDA, which reads the gains past the norms, and "
-        + _NO_HOOK,
-    ),
+    Drafter("GLM-5-next MTP", ("Glm5NextMTPModel",), "mask, " + _STAGE),
+    Drafter("dots3-note MTP", ("Dots3NoteMTPModel",), "mask, " + _STAGE, _OTHER_CODES),
+    Drafter("Step-5 MTP", ("Step5MTP",), _STAGE),
     Drafter(
         "LongCat-Flash, Ling 3, MiMo-V2 MTP",
         ("LongCatFlashMTPModel", "BailingMoeV3MTPModel", "MiMoV2MTPModel", "MiMoV2OmniMTPModel"),
@@ -299,17 +300,18 @@ VLLM = (
         _STAGE + " on one rank",
         _OTHER_CODES + "; on more ranks the projection, whose columns vLLM gathers from them",
     ),
+    Drafter("MiniMax-M3 MTP", ("MiniMaxM3MTP",), _STAGE, f"{_OTHER_CODES}; {_ON_AMD}"),
     Drafter(
-        "MiniMax-M3 MTP",
-        ("MiniMaxM3MTP",),
-        stays="its norms are of a class of its own, FlashInfer's, which no CPU runs to compare with, and " + _NO_HOOK,
+        "Inkling MTP",
+        ("InklingMTPModel",),
+        _STAGE,
+        f"the target's norm of the embedding, one kernel with the gather; {_OTHER_CODES}; {_ON_AMD}",
     ),
-    Drafter("Inkling MTP", ("InklingMTPModel",), stays=_TWICE),
     Drafter(
         "DeepSeek V4 MTP",
         ("DeepSeekV4MTPModel",),
-        stays="mask and all norms are one kernel of vLLM's, which has no such class for a CPU: no hook is written; "
-        "`MTPStreamsProjection` computes the stage",
+        _OF_STREAMS,
+        f"their sum; {_OTHER_CODES}; on AMD and XPU all of it",
     ),
     Drafter(
         "Qwen4-Exp MTP",

@@ -1,6 +1,26 @@
-"""Qwen 3.5's and Qwen4-Exp's modules import torchvision, for images: one that only imports, where there is none."""
+"""Stand-ins, which only import, for modules that those of vLLM's models import and that are not here."""
 
+import importlib
 import importlib.util
+import sys
+from unittest.mock import MagicMock
+
+import pytest
 
 if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("torchvision") is None:
-    import engines.sglang.standins.sitecustomize  # noqa: F401
+    import engines.sglang.standins.sitecustomize  # noqa: F401  Qwen 3.5 and Qwen4-Exp
+
+
+@pytest.fixture(scope="session")
+def models_of_gpus() -> None:
+    """The modules of dots3-note and Inkling, imported beside stand-ins for FlashAttention and, where vLLM is the wheel
+    for CPUs, DeepGEMM and numba."""
+    absent = ["vllm_flash_attn", "vllm_flash_attn.flash_attn_interface", "third_party.deep_gemm"]
+    with pytest.MonkeyPatch.context() as patched:
+        for name in (*(f"vllm.{name}" for name in absent), "numba"):
+            patched.setitem(sys.modules, name, MagicMock())
+        patched.setattr(
+            "vllm.v1.attention.backends.fa_utils.compile_flash_attn_varlen_func_from_specs", None, raising=False
+        )
+        for model in ("dots3_note", "inkling"):
+            importlib.import_module(f"vllm.models.{model}.nvidia.mtp")

@@ -281,11 +281,12 @@ def stop() -> None:
     raise Stop
 
 
+@pytest.mark.usefixtures("models_of_gpus")
 @pytest.mark.parametrize(
     "recorded",
     [
         *[pytest.param(target, id=target.module.rpartition(".")[2]) for target, _ in combine.TARGETS],
-        *[pytest.param(row.forward, id=row.where.rpartition(".")[2]) for row in mtp.LAYERS],
+        *[pytest.param(target, id=target.where.rpartition(".")[2]) for row in mtp.LAYERS for target in row.targets],
         *[pytest.param(target, id=target.where.rpartition(".")[2]) for row in layer0.LAYERS for target in row.targets],
         *[pytest.param(target, id=target.where.rpartition(".")[2]) for target in context.TARGETS],
         pytest.param(cpu_packing.PROCESS, id="packing"),

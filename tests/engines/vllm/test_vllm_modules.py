@@ -1,9 +1,13 @@
 """The plugin on vLLM's own classes, one at a time: what an engine on CPU does not reach (the V2 runner's speculators,
 Step-3.5, all tensor-parallel ranks in one process)."""
 
+import importlib
 import inspect
+import itertools
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
 
 import numpy as np
+from vllm import __version__ as VERSION
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
@@ -32,6 +37,7 @@ from eagle_kernels.engines.vllm.registry import Config
 from eagle_kernels.environment import EngineSwitches
 from eagle_kernels.ops.sources import Sources, formula
 
+pytestmark = pytest.mark.usefixtures("models_of_gpus")
 T, K, H, D = 6, 3, 64, 48
 STORES = hasattr(DFlashSpeculator, "_store_hidden_states")  # 0.32 has the same lines inside of propose
 
@@ -56,7 +62,7 @@ def stop(*args: object, **kwargs: object) -> None:
     raise Stop
 
 
-GEMMA = ("Step3p5", "Qwen")
+GEMMA = ("Step3p5", "Qwen", "MiniMaxM3")
 # What vLLM builds its projection of, and whether a bias comes beside the result; torch's nn.Linear of the others.
 LINEARS: dict[str, tuple[type, bool]] = {
     "MiMoV2": (ReplicatedLinear, True),
@@ -65,6 +71,11 @@ LINEARS: dict[str, tuple[type, bool]] = {
     "Qwen": (ColumnParallelLinear, False),
     "Exaone": (ColumnParallelLinear, False),
     "NemotronH": (ColumnParallelLinear, True),
+    "Dots3Note": (ReplicatedLinear, True),
+    "KimiK3": (ReplicatedLinear, False),
+    "DeepSeekV4": (ReplicatedLinear, False),
+    "MiniMaxM3": (ReplicatedLinear, True),
+    "Inkling": (ReplicatedLinear, False),
 }
 
 
@@ -83,24 +94,131 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(parallel_state, group, rank)
 
 
+def rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """As vLLM's kernels have it: fp32 throughout, the gain too."""
+    return F.rms_norm(x.float(), x.shape[-1:], gain.float(), eps)
+
+
+def eh_norm(positions: Tensor, embeds: Tensor, hidden: Tensor, enorm: Tensor, hnorm: Tensor, eps: float) -> Tensor:
+    """vLLM 0.33 models/deepseek_v32/common/kernels.py:1149-1163, models/glm5next/nvidia/ops/fused_eh_norm.py:35-49,
+    models/kimi_k3/common/mtp.py:33-55: one rounding, when it is stored."""
+    embeds = torch.where((positions == 0)[:, None], 0.0, embeds.float())
+    return torch.cat([rms(embeds, enorm, eps), rms(hidden, hnorm, eps)], -1).to(hidden.dtype)
+
+
+def embed_eh_norm(positions: Tensor, ids: Tensor, table: Tensor, *more: Any) -> Tensor:
+    """vLLM 0.33 model_executor/layers/fused_embed_norm.py:169-184."""
+    return eh_norm(positions, table[ids.long()], *more)
+
+
+def dual_norm(
+    hidden: Tensor,
+    hidden_norm: Tensor,
+    embed_norm: Tensor,
+    eps: float,
+    *,
+    embeds: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    embed_table: Tensor | None = None,
+    pre_norm_weight: Tensor | None = None,
+) -> Tensor:
+    """vLLM 0.33 models/inkling/nvidia/ops/norm.py:292-314: what the first norm of the embedding makes is rounded."""
+    embeds = embed_rmsnorm(input_ids, embed_table, pre_norm_weight, eps) if embeds is None else embeds
+    return torch.cat([rms(hidden, hidden_norm, eps), rms(embeds, embed_norm, eps)], -1).to(hidden.dtype)
+
+
+def embed_rmsnorm(ids: Tensor, table: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """vLLM 0.33 models/inkling/nvidia/ops/norm.py:177-221."""
+    return table[ids] if gain is None else rms(table[ids], gain, eps).to(table.dtype)
+
+
+def input_rmsnorm(
+    embeds: Tensor, positions: Tensor, streams: Tensor, enorm: Tensor, hnorm: Tensor, eps: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """vLLM 0.33 models/deepseek_v4/common/ops/fused_mtp_input_rmsnorm.py:42-108."""
+    assert streams.shape[1] == count and embeds.is_contiguous() and streams.is_contiguous()
+    embeds = embeds.masked_fill((positions == 0)[:, None], 0)
+    return rms(embeds, enorm, eps).to(embeds.dtype), rms(streams, hnorm, eps).to(streams.dtype)
+
+
+def gemma_rmsnorm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """flashinfer.norm.gemma_rmsnorm: fp32, (gain + 1) too, one rounding (include/flashinfer/norm.cuh, weight_bias)."""
+    return rms(x, gain.float() + 1, eps).to(x.dtype)
+
+
+KERNELS: dict[str, Callable] = {
+    "fused_eh_norm": eh_norm,
+    "fused_mtp_input": eh_norm,
+    "fused_embed_eh_norm": embed_eh_norm,
+    "embed_dual_rmsnorm_cat": dual_norm,
+    "embed_rmsnorm": embed_rmsnorm,
+    "_FUSED_MTP_INPUT_RMSNORM_KERNEL": input_rmsnorm,
+}
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of vLLM's that no CPU runs, as their formulas, and which of them ran."""
+    ran: list[str] = []
+
+    def counted(name: str) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ran.append(name)
+            return KERNELS[name](*args, **kwargs)
+
+        return run
+
+    for module in {row.forward.module for row in LAYERS if row.fused_norms is not None}:
+        for name in KERNELS.keys() & vars(importlib.import_module(module)).keys():
+            monkeypatch.setattr(f"{module}.{name}", counted(name))
+    flashinfer = types.SimpleNamespace(gemma_rmsnorm=gemma_rmsnorm, gemma_fused_add_rmsnorm=None)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(norm=flashinfer))
+    monkeypatch.setitem(sys.modules, "flashinfer.norm", flashinfer)
+    return ran
+
+
+S = 4  # DeepSeek V4's residual streams
+LAYERS = [row for row in mtp.LAYERS if VERSION in str(row.forward.bodies)]
+
+
 def mtp_layer(row: mtp.Layer) -> nn.Module:
-    """The norms and the projection of a class of vLLM's, with random weights."""
+    """The norms and the projections of a class of vLLM's, with random weights."""
     layer_class = resolve(row.where)[2]
-    norm = GemmaRMSNorm if layer_class.__name__.startswith(GEMMA) else RMSNorm
+    norm = resolve(row.norm[0])[2] if row.norm[0] else RMSNorm
+    norm = GemmaRMSNorm if norm is RMSNorm and layer_class.__name__.startswith(GEMMA) else norm
     layer = layer_class.__new__(layer_class)
     nn.Module.__init__(layer)
-    for name, eps in zip(row.norms, (1e-6, 1e-2), strict=False):
-        layer.add_module(name, norm(H, eps))
-    linear = linear_of(layer_class.__name__, len(row.norms) * H, H)
-    layer.add_module(row.projection, linear)
+    owners = [nn.Module(), nn.Module()] if row.within else [layer]
+    # Kernels of two norms take the first one's.
+    eps = (1e-2, 1e-2) if row.fused_norms is not None else (1e-6, 1e-2)
+    for owner, (names, projection) in itertools.product(owners, ((row.norms, row.projection), *row.more)):
+        for name, each in zip(names, eps, strict=False):
+            owner.add_module(name, norm(H, each))
+        owner.add_module(projection, linear_of(layer_class.__name__, len(names) * H, H))
+    if row.within:  # of Inkling
+        owners[1].forward = lambda combined, positions: owners[1].input_proj(combined)
+        layer.add_module(row.within, nn.ModuleDict(zip("01", owners, strict=True)))
+        layer.num_mtp_layers, layer.backbone_embed_norm, layer.chain_norm = 2, norm(H, 1e-2), None
     layer.has_start_projections = True  # of Nemotron-H
     layer.hc_count, layer.hidden_size = 1, H  # of Qwen4-Exp
+    layer.hc_mult, layer._eh_plan, layer.fp32_residual_connection = S, None, True  # of V4, V3.2 and Step-5
+    layer.mtp_block = types.SimpleNamespace(use_sequence_parallel=False)
+    layer.__dict__["config"] = types.SimpleNamespace(hidden_size=H)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn_like(parameter))
-    return layer.bfloat16()
+    for linear in layer.bfloat16().modules():
+        if hasattr(linear, "quant_method"):
+            combine.cpu_packing.keep_dense(linear)
+            linear.quant_method.process_weights_after_loading(linear)
+    return layer
 
 
-def projected(layer: nn.Module, row: mtp.Layer, embeds: Tensor, hidden: Tensor) -> Tensor:
+def owner_of(layer: nn.Module, row: mtp.Layer) -> nn.Module:
+    """Of Inkling the second depth."""
+    return getattr(layer, row.within)["1"] if row.within else layer
+
+
+def projected(layer: nn.Module, linear: nn.Module, embeds: Tensor, hidden: Tensor, **more: object) -> Tensor:
     """What vLLM's forward hands to what is behind the projection."""
     seen: list[Tensor] = []
 
@@ -108,11 +226,17 @@ def projected(layer: nn.Module, row: mtp.Layer, embeds: Tensor, hidden: Tensor) 
         seen.append(output[0] if isinstance(output, tuple) else output)
         stop()
 
-    hook = getattr(layer, row.projection).register_forward_hook(keep)
+    hook = linear.register_forward_hook(keep)
     layer.do_not_compile = True
-    layer.embed_input_ids = layer.embed_tokens = lambda ids: embeds  # of the EAGLE-1 models
+    layer.embed_input_ids = layer.__dict__.get("embed_input_ids", lambda ids: embeds)  # of the EAGLE-1 models
+    layer.__dict__.setdefault("embed_tokens", lambda ids: embeds)
     arguments = {"inputs_embeds": embeds.clone(), "positions": torch.arange(T), "input_ids": None}
-    arguments |= {"previous_hidden_states": hidden, "hidden_states": hidden, "residual": None}
+    arguments |= {
+        "spec_step_idx": 1,
+        "previous_hidden_states": hidden,
+        "hidden_states": hidden,
+        "residual": None,
+    } | more
     taken = inspect.signature(type(layer).forward).parameters
     with pytest.raises(Stop):
         layer(**{name: value for name, value in arguments.items() if name in taken})
@@ -120,52 +244,213 @@ def projected(layer: nn.Module, row: mtp.Layer, embeds: Tensor, hidden: Tensor) 
     return seen[0]
 
 
-# The targets whose forward makes the embedding zero at position 0, and the one that has the hidden state first.
+# The targets whose forward makes the embedding zero at position 0, and those that have the hidden state first.
 MASKS = {"DeepSeekMTPModel", "OpenPanguMTPModel", "Glm4MoeMTPModel", "Glm4MoeLiteMTPModel", "GlmOcrMTPModel"}
-MASKS |= {"HYV3MTPModel", "MiMoMTPModel", "ErnieMTPModel", "BailingMoeV25MTPModel"}
+MASKS |= {"HYV3MTPModel", "MiMoMTPModel", "ErnieMTPModel", "BailingMoeV25MTPModel", "DeepseekV32MTPModel"}
+MASKS |= {"Glm5NextMTPModel", "Dots3NoteMTPModel", "KimiK3MTPModel", "MiniMaxM3MTP", "DeepSeekV4MTPModel"}
+HIDDEN_FIRST = {"MiMoMTPModel", "InklingMTPModel"}
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.where.rpartition(":")[2]) for row in mtp.LAYERS])
-def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, row: mtp.Layer) -> None:
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp"}), True, ()))
+
+
+def named(row: mtp.Layer) -> str:
+    return row.where.rpartition(":")[2]
+
+
+OF_ONE_PROJECTION = [pytest.param(row, id=named(row)) for row in LAYERS if not row.more]
+
+
+@pytest.mark.parametrize("row", OF_ONE_PROJECTION)
+def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, called: list[str], row: mtp.Layer) -> None:
     one_rank(monkeypatch)
     layer = mtp_layer(row)
-    embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16()
-    linear, norms = getattr(layer, row.projection), [getattr(layer, name) for name in row.norms]
-    if hasattr(linear, "quant_method"):
-        combine.cpu_packing.keep_dense(linear)
-        linear.quant_method.process_weights_after_loading(linear)
-    before, names = projected(layer, row, embeds, hidden), list(layer.state_dict())
-    monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp"}), True, ()))
-    assert mtp.stage_of(layer, row, Config(T, False, False)).fuse()
+    owner = owner_of(layer, row)
+    # Rows of a wider buffer.
+    embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, H + 8).bfloat16()[:, :H]
+    linear, norms = getattr(owner, row.projection), [getattr(owner, name) for name in row.norms]
+    before, names = projected(layer, linear, embeds, hidden), list(layer.state_dict())
+    forced(monkeypatch)
+    assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
     assert isinstance(linear, normed_linear.NormedLinear) and list(layer.state_dict()) == names
     masked = embeds.clone()
     if MASKS.intersection(row.architectures):
         masked[0] = 0
-    chunks = [hidden, masked] if row.architectures == ("MiMoMTPModel",) else [masked, hidden][: len(norms)]
+    chunks = [hidden, masked] if HIDDEN_FIRST.intersection(row.architectures) else [masked, hidden][: len(norms)]
     offset = float(type(layer).__name__.startswith(GEMMA))
     exact = truth(chunks, norms, linear.weight, offset)
-    assert relative_rms(projected(layer, row, embeds, hidden), exact) <= 1.05 * relative_rms(before, exact) < 0.02
+    called.clear()
+    assert relative_rms(projected(layer, linear, embeds, hidden), exact) <= 1.05 * relative_rms(before, exact) < 0.02
+    assert called == []
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32MTPModel", "Dots3NoteMTPModel"])
+def test_an_mtp_stage_that_gathers_its_embedding(monkeypatch: pytest.MonkeyPatch, called: list[str], name: str) -> None:
+    """Of a table that each rank has whole vLLM's kernel reads the rows, and so does the op."""
+    one_rank(monkeypatch)
+    forced(monkeypatch)
+    (row,) = [row for row in LAYERS if name in row.architectures]
+    layer = mtp_layer(row)
+    linear, hidden = layer.eh_proj, torch.randn(T, H).bfloat16()
+    table, ids = torch.randn(10, H).bfloat16(), torch.randint(10, (T,), dtype=torch.int32)
+    table[ids[0]], ids[1:] = float("nan"), torch.where(ids[1:] == ids[0], (ids[0] + 1) % 10, ids[1:])
+    given = {"inputs_embeds": None, "input_ids": ids, "embed_table": table}
+    before = projected(layer, linear, table[ids], hidden, **given)
+    assert called == ["fused_embed_eh_norm"]
+    assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
+    embeds = table[ids]
+    embeds[0] = 0
+    exact = truth([embeds, hidden], [layer.enorm, layer.hnorm], linear.weight, 0.0)
+    called.clear()
+    ours = projected(layer, linear, embeds, hidden, **given)
+    assert relative_rms(ours, exact) <= 1.05 * relative_rms(before, exact) < 0.02 and called == []
+
+
+@pytest.mark.parametrize("backbone", [False, True], ids=["raw", "normed-twice"])
+def test_inkling_gathers_its_embedding(monkeypatch: pytest.MonkeyPatch, called: list[str], backbone: bool) -> None:
+    """The target's norm of the embedding is rounded, as vLLM's kernel rounds it."""
+    one_rank(monkeypatch)
+    forced(monkeypatch)
+    (row,) = [row for row in LAYERS if row.within]
+    model = mtp_layer(row)
+    owner, norm = owner_of(model, row), model.backbone_embed_norm
+    model.backbone_embed_norm = norm if backbone else None
+    linear, hidden = owner.input_proj, torch.randn(T, H).bfloat16()
+    table, ids = torch.randn(10, H).bfloat16(), torch.randint(10, (T,))
+    model.__dict__["embed_tokens"] = types.SimpleNamespace(weight=table)
+    model.__dict__["embed_input_ids"] = types.MethodType(type(model).embed_input_ids, model)
+    given = {"inputs_embeds": None, "input_ids": ids}
+    before = projected(model, linear, table, hidden, **given)
+    assert called[0] == "embed_dual_rmsnorm_cat"
+    assert mtp.fuse(mtp.stages_of(model, row, Config(T, False, False)))
+    embeds = embed_rmsnorm(ids, table, norm.weight if backbone else None, 1e-2)
+    exact = truth([hidden, embeds], [owner.hidden_norm, owner.embed_norm], linear.weight, 0.0)
+    called.clear()
+    ours = projected(model, linear, table, hidden, **given)
+    assert relative_rms(ours, exact) <= 1.05 * relative_rms(before, exact) < 0.02
+    assert called == ["embed_rmsnorm"] * backbone
+
+
+def v4_layer(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, mtp.Layer]:
+    one_rank(monkeypatch)
+    forced(monkeypatch)
+    (row,) = [row for row in LAYERS if row.more]
+    return mtp_layer(row), row
+
+
+def test_the_mtp_stage_of_streams(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
+    """DeepSeek V4's: the norm of each stream and h_proj, that of the embedding and e_proj, and vLLM's sum."""
+    layer, row = v4_layer(monkeypatch)
+    embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, S * H).bfloat16()
+
+    def both() -> list[Tensor]:
+        return [projected(layer, linear, embeds, hidden) for linear in (layer.h_proj, layer.e_proj)]
+
+    before = both()
+    assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
+    masked = embeds.clone()
+    masked[0] = 0
+    streams = truth([hidden.view(-1, H)], [layer.hnorm], layer.h_proj.weight, 0.0).view(T, S, H)
+    exact = [streams, truth([masked], [layer.enorm], layer.e_proj.weight, 0.0)]
+    called.clear()
+    for ours, vllms, true in zip(both(), before, exact, strict=True):
+        assert relative_rms(ours, true) <= 1.05 * relative_rms(vllms, true) < 0.02
+    assert called == []
+
+
+def test_the_two_projections_of_streams_go_together(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
+    """vLLM's kernel norms for both."""
+    layer, row = v4_layer(monkeypatch)
+    layer.h_proj.weight.data = layer.h_proj.weight.data.t()
+    packed: list[nn.Module] = []
+    monkeypatch.setattr(combine.cpu_packing, "pack", packed.append)
+    assert not mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
+    assert type(layer).__module__.startswith("vllm") and type(layer.e_proj) is type(layer.h_proj) is ReplicatedLinear
+    assert packed == [layer.e_proj, layer.h_proj]
+    projected(layer, layer.h_proj, torch.randn(T, H).bfloat16(), torch.randn(T, S * H).bfloat16())
+    assert called == ["_FUSED_MTP_INPUT_RMSNORM_KERNEL"]
+
+
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["w", "1+w"])
+@pytest.mark.parametrize("fp32_residual", [False, True], ids=["bf16", "fp32"])
+def test_step_5(monkeypatch: pytest.MonkeyPatch, fp32_residual: bool, zero_centered: bool) -> None:
+    """Its norms' offset is a flag; the hidden state of fp32 is rounded first, as vLLM rounds it."""
+    one_rank(monkeypatch)
+    forced(monkeypatch)
+    row = next((row for row in LAYERS if row.architectures == ("Step5MTP",)), None)
+    if row is None:
+        pytest.skip("Step-5 is of vLLM 0.33")
+    layer = mtp_layer(row)
+    layer.fp32_residual_connection = fp32_residual
+    layer.enorm.zero_centered = layer.hnorm.zero_centered = zero_centered
+    embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, H)
+    hidden = hidden if fp32_residual else hidden.bfloat16()
+    before = projected(layer, layer.eh_proj, embeds, hidden)
+    assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
+    norms = [layer.enorm, layer.hnorm]
+    exact = truth([embeds, hidden.bfloat16()], norms, layer.eh_proj.weight, float(zero_centered))
+    ours = projected(layer, layer.eh_proj, embeds, hidden)
+    assert relative_rms(ours, exact) <= 1.05 * relative_rms(before, exact) < 0.02
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=named(row)) for row in LAYERS if row.fused_norms is not None])
+def test_an_op_that_fails_leaves_the_kernel_of_vllms(
+    monkeypatch: pytest.MonkeyPatch, called: list[str], row: mtp.Layer
+) -> None:
+    one_rank(monkeypatch)
+    forced(monkeypatch)
+    layer = mtp_layer(row)
+    owner, embeds = owner_of(layer, row), torch.randn(T, H).bfloat16()
+    hidden = torch.randn(T, S * H if row.more else H).bfloat16()
+    pairs = ((row.norms, row.projection), *row.more)
+    linears = [getattr(owner, projection) for _, projection in pairs]
+    before = [projected(layer, linear, embeds, hidden) for linear in linears]
+    assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
+    monkeypatch.setattr(EngineProjection, "__call__", stop)
+    for linear, vllms in zip(linears, before, strict=True):
+        assert relative_rms(projected(layer, linear, embeds, hidden), vllms) < 0.01  # of bf16
+
+
+def test_what_vllm_does_between_the_kernel_and_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek V3.2's and GLM-5's."""
+    one_rank(monkeypatch)
+    forced(monkeypatch)
+    (row,) = [row for row in LAYERS if "DeepseekV32MTPModel" in row.architectures]
+
+    def reason(layer: nn.Module) -> str | None:
+        (stage,) = mtp.stages_of(layer, row, Config(T, False, False))
+        return stage.unsupported_reason()
+
+    layer = mtp_layer(row)
+    assert reason(layer) is None
+    layer._eh_plan = {1: ("cute", None)}
+    assert reason(layer) == "vLLM has a GEMM of its own for few rows of it"
+    layer._eh_plan, layer.mtp_block.use_sequence_parallel = None, True
+    assert reason(layer) == "vLLM gives each rank some of its rows (sequence parallelism)"
+    own = type(layer)
+    assert not mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False))) and type(layer) is own
 
 
 def test_an_mtp_projection_that_ranks_share_stays_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gathers its columns."""
     one_rank(monkeypatch)
-    (row,) = [row for row in mtp.LAYERS if row.architectures == ("Qwen3NextMTP",)]
+    (row,) = [row for row in LAYERS if row.architectures == ("Qwen3NextMTP",)]
     layer = mtp_layer(row)
     layer.fc.weight.data = layer.fc.weight.data[: H // 2].contiguous()
     layer.fc.output_size_per_partition = H // 2
-    stage = mtp.stage_of(layer, row, Config(T, False, False))
+    (stage,) = mtp.stages_of(layer, row, Config(T, False, False))
     assert stage.unsupported_reason() == f"its weight is a shard or a repacked copy: {(H // 2, 2 * H)} of {(H, 2 * H)}"
-    assert mtp.stage_of(layer, row, Config(T, False, lora=True)) is None
+    assert mtp.stages_of(layer, row, Config(T, False, lora=True)) == []
 
 
 def test_a_layer_of_nemotron_h_that_is_not_the_first_has_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     one_rank(monkeypatch)
-    for row in (row for row in mtp.LAYERS if row.in_some):
+    for row in (row for row in LAYERS if row.in_some):
         layer = mtp_layer(row)
-        assert mtp.stage_of(layer, row, Config(T, False, False)) is not None
+        assert len(mtp.stages_of(layer, row, Config(T, False, False))) == 1
         del layer.eh_proj
-        assert mtp.stage_of(layer, row, Config(T, False, False)) is None
+        assert mtp.stages_of(layer, row, Config(T, False, False)) == []
 
 
 @pytest.mark.parametrize(

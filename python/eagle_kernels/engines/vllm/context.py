@@ -126,12 +126,18 @@ class _ByLayer(EngineProjection):
 
     layers: Sequence[EngineProjection] = ()
 
-    def forward(self, chunks: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
-        (states,) = [chunks] if isinstance(chunks, Tensor) else chunks
+    def forward(
+        self,
+        chunks: Sequence[Tensor] | Tensor,
+        out: Tensor | None = None,
+        indices: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        (states,), (index,) = [chunks] if isinstance(chunks, Tensor) else chunks, indices or [None]
         columns = [layer.fc.weight.shape[0] for layer in self.layers]
-        made = states.new_empty(states.shape[0], sum(columns)) if out is None else out
+        rows = states.shape[0] if index is None else index.shape[0]
+        made = states.new_empty(rows, sum(columns)) if out is None else out
         for layer, of_layer in zip(self.layers, made.split(columns, 1), strict=True):
-            layer.forward(states, of_layer)
+            layer.forward(states, of_layer, indices)
         return made
 
     __call__ = forward

@@ -17,7 +17,7 @@ from ..eligibility import log_once
 from ..gates import Target
 from . import LOGGER
 from .combine import EAGLE3
-from .normed_linear import Stage
+from .normed_linear import Stage, fuse
 from .registry import Config, hook_models, when_loaded
 
 ARCHITECTURES = EAGLE3
@@ -103,7 +103,7 @@ class Layer0:
 
     def fuse(self) -> None:
         residual = self.layer._residual_norm
-        if self.stage.fuse() and residual.__name__ == "_norm_before_residual":
+        if fuse([self.stage]) and residual.__name__ == "_norm_before_residual":
             self.layer._residual_norm = types.MethodType(_normed_residual, self.layer)
 
 

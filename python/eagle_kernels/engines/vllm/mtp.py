@@ -1,20 +1,23 @@
 """The input stage of vLLM's MTP and EAGLE-1 layers with norms: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
 
-Of Qwen4-Exp, whose target has residual streams, it is fc_embedding(norm(embeds)).
-vLLM's forward stays as it is, its masking of position 0 included (contested: vllm#33299); see `normed_linear`.
+Of targets with residual streams it is fc_embedding(norm(embeds)) (Qwen4-Exp), or e_proj(enorm(embeds)) and
+h_proj(hnorm(streams)) (DeepSeek V4). vLLM's forward stays as it is, its masking of position 0 included (contested:
+vllm#33299); see `normed_linear`, and `fused_norms` where norms and cat are one kernel of vLLM's.
 """
 
+import itertools
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ...environment import EngineSwitches
 from ..eligibility import log_once
-from ..gates import Target, TargetError
-from . import LOGGER
-from .normed_linear import Stage
+from ..gates import Target, TargetError, resolve
+from . import LOGGER, fused_norms
+from .normed_linear import FusedNorms, Stage, fuse
 from .registry import Config, hook_models, when_loaded
 
 _MODELS = "vllm.model_executor.models"
@@ -28,6 +31,10 @@ class Layer:
     architectures: of the models that are built of it, none where another row has them.  forward: its target.
     norms: in front of the projection, in the order of the cat.  projection: the linear layer behind it.
     in_some: whether layers of the class may have none of them.
+    norm: the class of its norms, of no other row, and its gains' offset, None where it has a flag for it.
+    fused_norms: of a class whose norms are one kernel of vLLM's.  others: what the stage hangs on besides the forward.
+    more: (norms, projection) of another one in the same forward.  within: the name of the layers of a class that norms
+        for all of them.
     """
 
     architectures: tuple[str, ...]
@@ -35,10 +42,19 @@ class Layer:
     norms: tuple[str, ...] = ("enorm", "hnorm")
     projection: str = "eh_proj"
     in_some: bool = False
+    norm: tuple[str, float | None] = ("", None)
+    fused_norms: Callable[[Any], FusedNorms] | None = None
+    others: tuple[Target, ...] = ()
+    more: tuple[tuple[tuple[str, ...], str], ...] = ()
+    within: str = ""
 
     @property
     def where(self) -> str:
         return self.forward.where.rpartition(".")[0]
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return (self.forward, *self.others)
 
 
 def _layer(architectures: str, where: str, body: str, takes: str, *names: Any) -> Layer:
@@ -46,6 +62,14 @@ def _layer(architectures: str, where: str, body: str, takes: str, *names: Any) -
     where = where if where.startswith("vllm.") else f"{_MODELS}.{where}"
     return Layer(tuple(architectures.split()), Target(f"{where}.forward", parameters, {body: _BOTH}), *names)
 
+
+def _kernel(where: str, body: str) -> Target:
+    return Target(where, None, {body: _BOTH})
+
+
+_EMBED_EH_NORM = _kernel("vllm.model_executor.layers.fused_embed_norm:fused_embed_eh_norm", "9e908b0a5500ea95")
+_EH_NORM = _kernel("vllm.models.deepseek_v32.common.kernels:fused_eh_norm", "11c8aa7300f29389")
+_INKLING = "vllm.models.inkling.nvidia"
 
 _BY_IDS = "input_ids positions previous_hidden_states inputs_embeds"
 _BY_HIDDEN = "input_ids positions hidden_states"
@@ -135,6 +159,103 @@ LAYERS = (
         ("enorm", "hnorm"),
         "fc",
     ),
+    replace(
+        _layer(
+            "DeepseekV32MTPModel",
+            "vllm.models.deepseek_v32.nvidia.mtp:DeepseekV32MultiTokenPredictorLayer",
+            "a9d38cb690d0c644",
+            _BY_IDS,
+        ),
+        fused_norms=fused_norms.of_deepseek_v32,
+        others=(_EMBED_EH_NORM, _EH_NORM),
+    ),
+    replace(
+        _layer(
+            "Glm5NextMTPModel",
+            "vllm.models.glm5next.common.mtp:Glm5NextMultiTokenPredictorLayer",
+            "35b036b9e0c8ca35",
+            _BY_IDS,
+        ),
+        fused_norms=fused_norms.embeds_and_hidden,
+        others=(_kernel("vllm.models.glm5next.nvidia.ops.fused_eh_norm:fused_eh_norm", "11c8aa7300f29389"),),
+    ),
+    replace(
+        _layer(
+            "Dots3NoteMTPModel",
+            "vllm.models.dots3_note.nvidia.mtp:Dots3NoteMultiTokenPredictorLayer",
+            "a256822267a4ca0c",
+            _BY_IDS,
+        ),
+        fused_norms=fused_norms.embeds_and_hidden,
+        others=(_EMBED_EH_NORM, _EH_NORM),
+    ),
+    replace(
+        _layer(
+            "KimiK3MTPModel",
+            "vllm.models.kimi_k3.nvidia.mtp:KimiK3MultiTokenPredictorLayer",
+            "320cabf02dffc1ab",
+            _BY_IDS,
+        ),
+        fused_norms=fused_norms.embeds_and_hidden,
+        others=(_kernel("vllm.models.kimi_k3.common.mtp:fused_mtp_input", "1a8e8abe2f6d71f3"),),
+    ),
+    replace(
+        _layer(
+            "DeepSeekV4MTPModel",
+            "vllm.models.deepseek_v4.nvidia.mtp:DeepSeekV4MultiTokenPredictorLayer",
+            "eda279296dc4b37f",
+            _BY_IDS,
+            ("enorm",),
+            "e_proj",
+        ),
+        more=((("hnorm",), "h_proj"),),
+        fused_norms=fused_norms.of_streams,
+        others=(
+            _kernel(
+                "vllm.models.deepseek_v4.common.ops.fused_mtp_input_rmsnorm:FusedMTPInputRMSNormKernel.__call__",
+                "dd077e66f2d9ec86",
+            ),
+        ),
+    ),
+    Layer(
+        ("Step5MTP",),
+        Target(
+            "vllm.models.step5.nvidia.mtp:Step5MultiTokenPredictorLayer.forward",
+            ("self", *_BY_IDS.split(), ...),
+            {"da6ffe4214345e37": ("0.33.0",)},
+        ),
+        norm=("vllm.models.step5.nvidia.layernorm:Step5RMSNorm", None),
+        fused_norms=fused_norms.of_step5,
+        others=(Target("vllm.models.step5.nvidia.layernorm:_step5_rms_norm", None, {"2dac6dc2c26a4723": ("0.33.0",)}),),
+    ),
+    replace(
+        _layer(
+            "MiniMaxM3MTP",
+            "vllm.models.minimax_m3.nvidia.mtp:MiniMaxM3MultiTokenPredictorLayer",
+            "789de132faeae745",
+            _BY_IDS,
+        ),
+        norm=("vllm.models.minimax_m3.nvidia.model:MiniMAXGemmaRMSNorm", 1.0),
+        others=(_kernel("vllm.models.minimax_m3.nvidia.model:MiniMAXGemmaRMSNorm.forward", "7264b9e9b08c0865"),),
+    ),
+    Layer(
+        ("InklingMTPModel",),
+        Target(
+            f"{_INKLING}.mtp:InklingMultiTokenPredictor.fused_input_cat",
+            ("self", "layer", "previous_hidden", "input_ids", "inputs_embeds"),
+            {"2b06be3a985ac684": _BOTH},
+        ),
+        ("hidden_norm", "embed_norm"),
+        "input_proj",
+        norm=(f"{_INKLING}.layernorm:InklingRMSNorm", 0.0),
+        fused_norms=fused_norms.of_normed_embeds,
+        others=(
+            _kernel(f"{_INKLING}.mtp:InklingMTPDepthLayer.forward", "864c0d4983db5587"),
+            _kernel(f"{_INKLING}.mtp:InklingMultiTokenPredictor.embed_input_ids", "24e4cdd562736622"),
+            _kernel(f"{_INKLING}.ops.norm:embed_dual_rmsnorm_cat", "f084de6517090f90"),
+        ),
+        within="layers",
+    ),
 )
 ARCHITECTURES = tuple(name for layer in LAYERS for name in layer.architectures)
 
@@ -154,25 +275,26 @@ def hooked(predictor: type[nn.Module]) -> type[nn.Module]:
     if not rows:
         raise TargetError(f"it is of another plugin or platform, {predictor.__module__}")
     for layer in rows:
-        layer.forward.find()
+        for target in layer.targets:
+            target.find()
     return when_loaded(predictor, "input stage", _read, _fuse)
 
 
-def _read(predictor: Any, config: Config) -> list[Stage]:
-    """The stages of a predictor that has been built, their weights kept dense until they are fused."""
+def _read(predictor: Any, config: Config) -> list[list[Stage]]:
+    """The stages of each layer of a predictor that has been built, their weights kept dense until they are fused."""
     found = [(module, _row_of(module)) for module in predictor.modules()]
     layers = [(module, row) for module, row in found if row is not None]
     if not layers:
         raise TargetError("none of its layers is of a class that is known")
-    stages = [stage for module, row in layers if (stage := stage_of(module, row, config)) is not None]
-    for stage in stages:
+    stages = [stages_of(module, row, config) for module, row in layers]
+    for stage in itertools.chain(*stages):
         stage.keep_dense_on_cpu()
     return stages
 
 
-def _fuse(predictor: Any, stages: list[Stage]) -> None:
-    for stage in stages:
-        stage.fuse()
+def _fuse(predictor: Any, stages: list[list[Stage]]) -> None:
+    for together in filter(None, stages):
+        fuse(together)
 
 
 def _row_of(module: nn.Module) -> Layer | None:
@@ -180,17 +302,30 @@ def _row_of(module: nn.Module) -> Layer | None:
     return next((layer for layer in LAYERS if layer.where == where), None)
 
 
-def stage_of(layer: Any, row: Layer, config: Config) -> Stage | None:
-    """The stage of a layer; None where it has none, or where LoRA is on and replaces its projection."""
+def stages_of(layer: Any, row: Layer, config: Config) -> list[Stage]:
+    """The stages of a layer, to be fused together; none where it has none, or where LoRA is on and replaces a
+    projection."""
+    owners = getattr(layer, row.within).values() if row.within else [layer]
+    stages = []
+    made = None if row.fused_norms is None else row.fused_norms(layer)
+    for owner, (norms, projection) in itertools.product(owners, ((row.norms, row.projection), *row.more)):
+        name = f"{type(owner).__name__}.{projection}"
+        if row.in_some and not hasattr(owner, projection):
+            return []
+        linear = getattr(owner, projection)
+        if config.lora and hasattr(linear, "quant_method"):  # nn.Linear has none, and is not replaced
+            log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: LoRA is on, which replaces it")
+            return []
+        modules = [getattr(owner, norm) for norm in norms]
+        offsets = _offsets(row, modules[0])
+        stages.append(Stage(name, modules, linear, offsets, config, _switches, fused_norms=made))
+    return stages
+
+
+def _offsets(row: Layer, norm: Any) -> Mapping[type, float]:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-    name = f"{type(layer).__name__}.{row.projection}"
-    if row.in_some and not hasattr(layer, row.projection):
-        return None
-    linear = getattr(layer, row.projection)
-    if config.lora and hasattr(linear, "quant_method"):  # nn.Linear has none, and is not replaced
-        log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: LoRA is on, which replaces it")
-        return None
-    return Stage(
-        name, [getattr(layer, norm) for norm in row.norms], linear, {RMSNorm: 0.0, GemmaRMSNorm: 1.0}, config, _switches
-    )
+    where, offset = row.norm
+    if not where:
+        return {RMSNorm: 0.0, GemmaRMSNorm: 1.0}
+    return {resolve(where)[2]: float(norm.zero_centered) if offset is None else offset}

@@ -2,14 +2,16 @@
 or compiled.
 
 The norms hand their input through, and the linear layer norms both halves of what it is given: cat + one op for 2
-norms + cat + GEMM. The parameters stay where they are, so loading and updating weights see no difference. The op is one
-of torch.library's with a fake kernel and returns a new tensor: vLLM's graphs trace it as they trace their own.
+norms + cat + GEMM. Where norms and cat are one kernel of vLLM's, which such a forward calls in place of the norms, the
+linear layer is given what the kernel would have read (`FusedNorms`). The parameters stay where they are, so loading and
+updating weights see no difference. The op is one of torch.library's with a fake kernel and returns a new tensor:
+vLLM's graphs trace it as they trace their own.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +19,12 @@ from torch import Tensor
 from ...checks import DTYPES
 from ...environment import EngineSwitches
 from ...plan import cpu_isa
+from ...warmup import warmup
 from .. import decision, held_codes
 from ..decision import Call, Decision
 from ..eligibility import linear_unsupported_reason, log_once
 from ..held_codes import HeldCodes
-from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe
+from ..projection import PROBED_BYTES, EngineProjection, ProbeError, check_backend, parameter_of, probe
 from . import LOGGER, cpu_packing, replicas
 from .combine import QUANTIZED, rms_norm_unsupported_reason
 from .registry import Config, leaving_to_vllm
@@ -42,36 +45,86 @@ class PassThrough(_Base):
         return super().forward(x)
 
 
+class Unnormed(NamedTuple):
+    """What a kernel of vLLM's would have normed, for the projection behind it.
+
+    chunks, indices: as `EngineProjection.forward` takes them.  own: vLLM's kernel on them; None where its norms do it.
+    """
+
+    chunks: list[Tensor]
+    indices: list[Tensor | None] | None
+    own: Callable[[], Tensor] | None
+
+
 class NormedLinear(_Base):
     """Mixed in before a linear layer: y = [norm(x[:, :H]), norm'(x[:, H:])] @ weight^T + bias; of one norm, norm(x)."""
 
     projection: EngineProjection
     eagle_kernels_name: str
+    aside: Unnormed | None = None  # in place of the next input
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor | Unnormed) -> Any:
         if torch.compiler.is_compiling():
-            return self._as_vllm_returns_it(self.projection(x))
+            return self._as_vllm_returns_it(self._projected(x))
+        x, self.aside = self.aside or x, None
         try:
-            return self._as_vllm_returns_it(self.projection(x))
+            return self._as_vllm_returns_it(self._projected(x))
         except Exception as failure:
             log_once(
                 LOGGER,
                 logging.WARNING,
                 f"{self.eagle_kernels_name} stays with vLLM, norm_concat_linear failed: {failure!r}",
             )
-            norms = self.projection.chunk_norms
-            parts = zip(norms, x.chunk(len(norms), -1), strict=True)
-            return super().forward(torch.cat([norm.engines_own(part) for norm, part in parts], -1))
+            return super().forward(self._engines_own_normed(x))
+
+    def _projected(self, x: Tensor | Unnormed) -> Tensor:
+        if isinstance(x, Unnormed):
+            return self.projection(x.chunks, indices=x.indices)
+        # V4's streams are [N, S, H].
+        return self.projection(x) if x.dim() == 2 else self.projection(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+    def _engines_own_normed(self, x: Tensor | Unnormed) -> Tensor:
+        if isinstance(x, Unnormed) and x.own is not None:
+            return x.own()
+        norms = self.projection.chunk_norms
+        parts = x.chunks if isinstance(x, Unnormed) else x.chunk(len(norms), -1)
+        own = [getattr(norm, "engines_own", norm) for norm in norms]
+        return torch.cat([norm(part) for norm, part in zip(own, parts, strict=True)], -1)
 
     def _as_vllm_returns_it(self, y: Tensor) -> Any:
         # Its own linear layers return a bias that was not added beside the result; nn.Linear does not.
         return (y, None) if getattr(self, "return_bias", False) else y
 
 
-def put_in(name: str, projection: EngineProjection) -> None:
-    """Have norms and a linear layer run as `projection`, whose modules they are."""
+@dataclass(frozen=True, eq=False)
+class FusedNorms:
+    """A layer whose norms and cat are one kernel of vLLM's (`fused_norms`).
+
+    members: of a subclass of the layer's, which gives its projections what the kernel would have read.
+    own: what the kernel makes of [N, K*H] with these norms, no row at position 0; None where calls of them give that.
+    gathered: the chunk whose rows come by an index.  passes_through: whether the norms are called, and hand their input
+        through.
+    unsupported: why the projection does not get that.
+    """
+
+    layer: Any
+    members: Mapping[str, Any]
+    own: Callable[..., Tensor] | None = None
+    gathered: int | None = None
+    passes_through: bool = False
+    unsupported: str | None = None
+
+    def put_in(self) -> None:
+        self.layer.__class__ = type(type(self.layer).__name__, (type(self.layer),), dict(self.members))
+
+
+def put_in(name: str, projection: EngineProjection, *, passes_through: bool = True) -> None:
+    """Have norms and a linear layer run as `projection`, whose modules they are.
+
+    passes_through: whether vLLM's forward calls the norms.
+    """
     linear = projection.fc.linear if isinstance(projection.fc, HeldCodes) else projection.fc
-    for norm in projection.chunk_norms:
+    for norm in projection.chunk_norms if passes_through else ():
         norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
     linear.__class__ = type(type(linear).__name__, (NormedLinear, type(linear)), {})
     linear.projection, linear.eagle_kernels_name = projection, name.rpartition(".")[2]
@@ -108,6 +161,19 @@ class Candidate:
         if len(self.norms) == 1:
             return [theirs, self.projection]
         return [theirs, lambda x: self.projection(torch.cat(x.chunk(2, -1), -1))]
+
+
+@dataclass(frozen=True, eq=False)
+class _OfFusedNorms(Candidate):
+    """A stage whose norms and cat are one kernel of vLLM's."""
+
+    own: Callable[..., Tensor]
+
+    def engine(self, x: Tensor) -> Tensor:
+        return self.product(self.own(x, *self.norms))
+
+    def calls(self) -> list[Call]:
+        return [self.engine, lambda x: self.projection(x.chunk(2, -1))]
 
 
 def plan(candidate: Candidate) -> EngineProjection | None:
@@ -161,6 +227,7 @@ class Stage:
 
     norms: in the order of the cat.  column_shard: whether the layer's weight may be this rank's rows alone.
     offsets: the classes of norm that may stand there -> what is added to their weights.
+    fused_norms: where vLLM's forward calls a kernel in place of the norms; put in by `fuse`.
     """
 
     name: str
@@ -170,6 +237,7 @@ class Stage:
     config: Config
     switches: EngineSwitches
     column_shard: bool = False
+    fused_norms: FusedNorms | None = None
 
     def keep_dense_on_cpu(self) -> None:
         """Have vLLM leave the weight as it is until `fuse`, where the op may read it."""
@@ -190,18 +258,8 @@ class Stage:
                 return
             cpu_packing.keep_dense(linear)
 
-    def fuse(self) -> bool:
-        """Have it run on the op where that is faster, and pack the weight as vLLM would have where it is not."""
-        planned = None
-        with leaving_to_vllm(self.name):
-            planned = self._planned()
-            if planned is not None:
-                put_in(self.name, planned)
-        if planned is None and cpu_packing.is_kept_dense(self.linear):
-            cpu_packing.pack(self.linear)
-        return planned is not None
-
-    def _planned(self) -> EngineProjection | None:
+    def planned(self) -> EngineProjection | None:
+        """What `put_in` takes, where the op is faster."""
         linear = self.linear
         unsupported = self.unsupported_reason()
         if unsupported is not None:
@@ -220,9 +278,14 @@ class Stage:
             y = linear(x)
             return y[0] if isinstance(y, tuple) else y
 
-        planned = plan(Candidate(self.name, timed, product, self.config.max_rows, self.config.compiled, self.switches))
+        config, fused_norms = self.config, self.fused_norms
+        record = (self.name, timed, product, config.max_rows, config.compiled, self.switches)
+        kernel = None if fused_norms is None else fused_norms.own
+        planned = plan(Candidate(*record) if kernel is None else _OfFusedNorms(*record, kernel))
         if planned is None:
             return None
+        if fused_norms is not None and fused_norms.gathered is not None:
+            _probe_gathered(planned, fused_norms.gathered, config.max_rows)
         if dense is None:
             return planned
         cpu_packing.unpack(linear, dense)
@@ -235,8 +298,8 @@ class Stage:
 
         if vllm.envs.VLLM_BATCH_INVARIANT:
             return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-        unsupported, linear = None, self.linear
-        if held_codes.read(linear, QUANTIZED) is None:
+        unsupported, linear = None if self.fused_norms is None else self.fused_norms.unsupported, self.linear
+        if unsupported is None and held_codes.read(linear, QUANTIZED) is None:
             shard = self.column_shard
             unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=shard)
         dtype = getattr(linear, "params_dtype", None) or linear.weight.dtype
@@ -245,3 +308,33 @@ class Stage:
         if unsupported is None and len(set(map(type, self.norms))) > 1:
             unsupported = "its norms are of two kinds"
         return unsupported
+
+
+@torch.inference_mode()
+def _probe_gathered(projection: EngineProjection, gathered: int, rows: int) -> None:
+    """Run it once on a chunk whose rows come by an index, of either type of token ids; `probe` has run it without."""
+    like, width = projection.like, parameter_of(projection.fc).shape[1]
+    rows = max(1, min(rows, PROBED_BYTES // (width * like.element_size()), rows if like.is_cuda else 4))
+    chunks, module = list(decision.normal_rows(rows, width, like).view(2, rows, -1)), cast(Any, projection)
+    for dtype in (torch.int32, torch.int64):
+        indices: list[Tensor | None] = [None, None]
+        indices[gathered] = torch.arange(rows, dtype=dtype, device=like.device)
+        warmup(module, chunks, indices=indices)
+
+
+def fuse(stages: Sequence[Stage]) -> bool:
+    """Have the stages of a layer run on the op where that is faster for all of them, and pack their weights as vLLM
+    would have where it is not."""
+    fused_norms = stages[0].fused_norms
+    with leaving_to_vllm(stages[0].name):
+        planned = [projection for stage in stages if (projection := stage.planned()) is not None]
+        if len(planned) == len(stages):
+            for stage, projection in zip(stages, planned, strict=True):
+                put_in(stage.name, projection, passes_through=fused_norms is None or fused_norms.passes_through)
+            if fused_norms is not None:
+                fused_norms.put_in()
+            return True
+    for stage in stages:
+        if cpu_packing.is_kept_dense(stage.linear):
+            cpu_packing.pack(stage.linear)
+    return False

@@ -26,7 +26,7 @@ def leaving_to_vllm(target: str) -> Iterator[None]:
 
 MODELS = Target("vllm.model_executor.models.registry:ModelRegistry.models")
 # 0.32 has none of them.
-OF_033 = frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel"})
+OF_033 = frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel", "Step5MTP"})
 
 
 @dataclass(frozen=True)
