@@ -26,13 +26,11 @@ class Drafter:
     targets: tuple[str, ...] = ()
 
 
-_NO_HOOK = "no hook is written; `MTPProjection` computes the stage"
 _ROW_STREAMS = (
     "the norm over all streams, whose rows are not those that their projection reads, that projection and the "
 )
 _ROW_STREAMS += "sum, which `MTPStreamsProjection` computes"
 _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
-_TWICE = "the embedding is normed twice, and " + _NO_HOOK
 _CONTEXT = "keys and values of all its layers are made of fc's result: `ContextKV` computes them, no hook is written"
 _KEYS_AND_VALUES = "keys and values of its layers, which go into a pool of the engine's own layout; "
 _KEYS_AND_VALUES += "`ContextKV` computes them"
@@ -116,9 +114,7 @@ SGLANG = (
         _STAGE,
         targets=("models.qwen3_5_mtp:Qwen3_5ForCausalLMMTP.forward",),
     ),
-    Drafter(
-        "IQuest-Q1 MTP", ("IQuestQ1MTP",), stays="its norms are of a class of its own, all in fp32, and " + _NO_HOOK
-    ),
+    Drafter("IQuest-Q1 MTP", ("IQuestQ1MTP",), _STAGE, targets=("models.iquest_q1_mtp:IQuestQ1MTPLayer.forward",)),
     Drafter(
         "LongCat-Flash, Ling MTP",
         ("LongcatFlashForCausalLMNextN", "BailingMoeForCausalLMNextN"),
@@ -146,7 +142,13 @@ SGLANG = (
             "models.nemotron_h_mtp:NemotronHMTPMoEDecoderLayer.forward",
         ),
     ),
-    Drafter("Inkling MTP", ("InklingForConditionalGenerationMTP",), stays=_TWICE),
+    Drafter(
+        "Inkling MTP",
+        ("InklingForConditionalGenerationMTP",),
+        _STAGE,
+        "the target's norm of the embedding",
+        ("models.inkling:InklingMTPLayer.forward",),
+    ),
     Drafter(
         "DeepSeek V4 MTP",
         ("DeepseekV4ForCausalLMNextN",),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def hooked_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with torch.inference_mode():
         yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model_of_gpus(hooked_sglang: None) -> None:
+    """Inkling's module, imported beside stand-ins for what it imports of CUTLASS."""
+    cute = "sglang.kernels.ops.attention.flash_attn.cute"
+    absent = ["cutlass", "cutlass.cute", cute, f"{cute}.batch_invariance", f"{cute}.seqlen_info"]
+    with pytest.MonkeyPatch.context() as patched:
+        for name in absent:
+            patched.setitem(sys.modules, name, MagicMock())
+        importlib.import_module("sglang.srt.models.inkling")
 
 
 def on_rank(tp_rank: int, tp_size: int) -> object:
@@ -440,10 +452,11 @@ def predictor_of(row: mtp.Predictor, gemma: bool) -> nn.Module:
     if row.within:  # heads.0
         predictor.heads = nn.ModuleList([nn.Module()])
     has_modules = predictor.get_submodule(row.within)
+    norm_class = row.norm_class() or (GemmaRMSNorm if gemma else RMSNorm)
     streams = any(name in row.where for name in ("deepseek_v4", "qwen4"))
     for other in (other for other in mtp.PREDICTORS if other.where == row.where):
         for norm, eps in zip(other.norms, (1e-6, 1e-2), strict=False):
-            has_modules.add_module(norm, (GemmaRMSNorm if gemma else RMSNorm)(Ht, eps))
+            has_modules.add_module(norm, norm_class(Ht, eps))
         width = len(other.norms) * Ht
         if any(name in row.where for name in ("longcat", "bailing", "dots3", "deepseek_v4")):
             linear: nn.Module = ReplicatedLinear(width, Ht, bias=False)
@@ -474,19 +487,33 @@ def run(predictor: nn.Module, row: mtp.Predictor, embeds: Tensor, hidden: Tensor
     elif "qwen3_5" in row.where:
         forward_batch.mm_input_embeds = embeds.clone()
         method(rows, rows, forward_batch)
+    elif "inkling" in row.where:
+        predictor.embed_tokens, predictor.main_model_embed_norm = lambda ids: embeds.clone(), None
+        method(rows, rows, forward_batch)
+    elif "iquest" in row.where:
+        method(rows, hidden, embeds.clone(), forward_batch)
     elif "nemotron" in row.where:
         method(inputs_embeds=embeds.clone(), hidden_states=hidden, forward_batch=forward_batch)
     else:
         method(rows, rows, forward_batch, embeds.clone())
 
 
+HIDDEN_FIRST = ("mimo_mtp", "inkling")
+MASKS = ("mimo_mtp", "ernie4")
+
+
 def of_streams(row: mtp.Predictor) -> bool:
     return len(row.norms) == 1
 
 
-@pytest.mark.parametrize("gemma", [False, True], ids=["w", "1+w"])
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=f"{row.where.partition(':')[2]}-{row.projection}") for row in mtp.PREDICTORS]
+    ("row", "gemma"),
+    [
+        pytest.param(row, gemma, id=f"{row.where.partition(':')[2]}-{row.projection}-{'1+w' if gemma else 'w'}")
+        for row in mtp.PREDICTORS
+        for gemma in (False, True)
+        if row.norm is None or not gemma
+    ],
 )
 def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
     """Of every class that is hooked, in SGLang's own forward, with the gains of either norm."""
@@ -502,9 +529,9 @@ def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
     mtp.prepare(predictor)
     assert isinstance(linear.forward.__self__, NormedLinear)
     masked = embeds.clone()
-    if row.projection in ("input_proj", "mtp_linear_proj"):
+    if row.where.startswith(MASKS):
         masked[0] = 0
-    chunks = [hidden, masked] if row.projection == "input_proj" else [masked, hidden]
+    chunks = [hidden, masked] if row.where.startswith(HIDDEN_FIRST) else [masked, hidden]
     if of_streams(row):
         chunks = [hidden.view(-1, Ht) if row.norms == ("hnorm",) else embeds]
     norms = [getattr(owner, norm) for norm in row.norms]
@@ -512,6 +539,44 @@ def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
     sources = Sources(chunks, len(chunks), "chunk", gains, eps, float(gemma), [], [], None)
     bias = getattr(linear, "bias", None)
     truth = F.linear(formula(sources, torch.float64), linear.weight.double(), None if bias is None else bias.double())
+    assert relative_rms(projected(), truth) <= 1.05 * relative_rms(own, truth) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "fp32"])
+def test_iquest_q1_rounds_behind_its_norms(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """Hidden states of fp32 stay with SGLang, whose norm takes them as they are."""
+    (row,) = [row for row in mtp.PREDICTORS if row.norm is not None]
+    predictor, embeds, hidden = predictor_of(row, False), torch.randn(T, Ht), torch.randn(T, Ht, dtype=dtype)
+
+    def projected() -> Tensor:
+        return seen_behind(predictor.eh_proj, lambda: run(predictor, row, embeds, hidden))
+
+    own = projected()
+    mtp.prepare(predictor)
+    assert isinstance(predictor.eh_proj.forward.__self__, NormedLinear)
+    assert torch.equal(projected(), own) if dtype is torch.float32 else relative_rms(projected(), own) < 0.01
+    assert ("norm_concat_linear failed" in caplog.text) == (dtype is torch.float32)
+
+
+def test_inkling_norms_its_embedding_twice() -> None:
+    """The target's norm in front runs by itself."""
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    (row,) = [row for row in mtp.PREDICTORS if row.where.startswith("inkling")]
+    predictor, embeds, hidden = predictor_of(row, False), torch.randn(T, Ht), torch.randn(T, Ht)
+    norm = randomized(RMSNorm(Ht, 1e-2))
+
+    def projected() -> Tensor:
+        predictor.__dict__.update(embed_tokens=lambda ids: embeds, main_model_embed_norm=norm)
+        rows = torch.arange(T)
+        return seen_behind(predictor.input_proj, lambda: predictor(rows, rows, batch(hidden)))
+
+    own = projected()
+    mtp.prepare(predictor)
+    norms = [predictor.hidden_norm, predictor.embed_norm]
+    gains, eps = [one.weight for one in norms], [one.variance_epsilon for one in norms]
+    sources = Sources([hidden, norm(embeds)], 2, "chunk", gains, eps, 0.0, [], [], None)
+    truth = F.linear(formula(sources, torch.float64), predictor.input_proj.weight.double())
     assert relative_rms(projected(), truth) <= 1.05 * relative_rms(own, truth) < 0.02
 
 

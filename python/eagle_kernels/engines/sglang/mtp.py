@@ -35,6 +35,7 @@ class Predictor:
     norms: those in front of the projection, in the order of the cat.  projection: the linear layer behind them.
     method: what runs the stage.  within: the submodule that has the modules.
     not_on_cuda: SGLang has a kernel there that reads the gains past the norms.
+    norm: the class of the norms where it is the model's own, w * x / rms in fp32, and the body of its forward.
     """
 
     where: str
@@ -44,10 +45,18 @@ class Predictor:
     method: str = "forward"
     within: str = ""
     not_on_cuda: bool = False
+    norm: tuple[str, str] | None = None
 
     @property
     def target(self) -> Target:
         return Target(f"{_MODELS}.{self.where}.{self.method}", bodies={self.body: ["0.5.23"]})
+
+    def norm_class(self) -> type | None:
+        """`norm`'s; raises TargetError where its forward has another body."""
+        if self.norm is None:
+            return None
+        where, body = self.norm
+        return Target(f"{_MODELS}.{where}.forward", bodies={body: ["0.5.23"]}).find()[0]
 
 
 _QWEN = (("pre_fc_norm_embedding", "pre_fc_norm_hidden"), "fc")
@@ -93,6 +102,13 @@ PREDICTORS = (
         ("mtp_emb_norm", "mtp_hidden_norm"),
         "mtp_linear_proj",
     ),
+    # The target's norm of the embedding, in front of both, is a module of its own.
+    Predictor("inkling:InklingMTPLayer", "0ce524ab405bb0e2", ("hidden_norm", "embed_norm"), "input_proj"),
+    Predictor(
+        "iquest_q1_mtp:IQuestQ1MTPLayer",
+        "697e6222b99d817a",
+        norm=("iquest_q1:IQuestQ1RMSNorm", "b6f22aadf60edf29"),
+    ),
 )
 
 
@@ -121,7 +137,8 @@ def _prepare_row(module: nn.Module, row: Predictor) -> None:
     if row.not_on_cuda and linear.weight.is_cuda and torch.version.hip is None:
         unsupported = unsupported or "both norms and the cat are one kernel of SGLang's on CUDA"
     for norm in norms:
-        unsupported = unsupported or rms_norm_unsupported_reason(norm, activation_dtype(linear), gemma=gemma)
+        dtype, known = activation_dtype(linear), row.norm_class()
+        unsupported = unsupported or rms_norm_unsupported_reason(norm, dtype, gemma=gemma, known=known)
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with SGLang: {unsupported}")
         return

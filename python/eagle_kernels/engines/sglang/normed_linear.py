@@ -56,7 +56,9 @@ class NormedLinear:
 
     def _own(self, chunks: Sequence[Tensor]) -> Any:
         *norms, linear = self.forwards
-        normed = [norm(chunk) for norm, chunk in zip(norms, chunks, strict=True)]
+        # IQuest-Q1 rounds what its norms make of fp32 states; the others have the dtype.
+        dtype = self.projection.like.dtype
+        normed = [norm(chunk).to(dtype) for norm, chunk in zip(norms, chunks, strict=True)]
         return linear(normed[0] if len(normed) == 1 else torch.cat(normed, -1))
 
     def _norm(self, k: int) -> Callable[..., Tensor]:

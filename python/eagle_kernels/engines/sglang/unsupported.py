@@ -42,8 +42,11 @@ def activation_dtype(linear: Any) -> torch.dtype:
     return linear.weight.dtype if linear.weight.dtype in DTYPES else linear.params_dtype
 
 
-def rms_norm_unsupported_reason(norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False) -> str | None:
-    """Why the ops cannot take over a norm: gemma asks for GemmaRMSNorm (gain 1 + w), else RMSNorm (gain w)."""
+def rms_norm_unsupported_reason(
+    norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False, known: type | None = None
+) -> str | None:
+    """Why the ops cannot take over a norm: gemma asks for GemmaRMSNorm (gain 1 + w), else RMSNorm (gain w); `known` for
+    that class."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     if getattr(norm, "variance_size_override", None) is not None:
@@ -52,7 +55,7 @@ def rms_norm_unsupported_reason(norm: nn.Module, dtype: torch.dtype, *, gemma: b
         return "its norm rounds before the gain (cast_x_before_out_mul)"
     if not getattr(norm, "has_weight", True):
         return "its norm has no weight"
-    return norm_unsupported_reason(norm, {GemmaRMSNorm if gemma else RMSNorm}, dtype)
+    return norm_unsupported_reason(norm, {known or (GemmaRMSNorm if gemma else RMSNorm)}, dtype)
 
 
 def determinism_unsupported_reason() -> str | None:
