@@ -187,7 +187,7 @@ def vllm_targets() -> list[tuple[str, Target]]:
     names = ("combine", "mtp", "layer0", "context", "embedding", "speculator")
     part = {name: import_module(f"{vllm.__name__}.{name}") for name in names}
     shared = import_module(f"{vllm.__name__}.registry").MODELS
-    targets = [("combine", shared), *(("combine", target) for target, _ in part["combine"].TARGETS)]
+    targets = [("combine", shared), *(("combine", target) for target in part["combine"].TARGETS)]
     targets += [("combine, layer0, on CPU", import_module(f"{vllm.__name__}.cpu_packing").PROCESS)]
     targets += [("zero_copy", target) for target in (part["speculator"].EAGLE, part["speculator"].DFLASH)]
     of_mtp = {target.where: target for layer in part["mtp"].LAYERS for target in layer.targets}

@@ -38,8 +38,8 @@ def test_what_runs_in_sglang_is_what_is_hooked() -> None:
 
 
 def test_what_runs_in_vllm_is_what_is_hooked() -> None:
-    combine, mtp = (import_module(f"{vllm.__name__}.{part}") for part in ("combine", "mtp"))
-    hooked = {*combine.EAGLE3, *combine.DFLASH, *combine.LAGUNA, *mtp.ARCHITECTURES}
+    parts = [import_module(f"{vllm.__name__}.{part}") for part in ("combine", "mtp", "context")]
+    hooked = {name for part in parts for name in part.ARCHITECTURES}
     assert {name for row in VLLM if row.runs for name in row.architectures} == hooked
 
 
@@ -57,6 +57,12 @@ def test_a_row_that_context_kv_computes_has_configs_that_it_reads(row: Drafter) 
     for name in row.architectures:
         config = sizes | {"architectures": [name], "target_layer_ids": [1, 2]}
         assert ContextKVConfig.from_hf(config, target_hidden_size=96).num_chunks == 2
+
+
+def test_a_projection_with_the_norm_behind_it_runs_where_it_is_hooked() -> None:
+    combine = import_module(f"{vllm.__name__}.combine")
+    rows = [row for row in VLLM if "the projection of the captured layers and the norm behind it" in row.runs]
+    assert {name for row in rows for name in row.architectures} == set(combine.DSPARK)
 
 
 def test_layer_0_runs_where_it_is_hooked() -> None:

@@ -64,7 +64,7 @@ class EngineProjection:
     @property
     def is_worthwhile(self) -> bool:
         """Whether the engine's own call of fc leaves anything to gain."""
-        return self.has_norm or bool(self.codes)
+        return self.has_norm or self.post_norm is not None or bool(self.codes)
 
     def forward(
         self,
@@ -77,7 +77,7 @@ class EngineProjection:
         indices: the rows of each chunk, where it has no concat norm; a zero row where one is -1.
         """
         if self.fc_unsupported is not None:
-            projected = self.fc(self._normed(chunks, indices))
+            projected = self.fc(self.normed(chunks, indices))
             return projected if self.post_norm is None else self.post_norm(projected)
         sources = self._sources("norm_concat_linear", self._first_of_two_norms(chunks), *self._norm, indices)
         post_norm_weight, post_norm_eps = None, 0.0
@@ -91,7 +91,7 @@ class EngineProjection:
 
     __call__ = forward
 
-    def _normed(self, chunks: Sequence[Tensor] | Tensor, indices: Sequence[Tensor | None] | None = None) -> Tensor:
+    def normed(self, chunks: Sequence[Tensor] | Tensor, indices: Sequence[Tensor | None] | None = None) -> Tensor:
         """What fc reads, [N, K*H]."""
         return concatenate(self._sources("norm_concat", self._first_of_two_norms(chunks), *self._norm, indices))
 

@@ -48,7 +48,7 @@ class RowParallelProjection(EngineProjection):
     ) -> Tensor:
         """As `EngineProjection.forward`; every rank of the group has to call it."""
         whole = isinstance(chunks, Tensor) and not self.has_norm
-        normed = chunks if isinstance(chunks, Tensor) and whole else self._normed(chunks, indices)
+        normed = chunks if isinstance(chunks, Tensor) and whole else self.normed(chunks, indices)
         weight = parameter_of(self.fc)
         begin, end = columns_of(weight.shape[1], self.rank, self.size)
         bias = None

@@ -38,6 +38,8 @@ _CACHE = (
     "the write into the cache, whose layout is the attention backend's; on a GPU norm and rotation of the keys, of "
 )
 _CACHE += "which no table has figures"
+_MAIN_PROJECTION = "the projection of the captured layers and the norm behind it; the cat in the V2 speculator"
+_NORMED_CONTEXT = "the keys of all layers, one GEMM with no norm in front; their norm and rotation, kernels of vLLM's "
 _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
 _OF_STREAMS = "each norm with the projection behind it, of the embedding and of the streams"
@@ -343,17 +345,37 @@ VLLM = (
         ),
         stays=_NO_NORMS,
     ),
-    Drafter("DFlash2 Beam", ("DFlash2BeamDraftModel",), stays=_CONTEXT),
     Drafter(
-        "DSpark: DeepSeek V4 and V4.1, Gemma 4, Kimi K3, Muse Spark",
-        (
-            "DSparkDraftModel",
-            "DSparkV41DraftModel",
-            "Gemma4DSparkModel",
-            "K3DSparkModel",
-            "MuseSparkDSparkModel",
-        ),
-        stays=_CONTEXT,
+        "DFlash2 Beam",
+        ("DFlash2BeamDraftModel",),
+        "cat and fc, in the V2 speculator; the norm behind it and keys and values of all layers",
+        "norm and rotation of the keys and the write into the cache, which are one kernel of vLLM's",
+    ),
+    Drafter(
+        "DSpark: Gemma 4",
+        ("Gemma4DSparkModel",),
+        "cat and fc, in the V2 speculator; the norm behind it and keys and values of all layers, which are one "
+        "projection; on a CPU norm and rotation of the keys and norm of the values",
+        _CACHE,
+    ),
+    Drafter(
+        "DSpark: Muse Spark",
+        ("MuseSparkDSparkModel",),
+        "the norm behind fc, each layer's norm, keys and values of all layers",
+        "fc, which has no norm in front and whose input vLLM rounds from fp32; norm and rotation of the keys, of which "
+        "no table has figures; the write into the cache, whose layout is the attention backend's",
+    ),
+    Drafter(
+        "DSpark: DeepSeek V4 and V4.1",
+        ("DSparkDraftModel", "DSparkV41DraftModel"),
+        _MAIN_PROJECTION,
+        _NORMED_CONTEXT + "with the write into the cache; on AMD all of it, whose classes import nowhere else",
+    ),
+    Drafter(
+        "DSpark: Kimi K3",
+        ("K3DSparkModel",),
+        _MAIN_PROJECTION,
+        _NORMED_CONTEXT + "into the latent cache of all layers",
     ),
     Drafter(
         "hidden states for training",

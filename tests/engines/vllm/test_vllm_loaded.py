@@ -285,7 +285,7 @@ def stop() -> None:
 @pytest.mark.parametrize(
     "recorded",
     [
-        *[pytest.param(target, id=target.module.rpartition(".")[2]) for target, _ in combine.TARGETS],
+        *[pytest.param(target, id=target.module.rpartition(".")[2]) for target in combine.TARGETS],
         *[pytest.param(target, id=target.where.rpartition(".")[2]) for row in mtp.LAYERS for target in row.targets],
         *[pytest.param(target, id=target.where.rpartition(".")[2]) for row in layer0.LAYERS for target in row.targets],
         *[pytest.param(target, id=target.where.rpartition(".")[2]) for target in context.TARGETS],

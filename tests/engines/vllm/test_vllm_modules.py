@@ -2,6 +2,7 @@
 Step-3.5, all tensor-parallel ranks in one process)."""
 
 import importlib
+import importlib.util
 import inspect
 import itertools
 import sys
@@ -24,12 +25,13 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models import laguna_dflash, qwen3_dflash
+from vllm.model_executor.models import gemma4_dspark, laguna_dflash, qwen3_dflash
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as v2
 
 from accuracy import relative_rms
+from eagle_kernels.engines import decision
 from eagle_kernels.engines.gates import Target, resolve
 from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.engines.vllm import combine, context, embedding, mtp, normed_linear, speculator
@@ -39,6 +41,9 @@ from eagle_kernels.ops.sources import Sources, formula
 
 pytestmark = pytest.mark.usefixtures("models_of_gpus")
 T, K, H, D = 6, 3, 64, 48
+needs_033 = pytest.mark.skipif(
+    importlib.util.find_spec("vllm.models.muse_spark") is None, reason="Muse Spark and Beam are of vLLM 0.33"
+)
 STORES = hasattr(DFlashSpeculator, "_store_hidden_states")  # 0.32 has the same lines inside of propose
 
 
@@ -456,10 +461,11 @@ def test_a_layer_of_nemotron_h_that_is_not_the_first_has_no_stage(monkeypatch: p
 @pytest.mark.parametrize(
     ("target", "kind"),
     [
-        pytest.param(target, kind, id=f"{target.module.rpartition('.')[2]}-{kind}")
-        for target, _ in combine.TARGETS
+        pytest.param(method.target, kind, id=f"{method.target.module.rpartition('.')[2]}-{kind}")
+        for method in combine.METHODS
         for kind in ("chunk", "concat")
-        if "qwen3_dflash" not in target.module and (kind == "chunk" or "llama" in target.module)
+        if method.read is not combine._read_dflash and method.of_model is None
+        if kind == "chunk" or "llama" in method.target.module
     ],
 )
 def test_combine_hidden_states(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
@@ -493,6 +499,48 @@ def test_combine_hidden_states(monkeypatch: pytest.MonkeyPatch, target: Target, 
     if "laguna" in target.module:
         exact = F.rms_norm(exact, (D,), model.hidden_norm.weight.double(), 1e-2)
     assert relative_rms(ours, exact) <= 1.05 * relative_rms(own, exact) < 0.02
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(known, id=known.target.module) for known in combine.METHODS if known.of_model is not None]
+)
+def test_combine_hidden_states_of_dspark(monkeypatch: pytest.MonkeyPatch, method: combine.Method) -> None:
+    """main_norm(main_proj(x)) of DeepSeek V4 and V4.1, context_norm(context_proj(x)) of Kimi K3."""
+    one_rank(monkeypatch)
+    drafter_class = combine.hooked(resolve(method.target.where.rpartition(".")[0])[2])
+    model_class = resolve(method.of_model.where.rpartition(".")[0])[2]
+    drafter, model = drafter_class.__new__(drafter_class), model_class.__new__(model_class)
+    nn.Module.__init__(drafter)
+    nn.Module.__init__(model)
+    fc = ReplicatedLinear(
+        K * H, D, bias=False, return_bias=False, disable_tp=True, params_dtype=torch.bfloat16, prefix="fc"
+    )
+    norm = RMSNorm(D, 1e-2).bfloat16()
+    for parameter in (*fc.parameters(), *norm.parameters()):
+        parameter.data.copy_(torch.randn_like(parameter))
+    model.target_layer_ids, model.config = (3, 7, 11), types.SimpleNamespace(num_target_layers=K)
+    setattr(model, method.fc, fc)
+    setattr(model, method.fc.replace("proj", "norm"), norm)
+    drafter.model, drafter._max_rows = model, T
+    combine.cpu_packing.keep_dense(fc)
+    fc.quant_method.process_weights_after_loading(fc)
+    monkeypatch.setattr(combine, "_switches", EngineSwitches(frozenset({"combine", "zero_copy"}), True, ()))
+    hidden = (0.05 * torch.randn(T, K * H)).bfloat16()  # eps counts
+    own = super(combine.FusedCombine, drafter).combine_hidden_states(hidden)
+    exact = F.rms_norm(hidden.double() @ fc.weight.double().t(), (D,), norm.weight.double(), 1e-2)
+    stage = drafter.eagle_kernels_stage()
+    assert stage.projection.post_norm is norm and stage.projection.num_chunks == K
+    calls = []
+    monkeypatch.setattr(type(stage.projection), "__call__", lambda self, x: calls.append(x) or self.forward(x))
+    ours = drafter.combine_hidden_states(hidden)
+    assert len(calls) == 1
+    assert relative_rms(ours, exact) <= 1.05 * relative_rms(own, exact) < 0.02
+    # The speculator hands the captured layers over as they are.
+    out = torch.empty(T, D, dtype=torch.bfloat16)
+    chunks = [chunk.contiguous() for chunk in hidden.chunk(K, -1)]
+    assert drafter.eagle_kernels_projection().forward(chunks, out) is out
+    assert relative_rms(out, exact) <= 1.05 * relative_rms(own, exact)
+    assert drafter.eagle_kernels_stage() is stage
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -547,6 +595,8 @@ def dflash_model(model_class: type, has_bias: bool, rotated: int, is_neox: bool)
         qkv = nn.Linear(H, 3 * n * d, bias=has_bias)
         qkv.quant_method = qwen3_dflash.UnquantizedLinearMethod()
         one = nn.Module()
+        if model_class is GEMMA:
+            one.k_proj, one.use_k_eq_v = nn.Linear(H, n * d, bias=has_bias), True
         one.qkv_proj, one.q_norm, one.k_norm = qkv, RMSNorm(d, 1e-2), RMSNorm(d, 1e-2)
         one.rotary_emb, one.v_scale = Rope(d, rotated, is_neox), None
         one.q_size, one.kv_size, one.head_dim, one.num_kv_heads = n * d, n * d, d, n
@@ -564,6 +614,7 @@ def dflash_model(model_class: type, has_bias: bool, rotated: int, is_neox: bool)
 
 
 QWEN, LAGUNA = qwen3_dflash.DFlashQwen3Model, laguna_dflash.DFlashLagunaModel
+GEMMA = gemma4_dspark.Gemma4DSparkModel
 
 
 @pytest.mark.parametrize("one_gain", [False, True], ids=["", "one-gain"])
@@ -575,6 +626,8 @@ QWEN, LAGUNA = qwen3_dflash.DFlashQwen3Model, laguna_dflash.DFlashLagunaModel
         pytest.param(QWEN, False, 8, True, id="half-rotated"),
         pytest.param(LAGUNA, False, 16, True, id="laguna"),
         pytest.param(LAGUNA, True, 8, True, id="laguna-bias-half-rotated"),
+        pytest.param(GEMMA, False, 16, True, id="gemma4"),
+        pytest.param(GEMMA, True, 8, True, id="gemma4-bias-half-rotated"),
     ],
 )
 def test_the_context_of_dflash(
@@ -601,15 +654,20 @@ def test_the_context_of_dflash(
     store(states, positions, slots)
     L, n, d = store.sizes
     gains = [layer.input_layernorm.weight for layer in model.layers]
-    if model_class is QWEN:
+    if model_class is not LAGUNA:
         gains = [model.hidden_norm.weight] * L
     made = []
     for layer, gain in zip(model.layers, gains, strict=True):
         qkv, size = layer.self_attn.qkv_proj, layer.self_attn.q_size
+        if model_class is GEMMA:
+            qkv, size = layer.self_attn.k_proj, 0
         bias = None if qkv.bias is None else qkv.bias[size:].double()
         normed = F.rms_norm(states.double(), (H,), gain.double(), 1e-2)
         made.append(F.linear(normed, qkv.weight[size:].double(), bias))
-    keys, values = torch.stack(made, 1).view(T, L, 2, n, d).permute(2, 1, 0, 3, 4)
+    parts = torch.stack(made, 1).view(T, L, -1, n, d).permute(2, 1, 0, 3, 4)
+    keys, values = parts[0], parts[-1]
+    if model_class is GEMMA:
+        values = F.rms_norm(keys, (d,), None, 1e-2)
     for layer, written in enumerate(model._attn_layers):
         key = F.rms_norm(keys[layer], (d,), model._k_norm_weights[layer].double(), 1e-2).flatten(1)
         rotary_embedding(positions, key, None, d, model._rope_cos_sin_cache.double(), is_neox)
@@ -619,6 +677,107 @@ def test_the_context_of_dflash(
             assert ours.shape == vllms.shape and ours.is_contiguous()
             assert relative_rms(ours, exact) <= 1.05 * relative_rms(vllms, exact) < 0.02
         assert written.slots is slots
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_projection_of_gemma_4_alone(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
+    """What a GPU runs: V is K behind a norm without a gain."""
+    monkeypatch.setattr(qwen3_dflash.ops, "rms_norm", rms_norm)
+    model = dflash_model(GEMMA, has_bias, 16, True)
+    states, (L, n, d) = torch.randn(T, H).bfloat16(), (3, 2, 16)
+    own = model._project_context_kv(states, T, L, n, d)
+    stage = context.KeysAndValues(model)
+    stage.decision = decision.FORCED
+    for ours, vllms in zip(stage(states, T, L, n, d), own, strict=True):
+        assert ours.shape == vllms.shape and ours.is_contiguous() and relative_rms(ours, vllms.double()) < 0.01
+    assert torch.equal(stage.product(states), own[0].transpose(0, 1).flatten(1))
+
+
+@needs_033
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_the_context_of_muse_spark(monkeypatch: pytest.MonkeyPatch, zero_centered: bool) -> None:
+    """hidden_norm, each layer's norm and K and V; behind them vLLM's own norm, rotation and write."""
+    module = importlib.import_module(context.MUSE_PROJECT.module)
+    monkeypatch.setattr(module.MuseSpark1xRMSNorm, "supports_fused_kernel", lambda self, x: False)
+    model, (L, n, d) = module.MuseSparkDSparkModel.__new__(module.MuseSparkDSparkModel), (3, 2, 16)
+    nn.Module.__init__(model)
+
+    def norm() -> nn.Module:
+        made = module.MuseSpark1xRMSNorm(H, 1e-2, zero_centered_gamma=zero_centered)
+        made.weight.data = torch.randn(H).bfloat16()
+        return made
+
+    model.hidden_norm, model.layers = norm(), []
+    for _ in range(L):
+        one = nn.Module()
+        one.qkv_proj, one.pre_qkv_proj_norm = nn.Linear(H, 3 * n * d, bias=False).bfloat16(), norm()
+        one.q_size, one.kv_size, one.head_dim, one.num_kv_heads = n * d, n * d, d, n
+        one.qk_norm, one.rotary_emb = types.SimpleNamespace(variance_epsilon=1e-2), None
+        one.__dict__["attn"] = Written()
+        model.layers.append(types.SimpleNamespace(self_attn=one))
+    model._build_fused_kv_buffers()
+    monkeypatch.setattr(context, "_switches", EngineSwitches(frozenset({"context"}), True, ()))
+    states, positions, slots = torch.randn(T, H).bfloat16(), torch.arange(T), torch.arange(T)
+    model.precompute_and_store_context_kv(states, positions, slots)
+    own = [(layer.key, layer.value) for layer in model._attn_layers]
+    context.put_in_where_faster(model, T)
+    project = model._project_muse_context_kv
+    assert isinstance(project, context.MuseKeysAndValues)
+    assert project(states).shape == project.own(states).shape
+    model.precompute_and_store_context_kv(states, positions, slots)
+    offset = float(zero_centered)
+    normed = F.rms_norm(states.double(), (H,), offset + model.hidden_norm.weight.double(), 1e-2)
+    for layer, written, vllms in zip(model.layers, model._attn_layers, own, strict=True):
+        attention = layer.self_attn
+        x = F.rms_norm(normed, (H,), offset + attention.pre_qkv_proj_norm.weight.double(), 1e-2)
+        key, value = (x @ attention.qkv_proj.weight[n * d :].double().t()).view(T, 2, n, d).unbind(1)
+        exact = F.rms_norm(key, (d,), None, 1e-2), value
+        for ours, theirs, truth_of in zip((written.key, written.value), vllms, exact, strict=True):
+            assert relative_rms(ours, truth_of) <= 1.05 * relative_rms(theirs, truth_of) < 0.02
+
+
+@needs_033
+def test_muse_spark_with_a_norm_that_the_op_does_not_have_stays_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(context.MUSE_PROJECT.module)
+    norms = [module.MuseSpark1xRMSNorm(H, zero_centered_gamma=True) for _ in range(3)]
+    model = types.SimpleNamespace(_project_muse_context_kv=None, hidden_norm=norms[0], _context_pre_norms=norms[1:])
+    assert context._norms_unsupported_reason(model, torch.float32) is None
+    norms[2].gain_center = 0.5
+    assert context._norms_unsupported_reason(model, torch.float32) == "its norms add several numbers to gains"
+    model._context_pre_norms = [module.MuseSpark1xRMSNorm(H, has_weight=False)]
+    assert context._norms_unsupported_reason(model, torch.float32) == "its norm has no weight"
+
+
+@needs_033
+@pytest.mark.parametrize("slots", [None, torch.arange(T), [torch.arange(T)] * 3], ids=["profiling", "one", "each"])
+def test_the_context_of_beam(monkeypatch: pytest.MonkeyPatch, slots: Tensor | list | None) -> None:
+    """What vLLM's own kernel is given, which norms, rotates and writes."""
+    module = importlib.import_module(context.BEAM_STORE.module)
+    monkeypatch.setattr(module.ops, "rms_norm", rms_norm)
+    model, (L, n, d) = module.DFlash2BeamModel.__new__(module.DFlash2BeamModel), (3, 2, 16)
+    nn.Module.__init__(model)
+    model.hidden_norm, model.layers = RMSNorm(H, 1e-2), []
+    for _ in range(L):
+        one = types.SimpleNamespace(q_size=n * d, num_kv_heads=n, head_dim=d, k_norm=RMSNorm(d))
+        one.qkv_proj = nn.Linear(H, 3 * n * d, bias=False).bfloat16()
+        model.layers.append(types.SimpleNamespace(self_attn=one))
+    model.hidden_norm.weight.data = torch.randn(H).bfloat16()
+    model.build_context_kv_weights()
+    monkeypatch.setattr(context, "_switches", EngineSwitches(frozenset({"context"}), True, ()))
+    context.put_in_where_faster(model, T)
+    store, stored = model.precompute_and_store_context_kv, []
+    assert isinstance(store, context.BeamContext)
+    monkeypatch.setattr(module.DFlash2BeamModel, "_store_fused_context_kv", lambda *a: stored.append(a[1:]))
+    states, positions = torch.randn(T, H).bfloat16(), torch.arange(T)
+    store.own(states, positions, slots)
+    store(states, positions, slots)
+    (theirs, *of_theirs), (ours, *of_ours) = stored
+    assert [id(one) for one in of_ours] == [id(one) for one in of_theirs] == [id(positions), id(slots)]
+    assert ours.shape == theirs.shape == (T, L, 2, n, d) and ours.stride() == theirs.stride()
+    normed = F.rms_norm(states.double(), (H,), model.hidden_norm.weight.double(), 1e-2)
+    weight = torch.cat([layer.self_attn.qkv_proj.weight[n * d :] for layer in model.layers]).double()
+    exact = (normed @ weight.t()).view(ours.shape)
+    assert relative_rms(ours, exact) <= 1.05 * relative_rms(theirs, exact) < 0.02
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`combine_hidden_states` of vLLM's EAGLE-3 and DFlash drafters on the ops.
+"""`combine_hidden_states` of vLLM's EAGLE-3, DFlash and DSpark drafters on the ops.
 
 vLLM runs it eagerly on every engine step: 28 kernel launches for K = 3 with `fc_norm` (vLLM 0.33, default config).
 Here: one op for norms and projection, at the row counts where that is faster (`decision.py`); in the V2 speculators
@@ -7,6 +7,7 @@ Here: one op for norms and projection, at the row counts where that is faster (`
 
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +51,13 @@ DFLASH = (
     "Qwen3OmniDSparkModel",
     "Qwen3XPressModel",
     "DFlashQwen3XPressModel",
+    "Gemma4DSparkModel",
 )
 LAGUNA = ("DFlashLagunaForCausalLM",)
+BEAM = ("DFlash2BeamDraftModel",)
+# fc and the norm behind it, in a method of their models.
+DSPARK = ("DSparkDraftModel", "DSparkV41DraftModel", "K3DSparkModel")
+ARCHITECTURES = (*EAGLE3, *DFLASH, *LAGUNA, *BEAM, *DSPARK)
 PACKED = "its weight is packed for vLLM's own CPU product"
 # What leaves the weight in a layout of `held_codes`.
 QUANTIZED = frozenset(
@@ -71,7 +77,7 @@ _switches = EngineSwitches(frozenset(), False, ())
 def register(switches: EngineSwitches) -> None:
     global _switches
     _switches = switches
-    hook_models((*EAGLE3, *DFLASH, *LAGUNA), hooked)
+    hook_models(ARCHITECTURES, hooked)
 
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
@@ -79,10 +85,12 @@ def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     method = getattr(drafter, "combine_hidden_states", None)
     if method is None:
         raise TargetError("combine_hidden_states is not there")
-    for target, read in TARGETS:
-        if target.module == method.__module__:
-            target.check(method)
-            members = {"__module__": __name__, "_read_modules": staticmethod(read)}
+    for known in METHODS:
+        if known.target.module == method.__module__:
+            known.target.check(method)
+            if known.of_model is not None:
+                known.of_model.find()
+            members = {"__module__": __name__, "_read_modules": staticmethod(known.read), "_fc_name": known.fc}
             return type(drafter.__name__, (FusedCombine, drafter), members)
     raise TargetError(f"combine_hidden_states is that of {method.__module__}, not vLLM's own")
 
@@ -117,6 +125,7 @@ class Stage:
 class FusedCombine(_Base):
     """Mixed in before a drafter class of vLLM."""
 
+    _fc_name = "fc"
     _stage: Stage | None = None
     _stage_of: Any = ...  # the fc that `_stage` was planned for
 
@@ -142,7 +151,7 @@ class FusedCombine(_Base):
 
     def eagle_kernels_stage(self) -> Stage | None:
         """The stage on the ops, planned once per fc: LoRA wraps fc after loading, and asks anew."""
-        fc = getattr(self.model, "fc", None)
+        fc = getattr(self.model, self._fc_name, None)
         if fc is not self._stage_of:
             object.__setattr__(self, "_stage_of", fc)  # a plain attribute: a module's would register it again
             self._stage = None
@@ -268,7 +277,7 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
         probe(projection, fc.input_size, like, drafter._max_rows, engine)
         return Stage(projection, decision.FORCED)
     if like.device.type == "cpu":
-        if not projection.has_norm and codes is None:
+        if not projection.is_worthwhile and codes is None:
             return Stage(projection, Decision(reason="it has no norm to fuse"))
         if "combine" not in _switches.parts:
             return Stage(projection, Decision(reason="EAGLE_KERNELS_VLLM_COMBINE=0"))
@@ -342,7 +351,8 @@ def _read_eagle3(model: Any) -> dict | None:
 
 
 def _read_dflash(model: Any) -> dict | None:
-    return {"fc": model.fc, "num_chunks": None} if model.use_aux_hidden_state else None
+    # Beam's model has no such switch.
+    return {"fc": model.fc, "num_chunks": None} if getattr(model, "use_aux_hidden_state", True) else None
 
 
 def _read_laguna(model: Any) -> dict:
@@ -350,22 +360,67 @@ def _read_laguna(model: Any) -> dict:
     return {"fc": model.fc, "num_chunks": len(chunk_norms), "chunk_norms": chunk_norms, "post_norm": model.hidden_norm}
 
 
+def _read_deepseek_v4(model: Any) -> dict:
+    return {"fc": model.main_proj, "num_chunks": len(model.target_layer_ids), "post_norm": model.main_norm}
+
+
+def _read_kimi_k3(model: Any) -> dict:
+    return {"fc": model.context_proj, "num_chunks": model.config.num_target_layers, "post_norm": model.context_norm}
+
+
 _MODELS = "vllm.model_executor.models"
 _BOTH = ("0.32.0", "0.33.0")
 
 
-def _target(method: str, body: str, versions: tuple[str, ...]) -> Target:
-    return Target(f"{_MODELS}.{method}.combine_hidden_states", ("self", "hidden_states"), {body: versions})
+@dataclass(frozen=True)
+class Method:
+    """A combine_hidden_states of vLLM.
+
+    target: who defines it.  read: what an EngineProjection takes of a drafter's model.  fc: its name there.
+    of_model: the model's method, where the drafter's own only calls it.
+    """
+
+    target: Target
+    read: Callable[[Any], dict | None]
+    fc: str = "fc"
+    of_model: Target | None = None
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return (self.target,) if self.of_model is None else (self.target, self.of_model)
 
 
-# Who defines the method, and how its modules are read.
-TARGETS = (
-    (_target("llama_eagle3:Eagle3LlamaForCausalLM", "3e510a16bd7acd4f", _BOTH), _read_eagle3),
-    (_target("qwen3_eagle3:Eagle3Qwen3ForCausalLM", "4adce98c116fc9d3", _BOTH), _read_eagle3),
-    (_target("deepseek_eagle3:Eagle3DeepseekV2ForCausalLM", "99f2e625f0920c25", _BOTH), _read_eagle3),
-    (_target("qwen3_dflash:DFlashQwen3ForCausalLM", "ac93e9250a6bc14d", _BOTH), _read_dflash),
-    (_target("laguna_dflash:DFlashLagunaForCausalLM", "fa59dbe9900fdfb6", _BOTH), _read_laguna),
+def _target(owner: str, body: str, versions: tuple[str, ...] = _BOTH, states: str = "hidden_states") -> Target:
+    return Target(f"{owner}.combine_hidden_states", ("self", states), {body: versions})
+
+
+def _deepseek_v4(module: str) -> Method:
+    """On NVIDIA and XPU; AMD's classes have the same text, and import on AMD alone."""
+    drafter, model = (f"vllm.models.{module}.dspark:DSparkDeepseekV4{name}" for name in ("ForCausalLM", "Model"))
+    called = _target(drafter, "2a30698c1e0b425a", states="aux_hidden_states")
+    of_model = _target(model, "2f0b5053f2bed158", states="aux_hidden_states")
+    return Method(called, _read_deepseek_v4, "main_proj", of_model)
+
+
+_K3 = "vllm.models.kimi_k3.nvidia.dspark_mla:K3DSpark"
+METHODS = (
+    Method(_target(f"{_MODELS}.llama_eagle3:Eagle3LlamaForCausalLM", "3e510a16bd7acd4f"), _read_eagle3),
+    Method(_target(f"{_MODELS}.qwen3_eagle3:Eagle3Qwen3ForCausalLM", "4adce98c116fc9d3"), _read_eagle3),
+    Method(_target(f"{_MODELS}.deepseek_eagle3:Eagle3DeepseekV2ForCausalLM", "99f2e625f0920c25"), _read_eagle3),
+    Method(_target(f"{_MODELS}.qwen3_dflash:DFlashQwen3ForCausalLM", "ac93e9250a6bc14d"), _read_dflash),
+    Method(_target(f"{_MODELS}.laguna_dflash:DFlashLagunaForCausalLM", "fa59dbe9900fdfb6"), _read_laguna),
+    Method(
+        _target("vllm.models.beam.nvidia.dflash2:DFlash2BeamForCausalLM", "8d2545968e936c1f", ("0.33.0",)), _read_dflash
+    ),
+    *map(_deepseek_v4, ("deepseek_v4.nvidia", "deepseek_v4.xpu", "deepseek_v41.nvidia")),
+    Method(
+        _target(f"{_K3}ForCausalLM", "2ee024dd3bf5ad48"),
+        _read_kimi_k3,
+        "context_proj",
+        _target(f"{_K3}Model", "7f95d5d3fe5fdbba"),
+    ),
 )
+TARGETS = tuple(target for method in METHODS for target in method.targets)
 
 
 def _state_num_chunks(config: Any) -> None:
@@ -388,7 +443,7 @@ def _keep_dense_on_cpu(drafter: Any) -> None:
     projection, _ = _read(drafter)
     if projection is None or projection.fc_unsupported is not None:
         return
-    if not projection.has_norm and not ("row_parallel" in _switches.parts and get_tp_group().world_size > 1):
+    if not projection.is_worthwhile and not ("row_parallel" in _switches.parts and get_tp_group().world_size > 1):
         return
     # Packing changes a bias in place, so that the two layouts could not stand side by side.
     if getattr(projection.fc, "bias", None) is None:

@@ -1,12 +1,14 @@
-"""The context of vLLM's DFlash drafters: hidden_norm and the K and V of all draft layers in one op, and behind it the
-norm and the rotation of K, one pass a layer.
+"""The context of vLLM's DFlash and DSpark drafters: hidden_norm and the K and V of all draft layers in one op, and
+behind it the norm and the rotation of K, one pass a layer.
 
 vLLM projects the context eagerly on every engine step, by a weight [L*2*n*d, H] that it stacks when it loads the
 drafter, copies K and V apart, norms K and rotates it. Replaced is `precompute_and_store_context_kv` of a loaded drafter
 on a CPU; on a GPU, where no table has figures for what is behind the projection, `_project_context_kv` alone. The write
 into the cache stays vLLM's, whose layout and dtype are the attention backend's.
 
-Laguna has no hidden_norm here, but a norm of each layer's own: one op a layer, into the columns of that layer.
+Laguna has no hidden_norm here, but a norm of each layer's own: one op a layer, into the columns of that layer. Gemma 4
+projects K alone, and its V is that behind a norm without a gain. Of Muse Spark, hidden_norm and then a norm of each
+layer's own, and of Beam the projection is replaced: norm, rotation and write of Beam are one kernel of vLLM's.
 
 Where vLLM's rms_norm takes one gain for all layers, as on CPU (0.32) and as it did on XPU (vllm#56431), K, and Laguna's
 context, are normed layer by layer.
@@ -30,29 +32,45 @@ from ..eligibility import log_once
 from ..gates import Target
 from ..projection import EngineProjection, ProbeError, check_backend, relative_difference
 from . import LOGGER, normed_linear
-from .combine import DFLASH, LAGUNA
+from .combine import BEAM, DFLASH, LAGUNA, rms_norm_unsupported_reason
 from .registry import hook_models, leaving_to_vllm, when_loaded
 
-ARCHITECTURES = (*DFLASH, *LAGUNA)
+MUSE_SPARK = ("MuseSparkDSparkModel",)
+ARCHITECTURES = (*DFLASH, *LAGUNA, *BEAM, *MUSE_SPARK)
 _MODEL = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model"
 _BOTH = ("0.32.0", "0.33.0")
+_STORE = ("self", "context_states", "context_positions", "context_slot_mapping")
 PROJECT = Target(
     f"{_MODEL}._project_context_kv",
     ("self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"),
-    {"f10fe7949ed550be": _BOTH, "9443ea4a4d1692e9": _BOTH},  # the second one is Laguna's, here and below
+    # The second one is Laguna's and the third one Gemma 4's, here and below.
+    {"f10fe7949ed550be": _BOTH, "9443ea4a4d1692e9": _BOTH, "e58269d8a7657297": _BOTH},
 )
 BUFFERS = Target(
     f"{_MODEL}._build_context_kv_buffers",
     ("self", "layers_attn", "has_bias"),
-    {"b2455c0fd0aa3b44": _BOTH, "9148c8bd88c15a2e": _BOTH},
+    {"b2455c0fd0aa3b44": _BOTH, "9148c8bd88c15a2e": _BOTH, "aefc519877b8fb84": _BOTH},
 )
 NORMALIZE = Target(f"{_MODEL}._normalize_context_k", ("self", "all_k"), {"12dac2d398bd3680": _BOTH})
-STORE = Target(
-    f"{_MODEL}.precompute_and_store_context_kv",
-    ("self", "context_states", "context_positions", "context_slot_mapping"),
-    {"80ad4d7dc101bc18": _BOTH},
+STORE = Target(f"{_MODEL}.precompute_and_store_context_kv", _STORE, {"80ad4d7dc101bc18": _BOTH})
+_BEAM_MODEL = "vllm.models.beam.nvidia.dflash2:DFlash2BeamModel"
+_OF_033 = ("0.33.0",)
+BEAM_STORE = Target(f"{_BEAM_MODEL}.precompute_and_store_context_kv", _STORE, {"7608ba69498d17bf": _OF_033})
+BEAM_TARGETS = (
+    BEAM_STORE,
+    Target(f"{_BEAM_MODEL}.build_context_kv_weights", ("self",), {"2ece7020c2ae986b": _OF_033}),
+    Target(f"{_BEAM_MODEL}._store_fused_context_kv", ("self", "kv", "positions", "slot_mapping")),
 )
-TARGETS = (PROJECT, BUFFERS, NORMALIZE, STORE)
+_MUSE_MODEL = "vllm.models.muse_spark.common.dspark:MuseSparkDSparkModel"
+MUSE_PROJECT = Target(
+    f"{_MUSE_MODEL}._project_muse_context_kv", ("self", "context_states"), {"0109ff63e075273b": _OF_033}
+)
+MUSE_TARGETS = (
+    MUSE_PROJECT,
+    Target(f"{_MUSE_MODEL}._build_fused_kv_buffers", ("self",), {"33ed6cad79ec72bf": _OF_033}),
+)
+QWEN_TARGETS = (PROJECT, BUFFERS, NORMALIZE, STORE)
+TARGETS = (*QWEN_TARGETS, *BEAM_TARGETS, *MUSE_TARGETS)
 
 _switches = EngineSwitches(frozenset(), False, ())
 
@@ -73,29 +91,42 @@ def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     return when_loaded(drafter, "K and V", lambda _, config: config.max_rows, fuse)
 
 
+# vLLM's names of the weight and the bias of all layers, by which models are told apart: [L*W, H] and [L*W], or, of
+# models that norm by layer, [L, W, H] and [L, W].
+_BY_LAYER = (("_kv_weights", "_kv_biases"), ("_stacked_kv_weight", None))
+_STACKED = (("_fused_kv_weight", "_fused_kv_bias"), ("_fused_k_weight", "_fused_k_bias"), ("_context_kv_weight", None))
+
+
 @dataclass(frozen=True, eq=False)
 class _Stacked:
     """The buffers of a drafter's model as they are now: vLLM stacks them anew when weights are updated.
 
-    layer: of Laguna's, which are stacked [L, ...]; all of them where it is None.
+    names: in the model.  layer: of a model that norms by layer; all of them where it is None.
     """
 
     model: Any
+    names: tuple[str, str | None]
     layer: int | None = None
 
     @property
     def weight(self) -> Tensor:
-        if not _norms_by_layer(self.model):
-            return self.model._fused_kv_weight
-        weights = self.model._kv_weights
-        return weights.flatten(0, 1) if self.layer is None else weights[self.layer]
+        return self._of_layer(getattr(self.model, self.names[0]))
 
     @property
     def bias(self) -> Tensor | None:
-        if not _norms_by_layer(self.model):
-            return self.model._fused_kv_bias
-        biases = self.model._kv_biases
-        return biases if biases is None or self.layer is None else biases[self.layer]
+        bias = None if self.names[1] is None else getattr(self.model, self.names[1])
+        return bias if bias is None else self._of_layer(bias)
+
+    def _of_layer(self, stacked: Any) -> Any:
+        if self.names not in _BY_LAYER:
+            return stacked
+        return stacked.flatten(0, 1) if self.layer is None else stacked[self.layer]
+
+
+def _stacked(model: Any) -> _Stacked | None:
+    """None where vLLM has not stacked the weights."""
+    names = [names for names in (*_BY_LAYER, *_STACKED) if hasattr(model, names[0])]
+    return _Stacked(model, names[0]) if names else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +148,21 @@ class _ContextNorm:
 
 
 def _norms_by_layer(model: Any) -> bool:
+    """Laguna's, whose context has no norm of its own."""
     return hasattr(model, "_input_layernorm_weights")
+
+
+def _values_are_keys(model: Any) -> bool:
+    """Gemma 4's k_eq_v."""
+    return hasattr(model, "_fused_k_weight")
 
 
 @dataclass(frozen=True, eq=False)
 class _ByLayer(EngineProjection):
-    """[N, L*W] of one projection a layer, which all read the same states."""
+    """[N, L*W] of one projection a layer, which all read the same states; behind `in_front`, where there is one."""
 
     layers: Sequence[EngineProjection] = ()
+    in_front: EngineProjection | None = None
 
     def forward(
         self,
@@ -133,6 +171,8 @@ class _ByLayer(EngineProjection):
         indices: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         (states,), (index,) = [chunks] if isinstance(chunks, Tensor) else chunks, indices or [None]
+        if self.in_front is not None:
+            states = self.in_front.normed(states)
         columns = [layer.fc.weight.shape[0] for layer in self.layers]
         rows = states.shape[0] if index is None else index.shape[0]
         made = states.new_empty(rows, sum(columns)) if out is None else out
@@ -144,13 +184,30 @@ class _ByLayer(EngineProjection):
 
 
 def _projection(model: Any) -> EngineProjection:
-    if not _norms_by_layer(model):
-        return EngineProjection(_Stacked(model), 1, concat_norm=_ContextNorm(model))
+    stacked: Any = _stacked(model)
+    if stacked.names in _STACKED:
+        norm = model.hidden_norm if _is_beam(model) else _ContextNorm(model)
+        return EngineProjection(stacked, 1, concat_norm=norm)
+    if _is_muse(model):
+        norms, offset = model._context_pre_norms, model.hidden_norm.fused_gain_center
+    else:
+        norms, offset = [_ContextNorm(model, layer) for layer in range(model._num_attn_layers)], 0.0
     layers = [
-        EngineProjection(_Stacked(model, layer), 1, concat_norm=_ContextNorm(model, layer))
-        for layer in range(model._num_attn_layers)
+        EngineProjection(replace(stacked, layer=layer), 1, concat_norm=norm, norm_offset=offset)
+        for layer, norm in enumerate(norms)
     ]
-    return _ByLayer(_Stacked(model), 1, concat_norm=layers[0].concat_norm, layers=layers)
+    in_front = None
+    if _is_muse(model):
+        in_front = EngineProjection(stacked, 1, concat_norm=model.hidden_norm, norm_offset=offset)
+    return _ByLayer(stacked, 1, concat_norm=norms[0], layers=layers, in_front=in_front)
+
+
+def _is_beam(model: Any) -> bool:
+    return hasattr(model, "_store_fused_context_kv")
+
+
+def _is_muse(model: Any) -> bool:
+    return hasattr(model, "_project_muse_context_kv")
 
 
 class _Stage:
@@ -175,8 +232,8 @@ class _Stage:
         """L, n, d."""
         return self.model._num_attn_layers, self.model._num_kv_heads, self.model._head_dim
 
-    def ours_or_none(self, N: int, *arguments: Any) -> tuple[Tensor, Tensor] | None:
-        """K and V of our ops, each [L, N, n, d]; None where vLLM's own method is to run."""
+    def ours_or_none(self, N: int, *arguments: Any) -> Any:
+        """What our ops make of it; None where vLLM's own method is to run."""
         if self.decision.runs_op(N):
             try:
                 return self.keys_and_values(*arguments)
@@ -185,8 +242,15 @@ class _Stage:
                 log_once(LOGGER, logging.WARNING, f"{self.name} stays with vLLM, {self.runs} failed: {failure!r}")
         return None
 
-    def keys_and_values(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, *arguments: Any) -> Any:
+        """K and V, each [L, N, n, d], or [L, N, 2*n*d] of Muse Spark and [N, L, 2, n, d] of Beam."""
         raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        """[N, L*W], which is that of our projection, by vLLM's own method."""
+        keys, values = self.model._project_context_kv(x, x.shape[0], *self.sizes)
+        parts = (keys,) if _values_are_keys(self.model) else (keys, values)
+        return torch.stack(parts).permute(2, 1, 0, 3, 4).flatten(1)
 
     def calls(self) -> list[Call]:
         """vLLM's own method and ours, as timed, on states [N, H]."""
@@ -204,14 +268,79 @@ class KeysAndValues(_Stage):
 
     def keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         L, n, d = self.sizes
-        apart = self.projection(states).view(-1, L, 2, n, d).permute(2, 1, 0, 3, 4).contiguous()
-        return apart[0], apart[1]
+        apart = self.projection(states).view(states.shape[0], L, -1, n, d).permute(2, 1, 0, 3, 4).contiguous()
+        return apart[0], apart[1] if len(apart) == 2 else self._normed(apart[0])
+
+    def _normed(self, keys: Tensor) -> Tensor:
+        """Gemma 4's V, as its own method norms them."""
+        model, values = self.model, torch.empty_like(keys)
+        sys.modules[NORMALIZE.module].ops.rms_norm(values, keys, model._v_norm_weights, model._rms_norm_eps)
+        return values
 
     def calls(self) -> list[Call]:
         return [lambda x: self.own(x, x.shape[0], *self.sizes), self.keys_and_values_of]
 
     def keys_and_values_of(self, x: Tensor) -> Any:
         return self.keys_and_values(x)
+
+
+class MuseKeysAndValues(_Stage):
+    """In place of `_project_muse_context_kv`."""
+
+    target, runs = MUSE_PROJECT, "norm_concat_linear"
+
+    def __call__(self, states: Tensor) -> Tensor:
+        made = self.ours_or_none(states.shape[0], states)
+        return self.own(states) if made is None else made
+
+    def keys_and_values(self, states: Tensor) -> Tensor:
+        return self.projection(states).unflatten(1, (self.sizes[0], -1)).transpose(0, 1)
+
+    def product(self, x: Tensor) -> Tensor:
+        return self.own(x).transpose(0, 1).flatten(1)
+
+    def calls(self) -> list[Call]:
+        return [self.own, self.keys_and_values]
+
+
+class BeamContext(_Stage):
+    """In place of `precompute_and_store_context_kv` of Beam, whose norm, rotation and write stay one kernel."""
+
+    target, runs = BEAM_STORE, "norm_concat_linear"
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        attention = self.model.layers[0].self_attn
+        return len(self.model.layers), attention.num_kv_heads, attention.head_dim
+
+    def __call__(
+        self,
+        context_states: Tensor,
+        context_positions: Tensor,
+        context_slot_mapping: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> None:
+        kv = self.ours_or_none(context_states.shape[0], context_states)
+        if kv is None:
+            self.own(context_states, context_positions, context_slot_mapping)
+        else:
+            self.model._store_fused_context_kv(kv, context_positions, context_slot_mapping)
+
+    def keys_and_values(self, states: Tensor) -> Tensor:
+        L, n, d = self.sizes
+        return self.projection(states).view(states.shape[0], L, 2, n, d)
+
+    def product(self, x: Tensor) -> Tensor:
+        """What vLLM's own method hands to its kernel."""
+        made: list[Tensor] = []
+        self.model.__dict__["_store_fused_context_kv"] = lambda kv, *_: made.append(kv)
+        try:
+            self.own(x, None, None)
+        finally:
+            del self.model.__dict__["_store_fused_context_kv"]
+        return made[0].flatten(1)
+
+    def calls(self) -> list[Call]:
+        return [lambda x: self.own(x, None, None), self.keys_and_values]
 
 
 class Context(_Stage):
@@ -229,7 +358,8 @@ class Context(_Stage):
         if made is None:
             self.own(context_states, context_positions, context_slot_mapping)
         elif context_slot_mapping is not None:
-            self._write(*made, context_slot_mapping)
+            keys, values = made
+            self._write(keys, values, context_slot_mapping)
 
     def keys_and_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         model, (L, n, d), N = self.model, self.sizes, states.shape[0]
@@ -239,7 +369,7 @@ class Context(_Stage):
         if cos_sin.dtype not in (kv.dtype, torch.float32):
             cos_sin = cos_sin.to(kv.dtype)
         rotary = (cos_sin, 0, not model._rope_is_neox)
-        for layer, of_layer in enumerate(kv.view(N, L, 2 * n * d).unbind(1)):
+        for layer, of_layer in enumerate(kv.unflatten(1, (L, -1)).unbind(1)):
             norm = (model._k_norm_weights[layer], model._rms_norm_eps, 0.0, d)
             store_context_kv(StoreContextKV(of_layer, *norm, *rotary, positions, rows, made[0, layer], made[1, layer]))
         return made[0], made[1]
@@ -306,13 +436,10 @@ class _Recorder:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate(normed_linear.Candidate):
-    """product: `_project_context_kv` of vLLM, on the states alone."""
-
     stage: _Stage
 
     def engine(self, x: Tensor) -> Tensor:
-        keys, values = self.product(x)
-        return torch.stack((keys, values)).permute(2, 1, 0, 3, 4).flatten(1)
+        return self.product(x)
 
     def calls(self) -> list[Call]:
         return self.stage.calls()
@@ -320,7 +447,7 @@ class _Candidate(normed_linear.Candidate):
 
 def put_in_where_faster(model: Any, max_rows: int) -> None:
     """Have the model's context run on the ops, or log why not."""
-    for target in TARGETS:
+    for target in targets_of(model):
         target.check(getattr(type(model), target.where.rpartition(".")[2]))
     name = f"{type(model).__name__}.{STORE.where.rpartition('.')[2]}"
     if hasattr(model, "_k_norm_weights"):
@@ -329,17 +456,12 @@ def put_in_where_faster(model: Any, max_rows: int) -> None:
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
         return
-    own = model._project_context_kv
-
-    def product(x: Tensor) -> Any:
-        return own(x, x.shape[0], model._num_attn_layers, model._num_kv_heads, model._head_dim)
-
     stage = _stage(model)
-    candidate = _Candidate(stage.name, stage.projection, product, max_rows, False, _switches, stage)
+    candidate = _Candidate(stage.name, stage.projection, stage.product, max_rows, False, _switches, stage)
     _, stage.decision = normed_linear.decide(candidate)
     figures = stage.decision.figures("vLLM")
     if stage.decision.never:
-        because = f"{stage.runs} {'is' if stage.target is PROJECT else 'are'} not faster, {figures}"
+        because = f"{stage.runs} {'are' if isinstance(stage, Context) else 'is'} not faster, {figures}"
         log_once(LOGGER, logging.INFO, f"{stage.name} stays with vLLM: {because if stage.decision.rows else figures}")
         return
     model.__dict__[stage.method] = stage
@@ -347,8 +469,17 @@ def put_in_where_faster(model: Any, max_rows: int) -> None:
     log_once(LOGGER, logging.INFO, f"{stage.name} runs {stage.runs}{where}; {figures}")
 
 
+def targets_of(model: Any) -> tuple[Target, ...]:
+    """Of a drafter's model, or of its class."""
+    return BEAM_TARGETS if _is_beam(model) else MUSE_TARGETS if _is_muse(model) else QWEN_TARGETS
+
+
 def _stage(model: Any) -> _Stage:
     """What is to be decided on: all of it where that can be timed or is forced, else the projection alone."""
+    if _is_beam(model):
+        return BeamContext(model)
+    if _is_muse(model):
+        return MuseKeysAndValues(model)
     if _switches.force or _is_on_cpu(model):
         context = Context(model)
         with leaving_to_vllm(f"the norm and rotation of keys in {context.name}"):
@@ -360,7 +491,8 @@ def _stage(model: Any) -> _Stage:
 
 
 def _is_on_cpu(model: Any) -> bool:
-    return _Stacked(model).weight.device.type == "cpu"
+    stacked: Any = _stacked(model)
+    return stacked.weight.device.type == "cpu"
 
 
 def _give_each_layer_its_gain(model: Any) -> None:
@@ -406,9 +538,22 @@ def _unsupported_reason(model: Any) -> str | None:
 
     if vllm.envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
-    if not hasattr(model, "_num_attn_layers"):
+    if (stacked := _stacked(model)) is None:
         return "vLLM has not stacked its weights"
-    weight = _Stacked(model).weight
+    weight = stacked.weight
     if weight is None or weight.dtype not in DTYPES:
         return "its K and V are quantized"
-    return None
+    return _norms_unsupported_reason(model, weight.dtype)
+
+
+def _norms_unsupported_reason(model: Any, dtype: torch.dtype) -> str | None:
+    """Of the models whose norms are read as modules."""
+    if _is_beam(model):
+        return rms_norm_unsupported_reason(model.hidden_norm, {sys.modules[BEAM_STORE.module].RMSNorm}, dtype)
+    if not _is_muse(model):
+        return None
+    known, norms = {sys.modules[MUSE_PROJECT.module].MuseSpark1xRMSNorm}, [model.hidden_norm, *model._context_pre_norms]
+    for norm in norms:
+        if (unsupported := rms_norm_unsupported_reason(norm, known, dtype)) is not None:
+            return unsupported
+    return None if len({norm.fused_gain_center for norm in norms}) == 1 else "its norms add several numbers to gains"

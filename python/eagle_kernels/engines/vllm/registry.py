@@ -26,7 +26,9 @@ def leaving_to_vllm(target: str) -> Iterator[None]:
 
 MODELS = Target("vllm.model_executor.models.registry:ModelRegistry.models")
 # 0.32 has none of them.
-OF_033 = frozenset({"Qwen3XPressModel", "DFlashQwen3XPressModel", "Step5MTP"})
+OF_033 = frozenset(
+    {"Qwen3XPressModel", "DFlashQwen3XPressModel", "DFlash2BeamDraftModel", "MuseSparkDSparkModel", "Step5MTP"}
+)
 
 
 @dataclass(frozen=True)
