@@ -31,9 +31,12 @@ _ROW_STREAMS = (
 )
 _ROW_STREAMS += "sum, which `MTPStreamsProjection` computes"
 _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
-_CONTEXT = "keys and values of all its layers are made of fc's result: `ContextKV` computes them, no hook is written"
-_KEYS_AND_VALUES = "keys and values of its layers, which go into a pool of the engine's own layout; "
-_KEYS_AND_VALUES += "`ContextKV` computes them"
+_KEYS_AND_VALUES = (
+    "keys and values of its layers: behind that norm they are a GEMM without one, and on a GPU their norm and rotation "
+)
+_KEYS_AND_VALUES += (
+    "are one kernel of SGLang's over all layers, into a pool of its own layout; `ContextKV` computes them"
+)
 _CACHE = (
     "the write into the cache, whose layout is the attention backend's; on a GPU norm and rotation of the keys, of "
 )
@@ -201,13 +204,25 @@ SGLANG = (
         "Laguna DFlash",
         ("DFlashLagunaForCausalLM",),
         "norms, cat, fc and the norm behind it",
-        _KEYS_AND_VALUES,
+        "keys and values of its layers, behind a norm of each layer's own, which SGLang's worker computes layer by "
+        "layer into a pool of the engine's own layout; `ContextKV` computes them",
         ("models.dflash:DFlashLagunaForCausalLM.project_target_hidden",),
     ),
     Drafter(
-        "DSpark: MiniMax-M3, DeepSeek V4",
-        ("DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"),
-        stays=_CONTEXT,
+        "DSpark: MiniMax-M3",
+        ("DSparkMiniMaxDraftModel",),
+        "fc and the norm behind it on one rank",
+        "on more ranks fc, whose columns SGLang gathers in front of the norm; " + _KEYS_AND_VALUES,
+        ("models.dspark_minimax:MiniMaxDraftBackbone.project_target_hidden",),
+    ),
+    Drafter(
+        "DSpark: DeepSeek V4",
+        ("DeepseekV4ForCausalLMDSpark",),
+        "main_proj and the norm behind it",
+        "on sm_100 main_proj in FP8 blocks, as DeepSeek ships it, whose scales SGLang repacks there; "
+        "the keys of its layers, products with no norm in front; their norm, rotation and write, which are one kernel "
+        "of SGLang's pool; `ContextKV` computes them",
+        ("models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark.project_target_hidden",),
     ),
     Drafter("draft models of their own, n-grams", (), stays=_TOKENS),
 )

@@ -814,6 +814,60 @@ def test_dflash_context_is_as_accurate_as_sglang(dflash_drafter: Callable, name:
     assert relative_rms(drafter.project_target_hidden(hidden), truth) <= 1.05 * relative_rms(own, truth)
 
 
+def dspark_minimax(tp_size: int, gemma: bool) -> nn.Module:
+    """A drafter of MiniMax-M3's class on rank 0, but for its layers."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from sglang.srt.layers.linear import ColumnParallelLinear
+    from sglang.srt.models.dspark_minimax import DSparkMiniMaxDraftModel
+
+    drafter = DSparkMiniMaxDraftModel.__new__(DSparkMiniMaxDraftModel)
+    nn.Module.__init__(drafter)
+    with on_rank(0, tp_size):
+        drafter.fc = ColumnParallelLinear(K * Ht, Ht, bias=False, gather_output=False)
+    drafter.hidden_norm, drafter.num_context_features = (GemmaRMSNorm if gemma else RMSNorm)(Ht, eps=1e-3), K
+    randomized(drafter)
+    if gemma:
+        drafter.hidden_norm.weight.data.sub_(1)
+        drafter.hidden_norm.gemma_weight.copy_(1 + drafter.hidden_norm.weight)
+    drafter._fc_gatherer = lambda x: x
+    return drafter
+
+
+def dspark_deepseek_v4() -> nn.Module:
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.linear import ReplicatedLinear
+    from sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
+
+    drafter = DeepseekV4ForCausalLMDSpark.__new__(DeepseekV4ForCausalLMDSpark)
+    nn.Module.__init__(drafter)
+    stage = nn.Module()
+    stage.main_proj, stage.main_norm = ReplicatedLinear(K * Ht, Ht, bias=False), RMSNorm(Ht, eps=1e-3)
+    drafter.stages, drafter.num_target_features = nn.ModuleList([stage, nn.Module()]), K
+    return randomized(drafter)
+
+
+@pytest.mark.parametrize("kind", ["minimax", "minimax-gemma", "deepseek-v4"])
+def test_dspark_context_is_as_accurate_as_sglang(kind: str) -> None:
+    drafter = dspark_deepseek_v4() if kind == "deepseek-v4" else dspark_minimax(1, kind.endswith("gemma"))
+    context._prepare(drafter)
+    project = drafter.project_target_hidden
+    assert isinstance(project, context.Context)
+    hidden = (0.05 * torch.randn(64, K * Ht)).to(BF16)  # eps counts
+    fc, norm, _, _ = project.read(drafter)
+    gain = norm.weight.double() + float(kind.endswith("gemma"))
+    truth = F.rms_norm(F.linear(hidden.double(), fc.weight.double()), (Ht,), gain, 1e-3)
+    own = project.own(hidden)
+    assert relative_rms(project(hidden), truth) <= 1.05 * relative_rms(own, truth) < 0.02
+    assert project.decision.always  # not SGLang's own in ours' place
+
+
+def test_dspark_context_that_ranks_share_stays_with_sglang() -> None:
+    drafter = dspark_minimax(2, False)
+    assert drafter.fc.weight.shape[0] == Ht // 2
+    context._prepare(drafter)
+    assert "project_target_hidden" not in drafter.__dict__
+
+
 def test_dflash_states_that_do_not_fit_are_sglangs_to_refuse(dflash_drafter: Callable) -> None:
     drafter = dflash_drafter("DFlashDraftModel")
     with pytest.raises(ValueError, match="DFLASH target_hidden feature dim mismatch"):
