@@ -271,22 +271,13 @@ void run_on_cuda(const NormConcatLinear& record, const View&, const Output& out)
   cuda::launch(kOp, norm_concat_linear_cuda, record, out.device_index);
 }
 
-// A tensor of torch's caching allocator and graph pools.
-Tensor empty(std::array<int64_t, 2> sizes, TorchDType dtype, const View& like) {
-  const std::array<int64_t, 2> strides{sizes[1], 1};
-  AtenTensorHandle handle;
-  expect_success(aoti_torch_empty_strided(2, sizes.data(), strides.data(), dtype.code, like.device_type,
-                                          like.device_index, &handle));
-  return Tensor(handle);
-}
-
 void run_split_kernels(const char* op, NormConcatLinear record, const Output& out) {
   refuse_unfused(op, record);
   if (record.num_rows == 0 || record.num_columns == 0) return;
   const cuda::CurrentDevice device(op, out.device_index);
   const SplitRanges ranges = norm_concat_linear_split_ranges(record, device.get());
-  const Tensor workspace = empty({1, ranges.workspace}, kTorchFloat, out);
-  record.workspace = workspace.mutable_data_ptr();
+  const cuda::Workspace workspace(op, device, ranges.workspace * static_cast<int64_t>(sizeof(float)));
+  record.workspace = workspace.data();
   cuda::expect_success(op, norm_concat_linear_split_cuda(record, ranges, device.get()));
 }
 
@@ -337,8 +328,10 @@ void run_two_steps_on_cuda(const NormConcatLinear& op, const View& weight, const
     const Tensor concat = matrix(first.x, {rows, width}, {first.x_row_stride, 1}, weight);
     return expect_success(cuda::mm_out(out.get(), concat.get(), transposed.get()));
   }
-  const Tensor normed = empty({rows, width}, weight.dtype, weight);
-  cuda::launch(kOp, norm_concat_cuda, {op.source, rows, normed.mutable_data_ptr(), width}, weight.device_index);
+  const cuda::CurrentDevice device(kOp, weight.device_index);
+  const cuda::Workspace workspace(kOp, device, rows * width * weight.element_size);
+  const Tensor normed = matrix(workspace.data(), {rows, width}, {width, 1}, weight);
+  cuda::expect_success(kOp, norm_concat_cuda({op.source, rows, workspace.data(), width}, device.get()));
   expect_success(cuda::mm_out(out.get(), normed.get(), transposed.get()));
 }
 

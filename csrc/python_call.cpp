@@ -76,8 +76,10 @@ bool is_plain_tensor(Object object) {
   return type == objects.tensor || type == objects.parameter;
 }
 
-// A lazy negation has no memory of its own values; the dispatcher computes them.
-bool is_negated(Object tensor) {
+// A lazy negation has no memory of its own values; the dispatcher computes them. It is the imaginary part of a complex
+// tensor's conjugate, and none has its parts in bf16, integers or codes: asking takes 0.07 us a tensor.
+bool is_negated(Object tensor, const dlpack::DataType& type) {
+  if (type.code != dlpack::kFloat) return false;
   const Object answer = python.call(objects.is_neg, tensor, nullptr);
   if (answer == nullptr) return true;
   python.decrease(answer);
@@ -114,7 +116,7 @@ bool view_of(Object object, View& view) {
   dlpack::Tensor tensor;
   if (!is_plain_tensor(object) || tensors->tensor_of(object, &tensor) != 0) return false;
   const bool on_cpu = tensor.device.type == dlpack::kCpu;
-  if ((!on_cpu && tensor.device.type != dlpack::kCuda) || is_negated(object)) return false;
+  if ((!on_cpu && tensor.device.type != dlpack::kCuda) || is_negated(object, tensor.dtype)) return false;
   view.data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
   view.sizes = tensor.sizes;
   view.strides = tensor.strides;
@@ -225,6 +227,7 @@ int64_t PythonArguments::size_of(Object sequence) {
 Object PythonArguments::item(Object sequence, int64_t i) {
   const Object item = python.item(sequence, i);
   failed_ |= item == nullptr;
+  if (items_.empty()) items_.reserve(16);  // one allocation, not one for each power of two
   if (item != nullptr) items_.push_back(item);
   return item;
 }

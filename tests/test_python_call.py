@@ -85,10 +85,12 @@ def test_a_profiler_sees_the_primitive(dispatched: list[str]) -> None:
 
 def test_a_lazy_view_goes_to_the_dispatcher(dispatched: list[str]) -> None:
     """Its memory holds other values than it stands for: the bits were those of the tensor that it negates."""
+    for dtype in (torch.float32, torch.float16):  # the parts of complex tensors
+        hidden, residual, gain = rows(T, H, dtype=dtype), rows(T, H, seed=1, dtype=dtype), rows(H, dtype=dtype)
+        total = ek.add_rms_norm(torch._neg_view(hidden), residual, gain)[1]
+        assert torch.equal(total, -hidden + residual)
+    assert dispatched == ["add_rms_norm_out"] * 2
     hidden, residual, gain = rows(T, H), rows(T, H, seed=1), rows(H)
-    total = ek.add_rms_norm(torch._neg_view(hidden), residual, gain)[1]
-    assert dispatched == ["add_rms_norm_out"]
-    assert torch.equal(total, -hidden + residual)
     zeros = torch._efficientzerotensor((T, H), dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="hidden is a lazy view"):
         ek.add_rms_norm(zeros, residual, gain)
@@ -106,8 +108,9 @@ def refcounts(values: list[object]) -> list[int]:
 
 
 def test_no_reference_is_kept_or_lost() -> None:
-    chunks, gains, weight = [rows(T, H) for _ in range(K)], [rows(H) for _ in range(K)], rows(D, K * H)
-    out, arguments = rows(T, D), {"norm_weight": gains}
+    dtype = torch.float16  # of lazy views
+    chunks, gains = [rows(T, H, dtype=dtype) for _ in range(K)], [rows(H, dtype=dtype) for _ in range(K)]
+    weight, out, arguments = rows(D, K * H, dtype=dtype), rows(T, D, dtype=dtype), {"norm_weight": gains}
     calls = {
         "done": lambda: ek.norm_concat_linear(chunks, weight, out=out, **arguments),
         "refused": lambda: ek.norm_concat_linear(chunks, weight[:, 1:], out=out, **arguments),

@@ -25,6 +25,8 @@ Function find_in_torch(const char* name) {
 }
 
 using GetCurrentStream = int32_t (*)(int32_t device, void** stream);
+using RawAlloc = int32_t (*)(uint64_t bytes, void** memory);
+using RawDelete = int32_t (*)(void* memory);
 using MmOut = int32_t (*)(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b);
 
 struct Facts {
@@ -99,6 +101,18 @@ CurrentDevice::CurrentDevice(const char* op, int32_t index) {
 
 CurrentDevice::~CurrentDevice() {
   if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+Workspace::Workspace(const char* op, const CurrentDevice&, int64_t bytes) {
+  static const auto allocate = find_in_torch<RawAlloc>("aoti_torch_cuda_caching_allocator_raw_alloc");
+  if (allocate == nullptr || allocate(static_cast<uint64_t>(bytes), &data_) != 0) {
+    fail(op, "torch gave no workspace of " + std::to_string(bytes) + " bytes");
+  }
+}
+
+Workspace::~Workspace() {
+  static const auto free = find_in_torch<RawDelete>("aoti_torch_cuda_caching_allocator_raw_delete");
+  if (free != nullptr) free(data_);
 }
 
 }  // namespace eagle_kernels::cuda

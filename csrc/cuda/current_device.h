@@ -30,6 +30,20 @@ class CurrentDevice {
   int previous_ = -1;
 };
 
+// Memory of torch's caching allocator and its graph pools, for what runs on the current stream. Not a tensor, whose
+// making takes the host 0.5 us more.
+class Workspace {
+ public:
+  Workspace(const char* op, const CurrentDevice& device, int64_t bytes);
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
 // Raises where a CUDA call, or a launcher, returned an error.
 void expect_success(const char* op, int code);
 

@@ -19,12 +19,9 @@
 // The emulated GPU that a CPU tensor stands for (runtime.cpp), where libtorch is asked for a tensor's device or for a
 // tensor of it.
 extern "C" int32_t emulated_get_device_index(void* tensor, int32_t* index);
-extern "C" int32_t emulated_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                          int32_t device_type, int32_t device_index, AtenTensorHandle* tensor);
 extern "C" int32_t emulated_create_tensor_from_blob(void* data, int64_t dim, const int64_t* sizes,
                                                     const int64_t* strides, int64_t offset, int32_t dtype,
                                                     int32_t device_type, int32_t device_index,
                                                     AtenTensorHandle* tensor);
 #define aoti_torch_get_device_index emulated_get_device_index
-#define aoti_torch_empty_strided emulated_empty_strided
 #define aoti_torch_create_tensor_from_blob emulated_create_tensor_from_blob

@@ -3,8 +3,10 @@
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <string_view>
 #include <utility>
 
 #include "device.cuh"
@@ -124,10 +126,28 @@ extern "C" void* emulated_dlopen(const char* file, int) {
   return std::strcmp(file, "libtorch_cuda.so") == 0 ? &gpus : nullptr;
 }
 
+// As torch's allocator, of the current device and with what the memory held: NaN.
+static int32_t raw_alloc(uint64_t bytes, void** memory) {
+  if (current != device_of_tensors) return 1;
+  *memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+  std::memset(*memory, 0xff, bytes);
+  return 0;
+}
+
+static int32_t raw_delete(void* memory) {
+  std::free(memory);
+  return 0;
+}
+
 extern "C" void* emulated_dlsym(void*, const char* name) {
-  if (std::strcmp(name, "aoti_torch_cuda_mm_out") == 0) return reinterpret_cast<void*>(&aoti_torch_cpu_mm_out);
-  const bool known = std::strcmp(name, "aoti_torch_get_current_cuda_stream") == 0;
-  return known ? reinterpret_cast<void*>(&get_current_cuda_stream) : nullptr;
+  static const std::map<std::string_view, void*> known{
+      {"aoti_torch_cuda_mm_out", reinterpret_cast<void*>(&aoti_torch_cpu_mm_out)},
+      {"aoti_torch_get_current_cuda_stream", reinterpret_cast<void*>(&get_current_cuda_stream)},
+      {"aoti_torch_cuda_caching_allocator_raw_alloc", reinterpret_cast<void*>(&raw_alloc)},
+      {"aoti_torch_cuda_caching_allocator_raw_delete", reinterpret_cast<void*>(&raw_delete)},
+  };
+  const auto found = known.find(name);
+  return found == known.end() ? nullptr : found->second;
 }
 
 // Under these names the host files ask libtorch (registration.h): its own tensors are on the CPU.
@@ -135,11 +155,6 @@ extern "C" void* emulated_dlsym(void*, const char* name) {
 extern "C" int32_t emulated_get_device_index(void*, int32_t* index) {
   *index = device_of_tensors;
   return 0;
-}
-
-extern "C" int32_t emulated_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                          int32_t device_type, int32_t index, AtenTensorHandle* tensor) {
-  return index != device_of_tensors || aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, 0, tensor);
 }
 
 extern "C" int32_t emulated_create_tensor_from_blob(void* data, int64_t dim, const int64_t* sizes,

@@ -80,11 +80,13 @@ def norm_concat_linear(
 
 def project(sources: Sources, projection: Projection, out: Tensor | None = None) -> Tensor:
     """The op for arguments that are records already, as the modules of this package keep them."""
-    weight = projection.weight
+    chunks, _, _, gains, _, _, residuals, indices, sum_squares = sources
+    weight, bias, post_norm_weight, _ = projection
+    # One tuple: that of `sources.operands` inside another takes 0.15 us more.
     if (
-        is_plain((*sources.operands, weight, projection.bias, projection.post_norm_weight, out))
+        is_plain((*chunks, *gains, *residuals, *indices, sum_squares, weight, bias, post_norm_weight, out))
         and weight is not None
-        and weight.dim() == sources.chunks[0].dim() == 2
+        and weight.dim() == chunks[0].dim() == 2
     ):
         return run(sources, projection, out)
     sources.check(OP, eps_name(projection.post_norm_weight))
@@ -183,14 +185,16 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
 
 def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
     """The result of the plan's kernel, in `out` where it is given; of its writing autograd is told."""
+    # size, since a nested tensor, which is refused below, has no shape.
     rows = sources.rows if out is None or out.dim() == 0 else out.size(0)
     shape = rows, projection.weight.size(0)
     plan = _likely_plan(sources, projection, *shape)
     if plan.backend in COMPILED:
         try:
-            out = _run_compiled(plan, sources, projection, out, shape)
-            increment_version((out,))
-            return out
+            written = _run_compiled(plan, sources, projection, out, shape)
+            if out is not None:  # of a new tensor nothing is saved yet
+                increment_version((out,))
+            return written
         except RuntimeError:
             NormConcatLinear(sources, projection, out).check()
             refused, plan = plan, _plan(sources, projection, rows)
