@@ -622,30 +622,45 @@ int units_of_widest(const Concat& source, int unit) {
   return static_cast<int>((widest + unit - 1) / unit);
 }
 
-// The fused kernel's ranges, of the least time by the model of docs/benchmarking.md. Reading an SM's share of the
-// weight takes 1, multiplying it 0.5. A block on its own reads 2.6 times that share: what the last wave costs. How much
-// a few SMs alone can read is not in the model: nine of ten should have a block. Nor is T in it: it is in no sum.
+// The fused kernel's ranges, of the least time by the model of docs/benchmarking.md: one of every chunk, and as long as
+// a cluster has room one more of the chunk whose ranges are longest. Reading an SM's share of the weight takes 1,
+// multiplying it 0.5. A block on its own reads 2.6 times that share: what it costs that some have nobody beside them,
+// in the last wave, and in each cluster whose ranges differ in length. How much a few SMs alone can read is not in the
+// model: nine of ten should have a block. Nor is T in it: it is in no sum.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
-  const int widest = units_of_widest(op.source, kFusedUnitColumns), multiprocessors = device.multiprocessors;
+  const int num_chunks = static_cast<int>(op.source.num_chunks), multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns), slots = 2 * multiprocessors;
   const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
-  SplitRanges best{};
+  int units[kMaxChunks], all_units = 0;
+  SplitRanges ranges{}, best{};
+  for (int k = 0; k < num_chunks; ++k) {
+    units[k] = static_cast<int>((op.source.chunks[k].width + kFusedUnitColumns - 1) / kFusedUnitColumns);
+    all_units += units[k];
+    ranges.of_chunk[k] = 1;
+  }
   double least = 0;
-  for (int parts = 1; parts <= kMaxCluster; ++parts) {
-    const int length = (widest + parts - 1) / parts;
-    const SplitRanges ranges = ranges_of(op.source, kFusedUnitColumns, length);
-    if (ranges.count > kMaxCluster) break;
+  for (ranges.count = num_chunks;; ++ranges.count) {
+    const auto length_in = [&](int k) { return (units[k] + ranges.of_chunk[k] - 1) / ranges.of_chunk[k]; };
+    int longest = 0;
+    for (int k = 1; k < num_chunks; ++k) {
+      if (length_in(k) > length_in(longest)) longest = k;
+    }
+    const int length = length_in(longest);
     const int64_t blocks = outputs * ranges.count, last = blocks > slots ? blocks % slots : 0;
     const double of_block = static_cast<double>(kFusedColumns) * length * kFusedUnitColumns;
     const double most = of_block * ((blocks + multiprocessors - 1) / multiprocessors);
-    const double idle = last > 0 ? of_block / 2.6 * (slots - last) / slots : 0.0;
-    const double time = std::max(share, 0.5 * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + idle;
+    const double waves = std::max(1.0, static_cast<double>(blocks) / slots);
+    const double idle_in_cluster = 1 - static_cast<double>(all_units) / (ranges.count * length);
+    const double idle = waves * idle_in_cluster + (last > 0 ? static_cast<double>(slots - last) / slots : 0.0);
+    const double time =
+        std::max(share, 0.5 * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + of_block / 2.6 * idle;
     if (best.count == 0 || time < least) {
       best = ranges;
       least = time;
     }
+    if (ranges.count == kMaxCluster || length == 1) return best;
+    ++ranges.of_chunk[longest];
   }
-  return best;
 }
 
 template <class T, Form kForm, int kRows, bool kResidual>

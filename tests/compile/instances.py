@@ -198,8 +198,8 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
         memory += resident * of_block / min(COPY, resident * instance.in_flight / LATENCY)
         left -= resident
     through_l2 = (weight + 2 * T * width * math.ceil(D / instance.columns)) / L2
-    # An SM's share, of the SM that has most, in blocks of the longest range.
-    longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges / K)) * instance.unit)
+    # An SM's share, of the SM that has most, in blocks of the longest range: of a chunk that has fewest.
+    longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges // K)) * instance.unit)
     most = math.ceil(blocks / SMS) * instance.columns * longest * instance.value_bytes
     multiply = most / instance.value_bytes * 2 * instance.rows / FLOPS
     execute = most * instance.instructions_per_byte / ISSUE

@@ -121,9 +121,31 @@ def test_float64_truth_of_every_instance(
 
 
 @pytest.mark.parametrize(
+    ("widths", "ranges"),  # in units of 128 columns: of 3 each in 3, 3 and 2; 1 and 5 in 1 and 5; 2 and 9 in 1 and 7
+    [((264, 264, 264), 8), ((72, 520), 6), ((136, 1032), 8)],
+)
+def test_float64_truth_of_ranges_of_several_lengths(
+    widths: tuple[int, ...], ranges: int, emulation: ModuleType
+) -> None:
+    for norm in ("chunk", "concat"):
+        emulation.take_launches()
+        check(Case("bf16", widths, 11, norm, D=70, norm_offset=1.0, gain="list"))
+        launch = emulation.take_launches()[-1]
+        assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
+
+
+@pytest.mark.parametrize(
     ("K", "H", "D", "ranges"),
-    # Blocks of 64 columns times ranges, for 132 SMs with room for two: 84, 192, 135, 192, and two waves and a part.
-    [(3, 896, 896, 6), (3, 2048, 2048, 6), (3, 2880, 2880, 3), (3, 4096, 4096, 3), (3, 6144, 6144, 6), (8, 64, 64, 8)],
+    # Blocks of 64 columns times ranges, for 132 SMs with room for two: 112, 126, 192, 135, 192, two waves and a part.
+    [
+        (3, 896, 896, 8),
+        (3, 1152, 1152, 7),
+        (3, 2048, 2048, 6),
+        (3, 2880, 2880, 3),
+        (3, 4096, 4096, 3),
+        (3, 6144, 6144, 6),
+        (8, 64, 64, 8),
+    ],
 )
 def test_a_cluster_shares_the_ranges_of_its_columns_out(
     K: int, H: int, D: int, ranges: int, emulation: ModuleType
