@@ -26,8 +26,9 @@ _WRONG_VALUE = re.compile(
 )
 
 _UNFINISHED = ("cut", "not started")
-# gpu-tests took 910 s of two cores with nothing compiled yet, where the GPU machine's 16 have 420.
-_MOST_CALLS = 5
+# Calls in a row that finish no command: one can be cut while Triton compiles for it, which the next finds compiled.
+# gpu-tests took 910 s of two idle cores with nothing compiled yet, 2800 of two busy ones, and a call has 570.
+_MOST_IDLE_CALLS = 3
 
 
 def main(arguments: list[str]) -> int:
@@ -42,11 +43,14 @@ def main(arguments: list[str]) -> int:
     }
     out = FOLDER / "out"
     command = ["bash", "bench/gpu_session.sh", "--out", str(out), "--library", str(_relink()), *arguments]
-    for _ in range(_MOST_CALLS):
+    finished, idle = 0, 0
+    while idle < _MOST_IDLE_CALLS:
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         records = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
         if not any(record["status"] in _UNFINISHED for record in records.values()):
             break
+        before, finished = finished, sum(len(record.get("finished", {})) for record in records.values())
+        idle = idle + 1 if finished == before else 0
     unexpected = [line for record in records.values() for line in _unexpected(record)]
     unexpected += [f"{name}: {record['status']}" for name, record in records.items() if record["status"] in _UNFINISHED]
     print("\n".join(unexpected))
