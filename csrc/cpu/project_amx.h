@@ -212,8 +212,8 @@ void multiply_up_to_four(int64_t groups, const BFloat16* weight, int64_t weight_
   }
 }
 
-// The part of the operands that stays in the cache together, some groups of rows by some steps along K, and the panels of
-// the weight that it is multiplied by.
+// The part of the operands that stays in the cache together, some groups of rows by some steps along K, and the panels
+// of the weight that it is multiplied by.
 struct Block {
   int64_t group, groups;
   int64_t step, steps;
@@ -288,8 +288,8 @@ inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t grou
   }
 }
 
-// multiply(block, sums of its first panel) for all of some panels, cut into blocks of a multiple of `unit_steps` along K;
-// then finish(panel, first group, groups, sums) for each panel.
+// multiply(block, sums of its first panel) for all of some panels, cut into blocks of a multiple of `unit_steps` along
+// K; then finish(panel, first group, groups, sums) for each panel.
 template <class Multiply, class Finish>
 void for_each_block(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end, int64_t unit_steps,
                     Multiply multiply, Finish finish) {
@@ -322,9 +322,8 @@ inline void amx_project(const NormConcatLinear& op, int64_t panel_begin, int64_t
     const int64_t end = block.end_panel() * kPanelColumns;
     for (int64_t column = block.panel * kPanelColumns; column < end && column < op.num_columns; column += kTile) {
       const int64_t count = op.num_columns - column < kTile ? op.num_columns - column : kTile;
-      const int64_t direct_end = count < kTile                      ? block.step
-                                 : block.end_step() < whole_steps ? block.end_step()
-                                                                  : whole_steps;
+      const int64_t whole_end = block.end_step() < whole_steps ? block.end_step() : whole_steps;
+      const int64_t direct_end = count < kTile || whole_end < block.step ? block.step : whole_end;
       const int64_t half = column / kTile - 2 * block.panel;
       float* place = sums + half / 2 * block_groups(op) * 2 * kSumSize + half % 2 * kSumSize;
       Block part = block;
@@ -337,8 +336,8 @@ inline void amx_project(const NormConcatLinear& op, int64_t panel_begin, int64_t
         multiply_columns(op, part, weight_at(column, block.step), op.weight_row_stride, place, block.step == 0, next);
       }
       if (direct_end < block.end_step()) {
-        part.step = direct_end > block.step ? direct_end : block.step;
-        part.steps = block.end_step() - part.step;
+        part.step = direct_end;
+        part.steps = block.end_step() - direct_end;
         multiply_edge(op, part, weight_at(column, 0), count, place);
       }
     }

@@ -2,10 +2,10 @@
 //
 // A panel of codes becomes bf16 a stretch at a time, in the layout of tiles, and is the left operand from L1: while one
 // stretch is multiplied the next one is widened, since the tile unit and the vectors' units run beside each other. Two
-// tiles of the panel by two of the rows are four products for four loads. A sum over the columns that share a scale, 128
-// of them at most, enters the fp32 total times its scale, as in project_quantized.h; with one scale a row the totals are
-// the sums, and are scaled when they are finished. Blocks of 16 columns are half of what one multiplication takes: there
-// the numbers are scaled, and bf16 has to have the products.
+// tiles of the panel by two of the rows are four products for four loads. A sum over the columns that share a scale,
+// 128 of them at most, enters the fp32 total times its scale, as in project_quantized.h; with one scale a row the
+// totals are the sums, and are scaled when they are finished. Blocks of 16 columns are half of what one multiplication
+// takes: there the numbers are scaled, and bf16 has to have the products.
 #pragma once
 
 #include "project_amx.h"
@@ -95,13 +95,13 @@ struct Place {
   int64_t panel, step;
 };
 
-// A stretch of a panel in bf16, zero behind the end of its rows. Of rows that are not there it keeps what it has: nobody
-// asks for their sums.
+// A stretch of a panel in bf16, zero behind the end of its rows. Of rows that are not there it keeps what it has:
+// nobody asks for their sums.
 struct Stretch {
   alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
 };
 
-// The scales of numbers in a stretch of rows, for its lines of 32 columns: of a block of 16 or more a line has two at most.
+// The scales of numbers in a stretch, for its lines of 32 columns, of which blocks of 16 or more give two at most.
 class NumberScales {
  public:
   NumberScales(const NormConcatLinear& op, int64_t k) : scales_(op.scales), first_(k / scales_.block_columns) {
@@ -140,7 +140,11 @@ template <class Code, class LineScales>
 class Widening {
  public:
   Widening(const NormConcatLinear& op, Place place, Place later, Stretch& stretch)
-      : op_(op), column_(place.panel * kPanelColumns), k_(place.step * kTileK), scales_(op, k_), tiles_(stretch.tiles[0][0][0]) {
+      : op_(op),
+        column_(place.panel * kPanelColumns),
+        k_(place.step * kTileK),
+        scales_(op, k_),
+        tiles_(stretch.tiles[0][0][0]) {
     const auto* weight = static_cast<const uint8_t*>(op.weight);
     const auto codes_at = [&](Place from) {
       return weight + from.panel * kPanelColumns * op.weight_row_stride + bytes_of<Code>(from.step * kTileK);

@@ -373,8 +373,8 @@ struct PanelCodes {
   }
 };
 
-// Columns of one sum at most. One of fp32 adds column after column: of 128 it is off by 2.5 times what a blocked product
-// (torch's, on an Intel processor) is, of 32 by 1.5.
+// Columns of one sum at most. One of fp32 adds column after column: of 128 it is off by 2.5 times what a blocked
+// product (torch's, on an Intel processor) is, of 32 by 1.5.
 template <class Packed>
 constexpr int64_t kSumWidth = 32;
 template <>

@@ -3,12 +3,23 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("torchvision") is None:
     import engines.sglang.standins.sitecustomize  # noqa: F401  Qwen 3.5 and Qwen4-Exp
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_amx_without_its_kernels() -> Iterator[None]:
+    """The wheel for GPUs, told to run on a CPU, takes kernels for AMX that it does not have where a processor has AMX."""
+    with pytest.MonkeyPatch.context() as patched:
+        if not hasattr(torch.ops._C, "convert_weight_packed"):
+            patched.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

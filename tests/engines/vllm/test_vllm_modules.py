@@ -595,7 +595,7 @@ def dflash_model(model_class: type, has_bias: bool, rotated: int, is_neox: bool)
         qkv = nn.Linear(H, 3 * n * d, bias=has_bias)
         qkv.quant_method = qwen3_dflash.UnquantizedLinearMethod()
         one = nn.Module()
-        if model_class is GEMMA:
+        if model_class is GEMMA_DSPARK:
             one.k_proj, one.use_k_eq_v = nn.Linear(H, n * d, bias=has_bias), True
         one.qkv_proj, one.q_norm, one.k_norm = qkv, RMSNorm(d, 1e-2), RMSNorm(d, 1e-2)
         one.rotary_emb, one.v_scale = Rope(d, rotated, is_neox), None
@@ -614,7 +614,7 @@ def dflash_model(model_class: type, has_bias: bool, rotated: int, is_neox: bool)
 
 
 QWEN, LAGUNA = qwen3_dflash.DFlashQwen3Model, laguna_dflash.DFlashLagunaModel
-GEMMA = gemma4_dspark.Gemma4DSparkModel
+GEMMA_DSPARK = gemma4_dspark.Gemma4DSparkModel
 
 
 @pytest.mark.parametrize("one_gain", [False, True], ids=["", "one-gain"])
@@ -626,8 +626,8 @@ GEMMA = gemma4_dspark.Gemma4DSparkModel
         pytest.param(QWEN, False, 8, True, id="half-rotated"),
         pytest.param(LAGUNA, False, 16, True, id="laguna"),
         pytest.param(LAGUNA, True, 8, True, id="laguna-bias-half-rotated"),
-        pytest.param(GEMMA, False, 16, True, id="gemma4"),
-        pytest.param(GEMMA, True, 8, True, id="gemma4-bias-half-rotated"),
+        pytest.param(GEMMA_DSPARK, False, 16, True, id="gemma4"),
+        pytest.param(GEMMA_DSPARK, True, 8, True, id="gemma4-bias-half-rotated"),
     ],
 )
 def test_the_context_of_dflash(
@@ -659,14 +659,14 @@ def test_the_context_of_dflash(
     made = []
     for layer, gain in zip(model.layers, gains, strict=True):
         qkv, size = layer.self_attn.qkv_proj, layer.self_attn.q_size
-        if model_class is GEMMA:
+        if model_class is GEMMA_DSPARK:
             qkv, size = layer.self_attn.k_proj, 0
         bias = None if qkv.bias is None else qkv.bias[size:].double()
         normed = F.rms_norm(states.double(), (H,), gain.double(), 1e-2)
         made.append(F.linear(normed, qkv.weight[size:].double(), bias))
     parts = torch.stack(made, 1).view(T, L, -1, n, d).permute(2, 1, 0, 3, 4)
     keys, values = parts[0], parts[-1]
-    if model_class is GEMMA:
+    if model_class is GEMMA_DSPARK:
         values = F.rms_norm(keys, (d,), None, 1e-2)
     for layer, written in enumerate(model._attn_layers):
         key = F.rms_norm(keys[layer], (d,), model._k_norm_weights[layer].double(), 1e-2).flatten(1)
@@ -683,7 +683,7 @@ def test_the_context_of_dflash(
 def test_the_projection_of_gemma_4_alone(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
     """What a GPU runs: V is K behind a norm without a gain."""
     monkeypatch.setattr(qwen3_dflash.ops, "rms_norm", rms_norm)
-    model = dflash_model(GEMMA, has_bias, 16, True)
+    model = dflash_model(GEMMA_DSPARK, has_bias, 16, True)
     states, (L, n, d) = torch.randn(T, H).bfloat16(), (3, 2, 16)
     own = model._project_context_kv(states, T, L, n, d)
     stage = context.KeysAndValues(model)
