@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("to
 
 @pytest.fixture(autouse=True, scope="session")
 def no_amx_without_its_kernels() -> Iterator[None]:
-    """The wheel for GPUs, told to run on a CPU, takes kernels for AMX that it does not have where a processor has AMX."""
+    """Where a processor has AMX, the wheel for GPUs, told to run on a CPU, takes kernels that it does not have."""
     with pytest.MonkeyPatch.context() as patched:
         if not hasattr(torch.ops._C, "convert_weight_packed"):
             patched.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
