@@ -319,14 +319,14 @@ def _chunk_rows(case: Case) -> list[int]:
     return lengths
 
 
-def weight_of_every_code(format: str, shift: int) -> ek.QuantizedWeight:
-    """[256, 32]: row d has code d, and where scales are bytes scale d - shift."""
+def weight_of_every_code(format: str, shift: int, width: int = 32) -> ek.QuantizedWeight:
+    """[256, width]: row d has code d, and where scales are bytes scale d - shift."""
     kind = FORMATS[format]
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).unsqueeze(1)
     scales = torch.full((256, 1), 3.0)
     if kind.scales[0].itemsize == 1:
-        scales = codes.roll(shift, 0).repeat(1, 32 // kind.block[1]).view(kind.scales[0])
-    return ek.QuantizedWeight(codes.repeat(1, 32 // kind.columns_per_code).view(kind.codes), scales, format)
+        scales = codes.roll(shift, 0).repeat(1, width // kind.block[1]).view(kind.scales[0])
+    return ek.QuantizedWeight(codes.repeat(1, width // kind.columns_per_code).view(kind.codes), scales, format)
 
 
 def index(rows: int, length: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

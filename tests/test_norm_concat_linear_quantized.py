@@ -220,12 +220,13 @@ def test_a_block_has_its_bad_scale_alone() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("shift", [0, 64])
-def test_every_code_and_scale(shift: int, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("width", [32, 128])  # the wider one fills a line of codes with one of them
+def test_every_code_and_scale(width: int, shift: int, name: str, dtype: str) -> None:
     """x is the identity: the value of each, rounded once."""
-    weight = weight_of_every_code(name, shift)
-    call = operands(Case(dtype, (32,), 32, "none", D=256))
-    call = dataclasses.replace(call, chunks=[torch.eye(32, dtype=call.case.dtype)])
-    expected = weight.dequantize(torch.float64).to(call.case.dtype).t()
+    weight = weight_of_every_code(name, shift, width)
+    call = operands(Case(dtype, (width,), 32, "none", D=256))
+    call = dataclasses.replace(call, chunks=[torch.eye(32, width, dtype=call.case.dtype)])
+    expected = weight.dequantize(torch.float64).to(call.case.dtype).t()[:32]
     assert torch.equal(projected(call, weight).nan_to_num(7), expected.nan_to_num(7))
 
 
