@@ -7,6 +7,7 @@
 // multiplied by a stretch of codes lies together (T = 64: 4.8 ms, 4.2 so).
 #pragma once
 
+#include "project_codes.h"
 #include "project_dot.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -31,7 +32,17 @@ constexpr int64_t kBlockTiles = 1152;
 constexpr int64_t kBlockPanels = 16;
 
 inline int64_t num_groups(const NormConcatLinear& op) { return (op.num_rows + kTile - 1) / kTile; }
-inline int64_t num_steps(const NormConcatLinear& op) { return (op.source.width + kTileK - 1) / kTileK; }
+
+// The numbers of nvfp4 are scaled, and leave the registers that widen them in an order of their own, within 128 columns
+// (CodeLine).
+inline bool scales_numbers(const NormConcatLinear& op) {
+  const bool is_nvfp4 = op.weight_type == WeightType::kFloat4E2M1 && op.scales.type == ScaleType::kFloat8E4M3;
+  return is_nvfp4 && op.scales.block_rows == 1;
+}
+inline int64_t num_steps(const NormConcatLinear& op) {
+  const int64_t columns = scales_numbers(op) ? round_up(op.source.width, kStripWidth) : op.source.width;
+  return (columns + kTileK - 1) / kTileK;
+}
 inline int64_t block_groups(const NormConcatLinear& op) {
   return num_groups(op) < kBlockGroups ? num_groups(op) : kBlockGroups;
 }
@@ -76,10 +87,18 @@ struct TilePacker {
   TilePacker(const NormConcatLinear& op, int64_t group) : op(op), group(group) {}
 
   void flush() {
+    const bool in_words = scales_numbers(op);
     for (int64_t row = 0; row < kTile; ++row) {
-      const int64_t pad = round_up(filled, kTileK) - filled;
+      const int64_t pad = round_up(filled, in_words ? kStripWidth : kTileK) - filled;
       __builtin_memset(&rows[row][filled], 0, pad * sizeof(BFloat16));
+      for (int64_t column = 0; in_words && column < filled; column += kStripWidth) {
+        __m512i line[kWords<Float4E2M1>];
+        __builtin_memcpy(line, &rows[row][column], sizeof line);
+        order_line<Float4E2M1>(line);
+        __builtin_memcpy(&rows[row][column], line, sizeof line);
+      }
     }
+    if (in_words) filled = round_up(filled, kStripWidth);
     for (int64_t column = 0; column < filled; column += kTileK) {
       __m512i lines[kTile];
       for (int row = 0; row < kTile; ++row) lines[row] = _mm512_load_si512(&rows[row][column]);

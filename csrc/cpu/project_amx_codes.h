@@ -19,9 +19,6 @@ constexpr int64_t kStretch = kStretchSteps * kTileK;
 static_assert(kStretch == kStripWidth);
 
 inline bool scales_rows(const NormConcatLinear& op) { return op.scales.block_columns >= op.source.width; }
-inline bool scales_numbers(const NormConcatLinear& op) {
-  return op.weight_type == WeightType::kFloat4E2M1 && op.scales.type == ScaleType::kFloat8E4M3;
-}
 
 inline bool amx_reads_codes(const NormConcatLinear& op) {
   return scales_rows(op) || scales_numbers(op) || op.scales.block_columns % kTileK == 0;
@@ -101,49 +98,70 @@ struct Stretch {
   alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
 };
 
-// The scales of numbers in a stretch, for its lines of 32 columns, of which blocks of 16 or more give two at most.
-class NumberScales {
+// A row of a stretch as lines of tiles, in the order of its columns; zero behind the end of the row.
+struct NaturalLines {
+  struct Scales {};
+  explicit NaturalLines(const NormConcatLinear&) {}
+  Scales scales_from(int64_t) const { return {}; }
+
+  template <class Code>
+  void widen(const uint8_t* codes, int64_t left, const Scales&, int64_t, __m512i (&lines)[kStretchSteps]) const {
+    unrolled<kStretchSteps / 2>([&](auto pair) {
+      constexpr int64_t kBegin = pair * 2 * kTileK;
+      if (left <= kBegin) return;
+      widen_in_order<Code>(codes + bytes_of<Code>(kBegin), left - kBegin, lines + 2 * pair);
+    });
+  }
+};
+
+// The same of e2m1 in the order of its words, each number times its scale: the 8 columns of a lane share one.
+class ScaledWords {
  public:
-  NumberScales(const NormConcatLinear& op, int64_t k) : scales_(op.scales), first_(k / scales_.block_columns) {
-    const int64_t columns = op.source.width - k < kStretch ? op.source.width - k : kStretch;
-    const int64_t count = columns > 0 ? (columns - 1) / scales_.block_columns + 1 : 0;  // 8 at most
-    there_ = (1 << count) - 1;
-    for (int64_t i = 0; i < kStretchSteps; ++i) {
-      const auto block = [&](int64_t column) { return _mm512_set1_epi32(column / scales_.block_columns); };
-      blocks_[i] = _mm512_mask_mov_epi32(block(i * kTileK), 0xff00, block(i * kTileK + kTileK / 2));
+  struct Scales {
+    const uint8_t* first_row;
+    __mmask16 there;  // 8 at most
+  };
+
+  explicit ScaledWords(const NormConcatLinear& op) : op_(op) {
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      block_of_lane_[lane] = lane * (kStretch / kLanes) / static_cast<uint32_t>(op.scales.block_columns);
     }
   }
 
-  // lines[i] = lines[i] * scales
-  void multiply(int64_t row, __m512i (&lines)[kStretchSteps]) const {
-    const int64_t place = row / scales_.block_rows * scales_.row_stride + first_;
-    const __m128i bytes = _mm_maskz_loadu_epi8(there_, static_cast<const uint8_t*>(scales_.data) + place);
-    const Float values = value_of((UInt)_mm512_cvtepu8_epi32(bytes), Float8E4M3{});
-    unrolled<kStretchSteps>([&](auto i) {
-      lines[i] = (__m512i)scaled((UInt)lines[i], (Float)_mm512_permutexvar_ps(blocks_[i], (__m512)values));
-    });
+  // Those of the stretch from column k on.
+  Scales scales_from(int64_t k) const {
+    const int64_t columns = op_.source.width - k < kStretch ? op_.source.width - k : kStretch;
+    const int64_t count = columns > 0 ? (columns - 1) / op_.scales.block_columns + 1 : 0;
+    const auto* rows = static_cast<const uint8_t*>(op_.scales.data);
+    return {rows + k / op_.scales.block_columns, static_cast<__mmask16>((1 << count) - 1)};
+  }
+
+  template <class Code>
+  void widen(const uint8_t* codes, int64_t left, const Scales& scales, int64_t row,
+             __m512i (&lines)[kStretchSteps]) const {
+    const __m128i bytes = _mm_maskz_loadu_epi8(scales.there, scales.first_row + row * op_.scales.row_stride);
+    const Float of_blocks = value_of((UInt)_mm512_cvtepu8_epi32(bytes), Float8E4M3{});
+    const Float scale = (Float)_mm512_permutexvar_ps((__m512i)block_of_lane_, (__m512)of_blocks);
+    const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
+    const CodeLine<Code> line(_mm512_maskz_loadu_epi8(there, codes));
+    unrolled<kStretchSteps>([&](auto i) { lines[i] = (__m512i)scaled((UInt)line.word(i), scale); });
   }
 
  private:
-  const Scales& scales_;
-  int64_t first_;
-  __mmask16 there_;
-  __m512i blocks_[kStretchSteps];
-};
-struct NoScales {
-  NoScales(const NormConcatLinear&, int64_t) {}
-  void multiply(int64_t, __m512i (&)[kStretchSteps]) const {}
+  const NormConcatLinear& op_;
+  UInt block_of_lane_;
 };
 
 // Fills a stretch, row by row while another one is multiplied, and fetches what will be asked for later.
-template <class Code, class LineScales>
+template <class Code, class Lines>
 class Widening {
  public:
-  Widening(const NormConcatLinear& op, Place place, Place later, Stretch& stretch)
+  Widening(const NormConcatLinear& op, const Lines& lines, Place place, Place later, Stretch& stretch)
       : op_(op),
+        lines_(lines),
         column_(place.panel * kPanelColumns),
         k_(place.step * kTileK),
-        scales_(op, k_),
+        scales_(lines.scales_from(k_)),
         tiles_(stretch.tiles[0][0][0]) {
     const auto* weight = static_cast<const uint8_t*>(op.weight);
     const auto codes_at = [&](Place from) {
@@ -172,20 +190,16 @@ class Widening {
     }
     const int64_t left = IsWhole::value ? kStretch : op_.source.width - k_;
     __m512i lines[kStretchSteps] = {};
-    unrolled<kStretchSteps / 2>([&](auto pair) {
-      constexpr int64_t kBegin = pair * 2 * kTileK;
-      if (left <= kBegin) return;
-      widen_in_order<Code>(codes + bytes_of<Code>(kBegin), left - kBegin, lines + 2 * pair);
-    });
-    scales_.multiply(column_ + row_, lines);
+    lines_.template widen<Code>(codes, left, scales_, column_ + row_, lines);
     BFloat16* line = tiles_ + row_ * kTileK;
     unrolled<kStretchSteps>([&](auto step) { _mm512_store_si512(line + step * 2 * kTileSize, lines[step]); });
   }
 
   const NormConcatLinear& op_;
+  const Lines& lines_;
   int64_t column_, k_, rows_, row_ = 0;
   const uint8_t *codes_, *ahead_;
-  LineScales scales_;
+  typename Lines::Scales scales_;
   BFloat16* tiles_;
 };
 
@@ -211,21 +225,23 @@ inline void zero_sums() {
   _tile_zero(3);
 }
 
-// Those sums += panel . rows, for some steps of a stretch; beside() behind each.
+// Those sums += panel . rows, for some steps of a stretch. beside() stands between what a step loads and multiplies:
+// its stores are then older than the products that the next step's loads need not wait for (int8, T = 64: 3.6 ms, 3.5
+// so).
 template <bool kTwoGroups, class Beside>
 void multiply_stretch(const BFloat16* panel, const BFloat16* rows, int64_t steps, Beside beside) {
   for (int64_t step = 0; step < steps; ++step, panel += 2 * kTileSize, rows += kTileSize) {
     _tile_loadd(4, panel, kTileBytes);
     _tile_loadd(6, rows, kTileBytes);
-    _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, panel + kTileSize, kTileBytes);
+    if constexpr (kTwoGroups) _tile_loadd(7, rows + kStretchSteps * kTileSize, kTileBytes);
+    beside();
+    _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 5, 6);
     if constexpr (kTwoGroups) {
-      _tile_loadd(7, rows + kStretchSteps * kTileSize, kTileBytes);
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
-    beside();
   }
 }
 
@@ -248,18 +264,19 @@ inline Place place_behind(const NormConcatLinear& op, const Block& block, Place 
   return {block.end_panel(), step};
 }
 
-template <class Code, class LineScales>
+template <class Code, class Lines>
 void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   constexpr int64_t kAheadSteps = kAheadBytes * kCodesPerByte<Code> / kTileK;
   const bool whole_sums = scales_rows(op) || scales_numbers(op);
   const int64_t shared = op.scales.block_columns;
   const int64_t sum_steps = whole_sums || shared > kStretch ? kStretchSteps : shared / kTileK;
+  const Lines lines(op);
   Stretch stretches[2];
   alignas(kCacheLine) float sums[4 * kSumSize];
 
   const auto multiply = [&](const Block& block, float* block_sums) {
     const auto widening = [&](Place place, Stretch& stretch) {
-      return Widening<Code, LineScales>(op, place, place_behind(op, block, place, kAheadSteps), stretch);
+      return Widening<Code, Lines>(op, lines, place, place_behind(op, block, place, kAheadSteps), stretch);
     };
     // The sums of up to two groups stay in their tiles along a panel.
     const bool stays = whole_sums && block.groups <= 2;
@@ -271,11 +288,11 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
       for (int64_t step = block.step; step < block.end_step(); step += kStretchSteps, turn ^= 1) {
         const int64_t steps = block.end_step() - step < kStretchSteps ? block.end_step() - step : kStretchSteps;
         const Place next = place_behind(op, block, {panel, step}, steps);
-        Widening<Code, LineScales> widen_next = widening(next, stretches[turn ^ 1]);
+        Widening<Code, Lines> widen_next = widening(next, stretches[turn ^ 1]);
         const int64_t next_rows = next.panel < block.end_panel() && next.step < block.end_step() ? kPanelColumns : 0;
-        const int64_t products = steps * ((block.groups + 1) / 2);
+        const int64_t products = steps * ((block.groups + 1) / 2), share = (next_rows + products - 1) / products;
         int64_t done = 0;
-        const auto beside = [&] { widen_next.widen_until(next_rows * ++done / products); };
+        const auto beside = [&] { widen_next.widen_until(done += share); };
         for (int64_t part = 0; part < steps; part += sum_steps) {
           const int64_t part_steps = steps - part < sum_steps ? steps - part : sum_steps;
           const bool first = step + part == 0;
@@ -319,9 +336,9 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
 template <class Code>
 void amx_project_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   if constexpr (std::is_same_v<Code, Float4E2M1>) {
-    if (scales_numbers(op)) return amx_project_stretches<Code, NumberScales>(op, panel_begin, panel_end);
+    if (scales_numbers(op)) return amx_project_stretches<Code, ScaledWords>(op, panel_begin, panel_end);
   }
-  amx_project_stretches<Code, NoScales>(op, panel_begin, panel_end);
+  amx_project_stretches<Code, NaturalLines>(op, panel_begin, panel_end);
 }
 
 }  // namespace

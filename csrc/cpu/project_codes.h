@@ -126,12 +126,12 @@ struct ScaleReader {
 
   UnitScales read(const uint8_t* row) const {
     __builtin_prefetch(row + (first + next_rows) * size(), 0, 2);  // those of the rows of the next block of columns
-    switch (type) {
-      case ScaleType::kFloat32: return {load_floats(row, 0) * global, load_floats(row, kLanes) * global};
-      case ScaleType::kFloat8E8M0: return {load_e8m0(row, 0) * global, load_e8m0(row, kLanes) * global};
-      case ScaleType::kFloat8E4M3: return load_e4m3(row);
-    }
-    return {Float{}, Float{}};
+    if (type == ScaleType::kFloat8E4M3) return load_e4m3(row);
+    const auto load = [&](int64_t begin) {
+      return (type == ScaleType::kFloat32 ? load_floats(row, begin) : load_e8m0(row, begin)) * global;
+    };
+    // Wider blocks have no more than the lower ones.
+    return {load(0), block_columns * kLanes < kUnitColumns ? load(kLanes) : Float{}};
   }
   int64_t size() const { return type == ScaleType::kFloat32 ? sizeof(float) : 1; }
   Float of_line(const UnitScales& scales, int64_t line) const {
