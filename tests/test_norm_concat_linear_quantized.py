@@ -230,6 +230,20 @@ def test_every_code_and_scale(width: int, shift: int, name: str, dtype: str) -> 
     assert torch.equal(projected(call, weight).nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "fp8_block32_e8m0"])
+@pytest.mark.parametrize("width", [256, 224])
+def test_scales_of_e8m0_may_be_far_apart(width: int, name: str, dtype: str) -> None:
+    """Neighbouring blocks 2^180 apart, beyond what numbers of bf16 could be scaled by; x is the identity."""
+    weight = random_weight(name, 67, width)
+    scales = weight.scales.view(torch.uint8)
+    scales.copy_(torch.tensor([30, 127, 210])[torch.randint(0, 3, scales.shape)])
+    call = operands(Case(dtype, (width,), width, "none", D=67))
+    call = dataclasses.replace(call, chunks=[torch.eye(width, dtype=call.case.dtype)])
+    expected = weight.dequantize(torch.float64).to(call.case.dtype).t()
+    assert torch.equal(projected(call, weight), expected)
+
+
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block32", "mxfp8"])
 def test_a_global_scale_multiplies_every_format(name: str) -> None:
     call = operands(Case("bf16", (160, 128), 5, D=67))

@@ -33,14 +33,24 @@ constexpr int64_t kBlockPanels = 16;
 
 inline int64_t num_groups(const NormConcatLinear& op) { return (op.num_rows + kTile - 1) / kTile; }
 
-// The numbers of nvfp4 are scaled, and leave the registers that widen them in an order of their own, within 128 columns
-// (CodeLine).
-inline bool scales_numbers(const NormConcatLinear& op) {
+// Scales that multiply numbers before they are summed: bf16 has the products of e2m1 and e4m3, and of any code and a
+// power of two. Those of e8m0 are the ratios of 32 or 64 columns to a stretch, whose sum takes the rest.
+enum class NumberScales { kNone, kE4M3, kRatios };
+inline NumberScales number_scales(const NormConcatLinear& op) {
+  const int64_t block = op.scales.block_columns;
+  if (block >= op.source.width) return NumberScales::kNone;
+  if (op.scales.type == ScaleType::kFloat8E8M0) {
+    return block == 32 || block == 64 ? NumberScales::kRatios : NumberScales::kNone;
+  }
   const bool is_nvfp4 = op.weight_type == WeightType::kFloat4E2M1 && op.scales.type == ScaleType::kFloat8E4M3;
-  return is_nvfp4 && op.scales.block_rows == 1;
+  return is_nvfp4 && block == 16 && op.scales.block_rows == 1 ? NumberScales::kE4M3 : NumberScales::kNone;
+}
+// e2m1 that is scaled leaves the registers in an order of its own, within 128 columns (CodeLine).
+inline bool has_words(const NormConcatLinear& op) {
+  return op.weight_type == WeightType::kFloat4E2M1 && number_scales(op) != NumberScales::kNone;
 }
 inline int64_t num_steps(const NormConcatLinear& op) {
-  const int64_t columns = scales_numbers(op) ? round_up(op.source.width, kStripWidth) : op.source.width;
+  const int64_t columns = has_words(op) ? round_up(op.source.width, kStripWidth) : op.source.width;
   return (columns + kTileK - 1) / kTileK;
 }
 inline int64_t block_groups(const NormConcatLinear& op) {
@@ -87,7 +97,7 @@ struct TilePacker {
   TilePacker(const NormConcatLinear& op, int64_t group) : op(op), group(group) {}
 
   void flush() {
-    const bool in_words = scales_numbers(op);
+    const bool in_words = has_words(op);
     for (int64_t row = 0; row < kTile; ++row) {
       const int64_t pad = round_up(filled, in_words ? kStripWidth : kTileK) - filled;
       __builtin_memset(&rows[row][filled], 0, pad * sizeof(BFloat16));

@@ -4,9 +4,12 @@
 // stretch is multiplied the next one is widened, since the tile unit and the vectors' units run beside each other. Two
 // tiles of the panel by two of the rows are four products for four loads. A sum over the columns that share a scale,
 // 128 of them at most, enters the fp32 total times its scale, as in project_quantized.h; with one scale a row the
-// totals are the sums, and are scaled when they are finished. Blocks of 16 columns are half of what one multiplication
-// takes: there the numbers are scaled, and bf16 has to have the products.
+// totals are the sums, and are scaled when they are finished. Of less than 128 columns a sum costs more than its
+// products (mxfp4, T = 64: 7.2 ms): there the numbers are scaled, where bf16 has the products (4.8 ms). Of e2m1 and
+// e4m3 it has them; of e8m0 those with the ratios of a stretch, whose sum takes the rest.
 #pragma once
+
+#include <bit>
 
 #include "project_amx.h"
 #include "project_quantized.h"
@@ -21,7 +24,7 @@ static_assert(kStretch == kStripWidth);
 inline bool scales_rows(const NormConcatLinear& op) { return op.scales.block_columns >= op.source.width; }
 
 inline bool amx_reads_codes(const NormConcatLinear& op) {
-  return scales_rows(op) || scales_numbers(op) || op.scales.block_columns % kTileK == 0;
+  return scales_rows(op) || number_scales(op) == NumberScales::kE4M3 || op.scales.block_columns % kTileK == 0;
 }
 
 // The low and the high bytes of 64 codes in bf16. Shuffles have one unit, and a look-up among 128 bytes is two of them:
@@ -96,60 +99,114 @@ struct Place {
 // nobody asks for their sums.
 struct Stretch {
   alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
+  Float scales[1][kStripVectors] = {};  // of its sums, where the numbers are scaled by ratios to them
+  bool has_ratios = false;
 };
+
+// How many blocks of columns a stretch has; none behind the end of the rows.
+inline int64_t num_blocks(const NormConcatLinear& op, int64_t k) {
+  const int64_t left = op.source.width - k, columns = left < kStretch ? left : kStretch;
+  return columns > 0 ? (columns - 1) / op.scales.block_columns + 1 : 0;
+}
 
 // A row of a stretch as lines of tiles, in the order of its columns; zero behind the end of the row.
-struct NaturalLines {
-  struct Scales {};
-  explicit NaturalLines(const NormConcatLinear&) {}
-  Scales scales_from(int64_t) const { return {}; }
+template <class Code>
+void widen_columns(const uint8_t* codes, int64_t left, __m512i (&lines)[kStretchSteps]) {
+  unrolled<kStretchSteps / 2>([&](auto pair) {
+    constexpr int64_t kBegin = pair * 2 * kTileK;
+    if (left <= kBegin) return;
+    widen_in_order<Code>(codes + bytes_of<Code>(kBegin), left - kBegin, lines + 2 * pair);
+  });
+}
+template <class Code>
+struct PlainLines {
+  PlainLines(const NormConcatLinear&, const PanelScales&, Place, Stretch&) {}
 
-  template <class Code>
-  void widen(const uint8_t* codes, int64_t left, const Scales&, int64_t, __m512i (&lines)[kStretchSteps]) const {
-    unrolled<kStretchSteps / 2>([&](auto pair) {
-      constexpr int64_t kBegin = pair * 2 * kTileK;
-      if (left <= kBegin) return;
-      widen_in_order<Code>(codes + bytes_of<Code>(kBegin), left - kBegin, lines + 2 * pair);
-    });
+  void widen(const uint8_t* codes, int64_t left, int64_t, __m512i (&lines)[kStretchSteps]) const {
+    widen_columns<Code>(codes, left, lines);
   }
 };
 
-// The same of e2m1 in the order of its words, each number times its scale: the 8 columns of a lane share one.
-class ScaledWords {
+// The same of e2m1 in the order of its words, each number times the scale of its lane, whose 8 columns share one.
+inline void widen_words(const uint8_t* codes, int64_t left, Float scale, __m512i (&lines)[kStretchSteps]) {
+  const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
+  const CodeLine<Float4E2M1> line(_mm512_maskz_loadu_epi8(there, codes));
+  unrolled<kStretchSteps>([&](auto i) { lines[i] = (__m512i)scaled((UInt)line.word(i), scale); });
+}
+inline UInt block_of_lane(const NormConcatLinear& op) {
+  const UInt lanes = (UInt)_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return lanes >> static_cast<uint32_t>(std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) - 3);
+}
+
+// Numbers of e2m1 times their scales of e4m3.
+class ScaledLines {
  public:
-  struct Scales {
-    const uint8_t* first_row;
-    __mmask16 there;  // 8 at most
-  };
+  ScaledLines(const NormConcatLinear& op, const PanelScales& scales, Place place, Stretch&)
+      : rows_(scales.rows[0] + place.step * kTileK / op.scales.block_columns),
+        row_stride_(op.scales.row_stride),
+        there_(static_cast<__mmask16>((1 << num_blocks(op, place.step * kTileK)) - 1)),  // 8 at most
+        block_of_lane_(block_of_lane(op)) {}
 
-  explicit ScaledWords(const NormConcatLinear& op) : op_(op) {
-    for (uint32_t lane = 0; lane < kLanes; ++lane) {
-      block_of_lane_[lane] = lane * (kStretch / kLanes) / static_cast<uint32_t>(op.scales.block_columns);
-    }
-  }
-
-  // Those of the stretch from column k on.
-  Scales scales_from(int64_t k) const {
-    const int64_t columns = op_.source.width - k < kStretch ? op_.source.width - k : kStretch;
-    const int64_t count = columns > 0 ? (columns - 1) / op_.scales.block_columns + 1 : 0;
-    const auto* rows = static_cast<const uint8_t*>(op_.scales.data);
-    return {rows + k / op_.scales.block_columns, static_cast<__mmask16>((1 << count) - 1)};
-  }
-
-  template <class Code>
-  void widen(const uint8_t* codes, int64_t left, const Scales& scales, int64_t row,
-             __m512i (&lines)[kStretchSteps]) const {
-    const __m128i bytes = _mm_maskz_loadu_epi8(scales.there, scales.first_row + row * op_.scales.row_stride);
+  void widen(const uint8_t* codes, int64_t left, int64_t row, __m512i (&lines)[kStretchSteps]) const {
+    const __m128i bytes = _mm_maskz_loadu_epi8(there_, rows_ + row * row_stride_);
     const Float of_blocks = value_of((UInt)_mm512_cvtepu8_epi32(bytes), Float8E4M3{});
-    const Float scale = (Float)_mm512_permutexvar_ps((__m512i)block_of_lane_, (__m512)of_blocks);
-    const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
-    const CodeLine<Code> line(_mm512_maskz_loadu_epi8(there, codes));
-    unrolled<kStretchSteps>([&](auto i) { lines[i] = (__m512i)scaled((UInt)line.word(i), scale); });
+    widen_words(codes, left, (Float)_mm512_permutexvar_ps((__m512i)block_of_lane_, (__m512)of_blocks), lines);
   }
 
  private:
-  const NormConcatLinear& op_;
+  const uint8_t* rows_;
+  int64_t row_stride_;
+  __mmask16 there_;
   UInt block_of_lane_;
+};
+
+// Numbers times the ratio of their scale to the largest of their row in the stretch, which is the scale of the sum:
+// powers of two. A number that bf16 would not have has no ratio; then the stretch is multiplied block by block.
+template <class Code>
+class RatioLines {
+ public:
+  RatioLines(const NormConcatLinear& op, const PanelScales& scales, Place place, Stretch& stretch) : RatioLines(op) {
+    const int64_t k = place.step * kTileK, count = num_blocks(op, k);
+    if (count == 0) return;
+    scales.read_bytes(k / op.scales.block_columns, count, exponents_);
+    stretch.has_ratios = true;
+    for (int64_t v = 0; v < kStripVectors; ++v) {
+      UInt bytes, largest{};
+      __builtin_memcpy(&bytes, exponents_ + v * kLanes, sizeof bytes);
+      for (int64_t i = 0; i < count; ++i) {
+        largest = (UInt)_mm512_max_epu32((__m512i)largest, (__m512i)(bytes >> 8 * i & 0xff));
+      }
+      stretch.scales[0][v] = value_of(largest, Float8E8M0{}) * scales.global;
+      bytes = (largest * 0x01010101 - bytes) & 0xffffffff >> 8 * (4 - count);
+      __builtin_memcpy(exponents_ + v * kLanes, &bytes, sizeof bytes);
+      // The smallest number of e4m3 is 2^-9, and of bf16 2^-126.
+      stretch.has_ratios &= _mm512_cmpgt_epu8_mask((__m512i)bytes, _mm512_set1_epi8(126 - 9)) == 0;
+    }
+  }
+  // One block of a stretch as it is, the others zero.
+  RatioLines(const NormConcatLinear& op, int64_t block) : RatioLines(op) {
+    for (uint32_t& exponents : exponents_) exponents = 0x7f7f7f7f & ~(0xff << 8 * block);
+  }
+
+  void widen(const uint8_t* codes, int64_t left, int64_t row, __m512i (&lines)[kStretchSteps]) const {
+    const UInt exponents = (UInt{} + exponents_[row]) >> shifts_ & 0xff;
+    const Float ratios = (Float)(127 - exponents << 23);
+    if constexpr (std::is_same_v<Code, Float4E2M1>) {
+      widen_words(codes, left, ratios, lines);
+    } else {
+      widen_columns<Code>(codes, left, lines);
+      unrolled<kStretchSteps>([&](auto i) {
+        const __m512 ratio = _mm512_permutexvar_ps(_mm512_set1_epi32(i * kLanes / kStretchSteps), (__m512)ratios);
+        lines[i] = (__m512i)scaled((UInt)lines[i], (Float)ratio);
+      });
+    }
+  }
+
+ private:
+  explicit RatioLines(const NormConcatLinear& op) : shifts_(8 * block_of_lane(op)) {}
+
+  alignas(kCacheLine) uint32_t exponents_[kPanelColumns] = {};  // of 1 / ratio, a byte for each block
+  UInt shifts_;
 };
 
 // Fills a stretch, row by row while another one is multiplied, and fetches what will be asked for later.
@@ -157,19 +214,15 @@ template <class Code, class Lines>
 class Widening {
  public:
   Widening(const NormConcatLinear& op, const Lines& lines, Place place, Place later, Stretch& stretch)
-      : op_(op),
-        lines_(lines),
-        column_(place.panel * kPanelColumns),
-        k_(place.step * kTileK),
-        scales_(lines.scales_from(k_)),
-        tiles_(stretch.tiles[0][0][0]) {
+      : op_(op), lines_(lines), k_(place.step * kTileK), tiles_(stretch.tiles[0][0][0]) {
     const auto* weight = static_cast<const uint8_t*>(op.weight);
+    const int64_t columns = op.num_columns - place.panel * kPanelColumns;
     const auto codes_at = [&](Place from) {
       return weight + from.panel * kPanelColumns * op.weight_row_stride + bytes_of<Code>(from.step * kTileK);
     };
     codes_ = codes_at(place);
     ahead_ = codes_at(later);
-    rows_ = op.num_columns - column_ < kPanelColumns ? op.num_columns - column_ : kPanelColumns;
+    rows_ = columns < kPanelColumns ? columns : kPanelColumns;
   }
 
   void widen_until(int64_t row) {
@@ -190,16 +243,15 @@ class Widening {
     }
     const int64_t left = IsWhole::value ? kStretch : op_.source.width - k_;
     __m512i lines[kStretchSteps] = {};
-    lines_.template widen<Code>(codes, left, scales_, column_ + row_, lines);
+    lines_.widen(codes, left, row_, lines);
     BFloat16* line = tiles_ + row_ * kTileK;
     unrolled<kStretchSteps>([&](auto step) { _mm512_store_si512(line + step * 2 * kTileSize, lines[step]); });
   }
 
   const NormConcatLinear& op_;
-  const Lines& lines_;
-  int64_t column_, k_, rows_, row_ = 0;
+  const Lines lines_;
+  int64_t k_, rows_, row_ = 0;
   const uint8_t *codes_, *ahead_;
-  typename Lines::Scales scales_;
   BFloat16* tiles_;
 };
 
@@ -267,25 +319,56 @@ inline Place place_behind(const NormConcatLinear& op, const Block& block, Place 
 template <class Code, class Lines>
 void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   constexpr int64_t kAheadSteps = kAheadBytes * kCodesPerByte<Code> / kTileK;
-  const bool whole_sums = scales_rows(op) || scales_numbers(op);
+  const NumberScales of_numbers = number_scales(op);
+  const bool whole_sums = scales_rows(op) || of_numbers == NumberScales::kE4M3;
+  const bool by_ratios = of_numbers == NumberScales::kRatios;
   const int64_t shared = op.scales.block_columns;
-  const int64_t sum_steps = whole_sums || shared > kStretch ? kStretchSteps : shared / kTileK;
-  const Lines lines(op);
+  const int64_t sum_steps = whole_sums || by_ratios || shared > kStretch ? kStretchSteps : shared / kTileK;
   Stretch stretches[2];
   alignas(kCacheLine) float sums[4 * kSumSize];
 
   const auto multiply = [&](const Block& block, float* block_sums) {
+    PanelScales panel_scales[2] = {{op, 0, false}, {op, 0, false}};
     const auto widening = [&](Place place, Stretch& stretch) {
-      return Widening<Code, Lines>(op, lines, place, place_behind(op, block, place, kAheadSteps), stretch);
+      PanelScales& scales = panel_scales[place.panel % 2];
+      if (place.step == block.step) scales = PanelScales(op, place.panel * kPanelColumns, false);
+      const Place later = place_behind(op, block, place, kAheadSteps);
+      return Widening<Code, Lines>(op, Lines(op, scales, place, stretch), place, later, stretch);
     };
     // The sums of up to two groups stay in their tiles along a panel.
     const bool stays = whole_sums && block.groups <= 2;
+    // The totals of a panel = or += some steps of a stretch by all groups.
+    const auto add_steps = [&](const Stretch& stretch, Place place, int64_t steps, const Float* of_sums, bool first,
+                               float* totals, auto beside) {
+      for (int64_t g = 0; g < block.groups; g += 2) {
+        const BFloat16* numbers = stretch.tiles[place.step % kStretchSteps][0][0];
+        const BFloat16* rows = packed_tile(op, block.group + g, place.step);
+        float* total = totals + g * 2 * kSumSize;
+        const auto run = [&](auto two_groups) {
+          constexpr bool kTwoGroups = decltype(two_groups)::value;
+          if (first || !whole_sums) {
+            zero_sums();
+          } else if (!stays || place.step == block.step) {
+            load_sums<kTwoGroups>(total);
+          }
+          multiply_stretch<kTwoGroups>(numbers, rows, steps, beside);
+          if (!whole_sums) {
+            store_sums<kTwoGroups>(sums);
+            add_scaled(kTwoGroups ? 2 : 1, sums, reinterpret_cast<const float*>(of_sums), first, total);
+          } else if (!stays || place.step + steps == block.end_step()) {
+            store_sums<kTwoGroups>(total);
+          }
+        };
+        g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
+      }
+    };
     int64_t turn = 0;
     widening({block.panel, block.step}, stretches[0]).widen_until(kPanelColumns);
     for (int64_t panel = block.panel; panel < block.end_panel(); ++panel) {
       float* totals = block_sums + (panel - block.panel) * block_groups(op) * 2 * kSumSize;
-      const PanelScales scales(op, panel * kPanelColumns, false);
+      const PanelScales& scales = panel_scales[panel % 2];
       for (int64_t step = block.step; step < block.end_step(); step += kStretchSteps, turn ^= 1) {
+        Stretch& stretch = stretches[turn];
         const int64_t steps = block.end_step() - step < kStretchSteps ? block.end_step() - step : kStretchSteps;
         const Place next = place_behind(op, block, {panel, step}, steps);
         Widening<Code, Lines> widen_next = widening(next, stretches[turn ^ 1]);
@@ -293,32 +376,24 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         const int64_t products = steps * ((block.groups + 1) / 2), share = (next_rows + products - 1) / products;
         int64_t done = 0;
         const auto beside = [&] { widen_next.widen_until(done += share); };
-        for (int64_t part = 0; part < steps; part += sum_steps) {
-          const int64_t part_steps = steps - part < sum_steps ? steps - part : sum_steps;
-          const bool first = step + part == 0;
-          Float of_part[1][kStripVectors];
-          if (!whole_sums) scales.read((step + part) * kTileK / shared, 1, of_part);
-          for (int64_t g = 0; g < block.groups; g += 2) {
-            const BFloat16* numbers = stretches[turn].tiles[part][0][0];
-            const BFloat16* rows = packed_tile(op, block.group + g, step + part);
-            float* total = totals + g * 2 * kSumSize;
-            const auto run = [&](auto two_groups) {
-              constexpr bool kTwoGroups = decltype(two_groups)::value;
-              if (first || !whole_sums) {
-                zero_sums();
-              } else if (!stays || step == block.step) {
-                load_sums<kTwoGroups>(total);
-              }
-              multiply_stretch<kTwoGroups>(numbers, rows, part_steps, beside);
-              if (!whole_sums) {
-                store_sums<kTwoGroups>(sums);
-                add_scaled(kTwoGroups ? 2 : 1, sums, reinterpret_cast<const float*>(of_part), first, total);
-              } else if (!stays || step + steps == block.end_step()) {
-                store_sums<kTwoGroups>(total);
-              }
-            };
-            g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
+        Float of_sums[1][kStripVectors];
+        if constexpr (std::is_same_v<Lines, RatioLines<Code>>) {
+          if (!stretch.has_ratios) {
+            const Place here{panel, step};
+            for (int64_t i = 0; i < num_blocks(op, step * kTileK); ++i) {
+              Widening<Code, Lines>(op, Lines(op, i), here, here, stretch).widen_until(kPanelColumns);
+              scales.read(step * kTileK / shared + i, 1, of_sums);
+              add_steps(stretch, here, steps, of_sums[0], step + i == 0, totals, [] {});
+            }
+            widen_next.widen_until(next_rows);
+            continue;
           }
+        }
+        for (int64_t part = step; part < step + steps; part += sum_steps) {
+          const int64_t part_steps = step + steps - part < sum_steps ? step + steps - part : sum_steps;
+          if (!whole_sums && !by_ratios) scales.read(part * kTileK / shared, 1, of_sums);
+          add_steps(stretch, {panel, part}, part_steps, by_ratios ? stretch.scales[0] : of_sums[0], part == 0, totals,
+                    beside);
         }
       }
     }
@@ -327,7 +402,7 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
     if (!whole_sums) return finish_panel(op, panel, group, groups, totals, nullptr);
     const PanelScales scales(op, panel * kPanelColumns, false);
     Float of_column[1][kStripVectors] = {{Float{} + scales.global, Float{} + scales.global}};
-    if (!scales_numbers(op)) scales.read(0, 1, of_column);
+    if (scales_rows(op)) scales.read(0, 1, of_column);
     finish_panel(op, panel, group, groups, totals, of_column[0]);
   };
   for_each_block(op, panel_begin, panel_end, kStretchSteps, multiply, finish);
@@ -335,10 +410,14 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
 
 template <class Code>
 void amx_project_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  const NumberScales of_numbers = number_scales(op);
   if constexpr (std::is_same_v<Code, Float4E2M1>) {
-    if (scales_numbers(op)) return amx_project_stretches<Code, ScaledWords>(op, panel_begin, panel_end);
+    if (of_numbers == NumberScales::kE4M3) return amx_project_stretches<Code, ScaledLines>(op, panel_begin, panel_end);
   }
-  amx_project_stretches<Code, NaturalLines>(op, panel_begin, panel_end);
+  if (of_numbers == NumberScales::kRatios) {
+    return amx_project_stretches<Code, RatioLines<Code>>(op, panel_begin, panel_end);
+  }
+  amx_project_stretches<Code, PlainLines<Code>>(op, panel_begin, panel_end);
 }
 
 }  // namespace

@@ -219,22 +219,23 @@ struct PanelScales {
     }
   }
 
-  // Four of a row at a time.
+  // Of blocks `first` to `first` + count - 1, four at most, byte by byte.
+  void read_bytes(int64_t first, int64_t count, uint32_t* bytes) const {
+    for (int64_t column = 0; column < kPanelColumns; ++column) {
+      if (count == 4) {
+        __builtin_memcpy(bytes + column, rows[column] + first, 4);
+        continue;
+      }
+      bytes[column] = 0;
+      for (int64_t i = 0; i < count; ++i) bytes[column] |= static_cast<uint32_t>(rows[column][first + i]) << 8 * i;
+    }
+  }
+
   template <class Code>
   void load_bytes(int64_t first, int64_t count, Float (*scales)[kStripVectors]) const {
     for (int64_t i = 0; i < count; i += 4) {
-      uint32_t bytes[kPanelColumns] = {};
-      if (count - i >= 4) {
-        for (int64_t column = 0; column < kPanelColumns; ++column) {
-          __builtin_memcpy(bytes + column, rows[column] + first + i, 4);
-        }
-      } else {
-        for (int64_t column = 0; column < kPanelColumns; ++column) {
-          for (int64_t j = i; j < count; ++j) {
-            bytes[column] |= static_cast<uint32_t>(rows[column][first + j]) << 8 * (j - i);
-          }
-        }
-      }
+      uint32_t bytes[kPanelColumns];
+      read_bytes(first + i, count - i < 4 ? count - i : 4, bytes);
       for (int64_t v = 0; v < kStripVectors; ++v) {
         UInt lanes;
         __builtin_memcpy(&lanes, bytes + v * kLanes, sizeof lanes);
