@@ -7,7 +7,7 @@ loses every draft: 1 accepted token a step in place of num_steps + 1.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +21,9 @@ from engines.quantized_layers import written
 H = 192
 HEADS = 6
 LAYERS = 7
+LATENT = layer0_drafter.Latent(
+    HEADS, q_lora_rank=64, kv_lora_rank=2 * H, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=H // HEADS
+)
 
 
 def eye(V: int, width: int = H) -> Tensor:
@@ -158,8 +161,8 @@ def gpt_oss_target(folder: Path, V: int, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Drafter:
-    """reads: "aux" (a captured chunk, through fc), "embedding" (its own input token, through attention) or "layer0"
-    (`layer0_drafter`)."""
+    """reads: "aux" (a captured chunk, through fc), "embedding" (its own input token, through attention), "layer0" or
+    "latent" (`layer0_drafter`, the second with the attention of DeepSeek and Kimi)."""
 
     reads: str = "aux"
     norm: str = "none"  # none, chunk, concat, both
@@ -207,8 +210,17 @@ class Drafter:
             length = self.stream_length if self.norm == "none" else H**0.5
             weights["fc.weight"][:V, self.chunk * H : self.chunk * H + V] = torch.eye(V) / length
             weights |= shift_mlp(V, 1.0, "midlayer.mlp", Hd)
-        elif self.reads == "layer0":
-            weights |= layer0_drafter.layer0("midlayer.", H, HEADS)
+        elif self.reads in ("layer0", "latent"):
+            weights = {name: weight for name, weight in weights.items() if not name.startswith("midlayer.")}
+            if self.reads == "layer0":
+                weights |= layer0_drafter.layer0("midlayer.", H, HEADS)
+            else:
+                weights |= layer0_drafter.latent_layer0("midlayer.", H, LATENT)
+                sizes = {name: size for name, size in asdict(LATENT).items() if name != "heads"}
+                config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3"} | sizes
+                # The one rotation that SGLang's latent attention has on a CPU; no column of it is used.
+                yarn = {"factor": 1.0, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 1.0}
+                config["rope_parameters"] = {"rope_type": "deepseek_yarn", "rope_theta": 10000.0} | yarn
             weights["fc.weight"] = layer0_drafter.fc_weight(K, H, self.stream_length)
             weights["norm.weight"] = torch.full((H,), layer0_drafter.RMS)
         else:

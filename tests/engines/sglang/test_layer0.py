@@ -9,22 +9,25 @@ pytest.importorskip("sglang")
 from engines.sglang import checkpoints
 from engines.sglang.test_engine import BEST, LOST, PROBES, Case, off
 
-DRAFTER = checkpoints.Drafter(reads="layer0")
+LAYERS = {"layer0": "LlamaDecoderLayer.qkv_proj", "latent": "Eagle3MLADecoderLayer.fused_qkv_a_proj_with_mqa"}
 ON = ("EAGLE_KERNELS_SGLANG_LAYER0", "1")
 # A step extends the drafter once and decodes it twice more; 16 tokens take 4 steps and a prefill.
 CALLS = 5 + 2 * 4
 
 
-def case(*environment: tuple[str, str], **more: object) -> Case:
-    return Case(DRAFTER, environment=(ON, *off("PROJECTION"), *environment), **more)
+def case(*environment: tuple[str, str], reads: str = "layer0", **more: object) -> Case:
+    drafter = checkpoints.Drafter(reads=reads)
+    return Case(drafter, environment=(ON, *off("PROJECTION"), *environment), **more)
 
 
-@pytest.mark.parametrize(("topk", "tp"), [(1, 1), (1, 2), (2, 1)])
-def test_every_draft_is_accepted(tmp_path: Path, topk: int, tp: int) -> None:
-    run = case(topk=topk, tp=tp).run(tmp_path)
+@pytest.mark.parametrize(
+    ("reads", "topk", "tp"), [("layer0", 1, 1), ("layer0", 1, 2), ("layer0", 2, 1), ("latent", 1, 1), ("latent", 1, 2)]
+)
+def test_every_draft_is_accepted(tmp_path: Path, reads: str, topk: int, tp: int) -> None:
+    run = case(reads=reads, topk=topk, tp=tp).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert run.ops["norm_concat_linear"] >= (PROBES + CALLS) * tp
-    assert "LlamaDecoderLayer.qkv_proj runs norm_concat_linear (K=2, chunk norm); forced, not timed" in run.log
+    assert f"{LAYERS[reads]} runs norm_concat_linear (K=2, chunk norm); forced, not timed" in run.log
 
 
 def test_of_a_gpt_oss_target(tmp_path: Path) -> None:
@@ -36,16 +39,18 @@ def test_of_a_gpt_oss_target(tmp_path: Path) -> None:
     assert on.ops["norm_concat_linear"] >= PROBES + CALLS and not without.ops["norm_concat_linear"]
 
 
-def test_without_the_hook(tmp_path: Path) -> None:
-    run = case(*off("LAYER0")).run(tmp_path)
+@pytest.mark.parametrize("reads", LAYERS)
+def test_without_the_hook(tmp_path: Path, reads: str) -> None:
+    run = case(*off("LAYER0"), reads=reads).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert not run.ops["norm_concat_linear"]
 
 
+@pytest.mark.parametrize("reads", LAYERS)
 @pytest.mark.parametrize(("first", "accepted"), [(PROBES + 1, LOST), (1, BEST)], ids=["later", "at-load"])
-def test_a_broken_projection(tmp_path: Path, first: int, accepted: float) -> None:
+def test_a_broken_projection(tmp_path: Path, first: int, accepted: float, reads: str) -> None:
     """The negative control: the accepted length hangs on our op. One that is broken at load is found there."""
-    run = case(("PROBE_CORRUPT", f"norm_concat_linear:{first}")).run(tmp_path)
+    run = case(("PROBE_CORRUPT", f"norm_concat_linear:{first}"), reads=reads).run(tmp_path)
     assert run.accept_lengths == [accepted] * 2
     assert ("gives other values than the engine" in run.log) == (first == 1)
 

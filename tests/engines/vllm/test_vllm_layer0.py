@@ -66,22 +66,32 @@ def test_of_a_gpt_oss_target(engine: Engine) -> None:
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
-def latent_request_of(engine: Engine, norm_before_residual: bool) -> dict:
+def latent_request_of(engine: Engine, norm_before_residual: bool, **more: object) -> dict:
     """vLLM's CPU has no block size for a target without latent attention and a drafter with it."""
     folder = engine.folder / f"latent-{norm_before_residual}"
     drafter = write_latent_drafter(folder, norm_before_residual=norm_before_residual)
-    return {"target": write_counting_deepseek(engine.folder / "deepseek", None, layers=3), "drafter": drafter}
+    target = write_counting_deepseek(engine.folder / "deepseek", None, layers=3)
+    return {"target": target, "drafter": drafter, **more}
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True], ids=["norm-after-residual", "norm-before-residual"])
-def test_with_latent_attention(engine: Engine, norm_before_residual: bool) -> None:
-    request = latent_request_of(engine, norm_before_residual)
+@pytest.mark.parametrize(
+    ("norm_before_residual", "tp", "compiled"),
+    [
+        pytest.param(False, 1, False, id="norm-after-residual"),
+        pytest.param(True, 1, False, id="norm-before-residual"),
+        pytest.param(False, 2, False, id="tp2"),
+        pytest.param(True, 1, True, id="compiled-norm-before-residual"),
+    ],
+)
+def test_with_latent_attention(engine: Engine, norm_before_residual: bool, tp: int, compiled: bool) -> None:
+    """Every rank has the whole projection, which no head owns."""
+    request = latent_request_of(engine, norm_before_residual, tp=tp, compiled=compiled)
     off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
     on = engine.run(request, **ON)
     assert on.tokens == off.tokens == EXPECTED
     assert on.accepted_length == off.accepted_length == BEST
     assert "DeepseekV2Eagle3DecoderLayer.fused_qkv_a_proj runs norm_concat_linear; forced, not timed" in on.lines
-    assert off.calls == [] and on.calls[0]["norm_concat_linear"] >= 15
+    assert off.calls == [] and [calls["norm_concat_linear"] >= 15 for calls in on.calls] == [True] * tp
 
 
 def test_weight_updates_take_effect(engine: Engine) -> None:
