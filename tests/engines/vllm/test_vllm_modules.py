@@ -19,7 +19,8 @@ pytest.importorskip("vllm", reason="the real engine lives in the environment of 
 
 import numpy as np
 from vllm import __version__ as VERSION
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -447,6 +448,25 @@ def test_an_mtp_projection_that_ranks_share_stays_with_vllm(monkeypatch: pytest.
     (stage,) = mtp.stages_of(layer, row, Config(T, False, False))
     assert stage.unsupported_reason() == f"its weight is a shard or a repacked copy: {(H // 2, 2 * H)} of {(H, 2 * H)}"
     assert mtp.stages_of(layer, row, Config(T, False, lora=True)) == []
+
+
+@pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.VLLM_COMPILE])
+def test_a_model_is_compiled_where_vllm_compiles_a_class_of_it(mode: CompilationMode) -> None:
+    """The engine's mode does not say it: GLM-4's MTP layers and twenty other families' run eagerly in any mode."""
+
+    class Eager(nn.Module):
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            super().__init__()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    config = VllmConfig()
+    config.compilation_config.mode = mode
+    compiled = support_torch_compile(type("Compiled", (Eager,), {"forward": Eager.forward}))
+    for inner, expected in ((Eager, False), (compiled, mode is CompilationMode.VLLM_COMPILE)):
+        model = nn.Sequential(nn.Identity(), inner(vllm_config=config))
+        assert Config.of(config, model).compiled == expected
 
 
 def test_a_layer_of_nemotron_h_that_is_not_the_first_has_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,9 +66,9 @@ def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], 
 
 @dataclass(frozen=True)
 class Config:
-    """What hooks want of a VllmConfig.
+    """What hooks want of a VllmConfig and of the model that is built with it.
 
-    max_rows: of a forward.  compiled: by torch.compile.  lora: whether adapters may replace layers.
+    max_rows: of a forward.  compiled: whether vLLM compiles the model.  lora: whether adapters may replace layers.
     """
 
     max_rows: int
@@ -76,8 +76,9 @@ class Config:
     lora: bool
 
     @classmethod
-    def of(cls, config: Any) -> "Config":
-        compiled = bool(getattr(getattr(config, "compilation_config", None), "mode", None))
+    def of(cls, config: Any, model: nn.Module) -> "Config":
+        # Set in the classes that vLLM compiles; most MTP models are of others, and run eagerly in any mode.
+        compiled = any(not getattr(module, "do_not_compile", True) for module in model.modules())
         lora = getattr(config, "lora_config", None) is not None
         return cls(config.scheduler_config.max_num_batched_tokens, compiled, lora)
 
@@ -102,7 +103,7 @@ def when_loaded(
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         model.__init__(self, vllm_config=vllm_config, prefix=prefix)
         with leaving_to_vllm(where):
-            self.__dict__[module] = read(self, Config.of(vllm_config))
+            self.__dict__[module] = read(self, Config.of(vllm_config, self))
 
     def process_weights_after_loading(self: Any) -> None:
         """vLLM's hook on a model, behind its layers' weights and `load_weights`."""
