@@ -245,13 +245,26 @@ def test_from_hf(changes: dict, engine: str, expected: ek.ContextKVConfig) -> No
     assert ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96, engine=engine) == expected
 
 
-def test_the_engines_capture_v41_on_different_sides_of_the_engram() -> None:
-    v41 = QWEN3 | {"architectures": ["DSparkV41DraftModel"], "head_dim": 512, "qk_rope_head_dim": 64}
-    sides = {
-        engine: ek.ContextKVConfig.from_hf(v41, target_hidden_size=96, engine=engine).capture_after_engram
-        for engine in ("sglang", "vllm")
-    }
-    assert sides == {"sglang": True, "vllm": False}
+V4 = {"hidden_size": 64, "head_dim": 512, "qk_rope_head_dim": 64, "dspark_target_layer_ids": [3, 7]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "captures_after"),
+    [
+        ("deepseek_v41", "DSparkV41DraftModel", {"sglang": True, "vllm": False}),  # vLLM's class of V4.1 alone
+        ("deepseek_v41", "DeepseekV4ForCausalLMDSpark", {"sglang": True, "vllm": False}),  # SGLang's of both
+        ("deepseek_v41", "DeepseekV41ForCausalLM", {"sglang": True, "vllm": False}),  # the checkpoint's
+        ("deepseek_v4", "DeepseekV4ForCausalLMDSpark", {"sglang": False, "vllm": False}),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", {"sglang": False, "vllm": False}),
+    ],
+)
+def test_the_engines_capture_v41_on_different_sides_of_the_engram(
+    model_type: str, architecture: str, captures_after: dict[str, bool]
+) -> None:
+    config = V4 | {"model_type": model_type, "architectures": [architecture]}
+    for engine, after in captures_after.items():
+        read = ek.ContextKVConfig.from_hf(config, target_hidden_size=96, engine=engine)
+        assert read == ek.ContextKVConfig(2, 96, 64, 3, 1, 512, rotary_begin=448, **LATENT, capture_after_engram=after)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +289,10 @@ def test_the_engines_capture_v41_on_different_sides_of_the_engram() -> None:
         ),
         ({"architectures": ["MuseSparkDSparkModel"], "norm_affine": False}, "norm_affine is False, expected True, "),
         ({"architectures": ["K3DSparkModel"]}, "head_dim is missing, expected the drafter's"),
+        (
+            {"architectures": ["DeepseekV4ForCausalLM"]},
+            "dspark_target_layer_ids is missing, expected the captured layers of its DSpark stages",
+        ),
     ],
 )
 def test_a_drafter_that_is_not_supported_is_refused(changes: dict, message: str) -> None:

@@ -102,6 +102,16 @@ def test_dflash_rule_ignores_what_eagle3_rules_look_at():
         capture_layers("gpt_oss", 36, [24, 30, 36], algorithm="dflash")
 
 
+def test_dspark_ids_are_outputs_but_for_the_stages_of_deepseek_v41():
+    """Theirs name the layers whose attention reads what is captured (vLLM 0.33 `get_eagle3_aux_layers_from_config`)."""
+    ids, outputs = [2, 21, 40], [3, 22, 41]
+    for model_type, boundaries in (("deepseek_v41", ids), ("deepseek_v4", outputs), ("qwen3", outputs)):
+        assert capture_layers(model_type, 43, ids, algorithm="dspark") == boundaries
+    for algorithm in ("eagle3", "dflash"):
+        with pytest.raises(ValueError, match="model_type is 'deepseek_v41', expected one of"):
+            capture_layers("deepseek_v41", 43, ids, algorithm=algorithm)
+
+
 def test_model_types_are_those_of_transformers():
     configuration_auto = pytest.importorskip("transformers.models.auto.configuration_auto")
     # Remote-code configs, known to SGLang by these names.
@@ -149,6 +159,13 @@ CAPTURE_ERRORS = [
         ValueError,
         "layer_ids is None, expected a list, because DFlash has no default layers",
         id="dflash-default",
+    ),
+    pytest.param(
+        ("deepseek_v4", 43),
+        {"algorithm": "dspark"},
+        ValueError,
+        "layer_ids is None, expected a list, because DSpark has no default layers",
+        id="dspark-default",
     ),
     pytest.param(
         ("qwen3", 36), {"algorithm": "eagle"}, ValueError, "algorithm is 'eagle', expected 'eagle3' or", id="algorithm"

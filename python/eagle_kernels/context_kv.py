@@ -124,7 +124,8 @@ class ContextKVConfig:
         """The context stage of a drafter's Hugging Face config, by its `architectures`.
 
         Args:
-            config: the drafter's config, object or dict; target_layer_ids at its top level or in `dflash_config`.
+            config: the drafter's config, object or dict; target_layer_ids at its top level or in `dflash_config`. Of
+                the DSpark stages in DeepSeek-V4's checkpoints it is the target's.
             target_hidden_size: Ht.
             engine: "sglang", "vllm" or "transformers": whose side of the Engram a V4.1 drafter was made for.
 
@@ -146,7 +147,7 @@ class ContextKVConfig:
             "hidden_size": get_field(config, "hidden_size"),
             "num_layers": get_field(config, "num_hidden_layers"),
             "eps": 1e-6 if eps is None else checks.check_number(_FROM_HF, "rms_norm_eps", eps),
-            "capture_after_engram": name == "DSparkV41DraftModel" and engine == "sglang",
+            "capture_after_engram": engine == "sglang" and _is_v41(name, config),
             **_VARIANTS[name](config),
         }
         for field in ("num_chunks", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -233,6 +234,19 @@ def _deepseek_v4(config: object) -> dict[str, Any]:
     return stage | {"rotary_begin": begin, "values": "none", "interleaved": True}
 
 
+def _is_v41(name: str, config: object) -> bool:
+    """SGLang has one class for V4 and V4.1, and tells them by their model type."""
+    return name == "DSparkV41DraftModel" or get_field(config, "model_type") == "deepseek_v41"
+
+
+def _stages_of_target(config: object) -> dict[str, Any]:
+    """Of the checkpoint that has the stages beside the target's own layers."""
+    if get_field(config, "dspark_target_layer_ids") is None:
+        got, expected = "dspark_target_layer_ids is missing", "the captured layers of its DSpark stages"
+        raise checks.error(ValueError, _FROM_HF, got, expected)
+    return _deepseek_v4(config)
+
+
 def _dspark(config: object) -> dict[str, Any]:
     """vLLM's name for DeepSeek-V4's, and SGLang's for a dense drafter."""
     return _dense(config) if get_field(config, "dspark_target_layer_ids") is None else _deepseek_v4(config)
@@ -253,6 +267,8 @@ _VARIANTS = {
     "DSparkDraftModel": _dspark,
     "DSparkV41DraftModel": _deepseek_v4,
     "DeepseekV4ForCausalLMDSpark": _deepseek_v4,
+    "DeepseekV4ForCausalLM": _stages_of_target,
+    "DeepseekV41ForCausalLM": _stages_of_target,
 }
 
 

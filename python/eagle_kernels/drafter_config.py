@@ -52,8 +52,10 @@ _OTHER_MODEL_TYPES = {
     "output-iff-first-is-1": "deepseek_v2",
     "boundary-iff-last-is-N": "gpt_oss",
 }
+# What their DSpark stages, which alone capture these targets, call a layer: V4.1's read the inputs of its attention.
+_OF_DSPARK = {"deepseek_v4": "output", "deepseek_v41": "boundary"}
 _MEANINGS = ("output", "boundary")
-_ALGORITHMS = ("eagle3", "dflash")
+_ALGORITHMS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 
 
 def capture_layers(
@@ -67,13 +69,14 @@ def capture_layers(
     """boundaries = sorted(id + shift for id in layer_ids), the shift by the encoding of the checkpoint.
 
     shift 1 for most model types (ids name layer outputs); DeepSeek V2/V3, Kimi K2, GLM-4-MoE-lite: 1 iff the first id
-    is 1; gpt-oss: 0 iff max(ids) = N; DFlash: 1. Without ids: [2, N // 2, N - 3], which are boundaries.
+    is 1; gpt-oss: 0 iff max(ids) = N; DFlash and DSpark: 1, but 0 for the DSpark stages of DeepSeek V4.1. Without ids:
+    [2, N // 2, N - 3], which are boundaries.
 
     Args:
         model_type: `model_type` of the target's Hugging Face config (of the whole model or of its text part).
         num_layers: N, the target's number of decoder layers.
         layer_ids: as the drafter's checkpoint writes them, or None for the default.
-        algorithm: "eagle3" or "dflash".
+        algorithm: "eagle3", "dflash" or "dspark".
         layer_ids_mean: "output" or "boundary" overrides the table; `Eagle3Config.layer_ids_mean` says what the
             drafter's format implies. The default list stays as it is.
 
@@ -82,18 +85,20 @@ def capture_layers(
 
     Raises:
         TypeError: `num_layers` or an id is not an int.
-        ValueError: an unknown name, an empty list, duplicates, a boundary outside [0, N], DFlash without ids, or a
-            target too shallow for the default (N < 7).
+        ValueError: an unknown name, an empty list, duplicates, a boundary outside [0, N], DFlash or DSpark without
+            ids, or a target too shallow for the default (N < 7).
 
-    Source: SGLang 0.5.23 `set_eagle3_layers_to_capture` / `set_dflash_layers_to_capture`. vLLM 0.33 reads EAGLE-3 ids
-    of every model as boundaries: pass layer_ids_mean="boundary" for a drafter trained against it.
+    Source: SGLang 0.5.23 `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture`,
+    `set_dspark_layers_to_capture`. vLLM 0.33 reads EAGLE-3 ids of every model as boundaries: pass
+    layer_ids_mean="boundary" for a drafter trained against it.
     """
     op = "capture_layers"
     num_layers = checks.check_int(op, "num_layers", num_layers, at_least=1)
     rule = _capture_rule(op, model_type, algorithm, layer_ids_mean)
     if layer_ids is None:
-        if algorithm == "dflash":
-            raise checks.error(ValueError, op, "layer_ids is None", "a list", "DFlash has no default layers")
+        if algorithm != "eagle3":
+            because = f"{_ALGORITHMS[algorithm]} has no default layers"
+            raise checks.error(ValueError, op, "layer_ids is None", "a list", because)
         # SGLang's minimax_m3_vl alone shifts this default by one; vLLM and every other model take it as boundaries.
         layer_ids, rule = [2, num_layers // 2, num_layers - 3], _boundary_ids
     layer_ids = _check_layer_ids(op, "layer_ids", layer_ids)
@@ -127,7 +132,7 @@ def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str 
     _check_meaning(op, layer_ids_mean)
     if layer_ids_mean is not None:
         return LAYER_ID_RULES[layer_ids_mean]
-    rules = _rule_of_model_type()
+    rules = _rule_of_model_type() | (_OF_DSPARK if algorithm == "dspark" else {})
     if not isinstance(model_type, str) or model_type not in rules:
         raise checks.error(
             ValueError,
@@ -136,7 +141,8 @@ def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str 
             f"one of {sorted(rules)}",
             "what the ids mean depends on it; for another target pass boundaries and layer_ids_mean='boundary'",
         )
-    return LAYER_ID_RULES["output" if algorithm == "dflash" else rules[model_type]]
+    of_target = algorithm == "eagle3" or model_type in _OF_DSPARK
+    return LAYER_ID_RULES[rules[model_type] if of_target else "output"]
 
 
 @functools.cache

@@ -169,6 +169,7 @@ def layer_0(
     id_shift: int = 0,
     flipped_residual: bool = False,
     ranks_swapped: bool = False,
+    no_embedding: bool = False,
     **wrong: object,
 ) -> Drafter:
     """residual + qkv([input_layernorm(e(t + 1)), hidden_norm(S_N(t))]) = S_N(t + 1): an attention that hands q, k and v
@@ -199,8 +200,10 @@ def layer_0(
     buffer = ek.AuxHiddenStates(ROWS, 1, H, dtype=torch.float32)
 
     def layer(x: Tensor, ids: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        ids = (ids[0] + id_shift) % V
-        parts = [rank(x[0], ids, table=target.table) for rank in (ranks[::-1] if ranks_swapped else ranks)]
+        source = {"ids": (ids[0] + id_shift) % V, "table": target.table}
+        if no_embedding:
+            source = {"embeds": torch.zeros(ids.shape[1], H)}
+        parts = [rank(x[0], **source) for rank in (ranks[::-1] if ranks_swapped else ranks)]
         qkv = torch.cat([part.unflatten(1, (3, -1)) for part, _ in parts], 2).flatten(1)
         hidden = (parts[0][1] + qkv)[None]
         return target.decoder.norm(hidden), hidden
@@ -232,6 +235,7 @@ def test_layer_0_accepts_every_draft(
         pytest.param({"order": "hidden,embed"}, id="halves-swapped"),
         pytest.param({"norm_offset": 1.0}, id="offset-added"),
         pytest.param({"id_shift": -1}, id="token-not-shifted"),
+        pytest.param({"no_embedding": True}, id="no-embedding"),
         pytest.param({"tp_size": 2, "ranks_swapped": True}, id="heads-of-another-rank"),
     ],
 )

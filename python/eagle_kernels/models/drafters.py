@@ -32,11 +32,10 @@ _ROW_STREAMS = (
 _ROW_STREAMS += "sum, which `MTPStreamsProjection` computes"
 _NO_NORMS = "a cat and a GEMM without norms: there is only the cat to save"
 _KEYS_AND_VALUES = (
-    "keys and values of its layers: behind that norm they are a GEMM without one, and on a GPU their norm and rotation "
+    "keys and values of its layers, which SGLang runs on no CPU: behind that norm they are a GEMM without one, and on "
 )
-_KEYS_AND_VALUES += (
-    "are one kernel of SGLang's over all layers, into a pool of its own layout; `ContextKV` computes them"
-)
+_KEYS_AND_VALUES += "a GPU their norm and rotation one kernel of SGLang's for all layers, layer by layer where it does "
+_KEYS_AND_VALUES += "not take them; `ContextKV` computes them"
 _CACHE = (
     "the write into the cache, whose layout is the attention backend's; on a GPU norm and rotation of the keys, of "
 )
@@ -46,7 +45,7 @@ _NORMED_CONTEXT = "the keys of all layers, one GEMM with no norm in front; their
 _TOKENS = "it reads token ids, no states of the target"
 _STAGE = "norms, cat and projection"
 _OF_STREAMS = "each norm with the projection behind it, of the embedding and of the streams"
-_ON_AMD = "on AMD all of it"
+_ON_AMD = "on AMD all of it, where vLLM has other classes, which no test of ours runs"
 _LAYER_0 = "norms, cat and qkv of layer 0"
 _OTHER_CODES = "a quantized projection, but for the layouts of FP8 and INT8 that the op reads"
 
@@ -204,8 +203,8 @@ SGLANG = (
         "Laguna DFlash",
         ("DFlashLagunaForCausalLM",),
         "norms, cat, fc and the norm behind it",
-        "keys and values of its layers, behind a norm of each layer's own, which SGLang's worker computes layer by "
-        "layer into a pool of the engine's own layout; `ContextKV` computes them",
+        "each layer's norm, keys and values, which SGLang runs layer by layer and on no CPU, and of which no table of "
+        "a GPU has figures; `ContextKV` computes them",
         ("models.dflash:DFlashLagunaForCausalLM.project_target_hidden",),
     ),
     Drafter(
@@ -216,7 +215,7 @@ SGLANG = (
         ("models.dspark_minimax:MiniMaxDraftBackbone.project_target_hidden",),
     ),
     Drafter(
-        "DSpark: DeepSeek V4",
+        "DSpark: DeepSeek V4 and V4.1",
         ("DeepseekV4ForCausalLMDSpark",),
         "main_proj and the norm behind it",
         "on sm_100 main_proj in FP8 blocks, as DeepSeek ships it, whose scales SGLang repacks there; "
@@ -330,13 +329,13 @@ VLLM = (
         "DeepSeek V4 MTP",
         ("DeepSeekV4MTPModel",),
         _OF_STREAMS,
-        f"their sum; {_OTHER_CODES}; on AMD and XPU all of it",
+        f"their sum; {_OTHER_CODES}; on XPU, where vLLM has other classes, and {_ON_AMD}",
     ),
     Drafter(
         "Qwen4-Exp MTP",
         ("Qwen4ExpMTP",),
         "norm and projection of the embedding, on one rank",
-        _ROW_STREAMS + "; on AMD, and on more ranks, all of it",
+        f"{_ROW_STREAMS}; on more ranks all of it, whose columns vLLM gathers from them; {_ON_AMD}",
     ),
     Drafter("Gemma 4 assistants", ("Gemma4MTPModel",), stays=_NO_NORMS),
     Drafter(
@@ -384,7 +383,7 @@ VLLM = (
         "DSpark: DeepSeek V4 and V4.1",
         ("DSparkDraftModel", "DSparkV41DraftModel"),
         _MAIN_PROJECTION,
-        _NORMED_CONTEXT + "with the write into the cache; on AMD all of it, whose classes import nowhere else",
+        f"{_NORMED_CONTEXT}with the write into the cache; {_ON_AMD}",
     ),
     Drafter(
         "DSpark: Kimi K3",

@@ -2,10 +2,12 @@
 
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import eagle_kernels as ek
 from eagle_kernels.engines.gates import Target, body_hash, resolve
 from eagle_kernels.engines.vllm import combine, context, mtp, speculator
 from eagle_kernels.engines.vllm.registry import HookedModel
@@ -79,6 +81,16 @@ def test_a_combine_architecture_has_the_method_that_is_hooked(architecture: str)
     method = getattr(method, "eagle_kernels_original", method)
     (known,) = [known for known in combine.METHODS if known.target.module == method.__module__]
     assert body_hash(method) in known.target.bodies and (architecture in combine.DSPARK) == (known.of_model is not None)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v41"])
+def test_the_ids_of_dspark_stages_mean_what_vllm_takes_them_for(model_type: str) -> None:
+    utils = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils")
+    ids = [2, 21, 40]
+    config = SimpleNamespace(model_type=model_type, dspark_target_layer_ids=ids)
+    drafter = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+    boundaries = utils.get_eagle3_aux_layers_from_config(drafter)
+    assert list(boundaries) == ek.capture_layers(model_type, 43, ids, algorithm="dspark")
 
 
 @pytest.mark.parametrize("name", ["dflash2.DFlash2", "dspark.DSpark", "lilicorr.LiLiCorr", "xpress.XPress"])
