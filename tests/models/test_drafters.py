@@ -59,6 +59,36 @@ def test_a_row_that_context_kv_computes_has_configs_that_it_reads(row: Drafter) 
         assert ContextKVConfig.from_hf(config, target_hidden_size=96).num_chunks == 2
 
 
+_MTP = {
+    (engine, name): (family.mtp, stage)
+    for family in families().values()
+    if family.mtp is not None and family.mtp.normed
+    for engine, stage in family.mtp.engines.items()
+    for name in stage.architectures
+}
+
+
+@pytest.mark.parametrize(("engine", "name"), _MTP, ids=map("-".join, _MTP))
+def test_an_mtp_row_says_what_its_family_s_stage_has(engine: str, name: str) -> None:
+    stage, served = _MTP[engine, name]
+    (row,) = [row for row in {"sglang": SGLANG, "vllm": VLLM}[engine] if name in row.architectures]
+    runs = "norms, cat and projection"
+    if stage.streams:
+        of_row = stage.hnorm_over == "row"
+        runs = "norm and projection of the embedding" if of_row else "each norm with the projection behind it"
+    assert runs in row.runs
+    assert ("on one rank" in row.runs and "on more ranks" in row.stays) == (served.linear == "ColumnParallelLinear")
+    assert ("a quantized projection, but for the layouts" in row.stays) == served.quantized
+    assert ("norm of the embedding" in row.stays) == stage.embedding_prenormed
+
+
+def test_a_mask_runs_where_the_hook_has_it() -> None:
+    mtp = import_module(f"{vllm.__name__}.mtp")
+    ours = (mtp.fused_norms.embeds_and_hidden, mtp.fused_norms.of_deepseek_v32)
+    masked = {name for layer in mtp.LAYERS if layer.fused_norms in ours for name in layer.architectures}
+    assert {name for row in VLLM if row.runs.startswith("mask") for name in row.architectures} == masked
+
+
 def test_a_projection_with_the_norm_behind_it_runs_where_it_is_hooked() -> None:
     combine = import_module(f"{vllm.__name__}.combine")
     rows = [row for row in VLLM if "the projection of the captured layers and the norm behind it" in row.runs]

@@ -157,7 +157,8 @@ SGLANG = (
         "DeepSeek V4 MTP",
         ("DeepseekV4ForCausalLMNextN",),
         _OF_STREAMS,
-        "their sum; on sm_100 projections in FP8 blocks, as DeepSeek ships them, whose scales SGLang repacks there",
+        f"their sum; {_OTHER_CODES}; on sm_100 those in FP8 blocks, as DeepSeek ships them, whose scales SGLang "
+        "repacks there",
         ("models.deepseek_v4_nextn:DeepseekV4ModelNextN.forward",),
     ),
     Drafter(
@@ -271,7 +272,8 @@ VLLM = (
         _CACHE,
     ),
     Drafter(
-        "DeepSeek V3, R1, GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, Ernie 4.5, openPangu, Ling 2.5 MTP",
+        "DeepSeek V3, R1, GLM-4.5 to 4.7, Lite, GLM-OCR, HunYuan V3 and V4, MiMo, MiMo-V2, Ernie 4.5, openPangu, Ling "
+        "2.5 MTP",
         (
             "DeepSeekMTPModel",
             "Glm4MoeMTPModel",
@@ -280,6 +282,8 @@ VLLM = (
             "HYV3MTPModel",
             "HYV4MTPModel",
             "MiMoMTPModel",
+            "MiMoV2MTPModel",
+            "MiMoV2OmniMTPModel",
             "ErnieMTPModel",
             "OpenPanguMTPModel",
             "BailingMoeV25MTPModel",
@@ -299,8 +303,8 @@ VLLM = (
     Drafter("dots3-note MTP", ("Dots3NoteMTPModel",), "mask, " + _STAGE, _OTHER_CODES),
     Drafter("Step-5 MTP", ("Step5MTP",), _STAGE),
     Drafter(
-        "LongCat-Flash, Ling 3, MiMo-V2 MTP",
-        ("LongCatFlashMTPModel", "BailingMoeV3MTPModel", "MiMoV2MTPModel", "MiMoV2OmniMTPModel"),
+        "LongCat-Flash, Ling 3 MTP",
+        ("LongCatFlashMTPModel", "BailingMoeV3MTPModel"),
         _STAGE,
         _OTHER_CODES,
     ),
@@ -335,7 +339,7 @@ VLLM = (
         "Qwen4-Exp MTP",
         ("Qwen4ExpMTP",),
         "norm and projection of the embedding, on one rank",
-        f"{_ROW_STREAMS}; on more ranks all of it, whose columns vLLM gathers from them; {_ON_AMD}",
+        f"{_ROW_STREAMS}; {_OTHER_CODES}; on more ranks all of it, whose columns vLLM gathers from them; {_ON_AMD}",
     ),
     Drafter("Gemma 4 assistants", ("Gemma4MTPModel",), stays=_NO_NORMS),
     Drafter(
