@@ -66,6 +66,19 @@ def test_of_a_gpt_oss_target(engine: Engine) -> None:
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
+def test_of_a_qwen3_drafter(engine: Engine) -> None:
+    """Its layer is a class of its own, whose attention norms queries and keys."""
+    architecture = "Eagle3Qwen3ForCausalLM"
+    drafter = write_layer0_drafter(engine.folder / "qwen3", norm_before_residual=True, architecture=architecture)
+    request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
+    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
+    on = engine.run(request, **ON)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    assert "Qwen3Eagle3DecoderLayer.qkv_proj runs norm_concat_linear; forced, not timed" in on.lines
+    assert off.calls == [] and [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
+
+
 def latent_request_of(engine: Engine, norm_before_residual: bool, **more: object) -> dict:
     """vLLM's CPU has no block size for a target without latent attention and a drafter with it."""
     folder = engine.folder / f"latent-{norm_before_residual}"

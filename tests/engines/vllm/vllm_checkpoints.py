@@ -173,13 +173,15 @@ def write_layer0_drafter(
     attention_bias: bool = False,
     **more: object,
 ) -> str:
-    """Its drafts are right where layer 0 is. attention_bias: of zeros."""
+    """Its drafts are right where layer 0 is. attention_bias: of zeros. Qwen 3's queries and keys are normed."""
     K = 3
     weights = {"fc.weight": layer0_drafter.fc_weight(K, H, C), "lm_head.weight": _next(torch.eye(V))}
     weights |= layer0_drafter.layer0("midlayer.", H, HEADS, norm_before_residual)
     weights["norm.weight"] = torch.full((H,), layer0_drafter.RMS)
     model = {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "num_aux_hidden_states": K}
     flags = {"norm_output": True, "norm_before_residual": norm_before_residual}
+    if "Qwen3" in architecture:
+        weights |= {f"midlayer.self_attn.{name}_norm.weight": torch.full((H // HEADS,), 2.0) for name in "qk"}
     if attention_bias:
         weights |= {f"midlayer.self_attn.{name}_proj.bias": torch.zeros(H) for name in "qkvo"}
     return _save(folder, _config(architecture, 1, **model, **flags, attention_bias=attention_bias, **more), weights)
