@@ -1,6 +1,8 @@
 // add_rms_norm: from tensors to the record, and the primitive of both devices.
 #include "add_rms_norm.h"
 
+#include <string>
+
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -59,9 +61,15 @@ void run_on_cpu(const AddRmsNorm& record, int32_t) { cpu::parallel_rows(kCpu.act
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  m.def(
-      "add_rms_norm_out(Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset, Tensor(a!) out, "
-      "Tensor(b!) out_sum) -> ()");
+  const std::string schema =
+      "(Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset, Tensor(a!) out, "
+      "Tensor(b!) out_sum) -> ()";
+  m.def(("add_rms_norm_out" + schema).c_str());
+  m.def(("add_rms_norm_checks_out" + schema).c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
+  implement<&add_rms_norm_out<run_nothing>>(m, "add_rms_norm_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {

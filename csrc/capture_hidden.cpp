@@ -1,6 +1,8 @@
 // capture_hidden: from tensors to the record, and the primitive of both devices.
 #include "capture_hidden.h"
 
+#include <string>
+
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -75,7 +77,13 @@ void run_on_cpu(const CaptureHidden& record, int32_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  m.def("capture_hidden_out(Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()");
+  const std::string schema = "(Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()";
+  m.def(("capture_hidden_out" + schema).c_str());
+  m.def(("capture_hidden_checks_out" + schema).c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
+  implement<&capture_hidden_out<run_nothing>>(m, "capture_hidden_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {

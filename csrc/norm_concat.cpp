@@ -34,7 +34,13 @@ void run_on_cpu(const NormConcat& record, int32_t) { cpu::norm_concat(record); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  m.def(("norm_concat_out(" + kSourcesSchema + ", Tensor(a!) out) -> ()").c_str());
+  for (const std::string name : {"norm_concat_out(", "norm_concat_checks_out("}) {
+    m.def((name + kSourcesSchema + ", Tensor(a!) out) -> ()").c_str());
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
+  implement<&norm_concat_out<run_nothing>>(m, "norm_concat_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {

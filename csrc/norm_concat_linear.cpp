@@ -66,9 +66,6 @@ void norm_concat_linear_out(const std::vector<View>& chunks, int64_t num_chunks,
   run(record, weight, out);
 }
 
-// What Triton's launcher has no checks for: in Python they take 40 us of a call.
-void run_nothing(const NormConcatLinear&, const View&, const Output&) {}
-
 struct CpuKernels {
   int64_t (*workspace)(const NormConcatLinear&);
   int64_t (*row_groups)(const NormConcatLinear&);
@@ -224,25 +221,27 @@ void norm_concat_linear_two_step_out(const std::vector<View>& chunks, int64_t nu
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  m.def(("norm_concat_linear_out(" + kSourcesSchema +
-         ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
-            .c_str());
-  m.def(("norm_concat_linear_quantized_out(" + kSourcesSchema +
-         ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, int block_columns, Tensor? bias, "
-         "Tensor? post_norm_weight, float post_norm_eps, bool in_dots, bool early_weight, Tensor(a!) out) -> ()")
-            .c_str());
+  for (const std::string name : {"norm_concat_linear_out(", "norm_concat_linear_checks_out("}) {
+    m.def((name + kSourcesSchema +
+           ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
+              .c_str());
+  }
+  for (const std::string name : {"norm_concat_linear_quantized_out(", "norm_concat_linear_quantized_checks_out("}) {
+    m.def((name + kSourcesSchema +
+           ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, int block_columns, Tensor? bias, "
+           "Tensor? post_norm_weight, float post_norm_eps, bool in_dots, bool early_weight, Tensor(a!) out) -> ()")
+              .c_str());
+  }
   m.def(("norm_concat_linear_split_out(" + kSourcesSchema +
          ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, bool early_weight, "
          "Tensor(a!) out) -> ()")
             .c_str());
   m.def(("norm_concat_linear_two_step_out(" + kSourcesSchema + ", Tensor weight, Tensor(a!) out) -> ()").c_str());
-  m.def(("norm_concat_linear_checks_out(" + kSourcesSchema +
-         ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
-            .c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
   implement<&norm_concat_linear_out<run_nothing>>(m, "norm_concat_linear_checks_out", kCudaDevice);
+  implement<&norm_concat_linear_quantized_out<run_nothing>>(m, "norm_concat_linear_quantized_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {

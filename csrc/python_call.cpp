@@ -62,7 +62,7 @@ struct Entry {
   std::array<PythonFunction, 2> by_device_type{};
   Method method{};
 };
-constexpr size_t kMaxEntries = 16;
+constexpr size_t kMaxEntries = 24;
 
 // Filled while the library is loaded, by whichever file of it is first.
 std::array<Entry, kMaxEntries>& entries() {

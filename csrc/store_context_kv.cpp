@@ -1,6 +1,8 @@
 // store_context_kv: from tensors to the record, and the primitive of the CPU.
 #include "store_context_kv.h"
 
+#include <string>
+
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -42,6 +44,7 @@ Integers integers_of(const char* name, const View& view, const View& kv) {
   return {view.data, view.dtype == kTorchLong};
 }
 
+template <auto run>
 void store_context_kv_out(const View& kv, const OptionalView& gain, double eps, double norm_offset, int64_t norm_width,
                           const View& cos_sin, int64_t rotary_begin, bool interleaved, const View& positions,
                           const View& slots, const Output& k_cache, const std::optional<Output>& v_cache) {
@@ -89,20 +92,30 @@ void store_context_kv_out(const View& kv, const OptionalView& gain, double eps, 
   record.rotary_width = cos_sin.size(1);
   record.interleaved = interleaved;
   record.num_slots = k_cache.size(0);
-  cpu::parallel_rows(kCpu.active(), record, 2 * width);
+  run(record);
+}
+
+void run_on_cpu(const StoreContextKV& record) {
+  cpu::parallel_rows(kCpu.active(), record, 2 * record.num_heads * record.head_dim);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  m.def(
-      "store_context_kv_out(Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, "
-      "Tensor cos_sin, int rotary_begin, bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, "
-      "Tensor(b!)? v_cache) -> ()");
+  const std::string schema =
+      "(Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, Tensor cos_sin, "
+      "int rotary_begin, bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, Tensor(b!)? v_cache"
+      ") -> ()";
+  m.def(("store_context_kv_out" + schema).c_str());
+  m.def(("store_context_kv_checks_out" + schema).c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
+  implement<&store_context_kv_out<run_nothing>>(m, "store_context_kv_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  implement<&store_context_kv_out>(m, "store_context_kv_out", kCpuDevice);
+  implement<&store_context_kv_out<run_on_cpu>>(m, "store_context_kv_out", kCpuDevice);
 }
 
 }  // namespace eagle_kernels

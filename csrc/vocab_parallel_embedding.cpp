@@ -4,6 +4,8 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <string>
+
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -87,9 +89,15 @@ void run_on_cpu(VocabParallelEmbedding record, int32_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  m.def(
-      "vocab_parallel_embedding_out(Tensor ids, Tensor weight, int org_begin, int org_end, int added_begin, "
-      "int added_end, int added_row, float? scale, Tensor? scale_tensor, Tensor(a!) out) -> ()");
+  const std::string schema =
+      "(Tensor ids, Tensor weight, int org_begin, int org_end, int added_begin, int added_end, int added_row, "
+      "float? scale, Tensor? scale_tensor, Tensor(a!) out) -> ()";
+  m.def(("vocab_parallel_embedding_out" + schema).c_str());
+  m.def(("vocab_parallel_embedding_checks_out" + schema).c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
+  implement<&vocab_parallel_embedding_out<run_nothing>>(m, "vocab_parallel_embedding_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {

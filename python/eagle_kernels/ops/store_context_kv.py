@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..dispatch import increment_version, is_plain
+from ..dispatch import is_plain
 from ..library import register, registered_ops
-from ..plan import COMPILED, Plan, choose
-from .call import run_primitive
+from ..plan import Plan, choose
+from .call import run
 
 OP = "store_context_kv"
 MAX_HEAD_DIM = 1024  # csrc/store_context_kv.h
@@ -162,18 +162,7 @@ def plan(device: torch.device) -> Plan:
 
 
 def _run_record(record: StoreContextKV) -> None:
-    backend = plan(record.kv.device).backend
-    if backend in COMPILED:
-        run_primitive(record, OP)
-    else:
-        record.check()
-        if backend == "triton":
-            from ..triton_kernels import store_context_kv as kernels
-
-            kernels.run(record)
-        else:
-            record.reference()
-    increment_version(record.outputs)
+    run(record, plan(record.kv.device), record.outputs)
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
