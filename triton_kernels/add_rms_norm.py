@@ -5,12 +5,13 @@
 One program per row, which is read once where one block covers it.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from .dialect import has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
-from .launch import launch
-from .rows import aligned, block_and_warps, row_stride
+from .dialect import let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
+from .launch import FP32, I64, Launch, address, pointer_to, prepared
+from .rows import block_and_warps, row_stride
 
 _ROWS = (
     "hidden_ptr",
@@ -71,33 +72,37 @@ def _add_rms_norm(
         tl.store(normed_ptr + t * normed_row_stride + h, round_to(total * rstd * gain, dtype), mask=h < H)
 
 
+@prepared
+def _prepare(dtype: torch.dtype, weight_dtype: torch.dtype, H: int, device: torch.device) -> Launch:
+    rows, weight = pointer_to(dtype), pointer_to(weight_dtype)
+    block, num_warps = block_and_warps(H)
+    return Launch(
+        _add_rms_norm,
+        (rows, I64, rows, I64, weight, FP32, FP32, rows, I64, rows, I64),
+        {"H": H, "BLOCK": block},
+        device,
+        aligned_together=_ROWS,
+        num_warps=num_warps,
+    )
+
+
 def run(record: tuple) -> None:
     """One launch for a checked `AddRmsNorm` record."""
     hidden, residual, weight, eps, norm_offset, out, out_sum = record
     T, H = out.shape
-    if out.numel() == 0:
+    if T == 0 or H == 0:
         return
-    block, num_warps = block_and_warps(H)
-    pdl = has_pdl(out.device)
-    launch(
-        _add_rms_norm,
-        (T, 1, 1),
-        (
-            hidden,
-            row_stride(hidden),
-            residual,
-            row_stride(residual),
-            weight,
-            eps,
-            norm_offset,
-            out,
-            row_stride(out),
-            out_sum,
-            row_stride(out_sum),
-        ),
-        {"H": H, "BLOCK": block, "PDL": pdl},
-        aligned=_ROWS if aligned(hidden, residual, weight, out, out_sum) else (),
-        num_warps=num_warps,
-        pdl=pdl,
-        device=out.device,
+    numbers = (
+        address(hidden),
+        row_stride(hidden),
+        address(residual),
+        row_stride(residual),
+        address(weight),
+        eps,
+        norm_offset,
+        address(out),
+        row_stride(out),
+        address(out_sum),
+        row_stride(out_sum),
     )
+    _prepare(hidden.dtype, weight.dtype, H, out.device)((T, 1, 1), numbers)

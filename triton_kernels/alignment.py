@@ -5,7 +5,7 @@ from torch import Tensor
 
 def row_stride(rows: Tensor | None) -> int:
     """The stride of a single row is whatever its view left there; it is never used, but it has to be aligned."""
-    return 0 if rows is None or rows.shape[0] <= 1 else rows.stride(0)
+    return 0 if rows is None or rows.shape[0] <= 1 else rows.stride()[0]
 
 
 def alignment(*tensors: Tensor | None) -> tuple[bool, bool]:

@@ -5,12 +5,13 @@
 One program per row, so that a row's sum of squares is one reduction in a fixed order.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
-from .launch import launch
-from .rows import aligned, block_and_warps, row_stride
+from .dialect import let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .launch import I64, NONE, Launch, address, pointer_to, prepared
+from .rows import block_and_warps, row_stride
 
 _ROWS = (
     "hidden_ptr",
@@ -65,34 +66,38 @@ def _capture_hidden(
         tl.store(sum_squares_ptr + t * sum_squares_stride, tl.sum(lanes, axis=0))
 
 
+@prepared
+def _prepare(
+    dtype: torch.dtype, has_residual: bool, has_sum_squares: bool, H: int, streams: int, device: torch.device
+) -> Launch:
+    rows = pointer_to(dtype)
+    squares = pointer_to(torch.float32) if has_sum_squares else NONE
+    block, num_warps = block_and_warps(H)
+    return Launch(
+        _capture_hidden,
+        (rows, I64, I64, rows if has_residual else NONE, I64, rows, I64, squares, I64),
+        {"H": H, "STREAMS": streams, "BLOCK": block},
+        device,
+        aligned_together=_ROWS,
+        num_warps=num_warps,
+    )
+
+
 def run(record: tuple) -> None:
     """One launch for a checked `CaptureHidden` record."""
     hidden, residual, out, sum_squares = record
     T, H = out.shape
-    if out.numel() == 0:
+    if T == 0 or H == 0:
         if sum_squares is not None:
             sum_squares.zero_()  # of rows without columns
         return
     streams = hidden.shape[1] if hidden.dim() == 3 else 0
-    block, num_warps = block_and_warps(H)
-    pdl = has_pdl(out.device)
-    launch(
-        _capture_hidden,
-        (T, 1, 1),
-        (
-            hidden,
-            row_stride(hidden),
-            hidden.stride(1) if streams > 1 else 0,
-            residual,
-            row_stride(residual),
-            out,
-            row_stride(out),
-            sum_squares,
-            0 if sum_squares is None else sum_squares.stride(0),
-        ),
-        {"H": H, "STREAMS": streams, "BLOCK": block, "PDL": pdl},
-        aligned=_ROWS if aligned(hidden, residual, out) else (),
-        num_warps=num_warps,
-        pdl=pdl,
-        device=out.device,
-    )
+    numbers = [address(hidden), row_stride(hidden), hidden.stride(1) if streams > 1 else 0]
+    if residual is not None:
+        numbers.append(address(residual))
+    numbers += row_stride(residual), address(out), row_stride(out)
+    if sum_squares is not None:
+        numbers.append(address(sum_squares))
+    numbers.append(0 if sum_squares is None else sum_squares.stride(0))
+    launch = _prepare(hidden.dtype, residual is not None, sum_squares is not None, H, streams, out.device)
+    launch((T, 1, 1), numbers)

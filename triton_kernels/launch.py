@@ -4,16 +4,18 @@ Triton's own JIT looks at every integer of a call: a row count of 1, or one that
 tuples even under `do_not_specialize`. Here integers never specialise. What may differ between two binaries is the dtype
 or the absence of an argument, the constexprs, and which arguments the launcher promises to be multiples of 16.
 
-On CUDA a launch is one call of the driver with arguments packed in place; Triton's own launcher walks the nested tuples
-of these kernels in every call.
+What calls have in common is prepared once, as a `Launch`: an op keeps one for each of its signatures, and a call is
+then its numbers: addresses, strides, sizes. On CUDA a launch is one call of the driver with these packed in place;
+Triton's own launcher walks the nested tuples of the kernels in every call.
 """
 
 import ctypes
 import functools
+import operator
 import re
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,24 +24,48 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .dialect import has_pdl
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
+# An argument's type as Triton writes it. Strides, sizes and addresses come in 64 bits; sizes that index arithmetic
+# wants in 32 are cast in the kernel. NONE is an argument that is not there, and has no number.
+I64, FP32, NONE = "i64", "fp32", "constexpr"
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*u8",  # codes and scales of 8 bits go as bytes
+    torch.float8_e8m0fnu: "*u8",
     torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
 
 
+def pointer_to(dtype: torch.dtype | None) -> str:
+    """The type of a tensor's address; NONE for None."""
+    return NONE if dtype is None else _POINTERS[dtype]
+
+
+def pointers_to(dtypes: Sequence[torch.dtype | None]) -> tuple[str, ...]:
+    return tuple(map(pointer_to, dtypes))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else tensor
+
+
+# What a kernel gets of a tensor that it has, among the numbers of a launch: the interpreter takes the tensor itself.
+address: Callable[[Tensor], Any] = _bytes if INTERPRETED else Tensor.data_ptr
+
+
 class Specialisation(NamedTuple):
     """Everything a binary depends on, the GPU aside. Calls with equal specialisations share one binary."""
 
     function: object  # the Python function under the kernel: hashes in constant time, a JITFunction does not
-    types: tuple  # per run-time argument: its type, "constexpr" for None, nested for tuples
+    types: tuple  # per run-time argument: its type, NONE where it is not there, nested for tuples
     constants: tuple  # the values of the trailing constexpr arguments
     aligned: tuple[str, ...]  # arguments whose pointers and integers are all multiples of 16
     num_warps: int
@@ -47,113 +73,133 @@ class Specialisation(NamedTuple):
     pdl: bool
 
 
-# Run a binary: with the grid, the call's arguments, and these flattened to numbers.
-Launcher = Callable[[tuple[int, int, int], tuple, list[int | float]], None]
+# What torch.cuda's functions of these names call, 0.15 us later: CUDA is initialized here, since there are tensors.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle
+
+# Run a binary with this grid and these numbers.
+Launcher = Callable[[tuple[int, int, int], Sequence[Any]], None]
 
 # Never emptied: a captured graph launches these binaries for as long as it lives.
 _binaries: dict[tuple[Specialisation, int], Any] = {}
-# The same by what `launch` is called with: a key that costs less to make than a Specialisation.
-_launchers: dict[tuple, Launcher] = {}
+_prepared: list[functools._lru_cache_wrapper] = []
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    arguments: tuple,
-    constants: Mapping[str, object],
-    *,
-    aligned: tuple[str, ...] = (),
-    num_warps: int = 4,
-    num_stages: int = 1,
-    pdl: bool = False,
-    device: torch.device,
-) -> None:
-    """Run `kernel` on the current stream of `device`.
-
-    Args:
-        arguments: in the kernel's order, constexprs left out: tensors, ints, floats, None, or tuples of these.
-        constants: the kernel's constexprs, which are last in its parameter list and in this order.
-        aligned: names of arguments of which every pointer (in bytes) and every integer is a multiple of 16.
-        pdl: programmatic dependent launch; the kernel then calls `gdc_wait` before it reads or writes.
-
-    Raises:
-        RuntimeError: the binary is not there yet and the stream is being captured into a CUDA graph.
-    """
-    if INTERPRETED:
-        kernel[grid](*arguments, **constants)
-        return
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return launch(
-                kernel,
-                grid,
-                arguments,
-                constants,
-                aligned=aligned,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                pdl=pdl,
-                device=device,
-            )
-    constant_values = tuple(constants.values())
-    values: list[int | float] = []
-    kinds: list[object] = []
-    _flatten(arguments, values, kinds)
-    key = (kernel.fn, tuple(kinds), constant_values, aligned, num_warps, num_stages, pdl, device.index)
-    launcher = _launchers.get(key)
-    if launcher is None:
-        specialisation = Specialisation(
-            kernel.fn, types_of(arguments), constant_values, aligned, num_warps, num_stages, pdl
-        )
-        assert list(constants) == kernel.arg_names[len(arguments) :], kernel.fn.__name__
-        launcher = _launchers[key] = _launcher_of(_binary_of(kernel, specialisation, device), constant_values, values)
-    launcher(grid, arguments, values)
+def prepared(function: Callable) -> Callable:
+    """Keep what an op prepares for a signature, the function's arguments; they are hashed in every call."""
+    wrapped = functools.cache(function)
+    _prepared.append(wrapped)
+    return wrapped
 
 
-def _flatten(arguments: tuple, values: list[int | float], kinds: list[object]) -> None:
-    """The numbers that a kernel gets, and what tells one specialisation's arguments from another's."""
-    for argument in arguments:
-        kind = type(argument)
-        if kind is int or kind is float:
-            values.append(argument)
-            kinds.append(kind)
-        elif kind is tuple:
-            kinds.append(len(argument))
-            _flatten(argument, values, kinds)
-        elif argument is None:
-            kinds.append(None)
-        else:
-            values.append(argument.data_ptr())
-            kinds.append(argument.dtype)
+def forget_prepared() -> None:
+    """For tests, which change what launches are prepared from. Binaries stay."""
+    for cache in _prepared:
+        cache.cache_clear()
 
 
-def _binary_of(kernel: Any, specialisation: Specialisation, device: torch.device) -> Any:
-    binary = _binaries.get((specialisation, device.index))
-    if binary is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise _uncompiled(kernel)
-        binary = compile_kernel(kernel, specialisation, triton.runtime.driver.active.get_current_target())
-        _binaries[specialisation, device.index] = binary
-    return binary
+class Launch:
+    """A kernel with everything but its numbers, on one device: what the calls of one signature share."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        types: tuple,
+        constants: Mapping[str, object],
+        device: torch.device,
+        *,
+        aligned: tuple[str, ...] = (),
+        aligned_together: tuple[str, ...] = (),
+        num_warps: int = 4,
+        num_stages: int = 1,
+    ) -> None:
+        """
+        Args:
+            types: of the kernel's arguments in their order, constexprs left out: I64, FP32, `pointer_to`, or tuples.
+            constants: the kernel's constexprs but the last, PDL, behind the arguments and in this order.
+            aligned: names of arguments of which every number is a multiple of 16 in every call.
+            aligned_together: names of arguments that are so in a call or not. All or nothing: a signature then has two
+                binaries, not one for each combination; each call's numbers say which.
+
+        PDL is programmatic dependent launch; the kernel then calls `gdc_wait` before it reads or writes.
+        """
+        self.kernel, self.types, self.device = kernel, types, device
+        self._device_index = device.index
+        pdl = has_pdl(device)
+        self.constants = (*constants.values(), pdl)
+        assert [*constants, "PDL"] == kernel.arg_names[len(types) :], kernel.__name__
+        self._aligned, self._aligned_together = aligned, aligned_together
+        self._options = num_warps, num_stages, pdl
+        numbers = [path[0] for path, kind in _leaves(types) if kind != NONE]  # of which argument each number is
+        rows = [i for i, argument in enumerate(numbers) if kernel.arg_names[argument] in aligned_together]
+        # itemgetter of one position returns no tuple: twice the same is one.
+        self._of_rows = operator.itemgetter(*rows, rows[0]) if rows else None
+        self._launchers: list[Launcher | None] = [None, None]  # by whether the rows are aligned
+
+    def is_aligned(self, numbers: Sequence[Any]) -> bool:
+        """Whether the arguments that are aligned together are so in this call."""
+        if self._of_rows is None:
+            return True
+        rows = self._of_rows(numbers)
+        if INTERPRETED:
+            rows = [row.data_ptr() if isinstance(row, Tensor) else row for row in rows]
+        return not functools.reduce(operator.or_, rows) & 15
+
+    def specialisation(self, is_aligned: bool) -> Specialisation:
+        names = (*self._aligned_together, *self._aligned) if is_aligned else self._aligned
+        return Specialisation(self.kernel.fn, self.types, self.constants, names, *self._options)
+
+    def __call__(self, grid: tuple[int, int, int], numbers: Sequence[Any], is_aligned: bool | None = None) -> None:
+        """Run the kernel on the current stream of the device.
+
+        Args:
+            numbers: those of the arguments, tuples flat and without what is not there: ints, floats, `address`es.
+            is_aligned: `is_aligned(numbers)`, where the caller has asked.
+
+        Raises:
+            RuntimeError: the binary is not there yet and the stream is being captured into a CUDA graph.
+        """
+        if INTERPRETED:
+            self.kernel[grid](*_nested(self.types, iter(numbers)), *self.constants)
+            return
+        if _current_device() != self._device_index:
+            with torch.cuda.device(self.device):
+                return self(grid, numbers)
+        if is_aligned is None:
+            is_aligned = self.is_aligned(numbers)
+        launcher = self._launchers[is_aligned]
+        if launcher is None:
+            launcher = self._launchers[is_aligned] = self._launcher_of(self._binary_of(self.specialisation(is_aligned)))
+        launcher(grid, numbers)
+
+    def _binary_of(self, specialisation: Specialisation) -> Any:
+        binary = _binaries.get((specialisation, self._device_index))
+        if binary is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise _uncompiled(self.kernel)
+            binary = compile_kernel(self.kernel, specialisation, triton.runtime.driver.active.get_current_target())
+            _binaries[specialisation, self._device_index] = binary
+        return binary
+
+    def _launcher_of(self, binary: Any) -> Launcher:
+        """By the CUDA driver where it can be, else by Triton's own launcher."""
+
+        def launch_by_triton(grid: tuple[int, int, int], numbers: Sequence[Any]) -> None:
+            binary[grid](*_nested(self.types, iter(numbers)), *self.constants)
+
+        driver = _cuda_driver()
+        if driver is None or not _is_plain_binary(binary):
+            return launch_by_triton
+        binary._init_handles()  # loads the module; sets the function and what it may have of shared memory
+        kinds = [kind for _, kind in _leaves(self.types) if kind != NONE]
+        return _DriverLauncher(driver, binary, kinds, self._device_index, launch_by_triton)
 
 
-def _launcher_of(binary: Any, constant_values: tuple, values: list[int | float]) -> Launcher:
-    """By the CUDA driver where it can be, else by Triton's own launcher."""
-
-    def launch_by_triton(grid: tuple[int, int, int], arguments: tuple, values: list[int | float]) -> None:
-        binary[grid](*arguments, *constant_values)
-
-    driver = _cuda_driver()
-    if driver is None or not _is_plain_binary(binary):
-        return launch_by_triton
-    binary._init_handles()  # loads the module; sets the function and what it may have of shared memory
-    call = _DriverCall(binary, values)
-
-    def launch_by_driver(grid: tuple[int, int, int], arguments: tuple, values: list[int | float]) -> None:
-        if call(driver, grid, values):  # a thread without a context, which Triton sets; and it words what is left
-            launch_by_triton(grid, arguments, values)
-
-    return launch_by_driver
+def _nested(types: tuple, numbers: Iterator[Any]) -> tuple:
+    """The kernel's arguments of these types from their numbers."""
+    return tuple(
+        _nested(kind, numbers) if isinstance(kind, tuple) else None if kind == NONE else next(numbers) for kind in types
+    )
 
 
 def _is_plain_binary(binary: Any) -> bool:
@@ -196,68 +242,54 @@ class _LaunchConfig(ctypes.Structure):
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
-class _DriverCall:
-    """A binary with memory for its arguments, which every call fills anew."""
+class _DriverLauncher:
+    """A binary with memory for its arguments and the launch's configuration, which every call fills anew."""
 
-    def __init__(self, binary: Any, values: list[int | float]) -> None:
-        """`values`: of any call, for their types."""
+    def __init__(self, driver: Any, binary: Any, types: list[str], device_index: int, otherwise: Launcher) -> None:
+        """`types`: of its numbers."""
         facts = binary.metadata
         # Behind the arguments Triton's kernels have pointers to memory of its own: null where they use none.
         parameters = len(re.findall(r"\.param\b", binary.asm["ptx"].partition(".entry")[2].partition(")")[0]))
-        assert parameters >= len(values), (parameters, len(values))
-        unused = [0] * (parameters - len(values))
-        self._pack = struct.Struct("".join("f4x" if isinstance(value, float) else "q" for value in (*values, *unused)))
-        self._unused = unused
-        self._memory = ctypes.create_string_buffer(self._pack.size)
+        assert parameters >= len(types), (parameters, len(types))
+        unused = 8 * (parameters - len(types))
+        numbers = "".join("f4x" if kind == FP32 else "q" for kind in types)
+        # The configuration, up to its stream, follows the arguments: to set its fields takes 0.3 us more.
+        self._pack_into = struct.Struct(f"{numbers}{unused}x7I4xQ").pack_into
+        self._memory = ctypes.create_string_buffer(8 * parameters + ctypes.sizeof(_LaunchConfig))
         first = ctypes.addressof(self._memory)
         self._parameters = (ctypes.c_void_p * parameters)(*range(first, first + 8 * parameters, 8))
         self._attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1))
-        pdl = getattr(facts, "launch_pdl", False)
-        self._config = _LaunchConfig(
-            (1, 1, 1), (32 * facts.num_warps, 1, 1), facts.shared, None, ctypes.pointer(self._attribute), int(pdl)
-        )
+        self._config = _LaunchConfig.from_buffer(self._memory, 8 * parameters)
+        self._config.attributes = ctypes.pointer(self._attribute)
+        self._config.num_attributes = int(getattr(facts, "launch_pdl", False))
+        self._block_and_shared = 32 * facts.num_warps, 1, 1, facts.shared
         self._config_pointer = ctypes.byref(self._config)
         self._function = ctypes.c_void_p(binary.function)
+        self._driver, self._device_index, self._otherwise = driver, device_index, otherwise
         self._binary = binary  # which unloads the function when it goes
         self._lock = threading.Lock()
 
-    def __call__(self, driver: Any, grid: tuple[int, int, int], values: list[int | float]) -> int:
-        """The driver's error code, 0 for success."""
+    def __call__(self, grid: tuple[int, int, int], numbers: Sequence[int | float]) -> None:
         with self._lock:
-            self._pack.pack_into(self._memory, 0, *values, *self._unused)
-            self._config.grid[:] = grid
-            self._config.stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-            return driver(self._config_pointer, self._function, self._parameters, None)
-
-
-def types_of(arguments: tuple) -> tuple:
-    """The type of each argument as Triton writes it; every int inside a tuple is 64 bits wide."""
-    return tuple(
-        _POINTERS[argument.dtype]
-        if isinstance(argument, Tensor)
-        else types_of(argument)
-        if isinstance(argument, tuple)
-        else _SCALARS[type(argument)]
-        for argument in arguments
-    )
-
-
-# i64: strides and addresses come this way; sizes that index arithmetic wants in 32 bits are cast in the kernel.
-_SCALARS = {int: "i64", float: "fp32", type(None): "constexpr"}
+            stream = _current_stream(self._device_index)
+            self._pack_into(self._memory, 0, *numbers, *grid, *self._block_and_shared, stream)
+            error = self._driver(self._config_pointer, self._function, self._parameters, None)
+        if error:  # a thread without a context, which Triton sets; and it words what is left
+            self._otherwise(grid, numbers)
 
 
 def compile_kernel(kernel: Any, specialisation: Specialisation, target: GPUTarget) -> Any:
     """Triton's CompiledKernel for `target`; needs no GPU, which is what the offline compile gate lives on."""
     names = kernel.arg_names
-    types = specialisation.types + ("constexpr",) * len(specialisation.constants)
+    types = specialisation.types + (NONE,) * len(specialisation.constants)
     constants = dict(zip(names[len(specialisation.types) :], specialisation.constants, strict=True))
     for path, kind in _leaves(specialisation.types):
-        if kind == "constexpr":
+        if kind == NONE:
             constants[path] = None
     attributes = {
         path: [["tt.divisibility", 16]]
         for path, kind in _leaves(specialisation.types)
-        if names[path[0]] in specialisation.aligned and kind != "constexpr"
+        if names[path[0]] in specialisation.aligned and kind != NONE
     }
     source = ASTSource(kernel, dict(zip(names, types, strict=True)), constants, attributes)
     # Triton 3.10 turns contraction into FMAs off by default; written down so that bits do not change with it.

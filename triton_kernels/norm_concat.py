@@ -6,14 +6,15 @@ A concat norm needs the squares of a whole row. Up to 128 rows every program of 
 reads, out of L2, but K times the programs. Above that one program writes all chunks of its row.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dialect import has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
-from .launch import launch
-from .rows import aligned, block_and_warps, index_per_chunk, row_stride
-from .sources import L1, first_column, load_values, pick, source_row
+from .dialect import let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
+from .launch import FP32, I64, Launch, address, pointer_to, prepared
+from .rows import block_and_warps, row_stride
+from .sources import L1, Signature, describe, first_column, load_values, pick, source_row
 
 _ROWS = (
     "x_ptrs",
@@ -106,42 +107,47 @@ def _norm_concat(
             tl.store(out_ptr + n * out_row_stride + column + h, normed, mask=h < H)
 
 
+@prepared
+def _prepare(
+    sources: Signature,
+    norm: str,
+    has_sum_squares: bool,
+    num_eps: int,
+    widths: tuple[int, ...],
+    width: int,
+    device: torch.device,
+) -> Launch:
+    squares = pointer_to(torch.float32 if has_sum_squares else None)
+    out = pointer_to(sources.dtype)
+    block, num_warps = block_and_warps(max(widths))
+    return Launch(
+        _norm_concat,
+        (*sources.types, sources.gain_types, FP32, squares, I64, (FP32,) * num_eps, out, I64),
+        {"WIDTHS": widths, "WIDTH": width, "NORM": norm, "BLOCK": block},
+        device,
+        aligned_together=_ROWS,
+        num_warps=num_warps,
+    )
+
+
 def run(record: tuple) -> None:
     """One launch for a checked `NormConcat` record."""
     run_sources(*record)
 
 
 def run_sources(sources: tuple, out: Tensor) -> None:
-    chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares = sources
+    chunks, num_chunks, norm, gains, eps, norm_offset, _, _, sum_squares = sources
     N, width = out.shape
-    if out.numel() == 0:
+    if N == 0 or width == 0:
         return
-    packed = len(chunks) != num_chunks
-    widths = (width // num_chunks,) * num_chunks if packed else tuple(chunk.shape[1] for chunk in chunks)
-    block, num_warps = block_and_warps(max(widths))
+    signature, widths, numbers = describe(sources)
+    if len(chunks) != num_chunks:
+        widths = (width // num_chunks,) * num_chunks
+    numbers += map(address, gains)
+    numbers.append(norm_offset)
+    if sum_squares is not None:
+        numbers.append(address(sum_squares))
+    numbers += row_stride(sum_squares), *eps, address(out), row_stride(out)
     one_program_per_row = norm == "concat" and sum_squares is None and N > _SPLIT_CONCAT_ROWS
-    pdl = has_pdl(out.device)
-    launch(
-        _norm_concat,
-        (N, 1 if one_program_per_row else num_chunks, 1),
-        (
-            tuple(chunks),
-            tuple(map(row_stride, chunks)),
-            tuple(chunk.shape[0] for chunk in chunks),
-            tuple(residuals) or None,
-            tuple(map(row_stride, residuals)) or None,
-            index_per_chunk(indices, chunks),
-            tuple(gains) or None,
-            norm_offset,
-            sum_squares,
-            row_stride(sum_squares),
-            tuple(eps),
-            out,
-            row_stride(out),
-        ),
-        {"WIDTHS": widths, "WIDTH": width, "NORM": norm, "BLOCK": block, "PDL": pdl},
-        aligned=_ROWS if aligned(*chunks, *residuals, *gains, out) else (),
-        num_warps=num_warps,
-        pdl=pdl,
-        device=out.device,
-    )
+    launch = _prepare(signature, norm, sum_squares is not None, len(eps), widths, width, out.device)
+    launch((N, 1 if one_program_per_row else num_chunks, 1), numbers)

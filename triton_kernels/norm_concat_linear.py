@@ -15,7 +15,7 @@ flight. Never in the loop of the product: Triton 3.6 to 3.9 give a tile that fee
 too few, and the sums come out wrong (triton #6691).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from .alignment import row_stride
 from .codes import e2m1_to_fp32, e4m3_to_fp32, load_block_scales, load_scales
-from .dialect import dot, has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
-from .launch import INTERPRETED, launch
+from .dialect import dot, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
+from .launch import FP32, I64, INTERPRETED, NONE, Launch, address, pointer_to, prepared
 from .norm_concat import run_sources
-from .rows import cdiv, index_per_chunk, next_power_of_2
-from .sources import L2, load_values, pick, source_row
+from .rows import cdiv, next_power_of_2
+from .sources import L2, Signature, describe, load_values, pick, source_row
 from .workspace import workspace
 
 OP = "norm_concat_linear"
@@ -299,29 +299,31 @@ _PARTIAL = ("partial_ptr", "partial_row_stride")
 _FINALISE_COLUMNS = 1024
 
 
-def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
-    """The records of a checked `ops.norm_concat_linear` by its plan."""
-    N = out.shape[0]
-    if out.numel() == 0:
-        return
+def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
+    """The records of a checked `ops.norm_concat_linear` by its plan. False, and nothing has run, where the plan is for
+    operands that are aligned, or chunks of one width, and these are not."""
+    N, D = out.shape
+    if N == 0 or D == 0:
+        return True
     rows_per_round = _LIBRARY_ROWS if plan.tiles is None else _SPLIT_ROWS
     if rows_per_round >= N:
-        _run_round(sources, projection, out, plan)
-        return
+        return _run_round(sources, projection, out, plan)
     if sources.sum_squares is not None and any(index is None for index in sources.indices):
         # The statistics that other chunks gather cannot be sliced, so no chunk's rows are.
         in_order = torch.arange(N, device=out.device)
         sources = sources._replace(indices=[in_order if index is None else index for index in sources.indices])
     for first in range(0, N, rows_per_round):
         rows = slice(first, first + rows_per_round)
-        _run_round(_slice_sources(sources, rows), projection, out[rows], plan)
+        if not _run_round(_slice_sources(sources, rows), projection, out[rows], plan):
+            return False  # in the first round: what is aligned there is in all of them
+    return True
 
 
-def _run_round(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
-    if plan.tiles is None:
-        _library_product(sources, projection, out)
-    else:
-        _split_product(sources, projection, out, plan)
+def _run_round(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
+    if plan.tiles is not None:
+        return _split_product(sources, projection, out, plan)
+    _library_product(sources, projection, out)
+    return True
 
 
 def _slice_sources(sources: Any, rows: slice) -> Any:
@@ -340,40 +342,40 @@ def _slice_sources(sources: Any, rows: slice) -> Any:
     )
 
 
-def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> None:
-    """One width for all chunks; the weight is a tensor or a QuantizedWeight."""
-    tiles, weight, num_chunks = plan.tiles, projection.weight, sources.num_chunks
-    (N, D), H = out.shape, weight.shape[1] // num_chunks
-    weight_arguments, weight_constants = _weight_of(weight, out.dtype)
+class _Split(NamedTuple):
+    """What the calls of one signature share."""
+
+    partial: Launch
+    finalise: Launch
+    partial_grid: tuple[int, int]
+    finalise_blocks: int
+    sizes: tuple[int, int, int, int]  # D, H, splits, split_h
+    partial_row_stride: int
+
+
+@prepared
+def _prepare_split(
+    sources: Signature,
+    num_chunks: int,
+    norm: str,
+    has_sum_squares: bool,
+    codes: tuple | None,
+    shape: tuple[int, int],
+    bias_dtype: torch.dtype | None,
+    post_gain_dtype: torch.dtype | None,
+    tiles: Any,
+    device: torch.device,
+) -> _Split:
+    D, width = shape
+    H = width // num_chunks
     split_h = cdiv(cdiv(H, tiles.BK), tiles.splits) * tiles.BK
-    partial_row_stride = _padded(D)
-    partial = workspace(OP, num_chunks * tiles.splits * N * partial_row_stride, out.device)
-    pointers = (
-        tuple(sources.chunks),
-        tuple(map(row_stride, sources.chunks)),
-        tuple(chunk.shape[0] for chunk in sources.chunks),
-        tuple(sources.residuals) or None,
-        tuple(map(row_stride, sources.residuals)) or None,
-        index_per_chunk(sources.indices, sources.chunks),
-    )
-    gain_scale = _gain_scale(weight, out.dtype) if sources.gains else 1.0
-    pdl = has_pdl(out.device)
-    launch(
+    weight_types, weight_constants, gain_scale = _weight_of(codes, shape, sources.dtype)
+    if not sources.gains:
+        gain_scale = 1.0
+    fp32 = pointer_to(torch.float32)
+    partial = Launch(
         _norm_concat_linear_partial,
-        (cdiv(D, tiles.BD), num_chunks * tiles.splits, cdiv(N, tiles.BT)),
-        (
-            *pointers,
-            tuple(sources.gains) or None,
-            sources.norm_offset,
-            *weight_arguments,
-            partial,
-            partial_row_stride,
-            N,
-            D,
-            H,
-            tiles.splits,
-            split_h,
-        ),
+        (*sources.types, sources.gain_types, FP32, *weight_types, fp32, I64, I64, I64, I64, I64, I64),
         weight_constants
         | {
             "GAIN_SCALE": gain_scale,
@@ -382,55 +384,95 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> Non
             "BD": tiles.BD,
             "BK": tiles.BK,
             "SWAP": tiles.swap,
-            "PDL": pdl,
         },
-        aligned=(*_ROWS, *_WEIGHTS, *_PARTIAL) if plan.aligned else _PARTIAL,
+        device,
+        aligned=_PARTIAL,
+        aligned_together=(*_ROWS, *_WEIGHTS),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        pdl=pdl,
-        device=out.device,
     )
-    squares = sources.sum_squares
-    _finalise(
-        (*pointers, squares, row_stride(squares), tuple(sources.eps * num_chunks)[:num_chunks]),
-        (partial, partial_row_stride),
-        projection,
-        sources.norm_offset,
-        out,
-        {"NORM": sources.norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
+    finalise, blocks = _finalise(
+        (*sources.types, pointer_to(torch.float32 if has_sum_squares else None), I64, (FP32,) * num_chunks),
+        sources.dtype,
+        bias_dtype,
+        post_gain_dtype,
+        D,
+        {"NORM": norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
         tiles.finalise_columns,
-        (*_ROWS, *_PARTIAL) if plan.aligned else _PARTIAL,
+        device,
     )
+    grid = cdiv(D, tiles.BD), num_chunks * tiles.splits
+    return _Split(partial, finalise, grid, blocks, (D, H, tiles.splits, split_h), _padded(D))
 
 
-def _weight_of(weight: Any, dtype: torch.dtype) -> tuple[tuple, dict[str, object]]:
-    """The weight's arguments of the partial kernel, and its constants; codes and scales of 8 bits go as bytes."""
+def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
+    """One width for all chunks; the weight is a tensor or a QuantizedWeight."""
+    chunks, num_chunks, norm, gains, eps, norm_offset, _, _, squares = sources
+    weight, bias, post_gain, post_eps = projection
+    tiles, device, (D, width), N = plan.tiles, out.device, weight.shape, out.shape[0]
+    signature, widths, numbers = describe(sources)
+    if widths.count(widths[0]) != len(chunks):
+        return False
+    codes, weight_numbers = _describe_weight(weight, out.dtype)
+    partial, finalise, grid, blocks, sizes, partial_row_stride = _prepare_split(
+        signature,
+        num_chunks,
+        norm,
+        squares is not None,
+        codes,
+        (D, width),
+        None if bias is None else bias.dtype,
+        None if post_gain is None else post_gain.dtype,
+        tiles,
+        device,
+    )
+    buffer = workspace(OP, num_chunks * tiles.splits * N * partial_row_stride, device)
+    sums = address(buffer), partial_row_stride
+    partial_numbers = (*numbers, *map(address, gains), norm_offset, *weight_numbers, *sums, N, *sizes)
+    is_aligned = partial.is_aligned(partial_numbers)
+    if plan.aligned and not is_aligned:
+        return False
+    partial((*grid, cdiv(N, tiles.BT)), partial_numbers, is_aligned)
+    if squares is not None:
+        numbers.append(address(squares))
+    numbers += row_stride(squares), *(eps if len(eps) == num_chunks else eps * num_chunks), *sums
+    # Its rows are among the partial kernel's.
+    last = _epilogue(bias, post_gain, post_eps, norm_offset, out)
+    finalise((N, blocks, 1), numbers + last, is_aligned or None)
+    return True
+
+
+def _describe_weight(weight: Any, dtype: torch.dtype) -> tuple[tuple | None, tuple]:
+    """(None or what binaries depend on of a QuantizedWeight, the numbers of the weight's arguments)."""
     if isinstance(weight, Tensor):
-        return (weight, row_stride(weight), None, 0, None), _NO_CODES
+        return None, (address(weight), row_stride(weight), 0)
     codes, scales, global_scale = weight.tensors
-    (D, W), (rows, columns) = weight.shape, weight.block
+    facts = codes.dtype, scales.dtype, global_scale is not None, weight.format, weight.scaled_where(dtype), weight.block
+    numbers = address(codes), row_stride(codes), address(scales), row_stride(scales)
+    return facts, numbers if global_scale is None else (*numbers, address(global_scale))
+
+
+def _weight_of(
+    codes: tuple | None, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[tuple[str, ...], dict[str, object], float]:
+    """The types of the weight's arguments of the partial kernel, its constants, and GAIN_SCALE."""
+    if codes is None:
+        constants = {"CODES": "", "SCALES": "", "SCALED": "", "BLOCK_ROWS": 0, "BLOCK_COLUMNS": 0}
+        return (pointer_to(dtype), I64, NONE, I64, NONE), constants, _GAIN_SCALE[dtype]
+    codes_dtype, scales_dtype, has_global_scale, format, scaled, (rows, columns) = codes
     constants = {
-        "CODES": _CODES[codes.dtype],
-        "SCALES": _SCALES[scales.dtype],
-        "SCALED": weight.scaled_where(dtype),
-        "BLOCK_ROWS": 0 if rows >= D else rows,
-        "BLOCK_COLUMNS": 0 if columns >= W else columns,
+        "CODES": _CODES[codes_dtype],
+        "SCALES": _SCALES[scales_dtype],
+        "SCALED": scaled,
+        "BLOCK_ROWS": 0 if rows >= shape[0] else rows,
+        "BLOCK_COLUMNS": 0 if columns >= shape[1] else columns,
     }
-    return (_bytes(codes), row_stride(codes), _bytes(scales), row_stride(scales), global_scale), constants
-
-
-def _gain_scale(weight: Any, dtype: torch.dtype) -> float:
-    """As _GAIN_SCALE: gains up to 390 keep codes, and e2m1 * e4m3, in fp16's range."""
-    if isinstance(weight, Tensor) or dtype != torch.float16:
-        return _GAIN_SCALE[dtype]
-    return 0.0625 if weight.format == "nvfp4" else 0.25
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else tensor
-
-
-_NO_CODES: dict[str, object] = {"CODES": "", "SCALES": "", "SCALED": "", "BLOCK_ROWS": 0, "BLOCK_COLUMNS": 0}
+    global_scale = pointer_to(torch.float32 if has_global_scale else None)
+    types = pointer_to(codes_dtype), I64, pointer_to(scales_dtype), I64, global_scale
+    if dtype != torch.float16:
+        return types, constants, _GAIN_SCALE[dtype]
+    # Gains up to 390 keep codes, and e2m1 * e4m3, in fp16's range.
+    return types, constants, 0.0625 if format == "nvfp4" else 0.25
 
 
 def _padded(D: int) -> int:
@@ -439,35 +481,56 @@ def _padded(D: int) -> int:
 
 
 def _finalise(
-    sources: tuple,
-    partial: tuple,
-    projection: tuple,
-    norm_offset: float,
-    out: Tensor,
+    source_types: tuple,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    post_gain_dtype: torch.dtype | None,
+    D: int,
     constants: dict[str, object],
     columns: int,
-    aligned: tuple[str, ...],
-) -> None:
-    """`sources` and `partial` are stretches of the kernel's arguments."""
-    N, D = out.shape
-    _, bias, post_norm_weight, post_norm_eps = projection
-    BD = next_power_of_2(D) if post_norm_weight is not None else min(next_power_of_2(D), columns)
-    pdl = has_pdl(out.device)
-    launch(
+    device: torch.device,
+) -> tuple[Launch, int]:
+    """The finalise kernel and the blocks that share a row; `source_types` are a stretch of its arguments."""
+    BD = next_power_of_2(D) if post_gain_dtype is not None else min(next_power_of_2(D), columns)
+    epilogue = pointer_to(bias_dtype), pointer_to(post_gain_dtype), FP32, FP32, pointer_to(dtype), I64, I64
+    launch = Launch(
         _norm_concat_linear_finalise,
-        (N, cdiv(D, BD), 1),
-        (*sources, *partial, bias, post_norm_weight, post_norm_eps, norm_offset, out, out.stride(0), D),
-        constants | {"BD": BD, "BH": _STATISTICS_BLOCK, "PDL": pdl},
-        aligned=aligned,
+        (*source_types, pointer_to(torch.float32), I64, *epilogue),
+        constants | {"BD": BD, "BH": _STATISTICS_BLOCK},
+        device,
+        aligned=_PARTIAL,
+        aligned_together=_ROWS,
         num_warps=min(max(BD // 512, 4), 16),
-        pdl=pdl,
-        device=out.device,
     )
+    return launch, cdiv(D, BD)
+
+
+def _epilogue(
+    bias: Tensor | None, post_gain: Tensor | None, post_eps: float, norm_offset: float, out: Tensor
+) -> list[Any]:
+    """The finalise kernel's last numbers."""
+    numbers = [post_eps, norm_offset, address(out), out.stride()[0], out.shape[1]]
+    return numbers if bias is post_gain is None else [address(v) for v in (bias, post_gain) if v is not None] + numbers
+
+
+@prepared
+def _prepare_finalise(
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    post_gain_dtype: torch.dtype | None,
+    D: int,
+    width: int,
+    device: torch.device,
+) -> tuple[Launch, int]:
+    """For what a library's product has summed."""
+    constants = {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": 1}
+    no_sources = (*[NONE] * 7, I64, (FP32,))
+    return _finalise(no_sources, dtype, bias_dtype, post_gain_dtype, D, constants, _FINALISE_COLUMNS, device)
 
 
 def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     """norm_concat into the workspace and torch's product, which writes `out` where nothing is left to do after it."""
-    weight, bias, post_norm_weight, _ = projection
+    weight, bias, post_norm_weight, post_eps = projection
     (N, D), width = out.shape, weight.shape[1]
     is_last = post_norm_weight is None and (bias is None or bias.dtype == weight.dtype)
     product_row_stride = _padded(D)
@@ -476,26 +539,21 @@ def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     if sources.norm == "none" and len(sources.chunks) == 1 and not sources.residuals and not sources.indices:
         normed = sources.chunks[0]  # capture already wrote the concat
     else:
-        normed = buffer.view(weight.dtype)[: N * width].view(N, width)
+        normed = buffer.view(weight.dtype).as_strided((N, width), (width, 1))
         run_sources(sources, normed)
     if is_last:
         _library_matmul(normed, weight, bias, out)
         return
-    product = buffer[normed_numel:][: N * product_row_stride].view(N, product_row_stride)
-    _library_matmul_fp32(normed, weight, product[:, :D])
-    _finalise(
-        (None, None, None, None, None, None, None, 0, (0.0,)),
-        (product, product_row_stride),
-        projection,
-        sources.norm_offset,
-        out,
-        {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": 1},
-        _FINALISE_COLUMNS,
-        _PARTIAL,
+    product = buffer.as_strided((N, D), (product_row_stride, 1), normed_numel)
+    _library_matmul_fp32(normed, weight, product)
+    post_dtype = None if post_norm_weight is None else post_norm_weight.dtype
+    finalise, blocks = _prepare_finalise(
+        out.dtype, None if bias is None else bias.dtype, post_dtype, D, width, out.device
     )
+    epilogue = _epilogue(bias, post_norm_weight, post_eps, sources.norm_offset, out)
+    finalise((N, blocks, 1), (0, 0.0, address(product), product_row_stride, *epilogue))
 
 
-@torch.no_grad()
 def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -503,7 +561,6 @@ def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-@torch.no_grad()
 def _library_matmul_fp32(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """The product before it is rounded, for a bias or a norm that has to see it so."""
     if x.dtype == torch.float32:

@@ -1,15 +1,11 @@
 """Rows as the launchers describe them to `launch`: strides, blocks, and when a load may be 16 bytes wide."""
 
-from torch import Tensor
-
-from .alignment import aligned, row_stride
+from .alignment import row_stride
 
 __all__ = [
-    "aligned",
     "block_and_warps",
     "cdiv",
     "column_block_and_warps",
-    "index_per_chunk",
     "next_power_of_2",
     "row_stride",
 ]
@@ -27,13 +23,6 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n > 0."""
     return 1 << (n - 1).bit_length()
-
-
-def index_per_chunk(indices: list[Tensor | None], chunks: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """An index for each entry of `chunks`, None where its rows are taken in order."""
-    if len(indices) == len(chunks):
-        return tuple(indices)
-    return (indices[0] if indices else None,) * len(chunks)
 
 
 def block_and_warps(width: int) -> tuple[int, int]:

@@ -7,10 +7,16 @@ strides are not. index_ptrs and residual_ptrs may hold None; Triton 3.6 then nei
 nor compares it with None, so both are asked of row_counts and residual_row_strides, which run beside them.
 """
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .dialect import round_to, to_fp32
+from .launch import I64, NONE, address, pointer_to, pointers_to
+from .rows import row_stride
 
 # Cache modifiers: from where a load may take what it reads. CACHE has no default: Triton 3.6 cannot compile a string.
 L1 = tl.constexpr("")
@@ -83,3 +89,55 @@ def load_values(
         # Not value + 0 where there is none: that would turn -0 into 0.
         value = tl.where(given, total, value)
     return value
+
+
+class Signature(NamedTuple):
+    """What binaries depend on of the sources' tensors."""
+
+    dtype: torch.dtype
+    entries: int  # chunks
+    residuals: tuple[bool, ...]  # whether each is there; () without any
+    indices: tuple[torch.dtype | None, ...]  # per entry of chunks
+    gains: tuple[torch.dtype, ...]
+
+    @property
+    def types(self) -> tuple:
+        """Of the kernels' first arguments, x_ptrs to index_ptrs."""
+        x, strides = pointer_to(self.dtype), (I64,) * self.entries
+        residuals = tuple(x if given else NONE for given in self.residuals)
+        return (
+            (x,) * self.entries,
+            strides,
+            strides,
+            residuals or NONE,
+            strides if residuals else NONE,
+            pointers_to(self.indices),
+        )
+
+    @property
+    def gain_types(self) -> tuple | str:
+        """Of the argument gain_ptrs."""
+        return pointers_to(self.gains) or NONE
+
+
+def describe(sources: tuple) -> tuple[Signature, tuple[int, ...], list[Any]]:
+    """Of a checked `ops.sources.Sources`: its signature, the widths of its chunks (one of packed ones), and the numbers
+    of the arguments `Signature.types`."""
+    chunks, _, _, gains, _, _, residuals, indices, _ = sources
+    numbers, shapes = [address(chunk) for chunk in chunks], [chunk.shape for chunk in chunks]
+    # `row_stride` of each, whose calls take 0.5 us more.
+    numbers += [chunk.stride()[0] if shape[0] > 1 else 0 for chunk, shape in zip(chunks, shapes)]  # noqa: B905
+    numbers += [shape[0] for shape in shapes]
+    given: tuple[bool, ...] = ()
+    if residuals:
+        given = tuple([residual is not None for residual in residuals])
+        numbers += [address(residual) for residual in residuals if residual is not None]
+        numbers += map(row_stride, residuals)
+    index_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(chunks)
+    if indices:
+        of_chunks: list[Tensor | None] = indices if len(indices) == len(chunks) else indices * len(chunks)
+        index_dtypes = tuple([None if index is None else index.dtype for index in of_chunks])
+        numbers += [address(index) for index in of_chunks if index is not None]
+    signature = chunks[0].dtype, len(chunks), given, index_dtypes, tuple([gain.dtype for gain in gains])
+    widths = tuple([shape[1] for shape in shapes])
+    return tuple.__new__(Signature, signature), widths, numbers  # Signature(*signature) is a call of Python's

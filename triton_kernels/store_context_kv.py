@@ -4,12 +4,13 @@ A column of K needs the normed value of the column that it rotates with, which i
 same cache line or the next.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from .dialect import has_pdl, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
-from .launch import launch
-from .rows import row_stride
+from .dialect import let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
+from .launch import FP32, I64, Launch, address, pointer_to, prepared
+from .rows import next_power_of_2, row_stride
 
 
 @triton.jit
@@ -94,50 +95,60 @@ def _store_context_kv(
     tl.store(k_ptr + h, round_to(k, k_cache_ptr.dtype.element_ty), mask=mask)
 
 
+@prepared
+def _prepare(
+    dtype: torch.dtype,
+    gain_dtype: torch.dtype | None,
+    cos_sin_dtype: torch.dtype,
+    positions_dtype: torch.dtype,
+    slots_dtype: torch.dtype,
+    has_v_cache: bool,
+    v_is_k: bool,
+    D: int,
+    rotary_width: int,
+    interleaved: bool,
+    device: torch.device,
+) -> Launch:
+    rows, block = pointer_to(dtype), next_power_of_2(D)
+    norm = pointer_to(gain_dtype), FP32, FP32, I64
+    rotation = pointer_to(cos_sin_dtype), I64, I64, I64, pointer_to(positions_dtype)
+    caches = rows, I64, I64, pointer_to(dtype if has_v_cache else None), I64, I64
+    return Launch(
+        _store_context_kv,
+        (rows, I64, *norm, *rotation, pointer_to(slots_dtype), I64, I64, *caches),
+        {"D": D, "ROTARY": rotary_width, "INTERLEAVED": interleaved, "V_IS_K": v_is_k, "BLOCK": block},
+        device,
+        num_warps=max(block // 128, 1),
+    )
+
+
 def run(record: tuple) -> None:
     """One launch for a checked `StoreContextKV` record."""
     kv, gain, eps, norm_offset, norm_width, cos_sin, rotary_begin, interleaved, positions, slots, k_cache, v_cache = (
         record
     )
     num_slots, heads, D = k_cache.shape
-    if kv.shape[0] == 0 or heads == 0 or D == 0:
+    rows, width = kv.shape
+    if rows == 0 or heads == 0 or D == 0:
         return
-    block = triton.next_power_of_2(D)
-    pdl = has_pdl(kv.device)
-    launch(
-        _store_context_kv,
-        (kv.shape[0], heads, 1),
-        (
-            kv,
-            row_stride(kv),
-            gain,
-            eps,
-            norm_offset,
-            norm_width,
-            cos_sin,
-            row_stride(cos_sin),
-            cos_sin.shape[0],
-            rotary_begin,
-            positions,
-            slots,
-            num_slots,
-            heads,
-            k_cache,
-            k_cache.stride(0),
-            k_cache.stride(1),
-            v_cache,
-            0 if v_cache is None else v_cache.stride(0),
-            0 if v_cache is None else v_cache.stride(1),
-        ),
-        {
-            "D": D,
-            "ROTARY": cos_sin.shape[1],
-            "INTERLEAVED": interleaved,
-            "V_IS_K": v_cache is not None and kv.shape[1] == heads * D,
-            "BLOCK": block,
-            "PDL": pdl,
-        },
-        num_warps=max(block // 128, 1),
-        pdl=pdl,
-        device=kv.device,
+    num_positions, rotary_width = cos_sin.shape
+    numbers = [address(kv), row_stride(kv)]
+    if gain is not None:
+        numbers.append(address(gain))
+    numbers += eps, norm_offset, norm_width, address(cos_sin), row_stride(cos_sin), num_positions, rotary_begin
+    numbers += address(positions), address(slots), num_slots, heads, address(k_cache), *k_cache.stride()[:2]
+    numbers += (0, 0) if v_cache is None else (address(v_cache), *v_cache.stride()[:2])
+    launch = _prepare(
+        kv.dtype,
+        None if gain is None else gain.dtype,
+        cos_sin.dtype,
+        positions.dtype,
+        slots.dtype,
+        v_cache is not None,
+        v_cache is not None and width == heads * D,
+        D,
+        rotary_width,
+        interleaved,
+        kv.device,
     )
+    launch((rows, heads, 1), numbers)

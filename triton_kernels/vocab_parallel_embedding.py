@@ -6,12 +6,13 @@ One program per id and block of columns. The shard's bounds are run-time values:
 SGLang 0.5.23 compiles one for each.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from .dialect import has_pdl, let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
-from .launch import launch
-from .rows import aligned, cdiv, column_block_and_warps, row_stride
+from .dialect import let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
+from .launch import FP32, I64, NONE, Launch, address, pointer_to, prepared
+from .rows import cdiv, column_block_and_warps, row_stride
 
 _ROWS = ("weight_ptr", "weight_row_stride", "out_ptr", "out_row_stride")
 
@@ -55,35 +56,42 @@ def _vocab_parallel_embedding(
     tl.store(out_ptr + i * out_row_stride + h, values, mask=h < H)
 
 
+@prepared
+def _prepare(
+    ids_dtype: torch.dtype,
+    dtype: torch.dtype,
+    has_scale: bool,
+    scale_dtype: torch.dtype | None,
+    H: int,
+    device: torch.device,
+) -> tuple[Launch, int]:
+    """And the blocks that share a row."""
+    ids, rows, scale = pointer_to(ids_dtype), pointer_to(dtype), FP32 if has_scale else NONE
+    block, num_warps = column_block_and_warps(H)
+    launch = Launch(
+        _vocab_parallel_embedding,
+        (ids, I64, rows, I64, I64, I64, I64, I64, I64, scale, pointer_to(scale_dtype), rows, I64),
+        {"H": H, "BLOCK": block},
+        device,
+        aligned_together=_ROWS,
+        num_warps=num_warps,
+    )
+    return launch, cdiv(H, block)
+
+
 def run(record: tuple) -> None:
     """One launch for a checked `VocabParallelEmbedding` record."""
     ids, weight, org_begin, org_end, added_begin, added_end, added_row, scale, scale_tensor, out = record
     N, H = out.shape
-    if out.numel() == 0:
+    if N == 0 or H == 0:
         return
-    block, num_warps = column_block_and_warps(H)
-    pdl = has_pdl(out.device)
-    launch(
-        _vocab_parallel_embedding,
-        (N, cdiv(H, block), 1),
-        (
-            ids,
-            ids.stride(0),
-            weight,
-            row_stride(weight),
-            org_begin,
-            org_end,
-            added_begin,
-            added_end,
-            added_row,
-            scale,
-            scale_tensor,
-            out,
-            row_stride(out),
-        ),
-        {"H": H, "BLOCK": block, "PDL": pdl},
-        aligned=_ROWS if aligned(weight, out) else (),
-        num_warps=num_warps,
-        pdl=pdl,
-        device=out.device,
-    )
+    bounds = org_begin, org_end, added_begin, added_end, added_row
+    numbers = [address(ids), ids.stride(0), address(weight), row_stride(weight), *bounds]
+    if scale is not None:
+        numbers.append(scale)
+    if scale_tensor is not None:
+        numbers.append(address(scale_tensor))
+    numbers += address(out), row_stride(out)
+    scale_dtype = None if scale_tensor is None else scale_tensor.dtype
+    launch, blocks = _prepare(ids.dtype, weight.dtype, scale is not None, scale_dtype, H, out.device)
+    launch((N, blocks, 1), numbers)

@@ -9,15 +9,14 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import triton
-from eagle_kernels.triton_kernels.launch import Specialisation, compile_kernel, types_of
+from eagle_kernels.triton_kernels import launch as launching
+from eagle_kernels.triton_kernels.launch import Specialisation, compile_kernel
 from triton.backends.compiler import GPUTarget
 
 Arch = int | str
@@ -41,20 +40,17 @@ class Launch:
     grid: tuple[int, int, int]
 
 
-def launches(call: Callable[[], None], modules: list[ModuleType], arch: Arch) -> list[Launch]:
-    """What `call` launches through these kernel modules where the GPU is an `arch`."""
+def launches(call: Callable[[], None], arch: Arch) -> list[Launch]:
+    """What `call` launches where the GPU is an `arch`."""
     seen = []
 
-    def record(kernel, grid, arguments, constants, *, device, aligned=(), num_warps=4, num_stages=1, pdl=False) -> None:
-        constants = tuple(constants.values())
-        specialisation = Specialisation(kernel.fn, types_of(arguments), constants, aligned, num_warps, num_stages, pdl)
-        seen.append(Launch(kernel, specialisation, grid))
+    def record(launch: launching.Launch, grid: tuple, numbers: Sequence, is_aligned: bool | None = None) -> None:
+        assert is_aligned in (None, launch.is_aligned(numbers))
+        seen.append(Launch(launch.kernel, launch.specialisation(launch.is_aligned(numbers)), grid))
 
-    with ExitStack() as patches:
-        for module in modules:
-            patches.enter_context(mock.patch.object(module, "launch", record))
-            if hasattr(module, "has_pdl"):
-                patches.enter_context(mock.patch.object(module, "has_pdl", lambda device: has_pdl(arch)))
+    launching.forget_prepared()  # of another arch
+    patched = mock.patch.multiple(launching, has_pdl=lambda device: has_pdl(arch))
+    with patched, mock.patch.object(launching.Launch, "__call__", record):
         call()
     return seen
 

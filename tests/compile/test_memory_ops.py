@@ -1,7 +1,8 @@
 """The compile gate of the four memory-bound ops: what their binaries need on every arch, and how few they are."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def launches_by_case(op: str, arch: Arch) -> dict[str, Launch]:
     """Presets first: where a feature has the binary of a preset, it is the preset, whose limits are stricter."""
     made = {}
     for case, call in (preset_calls(op) | FEATURES[op]).items():
-        (made[case],) = launches(call, [KERNELS[op]], arch)
+        (made[case],) = launches(call, arch)
     return made
 
 
@@ -190,7 +191,7 @@ def test_resources(op: str, arch: Arch, selected: Callable, record_binary: Calla
 def test_an_embeddings_blocks_leave_few_lanes_idle() -> None:
     """Of the widths of every model; 5376 columns are 3 blocks of 2048, and 512 are the least that a block has."""
     for case, call in preset_calls("vocab_parallel_embedding").items():
-        (launch,) = launches(call, [KERNELS["vocab_parallel_embedding"]], 90)
+        (launch,) = launches(call, 90)
         constants = launch.specialisation.constants
         H, block = constants[:2]
         assert 7 * -(-H // block) * block <= 8 * H or block == 512, case
@@ -205,13 +206,13 @@ def test_a_row_that_one_block_covers_is_read_once(H: int, arch: Arch) -> None:
         "norm_concat": lambda: concat(3, (H,) * 3, "chunk", residuals=(True,) * 3),
     }
     for op, call in calls.items():
-        (launch,) = launches(call, [KERNELS[op]], arch)
+        (launch,) = launches(call, arch)
         # x, residual and gain; 16 columns of bf16 a thread are two loads each.
         assert resources(launch, arch).loads == "128-bit x6", op
 
 
 def specialisations(op: str, calls: list[Callable[[], None]]) -> set[launching.Specialisation]:
-    return {launch.specialisation for call in calls for launch in launches(call, [KERNELS[op]], 90)}
+    return {launch.specialisation for call in calls for launch in launches(call, 90)}
 
 
 SIZES = (1, 2, 15, 16, 17, 4096, 70000)
@@ -257,23 +258,25 @@ def test_one_binary_for_a_concat_norm_on_both_sides_of_its_split() -> None:
     assert len(specialisations("norm_concat", [lambda N=N: concat(N, (4096,) * 3, "concat") for N in SIZES])) == 1
 
 
+UNALIGNED: dict[str, list[Callable[[], None]]] = {
+    "capture_hidden": [lambda s=s: capture(7, 4096, stride=s) for s in (4097, 4100, 4111)],
+    "add_rms_norm": [lambda s=s: add_norm(7, 4096, stride=s) for s in (4097, 4100, 4111)],
+    "vocab_parallel_embedding": [lambda s=s: embed(7, 4096, stride=s) for s in (4097, 4100, 4111)],
+    "norm_concat": [
+        lambda s=s: concat(7, (4096,) * 3, "chunk", indices=(torch.int64,), source_rows=5, stride=s)
+        for s in (4097, 4100, 4111)
+    ],
+}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_unaligned_rows_are_one_binary_more(op: str) -> None:
-    unaligned = {
-        "capture_hidden": [lambda s=s: capture(7, 4096, stride=s) for s in (4097, 4100, 4111)],
-        "add_rms_norm": [lambda s=s: add_norm(7, 4096, stride=s) for s in (4097, 4100, 4111)],
-        "vocab_parallel_embedding": [lambda s=s: embed(7, 4096, stride=s) for s in (4097, 4100, 4111)],
-        "norm_concat": [
-            lambda s=s: concat(7, (4096,) * 3, "chunk", indices=(torch.int64,), source_rows=5, stride=s)
-            for s in (4097, 4100, 4111)
-        ],
-    }[op]
-    assert len(specialisations(op, unaligned)) == 1
-    assert len(specialisations(op, [*SAME[op], *unaligned])) == 2
+    assert len(specialisations(op, UNALIGNED[op])) == 1
+    assert len(specialisations(op, [*SAME[op], *UNALIGNED[op]])) == 2
 
 
 def test_a_binary_serves_two_calls_and_a_capture_compiles_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through `launch` itself, with the driver and the compiler replaced by what counts calls."""
+    """Through `Launch` itself, with the driver and the compiler replaced by what counts calls."""
     compiled, launched = [], []
     capturing = False
 
@@ -288,8 +291,9 @@ def test_a_binary_serves_two_calls_and_a_capture_compiles_none(monkeypatch: pyte
     monkeypatch.setattr(launching, "compile_kernel", compile_kernel)
     monkeypatch.setattr(launching, "_binaries", {})
     monkeypatch.setattr(launching.triton.runtime.driver, "_active", _NoDriver())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(launching, "_current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    launching.forget_prepared()
 
     for T in SIZES:
         capture(T, 4096)
@@ -299,7 +303,51 @@ def test_a_binary_serves_two_calls_and_a_capture_compiles_none(monkeypatch: pyte
     assert len(launched) == len(SIZES) + 1
     with pytest.raises(RuntimeError, match=r"capture_hidden: .*not compiled.*eagle_kernels\.warmup\('capture_hidden'"):
         capture(3, 2048)
+    with pytest.raises(RuntimeError, match=r"capture_hidden: .*not compiled"):
+        capture(3, 4096, stride=4097)
     assert len(compiled) == 1 and len(launched) == len(SIZES) + 1
+    launching.forget_prepared()  # what would launch these binaries
+
+
+def test_a_launch_goes_to_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device is the current one, which is put back; each device has a binary of its own."""
+    current, launched = [0], []
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    class Binary:
+        def __init__(self) -> None:
+            self.loaded_on = current[-1]
+
+        def __getitem__(self, grid: tuple) -> Callable:
+            return lambda *arguments: launched.append((self.loaded_on, current[-1], grid, arguments))
+
+    monkeypatch.setattr(launching, "compile_kernel", lambda *arguments: Binary())
+    monkeypatch.setattr(launching, "_binaries", {})
+    monkeypatch.setattr(launching, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(launching, "has_pdl", lambda device: device.index == 1)
+    monkeypatch.setattr(launching.triton.runtime.driver, "_active", _NoDriver())
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    prepare, numbers = KERNELS["add_rms_norm"]._prepare, (16, 0, 32, 0, 48, 1e-6, 1.0, 64, 0, 80, 0)
+    for index in (0, 1, 0, 1):
+        prepare(BF16, BF16, 64, torch.device("cuda", index))((3, 1, 1), numbers)
+    launching.forget_prepared()
+    assert launched == 2 * [(index, index, (3, 1, 1), (*numbers, 64, 64, bool(index))) for index in (0, 1)]
+    assert current == [0] and len(launching._binaries) == 2
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_prepared_serves_its_signature_alone(op: str) -> None:
+    """Calls of every preset and feature, aligned and not, one after the other: each launches what it does alone."""
+    calls = [*preset_calls(op).values(), *FEATURES[op].values(), *SAME[op], *UNALIGNED[op]]
+    calls += calls[::-1]
+    alone = [launch for call in calls for launch in launches(call, 90)]
+    assert launches(lambda: [call() for call in calls], 90) == alone
 
 
 class _NoDriver:
@@ -310,7 +358,7 @@ class _NoDriver:
 def test_names() -> None:
     """The recorder above sees the arguments that a kernel has: one type for each run-time parameter."""
     for op in OPS:
-        for launch in (entry for call in SAME[op][:1] for entry in launches(call, [KERNELS[op]], 90)):
+        for launch in (entry for call in SAME[op][:1] for entry in launches(call, 90)):
             assert isinstance(launch, Launch)
             types, constants = launch.specialisation.types, launch.specialisation.constants
             assert len(types) + len(constants) == len(launch.kernel.arg_names)

@@ -20,6 +20,7 @@ if plan.SETTINGS.triton_interpret:
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled", allow_module_level=True)
 pytest.importorskip("triton")
 
+from eagle_kernels.triton_kernels import launch as launching
 from eagle_kernels.triton_kernels.launch import compile_kernel
 from triton.backends.compiler import GPUTarget
 
@@ -27,7 +28,6 @@ from compile.offline import ARCHS, SHARED_LIMIT, Arch, Launch, Row, launches, re
 from eagle_kernels.tuned_configs import Gpu
 
 kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
-memory_kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAN_ROWS = {"16 rows": 16, "32 rows": 32, "64 rows": 64, "128 rows": 128, "library": 129}
@@ -103,7 +103,7 @@ def call(
             problem = problem._replace(block_columns=weight.block[1], scales_sums=scales_sums)
             chosen = plan.quantized_projection(problem, "triton", "", "")
     out = tensor(N, D, dtype=dtype)
-    return launches(lambda: kernels.run(sources, projection, out, chosen), [kernels, memory_kernels], arch)
+    return launches(lambda: kernels.run(sources, projection, out, chosen), arch)
 
 
 def quantized(format: str, D: int, W: int) -> QuantizedWeight:
@@ -257,6 +257,20 @@ def test_a_layer_needs_few_binaries() -> None:
     norm_concat for the rest."""
     assert len(specialisations([call(90, N, *SIZES) for N in range(1, 300)])) == 7
     assert len(specialisations([call(90, N, 2, 4096, 6144) for N in (*range(1, 300), 5000)])) == 7
+
+
+def test_what_is_prepared_serves_its_signature_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of every feature, aligned and not, one after the other: each launches what it does alone."""
+    alone = feature_calls(90)
+    monkeypatch.setattr(launching, "forget_prepared", lambda: None)
+    for _ in range(2):
+        assert feature_calls(90) == alone
+
+
+def test_operands_that_a_plan_is_not_for_are_refused() -> None:
+    """Before anything is launched: the caller then asks for another plan."""
+    assert call(90, 16, *SIZES, stride=4112) and call(90, 16, *SIZES, stride=4097) == []
+    assert call(90, 1, *SIZES, stride=4097)  # of a single row
 
 
 def test_arguments_have_the_types_that_the_kernels_have_names_for() -> None:

@@ -18,7 +18,7 @@ def test_resources(arch: Arch, selected: Callable, record_binary: Callable[[Row]
     for name, dtype in DTYPES.items():
         for form in FORMS:
             record = make(FORMS[form], dtype, 3)
-            (made[f"{form}-{name}"],) = launches(lambda record=record: kernels.run(record), [kernels], arch)
+            (made[f"{form}-{name}"],) = launches(lambda record=record: kernels.run(record), arch)
     faults = []
     for case, launch in selected(made).items():
         found = resources(launch, arch)
@@ -36,5 +36,5 @@ def test_row_counts_and_strides_share_a_binary() -> None:
     records.append(
         records[0]._replace(k_cache=torch.zeros(7, 2, 128).bfloat16(), v_cache=torch.zeros(7, 2, 128).bfloat16())
     )
-    found = {launch.specialisation for r in records for launch in launches(lambda r=r: kernels.run(r), [kernels], 90)}
+    found = {launch.specialisation for r in records for launch in launches(lambda r=r: kernels.run(r), 90)}
     assert len(found) == 1

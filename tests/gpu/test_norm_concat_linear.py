@@ -168,6 +168,7 @@ def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.Monkey
     from eagle_kernels.triton_kernels import launch, workspace
 
     monkeypatch.setattr(launch, "_binaries", {})
+    launch.forget_prepared()
     monkeypatch.setattr(workspace, "_buffers", {})
     chunks, weight, gain = make_call(512, *MODEL)
     out = torch.empty(512, MODEL[2], dtype=weight.dtype, device="cuda")

@@ -63,6 +63,7 @@ def test_a_capture_without_a_binary_raises_and_writes_nothing(make: Callable, mo
     call.run()
     call.poison()
     monkeypatch.setattr(launch, "_binaries", {})
+    launch.forget_prepared()
     with pytest.raises(RuntimeError, match=r"eagle_kernels\.warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         call.run()
     torch.cuda.synchronize()

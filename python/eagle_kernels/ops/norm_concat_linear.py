@@ -23,7 +23,7 @@ from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import QuantizedWeight
 from ..triton_kernels.alignment import alignment
 from . import norm_concat_linear_quantized as quantized
-from .call import run_primitive
+from .call import check, run_primitive, triton_kernels
 from .norm_concat import ARGUMENTS, NormConcat
 from .projection import OP, Projection, eps_name, project_formula
 from .sources import Sources, formula, is_number
@@ -159,8 +159,8 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **
 
 
 def _likely_plan(sources: Sources, projection: Projection, rows: int, columns: int) -> Plan:
-    """The plan where every operand is aligned and the chunks have one width, which takes 4 us less to find. What else
-    the plan of a compiled kernel depends on its primitive refuses."""
+    """The plan where every operand is aligned and the chunks have one width, which takes 4 us less to find. Other
+    operands its kernels refuse."""
     weight, chunks, K = projection.weight, sources.chunks, sources.num_chunks
     H = chunks[0].shape[1] if len(chunks) == K else chunks[0].shape[1] // K
     has_residuals, has_post_norm = bool(sources.residuals), projection.post_norm_weight is not None
@@ -200,8 +200,6 @@ def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
             refused, plan = plan, _plan(sources, projection, rows)
             if (plan.backend, plan.kernel) == (refused.backend, refused.kernel):
                 raise  # not an argument: the device failed
-    elif plan.backend == "triton":
-        plan = _plan(sources, projection, rows)
     out = _run_plan(plan, sources, projection, out, shape)
     increment_version((out,))
     return out
@@ -215,13 +213,10 @@ def _run_plan(
     out = sources.chunks[0].new_empty(*shape) if out is None else out
     record = NormConcatLinear(sources, projection, out)
     if plan.backend == "triton":
-        from ..triton_kernels import norm_concat_linear as kernels
-
-        if library.unsupported_reason is None:
-            run_primitive(record, f"{OP}_checks")  # the same checks, compiled
-        else:
-            record.check()
-        kernels.run(sources, projection, out, plan)
+        kernels = triton_kernels(OP)
+        check(record, OP)
+        if not kernels.run(sources, projection, out, plan):
+            kernels.run(sources, projection, out, _plan(sources, projection, shape[0]))
         return out
     record.check()
     return _project(formula(sources).to(out.dtype), projection, sources.norm_offset, out)

@@ -18,7 +18,7 @@ from ..library import register_with_out, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import FORMATS, QuantizedWeight
 from ..triton_kernels.alignment import alignment
-from .call import run_primitive
+from .call import check, run_primitive, triton_kernels
 from .norm_concat import ARGUMENTS
 from .projection import OP, Projection, check_epilogue, eps_name, expected_weight, project_formula
 from .sources import Sources, formula
@@ -131,14 +131,12 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
     record = NormConcatLinearQuantized(sources, projection, out, plan.kernel is Kernel.DOTS)
     if plan.backend in COMPILED:
         run_primitive(record, PRIMITIVE)
+    elif plan.backend == "triton":
+        check(record, PRIMITIVE)
+        triton_kernels(OP).run(sources, projection, out, plan)
     else:
         record.check()
-        if plan.backend == "triton":
-            from ..triton_kernels import norm_concat_linear as kernels
-
-            kernels.run(sources, projection, out, plan)
-        else:
-            record.reference()
+        record.reference()
     increment_version((out,))
 
 
