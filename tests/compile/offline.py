@@ -8,8 +8,10 @@ import functools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
@@ -17,6 +19,7 @@ from unittest import mock
 import triton
 from eagle_kernels.triton_kernels import launch as launching
 from eagle_kernels.triton_kernels.launch import Specialisation, compile_kernel
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 Arch = int | str
@@ -46,13 +49,34 @@ def launches(call: Callable[[], None], arch: Arch) -> list[Launch]:
 
     def record(launch: launching.Launch, grid: tuple, numbers: Sequence, is_aligned: bool | None = None) -> None:
         assert is_aligned in (None, launch.is_aligned(numbers))
+        prepared_for = [kind for _, kind in launching._leaves(launch.types) if kind != launching.NONE]
+        assert [_type_of(number) for number in numbers] == prepared_for, launch.kernel.fn.__name__
         seen.append(Launch(launch.kernel, launch.specialisation(launch.is_aligned(numbers)), grid))
 
     launching.forget_prepared()  # of another arch
     patched = mock.patch.multiple(launching, has_pdl=lambda device: has_pdl(arch))
-    with patched, mock.patch.object(launching.Launch, "__call__", record):
+    with patched, mock.patch.object(launching.Launch, "__call__", record), ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("eagle_kernels.triton_kernels.") and hasattr(module, "address"):
+                patches.enter_context(mock.patch.object(module, "address", _Address.of))
         call()
     return seen
+
+
+class _Address(int):
+    """Of a tensor, with its dtype."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Address":
+        address = cls(tensor.data_ptr())
+        address.dtype = tensor.dtype
+        return address
+
+
+def _type_of(number: object) -> str:
+    if isinstance(number, _Address):
+        return launching.pointer_to(number.dtype)
+    return {int: launching.I64, float: launching.FP32}[type(number)]
 
 
 def has_pdl(arch: Arch) -> bool:
