@@ -17,7 +17,7 @@ from bad_calls import BAD_CALLS, GOOD, BadCall, D, H, K, T, rows
 from csrc_checks import CSRC, checks, failure_of, unreached
 from eagle_kernels import library, plan
 from guards import same_bits
-from primitives import run_primitive
+from primitives import run_primitive, tensors_of
 
 pytestmark = needs_compiled
 
@@ -81,19 +81,23 @@ def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall) -> None:
 
 
 class ChecksAlone:
-    """An op namespace whose `norm_concat_linear_out` is the primitive that Triton's launcher calls first."""
+    """An op namespace whose primitives are those that Triton's launchers call first."""
 
-    norm_concat_linear_out = torch.ops.eagle_kernels_C.norm_concat_linear_checks_out
+    def __getattr__(self, primitive: str) -> object:
+        return getattr(torch.ops.eagle_kernels_C, f"{primitive.removesuffix('_out')}_checks_out")
 
 
-@pytest.mark.parametrize("call", [call for call in ON_CPU if call.op == "norm_concat_linear"], ids=lambda call: call.id)
-def test_the_checks_alone_refuse_what_the_fused_kernel_does(call: BadCall) -> None:
+@pytest.mark.parametrize("call", ON_CPU, ids=lambda call: call.id)
+def test_the_checks_alone_refuse_what_the_kernels_do(call: BadCall) -> None:
     failure_of(ChecksAlone(), call)
 
 
-def test_the_checks_alone_write_nothing() -> None:
-    arguments = run(ChecksAlone(), "norm_concat_linear", out=torch.full((T, D), 7.0).bfloat16())
-    assert (arguments["out"] == 7).all()
+@pytest.mark.parametrize("op", GOOD)
+def test_the_checks_alone_write_nothing(op: str) -> None:
+    arguments = BadCall(op, "good", lambda good: {}).arguments()
+    before = [tensor.clone() for tensor in tensors_of(arguments)]
+    run_primitive(ChecksAlone(), op, arguments)
+    assert all(map(same_bits, tensors_of(arguments), before))
 
 
 @EVERY_DTYPE

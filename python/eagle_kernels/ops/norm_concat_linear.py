@@ -213,11 +213,10 @@ def _run_plan(
     out = sources.chunks[0].new_empty(*shape) if out is None else out
     record = NormConcatLinear(sources, projection, out)
     if plan.backend == "triton":
-        kernels = triton_kernels(OP)
         check(record, OP)
-        if not kernels.run(sources, projection, out, plan):
-            kernels.run(sources, projection, out, _plan(sources, projection, shape[0]))
-        return out
+        if triton_kernels(OP).run(sources, projection, out, plan):
+            return out
+        return _run_plan(_plan(sources, projection, shape[0]), sources, projection, out, shape)
     record.check()
     return _project(formula(sources).to(out.dtype), projection, sources.norm_offset, out)
 
