@@ -273,3 +273,9 @@ def test_explain_says_why() -> None:
     assert "no multiple of 16" in str(ek.explain("norm_concat_linear", odd, weight[:, :66].contiguous()))
     widths = [torch.randn(3, 32).bfloat16(), torch.randn(3, 64).bfloat16()]
     assert "differ in width" in str(ek.explain("norm_concat_linear", widths, weight[:, :96].contiguous()))
+
+
+@pytest.mark.parametrize("widths", [(32, 64, 80), (64, 32, 96)])
+def test_chunks_of_several_aligned_widths(widths: tuple[int, ...], tiles: Tiles) -> None:
+    """The plan of the first one's width, which is their mean too in the second case, is refused and chosen anew."""
+    check(Case("bf16", widths, 5, D=40))
