@@ -11,8 +11,7 @@ def row_stride(rows: Tensor | None) -> int:
 def alignment(*tensors: Tensor | None) -> tuple[bool, bool]:
     """(whether every address and row stride is a multiple of 16 bytes, the same with strides of 16 elements).
 
-    All or nothing: an op then has two binaries, not one for each combination of aligned arguments. Triton is told of
-    strides in elements, CUDA C++ of bytes.
+    Triton is told of strides in elements, CUDA C++ of bytes.
     """
     addresses, strides, stride_bytes = 0, 0, 0
     for tensor in tensors:
@@ -20,13 +19,6 @@ def alignment(*tensors: Tensor | None) -> tuple[bool, bool]:
             addresses |= tensor.data_ptr()
             if tensor.dim() >= 2:
                 stride = row_stride(tensor)
-                if tensor.dim() == 3 and tensor.shape[1] > 1:
-                    stride |= tensor.stride(1)  # from stream to stream
                 strides |= stride
                 stride_bytes |= stride * tensor.element_size()
     return (addresses | stride_bytes) % 16 == 0, (addresses | strides) % 16 == 0
-
-
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether Triton may be told that every address, in bytes, and every row stride, in elements, divides by 16."""
-    return alignment(*tensors)[1]
