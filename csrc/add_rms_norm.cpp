@@ -61,11 +61,12 @@ void run_on_cpu(const AddRmsNorm& record, int32_t) { cpu::parallel_rows(kCpu.act
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  const std::string schema =
-      "(Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset, Tensor(a!) out, "
-      "Tensor(b!) out_sum) -> ()";
-  m.def(("add_rms_norm_out" + schema).c_str());
-  m.def(("add_rms_norm_checks_out" + schema).c_str());
+  for (const std::string name : {"add_rms_norm_out(", "add_rms_norm_checks_out("}) {
+    m.def((name +
+           "Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset, Tensor(a!) out, "
+           "Tensor(b!) out_sum) -> ()")
+              .c_str());
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

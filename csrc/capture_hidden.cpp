@@ -77,9 +77,11 @@ void run_on_cpu(const CaptureHidden& record, int32_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  const std::string schema = "(Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()";
-  m.def(("capture_hidden_out" + schema).c_str());
-  m.def(("capture_hidden_checks_out" + schema).c_str());
+  for (const std::string name : {"capture_hidden_out(", "capture_hidden_checks_out("}) {
+    m.def((name +
+           "Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()")
+              .c_str());
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

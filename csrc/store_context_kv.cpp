@@ -102,12 +102,13 @@ void run_on_cpu(const StoreContextKV& record) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  const std::string schema =
-      "(Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, Tensor cos_sin, "
-      "int rotary_begin, bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, Tensor(b!)? v_cache"
-      ") -> ()";
-  m.def(("store_context_kv_out" + schema).c_str());
-  m.def(("store_context_kv_checks_out" + schema).c_str());
+  for (const std::string name : {"store_context_kv_out(", "store_context_kv_checks_out("}) {
+    m.def((name +
+           "Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, Tensor cos_sin, "
+           "int rotary_begin, bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, "
+           "Tensor(b!)? v_cache) -> ()")
+              .c_str());
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

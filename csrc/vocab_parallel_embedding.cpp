@@ -89,11 +89,12 @@ void run_on_cpu(VocabParallelEmbedding record, int32_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  const std::string schema =
-      "(Tensor ids, Tensor weight, int org_begin, int org_end, int added_begin, int added_end, int added_row, "
-      "float? scale, Tensor? scale_tensor, Tensor(a!) out) -> ()";
-  m.def(("vocab_parallel_embedding_out" + schema).c_str());
-  m.def(("vocab_parallel_embedding_checks_out" + schema).c_str());
+  for (const std::string name : {"vocab_parallel_embedding_out(", "vocab_parallel_embedding_checks_out("}) {
+    m.def((name +
+           "Tensor ids, Tensor weight, int org_begin, int org_end, int added_begin, int added_end, int added_row, "
+           "float? scale, Tensor? scale_tensor, Tensor(a!) out) -> ()")
+              .c_str());
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

@@ -24,9 +24,10 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
     """
     global unsupported_reason
     name = schema.partition("(")[0]
-    primitive = f"{name.removesuffix('_out')}_out"
-    if unsupported_reason is None and not hasattr(primitives, primitive):
-        unsupported_reason = _is_older(primitive)
+    op = name.removesuffix("_out")
+    for primitive in (f"{op}_out", f"{op}_checks_out"):
+        if unsupported_reason is None and not hasattr(primitives, primitive):
+            unsupported_reason = _is_older(primitive)
     # A fixed stride order: Inductor must hand over `out` views and strided chunks as they are, never re-laid copies.
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
     for key in ("CPU", "CUDA"):
