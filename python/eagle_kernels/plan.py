@@ -281,7 +281,7 @@ def runs_in_dots(isa: str, rows: int, block_columns: int) -> bool:
 
     The tile unit multiplies 16 rows at the cost of one. On an Intel Xeon with AMX, the same: fp8_row at 1 row 1.6 and
     1.8, at 2 rows 1.9 and 1.9, at 4 rows 2.9 and 1.9; with one scale for 128 columns at 2 rows 2.1 and 2.1; mxfp8 at 2
-    rows 2.3 and 2.9, at 4 rows 3.4 and 2.9; nvfp4 at 4 rows 2.7 and 3.0, at 8 rows 5.0 and 3.1.
+    rows 2.2 and 3.4, at 4 rows 3.5 and 3.3; nvfp4 at 2 rows 1.7 and 2.7, at 4 rows 2.9 and 2.8.
     """
     if isa == "amx_bf16":
         return rows <= (1 if block_columns >= 128 else 4 if block_columns == 16 else 2)
