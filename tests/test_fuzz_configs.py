@@ -119,7 +119,7 @@ def test_any_layer_ids(for_any: Callable, record_property: Callable) -> None:
             "model_type": data.draw(st.sampled_from(NAMES) | GARBAGE),
             "num_layers": data.draw(st.just(40) | SIZES),
             "layer_ids": data.draw(st.none() | IDS),
-            "algorithm": data.draw(st.sampled_from(["eagle3", "eagle3", "dflash"]) | GARBAGE),
+            "algorithm": data.draw(st.sampled_from(["eagle3", "eagle3", "dflash", "dspark"]) | GARBAGE),
             "layer_ids_mean": data.draw(st.sampled_from([None, *LAYER_ID_RULES]) | GARBAGE),
         }
 

@@ -127,7 +127,7 @@ def _check_meaning(op: str, layer_ids_mean: object) -> None:
 
 
 def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str | None) -> _Rule:
-    if algorithm not in _ALGORITHMS:
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise checks.error(ValueError, op, f"algorithm is {algorithm!r}", " or ".join(map(repr, _ALGORITHMS)))
     _check_meaning(op, layer_ids_mean)
     if layer_ids_mean is not None:

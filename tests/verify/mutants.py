@@ -296,11 +296,11 @@ MUTANTS = (
     Mutant(CODES_PRODUCT, "op.scales.global == nullptr ? 1.0f : *op.scales.global", "1.0f"),
     Mutant(CODES_PRODUCT, "(first + i) * sizeof(float)", "first * sizeof(float)"),
     Mutant(CODES_PRODUCT, "load(values + v * kLanes, Whole{}) * global", "load(values + v * kLanes, Whole{})"),
-    Mutant(CODES_PRODUCT, "count - i >= 4", "true"),
+    Mutant(CODES_PRODUCT, "count == 4", "true"),
     Mutant(
         CODES_PRODUCT,
-        "static_cast<uint32_t>(rows[column][first + j]) << 8 * (j - i)",
-        "static_cast<uint32_t>(rows[column][first + j])",
+        "static_cast<uint32_t>(rows[column][first + i]) << 8 * i",
+        "static_cast<uint32_t>(rows[column][first + i])",
     ),
     Mutant(CODES_PRODUCT, "of_numbers ? 1.0f : global", "1.0f"),
     Mutant(CODES_PRODUCT, "(Float)(words & 0xffff0000) * x[1]", "(Float)words * x[1]"),
@@ -522,17 +522,17 @@ MUTANTS = (
     Mutant(TRITON("norm_concat_linear"), "total *= tl.load(global_scale_ptr)", "total *= 1.0"),
     Mutant(
         TRITON("norm_concat_linear"),
-        "0 if columns >= W else columns",
+        "0 if columns >= shape[1] else columns",
         "columns",
         survives="an equal function: the index of the only block is 0 after a division too",
     ),
     Mutant(
         TRITON("norm_concat_linear"),
-        '"BLOCK_ROWS": 0 if rows >= D else rows',
+        '"BLOCK_ROWS": 0 if rows >= shape[0] else rows',
         '"BLOCK_ROWS": rows',
         survives="an equal function: the index of the only block is 0 after a division too",
     ),
-    Mutant(TRITON("norm_concat_linear"), '0.0625 if weight.format == "nvfp4" else 0.25', "1.0"),
+    Mutant(TRITON("norm_concat_linear"), '0.0625 if format == "nvfp4" else 0.25', "1.0"),
 )
 
 
