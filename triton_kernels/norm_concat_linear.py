@@ -554,6 +554,8 @@ def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     finalise((N, blocks, 1), (0, 0.0, address(product), product_row_stride, *epilogue))
 
 
+# Where the registered op is called with a weight that is trained, `out=` would raise.
+@torch.no_grad()
 def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -561,6 +563,7 @@ def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+@torch.no_grad()
 def _library_matmul_fp32(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """The product before it is rounded, for a bias or a norm that has to see it so."""
     if x.dtype == torch.float32:

@@ -279,3 +279,18 @@ def test_explain_says_why() -> None:
 def test_chunks_of_several_aligned_widths(widths: tuple[int, ...], tiles: Tiles) -> None:
     """The plan of the first one's width, which is their mean too in the second case, is refused and chosen anew."""
     check(Case("bf16", widths, 5, D=40))
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(48)])
+def test_the_registered_op_takes_a_weight_that_is_trained(bias: torch.Tensor | None) -> None:
+    """As an exported program calls it: the public function's check for inference is not on its way."""
+    chunks, gains, weight = [torch.randn(200, 64) for _ in range(2)], [torch.ones(64)] * 2, torch.randn(48, 128)
+
+    def call() -> torch.Tensor:
+        return torch.ops.eagle_kernels.norm_concat_linear(
+            chunks, 2, "chunk", gains, [1e-6], 0.0, [], [], None, weight, bias, None, 1e-6
+        )
+
+    expected = call()
+    weight.requires_grad_()
+    assert torch.equal(call(), expected)
