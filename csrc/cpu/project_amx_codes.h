@@ -179,8 +179,9 @@ class RatioLines {
       stretch.scales[0][v] = value_of(largest, Float8E8M0{}) * scales.global;
       bytes = (largest * 0x01010101 - bytes) & 0xffffffff >> 8 * (4 - count);
       __builtin_memcpy(exponents_ + v * kLanes, &bytes, sizeof bytes);
-      // The smallest number of e4m3 is 2^-9, and of bf16 2^-126.
-      stretch.has_ratios &= _mm512_cmpgt_epu8_mask((__m512i)bytes, _mm512_set1_epi8(126 - 9)) == 0;
+      // The smallest number of e2m1 is 2^-1 and of others 2^-9 at least; of bf16, 2^-126.
+      constexpr char kMost = std::is_same_v<Code, Float4E2M1> ? 126 - 1 : 126 - 9;
+      stretch.has_ratios &= _mm512_cmpgt_epu8_mask((__m512i)bytes, _mm512_set1_epi8(kMost)) == 0;
     }
   }
   // One block of a stretch as it is, the others zero.
