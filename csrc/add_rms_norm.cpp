@@ -1,8 +1,6 @@
 // add_rms_norm: from tensors to the record, and the primitive of both devices.
 #include "add_rms_norm.h"
 
-#include <string>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -61,12 +59,9 @@ void run_on_cpu(const AddRmsNorm& record, int32_t) { cpu::parallel_rows(kCpu.act
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  for (const std::string name : {"add_rms_norm_out(", "add_rms_norm_checks_out("}) {
-    m.def((name +
-           "Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset, Tensor(a!) out, "
-           "Tensor(b!) out_sum) -> ()")
-              .c_str());
-  }
+  define_alike(m, {"add_rms_norm_out", "add_rms_norm_checks_out"},
+               "Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset, Tensor(a!) out, "
+               "Tensor(b!) out_sum");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

@@ -1,8 +1,6 @@
 // capture_hidden: from tensors to the record, and the primitive of both devices.
 #include "capture_hidden.h"
 
-#include <string>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -77,11 +75,8 @@ void run_on_cpu(const CaptureHidden& record, int32_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  for (const std::string name : {"capture_hidden_out(", "capture_hidden_checks_out("}) {
-    m.def((name +
-           "Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares) -> ()")
-              .c_str());
-  }
+  define_alike(m, {"capture_hidden_out", "capture_hidden_checks_out"},
+               "Tensor hidden, Tensor? residual, Tensor(a!) out, Tensor(b!)? sum_squares");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

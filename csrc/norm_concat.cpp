@@ -34,9 +34,7 @@ void run_on_cpu(const NormConcat& record, int32_t) { cpu::norm_concat(record); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  for (const std::string name : {"norm_concat_out(", "norm_concat_checks_out("}) {
-    m.def((name + kSourcesSchema + ", Tensor(a!) out) -> ()").c_str());
-  }
+  define_alike(m, {"norm_concat_out", "norm_concat_checks_out"}, kSourcesSchema + ", Tensor(a!) out");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

@@ -221,17 +221,13 @@ void norm_concat_linear_two_step_out(const std::vector<View>& chunks, int64_t nu
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  for (const std::string name : {"norm_concat_linear_out(", "norm_concat_linear_checks_out("}) {
-    m.def((name + kSourcesSchema +
-           ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, Tensor(a!) out) -> ()")
-              .c_str());
-  }
-  for (const std::string name : {"norm_concat_linear_quantized_out(", "norm_concat_linear_quantized_checks_out("}) {
-    m.def((name + kSourcesSchema +
-           ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, int block_columns, Tensor? bias, "
-           "Tensor? post_norm_weight, float post_norm_eps, bool in_dots, bool early_weight, Tensor(a!) out) -> ()")
-              .c_str());
-  }
+  define_alike(m, {"norm_concat_linear_out", "norm_concat_linear_checks_out"},
+               kSourcesSchema + ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
+                                "Tensor(a!) out");
+  define_alike(m, {"norm_concat_linear_quantized_out", "norm_concat_linear_quantized_checks_out"},
+               kSourcesSchema + ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, "
+                                "int block_columns, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
+                                "bool in_dots, bool early_weight, Tensor(a!) out");
   m.def(("norm_concat_linear_split_out(" + kSourcesSchema +
          ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, bool early_weight, "
          "Tensor(a!) out) -> ()")

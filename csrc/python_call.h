@@ -11,7 +11,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include <array>
+#include <initializer_list>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
@@ -152,8 +154,14 @@ constexpr int32_t kCpuDevice = 0, kCudaDevice = 1;
 
 using PythonFunction = bool (*)(PythonArguments& arguments);
 
-// For the checks of a primitive alone, which Triton's launcher calls: in Python they take 10 to 60 us of a call.
+// For the checks of a primitive alone, <op>_checks_out beside <op>_out: Triton's launchers call that one, since checks
+// in Python take 10 to 60 us of a call.
 inline constexpr auto run_nothing = [](const auto&...) {};
+
+inline void define_alike(torch::stable::detail::StableLibrary& library, std::initializer_list<const char*> primitives,
+                         const std::string& arguments) {
+  for (const std::string name : primitives) library.def((name + "(" + arguments + ") -> ()").c_str());
+}
 
 void add_python_function(std::string_view name, int32_t device_type, PythonFunction function);
 

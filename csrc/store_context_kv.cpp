@@ -1,8 +1,6 @@
 // store_context_kv: from tensors to the record, and the primitive of the CPU.
 #include "store_context_kv.h"
 
-#include <string>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -102,13 +100,10 @@ void run_on_cpu(const StoreContextKV& record) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  for (const std::string name : {"store_context_kv_out(", "store_context_kv_checks_out("}) {
-    m.def((name +
-           "Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, Tensor cos_sin, "
-           "int rotary_begin, bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, "
-           "Tensor(b!)? v_cache) -> ()")
-              .c_str());
-  }
+  define_alike(m, {"store_context_kv_out", "store_context_kv_checks_out"},
+               "Tensor kv, Tensor? k_norm_weight, float eps, float norm_offset, int norm_width, Tensor cos_sin, "
+               "int rotary_begin, bool interleaved, Tensor positions, Tensor slots, Tensor(a!) k_cache, "
+               "Tensor(b!)? v_cache");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

@@ -4,8 +4,6 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include <string>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -89,12 +87,9 @@ void run_on_cpu(VocabParallelEmbedding record, int32_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  for (const std::string name : {"vocab_parallel_embedding_out(", "vocab_parallel_embedding_checks_out("}) {
-    m.def((name +
-           "Tensor ids, Tensor weight, int org_begin, int org_end, int added_begin, int added_end, int added_row, "
-           "float? scale, Tensor? scale_tensor, Tensor(a!) out) -> ()")
-              .c_str());
-  }
+  define_alike(m, {"vocab_parallel_embedding_out", "vocab_parallel_embedding_checks_out"},
+               "Tensor ids, Tensor weight, int org_begin, int org_end, int added_begin, int added_end, "
+               "int added_row, float? scale, Tensor? scale_tensor, Tensor(a!) out");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

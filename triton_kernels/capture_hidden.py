@@ -71,7 +71,7 @@ def _prepare(
     dtype: torch.dtype, has_residual: bool, has_sum_squares: bool, H: int, streams: int, device: torch.device
 ) -> Launch:
     rows = pointer_to(dtype)
-    squares = pointer_to(torch.float32) if has_sum_squares else NONE
+    squares = pointer_to(torch.float32 if has_sum_squares else None)
     block, num_warps = block_and_warps(H)
     return Launch(
         _capture_hidden,

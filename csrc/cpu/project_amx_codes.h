@@ -99,7 +99,7 @@ struct Place {
 // nobody asks for their sums.
 struct Stretch {
   alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
-  Float scales[1][kStripVectors] = {};  // of its sums, where the numbers are scaled by ratios to them
+  Float scales[kStripVectors] = {};  // of its sums, where the numbers are scaled by ratios to them
   bool has_ratios = false;
 };
 
@@ -176,7 +176,7 @@ class RatioLines {
       for (int64_t i = 0; i < count; ++i) {
         largest = (UInt)_mm512_max_epu32((__m512i)largest, (__m512i)(bytes >> 8 * i & 0xff));
       }
-      stretch.scales[0][v] = value_of(largest, Float8E8M0{}) * scales.global;
+      stretch.scales[v] = value_of(largest, Float8E8M0{}) * scales.global;
       bytes = (largest * 0x01010101 - bytes) & 0xffffffff >> 8 * (4 - count);
       __builtin_memcpy(exponents_ + v * kLanes, &bytes, sizeof bytes);
       // The smallest number of e2m1 is 2^-1 and of others 2^-9 at least; of bf16, 2^-126.
@@ -320,11 +320,10 @@ inline Place place_behind(const NormConcatLinear& op, const Block& block, Place 
 template <class Code, class Lines>
 void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   constexpr int64_t kAheadSteps = kAheadBytes * kCodesPerByte<Code> / kTileK;
-  const NumberScales of_numbers = number_scales(op);
-  const bool whole_sums = scales_rows(op) || of_numbers == NumberScales::kE4M3;
-  const bool by_ratios = of_numbers == NumberScales::kRatios;
+  constexpr bool kByRatios = std::is_same_v<Lines, RatioLines<Code>>;
+  const bool whole_sums = scales_rows(op) || std::is_same_v<Lines, ScaledLines>;
   const int64_t shared = op.scales.block_columns;
-  const int64_t sum_steps = whole_sums || by_ratios || shared > kStretch ? kStretchSteps : shared / kTileK;
+  const int64_t sum_steps = whole_sums || kByRatios || shared > kStretch ? kStretchSteps : shared / kTileK;
   Stretch stretches[2];
   alignas(kCacheLine) float sums[4 * kSumSize];
 
@@ -378,7 +377,7 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         int64_t done = 0;
         const auto beside = [&] { widen_next.widen_until(done += share); };
         Float of_sums[1][kStripVectors];
-        if constexpr (std::is_same_v<Lines, RatioLines<Code>>) {
+        if constexpr (kByRatios) {
           if (!stretch.has_ratios) {
             const Place here{panel, step};
             for (int64_t i = 0; i < num_blocks(op, step * kTileK); ++i) {
@@ -392,8 +391,8 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         }
         for (int64_t part = step; part < step + steps; part += sum_steps) {
           const int64_t part_steps = step + steps - part < sum_steps ? step + steps - part : sum_steps;
-          if (!whole_sums && !by_ratios) scales.read(part * kTileK / shared, 1, of_sums);
-          add_steps(stretch, {panel, part}, part_steps, by_ratios ? stretch.scales[0] : of_sums[0], part == 0, totals,
+          if (!whole_sums && !kByRatios) scales.read(part * kTileK / shared, 1, of_sums);
+          add_steps(stretch, {panel, part}, part_steps, kByRatios ? stretch.scales : of_sums[0], part == 0, totals,
                     beside);
         }
       }

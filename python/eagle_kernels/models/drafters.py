@@ -333,7 +333,7 @@ VLLM = (
         "DeepSeek V4 MTP",
         ("DeepSeekV4MTPModel",),
         _OF_STREAMS,
-        f"their sum; {_OTHER_CODES}; on XPU, where vLLM has other classes, and {_ON_AMD}",
+        f"their sum; {_OTHER_CODES}; on XPU and {_ON_AMD}",
     ),
     Drafter(
         "Qwen4-Exp MTP",

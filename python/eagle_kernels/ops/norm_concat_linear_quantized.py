@@ -133,7 +133,8 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
         run_primitive(record, PRIMITIVE)
     elif plan.backend == "triton":
         check(record, PRIMITIVE)
-        triton_kernels(OP).run(sources, projection, out, plan)
+        ran = triton_kernels(OP).run(sources, projection, out, plan)
+        assert ran, plan  # it was made for these very operands
     else:
         record.check()
         record.reference()

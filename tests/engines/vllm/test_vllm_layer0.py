@@ -16,7 +16,7 @@ from vllm_checkpoints import (
     write_layer0_drafter,
     write_target,
 )
-from vllm_engine import EXPECTED, Engine
+from vllm_engine import EXPECTED, Engine, Run
 
 LAYER = "LlamaDecoderLayer.qkv_proj"
 ON = {"EAGLE_KERNELS_VLLM_LAYER0": "1"}
@@ -33,7 +33,17 @@ def request_of(engine: Engine, norm_before_residual: bool = False, **more: objec
     return {"target": write_target(engine.folder / "target"), "drafter": drafter, **more}
 
 
-@pytest.mark.parametrize(
+def run_without_and_with(engine: Engine, request: dict, layer: str) -> Run:
+    """The second run. Off first: a graph that was cached without the part is not run with it."""
+    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
+    on = engine.run(request, **ON)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    assert off.calls == [] and f"{layer} runs norm_concat_linear; forced, not timed" in on.lines
+    return on
+
+
+FORMS = pytest.mark.parametrize(
     ("norm_before_residual", "tp", "compiled"),
     [
         pytest.param(False, 1, False, id="eager"),
@@ -42,14 +52,12 @@ def request_of(engine: Engine, norm_before_residual: bool = False, **more: objec
         pytest.param(True, 1, True, id="compiled-norm-before-residual"),
     ],
 )
+
+
+@FORMS
 def test_same_tokens_with_and_without(engine: Engine, norm_before_residual: bool, tp: int, compiled: bool) -> None:
-    """Off first: a graph that was cached without the part is not run with it."""
     request = request_of(engine, norm_before_residual, tp=tp, compiled=compiled)
-    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
-    on = engine.run(request, **ON)
-    assert on.tokens == off.tokens == EXPECTED
-    assert on.accepted_length == off.accepted_length == BEST
-    assert off.calls == [] and f"{LAYER} runs norm_concat_linear; forced, not timed" in on.lines
+    on = run_without_and_with(engine, request, LAYER)
     assert len(on.calls) == tp
     # A step drafts three tokens.
     assert all(set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 15 for calls in on.calls)
@@ -58,11 +66,7 @@ def test_same_tokens_with_and_without(engine: Engine, norm_before_residual: bool
 def test_of_a_gpt_oss_target(engine: Engine) -> None:
     """Its drafter is a Llama's. The first capture is behind a layer with sinks and a sliding window."""
     request = request_of(engine) | {"target": write_gpt_oss_target(engine.folder / "gpt-oss")}
-    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
-    on = engine.run(request, **ON)
-    assert on.tokens == off.tokens == EXPECTED
-    assert on.accepted_length == off.accepted_length == BEST
-    assert off.calls == [] and f"{LAYER} runs norm_concat_linear; forced, not timed" in on.lines
+    on = run_without_and_with(engine, request, LAYER)
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
@@ -71,12 +75,8 @@ def test_of_a_qwen3_drafter(engine: Engine) -> None:
     architecture = "Eagle3Qwen3ForCausalLM"
     drafter = write_layer0_drafter(engine.folder / "qwen3", norm_before_residual=True, architecture=architecture)
     request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
-    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
-    on = engine.run(request, **ON)
-    assert on.tokens == off.tokens == EXPECTED
-    assert on.accepted_length == off.accepted_length == BEST
-    assert "Qwen3Eagle3DecoderLayer.qkv_proj runs norm_concat_linear; forced, not timed" in on.lines
-    assert off.calls == [] and [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
+    on = run_without_and_with(engine, request, "Qwen3Eagle3DecoderLayer.qkv_proj")
+    assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
 def latent_request_of(engine: Engine, norm_before_residual: bool, **more: object) -> dict:
@@ -87,24 +87,12 @@ def latent_request_of(engine: Engine, norm_before_residual: bool, **more: object
     return {"target": target, "drafter": drafter, **more}
 
 
-@pytest.mark.parametrize(
-    ("norm_before_residual", "tp", "compiled"),
-    [
-        pytest.param(False, 1, False, id="norm-after-residual"),
-        pytest.param(True, 1, False, id="norm-before-residual"),
-        pytest.param(False, 2, False, id="tp2"),
-        pytest.param(True, 1, True, id="compiled-norm-before-residual"),
-    ],
-)
+@FORMS
 def test_with_latent_attention(engine: Engine, norm_before_residual: bool, tp: int, compiled: bool) -> None:
     """Every rank has the whole projection, which no head owns."""
     request = latent_request_of(engine, norm_before_residual, tp=tp, compiled=compiled)
-    off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
-    on = engine.run(request, **ON)
-    assert on.tokens == off.tokens == EXPECTED
-    assert on.accepted_length == off.accepted_length == BEST
-    assert "DeepseekV2Eagle3DecoderLayer.fused_qkv_a_proj runs norm_concat_linear; forced, not timed" in on.lines
-    assert off.calls == [] and [calls["norm_concat_linear"] >= 15 for calls in on.calls] == [True] * tp
+    on = run_without_and_with(engine, request, "DeepseekV2Eagle3DecoderLayer.fused_qkv_a_proj")
+    assert [calls["norm_concat_linear"] >= 15 for calls in on.calls] == [True] * tp
 
 
 def test_weight_updates_take_effect(engine: Engine) -> None:
