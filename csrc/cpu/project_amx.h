@@ -33,8 +33,8 @@ constexpr int64_t kBlockPanels = 16;
 
 inline int64_t num_groups(const NormConcatLinear& op) { return (op.num_rows + kTile - 1) / kTile; }
 
-// Scales that multiply numbers before they are summed: bf16 has the products of e2m1 and e4m3, and of any code and a
-// power of two. Those of e8m0 are the ratios of 32 or 64 columns to a stretch, whose sum takes the rest.
+// Scales that multiply numbers before they are summed: those of e4m3 for 16 columns of e2m1, and the ratios of those of
+// e8m0 for 32 or 64 columns (project_amx_codes.h).
 enum class NumberScales { kNone, kE4M3, kRatios };
 inline NumberScales number_scales(const NormConcatLinear& op) {
   const int64_t block = op.scales.block_columns;
@@ -45,9 +45,9 @@ inline NumberScales number_scales(const NormConcatLinear& op) {
   const bool is_nvfp4 = op.weight_type == WeightType::kFloat4E2M1 && op.scales.type == ScaleType::kFloat8E4M3;
   return is_nvfp4 && block == 16 && op.scales.block_rows == 1 ? NumberScales::kE4M3 : NumberScales::kNone;
 }
-// e2m1 that is scaled leaves the registers in an order of its own, within 128 columns (CodeLine).
+// e2m1 times ratios leaves the registers in an order of its own, within 128 columns (CodeLine).
 inline bool has_words(const NormConcatLinear& op) {
-  return op.weight_type == WeightType::kFloat4E2M1 && number_scales(op) != NumberScales::kNone;
+  return op.weight_type == WeightType::kFloat4E2M1 && number_scales(op) == NumberScales::kRatios;
 }
 inline int64_t num_steps(const NormConcatLinear& op) {
   const int64_t columns = has_words(op) ? round_up(op.source.width, kStripWidth) : op.source.width;

@@ -5,8 +5,9 @@
 // tiles of the panel by two of the rows are four products for four loads. A sum over the columns that share a scale,
 // 128 of them at most, enters the fp32 total times its scale, as in project_quantized.h; with one scale a row the
 // totals are the sums, and are scaled when they are finished. Of less than 128 columns a sum costs more than its
-// products (mxfp4, T = 64: 7.2 ms): there the numbers are scaled, where bf16 has the products (4.8 ms). Of e2m1 and
-// e4m3 it has them; of e8m0 those with the ratios of a stretch, whose sum takes the rest.
+// products (mxfp4, T = 64: 7.2 ms): there the numbers are scaled (3.6 ms), for bf16 has the products of e2m1 and e4m3,
+// and of any number and a power of two: scales of e8m0 as their ratios to the largest of their row, which is for its
+// sums.
 #pragma once
 
 #include <bit>
@@ -31,6 +32,7 @@ inline bool amx_reads_codes(const NormConcatLinear& op) {
 // here they are for the few codes that have to be looked up (fp8_row, T = 8: 1.94 ms, 1.83 so).
 struct NumberBytes {
   __m512i low, high;
+  bool all_normal = true;  // of e4m3: neither 0 nor subnormal nor NaN
 
   NumberBytes(__m512i codes, Float8E4M3) {
     // Of s eeee mmm the exponent in bf16 is e + 120: its lowest bit and the mantissa are the code's, its upper bits
@@ -44,6 +46,7 @@ struct NumberBytes {
       const CodeLine<Float8E4M3> line(codes);
       low = line.low;
       high = line.high;
+      all_normal = false;
     }
   }
 
@@ -62,17 +65,18 @@ struct NumberBytes {
 };
 
 // 64 columns of a row of codes in bf16, in their order; those behind the `count` that are there are zero. What unpacks
-// takes 8 bytes of each quarter: the first ones are put there before.
+// takes 8 bytes of each quarter: the first ones are put there before. Returns whether all numbers are normal.
 template <class Code>
-inline void widen_in_order(const uint8_t* codes, int64_t count, __m512i* lines) {
+[[gnu::always_inline]] inline bool widen_in_order(const uint8_t* codes, int64_t count, __m512i* lines) {
   const __mmask64 there = count >= 64 ? ~0ull : (1ull << count) - 1;
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   const NumberBytes bytes(_mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(there, codes)), Code{});
   lines[0] = _mm512_unpacklo_epi8(bytes.low, bytes.high);
   lines[1] = _mm512_unpackhi_epi8(bytes.low, bytes.high);
+  return bytes.all_normal;
 }
 template <>
-inline void widen_in_order<Float4E2M1>(const uint8_t* codes, int64_t count, __m512i* lines) {
+[[gnu::always_inline]] inline bool widen_in_order<Float4E2M1>(const uint8_t* codes, int64_t count, __m512i* lines) {
   const __mmask32 there = count >= 64 ? ~0u : (1u << count / 2) - 1;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   const __m256i bytes = _mm256_permutexvar_epi32(order, _mm256_maskz_loadu_epi8(there, codes));
@@ -83,6 +87,7 @@ inline void widen_in_order<Float4E2M1>(const uint8_t* codes, int64_t count, __m5
   const __m512i odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs, 4), table);
   lines[0] = _mm512_unpacklo_epi16(even, odd);
   lines[1] = _mm512_unpackhi_epi16(even, odd);
+  return false;
 }
 
 template <class Code>
@@ -99,8 +104,6 @@ struct Place {
 // nobody asks for their sums.
 struct Stretch {
   alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
-  Float scales[kStripVectors] = {};  // of its sums, where the numbers are scaled by ratios to them
-  bool has_ratios = false;
 };
 
 // How many blocks of columns a stretch has; none behind the end of the rows.
@@ -109,105 +112,237 @@ inline int64_t num_blocks(const NormConcatLinear& op, int64_t k) {
   return columns > 0 ? (columns - 1) / op.scales.block_columns + 1 : 0;
 }
 
-// A row of a stretch as lines of tiles, in the order of its columns; zero behind the end of the row.
-template <class Code>
-void widen_columns(const uint8_t* codes, int64_t left, __m512i (&lines)[kStretchSteps]) {
-  unrolled<kStretchSteps / 2>([&](auto pair) {
-    constexpr int64_t kBegin = pair * 2 * kTileK;
-    if (left <= kBegin) return;
-    widen_in_order<Code>(codes + bytes_of<Code>(kBegin), left - kBegin, lines + 2 * pair);
-  });
-}
+// Numbers as they are. Of each kind of lines, a Panel is what is read of the scales once a panel: whether its sums go
+// along whole rows, and the scales of those.
 template <class Code>
 struct PlainLines {
-  PlainLines(const NormConcatLinear&, const PanelScales&, Place, Stretch&) {}
+  struct Panel : PanelScales {
+    bool has_whole_sums;
+
+    Panel() = default;
+    Panel(const NormConcatLinear& op, int64_t panel)
+        : PanelScales(op, panel * kPanelColumns, false), has_whole_sums(scales_rows(op)) {}
+    void read_whole(Float (*scales)[kStripVectors]) const { read(0, 1, scales); }
+  };
+  PlainLines(const NormConcatLinear&, const Panel&, Place) {}
 
   void widen(const uint8_t* codes, int64_t left, int64_t, __m512i (&lines)[kStretchSteps]) const {
-    widen_columns<Code>(codes, left, lines);
+    unrolled<kStretchSteps / 2>([&](auto pair) {
+      constexpr int64_t kBegin = pair * 2 * kTileK;
+      if (left > kBegin) widen_in_order<Code>(codes + bytes_of<Code>(kBegin), left - kBegin, lines + 2 * pair);
+    });
   }
 };
 
-// The same of e2m1 in the order of its words, each number times the scale of its lane, whose 8 columns share one.
-inline void widen_words(const uint8_t* codes, int64_t left, Float scale, __m512i (&lines)[kStretchSteps]) {
-  const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
-  const CodeLine<Float4E2M1> line(_mm512_maskz_loadu_epi8(there, codes));
-  unrolled<kStretchSteps>([&](auto i) { lines[i] = (__m512i)scaled((UInt)line.word(i), scale); });
-}
-inline UInt block_of_lane(const NormConcatLinear& op) {
-  const UInt lanes = (UInt)_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return lanes >> static_cast<uint32_t>(std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) - 3);
-}
+// The numbers of e2m1 times each scale of e4m3, which bf16 has.
+struct ScaledNumbers {
+  alignas(kCacheLine) uint16_t bits[256][16];
+  constexpr ScaledNumbers() {
+    for (int scale = 0; scale < 256; ++scale) {
+      for (int code = 0; code < 16; ++code) {
+        const float value = Float8E4M3::value(scale) * Float4E2M1::value(code);
+        bits[scale][code] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, value) >> 16);
+      }
+    }
+  }
+};
+constexpr ScaledNumbers kScaledNumbers{};
 
-// Numbers of e2m1 times their scales of e4m3.
+// Numbers of e2m1 times their scales of e4m3, for blocks of 16: looked up among those of their blocks' two scales
+// (nvfp4, T = 8, in ms: multiplied in fp32 2.7, so 1.9).
 class ScaledLines {
  public:
-  ScaledLines(const NormConcatLinear& op, const PanelScales& scales, Place place, Stretch&)
-      : rows_(scales.rows[0] + place.step * kTileK / op.scales.block_columns),
-        row_stride_(op.scales.row_stride),
-        there_(static_cast<__mmask16>((1 << num_blocks(op, place.step * kTileK)) - 1)),  // 8 at most
-        block_of_lane_(block_of_lane(op)) {}
+  struct Panel : PanelScales {
+    static constexpr bool has_whole_sums = true;
 
-  void widen(const uint8_t* codes, int64_t left, int64_t row, __m512i (&lines)[kStretchSteps]) const {
-    const __m128i bytes = _mm_maskz_loadu_epi8(there_, rows_ + row * row_stride_);
-    const Float of_blocks = value_of((UInt)_mm512_cvtepu8_epi32(bytes), Float8E4M3{});
-    widen_words(codes, left, (Float)_mm512_permutexvar_ps((__m512i)block_of_lane_, (__m512)of_blocks), lines);
+    Panel() = default;
+    Panel(const NormConcatLinear& op, int64_t panel) : PanelScales(op, panel * kPanelColumns, false) {}
+    void read_whole(Float (*scales)[kStripVectors]) const {
+      for (Float& scale : *scales) scale = Float{} + global;
+    }
+  };
+  ScaledLines(const NormConcatLinear& op, const Panel& panel, Place place)
+      : rows_(panel.rows[0] + place.step * kTileK / kBlock), row_stride_(op.scales.row_stride) {}
+
+  [[gnu::always_inline]] void widen(const uint8_t* codes, int64_t left, int64_t row,
+                                    __m512i (&lines)[kStretchSteps]) const {
+    const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
+    const __m512i line = _mm512_maskz_loadu_epi8(there, codes);
+    const uint8_t* scales = rows_ + row * row_stride_;
+    // Word w is of byte w / 2, whose upper half is that of odd words; the second block's numbers are behind the first's.
+    const __m512i pairs = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5,
+                                           4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i shifts = _mm512_set1_epi32(4 << 16), second = _mm512_maskz_set1_epi16(0xffff0000, 16);
+    unrolled<kStretchSteps>([&](auto i) __attribute__((always_inline)) {
+      const auto numbers = [&](int64_t block) {
+        const int scale = left > block * kBlock ? scales[block] : 0;
+        return _mm256_load_si256(reinterpret_cast<const __m256i*>(kScaledNumbers.bits[scale]));
+      };
+      const __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(numbers(2 * i)), numbers(2 * i + 1), 1);
+      const __m512i bytes = _mm512_permutexvar_epi8(_mm512_add_epi16(pairs, _mm512_set1_epi16(16 * i)), line);
+      const __m512i codes_of_words = _mm512_srlv_epi16(bytes, shifts);
+      lines[i] = _mm512_permutexvar_epi16(or_masked(second, codes_of_words, _mm512_set1_epi16(15)), table);
+    });
   }
 
  private:
+  static constexpr int64_t kBlock = 16;
+
   const uint8_t* rows_;
   int64_t row_stride_;
-  __mmask16 there_;
-  UInt block_of_lane_;
 };
 
-// Numbers times the ratio of their scale to the largest of their row in the stretch, which is the scale of the sum:
-// powers of two. A number that bf16 would not have has no ratio; then the stretch is multiplied block by block.
+// The numbers of e2m1 with one zero: -0 less an exponent would be no zero.
+struct PositiveZero {
+  alignas(kCacheLine) uint16_t bits[32];
+  constexpr PositiveZero() {
+    for (int code = 0; code < 32; ++code) bits[code] = code % 8 == 0 ? 0 : kCodeTable<Float4E2M1>.bits[code % 16];
+  }
+};
+constexpr PositiveZero kPositiveZero{};
+
+// The smallest and the largest of some bytes.
+inline void find_range(const uint8_t* bytes, int64_t count, uint32_t& smallest, uint32_t& largest) {
+  __m512i least = _mm512_set1_epi8(-1), most{};
+  for (int64_t i = 0; i < count; i += kCacheLine) {
+    const __mmask64 there = count - i >= kCacheLine ? ~0ull : (1ull << (count - i)) - 1;
+    const __m512i line = _mm512_maskz_loadu_epi8(there, bytes + i);
+    least = _mm512_mask_min_epu8(least, there, least, line);
+    most = _mm512_max_epu8(most, line);
+  }
+  // Of all 64: the least and, upside down, the most, in pairs of bytes, for which there is an instruction.
+  const auto least_of = [](__m512i values) {
+    const __m256i half = _mm256_min_epu8(_mm512_castsi512_si256(values), _mm512_extracti64x4_epi64(values, 1));
+    const __m128i quarter = _mm_min_epu8(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i words = _mm_min_epu8(quarter, _mm_srli_epi16(quarter, 8));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_and_si128(words, _mm_set1_epi16(0xff)))) & 0xff);
+  };
+  smallest = least_of(least);
+  largest = 255 - least_of(_mm512_xor_si512(most, _mm512_set1_epi8(-1)));
+}
+
+// Whether some codes are zero, of either sign.
+template <class Code>
+bool are_zero(const uint8_t* codes, int64_t bytes) {
+  constexpr uint8_t kMagnitude = std::is_same_v<Code, Int8> ? 0xff : std::is_same_v<Code, Float4E2M1> ? 0x77 : 0x7f;
+  uint8_t any = 0;
+  for (int64_t i = 0; i < bytes; ++i) any |= codes[i] & kMagnitude;
+  return any == 0;
+}
+
+// Numbers times the ratio of their scale to the largest of their row, which is the scale of its sums: powers of two, so
+// the exponent of the ratio is subtracted from the number's (mxfp8 and mxfp4, T = 8, in ms: multiplied in fp32 by the
+// ratio to the largest of 128 columns 3.4 and 2.7, so 2.3 and 1.7). Where a number that is not zero has a ratio below
+// 2^-64, which no model has, its panel is multiplied block by block: the tile unit takes what is subnormal for zero.
 template <class Code>
 class RatioLines {
  public:
-  RatioLines(const NormConcatLinear& op, const PanelScales& scales, Place place, Stretch& stretch) : RatioLines(op) {
-    const int64_t k = place.step * kTileK, count = num_blocks(op, k);
-    if (count == 0) return;
-    scales.read_bytes(k / op.scales.block_columns, count, exponents_);
-    stretch.has_ratios = true;
-    for (int64_t v = 0; v < kStripVectors; ++v) {
-      UInt bytes, largest{};
-      __builtin_memcpy(&bytes, exponents_ + v * kLanes, sizeof bytes);
-      for (int64_t i = 0; i < count; ++i) {
-        largest = (UInt)_mm512_max_epu32((__m512i)largest, (__m512i)(bytes >> 8 * i & 0xff));
+  struct Panel : PanelScales {
+    static constexpr int64_t kPart = 16;  // blocks
+
+    uint32_t largest[kPanelColumns];  // scale of each row
+    bool has_whole_sums = true;
+    int64_t part;
+    alignas(kCacheLine) uint8_t exponents[kPanelColumns][kPart];  // of 1 / ratio, of a part
+
+    Panel() = default;
+    Panel(const NormConcatLinear& op, int64_t panel) : PanelScales(op, panel * kPanelColumns, false), part(-1) {
+      constexpr uint32_t kMost = 64, kNan = 255;
+      const int64_t shared = op.scales.block_columns, blocks = (op.source.width - 1) / shared + 1;
+      const int64_t columns = op.num_columns - panel * kPanelColumns;
+      const auto* codes = static_cast<const uint8_t*>(op.weight) + panel * kPanelColumns * op.weight_row_stride;
+      uint32_t smallest = 0;
+      for (int64_t i = 0; i < kPanelColumns; ++i, codes += op.weight_row_stride) {
+        const bool same = i > 0 && rows[i] == rows[i - 1];
+        if (same) largest[i] = largest[i - 1];
+        if (!same) find_range(rows[i], blocks, smallest, largest[i]);
+        if (largest[i] == kNan || largest[i] - smallest <= kMost || i >= columns) continue;
+        for (int64_t block = 0; block < blocks; ++block) {
+          const int64_t left = op.source.width - block * shared, count = left < shared ? left : shared;
+          const bool is_far = largest[i] - rows[i][block] > kMost;
+          has_whole_sums &= !is_far || are_zero<Code>(codes + bytes_of<Code>(block * shared), bytes_of<Code>(count));
+        }
       }
-      stretch.scales[v] = value_of(largest, Float8E8M0{}) * scales.global;
-      bytes = (largest * 0x01010101 - bytes) & 0xffffffff >> 8 * (4 - count);
-      __builtin_memcpy(exponents_ + v * kLanes, &bytes, sizeof bytes);
-      // The smallest number of e2m1 is 2^-1 and of others 2^-9 at least; of bf16, 2^-126.
-      constexpr char kMost = std::is_same_v<Code, Float4E2M1> ? 126 - 1 : 126 - 9;
-      stretch.has_ratios &= _mm512_cmpgt_epu8_mask((__m512i)bytes, _mm512_set1_epi8(kMost)) == 0;
+    }
+    void read_part(int64_t to_read, int64_t blocks) {
+      part = to_read;
+      const int64_t first = part * kPart, left = blocks - first;
+      const __mmask16 there = static_cast<__mmask16>(left >= kPart ? 0xffff : (1 << left) - 1);
+      for (int64_t i = 0; i < kPanelColumns; ++i) {
+        const __m128i bytes = _mm_maskz_loadu_epi8(there, rows[i] + first);
+        const __m128i most = _mm_set1_epi8(static_cast<char>(largest[i]));
+        _mm_store_si128(reinterpret_cast<__m128i*>(exponents[i]), _mm_sub_epi8(most, bytes));
+      }
+    }
+    void read_whole(Float (*scales)[kStripVectors]) const {
+      for (int64_t v = 0; v < kStripVectors; ++v) {
+        UInt lanes;
+        __builtin_memcpy(&lanes, largest + v * kLanes, sizeof lanes);
+        scales[0][v] = value_of(lanes, Float8E8M0{}) * global;
+      }
+    }
+  };
+
+  RatioLines(const NormConcatLinear& op, Panel& panel, Place place) {
+    const int64_t shared = op.scales.block_columns, block = place.step * kTileK / shared;
+    if (panel.part != block / Panel::kPart) panel.read_part(block / Panel::kPart, (op.source.width - 1) / shared + 1);
+    // In each quarter, the exponents of a row become one for each step.
+    const __m512i steps = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
+    const __m512i blocks = _mm512_srli_epi32(steps, shared == kTileK ? 0 : 1);
+    const __m512i bytes = _mm512_add_epi32(blocks, _mm512_set1_epi32(0x80808000 | block % Panel::kPart));
+    for (int64_t row = 0; row < kPanelColumns; row += 4) {
+      const UInt exponents = (UInt)_mm512_shuffle_epi8(_mm512_load_si512(panel.exponents[row]), bytes);
+      const UInt less = exponents << 7 | exponents << 23;
+      __builtin_memcpy(less_[row], &less, sizeof less);
     }
   }
   // One block of a stretch as it is, the others zero.
-  RatioLines(const NormConcatLinear& op, int64_t block) : RatioLines(op) {
-    for (uint32_t& exponents : exponents_) exponents = 0x7f7f7f7f & ~(0xff << 8 * block);
+  RatioLines(const NormConcatLinear& op, int64_t block) {
+    for (auto& less : less_) {
+      for (int64_t i = 0; i < kStretchSteps; ++i) less[i] = i * kTileK / op.scales.block_columns == block ? 0 : kZero;
+    }
   }
 
-  void widen(const uint8_t* codes, int64_t left, int64_t row, __m512i (&lines)[kStretchSteps]) const {
-    const UInt exponents = (UInt{} + exponents_[row]) >> shifts_ & 0xff;
-    const Float ratios = (Float)(127 - exponents << 23);
+  [[gnu::always_inline]] void widen(const uint8_t* codes, int64_t left, int64_t row,
+                                    __m512i (&lines)[kStretchSteps]) const {
+    const uint32_t* less = less_[row];
     if constexpr (std::is_same_v<Code, Float4E2M1>) {
-      widen_words(codes, left, ratios, lines);
-    } else {
-      widen_columns<Code>(codes, left, lines);
+      const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
+      const __m512i line = _mm512_maskz_loadu_epi8(there, codes);
+      const __m512i block_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+      const __m512i of_blocks = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(less)));
+      const __m512i less_of_lane = _mm512_permutexvar_epi32(block_of_lane, of_blocks);
+      const __m512i table = _mm512_load_si512(kPositiveZero.bits);
       unrolled<kStretchSteps>([&](auto i) {
-        const __m512 ratio = _mm512_permutexvar_ps(_mm512_set1_epi32(i * kLanes / kStretchSteps), (__m512)ratios);
-        lines[i] = (__m512i)scaled((UInt)lines[i], (Float)ratio);
+        const __m512i numbers = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * i), table);
+        lines[i] = _mm512_subs_epu16(numbers, less_of_lane);
+      });
+    } else {
+      unrolled<kStretchSteps / 2>([&](auto pair) __attribute__((always_inline)) {
+        constexpr int64_t kBegin = pair * 2 * kTileK;
+        if (left <= kBegin) return;
+        __m512i* place = lines + 2 * pair;
+        const bool all_normal = widen_in_order<Code>(codes + kBegin, left - kBegin, place);
+        if (std::is_same_v<Code, Float8E4M3> && all_normal) {
+          place[0] = _mm512_subs_epu16(place[0], _mm512_set1_epi32(less[2 * pair]));
+          place[1] = _mm512_subs_epu16(place[1], _mm512_set1_epi32(less[2 * pair + 1]));
+        } else {
+          place[0] = (__m512i)scaled((UInt)place[0], Float{} + ratio(less[2 * pair]));
+          place[1] = (__m512i)scaled((UInt)place[1], Float{} + ratio(less[2 * pair + 1]));
+        }
       });
     }
   }
 
  private:
-  explicit RatioLines(const NormConcatLinear& op) : shifts_(8 * block_of_lane(op)) {}
+  static constexpr uint32_t kZero = 0xffffffff;  // less than nothing is nothing
 
-  alignas(kCacheLine) uint32_t exponents_[kPanelColumns] = {};  // of 1 / ratio, a byte for each block
-  UInt shifts_;
+  static float ratio(uint32_t less) {
+    const uint32_t exponent = less >> 23 & 0xff;
+    return exponent < 127 ? __builtin_bit_cast(float, 127 - exponent << 23) : 0.0f;
+  }
+
+  alignas(kCacheLine) uint32_t less_[kPanelColumns][kStretchSteps];  // twice the exponent of 1 / ratio, in place
 };
 
 // Fills a stretch, row by row while another one is multiplied, and fetches what will be asked for later.
@@ -321,24 +456,24 @@ template <class Code, class Lines>
 void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   constexpr int64_t kAheadSteps = kAheadBytes * kCodesPerByte<Code> / kTileK;
   constexpr bool kByRatios = std::is_same_v<Lines, RatioLines<Code>>;
-  const bool whole_sums = scales_rows(op) || std::is_same_v<Lines, ScaledLines>;
-  const int64_t shared = op.scales.block_columns;
-  const int64_t sum_steps = whole_sums || kByRatios || shared > kStretch ? kStretchSteps : shared / kTileK;
+  const int64_t shared = op.scales.block_columns, block_steps = shared > kStretch ? kStretchSteps : shared / kTileK;
   Stretch stretches[2];
+  typename Lines::Panel panels[kBlockPanels];
   alignas(kCacheLine) float sums[4 * kSumSize];
 
   const auto multiply = [&](const Block& block, float* block_sums) {
-    PanelScales panel_scales[2] = {{op, 0, false}, {op, 0, false}};
+    const auto is_inside = [&](Place place) { return place.panel < block.end_panel() && place.step < block.end_step(); };
     const auto widening = [&](Place place, Stretch& stretch) {
-      PanelScales& scales = panel_scales[place.panel % 2];
-      if (place.step == block.step) scales = PanelScales(op, place.panel * kPanelColumns, false);
+      // Behind the last panel nothing is widened.
+      typename Lines::Panel& panel = panels[is_inside(place) ? place.panel - block.panel : 0];
+      if (place.step == block.step && is_inside(place)) panel = typename Lines::Panel(op, place.panel);
       const Place later = place_behind(op, block, place, kAheadSteps);
-      return Widening<Code, Lines>(op, Lines(op, scales, place, stretch), place, later, stretch);
+      return Widening<Code, Lines>(op, Lines(op, panel, place), place, later, stretch);
     };
-    // The sums of up to two groups stay in their tiles along a panel.
-    const bool stays = whole_sums && block.groups <= 2;
-    // The totals of a panel = or += some steps of a stretch by all groups.
-    const auto add_steps = [&](const Stretch& stretch, Place place, int64_t steps, const Float* of_sums, bool first,
+    // The totals of a panel = or += some steps of a stretch by all groups, times the scales if any are given; without,
+    // the sums of up to two groups stay in their tiles along a panel.
+    const bool stays = block.groups <= 2;
+    const auto add_steps = [&](const Stretch& stretch, Place place, int64_t steps, const Float* scales, bool first,
                                float* totals, auto beside) {
       for (int64_t g = 0; g < block.groups; g += 2) {
         const BFloat16* numbers = stretch.tiles[place.step % kStretchSteps][0][0];
@@ -346,15 +481,15 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         float* total = totals + g * 2 * kSumSize;
         const auto run = [&](auto two_groups) {
           constexpr bool kTwoGroups = decltype(two_groups)::value;
-          if (first || !whole_sums) {
+          if (first || scales != nullptr) {
             zero_sums();
           } else if (!stays || place.step == block.step) {
             load_sums<kTwoGroups>(total);
           }
           multiply_stretch<kTwoGroups>(numbers, rows, steps, beside);
-          if (!whole_sums) {
+          if (scales != nullptr) {
             store_sums<kTwoGroups>(sums);
-            add_scaled(kTwoGroups ? 2 : 1, sums, reinterpret_cast<const float*>(of_sums), first, total);
+            add_scaled(kTwoGroups ? 2 : 1, sums, reinterpret_cast<const float*>(scales), first, total);
           } else if (!stays || place.step + steps == block.end_step()) {
             store_sums<kTwoGroups>(total);
           }
@@ -362,48 +497,51 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
       }
     };
-    int64_t turn = 0;
+  int64_t turn = 0;
     widening({block.panel, block.step}, stretches[0]).widen_until(kPanelColumns);
     for (int64_t panel = block.panel; panel < block.end_panel(); ++panel) {
       float* totals = block_sums + (panel - block.panel) * block_groups(op) * 2 * kSumSize;
-      const PanelScales& scales = panel_scales[panel % 2];
+      const typename Lines::Panel& scales = panels[panel - block.panel];
+      const auto read_scales = [&](int64_t step, Float (*of_sums)[kStripVectors]) {
+        scales.read(step * kTileK / shared, 1, of_sums);
+        return of_sums[0];
+      };
       for (int64_t step = block.step; step < block.end_step(); step += kStretchSteps, turn ^= 1) {
         Stretch& stretch = stretches[turn];
+        const Place here{panel, step};
         const int64_t steps = block.end_step() - step < kStretchSteps ? block.end_step() - step : kStretchSteps;
-        const Place next = place_behind(op, block, {panel, step}, steps);
+        const Place next = place_behind(op, block, here, steps);
         Widening<Code, Lines> widen_next = widening(next, stretches[turn ^ 1]);
-        const int64_t next_rows = next.panel < block.end_panel() && next.step < block.end_step() ? kPanelColumns : 0;
+        const int64_t next_rows = is_inside(next) ? kPanelColumns : 0;
         const int64_t products = steps * ((block.groups + 1) / 2), share = (next_rows + products - 1) / products;
         int64_t done = 0;
         const auto beside = [&] { widen_next.widen_until(done += share); };
         Float of_sums[1][kStripVectors];
-        if constexpr (kByRatios) {
-          if (!stretch.has_ratios) {
-            const Place here{panel, step};
-            for (int64_t i = 0; i < num_blocks(op, step * kTileK); ++i) {
-              Widening<Code, Lines>(op, Lines(op, i), here, here, stretch).widen_until(kPanelColumns);
-              scales.read(step * kTileK / shared + i, 1, of_sums);
-              add_steps(stretch, here, steps, of_sums[0], step + i == 0, totals, [] {});
-            }
-            widen_next.widen_until(next_rows);
-            continue;
+        if (scales.has_whole_sums) {
+          add_steps(stretch, here, steps, nullptr, step == 0, totals, beside);
+        } else if constexpr (kByRatios) {
+          for (int64_t i = 0; i < num_blocks(op, step * kTileK); ++i) {
+            Widening<Code, Lines>(op, Lines(op, i), here, here, stretch).widen_until(kPanelColumns);
+            const Float* scale = read_scales(step + i * block_steps, of_sums);
+            add_steps(stretch, here, steps, scale, step + i == 0, totals, [] {});
           }
-        }
-        for (int64_t part = step; part < step + steps; part += sum_steps) {
-          const int64_t part_steps = step + steps - part < sum_steps ? step + steps - part : sum_steps;
-          if (!whole_sums && !kByRatios) scales.read(part * kTileK / shared, 1, of_sums);
-          add_steps(stretch, {panel, part}, part_steps, kByRatios ? stretch.scales : of_sums[0], part == 0, totals,
-                    beside);
+          widen_next.widen_until(next_rows);
+        } else {
+          for (int64_t part = step; part < step + steps; part += block_steps) {
+            const int64_t part_steps = step + steps - part < block_steps ? step + steps - part : block_steps;
+            const Float* scale = read_scales(part, of_sums);
+            add_steps(stretch, {panel, part}, part_steps, scale, part == 0, totals, beside);
+          }
         }
       }
     }
   };
   const auto finish = [&](int64_t panel, int64_t group, int64_t groups, const float* totals) {
-    if (!whole_sums) return finish_panel(op, panel, group, groups, totals, nullptr);
-    const PanelScales scales(op, panel * kPanelColumns, false);
-    Float of_column[1][kStripVectors] = {{Float{} + scales.global, Float{} + scales.global}};
-    if (scales_rows(op)) scales.read(0, 1, of_column);
-    finish_panel(op, panel, group, groups, totals, of_column[0]);
+    const typename Lines::Panel& scales = panels[(panel - panel_begin) % kBlockPanels];
+    if (!scales.has_whole_sums) return finish_panel(op, panel, group, groups, totals, nullptr);
+    Float of_columns[1][kStripVectors];
+    scales.read_whole(of_columns);
+    finish_panel(op, panel, group, groups, totals, of_columns[0]);
   };
   for_each_block(op, panel_begin, panel_end, kStretchSteps, multiply, finish);
 }

@@ -188,6 +188,7 @@ struct PanelScales {
   bool of_numbers;  // and `global` is for their sums
   float global;
 
+  PanelScales() = default;
   PanelScales(const NormConcatLinear& op, int64_t begin, bool may_scale_numbers)
       : type(op.scales.type),
         of_numbers(may_scale_numbers && type == ScaleType::kFloat8E4M3 && op.scales.block_columns < kStripWidth) {
