@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
+from backends import usable_isas
 from verify.results import EVERY_CORE, load, run_tests, save
 from verify.variant import ROOT, Variant, install, unoptimized
 
@@ -42,12 +43,14 @@ class Mutant:
     original: str
     fault: str
     survives: str = ""  # why no test can or need find it
+    isa: str = ""  # which has the kernel; elsewhere it does not run
 
 
 SIMD = "csrc/cpu/simd.h"
 DOT_PRODUCT = "csrc/cpu/project_dot.h"
 CODES_PRODUCT = "csrc/cpu/project_quantized.h"
 WIDEN_CODES = "csrc/cpu/widen_codes.h"
+AMX_CODES = "csrc/cpu/project_amx_codes.h"
 PRIMITIVE = "csrc/norm_concat_linear.cpp"
 QUANTIZED_WEIGHT = "python/eagle_kernels/quantized_weight.py"
 QUANTIZED_CHECKPOINT = "python/eagle_kernels/quantized_checkpoint.py"
@@ -74,6 +77,7 @@ TESTS = {
     DOT_PRODUCT: ["tests/test_norm_concat_linear.py", "tests/test_soak.py"],
     CODES_PRODUCT: _CODES,
     WIDEN_CODES: _CODES,
+    AMX_CODES: _CODES,
     PRIMITIVE: [*_CHECKS, *_CODES, "tests/test_norm_concat_linear.py"],
     QUANTIZED_WEIGHT: ["tests/test_quantized_weight.py"],
     QUANTIZED_CHECKPOINT: ["tests/test_quantized_checkpoint.py", "tests/test_checkpoint.py"],
@@ -394,7 +398,7 @@ MUTANTS = (
     Mutant(PLAN, "if shared < problem.num_chunks * H and H % shared:", "if False:"),
     Mutant(PLAN, "split_only=True)", "split_only=False)"),
     Mutant(PLAN, "return rows <= 4 or", "return rows <= 5 or"),
-    Mutant(PLAN, "1 if block_columns >= 128 else", "1 if block_columns > 128 else"),
+    Mutant(PLAN, "return rows == 1", "return rows <= 2"),
     Mutant(PLAN, "(7 <= rows <= 8 and", "(6 <= rows <= 8 and"),
     Mutant(PLAN, "(block_columns > 128 or block_columns == 16)", "(block_columns > 16 or block_columns == 16)"),
     Mutant(PLAN, "split_only=invariant or split_only", "split_only=invariant"),
@@ -533,12 +537,38 @@ MUTANTS = (
         survives="an equal function: the index of the only block is 0 after a division too",
     ),
     Mutant(TRITON("norm_concat_linear"), '0.0625 if format == "nvfp4" else 0.25', "1.0"),
+    Mutant(
+        AMX_CODES,
+        "any == 0",
+        "false",
+        survives="a panel with a block of zeros is then multiplied block by block, which is right and slower",
+        isa="amx_bf16",
+    ),
+    *(
+        Mutant(AMX_CODES, original, fault, isa="amx_bf16")
+        for original, fault in (
+            ("largest[i] - smallest <= kMost", "true"),
+            ("any == 0", "true"),
+            ("exponent < 127", "true"),
+            ("shared == kTileK ? 0 : 1", "0"),
+            ("left > block * kBlock ? scales[block] : 0", "scales[block]"),
+            ("panel.part != block / Panel::kPart", "panel.part < 0"),
+            ("left >= kPart ? 0xffff : (1 << left) - 1", "0xffff"),
+            ("i * kTileK / op.scales.block_columns == block", "i == block"),
+            ("_mm512_subs_epu16(numbers, less_of_lane)", "_mm512_sub_epi16(numbers, less_of_lane)"),
+            ("std::is_same_v<Code, Float8E4M3> && all_normal", "std::is_same_v<Code, Float8E4M3>"),
+            ("place.step == block.step && is_inside(place)", "place.step == block.step"),
+            ("first || scales != nullptr", "first"),
+            ("!stays || place.step + steps == block.end_step()", "place.step + steps == block.end_step()"),
+        )
+    ),
 )
 
 
 def main(files: list[str]) -> int:
     """Those of these files, or all; the records of the others stay as they were saved."""
-    chosen = [number for number, mutant in enumerate(MUTANTS) if not files or mutant.file in files]
+    here = {"", *usable_isas()}
+    chosen = [n for n, mutant in enumerate(MUTANTS) if (not files or mutant.file in files) and mutant.isa in here]
     variant, known = build(), {identity(record): record for record in load("mutants")["records"]}
     for variables in ({}, INTERPRETED):
         mutated = {MUTANTS[number].file for number in chosen if variables_of(MUTANTS[number].file) == variables}
