@@ -25,7 +25,7 @@ from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 RESULTS = Path("bench/results")
 VLLM_COMBINE = "vllm_combine.json"
-NO_BENCH_RUNS = ("host.json", "fuzz.json", "soak.json", VLLM_COMBINE)
+NO_BENCH_RUNS = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, "
@@ -55,6 +55,7 @@ def pages() -> dict[str, dict[str, str]]:
             "cpu": tables(runs, "cpu"),
             "cuda": tables(runs, "cuda"),
             "host": host(),
+            "host-launches": host_launches(),
             "demo": demo(),
         },
         "docs/sglang.md": {"hooks": sglang_hooks()},
@@ -249,6 +250,20 @@ def host() -> str:
         imported = f"`import eagle_kernels` takes {saved['import_ms']} ms beyond torch."
         lines += ["", imported, "", f"From [`{source}`](../{source}) by `eagle-kernels host`."]
     return "\n".join(lines) + "\n"
+
+
+def host_launches() -> str:
+    """What a call costs where nothing is launched, by backend: medians of single calls, from every rehearsal saved."""
+    lines = []
+    for path, saved in _saved("*/host_launches.json"):
+        cells: dict[str, dict[str, str]] = {}
+        for name, times in saved["microseconds"].items():
+            test, _, parameters = name.removesuffix("]").partition("[")
+            backend, _, case = parameters.partition("-")
+            cells.setdefault(f"{test.removeprefix('test_')} {case}".strip(), {})[backend] = f"{times['median']:.1f}"
+        lines += [_where(path, saved), "", "| call | CUDA us | Triton us |", "|---|---:|---:|"]
+        lines += [f"| {call} | {of['cuda']} | {of['triton']} |" for call, of in cells.items() if "cuda" in of] + [""]
+    return "\n".join(lines or ["No run is saved yet."]).rstrip("\n") + "\n"
 
 
 def matrix() -> str:

@@ -5,17 +5,25 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from backends import environment_of
+
 Measure = Callable[[Callable[[], object]], None]
 
 _ROUNDS = 2000
 
 
-@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=["cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # handing a row to a second thread would be most of what is measured
-    yield request.param
+    with environment_of(EAGLE_KERNELS_BACKEND="triton" if request.param == "triton" else "auto"):
+        yield request.param
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def device(backend: str) -> str:
+    return "cpu" if backend == "cpu" else "cuda"
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """What a call costs on the host: checks, dispatch, plan. One row of 64 columns leaves the kernels nothing to do.
 
-`make bench-host` measures; a plain pytest run calls each once; `make rehearsal REHEARSAL="--stages host-cost"` measures
-them on CUDA with every launch stubbed. `torch` is one product of the same size, for scale;
-`dispatch` is the registered op below the public function, so the difference to `out` is what the checks cost.
+`make bench-host` measures; a plain pytest run calls each once; `make gpu-ready` measures them on CUDA, by its first
+backend and by Triton, with every launch stubbed. `torch` is one product of the same size, for scale; `dispatch` is the
+registered op below the public function, so the difference to `out` is what the checks cost.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,8 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from eagle_kernels.model_shapes import model_shapes
+from eagle_kernels.ops.store_context_kv import StoreContextKV
+from eagle_kernels.ops.store_context_kv import store_context_kv as store_rows
 from eagle_kernels.plan import Problem, choose
 
 K, H, V = 3, 64, 100
@@ -49,10 +51,18 @@ def capture_hidden(device: str) -> tuple[Callable, dict]:
     return lambda **out: ek.capture_hidden(hidden, residual, **out), {"out": rows(device)}
 
 
-OPS = [norm_concat_linear, norm_concat, vocab_parallel_embedding, add_rms_norm, capture_hidden]
+def store_context_kv(device: str) -> tuple[Callable, dict]:
+    ids = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
+    caches = [rows(device, 4, 1, H) for _ in range(2)]
+    norm, rotary = (rows(device, H), 1e-6, 0.0, H), (rows(device, 9, H), 0, False)
+    record = StoreContextKV(rows(device, 1, 2 * H), *norm, *rotary, *ids, *caches)
+    return lambda: store_rows(record), {}
 
 
-@pytest.mark.parametrize("op", OPS[:-1], ids=lambda op: op.__name__)
+OPS = [norm_concat_linear, norm_concat, vocab_parallel_embedding, add_rms_norm, capture_hidden, store_context_kv]
+
+
+@pytest.mark.parametrize("op", OPS[:-2], ids=lambda op: op.__name__)
 def test_functional(op: Callable, device: str, measure: Callable) -> None:
     call, _ = op(device)
     measure(call)
@@ -75,16 +85,38 @@ def test_more_rows(T: int, form: str, device: str, measure: Callable) -> None:
     measure(lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gain, **out))
 
 
+@pytest.mark.parametrize("T", [8, 200])
+def test_epilogue(T: int, device: str, measure: Callable) -> None:
+    """Residuals and a post norm: all that the op takes."""
+    if device == "cpu":
+        pytest.skip("on a CPU the kernel would be what is measured")
+    chunks, residuals = ([rows(device, T, H) for _ in range(K)] for _ in range(2))
+    weight, gain, post = rows(device, H, K * H), rows(device, K, H), rows(device, H)
+    options = {"norm_weight": gain, "residuals": residuals, "post_norm_weight": post}
+    measure(lambda: ek.norm_concat_linear(chunks, weight, **options))
+
+
+def test_quantized(device: str, measure: Callable) -> None:
+    chunks, gain = [rows(device, 1, 128) for _ in range(K)], rows(device, K, 128)
+    codes = torch.zeros(H, K * 128, dtype=torch.float8_e4m3fn, device=device)
+    weight = ek.QuantizedWeight(codes, torch.ones(H, 1, device=device), "fp8_row")
+    measure(lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
 def test_dispatch(device: str, measure: Callable) -> None:
     hidden, residual, out = rows(device), rows(device), rows(device)
     measure(lambda: torch.ops.eagle_kernels.capture_hidden_out(hidden, residual, out, None))
 
 
-def test_module(device: str, measure: Callable) -> None:
+@pytest.mark.parametrize("T", [1, 200])
+@pytest.mark.parametrize("form", ["out", "functional"])
+def test_module(form: str, T: int, device: str, measure: Callable) -> None:
+    if device == "cpu" and T > 1:
+        pytest.skip("on a CPU the kernel would be what is measured")
     config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=H, eps=1e-6, chunk_norm=True)
     layer = ek.Eagle3Projection(config, dtype=torch.bfloat16, device=device)
-    chunks, out = [rows(device) for _ in range(K)], rows(device)
-    measure(lambda: layer(chunks, out=out))
+    chunks, options = [rows(device, T, H) for _ in range(K)], {"out": rows(device, T, H)} if form == "out" else {}
+    measure(lambda: layer(chunks, **options))
 
 
 def test_buffer_capture(device: str, measure: Callable) -> None:

@@ -51,6 +51,7 @@ def main(arguments: list[str]) -> int:
             break
         before, finished = finished, sum(len(record.get("finished", {})) for record in records.values())
         idle = idle + 1 if finished == before else 0
+    _save_host_costs(records)
     unexpected = [line for record in records.values() for line in _unexpected(record)]
     unexpected += [f"{name}: {record['status']}" for name, record in records.items() if record["status"] in _UNFINISHED]
     print("\n".join(unexpected))
@@ -58,6 +59,14 @@ def main(arguments: list[str]) -> int:
         f"{len(records)} stages, {len(unexpected)} failures that are not of values; gpu_session.sh ended with {status}"
     )
     return 1 if unexpected else 0
+
+
+def _save_host_costs(records: dict[str, dict]) -> None:
+    """What calls cost the host where launches are stubbed, into a file that can be saved under bench/results."""
+    if all(records.get(stage, {}).get("status") == "done" for stage in ("library", "host-cost")):
+        environment = records["library"]["result"]["run"]["environment"]
+        saved = {"environment": environment, **records["host-cost"]["result"]}
+        (FOLDER / "host_launches.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
 
 
 def _relink() -> Path:
