@@ -249,7 +249,7 @@ def test_scales_of_e8m0_may_be_far_apart(
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_a_block_of_zeros_may_have_any_scale(name: str) -> None:
-    """Quantizers give it 2^-127; zeros of both signs. The panel beside it is of 17, more than sums are kept for."""
+    """Quantizers give it 2^-127; zeros of both signs, in 18 panels, more than one block of the tile kernel has."""
     call = operands(Case("bf16", (352,), 5, D=547))
     weight = weight_of_e8m0(name, 547, 352, 32, (180, 182))
     zeros = weight.codes.view(torch.uint8).view(547, 11, -1)[3::5, 4]

@@ -10,8 +10,6 @@
 // sums.
 #pragma once
 
-#include <bit>
-
 #include "project_amx.h"
 #include "project_quantized.h"
 
@@ -106,12 +104,6 @@ struct Stretch {
   alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
 };
 
-// How many blocks of columns a stretch has; none behind the end of the rows.
-inline int64_t num_blocks(const NormConcatLinear& op, int64_t k) {
-  const int64_t left = op.source.width - k, columns = left < kStretch ? left : kStretch;
-  return columns > 0 ? (columns - 1) / op.scales.block_columns + 1 : 0;
-}
-
 // Numbers as they are. Of each kind of lines, a Panel is what is read of the scales once a panel: whether its sums go
 // along whole rows, and the scales of those.
 template <class Code>
@@ -169,9 +161,10 @@ class ScaledLines {
     const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
     const __m512i line = _mm512_maskz_loadu_epi8(there, codes);
     const uint8_t* scales = rows_ + row * row_stride_;
-    // Word w is of byte w / 2, whose upper half is that of odd words; the second block's numbers are behind the first's.
-    const __m512i pairs = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5,
-                                           4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    // Word w is of byte w / 2, whose upper half is that of odd words; the second block's numbers are behind the first
+    // one's.
+    const __m512i pairs = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5,
+                                           5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     const __m512i shifts = _mm512_set1_epi32(4 << 16), second = _mm512_maskz_set1_epi16(0xffff0000, 16);
     unrolled<kStretchSteps>([&](auto i) __attribute__((always_inline)) {
       const auto numbers = [&](int64_t block) {
@@ -215,7 +208,8 @@ inline void find_range(const uint8_t* bytes, int64_t count, uint32_t& smallest, 
     const __m256i half = _mm256_min_epu8(_mm512_castsi512_si256(values), _mm512_extracti64x4_epi64(values, 1));
     const __m128i quarter = _mm_min_epu8(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     const __m128i words = _mm_min_epu8(quarter, _mm_srli_epi16(quarter, 8));
-    return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_and_si128(words, _mm_set1_epi16(0xff)))) & 0xff);
+    const __m128i position = _mm_minpos_epu16(_mm_and_si128(words, _mm_set1_epi16(0xff)));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(position)) & 0xff;
   };
   smallest = least_of(least);
   largest = 255 - least_of(_mm512_xor_si512(most, _mm512_set1_epi8(-1)));
@@ -232,8 +226,10 @@ bool are_zero(const uint8_t* codes, int64_t bytes) {
 
 // Numbers times the ratio of their scale to the largest of their row, which is the scale of its sums: powers of two, so
 // the exponent of the ratio is subtracted from the number's (mxfp8 and mxfp4, T = 8, in ms: multiplied in fp32 by the
-// ratio to the largest of 128 columns 3.4 and 2.7, so 2.3 and 1.7). Where a number that is not zero has a ratio below
-// 2^-64, which no model has, its panel is multiplied block by block: the tile unit takes what is subnormal for zero.
+// ratio to the largest of 128 columns 3.4 and 2.7, so 2.1 and 1.5). The tile unit takes what is subnormal for zero: of
+// an output, products below 2^-126 times its largest scale are lost. Where a number that is not zero has a ratio below
+// 2^-64, its panel is multiplied block by block, the others zero, which an infinite x makes NaN. (With the columns of
+// e2m1 in their order no other need be there: mxfp4, T = 8 and 64, 1.7 and 3.7 ms, 2.0 and 4.5 so.)
 template <class Code>
 class RatioLines {
  public:
@@ -257,10 +253,10 @@ class RatioLines {
         if (same) largest[i] = largest[i - 1];
         if (!same) find_range(rows[i], blocks, smallest, largest[i]);
         if (largest[i] == kNan || largest[i] - smallest <= kMost || i >= columns) continue;
-        for (int64_t block = 0; block < blocks; ++block) {
+        for (int64_t block = 0; block < blocks && has_whole_sums; ++block) {
           const int64_t left = op.source.width - block * shared, count = left < shared ? left : shared;
           const bool is_far = largest[i] - rows[i][block] > kMost;
-          has_whole_sums &= !is_far || are_zero<Code>(codes + bytes_of<Code>(block * shared), bytes_of<Code>(count));
+          has_whole_sums = !is_far || are_zero<Code>(codes + bytes_of<Code>(block * shared), bytes_of<Code>(count));
         }
       }
     }
@@ -339,7 +335,7 @@ class RatioLines {
 
   static float ratio(uint32_t less) {
     const uint32_t exponent = less >> 23 & 0xff;
-    return exponent < 127 ? __builtin_bit_cast(float, 127 - exponent << 23) : 0.0f;
+    return exponent < 127 ? __builtin_bit_cast(float, (127 - exponent) << 23) : 0.0f;
   }
 
   alignas(kCacheLine) uint32_t less_[kPanelColumns][kStretchSteps];  // twice the exponent of 1 / ratio, in place
@@ -462,7 +458,9 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
   alignas(kCacheLine) float sums[4 * kSumSize];
 
   const auto multiply = [&](const Block& block, float* block_sums) {
-    const auto is_inside = [&](Place place) { return place.panel < block.end_panel() && place.step < block.end_step(); };
+    const auto is_inside = [&](Place place) {
+      return place.panel < block.end_panel() && place.step < block.end_step();
+    };
     const auto widening = [&](Place place, Stretch& stretch) {
       // Behind the last panel nothing is widened.
       typename Lines::Panel& panel = panels[is_inside(place) ? place.panel - block.panel : 0];
@@ -497,7 +495,7 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
       }
     };
-  int64_t turn = 0;
+    int64_t turn = 0;
     widening({block.panel, block.step}, stretches[0]).widen_until(kPanelColumns);
     for (int64_t panel = block.panel; panel < block.end_panel(); ++panel) {
       float* totals = block_sums + (panel - block.panel) * block_groups(op) * 2 * kSumSize;
@@ -520,7 +518,8 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         if (scales.has_whole_sums) {
           add_steps(stretch, here, steps, nullptr, step == 0, totals, beside);
         } else if constexpr (kByRatios) {
-          for (int64_t i = 0; i < num_blocks(op, step * kTileK); ++i) {
+          const int64_t left = op.source.width - step * kTileK, columns = left < kStretch ? left : kStretch;
+          for (int64_t i = 0; i * shared < columns; ++i) {
             Widening<Code, Lines>(op, Lines(op, i), here, here, stretch).widen_until(kPanelColumns);
             const Float* scale = read_scales(step + i * block_steps, of_sums);
             add_steps(stretch, here, steps, scale, step + i == 0, totals, [] {});
