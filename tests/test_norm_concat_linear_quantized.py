@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import eagle_kernels as ek
 from accuracy import expect
 from backends import CPU_ISAS, environment_of, needs_compiled
 from cases import Case, Operands, operands, weight_of_every_code
@@ -337,6 +338,17 @@ def test_blocks_of_any_width() -> None:
             expect(truth)[1].check(projected(call, weight))
 
 
+def test_a_call_is_planned_by_its_blocks(isa: str) -> None:
+    """A CPU's plan was made without them: 7 and 8 rows by one scale a row never ran in dots."""
+    isa = isa.partition("-")[0]
+    for name, columns in (("fp8_row", 12288), ("mxfp8", 32), ("nvfp4", 16)):
+        weight = random_weight(name, 32, 256)
+        for T in (1, 2, 5, 8):
+            chosen = ek.explain("norm_concat_linear", torch.randn(T, 256).bfloat16(), weight, num_chunks=1)
+            in_dots = isa in plan.DOTS_ISAS and plan.runs_in_dots(isa, T, columns)
+            assert (chosen.kernel is plan.Kernel.DOTS) == in_dots, (name, T)
+
+
 def test_the_plan_of_few_rows(isa: str) -> None:
     def kernel(T: int, dtype: torch.dtype, columns: int) -> plan.Kernel:
         problem = plan.Problem("norm_concat_linear_quantized", torch.device("cpu"), 3, T, dtype, block_columns=columns)
@@ -345,7 +357,7 @@ def test_the_plan_of_few_rows(isa: str) -> None:
     few, nearly_eight = {1, 2, 3, 4}, {7, 8}
     expected = {12288: few | nearly_eight, 128: few, 32: few, 16: few | nearly_eight}
     if isa.startswith("amx"):
-        expected = dict.fromkeys(expected, {1})
+        expected = {columns: {1} for columns in expected}
     for columns, rows in expected.items():
         in_dots = {T for T in (*range(1, 20), 64) if kernel(T, torch.bfloat16, columns) is plan.Kernel.DOTS}
         assert in_dots == (rows if "bf16" in isa else set())

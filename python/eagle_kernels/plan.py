@@ -279,9 +279,9 @@ def runs_in_dots(isa: str, rows: int, block_columns: int) -> bool:
     call of each in turn: int8_row at 4 rows 2.1 and 2.7, at 6 rows 3.6 and 2.9, at 8 rows 3.8 and 4.0; nvfp4 at 4 rows
     1.9 and 3.0, at 8 rows 3.8 and 4.3; mxfp4 at 4 rows 1.9 and 2.1, at 6 rows 3.7 and 3.1, at 8 rows 3.6 and 3.2.
 
-    The tile unit multiplies 16 rows at the cost of one. On an Intel Xeon with AMX, the same at 1 and 2 rows: fp8_row 1.6
-    and 1.8, 1.8 and 1.8; one scale for 128 columns 1.7 and 2.0, 2.0 and 2.0; mxfp8 1.8 and 2.0, 2.1 and 2.0; mxfp4 1.1
-    and 1.4, 1.6 and 1.4; nvfp4 1.2 and 1.6, 1.6 and 1.7.
+    The tile unit multiplies 16 rows at the cost of one. On an Intel Xeon with AMX, the same at 1 and 2 rows: fp8_row
+    1.6 and 1.8, 1.8 and 1.8; one scale for 128 columns 1.7 and 2.0, 2.0 and 2.0; mxfp8 1.8 and 2.0, 2.1 and 2.0; mxfp4
+    1.1 and 1.4, 1.6 and 1.4; nvfp4 1.2 and 1.6, 1.6 and 1.7.
     """
     if isa == "amx_bf16":
         return rows == 1

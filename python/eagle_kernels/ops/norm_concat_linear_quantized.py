@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, library
 from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register_with_out, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import FORMATS, QuantizedWeight
 from ..triton_kernels.alignment import alignment
-from .call import check, run_primitive, triton_kernels
+from .call import check, triton_kernels
 from .norm_concat import ARGUMENTS
 from .projection import OP, Projection, check_epilogue, eps_name, expected_weight, project_formula
 from .sources import Sources, formula
@@ -108,12 +108,27 @@ class NormConcatLinearQuantized(NamedTuple):
 
 
 def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
-    device, dtype = sources.chunks[0].device, sources.chunks[0].dtype
-    if device.type == "cpu" and plans.SETTINGS.backend not in ("cuda", "triton"):  # which tests force
-        return choose(PRIMITIVE, device, sources.num_chunks, rows, dtype)
     aligned = alignment(*sources.chunks, *sources.residuals, *sources.gains, weight.codes)
-    has_residuals, (D, _) = bool(sources.residuals), weight.shape
-    sizes = (sources.num_chunks, rows, dtype, D, sources.widths, has_residuals, has_post_norm)
+    return _choose(sources, weight, rows, has_post_norm, sources.widths, aligned)
+
+
+def _likely_plan(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
+    """As that of norm_concat_linear."""
+    chunks, K = sources.chunks, sources.num_chunks
+    H = chunks[0].shape[1] if len(chunks) == K else chunks[0].shape[1] // K
+    return _choose(sources, weight, rows, has_post_norm, (H,), (True, True))
+
+
+def _choose(
+    sources: Sources,
+    weight: QuantizedWeight,
+    rows: int,
+    has_post_norm: bool,
+    widths: tuple[int, ...],
+    aligned: tuple[bool, bool],
+) -> Plan:
+    device, dtype = sources.chunks[0].device, sources.chunks[0].dtype
+    sizes = (sources.num_chunks, rows, dtype, weight.codes.shape[0], widths, bool(sources.residuals), has_post_norm)
     scales_sums, code_bits = weight.scaled_where(dtype) == "blocks", 8 // FORMATS[weight.format].columns_per_code
     return choose(PRIMITIVE, device, *sizes, *aligned, weight.block[1], scales_sums, code_bits)
 
@@ -126,18 +141,28 @@ def can_read_codes(device: torch.device) -> bool:
 
 
 def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
+    weight, has_post_norm = projection.weight, projection.post_norm_weight is not None
     rows = out.size(0) if out.dim() else 0
-    plan = plan_of(sources, projection.weight, rows, projection.post_norm_weight is not None)
+    plan = _likely_plan(sources, weight, rows, has_post_norm)
     record = NormConcatLinearQuantized(sources, projection, out, plan.kernel is Kernel.DOTS)
     if plan.backend in COMPILED:
-        run_primitive(record, PRIMITIVE)
-    elif plan.backend == "triton":
+        try:
+            library.primitives.norm_concat_linear_quantized_out(*record.for_primitive())
+            return increment_version((out,))
+        except RuntimeError:
+            record.check()
+            refused, plan = plan, plan_of(sources, weight, rows, has_post_norm)
+            if plan.backend == refused.backend:
+                raise  # not an argument: the device failed
+    if plan.backend == "triton":
         check(record, PRIMITIVE)
-        ran = triton_kernels(OP).run(sources, projection, out, plan)
-        assert ran, plan  # it was made for these very operands
-    else:
-        record.check()
-        record.reference()
+        if not triton_kernels(OP).run(sources, projection, out, plan):
+            plan = plan_of(sources, weight, rows, has_post_norm)
+            ran = triton_kernels(OP).run(sources, projection, out, plan)
+            assert ran, plan  # it was made for these very operands
+        return increment_version((out,))
+    record.check()
+    record.reference()
     increment_version((out,))
 
 
