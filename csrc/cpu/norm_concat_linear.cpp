@@ -6,8 +6,8 @@
 //
 // Five projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
 // for bf16 on the tile unit, project_quantized.h for other codes, project_dot.h for everything else. Each sums a column
-// of the output in an order that depends on K*H and the weight's scales alone (of e8m0 on the tile unit, of 32 columns),
-// so the bits of a row do not depend on N, on the other rows or on the split over threads.
+// of the output in an order that depends on K*H and the weight's scales alone (on the tile unit on those of e8m0 of 32
+// columns), so the bits of a row do not depend on N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
