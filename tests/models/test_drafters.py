@@ -95,6 +95,15 @@ def test_a_projection_with_the_norm_behind_it_runs_where_it_is_hooked() -> None:
     assert {name for row in rows for name in row.architectures} == set(combine.DSPARK)
 
 
+def test_codes_are_those_that_are_read_of_the_engine() -> None:
+    """INT8 is what compressed-tensors and the methods of that name leave behind."""
+    of_sglang = import_module(f"{sglang.__name__}.unsupported")._QUANTIZED
+    of_vllm = import_module(f"{vllm.__name__}.combine").QUANTIZED
+    for rows, methods in ((SGLANG, of_sglang), (VLLM, of_vllm)):
+        read = any(word in method.lower() for method in methods for word in ("int8", "compressed_tensors"))
+        assert {"INT8" in row.stays for row in rows if "layouts of FP8" in row.stays} == {read}
+
+
 def test_layer_0_runs_where_it_is_hooked() -> None:
     layer0 = import_module(f"{sglang.__name__}.layer0")
     rows = [row for row in SGLANG if "layer 0" in row.runs]

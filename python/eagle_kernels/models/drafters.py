@@ -47,6 +47,8 @@ _STAGE = "norms, cat and projection"
 _OF_STREAMS = "each norm with the projection behind it, of the embedding and of the streams"
 _ON_AMD = "on AMD all of it, where vLLM has other classes, which no test of ours runs"
 _LAYER_0 = "norms, cat and qkv of layer 0"
+_FP8 = "the layouts of FP8 that the op reads"  # SGLang's Fp8LinearMethod alone is read there
+_NOT_FP8 = f"a quantized projection, but for {_FP8}"
 _OTHER_CODES = "a quantized projection, but for the layouts of FP8 and INT8 that the op reads"
 
 SGLANG = (
@@ -123,7 +125,7 @@ SGLANG = (
         "LongCat-Flash, Ling MTP",
         ("LongcatFlashForCausalLMNextN", "BailingMoeForCausalLMNextN"),
         _STAGE,
-        _OTHER_CODES,
+        _NOT_FP8,
         (
             "models.longcat_flash_nextn:LongcatFlashModelNextN.forward",
             "models.bailing_moe_nextn:BailingMoEModelNextN.forward",
@@ -133,14 +135,14 @@ SGLANG = (
         "dots3-note MTP",
         ("Dots3NoteForCausalLMNextN",),
         _STAGE,
-        _OTHER_CODES,
+        _NOT_FP8,
         ("models.dots3_common.nextn:Dot3NoteModelNextN.forward",),
     ),
     Drafter(
         "Nemotron-H MTP",
         ("NemotronHForCausalLMMTP",),
         _STAGE + " on one rank",
-        _OTHER_CODES + "; on more ranks the projection, whose columns SGLang gathers from them",
+        _NOT_FP8 + "; on more ranks the projection, whose columns SGLang gathers from them",
         (
             "models.nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer.forward",
             "models.nemotron_h_mtp:NemotronHMTPMoEDecoderLayer.forward",
@@ -157,7 +159,7 @@ SGLANG = (
         "DeepSeek V4 MTP",
         ("DeepseekV4ForCausalLMNextN",),
         _OF_STREAMS,
-        f"their sum; {_OTHER_CODES}; on sm_100 those in FP8 blocks, as DeepSeek ships them, whose scales SGLang "
+        f"their sum; {_NOT_FP8}; on sm_100 those in FP8 blocks, as DeepSeek ships them, whose scales SGLang "
         "repacks there",
         ("models.deepseek_v4_nextn:DeepseekV4ModelNextN.forward",),
     ),
@@ -184,9 +186,10 @@ SGLANG = (
         stays=_NO_NORMS,
     ),
     Drafter(
-        "DFlash, DFlash2, Muse Glimmer, MiniMax; DSpark: Qwen 3, Ling, LFM2",
+        "DFlash, DFlash2, LiLiCorr, Muse Glimmer, MiniMax; DSpark: Qwen 3, Ling, LFM2",
         (
             "DFlashDraftModel",
+            "LiLiCorrDraftModel",
             "MuseGlimmerAssistantModel",
             "DFlash2DraftModel",
             "DFlash2BeamDraftModel",
@@ -197,7 +200,7 @@ SGLANG = (
             "Lfm2DSparkDraftModel",
         ),
         "fc and the norm behind it",
-        _KEYS_AND_VALUES,
+        f"fc that SGLang holds quantized (LiLiCorr's, Nemotron 3.5's), but for {_FP8}; {_KEYS_AND_VALUES}",
         ("models.dflash:DFlashDraftModel.project_target_hidden",),
     ),
     Drafter(
@@ -224,7 +227,7 @@ SGLANG = (
         "of SGLang's pool; `ContextKV` computes them",
         ("models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark.project_target_hidden",),
     ),
-    Drafter("draft models of their own, n-grams", (), stays=_TOKENS),
+    Drafter("draft models of their own, the target with an adapter (UNO), n-grams", (), stays=_TOKENS),
 )
 
 VLLM = (

@@ -9,9 +9,23 @@ from pathlib import Path
 import pytest
 
 from eagle_kernels.engines.gates import resolve
+from eagle_kernels.models import families
 from eagle_kernels.models.drafters import SGLANG, Drafter
+from eagle_kernels.models.family import MTPStage
+from engines.built_projections import built
 
-DRAFTER = re.compile(r"NextN$|MTP$|Eagle3?|DFlash|DSpark|AssistantForCausalLM$|AssistantModel$")
+DRAFTER = re.compile(r"NextN$|MTP$|Eagle3?|DFlash|DSpark|Draft|AssistantForCausalLM$|AssistantModel$")
+# A part of the title of a row that each algorithm's drafters have.
+ALGORITHMS = {
+    "EAGLE": "EAGLE-1",
+    "EAGLE3": "EAGLE-3",
+    "FROZEN_KV_MTP": "Gemma 4 assistants",
+    "DFLASH": "DFlash",
+    "DSPARK": "DSpark",
+    "STANDALONE": "draft models of their own",
+    "UNO": "UNO",
+    "NGRAM": "n-grams",
+}
 
 
 pytest.importorskip("sglang")
@@ -19,19 +33,34 @@ pytest.importorskip("sglang")
 
 def served_drafters() -> dict[str, str]:
     """The names in `EntryClass` of every model file, by which SGLang's registry finds them, and its module; nothing is
-    imported."""
+    imported. A drafter is known by its name or by that of a class it derives from."""
     found = importlib.util.find_spec("sglang")
-    served = {}
+    served: dict[str, str] = {}
+    bases: dict[str, list[str]] = {}
     for file in (Path(found.submodule_search_locations[0]) / "srt/models").glob("*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "EntryClass":
                 names = (name.id for name in ast.walk(node.value) if isinstance(name, ast.Name))
                 served |= dict.fromkeys(names, f"sglang.srt.models.{file.stem}")
-    return {name: module for name, module in served.items() if DRAFTER.search(name)}
+
+    def drafts(name: str) -> bool:
+        return bool(DRAFTER.search(name)) or any(map(drafts, bases.get(name, ())))
+
+    return {name: module for name, module in served.items() if drafts(name)}
 
 
 def test_every_drafter_of_the_registry_has_a_row() -> None:
     assert set(served_drafters()) == {name for row in SGLANG for name in row.architectures}
+
+
+def test_every_algorithm_has_a_row() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    assert set(SpeculativeAlgorithm.__members__) == {*ALGORITHMS, "NONE"}
+    titles = [row.title for row in SGLANG]
+    assert not [part for part in ALGORITHMS.values() if not any(part in title for title in titles)]
 
 
 def test_a_context_row_has_the_classes_with_the_method_that_is_hooked() -> None:
@@ -39,7 +68,7 @@ def test_a_context_row_has_the_classes_with_the_method_that_is_hooked() -> None:
     hooked = {target for row in SGLANG for target in row.targets if target.endswith(".project_target_hidden")}
     of_row = {name: (*row.targets, "")[0] for row in SGLANG for name in row.architectures}
     for name, module in served.items():
-        if "dflash" in module or "dspark" in module:
+        if any(word in module for word in ("dflash", "dspark", "lilicorr")):
             method = getattr(importlib.import_module(module), name).project_target_hidden
             ours = [target for target in hooked if resolve(f"sglang.srt.{target}")[2] is method]
             assert ours == ([of_row[name]] if of_row[name] in hooked else []), name
@@ -56,3 +85,24 @@ def test_an_mtp_architecture_is_built_of_the_class_that_is_hooked(row: Drafter) 
         assert served[architecture] == module.__name__
         source = inspect.getsource(getattr(module, architecture))
         assert architecture == owner or f"{owner}(" in source or f"{owner}(" in inspect.getsource(module)
+
+
+MTP = [
+    pytest.param(family.mtp, architecture, id=f"{name}-{architecture}")
+    for name, family in families().items()
+    if family.mtp is not None and family.mtp.sglang is not None
+    for architecture in family.mtp.sglang.architectures
+]
+
+
+@pytest.mark.parametrize(("stage", "architecture"), MTP)
+def test_a_projection_is_built_of_the_class_that_the_family_s_row_names(stage: MTPStage, architecture: str) -> None:
+    """With a quantization config where the row says so; DeepSeek's alone is another one for a format of its own."""
+    (row,) = [row for row in SGLANG if architecture in row.architectures]
+    targets = row.targets[-1:] * len(row.architectures) if len(row.targets) != len(row.architectures) else row.targets
+    of = dict(zip(row.architectures, targets, strict=False))
+    module = f"sglang.srt.{of[architecture].partition(':')[0]}" if of else served_drafters()[architecture]
+    source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+    of_quark = {("ReplicatedLinear", True)} if "Quark" in row.stays else set()
+    for projection in stage.projections:
+        assert built(source, projection) - of_quark == {(stage.sglang.linear, stage.sglang.quantized)}

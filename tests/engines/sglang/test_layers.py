@@ -784,14 +784,18 @@ def test_copies_follow_the_target_when_it_is_loaded_again(monkeypatch: pytest.Mo
 @pytest.fixture
 def dflash_drafter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
     """A drafter of a class of SGLang's, loaded but for its layers."""
-    from sglang.srt.models import dflash
+    from sglang.srt.models import dflash, lilicorr
     from transformers import Qwen3Config
 
+    head = {"candidate_topk": 4, "hidden_size": 0, "num_layers": 1, "num_heads": 2, "mlp_ratio": 1.0}
+    head |= {"factor_dim": 8, "vector_eps": 1e-6, "logit_scale": 1.0}
+
     def build(name: str) -> nn.Module:
-        drafter_class = getattr(dflash, name)
+        drafter_class = getattr(lilicorr if name == "LiLiCorrDraftModel" else dflash, name)
         monkeypatch.setattr(drafter_class, "decoder_layer_cls", Identity)
         config = Qwen3Config(hidden_size=Ht, num_hidden_layers=2, vocab_size=V, rms_norm_eps=1e-3)
         config.dflash_config = {"target_layer_ids": [0, 2, 5], "mask_token_id": 1}
+        config.dflash_config |= {f"lilicorr_{field}": value for field, value in head.items()}
         drafter = randomized(drafter_class(config))
         context._prepare(drafter)
         return drafter
@@ -799,7 +803,10 @@ def dflash_drafter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module
     return build
 
 
-@pytest.mark.parametrize("name", ["DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"])
+@pytest.mark.parametrize(
+    "name",
+    ["DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel", "LiLiCorrDraftModel"],
+)
 def test_dflash_context_is_as_accurate_as_sglang(dflash_drafter: Callable, name: str) -> None:
     drafter = dflash_drafter(name)
     assert isinstance(drafter.project_target_hidden, context.Context)
