@@ -57,6 +57,8 @@ def test_descriptions_use_known_words(family: object) -> None:
         assert stage.order in ORDERS and stage.hnorm_over in ("stream", "row")
         assert len(stage.names) == (4 if stage.streams else 3 if stage.normed else 1)
         assert stage.engines, "no engine serves it"
+        # A layer of streams hands on streams, and no other does.
+        assert {engine.chain == "streams" for engine in stage.engines.values()} == {stage.streams}
         for engine in (*stage.engines.values(), stage.transformers):
             assert engine.chain in CHAINS
             assert engine.linear in ("Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear")

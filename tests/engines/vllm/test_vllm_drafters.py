@@ -1,7 +1,10 @@
 """docs/models.md has every drafter of the real vLLM's registry, and what it says of their classes is so."""
 
+import importlib.util
 import inspect
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,10 @@ import eagle_kernels as ek
 from eagle_kernels.engines.gates import Target, body_hash, resolve
 from eagle_kernels.engines.vllm import combine, context, mtp, speculator
 from eagle_kernels.engines.vllm.registry import HookedModel
+from eagle_kernels.models import families
 from eagle_kernels.models.drafters import VLLM
+from eagle_kernels.models.family import MTPStage
+from engines.built_projections import built
 
 registry = pytest.importorskip("vllm.model_executor.models.registry")
 
@@ -53,6 +59,27 @@ def served_class_of_a_gpu(architecture: str, module: str) -> type[torch.nn.Modul
     """vLLM serves another class of DeepSeek V3.2 on a CPU, and none of V4."""
     _, name = registry._SPECULATIVE_DECODING_MODELS[architecture]
     return getattr(sys.modules[module], name, None) or served_class(architecture)
+
+
+MTP = [
+    pytest.param(family.mtp, architecture, id=f"{name}-{architecture}")
+    for name, family in families().items()
+    if family.mtp is not None and family.mtp.vllm is not None
+    for architecture in family.mtp.vllm.architectures
+]
+
+
+@pytest.mark.parametrize(("stage", "architecture"), MTP)
+def test_a_projection_is_built_of_the_class_that_the_family_s_row_names(stage: MTPStage, architecture: str) -> None:
+    """With a quantization config and compiled where the row says so; in the source, since some have no class on CPU."""
+    if version("vllm").startswith("0.32"):
+        pytest.skip("the table is of vLLM 0.33")
+    hooked = {name: row.where.partition(":")[0] for row in mtp.LAYERS for name in row.architectures}
+    own = f"vllm.model_executor.models.{registry._SPECULATIVE_DECODING_MODELS[architecture][0]}"
+    source = Path(importlib.util.find_spec(hooked.get(architecture, own)).origin).read_text(encoding="utf-8")
+    for projection in stage.projections:
+        assert built(source, projection) == {(stage.vllm.linear, stage.vllm.quantized)}
+    assert ("@support_torch_compile" in source) == stage.vllm.compiled
 
 
 @pytest.mark.parametrize("architecture", context.ARCHITECTURES)
