@@ -5,6 +5,7 @@ Against the engines' registries: tests/engines/vllm/test_vllm_drafters.py and te
 
 from collections import Counter
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,14 @@ def test_an_mtp_row_says_what_its_family_s_stage_has(engine: str, name: str) -> 
     assert ("on one rank" in row.runs and "on more ranks" in row.stays) == (served.linear == "ColumnParallelLinear")
     assert ("a quantized projection, but for the layouts" in row.stays) == served.quantized
     assert ("norm of the embedding" in row.stays) == stage.embedding_prenormed
+
+
+@pytest.mark.parametrize(("engine", "says"), [("sglang", "of {} families' MTP"), ("vllm", "of {} MTP families")])
+def test_the_engines_pages_count_the_families_of_one_projection(engine: str, says: str) -> None:
+    stages = [family.mtp for family in families().values() if family.mtp is not None and family.model_types]
+    served = [stage for stage in stages if stage.normed and not stage.streams and engine in stage.engines]
+    page = Path(__file__).parents[2] / f"docs/{engine}.md"
+    assert says.format(len(served)) in page.read_text(encoding="utf-8")
 
 
 def test_a_mask_runs_where_the_hook_has_it() -> None:
