@@ -58,6 +58,25 @@ def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.
     allow_independent_roundings(expected).check(guarded.view)
 
 
+@pytest.mark.parametrize("off", [1, 16])
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128", "mxfp4"])
+def test_operands_off_the_alignment(format: str, off: int) -> None:
+    """Codes whose rows begin off 16 bytes, and x off its 16 elements: the plan for aligned operands comes first, whose
+    launch refuses them."""
+    call = operands(Case("bf16", (128,) * 2, 5, D=40))
+    weight = ek.quantize(call.projection["weight"], format)
+    _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
+    wider = torch.zeros(40, weight.codes.shape[1] + 2 * off, dtype=torch.uint8).view(weight.codes.dtype)
+    codes = wider[:, off:-off]
+    codes.copy_(weight.codes)
+    wide_rows = [torch.zeros(5, 128 + off).bfloat16()[:, off:].copy_(chunk) for chunk in call.chunks]
+    weight = ek.QuantizedWeight.of_tensors(codes, weight.scales, weight.global_scale, format, weight.block)
+    call = replace(call, chunks=wide_rows, projection=call.projection | {"weight": weight})
+    out = torch.full((5, 40), float("nan")).bfloat16()
+    call.norm_concat_linear(out=out)
+    allow_independent_roundings(expected).check(out)
+
+
 @pytest.mark.parametrize("format", ["fp8_row", "mxfp8", "mxfp4"])
 def test_every_code_and_scale(format: str) -> None:
     """x is the identity: the value of each, rounded once."""

@@ -156,14 +156,17 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
                 raise  # not an argument: the device failed
     if plan.backend == "triton":
         check(record, PRIMITIVE)
-        if not triton_kernels(OP).run(sources, projection, out, plan):
-            plan = plan_of(sources, weight, rows, has_post_norm)
-            ran = triton_kernels(OP).run(sources, projection, out, plan)
-            assert ran, plan  # it was made for these very operands
-        return increment_version((out,))
-    record.check()
-    record.reference()
+    else:
+        record.check()
+    # The second plan is for these very operands, and may be of another backend.
+    if not (_ran_triton(record, plan) or _ran_triton(record, plan_of(sources, weight, rows, has_post_norm))):
+        record.reference()
     increment_version((out,))
+
+
+def _ran_triton(record: NormConcatLinearQuantized, plan: Plan) -> bool:
+    sources, projection, out, _ = record
+    return plan.backend == "triton" and triton_kernels(OP).run(sources, projection, out, plan)
 
 
 _SOURCES = len(Sources._fields)
