@@ -1,9 +1,23 @@
-"""What the source of an engine's model builds a projection of."""
+"""The projections of the MTP families, and what the source of an engine's model builds them of."""
 
 import ast
 
+import pytest
+
+from eagle_kernels.models import families
+
 # Where a checkpoint has another name than the module.
 _ATTRIBUTES = {"eagle_linear": "fc"}
+
+
+def mtp_stages(engine: str) -> list:
+    """(stage, architecture) of each class that the engine serves, as a test's parameters."""
+    return [
+        pytest.param(family.mtp, architecture, id=f"{name}-{architecture}")
+        for name, family in families().items()
+        if family.mtp is not None and engine in family.mtp.engines
+        for architecture in family.mtp.engines[engine].architectures
+    ]
 
 
 def built(source: str, projection: str) -> set[tuple[str, bool]]:

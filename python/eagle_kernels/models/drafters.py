@@ -48,7 +48,7 @@ _OF_STREAMS = "each norm with the projection behind it, of the embedding and of 
 _ON_AMD = "on AMD all of it, where vLLM has other classes, which no test of ours runs"
 _LAYER_0 = "norms, cat and qkv of layer 0"
 _FP8 = "the layouts of FP8 that the op reads"  # SGLang's Fp8LinearMethod alone is read there
-_NOT_FP8 = f"a quantized projection, but for {_FP8}"
+_OTHER_THAN_FP8 = f"a quantized projection, but for {_FP8}"
 _OTHER_CODES = "a quantized projection, but for the layouts of FP8 and INT8 that the op reads"
 
 SGLANG = (
@@ -125,7 +125,7 @@ SGLANG = (
         "LongCat-Flash, Ling MTP",
         ("LongcatFlashForCausalLMNextN", "BailingMoeForCausalLMNextN"),
         _STAGE,
-        _NOT_FP8,
+        _OTHER_THAN_FP8,
         (
             "models.longcat_flash_nextn:LongcatFlashModelNextN.forward",
             "models.bailing_moe_nextn:BailingMoEModelNextN.forward",
@@ -135,14 +135,14 @@ SGLANG = (
         "dots3-note MTP",
         ("Dots3NoteForCausalLMNextN",),
         _STAGE,
-        _NOT_FP8,
+        _OTHER_THAN_FP8,
         ("models.dots3_common.nextn:Dot3NoteModelNextN.forward",),
     ),
     Drafter(
         "Nemotron-H MTP",
         ("NemotronHForCausalLMMTP",),
         _STAGE + " on one rank",
-        _NOT_FP8 + "; on more ranks the projection, whose columns SGLang gathers from them",
+        _OTHER_THAN_FP8 + "; on more ranks the projection, whose columns SGLang gathers from them",
         (
             "models.nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer.forward",
             "models.nemotron_h_mtp:NemotronHMTPMoEDecoderLayer.forward",
@@ -159,7 +159,7 @@ SGLANG = (
         "DeepSeek V4 MTP",
         ("DeepseekV4ForCausalLMNextN",),
         _OF_STREAMS,
-        f"their sum; {_NOT_FP8}; on sm_100 those in FP8 blocks, as DeepSeek ships them, whose scales SGLang "
+        f"their sum; {_OTHER_THAN_FP8}; on sm_100 those in FP8 blocks, as DeepSeek ships them, whose scales SGLang "
         "repacks there",
         ("models.deepseek_v4_nextn:DeepseekV4ModelNextN.forward",),
     ),

@@ -162,10 +162,9 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **
 def _likely_plan(sources: Sources, projection: Projection, rows: int, columns: int) -> Plan:
     """The plan where every operand is aligned and the chunks have one width, which takes 4 us less to find. Other
     operands its kernels refuse."""
-    weight, chunks, K = projection.weight, sources.chunks, sources.num_chunks
-    H = chunks[0].shape[1] if len(chunks) == K else chunks[0].shape[1] // K
+    weight, device, widths = projection.weight, sources.chunks[0].device, (sources.first_width,)
     has_residuals, has_post_norm = bool(sources.residuals), projection.post_norm_weight is not None
-    return choose(OP, chunks[0].device, K, rows, weight.dtype, columns, (H,), has_residuals, has_post_norm)
+    return choose(OP, device, sources.num_chunks, rows, weight.dtype, columns, widths, has_residuals, has_post_norm)
 
 
 def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:

@@ -114,9 +114,7 @@ def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm:
 
 def _likely_plan(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
     """As that of norm_concat_linear."""
-    chunks, K = sources.chunks, sources.num_chunks
-    H = chunks[0].shape[1] if len(chunks) == K else chunks[0].shape[1] // K
-    return _choose(sources, weight, rows, has_post_norm, (H,), (True, True))
+    return _choose(sources, weight, rows, has_post_norm, (sources.first_width,), (True, True))
 
 
 def _choose(
@@ -154,7 +152,7 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
             refused, plan = plan, plan_of(sources, weight, rows, has_post_norm)
             if plan.backend == refused.backend:
                 raise  # not an argument: the device failed
-    if plan.backend == "triton":
+    elif plan.backend == "triton":
         check(record, PRIMITIVE)
     else:
         record.check()

@@ -118,6 +118,12 @@ class Sources(NamedTuple):
         return total_width(self.chunks)
 
     @property
+    def first_width(self) -> int:
+        """Of the first chunk, which is nearly always that of all; `widths` takes longer."""
+        chunks, K = self.chunks, self.num_chunks
+        return chunks[0].shape[1] if len(chunks) == K else chunks[0].shape[1] // K
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """The different widths of the chunks."""
         if len(self.chunks) != self.num_chunks:

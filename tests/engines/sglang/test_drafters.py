@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from eagle_kernels.engines.gates import resolve
-from eagle_kernels.models import families
 from eagle_kernels.models.drafters import SGLANG, Drafter
 from eagle_kernels.models.family import MTPStage
-from engines.built_projections import built
+from engines.built_projections import built, mtp_stages
 
 DRAFTER = re.compile(r"NextN$|MTP$|Eagle3?|DFlash|DSpark|Draft|AssistantForCausalLM$|AssistantModel$")
 # A part of the title of a row that each algorithm's drafters have.
@@ -87,15 +86,7 @@ def test_an_mtp_architecture_is_built_of_the_class_that_is_hooked(row: Drafter) 
         assert architecture == owner or f"{owner}(" in source or f"{owner}(" in inspect.getsource(module)
 
 
-MTP = [
-    pytest.param(family.mtp, architecture, id=f"{name}-{architecture}")
-    for name, family in families().items()
-    if family.mtp is not None and family.mtp.sglang is not None
-    for architecture in family.mtp.sglang.architectures
-]
-
-
-@pytest.mark.parametrize(("stage", "architecture"), MTP)
+@pytest.mark.parametrize(("stage", "architecture"), mtp_stages("sglang"))
 def test_a_projection_is_built_of_the_class_that_the_family_s_row_names(stage: MTPStage, architecture: str) -> None:
     """With a quantization config where the row says so; DeepSeek's alone is another one for a format of its own."""
     (row,) = [row for row in SGLANG if architecture in row.architectures]
