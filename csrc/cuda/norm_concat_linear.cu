@@ -626,7 +626,7 @@ int units_of_widest(const Concat& source, int unit) {
 // a cluster has room one more of the chunk whose ranges are longest. Reading an SM's share of the weight takes 1,
 // multiplying it 0.5. A block on its own reads 2.6 times that share: what it costs that some have nobody beside them,
 // in the last wave, and in each cluster whose ranges differ in length. How much a few SMs alone can read is not in the
-// model: nine of ten should have a block. Nor is T in it: it is in no sum.
+// model: nine of ten should have a block, of equal times also in the last wave. Nor is T in it: it is in no sum.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int num_chunks = static_cast<int>(op.source.num_chunks), multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns), slots = 2 * multiprocessors;
@@ -639,6 +639,7 @@ SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
     ranges.of_chunk[k] = 1;
   }
   double least = 0;
+  bool best_fills = false;
   for (ranges.count = num_chunks;; ++ranges.count) {
     const auto length_in = [&](int k) { return (units[k] + ranges.of_chunk[k] - 1) / ranges.of_chunk[k]; };
     int longest = 0;
@@ -654,8 +655,10 @@ SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
     const double idle = waves * idle_in_cluster + (last > 0 ? static_cast<double>(slots - last) / slots : 0.0);
     const double time =
         std::max(share, 0.5 * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + of_block / 2.6 * idle;
-    if (best.count == 0 || time < least) {
+    const bool fills = last == 0 || last >= 0.9 * multiprocessors;
+    if (best.count == 0 || time < least || (fills && !best_fills && time <= 1.001 * least)) {
       best = ranges;
+      best_fills = fills;
       least = time;
     }
     if (ranges.count == kMaxCluster || length == 1) return best;

@@ -136,14 +136,16 @@ def test_float64_truth_of_ranges_of_several_lengths(
 
 @pytest.mark.parametrize(
     ("K", "H", "D", "ranges"),
-    # Blocks of 64 columns times ranges, for 132 SMs with room for two: 112, 126, 192, 135, 192, two waves and a part.
+    # Blocks of 64 columns times ranges, for 132 SMs with room for two: 112, 126, 192, 135, 192; 768, of which 240 are
+    # in the last wave where 6 ranges would leave 48; and 384, of which 120 are where 5 ranges would leave 56.
     [
         (3, 896, 896, 8),
         (3, 1152, 1152, 7),
         (3, 2048, 2048, 6),
         (3, 2880, 2880, 3),
         (3, 4096, 4096, 3),
-        (3, 6144, 6144, 6),
+        (3, 6144, 6144, 8),
+        (5, 4096, 4096, 6),
         (8, 64, 64, 8),
     ],
 )
