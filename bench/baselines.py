@@ -69,7 +69,7 @@ def normed_concat(
     """K norms and a cat, a cat and a norm, or a cat alone."""
     if norm == "chunk":
         chunks = [F.rms_norm(chunk, chunk.shape[-1:], gain, eps) for chunk, gain in zip(chunks, gains, strict=True)]
-    joined = torch.cat(list(chunks), -1, out=out)
+    joined = chunks[0] if len(chunks) == 1 and out is None else torch.cat(list(chunks), -1, out=out)
     if norm != "concat":
         return joined
     normed = F.rms_norm(joined, joined.shape[-1:], gains[0], eps)
@@ -90,6 +90,19 @@ def projection(
 def projected(normed: Tensor, weight: Tensor, eps: float, post_gain: Tensor | None) -> Tensor:
     product = F.linear(normed, weight)
     return product if post_gain is None else F.rms_norm(product, product.shape[-1:], post_gain, eps)
+
+
+def streams_projection(
+    embedding: Tensor, streams: Tensor, gains: Sequence[Tensor], weights: Sequence[Tensor], eps: float
+) -> Tensor:
+    """[T*S, D]: e_proj of the embedding [T, H] and h_proj of every stream [T*S, H], added.
+
+    The second norm is over as many columns as its gain has: H, or S*H (Qwen4-Exp).
+    """
+    (T, H), width = embedding.shape, gains[1].numel()
+    e = F.linear(F.rms_norm(embedding, (H,), gains[0], eps), weights[0])
+    h = F.linear(F.rms_norm(streams.view(-1, width), (width,), gains[1], eps).view(-1, H), weights[1])
+    return (h.view(T, -1, h.shape[1]) + e.unsqueeze(1)).view(h.shape)
 
 
 def slices_unsupported_reason(name: str, norm: str, device: str) -> str | None:
@@ -129,9 +142,9 @@ def normed_slices(
 class NormScratch:
     """F.rms_norm in static memory: torch's own has no out=, and on a CPU it is these operations over fresh tensors."""
 
-    def __init__(self, T: int, H: int, device: str) -> None:
-        self._wide = torch.zeros(T, H, dtype=torch.float32, device=device)
-        self._rstd = torch.zeros(T, 1, dtype=torch.float32, device=device)
+    def __init__(self, *shape: int, device: str) -> None:
+        self._wide = torch.zeros(*shape, dtype=torch.float32, device=device)
+        self._rstd = torch.zeros(*shape[:-1], 1, dtype=torch.float32, device=device)
 
     @staticmethod
     def num_bytes(T: int, H: int) -> int:

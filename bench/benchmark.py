@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from eagle_kernels import environment as settings
-from eagle_kernels import ops, plan
+from eagle_kernels import plan
+from eagle_kernels.model_shapes import InputStage
 from eagle_kernels.quantized_weight import FORMATS
 
 from . import cli_types, info, report
@@ -39,8 +40,7 @@ from .measure import (
     ratio,
     time_prepared,
 )
-from .ops import WORKLOADS
-from .ops.norm_concat_linear import NormConcatLinear
+from .ops import WORKLOADS, workload_of
 from .output import Progress, check_writable, say, wrap, write_text
 from .workloads import DENSE, Row, Verdict, Workload, judge
 
@@ -53,7 +53,7 @@ _MIN_TIME = {"cpu": 1.0, "cuda": 0.2}
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    op_list = cli_types.list_of("op", [*ops.__all__, "all"])
+    op_list = cli_types.list_of("op", [*WORKLOADS, "all"])
     add("--device", type=cli_types.one_of("device", info.DEVICES), default="cuda", help="cuda (default), cpu")
     add("--op", type=op_list, default=["norm_concat_linear"], help="ops with commas between, or all")
     cli_types.add_stage_arguments(parser)
@@ -131,6 +131,10 @@ def _check(arguments: argparse.Namespace) -> None:
             fail(f"argument --backends: {backend} cannot run here: {reason}; usable are: auto, {', '.join(usable)}")
     arguments.min_time = _MIN_TIME[device] if arguments.min_time is None else arguments.min_time
     arguments.stages = cli_types.stages(arguments)
+    if next(_rows(arguments), None) is None:
+        op, (preset, stage, _), weight = arguments.op[0], arguments.stages[0], arguments.weights[0]
+        reason = _no_row_reason(op, stage, weight)
+        fail(f"argument --op: no row of {op} for {preset}:{stage.kind} and weight {weight}: {reason}")
     if arguments.resume and arguments.json is None:
         fail("argument --resume: there is nothing to go on with, --json names no file")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -175,8 +179,14 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         op_names, arguments.stages, arguments.dtype, arguments.weights, arguments.tokens
     ):
         norm = arguments.norm or cli_types.norm_of(stage)
-        if weight == DENSE or op == "norm_concat_linear":
+        if _no_row_reason(op, stage, weight) is None:
             yield Row(op, preset, stage, norm, V, T, cli_types.DTYPES[dtype], arguments.device, weight)
+
+
+def _no_row_reason(op: str, stage: InputStage, weight: str) -> str | None:
+    if weight != DENSE and op != "norm_concat_linear":
+        return "it has no weight"
+    return WORKLOADS[op].no_stage_reason(stage)
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[d
         earlier.setdefault(report.row_key(record), {})[record["variant"]] = record["status"]
     for _, group in itertools.groupby(_rows(arguments), key=lambda row: replace(row, T=0)):
         rows = list(group)
-        probe = WORKLOADS[rows[0].op](rows[0], cache_bytes)
+        probe = workload_of(rows[0], cache_bytes)
         answers = {name: probe.unsupported_reason(name) for name in _columns(arguments)}
         names = [name for name, reason in answers.items() if reason is None]
         block = _Block([], [], {name: reason for name, reason in answers.items() if reason is not None})
@@ -221,7 +231,9 @@ def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[d
 
 def row_record(row: Row) -> dict:
     """The fields that all records of a row share, the timer aside."""
-    stage = row.stage
+    stage, context = row.stage, row.stage.context
+    more = {} if context is None else {"n": context.num_kv_heads, "d": context.head_dim}
+    more |= {"S": stage.streams} if stage.streams > 1 else {}
     return {
         "op": row.op,
         "preset": row.preset,
@@ -234,6 +246,7 @@ def row_record(row: Row) -> dict:
         "T": row.T,
         "dtype": cli_types.DTYPE_NAMES[row.dtype],
         "weight": row.weight,
+        **more,
     }
 
 
@@ -449,7 +462,7 @@ class _Session:
         say(layout.header())
         measured: list[dict] = []
         for row, names in zip(rows, block.names, strict=True):
-            records = runner.measure(WORKLOADS[row.op](row, runner.cache_bytes), names)
+            records = runner.measure(workload_of(row, runner.cache_bytes), names)
             measured += records
             self._keep(records)
             for per_timer in report.rows(records):
@@ -582,7 +595,7 @@ def _print_floors(arguments: argparse.Namespace, stages: list[cli_types.Stage], 
         say(f"norm_concat_linear, {preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D}")
         for T in arguments.tokens:
             row = Row("norm_concat_linear", preset, stage, cli_types.norm_of(stage), V, T, cli_types.DTYPES[dtype])
-            workload = NormConcatLinear(row)
+            workload = workload_of(row)
             traffic, flops = workload.traffic(), workload.flops()
             floor = rates.floor_seconds(traffic, flops)
             bound = "matmul" if floor > rates.floor_seconds(traffic, 0) else "memory"

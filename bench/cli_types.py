@@ -152,7 +152,7 @@ def presets(text: str) -> list[Stage]:
         if text == "all":
             return every
         # With the post norm, which changes what runs; without names, eps and layer ids.
-        keys = [(norm_of(s), s.K, s.H, s.D, s.norm_offset, s.post_norm) for _, s, _ in every]
+        keys = [(norm_of(s), s.K, s.H, s.D, s.norm_offset, s.post_norm, s.streams, s.context) for _, s, _ in every]
         return [stage for number, stage in enumerate(every) if keys.index(keys[number]) == number]
     name, _, kind = text.partition(":")
     if name not in model_shapes():

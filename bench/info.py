@@ -28,6 +28,7 @@ from eagle_kernels.version import __version__
 from . import baselines
 from .cli_types import DTYPES, Command, no_arguments, norm_of
 from .measure import available_memory_bytes, last_level_cache_bytes
+from .ops import WORKLOADS
 from .output import define, say, wrap
 
 DEVICES = ("cuda", "cpu")
@@ -338,7 +339,7 @@ def _plan(op: str, device_type: str) -> Callable[[int, torch.dtype], Plan]:
 
 def _run_list(arguments: argparse.Namespace) -> int:
     say("ops")
-    say(wrap(", ".join(ops.__all__), first="  "))
+    say(wrap(", ".join(WORKLOADS), first="  "))
     say("\npresets")
     for line in _presets():
         say(f"  {line}")
@@ -354,11 +355,12 @@ def _presets() -> Iterator[str]:
     any_unsure = False
     for name, model in model_shapes().items():
         for stage in model.stages:
-            post_norm = ", norm of the result" if stage.post_norm else ""
+            more = ", post norm" if stage.post_norm else ""
+            more += f", S={stage.streams}" if stage.streams > 1 else ""
             unsure = "" if model.certain else " *"
             any_unsure |= not model.certain
             name_and_stage = f"{name}:{stage.kind}"
-            yield f"{name_and_stage:<32}{stage.K:>3}{stage.H:>7}{stage.D:>7}  {norm_of(stage)}{post_norm}{unsure}"
+            yield f"{name_and_stage:<32}{stage.K:>3}{stage.H:>7}{stage.D:>7}  {norm_of(stage)}{more}{unsure}"
     if any_unsure:
         yield "* not from the model's own config"
 

@@ -38,7 +38,7 @@ STATUSES = ("ok", "wrong", "skipped", "failed")
 
 # What the fields of a record may be; of those that are here twice, None is one that was not measured.
 _TEXTS = ("op", "preset", "stage", "norm", "dtype", "timer", "variant", "status", "reason", "plan", "copies_limited_by")
-_COUNTS = ("K", "H", "D", "V", "T", "rounds", "copies")
+_COUNTS = ("K", "H", "D", "V", "T", "S", "n", "d", "rounds", "copies")
 _POSITIVE = ("median_ms", "min_ms", "p20_ms", "p80_ms", "bytes", "gbps", *_RATES[:2], "add_gbps", "memory_gbps")
 _NUMBERS = ("tflops", "floor_ms", "matmul_tflops", "error", "error_bound", "speedup", "speedup_low", "speedup_high")
 _OPTIONAL = ("add_gbps", "memory_gbps", "matmul_tflops", "error")
@@ -164,7 +164,7 @@ _BLOCK_FIELDS = tuple(field for field in ROW_FIELDS if field not in ("T", "timer
 
 def title(record: dict) -> str:
     """The line above the rows of one op, shape and dtype."""
-    sizes = " ".join(f"{name}={record[name]}" for name in WORKLOADS[record["op"]].sizes)
+    sizes = " ".join(f"{name}={record[name]}" for name in WORKLOADS[record["op"]].sizes if name in record)
     norm = f", norm {record['norm']}" if record["op"] in _HAS_NORM else ""
     return f"{record['op']}, {record['preset']}:{record['stage']}, {dtypes(record)}: {sizes}{norm}"
 
@@ -449,12 +449,13 @@ def _summary(records: Sequence[dict]) -> Iterator[str]:
         what = f"{ours} over {baseline}" if ours else f"{baseline}, % of the roofline"
         yield f"**{op}, {dtype}, {timer}: {what}**"
         yield ""
-        yield "| preset | K | H | D | " + " | ".join(f"T={T}" for T in counts) + " |"
-        yield "| --- |" + " ---: |" * (3 + len(counts))
+        sizes = [name for name in WORKLOADS[op].sizes if any(name in row[0] for row in group)]
+        yield "| " + " | ".join(["preset", *sizes, *(f"T={T}" for T in counts)]) + " |"
+        yield "| --- |" + " ---: |" * (len(sizes) + len(counts))
         shapes: dict[tuple, dict[int, str]] = {}
         for row in group:
             first = row[0]
-            shape = (f"{first['preset']}:{first['stage']}", first["K"], first["H"], first["D"])
+            shape = (f"{first['preset']}:{first['stage']}", *(first.get(name, "") for name in sizes))
             shapes.setdefault(shape, {})[first["T"]] = _summary_cell(row, ours, baseline)
         for shape, cells in shapes.items():
             yield "| " + " | ".join([*map(str, shape), *(cells.get(T, "") for T in counts)]) + " |"

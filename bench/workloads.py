@@ -64,6 +64,7 @@ class Workload(ABC):
         self.row = row
         self.cache_bytes = cache_bytes
         self.item = torch.empty((), dtype=row.dtype).element_size()
+        self.out_rows = row.T
         self.chain_arguments: Sequence[tuple] = []
         self.op_arguments: Sequence[tuple[tuple, dict]] = []
 
@@ -82,6 +83,11 @@ class Workload(ABC):
     @abstractmethod
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
         """Each output's rows by the formula: in float64, or in the row's dtype where the bits have to be right."""
+
+    @staticmethod
+    def no_stage_reason(stage: InputStage) -> str | None:
+        """Why the op has no part in a stage; None where it has one."""
+        return None
 
     def unsupported_reason(self, name: str) -> str | None:
         """Why there is no column of this name for the row; None where there is one."""
@@ -139,8 +145,8 @@ class Workload(ABC):
         return active
 
     def checked_rows(self) -> Tensor:
-        count = min(self.row.T, _CHECKED_ROWS)
-        return torch.linspace(0, self.row.T - 1, count).round().long().to(self.row.device)
+        count = min(self.out_rows, _CHECKED_ROWS)
+        return torch.linspace(0, self.out_rows - 1, count).round().long().to(self.row.device)
 
     def poisoned(self, copies: int, *shape: int) -> Tensor:
         # Filling it also has the pages mapped: a static buffer of an engine has been written before.
@@ -203,11 +209,15 @@ def judge(workload: Workload, variants: Sequence[Variant]) -> dict[str, Verdict]
 
 
 def _errors(workload: Workload, result: Tensor | tuple[Tensor, ...], truths: list[Tensor], rows: Tensor) -> list[float]:
+    """Of each output, which is then poisoned: a call that writes nothing must not be right by the one before it."""
     outputs = result if isinstance(result, tuple) else (result,)
-    return [
+    errors = [
         _exact_error(output[rows], truth) if exact else relative_rms(output[rows], truth)
         for output, truth, exact in zip(outputs, truths, workload.exact, strict=True)
     ]
+    for output in outputs:
+        output.fill_(math.nan)
+    return errors
 
 
 def _exact_error(actual: Tensor, truth: Tensor) -> float:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,12 @@ from eagle_kernels.bench import benchmark, cli, cli_types, info, measure, report
 from eagle_kernels.bench.baselines import BASELINES, FOREIGN, QUANTIZED
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
-from eagle_kernels.bench.ops import WORKLOADS
+from eagle_kernels.bench.ops import WORKLOADS, workload_of
 from eagle_kernels.bench.report import load
 
 import eagle_kernels as ek
 from eagle_kernels import environment, library, ops, plan
-from eagle_kernels.model_shapes import InputStage, ModelShape, model_shapes
+from eagle_kernels.model_shapes import ContextCache, InputStage, ModelShape, model_shapes
 
 MB = 1 << 20
 BENCH = ["bench", "--device", "cpu"]
@@ -197,6 +197,153 @@ def test_bench_measures_and_saves(op: str, tiny_machine: None, tmp_path: Path, c
     assert {record["norm"] for record in linear} == {"chunk"}
     measured = {record["op"] for record in run["records"]}
     assert measured == (set(ops.__all__) if op == "all" else {op})
+
+
+CONTEXT = ContextCache(num_layers=2, num_kv_heads=3, head_dim=16)
+LATENT = ContextCache(num_layers=3, num_kv_heads=1, head_dim=24, values="none", rotary_begin=16, interleaved=True)
+OF_DRAFTERS = {
+    "streams": InputStage("mtp", 2, 64, 48, 0.3, 0.0, "chunk", False, None, None, streams=4),
+    "row": InputStage("mtp", 2, 64, 48, 0.3, 1.0, "chunk", False, None, None, streams=4, hnorm_over="row"),
+    "dspark": InputStage("dspark", 5, 64, 48, 0.3, 0.0, "none", True, None, None, streams=4),
+    "own_v": InputStage("context_kv", 1, 64, 192, 0.3, 0.0, "concat", False, None, None, context=CONTEXT),
+    "latent": InputStage("context_kv", 1, 64, 72, 0.3, 0.0, "concat", False, None, None, context=LATENT),
+}
+# The rows of each stage, and the columns that are ours.
+ROWS_OF_DRAFTERS = [
+    ("norm_concat_linear", "streams", ("op", "layer")),
+    ("norm_concat_linear", "row", ("layer",)),
+    ("norm_concat_linear", "dspark", ("op",)),
+    ("norm_concat_linear", "latent", ("op",)),
+    ("capture_hidden", "streams", ("op",)),
+    ("capture_hidden", "dspark", ("op",)),
+    ("store_context_kv", "own_v", ("op",)),
+    ("store_context_kv", "latent", ("op",)),
+]
+
+
+def workload_of_drafter(op: str, stage: str, dtype: torch.dtype, weight: str = workloads.DENSE) -> workloads.Workload:
+    row = workloads.Row(op, "tiny", OF_DRAFTERS[stage], OF_DRAFTERS[stage].norm, 1000, 9, dtype, weight=weight)
+    workload = workload_of(row)
+    workload.allocate(2)
+    return workload
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("op", "stage", "ours"), ROWS_OF_DRAFTERS)
+def test_rows_of_todays_drafters(op: str, stage: str, ours: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Every column is what float64 says, and none reads what another copy's call left."""
+    workload = workload_of_drafter(op, stage, dtype)
+    names = [name for name in ("op", "layer", *workload.baselines) if workload.unsupported_reason(name) is None]
+    assert tuple(filter(measure.is_ours, names)) == ours
+    assert {"eager", "compile"} <= set(names)
+    names = [name for name in names if name not in ("compile", "inductor-max")]  # test_bench_with_compiled_baselines
+    for name in names:  # alone, each on outputs that are poisoned
+        workload = workload_of_drafter(op, stage, dtype)
+        verdicts = workloads.judge(workload, [workload.variant(name)])
+        assert all(verdict.is_right for verdict in verdicts.values()), verdicts
+        assert str(workload.plan()).startswith(op)
+
+
+def wrong(workload: workloads.Workload, change: Callable[[list], None]) -> workloads.Verdict:
+    """The verdict of the op where its arguments were changed behind the truth's back."""
+    variant = workload.variant("op")
+    change(workload.op_arguments or workload.chain_arguments)
+    return workloads.judge(workload, [variant])["op"]
+
+
+def test_a_wrong_row_of_a_drafter_is_seen() -> None:
+    """The embedding of another token, another stream's order, the position of another row, K of another layer."""
+
+    def of_the_next_token(calls: list) -> None:
+        for _, options in calls:
+            options["indices"] = [(options["indices"][0] + 1) % 9, None]
+
+    def without_a_stream(calls: list) -> None:
+        calls[:] = [((read[0][:, :3],), options) for read, options in calls]
+
+    assert not wrong(workload_of_drafter("norm_concat_linear", "streams", torch.bfloat16), of_the_next_token).is_right
+    assert not wrong(workload_of_drafter("capture_hidden", "dspark", torch.bfloat16), without_a_stream).is_right
+    for stage in ("own_v", "latent"):
+        for field, other in (("positions", 1), ("slots", 3)):
+            workload = workload_of_drafter("store_context_kv", stage, torch.float32)
+            record = workload.chain_arguments[0][0]
+            kept = getattr(record, field).clone()
+            variant = workload.variant("op")
+            truth = workload.truth(0, workload.checked_rows())
+            getattr(record, field).copy_(kept.roll(other))
+            variant.call(0)
+            getattr(record, field).copy_(kept)
+            errors = workloads._errors(workload, record.outputs, truth, workload.checked_rows())
+            assert max(errors) > 0.1, (stage, field)
+
+
+@pytest.mark.parametrize("format", ["fp8_block128", "nvfp4"])
+def test_streams_of_a_quantized_weight(format: str) -> None:
+    """DeepSeek-V4 ships its stage in FP8 blocks."""
+    workload = workload_of_drafter("norm_concat_linear", "streams", torch.bfloat16, format)
+    names = [name for name in ("op", "layer", "dense", "eager", "dequantize") if not workload.unsupported_reason(name)]
+    assert names == ["op", "dense", "eager", "dequantize"]
+    assert all(verdict.is_right for verdict in workloads.judge(workload, list(map(workload.variant, names))).values())
+    row_wise = workload_of_drafter("norm_concat_linear", "row", torch.bfloat16, format)
+    assert all(row_wise.unsupported_reason(name) for name in ("op", "layer", "dense"))
+
+
+@pytest.mark.parametrize("op", WORKLOADS)
+def test_a_call_that_writes_nothing_is_seen(op: str) -> None:
+    """Though the chain or another variant has left the right result in the same memory just before."""
+    workload = workload_of_drafter(op, "dspark" if op == "capture_hidden" else "own_v", torch.bfloat16)
+    variant = workload.variant("op")
+    results = [variant.call(copy) for copy in range(2)]
+    lazy = measure.Variant("lazy", results.__getitem__, 2)
+    verdicts = workloads.judge(workload, [variant, lazy])
+    assert verdicts["op"].is_right and not verdicts["lazy"].is_right
+
+
+def test_bytes_and_products_of_streams() -> None:
+    """As the engines do it: an embedding is multiplied once, and each of its 4 streams."""
+    dense = workload_of_drafter("norm_concat_linear", "streams", torch.bfloat16)
+    assert dense.flops() == 2 * 9 * (1 + 4) * 64 * 48
+    assert dense.traffic() == measure.Traffic(2 * (48 * 128 + 9 * 5 * 64), 2 * 9 * 4 * 48)
+    capture = workload_of_drafter("capture_hidden", "dspark", torch.bfloat16)
+    assert capture.traffic() == measure.Traffic(2 * 9 * 4 * 64, 2 * 9 * 64)
+    store = workload_of_drafter("store_context_kv", "own_v", torch.bfloat16)
+    assert store.traffic() == measure.Traffic(9 * (2 * 96 + 16 * 4 + 16), 2 * 9 * 96)
+
+
+def test_bench_of_todays_drafters(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each op has rows of the stages that it has a part in, whose titles name what is special."""
+    stages = tuple(OF_DRAFTERS[name] for name in ("streams", "dspark", "latent"))
+    model = ModelShape("hyper", 64, 4, 1000, 0.3, 0.0, True, stages)
+    monkeypatch.setattr(cli_types, "model_shapes", lambda: {"hyper": model})
+    path, names = tmp_path / "run.json", [f"hyper:{stage.kind}" for stage in stages]
+    arguments = [*BENCH, "--op", "all", "--preset", *names, "--tokens", "3", "--min-time", "0", "--json", str(path)]
+    assert main([*arguments, "--markdown", str(tmp_path / "run.md")]) == 0
+    printed, records = " ".join(capsys.readouterr().out.split()), load(path)["records"]
+    assert all(record["status"] == "ok" for record in records)
+    rows = {(record["op"], record["stage"]) for record in records}
+    assert {stage for op, stage in rows if op == "norm_concat"} == {"dspark", "context_kv"}
+    assert {stage for op, stage in rows if op == "store_context_kv"} == {"context_kv"}
+    assert {stage for op, stage in rows if op == "norm_concat_linear"} == {stage.kind for stage in stages}
+    assert {stage for op, stage in rows if op == "capture_hidden"} == {"mtp", "dspark"}
+    assert "norm_concat_linear, hyper:mtp, bf16: S=4 K=2 H=64 D=48" in printed
+    assert "capture_hidden, hyper:dspark, bf16: S=4 K=5 H=64" in printed
+    assert "store_context_kv, hyper:context_kv, bf16: n=1 d=24" in printed
+    assert "| preset | n | d | T=3 |" in (tmp_path / "run.md").read_text()
+
+
+def test_bench_without_a_row(tiny_machine: None, capsys: pytest.CaptureFixture) -> None:
+    for arguments, sentence in (
+        (
+            ["--op", "store_context_kv"],
+            "store_context_kv for tiny:eagle3 and weight dense: no cache of draft layers is",
+        ),
+        (["--op", "add_rms_norm", "--weights", "int8_row"], "add_rms_norm for tiny:eagle3 and weight int8_row: it has"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*BENCH, "--preset", "tiny", *arguments])
+        assert sentence in capsys.readouterr().err
 
 
 def test_bench_backends_are_columns(tiny_machine: None, tmp_path: Path) -> None:
@@ -442,16 +589,26 @@ def quantize_(layer, config):
 """
 
 
-def test_bench_of_quantized_weights(
-    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each format is a table of its own: ours on the codes, ours and eager on what they stand for, others' products."""
-    path = tmp_path / "run.json"
-    if importlib.util.find_spec("torchao") is None:
+@pytest.fixture
+def torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Installed, or the stand-in, which is gone again before transformers asks which version it is."""
+    is_installed = importlib.util.find_spec("torchao") is not None
+    if not is_installed:
         (tmp_path / "torchao").mkdir()
         (tmp_path / "torchao" / "__init__.py").touch()
         (tmp_path / "torchao" / "quantization.py").write_text(TORCHAO)
         monkeypatch.syspath_prepend(tmp_path)
+    yield
+    if not is_installed:
+        for name in ("torchao", "torchao.quantization"):
+            sys.modules.pop(name, None)
+
+
+def test_bench_of_quantized_weights(
+    torchao: None, tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each format is a table of its own: ours on the codes, ours and eager on what they stand for, others' products."""
+    path = tmp_path / "run.json"
     columns = ["--forms", "op,layer,dense", "--baselines", BASELINES_OF_CODES, "--weights", "dense,int8_row,nvfp4"]
     assert main([*BENCH, "--preset", "tiny", "--tokens", "3", *columns, "--min-time", "0", "--json", str(path)]) == 0
     records = load(path)["records"]
@@ -898,7 +1055,7 @@ def test_modules_that_take_long_to_make_bound_the_copies(
     tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 64-wide weight was copied until 37500 layers exceeded a 480 MiB cache: 118 s without a row."""
-    monkeypatch.setattr("eagle_kernels.bench.ops.norm_concat_linear._MAX_LAYERS", 2)
+    monkeypatch.setattr("eagle_kernels.bench.ops.norm_concat_linear.MAX_LAYERS", 2)
     arguments = [*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0"]
     assert main([*arguments, "--forms", "op"]) == 0
     assert "not cold" not in capsys.readouterr().out

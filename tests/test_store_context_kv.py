@@ -55,9 +55,14 @@ FORMS = {
 
 
 def make(
-    form: Form, dtype: torch.dtype, N: int, index: torch.dtype = torch.int64, *, scale: float = 1.0
+    form: Form, dtype: torch.dtype, N: int, index: torch.dtype = torch.int64, *, scale: float = 1.0, device: str = "cpu"
 ) -> StoreContextKV:
     """Random operands: strided rows of kv, caches whose heads are rows of slots, some slots and positions outside."""
+    with torch.device(device):
+        return _make(form, dtype, N, index, scale)
+
+
+def _make(form: Form, dtype: torch.dtype, N: int, index: torch.dtype, scale: float) -> StoreContextKV:
     n, d = form.n, form.d
     columns = n * d * (2 if form.v == "own" else 1)
     kv = (torch.randn(N, columns + 5) * torch.logspace(-2, 2, N).unsqueeze(1) * scale).to(dtype)[:, 2 : 2 + columns]
@@ -102,7 +107,7 @@ def check_written(record: StoreContextKV) -> None:
         missed = ((written - truth).abs() > bound) | (written.isnan() & truth.isfinite() & bound.isfinite())
         missed |= truth.isnan() & ~written.isnan()
         assert not missed.any(), f"{'K' if of_k else 'V'}: {int(missed.sum())} of {missed.numel()} elements miss"
-        beside = torch.ones(cache._base.shape, dtype=torch.bool)
+        beside = torch.ones(cache._base.shape, dtype=torch.bool, device=cache.device)
         begin = cache.storage_offset() - cache._base.storage_offset()
         beside.as_strided(cache.shape, cache.stride(), begin)[slots] = False
         assert cache._base[beside].isnan().all(), "memory beside the slots was written"

@@ -27,6 +27,7 @@ _TEST_FILES = (
     "test_norm_concat.py",
     "test_mtp_chain.py",
     "test_capture_hidden.py",
+    "test_store_context_kv.py",
     "test_vocab_parallel_embedding.py",
     "test_add_rms_norm.py",
 )
@@ -45,6 +46,15 @@ _SANITIZED = (
 )
 
 _TUNED = ("llama3.1-8b", "gpt-oss-120b", "llama3.3-70b")
+_DRAFTERS = (
+    "deepseek-v4-flash:mtp",
+    "deepseek-v4-flash:dspark",
+    "deepseek-v4-flash:context_kv",
+    "qwen4-exp:mtp",
+    "qwen3-8b:dflash",
+    "qwen3-8b:context_kv",
+    "llama3.1-8b:first_layer_qkv",
+)
 _EIGHT_SHAPES = (*_TUNED, "deepseek-v3", "deepseek-v3:mtp", "qwen2.5-0.5b", "gemma3-27b", "gemma3-1b")
 
 
@@ -144,7 +154,11 @@ def _host_cost(device: str) -> list[Command]:
 
 def _sweeps(device: str) -> list[Command]:
     compiled = ["--baselines", "eager,compile,inductor-max,liger,flashinfer,vllm", "--tokens", "1,16,64,256,1024"]
-    return [_bench(device, "sweeps", *compiled, "--preset", "llama3.1-8b", "deepseek-v3:mtp")]
+    drafters = ["--op", "norm_concat_linear,capture_hidden,store_context_kv", "--preset", *_DRAFTERS]
+    return [
+        _bench(device, "sweeps", *compiled, "--preset", "llama3.1-8b", "deepseek-v3:mtp"),
+        _bench(device, "sweeps", *drafters, "--tokens", "1,16,128", "--min-time", "0.05"),
+    ]
 
 
 def read_json(path: Path) -> dict | None:

@@ -48,7 +48,7 @@ class AddRmsNorm(Workload):
         return Traffic(2 * rows, 2 * rows)
 
     def _preallocated(self) -> Call:
-        scratch = NormScratch(self.row.T, self.row.stage.H, self.row.device)
+        scratch = NormScratch(self.row.T, self.row.stage.H, device=self.row.device)
         wide = self.chain_arguments[0][2].float()
 
         def call(copy: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""capture_hidden against add and copy."""
+"""capture_hidden against add and copy, and against the mean of streams and copy."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from eagle_kernels import AuxHiddenStates
+from eagle_kernels.model_shapes import InputStage
 from eagle_kernels.ops.capture_hidden import CaptureHidden as CaptureRecord
 
 from ..accuracy import error_bound, relative_rms
 from ..measure import Call, Footprint, Traffic
-from ..workloads import Workload
+from ..workloads import Row, Workload
 from .draw import ROWS, WIDTHS, Draw, Expected, Guarded, RandomCall
 from .host_call import H, HostCall, K
 
@@ -20,17 +21,25 @@ def captured(hidden: Tensor, residual: Tensor, slot: Tensor) -> Tensor:
     return slot.copy_(hidden + residual)
 
 
-def preallocated_captured(hidden: Tensor, residual: Tensor, slot: Tensor) -> Tensor:
-    return torch.add(hidden, residual, out=slot)
+def captured_mean(streams: Tensor, slot: Tensor) -> Tensor:
+    return slot.copy_(streams.mean(1))
 
 
 class CaptureHidden(Workload):
-    """Every copy has its own hidden and residual, and a slot of a packed [T, K*H] buffer."""
+    """Every copy has its own hidden and residual (or streams), and a slot of a packed [T, K*H] buffer."""
 
-    sizes = ("K", "H")
+    sizes = ("S", "K", "H")
     baselines = ("eager", "eager-out", "compile")
-    chain = staticmethod(captured)
     exact = (True,)
+
+    def __init__(self, row: Row, cache_bytes: int = 0) -> None:
+        super().__init__(row, cache_bytes)
+        self.streams = row.stage.streams
+        self.chain = captured if self.streams == 1 else captured_mean
+
+    @staticmethod
+    def no_stage_reason(stage: InputStage) -> str | None:
+        return None if stage.context is None else "it begins with what fc gave, not with a captured state"
 
     def footprint(self, names: Sequence[str]) -> Footprint:
         touched = self.traffic().total
@@ -38,24 +47,30 @@ class CaptureHidden(Workload):
 
     def traffic(self) -> Traffic:
         rows = self.row.T * self.row.stage.H * self.item
-        return Traffic(2 * rows, rows)
+        return Traffic((2 if self.streams == 1 else self.streams) * rows, rows)
 
     def _preallocated(self) -> Call:
-        return lambda copy: preallocated_captured(*self.chain_arguments[copy])
+        arguments = self.chain_arguments
+        if self.streams > 1:
+            return lambda copy: torch.mean(arguments[copy][0], 1, out=arguments[copy][1])
+        return lambda copy: torch.add(*arguments[copy][:2], out=arguments[copy][2])
 
     def allocate(self, copies: int) -> None:
         row, stage = self.row, self.row.stage
-        hidden = self.random(copies, row.T, stage.H)
-        residual = self.random(copies, row.T, stage.H, scale=10.0)
+        if self.streams == 1:
+            hidden = self.random(copies, row.T, stage.H)
+            sources = [hidden, self.random(copies, row.T, stage.H, scale=10.0)]
+        else:
+            sources = [self.random(copies, row.T, self.streams, stage.H)]
         buffers = self.poisoned(math.ceil(copies / stage.K), row.T, row.width)
         slots = [slot for buffer in buffers for slot in buffer.chunk(stage.K, -1)][:copies]
-        self.chain_arguments = list(zip(hidden, residual, slots, strict=True))
-        self.op_arguments = [((hidden, residual), {"out": slot}) for hidden, residual, slot in self.chain_arguments]
+        self.chain_arguments = list(zip(*sources, slots, strict=True))
+        self.op_arguments = [(tuple(read), {"out": slot}) for *read, slot in self.chain_arguments]
 
     def truth(self, copy: int, rows: Tensor) -> list[Tensor]:
-        hidden, residual, _ = self.chain_arguments[copy]
-        value = torch.empty_like(hidden[rows])
-        CaptureRecord(hidden[rows], residual[rows], value, None).reference()
+        hidden, *residual, slot = self.chain_arguments[copy]
+        value = slot.new_empty(len(rows), slot.shape[1])
+        CaptureRecord(hidden[rows], residual[0][rows] if residual else None, value, None).reference()
         return [value]
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import eagle_kernels
+from eagle_kernels.model_shapes import InputStage
 from eagle_kernels.ops.sources import Sources
 from eagle_kernels.ops.sources import formula as sources_formula
 
@@ -26,6 +27,10 @@ class NormConcat(Workload):
     sizes = ("K", "H")
     baselines = ("eager", "eager-out", "compile", *SLICES)
     chain = staticmethod(engine_chains.normed_concat)
+
+    @staticmethod
+    def no_stage_reason(stage: InputStage) -> str | None:
+        return "each residual stream is projected by itself" if stage.projects_streams else None
 
     def footprint(self, names: Sequence[str]) -> Footprint:
         touched, scratch = self.traffic().total, NormScratch.num_bytes(self.row.T, self._normed_width())
@@ -58,7 +63,7 @@ class NormConcat(Workload):
         self.op_arguments = [((chunks,), {**self.options, "out": out}) for chunks, out in pairs]
 
     def _preallocated(self) -> Call:
-        scratch = NormScratch(self.row.T, self._normed_width(), self.row.device)
+        scratch = NormScratch(self.row.T, self._normed_width(), device=self.row.device)
         _, gains, norm, eps, _ = self.chain_arguments[0]
         wide = [gain.float() for gain in gains]
         return lambda copy: engine_chains.preallocated_normed_concat(

@@ -26,7 +26,7 @@ from .sources import make_sources, one_output
 
 # A module takes 0.4 ms to make, and a full collection visits each: of a 64-wide weight, the 37500 that exceed a 480 MiB
 # cache took 118 s. So many of any preset's weight exceed every cache.
-_MAX_LAYERS = 1024
+MAX_LAYERS = 1024
 
 # Baselines that need a concat of their own for each copy.
 _WITH_CONCAT = ("linear", *SLICES)
@@ -35,13 +35,14 @@ _WITH_CONCAT = ("linear", *SLICES)
 class NormConcatLinear(Workload):
     """Every copy has its own weight, chunks and out; the gains are shared."""
 
-    sizes = ("K", "H", "D")
+    sizes = ("S", "K", "H", "D")
     forms = FORMS
     baselines = tuple(name for name in BASELINES if name != "eager-out")  # its product is what takes the time
     chain = staticmethod(engine_chains.projection)
 
     def __init__(self, row: Row, cache_bytes: int = 0) -> None:
         super().__init__(row, cache_bytes)
+        self.source_rows = [row.T] * row.stage.K
         self.weight_bytes = row.stage.D * row.width * self.item
         self.read_bytes = self.weight_bytes
         if row.weight != DENSE:
@@ -57,11 +58,11 @@ class NormConcatLinear(Workload):
         return Footprint(touched, touched + extra * self.weight_bytes + concats, in_float64)
 
     def traffic(self) -> Traffic:
-        row_bytes = self.row.T * self.item
-        return Traffic(self.read_bytes + row_bytes * self.row.width, row_bytes * self.row.stage.D)
+        sources = sum(self.source_rows) * self.row.stage.H * self.item
+        return Traffic(self.read_bytes + sources, self.out_rows * self.row.stage.D * self.item)
 
     def flops(self) -> int:
-        return 2 * self.row.T * self.row.width * self.row.stage.D
+        return 2 * sum(self.source_rows) * self.row.stage.H * self.row.stage.D
 
     def allocate(self, copies: int) -> None:
         row, stage = self.row, self.row.stage
@@ -69,9 +70,9 @@ class NormConcatLinear(Workload):
         self.quantized = [] if row.weight == DENSE else [quantize(weight, row.weight) for weight in self.weights]
         for weight, codes in zip(self.weights, self.quantized, strict=False):
             weight.copy_(codes.dequantize(row.dtype))  # what an engine multiplies that dequantizes at load
-        by_chunk = [self.random(copies, row.T, stage.H, scale=3.0**k) for k in range(stage.K)]
+        by_chunk = [self.random(copies, T, stage.H, scale=3.0**k) for k, T in enumerate(self.source_rows)]
         self.chunks = list(zip(*by_chunk, strict=True))
-        self.outs = self.poisoned(copies, row.T, stage.D).unbind()
+        self.outs = self.poisoned(copies, self.out_rows, stage.D).unbind()
         gains = self._gains()
         # What the checkpoint stores: without the offset, which the op adds in fp32 and a baseline has folded in.
         stored = [gain - stage.norm_offset for gain in gains]
@@ -107,7 +108,7 @@ class NormConcatLinear(Workload):
             products = [engine_chains.torchao_linear(weight, self.row.weight) for weight in self.weights]
             return self._over_codes(products), len(products)
         if name in ("layer", "prepacked"):
-            layers = [self._layer(weight) for weight in self.weights[:_MAX_LAYERS]]
+            layers = [self._layer(weight) for weight in self.weights[:MAX_LAYERS]]
             if name == "prepacked":
                 layers = [layer.prepack() for layer in layers]
             return lambda copy: layers[copy](self.chunks[copy], out=self.outs[copy]), len(layers)
@@ -173,7 +174,7 @@ class NormConcatLinear(Workload):
             return reason
         if form == "int8pack" and (self.row.weight != "int8_row" or self.row.device != "cpu"):
             return "it multiplies --weights int8_row on a CPU"
-        if form in ("layer", "prepacked") and (self.row.stage.norm_offset or post_norm):
+        if form in ("layer", "prepacked") and (self.row.stage.norm_offset or post_norm or self.row.stage.context):
             return "Eagle3Projection is the block of EAGLE-3: no norm offset, no norm of the result"
         if form == "prepacked" and (self.row.dtype == torch.float32 or self.row.device != "cpu"):
             return "prepack() is for 16-bit weights on the CPU"

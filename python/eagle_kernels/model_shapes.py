@@ -13,12 +13,33 @@ from .models import families
 
 
 @dataclass(frozen=True)
+class ContextCache:
+    """What a draft layer of DFlash or DSpark keeps of each context token, as in `ContextKVConfig`."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    values: str = "own"
+    rotary_begin: int = 0
+    interleaved: bool = False
+
+    @property
+    def kv_width(self) -> int:
+        """W, the columns of one layer's projection."""
+        return self.num_kv_heads * self.head_dim * (2 if self.values == "own" else 1)
+
+
+@dataclass(frozen=True)
 class InputStage:
     """One input stage: K chunks of width H, RMSNorm with gain norm_offset + w, projected to width D.
 
-    kind: "eagle3" (and its variants "eagle3_narrow", "eagle3_v3"), "first_layer_qkv", "dflash" or "mtp".
+    kind: "eagle3" (and its variants "eagle3_narrow", "eagle3_v3"), "first_layer_qkv", "dflash", "dspark", "mtp" or
+        "context_kv" (K and V of all layers of a DFlash or DSpark drafter, of what its fc gave).
     norm: "chunk", "concat" or "none", as in `norm_concat_linear`; post_norm: an RMSNorm of the result follows (DFlash).
     layer_ids: as the checkpoint writes them; boundaries: what they mean. None where not known.
+    streams: residual streams of the target (mHC), whose mean is captured; an MTP stage projects each of them, behind a
+        norm over hnorm_over, "stream" or "row" (all of them), as in `MTPStreamsConfig`.
+    context: of kind "context_kv".
     """
 
     kind: str
@@ -31,6 +52,13 @@ class InputStage:
     post_norm: bool
     layer_ids: tuple[int, ...] | None
     boundaries: tuple[int, ...] | None
+    streams: int = 1
+    hnorm_over: str = "stream"
+    context: ContextCache | None = None
+
+    @property
+    def projects_streams(self) -> bool:
+        return self.kind == "mtp" and self.streams > 1
 
 
 @dataclass(frozen=True)
@@ -69,11 +97,13 @@ def model_shapes() -> dict[str, ModelShape]:
 def _model_shape(model: dict) -> ModelShape:
     if "family" in model:
         model = model | {"norm_offset": families()[model["family"]].norm_offset}
-    entries = {kind: entry for kind, entry in model.items() if kind == "mtp" or kind.startswith(("eagle3", "dflash"))}
+    entries = {kind: model[kind] for kind in model if kind.startswith(("mtp", "eagle3", "dflash", "dspark"))}
     stages = [_input_stage(kind, entry, model) for kind, entry in entries.items()]
     for entry in entries.values():
         if "first_layer_qkv" in entry:
             stages.append(_first_layer_stage(entry, model))
+        if "context_kv" in entry:
+            stages.append(_context_stage(entry, model))
     return ModelShape(
         name=model["name"],
         target_hidden_size=model["target_hidden_size"],
@@ -89,6 +119,7 @@ def _model_shape(model: dict) -> ModelShape:
 def _input_stage(kind: str, entry: dict, model: dict) -> InputStage:
     chunk_norm = kind == "mtp" or entry.get("fc_norm", False)
     concat_norm = entry.get("norm_before_fc", False)
+    row = families()[model["family"]].mtp if kind == "mtp" and "family" in model else None
     return InputStage(
         kind=kind,
         K=entry["num_chunks"],
@@ -98,9 +129,29 @@ def _input_stage(kind: str, entry: dict, model: dict) -> InputStage:
         # EAGLE-3 and DFlash drafters have plain norms even for a (1 + w) target; MTP layers are the target's own.
         norm_offset=model["norm_offset"] if kind == "mtp" else 0.0,
         norm="chunk" if chunk_norm else "concat" if concat_norm else "none",
-        post_norm=kind == "dflash",
+        post_norm=kind in ("dflash", "dspark"),
         layer_ids=_ids(entry, "layer_ids"),
         boundaries=_ids(entry, "boundaries"),
+        streams=model.get("streams", 1),
+        hnorm_over="stream" if row is None else row.hnorm_over,
+    )
+
+
+def _context_stage(entry: dict, model: dict) -> InputStage:
+    """K and V of all draft layers, of what fc gave behind hidden_norm."""
+    context = ContextCache(**entry["context_kv"])
+    return InputStage(
+        kind="context_kv",
+        K=1,
+        H=entry.get("draft_hidden_size", model["target_hidden_size"]),
+        D=context.num_layers * context.kv_width,
+        eps=model["rms_norm_eps"],
+        norm_offset=0.0,
+        norm="concat",
+        post_norm=False,
+        layer_ids=None,
+        boundaries=None,
+        context=context,
     )
 
 

@@ -96,7 +96,8 @@ def concat(
 def preset_calls(op: str) -> Calls:
     """Every distinct call that the models of shapes.json make; the row count is in no binary."""
     models = model_shapes().values()
-    widths = sorted({model.target_hidden_size for model in models} | {s.D for m in models for s in m.stages})
+    widths = {model.target_hidden_size for model in models}
+    widths |= {stage.D for model in models for stage in model.stages if stage.context is None}
     if op == "norm_concat":
         stages = sorted({(stage.K, stage.H) for model in models for stage in model.stages})
         return {
@@ -105,7 +106,7 @@ def preset_calls(op: str) -> Calls:
             for norm in ("none", "chunk", "concat")
         }
     call = {"capture_hidden": capture, "add_rms_norm": add_norm, "vocab_parallel_embedding": embed}[op]
-    return {f"H{H}": lambda H=H: call(4, H) for H in widths}
+    return {f"H{H}": lambda H=H: call(4, H) for H in sorted(widths)}
 
 
 FEATURES: dict[str, Calls] = {

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
+from eagle_kernels.ops.store_context_kv import StoreContextKV, store_context_kv
 
 K, H, V = 3, 2880, 500
 
@@ -76,6 +77,14 @@ def _add_rms_norm(T: int) -> StaticCall:
     return StaticCall(run, [hidden, residual], [out, out_sum], weights=[weight])
 
 
+def _store_context_kv(T: int) -> StaticCall:
+    n, d, positions = 2, 128, torch.arange(T, device="cuda")
+    kv, gain, cos_sin = _rows(T, 2 * n * d), _rows(1, d)[0], torch.rand(T, d, device="cuda")
+    caches = [torch.empty(T, n, d, dtype=kv.dtype, device="cuda") for _ in range(2)]
+    record = StoreContextKV(kv, gain, 1e-6, 0.0, d, cos_sin, 0, False, positions, positions, *caches)
+    return StaticCall(lambda: store_context_kv(record), [kv], caches, weights=[gain])
+
+
 # By id: what an engine would capture. Add an op here, and every test of test_static_calls.py runs it.
 CALLS: dict[str, Callable[[int], StaticCall]] = {
     "norm_concat-chunk": lambda T: _norm_concat(T, "chunk"),
@@ -83,4 +92,5 @@ CALLS: dict[str, Callable[[int], StaticCall]] = {
     "capture_hidden": _capture_hidden,
     "vocab_parallel_embedding": _vocab_parallel_embedding,
     "add_rms_norm": _add_rms_norm,
+    "store_context_kv": _store_context_kv,
 }
