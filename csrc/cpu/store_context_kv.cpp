@@ -7,13 +7,61 @@
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
+// What one token reads and writes, of its first head.
+template <class T>
+struct Row {
+  const T* k;
+  const T* v;  // K itself, where V is K
+  T* k_out;
+  T* v_out;  // null where K is all that is cached
+  const char* angles;
+  bool is_stored;  // its slot is in the caches and its position in cos_sin
+};
+
+template <class T>
+int64_t angle_bytes(const StoreContextKV& op) {
+  return op.cos_sin.dtype == DType::kFloat32 ? sizeof(float) : sizeof(T);
+}
+
+template <class T>
+Row<T> row_of(const StoreContextKV& op, int64_t i) {
+  const int64_t slot = op.slots[i], position = op.positions[i];
+  if (slot < 0 || slot >= op.num_slots || position < 0 || position >= op.num_positions) return {};
+  const T* k = static_cast<const T*>(op.kv) + i * op.kv_row_stride;
+  const auto at = [=](const Cache& cache) {
+    T* data = static_cast<T*>(cache.data);
+    return data == nullptr ? data : data + slot * cache.slot_stride;
+  };
+  const int64_t angle = position * op.cos_sin_row_stride * angle_bytes<T>(op);
+  const char* angles = static_cast<const char*>(op.cos_sin.data) + angle;
+  return {k, op.v_is_k ? k : k + op.num_heads * op.head_dim, at(op.k_cache), at(op.v_cache), angles, true};
+}
+
+// GCC takes a function that only prefetches for one without an effect, and drops its calls.
+template <int kWrite>
+[[gnu::always_inline]] inline void fetch(const void* data, int64_t bytes) {
+  const char* begin = static_cast<const char*>(data);
+  for (int64_t byte = 0; byte < bytes; byte += kCacheLine) __builtin_prefetch(begin + byte, kWrite);
+}
+
+// The row that comes next, while one head of this one is computed: every row of kv, of cos_sin and of a slot is on a
+// page of its own, where the hardware does not fetch ahead (8 heads of 128, 64 rows: 0.037 ms for 0.049).
+template <class T>
+[[gnu::always_inline]] inline void fetch_head(const StoreContextKV& op, const Row<T>& next, int64_t head) {
+  const int64_t column = head * op.head_dim, bytes = op.head_dim * sizeof(T);
+  if (head == 0) fetch<0>(next.angles, op.rotary_width * angle_bytes<T>(op));
+  fetch<0>(next.k + column, bytes);
+  fetch<1>(next.k_out + head * op.k_cache.head_stride, bytes);
+  if (next.v_out == nullptr) return;
+  if (!op.v_is_k) fetch<0>(next.v + column, bytes);
+  fetch<1>(next.v_out + head * op.v_cache.head_stride, bytes);
+}
+
 // turned[0, width) in place, by the angles of one position: in pairs of the two halves, or of neighbours.
 template <class T>
-void rotate(const StoreContextKV& op, int64_t position, float* turned) {
-  const int64_t half = op.rotary_width / 2, row = position * op.cos_sin_row_stride;
-  const int64_t item = op.cos_sin.dtype == DType::kFloat32 ? sizeof(float) : sizeof(T);
-  const char* data = static_cast<const char*>(op.cos_sin.data);
-  const Vector cos{data + row * item, op.cos_sin.dtype}, sin{data + (row + half) * item, op.cos_sin.dtype};
+void rotate(const StoreContextKV& op, const char* data, float* turned) {
+  const int64_t half = op.rotary_width / 2;
+  const Vector cos{data, op.cos_sin.dtype}, sin{data + half * angle_bytes<T>(op), op.cos_sin.dtype};
   if (!op.interleaved) {
     return for_each_vector(half, [=](int64_t i, auto span) {
       const Float a = load(turned + i, span), b = load(turned + half + i, span);
@@ -38,7 +86,7 @@ float rstd_of(const StoreContextKV& op, const T* x, int64_t width) {
 }
 
 template <class T>
-void store_k(const StoreContextKV& op, const T* x, int64_t position, T* out) {
+void store_k(const StoreContextKV& op, const T* x, const char* angles, T* out) {
   float values[kMaxHeadDim];
   for_each_vector(op.head_dim, [&](int64_t i, auto span) { store(values + i, load(x + i, span), span); });
   if (op.norm_width > 0) {
@@ -49,7 +97,7 @@ void store_k(const StoreContextKV& op, const T* x, int64_t position, T* out) {
       store(values + i, value, span);
     });
   }
-  rotate<T>(op, position, values + op.rotary_begin);
+  rotate<T>(op, angles, values + op.rotary_begin);
   for_each_vector(op.head_dim, [&](int64_t i, auto span) { store(out + i, load(values + i, span), span); });
 }
 
@@ -75,17 +123,15 @@ template <>
 void store_context_kv_cpu<kIsa>(const StoreContextKV& op, int64_t row_begin, int64_t row_end) {
   with_dtype(op.dtype, [&](auto type) {
     using T = decltype(type);
+    Row<T> next = row_begin < row_end ? row_of<T>(op, row_begin) : Row<T>{};
     for (int64_t i = row_begin; i < row_end; ++i) {
-      const int64_t slot = op.slots[i], position = op.positions[i];
-      if (slot < 0 || slot >= op.num_slots || position < 0 || position >= op.num_positions) continue;
-      const T* row = static_cast<const T*>(op.kv) + i * op.kv_row_stride;
-      const T* of_v = op.v_is_k ? row : row + op.num_heads * op.head_dim;
-      for (int64_t head = 0; head < op.num_heads; ++head) {
-        const auto at = [=](const Cache& cache) {
-          return static_cast<T*>(cache.data) + slot * cache.slot_stride + head * cache.head_stride;
-        };
-        store_k(op, row + head * op.head_dim, position, at(op.k_cache));
-        if (op.v_cache.data != nullptr) store_v(op, of_v + head * op.head_dim, at(op.v_cache));
+      const Row<T> row = next;
+      next = i + 1 < row_end ? row_of<T>(op, i + 1) : Row<T>{};
+      for (int64_t head = 0; row.is_stored && head < op.num_heads; ++head) {
+        if (next.is_stored) fetch_head(op, next, head);
+        const int64_t column = head * op.head_dim;
+        store_k(op, row.k + column, row.angles, row.k_out + head * op.k_cache.head_stride);
+        if (row.v_out != nullptr) store_v(op, row.v + column, row.v_out + head * op.v_cache.head_stride);
       }
     }
   });
