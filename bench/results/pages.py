@@ -460,7 +460,8 @@ def _served(stage: MTPStage, engine: EngineStage | None) -> str:
     if engine.bias:
         weight += ", bias" if engine.bias is True else f", bias if `{engine.bias}`"
     chain = f"{engine.chain}, normed if `{stage.chain_field}`" if stage.chain_field else engine.chain
-    return "; ".join([weight, chain, *(["position 0 zero"] if engine.zeroes_position_0 else [])])
+    more = ["position 0 zero"] * engine.zeroes_position_0 + ["compiled"] * engine.compiled
+    return "; ".join([weight, chain, *more])
 
 
 def _concat(stage: MTPStage) -> str:
