@@ -36,9 +36,10 @@ class NormConcatLinear(Workload):
     """Every copy has its own weight, chunks and out; the gains are shared."""
 
     sizes = ("S", "K", "H", "D")
-    forms = FORMS
-    baselines = tuple(name for name in BASELINES if name != "eager-out")  # its product is what takes the time
-    chain = staticmethod(engine_chains.projection)
+    forms: tuple[str, ...] = FORMS
+    # The product is what takes the time of eager-out.
+    baselines: tuple[str, ...] = tuple(name for name in BASELINES if name != "eager-out")
+    chain: Callable[..., Any] = staticmethod(engine_chains.projection)
 
     def __init__(self, row: Row, cache_bytes: int = 0) -> None:
         super().__init__(row, cache_bytes)

@@ -58,7 +58,7 @@ class StreamsProjection(NormConcatLinear):
     def _call(self, name: str) -> tuple[Call, int]:
         if name != "layer":
             return super()._call(name)
-        layers = [self._layer(weight) for weight in self.weights[:MAX_LAYERS]]
+        layers = [self._module(weight) for weight in self.weights[:MAX_LAYERS]]
 
         def call(copy: int) -> Tensor:
             embedding, streams = self.chunks[copy]
@@ -78,7 +78,7 @@ class StreamsProjection(NormConcatLinear):
             return None if self.row.weight == DENSE else "a quantized weight is timed in the op"
         return super().unsupported_reason(name)
 
-    def _layer(self, weight: Tensor) -> nn.Module:
+    def _module(self, weight: Tensor) -> MTPStreamsProjection:
         row, stage = self.row, self.row.stage
         config = MTPStreamsConfig(
             hidden_size=stage.H,
