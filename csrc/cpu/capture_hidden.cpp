@@ -35,20 +35,30 @@ void store_row(const CaptureHidden& op, int64_t t, Store how, Value value) {
 }
 
 template <class T, class Store>
-void add_row(const CaptureHidden& op, int64_t t, Store how) {
+void add_row(const CaptureHidden& op, int64_t t, bool is_last, Store how) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   const T* residual = static_cast<const T*>(op.residual) + t * op.residual_row_stride;
-  store_row<T>(op, t, how, [=](int64_t i, auto span) { return load(hidden + i, span) + load(residual + i, span); });
+  const T* next_hidden = is_last ? hidden : hidden + op.hidden_row_stride;
+  const T* next_residual = is_last ? residual : residual + op.residual_row_stride;
+  store_row<T>(op, t, how, [=](int64_t i, auto span) {
+    fetch(next_hidden + i);
+    fetch(next_residual + i);
+    return load(hidden + i, span) + load(residual + i, span);
+  });
 }
 
 // From +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0.
 template <class T, class Store>
-void mean_row(const CaptureHidden& op, int64_t t, Store how) {
+void mean_row(const CaptureHidden& op, int64_t t, bool is_last, Store how) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
+  const T* next = is_last ? hidden : hidden + op.hidden_row_stride;
   const int64_t streams = op.num_streams, stride = op.hidden_stream_stride;
   store_row<T>(op, t, how, [=](int64_t i, auto span) {
     Float sum = Float{};
-    for (int64_t s = 0; s < streams; ++s) sum += load(hidden + s * stride + i, span);
+    for (int64_t s = 0; s < streams; ++s) {
+      fetch(next + s * stride + i);
+      sum += load(hidden + s * stride + i, span);
+    }
     return sum * (1.0f / static_cast<float>(streams));
   });
 }
@@ -71,7 +81,8 @@ void capture_hidden_cpu<kIsa>(const CaptureHidden& op, int64_t row_begin, int64_
         continue;
       }
       with_store(static_cast<T*>(op.out) + t * op.out_row_stride, bytes, [&](auto how) {
-        return op.num_streams == 0 ? add_row<T>(op, t, how) : mean_row<T>(op, t, how);
+        const bool is_last = t + 1 == row_end;
+        return op.num_streams == 0 ? add_row<T>(op, t, is_last, how) : mean_row<T>(op, t, is_last, how);
       });
     }
   });

@@ -40,6 +40,11 @@ struct RowValue {
     if (residual == nullptr) return load(x + i, span);
     return round_to(load(x + i, span) + load(residual + i, span), T{});
   }
+
+  [[gnu::always_inline]] void fetch(int64_t i) const {
+    cpu::EAGLE_KERNELS_ISA::fetch(x + i);
+    if (residual != nullptr) cpu::EAGLE_KERNELS_ISA::fetch(residual + i);
+  }
 };
 
 template <class T>

@@ -196,6 +196,20 @@ inline void with_store(const void* row, int64_t bytes, F f) {
   f(Cached{});
 }
 
+// On its way into the caches, a vector at a time, what comes after the row at hand: the hardware's prefetchers stop at
+// the end of a page, and rows are as long as one or two (norm_concat of 64 rows of 3 x 4096: 0.145 ms for 0.19, 2 cores
+// with AMX). Always inlined: GCC 12 drops calls of a function that only prefetches.
+template <class T>
+[[gnu::always_inline]] inline void fetch(const T* p) {
+  __builtin_prefetch(p);
+}
+template <class T>
+[[gnu::always_inline]] inline void fetch_to_write(const T* p, Cached) {
+  __builtin_prefetch(p, 1);
+}
+template <class T>
+[[gnu::always_inline]] inline void fetch_to_write(const T*, Streamed) {}
+
 inline Float round_to(Float value, float) { return value; }
 template <class T>
 inline Float round_to(Float value, T) {

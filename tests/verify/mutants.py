@@ -160,7 +160,11 @@ MUTANTS = (
         "norm_offset + load_vector<T>(gain, begin + i, span)",
         "load_vector<T>(gain, begin + i, span)",
     ),
-    Mutant("csrc/cpu/add_rms_norm.cpp", "sum_of_squares(op.width, add)", "sum_of_squares(op.width - 1, add)"),
+    Mutant(
+        "csrc/cpu/add_rms_norm.cpp",
+        "sum_of_squares(op.width, add_and_fetch)",
+        "sum_of_squares(op.width - 1, add_and_fetch)",
+    ),
     Mutant("csrc/cpu/add_rms_norm.cpp", "norm_offset + load_vector<T>(gain, i, span)", "load_vector<T>(gain, i, span)"),
     Mutant("csrc/cpu/capture_hidden.cpp", "round_to(unrounded, T{})", "unrounded"),
     Mutant("csrc/cpu/capture_hidden.cpp", "hidden + s * stride + i", "hidden + i"),
