@@ -39,6 +39,14 @@ def error_bound(eager_error: float, dtype: torch.dtype, width: int, count: int |
     return 1.05 * eager_error * allowance
 
 
+def absolute_bound(dtype: torch.dtype, width: int) -> float:
+    """What nothing may exceed, whatever the chain's own error is: of 16 bits the few roundings of any order, a weight's
+    that was dequantized among them; of fp32 four times the error of sums over `width` products."""
+    if dtype == torch.float32:
+        return max(4e-6 * math.sqrt(width) / 32, 2 * _FP32_FLOOR)
+    return 4 * UNIT_ROUNDOFF[dtype]
+
+
 def baseline_bound(eager_error: float, dtype: torch.dtype, width: int, count: int) -> float:
     """A baseline has to compute the same thing, not as exactly: compilers sum in other orders than eager torch."""
     return 4 * max(error_bound(eager_error, dtype, width, count), eager_error)

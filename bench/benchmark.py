@@ -90,6 +90,8 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     environment = info.read_environment(arguments.device)
     records = _kept_records(arguments, environment)
     info.say_header(environment)
+    for sentence in _left_out(arguments):
+        say(wrap(sentence))
     blocks = list(_blocks(arguments, environment["cache_bytes"], records))
     count = sum(len(block.rows) for block in blocks)
     if records:
@@ -132,9 +134,7 @@ def _check(arguments: argparse.Namespace) -> None:
     arguments.min_time = _MIN_TIME[device] if arguments.min_time is None else arguments.min_time
     arguments.stages = cli_types.stages(arguments)
     if next(_rows(arguments), None) is None:
-        op, (preset, stage, _), weight = arguments.op[0], arguments.stages[0], arguments.weights[0]
-        reason = _no_row_reason(op, stage, weight)
-        fail(f"argument --op: no row of {op} for {preset}:{stage.kind} and weight {weight}: {reason}")
+        fail("argument --op: " + "; ".join(_left_out(arguments)))
     if arguments.resume and arguments.json is None:
         fail("argument --resume: there is nothing to go on with, --json names no file")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -179,14 +179,25 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         op_names, arguments.stages, arguments.dtype, arguments.weights, arguments.tokens
     ):
         norm = arguments.norm or cli_types.norm_of(stage)
-        if _no_row_reason(op, stage, weight) is None:
+        if _no_row_reason(op, stage, weight, arguments.norm) is None:
             yield Row(op, preset, stage, norm, V, T, cli_types.DTYPES[dtype], arguments.device, weight)
 
 
-def _no_row_reason(op: str, stage: InputStage, weight: str) -> str | None:
+def _no_row_reason(op: str, stage: InputStage, weight: str, norm: str | None) -> str | None:
     if weight != DENSE and op != "norm_concat_linear":
         return "it has no weight"
+    if op == "norm_concat_linear" and stage.projects_streams and norm not in (None, stage.norm):
+        return f"each of its sources has a norm, and --norm is {norm}"
     return WORKLOADS[op].no_stage_reason(stage)
+
+
+def _left_out(arguments: argparse.Namespace) -> Iterator[str]:
+    """Rows that were asked for by name and that the op does not have."""
+    ops = () if "all" in arguments.op else arguments.op
+    for op, (preset, stage, _), weight in itertools.product(ops, arguments.stages, arguments.weights):
+        if (reason := _no_row_reason(op, stage, weight, arguments.norm)) is not None:
+            of_codes = "" if weight == DENSE else f" x {weight}"
+            yield f"no row of {op} for {preset}:{stage.kind}{of_codes}: {reason}"
 
 
 @dataclass(frozen=True)
@@ -232,13 +243,14 @@ def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[d
 def row_record(row: Row) -> dict:
     """The fields that all records of a row share, the timer aside."""
     stage, context = row.stage, row.stage.context
-    more = {} if context is None else {"n": context.num_kv_heads, "d": context.head_dim}
-    more |= {"S": stage.streams} if stage.streams > 1 else {}
+    cache = {} if context is None else {"n": context.num_kv_heads, "d": context.head_dim}
+    reads_streams = row.op == "capture_hidden" or (row.op == "norm_concat_linear" and stage.projects_streams)
     return {
         "op": row.op,
         "preset": row.preset,
         "stage": stage.kind,
         "norm": row.norm,
+        "S": stage.streams if reads_streams else 1,
         "K": stage.K,
         "H": stage.H,
         "D": stage.D,
@@ -246,7 +258,7 @@ def row_record(row: Row) -> dict:
         "T": row.T,
         "dtype": cli_types.DTYPE_NAMES[row.dtype],
         "weight": row.weight,
-        **more,
+        **cache,
     }
 
 
@@ -592,7 +604,8 @@ def _run_roofline(arguments: argparse.Namespace) -> int:
 def _print_floors(arguments: argparse.Namespace, stages: list[cli_types.Stage], dtype: str, rates: Rates) -> None:
     say(f"{'T':>8}{'MB':>10}{'GFLOP':>10}{'floor us':>11}  bound")
     for preset, stage, V in stages:
-        say(f"norm_concat_linear, {preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D}")
+        streams = f" S={stage.streams}" if stage.projects_streams else ""
+        say(f"norm_concat_linear, {preset}:{stage.kind}{streams} K={stage.K} H={stage.H} D={stage.D}")
         for T in arguments.tokens:
             row = Row("norm_concat_linear", preset, stage, cli_types.norm_of(stage), V, T, cli_types.DTYPES[dtype])
             workload = workload_of(row)

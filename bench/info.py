@@ -339,7 +339,7 @@ def _plan(op: str, device_type: str) -> Callable[[int, torch.dtype], Plan]:
 
 def _run_list(arguments: argparse.Namespace) -> int:
     say("ops")
-    say(wrap(", ".join(WORKLOADS), first="  "))
+    say(wrap(", ".join(op if op in ops.__all__ else f"{op} (bench alone)" for op in WORKLOADS), first="  "))
     say("\npresets")
     for line in _presets():
         say(f"  {line}")

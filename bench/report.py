@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 
 # What every record has; records of rows that were timed have the figures too.
-ROW_FIELDS = ("op", "preset", "stage", "norm", "K", "H", "D", "V", "T", "dtype", "weight", "timer")
+ROW_FIELDS = ("op", "preset", "stage", "norm", "S", "K", "H", "D", "V", "T", "dtype", "weight", "timer")
 RECORD_FIELDS = (*ROW_FIELDS, "variant", "is_ours", "status")
 _RATES = ("copy_gbps", "read_gbps", "matmul_tflops")
 FIGURES = ("median_ms", "min_ms", "p20_ms", "p80_ms", "rounds", "bytes", "gbps", "tflops", "floor_ms", *_RATES)
@@ -96,6 +96,7 @@ def load(path: Path) -> dict:
     for number, record in enumerate(run["records"]):
         if isinstance(record, dict):
             record.setdefault("weight", DENSE)  # runs from before there were others
+            record.setdefault("S", 1)
         if (wrong := _record_fault(record)) is not None:
             raise UnreadableResult(f"{path}: record {number} {wrong}")
     return run
@@ -164,7 +165,8 @@ _BLOCK_FIELDS = tuple(field for field in ROW_FIELDS if field not in ("T", "timer
 
 def title(record: dict) -> str:
     """The line above the rows of one op, shape and dtype."""
-    sizes = " ".join(f"{name}={record[name]}" for name in WORKLOADS[record["op"]].sizes if name in record)
+    names = [name for name in WORKLOADS[record["op"]].sizes if name != "S" or record["S"] > 1]
+    sizes = " ".join(f"{name}={record[name]}" for name in names)
     norm = f", norm {record['norm']}" if record["op"] in _HAS_NORM else ""
     return f"{record['op']}, {record['preset']}:{record['stage']}, {dtypes(record)}: {sizes}{norm}"
 
@@ -449,13 +451,13 @@ def _summary(records: Sequence[dict]) -> Iterator[str]:
         what = f"{ours} over {baseline}" if ours else f"{baseline}, % of the roofline"
         yield f"**{op}, {dtype}, {timer}: {what}**"
         yield ""
-        sizes = [name for name in WORKLOADS[op].sizes if any(name in row[0] for row in group)]
+        sizes = [name for name in WORKLOADS[op].sizes if name != "S" or any(row[0]["S"] > 1 for row in group)]
         yield "| " + " | ".join(["preset", *sizes, *(f"T={T}" for T in counts)]) + " |"
         yield "| --- |" + " ---: |" * (len(sizes) + len(counts))
         shapes: dict[tuple, dict[int, str]] = {}
         for row in group:
             first = row[0]
-            shape = (f"{first['preset']}:{first['stage']}", *(first.get(name, "") for name in sizes))
+            shape = (f"{first['preset']}:{first['stage']}", *(first[name] for name in sizes))
             shapes.setdefault(shape, {})[first["T"]] = _summary_cell(row, ours, baseline)
         for shape, cells in shapes.items():
             yield "| " + " | ".join([*map(str, shape), *(cells.get(T, "") for T in counts)]) + " |"

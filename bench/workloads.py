@@ -15,7 +15,7 @@ import eagle_kernels
 from eagle_kernels.model_shapes import InputStage
 from eagle_kernels.plan import Plan
 
-from .accuracy import baseline_bound, error_bound, relative_rms
+from .accuracy import absolute_bound, baseline_bound, error_bound, relative_rms
 from .baselines import compiled
 from .forced import forced
 from .measure import Call, Footprint, Traffic, Variant, is_ours
@@ -201,8 +201,10 @@ def judge(workload: Workload, variants: Sequence[Variant]) -> dict[str, Verdict]
                 errors = _errors(workload, variant.call(copy), truths, rows)
             bound_of = error_bound if is_ours(variant.name) else baseline_bound
             width, dtype = workload.row.width, workload.row.dtype
+            most = absolute_bound(dtype, width)
             for error, eager, truth, exact in zip(errors, eager_errors, truths, workload.exact, strict=True):
-                verdict = Verdict(error, 0.0 if exact else bound_of(eager, dtype, width, truth.numel()))
+                bound = min(bound_of(eager, dtype, width, truth.numel()), most)
+                verdict = Verdict(error, 0.0 if exact else bound)
                 worst = verdicts.setdefault(variant.name, verdict)
                 verdicts[variant.name] = max(worst, verdict, key=lambda candidate: candidate.ratio)
     return verdicts

@@ -205,8 +205,8 @@ OF_DRAFTERS = {
     "streams": InputStage("mtp", 2, 64, 48, 0.3, 0.0, "chunk", False, None, None, streams=4),
     "row": InputStage("mtp", 2, 64, 48, 0.3, 1.0, "chunk", False, None, None, streams=4, hnorm_over="row"),
     "dspark": InputStage("dspark", 5, 64, 48, 0.3, 0.0, "none", True, None, None, streams=4),
-    "own_v": InputStage("context_kv", 1, 64, 192, 0.3, 0.0, "concat", False, None, None, context=CONTEXT),
-    "latent": InputStage("context_kv", 1, 64, 72, 0.3, 0.0, "concat", False, None, None, context=LATENT),
+    "own_v": InputStage("context_kv", 1, 64, 192, 0.3, 0.0, "none", False, None, None, context=CONTEXT),
+    "latent": InputStage("context_kv", 1, 64, 72, 0.3, 0.0, "none", False, None, None, context=LATENT),
 }
 # The rows of each stage, and the columns that are ours.
 ROWS_OF_DRAFTERS = [
@@ -214,34 +214,102 @@ ROWS_OF_DRAFTERS = [
     ("norm_concat_linear", "row", ("layer",)),
     ("norm_concat_linear", "dspark", ("op",)),
     ("norm_concat_linear", "latent", ("op",)),
-    ("capture_hidden", "streams", ("op",)),
     ("capture_hidden", "dspark", ("op",)),
     ("store_context_kv", "own_v", ("op",)),
     ("store_context_kv", "latent", ("op",)),
 ]
 
 
-def workload_of_drafter(op: str, stage: str, dtype: torch.dtype, weight: str = workloads.DENSE) -> workloads.Workload:
+def workload_of_drafter(
+    op: str, stage: str, dtype: torch.dtype, weight: str = workloads.DENSE, copies: int = 2
+) -> workloads.Workload:
     row = workloads.Row(op, "tiny", OF_DRAFTERS[stage], OF_DRAFTERS[stage].norm, 1000, 9, dtype, weight=weight)
     workload = workload_of(row)
-    workload.allocate(2)
+    workload.allocate(copies)
     return workload
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("op", "stage", "ours"), ROWS_OF_DRAFTERS)
 def test_rows_of_todays_drafters(op: str, stage: str, ours: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Every column is what float64 says, and none reads what another copy's call left."""
+    """Every column is what float64 says, the eager ones too, which bound ours."""
     workload = workload_of_drafter(op, stage, dtype)
     names = [name for name in ("op", "layer", *workload.baselines) if workload.unsupported_reason(name) is None]
     assert tuple(filter(measure.is_ours, names)) == ours
     assert {"eager", "compile"} <= set(names)
     names = [name for name in names if name not in ("compile", "inductor-max")]  # test_bench_with_compiled_baselines
-    for name in names:  # alone, each on outputs that are poisoned
-        workload = workload_of_drafter(op, stage, dtype)
-        verdicts = workloads.judge(workload, [workload.variant(name)])
-        assert all(verdict.is_right for verdict in verdicts.values()), verdicts
-        assert str(workload.plan()).startswith(op)
+    verdicts = workloads.judge(workload, [workload.variant(name) for name in names])
+    assert all(verdict.is_right for verdict in verdicts.values()), verdicts
+    assert str(workload.plan()).startswith(op)
+
+
+def tensors_of(arguments: object) -> Iterator[torch.Tensor]:
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, dict):
+        yield from tensors_of(list(arguments.values()))
+    elif isinstance(arguments, list | tuple):
+        for argument in arguments:
+            yield from tensors_of(argument)
+
+
+@pytest.mark.parametrize(("op", "stage", "ours"), ROWS_OF_DRAFTERS)
+def test_every_copy_has_its_own_memory(op: str, stage: str, ours: tuple[str, ...]) -> None:
+    """Else a call would find in a cache what an engine's finds in memory; and the footprint is what was allocated."""
+    workload = workload_of_drafter(op, stage, torch.bfloat16, copies=4)
+    traffic, storages = workload.traffic(), {}
+    for calls in filter(None, (workload.chain_arguments, workload.op_arguments)):
+        returns_it = op == "norm_concat_linear" and calls is workload.chain_arguments
+        own = [{tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(call)} for call in calls]
+        for number, call in enumerate(own):
+            shared = set().union(*(other for at, other in enumerate(own) if at != number))
+            rotated = sum(size for address, size in call.items() if address not in shared)
+            assert rotated >= (traffic.read if returns_it else traffic.total)
+        for tensor in tensors_of([*calls]):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    footprint = workload.footprint(["op", "eager"])
+    assert footprint.touched == workload.traffic().total
+    fixed = (1 << 12) + (footprint.fixed if op == "store_context_kv" else 0)  # gains, indices; frequencies
+    assert 0.9 * 4 * footprint.touched <= sum(storages.values()) <= 4 * footprint.resident + fixed
+
+
+def test_the_chain_of_streams_rounds_as_the_engines_do() -> None:
+    """Both norms, both products and their sum (SGLang `deepseek_v4_nextn`, `qwen4_exp_mtp`)."""
+    for stage, width in (("streams", 64), ("row", 4 * 64)):
+        workload = workload_of_drafter("norm_concat_linear", stage, torch.bfloat16)
+        embedding, streams, gains, (e_proj, h_proj), eps = workload.chain_arguments[0]
+        e = torch.nn.functional.rms_norm(embedding, (64,), gains[0], eps) @ e_proj.t()
+        h = torch.nn.functional.rms_norm(streams.view(-1, width), (width,), gains[1], eps).view(9, 4, 64) @ h_proj.t()
+        assert torch.equal(workload.variant("eager").call(0).view(9, 4, 48), e[:, None] + h)
+        assert torch.equal(torch.cat((e_proj, h_proj), 1), workload.weights[0])
+
+
+def test_what_the_rows_of_a_cache_are() -> None:
+    """Slots and positions in any order, K of one layer out of all, and V as it was."""
+    own, latent = (workload_of_drafter("store_context_kv", stage, torch.bfloat16) for stage in ("own_v", "latent"))
+    assert (own.exact, latent.exact) == ((False, True), (False,))
+    for workload, columns in ((own, 96), (latent, 24)):
+        record = workload.chain_arguments[0][0]
+        assert record.kv.shape == (9, columns) and record.kv.stride(0) == workload.row.stage.D
+        for index in (record.positions, record.slots):
+            assert (index.diff() < 0).any()
+        assert record.norm_width == workload.context.head_dim
+
+
+def test_a_wrong_chain_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a baseline's bound, and ours, go by its error."""
+    for op, stage in (("norm_concat_linear", "streams"), ("store_context_kv", "latent"), ("norm_concat", "dspark")):
+        workload = workload_of_drafter(op, stage, torch.bfloat16)
+        right = workload.chain
+        workload.chain = lambda *arguments, right=right: tuple_of(right(*arguments))
+        variants = [workload.variant("op" if op != "norm_concat_linear" else "layer"), workload.variant("eager")]
+        verdicts = workloads.judge(workload, variants)
+        assert not verdicts["eager"].is_right and verdicts[variants[0].name].is_right, (op, verdicts)
+
+
+def tuple_of(result: object) -> tuple[torch.Tensor, ...]:
+    """The outputs, twice as large."""
+    return tuple(output.mul_(2) for output in (result if isinstance(result, tuple) else (result,)))
 
 
 def wrong(workload: workloads.Workload, change: Callable[[list], None]) -> workloads.Verdict:
@@ -307,7 +375,7 @@ def test_bytes_and_products_of_streams() -> None:
     capture = workload_of_drafter("capture_hidden", "dspark", torch.bfloat16)
     assert capture.traffic() == measure.Traffic(2 * 9 * 4 * 64, 2 * 9 * 64)
     store = workload_of_drafter("store_context_kv", "own_v", torch.bfloat16)
-    assert store.traffic() == measure.Traffic(9 * (2 * 96 + 16 * 4 + 16), 2 * 9 * 96)
+    assert store.traffic() == measure.Traffic(2 * 9 * 96, 2 * 9 * 96)
 
 
 def test_bench_of_todays_drafters(
@@ -326,7 +394,7 @@ def test_bench_of_todays_drafters(
     assert {stage for op, stage in rows if op == "norm_concat"} == {"dspark", "context_kv"}
     assert {stage for op, stage in rows if op == "store_context_kv"} == {"context_kv"}
     assert {stage for op, stage in rows if op == "norm_concat_linear"} == {stage.kind for stage in stages}
-    assert {stage for op, stage in rows if op == "capture_hidden"} == {"mtp", "dspark"}
+    assert {stage for op, stage in rows if op == "capture_hidden"} == {"dspark"}
     assert "norm_concat_linear, hyper:mtp, bf16: S=4 K=2 H=64 D=48" in printed
     assert "capture_hidden, hyper:dspark, bf16: S=4 K=5 H=64" in printed
     assert "store_context_kv, hyper:context_kv, bf16: n=1 d=24" in printed
@@ -334,16 +402,38 @@ def test_bench_of_todays_drafters(
 
 
 def test_bench_without_a_row(tiny_machine: None, capsys: pytest.CaptureFixture) -> None:
+    streams = ["--norm", "concat", "--preset", "deepseek-v4-flash:mtp"]
     for arguments, sentence in (
         (
             ["--op", "store_context_kv"],
-            "store_context_kv for tiny:eagle3 and weight dense: no cache of draft layers is",
+            "no row of store_context_kv for tiny:eagle3: no cache of draft layers is part of it",
         ),
-        (["--op", "add_rms_norm", "--weights", "int8_row"], "add_rms_norm for tiny:eagle3 and weight int8_row: it has"),
+        (
+            ["--op", "add_rms_norm", "--weights", "int8_row"],
+            "no row of add_rms_norm for tiny:eagle3 x int8_row: it has no",
+        ),
+        (streams, "for deepseek-v4-flash:mtp: each of its sources has a norm, and --norm is concat"),
     ):
         with pytest.raises(SystemExit):
             main([*BENCH, "--preset", "tiny", *arguments])
         assert sentence in capsys.readouterr().err
+    arguments = ["--op", "add_rms_norm,store_context_kv", "--preset", "tiny", "--tokens", "1", "--min-time", "0"]
+    assert main([*BENCH, *arguments]) == 0
+    assert "no row of store_context_kv for tiny:eagle3" in " ".join(capsys.readouterr().out.split())
+
+
+def test_rows_of_streams_are_not_those_of_before(tmp_path: Path, tiny_machine: None) -> None:
+    """A preset that had two sources has a stream's now: they are no row of one table, and none is kept for another."""
+    path = tmp_path / "run.json"
+    monkeypatched = [*BENCH, "--preset", "tiny", "--tokens", "2", "--min-time", "0", "--json", str(path)]
+    assert main(monkeypatched) == 0
+    run = json.loads(path.read_text())
+    for record in run["records"]:
+        assert record.pop("S") == 1
+    path.write_text(json.dumps(run))
+    (old, *_) = load(path)["records"]
+    assert old["S"] == 1 and report.row_key(old) != report.row_key(old | {"S": 4})
+    assert "S=" not in report.title(old) and " S=4 K=3" in report.title(old | {"S": 4})
 
 
 def test_bench_backends_are_columns(tiny_machine: None, tmp_path: Path) -> None:
@@ -764,6 +854,9 @@ def test_distinct_presets_are_one_of_each_shape() -> None:
     assert len(every) == sum(len(model.stages) for model in model_shapes().values())
     shapes = [(stage.K, stage.H, stage.D, stage.post_norm, stage.norm_offset) for _, stage, _ in distinct]
     assert {(stage.K, stage.H, stage.D) for _, stage, _ in every} == {shape[:3] for shape in shapes}
+    of_mtp = {(stage.H, stage.D, stage.norm_offset, stage.streams) for _, stage, _ in distinct if stage.kind == "mtp"}
+    assert {(4096, 4096, 0.0, 1), (4096, 4096, 0.0, 4)} <= of_mtp
+    assert len({stage.context for _, stage, _ in distinct}) == 1 + 2
     assert len(distinct) < len(every)
 
 

@@ -29,10 +29,10 @@ KNOWN_STAGES = [
     pytest.param("minimax-m3", "mtp", (2, 6144, 6144, 1e-6, 1.0, "chunk"), id="mtp-beside-eagle3"),
     pytest.param("deepseek-v4-flash", "mtp", (2, 4096, 4096, 1e-6, 0.0, "chunk"), id="a-stream-of-four"),
     pytest.param("deepseek-v4-flash", "dspark", (3, 4096, 4096, 1e-6, 0.0, "none"), id="main-proj"),
-    pytest.param("deepseek-v4-flash", "context_kv", (1, 4096, 1536, 1e-6, 0.0, "concat"), id="latent-k-of-3-layers"),
+    pytest.param("deepseek-v4-flash", "context_kv", (1, 4096, 1536, 1e-6, 0.0, "none"), id="latent-k-of-3-layers"),
     pytest.param("qwen4-exp", "mtp", (2, 2048, 2048, 1e-6, 1.0, "chunk"), id="a-stream-with-offset"),
     pytest.param("qwen3-8b", "dflash", (5, 4096, 4096, 1e-6, 0.0, "none"), id="five-chunks"),
-    pytest.param("qwen3-8b", "context_kv", (1, 4096, 10240, 1e-6, 0.0, "concat"), id="k-and-v-of-5-layers"),
+    pytest.param("qwen3-8b", "context_kv", (1, 4096, 10240, 1e-6, 0.0, "none"), id="k-and-v-of-5-layers"),
     pytest.param("glm-5", "mtp", (2, 6144, 6144, 1e-5, 0.0, "chunk"), id="wide-mtp"),
     pytest.param("kimi-k2.5-mla", "first_layer_qkv", (2, 7168, 2112, 1e-6, 0.0, "chunk"), id="latent-first-layer"),
     pytest.param("gpt-oss-eagle3", "first_layer_qkv", (2, 2880, 5120, 1e-5, 0.0, "chunk"), id="first-layer-of-2880"),
@@ -66,7 +66,7 @@ def test_streams_are_those_of_the_family(name, architecture):
     """Of a config with no more than a width, MTPStreamsConfig and ContextKVConfig read what the preset has."""
     preset = {"deepseek_v4": "deepseek-v4-flash", "qwen4_exp": "qwen4-exp"}[name]
     shape, stage = model_shapes()[preset], model_shapes()[preset].stage("mtp")
-    fields = {"model_type": name, "hidden_size": stage.H, "hc_mult": stage.streams, "hc_count": stage.streams}
+    fields = {"model_type": name, "hidden_size": stage.H, "hc_mult": 4, "hc_count": 4}
     config = ek.MTPStreamsConfig.from_hf(fields)
     assert (config.num_streams, config.hnorm_over) == (stage.streams, stage.hnorm_over)
     assert (config.norm_offset, config.enorm_eps) == (shape.norm_offset, stage.eps)
@@ -78,6 +78,16 @@ def test_streams_are_those_of_the_family(name, architecture):
         assert config.num_chunks == shape.stage("dspark").K
         for field in ("num_layers", "num_kv_heads", "head_dim", "values", "rotary_begin", "interleaved", "kv_width"):
             assert getattr(context, field) == getattr(config, field), field
+
+
+@pytest.mark.parametrize(("name", "model_type"), [("deepseek-v4-flash", "deepseek_v4"), ("qwen4-exp", "qwen4_exp")])
+def test_streams_and_sizes_are_those_of_transformers(name, model_type):
+    config = pytest.importorskip("transformers").AutoConfig.for_model(model_type)
+    text, shape = getattr(config, "text_config", config), model_shapes()[name]
+    assert (shape.target_hidden_size, shape.num_layers) == (text.hidden_size, text.num_hidden_layers)
+    assert (shape.vocab_size, shape.eps) == (text.vocab_size, text.rms_norm_eps)
+    streams = getattr(text, "hc_mult", None) or text.hc_count
+    assert {stage.streams for stage in shape.stages if stage.context is None} == {streams}
 
 
 def test_the_captured_layers_of_a_dflash_drafter_of_five_layers():

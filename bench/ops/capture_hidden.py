@@ -39,6 +39,8 @@ class CaptureHidden(Workload):
 
     @staticmethod
     def no_stage_reason(stage: InputStage) -> str | None:
+        if stage.projects_streams:
+            return "it reads every stream, and no mean is captured"
         return None if stage.context is None else "it begins with what fc gave, not with a captured state"
 
     def footprint(self, names: Sequence[str]) -> Footprint:

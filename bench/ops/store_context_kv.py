@@ -19,12 +19,12 @@ _BASE = 1e6  # of the frequencies
 
 
 def stored(record: StoreContextKV) -> tuple[Tensor, ...]:
-    """As vLLM's `precompute_and_store_context_kv` does it, in the dtype of K from the norm on."""
+    """With the roundings of vLLM's `precompute_and_store_context_kv`: in the dtype of K from the norm on."""
     n, d = record.k_cache.shape[1:]
     heads = record.kv.unflatten(1, (-1, d))
     k = F.rms_norm(heads[:, :n], (d,), record.k_norm_weight, record.eps)
     begin = record.rotary_begin
-    cos, sin = record.cos_sin[record.positions].to(k.dtype).unsqueeze(1).chunk(2, -1)
+    cos, sin = record.cos_sin[record.positions].unsqueeze(1).chunk(2, -1)
     turned = k[..., begin:]
     first, second = (turned[..., 0::2], turned[..., 1::2]) if record.interleaved else turned.chunk(2, -1)
     pair = first * cos - second * sin, second * cos + first * sin
@@ -36,13 +36,13 @@ def stored(record: StoreContextKV) -> tuple[Tensor, ...]:
 
 
 class PreallocatedStore:
-    """The same in static memory, and as SGLang's `fused_kv_materialize`: K is in fp32 until it is stored."""
+    """The same in static memory, with the roundings of SGLang's `fused_kv_materialize`: K is fp32 until stored."""
 
     def __init__(self, T: int, context: ContextCache, rotary_dim: int, dtype: torch.dtype, device: str) -> None:
         n, d = context.num_kv_heads, context.head_dim
         self._norm = NormScratch(T, n, d, device=device)
         self._k, self._turned = (torch.zeros(T, n, d, device=device) for _ in range(2))
-        self._cos_sin = torch.zeros(T, rotary_dim, device=device)
+        self._cos_sin = torch.zeros(T, rotary_dim, dtype=dtype, device=device)
         self._product = torch.zeros(T, n, rotary_dim // 2, device=device)
         self._rounded = torch.zeros(T, n, d, dtype=dtype, device=device)
 
@@ -74,7 +74,7 @@ class PreallocatedStore:
 
 class StoreContext(Workload):
     """One draft layer. Every copy has its own rows of K and V, a slice of what one product gave for all layers, and its
-    own caches of T slots, each of which is written; positions and frequencies are shared."""
+    own caches of T slots, each of which is written; what the copies share (positions, frequencies) is in no figure."""
 
     sizes = ("n", "d")
     baselines = ("eager", "eager-out", "compile")
@@ -94,13 +94,13 @@ class StoreContext(Workload):
 
     def footprint(self, names: Sequence[str]) -> Footprint:
         touched = self.traffic().total
-        of_all_layers = self.row.T * self.row.stage.D * self.item
+        of_other_layers = self.row.T * (self.row.stage.D - self.context.kv_width) * self.item
         scratch = PreallocatedStore.num_bytes(self.row.T, self.context) if "eager-out" in names else 0
-        return Footprint(touched, touched + of_all_layers, _POSITIONS * self.rotary_dim * 4 + scratch)
+        return Footprint(touched, touched + of_other_layers, _POSITIONS * self.rotary_dim * self.item + scratch)
 
     def traffic(self) -> Traffic:
         values = self.row.T * self.context.kv_width * self.item
-        return Traffic(values + self.row.T * (self.rotary_dim * 4 + 2 * 8), values)
+        return Traffic(values, values)
 
     def allocate(self, copies: int) -> None:
         row, context, device = self.row, self.context, self.row.device
@@ -109,7 +109,7 @@ class StoreContext(Workload):
         gain = self.random_gain(context.head_dim)
         frequencies = _BASE ** -torch.linspace(0, 1, self.rotary_dim // 2 + 1, device=device)[:-1]
         angles = torch.arange(_POSITIONS, device=device).unsqueeze(1) * frequencies
-        cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(row.dtype)
         positions = torch.randint(_POSITIONS, (row.T,), device=device)
         slots = torch.randperm(row.T, device=device)
         self.rows_of_slots = slots.argsort()

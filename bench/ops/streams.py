@@ -70,8 +70,8 @@ class StreamsProjection(NormConcatLinear):
 
     def unsupported_reason(self, name: str) -> str | None:
         form = name.partition(":")[0]
-        if self.row.norm != "chunk":
-            return f"a stage of streams has a norm for each source, and this is norm {self.row.norm}"
+        if form not in (*self.forms, *self.baselines):
+            return f"a stage of streams has no {form}"
         if form in ("op", "dense", "dequantize") and self._over_row:
             return "no call of the op has a norm over all streams: the layer calls norm_concat before it"
         if form == "layer":

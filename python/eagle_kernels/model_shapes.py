@@ -34,7 +34,7 @@ class InputStage:
     """One input stage: K chunks of width H, RMSNorm with gain norm_offset + w, projected to width D.
 
     kind: "eagle3" (and its variants "eagle3_narrow", "eagle3_v3"), "first_layer_qkv", "dflash", "dspark", "mtp" or
-        "context_kv" (K and V of all layers of a DFlash or DSpark drafter, of what its fc gave).
+        "context_kv" (K and V of all layers of a DFlash or DSpark drafter, of what "dflash" or "dspark" gave).
     norm: "chunk", "concat" or "none", as in `norm_concat_linear`; post_norm: an RMSNorm of the result follows (DFlash).
     layer_ids: as the checkpoint writes them; boundaries: what they mean. None where not known.
     streams: residual streams of the target (mHC), whose mean is captured; an MTP stage projects each of them, behind a
@@ -138,7 +138,7 @@ def _input_stage(kind: str, entry: dict, model: dict) -> InputStage:
 
 
 def _context_stage(entry: dict, model: dict) -> InputStage:
-    """K and V of all draft layers, of what fc gave behind hidden_norm."""
+    """K and V of all draft layers. hidden_norm is in the stage in front of it, as in SGLang."""
     context = ContextCache(**entry["context_kv"])
     return InputStage(
         kind="context_kv",
@@ -147,7 +147,7 @@ def _context_stage(entry: dict, model: dict) -> InputStage:
         D=context.num_layers * context.kv_width,
         eps=model["rms_norm_eps"],
         norm_offset=0.0,
-        norm="concat",
+        norm="none",
         post_norm=False,
         layer_ids=None,
         boundaries=None,
