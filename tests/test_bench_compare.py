@@ -22,7 +22,8 @@ def record(variant: str, milliseconds: float, seed: int, T: int = 8, status: str
     source = random.Random(f"{variant} {seed} {T}")
     calls = [milliseconds * (1 + source.uniform(-NOISE, NOISE)) for _ in range(60)]
     taken = Samples(tuple(call + (8.0 if source.random() < 0.1 else 0.0) for call in calls))
-    row = {"op": "norm_concat", "preset": "tiny", "stage": "eagle3", "norm": "chunk", "K": 3, "H": 64, "D": 32, "V": 99}
+    row = {"op": "norm_concat", "preset": "tiny", "stage": "eagle3", "norm": "chunk", "S": 1}
+    row |= {"K": 3, "H": 64, "D": 32, "V": 99}
     row |= {
         "T": T,
         "dtype": "bf16",

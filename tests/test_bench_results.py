@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 def record(variant: str, median_ms: float, T: int = 8, status: str = "ok") -> dict:
-    sizes = {"K": 3, "H": 64, "D": 32, "V": 1000, "T": T}
+    sizes = {"S": 1, "K": 3, "H": 64, "D": 32, "V": 1000, "T": T}
     row = {
         "op": "norm_concat_linear",
         "preset": "tiny",
@@ -60,9 +60,10 @@ LAYOUT = report.Layout(["op", "eager"], "norm_concat_linear", ["clock"])
 RECORDS = [record("op", 2.0), record("eager", 4.0), record("op", 2.0, T=64), record("eager", 16.0, T=64)]
 
 
-def test_a_run_from_before_quantized_weights_is_of_dense_ones(tmp_path: Path) -> None:
+def test_a_run_from_before_codes_and_streams_has_neither(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    report.save(path, ENVIRONMENT, [], [{k: v for k, v in each.items() if k != "weight"} for each in RECORDS])
+    before = [{k: v for k, v in each.items() if k not in ("weight", "S")} for each in RECORDS]
+    report.save(path, ENVIRONMENT, [], before)
     assert report.load(path)["records"] == RECORDS
 
 

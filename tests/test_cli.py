@@ -1029,6 +1029,7 @@ def test_the_widest_row_fits_80_columns(timers: list[str]) -> None:
         "preset": "x",
         "stage": "eagle3",
         "norm": "chunk",
+        "S": 1,
         "K": 3,
         "H": 1,
         "D": 1,
