@@ -18,7 +18,7 @@ import torch
 from eagle_kernels import environment as settings
 from eagle_kernels import plan
 from eagle_kernels.model_shapes import InputStage
-from eagle_kernels.quantized_weight import FORMATS
+from eagle_kernels.quantized_weight import WEIGHT_FORMATS
 
 from . import cli_types, info, report
 from .baselines import BASELINES
@@ -61,8 +61,8 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     rows = "values of T: 1,8,64 or 1:8192:x2 (default 1,8,64,512)"
     add("--tokens", type=cli_types.row_counts, default=[1, 8, 64, 512], metavar="T", help=rows)
     add("--dtype", type=cli_types.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
-    weights = cli_types.list_of("weight", [DENSE, *FORMATS])
-    add("--weights", type=weights, default=[DENSE], help=f"of norm_concat_linear: {','.join([DENSE, *FORMATS])}")
+    weights = cli_types.list_of("weight", [DENSE, *WEIGHT_FORMATS])
+    add("--weights", type=weights, default=[DENSE], help=f"of norm_concat_linear: {','.join([DENSE, *WEIGHT_FORMATS])}")
     baselines = cli_types.list_of("baseline", [*BASELINES, "none"])
     help_text = f"{','.join(BASELINES)} or none (default eager); eager of the memory ops brings eager-out"
     add("--baselines", type=baselines, default=["eager"], help=help_text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kernels.quantized_weight import FORMATS
+from eagle_kernels.quantized_weight import WEIGHT_FORMATS
 
 from . import cli_types
 from .baselines import BASELINES
@@ -119,7 +119,7 @@ def _record_fault(record: Any) -> str | None:
 
 def _expected(name: str, value: Any) -> str | None:
     """What a field should be; None where it is that, or unknown."""
-    choices = {"op": tuple(WORKLOADS), "status": STATUSES, "timer": _TIMER_ORDER, "weight": (DENSE, *FORMATS)}
+    choices = {"op": tuple(WORKLOADS), "status": STATUSES, "timer": _TIMER_ORDER, "weight": (DENSE, *WEIGHT_FORMATS)}
     if name in choices:
         return None if value in choices[name] else f"one of {', '.join(choices[name])}"
     if name == "variant":

@@ -113,8 +113,9 @@ void run_on_cpu(NormConcatLinear record, const View&, const Output&) {
                      [&](int64_t begin, int64_t end) { kernels.post_norm(record, begin, end); });
 }
 
-WeightType weight_type_of(TorchDType codes) {
-  if (codes == kTorchByte) return WeightType::kFloat4E2M1;
+// Bytes beside codes are no scales, but what bf16 in 12 bits has of a row.
+WeightType weight_type_of(TorchDType codes, TorchDType scales) {
+  if (codes == kTorchByte) return scales == kTorchByte ? WeightType::kBFloat16In12 : WeightType::kFloat4E2M1;
   return codes == kTorchInt8 ? WeightType::kInt8 : WeightType::kFloat8E4M3;
 }
 
@@ -129,31 +130,51 @@ bool is_block_width(int64_t columns, int64_t width) {
 
 int64_t num_blocks(int64_t size, int64_t block) { return size / block + (size % block != 0); }
 
-void add_codes(const Sources& sources, const View& codes, const View& out, NormConcatLinear& record) {
+// The bytes of a row of codes.
+int64_t row_bytes(WeightType type, int64_t width) {
+  switch (type) {
+    case WeightType::kFloat4E2M1: return width / 2;
+    case WeightType::kBFloat16In12: return num_blocks(width, 128) * 192;
+    default: return width;
+  }
+}
+
+void add_codes(const Sources& sources, const View& codes, TorchDType scales, const View& out,
+               NormConcatLinear& record) {
   const char* op = kQuantizedOp;
-  const int64_t width = sources.concat.width, codes_per_element = codes.dtype == kTorchByte ? 2 : 1;
+  const int64_t width = sources.concat.width;
+  const WeightType type = weight_type_of(codes.dtype, scales);
   check_device(op, "codes", codes, sources.first);
   check(codes.dtype == kTorchFloat8E4M3 || codes.dtype == kTorchInt8 || codes.dtype == kTorchByte, op, "codes",
         "dtype");
   check_rows(op, "codes", codes);
-  check(width % codes_per_element == 0, op, "codes", "columns");
-  check_shape(op, "codes", codes, out.size(1), width / codes_per_element);
+  check(type != WeightType::kFloat4E2M1 || width % 2 == 0, op, "codes", "columns");
+  check(type != WeightType::kBFloat16In12 || record.source.dtype == DType::kBFloat16, op, "chunks", "dtype");
+  check_shape(op, "codes", codes, out.size(1), row_bytes(type, width));
   check_no_overlap(op, "out", out, codes);
   record.weight = codes.data;
   record.weight_row_stride = codes.stride(0);
-  record.weight_type = weight_type_of(codes.dtype);
+  record.weight_type = type;
 }
 
-Scales scales_of(const Sources& sources, const View& scales, const std::optional<View>& global_scale,
+Scales scales_of(const Sources& sources, WeightType type, const View& scales, const std::optional<View>& global_scale,
                  int64_t block_rows, int64_t block_columns, const View& out) {
   const char* op = kQuantizedOp;
   const int64_t columns = out.size(1), width = sources.concat.width;
   check(block_rows >= 1 && is_block_width(block_columns, width), op, "block", "value");
   check_device(op, "scales", scales, sources.first);
-  check(scales.dtype == kTorchFloat || scales.dtype == kTorchFloat8E8M0 || scales.dtype == kTorchFloat8E4M3, op,
-        "scales", "dtype");
+  check(scales.dtype == kTorchFloat || scales.dtype == kTorchFloat8E8M0 || scales.dtype == kTorchFloat8E4M3 ||
+            type == WeightType::kBFloat16In12,
+        op, "scales", "dtype");
   check_rows(op, "scales", scales);
-  check_shape(op, "scales", scales, num_blocks(columns, block_rows), num_blocks(width, block_columns));
+  if (type == WeightType::kBFloat16In12) {
+    const int64_t size = scales.size(1);
+    check(size >= 32 && size % 4 == 0 && scales.stride(0) % 4 == 0, op, "scales", "columns");
+    check(reinterpret_cast<uintptr_t>(scales.data) % 4 == 0, op, "scales", "address");
+    check_shape(op, "scales", scales, columns, size);
+  } else {
+    check_shape(op, "scales", scales, num_blocks(columns, block_rows), num_blocks(width, block_columns));
+  }
   check_no_overlap(op, "out", out, scales);
   if (global_scale) {
     check_device(op, "global_scale", *global_scale, sources.first);
@@ -164,6 +185,7 @@ Scales scales_of(const Sources& sources, const View& scales, const std::optional
   return {.data = scales.data,
           .type = scale_type_of(scales.dtype),
           .row_stride = scales.stride(0),
+          .row_size = scales.size(1),
           .block_rows = block_rows,
           .block_columns = block_columns,
           .global = global_scale ? static_cast<const float*>(global_scale->data) : nullptr};
@@ -181,9 +203,9 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kQuantizedOp, arguments, out);
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
-  add_codes(sources, codes, out, record);
-  record.scales = scales_of(sources, scales, global_scale, block_rows, block_columns, out);
-  record.in_dots = in_dots;
+  add_codes(sources, codes, scales.dtype, out, record);
+  record.scales = scales_of(sources, record.weight_type, scales, global_scale, block_rows, block_columns, out);
+  record.in_dots = in_dots && record.weight_type != WeightType::kBFloat16In12;
   record.early_weight = early_weight;
   run(record, codes, out);
 }

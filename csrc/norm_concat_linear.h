@@ -8,17 +8,18 @@
 namespace eagle_kernels {
 
 // A weight in the chunks' dtype, or as codes, whose row stride is in bytes. A byte has two of kFloat4E2M1, the even
-// column's in the low four bits.
-enum class WeightType : int32_t { kChunks, kFloat8E4M3, kInt8, kFloat4E2M1 };
+// column's in the low four bits. kBFloat16In12 is bf16 exactly (cpu/widen_bf16_12bit.h), on CPU, by rows of bf16.
+enum class WeightType : int32_t { kChunks, kFloat8E4M3, kInt8, kFloat4E2M1, kBFloat16In12 };
 
 enum class ScaleType : int32_t { kFloat32, kFloat8E8M0, kFloat8E4M3 };
 
 // weight[d][c] = codes[d][c] * scales[d / block_rows][c / block_columns] * global. A block is as wide as the weight, or
-// a multiple of 128 columns, or a power of two from 16 to 64.
+// a multiple of 128 columns, or a power of two from 16 to 64. Of kBFloat16In12, what a row has beside its codes.
 struct Scales {
   const void* data;
   ScaleType type;
   int64_t row_stride;
+  int64_t row_size;
   int64_t block_rows;
   int64_t block_columns;
   const float* global;  // or null: 1

@@ -32,9 +32,6 @@ class BadCall:
     def id(self) -> str:
         return f"{self.op}-{self.name}"
 
-    def has(self, *names: str) -> bool:
-        return any(self.arguments()[name] is not None for name in names)
-
     def arguments(self) -> dict:
         arguments = {name: make() if callable(make) else make for name, make in (GOOD[self.op] | self.base).items()}
         return arguments | self.change(arguments)
@@ -288,6 +285,11 @@ def _norm_concat_linear_quantized_calls() -> Iterator[BadCall]:
     def nibbles(width: int) -> Tensor:
         return torch.randint(0, 256, (D, width), dtype=torch.uint8)
 
+    def in_12_bits(**changes: Tensor | list[Tensor] | None) -> Callable[[dict], dict]:
+        good = {"codes": nibbles(-(-columns // 128) * 192), "scales": torch.zeros(D, 36, dtype=torch.uint8)}
+        return lambda _: good | {"global_scale": None, "block": (1, columns)} | changes
+
+    floats = [rows(T, H).float() for _ in range(K)]
     odd = {"chunks": [rows(T, 3), rows(T, 4)], "norm_weight": None, "codes": nibbles(3)}
     calls = [
         bad("chunks-rows", lambda good: {"chunks": [*good["chunks"][:2], rows(T + 1, H)]}),
@@ -301,6 +303,11 @@ def _norm_concat_linear_quantized_calls() -> Iterator[BadCall]:
         *_wrong(op, "global_scale", ("device", "dtype", "shape")),
         bad("global_scale-overlap", lambda good: {"global_scale": _first(good["out"], torch.float32, 1)}),
         bad("bias-shape", lambda good: {"bias": rows(D + 1)}),
+        bad("12bit-chunks", in_12_bits(chunks=floats, norm_weight=None, out=rows(T, D).float())),
+        bad("12bit-codes", in_12_bits(codes=nibbles(columns // 2))),
+        bad("12bit-no_table", in_12_bits(scales=torch.zeros(D, 28, dtype=torch.uint8))),
+        bad("12bit-part_of_an_exception", in_12_bits(scales=torch.zeros(D, 38, dtype=torch.uint8))),
+        bad("12bit-scales_rows", in_12_bits(scales=torch.zeros(D + 1, 36, dtype=torch.uint8))),
     ]
     for block in ((0, 16), (1, 0), (1, -128), (1, 8), (1, 20)):
         calls.append(bad(f"block-{block[0]}x{block[1]}", lambda good, block=block: {"block": block}))

@@ -32,7 +32,7 @@ ROOM_OF = {
     **dict.fromkeys(("drafter_config", "mtp_config", "model_shapes"), "data"),
     **dict.fromkeys(("checkpoint", "quantized_checkpoint", "int4_checkpoint"), "data"),
     **dict.fromkeys(("plan", "tuned_configs", "dispatch", "library", "checks", "environment"), "ground"),
-    **dict.fromkeys(("version", "vocab_shard", "quantized_weight"), "ground"),
+    **dict.fromkeys(("version", "vocab_shard", "quantized_weight", "bf16_12bit"), "ground"),
 }
 
 # Whatever says what an op is, and who calls it because of what it does.

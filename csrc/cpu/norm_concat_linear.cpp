@@ -24,7 +24,8 @@ namespace {
 #if defined(__AMX_BF16__)
 bool on_tiles(const NormConcatLinear& op) {
   if (op.source.dtype != DType::kBFloat16) return false;
-  return op.weight_type == WeightType::kChunks || (!op.in_dots && amx_reads_codes(op));
+  if (op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12) return true;
+  return !op.in_dots && amx_reads_codes(op);
 }
 #endif
 
@@ -97,6 +98,7 @@ void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) {
     if (op.weight_type == WeightType::kChunks) return amx_project(op, panel_begin, panel_end);
+    if (op.weight_type == WeightType::kBFloat16In12) return amx_project_bf16_12bit(op, panel_begin, panel_end);
     return with_code(op.weight_type, [&](auto code) { amx_project_codes<decltype(code)>(op, panel_begin, panel_end); });
   }
 #endif
@@ -105,7 +107,8 @@ void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
-    if (op.weight_type == WeightType::kChunks) return dot_project<T>(op, panel_begin, panel_end);
+    const bool in_dots = op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12;
+    if (in_dots) return dot_project<T>(op, panel_begin, panel_end);
     with_code(op.weight_type, [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
   });
 }

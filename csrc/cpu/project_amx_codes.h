@@ -88,9 +88,14 @@ template <>
   return false;
 }
 
+// Of columns that begin and end with a byte, those of BFloat16In12 with a group.
 template <class Code>
 constexpr int64_t bytes_of(int64_t columns) {
-  return columns / kCodesPerByte<Code>;
+  if constexpr (std::is_same_v<Code, BFloat16In12>) {
+    return columns / kGroupColumns * kGroupBytes;
+  } else {
+    return columns / kCodesPerByte<Code>;
+  }
 }
 
 // Where a stretch begins.
@@ -341,6 +346,52 @@ class RatioLines {
   alignas(kCacheLine) uint32_t less_[kPanelColumns][kStretchSteps];  // twice the exponent of 1 / ratio, in place
 };
 
+// bf16 in 12 bits as it was, and the few numbers that have no code in their places afterwards.
+class ExactLines {
+ public:
+  struct Panel : PanelScales {
+    static constexpr bool has_whole_sums = true;
+
+    RowExponents of_row[kPanelColumns];
+
+    Panel() = default;
+    Panel(const NormConcatLinear& op, int64_t panel) {
+      for (int64_t i = 0; i < kPanelColumns && panel * kPanelColumns + i < op.num_columns; ++i) {
+        of_row[i] = exponents_of(op, panel * kPanelColumns + i);
+      }
+    }
+    void read_whole(Float (*scales)[kStripVectors]) const {
+      for (Float& scale : *scales) scale = Float{} + 1.0f;
+    }
+  };
+  ExactLines(const NormConcatLinear&, Panel& panel, Place place) : panel_(panel), begin_(place.step * kTileK) {}
+
+  [[gnu::always_inline]] void widen(const uint8_t* codes, int64_t left, int64_t row,
+                                    __m512i (&lines)[kStretchSteps]) const {
+    widen_group(codes, ExponentTables(panel_.of_row[row]), lines);
+    if (left >= kStretch) return;
+    // Behind the width there may be a NaN, which zeros of the packed rows would not cancel.
+    unrolled<kStretchSteps>([&](auto i) {
+      const int64_t count = left - i * kTileK;
+      const __mmask32 there = count >= kTileK ? ~0u : count > 0 ? (1u << count) - 1 : 0;
+      lines[i] = _mm512_maskz_mov_epi16(there, lines[i]);
+    });
+  }
+
+  // A panel is widened from its beginning to its end, once: what is behind the last exception stays behind it.
+  [[gnu::always_inline]] void put_exceptions(int64_t row, BFloat16* line) const {
+    RowExponents& of_row = panel_.of_row[row];
+    for (; of_row.begin != of_row.end && of_row.begin->column < begin_ + kStretch; ++of_row.begin) {
+      const int64_t column = of_row.begin->column - begin_;
+      if (column >= 0) line[column / kTileK * 2 * kTileSize + column % kTileK].bits = of_row.begin->bits;
+    }
+  }
+
+ private:
+  Panel& panel_;
+  int64_t begin_;
+};
+
 // Fills a stretch, row by row while another one is multiplied, and fetches what will be asked for later.
 template <class Code, class Lines>
 class Widening {
@@ -378,6 +429,7 @@ class Widening {
     lines_.widen(codes, left, row_, lines);
     BFloat16* line = tiles_ + row_ * kTileK;
     unrolled<kStretchSteps>([&](auto step) { _mm512_store_si512(line + step * 2 * kTileSize, lines[step]); });
+    if constexpr (std::is_same_v<Lines, ExactLines>) lines_.put_exceptions(row_, line);
   }
 
   const NormConcatLinear& op_;
@@ -450,7 +502,8 @@ inline Place place_behind(const NormConcatLinear& op, const Block& block, Place 
 
 template <class Code, class Lines>
 void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  constexpr int64_t kAheadSteps = kAheadBytes * kCodesPerByte<Code> / kTileK;
+  constexpr int64_t kStretchBytes = bytes_of<Code>(kStretch);
+  constexpr int64_t kAheadSteps = (kAheadBytes + kStretchBytes - 1) / kStretchBytes * kStretchSteps;
   constexpr bool kByRatios = std::is_same_v<Lines, RatioLines<Code>>;
   const int64_t shared = op.scales.block_columns, block_steps = shared > kStretch ? kStretchSteps : shared / kTileK;
   Stretch stretches[2];
@@ -543,6 +596,10 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
     finish_panel(op, panel, group, groups, totals, of_columns[0]);
   };
   for_each_block(op, panel_begin, panel_end, kStretchSteps, multiply, finish);
+}
+
+inline void amx_project_bf16_12bit(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  amx_project_stretches<BFloat16In12, ExactLines>(op, panel_begin, panel_end);
 }
 
 template <class Code>

@@ -6,6 +6,7 @@
 
 #include "../norm_concat_linear.h"
 #include "norm_row.h"
+#include "widen_bf16_12bit.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
@@ -86,6 +87,7 @@ struct WeightRows {
   const T* data;
   int64_t row_stride;
   const T* next;
+  int64_t next_stride;
   int64_t fetch_rows;
 };
 
@@ -111,7 +113,7 @@ void dot_tile(WeightRows<T> weight, const typename DotStep<T>::Packed* packed, i
   int64_t k = 0;
   for (; k + Step::kStep <= width; k += Step::kStep) {
     for (int64_t row = 0; row < weight.fetch_rows; ++row) {
-      __builtin_prefetch(weight.next + row * weight.row_stride + k, 0, 2);
+      __builtin_prefetch(weight.next + row * weight.next_stride + k, 0, 2);
     }
     step(k, Whole{});
   }
@@ -171,6 +173,10 @@ float* column_totals(const NormConcatLinear& op, int64_t begin) {
   return reinterpret_cast<float*>(static_cast<char*>(op.workspace) + before) + begin * op.num_rows;
 }
 
+inline RowExponents exponents_of(const NormConcatLinear& op, int64_t d) {
+  return {static_cast<const uint8_t*>(op.scales.data) + d * op.scales.row_stride, op.scales.row_size};
+}
+
 template <class T>
 void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end, int64_t width) {
   using Packed = typename DotStep<T>::Packed;
@@ -210,11 +216,29 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, cons
   }
 }
 
+// Rows [begin, end) of a weight in 12 bits, from column k on, as rows of bf16 that are kDotBlockK apart. While one is
+// widened its place in the next one is fetched.
+template <class T>
+void widen_rows(const NormConcatLinear& op, int64_t begin, int64_t end, int64_t k, int64_t count, T* rows) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    for (int64_t d = begin; d < end; ++d, rows += kDotBlockK<T>) {
+      const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + d * op.weight_row_stride;
+      widen_row(codes, exponents_of(op, d), k, k + count, op.weight_row_stride, rows);
+    }
+  }
+}
+
 // The totals of columns [begin, end), which share each block of the packed rows.
 template <class T>
 void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* totals, int64_t totals_stride) {
-  const int64_t width = packed_width<T>(op), stride = op.weight_row_stride;
-  const auto weight_at = [&](int64_t d, int64_t k) { return static_cast<const T*>(op.weight) + d * stride + k; };
+  const bool is_widened = op.weight_type == WeightType::kBFloat16In12;
+  const int64_t width = packed_width<T>(op), stride = is_widened ? kDotBlockK<T> : op.weight_row_stride;
+  const int64_t fetch_stride = is_widened ? op.weight_row_stride / static_cast<int64_t>(sizeof(T)) : stride;
+  alignas(kCacheLine) T widened[std::is_same_v<T, BFloat16> ? kTileColumns * kDotBlockK<T> : 1];
+  const auto weight_at = [&](int64_t d, int64_t k) {
+    if (is_widened) k = k / kGroupColumns * kGroupBytes / static_cast<int64_t>(sizeof(T));
+    return static_cast<const T*>(op.weight) + d * fetch_stride + k;
+  };
   const int64_t row_tiles = (op.num_rows + kTileRows - 1) / kTileRows;
   const int64_t tile_rows = (op.num_rows + row_tiles - 1) / row_tiles;
   const int64_t share = (kTileColumns + row_tiles - 1) / row_tiles;
@@ -224,13 +248,15 @@ void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* 
     const bool last_k = k + count == op.source.width;
     for (int64_t d = begin; d < end;) {
       const int64_t columns = d + kTileColumns <= end ? kTileColumns : 1;
+      if (is_widened) widen_rows(op, d, d + columns, k, count, widened);
+      const T* rows_of_weight = is_widened ? widened : weight_at(d, k);
       const T* next = d + columns < end ? weight_at(d + columns, k)
                       : last_k          ? weight_at(d + columns, 0)
                                         : weight_at(begin, k + count);
       for (int64_t i = 0, fetched = 0; i < op.num_rows; i += tile_rows, fetched += share) {
         const int64_t rows = op.num_rows - i < tile_rows ? op.num_rows - i : tile_rows;
         const int64_t left = columns - fetched;
-        const WeightRows<T> weight{weight_at(d, k), stride, next + fetched * stride, left < share ? left : share};
+        const WeightRows<T> weight{rows_of_weight, stride, next + fetched * fetch_stride, fetch_stride, left < share ? left : share};
         const auto* packed = packed_rows<T>(op) + i * width + k;
         float* result = totals + i * totals_stride + (d - begin);
         if (columns == kTileColumns) {

@@ -38,7 +38,8 @@ inline void with_code(WeightType type, F f) {
     case WeightType::kFloat8E4M3: return f(Float8E4M3{});
     case WeightType::kInt8: return f(Int8{});
     case WeightType::kFloat4E2M1: return f(Float4E2M1{});
-    case WeightType::kChunks: return;
+    case WeightType::kChunks:
+    case WeightType::kBFloat16In12: return;
   }
 }
 

@@ -109,6 +109,9 @@ class Eagle3Projection(nn.Module):
     def quantize(self, format: str) -> Eagle3Projection:
         """Round fc.weight to a format of `QuantizedWeight`: half of its bytes or fewer are then read in each call.
 
+        Or bf16 to "bf16_12bit", which rounds nothing: three quarters of the bytes, the same bits of the result. A gain
+        on CPUs with AMX, up to 32 rows (1.2x to 1.3x there); the same time or more elsewhere.
+
         The dense weight is dropped; state_dict has the codes as fc.weight, and fc.weight_scale. The error is logged.
         """
         self.fc = quantize_linear("Eagle3Projection.quantize", self.fc, format)

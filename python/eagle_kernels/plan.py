@@ -225,6 +225,8 @@ def _choose(problem: Problem) -> Plan:
 
 
 def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) -> Plan:
+    if backend == "cpu" and problem.code_bits == 12 and problem.dtype != torch.bfloat16:
+        backend, reason = "reference", f"no kernel multiplies {problem.dtype} by bf16 in 12 bits"
     if backend == "cpu":
         return _cpu_codes(problem, isa)
     rejected: list[str] = []
@@ -289,7 +291,9 @@ def runs_in_dots(isa: str, rows: int, block_columns: int) -> bool:
 
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
-    if problem.dtype != torch.bfloat16 or isa not in DOTS_ISAS:
+    if problem.code_bits == 12:
+        reason = "numbers of 12 bits become bf16 once for all rows"
+    elif problem.dtype != torch.bfloat16 or isa not in DOTS_ISAS:
         reason = "the codes are widened as they are multiplied"
     elif SETTINGS.batch_invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
@@ -324,6 +328,8 @@ _MOST_TUNED_ROWS = 64
 
 def _split_codes_unsupported_reason(problem: Problem) -> str | None:
     """Why the split kernels cannot read the codes; None where they can."""
+    if problem.code_bits == 12:
+        return "no kernel of it reads numbers of 12 bits"
     if len(problem.widths) != 1:
         return _DIFFERENT_WIDTHS
     H, shared = problem.widths[0], problem.block_columns

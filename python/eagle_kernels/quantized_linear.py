@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
-from .quantized_weight import QuantizedWeight, quantize
+from .quantized_weight import COMPRESSED, QuantizedWeight, quantize
 
 _LOGGER = logging.getLogger("eagle_kernels")
 
@@ -58,11 +58,14 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
-    """A dense linear layer of 16 or 32 bits in `format`."""
+    """A dense linear layer of 16 or 32 bits in `format`, a format of `quantize`."""
     weight = None if isinstance(linear, QuantizedLinear) else getattr(linear, "weight", None)
     if weight is None:
         got = linear.format if isinstance(linear, QuantizedLinear) else "packed"
         raise checks.error(RuntimeError, op, f"the weight is {got}", "a dense weight", "rounding twice loses more")
+    if format == COMPRESSED and weight.device.type != "cpu":
+        because = "no kernel reads 12 bits a number elsewhere"
+        raise checks.error(RuntimeError, op, f"the weight is on {weight.device}", f"on cpu for {format}", because)
     return QuantizedLinear(quantize(weight.detach(), format), linear.bias)
 
 

@@ -15,6 +15,9 @@
 
 W here is K*H, the width of what is projected. e2m1 are two in a uint8, the even column in the low four bits. e8m0 is
 torch.float8_e8m0fnu or its bytes b as uint8: 2^(b - 127), and NaN for 255 (OCP Microscaling Formats 1.0).
+
+`CompressedWeight` is no quantized one: bf16 in 12 bits, exactly (`bf16_12bit`). No checkpoint has it; `quantize` makes
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks
+from . import bf16_12bit, checks
 
 OP = "QuantizedWeight"
 _LOGGER = logging.getLogger("eagle_kernels")
@@ -59,6 +62,9 @@ FORMATS = {
     "mxfp4": Format(torch.uint8, (1, 32), (E8M0,), 6.0),
     "nvfp4": Format(torch.uint8, (1, 16), (E4M3,), 6.0),
 }
+COMPRESSED = "bf16_12bit"
+# What `quantize` makes.
+WEIGHT_FORMATS = (*FORMATS, COMPRESSED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +149,15 @@ class QuantizedWeight:
         return D, columns * FORMATS[self.format].columns_per_code
 
     @property
+    def scale_shape(self) -> tuple[int, int]:
+        (D, W), (rows, columns) = self.shape, self.block
+        return _ceil(D, rows), _ceil(W, columns)
+
+    @property
+    def code_bits(self) -> int:
+        return 8 // FORMATS[self.format].columns_per_code
+
+    @property
     def nbytes(self) -> int:
         """What a call reads of it."""
         return self.codes.nbytes + self.scales.nbytes
@@ -156,7 +171,7 @@ class QuantizedWeight:
         codes: Tensor, scales: Tensor, global_scale: Tensor | None, format: str, block: tuple[int, int]
     ) -> QuantizedWeight:
         """From what a QuantizedWeight has become, unchecked."""
-        weight = object.__new__(QuantizedWeight)
+        weight = object.__new__(CompressedWeight if format == COMPRESSED else QuantizedWeight)
         fields = {"codes": codes, "scales": scales, "global_scale": global_scale, "format": format, "block": block}
         for name, value in fields.items():
             object.__setattr__(weight, name, value)  # torch 2.11 traces this, and no update of __dict__
@@ -196,6 +211,42 @@ class QuantizedWeight:
         blocks = self.scales[begin // rows : (end - 1) // rows + 1].float().to(dtype)
         blocks = blocks[row - begin // rows].repeat_interleave(columns, 1)[:, : self.shape[1]]
         return blocks if self.global_scale is None else blocks * self.global_scale.to(dtype)
+
+
+class CompressedWeight(QuantizedWeight):
+    """A bf16 weight [D, W] in 12 bits a number, as `quantize(weight, "bf16_12bit")` makes it: no number is rounded.
+
+    A projection on it has the bits of one on the weight itself, where both run the fused kernel. `scales` are not
+    scales, but what a row has beside its codes.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.block[1]
+
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.scales.shape[1]
+
+    @property
+    def code_bits(self) -> int:
+        return 12
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return bf16_12bit.decode(self.codes, self.scales, self.shape[1]).to(dtype)
+
+
+def _compressed(weight: Tensor) -> CompressedWeight:
+    W = weight.shape[1]
+    if weight.dtype != torch.bfloat16:
+        raise checks.error(TypeError, "quantize", f"weight is {weight.dtype}", "torch.bfloat16", f"of {COMPRESSED}")
+    if W > bf16_12bit.MAX_WIDTH:
+        limit = f"at most {bf16_12bit.MAX_WIDTH} columns"
+        raise checks.shape_error("quantize", "weight", weight, f"(D, W), W {limit}", f"of {COMPRESSED}")
+    compressed = QuantizedWeight.of_tensors(*bf16_12bit.encode(weight), None, COMPRESSED, (1, W))
+    assert isinstance(compressed, CompressedWeight)
+    return compressed
 
 
 def concat_columns(op: str, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -238,8 +289,12 @@ def format_named(op: str, name: object) -> Format:
 
 
 def num_bytes(name: str, shape: tuple[int, int]) -> int:
-    """Of the codes and scales of a weight [D, W], the first dtype of scales that the format has."""
-    format, (D, W) = FORMATS[name], shape
+    """Of the codes and scales of a weight [D, W], the first dtype of scales that the format has. Of bf16_12bit without
+    the few numbers that have no code."""
+    D, W = shape
+    if name == COMPRESSED:
+        return D * (bf16_12bit.row_bytes(W) + bf16_12bit.TABLE_BYTES)
+    format = FORMATS[name]
     rows, columns = scale_shape(format, shape)
     return D * W // format.columns_per_code + rows * columns * format.scales[0].itemsize
 
@@ -284,24 +339,31 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
         fp8_tensor, fp8_row, fp8_block*, int8_row    scale = a / m
         mxfp8, mxfp4                                 scale = 2^ceil(log2(a / m))
         nvfp4    global_scale = max(abs(W)) / (6 * 448); scale = e4m3(max(a / (6 * global_scale), 2^-9))
+        bf16_12bit                                   bf16 as it is, in 12 bits a number (`CompressedWeight`)
 
     Args:
         weight: bf16, fp16 or fp32.
-        format: a key of the table in `eagle_kernels.quantized_weight`.
+        format: a key of the table in `eagle_kernels.quantized_weight`, or "bf16_12bit".
 
     Raises:
         TypeError, ValueError: a weight that is no matrix, is not finite, or has columns that no block divides (mxfp8,
-            mxfp4, nvfp4).
+            mxfp4, nvfp4); of bf16_12bit one that is not bf16, or has more than 65535 columns.
 
     Source: Model-Optimizer `NVFP4QTensor`, `MXFP8QTensor`, `MXFP4QTensor`.
     """
     op = "quantize"
-    kind = format_named(op, format)
+    if format not in WEIGHT_FORMATS:
+        raise checks.error(ValueError, op, f"format is {format!r}", f"one of {list(WEIGHT_FORMATS)}")
     checks.check_tensor(op, "weight", weight)
     checks.check_dtype(op, "weight", weight, checks.DTYPES)
     if weight.dim() != 2 or 0 in weight.shape:
         raise checks.shape_error(op, "weight", weight, "(D, W), neither of them 0")
     D, W = weight.shape
+    if format == COMPRESSED:
+        compressed = _compressed(weight)
+        _LOGGER.info("eagle_kernels: quantize to %s: [%d, %d], %s", format, D, W, _sizes(compressed, weight))
+        return compressed
+    kind = FORMATS[format]
     rows, columns = kind.block[0] or D, kind.block[1] or W
     if kind.block[1] in (16, 32) and rows == 1 and W % columns:
         raise checks.shape_error(op, "weight", weight, f"(D, W) with W a multiple of {columns}", f"of {format}")
@@ -315,9 +377,13 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     spread = effective.repeat_interleave(rows, 0)[:D].repeat_interleave(columns, 1)[:, :W]
     quantized = QuantizedWeight(_codes_for(wide / spread, kind), scales, format, global_scale)
     error = (quantized.dequantize(torch.float32) - wide).norm() / wide.norm()
-    sizes = f"{quantized.nbytes / 1e6:.1f} MB of {weight.nbytes / 1e6:.1f}"
+    sizes = _sizes(quantized, weight)
     _LOGGER.info("eagle_kernels: quantize to %s: [%d, %d], %s, relative error %.2e", format, D, W, sizes, error)
     return quantized
+
+
+def _sizes(quantized: QuantizedWeight, weight: Tensor) -> str:
+    return f"{quantized.nbytes / 1e6:.1f} MB of {weight.nbytes / 1e6:.1f}"
 
 
 def _scales_for(largest: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:

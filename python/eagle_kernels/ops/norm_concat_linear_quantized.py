@@ -16,7 +16,7 @@ from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register_with_out, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
-from ..quantized_weight import FORMATS, QuantizedWeight
+from ..quantized_weight import QuantizedWeight
 from ..triton_kernels.alignment import alignment
 from .call import check, triton_kernels
 from .norm_concat import ARGUMENTS
@@ -51,8 +51,7 @@ class QuantizedProjection(NamedTuple):
         if width != sources.width:
             got = f"weight is {weight.format} of shape {(D, width)}"
             raise checks.error(ValueError, OP, got, expected_weight(sources))
-        expected = tuple(-(-size // block) for size, block in zip((D, width), weight.block, strict=True))
-        if tuple(weight.scales.shape) != expected:
+        if tuple(weight.scales.shape) != (expected := weight.scale_shape):
             because = f"{weight.block[0]} x {weight.block[1]} of the weight have one"
             raise checks.shape_error(OP, "weight.scales", weight.scales, str(expected), because)
         check_epilogue(sources, D, bias, post_norm_weight, post_norm_eps)
@@ -127,8 +126,8 @@ def _choose(
 ) -> Plan:
     device, dtype = sources.chunks[0].device, sources.chunks[0].dtype
     sizes = (sources.num_chunks, rows, dtype, weight.codes.shape[0], widths, bool(sources.residuals), has_post_norm)
-    scales_sums, code_bits = weight.scaled_where(dtype) == "blocks", 8 // FORMATS[weight.format].columns_per_code
-    return choose(PRIMITIVE, device, *sizes, *aligned, weight.block[1], scales_sums, code_bits)
+    scales_sums = weight.scaled_where(dtype) == "blocks"
+    return choose(PRIMITIVE, device, *sizes, *aligned, weight.block[1], scales_sums, weight.code_bits)
 
 
 def can_read_codes(device: torch.device) -> bool:

@@ -1,0 +1,98 @@
+"""bf16 in 12 bits a number, exactly: what is read of a weight in a call is a quarter less, and the product is the same.
+
+A weight's exponents are few. 16 of them are those of all numbers of a row but some in ten thousand (of normal values
+one in 30,000), so that 4 bits name a number's exponent, and 8 are its sign and mantissa. Numbers with another exponent
+stand beside their row in full.
+
+    codes      uint8 [D, 192 * ceil(W/128)]    csrc/cpu/widen_bf16_12bit.h has the order of a row
+    exponents  uint8 [D, 32 + 4 E]    16 low and 16 high bytes of a number that the exponents are in, then the row's
+                                      numbers with another one, as pairs of uint16: the column, ascending, and the bits.
+                                      E is the most that a row has of them; behind those of a row the column is 65535.
+
+After DFloat11 (arXiv 2504.11651), which codes the exponent with a variable number of bits: 11 in all, and no row can be
+read from its middle.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Exceptions have 16 bits for their column, and one number that is none.
+MAX_WIDTH = 65535
+TABLE_BYTES = 32  # of the exponents of a row
+_GROUP = 128
+_NO_COLUMN = 0xFFFF
+
+
+def row_bytes(width: int) -> int:
+    """Of the codes of a row."""
+    return -(-width // _GROUP) * (_GROUP + _GROUP // 2)
+
+
+def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, exponents) of a bf16 weight [D, W]."""
+    D, W = weight.shape
+    codes = torch.zeros(D, row_bytes(W), dtype=torch.uint8, device=weight.device)
+    tables, exceptions = [], []
+    for begin, end in _row_ranges(D, W):
+        bits = weight[begin:end].contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+        exponent = (bits >> 7 & 0xFF).long()
+        counts = torch.zeros(end - begin, 256, dtype=torch.int32, device=weight.device)
+        counts.scatter_add_(1, exponent, torch.ones_like(bits))
+        most = counts.topk(16).indices
+        index_of = torch.full((end - begin, 256), 16, dtype=torch.uint8, device=weight.device)
+        index_of.scatter_(1, most, torch.arange(16, dtype=torch.uint8, device=weight.device).expand_as(most))
+        index = index_of.gather(1, exponent)
+        row, column = (index == 16).nonzero(as_tuple=True)
+        exceptions.append((row + begin, column, bits[row, column]))
+        tables.append(torch.cat(((most & 1) << 7, most >> 1), 1).to(torch.uint8))
+        numbers = (bits >> 8 & 0x80 | bits & 0x7F).to(torch.uint8)
+        numbers, index = _in_lines(numbers), _in_lines(index & 15)
+        pairs = index[:, :, 0] | index[:, :, 1] << 4
+        codes[begin:end] = torch.cat((numbers.flatten(2), pairs), 2).flatten(1)
+    row, column, bits = (torch.cat(parts) for parts in zip(*exceptions, strict=True))
+    beside = torch.bincount(row, minlength=D)
+    most_beside = int(beside.max()) if D else 0
+    place = torch.arange(len(row), device=weight.device) - (beside.cumsum(0) - beside)[row]
+    listed = torch.zeros(D, most_beside, 2, dtype=torch.int32, device=weight.device)
+    listed[:, :, 0] = _NO_COLUMN
+    listed[row, place] = torch.stack((column.int(), bits), 1)
+    as_bytes = torch.stack((listed & 0xFF, listed >> 8), -1).to(torch.uint8).flatten(1)
+    return codes, torch.cat((torch.cat(tables), as_bytes), 1)
+
+
+def decode(codes: Tensor, exponents: Tensor, width: int) -> Tensor:
+    """The bf16 weight [D, W] again."""
+    D = codes.shape[0]
+    weight = torch.empty(D, width, dtype=torch.bfloat16, device=codes.device)
+    for begin, end in _row_ranges(D, width):
+        groups = codes[begin:end].view(end - begin, -1, _GROUP + _GROUP // 2)
+        pairs = groups[:, :, _GROUP:]
+        index = _in_columns(torch.cat((pairs & 15, pairs >> 4), 2))[:, :width].long()
+        numbers = _in_columns(groups[:, :, :_GROUP])[:, :width].int()
+        low, high = (table.int().gather(1, index) for table in exponents[begin:end, :TABLE_BYTES].split(16, 1))
+        bits = (numbers & 0x80 | high) << 8 | numbers & 0x7F | low
+        halves = exponents[begin:end, TABLE_BYTES:].view(end - begin, -1, 2, 2).int()
+        column, exact = (halves[..., 0] | halves[..., 1] << 8).unbind(-1)
+        row, place = (column < width).nonzero(as_tuple=True)
+        bits[row, column[row, place].long()] = exact[row, place]
+        weight[begin:end] = bits.to(torch.int16).view(torch.bfloat16)
+    return weight
+
+
+def _in_lines(columns: Tensor) -> Tensor:
+    """[D, groups, 2 lines, 64 bytes] of a row's columns: in each quarter 8 of the first 32 columns, 8 of the others."""
+    padded = torch.nn.functional.pad(columns, (0, -columns.shape[1] % _GROUP))
+    return padded.view(len(columns), -1, 2, 2, 4, 8).transpose(3, 4).flatten(3)
+
+
+def _in_columns(lines: Tensor) -> Tensor:
+    """[D, columns] of [D, groups, 128 bytes]."""
+    return lines.reshape(len(lines), -1, 2, 4, 2, 8).transpose(3, 4).flatten(1)
+
+
+def _row_ranges(D: int, W: int) -> list[tuple[int, int]]:
+    """4 M numbers at a time: as int64 they are 32 MB."""
+    step = max(1, (1 << 22) // max(W, 1))
+    return [(begin, min(begin + step, D)) for begin in range(0, D, step)]
