@@ -4,6 +4,7 @@
 on a GPU.
 """
 
+import contextlib
 import importlib
 import pickle
 import re
@@ -120,7 +121,8 @@ def engines_own(vllm: types.SimpleNamespace, drafter: nn.Module, hidden: Tensor)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    tolerance = 0.02 if got.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture
@@ -461,6 +463,7 @@ def decides(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Cal
             outs = [call(torch.ones(2, width, dtype=like.dtype)) for call in calls]
             for out in outs:
                 assert_close(out, outs[0])
+            assert len(calls) <= len(seconds)
             return [list(times) for times in seconds[: len(calls)]]
 
         monkeypatch.setattr(decision, "seconds_per_call", seconds_per_call)
@@ -532,6 +535,78 @@ def test_a_stage_runs_where_it_is_faster(
         drafter = build(vllm, packs=True)
         assert timed == [3] and is_dense(drafter) == dense
     runs(drafter, ran, line)
+
+
+TWELVE_BITS = "runs norm_concat_linear (K=3, chunk norm, bf16_12bit) on an exact copy in 12 bits of its weight ("
+
+
+@pytest.mark.parametrize(
+    ("whole", "compressed", "dense", "ran", "line"),
+    [
+        pytest.param(
+            (0.85, 0.85, 0.85, 1.1), (0.5, 0.6, 0.6, 1.2), False, {1: CODES, 16: CODES, 4 * T: "norm_concat"},
+            TWELVE_BITS, id="beside-the-packed-one",
+        ),
+        pytest.param(
+            (0.8, 0.8, 0.8, 0.8), (0.5, 0.5, 0.5, 1.0), False, {1: CODES, 4: CODES, 4 * T: "norm_concat"}, TWELVE_BITS,
+            id="for-the-dense-one",
+        ),
+        pytest.param(
+            (0.5, 0.5, 1.1, 1.1), (0.5, 0.4, 0.4, 1.1), False, {1: CODES, 16: CODES, 4 * T: "norm_concat"}, TWELVE_BITS,
+            id="for-a-dense-copy",
+        ),
+        pytest.param(
+            (0.8, 0.8, 0.8, 0.8), (0.75, 0.75, 0.75, 0.75), True, {1: "norm_concat_linear", T: "norm_concat_linear"},
+            "runs norm_concat_linear (K=3, chunk norm); T=1 800 ms", id="not-worth-its-bytes",
+        ),
+        pytest.param(
+            (0.5, 0.5, 0.5, 0.5), (0.4, 0.9, 0.9, 0.9), True, {1: "norm_concat_linear", T: "norm_concat_linear"},
+            "runs norm_concat_linear (K=3, chunk norm); T=1 500 ms", id="faster-for-one-row-alone",
+        ),
+    ],
+)  # fmt: skip
+def test_a_weight_in_12_bits_is_kept_where_it_is_faster(
+    vllm: types.SimpleNamespace,
+    decides: Callable,
+    runs: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: tuple[float, ...],
+    compressed: tuple[float, ...],
+    dense: bool,
+    ran: dict[int, str | None],
+    line: str,
+) -> None:
+    timed = decides(VLLMS, (0.9,) * 4, whole, compressed)
+    monkeypatch.setattr(combine(), "cpu_isa", lambda: "amx_bf16")
+    with default_dtype(torch.bfloat16):
+        drafter = build(vllm, packs=True)
+        assert timed == [4] and is_dense(drafter) == dense
+        runs(drafter, ran, line)
+        if not dense:  # packed anew: no old copy is in use
+            fc, hidden = drafter.model.fc, torch.randn(1, K * H)
+            fc.weight = nn.Parameter(torch.randn(D, K * H))
+            fc.quant_method.process_weights_after_loading(fc)
+            assert_close(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
+
+
+def test_no_weight_is_put_into_12_bits_where_that_gains_nothing(
+    vllm: types.SimpleNamespace, decides: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = decides(VLLMS, (0.9,) * 4, (0.8,) * 4, (0.1,) * 4)
+    monkeypatch.setattr(combine(), "cpu_isa", lambda: "avx512_bf16")
+    with default_dtype(torch.bfloat16):
+        build(vllm, packs=True)
+    assert timed == [3]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_a_weight_that_is_packed_anew_leaves_no_dense_copy_in_use(

@@ -21,7 +21,7 @@ from .. import tuned_configs
 Call = Callable[[Tensor], Tensor]
 
 # A count between two of these runs on the op where it is faster at both: plans change in between (plan.FUSED_ROWS).
-ROWS = (1, 4, 16, 64, 256, 1024)
+ROWS = (1, 4, 16, 64, 256, 512, 1024)
 # Minima of two runs of one call differ by up to 2 % on a shared machine: a smaller gain may be none.
 MARGIN = 0.03
 # Per row count, and at least and at most so many rounds. 0.12 s were three or four rounds of ways that take 6 ms, too
@@ -64,18 +64,10 @@ class Decision:
         return min(theirs / ours for theirs, ours in zip(self.engine, self.ours, strict=True))
 
     @property
-    def fastest(self) -> float:
-        """The engine's time over ours where that is most."""
-        return max(theirs / ours for theirs, ours in zip(self.engine, self.ours, strict=True))
-
-    @property
-    def mean_speedup(self) -> float:
-        """The geometric mean of the engine's time over what a call takes now, over the row counts."""
-        speedups = [
-            theirs / ours if self.runs_op(T) else 1.0
-            for T, theirs, ours in zip(self.rows, self.engine, self.ours, strict=True)
-        ]
-        return math.prod(speedups) ** (1 / len(speedups))
+    def seconds(self) -> tuple[float, ...]:
+        """What a call takes now, at each row count."""
+        timed = zip(self.rows, self.engine, self.ours, strict=True)
+        return tuple(ours if self.runs_op(T) else theirs for T, theirs, ours in timed)
 
     def runs_op(self, T: int) -> bool:
         """Whether a call of T rows runs on the op."""

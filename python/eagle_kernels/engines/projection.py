@@ -54,7 +54,8 @@ class EngineProjection:
     @property
     def codes(self) -> str:
         """The format of a quantized weight, "" of another one."""
-        return self.fc.weight.format if isinstance(self.fc, HeldCodes) else ""
+        weight = getattr(self.fc, "weight", None)
+        return weight.format if isinstance(weight, QuantizedWeight) else ""
 
     @property
     def like(self) -> Tensor:

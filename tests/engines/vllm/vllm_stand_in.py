@@ -49,7 +49,7 @@ class Fp8LinearMethod(UnquantizedLinearMethod): ...
 class ReplicatedLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.input_size, self.output_size, self.params_dtype = inputs, outputs, torch.float32
+        self.input_size, self.output_size, self.params_dtype = inputs, outputs, torch.get_default_dtype()
         self.weight = nn.Parameter(torch.randn(outputs, inputs))
         self.bias = None
         self.quant_method = UnquantizedLinearMethod()

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...quantized_weight import QuantizedWeight
 from ..gates import Target
 
 # Where the flag is set it makes `cpu_linear` torch's own product; else it packs the weight.
@@ -22,10 +23,10 @@ _FLAG = "_cpu_skip_gemm_dispatch"
 
 
 @dataclass(frozen=True, eq=False)
-class DenseWeight:
-    """What a projection reads of a layer without bias, after vLLM packed it as `product` and dropped it."""
+class WeightCopy:
+    """What a projection reads of a layer without bias, after vLLM packed its weight as `product` and dropped it."""
 
-    weight: nn.Parameter
+    weight: nn.Parameter | QuantizedWeight
     linear: Any
     product: Any
 
@@ -45,15 +46,15 @@ def is_kept_dense(linear: Any) -> bool:
     return getattr(linear, _FLAG, False)
 
 
-def pack(linear: Any) -> DenseWeight:
+def pack(linear: Any) -> WeightCopy:
     """Pack a layer that was kept dense, as vLLM would have; what it was is returned for `unpack`."""
     weight = linear.weight
     delattr(linear, _FLAG)
     linear.quant_method.process_weights_after_loading(linear)
-    return DenseWeight(weight, linear, getattr(linear, "cpu_linear", None))
+    return WeightCopy(weight, linear, getattr(linear, "cpu_linear", None))
 
 
-def unpack(linear: Any, dense: DenseWeight) -> None:
+def unpack(linear: Any, dense: WeightCopy) -> None:
     """Undo `pack`."""
     linear.weight = dense.weight
     setattr(linear, _FLAG, True)
