@@ -17,7 +17,7 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from eagle_kernels.ops.store_context_kv import StoreContextKV
-from eagle_kernels.quantized_weight import FORMATS
+from eagle_kernels.quantized_weight import COMPRESSED, FORMATS
 from guards import SENTINEL, between_forbidden_pages
 from test_store_context_kv import DTYPES, Form, make
 
@@ -159,11 +159,13 @@ def _quantize(arguments: dict[str, object], draw: HypothesisDraw) -> None:
     weight = arguments["weight"]
     any_width = [name for name, kind in FORMATS.items() if kind.block[0] != 1 or not kind.block[1]]
     formats = list(FORMATS) if weight.shape[1] % 32 == 0 else any_width
+    if weight.dtype == torch.bfloat16:
+        formats = [*formats, COMPRESSED]
     format = draw.choose("format", *[None] * len(formats), *formats) if weight.numel() else None
     if format is None:
         return
     quantized = ek.quantize(weight, format)
-    if draw.random.random() < 0.2:
+    if draw.random.random() < 0.2 and format != COMPRESSED:
         scales = quantized.scales.view(torch.uint8) if quantized.scales.itemsize == 1 else quantized.scales
         hard = (0, 0x7F, 0xFF) if quantized.scales.itemsize == 1 else (0.0, float("nan"), float("inf"), 1e-38)
         place, number = draw.random.randrange(scales.numel()), draw.random.choice(hard)

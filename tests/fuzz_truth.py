@@ -18,7 +18,7 @@ from eagle_kernels.ops.norm_concat_linear import _split_eps
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula, gather_rows, rows_in_range
 from eagle_kernels.ops.vocab_parallel_embedding import VocabParallelEmbedding
-from eagle_kernels.quantized_weight import values_of
+from eagle_kernels.quantized_weight import CompressedWeight, values_of
 from fuzz_calls import Call
 
 FP32 = UNIT_ROUNDOFF[torch.float32]
@@ -149,6 +149,8 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
 
 def _nan_of(weight: Tensor | QuantizedWeight) -> Tensor:
     """Where a weight [D, K*H] is NaN. An infinite scale may multiply a sum: then a code of zero makes no NaN of it."""
+    if isinstance(weight, CompressedWeight):
+        weight = weight.dequantize()
     if isinstance(weight, Tensor):
         return weight.isnan()
     codes, scales, global_scale = weight.tensors
@@ -160,7 +162,7 @@ def _nan_of(weight: Tensor | QuantizedWeight) -> Tensor:
 
 def _scaled_sums(weight: Tensor | QuantizedWeight) -> tuple[Tensor, float]:
     """What rows may be multiplied by before a scale is: absolute codes [D, K*H]; and the largest scale, at least 1."""
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor | CompressedWeight):
         return torch.zeros(weight.shape, dtype=torch.float64), 1.0
     codes, scales, _ = weight.tensors
     return values_of(codes).double().abs().nan_to_num(), max(1.0, scales.float().nan_to_num(0, 0).amax().item())

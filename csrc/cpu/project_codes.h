@@ -60,19 +60,23 @@ inline void order_line(__m512i (&line)[kWords<Code>]) {
   }
 }
 
+// Those of a packed row.
+template <class Code>
+inline void order_row(BFloat16* row, int64_t width) {
+  for (int64_t k = 0; k < width; k += kLineColumns<Code>) {
+    __m512i line[kWords<Code>];
+    __builtin_memcpy(line, row + k, sizeof line);
+    order_line<Code>(line);
+    __builtin_memcpy(row + k, line, sizeof line);
+  }
+}
+
 inline void codes_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
   const int64_t width = codes_packed_width(op);
   dot_pack<BFloat16>(op, row_begin, row_end, width);
   with_code(op.weight_type, [&](auto code) {
-    constexpr int64_t kVectors = kWords<decltype(code)>;
     for (int64_t i = row_begin; i < row_end; ++i) {
-      auto* vectors = reinterpret_cast<__m512i*>(packed_rows<BFloat16>(op) + i * width);
-      for (int64_t k = 0; k < op.source.width; k += kLineColumns<decltype(code)>, vectors += kVectors) {
-        __m512i line[kVectors];
-        __builtin_memcpy(line, vectors, sizeof line);
-        order_line<decltype(code)>(line);
-        __builtin_memcpy(vectors, line, sizeof line);
-      }
+      order_row<decltype(code)>(packed_rows<BFloat16>(op) + i * width, op.source.width);
     }
   });
 }

@@ -17,9 +17,12 @@ struct BFloat16In12 {};
 
 constexpr int64_t kGroupColumns = 128, kGroupBytes = 192;
 
-// A number whose exponent is none of its row's.
+// A number whose exponent is none of its row's, wherever it lies.
 struct Exception {
-  uint16_t column, bits;
+  uint8_t bytes[4];
+
+  int64_t column() const { return bytes[0] | bytes[1] << 8; }
+  BFloat16 number() const { return {static_cast<uint16_t>(bytes[2] | bytes[3] << 8)}; }
 };
 
 // What a row has beside its codes.
@@ -108,10 +111,10 @@ inline void widen_row(const uint8_t* codes, const RowExponents& row, int64_t beg
     for (int64_t byte = 0; byte < kGroupBytes; byte += kCacheLine) __builtin_prefetch(codes + next + byte, 0, 2);
     widen_group(codes, tables, numbers + (column - begin));
   }
-  const auto is_before = [](const Exception& exception, int64_t column) { return exception.column < column; };
+  const auto is_before = [](const Exception& exception, int64_t column) { return exception.column() < column; };
   const Exception* exception = std::lower_bound(row.begin, row.end, begin, is_before);
-  for (; exception != row.end && exception->column < end; ++exception) {
-    if (exception->column >= begin) numbers[exception->column - begin].bits = exception->bits;
+  for (; exception != row.end && exception->column() < end; ++exception) {
+    if (exception->column() >= begin) numbers[exception->column() - begin] = exception->number();
   }
 }
 
