@@ -208,40 +208,41 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
   run(record, codes, out);
 }
 
-// A matrix in memory that is somebody else's.
-Tensor matrix(const void* data, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides, const View& like) {
+// A tensor in memory that is somebody else's.
+template <size_t dim>
+Tensor tensor(const void* data, const int64_t (&sizes)[dim], const int64_t (&strides)[dim], TorchDType dtype,
+              const View& like) {
   AtenTensorHandle handle;
-  expect_success(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 2, sizes.data(), strides.data(), 0,
-                                                    like.dtype.code, like.device_type, like.device_index, &handle));
+  expect_success(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), dim, sizes, strides, 0, dtype.code,
+                                                    like.device_type, like.device_index, &handle));
   return Tensor(handle);
 }
 
-Tensor matrix_of(const Output& out) { return matrix(out.data, {out.size(0), out.size(1)}, {out.stride(0), 1}, out); }
+Tensor matrix(const void* data, int64_t rows, int64_t columns, int64_t row_stride, const View& like) {
+  return tensor(data, {rows, columns}, {row_stride, 1}, like.dtype, like);
+}
+
+Tensor matrix_of(const Output& out) { return matrix(out.data, out.size(0), out.size(1), out.stride(0), out); }
+
+// [width, D]: the weight as the second operand of a product.
+Tensor transposed(const NormConcatLinear& op, const View& weight) {
+  return tensor(weight.data, {op.source.width, op.num_columns}, {1, op.weight_row_stride}, weight.dtype, weight);
+}
 
 // norm_concat and torch's own product: the second step as a function, since through the dispatcher it takes 2 us more.
 void run_two_steps_on_cpu(const NormConcatLinear& op, const View& weight, const Output& out) {
   const int64_t rows = op.num_rows, width = op.source.width;
+  check(op.bias.data == nullptr && op.post_norm_gain.data == nullptr, kOp, "bias", "CPU");
   const Workspace workspace(rows * width * weight.element_size);
   cpu::norm_concat({op.source, rows, workspace.data, width});
-  const Tensor normed = matrix(workspace.data, {rows, width}, {width, 1}, weight);
-  const Tensor transposed = matrix(weight.data, {width, op.num_columns}, {1, op.weight_row_stride}, weight);
-  expect_success(aoti_torch_cpu_mm_out(matrix_of(out).get(), normed.get(), transposed.get()));
-}
-
-// For what torch's product rounds once: no bias, no post norm.
-template <auto run>
-void norm_concat_linear_two_step_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
-                                     const std::vector<View>& gains, const std::vector<double>& eps,
-                                     double norm_offset, const OptionalViews& residuals, const OptionalViews& indices,
-                                     const OptionalView& sum_squares, const View& weight, const Output& out) {
-  norm_concat_linear_out<run>(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares,
-                              weight, {}, {}, 0.0, out);
+  const Tensor normed = matrix(workspace.data, rows, width, width, weight);
+  expect_success(aoti_torch_cpu_mm_out(matrix_of(out).get(), normed.get(), transposed(op, weight).get()));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  define_alike(m, {"norm_concat_linear_out", "norm_concat_linear_checks_out"},
+  define_alike(m, {"norm_concat_linear_out", "norm_concat_linear_checks_out", "norm_concat_linear_two_step_out"},
                kSourcesSchema + ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                 "Tensor(a!) out");
   define_alike(m, {"norm_concat_linear_quantized_out", "norm_concat_linear_quantized_checks_out"},
@@ -252,7 +253,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
          ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, bool early_weight, "
          "Tensor(a!) out) -> ()")
             .c_str());
-  m.def(("norm_concat_linear_two_step_out(" + kSourcesSchema + ", Tensor weight, Tensor(a!) out) -> ()").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
@@ -263,7 +263,7 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
   implement<&norm_concat_linear_out<run_on_cpu>>(m, "norm_concat_linear_out", kCpuDevice);
   implement<&norm_concat_linear_quantized_out<run_on_cpu>>(m, "norm_concat_linear_quantized_out", kCpuDevice);
-  implement<&norm_concat_linear_two_step_out<run_two_steps_on_cpu>>(m, "norm_concat_linear_two_step_out", kCpuDevice);
+  implement<&norm_concat_linear_out<run_two_steps_on_cpu>>(m, "norm_concat_linear_two_step_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -331,23 +331,52 @@ bool is_concatenated(const Concat& source) {
   return true;
 }
 
-// There are no more normed rows than rows of the sources.
-void run_two_steps_on_cuda(const NormConcatLinear& op, const View& weight, const Output& out_view) {
+Tensor concat_of(const NormConcatLinear& op, const View& like) {
+  const Chunk& first = op.source.chunks[0];
+  return matrix(first.x, op.num_rows, op.source.width, first.x_row_stride, like);
+}
+
+// Whether torch's product is the result: what it adds meets the sums before they are rounded.
+bool ends_in_product(const NormConcatLinear& op) {
+  return op.post_norm_gain.data == nullptr && (op.bias.data == nullptr || op.bias.dtype == op.source.dtype);
+}
+
+void multiply_on_cuda(const NormConcatLinear& op, const Tensor& x, const View& weight, const Output& out_view) {
+  const Tensor out = matrix_of(out_view), w = transposed(op, weight);
+  if (op.bias.data == nullptr) return expect_success(cuda::mm_out(out.get(), x.get(), w.get()));
+  const Tensor bias = tensor(op.bias.data, {op.num_columns}, {1}, weight.dtype, weight);
+  expect_success(cuda::addmm_out(out.get(), bias.get(), x.get(), w.get()));
+}
+
+// The product as it is in fp32, into the op's workspace, and its end.
+void multiply_and_end_on_cuda(const NormConcatLinear& op, const Tensor& x, const View& weight,
+                              const cuda::CurrentDevice& device) {
+  const int64_t stride = epilogue_row_stride(op);
+  const Tensor sums = tensor(op.workspace, {op.num_rows, op.num_columns}, {stride, 1}, kTorchFloat, weight);
+  const Tensor w = transposed(op, weight);
+  expect_success(weight.dtype == kTorchFloat ? cuda::mm_out(sums.get(), x.get(), w.get())
+                                             : cuda::mm_dtype_out(sums.get(), x.get(), w.get(), kTorchFloat.code));
+  cuda::expect_success(kOp, norm_concat_linear_epilogue_cuda(op, device.get()));
+}
+
+// norm_concat and torch's own product. There are no more normed rows than rows of the sources.
+void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output& out) {
   refuse_many_chunks(kOp, op);
   const int64_t rows = op.num_rows, width = op.source.width;
   if (rows == 0 || op.num_columns == 0) return;
-  const Tensor transposed = matrix(weight.data, {width, op.num_columns}, {1, op.weight_row_stride}, weight);
-  const Tensor out = matrix_of(out_view);
-  if (is_concatenated(op.source)) {
-    const Chunk& first = op.source.chunks[0];
-    const Tensor concat = matrix(first.x, {rows, width}, {first.x_row_stride, 1}, weight);
-    return expect_success(cuda::mm_out(out.get(), concat.get(), transposed.get()));
-  }
+  const bool concatenated = is_concatenated(op.source), ends = ends_in_product(op);
+  if (concatenated && ends) return multiply_on_cuda(op, concat_of(op, weight), weight, out);
+
   const cuda::CurrentDevice device(kOp, weight.device_index);
-  const cuda::Workspace workspace(kOp, device, rows * width * weight.element_size);
-  const Tensor normed = matrix(workspace.data(), {rows, width}, {width, 1}, weight);
-  cuda::expect_success(kOp, norm_concat_cuda({op.source, rows, workspace.data(), width}, device.get()));
-  expect_success(cuda::mm_out(out.get(), normed.get(), transposed.get()));
+  const int64_t sums_bytes = ends ? 0 : rows * epilogue_row_stride(op) * static_cast<int64_t>(sizeof(float));
+  const int64_t normed_bytes = concatenated ? 0 : rows * width * weight.element_size;
+  const int64_t normed_begin = (sums_bytes + 255) / 256 * 256;  // as torch aligns a tensor
+  const cuda::Workspace workspace(kOp, device, normed_begin + normed_bytes);
+  op.workspace = workspace.data();
+  void* normed = static_cast<char*>(workspace.data()) + normed_begin;
+  if (!concatenated) cuda::expect_success(kOp, norm_concat_cuda({op.source, rows, normed, width}, device.get()));
+  const Tensor x = concatenated ? concat_of(op, weight) : matrix(normed, rows, width, width, weight);
+  ends ? multiply_on_cuda(op, x, weight, out) : multiply_and_end_on_cuda(op, x, weight, device);
 }
 
 }  // namespace
@@ -355,7 +384,7 @@ void run_two_steps_on_cuda(const NormConcatLinear& op, const View& weight, const
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
   implement<&norm_concat_linear_out<run_on_cuda>>(m, "norm_concat_linear_out", kCudaDevice);
   implement<&norm_concat_linear_split_out>(m, "norm_concat_linear_split_out", kCudaDevice);
-  implement<&norm_concat_linear_two_step_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
+  implement<&norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
   implement<&norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);
 }
 #endif

@@ -39,7 +39,7 @@ struct NormConcatLinear {
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too
   void* out;              // [N, D]
   int64_t out_row_stride;
-  // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; of the split kernels on CUDA their fp32 values.
+  // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; on CUDA the fp32 values of the split kernels, or sums.
   void* workspace;
   // The split kernels may read the weight while the previous kernel runs, which then must not write it.
   bool early_weight;
@@ -81,6 +81,10 @@ struct SplitRanges {
 // The split kernels take the same, codes (norm_concat_linear_split_reads) and a post norm.
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const cuda::Device& device);
 int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const cuda::Device& device);
+
+// bias and post norm of the rows of fp32 in `workspace` that a library has multiplied, of any dtype of the op's.
+inline int64_t epilogue_row_stride(const NormConcatLinear& op) { return (op.num_columns + 3) / 4 * 4; }
+int norm_concat_linear_epilogue_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // Whether every width is a multiple of 8 (of codes 16), and the addresses and row strides of chunks, residuals, gains
 // and weight are multiples of 16 bytes.

@@ -153,10 +153,15 @@ def test_before_a_library_product_the_normed_rows_are_cudas() -> None:
             "weight 2 times; T=129 > 128 by the heuristic, without a tuned table for NVIDIA H100"
         )
         unaligned = {"bytes_aligned": False, "elements_aligned": False}
-        for problem in (planned(5000), planned(4, H=2884), planned(4, **unaligned), planned(17, torch.float32)):
-            assert (problem.backend, problem.kernel) == ("cuda", plan.Kernel.TWO_STEP)
-        # A post norm sees the sums before they are rounded: Triton's finalise kernel.
-        assert planned(300, has_post_norm=True).backend == "triton"
+        for T, dtype, changed in (
+            (5000, torch.bfloat16, {}),
+            (4, torch.bfloat16, {"H": 2884}),
+            (4, torch.bfloat16, unaligned),
+            (17, torch.float32, {}),
+        ):
+            for post_norm in (False, True):
+                problem = planned(T, dtype, has_post_norm=post_norm, **changed)
+                assert (problem.backend, problem.kernel) == ("cuda", plan.Kernel.TWO_STEP)
 
 
 @needs_triton

@@ -48,9 +48,7 @@ class TwoSteps:
         self.two_steps = primitives.norm_concat_linear_two_step_out
 
     def redispatch(self, keys: torch._C.DispatchKeySet, *arguments: object) -> None:
-        *operands, bias, post_norm_weight, _, out = arguments
-        assert bias is None and post_norm_weight is None
-        self.two_steps.default.redispatch(keys, *operands, out)
+        self.two_steps.default.redispatch(keys, *arguments)
 
 
 class SplitKernels:
@@ -70,12 +68,13 @@ class SplitKernels:
         self.split.default.redispatch(keys, *operands, True, out)
 
 
-def products(calls: list[BadCall]) -> list[BadCall]:
-    """What ends in torch's product."""
-    return [call for call in calls if call.op == "norm_concat_linear" and not call.has("bias", "post_norm_weight")]
+PROJECTIONS = [call for call in ON_CPU if call.op == "norm_concat_linear"]
+# The CPU's two steps end in torch's product.
+EPILOGUES = [BadCall("norm_concat_linear", name, lambda good: {}, {name: lambda: rows(D)})
+             for name in ("bias", "post_norm_weight")]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", products(ON_CPU), ids=lambda call: call.id)
+@pytest.mark.parametrize("call", [*PROJECTIONS, *EPILOGUES], ids=lambda call: call.id)
 def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall) -> None:
     failure_of(TwoSteps(torch.ops.eagle_kernels_C), call)
 
@@ -121,7 +120,9 @@ def test_the_two_steps_take_strides_and_no_rows(dtype: torch.dtype, ops: object)
 
 
 def test_every_check_has_a_call_that_it_refuses() -> None:
-    assert unreached(torch.ops.eagle_kernels_C, ON_CPU, cuda=False) == []
+    ops = torch.ops.eagle_kernels_C
+    messages = [failure_of(ops, call) for call in ON_CPU] + [failure_of(TwoSteps(ops), call) for call in EPILOGUES]
+    assert unreached(messages, cuda=False) == []
 
 
 def test_the_checks_are_found() -> None:

@@ -27,7 +27,6 @@ Function find_in_torch(const char* name) {
 using GetCurrentStream = int32_t (*)(int32_t device, void** stream);
 using RawAlloc = int32_t (*)(uint64_t bytes, void** memory);
 using RawDelete = int32_t (*)(void* memory);
-using MmOut = int32_t (*)(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b);
 
 struct Facts {
   std::atomic<int> compute_capability{0};  // 90 for 9.0; 0: not asked yet
@@ -65,8 +64,20 @@ void expect_success(const char* op, int code) {
 }
 
 int32_t mm_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b) {
-  static const auto function = find_in_torch<MmOut>("aoti_torch_cuda_mm_out");
+  static const auto function = find_in_torch<decltype(&mm_out)>("aoti_torch_cuda_mm_out");
   return function == nullptr ? 1 : function(out, a, b);
+}
+
+int32_t addmm_out(AtenTensorOpaque* out, AtenTensorOpaque* bias, AtenTensorOpaque* a, AtenTensorOpaque* b) {
+  using Function = int32_t (*)(AtenTensorOpaque*, AtenTensorOpaque*, AtenTensorOpaque*, AtenTensorOpaque*, double beta,
+                               double alpha);
+  static const auto function = find_in_torch<Function>("aoti_torch_cuda_addmm_out");
+  return function == nullptr ? 1 : function(out, bias, a, b, 1, 1);
+}
+
+int32_t mm_dtype_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b, int32_t dtype) {
+  static const auto function = find_in_torch<decltype(&mm_dtype_out)>("aoti_torch_cuda_mm_dtype_out");
+  return function == nullptr ? 1 : function(out, a, b, dtype);
 }
 
 int64_t runtime_version() { return CUDART_VERSION; }

@@ -12,8 +12,11 @@ namespace eagle_kernels::cuda {
 int64_t runtime_version();
 int64_t driver_version();
 
-// torch's product of CUDA tensors into `out`, without the dispatcher; libtorch's error code, 0 for success.
+// torch's products of CUDA tensors into `out`, without the dispatcher; libtorch's error code, 0 for success. a @ b;
+// bias + a @ b, rounded once; a @ b of 16-bit operands as the sums are, in the dtype of this number, which is fp32's.
 int32_t mm_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b);
+int32_t addmm_out(AtenTensorOpaque* out, AtenTensorOpaque* bias, AtenTensorOpaque* a, AtenTensorOpaque* b);
+int32_t mm_dtype_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b, int32_t dtype);
 
 class CurrentDevice {
  public:

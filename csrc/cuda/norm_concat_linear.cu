@@ -17,6 +17,9 @@
 // sums them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often
 // as 32.
 //
+// The second kernel is also what ends a library's product whose sums a bias in fp32 or a post norm has to see: one
+// range.
+//
 // In both the raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and
 // statistic alike; the gain is multiplied into the weight (weight_gain.cuh). Rows of values below 2^-100, which no
 // model has, lose precision: their products are subnormal in fp32.
@@ -491,9 +494,18 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
 constexpr int kMaxFinalizeThreads = 512;
 constexpr int kFinalizeColumns = 4;  // of a thread at a time: 16 bytes of each range
 
-struct alignas(8) Outputs {
-  uint32_t first, second;
+// As many values as they are stored.
+template <class T>
+struct alignas(kFinalizeColumns * sizeof(T)) Outputs {
+  uint32_t words[sizeof(T)];
 };
+template <class T>
+__device__ __forceinline__ Outputs<T> narrow(const float (&x)[kFinalizeColumns], T) {
+  return {{narrow(Pair{x[0], x[1]}, T{}), narrow(Pair{x[2], x[3]}, T{})}};
+}
+__device__ __forceinline__ Outputs<float> narrow(const float (&x)[kFinalizeColumns], float) {
+  return {{float_to_bits(x[0]), float_to_bits(x[1]), float_to_bits(x[2]), float_to_bits(x[3])}};
+}
 
 // A block has a row, or without a post norm a part of its columns.
 template <class T>
@@ -573,8 +585,9 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
     }
     post_rstd = rstd_of(sum_over_row(squares), columns, op.post_norm_eps);
   }
-  const bool in_words =
-      (reinterpret_cast<uintptr_t>(op.out) | static_cast<uintptr_t>((op.out_row_stride | columns) * 2)) % 8 == 0;
+  constexpr int kSize = sizeof(T);
+  const uintptr_t bytes = static_cast<uintptr_t>((op.out_row_stride | columns) * kSize);
+  const bool in_words = (reinterpret_cast<uintptr_t>(op.out) | bytes) % sizeof(Outputs<T>) == 0;
   for (int64_t column = first; column < columns; column += step) {
     project(column, total);
     if (has_post_norm) {
@@ -585,14 +598,14 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
         total[i] *= source.norm_offset + value_at<T>(op.post_norm_gain, column + i);
       }
     }
-    const Outputs words{narrow(Pair{total[0], total[1]}, T{}), narrow(Pair{total[2], total[3]}, T{})};
+    const Outputs<T> outputs = narrow(total, T{});
     if (in_words) {
-      store(reinterpret_cast<Outputs*>(out + column), words);
+      store(reinterpret_cast<Outputs<T>*>(out + column), outputs);
       continue;
     }
 #pragma unroll
     for (int i = 0; i < kFinalizeColumns; ++i) {
-      if (column + i < columns) store_bits(out + column + i, (i < 2 ? words.first : words.second) >> (i % 2 * 16));
+      if (column + i < columns) store_bits(out + column + i, outputs.words[i * kSize / 4] >> (i * kSize % 4 * 8));
     }
   }
 }
@@ -718,8 +731,7 @@ int launch_fused(const Arguments& arguments, const Device& device) {
 }
 
 template <class T>
-int launch_both(const Arguments& arguments, const Device& device) {
-  if (const int error = launch_form<T>(arguments, device); error != 0) return error;
+int launch_finalize(const Arguments& arguments, const Device& device) {
   const NormConcatLinear& op = arguments.op;
   const int64_t packs = (op.num_columns + kFinalizeColumns - 1) / kFinalizeColumns;
   const bool whole_row = op.post_norm_gain.data != nullptr;
@@ -727,6 +739,12 @@ int launch_both(const Arguments& arguments, const Device& device) {
   const Shape shape{op.num_rows, whole_row ? 1 : (packs + threads - 1) / threads, threads,
                     sum_bytes(threads) + op.source.num_chunks * 5};
   return launch<norm_concat_linear_finalize_kernel<T>>(shape, arguments, device);
+}
+
+template <class T>
+int launch_both(const Arguments& arguments, const Device& device) {
+  const int error = launch_form<T>(arguments, device);
+  return error != 0 ? error : launch_finalize<T>(arguments, device);
 }
 
 }  // namespace
@@ -802,6 +820,14 @@ int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges&
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   return op.source.dtype == DType::kBFloat16 ? launch_both<BFloat16>(arguments, device)
                                              : launch_both<Float16>(arguments, device);
+}
+
+int norm_concat_linear_epilogue_cuda(const NormConcatLinear& op, const Device& device) {
+  Arguments arguments{op, {}, {{1}, 1, 0}, static_cast<float*>(op.workspace), epilogue_row_stride(op), nullptr, 31};
+  Concat& source = arguments.op.source;
+  source.norm = Norm::kNone;
+  source.num_chunks = 1;
+  return with_dtype(source.dtype, [&](auto type) { return launch_finalize<decltype(type)>(arguments, device); });
 }
 
 }  // namespace eagle_kernels

@@ -74,8 +74,11 @@ __device__ __forceinline__ void store_bits(T* p, uint32_t bits) {
 // One value of a vector in T or fp32.
 template <class T>
 __device__ __forceinline__ float value_at(const Vector& vector, int64_t i) {
-  return vector.dtype == DType::kFloat32 ? load(static_cast<const float*>(vector.data) + i)
-                                         : widen(load_bits(static_cast<const T*>(vector.data) + i), T{}).first;
+  if (std::is_same_v<T, float> || vector.dtype == DType::kFloat32) {
+    return load(static_cast<const float*>(vector.data) + i);
+  }
+  if constexpr (!std::is_same_v<T, float>) return widen(load_bits(static_cast<const T*>(vector.data) + i), T{}).first;
+  return 0;
 }
 
 // Values [column, column + 8) of a row; those at `width` and beyond are 0 and not read.

@@ -377,8 +377,8 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
 
 def cuda_projection(problem: Problem) -> Plan:
     """Which of cuda and triton is faster where both can run has not been measured: the kernels of C++ cost a tenth of
-    the host's time. Where Triton would write normed rows for a library's product they come from C++ as well; but a post
-    norm sees the sums before they are rounded, which for more rows is Triton's finalise kernel."""
+    the host's time. Where Triton would write normed rows for a library's product they come from C++ as well, and so does
+    what sees its sums before they are rounded, a post norm and a bias in fp32."""
     rows, decode, split = problem.rows, library.MAX_CUDA_DECODE_ROWS, library.MAX_CUDA_SPLIT_ROWS
     reason = cuda_product_unsupported_reason(problem)
     if reason is None and SETTINGS.batch_invariant:
@@ -397,7 +397,7 @@ def cuda_projection(problem: Problem) -> Plan:
         reason = f"T={rows} > {split}: the split kernels would read the weight {-(-rows // split)} times"
     if SETTINGS.backend != "cuda" and unsupported_reason("triton", problem.device) is None:
         plan = triton_projection(problem)
-        if plan.kernel is not Kernel.TWO_STEP or problem.has_post_norm:
+        if plan.kernel is not Kernel.TWO_STEP:
             return replace(plan, reason=f"cuda: {reason}; {plan.reason}")
         reason = f"{reason}; {plan.reason}"
     return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)

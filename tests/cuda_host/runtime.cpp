@@ -139,9 +139,51 @@ static int32_t raw_delete(void* memory) {
   return 0;
 }
 
+// An overload of CUDA alone: 16-bit operands and sums in fp32.
+struct Matrix {
+  explicit Matrix(AtenTensorHandle tensor) {
+    aoti_torch_get_data_ptr(tensor, &data);
+    aoti_torch_get_sizes(tensor, &sizes);
+    aoti_torch_get_strides(tensor, &strides);
+    int32_t dtype;
+    aoti_torch_get_dtype(tensor, &dtype);
+    is_bfloat16 = dtype == aoti_torch_dtype_bfloat16();
+    is_float16 = dtype == aoti_torch_dtype_float16();
+    is_float32 = dtype == aoti_torch_dtype_float32();
+  }
+  int64_t place(int64_t row, int64_t column) const { return row * strides[0] + column * strides[1]; }
+  double at(int64_t row, int64_t column) const {
+    const uint32_t bits = static_cast<const uint16_t*>(data)[place(row, column)];
+    using namespace eagle_kernels::cuda;
+    return is_bfloat16 ? widen(bits, BFloat16{}).first : widen(bits, Float16{}).first;
+  }
+
+  void* data;
+  int64_t *sizes, *strides;
+  bool is_bfloat16, is_float16, is_float32;
+};
+
+static int32_t mm_dtype_out(AtenTensorHandle out_handle, AtenTensorHandle a_handle, AtenTensorHandle b_handle,
+                            int32_t dtype) {
+  const Matrix out(out_handle), a(a_handle), b(b_handle);
+  const bool is_same = (a.is_bfloat16 && b.is_bfloat16) || (a.is_float16 && b.is_float16);
+  const bool fits = out.sizes[0] == a.sizes[0] && out.sizes[1] == b.sizes[1] && a.sizes[1] == b.sizes[0];
+  if (!is_same || !fits || !out.is_float32 || dtype != aoti_torch_dtype_float32()) return 1;
+  for (int64_t i = 0; i < out.sizes[0]; ++i) {
+    for (int64_t j = 0; j < out.sizes[1]; ++j) {
+      double sum = 0;
+      for (int64_t k = 0; k < a.sizes[1]; ++k) sum += a.at(i, k) * b.at(k, j);
+      static_cast<float*>(out.data)[out.place(i, j)] = static_cast<float>(sum);
+    }
+  }
+  return 0;
+}
+
 extern "C" void* emulated_dlsym(void*, const char* name) {
   static const std::map<std::string_view, void*> known{
       {"aoti_torch_cuda_mm_out", reinterpret_cast<void*>(&aoti_torch_cpu_mm_out)},
+      {"aoti_torch_cuda_addmm_out", reinterpret_cast<void*>(&aoti_torch_cpu_addmm_out)},
+      {"aoti_torch_cuda_mm_dtype_out", reinterpret_cast<void*>(&mm_dtype_out)},
       {"aoti_torch_get_current_cuda_stream", reinterpret_cast<void*>(&get_current_cuda_stream)},
       {"aoti_torch_cuda_caching_allocator_raw_alloc", reinterpret_cast<void*>(&raw_alloc)},
       {"aoti_torch_cuda_caching_allocator_raw_delete", reinterpret_cast<void*>(&raw_delete)},

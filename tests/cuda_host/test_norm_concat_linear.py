@@ -53,6 +53,18 @@ SPLIT_CASES += [
 # What they leave to norm_concat and a library product.
 OTHER_CASES = [case for case in FEATURES if case.view or case.layout == "strided"]
 OTHER_CASES += [case for case in SIZES if case.widths[0] in (101, 1) and case.T < 100]
+# And what the second kernel of the split ones ends there, or the product itself.
+OTHER_CASES += [case for case in FEATURES if (case.bias or case.post_norm) and (case.widths[0] == 101 or case.T > 128)]
+OTHER_CASES += [
+    Case("bf16", (72,) * 2, 129, D=129, post_norm="dtype", bias="fp32", residuals="all", eps=(1e-6, 0.3)),
+    Case("bf16", (72,) * 2, 130, "concat", D=132, bias="fp32", norm_offset=1.0),
+    Case("bf16", (64,) * 3, 131, "none", D=64, layout="packed", post_norm="fp32", norm_offset=1.0),
+    Case("fp16", (200, 72), 130, D=260, post_norm="dtype", bias="dtype"),
+    Case("fp16", (64,), 5, "none", D=1, bias="fp32", layout="strided"),
+    Case("fp32", (72,) * 3, 20, D=2052, post_norm="dtype", bias="dtype"),
+    Case("fp32", (72,) * 3, 9, D=37, bias="dtype"),
+]
+OTHER_CASES = list(dict.fromkeys(OTHER_CASES))
 
 
 def check(case: Case) -> None:
@@ -421,6 +433,33 @@ def test_the_primitive_refuses_what_it_cannot_take(name: str, emulated: object) 
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: chunks: count on CUDA \("):
         run([chunks[0]] * 9, torch.zeros(37, 9 * 72).bfloat16())
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "H"), [(129, 136), (33, 101)])
+def test_post_norm_sees_the_unrounded_product_of_a_library(rows: int, H: int) -> None:
+    on_cpu.check_post_norm(rows, H)
+
+
+@pytest.mark.parametrize(
+    ("options", "launches"),
+    [
+        ({}, 1),
+        ({"bias": torch.bfloat16}, 1),
+        ({"bias": torch.float32}, 2),
+        ({"post_norm_weight": torch.bfloat16}, 2),
+        ({"norm": "none", "bias": torch.bfloat16}, 0),
+        ({"norm": "none", "post_norm_weight": torch.float32}, 1),
+    ],
+    ids=str,
+)
+def test_two_steps_are_one_call_of_the_library(options: dict, launches: int, emulation: ModuleType) -> None:
+    """Its product rounds once with a bias of its own dtype; the kernels are norm_concat's and what else sees sums."""
+    _, weight, gain = make_call(1, H=64)
+    vectors = {name: torch.rand(37).to(dtype) for name, dtype in options.items() if name != "norm"}
+    norm = {"norm": "none"} if "norm" in options else {"norm_weight": gain}
+    emulation.take_launches()
+    ek.norm_concat_linear(torch.randn(129, 192).bfloat16(), weight, **norm, **vectors, num_chunks=3)
+    assert len(emulation.take_launches()) == launches
 
 
 test_any_indices = on_cpu.test_any_indices

@@ -227,12 +227,12 @@ def _run_compiled(
     """The primitive checks the arguments. Memory of our own overlaps no operand: the check would take 8 us."""
     primitives, weight = library.primitives, projection.weight
     in_two_steps = plan.kernel is Kernel.TWO_STEP
-    if in_two_steps and (not projection.is_product or (plan.backend == "cpu" and _columns_to_pad(weight))):
+    if in_two_steps and plan.backend == "cpu" and (not projection.is_product or _columns_to_pad(weight)):
         return _run_two_steps(NormConcatLinear(sources, projection, out))
     out = sources.chunks[0].new_empty(*shape) if out is None else out
     arguments = sources.for_primitive()
     if in_two_steps:  # one call that ends in torch's product: three calls from Python take 8 us more
-        primitives.norm_concat_linear_two_step_out(*arguments, weight, out)
+        primitives.norm_concat_linear_two_step_out(*arguments, *projection, out)
     elif plan.kernel is Kernel.SPLIT:
         primitives.norm_concat_linear_split_out(*arguments, *projection, plans.SETTINGS.early_weight, out)
     else:
