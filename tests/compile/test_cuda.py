@@ -29,8 +29,8 @@ MOST_REGISTERS = {
 }
 # Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes:
 # fused, with residuals or not; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales in blocks; and the kernel that
-# sums.
-INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 36}
+# sums, in 3 dtypes.
+INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 37}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -93,7 +93,7 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
     assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
     if kernel == "norm_concat_linear" and arch in ("80", "90a", "100a"):
         two_on_an_sm = [binary for binary in binaries if "Li128E" not in binary.name]
-        assert len(two_on_an_sm) == 34 and max(binary.registers for binary in two_on_an_sm) <= 128
+        assert len(two_on_an_sm) == 35 and max(binary.registers for binary in two_on_an_sm) <= 128
 
 
 @functools.cache
