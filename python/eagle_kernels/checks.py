@@ -75,6 +75,8 @@ def check_width(op: str, num_chunks: int, hidden_size: int) -> None:
 
 def check_sequence(op: str, name: str, value: Any, expected: str = "a tensor or a sequence of tensors") -> list:
     """Any iterable but a text as a list."""
+    if type(value) is list:
+        return [*value]
     try:
         if not isinstance(value, str):
             return list(value)

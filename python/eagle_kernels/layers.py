@@ -43,7 +43,13 @@ def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tenso
     """sources @ weight^T + bias of a linear layer, quantized or dense."""
     if isinstance(linear, QuantizedLinear):
         return quantized.project(sources, linear.projection(post_norm_eps), out)
-    return project(sources, Projection(parameter_of(linear), parameter_of(linear, "bias"), None, post_norm_eps), out)
+    try:
+        parameters = linear._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+    except KeyError:
+        weight, bias = parameter_of(linear), parameter_of(linear, "bias")
+    # As in norm_concat_linear.
+    return project(sources, tuple.__new__(Projection, (weight, bias, None, post_norm_eps)), out)
 
 
 class Eagle3Projection(nn.Module):

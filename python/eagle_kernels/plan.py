@@ -377,8 +377,8 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
 
 def cuda_projection(problem: Problem) -> Plan:
     """Which of cuda and triton is faster where both can run has not been measured: the kernels of C++ cost a tenth of
-    the host's time. Where Triton would write normed rows for a library's product they come from C++ as well, and so does
-    what sees its sums before they are rounded, a post norm and a bias in fp32."""
+    the host's time. Where Triton would write normed rows for a library's product they come from C++ as well, and what
+    sees its sums before they are rounded, a post norm or a bias in fp32, is C++'s too."""
     rows, decode, split = problem.rows, library.MAX_CUDA_DECODE_ROWS, library.MAX_CUDA_SPLIT_ROWS
     reason = cuda_product_unsupported_reason(problem)
     if reason is None and SETTINGS.batch_invariant:

@@ -60,11 +60,12 @@ class QuantizedProjection(NamedTuple):
 
 def project(sources: Sources, projection: QuantizedProjection, out: Tensor | None = None) -> Tensor:
     """The op for arguments that are records already."""
-    if is_plain((*sources.operands, *projection.tensors, out)) and sources.chunks[0].dim() == 2:
-        if out is None:
-            out = sources.chunks[0].new_empty(sources.rows, projection.weight.codes.size(0))
-        run(sources, projection, out)
-        return out
+    chunks, _, _, gains, _, _, residuals, indices, sum_squares = sources
+    weight, bias, post_norm_weight, _ = projection
+    of_weight = weight.codes, weight.scales, weight.global_scale, bias, post_norm_weight
+    # One tuple, as in norm_concat_linear.
+    if is_plain((*chunks, *gains, *residuals, *indices, sum_squares, *of_weight, out)) and chunks[0].dim() == 2:
+        return run(sources, projection, out)
     sources.check(OP, eps_name(projection.post_norm_weight))
     projection.check(sources)
     matrices = sources.as_matrices()
@@ -83,15 +84,12 @@ class NormConcatLinearQuantized(NamedTuple):
     sources: Sources
     projection: QuantizedProjection
     out: Tensor
-    in_dots: bool = False  # Kernel.DOTS
 
     def for_primitive(self) -> tuple:
-        weight, *epilogue = self.projection
-        choices = (self.in_dots, plans.SETTINGS.early_weight)
-        return (*self.sources.for_primitive(), *weight.tensors, *weight.block, *epilogue, *choices, self.out)
+        return _for_primitive(*self, in_dots=False)
 
     def check(self) -> None:
-        sources, projection, out, _ = self
+        sources, projection, out = self
         sources.check(OP, eps_name(projection.post_norm_weight))
         projection.check(sources)
         checks.check_matrix(OP, "chunks[0]", sources.chunks[0])
@@ -100,34 +98,42 @@ class NormConcatLinearQuantized(NamedTuple):
         sources.check_memory(OP, out, *zip(names, projection.tensors, strict=True))
 
     def reference(self) -> None:
-        sources, (weight, bias, post_norm_weight, post_norm_eps), out, _ = self
+        sources, (weight, bias, post_norm_weight, post_norm_eps), out = self
         dense = Projection(weight.dequantize(torch.float32), bias, post_norm_weight, post_norm_eps)
         normed = formula(sources).to(out.dtype).float()
         out.copy_(project_formula(normed, dense, sources.norm_offset))
 
 
+def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tensor, in_dots: bool) -> tuple:
+    """Of a record that need not be made, which takes 0.3 us."""
+    weight, bias, post_norm_weight, post_norm_eps = projection
+    codes = weight.codes, weight.scales, weight.global_scale, *weight.block
+    epilogue = bias, post_norm_weight, post_norm_eps, in_dots, plans.SETTINGS.early_weight, out
+    return sources.for_primitive() + codes + epilogue
+
+
 def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
     aligned = alignment(*sources.chunks, *sources.residuals, *sources.gains, weight.codes)
-    return _choose(sources, weight, rows, has_post_norm, sources.widths, aligned)
-
-
-def _likely_plan(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
-    """As that of norm_concat_linear."""
-    return _choose(sources, weight, rows, has_post_norm, (sources.first_width,), (True, True))
+    return _choose(sources, weight, weight.codes.shape, rows, has_post_norm, sources.widths, *aligned)
 
 
 def _choose(
     sources: Sources,
     weight: QuantizedWeight,
+    of_codes: tuple[int, ...],
     rows: int,
     has_post_norm: bool,
     widths: tuple[int, ...],
-    aligned: tuple[bool, bool],
+    *aligned: bool,
 ) -> Plan:
-    device, dtype = sources.chunks[0].device, sources.chunks[0].dtype
-    sizes = (sources.num_chunks, rows, dtype, weight.codes.shape[0], widths, bool(sources.residuals), has_post_norm)
-    scales_sums = weight.scaled_where(dtype) == "blocks"
-    return choose(PRIMITIVE, device, *sizes, *aligned, weight.block[1], scales_sums, weight.code_bits)
+    """`of_codes`: the shape of the codes. `aligned`: where something is not."""
+    chunks, num_chunks, _, _, _, _, residuals, _, _ = sources
+    device, dtype, (columns, code_bytes) = chunks[0].device, chunks[0].dtype, of_codes
+    code_bits, block_columns = weight.code_bits, weight.block[1]
+    # Most have one scale a row, of which to ask takes 0.5 us.
+    scales_sums = block_columns * code_bits < code_bytes * 8 and weight.scaled_where(dtype) == "blocks"
+    sizes = (num_chunks, rows, dtype, columns, widths, bool(residuals), has_post_norm)
+    return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), block_columns, scales_sums, code_bits)
 
 
 def can_read_codes(device: torch.device) -> bool:
@@ -137,21 +143,34 @@ def can_read_codes(device: torch.device) -> bool:
     return device.type == "cuda" and plans.unsupported_reason("triton", device) is None
 
 
-def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
-    weight, has_post_norm = projection.weight, projection.post_norm_weight is not None
-    rows = out.size(0) if out.dim() else 0
-    plan = _likely_plan(sources, weight, rows, has_post_norm)
-    record = NormConcatLinearQuantized(sources, projection, out, plan.kernel is Kernel.DOTS)
+def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -> Tensor:
+    """The result of the plan's kernel, in `out` where it is given; of its writing autograd is told."""
+    chunks, num_chunks, _, _, _, _, _, indices, _ = sources
+    weight, _, post_norm_weight, _ = projection
+    has_post_norm = post_norm_weight is not None
+    rows, width = chunks[0].shape
+    if indices:
+        rows = sources.rows
+    # The likely plan, as in norm_concat_linear.
+    widths = (width if len(chunks) == num_chunks else width // num_chunks,)
+    of_codes = weight.codes.shape
+    plan = _choose(sources, weight, of_codes, rows, has_post_norm, widths)
+    is_new = out is None
+    out = chunks[0].new_empty(rows, of_codes[0]) if out is None else out
     if plan.backend in COMPILED:
+        arguments = _for_primitive(sources, projection, out, plan.kernel is Kernel.DOTS)
         try:
-            library.primitives.norm_concat_linear_quantized_out(*record.for_primitive())
-            return increment_version((out,))
+            library.primitives.norm_concat_linear_quantized_out(*arguments)
+            if not is_new:  # of a new tensor nothing is saved yet
+                increment_version((out,))
+            return out
         except RuntimeError:
-            record.check()
+            NormConcatLinearQuantized(sources, projection, out).check()
             refused, plan = plan, plan_of(sources, weight, rows, has_post_norm)
             if plan.backend == refused.backend:
                 raise  # not an argument: the device failed
-    elif plan.backend == "triton":
+    record = NormConcatLinearQuantized(sources, projection, out)
+    if plan.backend == "triton":
         check(record, PRIMITIVE)
     else:
         record.check()
@@ -159,10 +178,11 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor) -> None:
     if not (_ran_triton(record, plan) or _ran_triton(record, plan_of(sources, weight, rows, has_post_norm))):
         record.reference()
     increment_version((out,))
+    return out
 
 
 def _ran_triton(record: NormConcatLinearQuantized, plan: Plan) -> bool:
-    sources, projection, out, _ = record
+    sources, projection, out = record
     return plan.backend == "triton" and triton_kernels(OP).run(sources, projection, out, plan)
 
 

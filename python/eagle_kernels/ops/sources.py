@@ -118,12 +118,6 @@ class Sources(NamedTuple):
         return total_width(self.chunks)
 
     @property
-    def first_width(self) -> int:
-        """Of the first chunk, which is nearly always that of all; `widths` takes longer."""
-        chunks, K = self.chunks, self.num_chunks
-        return chunks[0].shape[1] if len(chunks) == K else chunks[0].shape[1] // K
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """The different widths of the chunks."""
         if len(self.chunks) != self.num_chunks:
@@ -191,7 +185,10 @@ def _width_of(chunk: Tensor | None) -> int:
 def _as_list(op: str, name: str, value: Iterable[Tensor | None] | Tensor) -> list[Tensor | None]:
     expected = "a tensor or a sequence of tensors or None"
     values = [value] if isinstance(value, Tensor) else checks.check_sequence(op, name, value, expected)
-    return [] if all(entry is None for entry in values) else values
+    for entry in values:  # the first one, where all(...) takes 0.6 us
+        if entry is not None:
+            return values
+    return []
 
 
 def _count_chunks(
