@@ -8,7 +8,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def neighbours(tiles: Tiles, field: str, gpu: Gpu, H: int, dtype: torch.dtype) -
     """The tiles that differ in this field alone, and fit into shared memory."""
     for option in _OPTIONS[field]:
         changes: dict[str, Any] = {field: option}
-        candidate = replace(tiles, **changes)
+        candidate = tiles._replace(**changes)
         if candidate != tiles and _is_possible(candidate, gpu, H, dtype):
             yield candidate
 
@@ -308,7 +308,7 @@ class _Candidates:
 def _text(choice: Choice) -> str:
     if choice is None:
         return "norm_concat + linear"
-    return " ".join(f"{name}={value}" for name, value in asdict(choice).items())
+    return " ".join(f"{name}={value}" for name, value in choice._asdict().items())
 
 
 TUNE = Command(

@@ -437,7 +437,7 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> boo
         numbers.append(address(squares))
     numbers += row_stride(squares), *(eps if len(eps) == num_chunks else eps * num_chunks), *sums
     # Its rows are among the partial kernel's.
-    last = _epilogue(bias, post_gain, post_eps, norm_offset, out)
+    last = _epilogue(bias, post_gain, post_eps, norm_offset, out, D)
     finalise((N, blocks, 1), numbers + last, is_aligned or None)
     return True
 
@@ -506,10 +506,10 @@ def _finalise(
 
 
 def _epilogue(
-    bias: Tensor | None, post_gain: Tensor | None, post_eps: float, norm_offset: float, out: Tensor
+    bias: Tensor | None, post_gain: Tensor | None, post_eps: float, norm_offset: float, out: Tensor, D: int
 ) -> list[Any]:
     """The finalise kernel's last numbers."""
-    numbers = [post_eps, norm_offset, address(out), out.stride()[0], out.shape[1]]
+    numbers = [post_eps, norm_offset, address(out), out.stride()[0], D]
     return numbers if bias is post_gain is None else [address(v) for v in (bias, post_gain) if v is not None] + numbers
 
 
@@ -550,7 +550,7 @@ def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     finalise, blocks = _prepare_finalise(
         out.dtype, None if bias is None else bias.dtype, post_dtype, D, width, out.device
     )
-    epilogue = _epilogue(bias, post_norm_weight, post_eps, sources.norm_offset, out)
+    epilogue = _epilogue(bias, post_norm_weight, post_eps, sources.norm_offset, out, D)
     finalise((N, blocks, 1), (0, 0.0, address(product), product_row_stride, *epilogue))
 
 

@@ -314,7 +314,7 @@ def _split_codes(problem: Problem) -> Plan:
     assert tiles is not None
     # Where sums are scaled, those of one step of the product have one scale.
     BK = min(tiles.BK, problem.block_columns) if problem.scales_sums else tiles.BK
-    return replace(plan, tiles=replace(tiles, BK=BK), reason=reason)
+    return replace(plan, tiles=tiles._replace(BK=BK), reason=reason)
 
 
 # Why Triton's split kernels cannot run.
@@ -441,6 +441,6 @@ def triton_projection(problem: Problem, split_only: bool = False) -> Plan:
     elif not aligned and not invariant:
         tiles, reason = None, _UNALIGNED
     elif not aligned and tiles is not None:
-        tiles = replace(tiles, num_warps=8)  # an address for every element: they spill in 4 warps
+        tiles = tiles._replace(num_warps=8)  # an address for every element: they spill in 4 warps
     kernel = Kernel.TWO_STEP if tiles is None else Kernel.SPLIT
     return Plan(problem.op, "triton", kernel, reason, tiles, aligned)

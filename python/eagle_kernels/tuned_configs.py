@@ -14,8 +14,9 @@ import functools
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +24,7 @@ CONFIGS = Path(__file__).parent / "configs"
 _log = logging.getLogger("eagle_kernels")
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """One way to cut [N, K*H] x [D, K*H]^T; a row's bits depend on these and on nothing else of the call's sizes.
 
     A program computes BT rows x BD columns of one of `splits` parts of one chunk, BK columns of x at a time.
@@ -87,7 +87,7 @@ def choose_tiles(
     if tiles is None:
         return None, reason
     stages = min(tiles.num_stages, gpu.shared_memory // stage_bytes(tiles, dtype, has_residuals))
-    return replace(tiles, num_stages=max(stages, 1)), reason
+    return tiles._replace(num_stages=max(stages, 1)), reason
 
 
 @functools.cache
@@ -148,7 +148,7 @@ def write_rows(
     """
     path, by_shape = table_path(device_name, directory), _read_entries(device_name, directory)
     entry = by_shape.setdefault(shape, asdict(shape) | {"rows": {}})
-    entry["rows"] |= {str(T): None if tiles is None else asdict(tiles) for T, tiles in rows.items()}
+    entry["rows"] |= {str(T): None if tiles is None else tiles._asdict() for T, tiles in rows.items()}
     entry["rows"] = dict(sorted(entry["rows"].items(), key=lambda item: int(item[0])))
     entry["measured_with"] = measured_with
     directory.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> T
         BK = 128 if BT == 16 and H % 128 == 0 and gpu.shared_memory > 150 << 10 else 64
     tiles = Tiles(BT, BD, BK, _splits(K, H, D, BD, BK), swap, num_warps, 1, 512 if BT <= 32 else 1024)
     budget = _pipeline_bytes(gpu, tiles)
-    return replace(tiles, num_stages=max(2, min(8, budget // stage_bytes(tiles, dtype, False))))
+    return tiles._replace(num_stages=max(2, min(8, budget // stage_bytes(tiles, dtype, False))))
 
 
 def _pipeline_bytes(gpu: Gpu, tiles: Tiles) -> int:

@@ -181,7 +181,7 @@ def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.Monkey
         call(3)
     torch.cuda.synchronize()
     ek.warmup("norm_concat_linear", chunks, weight, norm_weight=gain, out=out, rows=range(1, 513))
-    binaries, buffers = len(launch._binaries), [buffer.data_ptr() for buffer in workspace._buffers[weight.device]]
+    binaries, buffers = len(launch._binaries), [buffer.data_ptr() for buffer in workspace._buffers[weight.device.index]]
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -198,7 +198,7 @@ def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.Monkey
         graph.replay()
     torch.cuda.synchronize()
     assert len(launch._binaries) == binaries
-    assert [buffer.data_ptr() for buffer in workspace._buffers[weight.device]] == buffers
+    assert [buffer.data_ptr() for buffer in workspace._buffers[weight.device.index]] == buffers
 
 
 def test_streams_take_turns_with_the_workspace() -> None:

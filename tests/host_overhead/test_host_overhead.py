@@ -96,6 +96,16 @@ def test_epilogue(T: int, device: str, measure: Callable) -> None:
     measure(lambda: ek.norm_concat_linear(chunks, weight, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bias(dtype: torch.dtype, device: str, measure: Callable) -> None:
+    """Behind the library's product: in it, or in a kernel that sees sums before they are rounded."""
+    if device == "cpu":
+        pytest.skip("on a CPU the kernel would be what is measured")
+    chunks, weight, gain = [rows(device, 200, H) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)
+    bias = rows(device, H).to(dtype)
+    measure(lambda: ek.norm_concat_linear(chunks, weight, norm_weight=gain, bias=bias))
+
+
 def test_quantized(device: str, measure: Callable) -> None:
     chunks, gain = [rows(device, 1, 128) for _ in range(K)], rows(device, K, 128)
     codes = torch.zeros(H, K * 128, dtype=torch.float8_e4m3fn, device=device)

@@ -52,7 +52,7 @@ def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.
     call = replace(call, projection=call.projection | {"weight": weight})
     plan = ek.explain("norm_concat_linear", call.chunks, **call.sources, **call.projection)
     BK = min(TILES[tiles].BK, weight.block[1]) if weight.scaled_where(case.dtype) == "blocks" else TILES[tiles].BK
-    assert (plan.backend, plan.tiles) == ("triton", replace(TILES[tiles], BK=BK)), plan
+    assert (plan.backend, plan.tiles) == ("triton", TILES[tiles]._replace(BK=BK)), plan
     call.norm_concat_linear(out=guarded.view)
     guarded.check_around()
     allow_independent_roundings(expected).check(guarded.view)

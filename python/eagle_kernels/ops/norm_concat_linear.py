@@ -129,7 +129,8 @@ class NormConcatLinear(NamedTuple):
     out: Tensor | None  # None where torch's product allocates it
 
     def for_primitive(self) -> tuple:
-        return (*self.sources.for_primitive(), *self.projection, self.out)
+        sources, projection, out = self
+        return (*sources.for_primitive(), *projection, out)
 
     def check(self) -> None:
         self.sources.check(OP, eps_name(self.projection.post_norm_weight))
