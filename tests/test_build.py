@@ -388,6 +388,30 @@ def stable_functions(version: tuple[int, int]) -> set[str]:
     return functions
 
 
+_TENSOR = "AtenTensorHandle"
+# What csrc/cuda/current_device.cpp looks up by name, and calls with these arguments.
+OF_LIBTORCH_CUDA = {
+    "aoti_torch_cuda_mm_out": [_TENSOR] * 3,
+    "aoti_torch_cuda_addmm_out": [_TENSOR] * 4 + ["double"] * 2,
+    "aoti_torch_cuda_mm_dtype_out": [_TENSOR] * 3 + ["int32_t"],
+    "aoti_torch_get_current_cuda_stream": ["int32_t", "void**"],
+    "aoti_torch_cuda_caching_allocator_raw_alloc": ["uint64_t", "void**"],
+    "aoti_torch_cuda_caching_allocator_raw_delete": ["void*"],
+}
+
+
+def test_what_is_looked_up_in_libtorch_cuda_is_what_its_headers_declare() -> None:
+    """No compiler compares the two: another order of arguments would be a wrong result, or a crash."""
+    source = (ROOT / "csrc/cuda/current_device.cpp").read_text()
+    assert set(re.findall(r'find_in_torch<[^"]*\("(\w+)"\)', source)) == set(OF_LIBTORCH_CUDA)
+    folder = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch"
+    headers = "".join((folder / name).read_text() for name in ("c/shim.h", "generated/c_shim_cuda.h"))
+    for name, types in OF_LIBTORCH_CUDA.items():
+        parameters = re.search(rf"AOTITorchError\s+{name}\(([^)]*)\)", headers)[1]
+        declared = [re.sub(r"//.*", "", parameter).rpartition(" ")[0] for parameter in parameters.split(",")]
+        assert [" ".join(each.split()) for each in declared] == types, name
+
+
 def test_no_list_names_an_op() -> None:
     """CMake finds the sources of an op by their place, so that a new one edits nothing there."""
     ops = {path.stem for path in ROOT.glob("csrc/cuda/*.cu")}
