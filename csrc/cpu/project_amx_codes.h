@@ -53,9 +53,9 @@ struct NumberBytes {
   }
 };
 
-// 128 columns of a row of codes of 8 bits in bf16; those behind the `left` that are there are zero. What unpacks takes 8
-// bytes of each quarter: for the columns to keep their order, the first ones are put there before. Returns whether all
-// numbers of e4m3 are normal: one question for both lines, since a comparison is a shuffle's unit's too.
+// 128 columns of a row of codes of 8 bits in bf16; those behind the `left` that are there are zero. What unpacks takes
+// 8 bytes of each quarter: for the columns to keep their order, the first ones are put there before. Returns whether
+// all numbers of e4m3 are normal: one question for both lines, since a comparison is a shuffle's unit's too.
 template <class Code, bool kInOrder>
 [[gnu::always_inline]] inline bool widen_bytes(const uint8_t* codes, int64_t left, __m512i (&lines)[kStretchSteps]) {
   const auto codes_of = [&](int64_t line) __attribute__((always_inline)) {

@@ -256,7 +256,8 @@ void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* 
       for (int64_t i = 0, fetched = 0; i < op.num_rows; i += tile_rows, fetched += share) {
         const int64_t rows = op.num_rows - i < tile_rows ? op.num_rows - i : tile_rows;
         const int64_t left = columns - fetched;
-        const WeightRows<T> weight{rows_of_weight, stride, next + fetched * fetch_stride, fetch_stride, left < share ? left : share};
+        const WeightRows<T> weight{rows_of_weight, stride, next + fetched * fetch_stride, fetch_stride,
+                                   left < share ? left : share};
         const auto* packed = packed_rows<T>(op) + i * width + k;
         float* result = totals + i * totals_stride + (d - begin);
         if (columns == kTileColumns) {

@@ -502,14 +502,20 @@ def seen_behind(model: nn.Module, forward_batch: object) -> torch.Tensor:
     return projection._forward(lambda *args: args[3].spec_info.hidden_states, model, None, None, forward_batch)
 
 
+def shares_of(ours: float, others: float = 2.0) -> list[float]:
+    """Times at the row counts of a decision: `ours` at 1, 4 and 16."""
+    return [ours] * 3 + [others] * (len(decision.ROWS) - 3)
+
+
 @pytest.mark.parametrize("ours", [0.5, 0.99, 2.0])
 def test_the_op_runs_where_it_is_faster(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: float
 ) -> None:
-    """Seconds at six row counts; at the first three our op takes `ours` of SGLang's time, at the others twice."""
+    """At the first three row counts our op takes `ours` of SGLang's time, at the others twice."""
     rows = decision.ROWS
-    shares = [ours] * 3 + [2.0] * 3
-    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1e-3] * 6, [1e-3 * share for share in shares]])
+    shares = shares_of(ours)
+    seconds = [[1e-3] * len(rows), [1e-3 * share for share in shares]]
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: seconds)
     model = drafter()
     changed = {T: seen_behind(model, batch(T, K * H)).shape[-1] == D for T in rows}
     assert changed == {T: ours == 0.5 and rows[2] >= T for T in rows}
@@ -667,8 +673,8 @@ def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, runs: str, fails: bool, module: type, prepare: Callable
 ) -> None:
     monkeypatch.setattr(mtp, "PREDICTORS", (STEP,))
-    ours = {"always": [0.5] * 6, "T<=16": [0.5] * 3 + [2.0] * 3, "never": [2.0] * 6}[runs]
-    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * 6, ours])
+    ours = {"always": shares_of(0.5, 0.5), "T<=16": shares_of(0.5), "never": shares_of(2.0)}[runs]
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * len(ours), ours])
     fused, calls = module(), []
     inputs = {T: torch.randn(2, T, H, generator=torch.Generator().manual_seed(T)).bfloat16() for T in (1, 64)}
     own = {T: fused(*inputs[T]) for T in inputs}
@@ -736,8 +742,8 @@ def test_the_context_runs_the_op_where_it_is_faster(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runs: str, fails: bool
 ) -> None:
     monkeypatch.setattr(mtp, "PREDICTORS", (STEP,))
-    ours = {"always": [0.5] * 6, "T<=16": [0.5] * 3 + [2.0] * 3, "never": [2.0] * 6}[runs]
-    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * 6, ours])
+    ours = {"always": shares_of(0.5, 0.5), "T<=16": shares_of(0.5), "never": shares_of(2.0)}[runs]
+    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [[1.0] * len(ours), ours])
     drafter, calls = DFlashDraftModel(), []
     inputs = {T: torch.randn(T, K * H, generator=torch.Generator().manual_seed(T)).bfloat16() for T in (1, 64)}
     own = {T: drafter.project_target_hidden(inputs[T]) for T in inputs}

@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(DISPATCH, "_functorch_level() is not None", "False"),
     Mutant(DISPATCH, "return not _is_grad_enabled() or", "return"),
     Mutant(SOURCES, "residuals or None, indices or None", "indices or None, residuals or None"),
-    Mutant(SOURCES, "all(entry is None", "any(entry is None"),
+    Mutant(SOURCES, "for entry in values:", "for entry in values[:1]:"),
     Mutant(SOURCES, "index.shape[0] != length:", "index.shape[0] < length:"),
     Mutant(SOURCES, "if len(gains) != num_chunks:", "if len(gains) < num_chunks:"),
     Mutant(SOURCES, "if gain.dtype != gains[0].dtype:", "if False:"),
@@ -366,7 +366,7 @@ MUTANTS = (
     Mutant(PRIMITIVE, 'check_device(op, "codes", codes, sources.first)', "void()"),
     Mutant(PRIMITIVE, 'check_device(op, "scales", scales, sources.first)', "void()"),
     Mutant(PRIMITIVE, 'check_device(op, "global_scale", *global_scale, sources.first)', "void()"),
-    Mutant(PRIMITIVE, 'check_shape(op, "codes", codes, out.size(1), width / codes_per_element)', "void()"),
+    Mutant(PRIMITIVE, 'check_shape(op, "codes", codes, out.size(1), row_bytes(type, width))', "void()"),
     Mutant(
         PRIMITIVE,
         'check_shape(op, "scales", scales, num_blocks(columns, block_rows), num_blocks(width, block_columns))',
@@ -380,7 +380,10 @@ MUTANTS = (
         "scales.dtype == kTorchFloat || scales.dtype == kTorchFloat8E8M0 || scales.dtype == kTorchFloat8E4M3",
         "true",
     ),
-    Mutant(PRIMITIVE, "width % codes_per_element == 0", "true"),
+    Mutant(PRIMITIVE, "type != WeightType::kFloat4E2M1 || width % 2 == 0", "true"),
+    Mutant(PRIMITIVE, "type != WeightType::kBFloat16In12 || record.source.dtype == DType::kBFloat16", "true"),
+    Mutant(PRIMITIVE, "scales.size(1) >= 32 && scales.size(1) % 4 == 0", "true"),
+    Mutant(PRIMITIVE, 'check_shape(op, "scales", scales, columns, scales.size(1))', "void()"),
     Mutant(PRIMITIVE, "size / block + (size % block != 0)", "size / block"),
     Mutant(
         PRIMITIVE, "block_rows >= 1 && is_block_width(block_columns, width)", "is_block_width(block_columns, width)"
