@@ -24,12 +24,13 @@ static_assert(kPanelColumns == 2 * kTile);
 // streams of memory, which read 100 MB in 3.0 ms where 32 take 3.25 (Xeon with AMX, 2 cores).
 constexpr int64_t kTileGroups = 4;
 
-// Up to 256 rows share a reading of the weight, and K is cut evenly into blocks of at most 1152 packed tiles: those 1.1
-// MB and the 512 KB of sums of 512 columns stay in an L2 of 2 MB (512 rows at once: 24 ms instead of 23). No shorter
-// than that: each row of a block is a page or two that must be looked up again (T = 64 in 2 blocks: 4.1 ms, in 6: 6.5).
-constexpr int64_t kBlockGroups = 16;
-constexpr int64_t kBlockTiles = 1152;
-constexpr int64_t kBlockPanels = 16;
+// Up to 512 rows share a reading of the weight, and K is cut evenly into blocks of at most 1024 packed tiles: that 1 MB
+// and the 512 KB of sums of 256 columns stay in an L2 of 2 MB. Of 256 rows at once what widens in 12 bits is widened
+// twice (T = 512: 26.5 ms, 25.5 so; dense as long). No shorter blocks: each of their rows is a page or two that must be
+// looked up again (T = 64 in 2 blocks: 4.1 ms, in 6: 6.5).
+constexpr int64_t kBlockGroups = 32;
+constexpr int64_t kBlockTiles = 1024;
+constexpr int64_t kBlockPanels = 8;
 
 // Rows of a tile of packed rows. Codes have 4 or 8 where no more are there: all packed rows are read from L2 for each
 // panel, and are as many lines as its codes where half of them are padding (fp8_row, T = 4: 2.15 ms, 2.05 so).
