@@ -164,7 +164,8 @@ def test_a_stage_is_timed_when_it_is_loaded(engine: Engine, norm: str, tp: int) 
     packed = "its fc stays with vLLM: its weight is packed for vLLM's own CPU product"
     whole, in_front = f"norm_concat_linear {sizes}", f"norm_concat {sizes}( where it is faster)?, {packed}"
     decided = rf"runs ({whole}|{in_front}); |stays with vLLM: norm_concat {sizes} is not faster, "
-    both = rf"runs {whole} on a dense copy of its weight \(.* MB\) where that is faster than the packed one, .* else "
+    copied = rf"{whole} on a dense copy|norm_concat_linear {sizes[:-2]}, bf16_12bit\) on an exact copy in 12 bits"
+    both = rf"runs ({copied}) of its weight \(.* MB\) where that is faster than the packed one, .* else "
     assert re.fullmatch(rf"{COMBINE} ({both})?({decided}){FIGURES}", line)
 
 

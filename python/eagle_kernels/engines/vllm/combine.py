@@ -185,8 +185,8 @@ class FusedCombine(_Base):
         log_once(LOGGER, logging.WARNING, f"{self.eagle_kernels_name} stays with vLLM from now on: {failure!r}")
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        stage = self.eagle_kernels_stage()
-        if stage is not None and self._runs_op():
+        stage = self.eagle_kernels_stage()  # which puts vLLM's method in front where that is to run
+        if stage is not None and "combine_hidden_states" not in self.__dict__:
             projection = stage.projection_at(hidden_states.shape[0] if hidden_states.dim() > 1 else 1)
             if projection is not None:
                 try:
