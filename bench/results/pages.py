@@ -29,7 +29,7 @@ NO_BENCH_RUNS = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VL
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, "
-    "MXFP4, NVFP4²",
+    "MXFP4, NVFP4²; bf16 in 12 bits (exact; CPU)",
     "vocab_parallel_embedding": "dense shard",
 }
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
