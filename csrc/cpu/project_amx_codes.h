@@ -541,12 +541,16 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
       const Place later = place_behind(op, block, place, kAheadSteps);
       return Widening<Code, Lines>(op, Lines(op, panel, place), place, later, stretch);
     };
-    // The totals of a panel = or += some steps of a stretch by all groups, times the scales if any are given; without,
-    // the sums of up to two groups stay in their tiles along a panel.
-    const bool stays = block.groups <= 2;
+    // The totals of a panel = or += some steps of a stretch by all groups, times the scales if any are given. Without,
+    // the sums of up to two groups stay in their tiles: the groups come in turns forwards and backwards, so that the
+    // last ones of a stretch are the first ones of the next (fp8_row, T = 64: 4.4 ms, 4.2 so).
+    const int64_t pairs = (block.groups + 1) / 2;
+    int64_t turn = 0;
     const auto add_steps = [&](const Stretch& stretch, Place place, int64_t steps, const Float* scales, bool first,
                                float* totals, auto beside) {
-      for (int64_t g = 0; g < block.groups; g += 2) {
+      const bool begins = place.step == block.step, ends = place.step + steps == block.end_step();
+      for (int64_t i = 0; i < pairs; ++i) {
+        const int64_t g = 2 * (turn == 0 ? i : pairs - 1 - i);
         const BFloat16* numbers = stretch.tiles[place.step % kStretchSteps][0][0];
         const BFloat16* rows = packed_tile(op, block.group + g, place.step);
         float* total = totals + g * 2 * kSumSize;
@@ -554,21 +558,20 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
           constexpr bool kTwoGroups = decltype(two_groups)::value;
           if (first || scales != nullptr) {
             zero_sums();
-          } else if (!stays || place.step == block.step) {
+          } else if (i > 0 || begins) {
             load_sums<kTwoGroups>(total);
           }
           multiply_stretch<kTwoGroups>(numbers, rows, steps, packed_tile_size(op), beside);
           if (scales != nullptr) {
             store_sums<kTwoGroups>(sums);
             add_scaled(kTwoGroups ? 2 : 1, sums, reinterpret_cast<const float*>(scales), first, total);
-          } else if (!stays || place.step + steps == block.end_step()) {
+          } else if (i + 1 < pairs || ends) {
             store_sums<kTwoGroups>(total);
           }
         };
         g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
       }
     };
-    int64_t turn = 0;
     widening({block.panel, block.step}, stretches[0]).widen_until(kPanelColumns);
     for (int64_t panel = block.panel; panel < block.end_panel(); ++panel) {
       float* totals = block_sums + (panel - block.panel) * block_groups(op) * 2 * kSumSize;
@@ -584,7 +587,7 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         const Place next = place_behind(op, block, here, steps);
         Widening<Code, Lines> widen_next = widening(next, stretches[turn ^ 1]);
         const int64_t next_rows = is_inside(next) ? kPanelColumns : 0;
-        const int64_t products = steps * ((block.groups + 1) / 2), share = (next_rows + products - 1) / products;
+        const int64_t products = steps * pairs, share = (next_rows + products - 1) / products;
         int64_t done = 0;
         const auto beside = [&] { widen_next.widen_until(done += share); };
         Float of_sums[1][kStripVectors];

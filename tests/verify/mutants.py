@@ -566,7 +566,9 @@ MUTANTS = (
             ("std::is_same_v<Code, Float8E4M3> && all_normal", "std::is_same_v<Code, Float8E4M3>"),
             ("place.step == block.step && is_inside(place)", "place.step == block.step"),
             ("first || scales != nullptr", "first"),
-            ("!stays || place.step + steps == block.end_step()", "place.step + steps == block.end_step()"),
+            ("i + 1 < pairs || ends", "ends"),
+            ("i > 0 || begins", "begins"),
+            ("turn == 0 ? i : pairs - 1 - i", "i"),
         )
     ),
 )
