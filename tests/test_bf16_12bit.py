@@ -47,6 +47,12 @@ def test_every_number_comes_back(kind: str, W: int) -> None:
     assert compressed.codes.shape == (37, 192 * -(-W // 128)) and compressed.codes.dtype == torch.uint8
 
 
+def test_a_weight_that_is_encoded_in_parts() -> None:
+    """4 M numbers at a time."""
+    weight = weight_of("far apart", 71, bf16_12bit.MAX_WIDTH)
+    assert same_bits(compress(weight).dequantize(), weight)
+
+
 def test_every_bit_pattern_comes_back() -> None:
     """NaN, infinity, zeros and subnormal numbers too."""
     weight = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).reshape(16, 4096)

@@ -53,7 +53,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
         codes[begin:end] = torch.cat((numbers.flatten(2), pairs), 2).flatten(1)
     row, column, bits = (torch.cat(parts) for parts in zip(*exceptions, strict=True))
     beside = torch.bincount(row, minlength=D)
-    most_beside = int(beside.max()) if D else 0
+    most_beside = int(beside.max())
     place = torch.arange(len(row), device=weight.device) - (beside.cumsum(0) - beside)[row]
     listed = torch.zeros(D, most_beside, 2, dtype=torch.int32, device=weight.device)
     listed[:, :, 0] = _NO_COLUMN

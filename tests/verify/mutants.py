@@ -51,6 +51,8 @@ DOT_PRODUCT = "csrc/cpu/project_dot.h"
 CODES_PRODUCT = "csrc/cpu/project_quantized.h"
 WIDEN_CODES = "csrc/cpu/widen_codes.h"
 AMX_CODES = "csrc/cpu/project_amx_codes.h"
+WIDEN_12_BITS = "csrc/cpu/widen_bf16_12bit.h"
+BF16_12BIT = "python/eagle_kernels/bf16_12bit.py"
 PRIMITIVE = "csrc/norm_concat_linear.cpp"
 QUANTIZED_WEIGHT = "python/eagle_kernels/quantized_weight.py"
 QUANTIZED_CHECKPOINT = "python/eagle_kernels/quantized_checkpoint.py"
@@ -62,6 +64,7 @@ TRITON = "triton_kernels/{}.py".format
 _CHUNKS = ["tests/test_norm_concat.py", "tests/test_norm_concat_linear.py"]
 _CHECKS = ["tests/test_primitives.py", "tests/test_worded_errors.py"]
 _CODES = ["tests/test_norm_concat_linear_quantized.py"]
+_12_BITS = "tests/test_bf16_12bit.py"
 _INTERPRETED_CODES = "tests/interpreter/test_norm_concat_linear_quantized.py"
 TESTS = {
     "csrc/checks.h": _CHECKS,
@@ -77,7 +80,9 @@ TESTS = {
     DOT_PRODUCT: ["tests/test_norm_concat_linear.py", "tests/test_soak.py"],
     CODES_PRODUCT: _CODES,
     WIDEN_CODES: _CODES,
-    AMX_CODES: _CODES,
+    AMX_CODES: [*_CODES, _12_BITS],
+    WIDEN_12_BITS: [_12_BITS],
+    BF16_12BIT: [_12_BITS],
     PRIMITIVE: [*_CHECKS, *_CODES, "tests/test_norm_concat_linear.py"],
     QUANTIZED_WEIGHT: ["tests/test_quantized_weight.py"],
     QUANTIZED_CHECKPOINT: ["tests/test_quantized_checkpoint.py", "tests/test_checkpoint.py"],
@@ -569,8 +574,22 @@ MUTANTS = (
             ("i + 1 < pairs || ends", "ends"),
             ("i > 0 || begins", "begins"),
             ("turn == 0 ? i : pairs - 1 - i", "i"),
+            ("of_row.begin->column() < begin_ + kStretch", "of_row.begin->column() <= begin_ + kStretch"),
         )
     ),
+    Mutant(WIDEN_12_BITS, "exception.column() < column", "exception.column() <= column"),
+    Mutant(WIDEN_12_BITS, "bytes[0] | bytes[1] << 8", "bytes[0]"),
+    Mutant(WIDEN_12_BITS, "bytes[2] | bytes[3] << 8", "bytes[2]"),
+    Mutant(
+        WIDEN_12_BITS,
+        "exception->column() >= begin",
+        "true",
+        "the columns are in order, as `quantize` writes them; it keeps writes inside where they are not",
+    ),
+    Mutant(BF16_12BIT, "(most & 1) << 7", "(most & 1) << 6"),
+    Mutant(BF16_12BIT, "_in_lines(index & 15)", "_in_lines(index)"),
+    Mutant(BF16_12BIT, "row + begin, column", "row, column"),
+    Mutant(BF16_12BIT, "listed[:, :, 0] = _NO_COLUMN", "pass"),
 )
 
 
