@@ -442,7 +442,7 @@ class Widening {
     BFloat16* line = tiles_ + row_ * kTileK;
     for (int64_t row = row_; row < end; ++row, codes += stride, ahead += stride, line += kTileK) {
       for (int64_t byte = 0; byte < bytes_of<Code>(kStretch); byte += kCacheLine) {
-        __builtin_prefetch(ahead + byte, 0, 2);
+        __builtin_prefetch(ahead + byte);
       }
       __m512i lines[kStretchSteps] = {};
       lines_.widen(codes, left, row, lines);
