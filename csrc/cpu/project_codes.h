@@ -227,7 +227,7 @@ struct CodesProjection {
   // The last unit of a row of codes, zero behind the width.
   void load_last_unit(int64_t d, int64_t k, __m512i* place) const {
     const uint8_t* codes = codes_at(d, k);
-    const int64_t bytes = (op.source.width - k + kCodesPerByte<Code> - 1) / kCodesPerByte<Code>;
+    const int64_t bytes = (op.source.width - k) / kCodesPerByte<Code>;
     for (int64_t line = 0; line < kLines<Code>; ++line) {
       const int64_t left = bytes - line * kCacheLine;
       const __mmask64 there = left >= kCacheLine ? ~0ull : left > 0 ? (1ull << left) - 1 : 0;

@@ -51,6 +51,7 @@ DOT_PRODUCT = "csrc/cpu/project_dot.h"
 CODES_PRODUCT = "csrc/cpu/project_quantized.h"
 WIDEN_CODES = "csrc/cpu/widen_codes.h"
 AMX_CODES = "csrc/cpu/project_amx_codes.h"
+DOT_CODES = "csrc/cpu/project_codes.h"
 WIDEN_12_BITS = "csrc/cpu/widen_bf16_12bit.h"
 BF16_12BIT = "python/eagle_kernels/bf16_12bit.py"
 PRIMITIVE = "csrc/norm_concat_linear.cpp"
@@ -81,6 +82,7 @@ TESTS = {
     CODES_PRODUCT: _CODES,
     WIDEN_CODES: _CODES,
     AMX_CODES: [*_CODES, _12_BITS],
+    DOT_CODES: _CODES,
     WIDEN_12_BITS: [_12_BITS],
     BF16_12BIT: [_12_BITS],
     PRIMITIVE: [*_CHECKS, *_CODES, "tests/test_norm_concat_linear.py"],
@@ -575,6 +577,19 @@ MUTANTS = (
             ("i > 0 || begins", "begins"),
             ("turn == 0 ? i : pairs - 1 - i", "i"),
             ("of_row.begin->column() < begin_ + kStretch", "of_row.begin->column() <= begin_ + kStretch"),
+        )
+    ),
+    *(
+        Mutant(DOT_CODES, original, fault, isa="avx512_bf16")
+        for original, fault in (
+            ("_mm512_set1_epi16(254)", "_mm512_set1_epi16(255)"),
+            ("_mm512_maskz_set1_epi16(odd, 0x40)", "_mm512_setzero_si512()"),
+            ("_mm512_cmplt_epu16_mask(magnitudes, _mm512_set1_epi16(8))", "__mmask32{0}"),
+            ("_mm512_cmpeq_epu16_mask(magnitudes, _mm512_set1_epi16(0x7f))", "__mmask32{0}"),
+            ("_mm512_slli_epi16(codes, 8)", "codes"),
+            ("left >= 2 * kLanes ? ~0u : (1u << left) - 1", "~0u"),
+            ("(k % block_columns + column) / block_columns", "column / block_columns"),
+            ("*op.scales.global", "1.0f"),
         )
     ),
     Mutant(WIDEN_12_BITS, "exception.column() < column", "exception.column() <= column"),
