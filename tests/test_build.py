@@ -408,7 +408,7 @@ def test_what_is_looked_up_in_libtorch_cuda_is_what_its_headers_declare() -> Non
     headers = "".join((folder / name).read_text() for name in ("c/shim.h", "generated/c_shim_cuda.h"))
     for name, types in OF_LIBTORCH_CUDA.items():
         parameters = re.search(rf"AOTITorchError\s+{name}\(([^)]*)\)", headers)[1]
-        declared = [re.sub(r"//.*", "", parameter).rpartition(" ")[0] for parameter in parameters.split(",")]
+        declared = [re.sub(r"//.*", "", parameter).strip().rpartition(" ")[0] for parameter in parameters.split(",")]
         assert [" ".join(each.split()) for each in declared] == types, name
 
 

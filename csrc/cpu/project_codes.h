@@ -90,7 +90,7 @@ constexpr int64_t kBlockColumns = 12;
 // 71, 68, 71, 88 (sums leave the registers); T = 8 with 1, 2, 3: 157, 126, 139.
 constexpr int64_t tile_columns(int64_t rows) { return rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2; }
 
-// The scales of a unit, 32 at most, which blocks of 16 columns have: in fp32, or as bf16 all in the first vector, for it
+// The scales of a unit, 32 at most, which blocks of 16 columns have: in fp32, or all in the first vector as bf16, which
 // has every scale of a byte, and is the upper half of an fp32 number.
 struct UnitScales {
   __m512i first, second;
