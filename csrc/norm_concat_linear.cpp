@@ -48,13 +48,9 @@ NormConcatLinear record_of(const char* op, const Sources& sources, const Optiona
   return record;
 }
 
-template <auto run>
-void norm_concat_linear_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
-                            const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
-                            const OptionalViews& residuals, const OptionalViews& indices,
-                            const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
-                            const OptionalView& post_norm_gain, double post_norm_eps, const Output& out) {
-  const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
+template <class Run>
+void run_checked(const Run& run, const SourceArguments& arguments, const View& weight, const OptionalView& bias,
+                 const OptionalView& post_norm_gain, double post_norm_eps, const Output& out) {
   const Sources sources(kOp, arguments, out);
   check_operand(kOp, "weight", weight, sources.first);
   check_shape(kOp, "weight", weight, out.size(1), sources.concat.width);
@@ -64,6 +60,16 @@ void norm_concat_linear_out(const std::vector<View>& chunks, int64_t num_chunks,
   record.weight = weight.data;
   record.weight_row_stride = weight.stride(0);
   run(record, weight, out);
+}
+
+template <auto run>
+void norm_concat_linear_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+                            const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
+                            const OptionalViews& residuals, const OptionalViews& indices,
+                            const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
+                            const OptionalView& post_norm_gain, double post_norm_eps, const Output& out) {
+  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
+              post_norm_gain, post_norm_eps, out);
 }
 
 struct CpuKernels {
@@ -249,10 +255,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
                kSourcesSchema + ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, "
                                 "int block_columns, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                 "bool in_dots, bool early_weight, Tensor(a!) out");
-  m.def(("norm_concat_linear_split_out(" + kSourcesSchema +
-         ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, bool early_weight, "
-         "Tensor(a!) out) -> ()")
-            .c_str());
+  const std::string projection = kSourcesSchema +
+                                 ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
+                                 "bool early_weight, ";
+  m.def(("norm_concat_linear_fused_out(" + projection + "bool bulk_copies, Tensor(a!) out) -> ()").c_str());
+  m.def(("norm_concat_linear_split_out(" + projection + "Tensor(a!) out) -> ()").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
@@ -279,7 +286,7 @@ void refuse_unfused(const char* op, const NormConcatLinear& record) {
   check(norm_concat_linear_is_aligned(record), op, "operands", "alignment");
 }
 
-void run_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
+void run_fused_kernel(const NormConcatLinear& record, const Output& out) {
   refuse_unfused(kOp, record);
   check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
   if (record.num_rows == 0 || record.num_columns == 0) return;
@@ -296,15 +303,24 @@ void run_split_kernels(const char* op, NormConcatLinear record, const Output& ou
   cuda::expect_success(op, norm_concat_linear_split_cuda(record, ranges, device.get()));
 }
 
-template <bool early_weight>
-void run_split_on_cuda(NormConcatLinear record, const View&, const Output& out) {
-  record.early_weight = early_weight;
-  run_split_kernels(kOp, record, out);
-}
-
 void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
   check(norm_concat_linear_split_reads(record), kQuantizedOp, "block", "CUDA");
   run_split_kernels(kQuantizedOp, record, out);
+}
+
+void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+                                  const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
+                                  const OptionalViews& residuals, const OptionalViews& indices,
+                                  const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
+                                  const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
+                                  bool bulk_copies, const Output& out) {
+  const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
+    record.early_weight = early_weight;
+    record.bulk_copies = bulk_copies;
+    run_fused_kernel(record, into);
+  };
+  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
+              post_norm_gain, post_norm_eps, out);
 }
 
 void norm_concat_linear_split_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
@@ -313,10 +329,12 @@ void norm_concat_linear_split_out(const std::vector<View>& chunks, int64_t num_c
                                   const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
                                   const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
                                   const Output& out) {
-  const auto run = early_weight ? norm_concat_linear_out<run_split_on_cuda<true>>
-                                : norm_concat_linear_out<run_split_on_cuda<false>>;
-  run(chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares, weight, bias,
-      post_norm_gain, post_norm_eps, out);
+  const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
+    record.early_weight = early_weight;
+    run_split_kernels(kOp, record, into);
+  };
+  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
+              post_norm_gain, post_norm_eps, out);
 }
 
 // Whether the rows stand concatenated and as they are: of a static buffer that capture has written.
@@ -382,7 +400,7 @@ void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  implement<&norm_concat_linear_out<run_on_cuda>>(m, "norm_concat_linear_out", kCudaDevice);
+  implement<&norm_concat_linear_fused_out>(m, "norm_concat_linear_fused_out", kCudaDevice);
   implement<&norm_concat_linear_split_out>(m, "norm_concat_linear_split_out", kCudaDevice);
   implement<&norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
   implement<&norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);

@@ -41,8 +41,9 @@ struct NormConcatLinear {
   int64_t out_row_stride;
   // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; on CUDA the fp32 values of the split kernels, or sums.
   void* workspace;
-  // The split kernels may read the weight while the previous kernel runs, which then must not write it.
+  // On CUDA the weight may be read while the previous kernel runs, which then must not write it.
   bool early_weight;
+  bool bulk_copies;  // of the fused kernel's weight
 };
 
 // On CPU up to three parallel passes over one workspace: the rows are normed and laid out for the product, then every

@@ -199,14 +199,17 @@ def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     result = {"schema_version": 2, "environment": {"device_slug": "nvidia-h100"}, "records": []}
     tables = {"NVIDIA_H100.json": {"norm_concat_linear": []}}
     failed = {"test_x.py": {"tests": 2, "skipped": 0, "failed": [{"test": "test_x::test_y", "message": "4 and not 5"}]}}
-    kept_by = {"op-table": result, "decode-curve": {"run": result, "ncu": ""}, "tune": tables, "host-cost": None}
+    curve = {"run": result, "variants": {"bulk": result, "late": None}, "ncu": ""}
+    kept_by = {"op-table": result, "decode-curve": curve, "tune": tables, "host-cost": None}
     for name, kept in (kept_by | {"gpu-tests": failed}).items():
         status = "failed" if name == "gpu-tests" else "done"
         record = {"schema_version": 2, "stage": name, "status": status, "output_tail": "", "result": kept}
         stages.write_json(tmp_path / "back" / f"{name}.json", record)
     assert session.main(["--collect", str(tmp_path / "back")]) == 0
     assert json.loads((tmp_path / "bench/results/nvidia-h100/op-table.json").read_text()) == result
-    assert json.loads((tmp_path / "bench/results/nvidia-h100/decode-curve.json").read_text()) == result
+    for curve in ("decode-curve", "decode-curve-bulk"):
+        assert json.loads((tmp_path / f"bench/results/nvidia-h100/{curve}.json").read_text()) == result
+    assert not (tmp_path / "bench/results/nvidia-h100/decode-curve-late.json").exists()
     assert (tmp_path / "python/eagle_kernels/configs/NVIDIA_H100.json").exists()
     printed = capsys.readouterr().out
     assert "gpu-tests: failed: 2 tests, 0 skipped, 1 failed\n  test_x::test_y: 4 and not 5\n" in printed

@@ -51,21 +51,25 @@ class TwoSteps:
         self.two_steps.default.redispatch(keys, *arguments)
 
 
-class SplitKernels:
-    """An op namespace whose `norm_concat_linear_out` is the primitive of the split CUDA kernels of `primitives`."""
+class CudaKernels:
+    """`primitives` with a `norm_concat_linear_out`: that of these CUDA kernels, under these switches."""
 
     norm_concat_linear_out = default = property(lambda self: self)
 
-    def __init__(self, primitives: object) -> None:
-        self.split = primitives.norm_concat_linear_split_out
+    def __init__(self, primitives: object, kernels: str, *switches: bool) -> None:
+        self.primitives, self.switches = primitives, switches
+        self.primitive = getattr(primitives, f"norm_concat_linear_{kernels}_out")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.primitives, name)
 
     def __call__(self, *arguments: object) -> None:
         *operands, out = arguments
-        self.split(*operands, True, out)
+        self.primitive(*operands, *self.switches, out)
 
     def redispatch(self, keys: torch._C.DispatchKeySet, *arguments: object) -> None:
         *operands, out = arguments
-        self.split.default.redispatch(keys, *operands, True, out)
+        self.primitive.default.redispatch(keys, *operands, *self.switches, out)
 
 
 PROJECTIONS = [call for call in ON_CPU if call.op == "norm_concat_linear"]

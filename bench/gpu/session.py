@@ -158,9 +158,8 @@ def collect(folder: Path) -> int:
             print(f"{stage.name}: not in {folder}")
             continue
         result = record["result"] or {}
-        run = result.get("run") if stage.name == "decode-curve" else result
-        if stage.name in ("decode-curve", "op-table", "sweeps") and run:
-            target = ROOT / "bench" / "results" / run["environment"]["device_slug"] / f"{stage.name}.json"
+        for name, run in _runs(stage.name, result).items():
+            target = ROOT / "bench" / "results" / run["environment"]["device_slug"] / f"{name}.json"
             write_json(target, run)
             print(f"{stage.name}: {target.relative_to(ROOT)}")
         for name, tuned in result.items() if stage.name == "tune" else ():
@@ -171,6 +170,15 @@ def collect(folder: Path) -> int:
         for failure in _failures(record):
             print(f"  {failure['test']}: {failure['message'].partition(chr(10))[0]}")
     return 0
+
+
+def _runs(stage: str, result: dict) -> dict[str, dict]:
+    """What a stage's result has of runs of the benchmark, by the name of their file."""
+    runs: dict[str, dict | None] = {stage: result} if stage in ("op-table", "sweeps") else {}
+    if stage == "decode-curve":
+        variants = {f"{stage}-{variant}": run for variant, run in result.get("variants", {}).items()}
+        runs = {stage: result.get("run"), **variants}
+    return {name: run for name, run in runs.items() if run}
 
 
 def _failures(record: dict) -> list[dict]:

@@ -30,6 +30,7 @@ _TEST_FILES = (
     "test_store_context_kv.py",
     "test_vocab_parallel_embedding.py",
     "test_add_rms_norm.py",
+    "test_bulk_copies.py",
 )
 
 # The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel, three the
@@ -111,12 +112,21 @@ def _sanitizer(device: str) -> list[Command]:
     return [["bash", "tests/gpu/sanitize.sh", "--tools", tool, *cases] for tool in ("memcheck", "racecheck")]
 
 
+# What else the fused kernel can be told, each in a run of its own with the same baseline.
+_VARIANTS = {"bulk": "EAGLE_KERNELS_BULK_COPIES=1", "late": "EAGLE_KERNELS_EARLY_WEIGHT=0"}
+
+
 def _decode_curve(device: str) -> list[Command]:
-    """Both backends beside the library's product alone; then counters of the fused kernel, and the product's name."""
+    """Both backends beside the library's product alone, and the variants; then counters of the fused kernel, and the
+    product's name."""
     what = ["--forms", "op", "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
     shapes = ["--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "--tokens", "1,2,4,8,9,12,16"]
     timers = [] if device == "cpu" else ["--timer", "graph,spaced"]
     commands = [_bench(device, "decode-curve", *what, *shapes, *timers, "--min-time", "0.05")]
+    of_cuda = [*what[:3], "auto" if device == "cpu" else "cuda", *what[4:], *shapes, *timers, "--min-time", "0.05"]
+    commands += [
+        ["env", setting, *_bench(device, f"decode-curve-{variant}", *of_cuda)] for variant, setting in _VARIANTS.items()
+    ]
     if device == "cuda" and (ncu := shutil.which("ncu")):
         once = ["--forms", "op", "--baselines", "linear", "--preset", "llama3.1-8b", "--tokens", "1", "--min-time", "0"]
         log = ["--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
@@ -217,7 +227,15 @@ def _failure(case: xml.etree.ElementTree.Element, report: xml.etree.ElementTree.
 def _read_curve() -> dict:
     counters = WORK / "ncu.csv"
     text = counters.read_text(encoding="utf-8", errors="replace") if counters.exists() else ""
-    return {"run": read_json(WORK / "decode-curve.json"), "ncu": text[-200_000:]}
+    variants = {variant: read_json(WORK / f"decode-curve-{variant}.json") for variant in _VARIANTS}
+    return {"run": read_json(WORK / "decode-curve.json"), "variants": variants, "ncu": text[-200_000:]}
+
+
+def _restore_curve(result: dict) -> None:
+    _restore_run_of("decode-curve")(result)
+    for variant, run in result.get("variants", {}).items():
+        if run:
+            write_json(WORK / f"decode-curve-{variant}.json", run)
 
 
 def _restore_run_of(name: str) -> Callable[[dict], None]:
@@ -263,9 +281,9 @@ STAGES = (
         restore=lambda result: write_json(WORK / "gpu-tests.json", result),
     ),
     Stage("sanitizer", 120, _sanitizer, needs="compute-sanitizer", goes_on=True),
-    Stage("decode-curve", 120, _decode_curve, _read_curve, goes_on=True, restore=_restore_run_of("decode-curve")),
+    Stage("decode-curve", 170, _decode_curve, _read_curve, goes_on=True, restore=_restore_curve),
     Stage("op-table", 330, _op_table, _run_of("op-table"), goes_on=True, restore=_restore_run("op-table")),
-    Stage("tune", 180, _tune, _read_tables, goes_on=True, restore=_restore_tables),
+    Stage("tune", 130, _tune, _read_tables, goes_on=True, restore=_restore_tables),
     Stage("host-cost", 50, _host_cost, _host_summary),
     Stage("sweeps", 120, _sweeps, _run_of("sweeps"), goes_on=True, restore=_restore_run("sweeps")),
 )

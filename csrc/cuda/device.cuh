@@ -31,6 +31,7 @@ struct Pair {
 }  // namespace eagle_kernels::cuda
 
 #if defined(__CUDACC__)
+#include <cuda.h>
 
 namespace eagle_kernels::cuda {
 
@@ -103,6 +104,52 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// An mbarrier in shared memory (sm_90 and later) that says when bulk copies have landed. Its phases end one after the
+// other, each where one thread has said how many bytes it is and as many have arrived (PTX ISA, "Phase of the mbarrier
+// object"). One thread makes the barriers and publishes them; it may use them at once, the others behind __syncthreads.
+struct CopyBarrier {
+  uint64_t state;
+  __device__ __forceinline__ void init() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(this)) : "memory");
+#endif
+  }
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
+                 : "memory");
+#endif
+  }
+  // Until the phase of this parity has ended, of the one that runs and the one before; what its copies have brought is
+  // then visible (.acquire is the default). A try may give up after a while, hence the loop (PTX ISA,
+  // "mbarrier.test_wait, mbarrier.try_wait").
+  __device__ __forceinline__ void wait(uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred ended;\nTRY_%=:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n@!ended bra TRY_%=;\n}" ::"r"(
+            shared_address(this)),
+        "r"(parity)
+        : "memory");
+#endif
+  }
+};
+// The first fence is of the barriers (PTX ISA, "membar, fence": .mbarrier_init), the second of the asynchronous proxy,
+// which counts their bytes.
+__device__ __forceinline__ void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Where boxes go. For a place that could be another block's of the cluster ptxas calls a function on sm_120; on sm_90
+// it does not, and before CUDA 12.8 a block's own could not be said.
+#if __CUDA_ARCH__ >= 1000
+#define EAGLE_KERNELS_OWN_MEMORY "shared::cta"
+#else
+#define EAGLE_KERNELS_OWN_MEMORY "shared::cluster"
+#endif
+
 // Loads of a matrix that is read once: not kept in L1, the first to leave L2. The policy goes through a register
 // because ptxas 13 takes `.L2::evict_first` on 32-byte loads only.
 struct ReadOnce {
@@ -123,6 +170,18 @@ struct ReadOnce {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)),
                  "l"(from), "r"(inside ? 16 : 0), "l"(policy)
                  : "memory");
+  }
+  // The box of the matrix that begins there (PTX ISA, "cp.async.bulk.tensor"), on sm_90 and later: allowed as early as
+  // copy_async; it has landed where `barrier` says so. `boxes` is the kernel's argument itself.
+  __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* boxes, int column, int row,
+                                           CopyBarrier* barrier) const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.2d." EAGLE_KERNELS_OWN_MEMORY ".global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+        "l"(boxes), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+#endif
   }
 };
 
@@ -201,7 +260,7 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
 }
 
 __device__ __forceinline__ char* shared_memory() {
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(1024) char memory[];  // as boxes want it (tensor_map.h)
   return memory;
 }
 

@@ -13,6 +13,11 @@
 // global memory that a second stream could meet, and an aborted launch leaves no counter behind. Four warps share the
 // steps of a stage. A second launch takes 1.5 us, where reading the weight of 3x896x896 takes 1.1.
 //
+// With bulk copies (op.bulk_copies) one thread asks for a stage of the fused kernel's weight, in two instructions where
+// 128 threads have eight each, and an mbarrier says when it is there: boxes of 64 rows by 64 columns of a CUtensorMap,
+// zeros where they reach out of the weight. Where a stage reaches into the next chunk, whose values could be infinite,
+// its copies are those of the threads. Off by default: no GPU has timed it (docs/benchmarking.md).
+//
 // Split, up to 128 rows, all GPUs: two launches. The ranges of 128 columns go to global memory, and a second kernel
 // sums them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often
 // as 32.
@@ -47,6 +52,7 @@
 #include "launch.cuh"
 #include "pack.cuh"
 #include "source_row.cuh"
+#include "tensor_map.h"
 #include "weight_gain.cuh"
 
 namespace eagle_kernels::cuda {
@@ -65,6 +71,7 @@ constexpr int kMaxCluster = 8;              // blocks, on every GPU that has clu
 // weight. The fused kernel's are 128 too: a step for each of four warps.
 constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
 constexpr int kFusedUnitColumns = 128;
+constexpr int kBoxColumns = 64, kBoxBytes = kFusedColumns * kBoxColumns * 2;  // of a bulk copy
 
 // What the weight holds. Codes of one scale a row are multiplied by it last; of blocks of columns, the sum of each.
 enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8 };
@@ -86,9 +93,20 @@ struct Arguments {
   int scale_shift;         // 2^scale_shift columns share a scale
 };
 
-template <Form kForm, int kRows, bool kResidual, bool kIsFused>
+struct BulkArguments : Arguments {
+  CUtensorMap weight_boxes;
+};
+
+// How the sums of the ranges come together, and how the fused kernel's weight comes.
+enum class End { kSplit, kFused, kFusedBulk };
+
+template <End kEnd>
+using ArgumentsOf = std::conditional_t<kEnd == End::kFusedBulk, BulkArguments, Arguments>;
+
+template <Form kForm, int kRows, bool kResidual, End kEnd>
 struct Tile {
-  static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kIsFused;
+  static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kEnd != End::kSplit;
+  static constexpr bool kBulk = kEnd == End::kFusedBulk;
   static constexpr int kColumns = kFused ? kFusedColumns : kSplitColumns;
   static constexpr int kRowWarps = kRows == 128 ? 2 : 1;
   static constexpr int kStepWarps = kFused ? 4 : 1;  // which share the steps of a stage
@@ -106,8 +124,17 @@ struct Tile {
   static constexpr int kStageBytes = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
   static constexpr int kPointerBytes = kSourceRows * sizeof(void*);
   // Of what a block can have on every GPU, and twice on Hopper; with 128 rows of what sm_90 and sm_100 have.
-  static constexpr int kStages = ((kRows == 128 ? 200 << 10 : 99 << 10) - kPointerBytes) / kStageBytes;
-  static constexpr int64_t kSharedBytes = kStages * kStageBytes + kPointerBytes;
+  static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : 99 << 10;
+  static constexpr int kStages = (kMostBytes - kPointerBytes) / kStageBytes;
+  static constexpr int64_t kSharedBytes =
+      kStages * kStageBytes + kPointerBytes + (kBulk ? kStages * static_cast<int>(sizeof(CopyBarrier)) : 0);
+  static_assert(kSharedBytes <= kMostBytes);
+  // Where a stage's weight is in the ring, and behind it x and the gain. Boxes begin at multiples of 1024 bytes.
+  __device__ static int weight_at(int slot) { return slot * (kBulk ? kWeightBytes : kStageBytes); }
+  __device__ static int x_at(int slot) {
+    if (!kBulk) return slot * kStageBytes + kWeightBytes;
+    return kStages * kWeightBytes + slot * (kStageBytes - kWeightBytes);
+  }
   static constexpr int kSteps = kStageColumns / kStepColumns / kStepWarps;  // of a warp in a stage
 };
 
@@ -121,6 +148,17 @@ __device__ __forceinline__ int place(int row, int part) {
 template <int kRowBytes>
 __device__ __forceinline__ int place_codes(int row, int part) {
   return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 2 * 2 : row % 4 * 2)) * 16;
+}
+
+// The same of boxes of 64 columns, as their copies place the parts (CU_TENSOR_MAP_SWIZZLE_128B).
+__device__ __forceinline__ int place_in_boxes(int row, int part) {
+  return part / 8 * kBoxBytes + row * 128 + (part % 8 ^ row % 8) * 16;
+}
+
+// Which of a tile's 8 rows of the weight a lane reads: those of lanes that are served together find all 32 banks.
+template <class K>
+__device__ __forceinline__ int weight_row_of(int g) {
+  return K::kBulk ? g / 2 + g % 2 * 4 : g;
 }
 
 // What the blocks of a cluster have multiplied, each over its range, becomes outputs: every block sums a share of them
@@ -143,7 +181,7 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
 #pragma unroll
   for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
     const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
-    const int column = (column_warp * K::kColumnTiles + m) * 16 + i / 2 * 8 + g;
+    const int column = (column_warp * K::kColumnTiles + m) * 16 + i / 2 * 8 + weight_row_of<K>(g);
     of_warps[step_warp * kOutputs + (n * 8 + 2 * q + i % 2) * K::kColumns + column] = sum[m][n][i];
   }
 #pragma unroll
@@ -191,10 +229,10 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
   end_cluster();
 }
 
-template <class T, Form kForm, int kRows, bool kResidual, bool kFused = false>
-__global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused>::kBlocks)
-    norm_concat_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
-  using K = Tile<kForm, kRows, kResidual, kFused>;
+template <class T, Form kForm, int kRows, bool kResidual, End kEnd = End::kSplit>
+__global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>::kBlocks)
+    norm_concat_linear_partial_kernel(const __grid_constant__ ArgumentsOf<kEnd> arguments) {
+  using K = Tile<kForm, kRows, kResidual, kEnd>;
   constexpr int kColumns = K::kColumns;
   using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
   using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
@@ -231,27 +269,44 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
                          chunk.column + weight_column;
   const int outputs = static_cast<int>(op.num_columns - first_output);
   // A thread's rows are so far apart that their parts change places alike: 12 instructions a stage fewer.
-  static_assert(kWeightCopyRows % 4 == 0);
+  static_assert(kWeightCopyRows % (K::kBulk ? 8 : 4) == 0);
   const int weight_place = K::kIsCodes ? place_codes<K::kWeightRowBytes>(weight_row, weight_part)
+                           : K::kBulk  ? place_in_boxes(weight_row, weight_part)
                                        : place<kRowBytes>(weight_row, weight_part);
+  constexpr int kRowDistance = K::kBulk ? 2 * kBoxColumns : K::kWeightRowBytes;
+  [[maybe_unused]] CopyBarrier* const landed = reinterpret_cast<CopyBarrier*>(sources + K::kSourceRows);  // [kStages]
+  [[maybe_unused]] const auto comes_in_boxes = [&](int column) {
+    return column + kStageColumns <= width || k + 1 == op.source.num_chunks;
+  };
   const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
   const char* gain = static_cast<const char*>(chunk.gain.data);
 
   // What this thread copies of a block of 64 columns; beyond the range an empty group, so that groups count stages.
   const auto copy_block = [&](int block, int slot) {
-    char* stage = ring + slot * K::kStageBytes;
     const int column = block * kStageColumns;
-    if (block < end && copies_weight) {
+    if (K::kBulk && block < end && copies_weight && comes_in_boxes(column)) {
+      if constexpr (K::kBulk) {
+        if (threadIdx.x == 0) {
+          landed[slot].expect(K::kWeightBytes);
+          for (int box = 0; box < K::kWeightBytes / kBoxBytes; ++box) {
+            read_once.copy_box(ring + K::weight_at(slot) + box * kBoxBytes, &arguments.weight_boxes,
+                               static_cast<int>(chunk.column) + column + box * kBoxColumns,
+                               static_cast<int>(first_output), landed + slot);
+          }
+        }
+      }
+    } else if (block < end && copies_weight) {
+      char* stage = ring + K::weight_at(slot);
       const bool inside = column + weight_column < width;
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
         const int row = i * kWeightCopyRows;
-        read_once.copy_async(stage + weight_place + row * K::kWeightRowBytes,
+        read_once.copy_async(stage + weight_place + row * kRowDistance,
                              weight + row * op.weight_row_stride + column, inside && row < outputs - weight_row);
       }
     } else if (block < end) {
+      char* stage = ring + K::x_at(slot);
       const bool inside = column + copy_part * kPack < width;
-      stage += K::kWeightBytes;
 #pragma unroll
       for (int i = 0; i < K::kSourceRows / kCopyRows; ++i) {
         const int row = copy_row + i * kCopyRows;
@@ -271,6 +326,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
   };
   const auto at = [](const char* rows, int row, int part) {
     return *reinterpret_cast<const Words*>(rows + place<K::kRowBytes>(row, part));
+  };
+  const auto weight_of = [&](const char* stage, int row, int part) {
+    if constexpr (!K::kBulk) return at(stage, row, part);
+    return *reinterpret_cast<const Words*>(stage + place_in_boxes(row, part));
   };
   const auto x_of = [&](const char* x_stage, int row, int part) {
     const Pack<T> x{{at(x_stage, row, part)}};
@@ -293,6 +352,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
     }
   };
 
+  if constexpr (K::kBulk) {
+    if (threadIdx.x == 0) {  // which asks for the copies; the others come past __syncthreads before they wait
+      for (int slot = 0; slot < K::kStages; ++slot) landed[slot].init();
+      publish_barriers();
+    }
+  }
   if (copies_weight && op.early_weight) {
     fill_ring();
   } else if (copies_weight) {
@@ -357,12 +422,18 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
   // gain, costs the others registers, and 15 % more instructions.
   const auto multiply_range = [&](auto pairs) {
     constexpr bool kPairs = decltype(pairs)::value;
+    [[maybe_unused]] uint32_t turn = 0;  // of the ring, modulo 2
     for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
       wait_for_copies<K::kStages - 2>();
       __syncthreads();
       copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
-      const char* stage = ring + slot * K::kStageBytes;
-      const char* x_stage = stage + K::kWeightBytes;
+      // Every stage that was asked for is waited for: the ring is used for sums next.
+      if constexpr (K::kBulk) {
+        if (comes_in_boxes(block * kStageColumns)) landed[slot].wait(turn);
+        if (slot + 1 == K::kStages) turn ^= 1;
+      }
+      const char* stage = ring + K::weight_at(slot);
+      const char* x_stage = ring + K::x_at(slot);
       const char* gains = x_stage + K::kSourceRows * kRowBytes;
       // Steps in one another spill for 64 rows on sm_100, and with scales and residuals.
 #pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : K::kSteps)
@@ -378,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
         uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
         for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-          const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
+          const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + weight_row_of<K>(g);
           Words row;
           if constexpr (K::kIsCodes) {
             const int from = place_codes<K::kWeightRowBytes>(tile_row, part / 2) + part % 2 * 8;
@@ -386,7 +457,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kFused
             nan[m] |= nan_bits(codes, Code{});
             row = widen(codes, Code{}, T{});
           } else {
-            row = at(stage, tile_row, part);
+            row = weight_of(stage, tile_row, part);
           }
           if constexpr (!kPairs) {
             row = scaled<T>(row, factor);
@@ -683,7 +754,7 @@ template <class T, Form kForm, int kRows, bool kResidual>
 int launch_partial(const Arguments& arguments, const Device& device) {
   const int64_t rounds = (arguments.op.num_rows + kRows - 1) / kRows;
   const Shape shape{rounds * blocks_of_outputs(arguments.op), arguments.ranges.count, kThreads,
-                    Tile<kForm, kRows, kResidual, false>::kSharedBytes};
+                    Tile<kForm, kRows, kResidual, End::kSplit>::kSharedBytes};
   return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual>>(shape, arguments, device);
 }
 
@@ -702,7 +773,7 @@ int launch_rows(const Arguments& arguments, const Device& device) {
                      : launch_partial<T, kForm, 32, true>(arguments, device);
   }
   if constexpr (kForm == Form::kDense) {
-    if (rows > 64 && Tile<kForm, 128, false, false>::kSharedBytes <= device.shared_memory) {
+    if (rows > 64 && Tile<kForm, 128, false, End::kSplit>::kSharedBytes <= device.shared_memory) {
       return launch_partial<T, kForm, 128, false>(arguments, device);
     }
   }
@@ -719,15 +790,26 @@ int launch_form(const Arguments& arguments, const Device& device) {
                         : launch_rows<T, Form::kE4M3>(arguments, device);
 }
 
-template <class T, bool kResidual>
-int launch_fused(const Arguments& arguments, const Device& device) {
+template <class T, bool kResidual, End kEnd>
+int launch_fused(const ArgumentsOf<kEnd>& arguments, const Device& device) {
   constexpr int kRows = kMaxDecodeRows;
   const NormConcatLinear& op = arguments.op;
   const int64_t rounds = (op.num_rows + kRows - 1) / kRows, ranges = arguments.ranges.count;
   Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), ranges, kThreads,
-              Tile<Form::kDense, kRows, kResidual, true>::kSharedBytes};
+              Tile<Form::kDense, kRows, kResidual, kEnd>::kSharedBytes};
   shape.cluster = ranges;
-  return launch<norm_concat_linear_partial_kernel<T, Form::kDense, kRows, kResidual, true>>(shape, arguments, device);
+  return launch<norm_concat_linear_partial_kernel<T, Form::kDense, kRows, kResidual, kEnd>>(shape, arguments, device);
+}
+
+template <class T, bool kResidual>
+int launch_fused(const Arguments& arguments, const Device& device) {
+  const NormConcatLinear& op = arguments.op;
+  if (!op.bulk_copies) return launch_fused<T, kResidual, End::kFused>(arguments, device);
+  BulkArguments bulk{arguments, {}};
+  const Boxes boxes{op.weight, op.source.dtype, op.num_columns, op.source.width, op.weight_row_stride, kFusedColumns,
+                    kBoxColumns};
+  const int error = encode(boxes, bulk.weight_boxes);
+  return error != 0 ? error : launch_fused<T, kResidual, End::kFusedBulk>(bulk, device);
 }
 
 template <class T>

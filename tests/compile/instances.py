@@ -68,17 +68,16 @@ class Instance:
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused`, and `split` with the rows and what the weight holds."""
+    """By name: `fused`, `fused bulk`, and `split` with the rows and what the weight holds."""
     made = {}
     binaries, cubin = compiled("norm_concat_linear", "90a")
     code = dict(instructions(cubin))
     for binary in binaries:
         if "8BFloat16" not in binary.name or "finalize" in binary.name:
             continue
-        rows, residual, fused = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
-        form = int(re.search(r"4FormE(\d)", binary.name)[1])
-        name = "fused" if fused else f"split {rows}{FORMS[form]}"
-        name += " residual" if residual else ""
+        rows, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
+        form, fused = (int(re.search(rf"{kind}E(\d)", binary.name)[1]) for kind in ("4Form", "3End"))
+        name = ["split", "fused", "fused bulk"][fused] + ("" if fused else f" {rows}{FORMS[form]}")
         columns, value_bytes, source_rows = 64 if fused else 128, 1 if form else 2, rows * (1 + residual)
         stage_columns = 128 if fused or (form and source_rows == 32) else 64
         stage = stage_columns * (columns * value_bytes + source_rows * 2 + 4)
@@ -86,7 +85,9 @@ def instances() -> dict[str, Instance]:
         in_flight = (stages - 1) * columns * stage_columns * value_bytes
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
         per_byte = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes)) * row_warps
-        sizes = (rows, columns, binary.registers, stages * stage + source_rows * 8, in_flight)
+        shared = stages * stage + source_rows * 8 + (stages * 8 if name == "fused bulk" else 0)
+        sizes = (rows, columns, binary.registers, shared, in_flight)
+        name += " residual" if residual else ""
         made[name] = Instance(name, *sizes, round(per_byte, 3), value_bytes)
     return made
 
@@ -94,8 +95,8 @@ def instances() -> dict[str, Instance]:
 def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
     """Instructions of a warp for a byte of the weight in each loop that multiplies: a product of 16 x 8 reads 16 x 16
     values of it, which as many products share as there are tiles of 8 rows. Loops inside that do not multiply are few
-    blocks'. What a branch skips counts half where it copies, the weight in half of the warps and x in the others, and a
-    quarter where a block of scales ends: that of 128 columns, after 4 steps."""
+    blocks'. What a branch skips counts an eighth where one warp copies boxes, half where threads copy, the weight in
+    half of the warps and x in the others, and a quarter where a block of scales ends: of 128 columns, after 4 steps."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
     loops, share = [], dict.fromkeys(range(len(lines)), 1.0)
@@ -105,7 +106,9 @@ def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
         if to < i:
             loops.append((to, i))
         skipped = "".join(lines[i:to])
-        if "HMMA" not in skipped and "LDGSTS" in skipped:
+        if "HMMA" not in skipped and "UTMALDG" in skipped and "LDGSTS" not in skipped:
+            share.update(dict.fromkeys(range(i + 1, to), 0.125))
+        elif "HMMA" not in skipped and "LDGSTS" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.5))
         elif "HMMA" not in skipped and "FFMA" in skipped and "LDG" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.25))
@@ -159,7 +162,7 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     emulation.take_launches()
     is_fused = T <= MAX_CUDA_DECODE_ROWS
     if is_fused:
-        ops.norm_concat_linear_out(*arguments, x.new_empty(T, D))
+        ops.norm_concat_linear_fused_out(*arguments, True, False, x.new_empty(T, D))
     else:
         ops.norm_concat_linear_split_out(*arguments, True, x.new_empty(T, D))
     launches = [launch for launch in emulation.take_launches() if launch.threads]

@@ -10,6 +10,8 @@
 #include <functional>
 #include <vector>
 
+#include "runtime/cuda.h"
+
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -59,6 +61,24 @@ int64_t take_early_copies();
 void commit_copies();
 // The copies that land here: those of all groups but the latest.
 std::vector<Copy> landing(size_t latest_groups);
+
+// What device.cuh says of a CopyBarrier, known by its address in the shared memory of the block. A phase whose bytes
+// have been counted wrongly, a copy that nobody has waited for and a wait without an end fail.
+struct BoxCopy {
+  void* to;
+  CUtensorMap boxes;
+  int column, row;
+  uint32_t bytes() const;
+};
+void init_barrier(const void* barrier);
+void publish_barriers();
+void expect_bytes(const void* barrier, uint32_t bytes);
+// As lands_now. The caller says so with `landed` when it has copied.
+bool lands_now(const BoxCopy& copy, const void* barrier);
+void landed(const void* barrier, uint32_t bytes);
+bool has_ended(const void* barrier, uint32_t parity);
+// The copies that land where a thread waits; if there are none the thread waits until another has done something.
+std::vector<BoxCopy> landing(const void* barrier);
 
 constexpr size_t kSlot = 64;  // bytes of a lane in an exchange
 
@@ -138,6 +158,37 @@ inline void land(const host::Copy& copy) {
     std::memcpy(copy.to, copy.from, sizeof(Words));
   }
 }
+// PTX ISA, "Tensors": a box row by row, zeros for what is out of the matrix; bits 4 to 6 of a place in shared memory
+// are exchanged by its bits 7 to 9 (CU_TENSOR_MAP_SWIZZLE_128B).
+inline void land(const host::BoxCopy& copy, const void* barrier) {
+  const EncodedBoxes boxes = encoded(copy.boxes);
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(copy.to);
+  for (uint32_t i = 0; i < boxes.box[1]; ++i) {
+    for (uint32_t j = 0; j < boxes.box[0]; ++j) {
+      const uintptr_t at = begin + (i * boxes.box[0] + j) * boxes.value_bytes;
+      char* to = reinterpret_cast<char*>(at ^ (at >> 7 & 7) << 4);
+      const int64_t row = copy.row + static_cast<int64_t>(i), column = copy.column + static_cast<int64_t>(j);
+      const bool inside = row >= 0 && row < boxes.sizes[1] && column >= 0 && column < boxes.sizes[0];
+      if (inside) {
+        std::memcpy(to, boxes.data + row * boxes.row_bytes + column * boxes.value_bytes, boxes.value_bytes);
+      } else {
+        std::memset(to, 0, boxes.value_bytes);
+      }
+    }
+  }
+  host::landed(barrier, copy.bytes());
+}
+struct CopyBarrier {
+  uint64_t state;
+  void init() { host::init_barrier(this); }
+  void expect(uint32_t bytes) { host::expect_bytes(this, bytes); }
+  void wait(uint32_t parity) {
+    while (!host::has_ended(this, parity)) {
+      for (const host::BoxCopy& copy : host::landing(this)) land(copy, this);
+    }
+  }
+};
+inline void publish_barriers() { host::publish_barriers(); }
 struct ReadOnce {
   Words operator()(const void* p) const { return load(static_cast<const Words*>(p)); }
   void copy_async(void* to, const void* from, bool inside) const {
@@ -145,6 +196,10 @@ struct ReadOnce {
     if (inside) host::check_alignment(from, sizeof(Words));
     const host::Copy copy{to, inside ? from : nullptr};
     if (host::lands_now(copy)) land(copy);
+  }
+  void copy_box(void* to, const CUtensorMap* boxes, int column, int row, const CopyBarrier* barrier) const {
+    const host::BoxCopy copy{to, *boxes, column, row};
+    if (host::lands_now(copy, barrier)) land(copy, barrier);
   }
 };
 inline void copy_async(void* to, const void* from, bool inside) {

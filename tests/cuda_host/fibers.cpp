@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -25,12 +26,23 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr int kLanes = 32;
 
-enum class State { kReady, kInExchange, kAtBarrier, kAtClusterBarrier, kDone };
+enum class State { kReady, kInExchange, kAtCopies, kAtBarrier, kAtClusterBarrier, kDone };
 
 struct Warp {
   char slots[2][kLanes * kSlot];  // two, so that a lane ahead by one exchange does not overwrite what others still read
   int arrived = 0;
   int64_t exchanges = 0;  // completed ones
+  Order order;
+};
+
+// A CopyBarrier.
+struct Copies {
+  int64_t phase = 0;     // the one that runs
+  bool expected = false;  // its arrival
+  bool published = false;
+  int64_t bytes = 0;     // that are still to land; below 0 where copies are asked for first
+  int64_t changes = 0;
+  std::vector<BoxCopy> late;
   Order order;
 };
 
@@ -44,13 +56,16 @@ struct Fiber {
   bool waited = false;    // for the previous kernel
   std::vector<Copy> copies;  // of the group that is not committed yet
   std::deque<std::vector<Copy>> groups;
+  const Copies* awaited = nullptr;
+  int64_t seen_changes = 0;  // of those
 };
 
 // A block of the cluster that runs.
 struct Block {
   std::vector<Warp> warps;
-  std::vector<char> shared;
+  std::unique_ptr<char, decltype(&std::free)> shared;
   Order barrier;
+  std::map<const void*, Copies> copies;
 };
 
 bool descending_warps = false;
@@ -60,6 +75,7 @@ std::vector<std::unique_ptr<Fiber>> fibers;  // of the cluster's threads; kept b
 std::vector<Block> blocks;
 int running = 0;           // thread of the cluster
 int threads_of_block = 0;
+int64_t shared_bytes_of_block = 0;
 int first_block = 0;       // of the cluster, in y
 const std::function<void()>* running_thread;
 std::string failure;
@@ -132,6 +148,7 @@ void resume(int thread) {
 bool can_run(int thread) {
   const Fiber& fiber = *fibers[thread];
   return fiber.state == State::kReady ||
+         (fiber.state == State::kAtCopies && fiber.awaited->changes > fiber.seen_changes) ||
          (fiber.state == State::kInExchange && warp_of(thread).exchanges >= fiber.exchanges);
 }
 
@@ -152,13 +169,22 @@ void run_warps(int first_thread) {
   }
 }
 
+// As aligned as a kernel may ask for it, and NaN in every format.
+std::unique_ptr<char, decltype(&std::free)> new_shared_memory(int64_t bytes) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 1024, static_cast<size_t>(bytes)) != 0) throw std::bad_alloc();
+  std::memset(memory, 0xff, static_cast<size_t>(bytes));
+  return {static_cast<char*>(memory), &std::free};
+}
+
 void allocate_cluster(int cluster, int64_t shared_bytes) {
   const FreshMemory fresh;
   blocks.clear();
   for (int i = 0; i < cluster; ++i) {
     blocks.push_back({std::vector<Warp>(threads_of_block / kLanes),
-                      std::vector<char>(shared_bytes, static_cast<char>(0xff)),  // NaN in every format
-                      Order()});
+                      new_shared_memory(shared_bytes),
+                      Order(),
+                      {}});
   }
   cluster_barrier = std::make_unique<Order>();
 }
@@ -167,6 +193,24 @@ int count(State state, int begin, int end) {
   int found = 0;
   for (int thread = begin; thread < end; ++thread) found += fibers[thread]->state == state;
   return found;
+}
+
+bool can_run(int begin, int end) {
+  for (int thread = begin; thread < end; ++thread) {
+    if (can_run(thread)) return true;
+  }
+  return false;
+}
+
+// No bulk copy may outlive its block: the memory is another's then.
+void check_copies() {
+  for (const Block& block : blocks) {
+    for (const auto& [at, copies] : block.copies) {
+      if (copies.expected || copies.bytes != 0 || !copies.late.empty()) {
+        throw std::runtime_error("emulated kernel: a block has ended with bulk copies in flight or miscounted");
+      }
+    }
+  }
 }
 
 // Lets the threads [begin, end) go on where all of them that have not ended wait at the barrier: from sm_70 on those
@@ -203,16 +247,39 @@ void run_cluster(int cluster, int64_t shared_bytes) {
       const int first = (descending_warps ? cluster - 1 - i : i) * threads_of_block;
       do {
         run_warps(first);
-      } while (passes(State::kAtBarrier, first, first + threads_of_block));
+      } while (can_run(first, first + threads_of_block) ||
+               passes(State::kAtBarrier, first, first + threads_of_block));
     }
     const int done = count(State::kDone, 0, threads);
-    if (done == threads) return;
+    if (done == threads) return check_copies();
     if (passes(State::kAtClusterBarrier, 0, threads)) continue;
     const int at_barrier = count(State::kAtBarrier, 0, threads) + count(State::kAtClusterBarrier, 0, threads);
     throw std::runtime_error("emulated kernel: " + std::to_string(at_barrier) + " of " + std::to_string(threads) +
                              " threads wait at a barrier, " + std::to_string(done) +
-                             " have ended, the others wait for a lane that is not in their collective");
+                             " have ended, " + std::to_string(count(State::kAtCopies, 0, threads)) +
+                             " wait for bulk copies that nobody asks for, the others for a lane that is not in their"
+                             " collective");
   }
+}
+
+Copies& copies_at(const void* barrier) {
+  auto& all = block_of(running).copies;
+  const auto found = all.find(barrier);
+  if (found == all.end() || !found->second.published) fail("a barrier of copies is used before it is made");
+  return found->second;
+}
+
+void end_phase(Copies& copies) {
+  ++copies.changes;
+  if (!copies.expected || copies.bytes != 0) return;
+  copies.expected = false;
+  ++copies.phase;
+}
+
+// For the test of the test: a wait that was forgotten.
+bool forgets_waits() {
+  static const bool forgotten = std::getenv("EAGLE_KERNELS_TEST_NO_WAITS") != nullptr;
+  return forgotten;
 }
 
 }  // namespace
@@ -234,18 +301,80 @@ void commit_copies() {
 }
 
 std::vector<Copy> landing(size_t latest_groups) {
-  // For the test of the test: a wait that was forgotten.
-  static const bool forgotten = std::getenv("EAGLE_KERNELS_TEST_NO_WAITS") != nullptr;
   std::vector<Copy> copies;
   auto& groups = current().groups;
-  for (; groups.size() > latest_groups && !forgotten; groups.pop_front()) {
+  for (; groups.size() > latest_groups && !forgets_waits(); groups.pop_front()) {
     copies.insert(copies.end(), groups.front().begin(), groups.front().end());
   }
   return copies;
 }
 
+void init_barrier(const void* barrier) {
+  check_alignment(barrier, sizeof(uint64_t));
+  if (!block_of(running).copies.try_emplace(barrier).second) fail("a barrier of copies is made twice");
+}
+
+void publish_barriers() {
+  for (auto& [at, copies] : block_of(running).copies) copies.published = true;
+}
+
+void expect_bytes(const void* barrier, uint32_t bytes) {
+  Copies& copies = copies_at(barrier);
+  if (copies.expected) fail("bytes are expected twice in a phase");
+  copies.expected = true;
+  copies.bytes += bytes;
+  end_phase(copies);
+}
+
+uint32_t BoxCopy::bytes() const {
+  const EncodedBoxes known = encoded(boxes);
+  return known.box[0] * known.box[1] * known.value_bytes;
+}
+
+bool lands_now(const BoxCopy& copy, const void* barrier) {
+  check_alignment(copy.to, 1024);
+  const ptrdiff_t offset = static_cast<const char*>(copy.to) - shared_memory();
+  if (offset < 0 || offset + copy.bytes() > shared_bytes_of_block) {
+    fail("a bulk copy to what is not shared memory of the block");
+  }
+  Copies& copies = copies_at(barrier);
+  if (!current().waited) early_copies += copy.bytes() / sizeof(Words);
+  if (!late_copies) return true;
+  copies.order.release();
+  copies.late.push_back(copy);
+  ++copies.changes;
+  return false;
+}
+
+void landed(const void* barrier, uint32_t bytes) {
+  Copies& copies = copies_at(barrier);
+  copies.order.release();
+  copies.bytes -= bytes;
+  end_phase(copies);
+}
+
+bool has_ended(const void* barrier, uint32_t parity) {
+  if (forgets_waits()) return true;
+  Copies& copies = copies_at(barrier);
+  if (copies.phase % 2 == parity) return false;
+  copies.order.acquire();
+  return true;
+}
+
+std::vector<BoxCopy> landing(const void* barrier) {
+  Copies& copies = copies_at(barrier);
+  if (copies.late.empty()) {
+    current().awaited = &copies;
+    current().seen_changes = copies.changes;
+    yield(State::kAtCopies);
+  }
+  copies.order.acquire();
+  return std::exchange(copies.late, {});
+}
+
 void run(const std::function<void()>& thread, Dim3 grid, Dim3 block, int64_t shared_bytes, int cluster) {
   threads_of_block = block.x * block.y;
+  shared_bytes_of_block = shared_bytes;
   if (threads_of_block % kLanes != 0 || threads_of_block > 1024 || grid.x < 1 || grid.y < 1 || grid.y > 65535) {
     throw std::runtime_error("emulated kernel: no GPU launches this grid");
   }
@@ -278,7 +407,7 @@ const char* exchange(const void* mine, size_t bytes) {
   return slots;
 }
 
-char* shared_memory() { return block_of(running).shared.data(); }
+char* shared_memory() { return block_of(running).shared.get(); }
 
 void sync_block() {
   Order& barrier = block_of(running).barrier;
@@ -297,7 +426,7 @@ const float* in_block(const float* mine, int rank) {
   if (rank < 0 || rank >= static_cast<int>(blocks.size())) fail("block " + std::to_string(rank) + " of the cluster");
   const int first = rank * threads_of_block;
   if (count(State::kDone, first, first + threads_of_block) > 0) fail("reads shared memory of a block that has ended");
-  return reinterpret_cast<const float*>(blocks[rank].shared.data() +
+  return reinterpret_cast<const float*>(blocks[rank].shared.get() +
                                         (reinterpret_cast<const char*>(mine) - shared_memory()));
 }
 

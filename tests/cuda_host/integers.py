@@ -65,7 +65,7 @@ class Call:
             )
             return [out]
         if self.op == "norm_concat_linear":
-            ops.norm_concat_linear_out(*sources, weight, None, None, 0.0, out)
+            ops.norm_concat_linear_fused_out(*sources, weight, None, None, 0.0, True, False, out)
             return [out]
         if self.op == "norm_concat":
             ops.norm_concat_out(*sources, out)

@@ -90,7 +90,14 @@ def fused_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", library.MAX_CUDA_SPLIT_ROWS)
 
 
-@pytest.mark.usefixtures("fused_at_every_T")
+@pytest.fixture(params=["copies-of-threads", "bulk-copies"])
+def copies(request: pytest.FixtureRequest, emulated: object) -> Iterator[None]:
+    """Of the fused kernel's weight."""
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES=str(int(request.param[0] == "b"))):
+        yield
+
+
+@pytest.mark.usefixtures("fused_at_every_T", "copies")
 @pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.id)
 def test_float64_truth(case: Case) -> None:
     assert explained(case).startswith("norm_concat_linear: cuda/fused, because T=")
@@ -115,6 +122,7 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
 
 
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
 @pytest.mark.parametrize("multiprocessors", [1, 132])  # a range of a chunk, or two
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -132,6 +140,7 @@ def test_float64_truth_of_every_instance(
         assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
 
 
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize(
     ("widths", "ranges"),  # in units of 128 columns: of 3 each in 3, 3 and 2; 1 and 5 in 1 and 5; 2 and 9 in 1 and 7
     [((264, 264, 264), 8), ((72, 520), 6), ((136, 1032), 8)],
@@ -181,7 +190,7 @@ def test_a_gpu_without_clusters_is_left_to_the_split_kernels(emulated: object, e
     emulation.set_device(99 << 10, descending_warps=False, capability=89)
     arguments = (chunks, 2, 1, [], [1e-6], 0.0, None, None, None, weight, None)
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: CUDA has error 801"):
-        emulated.norm_concat_linear_out(*arguments, None, 0.0, torch.empty(2, 37).bfloat16())
+        emulated.norm_concat_linear_fused_out(*arguments, None, 0.0, True, False, torch.empty(2, 37).bfloat16())
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
@@ -192,13 +201,17 @@ def test_float64_truth_of_every_split_instance(dtype: str, flavour: str, T: int,
     check(Case(dtype, (136,) * 2, T, norm, D=150, norm_offset=1.0, **FLAVOURS[flavour]))
 
 
-KERNELS = {"fused": "0", "split": "1"}  # by EAGLE_KERNELS_BATCH_INVARIANT
+KERNELS = {
+    "fused": {},
+    "fused-bulk": {"EAGLE_KERNELS_BULK_COPIES": "1"},
+    "split": {"EAGLE_KERNELS_BATCH_INVARIANT": "1"},
+}
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, emulated: object, fused_at_every_T: None) -> Iterator[Kernel]:
-    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT=KERNELS[request.param]):
-        yield Kernel(request.param)
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", **KERNELS[request.param]):
+        yield Kernel(request.param.removesuffix("-bulk"))
 
 
 def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 136, D: int = 37) -> tuple:
@@ -266,6 +279,43 @@ def test_the_weight_is_copied_before_the_previous_kernel_ends_unless_switched_of
     *_, partial, finalize = emulation.take_launches()
     assert (partial.early_copies, finalize.early_copies) == (37 * 264 // 8 * int(early), 0)
     assert same_bits(out, ek.norm_concat_linear(chunks, weight))
+
+
+@pytest.mark.parametrize("bulk", ["0", "1"])
+@pytest.mark.parametrize("early", ["0", "1"])
+def test_the_fused_kernel_copies_as_early(early: str, bulk: str, emulation: ModuleType) -> None:
+    """All of a small weight: of a box all of it, of 64 rows where the weight has 37."""
+    chunks, weight, _ = make_call(9, K=1, H=264, D=37)
+    emulation.take_launches()
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early, EAGLE_KERNELS_BULK_COPIES=bulk):
+        out = ek.norm_concat_linear(chunks, weight)
+    launch = emulation.take_launches()[-1]
+    assert launch.early_copies == int(early) * (64 * 384 if bulk == "1" else 37 * 264) // 8
+    assert same_bits(out, ek.norm_concat_linear(chunks, weight))
+
+
+@pytest.mark.parametrize("late_copies", [False, True])
+def test_bulk_copies_over_turns_of_the_ring(late_copies: bool, emulation: ModuleType) -> None:
+    """A range of 10 stages, three turns, whose last stage reaches into the next chunk, which is not finite there; the
+    last chunk's reaches out of the weight. A block of 64 rows, and one of 6."""
+    emulation.set_device(SHARED_MEMORY, descending_warps=late_copies, late_copies=late_copies, multiprocessors=1)
+    chunks, weight, gain = [torch.randn(11, H).bfloat16() for H in (1160, 72)], torch.randn(70, 1232).bfloat16(), None
+    weight[3, 1160:], weight[5, 1231] = float("inf"), float("nan")
+    weight[8:, 1200] = 0
+    outs = []
+    for bulk in ("0", "1"):
+        with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES=bulk):
+            outs.append(ek.norm_concat_linear(chunks, weight, norm_weight=gain, norm="concat"))
+    assert same_bits(*outs)
+    assert outs[0].isfinite().all(0).tolist() == [column not in (3, 5) for column in range(70)]
+
+
+def test_bulk_copies_of_a_row_without_a_stride() -> None:
+    """A view may have left anything there: here what no map takes."""
+    chunks, weight, _ = make_call(3, K=1, H=72, D=1)
+    out = ek.norm_concat_linear(chunks, weight)
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES="1"):
+        assert same_bits(out, ek.norm_concat_linear(chunks, weight.as_strided((1, 72), (3, 1))))
 
 
 @pytest.mark.parametrize("T", [3, 13])
@@ -411,7 +461,7 @@ def test_more_than_eight_chunks_are_refused_and_said_so() -> None:
                 call(chunks, *arguments, norm_weight=gain)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["fused", "split"])
 def test_the_primitive_refuses_what_it_cannot_take(name: str, emulated: object) -> None:
     chunks, weight, _ = make_call(2, K=2, H=72)
     out = torch.full((2, 37), float("nan")).bfloat16()
@@ -419,7 +469,7 @@ def test_the_primitive_refuses_what_it_cannot_take(name: str, emulated: object) 
     def run(chunks: list[Tensor], weight: Tensor, post_norm: Tensor | None = None) -> None:
         arguments = (chunks, len(chunks), 1, [], [1e-6], 0.0, None, None, None, weight, None, post_norm, 0.0)
         if name == "fused":
-            emulated.norm_concat_linear_out(*arguments, out)
+            emulated.norm_concat_linear_fused_out(*arguments, True, False, out)
         else:
             emulated.norm_concat_linear_split_out(*arguments, True, out)
 

@@ -9,7 +9,7 @@ from csrc_checks import failure_of, unreached
 
 @pytest.fixture
 def ops(emulated: object) -> object:
-    return emulated
+    return on_cpu.CudaKernels(emulated, "fused", True, False)
 
 
 ON_CUDA = [call for call in BAD_CALLS if "cuda" in call.backends]
@@ -32,7 +32,7 @@ def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall, ops: obj
 
 @pytest.mark.parametrize("call", PROJECTIONS, ids=lambda call: call.id)
 def test_the_split_kernels_refuse_what_the_fused_kernel_does(call: BadCall, ops: object) -> None:
-    failure_of(on_cpu.SplitKernels(ops), call)
+    failure_of(on_cpu.CudaKernels(ops, "split", True), call)
 
 
 def test_every_check_of_cuda_alone_has_a_call_that_it_refuses(ops: object) -> None:

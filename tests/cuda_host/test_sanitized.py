@@ -55,25 +55,32 @@ def test_the_sanitizers_see_an_access_beyond_a_tensor() -> None:
     assert run.stdout == "fine\n"
 
 
-_SPLIT = (
+_RING = (
     "import torch; from cuda_host.build import load\n"
     "load('thread').set_device(1 << 17, descending_warps=False, late_copies={late}, multiprocessors=1)\n"
     "ops = torch.ops.eagle_kernels_emulated\n"
     "x, weight, out = torch.ones(40, 520).bfloat16(), torch.ones(40, 520).bfloat16(), torch.zeros(40, 40).bfloat16()\n"
     "sources = ([x], 1, 0, [], [0.0], 0.0, None, None, None)\n"
-    "ops.norm_concat_linear_split_out(*sources, weight, None, None, 0.0, True, out)\n"
+    "ops.norm_concat_linear_{kernel}_out(*sources, weight, None, None, 0.0, {switches}, out)\n"
     "print('fine' if (out == 520).all() else 'wrong')\n"
 )
 
 
+_SWITCHES = {"split": ("split", "True"), "fused": ("fused", "True, False"), "bulk": ("fused", "True, True")}
+
+
 @pytest.mark.parametrize("forgotten", ["nothing", "barriers", "waits"])
-def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(forgotten: str) -> None:
-    """520 columns are 9 stages, more than the ring has. A missing barrier is a race; what nobody has waited for has not
-    landed."""
+@pytest.mark.parametrize("kernel", _SWITCHES)
+def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, forgotten: str) -> None:
+    """520 columns are 9 stages of the split kernels and 5 of the fused one, more than the ring has. A missing barrier
+    is a race; what nobody has waited for has not landed, and a bulk copy into its place is asked for too early."""
     variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
-    code = _SPLIT.format(late=forgotten == "waits")
+    name, switches = _SWITCHES[kernel]
+    code = _RING.format(kernel=name, switches=switches, late=forgotten == "waits")
     run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), **variables)
-    if forgotten == "barriers":
+    if (kernel, forgotten) == ("bulk", "waits"):
+        assert "bytes are expected twice in a phase" in run.stderr, run.stderr[-4000:]
+    elif forgotten == "barriers":
         assert "data race" in run.stderr and "norm_concat_linear_partial" in run.stderr, run.stderr[-4000:]
     else:
         said = {"nothing": "fine\n", "waits": "wrong\n"}[forgotten]

@@ -217,7 +217,7 @@ def test_streams_take_turns_with_the_workspace() -> None:
         assert same_bits(result, expected[k % 2])
 
 
-@pytest.mark.parametrize("N", [17, 128])
+@pytest.mark.parametrize("N", [8, 17, 128])
 def test_a_weight_that_the_previous_kernel_wrote_is_seen(N: int) -> None:
     """Copies of the weight start before that kernel has ended only where it lets its successor start early, which no
     kernel of torch's does."""
