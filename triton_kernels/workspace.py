@@ -8,6 +8,8 @@
   and an eager call, must not run at the same time.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,19 @@ def workspace(op: str, numel: int, device: torch.device) -> Tensor:
     if not buffers or buffers[-1].numel() < numel:
         return _grow(op, numel, device)
     return buffers[-1]
+
+
+def matrix_in(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int, row_stride: int, first: int = 0) -> Tensor:
+    """[rows, columns] of a workspace from value `first` on. A GPU's stays, and with it the view: 1.5 us to make."""
+    view = _kept_view if buffer.is_cuda else _view
+    return view(buffer, dtype, rows, columns, row_stride, first)
+
+
+def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int, row_stride: int, first: int) -> Tensor:
+    return buffer.view(dtype).as_strided((rows, columns), (row_stride, 1), first)
+
+
+_kept_view = functools.lru_cache(maxsize=64)(_view)
 
 
 def _grow(op: str, numel: int, device: torch.device) -> Tensor:
