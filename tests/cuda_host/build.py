@@ -44,13 +44,13 @@ def load(sanitizer: str = "") -> ModuleType:
     """The emulation, whose `set_device` says what the emulated GPU is like; its ops are in
     `torch.ops.eagle_kernels_emulated`."""
     name = "eagle_kernels_emulated"
-    loader = importlib.machinery.ExtensionFileLoader(name, str(_build(sanitizer)))
+    loader = importlib.machinery.ExtensionFileLoader(name, str(build(sanitizer)))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     loader.exec_module(module)
     return module
 
 
-def _build(sanitizer: str) -> Path:
+def build(sanitizer: str) -> Path:
     """Compiles what has changed since the last time."""
     flags = _FLAGS + sanitizers.FLAGS.get(sanitizer, [])
     folder = ROOT / "build" / "cuda_host"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cuda_host.build import build
 from sanitizers import FLAGS, environment_under
 
 HERE = Path(__file__).parent
@@ -25,6 +26,9 @@ def run_under(sanitizer: str, command: list[str], **variables: str) -> subproces
     under = environment_under(sanitizer)
     if under is None:
         pytest.skip(f"no g++ with the {sanitizer} sanitizer on this machine")
+    # Not there: two threads that start compilers under ThreadSanitizer both fork, and OpenBLAS's handlers of a fork
+    # then wait for one another for ever.
+    build(sanitizer)
     environment = os.environ | under | {"EAGLE_KERNELS_TEST_SANITIZED": sanitizer} | variables
     command = [sys.executable, *command]
     return subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
