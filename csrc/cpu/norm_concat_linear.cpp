@@ -33,6 +33,11 @@ bool on_tiles(const NormConcatLinear& op) {
 bool multiplies_in_dots(const NormConcatLinear& op) { return op.in_dots && op.source.dtype == DType::kBFloat16; }
 #endif
 
+// Whether the weight is codes, which bf16 in 12 bits is not here: its rows become rows of bf16.
+bool is_quantized(const NormConcatLinear& op) {
+  return op.weight_type != WeightType::kChunks && op.weight_type != WeightType::kBFloat16In12;
+}
+
 template <class T>
 void post_norm_row(const NormConcatLinear& op, int64_t i) {
   const float* result = fp32_rows(op) + i * op.num_columns;
@@ -61,7 +66,10 @@ int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
   if (multiplies_in_dots(op)) return codes_workspace(op);
 #endif
   int64_t bytes = 0;
-  with_dtype(op.source.dtype, [&](auto type) { bytes = dot_workspace<decltype(type)>(op); });
+  with_dtype(op.source.dtype, [&](auto type) {
+    using T = decltype(type);
+    bytes = is_quantized(op) ? strips_workspace<T>(op) : dot_workspace<T>(op);
+  });
   return bytes + totals_workspace(op);
 }
 
@@ -70,7 +78,10 @@ int64_t norm_concat_linear_row_groups<kIsa>(const NormConcatLinear& op) {
 #if defined(__AMX_BF16__)
   if (on_tiles(op)) return num_groups(op);
 #endif
-  return op.num_rows;
+#if defined(__AVX512BF16__)
+  if (multiplies_in_dots(op)) return op.num_rows;
+#endif
+  return is_quantized(op) ? strips_groups(op) : op.num_rows;
 }
 
 template <>
@@ -86,6 +97,7 @@ void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t group_beg
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
+    if (is_quantized(op)) return strips_pack<T>(op, group_begin, group_end);
     dot_pack<T>(op, group_begin, group_end, packed_width<T>(op));
   });
 }
@@ -107,8 +119,7 @@ void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
-    const bool in_dots = op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12;
-    if (in_dots) return dot_project<T>(op, panel_begin, panel_end);
+    if (!is_quantized(op)) return dot_project<T>(op, panel_begin, panel_end);
     with_code(op.weight_type, [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
   });
 }

@@ -58,30 +58,36 @@ struct DotStep<BFloat16> {
 
 // Weight rows and packed rows that one register tile holds: 24 of 32 vector registers are sums with AVX-512, 8 of 16
 // elsewhere. fp32, T = 1, 8, 16, in ms: 6x4 6.1, 6.7, 10.2; 4x6 6.2, 7.2, 10.6; 3x8 5.9, 7.7, 13.1; 8x3 6.4, 7.7, 12.1.
+template <class T>
 constexpr int kTileColumns = kLanes == 16 ? 6 : 4;
 constexpr int kTileRows = kLanes == 16 ? 4 : 2;
 
 // K*H is summed in blocks of a packed row: lanes within a block, then block after block. In fp32 of 2 KB, of which 16
-// rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6). A product of bf16 takes half as many
-// bytes, which L2 can give, and longer blocks are fewer sums of lanes (T = 16, two threads and one, in ms: 2 KB 5.0 and
-// 9.9, 4 KB 4.7 and 9.4, 8 KB 4.6 and 9.3, whole rows 4.7 and 9.5).
+// rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6).
 template <class T>
 constexpr int64_t kDotBlockK = 2048 / sizeof(float);
+
 #if defined(__AVX512BF16__)
+// Of a product of bf16 GCC 12 keeps no sums of 6x4 or 6x3 in registers; 4 KB of a tile's rows fit in L1 with as much of
+// the weight's. Two AMD EPYCs, two cores, in ms, by 6x4 of 8 KB and by 5x4 of 4 KB: where a core begins one product of
+// 512 bits a cycle, at T = 6, 8, 16, 32 and 64 4.8, 2.7, 4.6, 8.3, 16.3 and 3.1, 3.1, 4.8, 8.6, 16.4; where it begins
+// two, at T = 24, 32, 48 and 64 4.5, 6.7, 9.7, 11.3 and 3.7, 4.8, 6.5, 8.2.
 template <>
-constexpr int64_t kDotBlockK<BFloat16> = 8192 / sizeof(BFloat16);
+constexpr int kTileColumns<BFloat16> = 5;
+template <>
+constexpr int64_t kDotBlockK<BFloat16> = 4096 / sizeof(BFloat16);
 #endif
 
-// While the packed rows fit in 1.25 MB of L2, kTileColumns weight rows stream from end to end. Otherwise those of
-// kDotBlockColumns share each block of the packed rows.
-constexpr int64_t kCachedBytes = 1280 << 10;
+// While the packed rows fit in L2, of 1 MB and more where there is AVX-512, kTileColumns<T> weight rows stream from end
+// to end. Otherwise those of kDotBlockColumns<T> share each block of the packed rows.
+constexpr int64_t kCachedBytes = 768 << 10;
 
 // Columns whose totals lie side by side until they are finished. In rows of [N, D] those of 8 rows and more fall into
-// one set of L1, and 6 columns of a tile are no whole vector (bf16, T = 32, one thread: 19.0 ms; 16.8 without both).
-constexpr int64_t kDotBlockColumns = 48;
-static_assert(kDotBlockColumns % kTileColumns == 0);
+// one set of L1, and the columns of a tile are no whole vector (bf16, T = 32, one thread: 19.0 ms; 16.8 without both).
+template <class T>
+constexpr int64_t kDotBlockColumns = 48 / kTileColumns<T> * kTileColumns<T>;
 
-// kTileColumns rows of the weight, or one. While they are multiplied `fetch_rows` rows of what comes next are fetched.
+// kTileColumns<T> rows of the weight, or one; `fetch_rows` rows of what comes next are fetched beside their products.
 template <class T>
 struct WeightRows {
   const T* data;
@@ -166,10 +172,9 @@ int64_t dot_workspace(const NormConcatLinear& op) {
   return fp32_rows_bytes(op) + packed_bytes<T>(op);
 }
 
-// The totals of the columns from `begin` on, [N][columns].
-template <class T>
-float* column_totals(const NormConcatLinear& op, int64_t begin) {
-  const int64_t before = op.post_norm_gain.data == nullptr ? 0 : dot_workspace<T>(op);
+// The totals of the columns from `begin` on, [N][columns]; `workspace` is without them.
+inline float* column_totals(const NormConcatLinear& op, int64_t begin, int64_t workspace) {
+  const int64_t before = op.post_norm_gain.data == nullptr ? 0 : workspace;
   return reinterpret_cast<float*>(static_cast<char*>(op.workspace) + before) + begin * op.num_rows;
 }
 
@@ -177,22 +182,33 @@ inline RowExponents exponents_of(const NormConcatLinear& op, int64_t d) {
   return {static_cast<const uint8_t*>(op.scales.data) + d * op.scales.row_stride, op.scales.row_size};
 }
 
+// The rstd of row i where one statistic is over all chunks.
+template <class T>
+float concat_rstd_of(const NormConcatLinear& op, int64_t i) {
+  return op.source.norm == Norm::kConcat ? concat_rstd<T>(op.source, i) : 0.0f;
+}
+
+// write(column, value, span) for the columns of chunk k of normed row i, rounded to T.
+template <class T, class Write>
+void pack_chunk(const NormConcatLinear& op, int64_t i, int64_t k, float of_concat, Write write) {
+  const Concat& source = op.source;
+  const Chunk& chunk = source.chunks[k];
+  const int64_t row = source_row(chunk, i), first = chunk.column;
+  const float rstd = chunk_rstd<T>(source, chunk, row, of_concat);
+  norm_columns<T>(chunk, row, rstd, source.norm_offset, 0, chunk.width,
+                  [=](int64_t h, Float value, auto span) { write(first + h, round_to(value, T{}), span); });
+}
+
 template <class T>
 void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end, int64_t width) {
-  using Packed = typename DotStep<T>::Packed;
-  const Concat& source = op.source;
   for (int64_t i = row_begin; i < row_end; ++i) {
-    Packed* packed = packed_rows<T>(op) + i * width;
-    const float of_concat = source.norm == Norm::kConcat ? concat_rstd<T>(source, i) : 0.0f;
-    for (int64_t k = 0; k < source.num_chunks; ++k) {
-      const Chunk& chunk = source.chunks[k];
-      const int64_t row = source_row(chunk, i);
-      const float rstd = chunk_rstd<T>(source, chunk, row, of_concat);
-      Packed* columns = packed + chunk.column;
-      norm_columns<T>(chunk, row, rstd, source.norm_offset, 0, chunk.width,
-                      [=](int64_t h, Float value, auto span) { store(columns + h, round_to(value, T{}), span); });
+    auto* packed = packed_rows<T>(op) + i * width;
+    const float of_concat = concat_rstd_of<T>(op, i);
+    for (int64_t k = 0; k < op.source.num_chunks; ++k) {
+      pack_chunk<T>(op, i, k, of_concat,
+                    [=](int64_t column, Float value, auto span) { store(packed + column, value, span); });
     }
-    __builtin_memset(packed + source.width, 0, (width - source.width) * sizeof(Packed));
+    __builtin_memset(packed + op.source.width, 0, (width - op.source.width) * sizeof *packed);
   }
 }
 
@@ -234,20 +250,20 @@ void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* 
   const bool is_widened = op.weight_type == WeightType::kBFloat16In12;
   const int64_t width = packed_width<T>(op), stride = is_widened ? kDotBlockK<T> : op.weight_row_stride;
   const int64_t fetch_stride = is_widened ? op.weight_row_stride / static_cast<int64_t>(sizeof(T)) : stride;
-  alignas(kCacheLine) T widened[std::is_same_v<T, BFloat16> ? kTileColumns * kDotBlockK<T> : 1];
+  alignas(kCacheLine) T widened[std::is_same_v<T, BFloat16> ? kTileColumns<T> * kDotBlockK<T> : 1];
   const auto weight_at = [&](int64_t d, int64_t k) {
     if (is_widened) k = k / kGroupColumns * kGroupBytes / static_cast<int64_t>(sizeof(T));
     return static_cast<const T*>(op.weight) + d * fetch_stride + k;
   };
   const int64_t row_tiles = (op.num_rows + kTileRows - 1) / kTileRows;
   const int64_t tile_rows = (op.num_rows + row_tiles - 1) / row_tiles;
-  const int64_t share = (kTileColumns + row_tiles - 1) / row_tiles;
+  const int64_t share = (kTileColumns<T> + row_tiles - 1) / row_tiles;
 
   for (int64_t k = 0; k < op.source.width; k += kDotBlockK<T>) {
     const int64_t count = k + kDotBlockK<T> < op.source.width ? kDotBlockK<T> : op.source.width - k;
     const bool last_k = k + count == op.source.width;
     for (int64_t d = begin; d < end;) {
-      const int64_t columns = d + kTileColumns <= end ? kTileColumns : 1;
+      const int64_t columns = d + kTileColumns<T> <= end ? kTileColumns<T> : 1;
       if (is_widened) widen_rows(op, d, d + columns, k, count, widened);
       const T* rows_of_weight = is_widened ? widened : weight_at(d, k);
       const T* next = d + columns < end ? weight_at(d + columns, k)
@@ -260,8 +276,8 @@ void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* 
                                    left < share ? left : share};
         const auto* packed = packed_rows<T>(op) + i * width + k;
         float* result = totals + i * totals_stride + (d - begin);
-        if (columns == kTileColumns) {
-          dot_rows<T, kTileColumns>(rows, weight, packed, width, count, result, totals_stride, k == 0);
+        if (columns == kTileColumns<T>) {
+          dot_rows<T, kTileColumns<T>>(rows, weight, packed, width, count, result, totals_stride, k == 0);
         } else {
           dot_rows<T, 1>(rows, weight, packed, width, count, result, totals_stride, k == 0);
         }
@@ -274,12 +290,12 @@ void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* 
 template <class T>
 void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   if (op.num_rows == 0) return;
-  const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? kTileColumns : kDotBlockColumns;
+  const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? kTileColumns<T> : kDotBlockColumns<T>;
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;
 
-  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kDotBlockColumns) {
-    const int64_t end = begin + kDotBlockColumns < columns_end ? begin + kDotBlockColumns : columns_end;
-    float* totals = column_totals<T>(op, begin);
+  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kDotBlockColumns<T>) {
+    const int64_t end = begin + kDotBlockColumns<T> < columns_end ? begin + kDotBlockColumns<T> : columns_end;
+    float* totals = column_totals(op, begin, dot_workspace<T>(op));
     for (int64_t d = begin; d < end; d += sharing) {
       dot_columns<T>(op, d, d + sharing < end ? d + sharing : end, totals + (d - begin), end - begin);
     }

@@ -4,6 +4,10 @@
 // bf16 in L1, transposed, which all rows multiply: [pair of columns][kPanelColumns] words, the even column in the low
 // half. A sum begins anew with each strip and with each block of scales, and enters the fp32 total times its scale: the
 // range and the NaN of a scale are those of fp32, and one multiplication is for all columns of its block.
+//
+// Packed rows: [strip][tile of rows][pair of columns][row of the tile] pairs, in the type they are multiplied in, zero
+// behind the width. A tile reads them from one end to the other; of rows that each lie on their own it has to find 12
+// lines for every 16 pairs (fp8_row, two cores, an AMD EPYC, T = 32 and 64, in ms: 7.0 and 9.4, so 5.7 and 8.1).
 #pragma once
 
 #include "project_dot.h"
@@ -282,20 +286,28 @@ struct CodesAhead {
 
 #if defined(__AVX512F__)
 // The same, and the next strip, of which a part is transposed in each step: shuffles beside products, where all of them
-// before the first product would add to its time.
-template <class Code>
+// before the first product would add to its time. kShared: by the steps of several tiles, each as often.
+template <class Code, bool kShared>
 struct NextStrip {
   CodeStrip<Code>& strip;
   CodeRows codes;
   CodesAhead<Code> ahead;
-  int64_t part = 0;
+  int64_t tiles = 1;
+  int64_t part = 0, wait = 0;
 
-  void step() {
+  [[gnu::always_inline]] void step() {
+    if constexpr (kShared) {
+      if (--wait > 0) return;
+      wait = tiles;
+    }
+    take_part();
+  }
+  [[gnu::always_inline]] void take_part() {
     unrolled<kPanelColumns / CodeStrip<Code>::kParts>([&](auto) { ahead.step(); });
     if (part < CodeStrip<Code>::kParts) strip.load_part(codes, part++);
   }
   void finish() {
-    while (part < CodeStrip<Code>::kParts) step();
+    while (part < CodeStrip<Code>::kParts) take_part();
   }
 };
 
@@ -320,9 +332,9 @@ struct NextWords {
 };
 #endif
 
-template <class Strip, class Packed, int kRows, class Next>
-void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed, int64_t packed_width, Float* totals,
-                Next& next) {
+// `packed` are the pairs of a tile in a strip.
+template <int kRows, class Strip, class Packed, class Next>
+void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed, Float* totals, Next& next) {
   int64_t k = 0;
   for (const Float(*scales)[kStripVectors] = sums.scales; k < sums.width; ++scales) {
     const int64_t end = k + sums.sum_width < sums.width ? k + sums.sum_width : sums.width;
@@ -335,7 +347,7 @@ void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed,
         unrolled<kRows>([&](auto row) {
           unrolled<kStripVectors>([&](auto vector) {
             Float& place = sum[row * kStripVectors + vector];
-            const Packed* x = packed + row * packed_width + k + 2 * pair;
+            const Packed* x = packed + (k + 2 * pair) * kRows + 2 * row;
             place = multiply_add_pair(place, words[pair * kStripVectors + vector], x);
           });
         });
@@ -346,13 +358,85 @@ void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed,
   }
 }
 
-template <int kRows = kStripRows, class Strip, class Packed, class Next>
-void strip_rows(int64_t rows, const Strip& strip, const StripSums& sums, const Packed* packed, int64_t packed_width,
-                Float* totals, Next& next) {
+// The tiles of rows, as nearly equal as they can be.
+struct RowTiles {
+  int64_t num_rows, count, rows;  // of a tile; the last one may have fewer
+
+  explicit RowTiles(int64_t num_rows)
+      : num_rows(num_rows),
+        count((num_rows + kStripRows - 1) / kStripRows),
+        rows(count == 0 ? 0 : (num_rows + count - 1) / count) {}
+  int64_t rows_from(int64_t first) const { return num_rows - first < rows ? num_rows - first : rows; }
+};
+
+template <class T>
+int64_t strips_workspace(const NormConcatLinear& op) {
+  using Packed = typename DotStep<T>::Packed;
+  return fp32_rows_bytes(op) + op.num_rows * round_up(op.source.width, kStripWidth) * sizeof(Packed);
+}
+
+// Pairs of the tile that begins with row `first`, of the strip from column k on.
+template <class T>
+typename DotStep<T>::Packed* packed_strip(const NormConcatLinear& op, int64_t k, int64_t first) {
+  return packed_rows<T>(op) + k * op.num_rows + first * kStripWidth;
+}
+
+// A tile of rows by the strip from column k on.
+template <class T, int kRows = kStripRows, class Strip, class Next>
+void strip_rows(const NormConcatLinear& op, int64_t k, int64_t first, int64_t rows, const Strip& strip,
+                const StripSums& sums, Float* totals, Next& next) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return strip_rows<kRows - 1>(rows, strip, sums, packed, packed_width, totals, next);
+    if (rows < kRows) return strip_rows<T, kRows - 1>(op, k, first, rows, strip, sums, totals, next);
   }
-  strip_tile<Strip, Packed, kRows>(strip, sums, packed, packed_width, totals, next);
+  strip_tile<kRows>(strip, sums, packed_strip<T>(op, k, first), totals + first * kStripVectors, next);
+}
+
+// A row's place in the packed strips.
+template <class T>
+struct PackedRow {
+  using Packed = typename DotStep<T>::Packed;
+  const NormConcatLinear& op;
+  int64_t first, rows, row;  // of the tile
+
+  Packed* pair(int64_t column) const {
+    const int64_t in_strip = column % kStripWidth;
+    return packed_strip<T>(op, column - in_strip, first) + (in_strip / 2 * rows + row) * 2;
+  }
+  void store(int64_t column, Float value, Whole) const {
+    if (column % 2 != 0 || column % kStripWidth + kLanes > kStripWidth) return store(column, value, Part{kLanes});
+    Packed values[kLanes];
+    EAGLE_KERNELS_ISA::store(values, value, Whole{});
+    Packed* place = pair(column);
+    for (int64_t i = 0; i < kLanes; i += 2) __builtin_memcpy(place + i * rows, values + i, 2 * sizeof(Packed));
+  }
+  void store(int64_t column, Float value, Part part) const {
+    Packed values[kLanes];
+    EAGLE_KERNELS_ISA::store(values, value, Whole{});
+    for (int64_t i = 0; i < part.count; ++i) pair(column + i)[(column + i) % 2] = values[i];
+  }
+};
+
+// What a thread packs: a chunk of the rows of a tile. They share their lines, which two threads would take from one
+// another at every store (12 rows of 3 x 4096: 0.37 ms for 0.06).
+inline int64_t strips_groups(const NormConcatLinear& op) {
+  return RowTiles(op.num_rows).count * op.source.num_chunks;
+}
+
+template <class T>
+void strips_pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
+  const RowTiles tiles(op.num_rows);
+  const int64_t num_chunks = op.source.num_chunks, width = op.source.width;
+  for (int64_t group = group_begin; group < group_end; ++group) {
+    const int64_t first = group / num_chunks * tiles.rows, rows = tiles.rows_from(first), k = group % num_chunks;
+    for (int64_t row = 0; row < rows; ++row) {
+      const PackedRow<T> packed{op, first, rows, row};
+      const auto store = [&](int64_t column, Float value, auto span) { packed.store(column, value, span); };
+      pack_chunk<T>(op, first + row, k, concat_rstd_of<T>(op, first + row), store);
+      if (k + 1 < num_chunks) continue;
+      const auto zero = [&](int64_t i, auto span) { store(width + i, Float{}, span); };
+      for_each_vector(round_up(width, kStripWidth) - width, zero);
+    }
+  }
 }
 
 // A panel of the weight, strip by strip.
@@ -407,17 +491,24 @@ void for_each_panel(const NormConcatLinear& op, int64_t panel_begin, int64_t pan
     const int64_t begin = panel * kPanelColumns;
     const int64_t columns = op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns;
     const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + begin * op.weight_row_stride;
-    Float* totals = reinterpret_cast<Float*>(column_totals<T>(op, begin));
+    Float* totals = reinterpret_cast<Float*>(column_totals(op, begin, strips_workspace<T>(op)));
     __builtin_memset(totals, 0, op.num_rows * kStripVectors * sizeof(Float));
     f(begin, PanelCodes<Code>{codes, op.weight_row_stride, columns, op.source.width}, totals);
     finish_columns<T>(op, begin, begin + columns, reinterpret_cast<const float*>(totals), kPanelColumns);
   }
 }
 
+// f(tile, first row, rows) for each tile of rows.
+template <class F>
+void for_each_row_tile(const RowTiles& tiles, F f) {
+  for (int64_t tile = 0, i = 0; tile < tiles.count; ++tile, i += tiles.rows) f(tile, i, tiles.rows_from(i));
+}
+
 #if defined(__AVX512F__)
-// Up to kStripRows rows: each code is widened once, in a register.
-template <class T, class Code>
-void project_few_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+// Each code is widened in a register, once for each of the tiles of rows, which are several or one.
+template <class T, class Code, bool kSeveral>
+void project_from_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  const RowTiles tiles(op.num_rows);
   CodeStrip<Code> strips[2];
   StripSums sums;
   for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
@@ -425,10 +516,13 @@ void project_few_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t p
     strips[0].load(codes.strip(0));
     for (int64_t k = 0, turn = 0; k < codes.width; k += kStripWidth, turn ^= 1) {
       load_sums<T>(op, scales, k, sums);
-      NextStrip<Code> next{strips[turn ^ 1], codes.strip(k + kStripWidth), codes.ahead(k, 0, kPanelColumns)};
-      const auto* packed = packed_rows<T>(op) + k;
       const auto multiply = [&](const auto& strip, const StripSums& sums) {
-        strip_rows(op.num_rows, strip, sums, packed, packed_width<T>(op), totals, next);
+        const CodesAhead<Code> ahead = codes.ahead(k, 0, kPanelColumns);
+        NextStrip<Code, kSeveral> next{strips[turn ^ 1], codes.strip(k + kStripWidth), ahead, tiles.count};
+        for_each_row_tile(tiles, [&](int64_t, int64_t i, int64_t rows) {
+          strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
+        });
+        next.finish();
       };
       if constexpr (kMayScaleNumbers<T, Code>) {
         if (scales.of_numbers) {
@@ -439,25 +533,16 @@ void project_few_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t p
       } else {
         multiply(strips[turn], sums);
       }
-      next.finish();
     }
   });
 }
 #endif
 
-// Any number of rows: each code is widened once, into L1. f(tile, first row, rows) for each tile of rows.
-template <class F>
-void for_each_row_tile(int64_t num_rows, F f) {
-  const int64_t tiles = (num_rows + kStripRows - 1) / kStripRows, tile_rows = (num_rows + tiles - 1) / tiles;
-  for (int64_t i = 0, tile = 0; i < num_rows; i += tile_rows, ++tile) {
-    f(tile, i, num_rows - i < tile_rows ? num_rows - i : tile_rows);
-  }
-}
-
+// Any number of rows: each code is widened once, into L1.
 template <class T, class Code>
-void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  const int64_t row_tiles = (op.num_rows + kStripRows - 1) / kStripRows;
-  const int64_t share = (kPanelColumns + row_tiles - 1) / row_tiles;
+void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  const RowTiles tiles(op.num_rows);
+  const int64_t share = (kPanelColumns + tiles.count - 1) / tiles.count;
   StripSums sums;
 #if defined(__AVX512F__)
   // The first tile transposes the next strip and the second one widens it, shuffles beside products (fp8, T = 16, 24
@@ -471,8 +556,7 @@ void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t 
   for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
     const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
     const auto multiply = [&](const WordStrip<Code>& strip, int64_t k, int64_t i, int64_t rows, auto& next) {
-      const auto* packed = packed_rows<T>(op) + i * packed_width<T>(op) + k;
-      strip_rows(rows, strip, sums, packed, packed_width<T>(op), totals + i * kStripVectors, next);
+      strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
     };
 #if defined(__AVX512F__)
     // f(what widens the strip from column k on, its lanes there).
@@ -495,17 +579,14 @@ void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t 
       if constexpr (kMayScaleNumbers<T, Code>) {
         if (scales.of_numbers) sums = sums_of_scaled(sums, scales.global);
       }
-      for_each_row_tile(op.num_rows, [&](int64_t tile, int64_t i, int64_t rows) {
-        const CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
+      for_each_row_tile(tiles, [&](int64_t tile, int64_t i, int64_t rows) {
+        CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
         if (tile == 0) {
-          NextStrip<Code> next{lanes, codes.strip(next_k), ahead};
+          NextStrip<Code, false> next{lanes, codes.strip(next_k), ahead};
           multiply(strips[turn], k, i, rows, next);
           return next.finish();
         }
-        if (tile > 1) {
-          CodesAhead<Code> next = ahead;
-          return multiply(strips[turn], k, i, rows, next);
-        }
+        if (tile > 1) return multiply(strips[turn], k, i, rows, ahead);
         with_next_words(next_k, strips[turn ^ 1], ahead, [&](auto next) {
           multiply(strips[turn], k, i, rows, next);
           next.finish();
@@ -516,7 +597,7 @@ void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t 
     for (int64_t k = 0; k < codes.width; k += kStripWidth) {
       load_sums<T>(op, scales, k, sums);
       strip.load(codes.strip(k));
-      for_each_row_tile(op.num_rows, [&](int64_t tile, int64_t i, int64_t rows) {
+      for_each_row_tile(tiles, [&](int64_t tile, int64_t i, int64_t rows) {
         CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
         multiply(strip, k, i, rows, ahead);
       });
@@ -525,12 +606,21 @@ void project_many_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t 
   });
 }
 
+// Widening a byte for every tile of rows is hidden behind products of bf16 pairs; storing it for all tiles is not. Two
+// AMD EPYCs, two cores, in ms, stored and for every tile: fp8_row at T = 16, 32 and 64, where a core begins one product
+// of 512 bits a cycle, 5.3, 8.8, 16.7 and 4.7, 8.5, 16.1; where it begins two, 3.7, 6.6, 9.1 and 2.7, 4.5, 8.1. 4 bits
+// are more work: mxfp4 on the first 5.4, 9.5, 18.1 and 5.1, 10.3, 19.3; nvfp4, whose numbers are scaled one by one, on
+// the second 3.6, 5.4, 8.8 and 3.6, 6.1, 11. So are products of fp32: fp8_row by rows of fp16 on the second 4.9, 6.3,
+// 14.5 and 4.3, 6.1, 15.1.
 template <class T, class Code>
 void quantized_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
 #if defined(__AVX512F__)
-  if (op.num_rows <= kStripRows) return project_few_rows<T, Code>(op, panel_begin, panel_end);
+  if (op.num_rows <= kStripRows) return project_from_codes<T, Code, false>(op, panel_begin, panel_end);
+  if constexpr (std::is_same_v<typename DotStep<T>::Packed, BFloat16> && kCodesPerByte<Code> == 1) {
+    return project_from_codes<T, Code, true>(op, panel_begin, panel_end);
+  }
 #endif
-  project_many_rows<T, Code>(op, panel_begin, panel_end);
+  project_from_words<T, Code>(op, panel_begin, panel_end);
 }
 
 }  // namespace
