@@ -348,12 +348,12 @@ def cpu_isa() -> str:
 
 
 # The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
-# H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 it gains 2 to 4 % at
-# T=64 and loses 2 % at 96 (H=D=2880: gains 43 and 23 %); in fp32 it gains 37 % at T=128, 6 % at 256. Without
-# instructions for it, torch's 16-bit product takes 3 times as long as the fused kernel (bf16, avx512, T=256: 352 ms
-# against 136).
+# H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 it
+# gains 0 to 3 % at T=96 and loses 0 to 2 % at 128 (H=D=2880: gains 13 and 6 %); in fp32 it gains 37 % at T=128, 6 % at
+# 256. Without instructions for it, torch's 16-bit product takes 3 times as long as the fused kernel (bf16, avx512,
+# T=256: 352 ms against 136).
 FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
-    torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 64, "avx512": None, "avx2": None, "scalar": 1},
+    torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 96, "avx512": None, "avx2": None, "scalar": 1},
     torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
     torch.float32: {"amx_bf16": 128, "avx512_bf16": 128, "avx512": 128, "avx2": 16, "scalar": 1},
 }
