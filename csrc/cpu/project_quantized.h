@@ -606,17 +606,16 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
   });
 }
 
-// Widening a byte for every tile of rows is hidden behind products of bf16 pairs; storing it for all tiles is not. Two
-// AMD EPYCs, two cores, in ms, stored and for every tile: fp8_row at T = 16, 32 and 64, where a core begins one product
-// of 512 bits a cycle, 5.3, 8.8, 16.7 and 4.7, 8.5, 16.1; where it begins two, 3.7, 6.6, 9.1 and 2.7, 4.5, 8.1. 4 bits
-// are more work: mxfp4 on the first 5.4, 9.5, 18.1 and 5.1, 10.3, 19.3; nvfp4, whose numbers are scaled one by one, on
-// the second 3.6, 5.4, 8.8 and 3.6, 6.1, 11. So are products of fp32: fp8_row by rows of fp16 on the second 4.9, 6.3,
-// 14.5 and 4.3, 6.1, 15.1.
+// Widening e4m3 for every tile of rows is hidden behind products of bf16; storing it for all tiles is not. Two AMD
+// EPYCs, two cores, in ms, stored and for every tile: fp8_row at T = 16, 32 and 64, where a core begins one product of
+// 512 bits a cycle, 5.3, 8.8, 16.7 and 4.7, 8.5, 16.1; where it begins two, 3.7, 6.6, 9.1 and 2.7, 4.5, 8.1. Others
+// are more work: on the first int8_row 5.3, 9.0, 16.7 and 5.7, 10.3, 19.9, mxfp4 5.4, 9.5, 18.1 and 5.1, 10.3, 19.3. So
+// are products of fp32: on the second fp8_row by rows of fp16 4.9, 6.3, 14.5 and 4.3, 6.1, 15.1.
 template <class T, class Code>
 void quantized_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
 #if defined(__AVX512F__)
   if (op.num_rows <= kStripRows) return project_from_codes<T, Code, false>(op, panel_begin, panel_end);
-  if constexpr (std::is_same_v<typename DotStep<T>::Packed, BFloat16> && kCodesPerByte<Code> == 1) {
+  if constexpr (std::is_same_v<typename DotStep<T>::Packed, BFloat16> && std::is_same_v<Code, Float8E4M3>) {
     return project_from_codes<T, Code, true>(op, panel_begin, panel_end);
   }
 #endif
