@@ -160,7 +160,7 @@ def test_fp16_has_room_for_the_gain(magnitude: float, tiles: Tiles) -> None:
 
 @pytest.fixture
 def rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's tl.dot is np.matmul: OpenBLAS's kernel for Haswell and Zen sums a row by its place in a block."""
+    """The interpreter's tl.dot is np.matmul: OpenBLAS on Haswell and Zen sums a row by its place in a block."""
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a, b, dtype=dtype))
 
 
