@@ -202,14 +202,14 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
                                       const OptionalViews& indices, const OptionalView& sum_squares, const View& codes,
                                       const View& scales, const OptionalView& global_scale, int64_t block_rows,
                                       int64_t block_columns, const OptionalView& bias,
-                                      const OptionalView& post_norm_gain, double post_norm_eps, bool in_dots,
+                                      const OptionalView& post_norm_gain, double post_norm_eps, bool few_rows,
                                       bool early_weight, const Output& out) {
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kQuantizedOp, arguments, out);
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
   add_codes(sources, codes, scales.dtype, out, record);
   record.scales = scales_of(sources, record.weight_type, scales, global_scale, block_rows, block_columns, out);
-  record.in_dots = in_dots && record.weight_type != WeightType::kBFloat16In12;
+  record.few_rows = few_rows && record.weight_type != WeightType::kBFloat16In12;
   record.early_weight = early_weight;
   run(record, codes, out);
 }
@@ -254,7 +254,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
   define_alike(m, {"norm_concat_linear_quantized_out", "norm_concat_linear_quantized_checks_out"},
                kSourcesSchema + ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, "
                                 "int block_columns, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
-                                "bool in_dots, bool early_weight, Tensor(a!) out");
+                                "bool few_rows, bool early_weight, Tensor(a!) out");
   const std::string projection = kSourcesSchema +
                                  ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                  "bool early_weight, ";
@@ -286,11 +286,11 @@ void refuse_unfused(const char* op, const NormConcatLinear& record) {
   check(norm_concat_linear_is_aligned(record), op, "operands", "alignment");
 }
 
-void run_fused_kernel(const NormConcatLinear& record, const Output& out) {
-  refuse_unfused(kOp, record);
-  check(record.post_norm_gain.data == nullptr, kOp, "post_norm_weight", "CUDA");
+void run_fused_kernel(const char* op, const NormConcatLinear& record, const Output& out) {
+  refuse_unfused(op, record);
+  check(record.post_norm_gain.data == nullptr, op, "post_norm_weight", "CUDA");
   if (record.num_rows == 0 || record.num_columns == 0) return;
-  cuda::launch(kOp, norm_concat_linear_cuda, record, out.device_index);
+  cuda::launch(op, norm_concat_linear_cuda, record, out.device_index);
 }
 
 void run_split_kernels(const char* op, NormConcatLinear record, const Output& out) {
@@ -304,8 +304,8 @@ void run_split_kernels(const char* op, NormConcatLinear record, const Output& ou
 }
 
 void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
-  check(norm_concat_linear_split_reads(record), kQuantizedOp, "block", "CUDA");
-  run_split_kernels(kQuantizedOp, record, out);
+  check(norm_concat_linear_reads_codes(record), kQuantizedOp, "block", "CUDA");
+  record.few_rows ? run_fused_kernel(kQuantizedOp, record, out) : run_split_kernels(kQuantizedOp, record, out);
 }
 
 void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
@@ -317,7 +317,7 @@ void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_c
   const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
     record.early_weight = early_weight;
     record.bulk_copies = bulk_copies;
-    run_fused_kernel(record, into);
+    run_fused_kernel(kOp, record, into);
   };
   run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
               post_norm_gain, post_norm_eps, out);

@@ -33,7 +33,9 @@ struct NormConcatLinear {
   int64_t weight_row_stride;
   WeightType weight_type;
   Scales scales;          // of codes
-  bool in_dots;           // of codes by bf16 rows where the CPU multiplies bf16: sums along K*H, for few rows
+  // Of codes, the kernel for few rows: on CUDA the fused one, on a CPU that multiplies bf16, by rows of it, the one
+  // whose sums are along K*H.
+  bool few_rows;
   Vector bias;            // [D] or absent
   Vector post_norm_gain;  // [D] or absent: no post norm; scaled by norm_offset + gain like the chunks
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too
@@ -68,8 +70,8 @@ constexpr int64_t kMaxDecodeRows = 16;
 constexpr int64_t kMaxSplitRows = 128;
 }  // namespace cuda
 
-// The fused kernel takes 16-bit types, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and
-// later.
+// The fused kernel takes rows of 16-bit types, a weight of them or codes of one scale a row that
+// norm_concat_linear_reads_codes, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // How many ranges of columns the split kernels cut each chunk into, and the fp32 values of workspace that this takes.
@@ -79,7 +81,7 @@ struct SplitRanges {
   int64_t workspace;
 };
 
-// The split kernels take the same, codes (norm_concat_linear_split_reads) and a post norm.
+// The split kernels take the same and a post norm, on every GPU.
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const cuda::Device& device);
 int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const cuda::Device& device);
 
@@ -91,8 +93,8 @@ int norm_concat_linear_epilogue_cuda(const NormConcatLinear& op, const cuda::Dev
 // and weight are multiples of 16 bytes.
 bool norm_concat_linear_is_aligned(const NormConcatLinear& op);
 
-// Whether the split kernels take codes in blocks like these: of 8 bits, with scales in fp32 or e8m0; those of e4m3 may
+// Whether the kernels take codes in blocks like these: of 8 bits, with scales in fp32 or e8m0; those of e4m3 may
 // have several along a row, in blocks of 32, 64, 128, ... columns that begin with a step of the product in every chunk.
-bool norm_concat_linear_split_reads(const NormConcatLinear& op);
+bool norm_concat_linear_reads_codes(const NormConcatLinear& op);
 
 }  // namespace eagle_kernels

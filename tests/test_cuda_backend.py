@@ -175,17 +175,20 @@ def test_one_plan_for_all_T(backend: str) -> None:
             assert {planned(T, torch.float32).tiles for T in rows} == {planned(1, torch.float32).tiles}
 
 
-def planned_codes(T: int = 4, H: int = 4096, block_columns: int = 3 * 4096, **changed: object) -> plan.Plan:
-    sizes = (T, torch.bfloat16, 4096, (H,))
+def planned_codes(T: int = 4, H: int = 4096, block_columns: int | None = None, **changed: object) -> plan.Plan:
+    sizes, in_blocks = (T, torch.bfloat16, 4096, (H,)), block_columns is not None
     return plan.choose(*plan.Problem("norm_concat_linear_quantized", CUDA, 3, *sizes)._replace(
-        block_columns=block_columns, **changed))  # fmt: skip
+        block_columns=block_columns or 3 * H, in_blocks=in_blocks, **changed))  # fmt: skip
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
+        ({"T": 16}, None),
+        ({"T": 17}, None),
         ({"T": 128}, None),
+        ({"T": 4, "has_post_norm": True}, None),
         ({"T": 129}, "T=129 > 128: the split kernels would widen the codes 3 times or more"),
         ({"H": 4112}, None),
         ({"H": 4104}, "H=4104 is no multiple of 16"),
@@ -199,13 +202,18 @@ def planned_codes(T: int = 4, H: int = 4096, block_columns: int = 3 * 4096, **ch
     ],
     ids=str,
 )
-def test_codes_go_to_the_split_kernels(changed: dict, reason: str | None) -> None:
+def test_codes_go_to_the_kernels_of_bf16(changed: dict, reason: str | None) -> None:
     """Else to Triton, or are dequantized; `explain` says why."""
     with environment_of():
         chosen = planned_codes(**changed)
         if reason is None:
-            assert (chosen.backend, chosen.kernel) == ("cuda", plan.Kernel.SPLIT)
-            assert chosen.reason == f"T={changed.get('T', 4)}: the codes are widened as they are multiplied"
+            of_bf16 = planned(changed.get("T", 4), has_post_norm=changed.get("has_post_norm", False))
+            kernel, why = of_bf16.kernel, of_bf16.reason
+            if "block_columns" in changed:
+                kernel = plan.Kernel.SPLIT
+                why = "the scales of blocks multiply sums, which the fused kernel would do too often"
+            assert (chosen.backend, chosen.kernel) == ("cuda", kernel)
+            assert chosen.reason == f"the codes are widened as they are multiplied; {why}"
         else:
             assert chosen.backend in ("triton", "reference") and f"cuda: {reason}; " in chosen.reason
 
@@ -213,7 +221,7 @@ def test_codes_go_to_the_split_kernels(changed: dict, reason: str | None) -> Non
 def test_codes_have_one_plan_for_all_T() -> None:
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
         assert {planned_codes(T) for T in (1, 16, 129, 5000)} == {planned_codes(1)}
-        assert planned_codes(1).reason == "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
+        assert planned_codes(1).reason.endswith("; EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
 
 
 def test_without_triton_the_rest_is_norm_concat_and_a_library_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,12 @@ namespace {
 bool on_tiles(const NormConcatLinear& op) {
   if (op.source.dtype != DType::kBFloat16) return false;
   if (op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12) return true;
-  return !op.in_dots && amx_reads_codes(op);
+  return !op.few_rows && amx_reads_codes(op);
 }
 #endif
 
 #if defined(__AVX512BF16__)
-bool multiplies_in_dots(const NormConcatLinear& op) { return op.in_dots && op.source.dtype == DType::kBFloat16; }
+bool multiplies_few_rows(const NormConcatLinear& op) { return op.few_rows && op.source.dtype == DType::kBFloat16; }
 #endif
 
 // Whether the weight is codes, which bf16 in 12 bits is not here: its rows become rows of bf16.
@@ -63,7 +63,7 @@ int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
   if (on_tiles(op)) return amx_workspace(op);
 #endif
 #if defined(__AVX512BF16__)
-  if (multiplies_in_dots(op)) return codes_workspace(op);
+  if (multiplies_few_rows(op)) return codes_workspace(op);
 #endif
   int64_t bytes = 0;
   with_dtype(op.source.dtype, [&](auto type) {
@@ -79,7 +79,7 @@ int64_t norm_concat_linear_row_groups<kIsa>(const NormConcatLinear& op) {
   if (on_tiles(op)) return num_groups(op);
 #endif
 #if defined(__AVX512BF16__)
-  if (multiplies_in_dots(op)) return op.num_rows;
+  if (multiplies_few_rows(op)) return op.num_rows;
 #endif
   return is_quantized(op) ? strips_groups(op) : op.num_rows;
 }
@@ -93,7 +93,7 @@ void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t group_beg
   }
 #endif
 #if defined(__AVX512BF16__)
-  if (multiplies_in_dots(op)) return codes_pack(op, group_begin, group_end);
+  if (multiplies_few_rows(op)) return codes_pack(op, group_begin, group_end);
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
@@ -115,7 +115,7 @@ void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_
   }
 #endif
 #if defined(__AVX512BF16__)
-  if (multiplies_in_dots(op)) return codes_project(op, panel_begin, panel_end);
+  if (multiplies_few_rows(op)) return codes_project(op, panel_begin, panel_end);
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);

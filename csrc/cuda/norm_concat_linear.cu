@@ -36,9 +36,11 @@
 //
 // Sums of squares are taken from the same stages: in the split kernels in the blocks of the first output columns alone.
 //
-// A weight of codes (FP8, INT8) passes through the split kernels' ring as bytes, for up to 32 rows in stages of 128
-// columns, and is widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of
-// a range.
+// A weight of codes (FP8, INT8) passes through the ring as bytes, for up to 32 rows in stages of 128 columns, and is
+// widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of a range. The
+// fused kernel takes those with one scale a row, in stages of 256 columns, half as many barriers and addresses as of
+// 128: with the gain on x 0.170 instructions a byte, 0.215 without either. A warp has two steps of 32 columns of such a
+// stage, and would scale the sums of blocks of 128 columns twice as often as in the split kernel.
 //
 // Sums go by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends on the
 // chunks' widths, D, the blocks of scales and the GPU's number of SMs alone, so a row's bits depend neither on the
@@ -68,9 +70,9 @@ constexpr int kMaxRanges = 16;              // of a chunk
 constexpr int kMaxCluster = 8;              // blocks, on every GPU that has clusters
 
 // Columns that the split kernels count ranges in, and the most that a stage of theirs has: 128 bytes of a row of the
-// weight. The fused kernel's are 128 too: a step for each of four warps.
+// weight. The fused kernel's are twice as many: a step for each of four warps, of codes two.
 constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
-constexpr int kFusedUnitColumns = 128;
+constexpr int fused_unit_columns(bool is_codes) { return 2 * unit_columns(is_codes); }
 constexpr int kBoxColumns = 64, kBoxBytes = kFusedColumns * kBoxColumns * 2;  // of a bulk copy
 
 // What the weight holds. Codes of one scale a row are multiplied by it last; of blocks of columns, the sum of each.
@@ -115,8 +117,9 @@ struct Tile {
   static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
   static constexpr int kBlocks = kRows == 128 ? 1 : kSharedBlocks;
-  static constexpr int kUnitColumns = kFused ? kFusedUnitColumns : unit_columns(kIsCodes);
-  static constexpr int kStageColumns = kSourceRows > 32 ? 64 : kUnitColumns;
+  static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
+  // Of codes, x and residuals 256 columns would be three stages of 101 KB.
+  static constexpr int kStageColumns = kSourceRows > 32 ? 64 : kFused && kResidual ? 128 : kUnitColumns;
   static constexpr int kRowBytes = 2 * kStageColumns, kWeightRowBytes = kIsCodes ? kStageColumns : kRowBytes;
   static constexpr int kParts = kRowBytes / 16, kWeightParts = kWeightRowBytes / 16;  // of a row in a stage
   static constexpr int kWeightBytes = kColumns * kWeightRowBytes;
@@ -136,6 +139,8 @@ struct Tile {
     return kStages * kWeightBytes + slot * (kStageBytes - kWeightBytes);
   }
   static constexpr int kSteps = kStageColumns / kStepColumns / kStepWarps;  // of a warp in a stage
+  template <class T>
+  static constexpr float kGainFactor = kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
 };
 
 // Where a 16-byte part of a row of 16-bit values is in its stage.
@@ -167,7 +172,7 @@ template <class T, class K>
 __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
                                                  const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares) {
   constexpr int kRows = 8 * K::kRowTiles, kOutputs = kRows * K::kColumns;
-  static_assert(kRows == 2 * kWarps && K::kParts == 16);
+  static_assert(kRows == 2 * kWarps);
   const NormConcatLinear& op = arguments.op;
   const Concat& source = op.source;
   const int num_chunks = static_cast<int>(source.num_chunks);
@@ -217,7 +222,7 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
         }
         all_squares += own_squares;
         if (of < 0) continue;  // an infinite gain has made the product NaN
-        if (chunk.gain.data != nullptr) of_chunk *= 1 / kGainScale<T>;
+        if (chunk.gain.data != nullptr) of_chunk *= 1 / K::template kGainFactor<T>;
         if (chunk_norm) of_chunk *= rstd_of(own_squares, chunk.width, chunk.eps);
       }
       total += of_chunk;
@@ -278,6 +283,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   [[maybe_unused]] const auto comes_in_boxes = [&](int column) {
     return column + kStageColumns <= width || k + 1 == op.source.num_chunks;
   };
+  // Of 16 rows of x a warp has two tiles of 8, of the weight four; one rounding either way. In fp16 x times a gain may
+  // be too large.
+  constexpr bool kGainOnX = K::kFused && K::kIsCodes && std::is_same_v<T, BFloat16>;
   const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
   const char* gain = static_cast<const char*>(chunk.gain.data);
 
@@ -415,7 +423,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // that is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64
   // rows).
   const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
-  const float scale = gain == nullptr ? 1.0f : K::kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
+  const float scale = gain == nullptr ? 1.0f : K::template kGainFactor<T>;
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
                            (K::kFused || (first_output == 0 && column_warp < K::kRowTiles / 2));
   // kPairs: there is no gain, or its factors are exact in T and pairs of them one instruction. A third loop, for no
@@ -445,6 +453,13 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         if constexpr (!kPairs) {
           gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
         }
+        // A branch for every row of x takes more than products by 1: 479 instructions in a stage, and 402.
+        [[maybe_unused]] Words pairs_of_x{0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+        if (kGainOnX && kPairs && gain != nullptr) pairs_of_x = *words;
+        const auto times = [](const Words& row, const Words& by) -> Words {
+          return {multiply(row.x, by.x, T{}), multiply(row.y, by.y, T{}), multiply(row.z, by.z, T{}),
+                  multiply(row.w, by.w, T{})};
+        };
         // Rows g and g + 8 of each tile, as the two products of 16 columns take them.
         uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
@@ -459,18 +474,18 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
           } else {
             row = weight_of(stage, tile_row, part);
           }
-          if constexpr (!kPairs) {
+          if constexpr (!kPairs && !kGainOnX) {
             row = scaled<T>(row, factor);
-          } else if (kCodeGainScale<T> == 1 && gain != nullptr) {
-            row = {multiply(row.x, words->x, T{}), multiply(row.y, words->y, T{}), multiply(row.z, words->z, T{}),
-                   multiply(row.w, words->w, T{})};
+          } else if (!kGainOnX && kCodeGainScale<T> == 1 && gain != nullptr) {
+            row = times(row, *words);
           }
 #pragma unroll
           for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
         }
 #pragma unroll
         for (int n = 0; n < K::kRowTiles; ++n) {
-          const Words x = x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
+          Words x = x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
+          if constexpr (kGainOnX) x = kPairs ? times(x, pairs_of_x) : scaled<T>(x, factor);
 #pragma unroll
           for (int m = 0; m < K::kColumnTiles; ++m) {
             const auto &low = w[m][0], &high = w[m][1];
@@ -492,8 +507,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       }
       if (!own_squares) continue;
       if constexpr (K::kFused) {
-        // Two rows a warp, a part a lane.
-        squares[0] += sum_of_squares(widen(x_of(x_stage, 2 * warp + lane / kParts, lane % kParts)));
+        // Two rows a warp, every 16th part a lane.
+        static_assert(kParts % 16 == 0);
+#pragma unroll
+        for (int part = lane % 16; part < kParts; part += 16) {
+          squares[0] += sum_of_squares(widen(x_of(x_stage, 2 * warp + lane / 16, part)));
+        }
       } else {
         // A warp takes two tiles of rows, and reads them again: only the blocks of the first outputs do.
 #pragma unroll 1
@@ -708,17 +727,20 @@ int units_of_widest(const Concat& source, int unit) {
 
 // The fused kernel's ranges, of the least time by the model of docs/benchmarking.md: one of every chunk, and as long as
 // a cluster has room one more of the chunk whose ranges are longest. Reading an SM's share of the weight takes 1,
-// multiplying it 0.5. A block on its own reads 2.6 times that share: what it costs that some have nobody beside them,
-// in the last wave, and in each cluster whose ranges differ in length. How much a few SMs alone can read is not in the
-// model: nine of ten should have a block, of equal times also in the last wave. Nor is T in it: it is in no sum.
+// multiplying it 0.5, of codes 1.1. A block on its own reads 2.6 times that share: what it costs that some have nobody
+// beside them, in the last wave, and in each cluster whose ranges differ in length. How much a few SMs alone can read
+// is not in the model: nine of ten should have a block, of equal times also in the last wave. Nor is T in it: it is in
+// no sum.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int num_chunks = static_cast<int>(op.source.num_chunks), multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns), slots = 2 * multiprocessors;
+  const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : 1.1;
+  const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
   const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
   int units[kMaxChunks], all_units = 0;
   SplitRanges ranges{}, best{};
   for (int k = 0; k < num_chunks; ++k) {
-    units[k] = static_cast<int>((op.source.chunks[k].width + kFusedUnitColumns - 1) / kFusedUnitColumns);
+    units[k] = static_cast<int>((op.source.chunks[k].width + unit - 1) / unit);
     all_units += units[k];
     ranges.of_chunk[k] = 1;
   }
@@ -732,13 +754,13 @@ SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
     }
     const int length = length_in(longest);
     const int64_t blocks = outputs * ranges.count, last = blocks > slots ? blocks % slots : 0;
-    const double of_block = static_cast<double>(kFusedColumns) * length * kFusedUnitColumns;
+    const double of_block = static_cast<double>(kFusedColumns) * length * unit;
     const double most = of_block * ((blocks + multiprocessors - 1) / multiprocessors);
     const double waves = std::max(1.0, static_cast<double>(blocks) / slots);
     const double idle_in_cluster = 1 - static_cast<double>(all_units) / (ranges.count * length);
     const double idle = waves * idle_in_cluster + (last > 0 ? static_cast<double>(slots - last) / slots : 0.0);
     const double time =
-        std::max(share, 0.5 * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + of_block / 2.6 * idle;
+        std::max(share, multiply * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + of_block / 2.6 * idle;
     const bool fills = last == 0 || last >= 0.9 * multiprocessors;
     if (best.count == 0 || time < least || (fills && !best_fills && time <= 1.001 * least)) {
       best = ranges;
@@ -763,6 +785,15 @@ bool has_residual(const Arguments& arguments) {
   return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
 }
 
+// f(std::integral_constant<Form, ...>{}) of what the weight holds.
+template <class F>
+int with_form(const NormConcatLinear& op, const F& f) {
+  using std::integral_constant;
+  if (op.weight_type == WeightType::kChunks) return f(integral_constant<Form, Form::kDense>{});
+  if (op.weight_type == WeightType::kInt8) return f(integral_constant<Form, Form::kInt8>{});
+  return has_blocks(op) ? f(integral_constant<Form, Form::kE4M3Blocks>{}) : f(integral_constant<Form, Form::kE4M3>{});
+}
+
 template <class T, Form kForm>
 int launch_rows(const Arguments& arguments, const Device& device) {
   const int64_t rows = arguments.op.num_rows;
@@ -781,35 +812,29 @@ int launch_rows(const Arguments& arguments, const Device& device) {
                    : launch_partial<T, kForm, 32, false>(arguments, device);
 }
 
-template <class T>
-int launch_form(const Arguments& arguments, const Device& device) {
-  const NormConcatLinear& op = arguments.op;
-  if (op.weight_type == WeightType::kChunks) return launch_rows<T, Form::kDense>(arguments, device);
-  if (op.weight_type == WeightType::kInt8) return launch_rows<T, Form::kInt8>(arguments, device);
-  return has_blocks(op) ? launch_rows<T, Form::kE4M3Blocks>(arguments, device)
-                        : launch_rows<T, Form::kE4M3>(arguments, device);
-}
-
-template <class T, bool kResidual, End kEnd>
+template <class T, Form kForm, bool kResidual, End kEnd>
 int launch_fused(const ArgumentsOf<kEnd>& arguments, const Device& device) {
   constexpr int kRows = kMaxDecodeRows;
   const NormConcatLinear& op = arguments.op;
   const int64_t rounds = (op.num_rows + kRows - 1) / kRows, ranges = arguments.ranges.count;
   Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), ranges, kThreads,
-              Tile<Form::kDense, kRows, kResidual, kEnd>::kSharedBytes};
+              Tile<kForm, kRows, kResidual, kEnd>::kSharedBytes};
   shape.cluster = ranges;
-  return launch<norm_concat_linear_partial_kernel<T, Form::kDense, kRows, kResidual, kEnd>>(shape, arguments, device);
+  return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual, kEnd>>(shape, arguments, device);
 }
 
-template <class T, bool kResidual>
+template <class T, Form kForm, bool kResidual>
 int launch_fused(const Arguments& arguments, const Device& device) {
   const NormConcatLinear& op = arguments.op;
-  if (!op.bulk_copies) return launch_fused<T, kResidual, End::kFused>(arguments, device);
-  BulkArguments bulk{arguments, {}};
-  const Boxes boxes{op.weight, op.source.dtype, op.num_columns, op.source.width, op.weight_row_stride, kFusedColumns,
-                    kBoxColumns};
-  const int error = encode(boxes, bulk.weight_boxes);
-  return error != 0 ? error : launch_fused<T, kResidual, End::kFusedBulk>(bulk, device);
+  if (!op.bulk_copies) return launch_fused<T, kForm, kResidual, End::kFused>(arguments, device);
+  if constexpr (kForm == Form::kDense) {
+    BulkArguments bulk{arguments, {}};
+    const Boxes boxes{op.weight, op.source.dtype, op.num_columns, op.source.width, op.weight_row_stride, kFusedColumns,
+                      kBoxColumns};
+    const int error = encode(boxes, bulk.weight_boxes);
+    return error != 0 ? error : launch_fused<T, kForm, kResidual, End::kFusedBulk>(bulk, device);
+  }
+  return cudaErrorNotSupported;
 }
 
 template <class T>
@@ -825,7 +850,8 @@ int launch_finalize(const Arguments& arguments, const Device& device) {
 
 template <class T>
 int launch_both(const Arguments& arguments, const Device& device) {
-  const int error = launch_form<T>(arguments, device);
+  const int error =
+      with_form(arguments.op, [&](auto form) { return launch_rows<T, decltype(form)::value>(arguments, device); });
   return error != 0 ? error : launch_finalize<T>(arguments, device);
 }
 
@@ -857,8 +883,15 @@ int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   const auto launch_type = [&](auto type) {
     using T = decltype(type);
-    return has_residual(arguments) ? launch_fused<T, true>(arguments, device)
-                                   : launch_fused<T, false>(arguments, device);
+    return with_form(op, [&](auto form) -> int {
+      constexpr Form kForm = decltype(form)::value;
+      if constexpr (kForm == Form::kE4M3Blocks) {
+        return cudaErrorNotSupported;
+      } else {
+        return has_residual(arguments) ? launch_fused<T, kForm, true>(arguments, device)
+                                       : launch_fused<T, kForm, false>(arguments, device);
+      }
+    });
   };
   return op.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});
 }
@@ -884,7 +917,7 @@ SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const De
   return best;
 }
 
-bool norm_concat_linear_split_reads(const NormConcatLinear& op) {
+bool norm_concat_linear_reads_codes(const NormConcatLinear& op) {
   const bool has_bytes = op.weight_type == WeightType::kFloat8E4M3 || op.weight_type == WeightType::kInt8;
   if (!has_bytes || op.scales.type == ScaleType::kFloat8E4M3) return false;
   if (!has_blocks(op)) return true;

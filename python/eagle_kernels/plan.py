@@ -79,6 +79,7 @@ class Problem(NamedTuple):
     bytes_aligned: bool = True  # every address and row stride is a multiple of 16 bytes
     elements_aligned: bool = True  # every address is one of 16 bytes, every row stride of 16 elements: Triton's terms
     block_columns: int = 0  # that share a scale of a quantized weight
+    in_blocks: bool = False  # several scales lie along a row of it
     scales_sums: bool = False  # over those columns, instead of codes
     code_bits: int = 8
 
@@ -232,9 +233,8 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     rejected: list[str] = []
     if backend == "cuda":
         if (unsupported := _cuda_codes_unsupported_reason(problem)) is None:
-            why = f"T={problem.rows}: the codes are widened as they are multiplied"
-            invariant = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
-            return Plan(problem.op, "cuda", Kernel.SPLIT, invariant if SETTINGS.batch_invariant else why)
+            kernel, why = _cuda_product(problem)
+            return Plan(problem.op, "cuda", kernel, f"the codes are widened as they are multiplied; {why}")
         rejected.append(f"cuda: {unsupported}")
         if (unsupported := unsupported_reason("triton", problem.device)) is None:
             backend = "triton"
@@ -254,13 +254,11 @@ _CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32
 
 
 def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
-    """Why CUDA's split kernels cannot read the codes, or should not; None where they can."""
+    """Why CUDA's kernels cannot read the codes, or should not; None where they can."""
     rows, most = problem.rows, library.MAX_CUDA_SPLIT_ROWS
     if problem.code_bits != 8:
         return f"no cuda kernel reads codes of {problem.code_bits} bits"
-    width = problem.num_chunks * max(problem.widths, default=0)  # of chunks of several widths too much: 32 then, not 16
-    in_blocks = problem.block_columns <= 128 and problem.block_columns < width
-    step = _CUDA_STEP_COLUMNS if in_blocks else _CUDA_CODES_OF_A_COPY
+    step = _CUDA_STEP_COLUMNS if problem.in_blocks else _CUDA_CODES_OF_A_COPY
     if odd := [H for H in problem.widths if H % step]:
         return f"H={max(odd)} is no multiple of {step}"
     if rows > most and not SETTINGS.batch_invariant:
@@ -379,20 +377,10 @@ def cuda_projection(problem: Problem) -> Plan:
     """Which of cuda and triton is faster where both can run has not been measured: the kernels of C++ cost a tenth of
     the host's time. Where Triton would write normed rows for a library's product they come from C++ as well, and what
     sees its sums before they are rounded, a post norm or a bias in fp32, is C++'s too."""
-    rows, decode, split = problem.rows, library.MAX_CUDA_DECODE_ROWS, library.MAX_CUDA_SPLIT_ROWS
+    rows, split = problem.rows, library.MAX_CUDA_SPLIT_ROWS
     reason = cuda_product_unsupported_reason(problem)
-    if reason is None and SETTINGS.batch_invariant:
-        return Plan(problem.op, "cuda", Kernel.SPLIT, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
-    if reason is None and rows <= split:
-        if problem.has_post_norm:
-            return Plan(problem.op, "cuda", Kernel.SPLIT, "a post norm needs all D columns of a row in one place")
-        if rows <= decode and has_clusters(problem.device):
-            return Plan(
-                problem.op, "cuda", Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
-            )
-        return Plan(
-            problem.op, "cuda", Kernel.SPLIT, f"T={rows} <= {split}: one pass over the weight, then over its sums"
-        )
+    if reason is None and (rows <= split or SETTINGS.batch_invariant):
+        return Plan(problem.op, "cuda", *_cuda_product(problem))
     if reason is None:
         reason = f"T={rows} > {split}: the split kernels would read the weight {-(-rows // split)} times"
     if SETTINGS.backend != "cuda" and unsupported_reason("triton", problem.device) is None:
@@ -401,6 +389,20 @@ def cuda_projection(problem: Problem) -> Plan:
             return replace(plan, reason=f"cuda: {reason}; {plan.reason}")
         reason = f"{reason}; {plan.reason}"
     return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
+
+
+def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
+    """The kernel of C++ that multiplies, and why it."""
+    rows, decode, split = problem.rows, library.MAX_CUDA_DECODE_ROWS, library.MAX_CUDA_SPLIT_ROWS
+    if SETTINGS.batch_invariant:
+        return Kernel.SPLIT, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
+    if problem.has_post_norm:
+        return Kernel.SPLIT, "a post norm needs all D columns of a row in one place"
+    if rows <= decode and problem.in_blocks:
+        return Kernel.SPLIT, "the scales of blocks multiply sums, which the fused kernel would do too often"
+    if rows <= decode and has_clusters(problem.device):
+        return Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
+    return Kernel.SPLIT, f"T={rows} <= {split}: one pass over the weight, then over its sums"
 
 
 def has_clusters(device: torch.device) -> bool:

@@ -25,6 +25,7 @@ SAVED = ROOT / "bench/results/cuda_instances.json"
 ROWS = (1, 8, 16, 32, 64, 128)
 FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # of csrc/cuda/norm_concat_linear.cu, in its order
 FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3}  # the forms that multiply them
+FUSED_FORMATS = ("fp8_row", "int8_row")
 SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 
 # An H200. What is no data sheet's is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
@@ -58,7 +59,7 @@ class Instance:
     @property
     def unit(self) -> int:
         """Columns that ranges are counted in."""
-        return 64 if self.value_bytes == 2 and not self.fused else 128
+        return (256 if self.value_bytes == 1 else 128) if self.fused else 64 if self.value_bytes == 2 else 128
 
     @property
     def blocks(self) -> int:
@@ -68,7 +69,7 @@ class Instance:
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused`, `fused bulk`, and `split` with the rows and what the weight holds."""
+    """By name: `fused`, `fused bulk`, and `split` with the rows; and what the weight holds."""
     made = {}
     binaries, cubin = compiled("norm_concat_linear", "90a")
     code = dict(instructions(cubin))
@@ -77,9 +78,9 @@ def instances() -> dict[str, Instance]:
             continue
         rows, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
         form, fused = (int(re.search(rf"{kind}E(\d)", binary.name)[1]) for kind in ("4Form", "3End"))
-        name = ["split", "fused", "fused bulk"][fused] + ("" if fused else f" {rows}{FORMS[form]}")
+        name = ["split", "fused", "fused bulk"][fused] + ("" if fused else f" {rows}") + FORMS[form]
         columns, value_bytes, source_rows = 64 if fused else 128, 1 if form else 2, rows * (1 + residual)
-        stage_columns = 128 if fused or (form and source_rows == 32) else 64
+        stage_columns = 256 if fused and form and not residual else 128 if fused or (form and source_rows == 32) else 64
         stage = stage_columns * (columns * value_bytes + source_rows * 2 + 4)
         stages = ((200 if rows == 128 else 99) * 1024 - source_rows * 8) // stage
         in_flight = (stages - 1) * columns * stage_columns * value_bytes
@@ -179,12 +180,14 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
     scales, gain = torch.empty(-(-D // block[0]), -(-K * H // block[1])), x.new_empty(K, H)
     arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, codes, scales, None, *block, None, None, 0.0)
     emulation.take_launches()
-    torch.ops.eagle_kernels_emulated.norm_concat_linear_quantized_out(*arguments, False, True, x.new_empty(T, D))
+    fused = T <= MAX_CUDA_DECODE_ROWS and format in FUSED_FORMATS
+    torch.ops.eagle_kernels_emulated.norm_concat_linear_quantized_out(*arguments, fused, True, x.new_empty(T, D))
     (blocks, ranges), shared = next(
         (launch.grid, launch.shared_bytes) for launch in emulation.take_launches() if launch.threads
     )
-    form = FORMS[FORMATS[format]]
-    (instance,) = (i for i in known.values() if i.shared == shared and i.name == f"split {i.rows}{form}")
+    kernel, form = "fused" if fused else "split", FORMS[FORMATS[format]]
+    names = f"{kernel}{form}", f"{kernel} 32{form}", f"{kernel} 64{form}"
+    (instance,) = (i for i in known.values() if i.shared == shared and i.name in names)
     return modelled(instance, blocks * ranges, ranges, K, H, D, T)
 
 

@@ -59,3 +59,9 @@ def cpu_isa(emulated: object, emulation: ModuleType, request: pytest.FixtureRequ
     if order // 2 % 2 == 1:
         emulation.set_device(SHARED_MEMORY, descending_warps=order % 2 == 1, multiprocessors=1)
     return "emulated"
+
+
+@pytest.fixture
+def fused_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of 16 rows, where a plan has the split kernels for more."""
+    monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", library.MAX_CUDA_SPLIT_ROWS)

@@ -14,7 +14,6 @@ from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import FEATURES, NUMBERS, SIZES, Case, operands
 from cuda_host.conftest import SHARED_MEMORY
-from eagle_kernels import library
 from eagle_kernels.plan import Kernel
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
@@ -82,12 +81,6 @@ def check(case: Case) -> None:
 def explained(case: Case) -> str:
     call = operands(case)
     return str(ek.explain("norm_concat_linear", call.chunks, **call.sources | call.projection | {"eps": 1e-6}))
-
-
-@pytest.fixture
-def fused_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds of 16 rows, where a plan has the split kernels for more."""
-    monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", library.MAX_CUDA_SPLIT_ROWS)
 
 
 @pytest.fixture(params=["copies-of-threads", "bulk-copies"])

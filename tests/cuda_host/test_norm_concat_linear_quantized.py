@@ -14,15 +14,23 @@ import test_norm_concat_linear_quantized as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import Case, Operands, operands, weight_of_every_code
-from cuda_host.test_norm_concat_linear import FLAVOURS, SPLIT_CASES, TYPES
+from cuda_host.test_norm_concat_linear import FLAVOURS, FUSED_CASES, SPLIT_CASES, TYPES
 from eagle_kernels import QuantizedWeight
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
 
 WEIGHTS = [name for name in on_cpu.WEIGHTS if "fp4" not in name]
+WITH_ONE_SCALE = [name for name in WEIGHTS if "block" not in name and name != "mxfp8"]  # a row
 IN_BLOCKS = [name for name in WEIGHTS if "block" in name or name == "mxfp8"]
-CASES = list(dict.fromkeys(replace(case, D=min(case.D, 260)) for case in SPLIT_CASES if case.T <= 130))
+FUSED, CASES = (
+    list(dict.fromkeys(replace(case, D=min(case.D, 260)) for case in cases if case.T <= 130))
+    for cases in (FUSED_CASES, SPLIT_CASES)
+)
+
+
+# By the fused kernel, and by the split ones.
+in_both = pytest.mark.parametrize("T", [5, 19])
 
 
 def in_steps(case: Case, name: str) -> Case:
@@ -35,11 +43,15 @@ def with_weight(call: Operands, weight: QuantizedWeight) -> Operands:
     return replace(call, projection=call.projection | {"weight": weight})
 
 
+def kernel_of(name: str, T: int) -> str:
+    return "fused" if T <= 16 and name in WITH_ONE_SCALE else "split"
+
+
 def explained(call: Operands) -> str:
     return str(ek.explain("norm_concat_linear", call.chunks, **call.sources | call.projection | {"eps": 1e-6}))
 
 
-def check(case: Case, name: str) -> None:
+def check(case: Case, name: str, kernel: str) -> None:
     case = in_steps(case, name)
     call = operands(case)
     torch.manual_seed(0)
@@ -49,7 +61,7 @@ def check(case: Case, name: str) -> None:
     guarded = GuardedRows(1 if one_row else call.N, case.D, case.dtype)
     view = guarded.view[0] if one_row else guarded.view
     call = with_weight(call, weight)
-    assert explained(call).startswith("norm_concat_linear_quantized: cuda/split, because ")
+    assert explained(call).startswith(f"norm_concat_linear_quantized: cuda/{kernel}, because ")
     with UnchangedTensors([*call.tensors(), *(tensor for tensor in weight.tensors if tensor is not None)]):
         assert call.norm_concat_linear(out=view) is view
     guarded.check_around()
@@ -62,23 +74,33 @@ def check(case: Case, name: str) -> None:
 )
 def test_float64_truth(name: str, case: Case) -> None:
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
-        check(case, name)
+        check(case, name, "split")
 
 
-# By what picks each instance of the kernel's template beside the dtype: launch_form and launch_rows of
-# csrc/cuda/norm_concat_linear_split.cu, and whether the gain is multiplied in pairs.
+@pytest.mark.usefixtures("fused_at_every_T")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}-{case.id}") for name, case in zip(itertools.cycle(WITH_ONE_SCALE), FUSED)],
+)
+def test_float64_truth_in_one_launch(name: str, case: Case) -> None:
+    check(case, name, "fused")
+
+
+# By what picks each instance of the kernel's template beside the dtype: with_form and launch_rows of
+# csrc/cuda/norm_concat_linear.cu, and whether the gain is multiplied in pairs.
 FORMS = ["fp8_row", "fp8_block128", "fp8_block32_e8m0", "int8_row"]
 FLAVOURS = {**FLAVOURS, "offset": {"norm_offset": 1.0}}
 
 
-@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("T", [3, 24, 40])
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T: int) -> None:
     """Of the 160 columns of a chunk the second step of the last stage is outside, and a block of 128 ends in the next
     chunk."""
-    check(Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour]), name)
+    case = Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour])
+    check(case, name, kernel_of(name, T))
 
 
 def make_call(name: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 160, D: int = 67) -> tuple:
@@ -103,52 +125,72 @@ def test_a_rows_bits_do_not_depend_on_T_or_the_instance(name: str, dtype: str) -
                 assert same_bits(call(T), whole[-T:]), T
 
 
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", FORMS)
-def test_a_gain_in_pairs_gives_the_bits_of_one_in_fp32(name: str) -> None:
-    chunks, weight, gain = make_call(name, 5)
+def test_a_rows_bits_do_not_depend_on_T_up_to_16(name: str, dtype: str) -> None:
+    chunks, weight, gain = make_call(name, 16, TYPES[dtype])
+    residuals = [chunk.flip(0) for chunk in chunks]
+    for given in (None, residuals):
+        whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain, residuals=given)
+        for T in (1, 8, 9):
+            last = None if given is None else [residual[-T:] for residual in given]
+            rows = ek.norm_concat_linear([chunk[-T:] for chunk in chunks], weight, norm_weight=gain, residuals=last)
+            assert same_bits(rows, whole[-T:]), T
+
+
+@in_both
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gain_in_pairs_gives_the_bits_of_one_in_fp32(name: str, T: int) -> None:
+    chunks, weight, gain = make_call(name, T)
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain.float()))
     ones = ek.norm_concat_linear(chunks, weight, norm_weight=torch.ones_like(gain))
     assert same_bits(ones, ek.norm_concat_linear(chunks, weight))
 
 
+@pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
 @pytest.mark.parametrize("shift", [0, 64])
-def test_every_code_and_scale(shift: int, name: str, dtype: str) -> None:
+def test_every_code_and_scale(shift: int, name: str, dtype: str, rows: int) -> None:
     """x is the identity: the value of each, rounded once."""
     weight = weight_of_every_code(name, shift)
     expected = weight.dequantize(torch.float64).to(TYPES[dtype]).t()
-    result = ek.norm_concat_linear([torch.eye(32, dtype=TYPES[dtype])], weight, norm="none")
+    identity = torch.eye(32, dtype=TYPES[dtype])
+    result = torch.cat([ek.norm_concat_linear([x], weight, norm="none") for x in identity.split(rows)])
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 
 
+@in_both
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row"])
-def test_a_code_times_a_large_gain_stays_in_fp16(name: str) -> None:
+def test_a_code_times_a_large_gain_stays_in_fp16(name: str, T: int) -> None:
     """448 * 300 is beyond its 65504."""
-    chunks, weight, _ = make_call(name, 5, torch.float16)
+    chunks, weight, _ = make_call(name, T, torch.float16)
     out = ek.norm_concat_linear(chunks, weight, norm_weight=torch.full((3, 160), 300.0).half())
     ones = ek.norm_concat_linear(chunks, weight)
     torch.testing.assert_close(out.double(), 300 * ones.double(), rtol=5e-3, atol=0.5)
 
 
+@in_both
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block32", "mxfp8", "int8_row"])
-def test_a_global_scale_multiplies_every_format(name: str) -> None:
-    chunks, weight, _ = make_call(name, 5)
+def test_a_global_scale_multiplies_every_format(name: str, T: int) -> None:
+    chunks, weight, _ = make_call(name, T)
     twice = QuantizedWeight.of_tensors(weight.codes, weight.scales, torch.tensor(2.0), name, weight.block)
     assert same_bits(ek.norm_concat_linear(chunks, twice), 2 * ek.norm_concat_linear(chunks, weight))
 
 
+@in_both
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "mxfp8"])
-def test_a_nan_code_is_in_its_column_alone(name: str) -> None:
-    chunks, weight, _ = make_call(name, 5)
+def test_a_nan_code_is_in_its_column_alone(name: str, T: int) -> None:
+    chunks, weight, _ = make_call(name, T)
     clean = ek.norm_concat_linear(chunks, weight)
     for place, row in enumerate(on_cpu.BAD_ROWS):
         weight.codes.view(torch.uint8)[row, (0, 1, 159, 160, 479)[place]] = 0x7F if place % 2 else 0xFF
     on_cpu.check_columns(clean, ek.norm_concat_linear(chunks, weight), float("nan"))
 
 
+@in_both
 @pytest.mark.parametrize(
     ("name", "scale"),
     [
@@ -156,9 +198,9 @@ def test_a_nan_code_is_in_its_column_alone(name: str) -> None:
         ("mxfp8", 255),
     ],
 )
-def test_a_scale_that_is_no_number_or_zero_is_in_its_columns_alone(name: str, scale: float) -> None:
+def test_a_scale_that_is_no_number_or_zero_is_in_its_columns_alone(name: str, scale: float, T: int) -> None:
     """Those of the first row of scales, which 32 columns of the output share in fp8_block32."""
-    chunks, weight, _ = make_call(name, 5)
+    chunks, weight, _ = make_call(name, T)
     clean = ek.norm_concat_linear(chunks, weight)
     scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.uint8)
     scales[0] = scale
@@ -168,19 +210,20 @@ def test_a_scale_that_is_no_number_or_zero_is_in_its_columns_alone(name: str, sc
     assert not (dirty[:, :shared].any() if scale == 0 else dirty[:, :shared].isfinite().any())
 
 
+@in_both
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_bad_row_stays_in_its_row(name: str, stale: float) -> None:
-    chunks, weight, _ = make_call(name, 19)
+def test_a_bad_row_stays_in_its_row(name: str, stale: float, T: int) -> None:
+    chunks, weight, _ = make_call(name, T)
     clean = ek.norm_concat_linear(chunks, weight)
     chunks[1][4, 50] = stale
     dirty = ek.norm_concat_linear(chunks, weight)
-    kept = [row for row in range(19) if row != 4]
+    kept = [row for row in range(T) if row != 4]
     assert same_bits(clean[kept], dirty[kept]) and not dirty[4].isfinite().any()
 
 
 @pytest.mark.parametrize("at", ["begin", "end"])
-@pytest.mark.parametrize(("H", "D", "N"), [(96, 35, 5), (352, 129, 11), (32, 1, 40)])
+@pytest.mark.parametrize(("H", "D", "N"), [(96, 35, 5), (352, 129, 11), (352, 129, 19), (32, 1, 40)])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_no_operand_is_read_or_written_beyond_its_end(name: str, H: int, D: int, N: int, at: str) -> None:
     """Codes, scales and sources between pages that trap; indices reach for both sides. A failure is a segmentation
@@ -204,10 +247,11 @@ def _each(move: Callable[[Tensor], Tensor], value: Tensor | list[Tensor]) -> Ten
     return [move(tensor) for tensor in value] if isinstance(value, list) else move(value)
 
 
-def test_strided_codes_and_scales_are_taken() -> None:
+@in_both
+def test_strided_codes_and_scales_are_taken(T: int) -> None:
     """Rows of 16 bytes apart, NaN between them."""
     for name in WEIGHTS:
-        chunks, weight, gain = make_call(name, 5)
+        chunks, weight, gain = make_call(name, T)
         buffers = [torch.full((t.shape[0], t.shape[1] + 32), 0xFF if t.itemsize == 1 else torch.nan) for t in
                    weight.tensors[:2]]  # fmt: skip
         views = []
@@ -217,22 +261,24 @@ def test_strided_codes_and_scales_are_taken() -> None:
             wide[:, 16:-16] = raw
             views.append(wide.view(tensor.dtype)[:, 16:-16])
         strided = QuantizedWeight.of_tensors(*views, None, weight.format, weight.block)
-        assert "cuda/split" in str(ek.explain("norm_concat_linear", chunks, strided, norm_weight=gain))
+        assert f"cuda/{kernel_of(name, T)}" in str(ek.explain("norm_concat_linear", chunks, strided, norm_weight=gain))
         out = ek.norm_concat_linear(chunks, strided, norm_weight=gain)
         assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain)), name
 
 
+@in_both
 @pytest.mark.parametrize("early", ["0", "1"])
+@pytest.mark.parametrize("name", ["fp8_row", "mxfp8"])
 def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
-    early: str, emulation: ModuleType
+    name: str, early: str, emulation: ModuleType, T: int
 ) -> None:
     """All of a small weight, 16 bytes at a time; scales are not."""
-    chunks, weight, _ = make_call("mxfp8", 20, K=1, H=256)
+    chunks, weight, _ = make_call(name, T, K=1, H=256)
     emulation.take_launches()
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
         ek.norm_concat_linear(chunks, weight)
-    *_, partial, finalize = emulation.take_launches()
-    assert (partial.early_copies, finalize.early_copies) == (67 * 256 // 16 * int(early), 0)
+    copies = [launch.early_copies for launch in emulation.take_launches() if launch.threads]
+    assert copies == [67 * 256 // 16 * int(early)] + [0] * (kernel_of(name, T) == "split")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("gpu_backend")
 
 CASES = [
     Case("bf16", (160,) * 3, 3, D=150),
+    Case("fp16", (2880, 160), 16, D=150, gain="fp32", residuals="some", bias="dtype"),
     Case("bf16", (160,) * 3, 40, "concat", D=150, gain="fp32", norm_offset=1.0, residuals="some"),
     Case("fp16", (2880,) * 2, 70, D=300, indices="shared", bias="fp32"),
     Case("bf16", (4096,) * 3, 8, D=4096, post_norm="dtype"),
@@ -37,13 +38,15 @@ def test_float64_truth(name: str, case: Case) -> None:
     allow_independent_roundings(expected).check(guarded.view)
 
 
+@pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
-def test_every_code_and_scale(name: str, dtype: torch.dtype) -> None:
+def test_every_code_and_scale(name: str, dtype: torch.dtype, rows: int) -> None:
     """x is the identity: the value of each, rounded once, NaN for NaN."""
     weight = weight_of_every_code(name, 64)
     expected = weight.dequantize(torch.float64).to(dtype).t()
-    result = ek.norm_concat_linear([torch.eye(32, dtype=dtype).cuda()], weight.to("cuda"), norm="none").cpu()
+    on_gpu, identity = weight.to("cuda"), torch.eye(32, dtype=dtype).cuda()
+    result = torch.cat([ek.norm_concat_linear([x], on_gpu, norm="none") for x in identity.split(rows)]).cpu()
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 

@@ -24,6 +24,7 @@ from .projection import OP, Projection, check_epilogue, eps_name, expected_weigh
 from .sources import Sources, formula
 
 PRIMITIVE = "norm_concat_linear_quantized"
+_FOR_FEW_ROWS = {"cpu": Kernel.DOTS, "cuda": Kernel.FUSED}
 
 
 class QuantizedProjection(NamedTuple):
@@ -86,7 +87,7 @@ class NormConcatLinearQuantized(NamedTuple):
     out: Tensor
 
     def for_primitive(self) -> tuple:
-        return _for_primitive(*self, in_dots=False)
+        return _for_primitive(*self, few_rows=False)
 
     def check(self) -> None:
         sources, projection, out = self
@@ -104,11 +105,11 @@ class NormConcatLinearQuantized(NamedTuple):
         out.copy_(project_formula(normed, dense, sources.norm_offset))
 
 
-def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tensor, in_dots: bool) -> tuple:
+def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tensor, few_rows: bool) -> tuple:
     """Of a record that need not be made, which takes 0.3 us."""
     weight, bias, post_norm_weight, post_norm_eps = projection
     codes = weight.codes, weight.scales, weight.global_scale, *weight.block
-    epilogue = bias, post_norm_weight, post_norm_eps, in_dots, plans.SETTINGS.early_weight, out
+    epilogue = bias, post_norm_weight, post_norm_eps, few_rows, plans.SETTINGS.early_weight, out
     return sources.for_primitive() + codes + epilogue
 
 
@@ -135,9 +136,11 @@ def _choose(
     block_columns, format = weight.block[1], weight.format
     code_bits = _code_bits.get(format) or _code_bits.setdefault(format, weight.code_bits)
     # Most have one scale a row, of which to ask takes 0.5 us.
-    scales_sums = block_columns * code_bits < code_bytes * 8 and weight.scaled_where(dtype) == "blocks"
+    in_blocks = block_columns * code_bits < code_bytes * 8
+    scales_sums = in_blocks and weight.scaled_where(dtype) == "blocks"
     sizes = (num_chunks, rows, dtype, columns, widths, bool(residuals), has_post_norm)
-    return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), block_columns, scales_sums, code_bits)
+    scaling = block_columns, in_blocks, scales_sums
+    return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), *scaling, code_bits)
 
 
 def can_read_codes(device: torch.device) -> bool:
@@ -162,7 +165,7 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
     is_new = out is None
     out = chunks[0].new_empty(rows, of_codes[0]) if out is None else out
     if plan.backend in COMPILED:
-        arguments = _for_primitive(sources, projection, out, plan.kernel is Kernel.DOTS)
+        arguments = _for_primitive(sources, projection, out, plan.kernel is _FOR_FEW_ROWS[plan.backend])
         try:
             library.primitives.norm_concat_linear_quantized_out(*arguments)
             if not is_new:  # of a new tensor nothing is saved yet
