@@ -202,14 +202,15 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
                                       const OptionalViews& indices, const OptionalView& sum_squares, const View& codes,
                                       const View& scales, const OptionalView& global_scale, int64_t block_rows,
                                       int64_t block_columns, const OptionalView& bias,
-                                      const OptionalView& post_norm_gain, double post_norm_eps, bool few_rows,
+                                      const OptionalView& post_norm_gain, double post_norm_eps, int64_t kernel,
                                       bool early_weight, const Output& out) {
   const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
   const Sources sources(kQuantizedOp, arguments, out);
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
   add_codes(sources, codes, scales.dtype, out, record);
   record.scales = scales_of(sources, record.weight_type, scales, global_scale, block_rows, block_columns, out);
-  record.few_rows = few_rows && record.weight_type != WeightType::kBFloat16In12;
+  const bool in_codes = record.weight_type != WeightType::kBFloat16In12;
+  record.codes_kernel = in_codes ? static_cast<CodesKernel>(kernel) : CodesKernel::kAnyRows;
   record.early_weight = early_weight;
   run(record, codes, out);
 }
@@ -254,12 +255,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
   define_alike(m, {"norm_concat_linear_quantized_out", "norm_concat_linear_quantized_checks_out"},
                kSourcesSchema + ", Tensor codes, Tensor scales, Tensor? global_scale, int block_rows, "
                                 "int block_columns, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
-                                "bool few_rows, bool early_weight, Tensor(a!) out");
+                                "int kernel, bool early_weight, Tensor(a!) out");
   const std::string projection = kSourcesSchema +
                                  ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                  "bool early_weight, ";
   m.def(("norm_concat_linear_fused_out(" + projection + "bool bulk_copies, Tensor(a!) out) -> ()").c_str());
-  m.def(("norm_concat_linear_split_out(" + projection + "Tensor(a!) out) -> ()").c_str());
+  for (const std::string name : {"norm_concat_linear_split_out(", "norm_concat_linear_wgmma_out("}) {
+    m.def((name + projection + "Tensor(a!) out) -> ()").c_str());
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
@@ -286,11 +289,12 @@ void refuse_unfused(const char* op, const NormConcatLinear& record) {
   check(norm_concat_linear_is_aligned(record), op, "operands", "alignment");
 }
 
+template <auto launcher>
 void run_fused_kernel(const char* op, const NormConcatLinear& record, const Output& out) {
   refuse_unfused(op, record);
   check(record.post_norm_gain.data == nullptr, op, "post_norm_weight", "CUDA");
   if (record.num_rows == 0 || record.num_columns == 0) return;
-  cuda::launch(op, norm_concat_linear_cuda, record, out.device_index);
+  cuda::launch(op, launcher, record, out.device_index);
 }
 
 void run_split_kernels(const char* op, NormConcatLinear record, const Output& out) {
@@ -305,7 +309,14 @@ void run_split_kernels(const char* op, NormConcatLinear record, const Output& ou
 
 void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
   check(norm_concat_linear_reads_codes(record), kQuantizedOp, "block", "CUDA");
-  record.few_rows ? run_fused_kernel(kQuantizedOp, record, out) : run_split_kernels(kQuantizedOp, record, out);
+  switch (record.codes_kernel) {
+    case CodesKernel::kAnyRows:
+      return run_split_kernels(kQuantizedOp, record, out);
+    case CodesKernel::kFewRows:
+      return run_fused_kernel<norm_concat_linear_cuda>(kQuantizedOp, record, out);
+    case CodesKernel::kWgmma:
+      return run_fused_kernel<norm_concat_linear_wgmma_cuda>(kQuantizedOp, record, out);
+  }
 }
 
 void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
@@ -317,24 +328,25 @@ void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_c
   const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
     record.early_weight = early_weight;
     record.bulk_copies = bulk_copies;
-    run_fused_kernel(kOp, record, into);
+    run_fused_kernel<norm_concat_linear_cuda>(kOp, record, into);
   };
   run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
               post_norm_gain, post_norm_eps, out);
 }
 
-void norm_concat_linear_split_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+template <auto run>
+void norm_concat_linear_early_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
                                   const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
                                   const OptionalViews& residuals, const OptionalViews& indices,
                                   const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
                                   const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
                                   const Output& out) {
-  const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
+  const auto run_early = [&](NormConcatLinear record, const View&, const Output& into) {
     record.early_weight = early_weight;
-    run_split_kernels(kOp, record, into);
+    run(kOp, record, into);
   };
-  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
-              post_norm_gain, post_norm_eps, out);
+  run_checked(run_early, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight,
+              bias, post_norm_gain, post_norm_eps, out);
 }
 
 // Whether the rows stand concatenated and as they are: of a static buffer that capture has written.
@@ -401,7 +413,9 @@ void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
   implement<&norm_concat_linear_fused_out>(m, "norm_concat_linear_fused_out", kCudaDevice);
-  implement<&norm_concat_linear_split_out>(m, "norm_concat_linear_split_out", kCudaDevice);
+  implement<&norm_concat_linear_early_out<run_split_kernels>>(m, "norm_concat_linear_split_out", kCudaDevice);
+  implement<&norm_concat_linear_early_out<run_fused_kernel<norm_concat_linear_wgmma_cuda>>>(
+      m, "norm_concat_linear_wgmma_out", kCudaDevice);
   implement<&norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
   implement<&norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);
 }

@@ -25,6 +25,10 @@ struct Scales {
   const float* global;  // or null: 1
 };
 
+// Which kernel multiplies codes: on CUDA the split ones, the fused one, the one of warpgroups; on a CPU the first or,
+// where it multiplies bf16, by rows of it, the one whose sums are along K*H.
+enum class CodesKernel : int64_t { kAnyRows, kFewRows, kWgmma };
+
 struct NormConcatLinear {
   Concat source;
   int64_t num_rows;     // N
@@ -33,9 +37,7 @@ struct NormConcatLinear {
   int64_t weight_row_stride;
   WeightType weight_type;
   Scales scales;          // of codes
-  // Of codes, the kernel for few rows: on CUDA the fused one, on a CPU that multiplies bf16, by rows of it, the one
-  // whose sums are along K*H.
-  bool few_rows;
+  CodesKernel codes_kernel;
   Vector bias;            // [D] or absent
   Vector post_norm_gain;  // [D] or absent: no post norm; scaled by norm_offset + gain like the chunks
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too
@@ -73,6 +75,12 @@ constexpr int64_t kMaxSplitRows = 128;
 // The fused kernel takes rows of 16-bit types, a weight of them or codes of one scale a row that
 // norm_concat_linear_reads_codes, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
+
+// The kernel of warpgroups takes any number of rows in rounds of 128, a weight of the chunks' 16-bit type or, of bf16,
+// codes that norm_concat_linear_reads_codes, whose scales are one for a row or for blocks of 128 columns or more, as
+// whose multiples the chunks begin, no post norm, and operands that norm_concat_linear_is_aligned, where the library
+// has code for sm_90a and the GPU runs it.
+int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // How many ranges of columns the split kernels cut each chunk into, and the fp32 values of workspace that this takes.
 struct SplitRanges {

@@ -63,12 +63,12 @@ def _norm_concat_linear_quantized(
     bias: Tensor | None,
     post_norm_weight: Tensor | None,
     out: Tensor,
-    few_rows: bool = False,
+    kernel: int = 0,
     early_weight: bool = True,
     **sources: object,
 ) -> tuple:
     *operands, _, bias, post, post_eps, out = _norm_concat_linear(codes, bias, post_norm_weight, out, **sources)
-    return (*operands, codes, scales, global_scale, *block, bias, post, post_eps, few_rows, early_weight, out)
+    return (*operands, codes, scales, global_scale, *block, bias, post, post_eps, kernel, early_weight, out)
 
 
 def _capture_hidden(hidden: Tensor, residual: Tensor | None, out: Tensor, sum_squares: Tensor | None) -> tuple:

@@ -116,7 +116,7 @@ def arguments_of(call: Operands, out: Tensor) -> dict:
 
 def project(call: Operands, weight: QuantizedWeight, out: Tensor) -> Tensor:
     tensors = dict(zip(("codes", "scales", "global_scale"), weight.tensors, strict=True))
-    arguments = {**arguments_of(call, out), **tensors, "block": weight.block, "few_rows": False}
+    arguments = {**arguments_of(call, out), **tensors, "block": weight.block, "kernel": 0}
     run_primitive(torch.ops.eagle_kernels_C, "norm_concat_linear_quantized", arguments)
     return out
 

@@ -121,8 +121,9 @@ def test_which_kernel_takes_how_many_rows() -> None:
             str(planned(16))
             == "norm_concat_linear: cuda/fused, because T=16 <= 16: one pass over the weight is the bound"
         )
+        one_pass = "one pass over the weight, whose products are those of warpgroups"
         for T in (17, 128):
-            said = f"norm_concat_linear: cuda/split, because T={T} <= 128: one pass over the weight, then over its sums"
+            said = f"norm_concat_linear: cuda/fused wgmma, because T={T} <= 128: {one_pass}"
             assert str(planned(T)) == said
         assert planned(4, torch.float32).backend == "triton"
         assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
@@ -137,11 +138,17 @@ def test_which_kernel_takes_how_many_rows() -> None:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_one_launch_needs_a_gpu_with_clusters(capability: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("archs", [("80", "90a", "100a", "120"), ("80", "90+ptx")], ids=lambda archs: archs[1])
+def test_one_launch_needs_a_gpu_with_clusters(archs: tuple, capability: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows sm_90, and a library with code for sm_90a."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(library, "cuda_archs", archs)
     with environment_of():
         kernel = plan.Kernel.FUSED if capability >= (9, 0) else plan.Kernel.SPLIT
-        assert (planned(1).kernel, planned(17).kernel) == (kernel, plan.Kernel.SPLIT)
+        of_many = plan.Kernel.WGMMA if capability == (9, 0) and "90a" in archs else plan.Kernel.SPLIT
+        assert (planned(1).kernel, planned(17).kernel) == (kernel, of_many)
+        said = f"T=17 <= 128: one pass over the weight, {'then over its sums' if of_many is plan.Kernel.SPLIT else ''}"
+        assert planned(17).reason.startswith(said)
 
 
 @needs_triton
@@ -186,7 +193,7 @@ def planned_codes(T: int = 4, H: int = 4096, block_columns: int | None = None, *
     ("changed", "reason"),
     [
         ({"T": 16}, None),
-        ({"T": 17}, None),
+        ({"T": 33}, None),
         ({"T": 128}, None),
         ({"T": 4, "has_post_norm": True}, None),
         ({"T": 129}, "T=129 > 128: the split kernels would widen the codes 3 times or more"),
@@ -216,6 +223,25 @@ def test_codes_go_to_the_kernels_of_bf16(changed: dict, reason: str | None) -> N
             assert chosen.reason == f"the codes are widened as they are multiplied; {why}"
         else:
             assert chosen.backend in ("triton", "reference") and f"cuda: {reason}; " in chosen.reason
+
+
+def test_codes_of_more_than_32_rows_go_to_warpgroups() -> None:
+    """Of bf16, with one scale a row or in blocks that end with a stage of 128 columns."""
+    split, wgmma = plan.Kernel.SPLIT, plan.Kernel.WGMMA
+    with environment_of():
+        for changed, kernel in (
+            ({"T": 32}, split),
+            ({"T": 33}, wgmma),
+            ({"T": 33, "H": 4112}, wgmma),
+            ({"T": 33, "dtype": torch.float16}, split),
+            ({"T": 33, "has_post_norm": True}, split),
+            ({"T": 33, "block_columns": 128}, wgmma),
+            ({"T": 33, "block_columns": 256}, wgmma),
+            ({"T": 33, "block_columns": 128, "H": 4128}, split),
+            ({"T": 33, "block_columns": 128, "widths": (4096, 2080)}, split),
+            ({"T": 33, "block_columns": 32}, split),
+        ):
+            assert planned_codes(**changed).kernel is kernel, changed
 
 
 def test_codes_have_one_plan_for_all_T() -> None:

@@ -44,8 +44,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def few_rows(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KERNEL, "few_rows", isa.endswith("-dots"))
+def kernel_of_few_rows(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNEL, "kernel", int(isa.endswith("-dots")))
 
 
 def strided(rows: Tensor, fill: int) -> Tensor:
@@ -80,7 +80,7 @@ def random_weight(name: str, D: int, W: int, *, is_strided: bool = False) -> Qua
     return QuantizedWeight(codes, scales, format, global_scale, shards)
 
 
-KERNEL = {"few_rows": False}  # which a plan would name
+KERNEL = {"kernel": 0}  # which a plan would name
 
 
 def project(call: Operands, weight: QuantizedWeight, out: Tensor) -> Tensor:

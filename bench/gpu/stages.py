@@ -33,8 +33,8 @@ _TEST_FILES = (
     "test_bulk_copies.py",
 )
 
-# The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel, three the
-# split kernels of C++, and two Triton's.
+# The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel, two that of
+# warpgroups (on sm_90), one the split kernels of C++, and two Triton's.
 _SANITIZED = (
     ("cuda", "bf16-K2-H896-T2-concat-D257"),
     ("cuda", "bf16-K2-H64-T5-chunk-gain_none-offset1"),

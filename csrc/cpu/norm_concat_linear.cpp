@@ -25,12 +25,14 @@ namespace {
 bool on_tiles(const NormConcatLinear& op) {
   if (op.source.dtype != DType::kBFloat16) return false;
   if (op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12) return true;
-  return !op.few_rows && amx_reads_codes(op);
+  return op.codes_kernel != CodesKernel::kFewRows && amx_reads_codes(op);
 }
 #endif
 
 #if defined(__AVX512BF16__)
-bool multiplies_few_rows(const NormConcatLinear& op) { return op.few_rows && op.source.dtype == DType::kBFloat16; }
+bool multiplies_few_rows(const NormConcatLinear& op) {
+  return op.codes_kernel == CodesKernel::kFewRows && op.source.dtype == DType::kBFloat16;
+}
 #endif
 
 // Whether the weight is codes, which bf16 in 12 bits is not here: its rows become rows of bf16.

@@ -6,6 +6,7 @@
 
 #include "../norm_concat_linear.h"
 #include "device.cuh"
+#include "weight_gain.cuh"
 
 namespace eagle_kernels::cuda {
 
@@ -16,12 +17,6 @@ struct Int8 {};
 struct alignas(8) Codes {
   uint32_t first, second;
 };
-
-// a * b of pairs: adding -0 leaves every product as it is.
-template <class T>
-__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b, T) {
-  return multiply_add(a, b, 0x80008000u, T{});
-}
 
 // Columns 2 i and 2 i + 1 of four. A NaN comes out as 480 of its sign: see has_nan.
 template <class T>
@@ -50,10 +45,12 @@ __device__ __forceinline__ Words widen(const Codes& codes, Code, T) {
 
 // Bits that has_nan tells a NaN among the codes by, also where those of several were or'ed. Adding 1 flips a code's
 // uppermost bit where the other seven are set; a carry out of it comes from a NaN as well.
-__device__ __forceinline__ uint32_t nan_bits(const Codes& codes, Float8E4M3) {
-  return ((codes.first + 0x01010101u) ^ codes.first) | ((codes.second + 0x01010101u) ^ codes.second);
+__device__ __forceinline__ uint32_t nan_bits(uint32_t codes, Float8E4M3) { return (codes + 0x01010101u) ^ codes; }
+__device__ __forceinline__ uint32_t nan_bits(uint32_t, Int8) { return 0; }
+template <class Code>
+__device__ __forceinline__ uint32_t nan_bits(const Codes& codes, Code) {
+  return nan_bits(codes.first, Code{}) | nan_bits(codes.second, Code{});
 }
-__device__ __forceinline__ uint32_t nan_bits(const Codes&, Int8) { return 0; }
 __device__ __forceinline__ bool has_nan(uint32_t bits) { return (bits & 0x80808080u) != 0; }
 
 // The scale at an offset from the first: fp32 or e8m0.

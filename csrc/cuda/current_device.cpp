@@ -102,6 +102,7 @@ CurrentDevice::CurrentDevice(const char* op, int32_t index) {
   }
   device_.index = index;
   device_.hopper = facts.compute_capability >= 90;
+  device_.wgmma = facts.compute_capability == 90;
   device_.shared_memory = facts.shared_memory;
   device_.multiprocessors = facts.multiprocessors;
   if (current != index) {

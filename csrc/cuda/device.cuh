@@ -104,6 +104,46 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Of an address in shared memory, which takes half a pointer's registers. Behind is_new the compiler keeps a value, of
+// which it does not know how it was made: it makes what it knows, like the address of shared memory, anew at each use.
+__device__ __forceinline__ void is_new(uint32_t& value) { asm volatile("" : "+r"(value)); }
+template <class T>
+__device__ __forceinline__ void is_new(const T*& value) {
+  asm volatile("" : "+l"(value));
+}
+__device__ __forceinline__ Words load_shared(uint32_t at) {
+  Words v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ Pair load_shared_pair(uint32_t at) {
+  Pair v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.first), "=f"(v.second) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t at, const Words& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t at, uint32_t first, uint32_t second) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(first), "r"(second) : "memory");
+}
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+// Four matrices of 8 rows of 16 bytes, whose rows are at the addresses that the lanes name, eight a matrix: of each the
+// word lane % 4 of row lane / 4 (PTX ISA, "ldmatrix").
+__device__ __forceinline__ void load_matrices(uint32_t row, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row)
+               : "memory");
+}
+
 // An mbarrier in shared memory (sm_90 and later) that says when bulk copies have landed. Its phases end one after the
 // other, each where one thread has said how many bytes it is and as many have arrived (PTX ISA, "Phase of the mbarrier
 // object"). One thread makes the barriers and publishes them; it may use them at once, the others behind __syncthreads.
@@ -166,10 +206,13 @@ struct ReadOnce {
   }
   // As copy_async below, but allowed before wait_for_previous_kernel: for a matrix that no kernel before this one
   // writes.
-  __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) const {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)),
-                 "l"(from), "r"(inside ? 16 : 0), "l"(policy)
+  __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool inside) const {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(inside ? 16 : 0), "l"(policy)
                  : "memory");
+  }
+  __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) const {
+    copy_async(shared_address(to), from, inside);
   }
   // The box of the matrix that begins there (PTX ISA, "cp.async.bulk.tensor"), on sm_90 and later: allowed as early as
   // copy_async; it has landed where `barrier` says so. `boxes` is the kernel's argument itself.
@@ -188,10 +231,11 @@ struct ReadOnce {
 // 16 bytes from global to shared memory, past L1 and the registers; zeros, and no access, where they are not inside.
 // Each thread's copies complete in the order of its groups: commit_copies ends one, and after wait_for_copies<n> those
 // before the latest n have landed, for other threads behind a barrier.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(inside ? 16 : 0)
-               : "memory");
+  copy_async(shared_address(to), from, inside);
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLatest>
@@ -238,6 +282,18 @@ __device__ __forceinline__ float load_from_block(const float* mine, int rank) {
 #endif
   return value;
 }
+__device__ __forceinline__ Words load_words_from_block(const float* mine, int rank) {
+  Words v{};
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return v;
+}
 
 // sum[16, 8] += a[16, 16] @ b[16, 8] over a warp, in fp32. Fragments as in the PTX ISA, section "mma.m16n8k16", with
 // lane = 4 g + q: a = rows g, g+8, g, g+8 at columns 2q and 2q+1, +8 in the last two; b = column g at rows 2q and 2q+1,
@@ -259,6 +315,64 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// wgmma, in code for sm_90a alone.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kHasWgmma = true;
+#else
+constexpr bool kHasWgmma = false;
+#endif
+__device__ __forceinline__ void trap() { asm volatile("trap;"); }
+
+// Four warps multiply asynchronously, the fourth part of the rows of a each. sum[64, 64] += a[64, 16] @ b^T, or = where
+// it does not add, b as matrix_descriptor says; the fragments of sum and a are those of mma above, 16 rows a warp and a
+// tile of sum for each 8 columns. Between fence_wgmma, behind which registers may be handed over, and wait_for_wgmma,
+// behind which b may be overwritten, neither a nor sum may be touched (PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Instructions"). A macro, since types and scale-d are words of the instruction.
+#define EAGLE_KERNELS_TILE(n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
+#define EAGLE_KERNELS_WGMMA(type, adds)                                                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                           \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
+               "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, " adds            \
+               ", 1, 1, 0;"                                                                                          \
+               : EAGLE_KERNELS_TILE(0), EAGLE_KERNELS_TILE(1), EAGLE_KERNELS_TILE(2), EAGLE_KERNELS_TILE(3),         \
+                 EAGLE_KERNELS_TILE(4), EAGLE_KERNELS_TILE(5), EAGLE_KERNELS_TILE(6), EAGLE_KERNELS_TILE(7)          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+template <bool kAdds>
+__device__ __forceinline__ void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b, BFloat16) {
+  if constexpr (kAdds) {
+    EAGLE_KERNELS_WGMMA("bf16", "1");
+  } else {
+    EAGLE_KERNELS_WGMMA("bf16", "0");
+  }
+}
+template <bool kAdds>
+__device__ __forceinline__ void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b, Float16) {
+  if constexpr (kAdds) {
+    EAGLE_KERNELS_WGMMA("f16", "1");
+  } else {
+    EAGLE_KERNELS_WGMMA("f16", "0");
+  }
+}
+__device__ __forceinline__ void fence_wgmma() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_wgmma() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until all that were committed have ended.
+__device__ __forceinline__ void wait_for_wgmma() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// Behind a wait, of a sum that wgmma has changed meanwhile.
+__device__ __forceinline__ void is_new(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+// What this thread has written to shared memory, and its asynchronous copies that it has waited for, becomes visible to
+// wgmma and to bulk copies, once a barrier has told the others.
+__device__ __forceinline__ void fence_async_proxy() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ char* shared_memory() {
   extern __shared__ __align__(1024) char memory[];  // as boxes want it (tensor_map.h)
   return memory;
@@ -271,6 +385,15 @@ __device__ __forceinline__ char* shared_memory() {
 #endif
 
 namespace eagle_kernels::cuda {
+
+// What wgmma reads as b: rows of 128 bytes from an address in shared memory, a multiple of 1024, whose 16-byte parts
+// change places by the lower three bits of the row (the 128-byte swizzle). PTX ISA, "Matrix Descriptor Format": the
+// address and the distance of groups of 8 rows, of 16 bytes each, and 1 for that swizzle, under which the leading
+// dimension's distance has no meaning. 16 columns further is 32 bytes, 64 rows further 8192.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t rows) {
+  return static_cast<uint64_t>(rows >> 4) | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+constexpr uint64_t kDescriptorColumns = 32 >> 4, kDescriptorRows = 8192 >> 4;  // 16 of one, 64 of the others
 
 // The sum over the lanes of a warp, the same in all of them.
 __device__ __forceinline__ float sum_over_warp(float value) {

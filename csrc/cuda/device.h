@@ -13,6 +13,7 @@ struct Device {
   void* stream;           // cudaStream_t
   int32_t index;          // below kMaxDevices
   bool hopper;            // sm_90 and later: programmatic dependent launch, clusters
+  bool wgmma;             // sm_90 alone
   int64_t shared_memory;  // bytes that a block can have
   int32_t multiprocessors;
 };

@@ -18,7 +18,8 @@
 // zeros where they reach out of the weight. Where a stage reaches into the next chunk, whose values could be infinite,
 // its copies are those of the threads. Off by default: no GPU has timed it (docs/benchmarking.md).
 //
-// Split, up to 128 rows, all GPUs: two launches. The ranges of 128 columns go to global memory, and a second kernel
+// Split, up to 128 rows, all GPUs (sm_90 has norm_concat_linear_wgmma.cu in its place, without a post norm): two
+// launches. The ranges of 128 columns go to global memory, and a second kernel
 // sums them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often
 // as 32.
 //
@@ -53,6 +54,7 @@
 #include "codes.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
+#include "ranges.cuh"
 #include "source_row.cuh"
 #include "tensor_map.h"
 #include "weight_gain.cuh"
@@ -67,7 +69,6 @@ constexpr int kSplitColumns = 128;          // of the output, in a block of the 
 constexpr int kFusedColumns = 64;           // of the fused kernel
 constexpr int kStepColumns = 32;            // of the concat: what the 16-byte loads of a warp cover
 constexpr int kMaxRanges = 16;              // of a chunk
-constexpr int kMaxCluster = 8;              // blocks, on every GPU that has clusters
 
 // Columns that the split kernels count ranges in, and the most that a stage of theirs has: 128 bytes of a row of the
 // weight. The fused kernel's are twice as many: a step for each of four warps, of codes two.
@@ -75,25 +76,12 @@ constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
 constexpr int fused_unit_columns(bool is_codes) { return 2 * unit_columns(is_codes); }
 constexpr int kBoxColumns = 64, kBoxBytes = kFusedColumns * kBoxColumns * 2;  // of a bulk copy
 
-// What the weight holds. Codes of one scale a row are multiplied by it last; of blocks of columns, the sum of each.
-enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8 };
-
 // Blocks of up to 64 rows take 83 to 100 KB of shared memory: two on an SM, where it has more than 100 KB.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kSharedBlocks = 1;
 #else
 constexpr int kSharedBlocks = 2;
 #endif
-
-struct Arguments {
-  NormConcatLinear op;
-  Chunk chunks[kMaxChunks];
-  SplitRanges ranges;
-  float* partial;          // [ranges.count, num_rows, partial_stride]
-  int64_t partial_stride;  // columns of whole blocks
-  float* squares;          // [ranges.count, num_rows]
-  int scale_shift;         // 2^scale_shift columns share a scale
-};
 
 struct BulkArguments : Arguments {
   CUtensorMap weight_boxes;
@@ -166,16 +154,12 @@ __device__ __forceinline__ int weight_row_of(int g) {
   return K::kBulk ? g / 2 + g % 2 * 4 : g;
 }
 
-// What the blocks of a cluster have multiplied, each over its range, becomes outputs: every block sums a share of them
-// over all ranges, in the order of warps, ranges and chunks. The ring is free for it.
+// The sums of a block's warps become those of the block, and the cluster's outputs. The ring is free for it.
 template <class T, class K>
-__device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
-                                                 const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares) {
+__device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
+                                             const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares) {
   constexpr int kRows = 8 * K::kRowTiles, kOutputs = kRows * K::kColumns;
   static_assert(kRows == 2 * kWarps);
-  const NormConcatLinear& op = arguments.op;
-  const Concat& source = op.source;
-  const int num_chunks = static_cast<int>(source.num_chunks);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
   const int column_warp = warp % K::kColumnWarps, step_warp = warp / K::kColumnWarps;
@@ -199,39 +183,8 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
     for (int w = 0; w < K::kStepWarps; ++w) total += of_warps[w * kOutputs + at];
     of_block[at] = total;
   }
-  sync_cluster();
-
-  const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
-  const int step = static_cast<int>(gridDim.y) * kThreads;
-  for (int at = static_cast<int>(blockIdx.y) * kThreads + threadIdx.x; at < kOutputs; at += step) {
-    const int token = at / K::kColumns;
-    const int64_t row = first_row + token, output = first_output + at % K::kColumns;
-    if (row >= op.num_rows || output >= op.num_columns) continue;
-    float total = 0, all_squares = 0;
-    for (int k = 0, rank = 0; k < num_chunks; ++k) {
-      const Chunk& chunk = arguments.chunks[k];
-      float of_chunk = 0, own_squares = 0;
-      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range, ++rank) {
-        of_chunk += load_from_block(of_block + at, rank);
-        own_squares += load_from_block(squares_of + token, rank);
-      }
-      if (has_norm) {
-        const int64_t of = source_row(chunk, row);
-        if (chunk.sum_squares != nullptr) {
-          own_squares = of < 0 ? 0.0f : load(chunk.sum_squares + of * chunk.sum_squares_row_stride);
-        }
-        all_squares += own_squares;
-        if (of < 0) continue;  // an infinite gain has made the product NaN
-        if (chunk.gain.data != nullptr) of_chunk *= 1 / K::template kGainFactor<T>;
-        if (chunk_norm) of_chunk *= rstd_of(own_squares, chunk.width, chunk.eps);
-      }
-      total += of_chunk;
-    }
-    if (source.norm == Norm::kConcat) total *= rstd_of(all_squares, source.width, arguments.chunks[0].eps);
-    if (op.bias.data != nullptr) total += value_at<T>(op.bias, output);
-    store_bits(static_cast<T*>(op.out) + row * op.out_row_stride + output, narrow(Pair{total, 0.0f}, T{}));
-  }
-  end_cluster();
+  const BlockSums<kRows, K::kColumns, K::kColumns> sums{of_block, squares_of};
+  sum_over_cluster<T>(arguments, first_row, first_output, sums, 1 / K::template kGainFactor<T>);
 }
 
 template <class T, Form kForm, int kRows, bool kResidual, End kEnd = End::kSplit>
@@ -551,7 +504,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   }
 
   if constexpr (K::kFused) {
-    sum_over_cluster<T, K>(arguments, first_row, first_output, sum, squares[0]);
+    finish_fused<T, K>(arguments, first_row, first_output, sum, squares[0]);
     return;
   }
   const int64_t of_range = static_cast<int64_t>(blockIdx.y) * op.num_rows;
@@ -582,21 +535,6 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 }
 
 constexpr int kMaxFinalizeThreads = 512;
-constexpr int kFinalizeColumns = 4;  // of a thread at a time: 16 bytes of each range
-
-// As many values as they are stored.
-template <class T>
-struct alignas(kFinalizeColumns * sizeof(T)) Outputs {
-  uint32_t words[sizeof(T)];
-};
-template <class T>
-__device__ __forceinline__ Outputs<T> narrow(const float (&x)[kFinalizeColumns], T) {
-  return {{narrow(Pair{x[0], x[1]}, T{}), narrow(Pair{x[2], x[3]}, T{})}};
-}
-__device__ __forceinline__ Outputs<float> narrow(const float (&x)[kFinalizeColumns], float) {
-  return {{float_to_bits(x[0]), float_to_bits(x[1]), float_to_bits(x[2]), float_to_bits(x[3])}};
-}
-
 // A block has a row, or without a post norm a part of its columns.
 template <class T>
 __global__ void __launch_bounds__(kMaxFinalizeThreads)
@@ -640,69 +578,54 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
 
   T* out = static_cast<T*>(op.out) + row * op.out_row_stride;
   const int64_t columns = op.num_columns;
-  const auto project = [&](int64_t column, float (&total)[kFinalizeColumns]) {
+  const auto project = [&](int64_t column, float (&total)[kOutputColumns]) {
 #pragma unroll
-    for (int i = 0; i < kFinalizeColumns; ++i) total[i] = 0;
+    for (int i = 0; i < kOutputColumns; ++i) total[i] = 0;
     const float* partial = arguments.partial + row * arguments.partial_stride + column;
     const int64_t range_stride = op.num_rows * arguments.partial_stride;
     for (int k = 0; k < num_chunks; partial += range_stride * arguments.ranges.of_chunk[k++]) {
       if (left_out[k]) continue;
-      float of_chunk[kFinalizeColumns] = {};
+      float of_chunk[kOutputColumns] = {};
 #pragma unroll 4
       for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range) {
         const Words words = load(reinterpret_cast<const Words*>(partial + range * range_stride));
 #pragma unroll
-        for (int i = 0; i < kFinalizeColumns; ++i) of_chunk[i] += bits_to_float(word(words, i));
+        for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(word(words, i));
       }
 #pragma unroll
-      for (int i = 0; i < kFinalizeColumns; ++i) total[i] += of_chunk[i] * scale[k];
+      for (int i = 0; i < kOutputColumns; ++i) total[i] += of_chunk[i] * scale[k];
     }
 #pragma unroll
-    for (int i = 0; i < kFinalizeColumns; ++i) {
+    for (int i = 0; i < kOutputColumns; ++i) {
       if (op.bias.data != nullptr && column + i < columns) total[i] += value_at<T>(op.bias, column + i);
     }
   };
-  const int64_t first = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kFinalizeColumns;
-  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x * kFinalizeColumns;
+  const int64_t first = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kOutputColumns;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x * kOutputColumns;
   const bool has_post_norm = op.post_norm_gain.data != nullptr;
-  float total[kFinalizeColumns], post_rstd = 1;
+  float total[kOutputColumns], post_rstd = 1;
   if (has_post_norm) {
     float squares = 0;
     for (int64_t column = first; column < columns; column += step) {
       project(column, total);
 #pragma unroll
-      for (int i = 0; i < kFinalizeColumns; ++i) squares += column + i < columns ? total[i] * total[i] : 0.0f;
+      for (int i = 0; i < kOutputColumns; ++i) squares += column + i < columns ? total[i] * total[i] : 0.0f;
     }
     post_rstd = rstd_of(sum_over_row(squares), columns, op.post_norm_eps);
   }
-  constexpr int kSize = sizeof(T);
-  const uintptr_t bytes = static_cast<uintptr_t>((op.out_row_stride | columns) * kSize);
-  const bool in_words = (reinterpret_cast<uintptr_t>(op.out) | bytes) % sizeof(Outputs<T>) == 0;
+  const bool in_words = stores_words<T>(op);
   for (int64_t column = first; column < columns; column += step) {
     project(column, total);
     if (has_post_norm) {
 #pragma unroll
-      for (int i = 0; i < kFinalizeColumns; ++i) {
+      for (int i = 0; i < kOutputColumns; ++i) {
         if (column + i >= columns) continue;
         total[i] *= post_rstd;
         total[i] *= source.norm_offset + value_at<T>(op.post_norm_gain, column + i);
       }
     }
-    const Outputs<T> outputs = narrow(total, T{});
-    if (in_words) {
-      store(reinterpret_cast<Outputs<T>*>(out + column), outputs);
-      continue;
-    }
-#pragma unroll
-    for (int i = 0; i < kFinalizeColumns; ++i) {
-      if (column + i < columns) store_bits(out + column + i, outputs.words[i * kSize / 4] >> (i * kSize % 4 * 8));
-    }
+    store_outputs(out, column, columns, total, in_words);
   }
-}
-
-// Whether several scales lie along a row of the weight.
-bool has_blocks(const NormConcatLinear& op) {
-  return op.weight_type != WeightType::kChunks && op.scales.block_columns < op.source.width;
 }
 
 int64_t blocks_of_outputs(const NormConcatLinear& op, int columns = kSplitColumns) {
@@ -732,32 +655,22 @@ int units_of_widest(const Concat& source, int unit) {
 // is not in the model: nine of ten should have a block, of equal times also in the last wave. Nor is T in it: it is in
 // no sum.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
-  const int num_chunks = static_cast<int>(op.source.num_chunks), multiprocessors = device.multiprocessors;
+  const int multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns), slots = 2 * multiprocessors;
   const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : 1.1;
   const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
   const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
-  int units[kMaxChunks], all_units = 0;
-  SplitRanges ranges{}, best{};
-  for (int k = 0; k < num_chunks; ++k) {
-    units[k] = static_cast<int>((op.source.chunks[k].width + unit - 1) / unit);
-    all_units += units[k];
-    ranges.of_chunk[k] = 1;
-  }
+  SplitRanges ranges = one_range_each(op.source), best{};
+  const int all_units = units_of(op.source, ranges, unit);
   double least = 0;
   bool best_fills = false;
-  for (ranges.count = num_chunks;; ++ranges.count) {
-    const auto length_in = [&](int k) { return (units[k] + ranges.of_chunk[k] - 1) / ranges.of_chunk[k]; };
-    int longest = 0;
-    for (int k = 1; k < num_chunks; ++k) {
-      if (length_in(k) > length_in(longest)) longest = k;
-    }
-    const int length = length_in(longest);
+  for (;; ++ranges.count) {
+    const LongestRange longest = longest_range(op.source, ranges, unit);
     const int64_t blocks = outputs * ranges.count, last = blocks > slots ? blocks % slots : 0;
-    const double of_block = static_cast<double>(kFusedColumns) * length * unit;
+    const double of_block = static_cast<double>(kFusedColumns) * longest.units * unit;
     const double most = of_block * ((blocks + multiprocessors - 1) / multiprocessors);
     const double waves = std::max(1.0, static_cast<double>(blocks) / slots);
-    const double idle_in_cluster = 1 - static_cast<double>(all_units) / (ranges.count * length);
+    const double idle_in_cluster = 1 - static_cast<double>(all_units) / (ranges.count * longest.units);
     const double idle = waves * idle_in_cluster + (last > 0 ? static_cast<double>(slots - last) / slots : 0.0);
     const double time =
         std::max(share, multiply * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + of_block / 2.6 * idle;
@@ -767,8 +680,8 @@ SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
       best_fills = fills;
       least = time;
     }
-    if (ranges.count == kMaxCluster || length == 1) return best;
-    ++ranges.of_chunk[longest];
+    if (ranges.count == kMaxCluster || longest.units == 1) return best;
+    ++ranges.of_chunk[longest.chunk];
   }
 }
 
@@ -778,20 +691,6 @@ int launch_partial(const Arguments& arguments, const Device& device) {
   const Shape shape{rounds * blocks_of_outputs(arguments.op), arguments.ranges.count, kThreads,
                     Tile<kForm, kRows, kResidual, End::kSplit>::kSharedBytes};
   return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual>>(shape, arguments, device);
-}
-
-bool has_residual(const Arguments& arguments) {
-  const auto is_there = [](const Chunk& chunk) { return chunk.residual != nullptr; };
-  return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
-}
-
-// f(std::integral_constant<Form, ...>{}) of what the weight holds.
-template <class F>
-int with_form(const NormConcatLinear& op, const F& f) {
-  using std::integral_constant;
-  if (op.weight_type == WeightType::kChunks) return f(integral_constant<Form, Form::kDense>{});
-  if (op.weight_type == WeightType::kInt8) return f(integral_constant<Form, Form::kInt8>{});
-  return has_blocks(op) ? f(integral_constant<Form, Form::kE4M3Blocks>{}) : f(integral_constant<Form, Form::kE4M3>{});
 }
 
 template <class T, Form kForm>
@@ -840,7 +739,7 @@ int launch_fused(const Arguments& arguments, const Device& device) {
 template <class T>
 int launch_finalize(const Arguments& arguments, const Device& device) {
   const NormConcatLinear& op = arguments.op;
-  const int64_t packs = (op.num_columns + kFinalizeColumns - 1) / kFinalizeColumns;
+  const int64_t packs = (op.num_columns + kOutputColumns - 1) / kOutputColumns;
   const bool whole_row = op.post_norm_gain.data != nullptr;
   const int64_t threads = std::clamp<int64_t>((packs + 31) / 32 * 32, 32, whole_row ? kMaxFinalizeThreads : 128);
   const Shape shape{op.num_rows, whole_row ? 1 : (packs + threads - 1) / threads, threads,
@@ -931,7 +830,7 @@ int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges&
   const int64_t stride = blocks_of_outputs(op) * kSplitColumns;
   float* partial = static_cast<float*>(op.workspace);
   Arguments arguments{op, {}, ranges, partial, stride, partial + ranges.count * op.num_rows * stride,
-                      has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31};
+                      scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   return op.source.dtype == DType::kBFloat16 ? launch_both<BFloat16>(arguments, device)
                                              : launch_both<Float16>(arguments, device);

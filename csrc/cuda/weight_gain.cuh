@@ -38,6 +38,12 @@ __device__ __forceinline__ void gain_factors(const Words& low, const Words& high
   }
 }
 
+// a * b of pairs, rounded once: adding -0 leaves every product as it is.
+template <class T>
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b, T) {
+  return multiply_add(a, b, 0x80008000u, T{});
+}
+
 template <class T>
 __device__ __forceinline__ uint32_t scaled(uint32_t pair, float first, float second) {
   const Pair w = widen(pair, T{});

@@ -36,6 +36,7 @@ class Kernel(Enum):
     SINGLE = "one kernel"
     FUSED = "fused"  # norm_concat_linear in one pass over the weight
     DOTS = "fused dots"  # the same for few rows and a weight of codes, which stay in their order
+    WGMMA = "fused wgmma"  # the same by sm_90a's tensor cores, for more rows
     SPLIT = "split"  # the same in two launches, partial sums and a finalise kernel
     TWO_STEP = "norm_concat + linear"
     TORCH = "plain torch"
@@ -398,11 +399,35 @@ def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
         return Kernel.SPLIT, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
     if problem.has_post_norm:
         return Kernel.SPLIT, "a post norm needs all D columns of a row in one place"
+    if rows > (_FEW_ROWS_OF_CODES if problem.block_columns else decode) and _wgmma_takes(problem):
+        return Kernel.WGMMA, f"T={rows} <= {split}: one pass over the weight, whose products are those of warpgroups"
     if rows <= decode and problem.in_blocks:
         return Kernel.SPLIT, "the scales of blocks multiply sums, which the fused kernel would do too often"
     if rows <= decode and has_clusters(problem.device):
         return Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
     return Kernel.SPLIT, f"T={rows} <= {split}: one pass over the weight, then over its sums"
+
+
+# csrc/cuda/norm_concat_linear_wgmma.cu: the columns of a stage of codes share a scale. It changes the places of x for
+# every block of columns, which 32 rows do not pay for where some SMs have more blocks than others (modelled at K=3,
+# H=D=7168: 62 us, and 52 by the split kernels; at 64 rows 63 and 68).
+_WGMMA_CODES, _FEW_ROWS_OF_CODES = 128, 32
+
+
+def _wgmma_takes(problem: Problem) -> bool:
+    """Whether the kernel of warpgroups reads the weight: numbers, or of bf16 codes whose scales end with its stages."""
+    if not has_wgmma(problem.device):
+        return False
+    if problem.block_columns == 0:
+        return True
+    whole = all(size % _WGMMA_CODES == 0 for size in (problem.block_columns, *problem.widths))
+    return problem.dtype == torch.bfloat16 and (whole or not problem.in_blocks)
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the GPU multiplies by warpgroups: sm_90 alone, and code for sm_90a alone does."""
+    is_hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and "90a" in library.cuda_archs
 
 
 def has_clusters(device: torch.device) -> bool:

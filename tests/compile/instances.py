@@ -25,7 +25,6 @@ SAVED = ROOT / "bench/results/cuda_instances.json"
 ROWS = (1, 8, 16, 32, 64, 128)
 FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # of csrc/cuda/norm_concat_linear.cu, in its order
 FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3}  # the forms that multiply them
-FUSED_FORMATS = ("fp8_row", "int8_row")
 SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 
 # An H200. What is no data sheet's is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
@@ -33,10 +32,11 @@ SMS, CLOCK = 132, 1.755e9
 COPY, L2 = 4.3e12, 5.5e12  # bytes/s
 LATENCY = 1000 / CLOCK  # s
 ISSUE, SHARED, FLOPS = 4 * 0.7, 128, 0.62 * 4096  # instructions, bytes and FLOP of an SM in a clock
+WGMMA_FLOPS = 0.75 * 4096  # by warpgroups, whose first operand comes from registers
 FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
+CLUSTER_BYTES = 32  # of an SM in a clock, from another's shared memory
 CLUSTER_SUM = LATENCY  # of two barriers and a read of the others' shared memory between them
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
-THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,33 @@ class Instance:
     in_flight: int  # bytes of the weight that are asked for ahead of the product
     instructions_per_byte: float  # of the weight, in the main loop
     value_bytes: int = 2  # of the weight
+    threads: int = 256
 
     @property
-    def fused(self) -> bool:
-        return self.name.startswith("fused")
+    def one_launch(self) -> bool:
+        return not self.name.startswith("split")
+
+    @property
+    def wgmma(self) -> bool:
+        return self.name.startswith("wgmma")
 
     @property
     def unit(self) -> int:
         """Columns that ranges are counted in."""
-        return (256 if self.value_bytes == 1 else 128) if self.fused else 64 if self.value_bytes == 2 else 128
+        fused = self.name.startswith("fused")
+        return (256 if self.value_bytes == 1 else 128) if fused else 64 if self.value_bytes == 2 else 128
 
     @property
     def blocks(self) -> int:
         """On an SM at once."""
-        registers = math.ceil(self.registers / 8) * 8 * THREADS
-        return min(SM_REGISTERS // registers, SM_SHARED // (self.shared + BLOCK_RESERVE), SM_THREADS // THREADS)
+        registers = math.ceil(self.registers / 8) * 8 * self.threads
+        return min(SM_REGISTERS // registers, SM_SHARED // (self.shared + BLOCK_RESERVE), SM_THREADS // self.threads)
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused`, `fused bulk`, and `split` with the rows; and what the weight holds."""
-    made = {}
+    """By name: `fused`, `fused bulk`, and `split` with the rows, `wgmma` with columns x rows; and what the weight
+    holds."""
+    made = _wgmma_instances()
     binaries, cubin = compiled("norm_concat_linear", "90a")
     code = dict(instructions(cubin))
     for binary in binaries:
@@ -95,9 +102,21 @@ def instances() -> dict[str, Instance]:
 
 def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
     """Instructions of a warp for a byte of the weight in each loop that multiplies: a product of 16 x 8 reads 16 x 16
-    values of it, which as many products share as there are tiles of 8 rows. Loops inside that do not multiply are few
+    values of it, which as many products share as there are tiles of 8 rows."""
+    for issued, products in _loops(code, "HMMA"):
+        yield issued / (products * 256 * value_bytes / row_tiles)
+
+
+def _instructions(code: str, product: str) -> list[float]:
+    """Of a warp in each loop that multiplies."""
+    return [issued for issued, _ in _loops(code, product)]
+
+
+def _loops(code: str, product: str) -> Iterator[tuple[float, int]]:
+    """Instructions of a warp and products in each loop that multiplies. Loops inside that do not multiply are few
     blocks'. What a branch skips counts an eighth where one warp copies boxes, half where threads copy, the weight in
-    half of the warps and x in the others, and a quarter where a block of scales ends: of 128 columns, after 4 steps."""
+    half of the warps and x in the others, and a quarter where a block of scales ends: of 128 columns, after 4 steps.
+    Warpgroups copy both in every warp."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
     loops, share = [], dict.fromkeys(range(len(lines)), 1.0)
@@ -107,21 +126,43 @@ def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
         if to < i:
             loops.append((to, i))
         skipped = "".join(lines[i:to])
-        if "HMMA" not in skipped and "UTMALDG" in skipped and "LDGSTS" not in skipped:
+        if product in skipped or product == "HGMMA":
+            continue
+        if "UTMALDG" in skipped and "LDGSTS" not in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.125))
-        elif "HMMA" not in skipped and "LDGSTS" in skipped:
+        elif "LDGSTS" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.5))
-        elif "HMMA" not in skipped and "FFMA" in skipped and "LDG" in skipped:
+        elif "FFMA" in skipped and "LDG" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.25))
-    multiplies = {loop for loop in loops if any("HMMA" in line for line in lines[slice(*loop)])}
+    multiplies = {loop for loop in loops if any(product in line for line in lines[slice(*loop)])}
     for begin, end in multiplies:
         inner = {loop for loop in loops if loop != (begin, end) and begin <= loop[0] and loop[1] <= end}
         if not inner & multiplies:
             left_out = {i for loop in inner for i in range(*loop)}
             body = {i: lines[i] for i in range(begin, end) if i not in left_out}
-            products = sum("HMMA" in line for line in body.values())
-            instructions = sum(share[i] for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line))
-            yield instructions / (products * 256 * value_bytes / row_tiles)
+            products = sum(product in line for line in body.values())
+            yield sum(share[i] for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)), products
+
+
+def _wgmma_instances() -> dict[str, Instance]:
+    made = {}
+    binaries, cubin = compiled("norm_concat_linear_wgmma", "90a")
+    code = dict(instructions(cubin))
+    for binary in binaries:
+        if "8BFloat16" not in binary.name:
+            continue
+        rows, warpgroups, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
+        form = int(re.search(r"4FormE(\d)", binary.name)[1])
+        columns, value_bytes = 64 * warpgroups, 1 if form else 2
+        stage = 128 * (columns + rows * (2 // value_bytes) * (1 + residual)) + 1024
+        two_blocks = warpgroups == 2 and FORMS[form] != " e4m3 blocks" and 3 * stage <= 113 << 10
+        stages = (228 // (2 if two_blocks else 1) - 1) * 1024 // stage
+        # Of a stage a warp multiplies 16 rows of the weight.
+        per_byte = min(_instructions(code[binary.name], "HGMMA")) / (16 * 128)
+        name = f"wgmma {columns}x{rows}{FORMS[form]}" + (" residual" if residual else "")
+        sizes = (rows, columns, binary.registers, stages * stage, (stages - 1) * columns * 128)
+        made[name] = Instance(name, *sizes, round(per_byte, 3), value_bytes, 128 * warpgroups)
+    return made
 
 
 @dataclass(frozen=True)
@@ -161,15 +202,16 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     weight, gain = x.new_empty(D, K * H), x.new_empty(K, H)
     arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, weight, None, None, 0.0)
     emulation.take_launches()
-    is_fused = T <= MAX_CUDA_DECODE_ROWS
-    if is_fused:
+    if T <= MAX_CUDA_DECODE_ROWS:
         ops.norm_concat_linear_fused_out(*arguments, True, False, x.new_empty(T, D))
+        names = ("fused",)
     else:
-        ops.norm_concat_linear_split_out(*arguments, True, x.new_empty(T, D))
-    launches = [launch for launch in emulation.take_launches() if launch.threads]
-    blocks, ranges = launches[0].grid
-    shared = launches[0].shared_bytes
-    (instance,) = (i for i in known.values() if (i.shared, i.fused) == (shared, is_fused) and "residual" not in i.name)
+        ops.norm_concat_linear_wgmma_out(*arguments, True, x.new_empty(T, D))
+        names = tuple(name for name in known if re.fullmatch(r"wgmma \d+x\d+", name))
+    (launch,) = (launch for launch in emulation.take_launches() if launch.threads)
+    blocks, ranges = launch.grid
+    sizes = (launch.shared_bytes, launch.threads)
+    (instance,) = (known[name] for name in names if (known[name].shared, known[name].threads) == sizes)
     return modelled(instance, blocks * ranges, ranges, K, H, D, T)
 
 
@@ -180,14 +222,18 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
     scales, gain = torch.empty(-(-D // block[0]), -(-K * H // block[1])), x.new_empty(K, H)
     arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, codes, scales, None, *block, None, None, 0.0)
     emulation.take_launches()
-    fused = T <= MAX_CUDA_DECODE_ROWS and format in FUSED_FORMATS
-    torch.ops.eagle_kernels_emulated.norm_concat_linear_quantized_out(*arguments, fused, True, x.new_empty(T, D))
-    (blocks, ranges), shared = next(
-        (launch.grid, launch.shared_bytes) for launch in emulation.take_launches() if launch.threads
+    in_blocks = format == "fp8_block128"
+    kernel = "split" if T > MAX_CUDA_DECODE_ROWS or in_blocks else "fused"
+    if T > 32 and not (in_blocks and H % 128):
+        kernel = "wgmma"
+    torch.ops.eagle_kernels_emulated.norm_concat_linear_quantized_out(
+        *arguments, ("split", "fused", "wgmma").index(kernel), True, x.new_empty(T, D)
     )
-    kernel, form = "fused" if fused else "split", FORMS[FORMATS[format]]
-    names = f"{kernel}{form}", f"{kernel} 32{form}", f"{kernel} 64{form}"
-    (instance,) = (i for i in known.values() if i.shared == shared and i.name in names)
+    launch = next(launch for launch in emulation.take_launches() if launch.threads)
+    blocks, ranges = launch.grid
+    pattern = {"wgmma": r"wgmma \d+x64", "fused": "fused", "split": r"split \d+"}[kernel] + FORMS[FORMATS[format]]
+    named = (i for name, i in known.items() if re.fullmatch(pattern, name))
+    (instance,) = (i for i in named if (i.shared, i.threads) == (launch.shared_bytes, launch.threads))
     return modelled(instance, blocks * ranges, ranges, K, H, D, T)
 
 
@@ -203,18 +249,26 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
         resident = min(left, slots)
         memory += resident * of_block / min(COPY, resident * instance.in_flight / LATENCY)
         left -= resident
-    through_l2 = (weight + 2 * T * width * math.ceil(D / instance.columns)) / L2
+    through_l2 = (weight * math.ceil(T / instance.rows) + 2 * T * width * math.ceil(D / instance.columns)) / L2
     # An SM's share, of the SM that has most, in blocks of the longest range: of a chunk that has fewest.
     longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges // K)) * instance.unit)
     most = math.ceil(blocks / SMS) * instance.columns * longest * instance.value_bytes
-    multiply = most / instance.value_bytes * 2 * instance.rows / FLOPS
+    multiply = most / instance.value_bytes * 2 * instance.rows / (WGMMA_FLOPS if instance.wgmma else FLOPS)
     execute = most * instance.instructions_per_byte / ISSUE
     # Both operands are written once; x is read by every warp of columns, the weight by every warp of rows.
-    column_warps, row_warps = (2, 1) if instance.fused else (4, 2) if instance.rows == 128 else (8, 1)
+    column_warps, row_warps = (8, 1)
+    if instance.wgmma:  # x by each warpgroup, and once more for its squares
+        column_warps = instance.columns // 64 + 1
+    elif instance.one_launch:
+        column_warps = 2
+    elif instance.rows == 128:
+        column_warps, row_warps = (4, 2)
     values = 2 * (column_warps + 1) * instance.rows + instance.value_bytes * (row_warps + 1) * instance.columns
     shared = most / instance.value_bytes / instance.columns * values / SHARED
-    partial = 0 if instance.fused else 4 * ranges * T * D
-    end = CLUSTER_SUM if instance.fused else SECOND_LAUNCH + partial / L2
+    partial = 0 if instance.one_launch else 4 * ranges * T * D
+    end = CLUSTER_SUM if instance.one_launch else SECOND_LAUNCH + partial / L2
+    if instance.wgmma:  # of few rows that time is in the barriers'
+        end += min(T, instance.rows) * instance.columns * 4 * 2 / CLUSTER_BYTES / CLOCK
     slowest = max(memory, through_l2 + partial / L2, max(multiply, execute, shared) / CLOCK)
     seconds = FIRST_LAUNCH + LATENCY + slowest + end
     floor = FIRST_LAUNCH + LATENCY + weight / COPY

@@ -25,12 +25,15 @@ MOST_REGISTERS = {
     "capture_hidden": 64,
     "norm_concat": 64,
     "norm_concat_linear": 184,  # of its blocks of 128 rows, and of all on sm_89 and sm_120, an SM has one
+    "norm_concat_linear_wgmma": 184,  # of blocks of more than 128 an SM has one; see below
     "vocab_parallel_embedding": 40,
 }
 # Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes:
 # fused, with residuals or not and bulk copies or not; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales in
-# blocks; and the kernel that sums, in 3 dtypes.
-INSTANCES = dict.fromkeys(MOST_REGISTERS, 6) | {"capture_hidden": 12, "norm_concat_linear": 49}
+# blocks; and the kernel that sums, in 3 dtypes. By warpgroups 2, 3 or 4 of them, 64 or 128 rows or residuals, 2 dtypes;
+# in bf16 3 forms of codes, with residuals or not.
+INSTANCES = dict.fromkeys(MOST_REGISTERS, 6)
+INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 49, "norm_concat_linear_wgmma": 36}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -96,6 +99,18 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
         assert len(two_on_an_sm) == 47 and max(binary.registers for binary in two_on_an_sm) <= 128
 
 
+@pytest.mark.slow
+def test_warpgroups_have_their_registers_and_wait_for_one_another_nowhere() -> None:
+    """128 of a thread where an SM has 512 threads of a block, or two blocks of 256; elsewhere the kernel ends at once.
+    What ptxas cannot hand over in time it serializes, and says so."""
+    binaries, cubin = compiled("norm_concat_linear_wgmma", "90a")
+    assert max(binary.registers for binary in binaries if "ELi4ELb" in binary.name) <= 128
+    dense = [binary for binary in binaries if "FormE0" in binary.name and "ELi2ELb" in binary.name]
+    assert len(dense) == 6 and max(binary.registers for binary in dense) <= 128
+    assert "serialized" not in cubin.with_suffix(".txt").read_text()
+    assert all(binary.registers < 16 for binary in compiled("norm_concat_linear_wgmma", "100a")[0])
+
+
 @functools.cache
 def instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
     """(function, its machine code)."""
@@ -126,11 +141,34 @@ def test_the_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -
         assert not re.search(r"\b(LDL|STL|ATOM\w*|RED)\b", code)
 
 
+def test_warpgroups_multiply_from_registers_and_shared_memory() -> None:
+    functions = dict(instructions(compiled("norm_concat_linear_wgmma", "90a")[1]))
+    assert len(functions) == 36
+    for name, code in functions.items():
+        is_codes, blocks, rows = "FormE0" not in name, "FormE2" in name, 128 if "ELi128E" in name else 64
+        loops = 2 if "Float16" in name and "BFloat16" not in name else 3  # of gains
+        kind = "BF16" if "BFloat16" in name else "F32"
+        products = re.findall(rf"HGMMA\.64x64x16\.F32(?:\.BF16)? R\d+, R\d+, gdesc", code)
+        assert len(products) == loops * (8 if is_codes else 4) * rows // 64, name
+        assert (kind != "BF16") == ("F32.BF16" not in code), name
+        assert set(re.findall(r"\bLDGSTS[\w.]*", code)) == {"LDGSTS.E.BYPASS.128"}
+        # The weight as fragments; what is read of x is a thread's own.
+        assert set(re.findall(r"\bLDSM[\w.]*", code)) == {"LDSM.16.M88.4"}
+        assert code.count("FENCE.VIEW.ASYNC") == loops and code.count("WARPGROUP.ARRIVE") == loops, name
+        assert len(re.findall(r"\bUCGABAR_ARV|\bUCGABAR_WAIT", code)) == 4, name
+        assert not re.search(r"\b(LDL|STL|ATOM\w*|RED)\b", code)
+        # Sums of stages are scaled behind a wait of their own.
+        assert code.count("WARPGROUP.DEPBAR") == loops * (3 if blocks else 2), name
+
+
 # In SASS: a prefetch into L2, a box's copy, an asynchronous copy, griddepcontrol.wait,
 # griddepcontrol.launch_dependents, a load.
 _ORDERED = re.compile(r"\b(CCTL\.E\.PF2|UTMALDG|LDGSTS|ACQBULK|PREEXIT|LDG)\b")
 # What comes before the wait: of the weight.
-_EARLY = {"norm_concat_linear_partial_kernel": ["CCTL.E.PF2", "LDGSTS"]}
+_EARLY = {
+    "norm_concat_linear_partial_kernel": ["CCTL.E.PF2", "LDGSTS"],
+    "norm_concat_linear_wgmma_kernel": ["LDGSTS", "CCTL.E.PF2"],
+}
 
 
 @pytest.mark.parametrize("kernel", MOST_REGISTERS)

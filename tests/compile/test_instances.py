@@ -35,7 +35,7 @@ def test_the_saved_table_is_current(
 
 def test_every_instance_has_its_ring_in_flight(known: dict[str, instances.Instance]) -> None:
     split = [instance for name, instance in known.items() if name.startswith("split")]
-    assert len(split) == 15 and len(known) == 23
+    assert len(split) == 15 and len(known) == 23 + 27
     for instance in known.values():
         # 64 rows of codes and their residuals leave room for three stages ahead, of half the bytes.
         least = 48 if instance.value_bytes == 1 and instance.name.endswith("residual") and instance.rows == 64 else 64
@@ -53,12 +53,16 @@ def test_the_model_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
         assert call.busy >= 0.9 or call.ranges == 8, (name, call)
 
 
-def test_the_model_of_up_to_32_rows(calls: dict[str, instances.Call]) -> None:
-    """Of weights of 90 MB and more, within 1.13 of the floor at 32 rows; 64 and 128 rows are not there yet."""
-    large = [name for name in calls if name.endswith("T=32") and _bytes(name) >= 90e6]
-    assert len(large) >= 8
+def test_the_model_of_more_rows(calls: dict[str, instances.Call]) -> None:
+    """One launch, of weights of 90 MB and more within 1.08 of the floor at 32 rows, 1.2 at 64 (1.14 but where 6144
+    columns leave some SMs idle), and 1.62 at 128, whose x takes as long through L2 as the weight from memory."""
+    limits = {"32": 1.08, "64": 1.2, "128": 1.62}
+    large = [name for name in calls if re.fullmatch(r"\S+ T=(32|64|128)", name) and _bytes(name) >= 90e6]
+    assert len(large) >= 3 * 8
     for name in large:
-        assert calls[name].of_floor <= 1.13, (name, calls[name])
+        call, T = calls[name], name.partition("T=")[2]
+        limit = 1.14 if T == "64" and "x6144" not in name.partition(" ")[0][-5:] else limits[T]
+        assert call.instance.startswith("wgmma") and call.of_floor <= limit, (name, call)
 
 
 def test_the_model_of_codes_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
@@ -71,11 +75,11 @@ def test_the_model_of_codes_of_up_to_16_rows(calls: dict[str, instances.Call]) -
 
 
 def test_the_model_of_codes(calls: dict[str, instances.Call]) -> None:
-    """Where bf16 has 90 MB and more, a scale for a row beats it up to 64 rows, of which codes take 128 in two passes.
-    Widening takes longer than reading, and with scales in blocks longer than bf16 does from 64 rows on."""
+    """Where bf16 has 90 MB and more, codes beat it up to 64 rows, of which they take 128 in two passes. Widening takes
+    longer than reading."""
     of_codes = [name for name in calls if len(name.split()) == 3 and _bytes(name) >= 90e6]
-    kept = [name for name in of_codes if " T=128 " not in name and ("block" not in name or " T=64 " not in name)]
-    assert len(of_codes) >= 8 * 18 and len(kept) >= 8 * 14
+    kept = [name for name in of_codes if " T=128 " not in name]
+    assert len(of_codes) >= 8 * 18 and len(kept) >= 8 * 15
     for name in kept:
         assert calls[name].microseconds < calls[name.rpartition(" ")[0]].microseconds, name
 

@@ -45,6 +45,7 @@ def emulated(
     two barriers a GPU may, and in half of each asynchronous copies land where they are waited for."""
     monkeypatch.setattr(library, "primitives", torch.ops.eagle_kernels_emulated)
     monkeypatch.setattr(plan, "_cuda_unsupported_reason", lambda device: None)
+    monkeypatch.setattr(library, "cuda_archs", ("90a",))
     order = len(request.node.name)
     emulation.set_device(SHARED_MEMORY, descending_warps=order % 2 == 1, late_copies=order // 2 % 2 == 1)
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
@@ -65,3 +66,15 @@ def cpu_isa(emulated: object, emulation: ModuleType, request: pytest.FixtureRequ
 def fused_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
     """In rounds of 16 rows, where a plan has the split kernels for more."""
     monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", library.MAX_CUDA_SPLIT_ROWS)
+
+
+@pytest.fixture
+def wgmma_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan has the fused kernel for few rows."""
+    monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", 0)
+
+
+@pytest.fixture
+def no_wgmma(emulated: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a library without code for sm_90a: the split kernels in its place."""
+    monkeypatch.setattr(library, "cuda_archs", ("80", "90+ptx"))

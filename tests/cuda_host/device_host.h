@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "runtime/cuda.h"
@@ -45,6 +46,8 @@ void wait_for_previous_kernel();
 // Fails where the address is not aligned, or global memory may not be touched yet.
 void check_access(const void* p, size_t bytes);
 void check_alignment(const void* p, size_t bytes);
+// Ends the emulation with an error that says where.
+[[noreturn]] void fail(const std::string& what);
 
 // 16 bytes that a thread copies into shared memory; from null: zeros.
 struct Copy {
@@ -79,6 +82,21 @@ void landed(const void* barrier, uint32_t bytes);
 bool has_ended(const void* barrier, uint32_t parity);
 // The copies that land where a thread waits; if there are none the thread waits until another has done something.
 std::vector<BoxCopy> landing(const void* barrier);
+
+// A wgmma that has not ended. A GPU multiplies at any time between where it is asked for and where the thread waits;
+// here at the first, which shows operands that are not there yet, or where copies land late at the second, which shows
+// those that are overwritten too early. Fails where what a thread's copies brought has not been fenced for it.
+struct Product {
+  void (*multiply)(const Product&);
+  float (*sum)[4];
+  const uint32_t* a;
+  uint64_t b;
+  bool adds;
+};
+bool multiplies_now(const Product& product);
+std::vector<Product> ending_products();
+void fence_async_proxy();
+uint32_t shared_address(const void* p);
 
 constexpr size_t kSlot = 64;  // bytes of a lane in an exchange
 
@@ -191,6 +209,9 @@ struct CopyBarrier {
 inline void publish_barriers() { host::publish_barriers(); }
 struct ReadOnce {
   Words operator()(const void* p) const { return load(static_cast<const Words*>(p)); }
+  void copy_async(uint32_t to, const void* from, bool inside) const {
+    copy_async(host::shared_memory() + to, from, inside);
+  }
   void copy_async(void* to, const void* from, bool inside) const {
     host::check_alignment(to, sizeof(Words));
     if (inside) host::check_alignment(from, sizeof(Words));
@@ -206,6 +227,9 @@ inline void copy_async(void* to, const void* from, bool inside) {
   if (inside) host::check_access(from, sizeof(Words));
   ReadOnce{}.copy_async(to, from, inside);
 }
+inline void copy_async(uint32_t to, const void* from, bool inside) {
+  copy_async(host::shared_memory() + to, from, inside);
+}
 inline void commit_copies() { host::commit_copies(); }
 template <int kLatest>
 void wait_for_copies() {
@@ -219,6 +243,48 @@ inline void let_next_kernel_start() {}
 inline void sync_cluster() { host::sync_cluster(); }
 inline void end_cluster() { host::sync_cluster(); }
 inline float load_from_block(const float* mine, int rank) { return *host::in_block(mine, rank); }
+inline Words load_words_from_block(const float* mine, int rank) {
+  host::check_alignment(mine, sizeof(Words));
+  Words words;
+  std::memcpy(&words, host::in_block(mine, rank), sizeof words);
+  return words;
+}
+
+// An address in shared memory is how far it is from the block's first byte.
+inline uint32_t shared_address(const void* p) { return host::shared_address(p); }
+template <class T>
+T load_shared_as(uint32_t at) {
+  host::check_alignment(host::shared_memory() + at, sizeof(T));
+  T value;
+  std::memcpy(&value, host::shared_memory() + at, sizeof value);
+  return value;
+}
+inline Words load_shared(uint32_t at) { return load_shared_as<Words>(at); }
+inline uint32_t load_shared_word(uint32_t at) { return load_shared_as<uint32_t>(at); }
+inline Pair load_shared_pair(uint32_t at) { return load_shared_as<Pair>(at); }
+inline void store_shared(uint32_t at, const Words& v) {
+  host::check_alignment(host::shared_memory() + at, sizeof v);
+  std::memcpy(host::shared_memory() + at, &v, sizeof v);
+}
+inline void store_shared(uint32_t at, uint32_t first, uint32_t second) {
+  host::check_alignment(host::shared_memory() + at, 8);
+  const uint32_t words[2] = {first, second};
+  std::memcpy(host::shared_memory() + at, words, sizeof words);
+}
+inline void sync_warp() { host::exchange("", 1); }
+inline void load_matrices(uint32_t row, uint32_t (&words)[4]) {
+  const char* rows = host::exchange(&row, sizeof row);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t at;
+    std::memcpy(&at, rows + (8 * i + lane / 4) * host::kSlot, sizeof at);
+    const Words all = load_shared(at);
+    const uint32_t of_row[4] = {all.x, all.y, all.z, all.w};
+    words[i] = of_row[lane % 4];
+  }
+}
+template <class T>
+void is_new(T&) {}
 inline char* shared_memory() { return host::shared_memory(); }
 
 // PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type": with lane = 4 g + q, register i of A is row
@@ -244,6 +310,48 @@ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, ui
     sum[i] = total;
   }
 }
+
+// PTX ISA, "Register Fragments and Shared Memory Matrix Layouts" of wgmma.m64nNk16: a warp has 16 rows of a and of the
+// sum, in mma's fragments. b is in shared memory, a row of it in 128 bytes that change places as a box's do; a
+// descriptor of anything else fails.
+template <class T>
+void multiply_now(const host::Product& product) {
+  constexpr uint64_t kSwizzled = uint64_t{1} << 62 | uint64_t{64} << 32;
+  if ((product.b & ~uint64_t{0x3fff}) != kSwizzled) host::fail("a matrix that is described otherwise");
+  const char* begin = shared_memory() + ((product.b & 0x3fff) << 4);
+  const Pair own[4] = {widen(product.a[0], T{}), widen(product.a[1], T{}), widen(product.a[2], T{}),
+                       widen(product.a[3], T{})};
+  const char* slots = host::exchange(own, sizeof own);
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  for (int at = 0; at < 32; ++at) {
+    const int i = at % 4, lower_row = i / 2, row = at / 4 * 8 + 2 * q + i % 2;
+    float total = product.adds ? product.sum[at / 4][i] : 0;
+    for (int pair = 0; pair < 8; ++pair) {
+      Pair a;
+      const int reg = lower_row + pair / 4 * 2;
+      std::memcpy(&a, slots + (4 * g + pair % 4) * host::kSlot + reg * sizeof(Pair), sizeof a);
+      const uintptr_t place = reinterpret_cast<uintptr_t>(begin + row * 128 + pair * 4);
+      uint32_t b_bits;
+      std::memcpy(&b_bits, reinterpret_cast<const char*>(place ^ (place >> 7 & 7) << 4), sizeof b_bits);
+      const Pair b = widen(b_bits, T{});
+      total += a.first * b.first + a.second * b.second;
+    }
+    product.sum[at / 4][i] = total;
+  }
+}
+constexpr bool kHasWgmma = true;
+inline void trap() { host::fail("a trap"); }
+template <bool kAdds, class T>
+void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b, T) {
+  const host::Product product{&multiply_now<T>, sum, a, b, kAdds};
+  if (host::multiplies_now(product)) product.multiply(product);
+}
+inline void fence_wgmma() {}
+inline void commit_wgmma() {}
+inline void wait_for_wgmma() {
+  for (const host::Product& product : host::ending_products()) product.multiply(product);
+}
+inline void fence_async_proxy() { host::fence_async_proxy(); }
 
 }  // namespace eagle_kernels::cuda
 

@@ -56,6 +56,8 @@ struct Fiber {
   bool waited = false;    // for the previous kernel
   std::vector<Copy> copies;  // of the group that is not committed yet
   std::deque<std::vector<Copy>> groups;
+  bool fenced = true;     // what its copies have brought, for wgmma
+  std::vector<Product> products;
   const Copies* awaited = nullptr;
   int64_t seen_changes = 0;  // of those
 };
@@ -66,6 +68,8 @@ struct Block {
   std::unique_ptr<char, decltype(&std::free)> shared;
   Order barrier;
   std::map<const void*, Copies> copies;
+  // The thread that came to the barrier, and to the one before it, with copies that it had not fenced; or -1.
+  int unfenced = -1, unfenced_before = -1;
 };
 
 bool descending_warps = false;
@@ -116,18 +120,11 @@ void yield(State state) {
   arrive(fiber.fake_stack, nullptr, nullptr);
 }
 
-// No exception crosses a change of stacks: the fiber stops for good and the scheduler throws.
-[[noreturn]] void fail(const std::string& what) {
-  failure = "thread " + std::to_string(running % threads_of_block) + " of block (" + std::to_string(blockIdx.x) + ", " +
-            std::to_string(blockIdx.y) + "): " + what;
-  yield(State::kDone);
-  std::abort();
-}
-
 void run_thread() {
   arrive(nullptr, &scheduler_stack, &scheduler_stack_bytes);
   launch_begin.acquire();
   (*running_thread)();
+  if (!current().products.empty()) fail("a thread has ended before its products");
   launch_end.release();
   yield(State::kDone);
 }
@@ -221,6 +218,10 @@ bool passes(State barrier, int begin, int end) {
   for (int thread = begin; thread < end; ++thread) {
     if (fibers[thread]->state == barrier) fibers[thread]->state = State::kReady;
   }
+  if (barrier == State::kAtBarrier) {
+    Block& block = block_of(begin);
+    block.unfenced_before = std::exchange(block.unfenced, -1);
+  }
   return true;
 }
 
@@ -240,6 +241,8 @@ void run_cluster(int cluster, int64_t shared_bytes) {
     fiber.waited = false;
     fiber.copies.clear();
     fiber.groups.clear();
+    fiber.fenced = true;
+    fiber.products.clear();
   }
   while (true) {
     // Each block as far as it comes without the others: what it reads of one that has not run is NaN.
@@ -284,6 +287,14 @@ bool forgets_waits() {
 
 }  // namespace
 
+// No exception crosses a change of stacks: the fiber stops for good and the scheduler throws.
+[[noreturn]] void fail(const std::string& what) {
+  failure = "thread " + std::to_string(running % threads_of_block) + " of block (" + std::to_string(blockIdx.x) + ", " +
+            std::to_string(blockIdx.y) + "): " + what;
+  yield(State::kDone);
+  std::abort();
+}
+
 void set_warp_order(bool descending) { descending_warps = descending; }
 void set_late_copies(bool late) { late_copies = late; }
 
@@ -303,10 +314,28 @@ void commit_copies() {
 std::vector<Copy> landing(size_t latest_groups) {
   std::vector<Copy> copies;
   auto& groups = current().groups;
+  current().fenced &= groups.size() <= latest_groups;
   for (; groups.size() > latest_groups && !forgets_waits(); groups.pop_front()) {
     copies.insert(copies.end(), groups.front().begin(), groups.front().end());
   }
   return copies;
+}
+
+bool multiplies_now(const Product& product) {
+  const int unfenced = block_of(running).unfenced_before;
+  if (unfenced >= 0) fail("wgmma reads what thread " + std::to_string(unfenced) + " has not fenced");
+  if (late_copies) current().products.push_back(product);
+  return !late_copies;
+}
+
+std::vector<Product> ending_products() {
+  return forgets_waits() ? std::vector<Product>{} : std::exchange(current().products, {});
+}
+
+void fence_async_proxy() { current().fenced = true; }
+
+uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(static_cast<const char*>(p) - shared_memory());
 }
 
 void init_barrier(const void* barrier) {
@@ -411,6 +440,7 @@ char* shared_memory() { return block_of(running).shared.get(); }
 
 void sync_block() {
   Order& barrier = block_of(running).barrier;
+  if (!current().fenced) block_of(running).unfenced = running % threads_of_block;
   if (barriers_order) barrier.release();
   yield(State::kAtBarrier);
   if (barriers_order) barrier.acquire();

@@ -61,11 +61,14 @@ class Call:
             codes, scales = move(quantized.codes), move(quantized.scales)
             epilogue = (None, None, 0.0)
             ops.norm_concat_linear_quantized_out(
-                *sources, codes, scales, None, *quantized.block, *epilogue, False, True, out
+                *sources, codes, scales, None, *quantized.block, *epilogue, 0, True, out
             )
             return [out]
         if self.op == "norm_concat_linear":
-            ops.norm_concat_linear_fused_out(*sources, weight, None, None, 0.0, True, False, out)
+            if self.T > 16:
+                ops.norm_concat_linear_wgmma_out(*sources, weight, None, None, 0.0, True, out)
+            else:
+                ops.norm_concat_linear_fused_out(*sources, weight, None, None, 0.0, True, False, out)
             return [out]
         if self.op == "norm_concat":
             ops.norm_concat_out(*sources, out)
@@ -87,7 +90,7 @@ CALLS = [
     *(
         Call("norm_concat_linear", dtype, T, 3, 136, D, norm)
         for dtype in _DTYPES
-        for T, D in ((3, 37), (13, 37), (3, 4300))
+        for T, D in ((3, 37), (13, 37), (3, 4300), (40, 150), (101, 260))
         for norm in _CODES
     ),
     *(

@@ -49,6 +49,7 @@ SPLIT_CASES += [
     Case("fp16", (200, 72), 130, "concat", D=260, gain="fp32", residuals="some"),
     Case("bf16", (136,) * 3, 100, D=132, layout="packed", indices="shared", sum_squares=True),
 ]
+WGMMA_CASES = [case for case in SPLIT_CASES if not case.post_norm and 0 < case.T <= 128]
 # What they leave to norm_concat and a library product.
 OTHER_CASES = [case for case in FEATURES if case.view or case.layout == "strided"]
 OTHER_CASES += [case for case in SIZES if case.widths[0] in (101, 1) and case.T < 100]
@@ -104,6 +105,13 @@ def test_float64_truth_of_the_split_kernels(case: Case) -> None:
         check(case)
 
 
+@pytest.mark.usefixtures("wgmma_at_every_T")
+@pytest.mark.parametrize("case", WGMMA_CASES, ids=lambda case: case.id)
+def test_float64_truth_of_the_wgmma_kernel(case: Case) -> None:
+    assert explained(case).startswith("norm_concat_linear: cuda/fused wgmma, because T=")
+    check(case)
+
+
 @pytest.mark.parametrize("case", OTHER_CASES, ids=lambda case: case.id)
 def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
     assert explained(case).startswith("norm_concat_linear: cuda/norm_concat + linear, because ")
@@ -111,7 +119,7 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
 
 
 # By name, what picks each instance of the kernels' templates beside the dtype: launch_rows and norm_concat_linear_cuda
-# of csrc/cuda/norm_concat_linear.cu.
+# of csrc/cuda/norm_concat_linear.cu, launch_rows of norm_concat_linear_wgmma.cu.
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
 
 
@@ -186,23 +194,89 @@ def test_a_gpu_without_clusters_is_left_to_the_split_kernels(emulated: object, e
         emulated.norm_concat_linear_fused_out(*arguments, None, 0.0, True, False, torch.empty(2, 37).bfloat16())
 
 
+@pytest.mark.usefixtures("no_wgmma")
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
 @pytest.mark.parametrize("T", [17, 40, 101])
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_float64_truth_of_every_split_instance(dtype: str, flavour: str, T: int, norm: str) -> None:
-    check(Case(dtype, (136,) * 2, T, norm, D=150, norm_offset=1.0, **FLAVOURS[flavour]))
+    case = Case(dtype, (136,) * 2, T, norm, D=150, norm_offset=1.0, **FLAVOURS[flavour])
+    assert explained(case).startswith("norm_concat_linear: cuda/split, because ")
+    check(case)
+
+
+@pytest.mark.parametrize("norm_offset", [0.0, 1.0, 0.5])  # of which the first two have an instruction in bf16
+@pytest.mark.parametrize("T", [40, 101])
+@pytest.mark.parametrize(
+    ("columns", "D", "multiprocessors"),  # of blocks of 2, 3 and 4 warpgroups, in 2, 4 and 2 ranges
+    [(128, 150, 5), (192, 300, 8), (256, 400, 2)],
+)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_float64_truth_of_every_wgmma_instance(
+    dtype: str,
+    flavour: str,
+    columns: int,
+    D: int,
+    multiprocessors: int,
+    T: int,
+    norm_offset: float,
+    emulation: ModuleType,
+) -> None:
+    """64 rows at a time where there are residuals, 128 at most elsewhere."""
+    for late_copies in (False, True):
+        order = {"descending_warps": late_copies, "late_copies": late_copies}
+        emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
+        emulation.take_launches()
+        check(Case(dtype, (136,) * 2, T, D=D, norm_offset=norm_offset, **FLAVOURS[flavour]))
+        launch = emulation.take_launches()[-1]
+        rounds = 2 if flavour == "residuals" and T > 64 else 1
+        assert (launch.threads, launch.grid[0]) == (2 * columns, rounds * -(-D // columns))
+        assert launch.cluster == launch.grid[1] > 1
+
+
+@pytest.mark.parametrize(
+    ("K", "H", "D", "columns", "ranges"),
+    # Of 132 SMs blocks of 256 columns would leave 36 idle at D = 4096 and 12 at 5120, of 192 none and 30; one of 128 is
+    # on 12 SMs twice at 6144, as one of 256 would be in a second wave.
+    [
+        (3, 896, 896, 128, 6),
+        (3, 2880, 2880, 128, 6),
+        (3, 4096, 4096, 192, 6),
+        (3, 5120, 5120, 256, 6),
+        (3, 6144, 6144, 128, 3),
+        (3, 8192, 8192, 192, 3),
+        (6, 5376, 5376, 256, 6),
+    ],
+)
+def test_warpgroups_and_ranges_share_the_columns_out(
+    K: int, H: int, D: int, columns: int, ranges: int, emulation: ModuleType
+) -> None:
+    """Whatever the rows: a row's bits depend on the ranges."""
+    weight = torch.empty(D, K * H).bfloat16()
+    emulation.run_kernels(False)
+    try:
+        for T in (17, 65, 128):
+            emulation.take_launches()
+            ek.norm_concat_linear([torch.empty(T, H).bfloat16()] * K, weight)
+            launch = emulation.take_launches()[-1]
+            assert (launch.grid, launch.cluster) == ([-(-D // columns), ranges], ranges), T
+            assert (launch.threads, launch.pdl) == (2 * columns, True)
+    finally:
+        emulation.run_kernels(True)
 
 
 KERNELS = {
     "fused": {},
     "fused-bulk": {"EAGLE_KERNELS_BULK_COPIES": "1"},
+    "fused wgmma": {},
     "split": {"EAGLE_KERNELS_BATCH_INVARIANT": "1"},
 }
 
 
 @pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest, emulated: object, fused_at_every_T: None) -> Iterator[Kernel]:
+def kernel(request: pytest.FixtureRequest, emulated: object) -> Iterator[Kernel]:
+    request.getfixturevalue("wgmma_at_every_T" if "wgmma" in request.param else "fused_at_every_T")
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", **KERNELS[request.param]):
         yield Kernel(request.param.removesuffix("-bulk"))
 
@@ -218,6 +292,8 @@ def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 
 def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, kernel: Kernel) -> None:
     """16 rows at a time; 32, 64 and 128 rows at a time; in several rounds."""
     most, rows = (33, (1, 5, 9, 16, 17)) if kernel is Kernel.FUSED else (150, (1, 17, 33, 65, 129))
+    if kernel is Kernel.WGMMA:
+        most, rows = 128, (1, 17, 64, 65)
     chunks, weight, gain = make_call(most, TYPES[dtype])
     arguments = {"norm": norm, "norm_weight": {"chunk": gain, "concat": gain.reshape(-1), "none": None}[norm]}
     for residuals in (None, [chunk.flip(0) for chunk in chunks]):
@@ -231,6 +307,7 @@ def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, k
             assert same_bits(call(T), whole[most - T :]), T
 
 
+@pytest.mark.usefixtures("no_wgmma")
 def test_a_gpu_with_less_shared_memory_multiplies_64_rows_at_a_time(emulation: ModuleType) -> None:
     """128 take 199 KB; sm_89 and sm_120 have 99."""
     chunks, weight, gain = make_call(100, H=72)
@@ -244,6 +321,7 @@ def test_a_gpu_with_less_shared_memory_multiplies_64_rows_at_a_time(emulation: M
     assert same_bits(*results)
 
 
+@pytest.mark.usefixtures("no_wgmma")
 @pytest.mark.parametrize(
     ("multiprocessors", "D", "expected"),
     # By hand, with chunks of 9, 2 and 5 stages: blocks of the SM that has most, times the longest range and 3.
@@ -261,6 +339,7 @@ def test_the_ranges_share_the_work_out(multiprocessors: int, D: int, expected: i
 
 
 @pytest.mark.parametrize("early", ["0", "1"])
+@pytest.mark.usefixtures("no_wgmma")
 def test_the_weight_is_copied_before_the_previous_kernel_ends_unless_switched_off(
     early: str, emulation: ModuleType
 ) -> None:
@@ -285,6 +364,27 @@ def test_the_fused_kernel_copies_as_early(early: str, bulk: str, emulation: Modu
     launch = emulation.take_launches()[-1]
     assert launch.early_copies == int(early) * (64 * 384 if bulk == "1" else 37 * 264) // 8
     assert same_bits(out, ek.norm_concat_linear(chunks, weight))
+
+
+@pytest.mark.parametrize("early", ["0", "1"])
+def test_the_wgmma_kernel_copies_as_early(early: str, emulation: ModuleType) -> None:
+    """Three stages ahead of each range: 192 columns of 264, in two ranges all that are there."""
+    chunks, weight, _ = make_call(20, K=1, H=264, D=37)
+    emulation.take_launches()
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
+        out = ek.norm_concat_linear(chunks, weight)
+    launch = emulation.take_launches()[-1]
+    assert launch.grid[1] > 1 and launch.early_copies == int(early) * 37 * 264 // 8
+    assert same_bits(out, ek.norm_concat_linear(chunks, weight))
+
+
+def test_a_gpu_without_wgmma_is_left_to_the_split_kernels(emulated: object, emulation: ModuleType) -> None:
+    """By the plan (tests/test_cuda_backend.py); the primitive refuses. sm_100 has clusters and no wgmma."""
+    chunks, weight, _ = make_call(2, K=2, H=72)
+    emulation.set_device(SHARED_MEMORY, descending_warps=False, capability=100)
+    arguments = (chunks, 2, 1, [], [1e-6], 0.0, None, None, None, weight, None)
+    with pytest.raises(RuntimeError, match=r"^norm_concat_linear: CUDA has error 801"):
+        emulated.norm_concat_linear_wgmma_out(*arguments, None, 0.0, True, torch.empty(2, 37).bfloat16())
 
 
 @pytest.mark.parametrize("late_copies", [False, True])
@@ -454,21 +554,19 @@ def test_more_than_eight_chunks_are_refused_and_said_so() -> None:
                 call(chunks, *arguments, norm_weight=gain)
 
 
-@pytest.mark.parametrize("name", ["fused", "split"])
+@pytest.mark.parametrize("name", ["fused", "wgmma", "split"])
 def test_the_primitive_refuses_what_it_cannot_take(name: str, emulated: object) -> None:
     chunks, weight, _ = make_call(2, K=2, H=72)
     out = torch.full((2, 37), float("nan")).bfloat16()
 
     def run(chunks: list[Tensor], weight: Tensor, post_norm: Tensor | None = None) -> None:
         arguments = (chunks, len(chunks), 1, [], [1e-6], 0.0, None, None, None, weight, None, post_norm, 0.0)
-        if name == "fused":
-            emulated.norm_concat_linear_fused_out(*arguments, True, False, out)
-        else:
-            emulated.norm_concat_linear_split_out(*arguments, True, out)
+        switches = (True, False) if name == "fused" else (True,)
+        getattr(emulated, f"norm_concat_linear_{name}_out")(*arguments, *switches, out)
 
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: operands: alignment \("):
         run([torch.zeros(2, 80).bfloat16()[:, 1:73], chunks[1]], weight)
-    if name == "fused":
+    if name != "split":
         with pytest.raises(RuntimeError, match=r"^norm_concat_linear: post_norm_weight: CUDA \("):
             run(chunks, weight, torch.ones(37))
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: operands: alignment \("):

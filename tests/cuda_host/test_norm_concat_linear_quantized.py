@@ -14,8 +14,9 @@ import test_norm_concat_linear_quantized as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import Case, Operands, operands, weight_of_every_code
+from cuda_host.conftest import SHARED_MEMORY
 from cuda_host.test_norm_concat_linear import FLAVOURS, FUSED_CASES, SPLIT_CASES, TYPES
-from eagle_kernels import QuantizedWeight
+from eagle_kernels import QuantizedWeight, plan
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
@@ -29,8 +30,21 @@ FUSED, CASES = (
 )
 
 
-# By the fused kernel, and by the split ones.
-in_both = pytest.mark.parametrize("T", [5, 19])
+@pytest.fixture(autouse=True)
+def products(request: pytest.FixtureRequest, emulated: object, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Those of warps, unless a test asks for those of warpgroups, by plans or at every T."""
+    name = getattr(request, "param", "mma")
+    if name == "mma":
+        request.getfixturevalue("no_wgmma")
+    elif name == "wgmma-at-every-T":
+        monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", 0)
+    return name
+
+
+# By the fused kernel, by the split ones, and by the one of warpgroups.
+by_all = pytest.mark.parametrize(("products", "T"), [("mma", 5), ("mma", 19), ("wgmma", 40)], indirect=["products"])
+by_wgmma = pytest.mark.parametrize("products", ["wgmma"], indirect=True)
+by_wgmma_at_every_T = pytest.mark.parametrize("products", ["wgmma-at-every-T"], indirect=True)
 
 
 def in_steps(case: Case, name: str) -> Case:
@@ -43,8 +57,11 @@ def with_weight(call: Operands, weight: QuantizedWeight) -> Operands:
     return replace(call, projection=call.projection | {"weight": weight})
 
 
-def kernel_of(name: str, T: int) -> str:
-    return "fused" if T <= 16 and name in WITH_ONE_SCALE else "split"
+def kernel_of(name: str, T: int, products: str = "mma") -> str:
+    """Of chunks that no block of 128 columns divides."""
+    if name not in WITH_ONE_SCALE:
+        return "split"
+    return "fused" if T <= 16 else "fused wgmma" if products == "wgmma" and T > 32 else "split"
 
 
 def explained(call: Operands) -> str:
@@ -86,6 +103,18 @@ def test_float64_truth_in_one_launch(name: str, case: Case) -> None:
     check(case, name, "fused")
 
 
+WGMMA = [case for case in CASES if case.dtype_name == "bf16" and not case.post_norm and 0 < case.T <= 128]
+
+
+@by_wgmma_at_every_T
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}-{case.id}") for name, case in zip(itertools.cycle(WITH_ONE_SCALE), WGMMA)],
+)
+def test_float64_truth_of_the_wgmma_kernel(name: str, case: Case, products: str) -> None:
+    check(case, name, "fused wgmma")
+
+
 # By what picks each instance of the kernel's template beside the dtype: with_form and launch_rows of
 # csrc/cuda/norm_concat_linear.cu, and whether the gain is multiplied in pairs.
 FORMS = ["fp8_row", "fp8_block128", "fp8_block32_e8m0", "int8_row"]
@@ -101,6 +130,64 @@ def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T:
     chunk."""
     case = Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour])
     check(case, name, kernel_of(name, T))
+
+
+@by_wgmma_at_every_T
+@pytest.mark.parametrize("T", [6, 40, 70])
+@pytest.mark.parametrize(
+    ("columns", "D", "multiprocessors"),  # of blocks of 2, 3 and 4 warpgroups
+    [(128, 70, 2), (192, 190, 2), (256, 600, 2)],
+)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "int8_row"])
+def test_float64_truth_of_every_wgmma_instance(
+    name: str, flavour: str, columns: int, D: int, multiprocessors: int, T: int, products: str, emulation: ModuleType
+) -> None:
+    """Chunks of three stages and, of one scale a row, a part of a fourth. 70 rows are two rounds."""
+    H = 384 if "block" in name else 400
+    for late_copies in (False, True):
+        order = {"descending_warps": late_copies, "late_copies": late_copies}
+        emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
+        emulation.take_launches()
+        check(Case("bf16", (H,) * 2, T, "concat" if T == 6 else "chunk", D=D, **FLAVOURS[flavour]), name, "fused wgmma")
+        launch = emulation.take_launches()[-1]
+        assert (launch.threads, launch.grid[0]) == (2 * columns, -(-T // 64) * -(-D // columns))
+        assert launch.cluster == launch.grid[1] > 1
+
+
+@by_wgmma_at_every_T
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "fp8_block128_e8m0", "int8_row"])
+def test_a_rows_bits_do_not_depend_on_T_of_the_wgmma_kernel(name: str, products: str) -> None:
+    chunks, weight, gain = make_call(name, 128, H=256)
+    for residuals in (None, [chunk.flip(0) for chunk in chunks]):
+        whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain, residuals=residuals)
+        for T in (1, 17, 65):
+            last = None if residuals is None else [residual[-T:] for residual in residuals]
+            rows = ek.norm_concat_linear([chunk[-T:] for chunk in chunks], weight, norm_weight=gain, residuals=last)
+            assert same_bits(rows, whole[-T:]), T
+
+
+@by_wgmma
+def test_blocks_that_end_inside_a_stage_are_left_to_the_split_kernels(products: str) -> None:
+    """By the widths, by the scales, and by fp16, in which x times its gain may be too large; of widths that differ the
+    primitive says so."""
+    for name, H, dtype, kernel in [
+        ("fp8_block128", 256, torch.bfloat16, "fused wgmma"),
+        ("fp8_block128", 160, torch.bfloat16, "split"),
+        ("fp8_block32", 256, torch.bfloat16, "split"),
+        ("mxfp8", 256, torch.bfloat16, "split"),
+        ("fp8_row", 160, torch.bfloat16, "fused wgmma"),
+        ("fp8_row", 160, torch.float16, "split"),
+    ]:
+        chunks, weight, gain = make_call(name, 33, dtype, H=H)
+        said = str(ek.explain("norm_concat_linear", chunks, weight, norm_weight=gain))
+        assert said.startswith(f"norm_concat_linear_quantized: cuda/{kernel}, because "), (name, H, said)
+    chunks = [torch.randn(33, H).bfloat16() for H in (256, 160, 96)]
+    weight = on_cpu.random_weight("fp8_block128", 67, 512)
+    assert "cuda/split" in str(ek.explain("norm_concat_linear", chunks, weight))
+    out = ek.norm_concat_linear(chunks, weight)
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        assert same_bits(out, ek.norm_concat_linear(chunks, weight))
 
 
 def make_call(name: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 160, D: int = 67) -> tuple:
@@ -138,7 +225,7 @@ def test_a_rows_bits_do_not_depend_on_T_up_to_16(name: str, dtype: str) -> None:
             assert same_bits(rows, whole[-T:]), T
 
 
-@in_both
+@by_all
 @pytest.mark.parametrize("name", FORMS)
 def test_a_gain_in_pairs_gives_the_bits_of_one_in_fp32(name: str, T: int) -> None:
     chunks, weight, gain = make_call(name, T)
@@ -148,11 +235,13 @@ def test_a_gain_in_pairs_gives_the_bits_of_one_in_fp32(name: str, T: int) -> Non
     assert same_bits(ones, ek.norm_concat_linear(chunks, weight))
 
 
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize(
+    ("products", "rows"), [("mma", 16), ("mma", 32), ("wgmma-at-every-T", 32)], indirect=["products"]
+)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
 @pytest.mark.parametrize("shift", [0, 64])
-def test_every_code_and_scale(shift: int, name: str, dtype: str, rows: int) -> None:
+def test_every_code_and_scale(shift: int, name: str, dtype: str, rows: int, products: str) -> None:
     """x is the identity: the value of each, rounded once."""
     weight = weight_of_every_code(name, shift)
     expected = weight.dequantize(torch.float64).to(TYPES[dtype]).t()
@@ -162,7 +251,7 @@ def test_every_code_and_scale(shift: int, name: str, dtype: str, rows: int) -> N
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 
 
-@in_both
+@by_all
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row"])
 def test_a_code_times_a_large_gain_stays_in_fp16(name: str, T: int) -> None:
     """448 * 300 is beyond its 65504."""
@@ -172,7 +261,7 @@ def test_a_code_times_a_large_gain_stays_in_fp16(name: str, T: int) -> None:
     torch.testing.assert_close(out.double(), 300 * ones.double(), rtol=5e-3, atol=0.5)
 
 
-@in_both
+@by_all
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block32", "mxfp8", "int8_row"])
 def test_a_global_scale_multiplies_every_format(name: str, T: int) -> None:
     chunks, weight, _ = make_call(name, T)
@@ -180,7 +269,7 @@ def test_a_global_scale_multiplies_every_format(name: str, T: int) -> None:
     assert same_bits(ek.norm_concat_linear(chunks, twice), 2 * ek.norm_concat_linear(chunks, weight))
 
 
-@in_both
+@by_all
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "mxfp8"])
 def test_a_nan_code_is_in_its_column_alone(name: str, T: int) -> None:
     chunks, weight, _ = make_call(name, T)
@@ -190,7 +279,7 @@ def test_a_nan_code_is_in_its_column_alone(name: str, T: int) -> None:
     on_cpu.check_columns(clean, ek.norm_concat_linear(chunks, weight), float("nan"))
 
 
-@in_both
+@by_all
 @pytest.mark.parametrize(
     ("name", "scale"),
     [
@@ -210,7 +299,7 @@ def test_a_scale_that_is_no_number_or_zero_is_in_its_columns_alone(name: str, sc
     assert not (dirty[:, :shared].any() if scale == 0 else dirty[:, :shared].isfinite().any())
 
 
-@in_both
+@by_all
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_bad_row_stays_in_its_row(name: str, stale: float, T: int) -> None:
@@ -223,9 +312,22 @@ def test_a_bad_row_stays_in_its_row(name: str, stale: float, T: int) -> None:
 
 
 @pytest.mark.parametrize("at", ["begin", "end"])
-@pytest.mark.parametrize(("H", "D", "N"), [(96, 35, 5), (352, 129, 11), (352, 129, 19), (32, 1, 40)])
+@pytest.mark.parametrize(
+    ("products", "H", "D", "N"),
+    [
+        ("mma", 96, 35, 5),
+        ("mma", 352, 129, 11),
+        ("mma", 352, 129, 19),
+        ("mma", 32, 1, 40),
+        ("wgmma", 352, 129, 33),
+        ("wgmma", 256, 1, 40),
+    ],
+    indirect=["products"],
+)
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_no_operand_is_read_or_written_beyond_its_end(name: str, H: int, D: int, N: int, at: str) -> None:
+def test_no_operand_is_read_or_written_beyond_its_end(
+    name: str, H: int, D: int, N: int, at: str, products: str
+) -> None:
     """Codes, scales and sources between pages that trap; indices reach for both sides. A failure is a segmentation
     fault."""
 
@@ -247,8 +349,8 @@ def _each(move: Callable[[Tensor], Tensor], value: Tensor | list[Tensor]) -> Ten
     return [move(tensor) for tensor in value] if isinstance(value, list) else move(value)
 
 
-@in_both
-def test_strided_codes_and_scales_are_taken(T: int) -> None:
+@by_all
+def test_strided_codes_and_scales_are_taken(T: int, products: str) -> None:
     """Rows of 16 bytes apart, NaN between them."""
     for name in WEIGHTS:
         chunks, weight, gain = make_call(name, T)
@@ -261,16 +363,18 @@ def test_strided_codes_and_scales_are_taken(T: int) -> None:
             wide[:, 16:-16] = raw
             views.append(wide.view(tensor.dtype)[:, 16:-16])
         strided = QuantizedWeight.of_tensors(*views, None, weight.format, weight.block)
-        assert f"cuda/{kernel_of(name, T)}" in str(ek.explain("norm_concat_linear", chunks, strided, norm_weight=gain))
+        assert f"cuda/{kernel_of(name, T, products)}," in str(
+            ek.explain("norm_concat_linear", chunks, strided, norm_weight=gain)
+        )
         out = ek.norm_concat_linear(chunks, strided, norm_weight=gain)
         assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain)), name
 
 
-@in_both
+@by_all
 @pytest.mark.parametrize("early", ["0", "1"])
 @pytest.mark.parametrize("name", ["fp8_row", "mxfp8"])
 def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
-    name: str, early: str, emulation: ModuleType, T: int
+    name: str, early: str, emulation: ModuleType, T: int, products: str
 ) -> None:
     """All of a small weight, 16 bytes at a time; scales are not."""
     chunks, weight, _ = make_call(name, T, K=1, H=256)
@@ -278,7 +382,9 @@ def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
         ek.norm_concat_linear(chunks, weight)
     copies = [launch.early_copies for launch in emulation.take_launches() if launch.threads]
-    assert copies == [67 * 256 // 16 * int(early)] + [0] * (kernel_of(name, T) == "split")
+    is_split = kernel_of(name, T, products) == "split"
+    rounds = -(-T // 32) if is_split else 1
+    assert copies == [67 * 256 // 16 * rounds * int(early)] + [0] * is_split
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ from .projection import OP, Projection, check_epilogue, eps_name, expected_weigh
 from .sources import Sources, formula
 
 PRIMITIVE = "norm_concat_linear_quantized"
-_FOR_FEW_ROWS = {"cpu": Kernel.DOTS, "cuda": Kernel.FUSED}
+# The primitive's argument `kernel` of the kernels that are not its default: csrc/norm_concat_linear.h, CodesKernel.
+_FEW_ROWS, _WGMMA = 1, 2
+_KERNELS = {("cpu", Kernel.DOTS): _FEW_ROWS, ("cuda", Kernel.FUSED): _FEW_ROWS, ("cuda", Kernel.WGMMA): _WGMMA}
 
 
 class QuantizedProjection(NamedTuple):
@@ -87,7 +89,7 @@ class NormConcatLinearQuantized(NamedTuple):
     out: Tensor
 
     def for_primitive(self) -> tuple:
-        return _for_primitive(*self, few_rows=False)
+        return _for_primitive(*self, kernel=0)
 
     def check(self) -> None:
         sources, projection, out = self
@@ -105,11 +107,11 @@ class NormConcatLinearQuantized(NamedTuple):
         out.copy_(project_formula(normed, dense, sources.norm_offset))
 
 
-def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tensor, few_rows: bool) -> tuple:
+def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tensor, kernel: int) -> tuple:
     """Of a record that need not be made, which takes 0.3 us."""
     weight, bias, post_norm_weight, post_norm_eps = projection
     codes = weight.codes, weight.scales, weight.global_scale, *weight.block
-    epilogue = bias, post_norm_weight, post_norm_eps, few_rows, plans.SETTINGS.early_weight, out
+    epilogue = bias, post_norm_weight, post_norm_eps, kernel, plans.SETTINGS.early_weight, out
     return sources.for_primitive() + codes + epilogue
 
 
@@ -164,17 +166,17 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
     plan = _choose(sources, weight, of_codes, rows, has_post_norm, widths)
     is_new = out is None
     out = chunks[0].new_empty(rows, of_codes[0]) if out is None else out
-    if plan.backend in COMPILED:
-        arguments = _for_primitive(sources, projection, out, plan.kernel is _FOR_FEW_ROWS[plan.backend])
+    while plan.backend in COMPILED:
+        kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
         try:
-            library.primitives.norm_concat_linear_quantized_out(*arguments)
+            library.primitives.norm_concat_linear_quantized_out(*_for_primitive(sources, projection, out, kernel))
             if not is_new:  # of a new tensor nothing is saved yet
                 increment_version((out,))
             return out
         except RuntimeError:
             NormConcatLinearQuantized(sources, projection, out).check()
             refused, plan = plan, plan_of(sources, weight, rows, has_post_norm)
-            if plan.backend == refused.backend:
+            if (plan.backend, plan.kernel) == (refused.backend, refused.kernel):
                 raise  # not an argument: the device failed
     record = NormConcatLinearQuantized(sources, projection, out)
     if plan.backend == "triton":

@@ -1,0 +1,529 @@
+// norm_concat_linear for 17 to 128 rows on sm_90a, in one launch. By mma.sync 128 rows take 34 us of instructions where
+// reading the weight takes 23 (K=3, H=D=4096, modelled: no GPU has run it), and what 64 rows cost is x, which each block
+// of 128 columns reads through L2. Here a warpgroup multiplies 64 columns of the output by 64 rows in one instruction,
+// and a block has two to four of them, of which four read x half as often.
+//
+// As in norm_concat_linear.cu a block has a range of the columns of one chunk, weight and x pass through a ring of
+// stages by copies of 16 bytes, those of the weight before the previous kernel has ended, and the blocks of a cluster
+// sum their ranges (ranges.cuh). A stage is 128 bytes of a row of the weight.
+//
+// The weight goes through registers: there the gain is multiplied into it, or codes are widened. x stays in shared
+// memory, where the tensor cores read it, in the places of the 128-byte swizzle, in which lanes find the weight without
+// conflicts too. A thread sees the parts of x that it has copied itself before they are multiplied: their squares, the
+// residuals, and of codes the gain.
+//
+// Sums go by column within a range, then over ranges and chunks. Which ranges depends on the chunks' widths, D and the
+// GPU's number of SMs, neither on the rows nor on how many columns a block has.
+#include "../norm_concat_linear.h"
+#include "codes.cuh"
+#include "launch.cuh"
+#include "pack.cuh"
+#include "ranges.cuh"
+#include "weight_gain.cuh"
+
+namespace eagle_kernels::cuda {
+namespace {
+
+constexpr int kRowBytes = 128, kParts = 8;  // of 16 bytes
+constexpr int kHalfColumns = 64;            // of x in a row of 128 bytes
+[[maybe_unused]] constexpr int kSteps = kHalfColumns / 16;  // of a product
+constexpr int kGainBytes = 1024;  // 512 at most, and the next stage's rows begin at a multiple of this
+
+// A row of the weight has 128 bytes in a stage: 64 columns, of codes 128.
+constexpr int stage_columns(bool is_codes) { return is_codes ? 2 * kHalfColumns : kHalfColumns; }
+
+template <Form kForm, int kRows, int kWarpgroups, bool kResidual>
+struct Tile {
+  static constexpr bool kIsCodes = kForm != Form::kDense;
+  static constexpr int kThreads = 128 * kWarpgroups, kColumns = 64 * kWarpgroups;
+  static constexpr int kStageColumns = stage_columns(kIsCodes), kHalves = kStageColumns / kHalfColumns;
+  // In a stage, behind the weight: the halves of x, behind them those of the residuals.
+  static constexpr int kHalfBytes = kRows * kRowBytes, kXAt = kColumns * kRowBytes, kXBytes = kHalves * kHalfBytes;
+  static constexpr int kGainAt = kXAt + (kResidual ? 2 : 1) * kXBytes;
+  static constexpr int kStageBytes = kGainAt + kGainBytes;
+  // On an SM; two sums of a block of scales take more than 128 registers.
+  static constexpr bool kTwoBlocks = kWarpgroups == 2 && kForm != Form::kE4M3Blocks && 3 * kStageBytes <= 113 << 10;
+  static constexpr int kBlocks = kTwoBlocks ? 2 : 1;
+  static constexpr int kStages = (228 / kBlocks - 1) * 1024 / kStageBytes;
+  static constexpr int64_t kSharedBytes = kStages * kStageBytes;
+  // A thread copies the same part of every kCopyRows-th row.
+  static constexpr int kCopyRows = kThreads / kParts, kPasses = (kRows + kCopyRows - 1) / kCopyRows;
+  // In a row of sums four floats more than it has: lanes of four rows find all banks.
+  static constexpr int kSumStride = kColumns + 4;
+  static_assert(kStages >= 3 && (kSumStride + 1) * kRows * sizeof(float) <= kSharedBytes);
+  static_assert(kCopyRows % 8 == 0 && kColumns % kCopyRows == 0 && kPasses * kCopyRows >= kRows);
+};
+
+// How the gain is multiplied into a pair of weights: by one instruction, of gains in T or ones, and of gains to which
+// norm_offset = 1 is added, w * gain + w; in fp32 else.
+enum class Gain { kProduct, kPlusOne, kFloat32 };
+
+template <class T, Form kForm, int kRows, int kWarpgroups, bool kResidual>
+__device__ __forceinline__ void multiply_block(const Arguments& arguments) {
+  using K = Tile<kForm, kRows, kWarpgroups, kResidual>;
+  using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
+  using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
+  constexpr bool kBlocks = kForm == Form::kE4M3Blocks;
+  constexpr int kStageColumns = K::kStageColumns;
+  const NormConcatLinear& op = arguments.op;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, q = lane % 4;
+  // The rounds of rows of one block of columns are neighbours: the second finds the weight in L2.
+  const int rounds = static_cast<int>((op.num_rows + kRows - 1) / kRows);
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x % rounds) * kRows;
+  const int64_t first_output = static_cast<int64_t>(blockIdx.x / rounds) * K::kColumns;
+
+  int k = 0, range = blockIdx.y;
+  for (; range >= arguments.ranges.of_chunk[k]; ++k) range -= arguments.ranges.of_chunk[k];
+  const Chunk& chunk = arguments.chunks[k];
+  const int width = static_cast<int>(chunk.width), units = (width + kStageColumns - 1) / kStageColumns;
+  const int begin = units * range / arguments.ranges.of_chunk[k] * kStageColumns;
+  const int end = units * (range + 1) / arguments.ranges.of_chunk[k] * kStageColumns;
+
+  uint32_t ring = shared_address(shared_memory());
+  is_new(ring);
+  const uint32_t ring_end = ring + K::kStages * K::kStageBytes;
+  const int copy_row = threadIdx.x / kParts, copy_part = threadIdx.x % kParts;
+  uint32_t copy_place = copy_row * kRowBytes + (copy_part ^ copy_row % 8) * 16;
+  is_new(copy_place);
+  constexpr int kPassBytes = K::kCopyRows * kRowBytes, kWeightPart = 16 / static_cast<int>(sizeof(Weight));
+  const ReadOnce read_once;
+  const Weight* weight = static_cast<const Weight*>(op.weight) + (first_output + copy_row) * op.weight_row_stride +
+                         chunk.column + copy_part * kWeightPart;
+  is_new(weight);
+  const int64_t weight_step = K::kCopyRows * op.weight_row_stride;
+  const int outputs = static_cast<int>(op.num_columns - first_output) - copy_row;
+  const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
+  const char* gain = static_cast<const char*>(chunk.gain.data);
+  const T* x[K::kPasses];  // null: zeros
+  [[maybe_unused]] const T* residual[K::kPasses];
+  const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
+  const auto in_tile = [&](int pass) { return copy_row + pass * K::kCopyRows < kRows; };
+
+  // Of a stage's columns what this thread copies; beyond the range nothing.
+  const auto copy_weight = [&](int column, uint32_t stage) {
+    if (column >= end) return;
+    const Weight* from = weight + column;
+    const bool inside = column + copy_part * kWeightPart < width;
+#pragma unroll
+    for (int i = 0; i < K::kColumns / K::kCopyRows; ++i, from += weight_step) {
+      read_once.copy_async(stage + copy_place + i * kPassBytes, from, inside && i * K::kCopyRows < outputs);
+    }
+  };
+  const auto copy_x = [&](int column, uint32_t stage) {
+    if (column >= end) return;
+#pragma unroll
+    for (int i = 0; i < K::kPasses; ++i) {
+      if (x[i] == nullptr) continue;
+#pragma unroll
+      for (int half = 0; half < K::kHalves; ++half) {
+        const int own = column + half * kHalfColumns + copy_part * kPack;
+        const uint32_t to = stage + K::kXAt + half * K::kHalfBytes + copy_place + i * kPassBytes;
+        copy_async(to, x[i] + own, own < width);
+        if constexpr (kResidual) {
+          if (residual[i] != nullptr) copy_async(to + K::kXBytes, residual[i] + own, own < width);
+        }
+      }
+    }
+    const int of_part = gain_is_float32 ? 4 : 8, first = column + static_cast<int>(threadIdx.x) * of_part;
+    if (gain == nullptr || first >= column + kStageColumns) return;
+    copy_async(stage + K::kGainAt + threadIdx.x * 16, gain + first * (16 / of_part), first < width);
+  };
+
+  // Where the weight may not be copied early, what the ring takes first comes into L2, which stays coherent.
+  const auto prefetch_weight = [&] {
+    for (int i = 0; i < K::kStages - 1; ++i) {
+      const int column = begin + i * kStageColumns;
+      if (column >= end || column + copy_part * kWeightPart >= width) continue;
+#pragma unroll
+      for (int j = 0; j < K::kColumns / K::kCopyRows; ++j) {
+        if (j * K::kCopyRows < outputs) prefetch(weight + j * weight_step + column);
+      }
+    }
+  };
+  if (op.early_weight) {
+    for (int i = 0; i < K::kStages - 1; ++i) copy_weight(begin + i * kStageColumns, ring + i * K::kStageBytes);
+  } else {
+    prefetch_weight();
+  }
+  if (gain == nullptr && threadIdx.x < kStageColumns / kPack) {
+    const uint32_t one = narrow(Pair{1.0f, 1.0f}, T{});
+    for (uint32_t stage = ring; stage != ring_end; stage += K::kStageBytes) {
+      store_shared(stage + K::kGainAt + threadIdx.x * 16, Words{one, one, one, one});
+    }
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+#pragma unroll
+  for (int i = 0; i < K::kPasses; ++i) {
+    const int64_t out_row = first_row + copy_row + i * K::kCopyRows;
+    const int64_t row = in_tile(i) && out_row < op.num_rows ? source_row(chunk, out_row) : -1;
+    x[i] = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride;
+    if constexpr (kResidual) {
+      const bool present = row >= 0 && chunk.residual != nullptr;
+      residual[i] = present ? static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride : nullptr;
+    }
+    if (row >= 0 || !in_tile(i)) continue;
+    for (uint32_t stage = ring; stage != ring_end; stage += K::kStageBytes) {
+#pragma unroll
+      for (int half = 0; half < K::kHalves; ++half) {
+        store_shared(stage + K::kXAt + half * K::kHalfBytes + copy_place + i * kPassBytes, Words{0, 0, 0, 0});
+      }
+    }
+  }
+  for (int i = 0; i < K::kStages - 1; ++i) {
+    if (!op.early_weight) copy_weight(begin + i * kStageColumns, ring + i * K::kStageBytes);
+    copy_x(begin + i * kStageColumns, ring + i * K::kStageBytes);
+    commit_copies();
+  }
+
+  float sum[kRows / 64][8][4] = {}, squares[K::kPasses] = {};
+  uint32_t a[K::kHalves * kSteps][4];
+  const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr;
+  // (offset + gain) * scale of two columns, of gains in fp32 or T.
+  constexpr float kGainFactor = K::kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
+  const auto factors_at = [&](uint32_t stage, int column) {
+    const uint32_t at = stage + K::kGainAt + column * (gain_is_float32 ? 4 : 2);
+    const Pair pair = gain_is_float32 ? load_shared_pair(at) : widen(load_shared_word(at), T{});
+    const float offset = op.source.norm_offset;
+    return Pair{(offset + pair.first) * kGainFactor, (offset + pair.second) * kGainFactor};
+  };
+  const auto times_pair = [](auto with_gain, uint32_t pair, uint32_t gains) {
+    return multiply_add(pair, gains, decltype(with_gain)::value == Gain::kPlusOne ? pair : 0x80008000u, T{});
+  };
+  // A thread's own parts of x, which it has copied itself: x + residual is rounded where x was. Of codes the gain is
+  // multiplied in too, of 64 rows in place of 256, and x changes places: a lane has columns 4q to 4q + 3 of 16 codes,
+  // where the product wants 2q, 2q + 1, 2q + 8, 2q + 9.
+  const auto take_own_parts = [&](uint32_t stage, auto with_gain) {
+    constexpr Gain kGain = decltype(with_gain)::value;
+    if (!kResidual && !K::kIsCodes && !own_squares) return;
+#pragma unroll
+    for (int i = 0; i < K::kPasses; ++i) {
+      // Of codes the warp stays together for its barrier.
+      if (K::kIsCodes ? warp * 4 + i * K::kCopyRows >= rows : x[i] == nullptr) continue;
+#pragma unroll
+      for (int half = 0; half < K::kHalves; ++half) {
+        const uint32_t rows_at = stage + K::kXAt + half * K::kHalfBytes + i * kPassBytes, own = rows_at + copy_place;
+        Pack<T> pack{{load_shared(own)}};
+        if constexpr (kResidual) {
+          if (residual[i] != nullptr) pack = add(pack, Pack<T>{{load_shared(own + K::kXBytes)}});
+        }
+        if (own_squares) squares[i] += sum_of_squares(widen(pack));
+        Words& w = pack.words[0];
+        if constexpr (!K::kIsCodes) {
+          if constexpr (kResidual) store_shared(own, w);
+          continue;
+        }
+        const int column = half * kHalfColumns + copy_part * kPack;
+        if constexpr (kGain == Gain::kFloat32) {
+          float factor[kPack];
+#pragma unroll
+          for (int j = 0; j < kPack; j += 2) {
+            const Pair factors = factors_at(stage, column + j);
+            factor[j] = factors.first;
+            factor[j + 1] = factors.second;
+          }
+          w = scaled<T>(w, factor);
+        } else {
+          const Words gains = load_shared(stage + K::kGainAt + column * 2);
+          w = {times_pair(with_gain, w.x, gains.x), times_pair(with_gain, w.y, gains.y),
+               times_pair(with_gain, w.z, gains.z), times_pair(with_gain, w.w, gains.w)};
+        }
+        // Words 0 and 2 of a part go into the first part of 32 bytes, in its half, 1 and 3 into the second: behind
+        // the other part's lane.
+        sync_warp();
+        const uint32_t to = rows_at + copy_row * kRowBytes + copy_part % 2 * 8;
+        const int first = copy_part & ~1, swap = copy_row % 8;
+        store_shared(to + (first ^ swap) * 16, w.x, w.z);
+        store_shared(to + ((first + 1) ^ swap) * 16, w.y, w.w);
+      }
+    }
+  };
+  // Of the 16 rows of the weight that are this warp's, the part that this lane names for the matrices of 32 bytes; the
+  // next ones are 32 bytes further, before they change places.
+  const int matrix = lane / 8, matrix_row = lane % 8;
+  const uint32_t matrices = (warp * 16 + matrix % 2 * 8 + matrix_row) * kRowBytes + (matrix / 2 ^ matrix_row) * 16;
+  // Rows g and g + 8 of the warp's 16, columns 2q and 2q + 1 of each part, times the gain.
+  [[maybe_unused]] const auto load_weights = [&](uint32_t stage, auto with_gain) {
+    constexpr Gain kGain = decltype(with_gain)::value;
+    [[maybe_unused]] uint32_t gains[kParts / 4][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) load_matrices(stage + (matrices ^ step * 32), a[step]);
+    if constexpr (kGain != Gain::kFloat32) {
+#pragma unroll
+      for (int i = 0; i < kParts / 4; ++i) load_matrices(stage + K::kGainAt + (4 * i + matrix) * 16, gains[i]);
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Pair factors{};
+      if constexpr (kGain == Gain::kFloat32) factors = factors_at(stage, part * 8 + 2 * q);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t& w = a[part / 2][part % 2 * 2 + i];
+        if constexpr (kGain == Gain::kFloat32) {
+          w = scaled<T>(w, factors.first, factors.second);
+        } else {
+          w = times_pair(with_gain, w, gains[part / 4][part % 4]);
+        }
+      }
+    }
+  };
+  // Of the rows of the weight g and g + 8 of this warp: of codes their scales, and whether one is NaN.
+  [[maybe_unused]] int64_t scale_row[2];
+  [[maybe_unused]] float row_scale[2];
+  [[maybe_unused]] uint32_t nan[2] = {};
+  [[maybe_unused]] const auto find_scales = [&] {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t output = first_output + warp * 16 + g + i * 8;
+      const int64_t row = output < op.num_columns ? output : op.num_columns - 1;
+      scale_row[i] = row / op.scales.block_rows * op.scales.row_stride;
+    }
+  };
+  [[maybe_unused]] const auto load_scales = [&](int column) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      row_scale[i] = load_scale(op.scales, scale_row[i] + (column >> arguments.scale_shift));
+    }
+  };
+  // Of blocks of scales, the sums of the stages before: the columns of a stage share one.
+  [[maybe_unused]] float total[kBlocks ? kRows / 64 : 1][8][4] = {};
+  [[maybe_unused]] const auto add_scaled = [&] {
+#pragma unroll
+    for (int at = 0; at < kRows / 2; ++at) {
+      float& of_block = sum[at / 32][at / 4 % 8][at % 4];
+      is_new(of_block);
+      if constexpr (kBlocks) {
+        total[at / 32][at / 4 % 8][at % 4] += of_block * row_scale[at % 4 / 2];
+      } else {
+        of_block *= row_scale[at % 4 / 2];
+      }
+    }
+  };
+  if constexpr (kBlocks) {
+    find_scales();
+    load_scales(static_cast<int>(chunk.column) + begin);
+  }
+  // Columns 4q and 4q + 1 of 16 where the fragment has 2q, the others where it has 2q + 8.
+  [[maybe_unused]] const auto load_codes = [&](uint32_t stage) {
+#pragma unroll
+    for (int step = 0; step < K::kHalves * kSteps; step += 2) {
+      uint32_t codes[4];
+      load_matrices(stage + (matrices ^ step * 16), codes);
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        nan[at % 2] |= nan_bits(codes[at], Code{});
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[step + at / 2][2 * i + at % 2] = widen_pair(codes[at], i, Code{}, T{});
+      }
+    }
+  };
+
+  const auto multiply_range = [&](auto with_gain) {
+    uint32_t stage = ring, before = ring_end - K::kStageBytes;
+    for (int column = begin; column < end; column += kStageColumns) {
+      wait_for_copies<K::kStages - 2>();
+      if constexpr (K::kIsCodes) __syncthreads();  // others have copied the gains
+      take_own_parts(stage, with_gain);
+      fence_async_proxy();
+      wait_for_wgmma();  // which read the stage that is overwritten next
+      __syncthreads();
+      const int ahead = column + (K::kStages - 1) * kStageColumns;
+      copy_weight(ahead, before);
+      copy_x(ahead, before);
+      commit_copies();
+
+      if constexpr (K::kIsCodes) {
+        load_codes(stage);
+      } else {
+        load_weights(stage, with_gain);
+      }
+      fence_wgmma();
+#pragma unroll
+      for (int step = 0; step < K::kHalves * kSteps; ++step) {
+        const uint64_t b = matrix_descriptor(stage + K::kXAt + step / kSteps * K::kHalfBytes);
+#pragma unroll
+        for (int n = 0; n < kRows / 64; ++n) {
+          const uint64_t rows_of_b = b + step % kSteps * kDescriptorColumns + n * kDescriptorRows;
+          if (kBlocks && step == 0) {
+            wgmma<false>(sum[n], a[step], rows_of_b, T{});
+          } else {
+            wgmma<true>(sum[n], a[step], rows_of_b, T{});
+          }
+        }
+      }
+      commit_wgmma();
+      if constexpr (kBlocks) {
+        wait_for_wgmma();
+        add_scaled();
+        if (column + kStageColumns < end) load_scales(static_cast<int>(chunk.column) + column + kStageColumns);
+      }
+      before = stage;
+      stage += K::kStageBytes;
+      if (stage == ring_end) stage = ring;
+    }
+    wait_for_wgmma();
+  };
+  const bool is_exact = kGainScale<T> == 1 && !gain_is_float32;
+  if (gain == nullptr || (is_exact && op.source.norm_offset == 0)) {
+    multiply_range(std::integral_constant<Gain, Gain::kProduct>{});
+  } else if (is_exact && op.source.norm_offset == 1) {
+    multiply_range(std::integral_constant<Gain, Gain::kPlusOne>{});
+  } else {
+    multiply_range(std::integral_constant<Gain, Gain::kFloat32>{});
+  }
+  if constexpr (K::kIsCodes) {
+    if constexpr (!kBlocks) {
+      find_scales();
+      load_scales(0);
+      add_scaled();
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float count = has_nan(nan[i]) ? 1.0f : 0.0f;
+      count += __shfl_xor_sync(~0u, count, 1);
+      count += __shfl_xor_sync(~0u, count, 2);
+      row_scale[i] = count > 0 ? bits_to_float(0x7fffffff) : 0.0f;  // what is added to every sum of the row
+    }
+  }
+
+  float* of_block = reinterpret_cast<float*>(shared_memory());  // [kRows, kColumns]
+  float* squares_of = of_block + kRows * K::kSumStride;         // [kRows]
+  __syncthreads();
+#pragma unroll
+  for (int at = 0; at < kRows / 2; ++at) {
+    const int n = at / 32, tile = at / 4 % 8, i = at % 4;
+    float& own = kBlocks ? total[n][tile][i] : sum[n][tile][i];
+    if constexpr (!K::kIsCodes) is_new(own);
+    const int token = n * 64 + tile * 8 + 2 * q + i % 2, output = warp * 16 + g + i / 2 * 8;
+    of_block[token * K::kSumStride + output] = K::kIsCodes ? own + row_scale[i / 2] : own;
+  }
+#pragma unroll
+  for (int i = 0; i < K::kPasses; ++i) {
+    for (int distance = kParts / 2; distance > 0; distance /= 2) {
+      squares[i] += __shfl_xor_sync(~0u, squares[i], distance);
+    }
+    if (copy_part == 0 && in_tile(i)) squares_of[copy_row + i * K::kCopyRows] = squares[i];
+  }
+  const BlockSums<kRows, K::kColumns, K::kSumStride> sums{of_block, squares_of};
+  sum_over_cluster<T>(arguments, first_row, first_output, sums, 1 / kGainFactor);
+}
+
+template <class T, Form kForm, int kRows, int kWarpgroups, bool kResidual>
+__global__ void __launch_bounds__(Tile<kForm, kRows, kWarpgroups, kResidual>::kThreads,
+                                  Tile<kForm, kRows, kWarpgroups, kResidual>::kBlocks)
+    norm_concat_linear_wgmma_kernel(const __grid_constant__ Arguments arguments) {
+  if constexpr (kHasWgmma) {
+    multiply_block<T, kForm, kRows, kWarpgroups, kResidual>(arguments);
+  } else {
+    trap();  // a launch that no plan makes ends in an error
+  }
+}
+
+struct Split {
+  int warpgroups;
+  SplitRanges ranges;
+};
+
+// Of blocks of 128, 192 and 256 columns, and of the numbers of ranges that a cluster has room for, those of the least
+// time by the model of docs/benchmarking.md, in times of reading the weight: through L2 pass weight and, for each block
+// of columns, 64 rows of x, at 1.28 times the copy rate; an SM has two blocks of 128 columns or one; nine of ten should
+// have one, and of a cluster all wait for the longest range. The instructions of the SM that has most of the work take
+// half of that time, of codes more than it: those for x, which a stage of 256 columns shares. T is not in it, nor are
+// the rows of a block: the ranges are those of every T.
+Split split_of(const NormConcatLinear& op, const Device& device) {
+  constexpr double kCopyOverL2 = 4.3 / 5.5, kRows = 64, kBusy = 0.9;
+  const bool is_codes = op.weight_type != WeightType::kChunks;
+  const int unit = stage_columns(is_codes);
+  const double x_bytes = 2 * kRows / (is_codes ? 1 : 2);  // for a byte of a row of the weight
+  const double share = static_cast<double>(op.num_columns) * op.source.width / device.multiprocessors;
+  Split best{};
+  double least = 0;
+  for (int warpgroups = 2; warpgroups <= 4; ++warpgroups) {
+    const int columns = 64 * warpgroups, on_an_sm = warpgroups == 2 && !has_blocks(op) ? 2 : 1;
+    const int64_t outputs = (op.num_columns + columns - 1) / columns;
+    const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);
+    const double execute = !is_codes ? 0.5 : warpgroups == 4 ? 1.1 : 1.4;
+    SplitRanges ranges = one_range_each(op.source);
+    const int units = units_of(op.source, ranges, unit);
+    for (;; ++ranges.count) {
+      const LongestRange longest = longest_range(op.source, ranges, unit);
+      const int64_t blocks = outputs * ranges.count, slots = device.multiprocessors * on_an_sm;
+      const int64_t waves = (blocks + slots - 1) / slots;
+      const double busy = waves == 1 ? std::min(1.0, static_cast<double>(blocks) / device.multiprocessors)
+                                     : static_cast<double>(blocks) / (waves * slots);
+      const double even = static_cast<double>(units) / (ranges.count * longest.units);
+      const double most = static_cast<double>((blocks + device.multiprocessors - 1) / device.multiprocessors) *
+                          columns * longest.units * unit / share;
+      const double time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
+      if (best.warpgroups == 0 || time < 0.999 * least) {
+        best = {warpgroups, ranges};
+        least = time;
+      }
+      if (ranges.count == kMaxCluster || longest.units == 1) break;
+      ++ranges.of_chunk[longest.chunk];
+    }
+  }
+  return best;
+}
+
+// Whether the columns of a stage share a scale.
+bool has_whole_stages(const NormConcatLinear& op) {
+  constexpr int kUnit = stage_columns(true);
+  if (!has_blocks(op)) return true;
+  const auto is_whole = [](const Chunk& chunk) { return chunk.column % kUnit == 0; };
+  return op.scales.block_columns % kUnit == 0 &&
+         std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, is_whole);
+}
+
+template <class T, Form kForm, int kRows, int kWarpgroups, bool kResidual>
+int launch_tile(const Arguments& arguments, const Device& device) {
+  using K = Tile<kForm, kRows, kWarpgroups, kResidual>;
+  const NormConcatLinear& op = arguments.op;
+  const int64_t rounds = (op.num_rows + kRows - 1) / kRows;
+  const int64_t outputs = (op.num_columns + K::kColumns - 1) / K::kColumns;
+  Shape shape{rounds * outputs, arguments.ranges.count, K::kThreads, K::kSharedBytes};
+  shape.cluster = arguments.ranges.count;
+  return launch<norm_concat_linear_wgmma_kernel<T, kForm, kRows, kWarpgroups, kResidual>>(shape, arguments, device);
+}
+
+// With residuals or codes 128 rows leave room for less than 64 KB of the weight ahead: of two rounds of 64 the second
+// takes it from L2.
+template <class T, Form kForm, int kWarpgroups>
+int launch_rows(const Arguments& arguments, const Device& device) {
+  if (has_residual(arguments)) return launch_tile<T, kForm, 64, kWarpgroups, true>(arguments, device);
+  if constexpr (kForm == Form::kDense) {
+    if (arguments.op.num_rows > 64) return launch_tile<T, kForm, 128, kWarpgroups, false>(arguments, device);
+  }
+  return launch_tile<T, kForm, 64, kWarpgroups, false>(arguments, device);
+}
+
+template <class T, Form kForm>
+int launch_columns(int warpgroups, const Arguments& arguments, const Device& device) {
+  if (warpgroups == 4) return launch_rows<T, kForm, 4>(arguments, device);
+  return warpgroups == 3 ? launch_rows<T, kForm, 3>(arguments, device) : launch_rows<T, kForm, 2>(arguments, device);
+}
+
+}  // namespace
+}  // namespace eagle_kernels::cuda
+
+namespace eagle_kernels {
+
+using namespace cuda;
+
+int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const Device& device) {
+  if (!device.wgmma || !has_whole_stages(op)) return cudaErrorNotSupported;
+  const Split split = split_of(op, device);
+  Arguments arguments{op, {}, split.ranges, nullptr, 0, nullptr, scale_shift_of(op)};
+  std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
+  const bool is_bfloat16 = op.source.dtype == DType::kBFloat16;
+  return with_form(op, [&](auto form) -> int {
+    constexpr Form kForm = decltype(form)::value;
+    if (is_bfloat16) return launch_columns<BFloat16, kForm>(split.warpgroups, arguments, device);
+    // x times its gain, which codes want, may be too large for fp16.
+    if constexpr (kForm == Form::kDense) return launch_columns<Float16, kForm>(split.warpgroups, arguments, device);
+    return cudaErrorNotSupported;
+  });
+}
+
+}  // namespace eagle_kernels

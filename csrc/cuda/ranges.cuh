@@ -1,0 +1,188 @@
+// norm_concat_linear by ranges: a block multiplies some columns of the output over one range of the columns of one
+// chunk. What the kernels take, and how the ranges of the same outputs come together where their blocks are a cluster.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <type_traits>
+
+#include "../norm_concat_linear.h"
+#include "pack.cuh"
+#include "source_row.cuh"
+
+namespace eagle_kernels::cuda {
+
+constexpr int kMaxCluster = 8;  // blocks, on every GPU that has clusters
+
+// What the weight holds. Codes of one scale a row are multiplied by it last; of blocks of columns, the sum of each.
+enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8 };
+
+struct Arguments {
+  NormConcatLinear op;
+  Chunk chunks[kMaxChunks];
+  SplitRanges ranges;
+  float* partial;          // [ranges.count, num_rows, partial_stride]
+  int64_t partial_stride;  // columns of whole blocks
+  float* squares;          // [ranges.count, num_rows]
+  int scale_shift;         // 2^scale_shift columns share a scale
+};
+
+constexpr int kOutputColumns = 4;  // of a thread at a time: 16 bytes of each range
+
+// As many values as they are stored.
+template <class T>
+struct alignas(kOutputColumns * sizeof(T)) Outputs {
+  uint32_t words[sizeof(T)];
+};
+template <class T>
+__device__ __forceinline__ Outputs<T> narrow(const float (&x)[kOutputColumns], T) {
+  return {{narrow(Pair{x[0], x[1]}, T{}), narrow(Pair{x[2], x[3]}, T{})}};
+}
+__device__ __forceinline__ Outputs<float> narrow(const float (&x)[kOutputColumns], float) {
+  return {{float_to_bits(x[0]), float_to_bits(x[1]), float_to_bits(x[2]), float_to_bits(x[3])}};
+}
+
+// Whether every row of the output may be stored by Outputs.
+template <class T>
+__device__ __forceinline__ bool stores_words(const NormConcatLinear& op) {
+  const uintptr_t bytes = static_cast<uintptr_t>((op.out_row_stride | op.num_columns) * sizeof(T));
+  return (reinterpret_cast<uintptr_t>(op.out) | bytes) % sizeof(Outputs<T>) == 0;
+}
+
+// Those of a row that begin at `column` and are among its `columns`.
+template <class T>
+__device__ __forceinline__ void store_outputs(T* row, int64_t column, int64_t columns,
+                                              const float (&values)[kOutputColumns], bool in_words) {
+  constexpr int kSize = sizeof(T);
+  const Outputs<T> outputs = narrow(values, T{});
+  if (in_words) {
+    store(reinterpret_cast<Outputs<T>*>(row + column), outputs);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kOutputColumns; ++i) {
+    if (column + i < columns) store_bits(row + column + i, outputs.words[i * kSize / 4] >> (i * kSize % 4 * 8));
+  }
+}
+
+// What a block of a cluster has multiplied over its range, in its shared memory.
+template <int kRows, int kColumns, int kStride>
+struct BlockSums {
+  const float* products;  // [kRows, kColumns], kStride apart
+  const float* squares;   // [kRows]
+};
+
+// The outputs of a cluster: every block sums a share of them over all ranges, in the order of ranges and chunks. The
+// shares go by warps, so that all blocks have one of few rows, and a warp reads neighbours.
+template <class T, int kRows, int kColumns, int kStride>
+__device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
+                                                 const BlockSums<kRows, kColumns, kStride>& sums, float gain_unscale) {
+  static_assert(kColumns % kOutputColumns == 0);
+  const NormConcatLinear& op = arguments.op;
+  const Concat& source = op.source;
+  const int num_chunks = static_cast<int>(source.num_chunks);
+  const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
+  const bool in_words = stores_words<T>(op);
+  const int blocks = static_cast<int>(gridDim.y), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
+  sync_cluster();
+  const int step = static_cast<int>(blockDim.x) * blocks;
+  for (int at = (warp * blocks + static_cast<int>(blockIdx.y)) * 32 + lane; at < rows * kColumns / kOutputColumns;
+       at += step) {
+    const int token = at / (kColumns / kOutputColumns), column = at % (kColumns / kOutputColumns) * kOutputColumns;
+    const int64_t row = first_row + token, output = first_output + column;
+    if (output >= op.num_columns) continue;
+    float total[kOutputColumns] = {}, all_squares = 0;
+    for (int k = 0, rank = 0; k < num_chunks; ++k) {
+      const Chunk& chunk = arguments.chunks[k];
+      float of_chunk[kOutputColumns] = {}, own_squares = 0;
+      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range, ++rank) {
+        const Words words = load_words_from_block(sums.products + token * kStride + column, rank);
+        own_squares += load_from_block(sums.squares + token, rank);
+        const uint32_t values[kOutputColumns] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(values[i]);
+      }
+      float scale = 1;
+      if (has_norm) {
+        const int64_t of = source_row(chunk, row);
+        if (chunk.sum_squares != nullptr) {
+          own_squares = of < 0 ? 0.0f : load(chunk.sum_squares + of * chunk.sum_squares_row_stride);
+        }
+        all_squares += own_squares;
+        if (of < 0) continue;  // an infinite gain has made the product NaN
+        if (chunk.gain.data != nullptr) scale = gain_unscale;
+        if (chunk_norm) scale *= rstd_of(own_squares, chunk.width, chunk.eps);
+      }
+#pragma unroll
+      for (int i = 0; i < kOutputColumns; ++i) total[i] += of_chunk[i] * scale;
+    }
+    const float rstd = source.norm == Norm::kConcat ? rstd_of(all_squares, source.width, arguments.chunks[0].eps) : 1;
+#pragma unroll
+    for (int i = 0; i < kOutputColumns; ++i) {
+      total[i] *= rstd;
+      if (op.bias.data != nullptr && output + i < op.num_columns) total[i] += value_at<T>(op.bias, output + i);
+    }
+    store_outputs(static_cast<T*>(op.out) + row * op.out_row_stride, output, op.num_columns, total, in_words);
+  }
+  end_cluster();
+}
+
+// Whether several scales lie along a row of the weight.
+inline bool has_blocks(const NormConcatLinear& op) {
+  return op.weight_type != WeightType::kChunks && op.scales.block_columns < op.source.width;
+}
+
+// For Arguments::scale_shift; of one scale a row all columns share it.
+inline int scale_shift_of(const NormConcatLinear& op) {
+  return has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31;
+}
+
+// f(std::integral_constant<Form, ...>{}) of what the weight holds.
+template <class F>
+int with_form(const NormConcatLinear& op, const F& f) {
+  using std::integral_constant;
+  if (op.weight_type == WeightType::kChunks) return f(integral_constant<Form, Form::kDense>{});
+  if (op.weight_type == WeightType::kInt8) return f(integral_constant<Form, Form::kInt8>{});
+  return has_blocks(op) ? f(integral_constant<Form, Form::kE4M3Blocks>{}) : f(integral_constant<Form, Form::kE4M3>{});
+}
+
+inline bool has_residual(const Arguments& arguments) {
+  const auto is_there = [](const Chunk& chunk) { return chunk.residual != nullptr; };
+  return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
+}
+
+// A range of every chunk.
+inline SplitRanges one_range_each(const Concat& source) {
+  SplitRanges ranges{};
+  ranges.count = static_cast<int>(source.num_chunks);
+  std::fill_n(ranges.of_chunk, source.num_chunks, 1);
+  return ranges;
+}
+
+// Units of `unit` columns in the ranges of chunk k where all are as long as the longest, and in those of all chunks.
+inline int longest_of_chunk(const Concat& source, const SplitRanges& ranges, int k, int unit) {
+  const int units = static_cast<int>((source.chunks[k].width + unit - 1) / unit);
+  return (units + ranges.of_chunk[k] - 1) / ranges.of_chunk[k];
+}
+inline int units_of(const Concat& source, const SplitRanges& ranges, int unit) {
+  int units = 0;
+  for (int k = 0; k < source.num_chunks; ++k) {
+    units += ranges.of_chunk[k] * longest_of_chunk(source, ranges, k, unit);
+  }
+  return units;
+}
+
+// The first chunk whose ranges are longest, and how long they are.
+struct LongestRange {
+  int chunk, units;
+};
+inline LongestRange longest_range(const Concat& source, const SplitRanges& ranges, int unit) {
+  LongestRange longest{0, 0};
+  for (int k = 0; k < source.num_chunks; ++k) {
+    if (const int units = longest_of_chunk(source, ranges, k, unit); units > longest.units) longest = {k, units};
+  }
+  return longest;
+}
+
+}  // namespace eagle_kernels::cuda
