@@ -343,23 +343,25 @@ def test_a_call_is_planned_by_its_blocks(isa: str) -> None:
     isa = isa.partition("-")[0]
     for name, columns in (("fp8_row", 12288), ("mxfp8", 32), ("nvfp4", 16)):
         weight = random_weight(name, 32, 256)
-        for T in (1, 2, 5, 8):
+        for T in (1, 2, 5, 8, 16):
             chosen = ek.explain("norm_concat_linear", torch.randn(T, 256).bfloat16(), weight, num_chunks=1)
-            in_dots = isa in plan.DOTS_ISAS and plan.runs_in_dots(isa, T, columns)
+            in_dots = isa in plan.DOTS_ISAS and plan.runs_in_dots(isa, T, columns, weight.code_bits)
             assert (chosen.kernel is plan.Kernel.DOTS) == in_dots, (name, T)
 
 
 def test_the_plan_of_few_rows(isa: str) -> None:
-    def kernel(T: int, dtype: torch.dtype, columns: int) -> plan.Kernel:
-        problem = plan.Problem("norm_concat_linear_quantized", torch.device("cpu"), 3, T, dtype, block_columns=columns)
+    def kernel(T: int, dtype: torch.dtype, columns: int, bits: int = 8) -> plan.Kernel:
+        device, op = torch.device("cpu"), "norm_concat_linear_quantized"
+        problem = plan.Problem(op, device, 3, T, dtype, block_columns=columns, code_bits=bits)
         return plan.choose(*problem).kernel
 
     few, nearly_eight = {1, 2, 3, 4}, {7, 8}
-    expected = {12288: few | nearly_eight, 128: few, 32: few, 16: few | nearly_eight}
+    expected = {(12288, 8): few | nearly_eight, (128, 8): few, (32, 8): few, (16, 8): few}
+    expected |= {(32, 4): few | nearly_eight, (16, 4): set(range(1, 17))}
     if isa.startswith("amx"):
-        expected = {columns: {1} for columns in expected}
-    for columns, rows in expected.items():
-        in_dots = {T for T in (*range(1, 20), 64) if kernel(T, torch.bfloat16, columns) is plan.Kernel.DOTS}
+        expected = {weight: {1} for weight in expected}
+    for weight, rows in expected.items():
+        in_dots = {T for T in (*range(1, 20), 64) if kernel(T, torch.bfloat16, *weight) is plan.Kernel.DOTS}
         assert in_dots == (rows if "bf16" in isa else set())
     assert kernel(1, torch.float16, 128) == kernel(1, torch.float32, 128) == plan.Kernel.FUSED
     with environment_of(EAGLE_KERNELS_CPU_ISA=isa.partition("-")[0], EAGLE_KERNELS_BATCH_INVARIANT="1"):

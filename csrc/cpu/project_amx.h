@@ -114,8 +114,8 @@ struct TilePacker {
     const int64_t ordered = order_columns(op), end = round_up(filled, ordered > kTileK ? ordered : kTileK);
     for (int64_t row = 0; row < kTile; ++row) {
       __builtin_memset(&rows[row][filled], 0, (end - filled) * sizeof(BFloat16));
-      if (ordered == kLineColumns<Float4E2M1>) order_row<Float4E2M1>(rows[row], filled);
-      if (ordered == kLineColumns<Int8>) order_row<Int8>(rows[row], filled);
+      if (ordered == kLineColumns<Float4E2M1>) order_row<Float4E2M1, 1>(rows[row], filled);
+      if (ordered == kLineColumns<Int8>) order_row<Int8, 1>(rows[row], filled);
     }
     filled = end;
     for (int64_t column = 0; column < filled; column += kTileK) {

@@ -5,7 +5,7 @@
 // which widened codes leave the registers. A lane sums the products of a unit of 512 columns, or of the columns in it
 // that share a scale, and that sum enters the lane's fp32 total times its scale: the range and the NaN of a scale are
 // those of fp32. What a lane has of a line of codes is in one block of 16 columns or more: one vector of scales is for
-// the whole line.
+// the whole line, and of codes of 4 bits, which are 8 columns of a lane, for two lines.
 #pragma once
 
 #include "project_quantized.h"
@@ -27,11 +27,31 @@ constexpr int64_t kWords = 2 * kCodesPerByte<Code>;
 // What shares a scale: rows, blocks of 128 columns or a multiple, or blocks of 16, 32 or 64.
 enum class Sharing { kRow, kWideBlock, kNarrowBlock };
 
+// Lines that change places among them, so that a lane has as many columns of a block of 16 as there are: then there is
+// one sum to scale for 8 products, not for 4 (nvfp4, in ms: T = 1, 4 and 8 1.7, 1.9 and 3.4, so 1.2, 1.6 and 2.8).
+template <class Code, Sharing kSharing>
+constexpr int64_t kGroupLines = kSharing == Sharing::kRow ? 1 : kCodesPerByte<Code>;
+
 // Lines whose products are one sum.
 template <class Code, Sharing kSharing>
-constexpr int64_t kSumLines = kSharing == Sharing::kRow         ? kLines<Code>
-                              : kSharing == Sharing::kWideBlock ? 128 / kLineColumns<Code>
-                                                                : 1;
+constexpr int64_t kSumLines = kSharing == Sharing::kRow                                   ? kLines<Code>
+                              : kSharing == Sharing::kWideBlock || kCodesPerByte<Code> > 1 ? 2
+                                                                                           : 1;
+
+// Of a group of two the lanes with an even number come into the first line, the others into the second.
+template <int64_t kGroup>
+inline void order_group(__m512i* lines) {
+  if constexpr (kGroup == 2) {
+    const __m512 first = (__m512)lines[0], second = (__m512)lines[1];
+    lines[0] = (__m512i)_mm512_shuffle_ps(first, second, 0x88);
+    lines[1] = (__m512i)_mm512_shuffle_ps(first, second, 0xdd);
+  }
+}
+// Which of a group's lanes comes into a lane of its first line.
+template <int64_t kGroup>
+constexpr int64_t source_of(int64_t lane) {
+  return kGroup == 1 ? lane : lane % 4 / 2 * kLanes + lane / 4 * 4 + lane % 2 * 2;
+}
 
 // Whole units, and an odd number of cache lines (project_dot.h).
 inline int64_t codes_packed_width(const NormConcatLinear& op) {
@@ -60,23 +80,44 @@ inline void order_line(__m512i (&line)[kWords<Code>]) {
   }
 }
 
-// Those of a packed row.
-template <class Code>
+// Those of a packed row, of which groups of kGroup lines are whole.
+template <class Code, int64_t kGroup>
 inline void order_row(BFloat16* row, int64_t width) {
-  for (int64_t k = 0; k < width; k += kLineColumns<Code>) {
-    __m512i line[kWords<Code>];
-    __builtin_memcpy(line, row + k, sizeof line);
-    order_line<Code>(line);
-    __builtin_memcpy(row + k, line, sizeof line);
+  constexpr int64_t kColumns = kLineColumns<Code> / kLanes;  // of a lane
+  for (int64_t k = 0; k < width; k += kGroup * kLineColumns<Code>) {
+    BFloat16 lanes[kGroup * kLanes][kColumns];
+    __builtin_memcpy(lanes, row + k, sizeof lanes);
+    for (int64_t i = 0; i < kGroup; ++i) {
+      BFloat16 ordered[kLanes][kColumns];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        __builtin_memcpy(ordered[lane], lanes[source_of<kGroup>(lane) + i], sizeof ordered[lane]);
+      }
+      __m512i line[kWords<Code>];
+      __builtin_memcpy(line, ordered, sizeof line);
+      order_line<Code>(line);
+      __builtin_memcpy(row + k + i * kLineColumns<Code>, line, sizeof line);
+    }
   }
+}
+
+// f(code{}, integral_constant<Sharing>{}) for a call's.
+template <class F>
+void with_sharing(const NormConcatLinear& op, F f) {
+  const int64_t block = op.scales.block_columns;
+  with_code(op.weight_type, [&](auto code) {
+    if (block >= op.source.width) return f(code, std::integral_constant<Sharing, Sharing::kRow>{});
+    if (block >= 128) return f(code, std::integral_constant<Sharing, Sharing::kWideBlock>{});
+    f(code, std::integral_constant<Sharing, Sharing::kNarrowBlock>{});
+  });
 }
 
 inline void codes_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
   const int64_t width = codes_packed_width(op);
   dot_pack<BFloat16>(op, row_begin, row_end, width);
-  with_code(op.weight_type, [&](auto code) {
+  with_sharing(op, [&](auto code, auto sharing) {
     for (int64_t i = row_begin; i < row_end; ++i) {
-      order_row<decltype(code)>(packed_rows<BFloat16>(op) + i * width, op.source.width);
+      using Code = decltype(code);
+      order_row<Code, kGroupLines<Code, sharing>>(packed_rows<BFloat16>(op) + i * width, op.source.width);
     }
   });
 }
@@ -88,7 +129,12 @@ constexpr int64_t kDotRows = 8;
 constexpr int64_t kBlockColumns = 12;
 // Rows of the weight in a register tile. 120 columns of fp8_row out of the cache, in us, with 2, 3, 4, 5 of them: T = 4
 // 71, 68, 71, 88 (sums leave the registers); T = 8 with 1, 2, 3: 157, 126, 139.
-constexpr int64_t tile_columns(int64_t rows) { return rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2; }
+// Of groups of lines 2: more are a burst of loads (nvfp4, T = 1, one thread, with 6, 3, 2, 1: 2.2, 1.7, 1.4, 1.5 ms).
+template <int64_t kGroup>
+constexpr int64_t tile_columns(int64_t rows) {
+  if (kGroup > 1) return 2;
+  return rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2;
+}
 
 // The scales of a unit, 32 at most, which blocks of 16 columns have: in fp32, or all in the first vector as bf16, which
 // has every scale of a byte, and is the upper half of an fp32 number.
@@ -111,14 +157,16 @@ inline __m512i bf16_of(__m512i codes, Float8E4M3) {
   return or_masked(bits, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
 }
 
-// Reads the scales of a row of the weight, and spreads them over the lanes of a line.
-template <class Code>
+// Reads the scales of a row of the weight, and spreads them over the lanes of a sum.
+template <class Code, Sharing kSharing>
 struct ScaleReader {
+  static constexpr int64_t kSum = kSumLines<Code, kSharing>, kSums = kLines<Code> / kSum;
+
   ScaleType type;
   int64_t block_columns, num_blocks, next_rows;
   int64_t first = 0;   // block of the unit
   uint32_t there = 0;  // of the 32 from there on, those that are in the row
-  UInt block_of_lane[kLines<Code>];  // of each line of the unit, counted from the unit's first block on, in both halves
+  UInt block_of_lane[kSums];  // of the unit, counted from its first block on, in both halves
 
   explicit ScaleReader(const NormConcatLinear& op)
       : type(op.scales.type),
@@ -134,10 +182,11 @@ struct ScaleReader {
     const int64_t left = num_blocks - first;
     there = left >= 2 * kLanes ? ~0u : (1u << left) - 1;
     if (k != 0 && (kUnitColumns % block_columns == 0 || block_columns % kUnitColumns == 0)) return;  // as the first one
-    for (int64_t line = 0; line < kLines<Code>; ++line) {
+    for (int64_t sum = 0; sum < kSums; ++sum) {
       for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t column = line * kLineColumns<Code> + lane * kLineColumns<Code> / kLanes;
-        block_of_lane[line][lane] = static_cast<uint32_t>((k % block_columns + column) / block_columns) * 0x10001;
+        const int64_t place = sum * kSum * kLanes + source_of<kGroupLines<Code, kSharing>>(lane);
+        const int64_t column = k % block_columns + place * kLineColumns<Code> / kLanes;
+        block_of_lane[sum][lane] = static_cast<uint32_t>(column / block_columns) * 0x10001;
       }
     }
   }
@@ -149,8 +198,8 @@ struct ScaleReader {
     return {type == ScaleType::kFloat8E8M0 ? bf16_of(codes, Float8E8M0{}) : bf16_of(codes, Float8E4M3{}), __m512i{}};
   }
   int64_t size() const { return type == ScaleType::kFloat32 ? sizeof(float) : 1; }
-  Float of_line(const UnitScales& scales, int64_t line) const {
-    const auto block = (__m512i)block_of_lane[line];
+  Float of_sum(const UnitScales& scales, int64_t sum) const {
+    const auto block = (__m512i)block_of_lane[sum];
     if (type == ScaleType::kFloat32) return (Float)_mm512_permutex2var_epi32(scales.first, block, scales.second);
     return (Float)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, block, scales.first);
   }
@@ -168,36 +217,49 @@ template <class Code>
 constexpr int64_t kAheadColumns = 2 * kUnitColumns * kCodesPerByte<Code>;
 
 // The lanes of kRows x kColumns totals += those of the products of a unit, times their scales, inlined with the reading
-// of those, whose constants are six shuffles a row else (nvfp4, T = 1: 1.46 ms, 1.36 so). `line_of(column, i)` has
-// the codes of line i, `scale_of(column, i)` its scales; x[row] is a packed row.
-template <class Code, Sharing kSharing, int64_t kColumns, int64_t kRows, class LineOf, class ScaleOf>
-[[gnu::always_inline]] inline void multiply_unit(LineOf line_of, ScaleOf scale_of, const BFloat16* const* x,
-                                                 Float* totals) {
+// of those, whose constants are six shuffles a row else (nvfp4, T = 1: 1.46 ms, 1.36 so). `line_of(column, i)` is
+// line i of codes, `scale_of(column, i)` has the scales of sum i; x[row] is a packed row.
+template <class Code, Sharing kSharing, int64_t kColumns, int64_t kRows, class LineOf, class FetchLine, class ScaleOf>
+[[gnu::always_inline]] inline void multiply_unit(LineOf line_of, FetchLine fetch_line, ScaleOf scale_of,
+                                                 const BFloat16* const* x, Float* totals) {
   // Those of one row stay in registers; of four that is 5 to 12 % slower.
   Float of_one_row[kColumns], *place = kRows == 1 ? of_one_row : totals;
   if (kRows == 1) __builtin_memcpy(of_one_row, totals, sizeof of_one_row);
-  for (int64_t first = 0; first < kLines<Code>; first += kSumLines<Code, kSharing>) {
+  constexpr int64_t kGroup = kGroupLines<Code, kSharing>, kSum = kSumLines<Code, kSharing>;
+  for (int64_t first = 0; first < kLines<Code>; first += kSum) {
+    // Else GCC 12 keeps totals in registers and the sums of 8 rows in memory (1.5 cycles a product, 1.25 so).
+    if (kGroup > 1 && kRows > 2) asm volatile("" : : "r"(place) : "memory");
     Float sums[kRows * kColumns] = {};
-    for (int64_t i = first; i < first + kSumLines<Code, kSharing>; ++i) {
-      CodeLine<Code> lines[kColumns];
-      unrolled<kColumns>([&](auto column) { lines[column] = line_of(column, i); });
-      unrolled<kWords<Code>>([&](auto part) {
-        __m512bh words[kColumns];
-        unrolled<kColumns>([&](auto column) { words[column] = (__m512bh)lines[column].word(part); });
-        unrolled<kRows>([&](auto row) {
-          const __m512i value = _mm512_load_si512(x[row] + (i * kWords<Code> + part) * 2 * kLanes);
-          unrolled<kColumns>([&](auto column) {
-            Float& sum = sums[row * kColumns + column];
-            sum = (Float)_mm512_dpbf16_ps((__m512)sum, words[column], (__m512bh)value);
+    for (int64_t i = first; i < first + kSum; i += kGroup) {
+      __m512i codes[kColumns][kGroup];
+      unrolled<kColumns>([&](auto column) {
+        unrolled<kGroup>([&](auto line) { codes[column][line] = line_of(column, i + line); });
+        order_group<kGroup>(codes[column]);
+      });
+      const auto multiply_line = [&](auto line) __attribute__((always_inline)) {
+        unrolled<kColumns>([&](auto column) { fetch_line(column, i + line); });
+        CodeLine<Code> lines[kColumns];
+        unrolled<kColumns>([&](auto column) { lines[column] = CodeLine<Code>(codes[column][line]); });
+        unrolled<kWords<Code>>([&](auto part) __attribute__((always_inline)) {
+          __m512bh words[kColumns];
+          unrolled<kColumns>([&](auto column) { words[column] = (__m512bh)lines[column].word(part); });
+          unrolled<kRows>([&](auto row) __attribute__((always_inline)) {
+            const BFloat16* value = x[row] + ((i + line) * kWords<Code> + part) * 2 * kLanes;
+            const __m512i values = _mm512_load_si512(value);
+            unrolled<kColumns>([&](auto column) {
+              Float& sum = sums[row * kColumns + column];
+              sum = (Float)_mm512_dpbf16_ps((__m512)sum, words[column], (__m512bh)values);
+            });
           });
         });
-      });
+      };
+      unrolled<kGroup>(multiply_line);
     }
     unrolled<kColumns>([&](auto column) {
       if constexpr (kSharing == Sharing::kRow) {
         unrolled<kRows>([&](auto row) { place[row * kBlockColumns + column] += sums[row * kColumns + column]; });
       } else {
-        const Float scale = scale_of(column, first);
+        const Float scale = scale_of(column, first / kSum);
         unrolled<kRows>([&](auto row) {
           place[row * kBlockColumns + column] += sums[row * kColumns + column] * scale;
         });
@@ -211,8 +273,8 @@ template <class Code, Sharing kSharing, int64_t kColumns, int64_t kRows, class L
 template <class Code, Sharing kSharing>
 struct CodesProjection {
   const NormConcatLinear& op;
-  int64_t row_begin, rows;
-  ScaleReader<Code> scales{op};
+  int64_t row_begin = 0, rows = 0;
+  ScaleReader<Code, kSharing> scales{op};
   Float totals[kDotRows * kBlockColumns] = {};
   const uint8_t* scale_rows[kBlockColumns] = {};
 
@@ -244,7 +306,7 @@ struct CodesProjection {
   // The unit from column k of the weight on, for columns [begin, end) of the output.
   template <int64_t kRows>
   void multiply(int64_t begin, int64_t end, int64_t k) {
-    constexpr int64_t kColumns = tile_columns(kRows);
+    constexpr int64_t kColumns = tile_columns<kGroupLines<Code, kSharing>>(kRows);
     static_assert(kBlockColumns % kColumns == 0);
     const BFloat16* x[kRows];
     unrolled<kRows>([&](auto row) {  // behind the last row it again, whose totals nobody reads
@@ -266,16 +328,15 @@ struct CodesProjection {
         if constexpr (kSharing != Sharing::kRow) scales_of_unit[column] = scales.read(scale_rows[row - begin]);
       });
       multiply_unit<Code, kSharing, kColumns, kRows>(
-          [&](auto column, int64_t i) {
-            __builtin_prefetch(later[column] + i * kCacheLine);
-            return CodeLine<Code>(_mm512_loadu_si512(codes[column] + i * kCacheLine));
-          },
-          [&](auto column, int64_t i) { return scales.of_line(scales_of_unit[column], i); }, x, totals + (d - begin));
+          [&](auto column, int64_t i) { return _mm512_loadu_si512(codes[column] + i * kCacheLine); },
+          [&](auto column, int64_t i) { __builtin_prefetch(later[column] + i * kCacheLine); },
+          [&](auto column, int64_t i) { return scales.of_sum(scales_of_unit[column], i); }, x, totals + (d - begin));
     }
   }
 
-  // Columns [begin, end) of the output, kBlockColumns at most.
-  void run(int64_t begin, int64_t end) {
+  // Columns [begin, end) of the output, kBlockColumns at most, of `num` rows from the first one on.
+  void run(int64_t first, int64_t num, int64_t begin, int64_t end) {
+    row_begin = first, rows = num;
     __builtin_memset(totals, 0, sizeof totals);
     for (int64_t d = begin; d < end; ++d) scale_rows[d - begin] = scales_of(d);
     for (int64_t k = 0; k < op.source.width; k += kUnitColumns) {
@@ -299,33 +360,21 @@ struct CodesProjection {
     }
     if constexpr (kSharing == Sharing::kRow) {
       for (int64_t d = begin; d < end; ++d) {
-        const float scale = scales.of_line(scales.read(scale_rows[d - begin]), 0)[0];
+        const float scale = scales.of_sum(scales.read(scale_rows[d - begin]), 0)[0];
         for (int64_t i = row_begin; i < row_begin + rows; ++i) fp32_rows(op)[i * op.num_columns + d] *= scale;
       }
     }
   }
 };
 
-// f(projection{}) of the type for a call.
-template <class F>
-void with_projection(const NormConcatLinear& op, F f) {
-  const int64_t block = op.scales.block_columns;
-  with_code(op.weight_type, [&](auto code) {
-    using Code = decltype(code);
-    if (block >= op.source.width) return f(std::type_identity<CodesProjection<Code, Sharing::kRow>>{});
-    if (block >= 128) return f(std::type_identity<CodesProjection<Code, Sharing::kWideBlock>>{});
-    f(std::type_identity<CodesProjection<Code, Sharing::kNarrowBlock>>{});
-  });
-}
-
 inline void codes_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;
-  with_projection(op, [&](auto type) {
-    for (int64_t row = 0; row < op.num_rows; row += kDotRows) {
-      const int64_t rows = op.num_rows - row < kDotRows ? op.num_rows - row : kDotRows;
-      typename decltype(type)::type projection{op, row, rows};
-      for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kBlockColumns) {
-        projection.run(begin, begin + kBlockColumns < columns_end ? begin + kBlockColumns : columns_end);
+  with_sharing(op, [&](auto code, auto sharing) {
+    CodesProjection<decltype(code), sharing> projection{op};
+    for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kBlockColumns) {
+      const int64_t end = begin + kBlockColumns < columns_end ? begin + kBlockColumns : columns_end;
+      for (int64_t row = 0; row < op.num_rows; row += kDotRows) {
+        projection.run(row, op.num_rows - row < kDotRows ? op.num_rows - row : kDotRows, begin, end);
       }
     }
     const int64_t begin = panel_begin * kPanelColumns;

@@ -82,8 +82,8 @@ inline void widen(__m512i codes, Float4E2M1, UInt* words, int64_t stride) {
 // The low or the high bytes of codes 0 to 127 in bf16, one after the other.
 struct BytesOfCodes {
   alignas(kCacheLine) uint8_t bytes[128] = {};
-  constexpr BytesOfCodes(const uint16_t* bits, int shift) {
-    for (int code = 0; code < 128; ++code) bytes[code] = static_cast<uint8_t>(bits[code] >> shift);
+  constexpr BytesOfCodes(const uint16_t* bits, int shift, int more = 0) {
+    for (int code = 0; code < 128; ++code) bytes[code] = static_cast<uint8_t>((bits[code] >> shift) + more);
   }
   // By the low 7 bits of each index.
   __m512i look_up(__m512i indices) const {
@@ -94,6 +94,8 @@ template <class Code>
 constexpr BytesOfCodes kLowBytes{kCodeTable<Code>.bits, 0};
 template <class Code>
 constexpr BytesOfCodes kHighBytes{kCodeTable<Code>.bits, 8};
+// Plus 0x43 (CodeLine).
+constexpr BytesOfCodes kRaisedHighBytes{kCodeTable<Int8>.bits, 8, 0x43};
 
 // 64 bytes of codes. word(i) has columns 16 q + 8 i to 16 q + 8 i + 7 in quarter q.
 template <class Code>
@@ -102,11 +104,14 @@ struct CodeLine {
   CodeLine() = default;
   explicit CodeLine(__m512i codes) {
     constexpr bool kIsInteger = std::is_same_v<Code, Int8>;
-    const __m512i magnitudes = kIsInteger ? _mm512_abs_epi8(codes) : codes;
+    const __m512i magnitudes = kIsInteger ? _mm512_min_epu8(codes, _mm512_sub_epi8(__m512i{}, codes)) : codes;
     low = kLowBytes<Code>.look_up(magnitudes);
-    high = kHighBytes<Code>.look_up(magnitudes);
-    if constexpr (kIsInteger) {  // |-128| is no index; 128 in bf16 is 0x4300, and less than 128 is no more here
-      high = _mm512_max_epu8(high, _mm512_subs_epu8(magnitudes, _mm512_set1_epi8(128 - 0x43)));
+    high = (kIsInteger ? kRaisedHighBytes : kHighBytes<Code>).look_up(magnitudes);
+    if constexpr (kIsInteger) {
+      // |-128| is looked up as 0, and is 0x4300: the table is raised by 0x43, which a shuffle takes from all numbers
+      // but this one, for an index above 127 gives zero. Saturation and absolute values run on the units that multiply
+      // (8 rows by int8_row in L1: 1.40 cycles a product with both, 1.15 without).
+      high = _mm512_add_epi8(high, _mm512_shuffle_epi8(_mm512_set1_epi8(-0x43), magnitudes));
     }
     high = or_masked(high, codes, _mm512_set1_epi8(-128));
   }

@@ -271,14 +271,16 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
 DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 
 
-def runs_in_dots(isa: str, rows: int, block_columns: int) -> bool:
+def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> bool:
     """Whether sums along K*H beat sums along D at N rows, by the columns that share a scale.
 
     The first multiply 1, 2, 4 or 8 rows at a time, so that 5 and 6 cost what 8 do; the second have a tile for every
-    number up to 12. Where a block is one of several, its scale multiplies the first's sums of every row anew, and 7 and
-    8 rows stay with the second too. K=3, H=D=4096 on an AMD EPYC, two cores, medians in ms along K*H and along D, one
-    call of each in turn: int8_row at 4 rows 2.1 and 2.7, at 6 rows 3.6 and 2.9, at 8 rows 3.8 and 4.0; nvfp4 at 4 rows
-    1.9 and 3.0, at 8 rows 3.8 and 4.3; mxfp4 at 4 rows 1.9 and 2.1, at 6 rows 3.7 and 3.1, at 8 rows 3.6 and 3.2.
+    number up to 12. Where a block of codes of 8 bits is one of several, its scale multiplies the first's sums of every
+    row anew, and 7 and 8 rows stay with the second too. The second multiply each number by its scale where a block has
+    16 columns. K=3, H=D=4096 on an AMD EPYC, two cores, medians in ms along K*H and along D, one call of each in turn:
+    int8_row at 5, 8 and 12 rows 2.5 and 2.5, 2.7 and 2.9, 4.2 and 4.2; mxfp8 at 8 rows 3.1 and 3.2; nvfp4 at 5, 8, 12
+    and 16 rows 2.7 and 3.0, 2.8 and 3.8, 4.2 and 4.9, 5.5 and 6.5; mxfp4 2.7 and 2.2, 2.8 and 3.1, 4.1 and 4.1, 5.4 and
+    5.3.
 
     The tile unit multiplies 16 rows at the cost of one. On an Intel Xeon with AMX, the same at 1 and 2 rows: fp8_row
     1.6 and 1.8, 1.8 and 1.8; one scale for 128 columns 1.7 and 2.0, 2.0 and 2.0; mxfp8 1.8 and 2.0, 2.1 and 2.0; mxfp4
@@ -286,7 +288,9 @@ def runs_in_dots(isa: str, rows: int, block_columns: int) -> bool:
     """
     if isa == "amx_bf16":
         return rows == 1
-    return rows <= 4 or (7 <= rows <= 8 and (block_columns > 128 or block_columns == 16))
+    if block_columns == 16 and code_bits == 4:
+        return rows <= 16
+    return rows <= 4 or (7 <= rows <= 8 and (block_columns > 128 or code_bits == 4))
 
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
@@ -296,7 +300,7 @@ def _cpu_codes(problem: Problem, isa: str) -> Plan:
         reason = "the codes are widened as they are multiplied"
     elif SETTINGS.batch_invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
-    elif runs_in_dots(isa, problem.rows, problem.block_columns):
+    elif runs_in_dots(isa, problem.rows, problem.block_columns, problem.code_bits):
         reason = f"T={problem.rows}: rows of codes stream in their order"
         return Plan(problem.op, "cpu", Kernel.DOTS, reason, isa=isa)
     elif isa == "amx_bf16":
