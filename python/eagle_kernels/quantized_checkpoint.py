@@ -155,6 +155,11 @@ def _global_scale(
         expected = f"one of {_MULTIPLIER} and {_DIVISOR} beside it"
         raise checks.error(ValueError, op, f"weights has {codes_name} in nvfp4", expected)
     name = names[given[0]]
+    if given[0] == _DIVISOR and "weight" in names:
+        because = (
+            "the divisor of compressed-tensors is beside weight_packed, and state_dict once called the multiplier so"
+        )
+        raise checks.error(ValueError, op, f"weights has {name} beside {codes_name}", _MULTIPLIER, because)
     scale = read(name)
     checks.check_tensor(op, name, scale)
     if scale.numel() != 1 or not scale.dtype.is_floating_point:

@@ -19,8 +19,9 @@ _LOGGER = logging.getLogger("eagle_kernels")
 class QuantizedLinear(nn.Module):
     """A projection whose weight stays codes and scales; `norm_concat_linear` reads them on every call.
 
-    state_dict: weight (the codes), weight_scale, weight_global_scale (nvfp4) and bias. It loads into a layer of the
-    same format; .to(dtype) leaves codes and scales as they are.
+    state_dict: weight (the codes), weight_scale, weight_scale_2 (nvfp4) and bias: Model-Optimizer's names, so that
+    `load_checkpoint` reads a saved one too. It loads into a layer of the same format, whole or not at all; .to(dtype)
+    leaves codes and scales as they are.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -30,14 +31,14 @@ class QuantizedLinear(nn.Module):
         codes, scales, global_scale = weight.tensors
         self.register_buffer("weight", codes)
         self.register_buffer("weight_scale", scales)
-        self.register_buffer("weight_global_scale", global_scale)
+        self.register_buffer("weight_scale_2", global_scale)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @property
     def quantized(self) -> QuantizedWeight:
         """The buffers as they are now."""
         buffers: dict[str, Any] = self._buffers
-        codes, scales, global_scale = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
+        codes, scales, global_scale = buffers["weight"], buffers["weight_scale"], buffers["weight_scale_2"]
         return QuantizedWeight.of_tensors(codes, scales, global_scale, self.format, self.block)
 
     def projection(self, post_norm_eps: float = 0.0) -> QuantizedProjection:
