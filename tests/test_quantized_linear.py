@@ -1,6 +1,7 @@
 """The state of quantized layers: what is saved loads as what it was, and what does not fit changes nothing."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import eagle_kernels as ek
 from eagle_kernels.quantized_weight import FORMATS
-from guards import same_bits
+from guards import UnchangedTensors, same_bits
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -55,3 +56,87 @@ def test_a_state_dict_of_the_old_name_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         eagle3().load_checkpoint(under_the_old_name(eagle3("nvfp4")))
+
+
+OTHERS = {
+    **{format: lambda format=format: eagle3(format, seed=1) for format in (*FORMATS, "bf16_12bit")},
+    "dense": lambda: eagle3(seed=1),
+    "packed": lambda: eagle3(seed=1).prepack(),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("saved", [name for name in OTHERS if name != "packed"])
+@pytest.mark.parametrize("own", OTHERS)
+def test_a_state_dict_of_another_format_changes_nothing(own: str, saved: str, strict: bool) -> None:
+    """torch casts codes and skips scales: fp8_row into int8_row was 112 % off, and all keys matched."""
+    if own == "packed" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN multiplies no bf16 on this CPU")
+    layer, state = OTHERS[own](), eagle3(None if saved == "dense" else saved).state_dict()
+    if own == saved or (own, saved) == ("packed", "dense"):
+        layer.load_state_dict(state, strict=strict)
+        assert all(same_bits(tensor, state[name]) for name, tensor in layer.state_dict().items())
+        return
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"load_state_dict: .*fc.weight.*, expected .*, because the layer is "):
+        layer.load_state_dict(state, strict=strict)
+    after = layer.state_dict()
+    assert before.keys() == after.keys() and all(same_bits(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda s: s.pop("fc.weight_scale_2"),
+            "state_dict has ['fc.weight', 'fc.weight_scale'], expected ['fc.weight', 'fc.weight_scale', "
+            "'fc.weight_scale_2'], because the layer is nvfp4",
+            id="no-global-scale",
+        ),
+        pytest.param(
+            lambda s: s.update({"fc.weight_global_scale": s.pop("fc.weight_scale_2")}),
+            "state_dict has ['fc.weight', 'fc.weight_scale', 'fc.weight_global_scale'], expected ['fc.weight', "
+            "'fc.weight_scale', 'fc.weight_scale_2'], because the layer is nvfp4",
+            id="old-name",
+        ),
+        pytest.param(
+            lambda s: s.update({"fc.weight": s["fc.weight"].bfloat16()}),
+            "fc.weight has dtype torch.bfloat16, expected torch.uint8, because the layer is nvfp4",
+            id="cast",
+        ),
+        pytest.param(
+            lambda s: s.update({"fc.weight_scale": s["fc.weight_scale"][1:]}),
+            "fc.weight_scale has shape (135, 12), expected (136, 12), because the layer is nvfp4",
+            id="other-rows",
+        ),
+        pytest.param(
+            lambda s: s.update({"fc.weight": [1.0]}), "fc.weight is a list, expected a torch.Tensor", id="no-tensor"
+        ),
+    ],
+)
+def test_what_of_a_state_dict_does_not_fit_is_named(change: Callable, message: str) -> None:
+    state, layer = dict(eagle3("nvfp4").state_dict()), eagle3("nvfp4", seed=1)
+    change(state)
+    worded = pytest.raises(RuntimeError, match=re.escape(f"load_state_dict: {message}"))
+    with UnchangedTensors(list(layer.state_dict().values())), worded:
+        layer.load_state_dict(state, strict=False)
+
+
+def test_a_state_dict_of_other_layers_leaves_the_codes() -> None:
+    layer = eagle3("fp8_row")
+    with UnchangedTensors(list(layer.state_dict().values())):
+        layer.load_state_dict({}, strict=False)
+
+
+@pytest.mark.parametrize(
+    "make", [mtp, lambda: ek.ContextKV(ek.ContextKVConfig(K, H, H, 2, 2, 32))], ids=["mtp", "context"]
+)
+def test_every_dense_projection_refuses_codes(make: Callable) -> None:
+    layer = make()
+    name = next(name for name in ("eh_proj", "kv_proj") if hasattr(layer, name))
+    state = dict(layer.state_dict())
+    state[f"{name}.weight"] = state[f"{name}.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(
+        RuntimeError, match=rf"load_state_dict: {name}\.weight has dtype torch.float8_e4m3fn, expected a "
+    ):
+        layer.load_state_dict(state)

@@ -28,7 +28,7 @@ from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
 from .ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
-from .quantized_linear import QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import DenseLinear, QuantizedLinear, load_projection, quantize_linear
 
 OP = "ContextKV"
 _K_NORMS, _VALUES = ("weight", "unit", "none"), ("own", "k", "none")
@@ -296,24 +296,24 @@ class ContextKV(nn.Module):
             return nn.ModuleList([nn.RMSNorm(width, config.eps, **factory) for _ in range(count)])
 
         self.aux_norm = norms(config.num_chunks if config.chunk_norm else 0, config.target_hidden_size)
-        self.fc: nn.Linear | QuantizedLinear = self._dense_fc(**factory)
+        self.fc: DenseLinear | QuantizedLinear = self._dense_fc(**factory)
         self.hidden_norm = nn.RMSNorm(H, config.eps, **factory)
         self.layer_norm = norms(L if config.layer_norm else 0, H)
-        self.kv_proj: nn.Linear | QuantizedLinear = self._dense_kv_proj(**factory)
+        self.kv_proj: DenseLinear | QuantizedLinear = self._dense_kv_proj(**factory)
         self.k_norm = norms(L if config.k_norm == "weight" else 0, config.normed_columns)
         for norm in self.modules():
             if isinstance(norm, nn.RMSNorm):
                 norm.weight.data.fill_(1 - config.norm_offset)
         self.requires_grad_(False)
 
-    def _dense_fc(self, **factory: Any) -> nn.Linear:
+    def _dense_fc(self, **factory: Any) -> DenseLinear:
         width = self.config.num_chunks * self.config.target_hidden_size
-        return nn.Linear(width, self.config.hidden_size, bias=False, **factory).requires_grad_(False)
+        return DenseLinear(width, self.config.hidden_size, bias=False, **factory).requires_grad_(False)
 
-    def _dense_kv_proj(self, **factory: Any) -> nn.Linear:
+    def _dense_kv_proj(self, **factory: Any) -> DenseLinear:
         config = self.config
         columns = config.num_layers * config.kv_width
-        return nn.Linear(config.hidden_size, columns, bias=config.bias, **factory).requires_grad_(False)
+        return DenseLinear(config.hidden_size, columns, bias=config.bias, **factory).requires_grad_(False)
 
     def load_checkpoint(
         self, weights: str | os.PathLike | Mapping[str, Tensor], *, tp_rank: int = 0, tp_size: int = 1

@@ -15,7 +15,7 @@ from .layers import VocabParallelEmbedding, parameter_of, project_onto
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
 from .ops.sources import Sources
-from .quantized_linear import QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import DenseLinear, QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class EmbeddingHiddenProjection(nn.Module):
         setattr(self, name, quantize_linear(op, getattr(self, name), format))
         return self
 
-    def _dense(self, **factory: Any) -> nn.Linear:
+    def _dense(self, **factory: Any) -> DenseLinear:
         config = self.config
-        linear = nn.Linear(2 * config.hidden_size, config.out_features, bias=config.bias, **factory)
+        linear = DenseLinear(2 * config.hidden_size, config.out_features, bias=config.bias, **factory)
         return linear.requires_grad_(False)
 
     def _project(
@@ -204,7 +204,7 @@ class MTPProjection(EmbeddingHiddenProjection):
 
     enorm: nn.RMSNorm
     hnorm: nn.RMSNorm
-    eh_proj: nn.Linear | QuantizedLinear
+    eh_proj: DenseLinear | QuantizedLinear
 
     def __init__(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .ops.norm_concat_linear import in_whole_tiles
+from .quantized_linear import DenseLinear
 
 
 def unsupported_reason(weight: Tensor) -> str | None:
@@ -20,8 +23,8 @@ def unsupported_reason(weight: Tensor) -> str | None:
     return f"oneDNN multiplies no {weight.dtype} on this CPU"
 
 
-class PackableLinear(nn.Linear):
-    """nn.Linear whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
+class PackableLinear(DenseLinear):
+    """A dense layer whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
 
     state_dict and a pickle always hold the dense weight; loading or copying one packs it again.
     """
@@ -50,7 +53,7 @@ class PackableLinear(nn.Linear):
         if self.packed is not None:
             destination[prefix + "weight"] = self._dense(self.packed)
 
-    def _load_from_state_dict(self, *args: object) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
         was_packed = self.packed is not None
         self.unpack()
         super()._load_from_state_dict(*args)

@@ -33,7 +33,9 @@ _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
 # Of activations, which stay in 16 bits here.
 _UNREAD = ("input_scale", "input_global_scale", "qscale_act", "weight_shape")
 _UNSUPPORTED = ("weight_zp",)
-PARAMETERS = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR, *_UNREAD, *int4_checkpoint.PARAMETERS, *_UNSUPPORTED)
+# What makes a weight, dense or not.
+OF_WEIGHT = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR, *int4_checkpoint.PARAMETERS)
+PARAMETERS = (*OF_WEIGHT, *_UNREAD, *_UNSUPPORTED)
 
 # Model-Optimizer's quant_algo.
 _ALGORITHMS = {

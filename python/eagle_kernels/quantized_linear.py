@@ -1,4 +1,4 @@
-"""A linear layer on a QuantizedWeight, and how a module of this package comes by one."""
+"""A projection's linear layer, dense or on a QuantizedWeight, and how a module of this package comes by either."""
 
 from __future__ import annotations
 
@@ -11,12 +11,45 @@ from torch import Tensor, nn
 
 from . import checks
 from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
+from .quantized_checkpoint import OF_WEIGHT
 from .quantized_weight import COMPRESSED, QuantizedWeight, quantize
 
 _LOGGER = logging.getLogger("eagle_kernels")
+_LOAD = "load_state_dict"
 
 
-class QuantizedLinear(nn.Module):
+class _LoadsWhole(nn.Module):
+    """A layer that takes a weight's tensors out of a state_dict whole, or reports what does not fit and keeps its own."""
+
+    def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
+        """What is wrong with the tensors of these names; codes, scales or numbers."""
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        names = [name for name in OF_WEIGHT if prefix + name in state_dict]
+        wrong = self._mismatch(state_dict, prefix, names) if names else None
+        if wrong is None:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
+            args[-1].append(str(wrong))  # torch raises these, of strict=False too
+
+
+class DenseLinear(_LoadsWhole, nn.Linear):
+    """nn.Linear that loads no codes: torch would cast them, and skip the scales that make numbers of them."""
+
+    def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
+        weight = state_dict.get(prefix + "weight")
+        because = "the layer is dense: load_checkpoint makes it a quantized one"
+        if isinstance(weight, Tensor) and (weight.itemsize == 1 or not weight.is_floating_point()):
+            got = f"{prefix}weight has dtype {weight.dtype}"
+            return checks.error(TypeError, _LOAD, got, "a floating-point dtype of 16 bits or more", because)
+        if scales := [name for name in names if name != "weight"]:
+            got = f"state_dict has {prefix}{scales[0]}"
+            return checks.error(ValueError, _LOAD, got, f"{prefix}weight alone", because)
+        return None
+
+
+class QuantizedLinear(_LoadsWhole):
     """A projection whose weight stays codes and scales; `norm_concat_linear` reads them on every call.
 
     state_dict: weight (the codes), weight_scale, weight_scale_2 (nvfp4) and bias: Model-Optimizer's names, so that
@@ -43,6 +76,23 @@ class QuantizedLinear(nn.Module):
 
     def projection(self, post_norm_eps: float = 0.0) -> QuantizedProjection:
         return QuantizedProjection(self.quantized, self._parameters["bias"], None, post_norm_eps)
+
+    def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
+        own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        because = f"the layer is {self.format}"
+        if own.keys() != {*names}:
+            got = f"state_dict has {[prefix + name for name in names]}"
+            return checks.error(ValueError, _LOAD, got, str([prefix + name for name in own]), because)
+        for name, buffer in own.items():
+            given = state_dict[prefix + name]
+            if not isinstance(given, Tensor):
+                return checks.error(TypeError, _LOAD, f"{prefix}{name} is a {type(given).__name__}", "a torch.Tensor")
+            if given.dtype != buffer.dtype:
+                got = f"{prefix}{name} has dtype {given.dtype}"
+                return checks.error(TypeError, _LOAD, got, str(buffer.dtype), because)
+            if given.shape != buffer.shape:
+                return checks.shape_error(_LOAD, prefix + name, given, str(tuple(buffer.shape)), because)
+        return None
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
@@ -87,12 +137,9 @@ def load_projection(
         )
         weight = weight.dequantize(dtype)
     if isinstance(weight, QuantizedWeight):
-        bias = state.pop(f"{name}.bias", None)
-        if bias is not None:
-            bias = bias.to(device, current.bias.dtype)
-        loaded = QuantizedLinear(weight.to(device, copy=True), bias)
-        setattr(module, name, loaded)
-        module.load_state_dict(state | loaded.state_dict(prefix=f"{name}."))
+        codes = QuantizedLinear(weight.to(device, copy=True), current.bias)
+        setattr(module, name, codes)
+        module.load_state_dict(codes.state_dict(prefix=f"{name}.") | state)
         return
     if isinstance(current, QuantizedLinear):
         dtype = next((p.dtype for p in module.parameters()), weight.dtype)  # of the norms, which codes have none of
