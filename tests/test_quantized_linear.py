@@ -140,3 +140,23 @@ def test_every_dense_projection_refuses_codes(make: Callable) -> None:
         RuntimeError, match=rf"load_state_dict: {name}\.weight has dtype torch.float8_e4m3fn, expected a "
     ):
         layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "dense"])
+def test_a_reload_writes_where_the_weight_is(format: str) -> None:
+    """A CUDA graph that was captured before reads that memory."""
+    name = None if format == "dense" else format
+    layer, update = eagle3(name, bias=True), eagle3(name, seed=1, bias=True)
+    places = {name: tensor.data_ptr() for name, tensor in layer.state_dict().items()}
+    layer.load_checkpoint(dict(update.state_dict()))
+    loaded = layer.state_dict()
+    assert {name: tensor.data_ptr() for name, tensor in loaded.items()} == places
+    assert all(same_bits(loaded[name], tensor) for name, tensor in update.state_dict().items())
+    x = torch.randn(2, W).bfloat16()
+    assert torch.equal(layer(x), update(x))
+
+
+def test_another_format_is_another_layer() -> None:
+    layer = eagle3("fp8_row", bias=True)
+    layer.load_checkpoint(dict(eagle3("nvfp4", seed=1, bias=True).state_dict()))
+    assert layer.fc.format == "nvfp4" and layer.fc.bias is not None

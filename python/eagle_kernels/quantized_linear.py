@@ -74,6 +74,15 @@ class QuantizedLinear(_LoadsWhole):
         codes, scales, global_scale = buffers["weight"], buffers["weight_scale"], buffers["weight_scale_2"]
         return QuantizedWeight.of_tensors(codes, scales, global_scale, self.format, self.block)
 
+    def has_tensors_like(self, weight: QuantizedWeight) -> bool:
+        """Whether a weight can be copied into the buffers, which CUDA graphs may have captured."""
+
+        def kinds(tensors: tuple[Tensor | None, ...]) -> list:
+            return [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors]
+
+        same_format = (self.format, self.block) == (weight.format, weight.block)
+        return same_format and kinds(self.quantized.tensors) == kinds(weight.tensors)
+
     def projection(self, post_norm_eps: float = 0.0) -> QuantizedProjection:
         return QuantizedProjection(self.quantized, self._parameters["bias"], None, post_norm_eps)
 
@@ -125,7 +134,8 @@ def load_projection(
 ) -> None:
     """Load a module's state_dict whose projection `name` may be quantized now, or may have been until now.
 
-    Where no kernel of the module's device reads codes, they are dequantized here, once.
+    What has the same kind of tensors is copied in place: a CUDA graph that was captured reads the new weight. Where no
+    kernel of the module's device reads codes, they are dequantized here, once.
     """
     current = getattr(module, name)
     device = next(module.parameters(), current._buffers.get("weight")).device
@@ -137,8 +147,10 @@ def load_projection(
         )
         weight = weight.dequantize(dtype)
     if isinstance(weight, QuantizedWeight):
-        codes = QuantizedLinear(weight.to(device, copy=True), current.bias)
-        setattr(module, name, codes)
+        codes = QuantizedLinear(weight.to(device), current.bias)
+        if not (isinstance(current, QuantizedLinear) and current.has_tensors_like(weight)):
+            codes = QuantizedLinear(weight.to(device, copy=True), current.bias)
+            setattr(module, name, codes)
         module.load_state_dict(codes.state_dict(prefix=f"{name}.") | state)
         return
     if isinstance(current, QuantizedLinear):
