@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from eagle_kernels import Eagle3Config, capture_layers
 from eagle_kernels.checkpoint import norms_before_fc, open_files
 from eagle_kernels.drafter_config import get_field
-from eagle_kernels.quantized_checkpoint import config_of
+from eagle_kernels.quantization_config import config_of
 
 from .cli_types import Command
 from .output import define, say, wrap

@@ -145,8 +145,64 @@ def change(layout: str, edit: Callable[[dict, dict], object], config: bool = Tru
     return build
 
 
+def in_group(**weights: object) -> dict:
+    """compressed-tensors' config_groups."""
+    group = {"num_bits": 4, "group_size": GROUP, "type": "int", "strategy": "group", **weights}
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": group}}}
+
+
+def without(name: str, **says: object) -> Callable:
+    return lambda tensors, config: (tensors.pop(name, None), config.update(says))
+
+
 NAN = float("nan")
 BROKEN = {
+    "order-without-groups": (
+        change("gptq-act-order", without("g_idx", desc_act=True)),
+        "weights has fc.qweight, expected the group of each column beside it, because the checkpoint says desc_act "
+        "True",
+    ),
+    "order-without-groups-packed": (
+        change("pack-act-order", without("weight_g_idx", **in_group(symmetric=False, actorder="group"))),
+        "weights has fc.weight_packed, expected the group of each column beside it, because the checkpoint says "
+        "config_groups.group_0.weights.actorder 'group'",
+    ),
+    "asymmetric-without-zeros": (
+        change("pack-zeros", without("weight_zero_point", **in_group(symmetric=False))),
+        "weights has fc.weight_packed, expected weight_zero_point beside it, because the checkpoint says "
+        "config_groups.group_0.weights.symmetric False",
+    ),
+    "another-group-size": (
+        change("gptq", lambda t, c: c.update(group_size=64)),
+        "fc.qweight has 4 groups in 128 columns, expected 2, because the checkpoint says group_size 64",
+    ),
+    "one-group": (
+        change("awq", lambda t, c: c.update(group_size=-1)),
+        "fc.qweight has 4 groups in 128 columns, expected 1, because the checkpoint says group_size -1",
+    ),
+    "another-group-size-packed": (
+        change("pack-zeros", lambda t, c: c.update(in_group(group_size=16))),
+        "fc.weight_packed has 4 groups in 128 columns, expected 8, because the checkpoint says "
+        "config_groups.group_0.weights.group_size 16",
+    ),
+    "another-width-packed": (
+        change("pack-zeros", lambda t, c: c.update(in_group(num_bits=8))),
+        "fc.weight_packed has 4 bits a code, expected 8, because the checkpoint says "
+        "config_groups.group_0.weights.num_bits 8",
+    ),
+    "another-width-of-this-layer": (
+        change("gptq", lambda t, c: c.update(dynamic={"+:.*fc": {"bits": 8}})),
+        "fc.qweight has 4 bits a code, expected 8, because the checkpoint says dynamic.+:.*fc.bits 8",
+    ),
+    "packed-as-nvfp4": (
+        change("pack-zeros", lambda t, c: c.update(format="nvfp4-pack-quantized")),
+        "fc.weight_packed is pack-quantized, expected nvfp4, because the checkpoint says format nvfp4-pack-quantized",
+    ),
+    "packed-as-floats": (
+        change("pack-zeros", lambda t, c: c.update(in_group(type="float"))),
+        "fc.weight_packed is pack-quantized, expected mxfp4, because the checkpoint says config_groups.group_0.weights "
+        "type float, num_bits 4, strategy group, group_size 32",
+    ),
     "no-scales": (
         change("awq", lambda t, c: t.pop("scales")),
         "weights has fc.qweight, expected scales beside it",
@@ -190,11 +246,11 @@ BROKEN = {
     ),
     "another-method": (
         change("awq", lambda t, c: c.update(quant_method="gptq")),
-        "fc.qweight is awq, expected what quant_method 'gptq' writes",
+        "fc.qweight is awq, expected gptq, because the checkpoint says quant_method gptq",
     ),
     "another-width": (
         change("gptq", lambda t, c: c.update(bits=8)),
-        "fc.qweight has 4 bits a code, expected bits 8 of the checkpoint's config",
+        "fc.qweight has 4 bits a code, expected 8, because the checkpoint says bits 8",
     ),
     "five-groups": (
         change("awq", lambda t, c: t.update(scales=torch.ones(5, D), qzeros=torch.zeros(5, 5, dtype=torch.int32))),
@@ -231,6 +287,30 @@ def test_what_is_broken_is_named_and_copies_nothing(case: str, tmp_path: Path) -
     expected = f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"
     with UnchangedTensors(list(own.state_dict().values())), pytest.raises((ValueError, TypeError), match=expected):
         own.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        pytest.param("gptq-act-order", {"desc_act": True}, id="order-with-groups"),
+        pytest.param(
+            "gptq", {"bits": 8, "group_size": 16, "dynamic": {"+:fc": {"bits": 4, "group_size": 32}}}, id="own"
+        ),
+        pytest.param("gptq", {"dynamic": {"-:fc": {}, "+:lm_head": {"bits": 8}}}, id="of-other-layers"),
+        pytest.param("pack-symmetric", in_group(symmetric=True, actorder="weight"), id="group"),
+        pytest.param("pack-zeros", in_group(symmetric=False), id="zeros"),
+        pytest.param(
+            "pack-zeros",
+            {"config_groups": in_group()["config_groups"] | {"b": {"targets": ["re:x"], "weights": {"num_bits": 8}}}},
+            id="one-of-two-groups",
+        ),
+        pytest.param("pack-zeros", in_group(num_bits=8) | {"ignore": ["fc"]}, id="left-out"),
+    ],
+)
+def test_a_config_that_agrees(layout: str, says: dict, tmp_path: Path) -> None:
+    tensors, config, truth = LAYOUTS[layout][1]()
+    save(tmp_path, tensors, config | says)
+    assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
 
 
 def test_the_reader_knows_every_name() -> None:

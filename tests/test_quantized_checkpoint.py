@@ -336,6 +336,140 @@ BROKEN = {
 }
 
 
+def in_group(**weights: object) -> dict:
+    """compressed-tensors' config_groups."""
+    return {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}, "quant_method": "compressed-tensors"}
+
+
+# layout, quantization_config, quantization of hf_quant_config.json, what the error says behind the tensor's name
+CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
+    "unknown-method": ("compressed-row", {"quant_method": "foo"}, None, "no format, {} quant_method foo"),
+    "method-of-integers": ("compressed-row", {"quant_method": "awq"}, None, "awq, {} quant_method awq"),
+    "method-is-a-list": ("compressed-row", {"quant_method": ["fp8"]}, None, "no format, {} quant_method ['fp8']"),
+    "algorithms-are-a-list": ("compressed-row", {"quant_algo": ["FP8"]}, None, "no format, {} quant_algo ['FP8']"),
+    "format": (
+        "compressed-row",
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        None,
+        "nvfp4, {} format nvfp4-pack-quantized",
+    ),
+    "unknown-format": ("compressed-row", {"format": "dense"}, None, "no format, {} format dense"),
+    "integers": (
+        "compressed-row",
+        in_group(type="int", num_bits=8, strategy="channel"),
+        None,
+        "int8_row or pack-quantized, {} config_groups.a.weights type int, num_bits 8, strategy channel",
+    ),
+    "per-tensor": (
+        "compressed-row",
+        in_group(type="float", num_bits=8, strategy="tensor"),
+        None,
+        "fp8_tensor, {} config_groups.a.weights type float, num_bits 8, strategy tensor",
+    ),
+    "blocks": (
+        "hf-block",
+        in_group(type="float", num_bits=8, strategy="block", block_structure=[32, 32]),
+        None,
+        "fp8_block32, {} config_groups.a.weights type float, num_bits 8, strategy block, block_structure [32, 32]",
+    ),
+    "groups-of-32": (
+        "modelopt-nvfp4",
+        in_group(type="float", num_bits=4, group_size=32),
+        None,
+        "mxfp4, {} config_groups.a.weights type float, num_bits 4, group_size 32",
+    ),
+    "group-size": (
+        "modelopt-nvfp4",
+        {"quant_algo": "NVFP4", "group_size": 32},
+        None,
+        "no format, {} quant_algo NVFP4, group_size 32",
+    ),
+    "nested": (
+        "compressed-row",
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}},
+        None,
+        "nvfp4, {} quantization.quant_algo NVFP4",
+    ),
+    "mixed": (
+        "compressed-row",
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.fc": {"quant_algo": "NVFP4"}}},
+        None,
+        "nvfp4, {} quantized_layers.model.fc.quant_algo NVFP4",
+    ),
+    "mixed-beside": (
+        "compressed-row",
+        None,
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"fc": {"quant_algo": "FP8"}}},
+        "fp8_tensor, {} quantized_layers.fc.quant_algo FP8",
+    ),
+    "two-files": (
+        "compressed-row",
+        {"quant_method": "fp8"},
+        {"quant_algo": "NVFP4"},
+        "nvfp4, {} hf_quant_config.json: quant_algo NVFP4",
+    ),
+}
+
+
+def save_with(folder: Path, weights: dict[str, Tensor], config: dict | None, beside: dict | None) -> None:
+    save_file(weights, folder / "model.safetensors")
+    files = ("config.json", "quantization_config", config), ("hf_quant_config.json", "quantization", beside)
+    for file, key, section in files:
+        if section is not None:
+            (folder / file).write_text(json.dumps({key: section}))
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) -> None:
+    layout, config, beside, expected = CONTRADICTIONS[case]
+    weight, weights, _ = quantized_fc(layout)
+    save_with(tmp_path, weights, config, beside)
+    name = f"{LAYOUTS[layout][2]}.weight"
+    message = f"{name} is {weight.format}, expected {expected.format('because the checkpoint says')}"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
+        eagle3().load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "beside"),
+    [
+        pytest.param("compressed-row", in_group(type="float", num_bits=8, strategy="channel"), None, id="channel"),
+        pytest.param("compressed-row", in_group(type="float", num_bits=8, dynamic=False), None, id="no-strategy"),
+        pytest.param("compressed-row", in_group(), None, id="no-bits"),
+        pytest.param("compressed-int8", in_group(num_bits=8, strategy="channel"), None, id="int8"),
+        pytest.param(
+            "hf-block",
+            in_group(type="float", num_bits=8, strategy="block", block_structure=[128, 128]),
+            None,
+            id="block",
+        ),
+        pytest.param("modelopt-nvfp4", in_group(type="float", num_bits=4, group_size=16), None, id="nvfp4"),
+        pytest.param("modelopt-nvfp4", {"quant_algo": "NVFP4", "group_size": 16}, None, id="group-size"),
+        pytest.param("hf-fp8", {"quant_method": "fp8"}, {"quant_algo": "FP8"}, id="two-files"),
+        pytest.param(
+            "compressed-row",
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "NVFP4"}}},
+            None,
+            id="of-another-layer",
+        ),
+        pytest.param("compressed-row", {"format": "float-quantized", "ignore": ["re:fc", "re:("]}, None, id="left-out"),
+    ],
+)
+def test_a_config_that_agrees(layout: str, config: dict, beside: dict | None, tmp_path: Path) -> None:
+    weight, weights, _ = quantized_fc(layout)
+    save_with(tmp_path, weights, config, beside)
+    assert eagle3().load_checkpoint(tmp_path).fc.format == weight.format
+
+
+def test_of_formats_that_mean_the_same_it_is_the_one_of_the_config(tmp_path: Path) -> None:
+    """A block of 128 x 128 that is larger than the weight was taken for one scale, which the config did not mean."""
+    weight = ek.quantize(torch.randn(64, 128), "fp8_block128")
+    save_file({"fc.weight": weight.codes, "fc.weight_scale_inv": weight.scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8_BLOCKS}))
+    config = ek.Eagle3Config(num_chunks=2, target_hidden_size=64, hidden_size=64)
+    assert ek.Eagle3Projection(config).load_checkpoint(tmp_path).fc.format == "fp8_block128"
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_checkpoint_is_named_and_copies_nothing(case: str, tmp_path: Path) -> None:
     build, message = BROKEN[case]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from . import checks
 from .models import families
-from .quantized_checkpoint import PARAMETERS, config_of, read_projection
+from .quantization_config import config_of
+from .quantized_checkpoint import PARAMETERS, read_projection
 from .quantized_weight import QuantizedWeight, concat_columns
 
 _Weights = str | os.PathLike | Mapping[str, Tensor]

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .quantization_config import check_format, section_of
 
 _LOGGER = logging.getLogger("eagle_kernels")
 PACKED, TRANSPOSED = "weight_packed", "qweight"
@@ -115,8 +116,6 @@ def _packed_of(
     codes = tensor(TRANSPOSED if transposed else PACKED)
     checks.check_dtype(op, name, codes, (torch.int32,))
     layout, bits = _layout_of(op, name, codes, transposed, shape, meaning)
-    _check_config(op, name, layout, bits, config)
-
     scales_name = names.get(scales_parameter := "scales" if transposed else "weight_scale", scales_parameter)
     scales = tensor(scales_parameter)
     checks.check_dtype(op, scales_name, scales, checks.DTYPES)
@@ -129,6 +128,7 @@ def _packed_of(
         got = f"{scales_name} is NaN at {place[::-1] if transposed else place}"
         raise checks.error(ValueError, op, got, "numbers", "what it scales would be lost")
     groups = by_row.shape[1]
+    _check_config(op, name, layout, bits, names, groups, W, config)
     group_of = _groups(op, names, tensor, groups, W, scales_name)
     return _Packed(
         layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), config), group_of
@@ -151,12 +151,12 @@ def _layout_of(
     raise checks.shape_error(op, name, codes, choices, f"W is {shape}, {meaning}; other packings are not read")
 
 
-def _check_config(op: str, name: str, layout: str, bits: int, config: Mapping[str, Any]) -> None:
+def _check_config(
+    op: str, name: str, layout: str, bits: int, names: Mapping[str, str], groups: int, W: int, config: Mapping[str, Any]
+) -> None:
     """Raise where the checkpoint's config means another packing than its tensors have."""
-    method, version = config.get("quant_method"), config.get("version")
-    methods = {"gptq": ("gptq", "gptqmodel"), "awq": ("awq",), "pack-quantized": ("compressed-tensors",)}[layout]
-    if isinstance(method, str) and method not in (*methods, "auto-round"):
-        raise checks.error(ValueError, op, f"{name} is {layout}", f"what quant_method {method!r} writes")
+    check_format(op, name, [layout], config)
+    version = config.get("version")
     if layout == "awq" and version is not None and str(version).lower() != "gemm":
         because = "its other versions have other orders of bits"
         raise checks.error(ValueError, op, f"the checkpoint says version {version!r} of awq", "'gemm'", because)
@@ -168,11 +168,24 @@ def _check_config(op: str, name: str, layout: str, bits: int, config: Mapping[st
         raise checks.error(
             ValueError, op, f"{name} is gptq", "a config.json with quantization_config beside it", because
         )
-    says = config.get("bits")
-    if says is not None and says != bits:
-        raise checks.error(
-            ValueError, op, f"{name} has {bits} bits a code", f"bits {says!r} of the checkpoint's config"
-        )
+    where, section = section_of(config, name.rpartition(".")[0])
+
+    def says(key: str) -> str:
+        return f"the checkpoint says {where}{key} {section[key]!r}"
+
+    for key in ("bits", "num_bits"):
+        if section.get(key) not in (None, bits):
+            raise checks.error(ValueError, op, f"{name} has {bits} bits a code", f"{section[key]!r}", says(key))
+    size = section.get("group_size")
+    if isinstance(size, int) and groups != (expected := -(-W // size) if size > 0 else 1):
+        got = f"{name} has {groups} groups in {W} columns"
+        raise checks.error(ValueError, op, got, str(expected), says("group_size"))
+    ordered = {"desc_act": (True,), "actorder": ("group", "dynamic", True)}
+    for key, values in ordered.items():
+        if groups > 1 and section.get(key) in values and not {"g_idx", "weight_g_idx"} & names.keys():
+            raise checks.error(ValueError, op, f"weights has {name}", "the group of each column beside it", says(key))
+    if layout == "pack-quantized" and section.get("symmetric") is False and "weight_zero_point" not in names:
+        raise checks.error(ValueError, op, f"weights has {name}", "weight_zero_point beside it", says("symmetric"))
 
 
 def _groups(

@@ -15,15 +15,14 @@ beside them says is compared with that. Nothing is read without its scale.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks, int4_checkpoint
+from .quantization_config import check_format
 from .quantized_weight import E8M0, FORMATS, QuantizedWeight, scale_shape
 
 _CODES = ("weight", "weight_packed")
@@ -36,18 +35,6 @@ _UNSUPPORTED = ("weight_zp",)
 # What makes a weight, dense or not.
 OF_WEIGHT = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR, *int4_checkpoint.PARAMETERS)
 PARAMETERS = (*OF_WEIGHT, *_UNREAD, *_UNSUPPORTED)
-
-# Model-Optimizer's quant_algo.
-_ALGORITHMS = {
-    "FP8": ("fp8_tensor",),
-    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_row",),
-    "FP8_PB_WO": ("fp8_block128",),
-    "NVFP4": ("nvfp4",),
-    "W4A16_NVFP4": ("nvfp4",),
-    "MXFP8": ("mxfp8",),
-    "MIXED_PRECISION": tuple(FORMATS),
-}
-_BLOCKS = {(128, 128): ("fp8_block128",), (32, 32): ("fp8_block32",), (1, 32): ("mxfp8",)}
 
 
 def read_projection(
@@ -94,11 +81,11 @@ def read_projection(
         raise checks.error(ValueError, op, f"weights has {codes_name} in {codes.dtype}", expected)
     scale_name = scale_names[0]
     scales = _widened(op, scale_name, read(scale_name))
-    format, codes, scales = _recognize(op, (codes_name, codes), (scale_name, scales), shape, meaning)
+    fits, codes, scales = _recognize(op, (codes_name, codes), (scale_name, scales), shape, meaning)
     if (missing := scales.float().isnan()).any():
         place = missing.nonzero()[0].tolist()
         raise checks.error(ValueError, op, f"{scale_name} is NaN at {place}", "numbers", "what it scales would be lost")
-    _compare(op, codes_name, format, config)
+    format = check_format(op, codes_name, fits, config or {})
     return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
 
 
@@ -114,8 +101,8 @@ def _widened(op: str, name: str, scales: Tensor) -> Tensor:
 
 def _recognize(
     op: str, codes: tuple[str, Tensor], scales: tuple[str, Tensor], shape: tuple[int, int], meaning: str
-) -> tuple[str, Tensor, Tensor]:
-    """(format, codes, scales) of tensors that fit one."""
+) -> tuple[list[str], Tensor, Tensor]:
+    """(the formats that mean the same of them, codes, scales) of tensors that fit each other."""
     (codes_name, code), (scale_name, scale) = codes, scales
     D, W = shape
     if code.dtype == torch.int8 and tuple(code.shape) == (D, W // 2) and scale.dtype in (torch.uint8, E8M0):
@@ -128,20 +115,23 @@ def _recognize(
     columns = W // 2 if code.dtype == torch.uint8 else W
     if tuple(code.shape) != (D, columns):
         raise checks.shape_error(op, codes_name, code, str((D, columns)), f"it is {meaning}")
-    expected_shapes = []
+    expected = {}
     for name, format in kinds.items():
-        fits = scale_shape(format, shape)
         dtypes = (*format.scales, torch.uint8) if E8M0 in format.scales else format.scales
         if scale.dtype in dtypes:
-            if tuple(scale.shape) == fits or (scale.dim() < 2 and scale.numel() == fits[0] * fits[1]):
-                return name, code, scale.view(E8M0) if scale.dtype == torch.uint8 else scale
-            expected_shapes.append(f"{fits} of {name}")
+            expected[name] = scale_shape(format, shape)
+    fits = [name for name, size in expected.items() if tuple(scale.shape) == size]
+    if scale.dim() < 2:
+        fits = [name for name, (rows, columns) in expected.items() if scale.numel() == rows * columns]
+    if fits:
+        return fits, code, scale.view(E8M0) if scale.dtype == torch.uint8 else scale
     got = f"{scale_name} is {scale.dtype} of shape {tuple(scale.shape)}"
-    if not expected_shapes:
+    if not expected:
         of_scales = sorted({str(dtype) for format in kinds.values() for dtype in format.scales})
         raise checks.error(ValueError, op, got, " or ".join(of_scales), f"{codes_name} is {code.dtype}")
     because = f"{codes_name} has shape {tuple(code.shape)}"
-    raise checks.error(ValueError, op, got, " or ".join(expected_shapes), because)
+    choices = " or ".join(f"{size} of {name}" for name, size in expected.items())
+    raise checks.error(ValueError, op, got, choices, because)
 
 
 def _global_scale(
@@ -170,44 +160,3 @@ def _global_scale(
     if not value.isfinite() or value <= 0:
         raise checks.error(ValueError, op, f"{name} is {value.item()}", "a finite number above 0")
     return (value if given[0] == _MULTIPLIER else 1 / value).float()
-
-
-def _compare(op: str, codes_name: str, format: str, config: Mapping[str, Any] | None) -> None:
-    """Raise where the checkpoint's config means another format than its tensors have."""
-    expected, says = _configured(config)
-    if expected is not None and format not in expected:
-        because = f"the checkpoint says {says}"
-        raise checks.error(ValueError, op, f"{codes_name} is {format}", " or ".join(expected) or "no format", because)
-
-
-def _configured(config: Mapping[str, Any] | None) -> tuple[tuple[str, ...] | None, str]:
-    """(the formats that a quantization_config can mean, its words); None where it does not say."""
-    if not config:
-        return None, ""
-    algorithm = config.get("quant_algo")
-    if isinstance(algorithm, str):
-        return _ALGORITHMS.get(algorithm.upper(), ()), f"quant_algo {algorithm}"
-    method = config.get("quant_method")
-    block = config.get("weight_block_size")
-    if isinstance(block, list):
-        formats = next((formats for size, formats in _BLOCKS.items() if list(size) == block), ())
-        return formats, f"weight_block_size {block}"
-    if method == "fp8":
-        return ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32"), "quant_method fp8"
-    return None, ""
-
-
-def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
-    """quantization_config of config.json, or quantization of hf_quant_config.json; None where there is neither."""
-    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
-        file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as failure:  # of UTF-8 too
-            raise checks.error(ValueError, op, f"{str(file)!r} is damaged", "JSON", str(failure)) from None
-        section = content.get(key) if isinstance(content, dict) else None
-        if isinstance(section, dict):
-            return section
-    return None

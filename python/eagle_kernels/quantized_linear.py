@@ -19,7 +19,7 @@ _LOAD = "load_state_dict"
 
 
 class _LoadsWhole(nn.Module):
-    """A layer that takes a weight's tensors out of a state_dict whole, or reports what does not fit and keeps its own."""
+    """A layer that takes a weight out of a state_dict whole, or reports what does not fit and keeps its own."""
 
     def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
         """What is wrong with the tensors of these names; codes, scales or numbers."""

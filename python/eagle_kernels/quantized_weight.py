@@ -51,6 +51,11 @@ class Format(NamedTuple):
     def columns_per_code(self) -> int:
         return 2 if self.codes == torch.uint8 else 1
 
+    @property
+    def columns_of_a_row(self) -> int | None:
+        """Of one row that share a scale; None where rows share one too, or all columns do."""
+        return self.block[1] if self.block[0] == 1 and self.block[1] != _ALL else None
+
 
 FORMATS = {
     "fp8_tensor": Format(E4M3, (_ALL, _ALL), (torch.float32,), 448.0),

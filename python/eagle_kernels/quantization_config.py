@@ -1,0 +1,211 @@
+"""What a checkpoint's quantization_config says of a projection, which its tensors are compared with.
+
+| who | keys |
+|---|---|
+| all | quant_method |
+| Hugging Face fp8 | weight_block_size |
+| Model-Optimizer | quant_algo, group_size, quantized_layers; of `quantization` and of hf_quant_config.json too |
+| compressed-tensors | format, and the weights' arguments of the group in config_groups that has the layer |
+| GPTQ, AWQ | bits, group_size, desc_act; `dynamic` of the layer goes before them |
+
+The tensors say what they are. A key that means something else is an error; one that is not there says nothing. What
+`ignore` and `exclude_modules` leave out is not compared: their names are those of an engine or a trainer.
+
+Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`; compressed-tensors `CompressionFormat`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import checks
+from .quantized_weight import E4M3, FORMATS
+
+# Integers in groups, which `int4_checkpoint` reads, beside the formats of codes.
+_PACKED, _GPTQ, _AWQ = "pack-quantized", "gptq", "awq"
+
+_HF_FILE = "hf_quant_config.json"
+_FP8 = ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32")
+_E4M3 = tuple(name for name, format in FORMATS.items() if format.codes == E4M3)
+_METHODS: dict[str, tuple[str, ...]] = {
+    "fp8": _FP8,
+    "fbgemm_fp8": ("fp8_row",),
+    "ptpc_fp8": ("fp8_row",),
+    "w8a8_fp8": ("fp8_tensor", "fp8_row"),
+    "w8a8_int8": ("int8_row",),
+    "mxfp8": ("mxfp8",),
+    "mxfp4": ("mxfp4",),
+    **dict.fromkeys(("modelopt", "modelopt_mixed", "quark"), tuple(FORMATS)),
+    **dict.fromkeys(("modelopt_fp4", "petit_nvfp4"), ("nvfp4",)),
+    "modelopt_mxfp8": ("mxfp8",),
+    "compressed-tensors": (*FORMATS, _PACKED),
+    **dict.fromkeys(("gptq", "gptqmodel"), (_GPTQ,)),
+    "awq": (_AWQ,),
+    "auto-round": (*FORMATS, _PACKED, _GPTQ, _AWQ),
+}
+# Model-Optimizer's quant_algo.
+_ALGORITHMS = {
+    "FP8": ("fp8_tensor",),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_row",),
+    "FP8_PB_WO": ("fp8_block128",),
+    "NVFP4": ("nvfp4",),
+    "W4A16_NVFP4": ("nvfp4",),
+    "MXFP8": ("mxfp8",),
+    "MIXED_PRECISION": tuple(FORMATS),
+}
+_BLOCKS = {(128, 128): ("fp8_block128",), (32, 32): ("fp8_block32",), (1, 32): ("mxfp8",)}
+# compressed-tensors' format.
+_COMPRESSIONS = {
+    "int-quantized": ("int8_row",),
+    "float-quantized": _E4M3,
+    "naive-quantized": (*_E4M3, "int8_row"),
+    "mxfp8-quantized": ("mxfp8",),
+    "pack-quantized": (_PACKED,),
+    "nvfp4-pack-quantized": ("nvfp4",),
+    "mxfp4-pack-quantized": ("mxfp4",),
+    "mixed-precision": (*FORMATS, _PACKED),
+}
+_STRATEGIES = {"tensor": ("fp8_tensor",), "channel": ("fp8_row",), "block": _FP8[2:], "group": ("mxfp8",)}
+
+
+class _Claim(NamedTuple):
+    formats: tuple[str, ...]  # that the keys can mean
+    says: str  # the keys, for the message
+
+
+def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, Any]) -> str:
+    """The one of the formats `fits`, all of which the tensor of this name can be, that the config means.
+
+    Raises ValueError where it means none of them.
+    """
+    fits = list(fits)
+    for claim in _claims(config, name.rpartition(".")[0]):
+        meant = [format for format in fits if format in claim.formats]
+        if not meant:
+            expected = " or ".join(claim.formats) or "no format"
+            raise checks.error(ValueError, op, f"{name} is {fits[0]}", expected, f"the checkpoint says {claim.says}")
+        fits = meant
+    return fits[0]
+
+
+def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]:
+    """(what stands before its keys, the keys) of what a config says of a layer in integers: bits, groups and zeros."""
+    if (group := _group_of(config, path)) is not None:
+        name, weights = group
+        return f"config_groups.{name}.weights.", weights
+    for pattern, own in _mapping(config.get("dynamic")).items():
+        if isinstance(own, Mapping) and not pattern.startswith("-:") and _matches(f"re:{pattern.lstrip('+:')}", path):
+            return f"dynamic.{pattern}.", {**config, **own}
+    return "", config
+
+
+def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if isinstance(block, list):
+        formats = next((formats for size, formats in _BLOCKS.items() if list(size) == block), ())
+        yield _Claim(formats, f"weight_block_size {block}")
+    if method is not None and not (method == "fp8" and isinstance(block, list)):
+        yield _Claim(_METHODS.get(method.lower(), ()) if isinstance(method, str) else (), f"quant_method {method}")
+    yield from _of_algorithm(config, path, "")
+    for where, section in (("quantization.", config.get("quantization")), (f"{_HF_FILE}: ", config.get(_HF_FILE))):
+        yield from _of_algorithm(_mapping(section), path, where)
+    compression, group = config.get("format"), _group_of(config, path)
+    if compression is not None:
+        formats = _COMPRESSIONS.get(compression, ()) if isinstance(compression, str) else ()
+        yield _Claim(formats, f"format {compression}")
+    if group is not None and (formats := _of_weights(group[1])) is not None:
+        keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
+        values = ", ".join(f"{key} {group[1][key]}" for key in keys if group[1].get(key) is not None)
+        yield _Claim(formats, f"config_groups.{group[0]}.weights {values}")
+
+
+def _of_algorithm(config: Mapping[str, Any], path: str, where: str) -> Iterator[_Claim]:
+    layers = _mapping(config.get("quantized_layers"))
+    name = next((name for name in layers if isinstance(layers[name], Mapping) and _matches(name, path)), None)
+    own = {} if name is None else layers[name]
+    for section, place in ((config, where), (own, f"{where}quantized_layers.{name}.")):
+        algorithm, size = section.get("quant_algo"), section.get("group_size")
+        if algorithm is None:
+            continue
+        formats = _ALGORITHMS.get(algorithm.upper(), ()) if isinstance(algorithm, str) else ()
+        said = ""
+        if isinstance(size, int) and any(FORMATS[format].columns_of_a_row not in (None, size) for format in formats):
+            formats = tuple(format for format in formats if FORMATS[format].columns_of_a_row in (None, size))
+            said = f", group_size {size}"
+        yield _Claim(formats, f"{place}quant_algo {algorithm}{said}")
+
+
+def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """What compressed-tensors' arguments of a weight can mean; None where they do not say."""
+    bits, size, strategy = weights.get("num_bits"), weights.get("group_size"), weights.get("strategy")
+    if bits is None:
+        return None
+    if weights.get("type", "int") != "float":
+        return {8: ("int8_row", _PACKED), 4: (_PACKED,)}.get(bits, ()) if isinstance(bits, int) else ()
+    if bits == 8:
+        structure = weights.get("block_structure")
+        if strategy == "block" and isinstance(structure, list):
+            return next((formats for block, formats in _BLOCKS.items() if list(block) == structure), ())
+        return _STRATEGIES.get(strategy, _E4M3) if isinstance(strategy, str) else _E4M3
+    e2m1 = {16: ("nvfp4",), 32: ("mxfp4",), None: ("nvfp4", "mxfp4")}
+    return e2m1.get(size, ()) if bits == 4 and isinstance(size, int | None) else ()
+
+
+def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
+    """(name, arguments of the weights) of the config_groups that has a layer: by its own name, or as a Linear."""
+    groups = {
+        name: group
+        for name, group in _mapping(config.get("config_groups")).items()
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+    }
+    if any(_matches(name, path) for name in _list(config.get("ignore"))):
+        return None
+    targets = {name: _list(group.get("targets", ["Linear"])) for name, group in groups.items()}
+    own = [name for name in groups if any(_matches(target, path) for target in targets[name])]
+    own += [name for name in groups if "Linear" in targets[name]]
+    return (own[0], groups[own[0]]["weights"]) if own else None
+
+
+def _matches(name: object, path: str) -> bool:
+    """Whether a config means the layer at this path, which may have another prefix there; `re:` begins a pattern."""
+    if not isinstance(name, str):
+        return False
+    if not name.startswith("re:"):
+        return name == path or path.endswith(f".{name}") or name.endswith(f".{path}")
+    try:
+        return re.match(name.removeprefix("re:"), path) is not None
+    except re.error:
+        return False
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: object) -> list:
+    return value if isinstance(value, list) else []
+
+
+def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
+    """quantization_config of config.json, with what hf_quant_config.json says under the name of that file, or
+    `quantization` of the latter alone; None where there is neither."""
+    inline = _section(op, folder / "config.json", "quantization_config")
+    beside = _section(op, folder / _HF_FILE, "quantization")
+    if inline is None or beside is None:
+        return beside if inline is None else inline
+    return {**inline, _HF_FILE: beside}
+
+
+def _section(op: str, file: Path, key: str) -> Mapping[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as failure:  # of UTF-8 too
+        raise checks.error(ValueError, op, f"{str(file)!r} is damaged", "JSON", str(failure)) from None
+    section = content.get(key) if isinstance(content, dict) else None
+    return section if isinstance(section, dict) else None
