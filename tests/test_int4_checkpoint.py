@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
-from eagle_kernels import checkpoint, int4_checkpoint
+from eagle_kernels import int4_checkpoint
 from guards import UnchangedTensors
 
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -311,7 +311,3 @@ def test_a_config_that_agrees(layout: str, says: dict, tmp_path: Path) -> None:
     tensors, config, truth = LAYOUTS[layout][1]()
     save(tmp_path, tensors, config | says)
     assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
-
-
-def test_the_reader_knows_every_name() -> None:
-    assert set(int4_checkpoint.PARAMETERS) < set(checkpoint.PARAMETERS)

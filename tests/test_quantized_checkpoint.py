@@ -222,6 +222,17 @@ def change(layout: str, edit: Callable[[dict], object], config: dict | None = No
 
 
 NAN = float("nan")
+OF_CODES = [
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "scale",
+    "qscale_weight",
+    "weight_scale_2",
+    "weight_global_scale",
+]
+LOST = "because what it makes of them would be lost"
 ALGORITHM = {"quant_algo": "NVFP4"}
 BROKEN = {
     "no-scale": (
@@ -264,8 +275,20 @@ BROKEN = {
     ),
     "unknown-zeros": (
         change("modelopt-fp8", lambda w: w.update({"fc.weight_zp": torch.zeros(2, dtype=torch.int32)})),
-        "weights has fc.weight_zp, expected one of ['fp8_tensor', 'fp8_row', 'fp8_block128', 'fp8_block32', "
-        "'int8_row', 'mxfp8', 'mxfp4', 'nvfp4'], because no code that is read here has it",
+        f"weights has fc.weight_zp beside fc.weight, expected only {OF_CODES}, {LOST}",
+    ),
+    "two-weights": (
+        change("modelopt-nvfp4", lambda w: w.update({"fc.weight_packed": w["fc.weight"].clone()})),
+        "weights has fc.weight and fc.weight_packed, expected one of them, because each is the weight",
+    ),
+    "dense-and-packed": (
+        change("modelopt-nvfp4", lambda w: w.update({"fc.qweight": torch.zeros(W // 8, D, dtype=torch.int32)})),
+        "weights has fc.weight and fc.qweight, expected one of them, because each is the weight",
+    ),
+    "dense-with-a-second-scale": (
+        change("modelopt-nvfp4", lambda w: (w.pop("fc.weight_scale"), w.update({"fc.weight": torch.zeros(D, W)}))),
+        "fc.weight is torch.float32, expected codes for fc.weight_scale_2, because a scale belongs to codes, and these "
+        "are numbers",
     ),
     "int32": (
         change("modelopt-fp8", lambda w: w.update({"fc.weight": torch.zeros(D, W // 8, dtype=torch.int32)})),
@@ -481,6 +504,63 @@ def test_a_broken_checkpoint_is_named_and_copies_nothing(case: str, tmp_path: Pa
     expected = f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"
     with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(ValueError, match=expected):
         layer.load_checkpoint(tmp_path)
+
+
+def streams() -> ek.MTPStreamsProjection:
+    return ek.MTPStreamsProjection(ek.MTPStreamsConfig(H), dtype=torch.bfloat16)
+
+
+def context() -> ek.ContextKV:
+    return ek.ContextKV(ek.ContextKVConfig(K, H, H, 1, 2, 32), dtype=torch.bfloat16)
+
+
+# What has a projection, the names of its weights in a checkpoint, and of the projection among them.
+MODULES: dict[str, tuple[Callable, Callable[[str], str], str]] = {
+    "eagle3": (eagle3, str, "fc"),
+    "mtp": (lambda: ek.MTPProjection(ek.MTPConfig(H, D)), "model.layers.61.{}".format, "eh_proj"),
+    "streams": (streams, "mtp.0.{}".format, "h_proj"),
+    "context": (context, str, "fc"),
+    "context-k": (context, str, "layers.0.self_attn.k_proj"),
+}
+
+
+def dense_weights(module: str) -> dict[str, Tensor]:
+    make, named, _ = MODULES[module]
+    weights = {named(name): tensor.clone() for name, tensor in make().state_dict().items()}
+    if module == "streams":
+        e, h = weights.pop("mtp.0.eh_proj.weight").chunk(2, 1)
+        weights |= {"mtp.0.e_proj.weight": e, "mtp.0.h_proj.weight": h}
+    if module.startswith("context"):
+        attention = "layers.0.self_attn"
+        k, v = weights.pop("kv_proj.weight").chunk(2)
+        weights |= {f"{attention}.k_proj.weight": k, f"{attention}.v_proj.weight": v}
+        weights[f"{attention}.k_norm.weight"] = weights.pop("k_norm.0.weight")
+    return weights
+
+
+@pytest.mark.parametrize("is_quantized", [True, False], ids=["codes", "dense"])
+@pytest.mark.parametrize("companion", ["pre_quant_scale", "smooth_scale", "weight_zp", "absmax", "weight_zero_point"])
+@pytest.mark.parametrize("module", MODULES)
+def test_what_is_not_read_beside_a_weight_is_refused(module: str, companion: str, is_quantized: bool) -> None:
+    """MTPProjection left out Model-Optimizer's pre_quant_scale, which multiplies every column."""
+    make, named, stem = MODULES[module]
+    weights, name = dense_weights(module), named(stem)
+    for projection in {name, name.replace(".h_proj", ".e_proj")} if is_quantized else ():
+        weight = ek.quantize(weights[f"{projection}.weight"], "fp8_row")
+        weights |= {f"{projection}.weight": weight.codes, f"{projection}.weight_scale": weight.scales}
+    layer = make().load_checkpoint(weights)
+    weights[f"{name}.{companion}"] = torch.full((4,), 7.0)
+    message = f"weights has {name}.{companion} beside {name}.weight, expected only {OF_CODES}, {LOST}"
+    expected = pytest.raises(ValueError, match=f"^{re.escape(f'{type(layer).__name__}.load_checkpoint: {message}')}$")
+    with UnchangedTensors(list(layer.state_dict().values())), expected:
+        layer.load_checkpoint(weights)
+
+
+@pytest.mark.parametrize("companion", ["input_scale", "input_zero_point", "qscale_act", "k_scale"])
+@pytest.mark.parametrize("module", MODULES)
+def test_what_belongs_to_activations_is_left_alone(module: str, companion: str) -> None:
+    make, named, stem = MODULES[module]
+    make().load_checkpoint(dense_weights(module) | {f"{named(stem)}.{companion}": torch.ones(1)})
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["ended", "too-deep"])

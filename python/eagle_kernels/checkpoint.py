@@ -21,7 +21,7 @@ from torch import Tensor
 from . import checks
 from .models import families
 from .quantization_config import config_of
-from .quantized_checkpoint import PARAMETERS, read_projection
+from .quantized_checkpoint import read_projection
 from .quantized_weight import QuantizedWeight, concat_columns
 
 _Weights = str | os.PathLike | Mapping[str, Tensor]
@@ -54,7 +54,7 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
     for name in readers:
         ours = _eagle3_name(name)
         stem, _, parameter = ours.rpartition(".")
-        if stem == "fc" and parameter in PARAMETERS:
+        if stem == "fc" and parameter != "bias":
             _claim(op, projection, parameter, name, ours)
         elif ours in expected:
             _claim(op, found, ours, name)
@@ -110,7 +110,7 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
     for name, stem in next(iter(stages.values())).items():
         parameter = name.rpartition(".")[2]
         ours = f"{own_stem[stem]}.{parameter}"
-        if own_stem[stem] == "eh_proj" and parameter in PARAMETERS:
+        if own_stem[stem] == "eh_proj" and parameter != "bias":
             _claim(op, projection, parameter, name, ours)
         elif parameter in ("weight", "bias"):
             _claim(op, found, ours, name)
@@ -311,7 +311,11 @@ def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Ten
 def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's state_dict, of its projection as that of the dense weight."""
     own = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
-    own = {name: shape for name, shape in own.items() if name.removeprefix(f"{projection}.") not in PARAMETERS}
+    own = {
+        name: shape
+        for name, shape in own.items()
+        if name == f"{projection}.bias" or not name.startswith(f"{projection}.")
+    }
     return {f"{projection}.weight": shape} | own
 
 
@@ -324,13 +328,11 @@ def _mtp_stems(streams: bool = False) -> dict[str, str]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """model.layers.61.enorm.weight -> ("model.layers.61.", "enorm"); stem "" where it is no weight.
+    """model.layers.61.enorm.weight -> ("model.layers.61.", "enorm").
 
     LongCat writes enorm.m.weight, Ernie model.mtp_emb_norm.0.weight for the first of several layers.
     """
-    stem, _, parameter = name.rpartition(".")
-    if parameter not in (*PARAMETERS, "bias"):
-        return name, ""
+    stem = name.rpartition(".")[0]
     prefix, dot, last = stem.removesuffix(".m").rpartition(".")
     if last.isdigit():
         before, dot, last = prefix.rpartition(".")

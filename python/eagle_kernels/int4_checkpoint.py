@@ -36,7 +36,9 @@ from .quantization_config import check_format, section_of
 
 _LOGGER = logging.getLogger("eagle_kernels")
 PACKED, TRANSPOSED = "weight_packed", "qweight"
-PARAMETERS = (TRANSPOSED, "scales", "qzeros", "g_idx", "weight_zero_point", "weight_g_idx")
+# What stands beside the codes of each, and makes numbers of them.
+OF_PACKED = (PACKED, "weight_scale", "weight_zero_point", "weight_g_idx")
+OF_TRANSPOSED = (TRANSPOSED, "scales", "qzeros", "g_idx")
 # Of each int32 of AutoAWQ, where its rows 0 to 7 are.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 

@@ -29,12 +29,12 @@ _CODES = ("weight", "weight_packed")
 _SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
 # nvfp4's second scale: Model-Optimizer's is multiplied, compressed-tensors' is a divisor.
 _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
-# Of activations, which stay in 16 bits here.
-_UNREAD = ("input_scale", "input_global_scale", "qscale_act", "weight_shape")
-_UNSUPPORTED = ("weight_zp",)
+_OF_CODES = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR)
 # What makes a weight, dense or not.
-OF_WEIGHT = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR, *int4_checkpoint.PARAMETERS)
-PARAMETERS = (*OF_WEIGHT, *_UNREAD, *_UNSUPPORTED)
+OF_WEIGHT = tuple(dict.fromkeys((*_OF_CODES, *int4_checkpoint.OF_PACKED, *int4_checkpoint.OF_TRANSPOSED)))
+# Of activations and of KV caches, which stay in 16 bits here, and what the codes' own shape says.
+_UNREAD = ("input_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale", "k_scale", "v_scale")
+_UNREAD += ("weight_shape",)
 
 
 def read_projection(
@@ -48,28 +48,23 @@ def read_projection(
     """The weight [D, W] from its tensors; dense where it is not quantized, or in integers that no kernel reads.
 
     Args:
-        names: the file's names of the projection's tensors by what stands behind their last dot.
+        names: the file's names of all the projection's tensors but its bias, by what stands behind their last dot.
         read: the tensor of a name.
         config: what the checkpoint says of its quantization, `quantization_config`.
 
     Raises ValueError that names the tensor.
     """
-    if int4_checkpoint.is_packed(names, read):
+    is_integers = int4_checkpoint.is_packed(names, read)
+    codes_name = _check_names(op, names, is_integers)
+    if is_integers:
         return int4_checkpoint.read_packed(op, names, read, shape, meaning, config)
-    for parameter in (*_UNSUPPORTED, *int4_checkpoint.PARAMETERS):
-        if parameter in names:
-            because = "no code that is read here has it"
-            raise checks.error(ValueError, op, f"weights has {names[parameter]}", f"one of {list(FORMATS)}", because)
-    codes_name = next((names[parameter] for parameter in _CODES if parameter in names), None)
-    if codes_name is None:
-        name = next(iter(names.values()))
-        raise checks.error(ValueError, op, f"weights has {name}", "a weight beside it")
     codes = read(codes_name)
     checks.check_tensor(op, codes_name, codes)
     scale_names = [names[parameter] for parameter in _SCALES if parameter in names]
     if len(scale_names) > 1:
         raise checks.error(ValueError, op, f"weights has {' and '.join(scale_names)}", "one of them", "both scale it")
     if codes.dtype in checks.DTYPES:
+        scale_names += [names[parameter] for parameter in (_MULTIPLIER, _DIVISOR) if parameter in names]
         if scale_names:
             because = "a scale belongs to codes, and these are numbers"
             raise checks.error(ValueError, op, f"{codes_name} is {codes.dtype}", f"codes for {scale_names[0]}", because)
@@ -87,6 +82,25 @@ def read_projection(
         raise checks.error(ValueError, op, f"{scale_name} is NaN at {place}", "numbers", "what it scales would be lost")
     format = check_format(op, codes_name, fits, config or {})
     return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
+
+
+def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
+    """The codes' name. What is not read beside them is refused: it may change every number (`pre_quant_scale`)."""
+    codes = [names[parameter] for parameter in (*_CODES, int4_checkpoint.TRANSPOSED) if parameter in names]
+    if not codes:
+        name = next(iter(names.values()))
+        raise checks.error(ValueError, op, f"weights has {name}", "a weight beside it")
+    if len(codes) > 1:
+        raise checks.error(ValueError, op, f"weights has {' and '.join(codes)}", "one of them", "each is the weight")
+    read = _OF_CODES
+    if is_integers:
+        transposed = int4_checkpoint.TRANSPOSED in names
+        read = int4_checkpoint.OF_TRANSPOSED if transposed else int4_checkpoint.OF_PACKED
+    for parameter, name in names.items():
+        if parameter not in (*read, *_UNREAD):
+            because = "what it makes of them would be lost"
+            raise checks.error(ValueError, op, f"weights has {name} beside {codes[0]}", f"only {list(read)}", because)
+    return codes[0]
 
 
 def _widened(op: str, name: str, scales: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checks import DTYPES
 from ..models import families
-from ..quantized_checkpoint import PARAMETERS, read_projection
+from ..quantized_checkpoint import read_projection
 from ..quantized_weight import QuantizedWeight
 from .eligibility import log_once
 
@@ -57,8 +57,8 @@ def _scaled(
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         path, _, parameter = name.rpartition(".")
-        is_dense = parameter == "weight" and tensor.dtype in DTYPES
-        if parameter in PARAMETERS and not is_dense and _layer_of(path, layers) is not None:
+        is_dense = parameter == "bias" or (parameter == "weight" and tensor.dtype in DTYPES)
+        if not is_dense and _layer_of(path, layers) is not None:
             held.setdefault(path, {})[parameter] = tensor
         else:
             yield name, tensor
