@@ -82,7 +82,7 @@ def read_packed(
     """The weight [D, W] in bf16, rounded once from fp32. Arguments and errors are those of `read_projection`."""
     packed = _packed_of(op, names, read, shape, meaning, config or {})
     D, W = shape
-    out = torch.empty(D, W, dtype=torch.bfloat16)
+    out = torch.empty(D, W, dtype=torch.bfloat16, device=packed.codes.device)
     # 4 M values at a time: a weight of 100 MB is never there in fp32 as a whole.
     step = max(8, (1 << 22) // max(D, 1) // 8 * 8)
     for begin in range(0, W, step):
@@ -239,7 +239,7 @@ def _zeros(
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """[R, n] -> [R, n * 32/bits], the lowest bits of a word first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(-2)
 
 

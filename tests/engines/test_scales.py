@@ -1,12 +1,15 @@
 """Quantized drafters in an engine's layers that have no scales: each layout becomes numbers, everything else passes."""
 
 import logging
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import test_int4_checkpoint as int4
 from eagle_kernels.engines import eligibility, scales
 from eagle_kernels.models import families
 from engines.quantized_layers import written
@@ -25,10 +28,10 @@ class Fp8(Unquantized): ...
 class EngineLinear(nn.Module):
     """As vLLM and SGLang have them."""
 
-    def __init__(self, method: type, outputs: int = D) -> None:
+    def __init__(self, method: type, outputs: int = D, inputs: int = W, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.input_size, self.output_size, self.quant_method = W, outputs, method()
-        self.weight = nn.Parameter(torch.zeros(outputs, W).bfloat16(), requires_grad=False)
+        self.input_size, self.output_size, self.quant_method = inputs, outputs, method()
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs, dtype=dtype), requires_grad=False)
 
 
 class Drafter(nn.Module):
@@ -121,24 +124,108 @@ def test_numbers_pass_in_their_order(log: Callable) -> None:
     assert all(got[name] is tensor for name, tensor in weights.items()) and not log()
 
 
+INTEGERS = {name: build for name, (_, build) in int4.LAYOUTS.items()}
+
+
+def saying(model: nn.Module, quantization: object) -> nn.Module:
+    """A drafter with a config of Hugging Face's, an object whose fields may be objects."""
+    model.model.config = SimpleNamespace(quantization_config=quantization)
+    return model
+
+
+@pytest.mark.parametrize("layer", ["torch", "engine"])
+@pytest.mark.parametrize("layout", INTEGERS)
+def test_integers_in_groups_become_numbers(layout: str, layer: str) -> None:
+    """GPTQ's zeros are another number of each checkpoint_format: the config of the drafter says which."""
+    tensors, config, expected = INTEGERS[layout]()
+    rows, columns = expected.shape
+    fc = nn.Linear(columns, rows, bias=False, dtype=torch.float16)
+    if layer == "engine":
+        fc = EngineLinear(Unquantized, rows, columns, torch.float16)
+    got = loaded(saying(Drafter(fc=fc), config), {f"fc.{name}": tensor for name, tensor in tensors.items()})
+    assert list(got) == ["fc.weight"] and torch.equal(got["fc.weight"], expected.float().bfloat16().half())
+
+
+def test_integers_of_layers_that_the_engine_merges() -> None:
+    """GPTQ's codes have the rows of the weight as columns."""
+    tensors, config, expected = INTEGERS["gptq"]()
+    rows, columns = expected.shape
+    layers = nn.ModuleList([nn.Module()])
+    layers[0].qkv_proj = EngineLinear(Unquantized, 3 * rows, columns)
+    weights = {f"layers.0.{proj}.{name}": tensors[name] for proj in ("q_proj", "k_proj") for name in tensors}
+    told = SimpleNamespace(to_dict=lambda: config)
+    got = loaded(saying(Drafter(layers=layers), told), weights)
+    assert [*got] == ["layers.0.q_proj.weight", "layers.0.k_proj.weight"]
+    assert all(torch.equal(weight, expected.float().bfloat16()) for weight in got.values())
+
+
 @pytest.mark.parametrize(
-    ("change", "because"),
+    ("layout", "change", "quantization", "message"),
     [
-        pytest.param({"weight_scale_inv": None}, "its scale beside it", id="no-scale"),
-        pytest.param({"weight_scale_inv": torch.ones(3, 3)}, "(2, 2) of fp8_block128", id="wrong-blocks"),
-        pytest.param({"weight_scale_inv": torch.full((2, 2), torch.nan)}, "is NaN at", id="nan"),
-        pytest.param({"qzeros": torch.ones(1)}, "qzeros", id="gptq"),
+        pytest.param(
+            "hf-block",
+            {"weight_scale_inv": None},
+            None,
+            "weights has fc.weight in torch.float8_e4m3fn, expected its scale beside it: ",
+            id="no-scale",
+        ),
+        pytest.param(
+            "hf-block",
+            {"weight_scale_inv": torch.ones(3, 3)},
+            None,
+            "fc.weight_scale_inv is torch.float32 of shape (3, 3), expected ",
+            id="wrong-blocks",
+        ),
+        pytest.param(
+            "hf-block",
+            {"weight_scale_inv": torch.full((2, 2), torch.nan)},
+            None,
+            "fc.weight_scale_inv is NaN at [0, 0], expected numbers",
+            id="nan",
+        ),
+        pytest.param(
+            "hf-block", {"qzeros": torch.ones(1)}, None, "weights has fc.qzeros beside fc.weight, expected ", id="zeros"
+        ),
+        pytest.param(
+            "modelopt-nvfp4",
+            {"pre_quant_scale": torch.ones(W)},
+            None,
+            "weights has fc.pre_quant_scale beside fc.weight, expected ",
+            id="companion",
+        ),
+        pytest.param(
+            "modelopt-nvfp4",
+            {"weight_scale_2": None},
+            None,
+            "weights has fc.weight in nvfp4, expected one of weight_scale_2 and weight_global_scale beside it",
+            id="no-global-scale",
+        ),
+        pytest.param(
+            "hf-block",
+            {},
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+            "fc.weight is fp8_block128, expected fp8_block32, because the checkpoint says weight_block_size [32, 32]",
+            id="config",
+        ),
     ],
 )
-def test_codes_that_cannot_be_read_are_named(change: dict, because: str, log: Callable) -> None:
-    tensors, _ = quantized("hf-block", "fc")
+def test_codes_that_cannot_be_read_are_an_error(
+    layout: str, change: dict, quantization: dict | None, message: str
+) -> None:
+    """They went on to the engine as numbers, with a warning, and no draft was accepted."""
+    tensors, _ = quantized(layout, "fc")
     tensors |= {f"fc.{name}": tensor for name, tensor in change.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    got = loaded(Drafter(fc=linear()), tensors)
-    assert got.keys() == tensors.keys() and all(got[name] is tensor for name, tensor in tensors.items())
-    (line,) = log()
-    assert line.startswith("eagle_kernels: fc of Drafter of an engine gets codes without their scale: ")
-    assert because in line
+    with pytest.raises(ValueError, match=f"^{re.escape(f'load_weights: {message}')}"):
+        loaded(saying(Drafter(fc=linear()), quantization), tensors)
+
+
+def test_gptq_without_a_config_is_an_error() -> None:
+    tensors, _, expected = INTEGERS["gptq"]()
+    fc = nn.Linear(expected.shape[1], expected.shape[0], bias=False)
+    message = "load_weights: fc.qweight is gptq, expected a config.json with quantization_config beside it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        loaded(Drafter(fc=fc), {f"fc.{name}": tensor for name, tensor in tensors.items()})
 
 
 def test_a_model_that_cannot_be_read_is_refused_before_the_engine_reads_a_weight() -> None:

@@ -3,7 +3,8 @@
 A layer without a quantization method takes what is called `weight` for numbers. Codes are some hundred times too large,
 the scales beside them are names that its model skips in silence, and no draft is accepted (sglang#39087: accepted
 length 3.7 -> 1.0). Here such codes become numbers on their way from the checkpoint to the model, once, in the dtype of
-the layer. What an engine loads as codes passes as it is.
+the layer; what cannot be read is an error with the tensor's name, and no engine gets it. What an engine loads as codes
+passes as it is.
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import DTYPES
+from ..drafter_config import get_field
 from ..models import families
 from ..quantized_checkpoint import read_projection
 from ..quantized_weight import QuantizedWeight
@@ -42,17 +44,19 @@ def scaled(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights for `model.load_weights`, with numbers in place of codes where the layer takes numbers.
 
-    Codes and scales come last, when all of them are known. Codes that cannot be read pass as they are, with a warning.
+    Codes and scales come last, when all of them are known. The model's config says what they are, where it has a
+    quantization_config. Raises ValueError, TypeError that name the tensor, for codes that cannot be read.
 
     Args:
         unquantized: the exact types of quant_method that take numbers; a torch nn.Linear does as well.
         engine: its name, for the log.
     """
-    return _scaled(weights, _layers_by_tail(model, unquantized), f"{type(model).__name__} of {engine}", logger)
+    drafter = _Drafter(f"{type(model).__name__} of {engine}", _quantization_of(model), logger)
+    return _scaled(weights, _layers_by_tail(model, unquantized), drafter)
 
 
 def _scaled(
-    weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, "_Layer | None"], drafter: str, logger: logging.Logger
+    weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, "_Layer | None"], drafter: "_Drafter"
 ) -> Iterator[tuple[str, Tensor]]:
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
@@ -65,13 +69,26 @@ def _scaled(
     for path, tensors in held.items():
         layer = _layer_of(path, layers)
         if layer is not None and _CODES & tensors.keys():
-            try:
-                tensors = {"weight": _numbers(path, tensors, layer, drafter, logger)}
-            except Exception as failure:  # a failure of ours is not the engine's
-                because = str(failure).removeprefix("eagle_kernels: ")
-                log_once(logger, logging.WARNING, f"{path} of {drafter} gets codes without their scale: {because}")
+            tensors = {"weight": _numbers(path, tensors, layer, drafter)}
         for parameter, tensor in tensors.items():
             yield f"{path}.{parameter}", tensor
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    name: str
+    quantization: Mapping[str, Any] | None
+    logger: logging.Logger
+
+
+def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
+    """quantization_config of the first of its modules whose config has one."""
+    for _, module in model.named_modules():
+        said = get_field(getattr(module, "config", None), "quantization_config")
+        said = said.to_dict() if hasattr(said, "to_dict") else said
+        if isinstance(said, Mapping):
+            return said
+    return None
 
 
 @dataclass(frozen=True)
@@ -79,11 +96,16 @@ class _Layer:
     module: Any
     is_merged: bool = False  # out of several weights of the checkpoint
 
-    def shape_of(self, codes: Tensor) -> tuple[int, int]:
-        """[D, W] of a weight that the layer takes."""
+    def shape_of(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """[D, W] of a weight that the layer takes, of a merged one as high as the checkpoint's codes or scales are."""
         if isinstance(self.module, nn.Linear):
             return self.module.out_features, self.module.in_features
-        return codes.shape[0] if self.is_merged else self.module.output_size, self.module.input_size
+        rows = self.module.output_size
+        if self.is_merged:
+            transposed = tensors.get("scales") if "qweight" in tensors else None
+            codes = next(tensors[name] for name in tensors if name in _CODES)
+            rows = codes.shape[0] if transposed is None else transposed.shape[-1]
+        return rows, self.module.input_size
 
 
 def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[str, _Layer | None]:
@@ -110,14 +132,15 @@ def _layer_of(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
     return layers.get(path) or layers.get(merged) or (layers.get(name) if name in _projections() else None)
 
 
-def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, name: str, logger: logging.Logger) -> Tensor:
+def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _Drafter) -> Tensor:
     names = {parameter: f"{path}.{parameter}" for parameter in tensors}
-    codes = next(tensors[parameter] for parameter in tensors if parameter in _CODES)
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
-    weight = read_projection(OP, names, read, layer.shape_of(codes), "the engine's layer", None)
+    shape = layer.shape_of(tensors)
+    weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
     dtype = layer.module.weight.dtype
     if isinstance(weight, QuantizedWeight):
-        message = f"{path.rpartition('.')[2]} of {name} is {weight.format} in the checkpoint and has no scales there"
-        log_once(logger, logging.INFO, f"{message}: dequantized to {dtype}")
+        of = f"{path.rpartition('.')[2]} of {drafter.name}"
+        message = f"{of} is {weight.format} in the checkpoint and has no scales there: dequantized to {dtype}"
+        log_once(drafter.logger, logging.INFO, message)
         return weight.dequantize(dtype)
     return weight.to(dtype)
