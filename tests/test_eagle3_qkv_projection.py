@@ -1,5 +1,6 @@
 """Eagle3QKVProjection: layer 0 of every kind of EAGLE-3 drafter against float64, rank by rank; checkpoints, errors."""
 
+import logging
 import re
 
 import pytest
@@ -138,7 +139,15 @@ CHECKPOINTS = {
     ),
     "codes": (
         lambda w: w.update({"midlayer.self_attn.q_proj.weight_scale": torch.ones(1)}),
-        "weights has midlayer.self_attn.q_proj.weight_scale, expected a projection that is not quantized, because",
+        "midlayer.self_attn.q_proj.weight is torch.bfloat16, expected codes for midlayer.self_attn.",
+    ),
+    "no scale": (
+        lambda w: w.update({"midlayer.self_attn.k_proj.weight": torch.ones(16, 2 * H).to(torch.float8_e4m3fn)}),
+        "weights has midlayer.self_attn.k_proj.weight in torch.float8_e4m3fn, expected its scale beside it",
+    ),
+    "AWQ": (
+        lambda w: w.update({"midlayer.self_attn.k_proj.pre_quant_scale": torch.ones(2 * H)}),
+        "weights has midlayer.self_attn.k_proj.pre_quant_scale beside midlayer.self_attn.k_proj.weight, expected only ",
     ),
 }
 
@@ -154,6 +163,30 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_copied(case: str) -
     message = re.escape(f"Eagle3QKVProjection.load_checkpoint: {message}")
     with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(ValueError, match=f"^{message}"):
         layer.load_checkpoint(weights)
+
+
+@pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (1, 2)])
+def test_quantized_projections_become_numbers(tp_rank: int, tp_size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A quantized q, k or v was refused; DFlash2-W4A16 and FP8 drafters have them."""
+    caplog.set_level(logging.INFO)
+    weights, dense = checkpoint("llama"), {}
+    for part, format in (("q_proj", "fp8_row"), ("k_proj", "nvfp4")):  # v_proj stays dense
+        name = f"midlayer.self_attn.{part}"
+        codes = ek.quantize(weights[f"{name}.weight"], format)
+        weights |= {f"{name}.weight": codes.codes, f"{name}.weight_scale": codes.scales}
+        weights |= {} if codes.global_scale is None else {f"{name}.weight_scale_2": codes.global_scale}
+        dense[f"{name}.weight"] = codes.dequantize()
+    config = ek.Eagle3QKVConfig.from_hf(LLAMA)
+
+    def loaded(weights: dict) -> dict:
+        layer = ek.Eagle3QKVProjection(config, tp_rank=tp_rank, tp_size=tp_size, dtype=torch.bfloat16)
+        return layer.load_checkpoint(weights).state_dict()
+
+    got, expected = loaded(weights), loaded({k: v for k, v in weights.items() if "scale" not in k} | dense)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    because = "q, k and v have scales of their own"
+    line = f"midlayer.self_attn.q_proj.weight is fp8_row, dequantized to torch.bfloat16: {because}"
+    assert line in caplog.text
 
 
 ERRORS = {

@@ -1,5 +1,6 @@
 """MTPStreamsProjection: every stream against float64 and against the engines' three roundings; masks, checkpoints."""
 
+import logging
 import re
 
 import pytest
@@ -199,6 +200,40 @@ def test_quantized_projections_become_one_weight(format: str, e8m0: bool) -> Non
     assert relative_rms(layer(hidden, embeds=embeds), truth) <= limit
 
 
+@pytest.mark.parametrize(
+    ("formats", "H", "because"),
+    [
+        pytest.param(("nvfp4", "nvfp4"), 256, "each has a global scale of its own", id="nvfp4"),
+        pytest.param(
+            ("fp8_block128", "fp8_block128"), 192, "128 columns share a scale, and 192 are no multiple", id="blocks"
+        ),
+        pytest.param(("fp8_row", "int8_row"), 192, "fp8_row and int8_row are two formats", id="two-formats"),
+        pytest.param((None, "fp8_row"), 192, "the other one is not quantized", id="half"),
+        pytest.param(("mxfp4", None), 192, "the other one is not quantized", id="other-half"),
+    ],
+)
+def test_codes_that_cannot_become_one_weight_become_numbers(
+    formats: tuple, H: int, because: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    D = 136
+    weights = checkpoint_of("mtp.0.", DEEPSEEK_NAMES, H, D, H)
+    expected = []
+    for stem, format in zip(("mtp.0.e_proj", "mtp.0.h_proj"), formats, strict=True):
+        expected.append(weights[f"{stem}.weight"].bfloat16())
+        if format is None:
+            continue
+        codes = ek.quantize(weights[f"{stem}.weight"], format)
+        weights |= {f"{stem}.weight": codes.codes, f"{stem}.weight_scale": codes.scales}
+        weights |= {} if codes.global_scale is None else {f"{stem}.weight_scale_2": codes.global_scale}
+        expected[-1] = codes.dequantize()
+    layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, D), dtype=torch.bfloat16).load_checkpoint(weights)
+    assert torch.equal(layer.eh_proj.weight, torch.cat(expected, 1))
+    for stem, format in zip(("mtp.0.e_proj", "mtp.0.h_proj"), formats, strict=True):
+        line = f"{stem}.weight is {format}, dequantized to torch.bfloat16: {because}"
+        assert (line in caplog.text) == (format is not None)
+
+
 def without(weights: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if part not in name}
 
@@ -212,11 +247,6 @@ def without(weights: dict[str, Tensor], part: str) -> dict[str, Tensor]:
         (
             lambda w: w | checkpoint_of("mtp.3.", DEEPSEEK_NAMES, H, D, H),
             "weights has MTP layers at ['mtp.0.', 'mtp.3.'], expected one, because ",
-        ),
-        (
-            lambda w: w | {"mtp.0.h_proj.weight": w["mtp.0.h_proj.weight"].to(torch.float8_e4m3fn),
-                           "mtp.0.h_proj.scale": torch.ones(1)},
-            "one of e_proj and h_proj is quantized, expected both or none, because they become one weight",
         ),
         (
             lambda w: w | {"mtp.0.h_proj.weight": w["mtp.0.h_proj.weight"].to(torch.float8_e4m3fn)},

@@ -22,7 +22,7 @@ from . import checks
 from .models import families
 from .quantization_config import config_of
 from .quantized_checkpoint import read_projection
-from .quantized_weight import QuantizedWeight, concat_columns
+from .quantized_weight import QuantizedWeight, columns_unsupported_reason, concat_columns, log_dequantized
 
 _Weights = str | os.PathLike | Mapping[str, Tensor]
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict without the projection's weight, and that
@@ -145,26 +145,25 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     names = {ours: stage.get(ours.partition(".")[0], {}).get("weight") for ours in norms}
     found = {ours: name for ours, name in names.items() if name is not None}
     state: dict[str, Tensor] = {}
-    parts = []
+    parts: dict[str, Tensor | QuantizedWeight] = {}  # by the file's name
     for stem in ("e_proj", "h_proj"):
         expected = norms | {f"{stem}.weight": shape}
         projection = (stem, stage.get(stem, {}), shape, meaning)
         norms_read, part = _read(op, readers, expected, found, projection, quantization)
         state |= norms_read
-        parts.append(part)
-    dense = [part for part in parts if isinstance(part, Tensor)]
-    if len(dense) == len(parts):
-        return state, torch.cat(dense, 1)
-    if dense:
-        got = "one of e_proj and h_proj is quantized"
-        raise checks.error(ValueError, op, got, "both or none", "they become one weight")
-    return state, concat_columns(op, [part for part in parts if isinstance(part, QuantizedWeight)])
+        parts[_codes_of(stage[stem])] = part
+    codes = [part for part in parts.values() if isinstance(part, QuantizedWeight)]
+    because = columns_unsupported_reason(codes) if len(codes) == len(parts) else "the other one is not quantized"
+    if codes and because is None:
+        return state, concat_columns(codes)
+    dtype = layer.enorm.weight.dtype
+    return state, torch.cat([_numbers(op, name, part, dtype, because).to(dtype) for name, part in parts.items()], 1)
 
 
 def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
     """The state_dict of an Eagle3QKVProjection: the rank's rows of the projections that a checkpoint has apart."""
     op = "Eagle3QKVProjection.load_checkpoint"
-    readers = _open(op, weights)
+    readers, quantization, dtype = _open(op, weights), _config_beside(op, weights), layer.hidden_norm.weight.dtype
     layers = [name.removesuffix("hidden_norm.weight") for name in readers if name.endswith("hidden_norm.weight")]
     layers = [prefix for prefix in layers if re.fullmatch(r"(.*\.)?(midlayer|layers\.0)\.", prefix)]
     if len(layers) != 1:
@@ -177,17 +176,19 @@ def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
         state[f"{norm}.weight"] = _whole(op, readers, f"{prefix}{norm}.weight", (H,))
     parts: dict[str, list[Tensor]] = {}
     for name, (begin, end) in layer.rows.items():
-        stem = f"{prefix}self_attn.{name}"
-        if scales := [other for other in readers if other.startswith(f"{stem}.") and "scale" in other]:
-            because = "q, k and v have scales of their own"
-            raise checks.error(
-                ValueError, op, f"weights has {scales[0]}", "a projection that is not quantized", because
-            )
-        if not has_bias and f"{stem}.bias" in readers:
-            raise checks.error(ValueError, op, f"weights has {stem}.bias", "none", "bias is False")
-        for parameter, columns in {"weight": (2 * H,), **({"bias": ()} if has_bias else {})}.items():
-            whole = _whole(op, readers, f"{stem}.{parameter}", (layer.all_rows[name][1], *columns))
-            parts.setdefault(f"qkv_proj.{parameter}", []).append(whole[begin:end])
+        stem, rows = f"{prefix}self_attn.{name}", layer.all_rows[name][1]
+        names = {other.rpartition(".")[2]: other for other in readers if other.rpartition(".")[0] == stem}
+        bias = names.pop("bias", None)
+        if bias is not None and not has_bias:
+            raise checks.error(ValueError, op, f"weights has {bias}", "none", "bias is False")
+        if not names:
+            raise checks.error(ValueError, op, f"weights has no {stem}.weight", _EVERY_PROJECTION)
+        meaning = f"(R, 2H) with H = {H}"
+        weight = read_projection(op, names, lambda name: readers[name](), (rows, 2 * H), meaning, quantization)
+        weight = _numbers(op, _codes_of(names), weight, dtype, "q, k and v have scales of their own")
+        parts.setdefault("qkv_proj.weight", []).append(weight[begin:end])
+        if has_bias:
+            parts.setdefault("qkv_proj.bias", []).append(_whole(op, readers, f"{stem}.bias", (rows,))[begin:end])
     return state | {name: torch.cat(rows) for name, rows in parts.items()}
 
 
@@ -233,13 +234,13 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
             tensors = modules.get(stem, {})
             if "bias" in tensors and not config.bias:
                 raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
-            first = tensors.get("weight") or tensors.get("weight_packed")
+            first = next((tensors[name] for name in ("weight", "weight_packed", "scales") if name in tensors), None)
             begin, all_rows = _rows_of_rank(op, readers, first or f"{stem}.weight", config, tp_rank, tp_size)
             end, meaning = begin + config.num_kv_heads * config.head_dim, f"(n*d, H) with H = {H}"
             projection = {name: tensors[name] for name in tensors if name != "bias"}
             weight = read_projection(op, projection, lambda name: readers[name](), (all_rows, H), meaning, quantization)
-            if isinstance(weight, QuantizedWeight):
-                weight = weight.dequantize(layer.hidden_norm.weight.dtype)
+            because = "K and V of all layers are one weight"
+            weight = _numbers(op, _codes_of(projection), weight, layer.hidden_norm.weight.dtype, because)
             rows.setdefault("kv_proj.weight", []).append(weight[begin:end])
             if config.bias:
                 bias = _whole(op, readers, _named(modules, names, "bias"), (all_rows,))
@@ -288,7 +289,8 @@ def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: i
     """(a rank's first row, rows of all ranks); of fewer heads than ranks several ranks have the same one."""
     if name not in readers:
         raise checks.error(ValueError, op, f"weights has no {name}", "k and v of every layer, and their norms")
-    all_rows, head = readers[name]().shape[0], config.head_dim
+    all_rows = readers[name]().shape[-1 if name.endswith(".scales") else 0]  # GPTQ's codes are transposed
+    head = config.head_dim
     heads = all_rows // head
     uneven = all_rows % head or not heads or (heads % tp_size and tp_size % heads)
     if uneven or max(heads // tp_size, 1) != config.num_kv_heads:
@@ -297,9 +299,25 @@ def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: i
     return tp_rank * heads // tp_size * head, all_rows
 
 
+def _codes_of(names: Mapping[str, str]) -> str:
+    """The file's name of what a projection's weight is read from."""
+    return next(names[parameter] for parameter in ("weight", "weight_packed", "qweight") if parameter in names)
+
+
+def _numbers(op: str, name: str, weight: Tensor | QuantizedWeight, dtype: torch.dtype, because: str | None) -> Tensor:
+    """A weight whose codes no module keeps, in numbers."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight
+    log_dequantized(op, name, weight.format, dtype, because or "")
+    return weight.dequantize(dtype)
+
+
+_EVERY_PROJECTION = "every projection of the layer and its norms"
+
+
 def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Tensor:
     if name not in readers:
-        raise checks.error(ValueError, op, f"weights has no {name}", "every projection of the layer and its norms")
+        raise checks.error(ValueError, op, f"weights has no {name}", _EVERY_PROJECTION)
     tensor = readers[name]()
     checks.check_tensor(op, name, tensor)
     checks.check_dtype(op, name, tensor, checks.DTYPES)

@@ -156,10 +156,11 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
     def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3QKVProjection:
         """Copy the norms and this rank's rows of q, k and v (q_a and kv_a) from a drafter's checkpoint.
 
-        A safetensors file or folder, or tensors by name. The layer is `midlayer` or `layers.0`, behind any prefix.
+        A safetensors file or folder, or tensors by name. The layer is `midlayer` or `layers.0`, behind any prefix. What
+        is quantized is dequantized, since q, k and v are one weight here, and the log says so.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, a shape that does not fit, a
-        bias that the config does not have, a quantized projection.
+        bias that the config does not have, codes without their scale.
         """
         from . import checkpoint  # 6 ms, for those who load one
 

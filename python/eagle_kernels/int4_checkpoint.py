@@ -23,7 +23,6 @@ Sources: compressed-tensors 0.20 `compressors/pack_quantized` (`pack_to_int32`, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,8 @@ from torch import Tensor
 
 from . import checks
 from .quantization_config import check_format, section_of
+from .quantized_weight import log_dequantized
 
-_LOGGER = logging.getLogger("eagle_kernels")
 PACKED, TRANSPOSED = "weight_packed", "qweight"
 # What stands beside the codes of each, and makes numbers of them.
 OF_PACKED = (PACKED, "weight_scale", "weight_zero_point", "weight_g_idx")
@@ -91,9 +90,7 @@ def read_packed(
         zeros = packed.zeros[:, group] if packed.zeros.dim() else packed.zeros
         out[:, begin:end] = (packed.columns(begin, end) - zeros) * packed.scales[:, group]
     kind = f"{packed.name} int{packed.bits}"
-    because = f"no kernel reads {kind}"
-    name = names.get(PACKED) or names[TRANSPOSED]
-    _LOGGER.info("eagle_kernels: %s: %s is %s, dequantized to %s: %s", op, name, kind, out.dtype, because)
+    log_dequantized(op, names.get(PACKED) or names[TRANSPOSED], kind, out.dtype, f"no kernel reads {kind}")
     return out
 
 

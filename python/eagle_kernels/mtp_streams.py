@@ -130,8 +130,10 @@ class MTPStreamsProjection(MTPProjection):
 
         e_proj, h_proj, enorm and hnorm (DeepSeek-V4, in FP8 with `.scale` too), or fc_embedding, fc_hidden,
         pre_fc_norm_embedding and pre_fc_norm_hidden (Qwen4-Exp), behind any prefix (`mtp.0.`); `layer` picks the one
-        with `mtp.{layer}.` or `layers.{layer}.` in it. Raises ValueError that names the weight, before anything is
-        copied.
+        with `mtp.{layer}.` or `layers.{layer}.` in it. Codes of both become one weight; those that cannot (nvfp4, two
+        formats, blocks that end inside of one) are dequantized, and the log says so.
+
+        Raises ValueError that names the weight, before anything is copied.
         """
         from . import checkpoint  # 6 ms, for those who load one
 

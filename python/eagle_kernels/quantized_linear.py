@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from . import checks
 from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
 from .quantized_checkpoint import OF_WEIGHT
-from .quantized_weight import COMPRESSED, QuantizedWeight, quantize
+from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quantize
 
-_LOGGER = logging.getLogger("eagle_kernels")
 _LOAD = "load_state_dict"
 
 
@@ -142,9 +140,7 @@ def load_projection(
     if isinstance(weight, QuantizedWeight) and not can_read_codes(device):
         dtype = next((p.dtype for p in module.parameters()), torch.bfloat16)
         because = f"no kernel reads codes on {device.type}"
-        _LOGGER.info(
-            "eagle_kernels: %s: %s.weight is %s, dequantized to %s: %s", op, name, weight.format, dtype, because
-        )
+        log_dequantized(op, f"{name}.weight", weight.format, dtype, because)
         weight = weight.dequantize(dtype)
     if isinstance(weight, QuantizedWeight):
         codes = QuantizedLinear(weight.to(device), current.bias)

@@ -254,32 +254,35 @@ def _compressed(weight: Tensor) -> CompressedWeight:
     return compressed
 
 
-def concat_columns(op: str, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """[D, W] of the columns of several weights [D, W_k] behind each other, as of one concat of their inputs.
-
-    Raises ValueError where their scales cannot stand side by side: other formats, a block that ends inside the next
-    weight, or global scales of their own.
-    """
-    first = weights[0]
-    rows, columns = first.block
-    for weight in weights[1:]:
-        if (weight.format, weight.block, weight.shape[0]) != (first.format, first.block, first.shape[0]):
-            got = f"the weights are {weight.format} {weight.shape} and {first.format} {first.shape}"
-            raise checks.error(ValueError, op, got, "one format and shape", "they become one weight")
+def columns_unsupported_reason(weights: Sequence[QuantizedWeight]) -> str | None:
+    """Why the columns of weights of as many rows cannot become one weight of codes; None where they can."""
+    first, columns = weights[0], weights[0].block[1]
+    kinds = {(weight.format, weight.block, weight.scales.dtype) for weight in weights}
+    if len({weight.format for weight in weights}) > 1:
+        return f"{' and '.join(weight.format for weight in weights)} are two formats"
+    if len(kinds) > 1:
+        return "their scales are of other blocks or dtypes"
     if any(weight.shape[1] % columns for weight in weights[:-1]):
-        because = f"{columns} columns share a scale"
-        raise checks.error(
-            ValueError, op, f"a weight has shape {first.shape}", f"columns in blocks of {columns}", because
-        )
+        return f"{columns} columns share a scale, and {first.shape[1]} are no multiple"
     if any(weight.global_scale is not None for weight in weights):
-        raise checks.error(ValueError, op, f"the weights are {first.format}", "no global_scale", "each has its own")
+        return "each has a global scale of its own"
+    return None
+
+
+def concat_columns(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """[D, W] of the columns of several weights [D, W_k] behind each other, as of one concat of their inputs."""
+    first = weights[0]
     codes, scales = (
         torch.cat([tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors], 1).view(
             tensors[0].dtype  # ATen joins no e8m0
         )
         for tensors in ([weight.codes for weight in weights], [weight.scales for weight in weights])
     )
-    return QuantizedWeight.of_tensors(codes, scales, None, first.format, (rows, columns))
+    return QuantizedWeight.of_tensors(codes, scales, None, first.format, first.block)
+
+
+def log_dequantized(op: str, name: str, kind: str, dtype: torch.dtype, because: str) -> None:
+    _LOGGER.info("eagle_kernels: %s: %s is %s, dequantized to %s: %s", op, name, kind, dtype, because)
 
 
 def _gather_rows(scales: Tensor, rows: Tensor) -> Tensor:
