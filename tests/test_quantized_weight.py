@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import re
 from collections.abc import Callable
 
@@ -69,6 +70,23 @@ def random_weight(format: str, D: int, W: int) -> QuantizedWeight:
     else:
         scales = (torch.rand(scale_shape) + 0.01).to(dtype)
     return QuantizedWeight(codes.view(kind.codes), scales, format, 0.37 if format == "nvfp4" else None)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_quantizing_costs_is_logged(format: str, magnitude: float, caplog: pytest.LogCaptureFixture) -> None:
+    """In float64: of 1e30 fp32 logged nan, since squares go beyond it."""
+    caplog.set_level(logging.INFO)
+    weight = torch.randn(40, 64) * magnitude
+    truth = weight.double()
+    error = (quantize(weight, format).dequantize(torch.float64) - truth).norm() / truth.norm()
+    assert caplog.messages[-1].endswith(f"relative error {error:.2e}")
+
+
+def test_zeros_are_exact(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    quantize(torch.zeros(2, 64), "nvfp4")
+    assert caplog.messages[-1].endswith("relative error 0.00e+00")
 
 
 @pytest.mark.parametrize(("D", "W"), SHAPES)
@@ -252,6 +270,22 @@ ERRORS: list = [
         "global_scale has shape (2,), expected one element",
     ),
     (lambda: QuantizedWeight(FP8, torch.ones(1), "fp8_tensor", "1"), "global_scale is a str, expected a number"),
+    (
+        lambda: QuantizedWeight(FP8, torch.ones(2), "fp8_tensor", shard_rows=[-1, 5]),
+        "shard_rows[0] is -1, expected at least 0",
+    ),
+    (
+        lambda: QuantizedWeight(FP8, torch.ones(2), "fp8_tensor", shard_rows=[1.5, 2.5]),
+        "shard_rows[0] is a float, expected an int",
+    ),
+    (
+        lambda: QuantizedWeight(FP8, torch.ones(2), "fp8_tensor", shard_rows=4),
+        "shard_rows is a int, expected a sequence of ints",
+    ),
+    (
+        lambda: QuantizedWeight(FP8, torch.ones(2), "fp8_tensor", shard_rows="22"),
+        "shard_rows is a str, expected a sequence of ints",
+    ),
     (
         lambda: QuantizedWeight(FP8, torch.ones(2), "fp8_tensor", shard_rows=[3, 2]),
         "shard_rows is [3, 2], expected a sum of 4, because codes has that many rows",

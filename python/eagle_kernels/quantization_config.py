@@ -57,7 +57,11 @@ _ALGORITHMS = {
     "MXFP8": ("mxfp8",),
     "MIXED_PRECISION": tuple(FORMATS),
 }
-_BLOCKS = {(128, 128): ("fp8_block128",), (32, 32): ("fp8_block32",), (1, 32): ("mxfp8",)}
+_BLOCKS: dict[tuple[int, int], tuple[str, ...]] = {
+    (128, 128): ("fp8_block128",),
+    (32, 32): ("fp8_block32",),
+    (1, 32): ("mxfp8",),
+}
 # compressed-tensors' format.
 _COMPRESSIONS = {
     "int-quantized": ("int8_row",),
@@ -106,8 +110,7 @@ def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, 
 def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
     method, block = config.get("quant_method"), config.get("weight_block_size")
     if isinstance(block, list):
-        formats = next((formats for size, formats in _BLOCKS.items() if list(size) == block), ())
-        yield _Claim(formats, f"weight_block_size {block}")
+        yield _Claim(_of_blocks(block), f"weight_block_size {block}")
     if method is not None and not (method == "fp8" and isinstance(block, list)):
         yield _Claim(_METHODS.get(method.lower(), ()) if isinstance(method, str) else (), f"quant_method {method}")
     yield from _of_algorithm(config, path, "")
@@ -117,10 +120,18 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
     if compression is not None:
         formats = _COMPRESSIONS.get(compression, ()) if isinstance(compression, str) else ()
         yield _Claim(formats, f"format {compression}")
-    if group is not None and (formats := _of_weights(group[1])) is not None:
+    if group is None:
+        return
+    name, weights = group
+    meant = _of_weights(weights)
+    if meant is not None:
         keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
-        values = ", ".join(f"{key} {group[1][key]}" for key in keys if group[1].get(key) is not None)
-        yield _Claim(formats, f"config_groups.{group[0]}.weights {values}")
+        values = ", ".join(f"{key} {weights[key]}" for key in keys if weights.get(key) is not None)
+        yield _Claim(meant, f"config_groups.{name}.weights {values}")
+
+
+def _of_blocks(size: list) -> tuple[str, ...]:
+    return next((formats for block, formats in _BLOCKS.items() if list(block) == size), ())
 
 
 def _of_algorithm(config: Mapping[str, Any], path: str, where: str) -> Iterator[_Claim]:
@@ -149,7 +160,7 @@ def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
     if bits == 8:
         structure = weights.get("block_structure")
         if strategy == "block" and isinstance(structure, list):
-            return next((formats for block, formats in _BLOCKS.items() if list(block) == structure), ())
+            return _of_blocks(structure)
         return _STRATEGIES.get(strategy, _E4M3) if isinstance(strategy, str) else _E4M3
     e2m1 = {16: ("nvfp4",), 32: ("mxfp4",), None: ("nvfp4", "mxfp4")}
     return e2m1.get(size, ()) if bits == 4 and isinstance(size, int | None) else ()

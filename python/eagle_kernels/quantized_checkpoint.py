@@ -33,8 +33,10 @@ _OF_CODES = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR)
 # What makes a weight, dense or not.
 OF_WEIGHT = tuple(dict.fromkeys((*_OF_CODES, *int4_checkpoint.OF_PACKED, *int4_checkpoint.OF_TRANSPOSED)))
 # Of activations and of KV caches, which stay in 16 bits here, and what the codes' own shape says.
-_UNREAD = ("input_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale", "k_scale", "v_scale")
-_UNREAD += ("weight_shape",)
+_UNREAD = (
+    *("input_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale", "k_scale", "v_scale"),
+    "weight_shape",
+)
 
 
 def read_projection(
@@ -92,7 +94,7 @@ def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
         raise checks.error(ValueError, op, f"weights has {name}", "a weight beside it")
     if len(codes) > 1:
         raise checks.error(ValueError, op, f"weights has {' and '.join(codes)}", "one of them", "each is the weight")
-    read = _OF_CODES
+    read: tuple[str, ...] = _OF_CODES
     if is_integers:
         transposed = int4_checkpoint.TRANSPOSED in names
         read = int4_checkpoint.OF_TRANSPOSED if transposed else int4_checkpoint.OF_PACKED
@@ -129,22 +131,22 @@ def _recognize(
     columns = W // 2 if code.dtype == torch.uint8 else W
     if tuple(code.shape) != (D, columns):
         raise checks.shape_error(op, codes_name, code, str((D, columns)), f"it is {meaning}")
-    expected = {}
+    sizes = {}
     for name, format in kinds.items():
         dtypes = (*format.scales, torch.uint8) if E8M0 in format.scales else format.scales
         if scale.dtype in dtypes:
-            expected[name] = scale_shape(format, shape)
-    fits = [name for name, size in expected.items() if tuple(scale.shape) == size]
+            sizes[name] = scale_shape(format, shape)
+    fits = [name for name, size in sizes.items() if tuple(scale.shape) == size]
     if scale.dim() < 2:
-        fits = [name for name, (rows, columns) in expected.items() if scale.numel() == rows * columns]
+        fits = [name for name, (rows, columns) in sizes.items() if scale.numel() == rows * columns]
     if fits:
         return fits, code, scale.view(E8M0) if scale.dtype == torch.uint8 else scale
     got = f"{scale_name} is {scale.dtype} of shape {tuple(scale.shape)}"
-    if not expected:
+    if not sizes:
         of_scales = sorted({str(dtype) for format in kinds.values() for dtype in format.scales})
         raise checks.error(ValueError, op, got, " or ".join(of_scales), f"{codes_name} is {code.dtype}")
     because = f"{codes_name} has shape {tuple(code.shape)}"
-    choices = " or ".join(f"{size} of {name}" for name, size in expected.items())
+    choices = " or ".join(f"{size} of {name}" for name, size in sizes.items())
     raise checks.error(ValueError, op, got, choices, because)
 
 

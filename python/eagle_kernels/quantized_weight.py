@@ -23,7 +23,7 @@ it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
@@ -126,7 +126,10 @@ class QuantizedWeight:
             scales = scales.view(E8M0)
         checks.check_dtype(OP, "scales", scales, format.scales, f"the format is {self.format}")
         checks.check_device(OP, "scales", scales, self.codes.device, "codes")
-        shards = [D] if shard_rows is None else list(shard_rows)
+        shards = (
+            [D] if shard_rows is None else checks.check_sequence(OP, "shard_rows", shard_rows, "a sequence of ints")
+        )
+        shards = [checks.check_int(OP, f"shard_rows[{k}]", rows, at_least=0) for k, rows in enumerate(shards)]
         if sum(shards) != D:
             raise checks.error(ValueError, OP, f"shard_rows is {shards}", f"a sum of {D}", "codes has that many rows")
         per_tensor = format.block[0] == _ALL
@@ -200,15 +203,18 @@ class QuantizedWeight:
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """W [D, W] in `dtype`, rounded once from fp32; exact up to fp32's products, and in float64 exact."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        for begin, end, values in self._chunks(torch.float64 if dtype == torch.float64 else torch.float32):
+            out[begin:end] = values
+        return out
+
+    def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+        """(first row, row behind the last, numbers) of 4 M at a time: 100 MB of codes are never whole in fp32."""
         D, W = self.shape
-        out = torch.empty(D, W, dtype=dtype, device=self.codes.device)
-        compute = torch.float64 if dtype == torch.float64 else torch.float32
-        # 4 M values at a time: a weight of 100 MB is never there in fp32 as a whole.
         step = max(1, (1 << 22) // max(W, 1))
         for begin in range(0, D, step):
             end = min(begin + step, D)
-            out[begin:end] = values_of(self.codes[begin:end]).to(compute) * self._scales_of_rows(begin, end, compute)
-        return out
+            yield begin, end, values_of(self.codes[begin:end]).to(dtype) * self._scales_of_rows(begin, end, dtype)
 
     def _scales_of_rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         rows, columns = self.block
@@ -340,7 +346,9 @@ def values_of(codes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantize(weight: Tensor, format: str) -> QuantizedWeight:
-    """The weight [D, W] in a format of `QuantizedWeight`, rounded to nearest even; its error is logged.
+    """The weight [D, W] in a format of `QuantizedWeight`, rounded to nearest even.
+
+    What it costs, norm(rounded - W) / norm(W) in float64, is logged by logging.getLogger("eagle_kernels"), at INFO.
 
     With a = max(abs(W)) over what shares a scale, m the largest code (448, 127, 6), 1 where a is 0:
 
@@ -384,10 +392,19 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     effective = scales.float() if global_scale is None else scales.float() * global_scale
     spread = effective.repeat_interleave(rows, 0)[:D].repeat_interleave(columns, 1)[:, :W]
     quantized = QuantizedWeight(_codes_for(wide / spread, kind), scales, format, global_scale)
-    error = (quantized.dequantize(torch.float32) - wide).norm() / wide.norm()
-    sizes = _sizes(quantized, weight)
+    sizes, error = _sizes(quantized, weight), _relative_error(quantized, weight)
     _LOGGER.info("eagle_kernels: quantize to %s: [%d, %d], %s, relative error %.2e", format, D, W, sizes, error)
     return quantized
+
+
+def _relative_error(quantized: QuantizedWeight, weight: Tensor) -> float:
+    """norm(W - weight) / norm(weight) in float64; 0 where the weight is 0."""
+    lost = total = 0.0
+    for begin, end, values in quantized._chunks(torch.float64):
+        rows = weight[begin:end].double()
+        lost += (values - rows).square().sum().item()
+        total += rows.square().sum().item()
+    return (lost / total) ** 0.5 if total else 0.0
 
 
 def _sizes(quantized: QuantizedWeight, weight: Tensor) -> str:
