@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import test_int4_checkpoint as int4
 from eagle_kernels.engines import eligibility, scales
 from eagle_kernels.models import families
-from engines.quantized_layers import written
+from engines.quantized_layers import W4A16, in_integers, written
 from test_quantized_checkpoint import LAYOUTS
 
 LOGGER = logging.getLogger("eagle_kernels.engines.scales")
@@ -144,6 +144,63 @@ def test_integers_in_groups_become_numbers(layout: str, layer: str) -> None:
         fc = EngineLinear(Unquantized, rows, columns, torch.float16)
     got = loaded(saying(Drafter(fc=fc), config), {f"fc.{name}": tensor for name, tensor in tensors.items()})
     assert list(got) == ["fc.weight"] and torch.equal(got["fc.weight"], expected.float().bfloat16().half())
+
+
+DFLASH = {
+    "fc": "fc",
+    **{f"layers.0.self_attn.{name}_proj": "layers.0.self_attn.qkv_proj" for name in "qkv"},
+    "layers.0.self_attn.o_proj": "layers.0.self_attn.o_proj",
+    **{f"layers.0.mlp.{name}_proj": "layers.0.mlp.gate_up_proj" for name in ("gate", "up")},
+    "layers.0.mlp.down_proj": "layers.0.mlp.down_proj",
+}
+
+
+@pytest.mark.parametrize("layout", ["compressed-row", "modelopt-nvfp4", W4A16])
+def test_a_drafter_of_which_every_layer_is_quantized(layout: str, log: Callable) -> None:
+    """DFlash2-W4A16 in SGLang, whose DFlash model passes no quantization config on (sglang#39087)."""
+    drafter = Drafter()
+    for path in set(DFLASH.values()):
+        rows = D * sum(other == path for other in DFLASH.values())
+        parent, _, name = path.rpartition(".")
+        home = drafter.model
+        for part in parent.split(".") if parent else ():
+            if not hasattr(home, part):
+                home.add_module(part, nn.Module())
+            home = getattr(home, part)
+        home.add_module(name, EngineLinear(Unquantized, rows))
+    torch.manual_seed(0)
+    weights, expected = {}, {}
+    for path in DFLASH:
+        numbers = torch.randn(D, W)
+        if layout == W4A16:
+            tensors, meant = in_integers(path, numbers)
+        else:
+            tensors, codes = written(path, numbers, layout)
+            meant = codes.dequantize(torch.bfloat16)
+        weights |= tensors
+        expected[f"{path}.weight"] = meant.float().bfloat16()
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"} if layout == W4A16 else None
+    got = loaded(saying(drafter, config), weights)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+    kind = "integers in groups" if layout == W4A16 else LAYOUTS[layout][0]
+    assert f"fc of Drafter of an engine is {kind} in the checkpoint and has no scales there" in "".join(log())
+
+
+@pytest.mark.parametrize("path", ["model.layers.61.eh_proj", "mtp.0.eh_proj"])
+@pytest.mark.parametrize("layout", INTEGERS)
+def test_integers_of_an_mtp_layer(layout: str, path: str) -> None:
+    tensors, config, expected = INTEGERS[layout]()
+    eh_proj = nn.Linear(expected.shape[1], expected.shape[0], bias=False, dtype=torch.bfloat16)
+    weights = {f"{path}.{name}": tensor for name, tensor in tensors.items()}
+    got = loaded(saying(Drafter(eh_proj=eh_proj), config), weights)
+    assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected.float().bfloat16())
+
+
+def test_mistral_calls_fc_eagle_linear() -> None:
+    """The engines rename it behind the plugin, so that its codes had no layer there."""
+    tensors, expected = quantized("mistral", "eagle_linear")
+    got = loaded(Drafter(fc=EngineLinear(Unquantized)), tensors)
+    assert list(got) == ["eagle_linear.weight"] and torch.equal(got["eagle_linear.weight"], expected)
 
 
 def test_integers_of_layers_that_the_engine_merges() -> None:

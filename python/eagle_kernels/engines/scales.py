@@ -26,6 +26,7 @@ OP = "load_weights"
 _MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )
+_OTHER_NAMES = {"eagle_linear": "fc"}  # Mistral's, which the engines rename behind this
 _CODES = {"weight", "weight_packed", "qweight"}
 
 
@@ -128,6 +129,8 @@ def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[
 def _layer_of(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
     """The layer that takes numbers for a layer of the checkpoint."""
     parent, _, name = path.rpartition(".")
+    if name in _OTHER_NAMES:
+        path = f"{parent}.{_OTHER_NAMES[name]}".lstrip(".")
     merged = f"{parent}.{_MERGED.get(name, name)}"
     return layers.get(path) or layers.get(merged) or (layers.get(name) if name in _projections() else None)
 
@@ -138,9 +141,7 @@ def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _
     shape = layer.shape_of(tensors)
     weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
     dtype = layer.module.weight.dtype
-    if isinstance(weight, QuantizedWeight):
-        of = f"{path.rpartition('.')[2]} of {drafter.name}"
-        message = f"{of} is {weight.format} in the checkpoint and has no scales there: dequantized to {dtype}"
-        log_once(drafter.logger, logging.INFO, message)
-        return weight.dequantize(dtype)
-    return weight.to(dtype)
+    kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
+    message = f"{path.rpartition('.')[2]} of {drafter.name} is {kind} in the checkpoint and has no scales there"
+    log_once(drafter.logger, logging.INFO, f"{message}: dequantized to {dtype}")
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)

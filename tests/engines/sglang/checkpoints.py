@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engines import dflash_drafter, layer0_drafter
-from engines.quantized_layers import written
+from engines.quantized_layers import tensors_of
 
 # Both divide by 1, 2 and 3 ranks.
 H = 192
@@ -55,12 +55,12 @@ def idle_layer(prefix: str, width: int, inputs: int, norms: tuple[str, ...], gai
 def save(
     folder: Path, config: dict, weights: dict[str, Tensor], dtype: torch.dtype, layouts: Mapping[str, str] | None = None
 ) -> str:
-    """layouts: layer -> how a quantizer writes it, in LAYOUTS."""
+    """layouts: layer -> how a quantizer writes it, of `tensors_of`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
     for layer, layout in (layouts or {}).items():
-        weights |= written(layer, weights.pop(f"{layer}.weight"), layout)[0]
+        weights |= tensors_of(layer, weights.pop(f"{layer}.weight"), layout)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)

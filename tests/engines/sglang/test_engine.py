@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("sglang")
 
+from engines.quantized_layers import W4A16
 from engines.sglang import checkpoints, run_engine
 
 HERE = Path(__file__).parent
@@ -198,7 +199,7 @@ def test_another_plugin_on_the_same_class(tmp_path: Path) -> None:
 
 # Model-Optimizer, compressed-tensors, Quark and Hugging Face's fp8; e2m1 codes of half the width kill SGLang's loader.
 QUANTIZED = ("modelopt-fp8", "modelopt-row", "hf-block", "compressed-int8", "modelopt-mxfp8")
-PACKED = ("quark-mxfp4", "modelopt-nvfp4", "compressed-nvfp4")
+PACKED = ("quark-mxfp4", "modelopt-nvfp4", "compressed-nvfp4", W4A16)
 
 
 @pytest.mark.parametrize("layout", QUANTIZED + PACKED)

@@ -11,6 +11,8 @@ pytest.importorskip("vllm", reason="the real engine lives in the environment of 
 from vllm_checkpoints import fp8_config, write_counting_deepseek, write_deepseek, write_drafter, write_target
 from vllm_engine import EXPECTED, Engine
 
+from engines.quantized_layers import W4A16
+
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
 RUNS = f"{COMBINE} runs norm_concat_linear"
 # The drafter's best: 3 draft tokens and the target's own. One per step means that no draft token was right.
@@ -323,8 +325,8 @@ def test_deepseek_mtp(engine: Engine, compiled: bool) -> None:
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
-# Model-Optimizer, LongCat's and Hugging Face's blocks, compressed-tensors, Quark (GLM-5-MXFP4), Hy3.
-LAYOUTS = ("modelopt-fp8", "hf-block", "compressed-int8", "quark-mxfp4", "modelopt-nvfp4")
+# Model-Optimizer, LongCat's and Hugging Face's blocks, compressed-tensors, Quark (GLM-5-MXFP4), Hy3, DFlash2-W4A16.
+LAYOUTS = ("modelopt-fp8", "hf-block", "compressed-int8", "quark-mxfp4", "modelopt-nvfp4", W4A16)
 
 
 def mtp_request(engine: Engine, layout: str | None) -> dict:

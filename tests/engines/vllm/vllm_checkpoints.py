@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from engines import dflash_drafter, layer0_drafter
 from engines.layer0_drafter import Latent
-from engines.quantized_layers import written
+from engines.quantized_layers import tensors_of
 
 # These divide by 1, 2 and 3 ranks.
 V = H = 192
@@ -72,7 +72,7 @@ def _save(
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     saved = {name: weight.bfloat16().contiguous() for name, weight in weights.items()}
     if layout is not None:
-        saved |= written(layer, saved.pop(f"{layer}.weight"), layout)[0]
+        saved |= tensors_of(layer, saved.pop(f"{layer}.weight"), layout)
     if d2t is not None:
         saved["d2t"] = d2t
     save_file(saved, folder / "model.safetensors")
