@@ -29,6 +29,7 @@ TESTS = [
     "tests/test_model_shapes.py",
     "tests/test_mtp_config.py",
     "tests/test_quantized_checkpoint.py",
+    "tests/test_quantized_linear.py",
     "tests/test_tensor_parallel.py",
     "tests/test_triton_backend.py",
     "tests/test_tuned_configs.py",

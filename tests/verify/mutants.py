@@ -57,6 +57,8 @@ BF16_12BIT = "python/eagle_kernels/bf16_12bit.py"
 PRIMITIVE = "csrc/norm_concat_linear.cpp"
 QUANTIZED_WEIGHT = "python/eagle_kernels/quantized_weight.py"
 QUANTIZED_CHECKPOINT = "python/eagle_kernels/quantized_checkpoint.py"
+QUANTIZATION_CONFIG = "python/eagle_kernels/quantization_config.py"
+QUANTIZED_LINEAR = "python/eagle_kernels/quantized_linear.py"
 SOURCES = "python/eagle_kernels/ops/sources.py"
 PLAN = "python/eagle_kernels/plan.py"
 DISPATCH = "python/eagle_kernels/dispatch.py"
@@ -87,7 +89,13 @@ TESTS = {
     BF16_12BIT: [_12_BITS],
     PRIMITIVE: [*_CHECKS, *_CODES, "tests/test_norm_concat_linear.py"],
     QUANTIZED_WEIGHT: ["tests/test_quantized_weight.py"],
-    QUANTIZED_CHECKPOINT: ["tests/test_quantized_checkpoint.py", "tests/test_checkpoint.py"],
+    QUANTIZED_CHECKPOINT: [
+        "tests/test_quantized_checkpoint.py",
+        "tests/test_quantized_linear.py",
+        "tests/test_checkpoint.py",
+    ],
+    QUANTIZATION_CONFIG: ["tests/test_quantized_checkpoint.py", "tests/test_int4_checkpoint.py"],
+    QUANTIZED_LINEAR: ["tests/test_quantized_linear.py"],
     PLAN: [
         "tests/test_triton_backend.py",
         "tests/test_cuda_backend.py",
@@ -444,8 +452,8 @@ MUTANTS = (
     Mutant(QUANTIZED_WEIGHT, "kind == E8M0 and dtype != torch.float16", "kind == E8M0"),
     Mutant(
         QUANTIZED_WEIGHT,
-        "compute = torch.float64 if dtype == torch.float64 else torch.float32",
-        "compute = torch.float32",
+        "torch.float64 if dtype == torch.float64 else torch.float32",
+        "torch.float32",
     ),
     Mutant(QUANTIZED_WEIGHT, "// rows : (end - 1) // rows + 1]", "// rows : end // rows]"),
     Mutant(QUANTIZED_WEIGHT, "row - begin // rows", "row"),
@@ -472,16 +480,19 @@ MUTANTS = (
     Mutant(QUANTIZED_WEIGHT, "(0, -W % columns, 0, -D % rows)", "(0, -W % columns, -D % rows, 0)"),
     Mutant(
         QUANTIZED_CHECKPOINT,
-        'if parameter in names:\n            because = "no code',
-        'if False:\n            because = "no code',
+        "if parameter not in (*read, *_UNREAD):",
+        "if False:",
     ),
-    Mutant(QUANTIZED_CHECKPOINT, "if codes_name is None:", "if False:"),
+    Mutant(QUANTIZED_CHECKPOINT, "if not codes:", "if False:"),
+    Mutant(QUANTIZED_CHECKPOINT, "if len(codes) > 1:", "if len(codes) > 2:"),
+    Mutant(QUANTIZED_CHECKPOINT, "if parameter not in (*read, *_UNREAD):", "if parameter not in read:"),
+    Mutant(QUANTIZED_CHECKPOINT, 'given[0] == _DIVISOR and "weight" in names', "False"),
     Mutant(QUANTIZED_CHECKPOINT, "if len(scale_names) > 1:", "if len(scale_names) > 2:"),
     Mutant(QUANTIZED_CHECKPOINT, "        if scale_names:\n", "        if False:\n"),
     Mutant(QUANTIZED_CHECKPOINT, "if tuple(codes.shape) != shape:", "if codes.shape[0] != shape[0]:"),
     Mutant(QUANTIZED_CHECKPOINT, "if not scale_names:", "if False:"),
     Mutant(QUANTIZED_CHECKPOINT, "if (missing := scales.float().isnan()).any():", "if False and (missing := scales):"),
-    Mutant(QUANTIZED_CHECKPOINT, "    _compare(op, codes_name, format, config)\n    return", "    return"),
+    Mutant(QUANTIZED_CHECKPOINT, "check_format(op, codes_name, fits, config or {})", "fits[0]"),
     Mutant(
         QUANTIZED_CHECKPOINT, "if scales.dtype in (torch.bfloat16, torch.float16):", "if scales.dtype == torch.float16:"
     ),
@@ -500,12 +511,8 @@ MUTANTS = (
         "(*format.scales, torch.uint8) if E8M0 in format.scales else format.scales",
         "format.scales",
     ),
-    Mutant(QUANTIZED_CHECKPOINT, "scale.dim() < 2 and scale.numel() == fits[0] * fits[1]", "False"),
-    Mutant(
-        QUANTIZED_CHECKPOINT,
-        "scale.dim() < 2 and scale.numel() == fits[0] * fits[1]",
-        "scale.numel() == fits[0] * fits[1]",
-    ),
+    Mutant(QUANTIZED_CHECKPOINT, "if scale.dim() < 2:", "if False:"),
+    Mutant(QUANTIZED_CHECKPOINT, "if scale.dim() < 2:", "if True:"),
     Mutant(
         QUANTIZED_CHECKPOINT, 'if format != "nvfp4":\n        if given:', 'if format != "nvfp4":\n        if False:'
     ),
@@ -522,13 +529,26 @@ MUTANTS = (
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "not value.isfinite()"),
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "value <= 0"),
     Mutant(QUANTIZED_CHECKPOINT, "value if given[0] == _MULTIPLIER else 1 / value", "value"),
-    Mutant(QUANTIZED_CHECKPOINT, "expected is not None and format not in expected", "False"),
-    Mutant(QUANTIZED_CHECKPOINT, "algorithm.upper()", "algorithm"),
-    Mutant(QUANTIZED_CHECKPOINT, 'if method == "fp8":', "if False:"),
-    Mutant(QUANTIZED_CHECKPOINT, "if not file.is_file():", "if False:"),
-    Mutant(QUANTIZED_CHECKPOINT, "except (ValueError, RecursionError) as failure:", "except ValueError as failure:"),
-    Mutant(QUANTIZED_CHECKPOINT, "content.get(key) if isinstance(content, dict) else None", "content.get(key)"),
-    Mutant(QUANTIZED_CHECKPOINT, "if isinstance(section, dict):", "if section:"),
+    Mutant(QUANTIZATION_CONFIG, "        if not meant:\n", "        if False:\n"),
+    Mutant(QUANTIZATION_CONFIG, "algorithm.upper()", "algorithm"),
+    Mutant(QUANTIZATION_CONFIG, "if method is not None and not (", "if False and not ("),
+    Mutant(QUANTIZATION_CONFIG, "isinstance(size, int) and any(", "False and any("),
+    Mutant(QUANTIZATION_CONFIG, "    if meant is not None:\n", "    if False:\n"),
+    Mutant(QUANTIZATION_CONFIG, "if compression is not None:", "if False:"),
+    Mutant(QUANTIZATION_CONFIG, 'weights.get("type", "int") != "float"', "False"),
+    Mutant(QUANTIZATION_CONFIG, "name == path or path.endswith(", "path.endswith("),
+    Mutant(QUANTIZATION_CONFIG, 'if any(_matches(name, path) for name in _list(config.get("ignore"))):', "if False:"),
+    Mutant(QUANTIZATION_CONFIG, "{**inline, _HF_FILE: beside}", "inline"),
+    Mutant(QUANTIZATION_CONFIG, "{**config, **own}", "config"),
+    Mutant(QUANTIZATION_CONFIG, "if not file.is_file():", "if False:"),
+    Mutant(QUANTIZATION_CONFIG, "except (ValueError, RecursionError) as failure:", "except ValueError as failure:"),
+    Mutant(QUANTIZATION_CONFIG, "content.get(key) if isinstance(content, dict) else None", "content.get(key)"),
+    Mutant(QUANTIZATION_CONFIG, "section if isinstance(section, dict) else None", "section"),
+    Mutant(QUANTIZED_LINEAR, "if own.keys() != {*names}:", "if False:"),
+    Mutant(QUANTIZED_LINEAR, "if given.dtype != buffer.dtype:", "if False:"),
+    Mutant(QUANTIZED_LINEAR, "if given.shape != buffer.shape:", "if False:"),
+    Mutant(QUANTIZED_LINEAR, "weight.itemsize == 1 or not weight.is_floating_point()", "False"),
+    Mutant(QUANTIZED_LINEAR, "and current.has_tensors_like(weight)", "and False"),
     Mutant(TRITON("codes"), 'tl.where(magnitude == 0x7F, float("nan"), value)', "value"),
     Mutant(TRITON("codes"), "tl.where(code >= 0x80, -value, value)", "value"),
     Mutant(TRITON("codes"), "tl.where(code == 0, 0x00400000, code.to(tl.uint32) << 23)", "code.to(tl.uint32) << 23"),
