@@ -275,6 +275,7 @@ def test_the_engines_capture_v41_on_different_sides_of_the_engram(
             "architectures is ['LlamaForCausalLMEagle3'], expected one of ",
         ),
         ({"hidden_size": None}, "hidden_size is missing, expected the drafter's"),
+        ({"partial_rotary_factor": float("inf")}, "partial_rotary_factor is inf, expected one in [0, 1]"),
         (
             {"dflash_config": {"attention_value_scale": 2.0}},
             "attention_value_scale is given, expected none, because V is cached as it is projected",
@@ -443,6 +444,10 @@ CHECKPOINTS = {
     "heads": (
         lambda weights: weights.update({"layers.0.self_attn.v_proj.weight": torch.ones(96, H)}),
         "layers.0.self_attn.v_proj.weight has 96 rows, expected 2 heads of 32 rows for each of 1 ranks",
+    ),
+    "number": (
+        lambda weights: weights.update({"layers.0.self_attn.v_proj.weight": torch.ones(())}),
+        "layers.0.self_attn.v_proj.weight has shape (), expected (n*d, H)",
     ),
     "bias": (
         lambda weights: weights.update({"layers.0.self_attn.k_proj.bias": torch.ones(64)}),

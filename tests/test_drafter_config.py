@@ -503,6 +503,12 @@ CONFIG_ERRORS = [
         "K=1000000000 chunks of H=4096 have 4096000000000 columns, expected at most 2147483647",
         id="K",
     ),
+    pytest.param(
+        {"hidden_size": 10**30, "target_hidden_size": 64},
+        ValueError,
+        f"K=1 chunks of H={10**30} have {10**30} columns, expected at most 2147483647",
+        id="width",
+    ),
     pytest.param({"hidden_size": True}, TypeError, "hidden_size is a bool, expected an int", id="width-as-bool"),
     pytest.param({"vocab_size": -1}, ValueError, "vocab_size is -1, expected at least 1", id="vocab"),
     pytest.param({"draft_vocab_size": "1"}, TypeError, "draft_vocab_size is a str, expected an int", id="draft-vocab"),

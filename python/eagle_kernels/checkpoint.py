@@ -289,7 +289,10 @@ def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: i
     """(a rank's first row, rows of all ranks); of fewer heads than ranks several ranks have the same one."""
     if name not in readers:
         raise checks.error(ValueError, op, f"weights has no {name}", "k and v of every layer, and their norms")
-    all_rows = readers[name]().shape[-1 if name.endswith(".scales") else 0]  # GPTQ's codes are transposed
+    checks.check_tensor(op, name, weight := readers[name]())
+    if weight.dim() != 2:
+        raise checks.shape_error(op, name, weight, "(n*d, H)")
+    all_rows = weight.shape[1 if name.endswith(".scales") else 0]  # GPTQ's codes are transposed
     head = config.head_dim
     heads = all_rows // head
     uneven = all_rows % head or not heads or (heads % tp_size and tp_size % heads)

@@ -81,6 +81,7 @@ class ContextKVConfig:
         for name in ("num_chunks", "target_hidden_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
             checks.check_int(op, name, getattr(self, name), at_least=1)
         checks.check_width(op, self.num_chunks, self.target_hidden_size)
+        checks.check_width(op, 1, self.hidden_size)
         checks.check_width(op, self.num_layers, self.kv_width)
         for name in ("bias", "chunk_norm", "layer_norm", "interleaved", "capture_after_engram"):
             checks.check_bool(op, name, getattr(self, name))
@@ -178,6 +179,8 @@ def _dense(config: object) -> dict[str, Any]:
     head = width // heads if head is None and width and heads else head
     rope = get_field(config, "rope_parameters") or get_field(config, "rope_scaling")
     factor = get_field(config, "partial_rotary_factor") or (get_field(rope, "partial_rotary_factor") if rope else None)
+    if factor is not None and not 0 <= checks.check_number(_FROM_HF, "partial_rotary_factor", factor) <= 1:
+        raise checks.error(ValueError, _FROM_HF, f"partial_rotary_factor is {factor}", "one in [0, 1]")
     return {
         "num_kv_heads": get_field(config, "num_key_value_heads"),
         "head_dim": head,

@@ -202,6 +202,7 @@ class Eagle3Config:
         for name in ("chunk_norm", "concat_norm", "bias", "projection", "norm_output", "norm_before_residual"):
             checks.check_bool(op, name, getattr(self, name))
         checks.check_width(op, self.num_chunks, self.target_hidden_size)
+        checks.check_width(op, 1, self.hidden_size)
         checks.check_number(op, "norm_offset", self.norm_offset)
         checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
         _check_meaning(op, self.layer_ids_mean)
