@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,18 @@ from .quantization_config import config_of
 from .quantized_checkpoint import read_projection
 from .quantized_weight import QuantizedWeight, columns_unsupported_reason, concat_columns, log_dequantized
 
-_Weights = str | os.PathLike | Mapping[str, Tensor]
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict without the projection's weight, and that
 _Readers = dict[str, Callable[[], Tensor]]
+
+
+class Opened(NamedTuple):
+    """A checkpoint whose tensors somebody else reads: `doctor` has their headers alone."""
+
+    readers: _Readers
+    quantization: Mapping[str, Any] | None  # as `config_of` has it
+
+
+_Weights = str | os.PathLike | Mapping[str, Tensor] | Opened
 
 # SpecForge's names before `fc_norm` (SGLang 0.5.23 llama_eagle3 maps them the same way), and Mistral's fc.
 _LEGACY_NAMES = {
@@ -52,7 +61,7 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
     found: dict[str, str] = {}
     projection: dict[str, str] = {}
     for name in readers:
-        ours = _eagle3_name(name)
+        ours = eagle3_name(name)
         stem, _, parameter = ours.rpartition(".")
         if stem == "fc" and parameter != "bias":
             _claim(op, projection, parameter, name, ours)
@@ -68,11 +77,12 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
 
 def norms_before_fc(names: Iterable[str]) -> list[str]:
     """Those of a drafter's weights, under our names."""
-    ours = map(_eagle3_name, names)
+    ours = map(eagle3_name, names)
     return sorted(name for name in ours if _is_norm_before_fc(name.rpartition(".")[0]))
 
 
-def _eagle3_name(name: str) -> str:
+def eagle3_name(name: str) -> str:
+    """Ours for a name of an EAGLE-3 drafter's checkpoint."""
     stem, _, parameter = name.removeprefix("model.").rpartition(".")
     return f"{_LEGACY_NAMES.get(stem, stem)}.{parameter}"
 
@@ -87,12 +97,7 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
     readers = _open(op, weights)
     shape = (config.out_features, 2 * config.hidden_size)
     expected = _expected(layer, "eh_proj", shape)
-    own_stem = _mtp_stems()
-    stages: dict[str, dict[str, str]] = {}  # by prefix, the stem of each name
-    for name in readers:
-        prefix, stem = _split(name)
-        if stem in own_stem:
-            stages.setdefault(prefix, {})[name] = stem
+    own_stem, stages = _mtp_stems(), mtp_layers(readers)
     modules = {ours.rpartition(".")[0] for ours in expected}
     stages = {
         prefix: stems
@@ -120,6 +125,17 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", because)
     meaning = f"(D, 2H) with H = {config.hidden_size}"
     return _read(op, readers, expected, found, ("eh_proj", projection, shape, meaning), _config_beside(op, weights))
+
+
+def mtp_layers(names: Iterable[str], streams: bool = False) -> dict[str, dict[str, str]]:
+    """By the prefix of an MTP layer (`model.layers.61.`), what its family calls the module of each of its names."""
+    known = _mtp_stems(streams)
+    layers: dict[str, dict[str, str]] = {}
+    for name in names:
+        prefix, stem = _split(name)
+        if stem in known:
+            layers.setdefault(prefix, {})[name] = stem
+    return layers
 
 
 def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
@@ -253,13 +269,29 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
     return state, read_projection(op, top[fc], lambda name: readers[name](), shape, meaning, quantization)
 
 
+def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
+    """The paths of "fc", and of "k" and "v" of every layer, in the checkpoint of a DFlash or DSpark drafter."""
+    paths = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in PARAMETERS}
+    layers = [match for path in paths if (match := _CONTEXT_LAYER.fullmatch(f"{path}.weight"))]
+    of_stages = [match for match in layers if match["prefix"].endswith("mtp.")]  # not the target's, beside them
+    found = {"fc": [path for path in paths if _own_name(path) in _CONTEXT_NAMES["fc"]]}
+    for part in ("k", "v"):
+        stems = _CONTEXT_LAYER_NAMES[part]
+        found[part] = [match.string.rpartition(".")[0] for match in of_stages or layers if match["stem"] in stems]
+    return {part: sorted(some) for part, some in found.items()}
+
+
+def _own_name(path: str) -> str:
+    return re.sub(r"^(model\.)?(mtp\.\d+\.)?", "", path)
+
+
 def _context_modules(op: str, readers: _Readers, num_layers: int) -> tuple[_Modules, list[_Modules]]:
     """The drafter's own modules, and those of each layer. The DSpark stages of a target's checkpoint are its `mtp`."""
     top: _Modules = {}
     found: dict[str, dict[int, _Modules]] = {}
     for name in readers:
-        own, _, parameter = re.sub(r"^(model\.)?(mtp\.\d+\.)?", "", name).rpartition(".")
-        top.setdefault(own, {})[parameter] = name
+        path, _, parameter = name.rpartition(".")
+        top.setdefault(_own_name(path), {})[parameter] = name
         if (match := _CONTEXT_LAYER.fullmatch(name)) is not None:
             modules = found.setdefault(match["prefix"], {}).setdefault(int(match["number"]), {})
             modules.setdefault(match["stem"], {})[match["parameter"]] = name
@@ -390,6 +422,8 @@ def _read(
 
 
 def _config_beside(op: str, weights: _Weights) -> Mapping[str, Any] | None:
+    if isinstance(weights, Opened):
+        return weights.quantization
     if not isinstance(weights, (str, os.PathLike)):
         return None
     path = Path(weights)
@@ -398,6 +432,8 @@ def _config_beside(op: str, weights: _Weights) -> Mapping[str, Any] | None:
 
 def _open(op: str, weights: _Weights) -> _Readers:
     """Every tensor's name with the function that reads it."""
+    if isinstance(weights, Opened):
+        return weights.readers
     if isinstance(weights, Mapping):
         if unnamed := [name for name in weights if not isinstance(name, str)]:
             raise checks.error(TypeError, op, f"weights has {unnamed[0]!r}", "tensors by name")

@@ -137,10 +137,10 @@ class ContextKVConfig:
             raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
         check_config(_FROM_HF, "config", config)
         architectures = get_field(config, "architectures") or ()
-        name = next((name for name in architectures if name in _VARIANTS), None)
+        name = next((name for name in architectures if name in VARIANTS), None)
         if name is None:
             got, because = f"architectures is {list(architectures)}", "the norms and the form of K depend on it"
-            raise checks.error(ValueError, _FROM_HF, got, f"one of {sorted(_VARIANTS)}", because)
+            raise checks.error(ValueError, _FROM_HF, got, f"one of {sorted(VARIANTS)}", because)
         eps = get_field(config, "rms_norm_eps")
         fields = {
             "num_chunks": _num_chunks(config),
@@ -149,7 +149,7 @@ class ContextKVConfig:
             "num_layers": get_field(config, "num_hidden_layers"),
             "eps": 1e-6 if eps is None else checks.check_number(_FROM_HF, "rms_norm_eps", eps),
             "capture_after_engram": engine == "sglang" and _is_v41(name, config),
-            **_VARIANTS[name](config),
+            **VARIANTS[name](config),
         }
         for field in ("num_chunks", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
             if fields[field] is None:
@@ -260,7 +260,7 @@ _QWEN3 = """
     DFlashMuseGlimmerAssistantModel Qwen3DSparkModel Qwen3OmniDSparkModel LingDSparkModel Lfm2DSparkDraftModel
     LiLiCorrDraftModel Qwen3XPressModel DFlashQwen3XPressModel
 """
-_VARIANTS = {
+VARIANTS = {
     **dict.fromkeys(_QWEN3.split(), _dense),
     "DFlashLagunaForCausalLM": _laguna,
     "Gemma4DSparkModel": _gemma4,
