@@ -11,6 +11,7 @@ from eagle_kernels.bench import cli
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 PACKAGE = "eagle_kernels.bench"
 MAX_MODULES = 17
+ROOMS = ("doctor", "ops")  # one file per kind of drafter, and one per op
 
 
 def imports_of(source: str, package: str, modules: set[str]) -> set[str]:
@@ -33,12 +34,13 @@ def imports_of(source: str, package: str, modules: set[str]) -> set[str]:
 
 
 def graph_of(folder: Path) -> dict[str, set[str]]:
-    """By module what it imports; the files of ops/, one per op, are one room."""
+    """By module what it imports; the files of a folder of its own are one room."""
     sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.stem != "__init__"}
-    graph = {name: imports_of(source, PACKAGE, {*sources, "ops"}) for name, source in sources.items()}
-    graph["ops"] = set()
-    for path in (folder / "ops").glob("*.py"):
-        graph["ops"] |= imports_of(path.read_text(encoding="utf-8"), PACKAGE, set(sources))
+    graph = {name: imports_of(source, PACKAGE, {*sources, *ROOMS}) for name, source in sources.items()}
+    for room in ROOMS:
+        graph[room] = set()
+        for path in (folder / room).glob("*.py"):
+            graph[room] |= imports_of(path.read_text(encoding="utf-8"), PACKAGE, set(sources))
     return graph
 
 

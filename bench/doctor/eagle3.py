@@ -1,0 +1,195 @@
+"""EAGLE-3: which layers each engine captures, and what stands in front of and behind `fc`.
+
+What an engine reads where is of SGLang 0.5.23 (`llama_eagle3`, `spec_aux_hidden_state`) and vLLM 0.33 (`llama_eagle3`,
+`gpu_model_runner`, `eagle3_utils`), whose two runners differ.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
+from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, norms_before_fc
+from eagle_kernels.drafter_config import get_field
+
+from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
+from .quantization import look_at_codes
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+_MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+_MLA_FC = {"Eagle3DeepseekV2ForCausalLM"}  # `kimi_k25_eagle3`, SGLang's one fc that takes a quantization config
+LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.weight")
+
+
+def examine(pair: Pair, trained_by: str | None) -> None:
+    """Look for every trap of an EAGLE-3 drafter; `trained_by` as in `Eagle3Config.from_hf`."""
+    pair.facts["drafter"] = "EAGLE-3"
+    try:
+        config = Eagle3Config.from_hf(pair.drafter, trained_by=trained_by)
+    except (TypeError, ValueError) as wrong:
+        return pair.find("config", str(wrong))
+    _look_at_layers(pair, config)
+    pair.facts["H"], pair.facts["D"] = config.target_hidden_size, config.hidden_size
+    pair.look_at_target(config.target_hidden_size)
+    if config.projection:
+        _look_at_fc(pair, config)
+    _look_at_norms(pair, config)
+    _look_at_flags(pair, config)
+    _look_at_vocabulary(pair, config)
+    return None
+
+
+def _engines(drafter: Mapping[str, Any]) -> dict[str, tuple[list[int] | None, bool, int]]:
+    """(layer ids, whether they are boundaries, K of fc) as each engine reads them out of the drafter's config."""
+    nested = get_field(drafter, "eagle_config") or {}
+    nested_ids, top_ids = nested.get(IDS), drafter.get(IDS)
+    stated = drafter.get("num_aux_hidden_states") or len(nested_ids or ()) or 3
+    return {
+        SGLANG: (nested_ids, False, stated),
+        VLLM_V1: (top_ids or nested_ids, True, stated),
+        VLLM_V2: (top_ids or nested.get("layer_ids"), True, stated),
+    }
+
+
+def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
+    layers = pair.text.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        return pair.find("layers", f"the target's config has no num_hidden_layers: got {layers!r}")
+    try:
+        meant = capture_layers(pair.model_type, layers, config.layer_ids, layer_ids_mean=config.layer_ids_mean)
+    except (TypeError, ValueError) as wrong:
+        return pair.find("layers", str(wrong))
+    pair.facts["K"] = config.num_chunks
+    pair.facts["boundaries"] = meant
+    for engine, (ids, are_boundaries, stated) in _engines(pair.drafter).items():
+        try:
+            captured = capture_layers(
+                pair.model_type, layers, ids, layer_ids_mean="boundary" if are_boundaries else None
+            )
+        except (TypeError, ValueError) as wrong:
+            pair.find("engine-layers", str(wrong), engine)
+            continue
+        pair.facts[engine] = f"captures {captured}, fc for K = {stated}"
+        if captured != meant:
+            pair.find("engine-layers", f"captures the boundaries {captured}, and the config means {meant}", engine)
+        if stated != config.num_chunks:
+            text = f"builds fc for K = {stated}, and the config means K = {config.num_chunks} (vllm#54526)"
+            pair.find("engine-chunks", text, engine)
+    if pair.model_type.startswith("gemma3"):
+        text = "captures Gemma 3 without its residual (sglang#39286) unless this package's plugin runs"
+        pair.find("gemma3-residual", text, SGLANG)
+    return None
+
+
+def _look_at_fc(pair: Pair, config: Eagle3Config) -> None:
+    H, D, K = config.target_hidden_size, config.hidden_size, config.num_chunks
+    if K * H == D:
+        text = f"K*H = {K * H} is the drafter's own width: fc is skipped, since widths are compared"
+        pair.find("fc-skipped", text, SGLANG)
+    stored = {name: eagle3_name(name) for name in pair.headers}
+    if ("fc.bias" in stored.values()) != config.bias:
+        there = "there" if "fc.bias" in stored.values() else "missing"
+        pair.find("fc-bias", f"fc.bias is {there}, and the config's bias is {config.bias}")
+    names = [name for name, ours in stored.items() if ours.startswith("fc.") and ours != "fc.bias"]
+    if not names:
+        return pair.find("fc", "the drafter has no fc.weight")
+    if numbers := [name for name in names if pair.headers[name].dtype == "F64"]:
+        return pair.find("fc", f"{numbers[0]} is F64, expected {' or '.join(DENSE)}, or codes")
+    # The loader judges fc alone: of what else the layer has, a stand-in that fits is there.
+    layer = Eagle3Projection(config, device="meta")
+    others = {name: tuple(value.shape) for name, value in layer.state_dict().items() if name != "fc.weight"}
+    readers = pair.readers(names) | {name: Header(shape, "BF16").stand_in for name, shape in others.items()}
+    pair.look_at_loading(partial(eagle3_projection, Opened(readers, pair.quantization), layer))
+    takes_config = {SGLANG: not _MLA_FC.isdisjoint(pair.architectures), VLLM_V1: True, VLLM_V2: True}
+    look_at_codes(pair, names[0].rpartition(".")[0], "fc", takes_config, "fc-quantized")
+    return None
+
+
+def _look_at_norms(pair: Pair, config: Eagle3Config) -> None:
+    H, D, K = config.target_hidden_size, config.hidden_size, config.num_chunks
+    found = norms_before_fc(pair.headers)
+    wanted = {f"fc_norm.{k}.weight": H for k in range(K)} if config.chunk_norm else {}
+    wanted |= {"input_norm.weight": K * H} if config.concat_norm else {}
+    pair.facts["norms in front of fc"] = found or "none"
+    if found != sorted(wanted):
+        text = f"the file has {found or 'no norms in front of fc'}, and the config means {[*wanted] or 'none'}"
+        pair.find("norms", f"{text}: an engine that skips one loses acceptance, and says nothing")
+    for name, header in pair.headers.items():
+        ours = eagle3_name(name)
+        width = D if ours == "norm.weight" or LAYER_0_NORM.fullmatch(name) else wanted.get(ours)
+        if width is not None and (header.shape != (width,) or header.dtype not in DENSE):
+            text = f"{name} is {list(header.shape)} of {header.dtype}, expected {[width]} of {' or '.join(DENSE)}"
+            pair.find("norms", text)
+
+
+# The fields of Eagle3Config that an engine may read otherwise, and what hangs on each.
+_FLAGS = {
+    "chunk_norm": "its fc reads other sizes",
+    "concat_norm": "its fc reads other sizes",
+    "bias": "fc.bias is left out",
+    "norm_before_residual": "layer 0 adds another residual",
+    "norm_output": "from its second step on it reads another state",
+}
+
+
+def _look_at_flags(pair: Pair, config: Eagle3Config) -> None:
+    meant = {name: getattr(config, name) for name in _FLAGS}
+    pair.facts["trained with"] = ", ".join(name for name in _FLAGS if meant[name]) or "the plain stage"
+    for engine, read in _flags(pair).items():
+        if read is None:
+            pair.find("format", "does not know the format of speculators", engine)
+            continue
+        for name in _FLAGS:
+            if read[name] != meant[name]:
+                text = f"takes {name} for {read[name]}, and the drafter was trained with {meant[name]}: {_FLAGS[name]}"
+                pair.find("engine-flags", text, engine)
+
+
+def _flags(pair: Pair) -> dict[str, dict[str, bool] | None]:
+    """`_FLAGS` as each engine reads them out of the drafter's config; None where it reads no such config."""
+    drafter = pair.drafter
+    nested = get_field(drafter, "eagle_config") or {}
+    is_mla = any(name in _MLA for name in pair.architectures)
+    speculators = drafter.get("speculators_model_type")
+
+    def top(name: str, default: bool = False) -> bool:
+        value = drafter.get(name)
+        return default if value is None else bool(value)
+
+    norm_before_fc = not is_mla and bool(nested.get("norm_before_fc", drafter.get("norm_before_fc")))
+    sglang = {
+        "chunk_norm": top("fc_norm") or top("use_aux_norm"),
+        "concat_norm": norm_before_fc,
+        "bias": top("bias"),
+        "norm_before_residual": False,
+        "norm_output": top("norm_output"),
+    }
+    vllm = sglang | {
+        "chunk_norm": top("fc_norm") and speculators != "peagle",
+        "bias": False,
+        "norm_before_residual": top("norm_before_residual", default=speculators == "eagle3"),
+        "norm_output": top("norm_output") and speculators != "peagle",
+    }
+    return {SGLANG: sglang if speculators is None else None, VLLM_V1: vllm, VLLM_V2: vllm}
+
+
+def _look_at_vocabulary(pair: Pair, config: Eagle3Config) -> None:
+    target, own, drafted = pair.text.get("vocab_size"), config.vocab_size, config.draft_vocab_size
+    pair.facts["vocabulary"] = f"target {target}, drafter {own}, drafted {drafted}"
+    pair.look_at_vocabulary(own)
+    headers = {eagle3_name(name): header for name, header in pair.headers.items()}
+    d2t, head = headers.get("d2t", headers.get(".d2t")), headers.get("lm_head.weight")
+    is_short = None not in (drafted, target) and drafted != target
+    if is_short and d2t is None:
+        pair.find(
+            "d2t", f"{drafted} of {target} ids are drafted, and the file has no d2t: every draft means another token"
+        )
+    if d2t is not None and drafted is not None and d2t.shape != (drafted,):
+        pair.find("d2t", f"d2t has {list(d2t.shape)} entries, and draft_vocab_size is {drafted}")
+    if head is not None and len(head.shape) != 2:
+        pair.find("draft-head", f"lm_head.weight is {list(head.shape)}, expected a matrix")
+    elif head is not None and drafted is not None and head.shape[0] != drafted:
+        pair.find("draft-head", f"lm_head.weight has {head.shape[0]} rows, and draft_vocab_size is {drafted}")
+    if is_short and not any(name.startswith("lm_head.") for name in headers):
+        pair.find("draft-head", f"{drafted} ids are drafted, and the file has no lm_head.weight for them")

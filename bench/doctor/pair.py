@@ -1,0 +1,147 @@
+"""A target and its drafter as `doctor` has them: two configs and the headers of safetensors files, and no weight."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_kernels.checkpoint import Opened, open_files
+from eagle_kernels.quantized_checkpoint import config_of
+
+OP = "doctor"
+SGLANG, VLLM_V1, VLLM_V2 = "SGLang 0.5.23", "vLLM 0.33, V1 runner", "vLLM 0.33, V2 runner"
+ENGINES = {"sglang": (SGLANG,), "vllm": (VLLM_V1, VLLM_V2)}
+DENSE = ("BF16", "F16", "F32")
+# What safetensors calls them, of those that a drafter's tensors have.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Finding(NamedTuple):
+    trap: str  # a short name, stable, for scripts
+    engines: tuple[str, ...]  # that fall into it; all of them where it is empty
+    text: str
+
+
+class Header(NamedTuple):
+    """Of one tensor in a safetensors file."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as the format spells it: BF16, F8_E4M3
+
+    def stand_in(self) -> Tensor:
+        """A tensor of this shape and dtype in the memory of one row, for what looks at no more than these two.
+
+        Its values are valid wherever one is asked for: scales of one, groups of zero.
+        """
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"{OP}: a tensor is {self.dtype}, expected one of {list(_DTYPES)}")
+        dtype = _DTYPES[self.dtype]
+        fill = torch.zeros if dtype in (torch.int32, torch.int64) else torch.ones
+        if len(self.shape) == 2:
+            return fill(self.shape[1], dtype=dtype).expand(self.shape)
+        return fill(self.shape, dtype=dtype)
+
+
+@dataclass
+class Pair:
+    """A target and its drafter, as far as they could be read, and what was found of them."""
+
+    target: Mapping[str, Any]
+    drafter: Mapping[str, Any]
+    headers: dict[str, Header]  # by the names of the drafter's files
+    quantization: Mapping[str, Any] | None
+    facts: dict[str, object] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def find(self, trap: str, text: str, *engines: str) -> None:
+        self.findings.append(Finding(trap, engines, text))
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The target's text part."""
+        nested = self.target.get("text_config")
+        return nested if isinstance(nested, Mapping) else self.target
+
+    @property
+    def model_type(self) -> str:
+        return str(self.target.get("model_type", self.text.get("model_type")))
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The drafter's."""
+        stated = self.drafter.get("architectures")
+        return tuple(name for name in stated if isinstance(name, str)) if isinstance(stated, list) else ()
+
+    def readers(self, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
+        """Of these tensors the stand-ins, for a loader."""
+        return {name: self.headers[name].stand_in for name in names}
+
+    def opened(self, names: Iterable[str]) -> Opened:
+        return Opened(self.readers(names), self.quantization)
+
+    def look_at_loading(self, load: Callable[[], object], *engines: str) -> None:
+        """What the package's own loader says of the headers, which it says of the tensors too."""
+        try:
+            load()
+        except (TypeError, ValueError) as wrong:
+            self.find("load", str(wrong), *engines)
+
+    def look_at_target(self, hidden_size: int) -> None:
+        """Whether the target is as wide as the one that the drafter was made for."""
+        if (width := self.text.get("hidden_size")) != hidden_size:
+            text = f"the target's hidden_size is {width}, and the drafter's target_hidden_size {hidden_size}"
+            self.find("hidden-size", text)
+
+    def look_at_vocabulary(self, own: object) -> None:
+        target = self.text.get("vocab_size")
+        if own is not None and target is not None and own != target:
+            self.find("vocabulary", f"the target has {target} token ids, and the drafter's table {own} rows")
+
+
+def read(target: Path, drafter: Path) -> Pair:
+    """Raises ValueError that names a file which is missing, damaged, or not to be read."""
+    try:
+        return Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter))
+    except OSError as failure:
+        raise ValueError(f"{OP}: {target} or {drafter} cannot be read, because {failure}") from None
+
+
+def _headers(folder: Path) -> dict[str, Header]:
+    headers = {}
+    for file in open_files(OP, folder):
+        names = file.keys()
+        for name in names:
+            tensor = file.get_slice(name)
+            headers[name] = Header(tuple(tensor.get_shape()), tensor.get_dtype())
+    return headers
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    file = folder / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{OP}: {file} is missing, expected a model's folder") from None
+    except (ValueError, RecursionError) as failure:
+        raise ValueError(f"{OP}: {file} is damaged, expected JSON, because {failure}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{OP}: {file} is a {type(content).__name__}, expected an object")
+    return content
