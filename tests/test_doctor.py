@@ -13,6 +13,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 
 K, H, D, V, DRAFTED, N = 3, 64, 48, 1000, 200, 12
 IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER = f"model.layers.{N}"
 FP8 = torch.float8_e4m3fn
 
 
@@ -44,6 +45,56 @@ class Checkpoints(Files):
         self.weights |= {"midlayer.hidden_norm.weight": torch.ones(D)}
 
 
+class MTPCheckpoints(Files):
+    """DeepSeek's, whose MTP layer is behind the target's own layers in one checkpoint."""
+
+    def __init__(self) -> None:
+        self.target = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 2 * H}
+        self.target |= {"num_hidden_layers": N, "vocab_size": V}
+        self.drafter = self.target
+        self.weights = {f"{LAYER}.{name}.weight": torch.ones(2 * H) for name in ("enorm", "hnorm")}
+        self.weights |= {f"{LAYER}.eh_proj.weight": torch.ones(2 * H, 4 * H).bfloat16()}
+
+
+class EagleCheckpoints(Files):
+    """Mistral's EAGLE-1, as Mistral writes it."""
+
+    def __init__(self) -> None:
+        self.target = {"model_type": "mistral", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
+        self.drafter = self.target | {"architectures": ["MistralForCausalLMEagle"], "num_hidden_layers": 1}
+        self.drafter["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+        self.weights = {
+            "eagle_linear.weight": torch.ones(H, 2 * H).to(FP8),
+            "eagle_linear.qscale_weight": torch.ones(1),
+        }
+        self.weights |= {"eagle_linear.qscale_act": torch.ones(1)}
+
+
+class ContextCheckpoints(Files):
+    """A DFlash drafter of Qwen 3."""
+
+    def __init__(self) -> None:
+        self.target = {"model_type": "qwen3", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
+        self.drafter = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": D}
+        self.drafter |= {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 16}
+        self.drafter |= {"num_target_layers": N, "vocab_size": V, "dflash_config": {"target_layer_ids": [1, 4, 8]}}
+        self.weights = {"fc.weight": torch.ones(D, K * H).bfloat16(), "hidden_norm.weight": torch.ones(D)}
+        for layer in (f"layers.{number}.self_attn" for number in range(2)):
+            self.weights |= {f"{layer}.{part}_proj.weight": torch.ones(32, D).bfloat16() for part in "kv"}
+            self.weights[f"{layer}.k_norm.weight"] = torch.ones(16)
+
+
+def as_w4a16(checkpoints: Files, *paths: str) -> None:
+    """compressed-tensors' pack-quantized, in groups of 16."""
+    for path in paths:
+        rows, columns = checkpoints.weights.pop(f"{path}.weight").shape
+        checkpoints.weights[f"{path}.weight_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
+        checkpoints.weights[f"{path}.weight_scale"] = torch.ones(rows, columns // 16).bfloat16()
+        checkpoints.weights[f"{path}.weight_shape"] = torch.tensor([rows, columns])
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
+    checkpoints.drafter["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 # Of each kind a pair without a finding, and facts of it.
 FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "EAGLE-3": (Checkpoints, lambda c: None, {"drafter": "EAGLE-3", "boundaries": [2, 6, 9], "fc": "BF16"}),
@@ -72,6 +123,61 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             }
         ),
         {"fc": "BF16"},
+    ),
+    "MTP": (
+        MTPCheckpoints,
+        lambda c: None,
+        {
+            "drafter": "MTP of DeepSeek V3, R1",
+            "layers": [f"{LAYER}."],
+            "eh_proj": "BF16",
+            "SGLang 0.5.23": "Linear, never quantized; the next step reads: normed",
+            "vLLM 0.33, V1 runner": "Linear, never quantized; the next step reads: normed; zeros at position 0",
+        },
+    ),
+    "MTP of which each engine has a bias of its own": (
+        MTPCheckpoints,
+        lambda c: (
+            c.target.update(model_type="ernie4_5_moe", architectures=["Ernie4_5_MoeForCausalLM"]),
+            renamed(c, f"{LAYER}.enorm.weight", "model.mtp_emb_norm.0.weight"),
+            renamed(c, f"{LAYER}.hnorm.weight", "model.mtp_hidden_norm.0.weight"),
+            renamed(c, f"{LAYER}.eh_proj.weight", "model.mtp_linear_proj.0.weight"),
+        ),
+        {"drafter": "MTP of Ernie 4.5", "mtp_linear_proj": "BF16"},
+    ),
+    "MTP of residual streams": (
+        MTPCheckpoints,
+        lambda c: (
+            c.target.update(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], hc_mult=4),
+            c.target.update(quantization_config={"quant_method": "fp8"}),
+            c.weights.pop(f"{LAYER}.eh_proj.weight"),
+            [
+                c.weights.update({f"{name}.weight": torch.ones(2 * H, 2 * H).to(FP8), f"{name}.scale": torch.ones(1)})
+                for name in (f"{LAYER}.e_proj", f"{LAYER}.h_proj")
+            ],
+        ),
+        {"drafter": "MTP of DeepSeek V4", "e_proj": "F8_E4M3 with scale", "h_proj": "F8_E4M3 with scale"},
+    ),
+    "Mistral's EAGLE": (
+        EagleCheckpoints,
+        lambda c: None,
+        {"drafter": "Mistral EAGLE", "eagle_linear": "F8_E4M3 with qscale_weight"},
+    ),
+    "EAGLE-1 under the name of its target": (
+        EagleCheckpoints,
+        lambda c: c.drafter.update(architectures=["MistralForCausalLM"]),
+        {"drafter": "Mistral EAGLE"},
+    ),
+    "DFlash": (
+        ContextCheckpoints,
+        lambda c: None,
+        {
+            "drafter": "DFlash (DFlashDraftModel)",
+            "boundaries": [2, 5, 9],
+            "layer ids": "[1, 4, 8] in dflash_config.target_layer_ids",
+            "K": 3,
+            "fc": "BF16",
+        },
     ),
 }
 
@@ -117,6 +223,13 @@ def without_scale(checkpoints: Checkpoints) -> None:
     del checkpoints.weights["fc.weight_scale"]
 
 
+def in_blocks(checkpoints: Files, path: str) -> None:
+    """Hugging Face's FP8, which the config says of the whole checkpoint."""
+    checkpoints.weights[f"{path}.weight"] = checkpoints.weights[f"{path}.weight"].to(FP8)
+    checkpoints.weights[f"{path}.weight_scale_inv"] = torch.ones(1, 2)
+    checkpoints.drafter["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
 def as_wide_as_the_drafter(checkpoints: Checkpoints) -> None:
     checkpoints.drafter["hidden_size"] = K * H
     checkpoints.weights["fc.weight"] = torch.ones(K * H, K * H)
@@ -127,7 +240,8 @@ SGLANG, V1, V2 = pair.SGLANG, pair.VLLM_V1, pair.VLLM_V2
 ALL: tuple[str, ...] = ()
 IN_NUMBERS = ("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")
 KEPT = ("fc-quantized", (SGLANG,), "skips its qweight: the weight stays what it was made with (sglang#39087)")
-
+CONTEXT_LAYERS = ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv"))
+# The change, and (trap, engines, a part of the text) of each finding.
 EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "ids of outputs": (
         lambda c: c.drafter.update({"eagle_config": {IDS: [1, 5, 8]}}),
@@ -393,9 +507,191 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
 }
 
+MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "MTP in FP8": (
+        lambda c: in_blocks(c, f"{LAYER}.eh_proj"),
+        [("quantized", (SGLANG, V1, V2), "holds eh_proj in a plain nn.Linear, skips its scales: codes are taken for")],
+    ),
+    "MTP in FP8 without its scale": (
+        lambda c: (in_blocks(c, f"{LAYER}.eh_proj"), c.weights.pop(f"{LAYER}.eh_proj.weight_scale_inv")),
+        [
+            ("load", ALL, "MTPProjection.load_checkpoint: weights has model.layers.12.eh_proj.weight in torch.float8"),
+            ("quantized", (SGLANG, V1, V2), "codes are taken for numbers"),
+        ],
+    ),
+    "MTP whose engines take codes, and numbers": (
+        lambda c: (
+            c.target.update(model_type="longcat_flash", architectures=["LongcatFlashForCausalLM"]),
+            c.target.update(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ),
+        [("quantized", (SGLANG, V1, V2), "builds eh_proj quantized, as quantization_config says of it")],
+    ),
+    "MTP in Quark's formats": (
+        lambda c: (
+            in_blocks(c, f"{LAYER}.eh_proj"),
+            c.target.update(quantization_config={"quant_method": "quark"}),
+        ),
+        [("quantized", (V1, V2), "codes are taken for numbers")],
+    ),
+    "MTP that one engine serves": (
+        lambda c: c.target.update(model_type="pangu_ultra_moe", architectures=["PanguUltraMoEForCausalLM"]),
+        [("unserved", (SGLANG,), "has no drafter for openPangu Ultra MoE")],
+    ),
+    "MTP without a norm": (
+        lambda c: c.weights.pop(f"{LAYER}.enorm.weight"),
+        [("load", ALL, "MTPProjection.load_checkpoint: weights has no enorm.weight")],
+    ),
+    "MTP of another width": (
+        lambda c: c.weights.update({f"{LAYER}.eh_proj.weight": torch.ones(H, H)}),
+        [("load", ALL, "model.layers.12.eh_proj.weight has shape (64, 64), expected (128, 256)")],
+    ),
+    "MTP of another target": (
+        lambda c: setattr(c, "target", c.target | {"hidden_size": H}),
+        [("hidden-size", ALL, "the target's hidden_size is 64, and the drafter's target_hidden_size 128")],
+    ),
+    "MTP without a layer": (
+        lambda c: c.weights.pop(f"{LAYER}.eh_proj.weight"),
+        [("load", ALL, "the drafter's files have no eh_proj, the stage of DeepSeek V3, R1")],
+    ),
+    "MTP without a width": (
+        lambda c: setattr(c, "drafter", {k: v for k, v in c.target.items() if k != "hidden_size"}),
+        [("config", ALL, "MTPConfig.from_hf: hidden_size is missing")],
+    ),
+    "MTP with the bias of one engine": (
+        lambda c: (
+            c.target.update(model_type="ernie4_5_moe", architectures=["Ernie4_5_MoeForCausalLM"], use_bias=True),
+            renamed(c, f"{LAYER}.enorm.weight", "model.mtp_emb_norm.0.weight"),
+            renamed(c, f"{LAYER}.hnorm.weight", "model.mtp_hidden_norm.0.weight"),
+            renamed(c, f"{LAYER}.eh_proj.weight", "model.mtp_linear_proj.0.weight"),
+        ),
+        [("load", (SGLANG,), "weights has no eh_proj.bias")],
+    ),
+}
+
+EAGLE_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "Mistral's EAGLE without a config of its codes": (
+        lambda c: c.drafter.pop("quantization_config"),
+        [
+            (
+                "quantized",
+                (SGLANG, V1, V2),
+                "quantizes eagle_linear as the drafter's quantization_config says, and there",
+            )
+        ],
+    ),
+    "Mistral's EAGLE without its scale": (
+        lambda c: c.weights.pop("eagle_linear.qscale_weight"),
+        [("load", ALL, "weights has eagle_linear.weight in torch.float8_e4m3fn, expected its scale beside it")],
+    ),
+}
+
+CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "DFlash in W4A16": (
+        lambda c: as_w4a16(c, *CONTEXT_LAYERS),
+        [
+            (
+                "fc-quantized",
+                (SGLANG,),
+                "holds fc in a plain nn.Linear, skips its weight_packed: the weight stays what it",
+            ),
+            ("kv-quantized", (SGLANG,), "holds k_proj in a plain nn.Linear"),
+            ("kv-quantized", (SGLANG,), "holds v_proj in a plain nn.Linear"),
+        ],
+    ),
+    "DFlash with packed keys of one layer": (
+        lambda c: (
+            as_w4a16(c, "layers.1.self_attn.k_proj"),
+            c.drafter["quantization_config"].update(ignore=["fc", "re:.*v_proj"]),
+        ),
+        [("kv-quantized", (SGLANG,), "holds k_proj in a plain nn.Linear")],
+    ),
+    "DFlash in W4A16 without a scale": (
+        lambda c: (as_w4a16(c, *CONTEXT_LAYERS), c.weights.pop("layers.1.self_attn.k_proj.weight_scale")),
+        [
+            ("load", ALL, "weights has layers.1.self_attn.k_proj.weight_packed, expected weight_scale beside it"),
+            ("fc-quantized", (SGLANG,), ""),
+            ("kv-quantized", (SGLANG,), ""),
+            ("kv-quantized", (SGLANG,), ""),
+        ],
+    ),
+    "Laguna's DFlash with packed keys": (
+        lambda c: (
+            c.drafter.update(architectures=["DFlashLagunaForCausalLM"]),
+            c.weights.update({f"aux_hidden_norms.{k}.weight": torch.ones(H) for k in range(K)}),
+            c.weights.update({f"layers.{layer}.input_layernorm.weight": torch.ones(D) for layer in range(2)}),
+            as_w4a16(c, *CONTEXT_LAYERS),
+        ),
+        [
+            ("fc-quantized", (SGLANG,), ""),
+            ("kv-quantized", (SGLANG,), ""),
+            (
+                "kv-quantized",
+                (V1, V2),
+                "cuts K and V out of the codes of qkv_proj as if they were numbers (vllm#51581)",
+            ),
+            ("kv-quantized", (SGLANG,), ""),
+        ],
+    ),
+    "DFlash without ids": (
+        lambda c: (c.drafter.pop("dflash_config"), c.drafter.update(num_hidden_layers=2)),
+        [
+            ("layers", ALL, "the config has no target_layer_ids: SGLang spreads them over the target, vLLM takes as"),
+            ("load", ALL, "fc.weight has shape (48, 192), expected (48, 128)"),
+        ],
+    ),
+    "DFlash with ids in two places": (
+        lambda c: c.drafter.update(target_layer_ids=[1, 4, 9]),
+        [("layers", ALL, "dflash_config.target_layer_ids is [1, 4, 8], and target_layer_ids [1, 4, 9]")],
+    ),
+    "DFlash with ids beyond the target": (
+        lambda c: c.drafter.update(dflash_config={"target_layer_ids": [1, 4, 12]}),
+        [("layers", ALL, "layer_ids is [1, 4, 12], expected boundaries in [0, 12]")],
+    ),
+    "DFlash with ids that are a number": (
+        lambda c: c.drafter.update(dflash_config={"target_layer_ids": 3}),
+        [
+            ("layers", ALL, "capture_layers: layer_ids is a int, expected a list of ints"),
+            ("config", ALL, "ContextKVConfig.from_hf: target_layer_ids is a int, expected a list of layers"),
+        ],
+    ),
+    "DFlash of a deeper target": (
+        lambda c: c.drafter.update(num_target_layers=36),
+        [("layers", ALL, "the target has 12 layers, and the drafter's num_target_layers is 36")],
+    ),
+    "DFlash of a target of another width": (
+        lambda c: c.target.update(hidden_size=2 * H),
+        [("load", ALL, "fc.weight has shape (48, 192), expected (48, 384), because it is (H, K*Ht) with K = 3")],
+    ),
+    "DFlash of a target without a width": (
+        lambda c: c.target.pop("hidden_size"),
+        [("hidden-size", ALL, "the target's config has no hidden_size: got None")],
+    ),
+    "DFlash with keys that are a number": (
+        lambda c: c.weights.update({"layers.0.self_attn.k_proj.weight": torch.ones(())}),
+        [("load", ALL, "layers.0.self_attn.k_proj.weight has shape (), expected (n*d, H)")],
+    ),
+    "DFlash of another vocabulary": (
+        lambda c: c.drafter.update(vocab_size=V + 8),
+        [("vocabulary", ALL, "the target has 1000 token ids, and the drafter's table 1008 rows")],
+    ),
+    "DFlash with a norm of another width": (
+        lambda c: c.weights.update({"hidden_norm.weight": torch.ones(H)}),
+        [("load", ALL, "hidden_norm.weight has shape (64,), expected (48,)")],
+    ),
+    "DSpark that one engine serves": (
+        lambda c: c.drafter.update(architectures=["Qwen3OmniDSparkModel"]),
+        [("unserved", (SGLANG,), "has no Qwen3OmniDSparkModel")],
+    ),
+}
+
 TRAPS = {
     trap: (build, change, findings)
-    for build, traps in ((Checkpoints, EAGLE3_TRAPS),)
+    for build, traps in (
+        (Checkpoints, EAGLE3_TRAPS),
+        (MTPCheckpoints, MTP_TRAPS),
+        (EagleCheckpoints, EAGLE_TRAPS),
+        (ContextCheckpoints, CONTEXT_TRAPS),
+    )
     for trap, (change, findings) in traps.items()
 }
 
@@ -442,6 +738,51 @@ def test_specforge_s_norm_output_is_another_one(tmp_path: Path, capsys: pytest.C
         ("engine-flags", [each]) for each in (SGLANG, V1, V2)
     ]
     assert all(text in each["text"] for each in found)
+
+
+# A drafter of another kind, and what is said of it.
+UNKNOWN: dict[str, tuple[Callable[[Files], object], str]] = {
+    "no drafter": (
+        lambda c: (of_nobody(c), c.drafter.update(architectures=["MedusaModel"], model_type="medusa")),
+        "the drafter's architectures are ['MedusaModel'], its model_type 'medusa', expected an EAGLE, MTP, DFlash or",
+    ),
+    "a draft model of its own": (
+        lambda c: (of_nobody(c), c.drafter.update(architectures=["LlamaForCausalLM"]), c.weights.pop("fc.weight")),
+        "the drafter's architectures are ['LlamaForCausalLM'], its model_type None, expected",
+    ),
+    "an MTP layer of nobody": (
+        lambda c: (of_nobody(c), renamed(c, "fc.weight", "eh_proj.weight")),
+        "the drafter's architectures are [], its model_type None, and its files have eh_proj, expected an EAGLE, MTP",
+    ),
+    "an EAGLE of nobody": (
+        lambda c: (of_nobody(c), renamed(c, "fc.weight", "eagle_linear.weight")),
+        "the drafter's architectures are [], its model_type None, and its files have eagle_linear, expected an EAGLE",
+    ),
+    "speculators' DFlash": (
+        lambda c: c.drafter.update(speculators_model_type="dflash"),
+        "the drafter is speculators' 'dflash', expected 'eagle3' or 'peagle' of theirs",
+    ),
+}
+
+
+def of_nobody(checkpoints: Files) -> None:
+    """Without what says that it is an EAGLE-3 drafter."""
+    checkpoints.drafter.clear()
+    del checkpoints.weights["midlayer.hidden_norm.weight"]
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_another_kind_of_drafter_is_a_usage_error(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = UNKNOWN[case]
+    checkpoints = Checkpoints()
+    change(checkpoints)
+    folders = list(map(str, checkpoints.save(tmp_path)))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", *folders])
+    assert stop.value.code == 2
+    assert f"error: doctor: {message}" in capsys.readouterr().err
 
 
 def replaced_by_folder(file: Path) -> None:

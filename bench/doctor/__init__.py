@@ -1,36 +1,93 @@
-"""`doctor`: whether a target and its EAGLE-3 drafter fit each other, and what each engine makes of the two.
+"""`doctor`: whether a target and its drafter fit each other, and what each engine makes of the two.
 
 Configs and the headers of the safetensors files are read, no weight and no GPU.
 """
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from eagle_kernels.checkpoint import mtp_layers
+from eagle_kernels.context_kv import VARIANTS
+from eagle_kernels.models import families, find_family
+from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
+from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
+from eagle_kernels.models.family import MTPStage
 
 from ..cli_types import Command
 from ..output import define, say, wrap
-from . import eagle3
-from .pair import ENGINES, Pair, read
+from . import context_kv, eagle3, mtp
+from .pair import ENGINES, OP, Pair, read
 
 __all__ = ["DOCTOR", "examine"]
+
+_EAGLE3 = {
+    name
+    for row in (*SERVED_BY_SGLANG, *SERVED_BY_VLLM)
+    if row.title.startswith("EAGLE-3")
+    for name in row.architectures
+}
+# Fields that no other kind of drafter has in its config.
+_EAGLE3_FIELDS = ("eagle_config", "draft_vocab_size", eagle3.IDS)
+# What no EAGLE-3 drafter has: names of projections that say which kind of drafter a file is of.
+_PROJECTIONS = {name for family in families().values() if family.mtp for name in family.mtp.projections} - {"fc"}
 
 
 def examine(target: Path, drafter: Path, trained_by: str | None = None) -> Pair:
     """Read both folders and look for every trap; `trained_by` as in `Eagle3Config.from_hf`.
 
-    Raises ValueError that names a file which is missing or damaged.
+    Raises ValueError that names a file which is missing or damaged, or a drafter that is not known.
     """
     pair = read(target, drafter)
     stated = pair.drafter.get("architectures")
     if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
         pair.find("config", f"the drafter's architectures is {stated!r}, expected a list of names")
-    eagle3.examine(pair, trained_by)
+    _examination(pair, trained_by)(pair)
     return pair
+
+
+def _examination(pair: Pair, trained_by: str | None) -> Callable[[Pair], None]:
+    """What to look for in this kind of drafter."""
+    names, speculators = pair.architectures, pair.drafter.get("speculators_model_type")
+    of_eagle3 = partial(eagle3.examine, trained_by=trained_by)
+    if speculators is not None:
+        if speculators in ("eagle3", "peagle"):
+            return of_eagle3
+        raise ValueError(f"{OP}: the drafter is speculators' {speculators!r}, expected 'eagle3' or 'peagle' of theirs")
+    if not _EAGLE3.isdisjoint(names):
+        return of_eagle3
+    context = next((name for name in names if name in VARIANTS), None)
+    # The DSpark stages of a target are beside its MTP layers.
+    if context is not None and (pair.drafter.get("dspark_target_layer_ids") or not context_kv.is_target(context)):
+        return partial(context_kv.examine, architecture=context)
+    if any(pair.drafter.get(name) is not None for name in _EAGLE3_FIELDS):
+        return of_eagle3
+    if any(eagle3.LAYER_0_NORM.fullmatch(name) for name in pair.headers):
+        return of_eagle3
+    # A target's MTP layers, and EAGLE-1, of whose names vLLM puts "Eagle" before the one in such a drafter's config.
+    for candidates, must_have_stage in ((names, False), (tuple(f"Eagle{name}" for name in names), True)):
+        family = find_family(str(pair.drafter.get("model_type")), candidates)
+        if family is not None and family.mtp is not None and not (must_have_stage and not _has(pair, family.mtp)):
+            config = {**pair.drafter, "architectures": list(candidates)}
+            return partial(mtp.examine, family=family, stage=family.mtp, config=config)
+    own = sorted(name for name in _PROJECTIONS if any(f".{name}." in f".{stored}" for stored in pair.headers))
+    if names or own:
+        has = f", and its files have {', '.join(own)}" if own else ""
+        got = f"the drafter's architectures are {list(names)}, its model_type {pair.drafter.get('model_type')!r}{has}"
+        raise ValueError(f"{OP}: {got}, expected an EAGLE, MTP, DFlash or DSpark drafter of docs/models.md")
+    return of_eagle3
+
+
+def _has(pair: Pair, stage: MTPStage) -> bool:
+    layers = mtp_layers(pair.headers, streams=stage.streams).values()
+    return any(stem in stage.projections for stems in layers for stem in stems.values())
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="folder of the target: its config.json")
-    parser.add_argument("drafter", type=Path, help="folder of the EAGLE-3 drafter: config.json and safetensors files")
+    parser.add_argument("drafter", type=Path, help="folder of the drafter: config.json and safetensors files")
     parser.add_argument("--engine", choices=list(ENGINES), help="leave out what only the others fall into")
     parser.add_argument("--trained-by", choices=["specforge", "speculators"], help="who wrote the drafter's config")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object on standard output")
@@ -56,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 DOCTOR = Command(
-    "Whether a target and its EAGLE-3 drafter fit, and what each engine makes of them; 1 where something does not.",
+    "Whether a target and its drafter fit, and what each engine makes of them; 1 where something does not.",
     _add_arguments,
     _run,
 )

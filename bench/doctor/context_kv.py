@@ -1,0 +1,104 @@
+"""DFlash and DSpark: the captured layers, `fc` with the norm behind it, and K and V of the draft layers.
+
+SGLang 0.5.23 `models/dflash.py`, `dspark.py`; vLLM 0.33 `qwen3_dflash`, `eagle3_utils`.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from eagle_kernels import ContextKV, ContextKVConfig, capture_layers
+from eagle_kernels.checkpoint import context_kv, context_projections
+from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
+from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
+
+from .pair import SGLANG, VLLM_V1, VLLM_V2, Pair
+from .quantization import holds_codes, look_at_codes
+
+# SGLang builds the layers of all others without a quantization config (sglang#39087).
+_SGLANG_TAKES_CONFIG = {"LiLiCorrDraftModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"}
+# vLLM cuts K and V out of `qkv_proj.weight` as if it were numbers (vllm#51581).
+_VLLM_CUTS_CODES = {
+    "DFlashLagunaForCausalLM",
+    "Gemma4DSparkModel",
+    "DFlash2BeamDraftModel",
+    "MuseSparkDSparkModel",
+}
+
+
+def examine(pair: Pair, architecture: str) -> None:
+    """Look for every trap of the context stage of a DFlash or DSpark drafter."""
+    is_dspark = "DSpark" in architecture or pair.drafter.get("dspark_target_layer_ids") is not None
+    pair.facts["drafter"] = f"{'DSpark' if is_dspark else 'DFlash'} ({architecture})"
+    _look_at_registries(pair, architecture)
+    _look_at_layers(pair, "dspark" if is_dspark else "dflash")
+    pair.look_at_vocabulary(pair.drafter.get("vocab_size"))
+    width = pair.text.get("hidden_size")
+    if not isinstance(width, int):
+        return pair.find("hidden-size", f"the target's config has no hidden_size: got {width!r}")
+    try:
+        config = ContextKVConfig.from_hf(pair.drafter, target_hidden_size=width)
+    except (TypeError, ValueError) as wrong:
+        return pair.find("config", str(wrong))
+    pair.facts |= {"K": config.num_chunks, "H": width, "D": config.hidden_size, "draft layers": config.num_layers}
+    layer = ContextKV(config, device="meta")
+    pair.look_at_loading(partial(context_kv, pair.opened(pair.headers), layer, 0, 1))
+    _look_at_projections(pair, architecture)
+    return None
+
+
+def is_target(architecture: str) -> bool:
+    """DeepSeek-V4's checkpoint with its own DSpark stages, of which each engine makes a drafter."""
+    return architecture.startswith("DeepseekV4")
+
+
+def _look_at_registries(pair: Pair, architecture: str) -> None:
+    if is_target(architecture):
+        return
+    for rows, engines in ((SERVED_BY_SGLANG, (SGLANG,)), (SERVED_BY_VLLM, (VLLM_V1, VLLM_V2))):
+        if not any(architecture in row.architectures for row in rows):
+            pair.find("unserved", f"has no {architecture}", *engines)
+
+
+def _look_at_layers(pair: Pair, algorithm: str) -> None:
+    layers, ids = pair.text.get("num_hidden_layers"), _layer_ids(pair)
+    if not isinstance(layers, int):
+        return pair.find("layers", f"the target's config has no num_hidden_layers: got {layers!r}")
+    if (stated := pair.drafter.get("num_target_layers")) not in (None, layers):
+        pair.find("layers", f"the target has {layers} layers, and the drafter's num_target_layers is {stated}")
+    if not ids:
+        text = "the config has no target_layer_ids: SGLang spreads them over the target, vLLM takes as many as the "
+        return pair.find("layers", text + "drafter has layers")
+    (place, first), *others = ids.items()
+    for other, value in others:
+        if value != first:
+            pair.find("layers", f"{other} is {value}, and {place} {first}")
+    try:
+        pair.facts["boundaries"] = capture_layers(pair.model_type, layers, first, algorithm=algorithm)
+    except (TypeError, ValueError) as wrong:
+        return pair.find("layers", str(wrong))
+    pair.facts["layer ids"] = f"{first} in {place}"
+    return None
+
+
+def _layer_ids(pair: Pair) -> dict[str, list]:
+    """By the place that states them, as the checkpoint has them."""
+    nested = pair.drafter.get("dflash_config")
+    places = {"": pair.drafter, "dflash_config.": nested if isinstance(nested, Mapping) else {}}
+    names = ("target_layer_ids", "dspark_target_layer_ids")
+    found = {f"{place}{name}": section.get(name) for place, section in places.items() for name in names}
+    return {place: ids for place, ids in found.items() if ids}
+
+
+def _look_at_projections(pair: Pair, architecture: str) -> None:
+    in_sglang = architecture in _SGLANG_TAKES_CONFIG or pair.drafter.get("dspark_target_layer_ids") is not None
+    takes_config = {SGLANG: in_sglang, VLLM_V1: True, VLLM_V2: True}
+    for part, paths in context_projections(pair.headers).items():
+        # One layer speaks for all, and one of codes for those of numbers.
+        path = next((path for path in paths if holds_codes(pair, path)), paths[0] if paths else None)
+        if path is None:
+            continue
+        trap = "fc-quantized" if part == "fc" else "kv-quantized"
+        look_at_codes(pair, path, path.rpartition(".")[2], takes_config, trap)
+        if part == "k" and architecture in _VLLM_CUTS_CODES and holds_codes(pair, path):
+            text = "cuts K and V out of the codes of qkv_proj as if they were numbers (vllm#51581)"
+            pair.find(trap, text, VLLM_V1, VLLM_V2)
