@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels.checkpoint import Opened, open_files
-from eagle_kernels.quantized_checkpoint import config_of
+from eagle_kernels.quantization_config import config_of
 
 OP = "doctor"
 SGLANG, VLLM_V1, VLLM_V2 = "SGLang 0.5.23", "vLLM 0.33, V1 runner", "vLLM 0.33, V2 runner"
