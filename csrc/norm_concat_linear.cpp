@@ -249,7 +249,9 @@ void run_two_steps_on_cpu(const NormConcatLinear& op, const View& weight, const 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
-  define_alike(m, {"norm_concat_linear_out", "norm_concat_linear_checks_out", "norm_concat_linear_two_step_out"},
+  define_alike(m,
+               {"norm_concat_linear_out", "norm_concat_linear_checks_out", "norm_concat_linear_two_step_out",
+                "norm_concat_linear_wgmma_out"},
                kSourcesSchema + ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                 "Tensor(a!) out");
   define_alike(m, {"norm_concat_linear_quantized_out", "norm_concat_linear_quantized_checks_out"},
@@ -260,9 +262,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
                                  ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                  "bool early_weight, ";
   m.def(("norm_concat_linear_fused_out(" + projection + "bool bulk_copies, Tensor(a!) out) -> ()").c_str());
-  for (const std::string name : {"norm_concat_linear_split_out(", "norm_concat_linear_wgmma_out("}) {
-    m.def((name + projection + "Tensor(a!) out) -> ()").c_str());
-  }
+  m.def(("norm_concat_linear_split_out(" + projection + "Tensor(a!) out) -> ()").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
@@ -334,19 +334,22 @@ void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_c
               post_norm_gain, post_norm_eps, out);
 }
 
-template <auto run>
-void norm_concat_linear_early_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+void norm_concat_linear_split_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
                                   const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
                                   const OptionalViews& residuals, const OptionalViews& indices,
                                   const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
                                   const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
                                   const Output& out) {
-  const auto run_early = [&](NormConcatLinear record, const View&, const Output& into) {
+  const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
     record.early_weight = early_weight;
-    run(kOp, record, into);
+    run_split_kernels(kOp, record, into);
   };
-  run_checked(run_early, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight,
-              bias, post_norm_gain, post_norm_eps, out);
+  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
+              post_norm_gain, post_norm_eps, out);
+}
+
+void run_wgmma_kernel(const NormConcatLinear& record, const View&, const Output& out) {
+  run_fused_kernel<norm_concat_linear_wgmma_cuda>(kOp, record, out);
 }
 
 // Whether the rows stand concatenated and as they are: of a static buffer that capture has written.
@@ -413,9 +416,8 @@ void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
   implement<&norm_concat_linear_fused_out>(m, "norm_concat_linear_fused_out", kCudaDevice);
-  implement<&norm_concat_linear_early_out<run_split_kernels>>(m, "norm_concat_linear_split_out", kCudaDevice);
-  implement<&norm_concat_linear_early_out<run_fused_kernel<norm_concat_linear_wgmma_cuda>>>(
-      m, "norm_concat_linear_wgmma_out", kCudaDevice);
+  implement<&norm_concat_linear_split_out>(m, "norm_concat_linear_split_out", kCudaDevice);
+  implement<&norm_concat_linear_out<run_wgmma_kernel>>(m, "norm_concat_linear_wgmma_out", kCudaDevice);
   implement<&norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
   implement<&norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);
 }

@@ -656,7 +656,7 @@ int units_of_widest(const Concat& source, int unit) {
 // no sum.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int multiprocessors = device.multiprocessors;
-  const int64_t outputs = blocks_of_outputs(op, kFusedColumns), slots = 2 * multiprocessors;
+  const int64_t outputs = blocks_of_outputs(op, kFusedColumns);
   const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : 1.1;
   const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
   const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
@@ -666,6 +666,7 @@ SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   bool best_fills = false;
   for (;; ++ranges.count) {
     const LongestRange longest = longest_range(op.source, ranges, unit);
+    const int64_t slots = clusters_at_once(device, ranges.count, 2) * ranges.count;
     const int64_t blocks = outputs * ranges.count, last = blocks > slots ? blocks % slots : 0;
     const double of_block = static_cast<double>(kFusedColumns) * longest.units * unit;
     const double most = of_block * ((blocks + multiprocessors - 1) / multiprocessors);

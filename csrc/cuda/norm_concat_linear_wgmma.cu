@@ -1,11 +1,11 @@
-// norm_concat_linear for 17 to 128 rows on sm_90a, in one launch. By mma.sync 128 rows take 34 us of instructions where
+// norm_concat_linear for 17 to 128 rows on sm_90a, of codes for 33 and more, in one launch. By mma.sync 128 rows take 34 us of instructions where
 // reading the weight takes 23 (K=3, H=D=4096, modelled: no GPU has run it), and what 64 rows cost is x, which each block
 // of 128 columns reads through L2. Here a warpgroup multiplies 64 columns of the output by 64 rows in one instruction,
 // and a block has two to four of them, of which four read x half as often.
 //
 // As in norm_concat_linear.cu a block has a range of the columns of one chunk, weight and x pass through a ring of
-// stages by copies of 16 bytes, those of the weight before the previous kernel has ended, and the blocks of a cluster
-// sum their ranges (ranges.cuh). A stage is 128 bytes of a row of the weight.
+// stages by copies of 16 bytes, and the blocks of a cluster sum their ranges (ranges.cuh). A stage is 128 bytes of a row
+// of the weight.
 //
 // The weight goes through registers: there the gain is multiplied into it, or codes are widened. x stays in shared
 // memory, where the tensor cores read it, in the places of the 128-byte swizzle, in which lanes find the weight without
@@ -130,21 +130,15 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     copy_async(stage + K::kGainAt + threadIdx.x * 16, gain + first * (16 / of_part), first < width);
   };
 
-  // Where the weight may not be copied early, what the ring takes first comes into L2, which stays coherent.
-  const auto prefetch_weight = [&] {
-    for (int i = 0; i < K::kStages - 1; ++i) {
-      const int column = begin + i * kStageColumns;
-      if (column >= end || column + copy_part * kWeightPart >= width) continue;
+  // What the ring takes first of the weight comes into L2 meanwhile, which stays coherent. Not into the ring: a thread's
+  // copies are waited for in their order, and the first x would wait for all of a weight that was asked for before it.
+  for (int i = 0; i < K::kStages - 1; ++i) {
+    const int column = begin + i * kStageColumns;
+    if (column >= end || column + copy_part * kWeightPart >= width) continue;
 #pragma unroll
-      for (int j = 0; j < K::kColumns / K::kCopyRows; ++j) {
-        if (j * K::kCopyRows < outputs) prefetch(weight + j * weight_step + column);
-      }
+    for (int j = 0; j < K::kColumns / K::kCopyRows; ++j) {
+      if (j * K::kCopyRows < outputs) prefetch(weight + j * weight_step + column);
     }
-  };
-  if (op.early_weight) {
-    for (int i = 0; i < K::kStages - 1; ++i) copy_weight(begin + i * kStageColumns, ring + i * K::kStageBytes);
-  } else {
-    prefetch_weight();
   }
   if (gain == nullptr && threadIdx.x < kStageColumns / kPack) {
     const uint32_t one = narrow(Pair{1.0f, 1.0f}, T{});
@@ -172,7 +166,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     }
   }
   for (int i = 0; i < K::kStages - 1; ++i) {
-    if (!op.early_weight) copy_weight(begin + i * kStageColumns, ring + i * K::kStageBytes);
+    copy_weight(begin + i * kStageColumns, ring + i * K::kStageBytes);
     copy_x(begin + i * kStageColumns, ring + i * K::kStageBytes);
     commit_copies();
   }
@@ -208,7 +202,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
         if constexpr (kResidual) {
           if (residual[i] != nullptr) pack = add(pack, Pack<T>{{load_shared(own + K::kXBytes)}});
         }
-        if (own_squares) squares[i] += sum_of_squares(widen(pack));
+        if (own_squares && x[i] != nullptr) squares[i] += sum_of_squares(widen(pack));
         Words& w = pack.words[0];
         if constexpr (!K::kIsCodes) {
           if constexpr (kResidual) store_shared(own, w);
@@ -232,6 +226,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
         // Words 0 and 2 of a part go into the first part of 32 bytes, in its half, 1 and 3 into the second: behind
         // the other part's lane.
         sync_warp();
+        if (x[i] == nullptr) continue;  // which stays zero whatever the gain is
         const uint32_t to = rows_at + copy_row * kRowBytes + copy_part % 2 * 8;
         const int first = copy_part & ~1, swap = copy_row % 8;
         store_shared(to + (first ^ swap) * 16, w.x, w.z);
@@ -428,7 +423,8 @@ struct Split {
 // Of blocks of 128, 192 and 256 columns, and of the numbers of ranges that a cluster has room for, those of the least
 // time by the model of docs/benchmarking.md, in times of reading the weight: through L2 pass weight and, for each block
 // of columns, 64 rows of x, at 1.28 times the copy rate; an SM has two blocks of 128 columns or one; nine of ten should
-// have one, and of a cluster all wait for the longest range. The instructions of the SM that has most of the work take
+// have one, and of a cluster all wait for the longest range and are on the SMs of one GPC: of 16 with one block each, two
+// clusters of 6. The instructions of the SM that has most of the work take
 // half of that time, of codes more than it: those for x, which a stage of 256 columns shares. T is not in it, nor are
 // the rows of a block: the ranges are those of every T.
 Split split_of(const NormConcatLinear& op, const Device& device) {
@@ -436,11 +432,14 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int unit = stage_columns(is_codes);
   const double x_bytes = 2 * kRows / (is_codes ? 1 : 2);  // for a byte of a row of the weight
+  const auto has_residual = [](const Chunk& chunk) { return chunk.residual != nullptr; };
+  const bool one_block_of_codes =
+      has_blocks(op) || std::any_of(op.source.chunks, op.source.chunks + op.source.num_chunks, has_residual);
   const double share = static_cast<double>(op.num_columns) * op.source.width / device.multiprocessors;
   Split best{};
   double least = 0;
   for (int warpgroups = 2; warpgroups <= 4; ++warpgroups) {
-    const int columns = 64 * warpgroups, on_an_sm = warpgroups == 2 && !has_blocks(op) ? 2 : 1;
+    const int columns = 64 * warpgroups, on_an_sm = warpgroups == 2 && !(is_codes && one_block_of_codes) ? 2 : 1;
     const int64_t outputs = (op.num_columns + columns - 1) / columns;
     const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);
     const double execute = !is_codes ? 0.5 : warpgroups == 4 ? 1.1 : 1.4;
@@ -448,13 +447,14 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
     const int units = units_of(op.source, ranges, unit);
     for (;; ++ranges.count) {
       const LongestRange longest = longest_range(op.source, ranges, unit);
-      const int64_t blocks = outputs * ranges.count, slots = device.multiprocessors * on_an_sm;
+      const int64_t blocks = outputs * ranges.count;
+      const int64_t slots = clusters_at_once(device, ranges.count, on_an_sm) * ranges.count;
       const int64_t waves = (blocks + slots - 1) / slots;
       const double busy = waves == 1 ? std::min(1.0, static_cast<double>(blocks) / device.multiprocessors)
-                                     : static_cast<double>(blocks) / (waves * slots);
+                                     : static_cast<double>(blocks) / (waves * device.multiprocessors * on_an_sm);
       const double even = static_cast<double>(units) / (ranges.count * longest.units);
-      const double most = static_cast<double>((blocks + device.multiprocessors - 1) / device.multiprocessors) *
-                          columns * longest.units * unit / share;
+      const int64_t of_an_sm = std::max((blocks + device.multiprocessors - 1) / device.multiprocessors, waves);
+      const double most = static_cast<double>(of_an_sm) * columns * longest.units * unit / share;
       const double time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
       if (best.warpgroups == 0 || time < 0.999 * least) {
         best = {warpgroups, ranges};

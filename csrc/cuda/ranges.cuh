@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "../norm_concat_linear.h"
+#include "device.h"
 #include "pack.cuh"
 #include "source_row.cuh"
 
@@ -93,24 +94,25 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
     const int64_t row = first_row + token, output = first_output + column;
     if (output >= op.num_columns) continue;
     float total[kOutputColumns] = {}, all_squares = 0;
-    for (int k = 0, rank = 0; k < num_chunks; ++k) {
+    for (int k = 0, rank = 0; k < num_chunks; rank += arguments.ranges.of_chunk[k++]) {
       const Chunk& chunk = arguments.chunks[k];
+      const int64_t of = has_norm ? source_row(chunk, row) : 0;
+      // An infinite gain has made the product NaN. And what is loaded is used: a load that nothing waits for could
+      // reach a block that has ended.
+      if (of < 0) continue;
+      const bool squares_given = chunk.sum_squares != nullptr;
       float of_chunk[kOutputColumns] = {}, own_squares = 0;
-      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range, ++rank) {
-        const Words words = load_words_from_block(sums.products + token * kStride + column, rank);
-        own_squares += load_from_block(sums.squares + token, rank);
+      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range) {
+        const Words words = load_words_from_block(sums.products + token * kStride + column, rank + range);
+        if (has_norm && !squares_given) own_squares += load_from_block(sums.squares + token, rank + range);
         const uint32_t values[kOutputColumns] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(values[i]);
       }
       float scale = 1;
       if (has_norm) {
-        const int64_t of = source_row(chunk, row);
-        if (chunk.sum_squares != nullptr) {
-          own_squares = of < 0 ? 0.0f : load(chunk.sum_squares + of * chunk.sum_squares_row_stride);
-        }
+        if (squares_given) own_squares = load(chunk.sum_squares + of * chunk.sum_squares_row_stride);
         all_squares += own_squares;
-        if (of < 0) continue;  // an infinite gain has made the product NaN
         if (chunk.gain.data != nullptr) scale = gain_unscale;
         if (chunk_norm) scale *= rstd_of(own_squares, chunk.width, chunk.eps);
       }
@@ -150,6 +152,16 @@ int with_form(const NormConcatLinear& op, const F& f) {
 inline bool has_residual(const Arguments& arguments) {
   const auto is_there = [](const Chunk& chunk) { return chunk.residual != nullptr; };
   return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
+}
+
+// Clusters that run at the same time: a cluster's blocks are on the SMs of one GPC, of which Hopper's have 16 or 18, on
+// an H200 six and two.
+inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
+  const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
+  const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);
+  const int clusters = (gpcs - larger) * (sms * blocks_on_an_sm / cluster) +
+                       larger * ((sms + 2) * blocks_on_an_sm / cluster);
+  return std::max(1, clusters);
 }
 
 // A range of every chunk.

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import checks
 from .models import families
 from .quantization_config import config_of
-from .quantized_checkpoint import read_projection
+from .quantized_checkpoint import OF_WEIGHT, read_projection
 from .quantized_weight import QuantizedWeight, columns_unsupported_reason, concat_columns, log_dequantized
 
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict without the projection's weight, and that
@@ -271,7 +271,7 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
 
 def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
     """The paths of "fc", and of "k" and "v" of every layer, in the checkpoint of a DFlash or DSpark drafter."""
-    paths = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in PARAMETERS}
+    paths = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in OF_WEIGHT}
     layers = [match for path in paths if (match := _CONTEXT_LAYER.fullmatch(f"{path}.weight"))]
     of_stages = [match for match in layers if match["prefix"].endswith("mtp.")]  # not the target's, beside them
     found = {"fc": [path for path in paths if _own_name(path) in _CONTEXT_NAMES["fc"]]}

@@ -36,6 +36,7 @@ WGMMA_FLOPS = 0.75 * 4096  # by warpgroups, whose first operand comes from regis
 FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
 CLUSTER_BYTES = 32  # of an SM in a clock, from another's shared memory
 CLUSTER_SUM = LATENCY  # of two barriers and a read of the others' shared memory between them
+GPCS = (16,) * 6 + (18,) * 2  # SMs of each: a cluster's blocks are on those of one
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 
 
@@ -206,7 +207,7 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
         ops.norm_concat_linear_fused_out(*arguments, True, False, x.new_empty(T, D))
         names = ("fused",)
     else:
-        ops.norm_concat_linear_wgmma_out(*arguments, True, x.new_empty(T, D))
+        ops.norm_concat_linear_wgmma_out(*arguments, x.new_empty(T, D))
         names = tuple(name for name in known if re.fullmatch(r"wgmma \d+x\d+", name))
     (launch,) = (launch for launch in emulation.take_launches() if launch.threads)
     blocks, ranges = launch.grid
@@ -243,6 +244,8 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
     weight = instance.value_bytes * D * width
     of_block = weight / blocks
     slots = instance.blocks * SMS
+    if instance.one_launch:
+        slots = sum(sms * instance.blocks // ranges for sms in GPCS) * ranges
     # Copies in flight, waves of blocks after each other.
     memory, left = 0.0, blocks
     while left > 0:
@@ -252,7 +255,7 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
     through_l2 = (weight * math.ceil(T / instance.rows) + 2 * T * width * math.ceil(D / instance.columns)) / L2
     # An SM's share, of the SM that has most, in blocks of the longest range: of a chunk that has fewest.
     longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges // K)) * instance.unit)
-    most = math.ceil(blocks / SMS) * instance.columns * longest * instance.value_bytes
+    most = max(math.ceil(blocks / SMS), math.ceil(blocks / slots)) * instance.columns * longest * instance.value_bytes
     multiply = most / instance.value_bytes * 2 * instance.rows / (WGMMA_FLOPS if instance.wgmma else FLOPS)
     execute = most * instance.instructions_per_byte / ISSUE
     # Both operands are written once; x is read by every warp of columns, the weight by every warp of rows.

@@ -94,6 +94,8 @@ struct Product {
   bool adds;
 };
 bool multiplies_now(const Product& product);
+void fence_products();
+void commit_products();
 std::vector<Product> ending_products();
 void fence_async_proxy();
 uint32_t shared_address(const void* p);
@@ -346,8 +348,8 @@ void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b, T) {
   const host::Product product{&multiply_now<T>, sum, a, b, kAdds};
   if (host::multiplies_now(product)) product.multiply(product);
 }
-inline void fence_wgmma() {}
-inline void commit_wgmma() {}
+inline void fence_wgmma() { host::fence_products(); }
+inline void commit_wgmma() { host::commit_products(); }
 inline void wait_for_wgmma() {
   for (const host::Product& product : host::ending_products()) product.multiply(product);
 }

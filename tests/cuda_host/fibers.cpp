@@ -58,6 +58,8 @@ struct Fiber {
   std::deque<std::vector<Copy>> groups;
   bool fenced = true;     // what its copies have brought, for wgmma
   std::vector<Product> products;
+  bool has_fenced_products = false;  // since it waited for the last ones
+  int uncommitted_products = 0;
   const Copies* awaited = nullptr;
   int64_t seen_changes = 0;  // of those
 };
@@ -243,6 +245,8 @@ void run_cluster(int cluster, int64_t shared_bytes) {
     fiber.groups.clear();
     fiber.fenced = true;
     fiber.products.clear();
+    fiber.has_fenced_products = false;
+    fiber.uncommitted_products = 0;
   }
   while (true) {
     // Each block as far as it comes without the others: what it reads of one that has not run is NaN.
@@ -324,11 +328,18 @@ std::vector<Copy> landing(size_t latest_groups) {
 bool multiplies_now(const Product& product) {
   const int unfenced = block_of(running).unfenced_before;
   if (unfenced >= 0) fail("wgmma reads what thread " + std::to_string(unfenced) + " has not fenced");
+  if (!current().has_fenced_products) fail("wgmma without a fence of its registers");
+  ++current().uncommitted_products;
   if (late_copies) current().products.push_back(product);
   return !late_copies;
 }
 
+void fence_products() { current().has_fenced_products = true; }
+void commit_products() { current().uncommitted_products = 0; }
+
 std::vector<Product> ending_products() {
+  if (current().uncommitted_products > 0) fail("products that were not committed are waited for");
+  current().has_fenced_products = false;
   return forgets_waits() ? std::vector<Product>{} : std::exchange(current().products, {});
 }
 

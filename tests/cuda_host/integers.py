@@ -66,7 +66,7 @@ class Call:
             return [out]
         if self.op == "norm_concat_linear":
             if self.T > 16:
-                ops.norm_concat_linear_wgmma_out(*sources, weight, None, None, 0.0, True, out)
+                ops.norm_concat_linear_wgmma_out(*sources, weight, None, None, 0.0, out)
             else:
                 ops.norm_concat_linear_fused_out(*sources, weight, None, None, 0.0, True, False, out)
             return [out]

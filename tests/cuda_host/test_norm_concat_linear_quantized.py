@@ -382,9 +382,9 @@ def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
         ek.norm_concat_linear(chunks, weight)
     copies = [launch.early_copies for launch in emulation.take_launches() if launch.threads]
-    is_split = kernel_of(name, T, products) == "split"
-    rounds = -(-T // 32) if is_split else 1
-    assert copies == [67 * 256 // 16 * rounds * int(early)] + [0] * is_split
+    kernel = kernel_of(name, T, products)
+    rounds = {"fused": 1, "split": -(-T // 32), "fused wgmma": 0}[kernel]
+    assert copies == [67 * 256 // 16 * rounds * int(early)] + [0] * (kernel == "split")
 
 
 @pytest.mark.parametrize(

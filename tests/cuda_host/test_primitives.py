@@ -33,7 +33,7 @@ def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall, ops: obj
 @pytest.mark.parametrize("kernel", ["split", "wgmma"])
 @pytest.mark.parametrize("call", PROJECTIONS, ids=lambda call: call.id)
 def test_the_other_kernels_refuse_what_the_fused_kernel_does(call: BadCall, kernel: str, ops: object) -> None:
-    failure_of(on_cpu.CudaKernels(ops, kernel, True), call)
+    failure_of(on_cpu.CudaKernels(ops, kernel, *[True] * (kernel == "split")), call)
 
 
 def test_every_check_of_cuda_alone_has_a_call_that_it_refuses(ops: object) -> None:

@@ -65,16 +65,16 @@ _RING = (
     "ops = torch.ops.eagle_kernels_emulated\n"
     "x, weight, out = torch.ones(40, 520).bfloat16(), torch.ones(40, 520).bfloat16(), torch.zeros(40, 40).bfloat16()\n"
     "sources = ([x], 1, 0, [], [0.0], 0.0, None, None, None)\n"
-    "ops.norm_concat_linear_{kernel}_out(*sources, weight, None, None, 0.0, {switches}, out)\n"
+    "ops.norm_concat_linear_{kernel}_out(*sources, weight, None, None, 0.0, {switches}out)\n"
     "print('fine' if (out == 520).all() else 'wrong')\n"
 )
 
 
 _SWITCHES = {
-    "split": ("split", "True"),
-    "wgmma": ("wgmma", "True"),
-    "fused": ("fused", "True, False"),
-    "bulk": ("fused", "True, True"),
+    "split": ("split", "True, "),
+    "wgmma": ("wgmma", ""),
+    "fused": ("fused", "True, False, "),
+    "bulk": ("fused", "True, True, "),
 }
 
 

@@ -239,7 +239,7 @@ def _run_compiled(
     elif plan.kernel is Kernel.SPLIT:
         primitives.norm_concat_linear_split_out(*arguments, *projection, plans.SETTINGS.early_weight, out)
     elif plan.kernel is Kernel.WGMMA:
-        primitives.norm_concat_linear_wgmma_out(*arguments, *projection, plans.SETTINGS.early_weight, out)
+        primitives.norm_concat_linear_wgmma_out(*arguments, *projection, out)
     elif plan.backend == "cuda":
         switches = plans.SETTINGS.early_weight, plans.SETTINGS.bulk_copies
         primitives.norm_concat_linear_fused_out(*arguments, *projection, *switches, out)
