@@ -167,6 +167,18 @@ def test_a_rows_bits_do_not_depend_on_T_of_the_wgmma_kernel(name: str, products:
             assert same_bits(rows, whole[-T:]), T
 
 
+@by_wgmma_at_every_T
+def test_a_row_out_of_range_is_zero_whatever_the_gain(products: str, emulation: ModuleType) -> None:
+    """Over turns of the ring, 8 stages of 3: what 0 * inf left in a stage was squared in the next turn."""
+    emulation.set_device(SHARED_MEMORY, descending_warps=False, multiprocessors=1)
+    chunks, weight, gain = make_call("fp8_row", 5, K=2, H=1024)
+    gain[1, ::7] = float("inf")
+    for norm in ("chunk", "concat"):
+        arguments = {"norm": norm, "norm_weight": gain if norm == "chunk" else gain.flatten()}
+        out = ek.norm_concat_linear(chunks, weight, indices=torch.tensor([0, -1, 2, 5]), **arguments)
+        assert same_bits(out[[1, 3]], torch.zeros(2, 67).bfloat16()) and not out[[0, 2]].isfinite().any()
+
+
 @by_wgmma
 def test_blocks_that_end_inside_a_stage_are_left_to_the_split_kernels(products: str) -> None:
     """By the widths, by the scales, and by fp16, in which x times its gain may be too large; of widths that differ the
