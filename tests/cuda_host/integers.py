@@ -60,8 +60,10 @@ class Call:
             quantized = self.quantized()
             codes, scales = move(quantized.codes), move(quantized.scales)
             epilogue = (None, None, 0.0)
+            by_warpgroups = self.T > 32 and self.dtype == torch.bfloat16 and self.format.endswith("_row")
+            kernel = 2 * by_warpgroups  # csrc/norm_concat_linear.h, CodesKernel
             ops.norm_concat_linear_quantized_out(
-                *sources, codes, scales, None, *quantized.block, *epilogue, 0, True, out
+                *sources, codes, scales, None, *quantized.block, *epilogue, kernel, True, out
             )
             return [out]
         if self.op == "norm_concat_linear":
