@@ -76,10 +76,10 @@ constexpr int64_t kMaxSplitRows = 128;
 // norm_concat_linear_reads_codes, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
-// The kernel of warpgroups takes any number of rows in rounds of 128 (with residuals or codes of 64), a weight of the chunks' 16-bit type or, of bf16,
-// codes that norm_concat_linear_reads_codes, whose scales are one for a row or for blocks of 128 columns or more, as
-// whose multiples the chunks begin, no post norm, and operands that norm_concat_linear_is_aligned, where the library
-// has code for sm_90a and the GPU runs it.
+// The kernel of warpgroups takes any number of rows in rounds of 128 (with residuals or codes of 64), a weight of the
+// chunks' 16-bit type or, of bf16, codes that norm_concat_linear_reads_codes, whose scales are one for a row or for
+// blocks of 128 columns or more, as whose multiples the chunks begin, no post norm, and operands that
+// norm_concat_linear_is_aligned, where the library has code for sm_90a and the GPU runs it.
 int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // How many ranges of columns the split kernels cut each chunk into, and the fp32 values of workspace that this takes.

@@ -1,11 +1,11 @@
-// norm_concat_linear for 17 to 128 rows on sm_90a, of codes for 33 and more, in one launch. By mma.sync 128 rows take 34 us of instructions where
-// reading the weight takes 23 (K=3, H=D=4096, modelled: no GPU has run it), and what 64 rows cost is x, which each block
-// of 128 columns reads through L2. Here a warpgroup multiplies 64 columns of the output by 64 rows in one instruction,
-// and a block has two to four of them, of which four read x half as often.
+// norm_concat_linear for 17 to 128 rows on sm_90a, of codes for 33 and more, in one launch. By mma.sync 128 rows take
+// 34 us of instructions where reading the weight takes 23 (K=3, H=D=4096, modelled: no GPU has run it), and what 64
+// rows cost is x, which each block of 128 columns reads through L2. Here a warpgroup multiplies 64 columns of the
+// output by 64 rows in one instruction, and a block has two to four of them, of which four read x half as often.
 //
 // As in norm_concat_linear.cu a block has a range of the columns of one chunk, weight and x pass through a ring of
-// stages by copies of 16 bytes, and the blocks of a cluster sum their ranges (ranges.cuh). A stage is 128 bytes of a row
-// of the weight.
+// stages by copies of 16 bytes, and the blocks of a cluster sum their ranges (ranges.cuh). A stage is 128 bytes of a
+// row of the weight.
 //
 // The weight goes through registers: there the gain is multiplied into it, or codes are widened. x stays in shared
 // memory, where the tensor cores read it, in the places of the 128-byte swizzle, in which lanes find the weight without
@@ -130,8 +130,9 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     copy_async(stage + K::kGainAt + threadIdx.x * 16, gain + first * (16 / of_part), first < width);
   };
 
-  // What the ring takes first of the weight comes into L2 meanwhile, which stays coherent. Not into the ring: a thread's
-  // copies are waited for in their order, and the first x would wait for all of a weight that was asked for before it.
+  // What the ring takes first of the weight comes into L2 meanwhile, which stays coherent. Not into the ring: a
+  // thread's copies are waited for in their order, and the first x would wait for all of a weight that was asked for
+  // before it.
   for (int i = 0; i < K::kStages - 1; ++i) {
     const int column = begin + i * kStageColumns;
     if (column >= end || column + copy_part * kWeightPart >= width) continue;
@@ -423,10 +424,10 @@ struct Split {
 // Of blocks of 128, 192 and 256 columns, and of the numbers of ranges that a cluster has room for, those of the least
 // time by the model of docs/benchmarking.md, in times of reading the weight: through L2 pass weight and, for each block
 // of columns, 64 rows of x, at 1.28 times the copy rate; an SM has two blocks of 128 columns or one; nine of ten should
-// have one, and of a cluster all wait for the longest range and are on the SMs of one GPC: of 16 with one block each, two
-// clusters of 6. The instructions of the SM that has most of the work take
-// half of that time, of codes more than it: those for x, which a stage of 256 columns shares. T is not in it, nor are
-// the rows of a block: the ranges are those of every T.
+// have one, and of a cluster all wait for the longest range and are on the SMs of one GPC: of 16 with one block each,
+// two clusters of 6. The instructions of the SM that has most of the work take half of that time, of codes more than
+// it: those for x, which a stage of 256 columns shares. T is not in it, nor are the rows of a block: the ranges are
+// those of every T.
 Split split_of(const NormConcatLinear& op, const Device& device) {
   constexpr double kCopyOverL2 = 4.3 / 5.5, kRows = 64, kBusy = 0.9;
   const bool is_codes = op.weight_type != WeightType::kChunks;
