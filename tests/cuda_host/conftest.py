@@ -5,6 +5,7 @@ the emulated ones.
 """
 
 import os
+import zlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -41,13 +42,17 @@ def emulation() -> ModuleType:
 def emulated(
     emulation: ModuleType, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[object]:
-    """The cuda backend on CPU tensors. Half of the tests run the warps of a block in descending order, which between
-    two barriers a GPU may, and in half of each asynchronous copies land where they are waited for."""
+    """The cuda backend on CPU tensors. Some tests run the warps of a block in descending order, which between two
+    barriers a GPU may, in some asynchronous copies land where they are waited for, and a third have both at random,
+    by the name of the test."""
     monkeypatch.setattr(library, "primitives", torch.ops.eagle_kernels_emulated)
     monkeypatch.setattr(plan, "_cuda_unsupported_reason", lambda device: None)
     monkeypatch.setattr(library, "cuda_archs", ("90a",))
     order = len(request.node.name)
-    emulation.set_device(SHARED_MEMORY, descending_warps=order % 2 == 1, late_copies=order // 2 % 2 == 1)
+    seed = zlib.crc32(request.node.nodeid.encode()) if order % 3 == 0 else 0
+    emulation.set_device(
+        SHARED_MEMORY, descending_warps=order % 2 == 1, late_copies=order // 2 % 2 == 1, random=seed
+    )
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         yield library.primitives
 

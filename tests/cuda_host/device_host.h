@@ -1,7 +1,7 @@
 // The names of csrc/cuda/device.cuh on a CPU: a block's threads are fibers of one OS thread, blocks run one after the
 // other, and those of a cluster by turns. What a GPU would do wrong only sometimes is made to fail here every time:
-// shared memory starts as NaN, warps run to their next barrier in either order (`set_warp_order`), loads check their
-// alignment, and global memory may only be touched after wait_for_previous_kernel.
+// shared memory starts as NaN, warps run to their next barrier in either order or in any (`set_warp_order`,
+// `set_random`), loads check their alignment, and global memory may only be touched after wait_for_previous_kernel.
 #pragma once
 
 #include <cmath>
@@ -34,6 +34,9 @@ void run(const std::function<void()>& thread, Dim3 grid, Dim3 block, int64_t sha
 
 // Warps run in ascending or descending order between barriers.
 void set_warp_order(bool descending);
+// Warps, their lanes and a cluster's blocks take random turns instead, and each copy lands or product ends early or
+// late by chance: what two fixed orders both hide. 0: they do not.
+void set_random(uint32_t seed);
 
 // Of the running fiber. A collective of the warp: every lane leaves `bytes` and gets those of all 32.
 const char* exchange(const void* mine, size_t bytes);
@@ -98,6 +101,7 @@ void fence_products();
 void commit_products();
 std::vector<Product> ending_products();
 void fence_async_proxy();
+void has_stored();  // ordinarily, so that wgmma may only see it behind such a fence
 uint32_t shared_address(const void* p);
 
 constexpr size_t kSlot = 64;  // bytes of a lane in an exchange
@@ -267,11 +271,13 @@ inline Pair load_shared_pair(uint32_t at) { return load_shared_as<Pair>(at); }
 inline void store_shared(uint32_t at, const Words& v) {
   host::check_alignment(host::shared_memory() + at, sizeof v);
   std::memcpy(host::shared_memory() + at, &v, sizeof v);
+  host::has_stored();
 }
 inline void store_shared(uint32_t at, uint32_t first, uint32_t second) {
   host::check_alignment(host::shared_memory() + at, 8);
   const uint32_t words[2] = {first, second};
   std::memcpy(host::shared_memory() + at, words, sizeof words);
+  host::has_stored();
 }
 inline void sync_warp() { host::exchange("", 1); }
 inline void load_matrices(uint32_t row, uint32_t (&words)[4]) {

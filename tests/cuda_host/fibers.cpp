@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -56,10 +57,11 @@ struct Fiber {
   bool waited = false;    // for the previous kernel
   std::vector<Copy> copies;  // of the group that is not committed yet
   std::deque<std::vector<Copy>> groups;
-  bool fenced = true;     // what its copies have brought, for wgmma
+  bool fenced = true;     // what its copies have brought and it has stored, for wgmma
   std::vector<Product> products;
   bool has_fenced_products = false;  // since it waited for the last ones
   int uncommitted_products = 0;
+  int asked_products = 0;
   const Copies* awaited = nullptr;
   int64_t seen_changes = 0;  // of those
 };
@@ -70,12 +72,15 @@ struct Block {
   std::unique_ptr<char, decltype(&std::free)> shared;
   Order barrier;
   std::map<const void*, Copies> copies;
-  // The thread that came to the barrier, and to the one before it, with copies that it had not fenced; or -1.
+  // The thread that came to the barrier, and to the one before it, with what it had not fenced; or -1.
   int unfenced = -1, unfenced_before = -1;
 };
 
 bool descending_warps = false;
 bool late_copies = false;
+bool is_random = false;
+std::minstd_rand random_numbers;
+uint32_t late_products = 0;  // a bit for each wgmma of a thread: the threads of a warp multiply together
 int64_t early_copies = 0;
 std::vector<std::unique_ptr<Fiber>> fibers;  // of the cluster's threads; kept between clusters, with their stacks
 std::vector<Block> blocks;
@@ -151,15 +156,26 @@ bool can_run(int thread) {
          (fiber.state == State::kInExchange && warp_of(thread).exchanges >= fiber.exchanges);
 }
 
+// In which `count` blocks, warps or lanes take turns, 32 at most.
+struct Turns {
+  int of[kLanes];
+  explicit Turns(int count) {
+    for (int i = 0; i < count; ++i) of[i] = descending_warps ? count - 1 - i : i;
+    for (int i = is_random ? count - 1 : 0; i > 0; --i) std::swap(of[i], of[random_numbers() % (i + 1)]);
+  }
+};
+
 // Each warp of the block whose threads begin with this one, as far as it comes without the others.
 void run_warps(int first_thread) {
   const int count = threads_of_block / kLanes;
+  const Turns warps(count);
   for (int i = 0; i < count; ++i) {
-    const int first = first_thread + (descending_warps ? count - 1 - i : i) * kLanes;
+    const int first = first_thread + warps.of[i] * kLanes;
     for (bool moved = true; moved;) {
       moved = false;
+      const Turns lanes(kLanes);
       for (int j = 0; j < kLanes; ++j) {
-        const int thread = first + (descending_warps ? kLanes - 1 - j : j);
+        const int thread = first + lanes.of[j];
         if (!can_run(thread)) continue;
         resume(thread);
         moved = true;
@@ -229,6 +245,7 @@ bool passes(State barrier, int begin, int end) {
 
 void run_cluster(int cluster, int64_t shared_bytes) {
   allocate_cluster(cluster, shared_bytes);
+  late_products = is_random ? random_numbers() : late_copies ? ~0u : 0;
   const int threads = cluster * threads_of_block;
   while (static_cast<int>(fibers.size()) < threads) fibers.push_back(std::make_unique<Fiber>());
   for (int thread = 0; thread < threads; ++thread) {
@@ -247,11 +264,13 @@ void run_cluster(int cluster, int64_t shared_bytes) {
     fiber.products.clear();
     fiber.has_fenced_products = false;
     fiber.uncommitted_products = 0;
+    fiber.asked_products = 0;
   }
   while (true) {
     // Each block as far as it comes without the others: what it reads of one that has not run is NaN.
+    const Turns turns(cluster);
     for (int i = 0; i < cluster; ++i) {
-      const int first = (descending_warps ? cluster - 1 - i : i) * threads_of_block;
+      const int first = turns.of[i] * threads_of_block;
       do {
         run_warps(first);
       } while (can_run(first, first + threads_of_block) ||
@@ -283,9 +302,16 @@ void end_phase(Copies& copies) {
   ++copies.phase;
 }
 
-// For the test of the test: a wait that was forgotten.
+// Whether what is asked for now comes as late as it may.
+bool is_late() { return is_random ? random_numbers() % 2 == 0 : late_copies; }
+
+// For the test of the test: a wait or a fence that was forgotten.
 bool forgets_waits() {
   static const bool forgotten = std::getenv("EAGLE_KERNELS_TEST_NO_WAITS") != nullptr;
+  return forgotten;
+}
+bool forgets_fences() {
+  static const bool forgotten = std::getenv("EAGLE_KERNELS_TEST_NO_FENCES") != nullptr;
   return forgotten;
 }
 
@@ -301,11 +327,16 @@ bool forgets_waits() {
 
 void set_warp_order(bool descending) { descending_warps = descending; }
 void set_late_copies(bool late) { late_copies = late; }
+void set_random(uint32_t seed) {
+  is_random = seed != 0;
+  random_numbers.seed(seed);
+}
 
 bool lands_now(const Copy& copy) {
   early_copies += !current().waited && copy.from != nullptr;
-  if (late_copies) current().copies.push_back(copy);
-  return !late_copies;
+  const bool late = is_late();
+  if (late) current().copies.push_back(copy);
+  return !late;
 }
 
 int64_t take_early_copies() { return std::exchange(early_copies, 0); }
@@ -330,8 +361,10 @@ bool multiplies_now(const Product& product) {
   if (unfenced >= 0) fail("wgmma reads what thread " + std::to_string(unfenced) + " has not fenced");
   if (!current().has_fenced_products) fail("wgmma without a fence of its registers");
   ++current().uncommitted_products;
-  if (late_copies) current().products.push_back(product);
-  return !late_copies;
+  // Those of one sum end in their order.
+  const bool late = (late_products >> current().asked_products++ % 32 & 1) != 0 || !current().products.empty();
+  if (late) current().products.push_back(product);
+  return !late;
 }
 
 void fence_products() { current().has_fenced_products = true; }
@@ -343,7 +376,10 @@ std::vector<Product> ending_products() {
   return forgets_waits() ? std::vector<Product>{} : std::exchange(current().products, {});
 }
 
-void fence_async_proxy() { current().fenced = true; }
+void fence_async_proxy() {
+  if (!forgets_fences()) current().fenced = true;
+}
+void has_stored() { current().fenced = false; }
 
 uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const char*>(p) - shared_memory());
@@ -379,7 +415,7 @@ bool lands_now(const BoxCopy& copy, const void* barrier) {
   }
   Copies& copies = copies_at(barrier);
   if (!current().waited) early_copies += copy.bytes() / sizeof(Words);
-  if (!late_copies) return true;
+  if (!is_late()) return true;
   copies.order.release();
   copies.late.push_back(copy);
   ++copies.changes;

@@ -10,10 +10,61 @@
 namespace eagle_kernels::cuda::host {
 namespace {
 
-int set_device(int64_t shared_bytes, bool descending_warps, bool late_copies, int capability, int multiprocessors) {
+int set_device(int64_t shared_bytes, bool descending_warps, bool late_copies, int capability, int multiprocessors,
+               uint32_t random) {
   set_warp_order(descending_warps);
   set_late_copies(late_copies);
+  set_random(random);
   return use_gpu({capability, shared_bytes, multiprocessors});
+}
+
+// Registers of each thread.
+template <class T>
+using Registers = std::vector<std::vector<T>>;
+using Bits = Registers<uint32_t>;
+
+Registers<float> multiply_warp(const Bits& a, const Bits& b) {
+  Registers<float> sums(32, std::vector<float>(4));
+  const auto thread = [&] {
+    const std::vector<uint32_t>&own_a = a[threadIdx.x], &own_b = b[threadIdx.x];
+    float sum[4] = {};
+    mma(sum, own_a[0], own_a[1], own_a[2], own_a[3], own_b[0], own_b[1], BFloat16{});
+    sums[threadIdx.x].assign(sum, sum + 4);
+  };
+  run(thread, {}, {32, 1}, 16, 1);
+  return sums;
+}
+
+// `b` is what shared memory has.
+Registers<float> multiply_warpgroup(const Bits& a, const std::vector<uint32_t>& b, uint64_t descriptor) {
+  Registers<float> sums(128, std::vector<float>(32));
+  const auto thread = [&] {
+    const int i = threadIdx.x;
+    if (i == 0) std::memcpy(shared_memory(), b.data(), b.size() * sizeof b[0]);
+    const uint32_t registers[4] = {a[i][0], a[i][1], a[i][2], a[i][3]};
+    float sum[8][4] = {};
+    sync_block();
+    fence_wgmma();
+    wgmma<false>(sum, registers, descriptor, BFloat16{});
+    commit_wgmma();
+    wait_for_wgmma();
+    sums[i].assign(sum[0], sum[0] + 32);
+  };
+  run(thread, {}, {128, 1}, b.size() * sizeof b[0], 1);
+  return sums;
+}
+
+Bits load_matrices_at(const std::vector<uint32_t>& rows, const std::vector<uint32_t>& memory) {
+  Bits words(32, std::vector<uint32_t>(4));
+  const auto thread = [&] {
+    if (threadIdx.x == 0) std::memcpy(shared_memory(), memory.data(), memory.size() * sizeof memory[0]);
+    sync_block();
+    uint32_t own[4];
+    load_matrices(rows[threadIdx.x], own);
+    words[threadIdx.x].assign(own, own + 4);
+  };
+  run(thread, {}, {32, 1}, memory.size() * sizeof memory[0], 1);
+  return words;
 }
 
 }  // namespace
@@ -22,8 +73,9 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
   namespace py = pybind11;
   m.def("set_device", &set_device, py::arg("shared_bytes"), py::arg("descending_warps"),
         py::arg("late_copies") = false, py::arg("capability") = 90, py::arg("multiprocessors") = 132,
-        "Bytes of shared memory for a block, the order in which warps run, when asynchronous copies land; returns the "
-        "index of the tensors' GPU.");
+        py::arg("random") = 0,
+        "Bytes of shared memory for a block, the order in which warps run, when asynchronous copies land, a seed that "
+        "has both at random; returns the index of the tensors' GPU.");
   m.def("set_index", &use_tensors_device, "The tensors are on the GPU of this index.");
   m.def("set_stream", &use_stream, "The current stream, by number.");
   m.def("set_driver", &use_driver, "The driver's CUDA version, 13000 for 13.0.");
@@ -31,6 +83,10 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
   m.def("fail_next_launch", &fail_next_launch, "With this CUDA error.");
   m.def("run_kernels", &run_kernels, "False: launches are recorded and nothing runs.");
   m.def("take_launches", &take_launches, "What CUDA was asked for since the last call of this.");
+  m.def("multiply_warp", &multiply_warp, "mma.m16n8k16 of the threads' registers of a and of b.");
+  m.def("multiply_warpgroup", &multiply_warpgroup, "wgmma.m64n64k16 of registers and of described shared memory.");
+  m.def("matrix_descriptor", &matrix_descriptor, "Of rows in shared memory that have 128 bytes, swizzled.");
+  m.def("load_matrices", &load_matrices_at, "ldmatrix.x4 of the threads' addresses and of shared memory.");
   py::class_<Launch>(m, "Launch")
       .def_readonly("device", &Launch::device)
       .def_readonly("stream", &Launch::stream)

@@ -101,6 +101,12 @@ def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, for
         assert run.stdout == said, run.stderr[-6000:]
 
 
+def test_what_wgmma_reads_without_a_fence_is_seen() -> None:
+    code = _RING.format(kernel="wgmma", switches="", late=False)
+    run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), EAGLE_KERNELS_TEST_NO_FENCES="1")
+    assert "has not fenced" in run.stderr, run.stderr[-4000:]
+
+
 @pytest.mark.parametrize("barriers", ["counted", "forgotten"])
 def test_the_racecheck_sees_a_barrier_that_was_forgotten(barriers: str) -> None:
     code = (
