@@ -50,9 +50,7 @@ def emulated(
     monkeypatch.setattr(library, "cuda_archs", ("90a",))
     order = len(request.node.name)
     seed = zlib.crc32(request.node.nodeid.encode()) if order % 3 == 0 else 0
-    emulation.set_device(
-        SHARED_MEMORY, descending_warps=order % 2 == 1, late_copies=order // 2 % 2 == 1, random=seed
-    )
+    emulation.set_device(SHARED_MEMORY, descending_warps=order % 2 == 1, late_copies=order // 2 % 2 == 1, random=seed)
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         yield library.primitives
 

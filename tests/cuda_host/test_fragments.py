@@ -53,13 +53,15 @@ def test_mma(emulation: ModuleType) -> None:
         assert sums[lane] == [product[_row_of_c(lane, i), _column_of_c(lane, i)] for i in range(4)]
 
 
+# "128B swizzle": of 8 rows of 8 parts of 16 bytes, which part lies in each place.
+_SWIZZLE = ("01234567", "10325476", "23016745", "32107654", "45670123", "54761032", "67452301", "76543210")
+
+
 def _swizzled(rows: torch.Tensor) -> list[int]:
-    """Words of shared memory that has rows of 64 numbers, "128-byte swizzle": of 8 rows of 8 parts of 16 bytes, the
-    table's rows are 01234567, 10325476, 23016745, 32107654, 45670123, 54761032, 67452301, 76543210."""
-    table = "01234567 10325476 23016745 32107654 45670123 54761032 67452301 76543210".split()
+    """Words of shared memory that has rows of 64 numbers."""
     placed = torch.empty_like(rows)
     for row in range(rows.shape[0]):
-        for place, part in enumerate(table[row % 8]):
+        for place, part in enumerate(_SWIZZLE[row % 8]):
             placed[row, place * 8 : place * 8 + 8] = rows[row, int(part) * 8 : int(part) * 8 + 8]
     return [word for words in _pairs(placed) for word in words]
 

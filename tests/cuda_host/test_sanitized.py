@@ -34,11 +34,19 @@ def run_under(sanitizer: str, command: list[str], **variables: str) -> subproces
     return subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
 
 
+# What takes long alone, so that workers share the processes.
+_ALONE = ("test_norm_concat_linear.py", "test_norm_concat_linear_quantized.py")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("file", [*_ALONE, "others"])
 @pytest.mark.parametrize("sanitizer", FLAGS)
-def test_the_kernels_under_sanitizers(sanitizer: str) -> None:
-    selection = [os.fspath(HERE), "-k", f"not ({_LEFT_OUT})"]
-    run = run_under(sanitizer, ["-m", "pytest", "-x", "-p", "no:cacheprovider", *selection])
+def test_the_kernels_under_sanitizers(sanitizer: str, file: str) -> None:
+    files = [
+        name for name in os.listdir(HERE) if name.startswith("test_") and name not in (*_ALONE, Path(__file__).name)
+    ]
+    selection = [os.fspath(HERE / name) for name in (files if file == "others" else [file])]
+    run = run_under(sanitizer, ["-m", "pytest", "-x", "-p", "no:cacheprovider", *selection, "-k", f"not ({_LEFT_OUT})"])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
     assert " passed" in run.stdout and " failed" not in run.stdout, run.stdout
 

@@ -616,7 +616,6 @@ MUTANTS = (
             ("left >= 2 * kLanes ? ~0u : (1u << left) - 1", "~0u"),
             ("k % block_columns + place * kLineColumns<Code> / kLanes", "place * kLineColumns<Code> / kLanes"),
             ("lane % 4 / 2 * kLanes + lane / 4 * 4 + lane % 2 * 2", "lane"),
-            ("(d + kBlockColumns, later - op.source.width)", "(d + kBlockColumns, 0)"),
             ("*op.scales.global", "1.0f"),
         )
     ),
