@@ -180,6 +180,19 @@ BROKEN = {
         change("awq", lambda t, c: c.update(group_size=-1)),
         "fc.qweight has 4 groups in 128 columns, expected 1, because the checkpoint says group_size -1",
     ),
+    "another-order": (
+        change("gptq-act-order", lambda t, c: (t["g_idx"].copy_(torch.arange(W) // GROUP), t["g_idx"][40:41].fill_(3),
+                                               c.update(desc_act=False))),
+        "fc.g_idx[40] is 3, expected 1, because the checkpoint says desc_act False",
+    ),
+    "another-group-size-of-awq": (
+        change("awq", lambda t, c: c.update(q_group_size=64)),
+        "fc.qweight has 4 groups in 128 columns, expected 2, because the checkpoint says q_group_size 64",
+    ),
+    "another-width-of-awq": (
+        change("awq", lambda t, c: c.update(w_bit=8)),
+        "fc.qweight has 4 bits a code, expected 8, because the checkpoint says w_bit 8",
+    ),
     "another-group-size-packed": (
         change("pack-zeros", lambda t, c: c.update(in_group(group_size=16))),
         "fc.weight_packed has 4 groups in 128 columns, expected 8, because the checkpoint says "
@@ -296,6 +309,8 @@ def test_what_is_broken_is_named_and_copies_nothing(case: str, tmp_path: Path) -
         pytest.param(
             "gptq", {"bits": 8, "group_size": 16, "dynamic": {"+:fc": {"bits": 4, "group_size": 32}}}, id="own"
         ),
+        pytest.param("gptq", {"desc_act": False}, id="in-order"),
+        pytest.param("awq", {"w_bit": 4, "q_group_size": GROUP}, id="awq"),
         pytest.param("gptq", {"dynamic": {"-:fc": {}, "+:lm_head": {"bits": 8}}}, id="of-other-layers"),
         pytest.param("pack-symmetric", in_group(symmetric=True, actorder="weight"), id="group"),
         pytest.param("pack-zeros", in_group(symmetric=False), id="zeros"),
@@ -310,4 +325,36 @@ def test_what_is_broken_is_named_and_copies_nothing(case: str, tmp_path: Path) -
 def test_a_config_that_agrees(layout: str, says: dict, tmp_path: Path) -> None:
     tensors, config, truth = LAYOUTS[layout][1]()
     save(tmp_path, tensors, config | says)
+    assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
+
+
+@pytest.mark.parametrize("layout", ["pack-zeros", "gptq", "awq"])
+def test_the_last_group_of_a_row_has_fewer_columns(layout: str, tmp_path: Path) -> None:
+    """Groups of 96 in 128 columns were once read as two of 64."""
+    size, groups = 96, 2
+    q, group = torch.randint(0, 16, (D, W)), torch.arange(W) // size
+    zeros, scales = torch.randint(1, 16, (D, groups)), (torch.rand(D, groups) + 0.1).half()
+    tensors, config, _ = LAYOUTS[layout][1]()
+    tensors.pop("g_idx", None)
+    if layout == "pack-zeros":
+        tensors |= {"weight_packed": pack(q, 4), "weight_scale": scales, "weight_zero_point": pack(zeros.t(), 4).t()}
+        config |= in_group(group_size=size)
+    elif layout == "gptq":
+        tensors |= {"qweight": pack(q, 4).t(), "scales": scales.t(), "qzeros": pack(zeros.t() - 1, 4)}
+        config["group_size"] = size
+    else:
+        tensors |= {"qweight": pack(q.t(), 4, AWQ_ORDER), "scales": scales.t()}
+        tensors["qzeros"] = pack(zeros.t(), 4, AWQ_ORDER)
+        config["group_size"] = size
+    save(tmp_path, tensors, config)
+    truth = (q - zeros[:, group]).double() * scales[:, group].double()
+    assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
+
+
+@pytest.mark.parametrize("desc_act", [None, False, True])
+def test_a_g_idx_of_zeros_is_no_order(desc_act: bool | None, tmp_path: Path) -> None:
+    """What a quantizer without act order leaves there; obeyed, all columns had the scales of the first group."""
+    tensors, config, truth = gptq()
+    tensors["g_idx"].zero_()
+    save(tmp_path, tensors, config if desc_act is None else config | {"desc_act": desc_act})
     assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())

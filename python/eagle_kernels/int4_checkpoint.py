@@ -14,7 +14,9 @@ q is unsigned, of b = 4 or 8 bits; the first of the numbers that an int32 has is
 Scales are [D, groups] of the first and [groups, D] of the others. Names: weight_packed, weight_scale and
 weight_zero_point of the first, qweight, scales and qzeros of the others.
 
-g_idx (GPTQ's `desc_act`) and weight_g_idx name the group of each column; without them g columns in a row are one.
+g_idx (GPTQ's `desc_act`) and weight_g_idx name the group of each column; without them group_size columns in a row are
+one, of which the last group of a row may have fewer. A g_idx of zeros alone says nothing of several groups: engines take
+it for their order too (AutoGPTQ `qlinear_exllama.py`, `post_init`).
 
 Sources: compressed-tensors 0.20 `compressors/pack_quantized` (`pack_to_int32`, and its zeros along dim 0), AutoAWQ
 `awq/utils/packing_utils.py` (`AWQ_ORDER`, `dequantize_gemm`), AutoGPTQ
@@ -127,8 +129,8 @@ def _packed_of(
         got = f"{scales_name} is NaN at {place[::-1] if transposed else place}"
         raise checks.error(ValueError, op, got, "numbers", "what it scales would be lost")
     groups = by_row.shape[1]
-    _check_config(op, name, layout, bits, names, groups, W, config)
-    group_of = _groups(op, names, tensor, groups, W, scales_name)
+    size, in_order = _checked_groups(op, name, layout, bits, names, groups, W, config)
+    group_of = _groups(op, names, tensor, groups, W, scales_name, size, in_order)
     return _Packed(
         layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), config), group_of
     )
@@ -150,10 +152,13 @@ def _layout_of(
     raise checks.shape_error(op, name, codes, choices, f"W is {shape}, {meaning}; other packings are not read")
 
 
-def _check_config(
+def _checked_groups(
     op: str, name: str, layout: str, bits: int, names: Mapping[str, str], groups: int, W: int, config: Mapping[str, Any]
-) -> None:
-    """Raise where the checkpoint's config means another packing than its tensors have."""
+) -> tuple[int | None, str | None]:
+    """(columns of a group, the key that says they are in order) of a config; None where it does not say.
+
+    Raises where it means another packing than its tensors have.
+    """
     check_format(op, name, [layout], config)
     version = config.get("version")
     if layout == "awq" and version is not None and str(version).lower() != "gemm":
@@ -172,40 +177,63 @@ def _check_config(
     def says(key: str) -> str:
         return f"the checkpoint says {where}{key} {section[key]!r}"
 
-    for key in ("bits", "num_bits"):
+    for key in ("bits", "num_bits", "w_bit"):
         if section.get(key) not in (None, bits):
             raise checks.error(ValueError, op, f"{name} has {bits} bits a code", f"{section[key]!r}", says(key))
-    size = section.get("group_size")
-    if isinstance(size, int) and groups != (expected := -(-W // size) if size > 0 else 1):
-        got = f"{name} has {groups} groups in {W} columns"
-        raise checks.error(ValueError, op, got, str(expected), says("group_size"))
+    stated = None
+    for key in ("group_size", "q_group_size"):
+        if not isinstance(size := section.get(key), int):
+            continue
+        stated = size if size > 0 else max(W, 1)
+        if groups != (expected := max(-(-W // stated), 1)):
+            raise checks.error(ValueError, op, f"{name} has {groups} groups in {W} columns", str(expected), says(key))
     ordered = {"desc_act": (True,), "actorder": ("group", "dynamic", True)}
     for key, values in ordered.items():
         if groups > 1 and section.get(key) in values and not {"g_idx", "weight_g_idx"} & names.keys():
             raise checks.error(ValueError, op, f"weights has {name}", "the group of each column beside it", says(key))
     if layout == "pack-quantized" and section.get("symmetric") is False and "weight_zero_point" not in names:
         raise checks.error(ValueError, op, f"weights has {name}", "weight_zero_point beside it", says("symmetric"))
+    return stated, says("desc_act") if section.get("desc_act") is False else None
 
 
 def _groups(
-    op: str, names: Mapping[str, str], tensor: Callable[[str], Tensor], groups: int, W: int, scales_name: str
+    op: str,
+    names: Mapping[str, str],
+    tensor: Callable[[str], Tensor],
+    groups: int,
+    W: int,
+    scales_name: str,
+    size: int | None,
+    in_order: str | None,
 ) -> Tensor:
-    """The group of each column."""
+    """The group of each column, of the `size` that a config says."""
     parameter = next((parameter for parameter in ("g_idx", "weight_g_idx") if parameter in names), None)
-    if parameter is None:
-        if W % groups:
-            got = f"{scales_name} has {groups} groups"
-            raise checks.error(ValueError, op, got, f"a divisor of {W}, the columns of the weight")
-        return torch.arange(W) // (W // groups)
-    name, group_of = names[parameter], tensor(parameter)
-    checks.check_dtype(op, name, group_of, (torch.int32, torch.int64))
-    if tuple(group_of.shape) != (W,):
-        raise checks.shape_error(op, name, group_of, f"({W},)")
-    group_of = group_of.long()
-    if W and not 0 <= int(group_of.min()) <= int(group_of.max()) < groups:
-        got = f"{name} has groups {int(group_of.min())} to {int(group_of.max())}"
+    given = None if parameter is None else _group_indices(op, names[parameter], tensor(parameter), groups, W, scales_name)
+    # Zeros are what a quantizer without act order leaves there: obeyed, one scale of several would have all columns.
+    if given is not None and not in_order and (groups == 1 or given.any()):
+        return given
+    if size is None and W % groups:
+        got = f"{scales_name} has {groups} groups"
+        raise checks.error(ValueError, op, got, f"a divisor of {W}, the columns of the weight")
+    each = W // groups if size is None else size
+    sequential = torch.arange(W, device=None if given is None else given.device) // each
+    if given is not None and given.any() and (wrong := (given != sequential).nonzero()).numel():
+        assert parameter is not None
+        column = int(wrong[0])
+        got = f"{names[parameter]}[{column}] is {int(given[column])}"
+        raise checks.error(ValueError, op, got, str(int(sequential[column])), in_order)
+    return sequential
+
+
+def _group_indices(op: str, name: str, indices: Tensor, groups: int, W: int, scales_name: str) -> Tensor:
+    checks.check_dtype(op, name, indices, (torch.int32, torch.int64))
+    if tuple(indices.shape) != (W,):
+        raise checks.shape_error(op, name, indices, f"({W},)")
+    indices = indices.long()
+    if W and not 0 <= int(indices.min()) <= int(indices.max()) < groups:
+        got = f"{name} has groups {int(indices.min())} to {int(indices.max())}"
         raise checks.error(ValueError, op, got, f"0 to {groups - 1}", f"{scales_name} has {groups}")
-    return group_of
+    return indices
 
 
 def _zeros(
