@@ -203,6 +203,17 @@ def planned_codes(T: int = 4, H: int = 4096, block_columns: int | None = None, *
         ({"H": 4112, "block_columns": 128}, "H=4112 is no multiple of 32"),
         ({"widths": (2048, 4096)}, None),
         ({"widths": (2048, 4100)}, "H=4100 is no multiple of 16"),
+        (
+            {"H": 384, "block_columns": 384},
+            "384 columns share a scale, and the kernels shift by a power of two from 32 up",
+        ),
+        (
+            {"T": 33, "H": 384, "block_columns": 384},
+            "384 columns share a scale, and the kernels shift by a power of two from 32 up",
+        ),
+        ({"block_columns": 16}, "16 columns share a scale, and the kernels shift by a power of two from 32 up"),
+        ({"block_columns": 4096, "has_int8": True}, "no cuda kernel reads int8 whose scales are of blocks"),
+        ({"has_int8": True}, None),
         ({"code_bits": 4, "block_columns": 32}, "no cuda kernel reads codes of 4 bits"),
         ({"dtype": torch.float32}, "tensor cores multiply 16-bit types"),
         ({"bytes_aligned": False}, "an address or a row stride is no multiple of 16 bytes"),

@@ -207,6 +207,16 @@ def test_quantized_projections_become_one_weight(format: str, e8m0: bool) -> Non
         pytest.param(
             ("fp8_block128", "fp8_block128"), 192, "128 columns share a scale, and 192 are no multiple", id="blocks"
         ),
+        *(
+            pytest.param(
+                (format, format),
+                H,
+                f"{H} columns share a scale, and kernels read blocks of (16, 32, 64) or a multiple of 128",
+                id=f"{format}-{H}",
+            )
+            for format in ("fp8_row", "fp8_tensor", "int8_row")
+            for H in (160, 200)
+        ),
         pytest.param(("fp8_row", "int8_row"), 192, "fp8_row and int8_row are two formats", id="two-formats"),
         pytest.param((None, "fp8_row"), 192, "the other one is not quantized", id="half"),
         pytest.param(("mxfp4", None), 192, "the other one is not quantized", id="other-half"),
@@ -229,6 +239,7 @@ def test_codes_that_cannot_become_one_weight_become_numbers(
         expected[-1] = codes.dequantize()
     layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, D), dtype=torch.bfloat16).load_checkpoint(weights)
     assert torch.equal(layer.eh_proj.weight, torch.cat(expected, 1))
+    assert layer(torch.randn(2, S, H).bfloat16(), embeds=torch.randn(2, H).bfloat16()).isfinite().all()
     for stem, format in zip(("mtp.0.e_proj", "mtp.0.h_proj"), formats, strict=True):
         line = f"{stem}.weight is {format}, dequantized to torch.bfloat16: {because}"
         assert (line in caplog.text) == (format is not None)

@@ -83,6 +83,7 @@ class Problem(NamedTuple):
     in_blocks: bool = False  # several scales lie along a row of it
     scales_sums: bool = False  # over those columns, instead of codes
     code_bits: int = 8
+    has_int8: bool = False  # codes are int8
 
 
 def cached(function: Callable) -> Callable:
@@ -259,6 +260,11 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
     rows, most = problem.rows, library.MAX_CUDA_SPLIT_ROWS
     if problem.code_bits != 8:
         return f"no cuda kernel reads codes of {problem.code_bits} bits"
+    shared = problem.block_columns
+    if problem.in_blocks and problem.has_int8:
+        return "no cuda kernel reads int8 whose scales are of blocks"
+    if problem.in_blocks and (shared < _CUDA_STEP_COLUMNS or shared & (shared - 1)):
+        return f"{shared} columns share a scale, and the kernels shift by a power of two from {_CUDA_STEP_COLUMNS} up"
     step = _CUDA_STEP_COLUMNS if problem.in_blocks else _CUDA_CODES_OF_A_COPY
     if odd := [H for H in problem.widths if H % step]:
         return f"H={max(odd)} is no multiple of {step}"

@@ -39,6 +39,9 @@ _LOGGER = logging.getLogger("eagle_kernels")
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ALL = 0  # rows or columns of a block: all there are
+# Columns of a block that kernels read beside multiples of 128, of several in a row: csrc/norm_concat_linear.cpp,
+# `is_block_width`, refuses others in every call.
+_NARROW_BLOCKS = (16, 32, 64)
 
 
 class Format(NamedTuple):
@@ -270,6 +273,9 @@ def columns_unsupported_reason(weights: Sequence[QuantizedWeight]) -> str | None
         return "their scales are of other blocks or dtypes"
     if any(weight.shape[1] % columns for weight in weights[:-1]):
         return f"{columns} columns share a scale, and {first.shape[1]} are no multiple"
+    several = columns < sum(weight.shape[1] for weight in weights)
+    if several and columns not in _NARROW_BLOCKS and columns % 128:
+        return f"{columns} columns share a scale, and kernels read blocks of {_NARROW_BLOCKS} or a multiple of 128"
     if any(weight.global_scale is not None for weight in weights):
         return "each has a global scale of its own"
     return None

@@ -142,7 +142,7 @@ def _choose(
     scales_sums = in_blocks and weight.scaled_where(dtype) == "blocks"
     sizes = (num_chunks, rows, dtype, columns, widths, bool(residuals), has_post_norm)
     scaling = block_columns, in_blocks, scales_sums
-    return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), *scaling, code_bits)
+    return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), *scaling, code_bits, format == "int8_row")
 
 
 def can_read_codes(device: torch.device) -> bool:
