@@ -212,6 +212,61 @@ def test_a_bad_index_is_worded(text: str, message: str, tmp_path: Path) -> None:
         eagle3_layer().load_checkpoint(folder)
 
 
+def save_twice(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of two files, fc.weight in both."""
+    first, last = eagle3_weights(), {"fc.weight": torch.randn(D, K * H).bfloat16()}
+    for name, weights in (("a", first), ("b", last)):
+        save_file(weights, folder / f"{name}.safetensors")
+    return first, last
+
+
+@pytest.mark.parametrize("stated", ["a", "b"])
+def test_a_name_in_two_files_is_that_of_the_index(stated: str, tmp_path: Path) -> None:
+    """The last file's was taken, whatever the index says."""
+    first, last = save_twice(tmp_path)
+    weight_map = {name: "a.safetensors" for name in first} | {
+        "fc.weight": f"{stated}.safetensors",
+        "x": "b.safetensors",
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    expected = (first if stated == "a" else last)["fc.weight"]
+    assert torch.equal(eagle3_layer(chunk_norm=True).load_checkpoint(tmp_path).fc.weight, expected)
+
+
+def test_a_name_in_two_files_without_an_index_is_an_error(tmp_path: Path) -> None:
+    save_twice(tmp_path)
+    files = f"'{tmp_path}/a.safetensors' and '{tmp_path}/b.safetensors'"
+    message = f"weights has fc.weight in {files}, expected one of them, because no index says which"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
+        eagle3_layer(chunk_norm=True).load_checkpoint(tmp_path)
+
+
+def test_a_name_that_its_file_does_not_have_is_an_error(tmp_path: Path) -> None:
+    first, _ = save_twice(tmp_path)
+    weight_map = {name: "b.safetensors" for name in first} | {"x": "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    message = "the index has fc_norm.0.weight in 'b.safetensors', expected 'a.safetensors', because that file alone has"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        eagle3_layer(chunk_norm=True).load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("put", "because"),
+    [
+        (lambda file: file.mkdir(), "it is a folder"),
+        (lambda file: file.symlink_to("nowhere"), "it is a link to 'nowhere', which is not there"),
+        (os.mkfifo, "it is neither a file nor a folder"),
+    ],
+    ids=["folder", "link", "pipe"],
+)
+def test_what_is_no_file_is_named(put: Callable, because: str, tmp_path: Path) -> None:
+    """A pipe was waited for."""
+    put(tmp_path / "x.safetensors")
+    message = f"'{tmp_path}/x.safetensors' cannot be read, expected a safetensors file, because {because}"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
+        eagle3_layer().load_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

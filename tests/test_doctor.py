@@ -1,6 +1,7 @@
 """`eagle-kernels doctor`: pairs that fit, and one pair for each trap, in the files of a checkpoint."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -807,10 +808,14 @@ def replaced_by_broken_link(file: Path) -> None:
             lambda folder: replaced_by_folder(folder / "target/config.json"),
             "cannot be read, because [Errno 21] Is a di",
         ),
-        (lambda folder: replaced_by_folder(folder / "drafter/model.safetensors"), "cannot be read, because "),
+        (lambda folder: replaced_by_folder(folder / "drafter/model.safetensors"), "because it is a folder"),
+        (
+            lambda folder: shutil.copy(folder / "drafter/model.safetensors", folder / "drafter/twice.safetensors"),
+            "twice.safetensors', expected one of them, because no index says which",
+        ),
         (
             lambda folder: replaced_by_broken_link(folder / "drafter/model.safetensors"),
-            "cannot be read, because No such",
+            "because it is a link to 'nowhere', which is not there",
         ),
     ],
 )

@@ -181,8 +181,14 @@ BROKEN = {
         "fc.qweight has 4 groups in 128 columns, expected 1, because the checkpoint says group_size -1",
     ),
     "another-order": (
-        change("gptq-act-order", lambda t, c: (t["g_idx"].copy_(torch.arange(W) // GROUP), t["g_idx"][40:41].fill_(3),
-                                               c.update(desc_act=False))),
+        change(
+            "gptq-act-order",
+            lambda t, c: (
+                t["g_idx"].copy_(torch.arange(W) // GROUP),
+                t["g_idx"][40:41].fill_(3),
+                c.update(desc_act=False),
+            ),
+        ),
         "fc.g_idx[40] is 3, expected 1, because the checkpoint says desc_act False",
     ),
     "another-group-size-of-awq": (

@@ -239,6 +239,44 @@ def test_copies_and_saved_ones_are_equal(format: str) -> None:
         assert torch.equal(twin.dequantize(torch.float64), weight.dequantize(torch.float64))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_strided_weight_is_quantized_as_its_copy(format: str) -> None:
+    weight = torch.randn(64, 96).t()
+    strided, copied = quantize(weight, format), quantize(weight.contiguous(), format)
+    assert strided.codes.is_contiguous()
+    assert torch.equal(strided.dequantize(torch.float64), copied.dequantize(torch.float64))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
+def test_a_scale_of_two_s_power_is_exact(format: str) -> None:
+    """One ulp above the largest code times a power of two belongs to the next scale; log2 in fp32 rounds it off."""
+    largest = torch.tensor(FORMATS[format].max)
+    for power in (-100, -1, 0, 3):
+        exact = largest * 2.0**power
+        above = torch.nextafter(exact, torch.tensor(torch.inf))
+        weight = torch.stack((exact, above))[:, None].expand(2, 32)
+        assert quantize(weight, format).scales.float().flatten().tolist() == [2.0**power, 2.0 ** (power + 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_global_scale_that_is_a_float_is_in_fp32(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        scale = QuantizedWeight(FP8, torch.ones(1, dtype=torch.float32), "fp8_tensor", global_scale=2.1).global_scale
+    finally:
+        torch.set_default_dtype(before)
+    assert scale is not None and scale.equal(torch.tensor(2.1, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64, "bf16"], ids=str)
+@pytest.mark.parametrize("format", ["fp8_row", "bf16_12bit"])
+def test_numbers_are_of_16_bits_or_more(format: str, dtype: torch.dtype) -> None:
+    message = f"QuantizedWeight.dequantize: dtype is {dtype!r}, expected one of torch.bfloat16, "
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        quantize(torch.ones(4, 32).bfloat16(), format).dequantize(dtype)
+
+
 FP8 = torch.zeros(4, 64).to(torch.float8_e4m3fn)
 ERRORS: list = [
     (lambda: QuantizedWeight(FP8, torch.ones(1), "fp9"), "format is 'fp9', expected one of"),
@@ -268,6 +306,11 @@ ERRORS: list = [
     (
         lambda: QuantizedWeight(FP8, torch.ones(1), "fp8_tensor", torch.ones(2)),
         "global_scale has shape (2,), expected one element",
+    ),
+    (lambda: QuantizedWeight(FP8, torch.ones(1), ["fp8_row"]), "format is ['fp8_row'], expected one of"),
+    (
+        lambda: QuantizedWeight(FP8, torch.ones(1), "fp8_tensor", 1e39),
+        "global_scale is 1e+39, expected a number that is finite in torch.float32",
     ),
     (lambda: QuantizedWeight(FP8, torch.ones(1), "fp8_tensor", "1"), "global_scale is a str, expected a number"),
     (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_kernels.checkpoint import Opened, open_files
+from eagle_kernels.checkpoint import Opened, open_tensors
 from eagle_kernels.quantization_config import config_of
 
 OP = "doctor"
@@ -126,11 +126,9 @@ def read(target: Path, drafter: Path) -> Pair:
 
 def _headers(folder: Path) -> dict[str, Header]:
     headers = {}
-    for file in open_files(OP, folder):
-        names = file.keys()
-        for name in names:
-            tensor = file.get_slice(name)
-            headers[name] = Header(tuple(tensor.get_shape()), tensor.get_dtype())
+    for name, file in open_tensors(OP, folder).items():
+        tensor = file.get_slice(name)
+        headers[name] = Header(tuple(tensor.get_shape()), tensor.get_dtype())
     return headers
 
 

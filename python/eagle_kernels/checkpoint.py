@@ -441,35 +441,60 @@ def _open(op: str, weights: _Weights) -> _Readers:
     if not isinstance(weights, (str, os.PathLike)):
         got = f"weights is a {type(weights).__name__}"
         raise checks.error(TypeError, op, got, "a safetensors file or folder, or tensors by name")
-    readers: _Readers = {}
-    for handle in open_files(op, Path(weights)):
+    return {name: partial(handle.get_tensor, name) for name, handle in open_tensors(op, Path(weights)).items()}
+
+
+def open_tensors(op: str, path: Path) -> dict[str, Any]:
+    """By the name of each tensor the opened safetensors file that has it.
+
+    A name in two files is that of the file which the index states, as engines read it, and without an index an error.
+    """
+    index = path / "model.safetensors.index.json"
+    file_of = _files_of_index(op, index) if index.is_file() else {}
+    handles: dict[str, tuple[Path, Any]] = {}
+    elsewhere: dict[str, Path] = {}
+    for file, handle in _open_files(op, path, set(file_of.values())):
         names = handle.keys()
-        readers |= {name: partial(handle.get_tensor, name) for name in names}
-    return readers
+        for name in names:
+            if file_of.get(name, file) != file:
+                elsewhere[name] = file
+                continue
+            if name in handles:
+                got = f"weights has {name} in {str(handles[name][0])!r} and {str(file)!r}"
+                raise checks.error(ValueError, op, got, "one of them", "no index says which")
+            handles[name] = file, handle
+    for name, file in elsewhere.items():
+        if name not in handles:
+            got = f"the index has {name} in {file_of[name].name!r}"
+            raise checks.error(ValueError, op, got, repr(file.name), "that file alone has it")
+    return {name: handle for name, (_, handle) in handles.items()}
 
 
-def open_files(op: str, path: Path) -> Iterator[Any]:
-    """The opened safetensors files of a checkpoint: a file, or a folder with or without an index."""
+def _open_files(op: str, path: Path, files: set[Path]) -> Iterator[tuple[Path, Any]]:
+    """The opened safetensors files of a checkpoint: of a folder those of its index, or all without one."""
     from safetensors import SafetensorError, safe_open
 
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        files = _files_of_index(op, index)
-    else:
+    if not files:
         files = set(path.glob("*.safetensors")) if path.is_dir() else {path}
     if not files:
         raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
     for file in sorted(files):
+        if file.exists() and not file.is_file():  # a pipe would be waited for, and a folder's error names no path
+            because = "it is a folder" if file.is_dir() else "it is neither a file nor a folder"
+            raise checks.error(ValueError, op, f"{str(file)!r} cannot be read", "a safetensors file", because)
+        if file.is_symlink() and not file.exists():
+            because = f"it is a link to {os.readlink(file)!r}, which is not there"
+            raise checks.error(ValueError, op, f"{str(file)!r} cannot be read", "a safetensors file", because)
         try:
-            yield safe_open(file, framework="pt")
+            yield file, safe_open(file, framework="pt")
         except SafetensorError as failure:
             raise checks.error(
                 ValueError, op, f"{str(file)!r} is damaged", "a safetensors file", str(failure)
             ) from None
 
 
-def _files_of_index(op: str, index: Path) -> set[Path]:
-    """The files of a checkpoint in parts, which are in the folder of its index or below."""
+def _files_of_index(op: str, index: Path) -> dict[str, Path]:
+    """By tensor the file of a checkpoint in parts, which is in the folder of its index or below."""
     got, expected = f"{str(index)!r} is not an index", 'JSON with a "weight_map" from names to files'
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
@@ -483,4 +508,4 @@ def _files_of_index(op: str, index: Path) -> set[Path]:
         inside = not Path(file).is_absolute() and ".." not in Path(file).parts
         if not inside or not os.path.isfile(index.parent / file):
             raise checks.error(ValueError, op, f"the index has {name} in {file!r}", "a file in its own folder")
-    return {index.parent / file for file in weight_map.values()}
+    return {name: index.parent / file for name, file in weight_map.items()}

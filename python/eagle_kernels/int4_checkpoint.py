@@ -208,7 +208,9 @@ def _groups(
 ) -> Tensor:
     """The group of each column, of the `size` that a config says."""
     parameter = next((parameter for parameter in ("g_idx", "weight_g_idx") if parameter in names), None)
-    given = None if parameter is None else _group_indices(op, names[parameter], tensor(parameter), groups, W, scales_name)
+    given = (
+        None if parameter is None else _group_indices(op, names[parameter], tensor(parameter), groups, W, scales_name)
+    )
     # Zeros are what a quantizer without act order leaves there: obeyed, one scale of several would have all columns.
     if given is not None and not in_order and (groups == 1 or given.any()):
         return given

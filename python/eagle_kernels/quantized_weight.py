@@ -206,6 +206,7 @@ class QuantizedWeight:
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """W [D, W] in `dtype`, rounded once from fp32; exact up to fp32's products, and in float64 exact."""
+        _check_dense_dtype(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         for begin, end, values in self._chunks(torch.float64 if dtype == torch.float64 else torch.float32):
             out[begin:end] = values
@@ -248,7 +249,15 @@ class CompressedWeight(QuantizedWeight):
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        _check_dense_dtype(dtype)
         return bf16_12bit.decode(self.codes, self.scales, self.shape[1]).to(dtype)
+
+
+def _check_dense_dtype(dtype: torch.dtype) -> None:
+    dtypes = (*checks.DTYPES, torch.float64)
+    if dtype not in dtypes:  # codes without a scale of their own would overflow or be cut off
+        expected = f"one of {', '.join(map(str, dtypes))}"
+        raise checks.error(TypeError, f"{OP}.dequantize", f"dtype is {dtype!r}", expected)
 
 
 def _compressed(weight: Tensor) -> CompressedWeight:
@@ -303,9 +312,9 @@ def _gather_rows(scales: Tensor, rows: Tensor) -> Tensor:
 
 
 def format_named(op: str, name: object) -> Format:
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise checks.error(ValueError, op, f"format is {name!r}", f"one of {list(FORMATS)}")
-    return FORMATS[str(name)]
+    return FORMATS[name]
 
 
 def num_bytes(name: str, shape: tuple[int, int]) -> int:
@@ -333,7 +342,10 @@ def _checked_global_scale(value: object, codes: Tensor) -> Tensor | None:
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        value = torch.tensor(checks.check_number(OP, "global_scale", value), device=codes.device)
+        number = checks.check_number(OP, "global_scale", value)
+        if not abs(number) <= torch.finfo(torch.float32).max:  # of NaN too
+            raise checks.error(ValueError, OP, f"global_scale is {number}", "a number that is finite in torch.float32")
+        value = torch.tensor(number, dtype=torch.float32, device=codes.device)
     checks.check_tensor(OP, "global_scale", value)
     checks.check_dtype(OP, "global_scale", value, (torch.float32,))
     checks.check_device(OP, "global_scale", value, codes.device, "codes")
@@ -389,7 +401,7 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     rows, columns = kind.block[0] or D, kind.block[1] or W
     if kind.block[1] in (16, 32) and rows == 1 and W % columns:
         raise checks.shape_error(op, "weight", weight, f"(D, W) with W a multiple of {columns}", f"of {format}")
-    wide = weight.float()
+    wide = weight.float().contiguous()  # codes keep its strides, and a row of codes has stride 1
     if not wide.isfinite().all():
         raise checks.error(ValueError, op, "weight has NaN or infinity", "finite values")
     padded = F.pad(wide.abs(), (0, -W % columns, 0, -D % rows))
@@ -419,7 +431,9 @@ def _sizes(quantized: QuantizedWeight, weight: Tensor) -> str:
 
 def _scales_for(largest: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
     if format.scales == (E8M0,):
-        exponent = torch.log2(largest / format.max).ceil().clamp(-127, 127)  # of 0 the least
+        # Not by log2, which in fp32 is 0 of 1 + 2^-23: the scale would be half of what the largest code needs.
+        mantissa, exponent = torch.frexp(largest.double() / format.max)
+        exponent = (exponent - (mantissa == 0.5).int()).where(largest > 0, -127).clamp(-127, 127)
         return (exponent + 127).to(torch.uint8).view(E8M0), None
     if format.scales == (E4M3,):
         global_scale = _one_for_zero(largest.amax() / (format.max * 448.0))
