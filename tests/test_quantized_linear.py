@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import eagle_kernels as ek
 from eagle_kernels.quantized_weight import FORMATS
@@ -18,7 +19,7 @@ W = K * H
 
 
 def eagle3(format: str | None = None, seed: int = 0, bias: bool = False) -> ek.Eagle3Projection:
-    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, bias=bias)
+    config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, bias=bias, chunk_norm=True)
     layer = ek.Eagle3Projection(config, dtype=torch.bfloat16)
     torch.manual_seed(seed)
     layer.fc.weight.copy_(torch.randn(D, W) * 10**seed)
@@ -32,7 +33,12 @@ def mtp(format: str | None = None) -> ek.MTPProjection:
     return layer if format is None else layer.quantize(format)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+def context(format: str | None = None) -> ek.ContextKV:
+    layer = ek.ContextKV(ek.ContextKVConfig(K, H, H, 2, 2, 32), dtype=torch.bfloat16)
+    return layer if format is None else layer.quantize(format)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit"])
 def test_a_saved_state_dict_loads_as_a_checkpoint(format: str, tmp_path: Path) -> None:
     """nvfp4's global scale came back as its reciprocal: a multiplier under compressed-tensors' name of a divisor."""
     for make, prefix in ((eagle3, ""), (mtp, "model.layers.61.")):
@@ -120,6 +126,40 @@ def test_what_of_a_state_dict_does_not_fit_is_named(change: Callable, message: s
     worded = pytest.raises(RuntimeError, match=re.escape(f"load_state_dict: {message}"))
     with UnchangedTensors(list(layer.state_dict().values())), worded:
         layer.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("make", [eagle3, mtp, context], ids=["eagle3", "mtp", "context"])
+@pytest.mark.parametrize("own", [None, "int8_row"])
+def test_what_does_not_fit_leaves_the_norms_too(make: Callable, own: str | None) -> None:
+    """torch loads the norms before the projection, which reported what was wrong after them."""
+    layer, saved = nn.ModuleDict({"drafter": make(own)}), nn.ModuleDict({"drafter": make("fp8_row")})
+    state = {name: tensor + 1 if "norm" in name else tensor for name, tensor in saved.state_dict().items()}
+    assert any("norm" in name for name in state)
+    worded = pytest.raises(RuntimeError, match=r"load_state_dict: .*drafter\..*, expected .*, because the layer is ")
+    with UnchangedTensors(list(layer.state_dict().values())), worded:
+        layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("exceptions", [(0, 3), (3, 0), (1, 5)])
+def test_another_weight_in_12_bits_has_other_exceptions(exceptions: tuple[int, int]) -> None:
+    layer, update = (with_exceptions(number) for number in exceptions)
+    assert layer.fc.weight_scale.shape != update.fc.weight_scale.shape
+    state = {name: tensor.clone() for name, tensor in update.state_dict().items()}
+    layer.load_state_dict(state)
+    assert all(same_bits(tensor, state[name]) for name, tensor in layer.state_dict().items())
+    x = torch.randn(2, W).bfloat16()
+    assert torch.equal(layer(x), update(x))
+    state["fc.weight_scale"] = state["fc.weight_scale"][:, :-1].clone()
+    with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(RuntimeError, match=r"\(136, 32 \+ 4 E\)"):
+        layer.load_state_dict(state)
+
+
+def with_exceptions(number: int) -> ek.Eagle3Projection:
+    """A weight in 12 bits of which a row has this many numbers beside its 16 exponents."""
+    layer = eagle3()
+    layer.fc.weight.copy_(torch.rand(D, W) + 1)
+    layer.fc.weight[:, : 15 + number] = 2.0 ** torch.arange(2, 17 + number)
+    return layer.quantize("bf16_12bit")
 
 
 def test_a_state_dict_of_other_layers_leaves_the_codes() -> None:

@@ -30,6 +30,10 @@ def row_bytes(width: int) -> int:
     return -(-width // _GROUP) * (_GROUP + _GROUP // 2)
 
 
+def is_exponents_shape(shape: tuple[int, ...], rows: int) -> bool:
+    return len(shape) == 2 and shape[0] == rows and shape[1] >= TABLE_BYTES and (shape[1] - TABLE_BYTES) % 4 == 0
+
+
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(codes, exponents) of a bf16 weight [D, W]."""
     D, W = weight.shape

@@ -28,7 +28,7 @@ from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
 from .ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
-from .quantized_linear import DenseLinear, QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import DenseLinear, LoadsProjections, QuantizedLinear, load_projection, quantize_linear
 
 OP = "ContextKV"
 _K_NORMS, _VALUES = ("weight", "unit", "none"), ("own", "k", "none")
@@ -275,7 +275,7 @@ VARIANTS = {
 }
 
 
-class ContextKV(nn.Module):
+class ContextKV(LoadsProjections):
     """fc, hidden_norm and the K and V of all draft layers, written to their cache slots.
 
     Args:

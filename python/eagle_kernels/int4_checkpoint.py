@@ -15,8 +15,8 @@ Scales are [D, groups] of the first and [groups, D] of the others. Names: weight
 weight_zero_point of the first, qweight, scales and qzeros of the others.
 
 g_idx (GPTQ's `desc_act`) and weight_g_idx name the group of each column; without them group_size columns in a row are
-one, of which the last group of a row may have fewer. A g_idx of zeros alone says nothing of several groups: engines take
-it for their order too (AutoGPTQ `qlinear_exllama.py`, `post_init`).
+one, of which the last group of a row may have fewer. A g_idx of zeros alone says nothing of several groups
+(exllamav2 `ext.py`, `make_q_matrix`).
 
 Sources: compressed-tensors 0.20 `compressors/pack_quantized` (`pack_to_int32`, and its zeros along dim 0), AutoAWQ
 `awq/utils/packing_utils.py` (`AWQ_ORDER`, `dequantize_gemm`), AutoGPTQ

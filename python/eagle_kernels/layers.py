@@ -19,7 +19,7 @@ from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
 from .packable_linear import PackableLinear, unsupported_reason
-from .quantized_linear import QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import LoadsProjections, QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
@@ -52,7 +52,7 @@ def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tenso
     return project(sources, tuple.__new__(Projection, (weight, bias, None, post_norm_eps)), out)
 
 
-class Eagle3Projection(nn.Module):
+class Eagle3Projection(LoadsProjections):
     """The `fc` block of an EAGLE-3 drafter: y = fc(fc_norm(input_norm(cat of K captured layers))).
 
     Args:

@@ -15,7 +15,7 @@ from .layers import VocabParallelEmbedding, parameter_of, project_onto
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
 from .ops.sources import Sources
-from .quantized_linear import DenseLinear, QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import DenseLinear, LoadsProjections, QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype).item()
 
 
-class EmbeddingHiddenProjection(nn.Module):
+class EmbeddingHiddenProjection(LoadsProjections):
     """y = projection(cat[norm(scale * embedding), norm'(hidden)]), by whatever names a checkpoint has for the three."""
 
     NAMES: tuple[str, str, str]

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, int4_checkpoint
+from . import bf16_12bit, checks, int4_checkpoint
 from .quantization_config import check_format
-from .quantized_weight import E8M0, FORMATS, QuantizedWeight, scale_shape
+from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, scale_shape
 
 _CODES = ("weight", "weight_packed")
 _SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
@@ -78,6 +78,9 @@ def read_projection(
         raise checks.error(ValueError, op, f"weights has {codes_name} in {codes.dtype}", expected)
     scale_name = scale_names[0]
     scales = _widened(op, scale_name, read(scale_name))
+    if _is_compressed(codes, scales, shape):
+        check_format(op, codes_name, [COMPRESSED], config or {})
+        return QuantizedWeight.of_tensors(codes, scales, None, COMPRESSED, (1, shape[1]))
     fits, codes, scales = _recognize(op, (codes_name, codes), (scale_name, scales), shape, meaning)
     if (missing := scales.float().isnan()).any():
         place = missing.nonzero()[0].tolist()
@@ -103,6 +106,14 @@ def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
             because = "what it makes of them would be lost"
             raise checks.error(ValueError, op, f"weights has {name} beside {codes[0]}", f"only {list(read)}", because)
     return codes[0]
+
+
+def _is_compressed(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether they are those of a saved QuantizedLinear in 12 bits: its codes have twice the bytes of e2m1 or more."""
+    D, W = shape
+    is_bytes = codes.dtype == scales.dtype == torch.uint8
+    sizes = tuple(codes.shape) == (D, bf16_12bit.row_bytes(W)) and 0 < W <= bf16_12bit.MAX_WIDTH
+    return is_bytes and sizes and bf16_12bit.is_exponents_shape(tuple(scales.shape), D)
 
 
 def _widened(op: str, name: str, scales: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks
+from . import bf16_12bit, checks
 from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
 from .quantized_checkpoint import OF_WEIGHT
 from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quantize
@@ -23,13 +23,27 @@ class _LoadsWhole(nn.Module):
         """What is wrong with the tensors of these names; codes, scales or numbers."""
         raise NotImplementedError
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+    def wrong_in(self, state_dict: dict, prefix: str) -> Exception | None:
         names = [name for name in OF_WEIGHT if prefix + name in state_dict]
-        wrong = self._mismatch(state_dict, prefix, names) if names else None
+        return self._mismatch(state_dict, prefix, names) if names else None
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        wrong = self.wrong_in(state_dict, prefix)
         if wrong is None:
             super()._load_from_state_dict(state_dict, prefix, *args)
         else:
             args[-1].append(str(wrong))  # torch raises these, of strict=False too
+
+
+class LoadsProjections(nn.Module):
+    """A module that refuses a state_dict whose projections do not fit before it writes its norms, which torch loads
+    first."""
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        for name, child in self._modules.items():
+            if isinstance(child, _LoadsWhole) and (wrong := child.wrong_in(state_dict, f"{prefix}{name}.")):
+                raise RuntimeError(str(wrong))  # as torch raises what a layer reports
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class DenseLinear(_LoadsWhole, nn.Linear):
@@ -97,9 +111,20 @@ class QuantizedLinear(_LoadsWhole):
             if given.dtype != buffer.dtype:
                 got = f"{prefix}{name} has dtype {given.dtype}"
                 return checks.error(TypeError, _LOAD, got, str(buffer.dtype), because)
-            if given.shape != buffer.shape:
+            if self.format == COMPRESSED and name == "weight_scale":
+                if not bf16_12bit.is_exponents_shape(tuple(given.shape), self.out_features):
+                    expected = f"({self.out_features}, {bf16_12bit.TABLE_BYTES} + 4 E)"
+                    return checks.shape_error(_LOAD, prefix + name, given, expected, because)
+            elif given.shape != buffer.shape:
                 return checks.shape_error(_LOAD, prefix + name, given, str(tuple(buffer.shape)), because)
         return None
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}weight_scale")
+        if self.format == COMPRESSED and given is not None and self.wrong_in(state_dict, prefix) is None:
+            # Another weight has another number of exceptions. No CUDA graph reads this one: it is on a CPU.
+            self.weight_scale = self._buffers["weight_scale"].new_empty(given.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
@@ -137,9 +162,10 @@ def load_projection(
     """
     current = getattr(module, name)
     device = next(module.parameters(), current._buffers.get("weight")).device
-    if isinstance(weight, QuantizedWeight) and not can_read_codes(device):
+    is_compressed = isinstance(weight, QuantizedWeight) and weight.format == COMPRESSED
+    if isinstance(weight, QuantizedWeight) and (not can_read_codes(device) or (is_compressed and device.type != "cpu")):
         dtype = next((p.dtype for p in module.parameters()), torch.bfloat16)
-        because = f"no kernel reads codes on {device.type}"
+        because = f"no kernel reads {'12 bits a number' if is_compressed else 'codes'} on {device.type}"
         log_dequantized(op, f"{name}.weight", weight.format, dtype, because)
         weight = weight.dequantize(dtype)
     if isinstance(weight, QuantizedWeight):

@@ -278,6 +278,8 @@ def columns_unsupported_reason(weights: Sequence[QuantizedWeight]) -> str | None
     kinds = {(weight.format, weight.block, weight.scales.dtype) for weight in weights}
     if len({weight.format for weight in weights}) > 1:
         return f"{' and '.join(weight.format for weight in weights)} are two formats"
+    if first.format == COMPRESSED:
+        return "the exponents of a row are one table"
     if len(kinds) > 1:
         return "their scales are of other blocks or dtypes"
     if any(weight.shape[1] % columns for weight in weights[:-1]):
