@@ -222,6 +222,10 @@ BROKEN = {
         "fc.weight_packed is pack-quantized, expected mxfp4, because the checkpoint says config_groups.group_0.weights "
         "type float, num_bits 4, strategy group, group_size 32",
     ),
+    "another-shape": (
+        change("pack-zeros", lambda t, c: t.update(weight_shape=torch.tensor([D, W - 1]))),
+        "fc.weight_shape is [40, 127], expected [40, 128], because W is (D, K*H) with K = 2 and H = 64",
+    ),
     "no-scales": (
         change("awq", lambda t, c: t.pop("scales")),
         "weights has fc.qweight, expected scales beside it",

@@ -573,12 +573,65 @@ def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
         eagle3().load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", [[], {"quantization_config": ["fp8"]}], ids=str)
+@pytest.mark.parametrize("content", [[], {"quantization_config": None}, {"text_config": ["fp8"]}], ids=str)
 def test_a_config_without_a_section_says_nothing(content: object, tmp_path: Path) -> None:
     _, weights, _ = quantized_fc("hf-block")
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert eagle3().load_checkpoint(tmp_path).fc.format == "fp8_block128"
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda section: {"text_config": {"quantization_config": section}},
+        lambda section: {"compression_config": section},
+    ],
+    ids=["text_config", "compression_config"],
+)
+def test_a_section_elsewhere_is_compared(nest: Callable, tmp_path: Path) -> None:
+    _, weights, _ = quantized_fc("hf-block")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(nest({"quant_method": "mxfp8"})))
+    with pytest.raises(
+        ValueError, match="is fp8_block128, expected mxfp8, because the checkpoint says quant_method mx"
+    ):
+        eagle3().load_checkpoint(tmp_path)
+    own = {"quantization_config": FP8_BLOCKS}  # which goes before them
+    (tmp_path / "config.json").write_text(json.dumps(nest({"quant_method": "mxfp8"}) | own))
+    assert eagle3().load_checkpoint(tmp_path).fc.format == "fp8_block128"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {"quantization_config": ["fp8"]}, "quantization_config of '{}' is a list"),
+        (
+            "config.json",
+            {"text_config": {"quantization_config": "fp8"}},
+            "text_config.quantization_config of '{}' is a str",
+        ),
+        ("hf_quant_config.json", {"quantization": 8}, "quantization of '{}' is a int"),
+    ],
+    ids=["list", "str", "int"],
+)
+def test_a_section_that_is_no_object_is_named(file: str, content: dict, message: str, tmp_path: Path) -> None:
+    _, weights, _ = quantized_fc("hf-block")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / file).write_text(json.dumps(content))
+    expected = f"{message.format(tmp_path / file)}, expected an object, because what it says of the weights would be "
+    with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {expected}')}"):
+        eagle3().load_checkpoint(tmp_path)
+
+
+def test_int8_with_zeros_is_refused(tmp_path: Path) -> None:
+    _, weights, _ = quantized_fc("compressed-int8")
+    save_with(tmp_path, weights, in_group(num_bits=8, strategy="channel", symmetric=False), None)
+    message = (
+        "is int8_row, expected int8 without zeros, because the checkpoint says config_groups.a.weights.symmetric F"
+    )
+    with pytest.raises(ValueError, match=message):
+        eagle3().load_checkpoint(tmp_path)
 
 
 def test_mtp_loads_a_quantized_eh_proj() -> None:

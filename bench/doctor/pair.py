@@ -91,8 +91,8 @@ class Pair:
         return tuple(name for name in stated if isinstance(name, str)) if isinstance(stated, list) else ()
 
     def readers(self, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
-        """Of these tensors the stand-ins, for a loader."""
-        return {name: self.headers[name].stand_in for name in names}
+        """Of these tensors the stand-ins, for a loader; a weight_shape is read for its values, which no header has."""
+        return {name: self.headers[name].stand_in for name in names if not name.endswith(".weight_shape")}
 
     def opened(self, names: Iterable[str]) -> Opened:
         return Opened(self.readers(names), self.quantization)

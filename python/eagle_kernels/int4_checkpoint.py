@@ -129,6 +129,10 @@ def _packed_of(
         got = f"{scales_name} is NaN at {place[::-1] if transposed else place}"
         raise checks.error(ValueError, op, got, "numbers", "what it scales would be lost")
     groups = by_row.shape[1]
+    if not transposed and "weight_shape" in names:
+        stated = tensor("weight_shape").flatten().tolist()
+        if stated != [D, W]:
+            raise checks.error(ValueError, op, f"{names['weight_shape']} is {stated}", str([D, W]), f"W is {meaning}")
     size, in_order = _checked_groups(op, name, layout, bits, names, groups, W, config)
     group_of = _groups(op, names, tensor, groups, W, scales_name, size, in_order)
     return _Packed(

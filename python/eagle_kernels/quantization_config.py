@@ -29,6 +29,8 @@ from .quantized_weight import E4M3, FORMATS
 _PACKED, _GPTQ, _AWQ = "pack-quantized", "gptq", "awq"
 
 _HF_FILE = "hf_quant_config.json"
+# Where config.json says it, in the order of vLLM 0.33 `weight_utils.get_quant_config`.
+_INLINE = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",))
 _FP8 = ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32")
 _E4M3 = tuple(name for name, format in FORMATS.items() if format.codes == E4M3)
 _METHODS: dict[str, tuple[str, ...]] = {
@@ -202,21 +204,30 @@ def _list(value: object) -> list:
 
 
 def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
-    """quantization_config of config.json, with what hf_quant_config.json says under the name of that file, or
-    `quantization` of the latter alone; None where there is neither."""
-    inline = _section(op, folder / "config.json", "quantization_config")
-    beside = _section(op, folder / _HF_FILE, "quantization")
+    """quantization_config of config.json or of its text_config, or compression_config, with what hf_quant_config.json
+    says under the name of that file, or `quantization` of the latter alone; None where there is none of them."""
+    inline = _section(op, folder / "config.json", _INLINE)
+    beside = _section(op, folder / _HF_FILE, (("quantization",),))
     if inline is None or beside is None:
         return beside if inline is None else inline
     return {**inline, _HF_FILE: beside}
 
 
-def _section(op: str, file: Path, key: str) -> Mapping[str, Any] | None:
+def _section(op: str, file: Path, paths: Sequence[tuple[str, ...]]) -> Mapping[str, Any] | None:
+    """What is at the first of the paths of keys that a file has."""
     if not file.is_file():
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as failure:  # of UTF-8 too
         raise checks.error(ValueError, op, f"{str(file)!r} is damaged", "JSON", str(failure)) from None
-    section = content.get(key) if isinstance(content, dict) else None
-    return section if isinstance(section, dict) else None
+    for path in paths:
+        section = content
+        for key in path:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            return section
+        if section is not None:
+            got = f"{'.'.join(path)} of {str(file)!r} is a {type(section).__name__}"
+            raise checks.error(ValueError, op, got, "an object", "what it says of the weights would be lost")
+    return None

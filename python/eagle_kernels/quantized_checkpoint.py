@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import bf16_12bit, checks, int4_checkpoint
-from .quantization_config import check_format
+from .quantization_config import check_format, section_of
 from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, scale_shape
 
 _CODES = ("weight", "weight_packed")
@@ -86,6 +86,10 @@ def read_projection(
         place = missing.nonzero()[0].tolist()
         raise checks.error(ValueError, op, f"{scale_name} is NaN at {place}", "numbers", "what it scales would be lost")
     format = check_format(op, codes_name, fits, config or {})
+    where, section = section_of(config or {}, codes_name.rpartition(".")[0])
+    if format == "int8_row" and section.get("symmetric") is False:
+        says = f"the checkpoint says {where}symmetric False"
+        raise checks.error(ValueError, op, f"{codes_name} is int8_row", "int8 without zeros", says)
     return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
 
 
