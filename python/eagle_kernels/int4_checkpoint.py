@@ -224,7 +224,7 @@ def _groups(
     each = W // groups if size is None else size
     sequential = torch.arange(W, device=None if given is None else given.device) // each
     if given is not None and given.any() and (wrong := (given != sequential).nonzero()).numel():
-        assert parameter is not None
+        assert parameter is not None and in_order is not None
         column = int(wrong[0])
         got = f"{names[parameter]}[{column}] is {int(given[column])}"
         raise checks.error(ValueError, op, got, str(int(sequential[column])), in_order)

@@ -123,7 +123,7 @@ class QuantizedLinear(_LoadsWhole):
         given = state_dict.get(f"{prefix}weight_scale")
         if self.format == COMPRESSED and given is not None and self.wrong_in(state_dict, prefix) is None:
             # Another weight has another number of exceptions. No CUDA graph reads this one: it is on a CPU.
-            self.weight_scale = torch.empty_like(given, device=self.quantized.scales.device)
+            self.weight_scale = torch.empty(given.shape, dtype=given.dtype, device=self.quantized.scales.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

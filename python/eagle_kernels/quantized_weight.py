@@ -345,7 +345,7 @@ def _checked_global_scale(value: object, codes: Tensor) -> Tensor | None:
         return None
     if not isinstance(value, Tensor):
         number = checks.check_number(OP, "global_scale", value)
-        if not abs(number) <= torch.finfo(torch.float32).max:  # of NaN too
+        if abs(number) > torch.finfo(torch.float32).max:
             raise checks.error(ValueError, OP, f"global_scale is {number}", "a number that is finite in torch.float32")
         value = torch.tensor(number, dtype=torch.float32, device=codes.device)
     checks.check_tensor(OP, "global_scale", value)
