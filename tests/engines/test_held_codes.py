@@ -88,6 +88,18 @@ def test_what_the_layer_has_now_is_read(name: str) -> None:
     assert torch.equal(held.weight.dequantize(torch.float64), -2 * loaded)
 
 
+@pytest.mark.parametrize("name", ["weight_scale", "weight"])
+def test_new_memory_of_a_parameter_is_read(name: str) -> None:
+    """`param.data = new` left the codes of before in the op."""
+    linear = EngineLinear("fp8_row")
+    held, loaded = read(linear), linear.quantized.dequantize(torch.float64)
+    assert held.weight is held.weight
+    now = getattr(linear, name)
+    # Rows stay rows in memory: a copy by columns is another layout.
+    now.data = torch.empty_like(now, memory_format=torch.preserve_format).copy_(now.float().neg().to(now.dtype))
+    assert torch.equal(held.weight.dequantize(torch.float64), -loaded)
+
+
 def as_contiguous(linear: EngineLinear) -> None:
     linear.weight = parameter(linear.weight.contiguous())
 

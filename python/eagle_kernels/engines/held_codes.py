@@ -32,14 +32,21 @@ class HeldCodes:
 
     linear: Any
     _read: tuple[Any, Any] | None = field(default=None, init=False)  # the parameters that `_weight` is made of
+    _places: tuple[int | None, ...] = field(default=(), init=False)  # and where their memory was
     _weight: QuantizedWeight | None = field(default=None, init=False)
 
     @property
     def weight(self) -> QuantizedWeight:
         """What the layer has now: updates in place and new parameters are seen."""
         parameters = (self.linear.weight, _scales_of(self.linear))
-        if self._weight is None or self._read is None or any(map(operator.is_not, parameters, self._read)):
-            self._weight, self._read = _quantized(self.linear), parameters
+        places = tuple(map(_place, parameters))  # `param.data = new` keeps the parameter
+        if (
+            self._weight is None
+            or self._read is None
+            or any(map(operator.is_not, parameters, self._read))
+            or places != self._places
+        ):
+            self._weight, self._read, self._places = _quantized(self.linear), parameters, places
         return self._weight
 
     @property
@@ -71,6 +78,10 @@ def read(linear: Any, methods: Collection[str]) -> HeldCodes | None:
         return None
     codes = HeldCodes(linear)
     return codes if codes.is_current else None
+
+
+def _place(parameter: Any) -> int | None:
+    return parameter.data_ptr() if isinstance(parameter, Tensor) else None
 
 
 def _scales_of(linear: Any) -> Any:
