@@ -291,3 +291,66 @@ def test_a_model_that_cannot_be_read_is_refused_before_the_engine_reads_a_weight
     model.named_modules = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         scales.scaled(model, iter(()), set(), "an engine", LOGGER)
+
+
+def at(path: str, module: nn.Module) -> nn.Module:
+    root = nn.Module()
+    home, (*parents, name) = root, path.split(".")
+    for part in parents:
+        home.add_module(part, nn.Module())
+        home = getattr(home, part)
+    home.add_module(name, module)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("there", "path"),
+    [
+        pytest.param("model.layers.0.self_attn.qkv_proj", "midlayer.self_attn.q_proj", id="vllm-eagle3-qkv"),
+        pytest.param("model.layers.0.mlp.down_proj", "midlayer.mlp.down_proj", id="vllm-eagle3-mlp"),
+        pytest.param("model.layers.61.mtp_block.mlp.down_proj", "model.layers.61.mlp.down_proj", id="vllm-mtp"),
+        pytest.param("layers.0.self_attn.fused_qkv_a_proj", "layers.0.self_attn.q_a_proj", id="vllm-mla"),
+        pytest.param("model.main_proj", "mtp.0.main_proj", id="vllm-dspark"),
+        pytest.param("fc", "model.fc", id="sglang-dflash"),
+        pytest.param("fc", "encoder.fc", id="sglang-dflash-encoder"),
+        pytest.param("layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.q_proj", id="sglang-dflash-qkv"),
+    ],
+)
+def test_layers_that_the_engine_renames(there: str, path: str) -> None:
+    """Their codes went on to the engine as numbers, without a word."""
+    tensors, expected = quantized("compressed-row", path)
+    got = loaded(at(there, EngineLinear(Unquantized)), tensors)
+    assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected)
+    del tensors[f"{path}.weight_scale"]
+    with pytest.raises(ValueError, match=f"^load_weights: weights has {re.escape(path)}.weight in "):
+        loaded(at(there, EngineLinear(Unquantized)), tensors)
+    assert all(tensor is tensors[name] for name, tensor in loaded(at(there, EngineLinear(Fp8)), tensors).items())
+
+
+class UnquantizedEmbeddingMethod: ...
+
+
+class Embedding(nn.Module):
+    def __init__(self, method: type | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(D, W, dtype=torch.bfloat16), requires_grad=False)
+        if method is not None:
+            self.quant_method = method()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+@pytest.mark.parametrize("method", [UnquantizedEmbeddingMethod, None])
+def test_codes_of_an_embedding_are_an_error(method: type | None, dtype: torch.dtype) -> None:
+    """Codes of lm_head, embed_tokens and norms were taken for numbers."""
+    codes = {"lm_head.weight": torch.ones(D, W).to(dtype), "lm_head.weight_scale": torch.ones(D)}
+    message = f"load_weights: lm_head.weight is {dtype}, expected numbers, because "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        loaded(Drafter(lm_head=Embedding(method)), codes)
+
+
+def test_integers_that_are_no_codes_pass() -> None:
+    weights = {"d2t": torch.arange(3), "t2d": torch.ones(3).bool(), "lm_head.weight": torch.ones(D, W).long()}
+    got = loaded(Drafter(lm_head=Embedding(None)), weights)
+    assert got.keys() == weights.keys() and all(got[name] is tensor for name, tensor in weights.items())
+    codes = {"lm_head.weight": torch.ones(D, W).to(torch.float8_e4m3fn)}
+    assert loaded(Drafter(lm_head=Embedding(Fp8)), codes)["lm_head.weight"] is codes["lm_head.weight"]

@@ -3,16 +3,19 @@
 A layer without a quantization method takes what is called `weight` for numbers. Codes are some hundred times too large,
 the scales beside them are names that its model skips in silence, and no draft is accepted (sglang#39087: accepted
 length 3.7 -> 1.0). Here such codes become numbers on their way from the checkpoint to the model, once, in the dtype of
-the layer; what cannot be read is an error with the tensor's name, and no engine gets it. What an engine loads as codes
-passes as it is.
+the layer; what cannot be read is an error with the tensor's name, and no engine gets it. Codes of an embedding, lm_head
+or norm without a quantization method are such an error. What an engine loads as codes passes as it is, and so does what
+no layer of the drafter is named for: an MTP model is loaded out of the checkpoint of its target.
 """
 
 import functools
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..checks import DTYPES
@@ -26,8 +29,24 @@ OP = "load_weights"
 _MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )
+_MERGED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj")
 _OTHER_NAMES = {"eagle_linear": "fc"}  # Mistral's, which the engines rename behind this
 _CODES = {"weight", "weight_packed", "qweight"}
+# Renames of the engines' own load_weights, which run behind this: vLLM's EAGLE-3 models, its MTP models, its DSpark.
+_RENAMES = (
+    (re.compile(r"\bmidlayer\."), "layers.0."),
+    (re.compile(r"\blayers\.(\d+)\."), r"layers.\1.mtp_block."),
+    (re.compile(r"^mtp\.\d+\.main_proj$"), "model.main_proj"),
+)
+_STRIPPED = re.compile(r"^(model|encoder(?=\.fc$))\.")  # SGLang's DFlash, where no parameter has the whole name
+_DTYPES_OF_CODES = {
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.int8,
+    torch.uint8,
+}
 
 
 @functools.cache
@@ -69,7 +88,9 @@ def _scaled(
             yield name, tensor
     for path, tensors in held.items():
         layer = _layer_of(path, layers)
-        if layer is not None and _CODES & tensors.keys():
+        if layer is not None and not layer.is_linear:
+            _refuse_codes(path, tensors)
+        elif layer is not None and _CODES & tensors.keys():
             tensors = {"weight": _numbers(path, tensors, layer, drafter)}
         for parameter, tensor in tensors.items():
             yield f"{path}.{parameter}", tensor
@@ -95,6 +116,8 @@ def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
 @dataclass(frozen=True)
 class _Layer:
     module: Any
+    path: str
+    is_linear: bool = True  # the others take numbers too, but none is read for them
     is_merged: bool = False  # out of several weights of the checkpoint
 
     def shape_of(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -110,29 +133,60 @@ class _Layer:
 
 
 def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[str, _Layer | None]:
-    """Linear layers by every end of their path ("fc", "model.fc"); None where one of that end takes codes."""
+    """Layers that take numbers, by every end of their path ("fc", "model.fc"); None where one of them takes codes."""
     layers: dict[str, _Layer | None] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear) and not hasattr(module, "quant_method"):
+        is_dense = _takes_numbers(module, unquantized)
+        if not path or (not is_dense and not hasattr(module, "quant_method")):
             continue
-        is_dense = isinstance(module, nn.Linear) or (
-            type(module.quant_method) in unquantized and hasattr(module, "input_size")
-        )
         names = path.split(".")
-        layer = _Layer(module, names[-1] in _MERGED.values()) if is_dense else None
+        is_linear = isinstance(module, nn.Linear) or hasattr(module, "input_size")
+        layer = _Layer(module, path, is_linear, names[-1] in _MERGED.values()) if is_dense else None
         for k in range(len(names)):
             tail = ".".join(names[k:])
             layers[tail] = None if layers.get(tail, layer) is None else layer
     return layers
 
 
+def _takes_numbers(module: nn.Module, unquantized: Collection[type]) -> bool:
+    """A linear layer, an embedding, lm_head or norm without a quantization method."""
+    if isinstance(module, nn.Linear):
+        return True
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype not in DTYPES:
+        return False
+    method = type(getattr(module, "quant_method", None))
+    # Of VocabParallelEmbedding and ParallelLMHead, in both engines.
+    return method is type(None) or method in unquantized or method.__name__ == "UnquantizedEmbeddingMethod"
+
+
+def _refuse_codes(path: str, tensors: Mapping[str, Tensor]) -> None:
+    for parameter in sorted(_CODES & tensors.keys()):
+        dtype = tensors[parameter].dtype
+        if dtype in _DTYPES_OF_CODES or parameter != "weight":
+            raise ValueError(
+                f"{OP}: {path}.{parameter} is {dtype}, expected numbers, "
+                "because the engine's layer has no quantization method"
+            )
+
+
 def _layer_of(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
     """The layer that takes numbers for a layer of the checkpoint."""
+    name = path.rpartition(".")[2]
+    for renamed in (path, *(pattern.sub(new, path) for pattern, new in _RENAMES)):
+        if layer := _named(renamed, layers):
+            return layer
+    stripped = _STRIPPED.sub("", path)
+    if (layer := _named(stripped, layers)) and layer.path.rpartition(".")[0] == stripped.rpartition(".")[0]:
+        return layer
+    return layers.get(name) if name in _projections() else None
+
+
+def _named(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
     parent, _, name = path.rpartition(".")
     if name in _OTHER_NAMES:
         path = f"{parent}.{_OTHER_NAMES[name]}".lstrip(".")
-    merged = f"{parent}.{_MERGED.get(name, name)}"
-    return layers.get(path) or layers.get(merged) or (layers.get(name) if name in _projections() else None)
+    return layers.get(path) or layers.get(f"{parent}.{_MERGED.get(name, name)}")
 
 
 def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _Drafter) -> Tensor:
