@@ -1,7 +1,10 @@
 """`eagle-kernels doctor`: pairs that fit, and one pair for each trap, in the files of a checkpoint."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -828,3 +831,17 @@ def test_an_unreadable_folder_is_a_usage_error(
         cli.main(["doctor", *folders])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+    assert cli.main(["doctor", *folders, "--json"]) == 2
+    assert message in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("name", ["target/config.json", "drafter/config.json", "drafter/model.safetensors"])
+def test_a_pipe_is_a_usage_error(name: str, tmp_path: Path) -> None:
+    """Opening one waited for its writer forever; in a process, which can be stopped."""
+    folders = list(map(str, Checkpoints().save(tmp_path)))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    command = [sys.executable, "-m", "eagle_kernels.bench.cli", "doctor", *folders, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"] == f"doctor: {tmp_path / name} is a pipe or device, expected a file"

@@ -90,13 +90,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drafter", type=Path, help="folder of the drafter: config.json and safetensors files")
     parser.add_argument("--engine", choices=list(ENGINES), help="leave out what only the others fall into")
     parser.add_argument("--trained-by", choices=["specforge", "speculators"], help="who wrote the drafter's config")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object on standard output")
+    parser.add_argument("--json", action="store_true", help="the same, or the error, as one JSON object on stdout")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
         pair = examine(arguments.target, arguments.drafter, arguments.trained_by)
     except ValueError as unreadable:
+        if arguments.json:
+            say(json.dumps({"error": str(unreadable)}, indent=1))
+            return 2
         arguments.parser.error(str(unreadable))
     asked = set(ENGINES.get(arguments.engine, ()))
     findings = [finding for finding in pair.findings if not (asked and finding.engines) or asked & {*finding.engines}]
