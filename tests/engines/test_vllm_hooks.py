@@ -1583,14 +1583,20 @@ def test_a_target_is_no_drafter(vllm: types.SimpleNamespace) -> None:
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [(EAGLE3, "fc"), ("DeepSeekMTPModel", "layers.61.eh_proj"), ("NewMTPModel", "layers.61.eh_proj")],
+    [
+        (EAGLE3, "fc"),
+        ("DeepSeekMTPModel", "layers.61.eh_proj"),
+        ("NewMTPModel", "layers.61.eh_proj"),
+        ("K3DSparkModel", "layers.61.eh_proj"),
+    ],
 )
 def test_a_quantized_projection_is_loaded_with_its_scale(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, architecture: str, name: str, switch: str
 ) -> None:
     """And again after an update of the weights; without the part vLLM takes the codes for numbers."""
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", switch)
-    vllm.models["NewMTPModel"] = stand_in.Entry(vllm.models["DeepSeekMTPModel"].load_model_cls())
+    for added in ("NewMTPModel", "K3DSparkModel"):
+        vllm.models[added] = stand_in.Entry(vllm.models["DeepSeekMTPModel"].load_model_cls())
     register()
     model = build(vllm, architecture)
     weight = model.model.get_submodule(name).weight

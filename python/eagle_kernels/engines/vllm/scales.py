@@ -18,7 +18,7 @@ _Base: Any = object  # a drafter class of vLLM
 
 def register() -> None:
     names = {name for name in MODELS.find()[2] if _is_drafter(name)}
-    hook_models(sorted(names.union(combine.EAGLE3, combine.DFLASH)), hooked)
+    hook_models(sorted(names.union(combine.EAGLE3, combine.DFLASH, combine.DSPARK)), hooked)
 
 
 def _is_drafter(name: str) -> bool:
