@@ -1,5 +1,6 @@
 """The stages of bench/gpu_session.sh: bounded, saved, gone on with, and never begun twice."""
 
+import importlib.util
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from eagle_kernels.bench import cli
@@ -31,6 +33,14 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def stage(name: str, code: str, limit: float = 60, **options: object) -> Stage:
     return Stage(name, limit, lambda device: [[sys.executable, "-c", code]], **options)
+
+
+def gpu_tests(name: str) -> ModuleType:
+    """A file of tests/gpu, whose name the CPU's has too."""
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", ROOT / "tests/gpu" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def counting(work: Path, more: str = "") -> str:
@@ -186,10 +196,12 @@ def test_stages_in_order_of_value_name_commands_that_exist() -> None:
             arguments = parser.parse_args(command[command.index("eagle_kernels.bench.cli") + 1 :])
             assert arguments.command in ("info", "bench", "tune")
     assert sorted(stages._TEST_FILES) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    cases = {case.id: case for case in CASES}
+    cases = {case.id: case for case in (*CASES, *gpu_tests("test_norm_concat_linear").OF_WARPGROUPS)}
     sanitized = [cases[id] for backend, id in stages._SANITIZED if backend == "cuda"]
     fused = [case for case in sanitized if operands(case).N <= library.MAX_CUDA_DECODE_ROWS and not case.post_norm]
-    assert (len(fused), len(sanitized)) == (3, 6)
+    assert (len(fused), len(sanitized)) == (3, 7)
+    of_codes = gpu_tests("test_norm_concat_linear_quantized").CASES
+    assert stages._SANITIZED_CODES in {f"cuda-fp8_row-{case.id}" for case in of_codes}
     for path in ("tests/gpu/sanitize.sh", "tests/host_overhead"):
         assert (ROOT / path).exists()
 

@@ -33,18 +33,20 @@ _TEST_FILES = (
     "test_bulk_copies.py",
 )
 
-# The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel, two that of
-# warpgroups (on sm_90), one the split kernels of C++, and two Triton's.
+# The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel, three that of
+# warpgroups (on sm_90), one the split kernels of C++, and two Triton's; and one of codes by warpgroups.
 _SANITIZED = (
     ("cuda", "bf16-K2-H896-T2-concat-D257"),
     ("cuda", "bf16-K2-H64-T5-chunk-gain_none-offset1"),
     ("cuda", "bf16-K2-H64-T8-chunk-offset1-residuals_all-indices_table"),
     ("cuda", "bf16-K3-H2880-T17-concat"),
     ("cuda", "bf16-K3-H896-T33-chunk-D257-outliers"),
+    ("cuda", "bf16-K2-H896-T101-chunk-D257-residuals_all-indices_table"),
     ("cuda", "bf16-K2-H896-T3-chunk-D97-post_dtype"),
     ("triton", "fp16-K2-H2880-T16-concat-D97"),
     ("triton", "bf16-K3-H896-T33-chunk-D257-outliers"),
 )
+_SANITIZED_CODES = "cuda-fp8_row-bf16-K3-H160-T40-concat-D150-gain_fp32-offset1-residuals_some"
 
 _TUNED = ("llama3.1-8b", "gpt-oss-120b", "llama3.3-70b")
 _DRAFTERS = (
@@ -94,9 +96,13 @@ def _backends(device: str) -> str:
 
 def _library(device: str) -> list[Command]:
     """Load, and one call of every op on each backend and plan, checked against float64."""
-    rows = ["--preset", "qwen2.5-0.5b", "--tokens", "1,16,32,64,128,129", "--min-time", "0.001"]
-    calls = ["--op", "all", "--forms", "op", "--backends", _backends(device), "--baselines", "none", "--timer", "eager"]
-    return [_cli("info"), *([_bench(device, "first-calls", *calls, *rows)] if device == "cuda" else [])]
+    if device != "cuda":
+        return [_cli("info")]
+    once = ["--forms", "op", "--baselines", "none", "--timer", "eager", "--min-time", "0.001"]
+    dense = ["--op", "all", "--backends", "auto,triton", "--preset", "qwen2.5-0.5b", "--tokens", "1,16,32,64,128,129"]
+    codes = ["--op", "norm_concat_linear", "--weights", "fp8_row,fp8_block128,int8_row", "--preset", "llama3.1-8b"]
+    codes += ["--tokens", "1,17,33,64,128,129"]
+    return [_cli("info"), *(_bench(device, "first-calls", *what, *once) for what in (dense, codes))]
 
 
 def _gpu_tests(device: str) -> list[Command]:
@@ -109,28 +115,35 @@ def _gpu_tests(device: str) -> list[Command]:
 
 def _sanitizer(device: str) -> list[Command]:
     cases = [f"tests/gpu/{_TEST_FILES[0]}::test_float64_truth[{backend}-{case}]" for backend, case in _SANITIZED]
+    cases.append(f"tests/gpu/{_TEST_FILES[1]}::test_float64_truth[{_SANITIZED_CODES}]")
     return [["bash", "tests/gpu/sanitize.sh", "--tools", tool, *cases] for tool in ("memcheck", "racecheck")]
 
 
-# What else the fused kernel can be told, each in a run of its own with the same baseline.
-_VARIANTS = {"bulk": "EAGLE_KERNELS_BULK_COPIES=1", "late": "EAGLE_KERNELS_EARLY_WEIGHT=0"}
+# What else the fused kernel can be told, and the split kernels where warpgroups multiply, each in a run of its own with
+# the same baseline: the setting and the rows.
+_FEW_ROWS = "1,2,4,8,9,12,16"
+_VARIANTS = {
+    "bulk": ("EAGLE_KERNELS_BULK_COPIES=1", _FEW_ROWS),
+    "late": ("EAGLE_KERNELS_EARLY_WEIGHT=0", _FEW_ROWS),
+    "split": ("EAGLE_KERNELS_BATCH_INVARIANT=1", "17,32,64,128"),
+}
 
 
 def _decode_curve(device: str) -> list[Command]:
     """Both backends beside the library's product alone, and the variants; then counters of the fused kernel, and the
     product's name."""
     what = ["--forms", "op", "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
-    shapes = ["--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "--tokens", "1,2,4,8,9,12,16"]
+    shapes = ["--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b"]
     timers = [] if device == "cpu" else ["--timer", "graph,spaced"]
-    commands = [_bench(device, "decode-curve", *what, *shapes, *timers, "--min-time", "0.05")]
+    commands = [_bench(device, "decode-curve", *what, *shapes, "--tokens", _FEW_ROWS, *timers, "--min-time", "0.05")]
     of_cuda = [*what[:3], "auto" if device == "cpu" else "cuda", *what[4:], *shapes, *timers, "--min-time", "0.05"]
-    commands += [
-        ["env", setting, *_bench(device, f"decode-curve-{variant}", *of_cuda)] for variant, setting in _VARIANTS.items()
-    ]
+    for variant, (setting, rows) in _VARIANTS.items():
+        commands.append(["env", setting, *_bench(device, f"decode-curve-{variant}", *of_cuda, "--tokens", rows)])
     if device == "cuda" and (ncu := shutil.which("ncu")):
-        once = ["--forms", "op", "--baselines", "linear", "--preset", "llama3.1-8b", "--tokens", "1", "--min-time", "0"]
+        once = ["--forms", "op", "--baselines", "linear", "--preset", "llama3.1-8b", "--min-time", "0"]
+        once += ["--tokens", "1,32,64,128"]
         log = ["--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
-        kernels = ["--kernel-name", "regex:norm_concat_linear|gemm|gemv|nvjet|cublas", "--launch-count", "8"]
+        kernels = ["--kernel-name", "regex:norm_concat_linear|gemm|gemv|nvjet|cublas", "--launch-count", "24"]
         profiled = ["--clock-control", "none", "--set", "full", *kernels, *log]  # the card's clocks stay as they are
         commands.append([ncu, *profiled, *_cli("bench", "--device", device, "--timer", "eager", *once)])
     return commands

@@ -38,14 +38,14 @@ def test_float64_truth(name: str, case: Case) -> None:
     allow_independent_roundings(expected).check(guarded.view)
 
 
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
 def test_every_code_and_scale(name: str, dtype: torch.dtype, rows: int) -> None:
     """x is the identity: the value of each, rounded once, NaN for NaN."""
     weight = weight_of_every_code(name, 64)
-    expected = weight.dequantize(torch.float64).to(dtype).t()
-    on_gpu, identity = weight.to("cuda"), torch.eye(32, dtype=dtype).cuda()
+    expected = weight.dequantize(torch.float64).to(dtype).t().repeat(2, 1)
+    on_gpu, identity = weight.to("cuda"), torch.eye(32, dtype=dtype).repeat(2, 1).cuda()
     result = torch.cat([ek.norm_concat_linear([x], on_gpu, norm="none") for x in identity.split(rows)]).cpu()
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
@@ -69,10 +69,11 @@ def test_a_rows_bits_do_not_depend_on_T(name: str, gpu_backend: str) -> None:
             assert same_bits(out, ek.norm_concat_linear([c[:T] for c in chunks], weight, norm_weight=gain.float())), T
 
 
-@pytest.mark.parametrize("T", [1, 40])
+@pytest.mark.parametrize("T", [1, 40, 100])
+@pytest.mark.parametrize("H", [2880, 2816])  # of which the second is a multiple of 128
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128"])
-def test_a_graph_replays_with_new_contents(name: str, T: int) -> None:
-    chunks, weight, gain = make_call(name, T)
+def test_a_graph_replays_with_new_contents(name: str, H: int, T: int) -> None:
+    chunks, weight, gain = make_call(name, T, H)
     out = torch.empty(T, 2880, dtype=torch.bfloat16, device="cuda")
     ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
     graph = torch.cuda.CUDAGraph()
