@@ -77,7 +77,7 @@ def test_out(op: Callable, device: str, measure: Callable) -> None:
 @pytest.mark.parametrize("form", ["out", "functional"])
 @pytest.mark.parametrize("T", [8, 16, 128, 200])
 def test_more_rows(T: int, form: str, device: str, measure: Callable) -> None:
-    """Each plan of a GPU: one launch, two, a launch and the library's product."""
+    """Each plan of a GPU: one launch (of 128 rows two, but for sm_90a), a launch and the library's product."""
     if device == "cpu":
         pytest.skip("on a CPU the kernel would be what is measured")
     chunks, weight, gain = [rows(device, T, H) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)
