@@ -119,10 +119,6 @@ class Pair:
 def read(target: Path, drafter: Path) -> Pair:
     """Raises ValueError that names a file which is missing, damaged, or not to be read."""
     try:
-        for file in (target / "config.json", drafter / "config.json", *drafter.rglob("*.safetensors")):
-            # Opening a pipe waits for a writer that never comes; folders have an error of their own.
-            if file.exists() and not (file.is_file() or file.is_dir()):
-                raise ValueError(f"{OP}: {file} is a pipe or device, expected a file")
         return Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter))
     except OSError as failure:
         raise ValueError(f"{OP}: {target} or {drafter} cannot be read, because {failure}") from None
@@ -138,6 +134,8 @@ def _headers(folder: Path) -> dict[str, Header]:
 
 def _config(folder: Path) -> Mapping[str, Any]:
     file = folder / "config.json"
+    if file.is_fifo() or file.is_char_device():  # opening a pipe waits for a writer that never comes
+        raise ValueError(f"{OP}: {file} is a pipe or device, expected a file")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

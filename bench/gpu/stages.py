@@ -130,8 +130,8 @@ _VARIANTS = {
 
 
 def _decode_curve(device: str) -> list[Command]:
-    """Both backends beside the library's product alone, and the variants; then counters of the fused kernel, and the
-    product's name."""
+    """Both backends beside the library's product alone, and the variants; then counters of the kernels of one launch,
+    and the product's name."""
     what = ["--forms", "op", "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
     shapes = ["--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b"]
     timers = [] if device == "cpu" else ["--timer", "graph,spaced"]

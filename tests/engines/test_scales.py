@@ -317,7 +317,7 @@ def at(path: str, module: nn.Module) -> nn.Module:
     ],
 )
 def test_layers_that_the_engine_renames(there: str, path: str) -> None:
-    """Their codes went on to the engine as numbers, without a word."""
+    """Their codes went on to the engine as numbers, and no error said so."""
     tensors, expected = quantized("compressed-row", path)
     got = loaded(at(there, EngineLinear(Unquantized)), tensors)
     assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected)
