@@ -277,6 +277,20 @@ def test_codes_that_cannot_be_read_are_an_error(
         loaded(saying(Drafter(fc=linear()), quantization), tensors)
 
 
+@pytest.mark.parametrize("names", [("weight", "weight_scale"), ("qweight", "scales")], ids=["fp8", "gptq"])
+def test_codes_without_a_dimension_are_an_error(names: tuple[str, str]) -> None:
+    """Of a merged layer, whose rows are counted in the checkpoint, they were an IndexError."""
+    layers = nn.ModuleList([nn.Module()])
+    layers[0].qkv_proj = EngineLinear(Unquantized, 3 * D)
+    codes, scale = names
+    tensors = {codes: torch.zeros((), dtype=torch.float8_e4m3fn if codes == "weight" else torch.int32)}
+    tensors[scale] = torch.ones(())
+    weights = {f"layers.0.q_proj.{name}": tensor for name, tensor in tensors.items()}
+    message = f"load_weights: layers.0.q_proj.{codes} has shape (), expected a matrix, because it is the engine's layer"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        loaded(Drafter(layers=layers), weights)
+
+
 def test_gptq_without_a_config_is_an_error() -> None:
     tensors, _, expected = INTEGERS["gptq"]()
     fc = nn.Linear(expected.shape[1], expected.shape[0], bias=False)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..checks import DTYPES
 from ..drafter_config import get_field
 from ..models import families
@@ -191,6 +192,9 @@ def _named(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
 
 def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _Drafter) -> Tensor:
     names = {parameter: f"{path}.{parameter}" for parameter in tensors}
+    for parameter in sorted({*_CODES, "scales"} & tensors.keys()):
+        if layer.is_merged and not tensors[parameter].dim():  # `shape_of` counts its rows
+            raise checks.shape_error(OP, names[parameter], tensors[parameter], "a matrix", "it is the engine's layer")
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
     shape = layer.shape_of(tensors)
     weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
