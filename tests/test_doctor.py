@@ -107,6 +107,12 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: with_config(c, {"quant_method": "fp8"}),
         {"fc": "F8_E4M3 with weight_scale"},
     ),
+    # Its groups are those of g_idx, and no group size divides the columns.
+    "EAGLE-3 in GPTQ with act order": (
+        Checkpoints,
+        lambda c: in_gptq(c, groups=5),
+        {"fc": "I32 with scales"},
+    ),
     "EAGLE-3 in NVFP4": (Checkpoints, lambda c: in_nvfp4(c), {"fc": "U8 with weight_scale, weight_scale_2"}),
     "an fc that the config leaves out": (
         Checkpoints,
@@ -192,7 +198,8 @@ def test_a_pair_that_fits_has_no_finding(case: str, tmp_path: Path, capsys: pyte
     checkpoints = build()
     change(checkpoints)
     folders = list(map(str, checkpoints.save(tmp_path)))
-    asked = ["--engine", "vllm"] if "FP4" in case or "FP8" in case else []  # SGLang has its trap there
+    # SGLang has its trap there.
+    asked = ["--engine", "vllm"] if any(name in case for name in ("FP4", "FP8", "GPTQ")) else []
     assert cli.main(["doctor", *folders, *asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {name: found["facts"].get(name) for name in facts} == facts
@@ -220,6 +227,16 @@ def in_nvfp4(checkpoints: Files) -> None:
     checkpoints.weights |= {"fc.weight": torch.zeros(D, K * H // 2, dtype=torch.uint8)}
     checkpoints.weights |= {"fc.weight_scale": torch.ones(D, K * H // 16).to(FP8), "fc.weight_scale_2": torch.ones(())}
     checkpoints.drafter["quantization_config"] = {"quant_algo": "NVFP4"}
+
+
+def in_gptq(checkpoints: Files, groups: int) -> None:
+    """With act order: the columns' groups as a quantizer leaves them."""
+    del checkpoints.weights["fc.weight"]
+    checkpoints.weights |= {"fc.qweight": torch.zeros(K * H // 8, D, dtype=torch.int32)}
+    checkpoints.weights |= {"fc.scales": torch.ones(groups, D).half()}
+    checkpoints.weights |= {"fc.qzeros": torch.zeros(groups, D // 8, dtype=torch.int32)}
+    checkpoints.weights |= {"fc.g_idx": torch.arange(K * H, dtype=torch.int32) % groups}
+    checkpoints.drafter["quantization_config"] = {"quant_method": "gptq", "bits": 4, "desc_act": True}
 
 
 def without_scale(checkpoints: Checkpoints) -> None:
@@ -396,6 +413,14 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             [c.weights.pop(name) for name in ("fc.weight", "fc.weight_scale")],
         ),
         [KEPT],
+    ),
+    "GPTQ with a group too many": (
+        lambda c: (in_gptq(c, groups=5), c.weights["fc.g_idx"].add_(1)),
+        [("load", ALL, "fc.g_idx has groups 1 to 5, expected 0 to 4, because fc.scales has 5"), KEPT],
+    ),
+    "GPTQ of another group size": (
+        lambda c: (in_gptq(c, groups=5), c.drafter["quantization_config"].update(group_size=64)),
+        [("load", ALL, "fc.qweight has 5 groups in 192 columns, expected 3, because the checkpoint says group"), KEPT],
     ),
     "fp8 without its scale": (
         without_scale,
@@ -608,6 +633,15 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.drafter["quantization_config"].update(ignore=["fc", "re:.*v_proj"]),
         ),
         [("kv-quantized", (SGLANG,), "holds k_proj in a plain nn.Linear")],
+    ),
+    "DFlash in W4A16 of another shape": (
+        lambda c: (as_w4a16(c, "fc"), c.weights.update({"fc.weight_shape": torch.tensor([D, H])})),
+        [
+            ("load", ALL, "fc.weight_shape is [48, 64], expected [48, 192]"),
+            ("fc-quantized", (SGLANG,), ""),
+            ("kv-quantized", (V1, V2), "builds k_proj quantized"),
+            ("kv-quantized", (V1, V2), "builds v_proj quantized"),
+        ],
     ),
     "DFlash in W4A16 without a scale": (
         lambda c: (as_w4a16(c, *CONTEXT_LAYERS), c.weights.pop("layers.1.self_attn.k_proj.weight_scale")),

@@ -1,8 +1,12 @@
-"""A target and its drafter as `doctor` has them: two configs and the headers of safetensors files, and no weight."""
+"""A target and its drafter as `doctor` has them: two configs and the headers of safetensors files, and no weight.
+
+What says how a weight is packed is read: a g_idx (the group of each column) and a weight_shape.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +38,10 @@ _DTYPES = {
 }
 
 
+# Numbers that a loader reads before it looks at codes, a few for each column: no stand-in has them.
+_READ = ("g_idx", "weight_g_idx", "weight_shape")
+
+
 class Finding(NamedTuple):
     trap: str  # a short name, stable, for scripts
     engines: tuple[str, ...]  # that fall into it; all of them where it is empty
@@ -45,14 +53,16 @@ class Header(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str  # as the format spells it: BF16, F8_E4M3
+    read: Callable[[], Tensor] | None = None  # of one that is read
 
     def stand_in(self) -> Tensor:
-        """A tensor of this shape and dtype in the memory of one row, for what looks at no more than these two.
-
-        Its values are valid wherever one is asked for: scales of one, groups of zero.
+        """The tensor where it is one that is read; else one of this shape and dtype in the memory of one row, for what
+        looks at no more than these two. Its values are valid wherever one is asked for: scales of one.
         """
         if self.dtype not in _DTYPES:
             raise ValueError(f"{OP}: a tensor is {self.dtype}, expected one of {list(_DTYPES)}")
+        if self.read is not None:
+            return self.read()
         dtype = _DTYPES[self.dtype]
         fill = torch.zeros if dtype in (torch.int32, torch.int64) else torch.ones
         if len(self.shape) == 2:
@@ -91,8 +101,8 @@ class Pair:
         return tuple(name for name in stated if isinstance(name, str)) if isinstance(stated, list) else ()
 
     def readers(self, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
-        """Of these tensors the stand-ins, for a loader; a weight_shape is read for its values, which no header has."""
-        return {name: self.headers[name].stand_in for name in names if not name.endswith(".weight_shape")}
+        """Of these tensors the stand-ins, for a loader."""
+        return {name: self.headers[name].stand_in for name in names}
 
     def opened(self, names: Iterable[str]) -> Opened:
         return Opened(self.readers(names), self.quantization)
@@ -128,7 +138,8 @@ def _headers(folder: Path) -> dict[str, Header]:
     headers = {}
     for name, file in open_tensors(OP, folder).items():
         tensor = file.get_slice(name)
-        headers[name] = Header(tuple(tensor.get_shape()), tensor.get_dtype())
+        read = partial(file.get_tensor, name) if name.rpartition(".")[2] in _READ else None
+        headers[name] = Header(tuple(tensor.get_shape()), tensor.get_dtype(), read)
     return headers
 
 
