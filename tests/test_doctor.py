@@ -623,8 +623,28 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 (SGLANG,),
                 "holds fc in a plain nn.Linear, skips its weight_packed: the weight stays what it",
             ),
-            ("kv-quantized", (SGLANG,), "holds k_proj in a plain nn.Linear"),
-            ("kv-quantized", (SGLANG,), "holds v_proj in a plain nn.Linear"),
+        ],
+    ),
+    "DFlash2 Beam in W4A16": (
+        lambda c: (
+            c.drafter.update(architectures=["DFlash2BeamDraftModel"]),
+            as_w4a16(c, *CONTEXT_LAYERS),
+        ),
+        [
+            ("fc-quantized", (SGLANG,), "holds fc in a plain nn.Linear"),
+            ("fc-quantized", (V1, V2), "holds fc in a linear layer without a quantization method"),
+            ("kv-quantized", (V1, V2), "holds k_proj in a linear layer without a quantization method"),
+            ("kv-quantized", (V1, V2), "holds v_proj in a linear layer without a quantization method"),
+        ],
+    ),
+    "DFlash with keys in no group": (
+        lambda c: (
+            as_w4a16(c, *CONTEXT_LAYERS),
+            c.drafter["quantization_config"]["config_groups"]["group_0"].update(targets=["re:.*v_proj", "fc"]),
+        ),
+        [
+            ("fc-quantized", (SGLANG,), "holds fc in a plain nn.Linear"),
+            ("kv-quantized", (SGLANG, V1, V2), "and none of its config_groups has k_proj: codes have no place there"),
         ],
     ),
     "DFlash with packed keys of one layer": (
@@ -632,15 +652,15 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             as_w4a16(c, "layers.1.self_attn.k_proj"),
             c.drafter["quantization_config"].update(ignore=["fc", "re:.*v_proj"]),
         ),
-        [("kv-quantized", (SGLANG,), "holds k_proj in a plain nn.Linear")],
+        [("kv-quantized", (SGLANG, V1, V2), "builds k_proj quantized, as quantization_config says of it, and layers.0")],
     ),
     "DFlash in W4A16 of another shape": (
         lambda c: (as_w4a16(c, "fc"), c.weights.update({"fc.weight_shape": torch.tensor([D, H])})),
         [
             ("load", ALL, "fc.weight_shape is [48, 64], expected [48, 192]"),
             ("fc-quantized", (SGLANG,), ""),
-            ("kv-quantized", (V1, V2), "builds k_proj quantized"),
-            ("kv-quantized", (V1, V2), "builds v_proj quantized"),
+            ("kv-quantized", (SGLANG, V1, V2), "builds k_proj quantized"),
+            ("kv-quantized", (SGLANG, V1, V2), "builds v_proj quantized"),
         ],
     ),
     "DFlash in W4A16 without a scale": (
@@ -648,8 +668,6 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [
             ("load", ALL, "weights has layers.1.self_attn.k_proj.weight_packed, expected weight_scale beside it"),
             ("fc-quantized", (SGLANG,), ""),
-            ("kv-quantized", (SGLANG,), ""),
-            ("kv-quantized", (SGLANG,), ""),
         ],
     ),
     "Laguna's DFlash with packed keys": (
@@ -661,13 +679,11 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [
             ("fc-quantized", (SGLANG,), ""),
-            ("kv-quantized", (SGLANG,), ""),
             (
                 "kv-quantized",
                 (V1, V2),
                 "cuts K and V out of the codes of qkv_proj as if they were numbers (vllm#51581)",
             ),
-            ("kv-quantized", (SGLANG,), ""),
         ],
     ),
     "DFlash without ids": (

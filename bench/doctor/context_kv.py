@@ -12,15 +12,15 @@ from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
 from .pair import SGLANG, VLLM_V1, VLLM_V2, Pair
-from .quantization import holds_codes, look_at_codes
+from .quantization import PLAIN, TAKES_CONFIG, UNQUANTIZED, holds_codes, look_at_codes
 
-# SGLang builds the layers of all others without a quantization config (sglang#39087).
-_SGLANG_TAKES_CONFIG = {"LiLiCorrDraftModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"}
+# SGLang's fc of all others is a plain nn.Linear (sglang#39087); the layers behind it take the config in each class.
+_SGLANG_FC_TAKES_CONFIG = {"LiLiCorrDraftModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"}
+_VLLM_TAKES_NO_CONFIG = {"DFlash2BeamDraftModel"}
 # vLLM cuts K and V out of `qkv_proj.weight` as if it were numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
     "DFlashLagunaForCausalLM",
     "Gemma4DSparkModel",
-    "DFlash2BeamDraftModel",
     "MuseSparkDSparkModel",
 }
 
@@ -90,15 +90,16 @@ def _layer_ids(pair: Pair) -> dict[str, list]:
 
 
 def _look_at_projections(pair: Pair, architecture: str) -> None:
-    in_sglang = architecture in _SGLANG_TAKES_CONFIG or pair.drafter.get("dspark_target_layer_ids") is not None
-    takes_config = {SGLANG: in_sglang, VLLM_V1: True, VLLM_V2: True}
+    takes_fc = architecture in _SGLANG_FC_TAKES_CONFIG or pair.drafter.get("dspark_target_layer_ids") is not None
+    in_vllm = UNQUANTIZED if architecture in _VLLM_TAKES_NO_CONFIG else TAKES_CONFIG
     for part, paths in context_projections(pair.headers).items():
-        # One layer speaks for all, and one of codes for those of numbers.
-        path = next((path for path in paths if holds_codes(pair, path)), paths[0] if paths else None)
-        if path is None:
-            continue
+        in_sglang = TAKES_CONFIG if part != "fc" or takes_fc else PLAIN
+        in_codes = [path for path in paths if holds_codes(pair, path)]
+        in_numbers = [path for path in paths if path not in in_codes]
         trap = "fc-quantized" if part == "fc" else "kv-quantized"
-        look_at_codes(pair, path, path.rpartition(".")[2], takes_config, trap)
-        if part == "k" and architecture in _VLLM_CUTS_CODES and holds_codes(pair, path):
+        for path in in_numbers[:1] + in_codes[:1]:  # one layer speaks for all
+            held_in = {SGLANG: in_sglang, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
+            look_at_codes(pair, path, path.rpartition(".")[2], held_in, trap)
+        if part == "k" and architecture in _VLLM_CUTS_CODES and in_codes:
             text = "cuts K and V out of the codes of qkv_proj as if they were numbers (vllm#51581)"
             pair.find(trap, text, VLLM_V1, VLLM_V2)

@@ -14,7 +14,7 @@ from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, nor
 from eagle_kernels.drafter_config import get_field
 
 from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
-from .quantization import look_at_codes
+from .quantization import PLAIN, TAKES_CONFIG, look_at_codes
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
@@ -101,8 +101,9 @@ def _look_at_fc(pair: Pair, config: Eagle3Config) -> None:
     others = {name: tuple(value.shape) for name, value in layer.state_dict().items() if name != "fc.weight"}
     readers = pair.readers(names) | {name: Header(shape, "BF16").stand_in for name, shape in others.items()}
     pair.look_at_loading(partial(eagle3_projection, Opened(readers, pair.quantization), layer))
-    takes_config = {SGLANG: not _MLA_FC.isdisjoint(pair.architectures), VLLM_V1: True, VLLM_V2: True}
-    look_at_codes(pair, names[0].rpartition(".")[0], "fc", takes_config, "fc-quantized")
+    in_sglang = PLAIN if _MLA_FC.isdisjoint(pair.architectures) else TAKES_CONFIG
+    held_in = {SGLANG: in_sglang, VLLM_V1: TAKES_CONFIG, VLLM_V2: TAKES_CONFIG}
+    look_at_codes(pair, names[0].rpartition(".")[0], "fc", held_in, "fc-quantized")
     return None
 
 

@@ -9,7 +9,7 @@ from eagle_kernels.checkpoint import mtp_layers, mtp_projection, mtp_streams_pro
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 from .pair import ENGINES, Pair
-from .quantization import look_at_codes
+from .quantization import PLAIN, TAKES_CONFIG, look_at_codes
 
 # SGLang's `deepseek_nextn` takes a quantization config of Quark, and of nobody else.
 _TAKE_QUARK = {"DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"}
@@ -41,14 +41,12 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
         pair.find(
             "load", f"the drafter's files have no {' and no '.join(stage.projections)}, the stage of {family.title}"
         )
-    takes_config = {
-        name: _takes_config(pair, served) for engine, served in stage.engines.items() for name in ENGINES[engine]
-    }
+    held_in = {name: _held_in(pair, served) for engine, served in stage.engines.items() for name in ENGINES[engine]}
     for stems in layers.values():
         _look_at_layer(pair, configs, list(stems))
         for path, stem in {name.rpartition(".")[0]: stem for name, stem in stems.items()}.items():
             if stem in stage.projections:
-                look_at_codes(pair, path, stem, takes_config, "quantized")
+                look_at_codes(pair, path, stem, held_in, "quantized")
     return None
 
 
@@ -58,9 +56,10 @@ def _summary(stage: EngineStage, config: MTPConfig) -> str:
     return f"{kind}; the next step reads: {config.chain}{zero}"
 
 
-def _takes_config(pair: Pair, stage: EngineStage) -> bool:
+def _held_in(pair: Pair, stage: EngineStage) -> str:
     is_quark = pair.quantization is not None and pair.quantization.get("quant_method") == "quark"
-    return stage.quantized or (is_quark and not _TAKE_QUARK.isdisjoint(stage.architectures))
+    takes_config = stage.quantized or (is_quark and not _TAKE_QUARK.isdisjoint(stage.architectures))
+    return TAKES_CONFIG if takes_config else PLAIN
 
 
 def _look_at_layer(pair: Pair, configs: Mapping[str, MTPConfig], names: list[str]) -> None:

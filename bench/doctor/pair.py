@@ -6,7 +6,7 @@ What says how a weight is packed is read: a g_idx (the group of each column) and
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +89,15 @@ class Pair:
         """The target's text part."""
         nested = self.target.get("text_config")
         return nested if isinstance(nested, Mapping) else self.target
+
+    @cached_property
+    def layers(self) -> dict[str, dict[str, Header]]:
+        """By the path of a layer of the drafter, its tensors by what stands behind the last dot."""
+        layers: dict[str, dict[str, Header]] = {}
+        for name, header in self.headers.items():
+            path, _, parameter = name.rpartition(".")
+            layers.setdefault(path, {})[parameter] = header
+        return layers
 
     @property
     def model_type(self) -> str:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from .pair import DENSE, Header, Pair
@@ -13,58 +13,103 @@ _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modu
 _CODES = ("weight", "weight_packed", "qweight")
 _NUMBERS = (*DENSE, "F64")
 _WITHOUT = "without this package's plugin"
+# Methods that both engines have for linear layers and experts alone.
+_OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxfp4")
+
+# What an engine holds a layer in: one that the quantization config has a method for, or one without.
+TAKES_CONFIG = "as the quantization config says"
+PLAIN, UNQUANTIZED = "a plain nn.Linear", "a linear layer without a quantization method"
+EMBEDDING, HEAD, NORM = "an embedding of numbers", "an lm_head without a quantization method", "a norm, of numbers"
 
 
-def look_at_codes(pair: Pair, path: str, name: str, takes_config: Mapping[str, bool], trap: str) -> None:
+def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], trap: str) -> None:
     """Report the weight at `path` of the file, and the engines that read it wrong.
 
     Args:
         name: what it is called in facts and findings.
-        takes_config: by engine whether it builds this layer as the quantization config says, or as plain numbers.
+        held_in: by engine TAKES_CONFIG, or what it builds without a method of the quantization config.
     """
-    parameters = _parameters(pair, path)
-    stored = _codes_of(parameters)
+    parameters = parameters_of(pair, path)
+    stored = codes_of(parameters)
     if stored is None:
         return
     weight = parameters[stored]
-    scales = sorted(each for each in parameters if "scale" in each and "input" not in each and "act" not in each)
-    takes = [engine for engine, is_taken in takes_config.items() if is_taken]
-    config = pair.quantization
     if weight.dtype in _NUMBERS:
         pair.facts[name] = weight.dtype
-        if takes and config is not None and _covers(config, path):
+        takes = [engine for engine, place in held_in.items() if place == TAKES_CONFIG]
+        if takes and pair.quantization is not None and _covers(pair.quantization, path):
             text = f"builds {name} quantized, as quantization_config says of it, and {path}.weight is {weight.dtype}"
             pair.find(trap, text, *takes)
         return
-    pair.facts[name] = f"{weight.dtype} with {', '.join(scales) or 'no scale'}"
-    if plain := [engine for engine in takes_config if engine not in takes]:
-        skipped = "its scales: codes are taken for numbers"
-        if stored != "weight":
-            skipped = f"its {stored}: the weight stays what it was made with"
-        text = f"holds {name} in a plain nn.Linear, skips {skipped} (sglang#39087) {_WITHOUT}"
-        pair.find(trap, text, *plain)
-    if not takes:
+    pair.facts[name] = described(parameters)
+    for text, engines in misread(pair, path, name, held_in):
+        pair.find(trap, text, *engines)
+
+
+def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """(what is wrong, the engines) of the codes at `path`, each of which reads them otherwise than they are meant."""
+    stored = codes_of(parameters_of(pair, path))
+    skipped = "its scales: codes are taken for numbers"
+    if stored != "weight":
+        skipped = f"its {stored}: the weight stays what it was made with"
+    engines: dict[str, list[str]] = {}
+    for engine, place in held_in.items():
+        engines.setdefault(place, []).append(engine)
+    for place in (place for place in engines if place != TAKES_CONFIG):
+        # The plugins read the codes of a linear layer.
+        plugin = f"(sglang#39087) {_WITHOUT}" if place in (PLAIN, UNQUANTIZED) else f"{_WITHOUT}, which refuses them"
+        yield f"holds {name} in {place}, skips {skipped} {plugin}", engines[place]
+    if not (takes := engines.get(TAKES_CONFIG)):
         return
-    says = f"quantizes {name} as the drafter's quantization_config says"
+    config, says = pair.quantization, f"quantizes {name} as the drafter's quantization_config says"
     if config is None:
-        pair.find(trap, f"{says}, and there is none: it fails to load {_WITHOUT}", *takes)
+        yield f"{says}, and there is none: it fails to load {_WITHOUT}", takes
     elif _leaves_out(config, path):
-        pair.find(trap, f"{says}, and that leaves {name} out: codes have no place there {_WITHOUT}", *takes)
+        yield f"{says}, and that leaves {name} out: codes have no place there {_WITHOUT}", takes
+    elif not _is_in_group(config, path):
+        yield f"{says}, and none of its config_groups has {name}: codes have no place there {_WITHOUT}", takes
+
+
+def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
+    """Where both engines hold an lm_head that they give the config: not every method has a place for its scales.
+
+    Source: `get_quant_method` of SGLang 0.5.23 and vLLM 0.33, by whether it asks for a ParallelLMHead.
+    """
+    method = None if config is None else config.get("quant_method")
+    if config is None or isinstance(config.get("quant_algo"), str):
+        return TAKES_CONFIG
+    if method in ("gptq", "gptqmodel", "awq"):
+        return TAKES_CONFIG if config.get("lm_head") else HEAD
+    if method == "compressed-tensors":  # "Linear" is none of its classes
+        return TAKES_CONFIG if any(_names(entry, path) for entry in _targets(config)) else HEAD
+    return HEAD if method in _OF_LINEAR_LAYERS else TAKES_CONFIG
+
+
+def is_modelopt_fp4(config: Mapping[str, Any] | None) -> bool:
+    """What both engines call modelopt_fp4, of which some drafters are built in numbers whatever their files have."""
+    return config is not None and str(config.get("quant_algo")).upper() in ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+
+
+def described(parameters: Mapping[str, Header]) -> str:
+    """F8_E4M3 with weight_scale."""
+    scales = sorted(each for each in parameters if "scale" in each and "input" not in each and "act" not in each)
+    stored = codes_of(parameters)
+    return f"{parameters[stored].dtype} with {', '.join(scales) or 'no scale'}" if stored else "no weight"
 
 
 def holds_codes(pair: Pair, path: str) -> bool:
-    parameters = _parameters(pair, path)
-    stored = _codes_of(parameters)
+    parameters = parameters_of(pair, path)
+    stored = codes_of(parameters)
     return stored is not None and parameters[stored].dtype not in _NUMBERS
 
 
-def _parameters(pair: Pair, path: str) -> dict[str, Header]:
+def parameters_of(pair: Pair, path: str) -> Mapping[str, Header]:
     """What the file has of a layer, by what stands behind the last dot."""
-    parts = {name: name.rpartition(".") for name in pair.headers}
-    return {last: pair.headers[name] for name, (before, _, last) in parts.items() if before == path}
+    return pair.layers.get(path, {})
 
 
-def _codes_of(parameters: Collection[str]) -> str | None:
+def codes_of(parameters: Collection[str]) -> str | None:
+    """What its weight is called."""
     return next((name for name in _CODES if name in parameters), None)
 
 
@@ -76,11 +121,21 @@ def _covers(config: Mapping[str, Any], path: str) -> bool:
     if isinstance(algorithm, str):
         return algorithm.upper() != "MIXED_PRECISION"  # which lists its layers
     if method == "compressed-tensors":
-        groups = config.get("config_groups")
-        groups = groups.values() if isinstance(groups, Mapping) else ()
-        targets = [_texts(group.get("targets")) for group in groups if isinstance(group, Mapping)]
-        return any(entry == "Linear" or _names(entry, path) for entries in targets for entry in entries)
+        return _is_in_group(config, path)
     return method in _STORED
+
+
+def _is_in_group(config: Mapping[str, Any], path: str) -> bool:
+    """True of a config without such groups."""
+    if config.get("quant_method") != "compressed-tensors":
+        return True
+    return any(entry == "Linear" or _names(entry, path) for entry in _targets(config))
+
+
+def _targets(config: Mapping[str, Any]) -> list[str]:
+    groups = config.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    return [entry for group in groups if isinstance(group, Mapping) for entry in _texts(group.get("targets"))]
 
 
 def _leaves_out(config: Mapping[str, Any], path: str) -> bool:
