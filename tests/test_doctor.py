@@ -95,8 +95,33 @@ def as_w4a16(checkpoints: Files, *paths: str) -> None:
         checkpoints.weights[f"{path}.weight_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
         checkpoints.weights[f"{path}.weight_scale"] = torch.ones(rows, columns // 16).bfloat16()
         checkpoints.weights[f"{path}.weight_shape"] = torch.tensor([rows, columns])
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
-    checkpoints.drafter["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    checkpoints.drafter["quantization_config"] = of_group("Linear")
+
+
+def of_group(*targets: str) -> dict:
+    groups = {"group_0": {"targets": [*targets], "weights": {"num_bits": 4, "group_size": 16}}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "o_proj")
+
+
+def with_layers_in_fp8(checkpoints: Files, *layers: str) -> None:
+    """MLP and attention of these decoder layers, in Hugging Face's blocks, and the other projections left out."""
+    stems = [f"{layer}.mlp.{name}" for layer in layers for name in MLP]
+    for stem in [*stems, *(f"{layer}.self_attn.{name}" for layer in layers for name in ATTENTION)]:
+        checkpoints.weights[f"{stem}.weight"] = torch.randn(130, 64).to(FP8)
+        checkpoints.weights[f"{stem}.weight_scale_inv"] = torch.ones(2, 1)
+    left_out = ["fc", "eh_proj", "k_proj", "v_proj"]
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": left_out}
+    checkpoints.drafter["quantization_config"] = config
+
+
+def with_mlp_in_w4a16(checkpoints: Files, layers: int) -> None:
+    stems = [f"layers.{layer}.mlp.{name}" for layer in range(layers) for name in MLP]
+    checkpoints.weights |= {f"{stem}.weight": torch.randn(96, 64) for stem in stems}
+    as_w4a16(checkpoints, *stems)
+    checkpoints.drafter["quantization_config"]["ignore"] = ["re:.*_attn.*", "re:.*fc"]
 
 
 # Of each kind a pair without a finding, and facts of it.
@@ -114,6 +139,28 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         {"fc": "I32 with scales"},
     ),
     "EAGLE-3 in NVFP4": (Checkpoints, lambda c: in_nvfp4(c), {"fc": "U8 with weight_scale, weight_scale_2"}),
+    "EAGLE-3 whose layer is in FP8 blocks": (
+        Checkpoints,
+        lambda c: with_layers_in_fp8(c, "midlayer"),
+        {"fc": "BF16", "midlayer.mlp.down_proj": "F8_E4M3 with weight_scale_inv"},
+    ),
+    "EAGLE-3 whose lm_head is in a group of its own": (
+        Checkpoints,
+        lambda c: (as_w4a16(c, "lm_head"), c.drafter.update(quantization_config=of_group("re:.*lm_head"))),
+        {"lm_head": "I32 with weight_scale"},
+    ),
+    "EAGLE-3 with an lm_head in GPTQ": (
+        Checkpoints,
+        lambda c: (
+            c.weights.update({"lm_head.qweight": torch.zeros(D // 8, DRAFTED, dtype=torch.int32)}),
+            c.weights.update({"lm_head.scales": torch.ones(3, DRAFTED).half()}),
+            c.weights.update({"lm_head.qzeros": torch.zeros(3, DRAFTED // 8, dtype=torch.int32)}),
+            c.weights.pop("lm_head.weight"),
+            c.drafter.update(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 16}),
+            c.drafter["quantization_config"].update(lm_head=True, dynamic={"-:.*fc": {}}),
+        ),
+        {"lm_head": "I32 with scales"},
+    ),
     "an fc that the config leaves out": (
         Checkpoints,
         lambda c: c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["model.fc"]}),
@@ -144,6 +191,31 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             "SGLang 0.5.23": "Linear, never quantized; the next step reads: normed",
             "vLLM 0.33, V1 runner": "Linear, never quantized; the next step reads: normed; zeros at position 0",
         },
+    ),
+    "MTP whose layer is in FP8 blocks": (
+        MTPCheckpoints,
+        lambda c: (
+            with_layers_in_fp8(c, LAYER),
+            c.weights.update({f"{LAYER}.mlp.experts.{k}.up_proj.weight": torch.ones(8, 16).to(FP8) for k in range(3)}),
+            c.weights.update({f"{LAYER}.mlp.experts.{k}.up_proj.weight_scale_inv": torch.ones(1, 1) for k in range(3)}),
+            # What is no layer of the drafter's is not looked at, nor is a head that is the target's.
+            c.weights.update({f"{LAYER}.shared_head.head.weight": torch.ones(V, 2 * H).to(FP8)}),
+            c.weights.update({f"{LAYER}.shared_head.head.weight_scale": torch.ones(1)}),
+            c.drafter["quantization_config"]["modules_to_not_convert"].append("head"),
+            c.drafter["quantization_config"].pop("weight_block_size"),
+            c.weights.update({"model.layers.3.mlp.up_proj.weight": torch.ones(8, 16).to(FP8)}),
+        ),
+        {"model.layers.*.mlp.experts.*.up_proj": "F8_E4M3 with weight_scale_inv"},
+    ),
+    "MTP whose experts have a format of their own": (
+        MTPCheckpoints,
+        lambda c: (
+            with_layers_in_fp8(c, LAYER),
+            c.drafter.update(expert_dtype="fp4"),
+            c.weights.update({f"{LAYER}.mlp.experts.0.up_proj.weight": torch.ones(8, 32, dtype=torch.int8)}),
+            c.weights.update({f"{LAYER}.mlp.experts.0.up_proj.scale": torch.ones(8, 2).to(torch.float8_e8m0fnu)}),
+        ),
+        {f"{LAYER}.mlp.experts.0.up_proj": "I8 with scale"},
     ),
     "MTP of which each engine has a bias of its own": (
         MTPCheckpoints,
@@ -177,6 +249,16 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         EagleCheckpoints,
         lambda c: c.drafter.update(architectures=["MistralForCausalLM"]),
         {"drafter": "Mistral EAGLE"},
+    ),
+    "DFlash whose layers are in FP8 blocks": (
+        ContextCheckpoints,
+        lambda c: with_layers_in_fp8(c, "layers.0", "layers.1"),
+        {"layers.*.self_attn.q_proj": "F8_E4M3 with weight_scale_inv", "k_proj": "BF16"},
+    ),
+    "DFlash with an MLP in W4A16": (
+        ContextCheckpoints,
+        lambda c: with_mlp_in_w4a16(c, layers=2),
+        {"layers.*.mlp.up_proj": "I32 with weight_scale", "fc": "BF16"},
     ),
     "DFlash": (
         ContextCheckpoints,
@@ -652,7 +734,13 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             as_w4a16(c, "layers.1.self_attn.k_proj"),
             c.drafter["quantization_config"].update(ignore=["fc", "re:.*v_proj"]),
         ),
-        [("kv-quantized", (SGLANG, V1, V2), "builds k_proj quantized, as quantization_config says of it, and layers.0")],
+        [
+            (
+                "kv-quantized",
+                (SGLANG, V1, V2),
+                "builds k_proj quantized, as quantization_config says of it, and layers.0",
+            )
+        ],
     ),
     "DFlash in W4A16 of another shape": (
         lambda c: (as_w4a16(c, "fc"), c.weights.update({"fc.weight_shape": torch.tensor([D, H])})),
@@ -738,6 +826,219 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
 }
 
+UP = "midlayer.mlp.up_proj"
+# Of EAGLE-3 drafters with one layer in FP8 blocks.
+LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "a layer without a scale": (
+        lambda c: c.weights.pop(f"{UP}.weight_scale_inv"),
+        [("load", ALL, f"weights has {UP}.weight in torch.float8_e4m3fn, expected its scale beside it")],
+    ),
+    "a layer with a scale of another shape": (
+        lambda c: c.weights.update({f"{UP}.weight_scale_inv": torch.ones(3, 1)}),
+        [("load", ALL, f"{UP}.weight_scale_inv is torch.float32 of shape (3, 1), expected")],
+    ),
+    "a layer in no format": (
+        lambda c: c.weights.update({f"{UP}.weight": torch.ones(130, 64, dtype=torch.int64)}),
+        [("load", ALL, f"{UP}.weight is torch.int64, expected codes in torch.float8_e4m3fn, torch.int8 or torch")],
+    ),
+    "a layer of another format": (
+        lambda c: c.weights.update({f"{UP}.weight_scale_inv": torch.ones(130, 1)}),
+        [("load", ALL, f"{UP}.weight is fp8_row, expected fp8_block128, because the checkpoint says weight_block")],
+    ),
+    "a layer that is a number": (
+        lambda c: c.weights.update({f"{UP}.weight": torch.ones(()).to(FP8)}),
+        [("load", ALL, f"{UP}.weight is [] of F8_E4M3, expected a matrix")],
+    ),
+    "a layer that the config leaves out": (
+        lambda c: c.drafter["quantization_config"]["modules_to_not_convert"].append("up_proj"),
+        [("layer-quantized", (SGLANG, V1, V2), f"and that leaves {UP} out: codes have no place there")],
+    ),
+    "layers that no config mentions": (
+        lambda c: (
+            c.drafter.pop("quantization_config"),
+            [c.weights.pop(f"midlayer.self_attn.{name}.weight") for name in ATTENTION],
+            [c.weights.pop(f"midlayer.mlp.{name}.weight") for name in MLP[:2]],
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                "quantizes midlayer.mlp.down_proj as the drafter's quantization_config says, and there is none",
+            )
+        ],
+    ),
+    "a layer in no group": (
+        lambda c: (
+            c.drafter.update(quantization_config=of_group("re:.*(gate|down)_proj", "re:.*_attn.*")),
+            [c.drafter["quantization_config"]["config_groups"]["group_0"]["weights"].clear()],
+        ),
+        [("layer-quantized", (SGLANG, V1, V2), f"and none of its config_groups has {UP}: codes have no place")],
+    ),
+    "an lm_head in FP8": (
+        lambda c: (
+            c.weights.update({"lm_head.weight": torch.ones(DRAFTED, D).to(FP8)}),
+            c.weights.update({"lm_head.weight_scale_inv": torch.ones(2, 1)}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                "holds lm_head in a ParallelLMHead without a quantization method, skips its scales: codes are taken "
+                "for numbers; this package's plugin refuses them",
+            )
+        ],
+    ),
+    "an embedding in FP8": (
+        lambda c: (
+            c.weights.update({"embed_tokens.weight": torch.ones(V, D).to(FP8)}),
+            c.weights.update({"embed_tokens.weight_scale_inv": torch.ones(8, 1)}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                "holds embed_tokens in an embedding without a quantization method, skips its scales",
+            )
+        ],
+    ),
+    "an embedding in FP8, as wide as the target's": (
+        lambda c: (
+            c.drafter.update(target_hidden_size=None, hidden_size=H),
+            c.weights.update({"fc.weight": torch.ones(H, K * H), "norm.weight": torch.ones(H)}),
+            c.weights.update({"midlayer.hidden_norm.weight": torch.ones(H)}),
+            c.weights.update({"embed_tokens.weight": torch.ones(V, H).to(FP8)}),
+            c.weights.update({"embed_tokens.weight_scale_inv": torch.ones(8, 1)}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (V1, V2),
+                "holds embed_tokens in an embedding without a quantization method, skips its scales",
+            )
+        ],
+    ),
+    "a norm in FP8": (
+        lambda c: c.weights.update({"midlayer.post_attention_layernorm.weight": torch.ones(D).to(FP8)}),
+        [
+            ("load", ALL, "midlayer.post_attention_layernorm.weight is [48] of F8_E4M3, expected numbers"),
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                "holds midlayer.post_attention_layernorm in a norm, skips its scales",
+            ),
+        ],
+    ),
+    "a latent drafter in NVFP4": (
+        lambda c: (
+            in_nvfp4(c),
+            c.drafter.update(architectures=["Eagle3DeepseekV2ForCausalLM"]),
+            c.drafter["quantization_config"].update(exclude_modules=["lm_head"]),
+            [c.weights.pop(name) for name in [*c.weights] if name.startswith(("midlayer.mlp", "midlayer.self"))],
+            c.weights.update({f"{UP}.weight": torch.zeros(96, 32, dtype=torch.uint8)}),
+            c.weights.update({f"{UP}.weight_scale": torch.ones(96, 4).to(FP8), f"{UP}.weight_scale_2": torch.ones(())}),
+        ),
+        [
+            ("fc-quantized", (SGLANG,), "holds fc in a linear layer without a quantization method"),
+            ("layer-quantized", (SGLANG,), f"holds {UP} in a linear layer without a quantization method"),
+        ],
+    ),
+}
+
+# Of DFlash drafters with two layers whose MLP is in W4A16.
+MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "DFlash with an MLP in W4A16 without scales": (
+        lambda c: [c.weights.pop(f"layers.{layer}.mlp.up_proj.weight_scale") for layer in range(2)],
+        [("load", ALL, "weights has layers.*.mlp.up_proj.weight_packed, expected weight_scale beside it")],
+    ),
+    "DFlash with an MLP in W4A16, of which one has no scale": (
+        lambda c: c.weights.pop("layers.1.mlp.up_proj.weight_scale"),
+        [("load", ALL, "weights has layers.1.mlp.up_proj.weight_packed, expected weight_scale beside it")],
+    ),
+    "DFlash with an MLP in W4A16 of another group size": (
+        lambda c: [
+            c.weights.update({f"layers.{layer}.mlp.{name}.weight_scale": torch.ones(96, 2).bfloat16()})
+            for layer in range(2)
+            for name in MLP
+        ],
+        [
+            ("load", ALL, f"layers.*.mlp.{name}.weight_packed has 2 groups in 64 columns, expected 4")
+            for name in sorted(MLP)
+        ],
+    ),
+    "DFlash of three layers, of which two have no scale": (
+        lambda c: (
+            c.drafter.update(num_hidden_layers=3),
+            c.weights.update({f"layers.2.self_attn.{part}_proj.weight": torch.ones(32, D) for part in "kv"}),
+            c.weights.update({"layers.2.self_attn.k_norm.weight": torch.ones(16)}),
+            with_mlp_in_w4a16(c, layers=3),
+            [c.weights.pop(f"layers.{layer}.mlp.up_proj.weight_scale") for layer in (1, 2)],
+        ),
+        [("load", ALL, "(in 2 of 3, the first of which is layers.1.mlp.up_proj)")],
+    ),
+    "DFlash with heads in W4A16": (
+        lambda c: (
+            c.weights.update({"candidate_selector.hidden_projection.weight": torch.ones(32, 64)}),
+            c.weights.update({"markov_head.markov_w2.weight": torch.ones(32, 64)}),
+            as_w4a16(c, "candidate_selector.hidden_projection", "markov_head.markov_w2"),
+            c.drafter["quantization_config"].update(ignore=["re:.*_attn.*", "fc"]),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG,),
+                "holds candidate_selector.hidden_projection in a plain nn.Linear, skips its weight_packed",
+            ),
+            (
+                "layer-quantized",
+                (V1, V2),
+                "holds candidate_selector.hidden_projection in a linear layer without a quantization method",
+            ),
+            ("layer-quantized", (SGLANG,), "holds markov_head.markov_w2 in a plain nn.Linear"),
+        ],
+    ),
+    "DFlash with tables of its own in W4A16": (
+        lambda c: (
+            c.weights.update({f"{name}.weight": torch.ones(V, 64) for name in ("embed_tokens", "lm_head")}),
+            as_w4a16(c, "embed_tokens", "lm_head"),
+            c.drafter["quantization_config"].update(ignore=["re:.*_attn.*", "fc"]),
+        ),
+        [
+            (
+                "layer-quantized",
+                (V1, V2),
+                "holds embed_tokens in an embedding without a quantization method, skips its weight_packed",
+            ),
+            ("layer-quantized", (V1, V2), "holds lm_head in a ParallelLMHead without a quantization method"),
+        ],
+    ),
+}
+
+# Of DeepSeek's MTP with a layer in FP8 blocks.
+MTP_LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "an MTP layer without a scale": (
+        lambda c: c.weights.pop(f"{LAYER}.self_attn.o_proj.weight_scale_inv"),
+        [("load", ALL, f"weights has {LAYER}.self_attn.o_proj.weight in torch.float8_e4m3fn, expected its scale")],
+    ),
+    "MTP of ModelOpt's FP4": (
+        lambda c: (
+            [c.weights.pop(name) for name in [*c.weights] if ".mlp." in name or ".self_attn." in name],
+            c.weights.update({f"{LAYER}.mlp.up_proj.weight": torch.zeros(96, 32, dtype=torch.uint8)}),
+            c.weights.update({f"{LAYER}.mlp.up_proj.weight_scale": torch.ones(96, 4).to(FP8)}),
+            c.weights.update({f"{LAYER}.mlp.up_proj.weight_scale_2": torch.ones(())}),
+            c.drafter.update(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        ),
+        [("layer-quantized", (SGLANG,), f"holds {LAYER}.mlp.up_proj in a linear layer without a quantization method")],
+    ),
+}
+
+
+def after(prepare: Callable, traps: dict[str, tuple[Callable, list[tuple]]]) -> dict[str, tuple[Callable, list[tuple]]]:
+    def then(change: Callable) -> Callable:
+        return lambda checkpoints: (prepare(checkpoints), change(checkpoints))
+
+    return {trap: (then(change), findings) for trap, (change, findings) in traps.items()}
+
+
 TRAPS = {
     trap: (build, change, findings)
     for build, traps in (
@@ -745,6 +1046,9 @@ TRAPS = {
         (MTPCheckpoints, MTP_TRAPS),
         (EagleCheckpoints, EAGLE_TRAPS),
         (ContextCheckpoints, CONTEXT_TRAPS),
+        (Checkpoints, after(lambda c: with_layers_in_fp8(c, "midlayer"), LAYER_TRAPS)),
+        (ContextCheckpoints, after(lambda c: with_mlp_in_w4a16(c, layers=2), MLP_TRAPS)),
+        (MTPCheckpoints, after(lambda c: with_layers_in_fp8(c, LAYER), MTP_LAYER_TRAPS)),
     )
     for trap, (change, findings) in traps.items()
 }

@@ -3,20 +3,41 @@
 SGLang 0.5.23 `models/dflash.py`, `dspark.py`; vLLM 0.33 `qwen3_dflash`, `eagle3_utils`.
 """
 
+import re
 from collections.abc import Mapping
 from functools import partial
 
 from eagle_kernels import ContextKV, ContextKVConfig, capture_layers
-from eagle_kernels.checkpoint import context_kv, context_projections
+from eagle_kernels.checkpoint import context_kv, context_modules, context_projections
 from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
+from .layers import kind_of, look_at_layers
 from .pair import SGLANG, VLLM_V1, VLLM_V2, Pair
-from .quantization import PLAIN, TAKES_CONFIG, UNQUANTIZED, holds_codes, look_at_codes
+from .quantization import (
+    EMBEDDING,
+    HEAD,
+    PLAIN,
+    TAKES_CONFIG,
+    UNQUANTIZED,
+    head_held_in,
+    holds_codes,
+    look_at_codes,
+)
 
 # SGLang's fc of all others is a plain nn.Linear (sglang#39087); the layers behind it take the config in each class.
 _SGLANG_FC_TAKES_CONFIG = {"LiLiCorrDraftModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"}
 _VLLM_TAKES_NO_CONFIG = {"DFlash2BeamDraftModel"}
+# The others' lm_head has no method whatever the config says.
+_VLLM_HEAD_TAKES_CONFIG = {"DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel"}
+# What stands beside the decoder layers: selector, convolution, Domino's projector, Markov and confidence heads.
+_SGLANG_PLAIN = re.compile(
+    r"\b(markov_head|confidence_head|candidate_selector|embed_proj|lilicorr\.(factor_input_proj|out_head|in_head))\b"
+    r"|kernel_projection$"
+)
+_VLLM_UNQUANTIZED = re.compile(
+    r"\b(confidence_head|candidate_selector|xpress_head|lilicorr\.(factor_input_proj|out_head|in_head))\b"
+)
 # vLLM cuts K and V out of `qkv_proj.weight` as if it were numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
     "DFlashLagunaForCausalLM",
@@ -43,7 +64,32 @@ def examine(pair: Pair, architecture: str) -> None:
     layer = ContextKV(config, device="meta")
     pair.look_at_loading(partial(context_kv, pair.opened(pair.headers), layer, 0, 1))
     _look_at_projections(pair, architecture)
+    seen = context_modules(pair.headers)
+    own = {path for path in pair.layers if not is_target(architecture) or path.startswith("mtp.")}
+    look_at_layers(pair, own - seen, partial(_held_in, pair, architecture))
     return None
+
+
+def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
+    """What each engine holds a layer behind the context stage in.
+
+    Without an entry it takes its target's weight there, as SGLang's workers do for embedding and head.
+    Source: SGLang 0.5.23 `dflash`, `dspark`, `dspark_minimax`, `lilicorr`; vLLM 0.33 `qwen3_dflash`, `qwen3_dflash2`,
+    `qwen3_dspark`, `qwen3_xpress`, `lilicorr`, `laguna_dflash`, `models/beam`.
+    """
+    kind, takes_none = kind_of(path), architecture in _VLLM_TAKES_NO_CONFIG
+    in_vllm = UNQUANTIZED if takes_none or _VLLM_UNQUANTIZED.search(path) else TAKES_CONFIG
+    in_sglang = PLAIN if _SGLANG_PLAIN.search(path) else TAKES_CONFIG
+    if path.rpartition(".")[2] == "markov_w1":
+        in_sglang = in_vllm = EMBEDDING
+    elif kind in ("embedding", "head"):
+        if takes_none or is_target(architecture):
+            return {}
+        takes_head = architecture in _VLLM_HEAD_TAKES_CONFIG and pair.drafter.get("has_own_lm_head")
+        in_head = head_held_in(pair.quantization, path) if takes_head else HEAD
+        in_vllm = EMBEDDING if kind == "embedding" else in_head
+        return {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
+    return {SGLANG: in_sglang, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
 
 
 def is_target(architecture: str) -> bool:

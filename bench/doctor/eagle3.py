@@ -13,12 +13,24 @@ from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
 from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, norms_before_fc
 from eagle_kernels.drafter_config import get_field
 
+from .layers import kind_of, look_at_layers
 from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
-from .quantization import PLAIN, TAKES_CONFIG, look_at_codes
+from .quantization import (
+    EMBEDDING,
+    HEAD,
+    PLAIN,
+    TAKES_CONFIG,
+    UNQUANTIZED,
+    head_held_in,
+    is_modelopt_fp4,
+    look_at_codes,
+)
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-_MLA_FC = {"Eagle3DeepseekV2ForCausalLM"}  # `kimi_k25_eagle3`, SGLang's one fc that takes a quantization config
+_MLA_FC = {
+    "Eagle3DeepseekV2ForCausalLM"
+}  # `kimi_k25_eagle3`, SGLang's one fc that takes a quantization config, but none of modelopt_fp4
 LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.weight")
 
 
@@ -37,7 +49,42 @@ def examine(pair: Pair, trained_by: str | None) -> None:
     _look_at_norms(pair, config)
     _look_at_flags(pair, config)
     _look_at_vocabulary(pair, config)
+    seen = {name.rpartition(".")[0] for name in pair.headers if _is_seen(name)}
+    look_at_layers(pair, pair.layers.keys() - seen, partial(_held_in, pair, config))
     return None
+
+
+def _is_seen(name: str) -> bool:
+    ours = eagle3_name(name)
+    return (
+        ours.startswith("fc.") or ours == "norm.weight" or bool(norms_before_fc([name]) or LAYER_0_NORM.fullmatch(name))
+    )
+
+
+def _held_in(pair: Pair, config: Eagle3Config, path: str) -> dict[str, str]:
+    """What each engine holds a layer behind fc in. Without an entry it takes its target's weight there.
+
+    Source: SGLang 0.5.23 `llama_eagle3`, `kimi_k25_eagle3`, `eagle_worker_v2`; vLLM 0.33 `llama_eagle3`,
+    `qwen3_eagle3`, `deepseek_eagle3`.
+    """
+    kind, is_mla = kind_of(path), any(name in _MLA for name in pair.architectures)
+    in_sglang, in_vllm = _in_sglang(pair), TAKES_CONFIG
+    if kind == "embedding":
+        in_sglang = in_vllm = EMBEDDING
+        is_own = pair.drafter.get("target_hidden_size") not in (None, config.hidden_size)
+    elif kind == "head":
+        is_own = config.draft_vocab_size is not None
+        in_vllm = HEAD if is_mla else head_held_in(pair.quantization, path)
+        in_sglang = HEAD if in_sglang != TAKES_CONFIG else head_held_in(pair.quantization, path)
+    else:
+        is_own = True
+    held_in = {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
+    return {SGLANG: in_sglang} | held_in if is_own else held_in
+
+
+def _in_sglang(pair: Pair) -> str:
+    is_mla = not _MLA_FC.isdisjoint(pair.architectures)
+    return UNQUANTIZED if is_mla and is_modelopt_fp4(pair.quantization) else TAKES_CONFIG
 
 
 def _engines(drafter: Mapping[str, Any]) -> dict[str, tuple[list[int] | None, bool, int]]:
@@ -101,7 +148,7 @@ def _look_at_fc(pair: Pair, config: Eagle3Config) -> None:
     others = {name: tuple(value.shape) for name, value in layer.state_dict().items() if name != "fc.weight"}
     readers = pair.readers(names) | {name: Header(shape, "BF16").stand_in for name, shape in others.items()}
     pair.look_at_loading(partial(eagle3_projection, Opened(readers, pair.quantization), layer))
-    in_sglang = PLAIN if _MLA_FC.isdisjoint(pair.architectures) else TAKES_CONFIG
+    in_sglang = PLAIN if _MLA_FC.isdisjoint(pair.architectures) else _in_sglang(pair)
     held_in = {SGLANG: in_sglang, VLLM_V1: TAKES_CONFIG, VLLM_V2: TAKES_CONFIG}
     look_at_codes(pair, names[0].rpartition(".")[0], "fc", held_in, "fc-quantized")
     return None

@@ -8,11 +8,20 @@ from eagle_kernels import MTPConfig, MTPProjection, MTPStreamsConfig, MTPStreams
 from eagle_kernels.checkpoint import mtp_layers, mtp_projection, mtp_streams_projection
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
+from .layers import kind_of, look_at_layers
 from .pair import ENGINES, Pair
-from .quantization import PLAIN, TAKES_CONFIG, look_at_codes
+from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes
 
 # SGLang's `deepseek_nextn` takes a quantization config of Quark, and of nobody else.
 _TAKE_QUARK = {"DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"}
+
+# SGLang builds all of these in numbers where the target is of modelopt_fp4 (sglang#36599).
+_NOT_IN_FP4 = {
+    *("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"),
+    "BailingMoeForCausalLMNextN",
+    *("Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN", "GlmOcrForConditionalGenerationNextN"),
+    "Qwen3_5ForCausalLMMTP",
+}
 
 
 def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[str, Any]) -> None:
@@ -47,7 +56,38 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
         for path, stem in {name.rpartition(".")[0]: stem for name, stem in stems.items()}.items():
             if stem in stage.projections:
                 look_at_codes(pair, path, stem, held_in, "quantized")
+    seen = {name.rpartition(".")[0] for stems in layers.values() for name in stems}
+    own = _own_paths(pair, layers, is_alone=not family.config_types)
+    look_at_layers(pair, own - seen, partial(_layer_held_in, pair, family, stage))
     return None
+
+
+def _own_paths(pair: Pair, layers: Mapping[str, Mapping[str, str]], is_alone: bool) -> set[str]:
+    """The paths of the drafter's own layers, which MTP has in its target's files."""
+    if is_alone:
+        return set(pair.layers)
+    # Of one whose names say nothing of the layer, as Ernie's, the prefix is made up and may be the target's.
+    prefixes = [prefix for prefix, stems in layers.items() if any(name.startswith(prefix) for name in stems)]
+    prefixes = [prefix for prefix in prefixes if prefix not in ("", "model.")]
+    return {path for path in pair.layers if path.startswith(tuple(prefixes)) or ".mtp" in f".{path}"}
+
+
+def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) -> dict[str, str]:
+    """What each engine holds a layer behind the stage in. Without an entry it takes its target's weight there.
+
+    Source: the NextN and MTP models of SGLang 0.5.23, whose worker shares embedding and head; vLLM 0.33
+    `llm_base_proposer`, which shares those of MTP models, and of EAGLE-1 what the drafter has none of.
+    """
+    if (kind := kind_of(path)) == "head" or (kind == "embedding" and family.config_types):
+        return {}
+    held_in: dict[str, str] = {}
+    for engine, served in stage.engines.items():
+        if kind == "embedding" and engine == "sglang":
+            continue
+        in_numbers = is_modelopt_fp4(pair.quantization) and not _NOT_IN_FP4.isdisjoint(served.architectures)
+        place = EMBEDDING if kind == "embedding" else UNQUANTIZED if in_numbers else TAKES_CONFIG
+        held_in |= dict.fromkeys(ENGINES[engine], place)
+    return held_in
 
 
 def _summary(stage: EngineStage, config: MTPConfig) -> str:

@@ -19,7 +19,8 @@ _OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxf
 # What an engine holds a layer in: one that the quantization config has a method for, or one without.
 TAKES_CONFIG = "as the quantization config says"
 PLAIN, UNQUANTIZED = "a plain nn.Linear", "a linear layer without a quantization method"
-EMBEDDING, HEAD, NORM = "an embedding of numbers", "an lm_head without a quantization method", "a norm, of numbers"
+HEAD = "a ParallelLMHead without a quantization method"
+EMBEDDING, NORM = "an embedding without a quantization method", "a norm"
 
 
 def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], trap: str) -> None:
@@ -57,8 +58,9 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         engines.setdefault(place, []).append(engine)
     for place in (place for place in engines if place != TAKES_CONFIG):
         # The plugins read the codes of a linear layer.
-        plugin = f"(sglang#39087) {_WITHOUT}" if place in (PLAIN, UNQUANTIZED) else f"{_WITHOUT}, which refuses them"
-        yield f"holds {name} in {place}, skips {skipped} {plugin}", engines[place]
+        is_linear = place in (PLAIN, UNQUANTIZED)
+        plugin = f" (sglang#39087) {_WITHOUT}" if is_linear else "; this package's plugin refuses them"
+        yield f"holds {name} in {place}, skips {skipped}{plugin}", engines[place]
     if not (takes := engines.get(TAKES_CONFIG)):
         return
     config, says = pair.quantization, f"quantizes {name} as the drafter's quantization_config says"

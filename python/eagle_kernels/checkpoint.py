@@ -281,6 +281,16 @@ def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
     return {part: sorted(some) for part, some in found.items()}
 
 
+def context_modules(names: Iterable[str]) -> set[str]:
+    """The paths of all that `context_kv` can read in the checkpoint of a DFlash or DSpark drafter."""
+    paths = {name.rpartition(".")[0] for name in names}
+    top = {stem for stems in _CONTEXT_NAMES.values() for stem in stems}
+    layers = {stem for stems in _CONTEXT_LAYER_NAMES.values() for stem in stems}
+    matches = {path: _CONTEXT_LAYER.fullmatch(f"{path}.weight") for path in paths}
+    found = {path for path, match in matches.items() if match is not None and match["stem"] in layers}
+    return found | {path for path in paths if _own_name(path) in top or _own_name(path).startswith("aux_hidden_norms.")}
+
+
 def _own_name(path: str) -> str:
     return re.sub(r"^(model\.)?(mtp\.\d+\.)?", "", path)
 

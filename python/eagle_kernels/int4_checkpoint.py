@@ -96,6 +96,18 @@ def read_packed(
     return out
 
 
+def check_packed(
+    op: str,
+    names: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    shape: tuple[int, int],
+    meaning: str,
+    config: Mapping[str, Any] | None,
+) -> None:
+    """Raise what `read_packed` raises."""
+    _packed_of(op, names, read, shape, meaning, config or {})
+
+
 def _packed_of(
     op: str,
     names: Mapping[str, str],

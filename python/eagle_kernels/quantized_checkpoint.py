@@ -56,10 +56,10 @@ def read_projection(
 
     Raises ValueError that names the tensor.
     """
-    is_integers = int4_checkpoint.is_packed(names, read)
-    codes_name = _check_names(op, names, is_integers)
-    if is_integers:
+    if int4_checkpoint.is_packed(names, read):
+        _check_names(op, names, is_integers=True)
         return int4_checkpoint.read_packed(op, names, read, shape, meaning, config)
+    codes_name = _check_names(op, names, is_integers=False)
     codes = read(codes_name)
     checks.check_tensor(op, codes_name, codes)
     scale_names = [names[parameter] for parameter in _SCALES if parameter in names]
@@ -91,6 +91,22 @@ def read_projection(
         says = f"the checkpoint says {where}symmetric False"
         raise checks.error(ValueError, op, f"{codes_name} is int8_row", "int8 without zeros", says)
     return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
+
+
+def check_projection(
+    op: str,
+    names: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    shape: tuple[int, int],
+    meaning: str,
+    config: Mapping[str, Any] | None,
+) -> None:
+    """Raise what `read_projection` raises, and make no numbers: they would fill a weight of gigabytes."""
+    if int4_checkpoint.is_packed(names, read):
+        _check_names(op, names, is_integers=True)
+        int4_checkpoint.check_packed(op, names, read, shape, meaning, config)
+    else:
+        read_projection(op, names, read, shape, meaning, config)
 
 
 def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:

@@ -246,7 +246,8 @@ def load_weights_of(model: nn.Module, weights: dict[str, Tensor], *, is_drafter:
 
 @pytest.mark.parametrize("is_drafter", [True, False])
 def test_a_dflash_drafter_whose_layers_are_all_quantized(is_drafter: bool) -> None:
-    """Its class builds them without a quantization config (sglang#39087); a target's weights are not looked at."""
+    """And are built without a quantization config, as its fc is with any (sglang#39087). A target's weights are not
+    looked at."""
     from sglang.srt.models.dflash import DFlashDraftModel
 
     config = drafter_config(hidden_size=Ht, num_hidden_layers=1, block_size=4, head_dim=Ht // 2)
