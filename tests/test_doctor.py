@@ -107,12 +107,15 @@ MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "o_proj")
 
 
 def with_layers_in_fp8(checkpoints: Files, *layers: str) -> None:
-    """MLP and attention of these decoder layers, in Hugging Face's blocks, and the other projections left out."""
+    """MLP and attention of these decoder layers, in Hugging Face's blocks, and the input stage left out."""
     stems = [f"{layer}.mlp.{name}" for layer in layers for name in MLP]
     for stem in [*stems, *(f"{layer}.self_attn.{name}" for layer in layers for name in ATTENTION)]:
         checkpoints.weights[f"{stem}.weight"] = torch.randn(130, 64).to(FP8)
         checkpoints.weights[f"{stem}.weight_scale_inv"] = torch.ones(2, 1)
-    left_out = ["fc", "eh_proj", "k_proj", "v_proj"]
+    for name in [name for name in checkpoints.weights if name.endswith(("k_proj.weight", "v_proj.weight"))]:
+        checkpoints.weights[name] = checkpoints.weights[name].to(FP8)
+        checkpoints.weights[f"{name}_scale_inv"] = torch.ones(1, 1)
+    left_out = ["fc", "eh_proj"]
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": left_out}
     checkpoints.drafter["quantization_config"] = config
 
@@ -121,7 +124,7 @@ def with_mlp_in_w4a16(checkpoints: Files, layers: int) -> None:
     stems = [f"layers.{layer}.mlp.{name}" for layer in range(layers) for name in MLP]
     checkpoints.weights |= {f"{stem}.weight": torch.randn(96, 64) for stem in stems}
     as_w4a16(checkpoints, *stems)
-    checkpoints.drafter["quantization_config"]["ignore"] = ["re:.*_attn.*", "re:.*fc"]
+    checkpoints.drafter["quantization_config"]["ignore"] = ["re:.*[qkv]_proj", "re:.*fc"]
 
 
 # Of each kind a pair without a finding, and facts of it.
@@ -253,7 +256,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "DFlash whose layers are in FP8 blocks": (
         ContextCheckpoints,
         lambda c: with_layers_in_fp8(c, "layers.0", "layers.1"),
-        {"layers.*.self_attn.q_proj": "F8_E4M3 with weight_scale_inv", "k_proj": "BF16"},
+        {"layers.*.self_attn.q_proj": "F8_E4M3 with weight_scale_inv", "fc": "BF16"},
     ),
     "DFlash with an MLP in W4A16": (
         ContextCheckpoints,
@@ -739,7 +742,12 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "kv-quantized",
                 (SGLANG, V1, V2),
                 "builds k_proj quantized, as quantization_config says of it, and layers.0",
-            )
+            ),
+            (
+                "layer-quantized",
+                ALL,
+                "layers.1.self_attn.v_proj is in numbers and layers.1.self_attn.k_proj in codes: engines merge them",
+            ),
         ],
     ),
     "DFlash in W4A16 of another shape": (
@@ -869,10 +877,31 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "a layer in no group": (
         lambda c: (
-            c.drafter.update(quantization_config=of_group("re:.*(gate|down)_proj", "re:.*_attn.*")),
+            c.drafter.update(quantization_config=of_group("re:.*(gate|down|q|o)_proj")),
             [c.drafter["quantization_config"]["config_groups"]["group_0"]["weights"].clear()],
         ),
         [("layer-quantized", (SGLANG, V1, V2), f"and none of its config_groups has {UP}: codes have no place")],
+    ),
+    "a layer of numbers that is merged with codes": (
+        lambda c: (
+            c.weights.update({f"{UP}.weight": torch.randn(130, 64)}),
+            c.weights.pop(f"{UP}.weight_scale_inv"),
+        ),
+        [("layer-quantized", ALL, f"{UP} is in numbers and midlayer.mlp.gate_proj in codes: engines merge them into")],
+    ),
+    "a layer that is left out by a name that SGLang does not have": (
+        lambda c: (
+            c.weights.update({"midlayer.mlp.down_proj.weight": torch.randn(64, 130)}),
+            c.weights.pop("midlayer.mlp.down_proj.weight_scale_inv"),
+            c.drafter["quantization_config"]["modules_to_not_convert"].append("model.midlayer.mlp.down_proj"),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG,),
+                "builds midlayer.mlp.down_proj quantized: it calls it model.down_proj, which quantization_config does",
+            )
+        ],
     ),
     "an lm_head in FP8": (
         lambda c: (
@@ -975,12 +1004,27 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [("load", ALL, "(in 2 of 3, the first of which is layers.1.mlp.up_proj)")],
     ),
+    "DFlash with an MLP in a group that has the layers' names": (
+        lambda c: c.drafter.update(quantization_config=of_group("re:.*mlp.*")),
+        [
+            ("layer-quantized", (SGLANG,), "calls layers.*.mlp.down_proj down_proj, which none of config_groups has"),
+            ("layer-quantized", (SGLANG,), "calls layers.*.mlp.gate_proj gate_up_proj, which none of config_groups"),
+            ("layer-quantized", (SGLANG,), "calls layers.*.mlp.up_proj gate_up_proj, which none of config_groups has"),
+        ],
+    ),
+    "DFlash with keys and values left out by the layers' names": (
+        lambda c: c.drafter["quantization_config"].update(ignore=["re:.*self_attn.*", "fc"]),
+        [
+            ("layer-quantized", (SGLANG,), "builds layers.*.self_attn.k_proj quantized: it calls it qkv_proj, which"),
+            ("layer-quantized", (SGLANG,), "builds layers.*.self_attn.v_proj quantized: it calls it qkv_proj, which"),
+        ],
+    ),
     "DFlash with heads in W4A16": (
         lambda c: (
             c.weights.update({"candidate_selector.hidden_projection.weight": torch.ones(32, 64)}),
             c.weights.update({"markov_head.markov_w2.weight": torch.ones(32, 64)}),
             as_w4a16(c, "candidate_selector.hidden_projection", "markov_head.markov_w2"),
-            c.drafter["quantization_config"].update(ignore=["re:.*_attn.*", "fc"]),
+            c.drafter["quantization_config"].update(ignore=["re:.*[qkv]_proj", "fc"]),
         ),
         [
             (
@@ -1000,7 +1044,7 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (
             c.weights.update({f"{name}.weight": torch.ones(V, 64) for name in ("embed_tokens", "lm_head")}),
             as_w4a16(c, "embed_tokens", "lm_head"),
-            c.drafter["quantization_config"].update(ignore=["re:.*_attn.*", "fc"]),
+            c.drafter["quantization_config"].update(ignore=["re:.*[qkv]_proj", "fc"]),
         ),
         [
             (

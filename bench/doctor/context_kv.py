@@ -12,7 +12,7 @@ from eagle_kernels.checkpoint import context_kv, context_modules, context_projec
 from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
-from .layers import kind_of, look_at_layers
+from .layers import kind_of, look_at_layers, look_at_merged, look_at_names, names_without_layer
 from .pair import SGLANG, VLLM_V1, VLLM_V2, Pair
 from .quantization import (
     EMBEDDING,
@@ -38,6 +38,12 @@ _SGLANG_PLAIN = re.compile(
 _VLLM_UNQUANTIZED = re.compile(
     r"\b(confidence_head|candidate_selector|xpress_head|lilicorr\.(factor_input_proj|out_head|in_head))\b"
 )
+# They hand their layers no prefix: no entry of an ignore list that has a layer in it is theirs.
+_SGLANG_NAMES_NO_LAYER = {
+    *("DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"),
+    *("MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "DSparkDraftModel", "Qwen3DSparkModel"),
+    *("LingDSparkModel", "Lfm2DSparkDraftModel"),
+}
 # vLLM cuts K and V out of `qkv_proj.weight` as if it were numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
     "DFlashLagunaForCausalLM",
@@ -67,6 +73,10 @@ def examine(pair: Pair, architecture: str) -> None:
     seen = context_modules(pair.headers)
     own = {path for path in pair.layers if not is_target(architecture) or path.startswith("mtp.")}
     look_at_layers(pair, own - seen, partial(_held_in, pair, architecture))
+    if architecture != "Gemma4DSparkModel":  # whose q, k and v stay apart
+        look_at_merged(pair, own)
+    if architecture in _SGLANG_NAMES_NO_LAYER:
+        look_at_names(pair, own, names_without_layer, SGLANG)
     return None
 
 

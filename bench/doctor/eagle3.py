@@ -13,7 +13,7 @@ from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
 from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, norms_before_fc
 from eagle_kernels.drafter_config import get_field
 
-from .layers import kind_of, look_at_layers
+from .layers import kind_of, look_at_layers, look_at_merged, look_at_names, names_without_layer
 from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
 from .quantization import (
     EMBEDDING,
@@ -51,7 +51,16 @@ def examine(pair: Pair, trained_by: str | None) -> None:
     _look_at_vocabulary(pair, config)
     seen = {name.rpartition(".")[0] for name in pair.headers if _is_seen(name)}
     look_at_layers(pair, pair.layers.keys() - seen, partial(_held_in, pair, config))
+    look_at_merged(pair, pair.layers)
+    if not any(name in _MLA for name in pair.architectures):
+        look_at_names(pair, pair.layers, _names_in_sglang, SGLANG)
     return None
+
+
+def _names_in_sglang(path: str) -> list[str]:
+    """`llama_eagle3` hands each layer's parts the prefix of the model."""
+    names = names_without_layer(path)
+    return [f"model.self_attn.{name}" if name == "o_proj" else f"model.{name}" for name in names]
 
 
 def _is_seen(name: str) -> bool:

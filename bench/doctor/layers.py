@@ -2,15 +2,19 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from eagle_kernels.quantization_config import section_of
 from eagle_kernels.quantized_checkpoint import check_projection
 
 from .pair import OP, Header, Pair
-from .quantization import NORM, codes_of, described, holds_codes, misread, parameters_of
+from .quantization import NORM, codes_of, described, holds_codes, misnamed, misread, parameters_of
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+# The linear layers of a decoder layer that is not latent and has no experts.
+_OF_LAYER = re.compile(r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\.([qkvo]_proj|gate_proj|up_proj|down_proj)$")
 
 
 def kind_of(path: str) -> str:
@@ -32,28 +36,90 @@ def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Ma
         held_in: of a path, what each engine holds the layer in, as in `look_at_codes`; an engine that reads another
             layer's weight there, its target's, is left out.
     """
-    in_codes = [path for path in sorted(paths) if holds_codes(pair, path)]
-    alike: dict[str, list[str]] = {}  # the same layer of each decoder layer, and of each expert
-    for path in in_codes:
-        alike.setdefault(_NUMBER.sub("*", path), []).append(path)
-    # (trap, engines, what is said of each of them) -> where it is so, of layers that are alike
-    found: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
-    for pattern, layers in alike.items():
-        pair.facts[pattern if len(layers) > 1 else layers[0]] = described(parameters_of(pair, layers[0]))
-        for path in layers:
-            places = {engine: NORM if kind_of(path) == "norm" else place for engine, place in held_in(path).items()}
-            wrong = [("layer-quantized", tuple(names), text) for text, names in misread(pair, path, path, places)]
+    layers = _alike(path for path in paths if holds_codes(pair, path))
+    wrong = []
+    for pattern, alike in layers.items():
+        pair.facts[pattern if len(alike) > 1 else alike[0]] = described(parameters_of(pair, alike[0]))
+        for path in alike:
             if (unreadable := _unreadable(pair, path)) is not None:
-                wrong.insert(0, ("load", (), unreadable))
-            for trap, names, text in wrong:
-                found.setdefault((trap, names, text.replace(path, pattern)), []).append(path)
-    for (trap, names, text), layers in found.items():
-        pattern = _NUMBER.sub("*", layers[0])
-        if len(layers) == 1:
-            text = text.replace(pattern, layers[0])
-        elif len(layers) < len(alike[pattern]):
-            text += f" (in {len(layers)} of {len(alike[pattern])}, the first of which is {layers[0]})"
-        pair.find(trap, text, *names)
+                wrong.append(_Wrong("load", (), path, unreadable))
+            places = {engine: NORM if kind_of(path) == "norm" else place for engine, place in held_in(path).items()}
+            for text, engines in misread(pair, path, path, places):
+                wrong.append(_Wrong("layer-quantized", tuple(engines), path, text))
+    _report(pair, wrong, layers)
+
+
+def look_at_merged(pair: Pair, paths: Iterable[str]) -> None:
+    """Report layers of numbers that the engines merge with one of codes, as q_proj with k_proj and v_proj."""
+    layers = _alike(path for path in paths if codes_of(parameters_of(pair, path)) is not None)
+    paths = {path for alike in layers.values() for path in alike}
+    wrong = []
+    for path in sorted(paths):
+        parent, _, name = path.rpartition(".")
+        others = [f"{parent}.{other}" for names in _MERGED if name in names for other in names]
+        in_codes = next((other for other in others if other in paths and holds_codes(pair, other)), None)
+        if in_codes is not None and not holds_codes(pair, path):
+            text = f"{path} is in numbers and {in_codes} in codes: engines merge them into one layer"
+            wrong.append(_Wrong("layer-quantized", (), path, text))
+    _report(pair, wrong, layers)
+
+
+def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], list[str]], engine: str) -> None:
+    """Report layers that an engine looks for in the config under another name than the checkpoint's.
+
+    Args:
+        names_of: a path's in that engine; none where it is the path's own.
+    """
+    layers = _alike(path for path in paths if codes_of(parameters_of(pair, path)) is not None)
+    wrong = []
+    for path in (path for alike in layers.values() for path in alike):
+        if (names := names_of(path)) and (text := misnamed(pair, path, names)) is not None:
+            wrong.append(_Wrong("layer-quantized", (engine,), path, text))
+    _report(pair, wrong, layers)
+
+
+def names_without_layer(path: str) -> list[str]:
+    """["qkv_proj", "q_proj"] of layers.0.self_attn.q_proj: the merged layer's, and those that methods try for it."""
+    match = _OF_LAYER.search(path)
+    if match is None:
+        return []
+    name = match[1]
+    merged = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} | dict.fromkeys(_MERGED[0], "qkv_proj")
+    return [merged[name], name] if name in merged else [name]
+
+
+class _Wrong(NamedTuple):
+    trap: str
+    engines: tuple[str, ...]
+    path: str
+    text: str  # has the path in it
+
+
+def _pattern(path: str) -> str:
+    return _NUMBER.sub("*", path)
+
+
+def _alike(paths: Iterable[str]) -> dict[str, list[str]]:
+    """The same layer of each decoder layer, and of each expert, by what they have in common."""
+    alike: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        alike.setdefault(_pattern(path), []).append(path)
+    return alike
+
+
+def _report(pair: Pair, wrong: Iterable[_Wrong], layers: Mapping[str, list[str]]) -> None:
+    """What is so of several layers that are alike is one finding."""
+    found: dict[tuple[str, tuple[str, ...], str], list[_Wrong]] = {}
+    for each in wrong:
+        parent = each.path.rpartition(".")[0] + "."
+        found.setdefault((each.trap, each.engines, each.text.replace(parent, _pattern(parent))), []).append(each)
+    for (trap, engines, text), where in found.items():
+        alike = layers[_pattern(where[0].path)]
+        if len(where) == 1:
+            text = where[0].text
+        elif len(where) < len(alike):
+            text += f" (in {len(where)} of {len(alike)}, the first of which is {where[0].path})"
+        pair.find(trap, text, *engines)
 
 
 def _unreadable(pair: Pair, path: str) -> str | None:

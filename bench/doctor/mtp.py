@@ -8,7 +8,7 @@ from eagle_kernels import MTPConfig, MTPProjection, MTPStreamsConfig, MTPStreams
 from eagle_kernels.checkpoint import mtp_layers, mtp_projection, mtp_streams_projection
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
-from .layers import kind_of, look_at_layers
+from .layers import kind_of, look_at_layers, look_at_merged
 from .pair import ENGINES, Pair
 from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes
 
@@ -59,6 +59,7 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
     seen = {name.rpartition(".")[0] for stems in layers.values() for name in stems}
     own = _own_paths(pair, layers, is_alone=not family.config_types)
     look_at_layers(pair, own - seen, partial(_layer_held_in, pair, family, stage))
+    look_at_merged(pair, own)
     return None
 
 

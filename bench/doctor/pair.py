@@ -96,7 +96,8 @@ class Pair:
         layers: dict[str, dict[str, Header]] = {}
         for name, header in self.headers.items():
             path, _, parameter = name.rpartition(".")
-            layers.setdefault(path, {})[parameter] = header
+            if path:  # d2t is of none
+                layers.setdefault(path, {})[parameter] = header
         return layers
 
     @property

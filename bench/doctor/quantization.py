@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from .pair import DENSE, Header, Pair
@@ -70,6 +70,20 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         yield f"{says}, and that leaves {name} out: codes have no place there {_WITHOUT}", takes
     elif not _is_in_group(config, path):
         yield f"{says}, and none of its config_groups has {name}: codes have no place there {_WITHOUT}", takes
+
+
+def misnamed(pair: Pair, path: str, names: Sequence[str]) -> str | None:
+    """What becomes of a layer that an engine calls by `names`, the first of which is its own, in the config's lists."""
+    config = pair.quantization
+    if config is None:
+        return None
+    if holds_codes(pair, path):
+        if _is_in_group(config, path) and not any(_is_in_group(config, name) for name in names):
+            return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there {_WITHOUT}"
+        return None
+    if _leaves_out(config, path) and all(_covers(config, name) for name in names):
+        return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
+    return None
 
 
 def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
