@@ -53,8 +53,15 @@ def quantized(layout: str, path: str) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, weight.dequantize(torch.bfloat16)
 
 
-def loaded(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(scales.scaled(model, weights.items(), {Unquantized}, "an engine", LOGGER))
+def loaded(model: nn.Module, weights: dict[str, Tensor], skipped: str = "nothing") -> dict[str, Tensor]:
+    """By an engine that looks at the device of every tensor, and copies those whose name has no `skipped` in it."""
+    got = {}
+    for name, tensor in scales.scaled(model, weights.items(), {Unquantized}, "an engine", LOGGER):
+        assert tensor.device.type == "cpu"
+        got[name] = tensor
+        if skipped not in name:
+            tensor.clone()
+    return got
 
 
 @pytest.fixture
@@ -328,38 +335,109 @@ def at(path: str, module: nn.Module) -> nn.Module:
         pytest.param("fc", "model.fc", id="sglang-dflash"),
         pytest.param("fc", "encoder.fc", id="sglang-dflash-encoder"),
         pytest.param("layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.q_proj", id="sglang-dflash-qkv"),
+        pytest.param("model.layers.0.self_attn.qkv_proj", "mtp.layers.0.self_attn.k_proj", id="vllm-qwen3-next"),
+        pytest.param("model.layers.0.qkv_proj", "mtp.layers.0.self_attn.k_proj", id="sglang-qwen3-next"),
+        pytest.param("model.layers.0.mlp.down_proj", "mtp.layers.0.mlp.down_proj", id="qwen3-next-mlp"),
+        pytest.param("model.layers.62.mtp_block.mlp.down_proj", "model.mtp_layers.0.mlp.down_proj", id="vllm-mimo"),
+        pytest.param("model.mtp_block.mlp.down_proj", "model.mtp_layers.0.mlp.down_proj", id="sglang-mimo"),
+        pytest.param("model.layers.28.mtp_block.mlp.down_proj", "model.mtp_block.0.mlp.down_proj", id="vllm-ernie"),
+        pytest.param("model.layers.9.mtp_block.self_attn.o_proj", "model.mtp.layers.0.self_attn.o_proj", id="longcat"),
+        pytest.param(
+            "model.decoder.mlp.gate_up_proj", "model.mtp.layers.0.transformer_layer.mlp.up_proj", id="sglang-longcat"
+        ),
+        pytest.param("model.layers.45.shared_head.head", "model.layers.45.shared_head.output", id="step3p5"),
+        pytest.param("model.decoder.self_attn.o_proj", "model.layers.61.self_attn.o_proj", id="sglang-deepseek"),
+        pytest.param(
+            "model.decoder.self_attn.fused_qkv_a_proj_with_mqa",
+            "model.layers.61.self_attn.kv_a_proj_with_mqa",
+            id="sglang-deepseek-mla",
+        ),
     ],
 )
 def test_layers_that_the_engine_renames(there: str, path: str) -> None:
     """Their codes went on to the engine as numbers, and no error said so."""
+
+    def drafter(method: type) -> nn.Module:
+        root = at(there, EngineLinear(method))
+        root.config = SimpleNamespace(num_hidden_layers=61)
+        return root
+
     tensors, expected = quantized("compressed-row", path)
-    got = loaded(at(there, EngineLinear(Unquantized)), tensors)
+    got = loaded(drafter(Unquantized), tensors)
     assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected)
     del tensors[f"{path}.weight_scale"]
     with pytest.raises(ValueError, match=f"^load_weights: weights has {re.escape(path)}.weight in "):
-        loaded(at(there, EngineLinear(Unquantized)), tensors)
-    assert all(tensor is tensors[name] for name, tensor in loaded(at(there, EngineLinear(Fp8)), tensors).items())
+        loaded(drafter(Unquantized), tensors)
+    assert all(tensor is tensors[name] for name, tensor in loaded(drafter(Fp8), tensors).items())
+
+
+@pytest.mark.parametrize(("layers", "path"), [(61, "model.layers.3"), (61, "model.layers.0"), (1, "model.layers.61")])
+def test_layers_of_the_target_are_not_those_of_a_nextn_model(layers: int, path: str) -> None:
+    """Nor kept until all weights are there: SGLang loads DeepSeek's NextN model out of the 61 layers of its target."""
+    tensors, _ = quantized("hf-block", f"{path}.self_attn.o_proj")
+    root = at("model.decoder.self_attn.o_proj", EngineLinear(Unquantized))
+    root.config = SimpleNamespace(num_hidden_layers=layers)
+    got = loaded(root, tensors)
+    assert list(got) == list(tensors) and all(got[name] is tensor for name, tensor in tensors.items())
+
+
+def test_the_layer_of_a_nextn_checkpoint_of_its_own() -> None:
+    tensors, expected = quantized("hf-block", "model.layers.0.self_attn.o_proj")
+    root = at("model.decoder.self_attn.o_proj", EngineLinear(Unquantized))
+    root.config = SimpleNamespace(num_hidden_layers=1)
+    assert torch.equal(loaded(root, tensors)["model.layers.0.self_attn.o_proj.weight"], expected)
 
 
 class UnquantizedEmbeddingMethod: ...
 
 
-class Embedding(nn.Module):
-    def __init__(self, method: type | None) -> None:
+class Norm(nn.Module):
+    def __init__(self, method: type | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(D, W, dtype=torch.bfloat16), requires_grad=False)
         if method is not None:
             self.quant_method = method()
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+class Embedding(Norm):
+    """Both engines' VocabParallelEmbedding and ParallelLMHead."""
+
+    embedding_dim = W
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", [UnquantizedEmbeddingMethod, None])
-def test_codes_of_an_embedding_are_an_error(method: type | None, dtype: torch.dtype) -> None:
-    """Codes of lm_head, embed_tokens and norms were taken for numbers."""
-    codes = {"lm_head.weight": torch.ones(D, W).to(dtype), "lm_head.weight_scale": torch.ones(D)}
-    message = f"load_weights: lm_head.weight is {dtype}, expected numbers, because "
+def test_codes_of_an_embedding_become_numbers(method: type | None, layout: str) -> None:
+    """vLLM builds lm_head of MiMo, Ernie, Qwen3-Next and EXAONE without a quantization config, loads it out of the
+    target's checkpoint and shares the target's in its place: an error here ended what had worked."""
+    for name in ("lm_head", "model.embed_tokens"):
+        tensors, expected = quantized(layout, name)
+        got = loaded(at(name, Embedding(method)), tensors)
+        assert list(got) == [f"{name}.weight"] and torch.equal(got[f"{name}.weight"], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+@pytest.mark.parametrize("module", [Embedding, Norm])
+def test_codes_that_cannot_be_read_are_an_error_of_the_engine_that_loads_them(module: type, dtype: torch.dtype) -> None:
+    """SGLang's NextN models skip lm_head and embed_tokens by their names, and so does vLLM's LongCat."""
+    codes = {"lm_head.weight": torch.ones(D, W).to(dtype), "lm_head.weight_shift": torch.ones(D)}
+    assert list(loaded(Drafter(lm_head=module(None)), codes, skipped="lm_head")) == ["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"^load_weights: .*lm_head\.weight"):
+        loaded(Drafter(lm_head=module(None)), codes)
+
+
+def test_packed_codes_of_a_norm_are_an_error() -> None:
+    message = "load_weights: norm.qweight is torch.int32, expected numbers, because the engine's layer has no "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        loaded(Drafter(lm_head=Embedding(method)), codes)
+        loaded(Drafter(norm=Norm()), {"norm.qweight": torch.ones(D, W).int()})
+
+
+@pytest.mark.parametrize("use", [lambda x: torch.cat([x, x]), lambda x: x.shape, lambda x: x.to("cpu"), repr])
+def test_no_engine_gets_what_cannot_be_read(use: Callable) -> None:
+    codes = {"fc.weight": torch.ones(D, W).to(torch.float8_e4m3fn)}
+    (weight,) = loaded(Drafter(fc=linear()), codes, skipped="fc").values()
+    with pytest.raises(ValueError, match=r"^load_weights: weights has fc\.weight in torch\.float8_e4m3fn, expected "):
+        use(weight)
 
 
 def test_integers_that_are_no_codes_pass() -> None:

@@ -3,9 +3,9 @@
 A layer without a quantization method takes what is called `weight` for numbers. Codes are some hundred times too large,
 the scales beside them are names that its model skips in silence, and no draft is accepted (sglang#39087: accepted
 length 3.7 -> 1.0). Here such codes become numbers on their way from the checkpoint to the model, once, in the dtype of
-the layer; what cannot be read is an error with the tensor's name, and no engine gets it. Codes of an embedding, lm_head
-or norm without a quantization method are such an error. What an engine loads as codes passes as it is, and so does what
-no layer of the drafter is named for: an MTP model is loaded out of the checkpoint of its target.
+the layer, those of an embedding or lm_head too. What cannot be read is an error with the tensor's name once the engine
+loads it: an MTP model is loaded out of the checkpoint of its target, and skips that one's layers, embedding and lm_head
+by their names. What an engine loads as codes passes as it is, and so does what no layer of the drafter is named for.
 """
 
 import functools
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
-from ..checks import DTYPES
+from ..checks import DTYPES, error, shape_error
 from ..drafter_config import get_field
 from ..models import families
 from ..quantized_checkpoint import read_projection
@@ -27,17 +26,25 @@ from ..quantized_weight import QuantizedWeight
 from .eligibility import log_once
 
 OP = "load_weights"
-_MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
-    ("gate_proj", "up_proj"), "gate_up_proj"
-)
-_MERGED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj")
+_MERGED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM's
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang's
+}
 _OTHER_NAMES = {"eagle_linear": "fc"}  # Mistral's, which the engines rename behind this
 _CODES = {"weight", "weight_packed", "qweight"}
-# Renames of the engines' own load_weights, which run behind this: vLLM's EAGLE-3 models, its MTP models, its DSpark.
+# Renames of the engines' own load_weights, which run behind this.
+_OF_MTP = re.compile(r"^model\.(?:mtp\.layers|mtp_layers|mtp_block)\.\d+\.(?:transformer_layer\.)?")
 _RENAMES = (
-    (re.compile(r"\bmidlayer\."), "layers.0."),
-    (re.compile(r"\blayers\.(\d+)\."), r"layers.\1.mtp_block."),
-    (re.compile(r"^mtp\.\d+\.main_proj$"), "model.main_proj"),
+    (re.compile(r"\bmidlayer\."), "layers.0."),  # EAGLE-3
+    (re.compile(r"\blayers\.(\d+)\."), r"layers.\1.mtp_block."),  # vLLM's MTP models
+    (re.compile(r"^mtp\.\d+\.main_proj$"), "model.main_proj"),  # vLLM's DSpark
+    (re.compile(r"^mtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H
+    (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
+    (_OF_MTP, "mtp_block."),  # MiMo, Ernie, LongCat in vLLM
+    (_OF_MTP, "decoder."),  # LongCat in SGLang
+    (re.compile(r"\bshared_head\.output$"), "shared_head.head"),  # Step-3.5
 )
 _STRIPPED = re.compile(r"^(model|encoder(?=\.fc$))\.")  # SGLang's DFlash, where no parameter has the whole name
 _DTYPES_OF_CODES = {
@@ -73,26 +80,27 @@ def scaled(
         engine: its name, for the log.
     """
     drafter = _Drafter(f"{type(model).__name__} of {engine}", _quantization_of(model), logger)
-    return _scaled(weights, _layers_by_tail(model, unquantized), drafter)
+    return _scaled(weights, _Layers(_layers_by_tail(model, unquantized), (*_RENAMES, *_renames_of(model))), drafter)
 
 
 def _scaled(
-    weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, "_Layer | None"], drafter: "_Drafter"
+    weights: Iterable[tuple[str, Tensor]], layers: "_Layers", drafter: "_Drafter"
 ) -> Iterator[tuple[str, Tensor]]:
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         path, _, parameter = name.rpartition(".")
         is_dense = parameter == "bias" or (parameter == "weight" and tensor.dtype in DTYPES)
-        if not is_dense and _layer_of(path, layers) is not None:
+        if not is_dense and layers.of(path) is not None:
             held.setdefault(path, {})[parameter] = tensor
         else:
             yield name, tensor
     for path, tensors in held.items():
-        layer = _layer_of(path, layers)
-        if layer is not None and not layer.is_linear:
-            _refuse_codes(path, tensors)
-        elif layer is not None and _CODES & tensors.keys():
-            tensors = {"weight": _numbers(path, tensors, layer, drafter)}
+        layer = layers.of(path)
+        if layer is not None and _has_codes(tensors, layer):
+            try:
+                tensors = {"weight": _numbers(path, tensors, layer, drafter)}
+            except (ValueError, TypeError) as failure:
+                tensors = {"weight": _unreadable(failure)}
         for parameter, tensor in tensors.items():
             yield f"{path}.{parameter}", tensor
 
@@ -114,23 +122,45 @@ def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
     return None
 
 
+def _renames_of(model: nn.Module) -> Iterator[tuple[re.Pattern, str]]:
+    """SGLang's NextN models have the layer behind the target's, or the one of a checkpoint of its own, as `decoder`."""
+    layers = get_field(getattr(model, "config", None), "num_hidden_layers")
+    if isinstance(layers, int):
+        yield re.compile(rf"^model\.layers\.{0 if layers == 1 else layers}\."), "model.decoder."
+
+
 @dataclass(frozen=True)
 class _Layer:
-    module: Any
+    """What takes numbers: a linear layer, an embedding, lm_head or norm without a quantization method.
+
+    columns: None where nothing is read for it, as for a norm.
+    rows: None where they are those of the checkpoint: it has one part of a merged weight, or another vocabulary.
+    """
+
     path: str
-    is_linear: bool = True  # the others take numbers too, but none is read for them
-    is_merged: bool = False  # out of several weights of the checkpoint
+    dtype: torch.dtype
+    columns: int | None
+    rows: int | None = None
+    is_linear: bool = True
+
+    @classmethod
+    def of(cls, module: Any, path: str) -> "_Layer":
+        dtype = module.weight.dtype
+        if isinstance(module, nn.Linear):
+            return cls(path, dtype, module.in_features, module.out_features)
+        if not hasattr(module, "input_size"):
+            return cls(path, dtype, getattr(module, "embedding_dim", None), is_linear=False)
+        is_merged = path.rpartition(".")[2] in _MERGED
+        return cls(path, dtype, module.input_size, None if is_merged else module.output_size)
 
     def shape_of(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """[D, W] of a weight that the layer takes, of a merged one as high as the checkpoint's codes or scales are."""
-        if isinstance(self.module, nn.Linear):
-            return self.module.out_features, self.module.in_features
-        rows = self.module.output_size
-        if self.is_merged:
+        """[D, W] of a weight that the layer takes."""
+        rows = self.rows
+        if rows is None:
             transposed = tensors.get("scales") if "qweight" in tensors else None
             codes = next(tensors[name] for name in tensors if name in _CODES)
             rows = codes.shape[0] if transposed is None else transposed.shape[-1]
-        return rows, self.module.input_size
+        return rows, self.columns or 0
 
 
 def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[str, _Layer | None]:
@@ -141,8 +171,7 @@ def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[
         if not path or (not is_dense and not hasattr(module, "quant_method")):
             continue
         names = path.split(".")
-        is_linear = isinstance(module, nn.Linear) or hasattr(module, "input_size")
-        layer = _Layer(module, path, is_linear, names[-1] in _MERGED.values()) if is_dense else None
+        layer = _Layer.of(module, path) if is_dense else None
         for k in range(len(names)):
             tail = ".".join(names[k:])
             layers[tail] = None if layers.get(tail, layer) is None else layer
@@ -150,7 +179,6 @@ def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[
 
 
 def _takes_numbers(module: nn.Module, unquantized: Collection[type]) -> bool:
-    """A linear layer, an embedding, lm_head or norm without a quantization method."""
     if isinstance(module, nn.Linear):
         return True
     weight = getattr(module, "weight", None)
@@ -161,45 +189,65 @@ def _takes_numbers(module: nn.Module, unquantized: Collection[type]) -> bool:
     return method is type(None) or method in unquantized or method.__name__ == "UnquantizedEmbeddingMethod"
 
 
-def _refuse_codes(path: str, tensors: Mapping[str, Tensor]) -> None:
-    for parameter in sorted(_CODES & tensors.keys()):
-        dtype = tensors[parameter].dtype
-        if dtype in _DTYPES_OF_CODES or parameter != "weight":
-            raise ValueError(
-                f"{OP}: {path}.{parameter} is {dtype}, expected numbers, "
-                "because the engine's layer has no quantization method"
-            )
+@dataclass(frozen=True)
+class _Layers:
+    """The layers of a drafter, by what its checkpoint may call them."""
 
+    by_tail: Mapping[str, _Layer | None]
+    renames: Collection[tuple[re.Pattern, str]]
 
-def _layer_of(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
-    """The layer that takes numbers for a layer of the checkpoint."""
-    name = path.rpartition(".")[2]
-    for renamed in (path, *(pattern.sub(new, path) for pattern, new in _RENAMES)):
-        if layer := _named(renamed, layers):
+    def of(self, path: str) -> _Layer | None:
+        """The layer that takes numbers for a layer of the checkpoint."""
+        for renamed in (path, *(pattern.sub(new, path) for pattern, new in self.renames)):
+            if layer := self._named(renamed):
+                return layer
+        stripped = _STRIPPED.sub("", path)
+        if (layer := self._named(stripped)) and layer.path.rpartition(".")[0] == stripped.rpartition(".")[0]:
             return layer
-    stripped = _STRIPPED.sub("", path)
-    if (layer := _named(stripped, layers)) and layer.path.rpartition(".")[0] == stripped.rpartition(".")[0]:
-        return layer
-    return layers.get(name) if name in _projections() else None
+        name = path.rpartition(".")[2]
+        return self.by_tail.get(name) if name in _projections() else None
+
+    def _named(self, path: str) -> _Layer | None:
+        parent, _, name = path.rpartition(".")
+        if name in _OTHER_NAMES:
+            path = f"{parent}.{_OTHER_NAMES[name]}".lstrip(".")
+        names = (path, *(f"{parent}.{merged}" for merged, parts in _MERGED.items() if name in parts))
+        return next((layer for layer in map(self.by_tail.get, names) if layer), None)
 
 
-def _named(path: str, layers: Mapping[str, _Layer | None]) -> _Layer | None:
-    parent, _, name = path.rpartition(".")
-    if name in _OTHER_NAMES:
-        path = f"{parent}.{_OTHER_NAMES[name]}".lstrip(".")
-    return layers.get(path) or layers.get(f"{parent}.{_MERGED.get(name, name)}")
+def _has_codes(tensors: Mapping[str, Tensor], layer: _Layer) -> bool:
+    """Of a linear layer any weight that is not dense; an embedding or norm may have integers that are no codes."""
+    codes = _CODES & tensors.keys()
+    return bool(codes) and (layer.is_linear or codes != {"weight"} or tensors["weight"].dtype in _DTYPES_OF_CODES)
+
+
+def _unreadable(failure: Exception) -> Tensor:
+    """In the place of a weight that cannot be read. An engine that skips its name needs no more than that, and one that
+    loads it gets the error."""
+
+    class Unreadable(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func == Tensor.device.__get__:  # SGLang's DeepSeek NextN asks for it before it looks at the name
+                return super().__torch_function__(func, types, args, kwargs or {})
+            raise failure
+
+    return torch.empty(0).as_subclass(Unreadable)
 
 
 def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _Drafter) -> Tensor:
+    if layer.columns is None:
+        name = next(parameter for parameter in tensors if parameter in _CODES)
+        because = "the engine's layer has no quantization method"
+        raise error(ValueError, OP, f"{path}.{name} is {tensors[name].dtype}", "numbers", because)
     names = {parameter: f"{path}.{parameter}" for parameter in tensors}
     for parameter in sorted({*_CODES, "scales"} & tensors.keys()):
         if layer.is_merged and not tensors[parameter].dim():  # `shape_of` counts its rows
-            raise checks.shape_error(OP, names[parameter], tensors[parameter], "a matrix", "it is the engine's layer")
+            raise shape_error(OP, names[parameter], tensors[parameter], "a matrix", "it is the engine's layer")
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
     shape = layer.shape_of(tensors)
     weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
-    dtype = layer.module.weight.dtype
     kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
     message = f"{path.rpartition('.')[2]} of {drafter.name} is {kind} in the checkpoint and has no scales there"
-    log_once(drafter.logger, logging.INFO, f"{message}: dequantized to {dtype}")
-    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+    log_once(drafter.logger, logging.INFO, f"{message}: dequantized to {layer.dtype}")
+    return weight.dequantize(layer.dtype) if isinstance(weight, QuantizedWeight) else weight.to(layer.dtype)
