@@ -32,9 +32,9 @@ _MERGED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM's
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang's
 }
-_OTHER_NAMES = {"eagle_linear": "fc"}  # Mistral's, which the engines rename behind this
+_OTHER_NAMES = {"eagle_linear": "fc", "output": "head"}  # Mistral's and Step-3.5's
 _CODES = {"weight", "weight_packed", "qweight"}
-# Renames of the engines' own load_weights, which run behind this.
+# Renames of the engines' own load_weights, as those above: they run behind this.
 _OF_MTP = re.compile(r"^model\.(?:mtp\.layers|mtp_layers|mtp_block)\.\d+\.(?:transformer_layer\.)?")
 _RENAMES = (
     (re.compile(r"\bmidlayer\."), "layers.0."),  # EAGLE-3
@@ -44,7 +44,6 @@ _RENAMES = (
     (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
     (_OF_MTP, "mtp_block."),  # MiMo, Ernie, LongCat in vLLM
     (_OF_MTP, "decoder."),  # LongCat in SGLang
-    (re.compile(r"\bshared_head\.output$"), "shared_head.head"),  # Step-3.5
 )
 _STRIPPED = re.compile(r"^(model|encoder(?=\.fc$))\.")  # SGLang's DFlash, where no parameter has the whole name
 _DTYPES_OF_CODES = {
@@ -196,15 +195,24 @@ class _Layers:
     by_tail: Mapping[str, _Layer | None]
     renames: Collection[tuple[re.Pattern, str]]
 
+    @functools.cached_property
+    def names(self) -> set[str]:
+        """The last name of every path that `of` looks for."""
+        names = {layer.path.rpartition(".")[2] for layer in self.by_tail.values() if layer}
+        names.update(part for merged, parts in _MERGED.items() if merged in names for part in parts)
+        return names | {other for other, name in _OTHER_NAMES.items() if name in names}
+
     def of(self, path: str) -> _Layer | None:
         """The layer that takes numbers for a layer of the checkpoint."""
+        name = path.rpartition(".")[2]
+        if name not in self.names:  # a target has some 50000 experts: 18 s without
+            return None
         for renamed in (path, *(pattern.sub(new, path) for pattern, new in self.renames)):
             if layer := self._named(renamed):
                 return layer
         stripped = _STRIPPED.sub("", path)
         if (layer := self._named(stripped)) and layer.path.rpartition(".")[0] == stripped.rpartition(".")[0]:
             return layer
-        name = path.rpartition(".")[2]
         return self.by_tail.get(name) if name in _projections() else None
 
     def _named(self, path: str) -> _Layer | None:
