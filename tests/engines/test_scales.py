@@ -400,24 +400,31 @@ class Norm(nn.Module):
 
 
 class Embedding(Norm):
-    """Both engines' VocabParallelEmbedding and ParallelLMHead."""
+    """SGLang's VocabParallelEmbedding and ParallelLMHead."""
 
     embedding_dim = W
 
 
+class PaddedEmbedding(Embedding):
+    """vLLM's: as a linear layer of the padded vocabulary."""
+
+    input_size, output_size = W, D + 56
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", [UnquantizedEmbeddingMethod, None])
-def test_codes_of_an_embedding_become_numbers(method: type | None, layout: str) -> None:
+@pytest.mark.parametrize("embedding", [Embedding, PaddedEmbedding])
+def test_codes_of_an_embedding_become_numbers(embedding: type, method: type | None, layout: str) -> None:
     """vLLM builds lm_head of MiMo, Ernie, Qwen3-Next and EXAONE without a quantization config, loads it out of the
     target's checkpoint and shares the target's in its place: an error here ended what had worked."""
     for name in ("lm_head", "model.embed_tokens"):
         tensors, expected = quantized(layout, name)
-        got = loaded(at(name, Embedding(method)), tensors)
+        got = loaded(at(name, embedding(method)), tensors)
         assert list(got) == [f"{name}.weight"] and torch.equal(got[f"{name}.weight"], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
-@pytest.mark.parametrize("module", [Embedding, Norm])
+@pytest.mark.parametrize("module", [Embedding, PaddedEmbedding, Norm])
 def test_codes_that_cannot_be_read_are_an_error_of_the_engine_that_loads_them(module: type, dtype: torch.dtype) -> None:
     """SGLang's NextN models skip lm_head and embed_tokens by their names, and so does vLLM's LongCat."""
     codes = {"lm_head.weight": torch.ones(D, W).to(dtype), "lm_head.weight_shift": torch.ones(D)}
@@ -440,9 +447,10 @@ def test_no_engine_gets_what_cannot_be_read(use: Callable) -> None:
         use(weight)
 
 
-def test_integers_that_are_no_codes_pass() -> None:
+@pytest.mark.parametrize("embedding", [Embedding, PaddedEmbedding])
+def test_integers_that_are_no_codes_pass(embedding: type) -> None:
     weights = {"d2t": torch.arange(3), "t2d": torch.ones(3).bool(), "lm_head.weight": torch.ones(D, W).long()}
-    got = loaded(Drafter(lm_head=Embedding(None)), weights)
+    got = loaded(Drafter(lm_head=embedding(None)), weights)
     assert got.keys() == weights.keys() and all(got[name] is tensor for name, tensor in weights.items())
     codes = {"lm_head.weight": torch.ones(D, W).to(torch.float8_e4m3fn)}
     assert loaded(Drafter(lm_head=Embedding(Fp8)), codes)["lm_head.weight"] is codes["lm_head.weight"]

@@ -147,7 +147,8 @@ class _Layer:
         dtype = module.weight.dtype
         if isinstance(module, nn.Linear):
             return cls(path, dtype, module.in_features, module.out_features)
-        if not hasattr(module, "input_size"):
+        # vLLM's embeddings have an input_size as well, and an output_size that is padded.
+        if hasattr(module, "embedding_dim") or not hasattr(module, "input_size"):
             return cls(path, dtype, getattr(module, "embedding_dim", None), is_linear=False)
         is_merged = path.rpartition(".")[2] in _MERGED
         return cls(path, dtype, module.input_size, None if is_merged else module.output_size)
