@@ -746,6 +746,17 @@ def test_a_gemma_table_is_cut_as_the_drafter_pads_it(target: str, rows: int, dra
     assert torch.equal(total, expected)
 
 
+@pytest.mark.parametrize("name", ["ParallelLMHead", "VocabParallelEmbedding"])
+def test_codes_of_a_padded_vocabulary_become_numbers(name: str) -> None:
+    from sglang.srt.layers import vocab_parallel_embedding
+
+    layer = getattr(vocab_parallel_embedding, name)(100, 64)
+    tensors, weight = written("lm_head", torch.randn(100, 64), "compressed-row")
+    ((_, numbers),) = scales._scaled(nn.ModuleDict({"lm_head": layer}), tensors.items())
+    layer.weight_loader(layer.weight, numbers)
+    assert torch.equal(layer.weight[:100], weight.dequantize(layer.weight.dtype))
+
+
 def test_without_the_hook_ids_get_other_rows() -> None:
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM

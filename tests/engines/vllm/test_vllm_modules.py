@@ -24,7 +24,7 @@ from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models import gemma4_dspark, laguna_dflash, qwen3_dflash
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -35,10 +35,12 @@ from accuracy import relative_rms
 from eagle_kernels.engines import decision
 from eagle_kernels.engines.gates import Target, resolve
 from eagle_kernels.engines.projection import EngineProjection
-from eagle_kernels.engines.vllm import combine, context, embedding, mtp, normed_linear, speculator
+from eagle_kernels.engines.scales import scaled
+from eagle_kernels.engines.vllm import LOGGER, combine, context, embedding, mtp, normed_linear, speculator
 from eagle_kernels.engines.vllm.registry import Config
 from eagle_kernels.environment import EngineSwitches
 from eagle_kernels.ops.sources import Sources, formula
+from engines import quantized_layers
 
 pytestmark = pytest.mark.usefixtures("models_of_gpus")
 T, K, H, D = 6, 3, 64, 48
@@ -936,6 +938,18 @@ def test_lm_heads_are_no_embeddings() -> None:
     group = types.SimpleNamespace(rank_in_group=0, world_size=1)
     assert not isinstance(ParallelLMHead(64, H, disable_tp=True), embedding.ShardLookup)
     assert isinstance(VocabParallelEmbedding(64, H, parallel_group=group), embedding.ShardLookup)
+
+
+@pytest.mark.parametrize("build", [ParallelLMHead, VocabParallelEmbedding])
+def test_codes_of_a_padded_vocabulary_become_numbers(build: type) -> None:
+    """vLLM gives both the sizes of a linear layer, padded to 128 rows here, of which the checkpoint has 100."""
+    group = types.SimpleNamespace(rank_in_group=0, world_size=1)
+    layer = build(100, H, **({"disable_tp": True} if build is ParallelLMHead else {"parallel_group": group}))
+    model = nn.ModuleDict({"lm_head": layer})
+    tensors, weight = quantized_layers.written("lm_head", torch.randn(100, H), "compressed-row")
+    ((name, numbers),) = scaled(model, tensors.items(), {UnquantizedLinearMethod}, "vLLM", LOGGER)
+    layer.weight_loader(layer.weight, numbers)
+    assert name == "lm_head.weight" and torch.equal(layer.weight[:100], weight.dequantize(layer.weight.dtype))
 
 
 def test_a_class_that_another_plugin_registered_stays(
