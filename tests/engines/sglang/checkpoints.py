@@ -237,11 +237,54 @@ class Drafter:
         return save(folder, config, weights, dtype, {"fc": self.layout} if self.layout else {})
 
 
+def mimo_target(folder: Path, V: int, dtype: torch.dtype, layout: str = "") -> str:
+    """The Llama target in Qwen2's layers, with an MTP layer in the same checkpoint: `input_proj` of [hidden, embedding]
+    takes e_t of the hidden state, one MLP step makes e_{t+1} of it, and the target's head names the token behind that.
+
+    layout: of a quantized `input_proj`.
+    """
+    config = base_config(V, dtype) | {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",  # transformers has no mimo
+        "num_hidden_layers": LAYERS,
+        "num_nextn_predict_layers": 1,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+    }
+    weights = {"model.embed_tokens.weight": eye(V), "model.norm.weight": torch.ones(H)}
+    weights["lm_head.weight"] = eye(V).roll(1, 0)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    mtp = "model.mtp_layers.0"
+    for layer in (*(f"model.layers.{i}" for i in range(LAYERS)), mtp):
+        weights |= idle_layer(layer, H, H, norms, 1.0)
+        weights |= {f"{layer}.self_attn.{name}_proj.bias": torch.zeros(H) for name in "qkv"}
+    weights |= {f"{mtp}.{name}_layernorm.weight": torch.ones(H) for name in ("token", "hidden", "final")}
+    weights |= shift_mlp(V, 1.0, f"{mtp}.mlp", H)
+    weights[f"{mtp}.input_proj.weight"] = torch.cat([torch.eye(H) / H**0.5, torch.zeros(H, H)], 1)
+    return save(folder, config, weights, dtype, {f"{mtp}.input_proj": layout} if layout else {})
+
+
+@dataclass(frozen=True)
+class MTPDrafter:
+    """The MTP layer of `mimo_target`, which SGLang loads out of the whole checkpoint."""
+
+    layout: str = ""
+
+    def save(self, folder: Path, V: int, dtype: torch.dtype) -> str:
+        return mimo_target(folder, V, dtype, self.layout)
+
+
 @dataclass(frozen=True)
 class DFlashDrafter:
-    """`dflash_drafter`: its drafts are right where K and V of its context are. Embedding and head are the target's."""
+    """`dflash_drafter`: its drafts are right where K and V of its context are. Embedding and head are the target's.
+
+    layout: of a quantized fc, with a thousandth of a wrong token from each of the other captured states. hidden_norm
+    takes any length of a state, so a scale that is lost has to be another one there.
+    """
 
     layer_ids: tuple[int, ...] = (0, 2, 3)
+    layout: str = ""
 
     def save(self, folder: Path, V: int, dtype: torch.dtype) -> str:
         config = base_config(V, dtype) | {
@@ -254,4 +297,10 @@ class DFlashDrafter:
             "block_size": 4,
             "dflash_config": {"target_layer_ids": list(self.layer_ids), "mask_token_id": V - 1},
         }
-        return save(folder, config, dflash_drafter.weights(H, HEADS, len(self.layer_ids), 1.0), dtype)
+        weights = dflash_drafter.weights(H, HEADS, len(self.layer_ids), 1.0)
+        if self.layout:
+            right = weights["fc.weight"][:, :H]
+            right[:, V:] = 0  # of no token, and in the block of the next chunk's first columns
+            wrong = right.roll(3, 0) / 1000
+            weights["fc.weight"] = torch.cat([right, *[wrong] * (len(self.layer_ids) - 1)], 1)
+        return save(folder, config, weights, dtype, {"fc": self.layout} if self.layout else {})

@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    drafter: checkpoints.Drafter | checkpoints.DFlashDrafter
+    drafter: checkpoints.Drafter | checkpoints.DFlashDrafter | checkpoints.MTPDrafter
     target: str = "llama"
     V: int = 128
     dtype: str = "bfloat16"
@@ -68,7 +68,7 @@ class Case:
         else:
             arguments |= {"speculative_draft_model_path": self.drafter.save(folder / "drafter", self.V, dtype)}
             arguments |= {"speculative_num_draft_tokens": 4 if self.topk == 1 else 6}
-            if arguments["speculative_algorithm"] == "EAGLE3":
+            if arguments["speculative_algorithm"] in ("EAGLE", "EAGLE3"):
                 arguments |= {"speculative_num_steps": 3, "speculative_eagle_topk": self.topk}
         probe = folder / "probe.txt"
         environment = os.environ | {
@@ -215,6 +215,26 @@ def test_a_quantized_fc_is_loaded_with_its_scale(tmp_path: Path, layout: str) ->
 def test_a_quantized_fc_without_the_plugin(tmp_path: Path, layout: str) -> None:
     run = Case(checkpoints.Drafter(norm="chunk", layout=layout), environment=off("SCALES")).run(tmp_path)
     assert run.accept_lengths == [LOST] * 2, run.log[-3000:]
+
+
+def mtp(layout: str, *environment: tuple[str, str]) -> Case:
+    arguments = (("speculative_algorithm", "EAGLE"),)
+    return Case(checkpoints.MTPDrafter(layout), target="mimo", environment=environment, arguments=arguments)
+
+
+@pytest.mark.parametrize("layout", ["", "hf-block", "modelopt-nvfp4"])
+def test_a_quantized_projection_of_an_mtp_layer(tmp_path: Path, layout: str) -> None:
+    """sglang#39254: MiMo's input_proj, an nn.Linear, out of the checkpoint of its target."""
+    run = mtp(layout).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert run.ops["norm_concat_linear"] > PROBES
+    assert ("input_proj of MiMoMTP of SGLang is " in run.log) == bool(layout)
+
+
+def test_a_quantized_projection_of_an_mtp_layer_without_the_plugin(tmp_path: Path) -> None:
+    """MiMo's loader looks for a parameter of the scale's name."""
+    run = mtp("hf-block", *off("SCALES")).run(tmp_path)
+    assert not run.accept_lengths and "KeyError: 'model.input_proj.weight_scale_inv'" in run.log
 
 
 @pytest.mark.parametrize(
