@@ -10,15 +10,16 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from engines.quantized_layers import W4A16
 from engines.sglang import checkpoints
 from engines.sglang.test_engine import BEST, LOST, PROBES, Case, off
 
 DRAFTER = checkpoints.DFlashDrafter()
 
 
-def case(*environment: tuple[str, str], **more: object) -> Case:
+def case(*environment: tuple[str, str], drafter: checkpoints.DFlashDrafter = DRAFTER, **more: object) -> Case:
     arguments = (("speculative_algorithm", "DFLASH"),)
-    return Case(DRAFTER, environment=(("PROBE_DFLASH", "1"), *environment), arguments=arguments, **more)
+    return Case(drafter, environment=(("PROBE_DFLASH", "1"), *environment), arguments=arguments, **more)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -34,6 +35,20 @@ def test_without_the_plugin(tmp_path: Path) -> None:
     run = case(*off()).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert not run.ops
+
+
+@pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4", W4A16])
+def test_a_quantized_fc_is_loaded_with_its_scale(tmp_path: Path, layout: str) -> None:
+    """sglang#39087: DFlash2-W4A16 and its kind."""
+    run = case(drafter=checkpoints.DFlashDrafter(layout=layout)).run(tmp_path)
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert run.ops["norm_concat_linear"] == PROBES + 5
+    assert "fc of DFlashDraftModel of SGLang is " in run.log
+
+
+def test_a_quantized_fc_without_the_plugin(tmp_path: Path) -> None:
+    run = case(*off("SCALES"), drafter=checkpoints.DFlashDrafter(layout="hf-block")).run(tmp_path)
+    assert len(run.accept_lengths) == 2 and max(run.accept_lengths) <= 2, run.log[-3000:]
 
 
 @pytest.mark.parametrize(("first", "accepted"), [(PROBES + 1, LOST), (1, BEST)], ids=["later", "at-load"])
