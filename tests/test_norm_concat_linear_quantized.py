@@ -234,13 +234,14 @@ def test_every_code_and_scale(width: int, shift: int, name: str, dtype: str) -> 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "fp8_block32_e8m0", "int8_row"])
 @pytest.mark.parametrize("columns", [32, 64])
-@pytest.mark.parametrize("exponents", [(30, 127, 210), (127, 127 - 64), (127, 127 - 65), (127, 127 - 125), (9, 0)])
+@pytest.mark.parametrize("exponents", [(30, 127, 210), (127, 63), (127, 62), (127, 2), (9, 0), (127, 111), (127, 110)])
 @pytest.mark.parametrize("width", [256, 352])
 def test_scales_of_e8m0_may_be_far_apart(
     width: int, exponents: tuple[int, ...], columns: int, name: str, dtype: str
 ) -> None:
     """Neighbouring blocks 2^180 apart, beyond what numbers of bf16 could be scaled by, or at the limit of the kernel
-    that scales them; those of subnormal numbers. x is the identity: the value of each, rounded once."""
+    that scales them or of sums that go on; those of subnormal numbers. x is the identity: the value of each, rounded
+    once."""
     weight = weight_of_e8m0(name, 67, width, columns, exponents)
     call = operands(Case(dtype, (width,), width, "none", D=67))
     call = dataclasses.replace(call, chunks=[torch.eye(width, dtype=call.case.dtype)])
@@ -260,9 +261,27 @@ def test_a_block_of_zeros_may_have_any_scale(name: str) -> None:
     assert same_bits(clean, projected(call, weight))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("scale", [0, 90, 170])
+@pytest.mark.parametrize("rows", [5, 29])
+def test_a_scale_far_from_its_neighbours_is_in_its_column_alone(rows: int, scale: int, name: str) -> None:
+    """The others keep every bit, and all are near the truth."""
+    call = operands(Case("bf16", (160, 128), rows, D=67))
+    weight = weight_of_e8m0(name, 67, 288, 32, tuple(range(120, 132)))
+    clean = projected(call, weight)
+    weight.scales.view(torch.uint8)[BAD_ROWS, 3] = scale
+    dirty = projected(call, weight)
+    others = [column for column in range(67) if column not in BAD_ROWS]
+    assert same_bits(clean[:, others].contiguous(), dirty[:, others].contiguous())
+    truth = dataclasses.replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)})
+    _, expected = expect(truth)
+    expected.check(dirty)
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
-def test_one_bad_scale_of_a_row_is_in_its_column_alone(name: str) -> None:
-    call = operands(Case("bf16", (160, 128), 5, D=67))
+@pytest.mark.parametrize("rows", [5, 29])
+def test_one_bad_scale_of_a_row_is_in_its_column_alone(rows: int, name: str) -> None:
+    call = operands(Case("bf16", (160, 128), rows, D=67))
     weight = random_weight(name, 67, 288)
     clean = projected(call, weight)
     weight.scales.view(torch.uint8)[BAD_ROWS, 3] = 0xFF
