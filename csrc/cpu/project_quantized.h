@@ -2,7 +2,7 @@
 //
 // The lanes of a sum are columns of the output. A panel of the weight is widened 128 columns at a time to a strip of
 // bf16 in L1, transposed, which all rows multiply: [pair of columns][kPanelColumns] words, the even column in the low
-// half. A sum begins anew with each strip and with each block of scales (or goes on, see StripSums), and enters the fp32
+// half. A sum begins anew with each strip and with each block of scales, or goes on (StripSums), and enters the fp32
 // total times its scale: the range and the NaN of a scale are those of fp32, and one multiplication is for all columns
 // of its block.
 //
@@ -131,9 +131,10 @@ struct WordStrip {
 template <class Packed>
 constexpr bool kMayGoOn = std::is_same_v<Packed, BFloat16>;
 
-// The columns of one strip, multiplied in sums of up to `sum_width` columns, each with its own scales. Where sums go on,
-// each begins with the one before in units of its own scale, and the last one alone enters the total: scales[i] is then
-// scale i over scale i + 1. A column of the output that `stays` has sums that do not: its bits are its own scales'.
+// The columns of one strip, multiplied in sums of up to `sum_width` columns, each with its own scales. Where sums go
+// on, each begins with the one before in units of its own scale, and the last one alone enters the total: scales[i] is
+// then scale i over scale i + 1. A column of the output that `stays` has sums that do not: no scale changes another's
+// bits.
 struct StripSums {
   int64_t width;
   int64_t sum_width;
@@ -145,8 +146,8 @@ struct StripSums {
 // Sums go on where all scales of a column are powers of two, whose ratios are exact, within 2^16 of one another, which
 // leaves the sums far from both ends of the range: a product more for each sum, and no load and store of its total (two
 // cores of an AMD EPYC, K*H = 12288, D = 4096, in ms: mxfp8 at T = 16, 32 and 64 5.4, 9.6 and 18.1, so 5.3, 9.1 and
-// 17.0; mxfp4 5.2, 9.3 and 17.6, so 5.3, 9.1 and 16.7; dense bf16 5.3, 9.3 and 16.9). Adding the exponents to the numbers
-// instead takes the units that multiply: mxfp8 6.1, 10.3 and 19.3.
+// 17.0; mxfp4 5.2, 9.3 and 17.6, so 5.3, 9.1 and 16.7; dense bf16 5.3, 9.3 and 16.9). Adding the exponents to the
+// numbers instead takes the units that multiply: mxfp8 6.1, 10.3 and 19.3.
 inline void let_sums_go_on(StripSums& sums) {
   constexpr uint32_t kExponent = 1u << 23;
   const int64_t count = (sums.width + sums.sum_width - 1) / sums.sum_width;

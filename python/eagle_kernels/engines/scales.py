@@ -251,7 +251,7 @@ def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _
         raise error(ValueError, OP, f"{path}.{name} is {tensors[name].dtype}", "numbers", because)
     names = {parameter: f"{path}.{parameter}" for parameter in tensors}
     for parameter in sorted({*_CODES, "scales"} & tensors.keys()):
-        if layer.is_merged and not tensors[parameter].dim():  # `shape_of` counts its rows
+        if layer.rows is None and not tensors[parameter].dim():  # `shape_of` counts its rows
             raise shape_error(OP, names[parameter], tensors[parameter], "a matrix", "it is the engine's layer")
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
     shape = layer.shape_of(tensors)
