@@ -381,7 +381,8 @@ void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed,
   Float sum[kRows * kStripVectors] = {};
   for (const Float(*scales)[kStripVectors] = sums.scales; k < sums.width; ++scales) {
     const int64_t end = k + sums.sum_width < sums.width ? k + sums.sum_width : sums.width;
-    if (!go_on) __builtin_memset(sum, 0, sizeof sum);
+    // Not by memset, whose array stays in memory (fp8_row, T = 64: 27.9 ms for 16.2).
+    if (!go_on) unrolled<kRows * kStripVectors>([&](auto i) { sum[i] = Float{}; });
     for (; k < end; k += Strip::kStep) {
       next.step();
       UInt words[Strip::kStep / 2 * kStripVectors];
