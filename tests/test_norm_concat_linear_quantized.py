@@ -263,7 +263,7 @@ def test_a_block_of_zeros_may_have_any_scale(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("scale", [0, 90, 170])
-@pytest.mark.parametrize("rows", [5, 29])
+@pytest.mark.parametrize("rows", [5, 61])
 def test_a_scale_far_from_its_neighbours_is_in_its_column_alone(rows: int, scale: int, name: str) -> None:
     """The others keep every bit, and all are near the truth."""
     call = operands(Case("bf16", (160, 128), rows, D=67))
@@ -279,7 +279,7 @@ def test_a_scale_far_from_its_neighbours_is_in_its_column_alone(rows: int, scale
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("rows", [5, 29])
+@pytest.mark.parametrize("rows", [5, 61])
 def test_one_bad_scale_of_a_row_is_in_its_column_alone(rows: int, name: str) -> None:
     call = operands(Case("bf16", (160, 128), rows, D=67))
     weight = random_weight(name, 67, 288)
