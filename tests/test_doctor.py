@@ -913,7 +913,7 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "layer-quantized",
                 (SGLANG, V1, V2),
                 "holds lm_head in a ParallelLMHead without a quantization method, skips its scales: codes are taken "
-                "for numbers; this package's plugin refuses them",
+                "for numbers (sglang#39087) without this package's plugin",
             )
         ],
     ),
@@ -953,7 +953,8 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             (
                 "layer-quantized",
                 (SGLANG, V1, V2),
-                "holds midlayer.post_attention_layernorm in a norm, skips its scales",
+                "holds midlayer.post_attention_layernorm in a norm, skips its scales: codes are taken for numbers; this "
+                "package's plugin refuses them",
             ),
         ],
     ),

@@ -57,9 +57,8 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
     for engine, place in held_in.items():
         engines.setdefault(place, []).append(engine)
     for place in (place for place in engines if place != TAKES_CONFIG):
-        # The plugins read the codes of a linear layer.
-        is_linear = place in (PLAIN, UNQUANTIZED)
-        plugin = f" (sglang#39087) {_WITHOUT}" if is_linear else "; this package's plugin refuses them"
+        # The plugins make numbers of all but a norm's.
+        plugin = "; this package's plugin refuses them" if place == NORM else f" (sglang#39087) {_WITHOUT}"
         yield f"holds {name} in {place}, skips {skipped}{plugin}", engines[place]
     if not (takes := engines.get(TAKES_CONFIG)):
         return
