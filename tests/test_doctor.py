@@ -953,8 +953,8 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             (
                 "layer-quantized",
                 (SGLANG, V1, V2),
-                "holds midlayer.post_attention_layernorm in a norm, skips its scales: codes are taken for numbers; this "
-                "package's plugin refuses them",
+                "holds midlayer.post_attention_layernorm in a norm, skips its scales: codes are taken for numbers; "
+                "this package's plugin refuses them",
             ),
         ],
     ),

@@ -131,7 +131,7 @@ def test_columns_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = []
     unpack = int4_checkpoint._unpack
     monkeypatch.setattr(int4_checkpoint, "_unpack", lambda w, bits: columns.append(w.shape[1]) or unpack(w, bits))
-    weight = int4_checkpoint.read_packed("op", names, read, (rows, 24), "", None)
+    weight = int4_checkpoint.packed_of("op", names, read, (rows, 24), "", {}).dequantize("op", "w")
     assert columns == [1, 1, 1]
     assert torch.equal(weight[:8], (q - 8).bfloat16()) and torch.equal(weight[-8:], (q - 8).bfloat16())
 

@@ -28,9 +28,8 @@ from .quantization import (
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-_MLA_FC = {
-    "Eagle3DeepseekV2ForCausalLM"
-}  # `kimi_k25_eagle3`, SGLang's one fc that takes a quantization config, but none of modelopt_fp4
+# `kimi_k25_eagle3`, SGLang's one fc that takes a quantization config, but none of modelopt_fp4.
+_MLA_FC = {"Eagle3DeepseekV2ForCausalLM"}
 LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.weight")
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from eagle_kernels.engines.scales import MERGED
 from eagle_kernels.quantization_config import section_of
 from eagle_kernels.quantized_checkpoint import check_projection
 
@@ -12,7 +13,6 @@ from .quantization import NORM, codes_of, described, holds_codes, misnamed, misr
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
-_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 # The linear layers of a decoder layer that is not latent and has no experts.
 _OF_LAYER = re.compile(r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\.([qkvo]_proj|gate_proj|up_proj|down_proj)$")
 
@@ -56,7 +56,7 @@ def look_at_merged(pair: Pair, paths: Iterable[str]) -> None:
     wrong = []
     for path in sorted(paths):
         parent, _, name = path.rpartition(".")
-        others = [f"{parent}.{other}" for names in _MERGED if name in names for other in names]
+        others = [f"{parent}.{other}" for parts in MERGED.values() if name in parts for other in parts]
         in_codes = next((other for other in others if other in paths and holds_codes(pair, other)), None)
         if in_codes is not None and not holds_codes(pair, path):
             text = f"{path} is in numbers and {in_codes} in codes: engines merge them into one layer"
@@ -84,8 +84,7 @@ def names_without_layer(path: str) -> list[str]:
     if match is None:
         return []
     name = match[1]
-    merged = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} | dict.fromkeys(_MERGED[0], "qkv_proj")
-    return [merged[name], name] if name in merged else [name]
+    return [*(merged for merged, parts in MERGED.items() if name in parts), name]
 
 
 class _Wrong(NamedTuple):

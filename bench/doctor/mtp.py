@@ -16,11 +16,9 @@ from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelo
 _TAKE_QUARK = {"DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"}
 
 # SGLang builds all of these in numbers where the target is of modelopt_fp4 (sglang#36599).
-_NOT_IN_FP4 = {
-    *("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"),
-    "BailingMoeForCausalLMNextN",
+_NOT_IN_FP4 = _TAKE_QUARK | {
     *("Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN", "GlmOcrForConditionalGenerationNextN"),
-    "Qwen3_5ForCausalLMMTP",
+    *("BailingMoeForCausalLMNextN", "Qwen3_5ForCausalLMMTP"),
 }
 
 

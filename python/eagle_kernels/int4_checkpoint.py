@@ -45,8 +45,8 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """Codes [D, W] as the file has them, and what makes numbers of a range of columns."""
+class Packed:
+    """Codes [D, W] as the file has them, and what makes numbers of them."""
 
     name: str  # of the layout
     bits: int
@@ -64,6 +64,21 @@ class _Packed:
             return _unpack(self.codes[begin // numbers : end // numbers].t(), self.bits)
         return _in_awq_order(self.codes[begin:end]).t()
 
+    def dequantize(self, op: str, codes_name: str) -> Tensor:
+        """The weight [D, W] in bf16, rounded once from fp32; the log says so."""
+        D, W = self.scales.shape[0], self.group_of.shape[0]
+        out = torch.empty(D, W, dtype=torch.bfloat16, device=self.codes.device)
+        # 4 M values at a time: a weight of 100 MB is never there in fp32 as a whole.
+        step = max(8, (1 << 22) // max(D, 1) // 8 * 8)
+        for begin in range(0, W, step):
+            end = min(begin + step, W)
+            group = self.group_of[begin:end]
+            zeros = self.zeros[:, group] if self.zeros.dim() else self.zeros
+            out[:, begin:end] = (self.columns(begin, end) - zeros) * self.scales[:, group]
+        kind = f"{self.name} int{self.bits}"
+        log_dequantized(op, codes_name, kind, out.dtype, f"no kernel reads {kind}")
+        return out
+
 
 def is_packed(names: Mapping[str, str], read: Callable[[str], Tensor]) -> bool:
     """Whether a projection's tensors are int32 words of several codes."""
@@ -72,50 +87,15 @@ def is_packed(names: Mapping[str, str], read: Callable[[str], Tensor]) -> bool:
     return PACKED in names and getattr(read(names[PACKED]), "dtype", None) == torch.int32
 
 
-def read_packed(
-    op: str,
-    names: Mapping[str, str],
-    read: Callable[[str], Tensor],
-    shape: tuple[int, int],
-    meaning: str,
-    config: Mapping[str, Any] | None,
-) -> Tensor:
-    """The weight [D, W] in bf16, rounded once from fp32. Arguments and errors are those of `read_projection`."""
-    packed = _packed_of(op, names, read, shape, meaning, config or {})
-    D, W = shape
-    out = torch.empty(D, W, dtype=torch.bfloat16, device=packed.codes.device)
-    # 4 M values at a time: a weight of 100 MB is never there in fp32 as a whole.
-    step = max(8, (1 << 22) // max(D, 1) // 8 * 8)
-    for begin in range(0, W, step):
-        end = min(begin + step, W)
-        group = packed.group_of[begin:end]
-        zeros = packed.zeros[:, group] if packed.zeros.dim() else packed.zeros
-        out[:, begin:end] = (packed.columns(begin, end) - zeros) * packed.scales[:, group]
-    kind = f"{packed.name} int{packed.bits}"
-    log_dequantized(op, names.get(PACKED) or names[TRANSPOSED], kind, out.dtype, f"no kernel reads {kind}")
-    return out
-
-
-def check_packed(
-    op: str,
-    names: Mapping[str, str],
-    read: Callable[[str], Tensor],
-    shape: tuple[int, int],
-    meaning: str,
-    config: Mapping[str, Any] | None,
-) -> None:
-    """Raise what `read_packed` raises."""
-    _packed_of(op, names, read, shape, meaning, config or {})
-
-
-def _packed_of(
+def packed_of(
     op: str,
     names: Mapping[str, str],
     read: Callable[[str], Tensor],
     shape: tuple[int, int],
     meaning: str,
     config: Mapping[str, Any],
-) -> _Packed:
+) -> Packed:
+    """The projection's tensors, checked. Arguments and errors are those of `read_projection`."""
     D, W = shape
     transposed = TRANSPOSED in names
     name = names[TRANSPOSED if transposed else PACKED]
@@ -147,7 +127,7 @@ def _packed_of(
             raise checks.error(ValueError, op, f"{names['weight_shape']} is {stated}", str([D, W]), f"W is {meaning}")
     size, in_order = _checked_groups(op, name, layout, bits, names, groups, W, config)
     group_of = _groups(op, names, tensor, groups, W, scales_name, size, in_order)
-    return _Packed(
+    return Packed(
         layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), config), group_of
     )
 

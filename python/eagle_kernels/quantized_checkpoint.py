@@ -56,10 +56,10 @@ def read_projection(
 
     Raises ValueError that names the tensor.
     """
-    if int4_checkpoint.is_packed(names, read):
-        _check_names(op, names, is_integers=True)
-        return int4_checkpoint.read_packed(op, names, read, shape, meaning, config)
-    codes_name = _check_names(op, names, is_integers=False)
+    is_integers = int4_checkpoint.is_packed(names, read)
+    codes_name = _check_names(op, names, is_integers)
+    if is_integers:
+        return int4_checkpoint.packed_of(op, names, read, shape, meaning, config or {}).dequantize(op, codes_name)
     codes = read(codes_name)
     checks.check_tensor(op, codes_name, codes)
     scale_names = [names[parameter] for parameter in _SCALES if parameter in names]
@@ -104,7 +104,7 @@ def check_projection(
     """Raise what `read_projection` raises, and make no numbers: they would fill a weight of gigabytes."""
     if int4_checkpoint.is_packed(names, read):
         _check_names(op, names, is_integers=True)
-        int4_checkpoint.check_packed(op, names, read, shape, meaning, config)
+        int4_checkpoint.packed_of(op, names, read, shape, meaning, config or {})
     else:
         read_projection(op, names, read, shape, meaning, config)
 

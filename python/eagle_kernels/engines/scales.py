@@ -26,7 +26,8 @@ from ..quantized_weight import QuantizedWeight
 from .eligibility import log_once
 
 OP = "load_weights"
-_MERGED = {
+# One layer of the engines, of several of the checkpoint.
+MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM's
@@ -150,7 +151,7 @@ class _Layer:
         # vLLM's embeddings have an input_size as well, and an output_size that is padded.
         if hasattr(module, "embedding_dim") or not hasattr(module, "input_size"):
             return cls(path, dtype, getattr(module, "embedding_dim", None), is_linear=False)
-        is_merged = path.rpartition(".")[2] in _MERGED
+        is_merged = path.rpartition(".")[2] in MERGED
         return cls(path, dtype, module.input_size, None if is_merged else module.output_size)
 
     def shape_of(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -200,7 +201,7 @@ class _Layers:
     def names(self) -> set[str]:
         """The last name of every path that `of` looks for."""
         names = {layer.path.rpartition(".")[2] for layer in self.by_tail.values() if layer}
-        names.update(part for merged, parts in _MERGED.items() if merged in names for part in parts)
+        names.update(part for merged, parts in MERGED.items() if merged in names for part in parts)
         return names | {other for other, name in _OTHER_NAMES.items() if name in names}
 
     def of(self, path: str) -> _Layer | None:
@@ -220,7 +221,7 @@ class _Layers:
         parent, _, name = path.rpartition(".")
         if name in _OTHER_NAMES:
             path = f"{parent}.{_OTHER_NAMES[name]}".lstrip(".")
-        names = (path, *(f"{parent}.{merged}" for merged, parts in _MERGED.items() if name in parts))
+        names = (path, *(f"{parent}.{merged}" for merged, parts in MERGED.items() if name in parts))
         return next((layer for layer in map(self.by_tail.get, names) if layer), None)
 
 
