@@ -23,6 +23,9 @@
 // sums them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often
 // as 32.
 //
+// A cluster in place of the second kernel was tried, and is modelled at 0.75 to 1.15 times the speed: it has room for 8
+// ranges where work shares out best in up to 20, and each of its blocks needs the squares of its x.
+//
 // The second kernel is also what ends a library's product whose sums a bias in fp32 or a post norm has to see: one
 // range.
 //
@@ -377,8 +380,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // rows).
   const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
   const float scale = gain == nullptr ? 1.0f : K::template kGainFactor<T>;
+  // Of the fused kernel's two rows a warp, of few rows in few warps: they are 19 of 208 instructions in its loop, of
+  // codes 49 of 339.
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
-                           (K::kFused || (first_output == 0 && column_warp < K::kRowTiles / 2));
+                           (K::kFused ? first_row + 2 * warp < op.num_rows
+                                      : first_output == 0 && column_warp < K::kRowTiles / 2);
   // kPairs: there is no gain, or its factors are exact in T and pairs of them one instruction. A third loop, for no
   // gain, costs the others registers, and 15 % more instructions.
   const auto multiply_range = [&](auto pairs) {
@@ -797,17 +803,19 @@ int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
 }
 
 // The ranges of the least work for the SM that has most of it, in units: those of its blocks, and 3 more a block,
-// which is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB).
+// which is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB). Of codes
+// one: rounds have 32 rows, and multiplying a unit takes longer than reading it.
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const Device& device) {
   const int outputs = static_cast<int>(blocks_of_outputs(op));
-  const int unit = unit_columns(op.weight_type != WeightType::kChunks), widest = units_of_widest(op.source, unit);
+  const bool is_codes = op.weight_type != WeightType::kChunks;
+  const int unit = unit_columns(is_codes), widest = units_of_widest(op.source, unit), of_sums = is_codes ? 1 : 3;
   SplitRanges best{};
   int least = 0;
   for (int parts = 1; parts <= kMaxRanges; ++parts) {
     const int length = std::max(2, (widest + parts - 1) / parts);
     const SplitRanges ranges = ranges_of(op.source, unit, length);
     const int blocks = (ranges.count * outputs + device.multiprocessors - 1) / device.multiprocessors;
-    const int work = blocks * (length + 3);
+    const int work = blocks * (length + of_sums);
     if (parts == 1 || work < least) {
       best = ranges;
       least = work;

@@ -1,7 +1,8 @@
 // norm_concat_linear for 17 to 128 rows on sm_90a, of codes for 33 and more, in one launch. By mma.sync 128 rows take
 // 34 us of instructions where reading the weight takes 23 (K=3, H=D=4096, modelled: no GPU has run it), and what 64
 // rows cost is x, which each block of 128 columns reads through L2. Here a warpgroup multiplies 64 columns of the
-// output by 64 rows in one instruction, and a block has two to four of them, of which four read x half as often.
+// output by 64 rows in one instruction, and a block has two to four of them, of which four read x half as often, or one
+// where there are so few columns that most SMs would have no block (3x896x896 at 32 rows: 4.7 us for 5.8).
 //
 // As in norm_concat_linear.cu a block has a range of the columns of one chunk, weight and x pass through a ring of
 // stages by copies of 16 bytes, and the blocks of a cluster sum their ranges (ranges.cuh). A stage is 128 bytes of a
@@ -42,7 +43,7 @@ struct Tile {
   static constexpr int kGainAt = kXAt + (kResidual ? 2 : 1) * kXBytes;
   static constexpr int kStageBytes = kGainAt + kGainBytes;
   // On an SM; two sums of a block of scales take more than 128 registers.
-  static constexpr bool kTwoBlocks = kWarpgroups == 2 && kForm != Form::kE4M3Blocks && 3 * kStageBytes <= 113 << 10;
+  static constexpr bool kTwoBlocks = kWarpgroups <= 2 && kForm != Form::kE4M3Blocks && 3 * kStageBytes <= 113 << 10;
   static constexpr int kBlocks = kTwoBlocks ? 2 : 1;
   static constexpr int kStages = (228 / kBlocks - 1) * 1024 / kStageBytes;
   static constexpr int64_t kSharedBytes = kStages * kStageBytes;
@@ -421,26 +422,26 @@ struct Split {
   SplitRanges ranges;
 };
 
-// Of blocks of 128, 192 and 256 columns, and of the numbers of ranges that a cluster has room for, those of the least
-// time by the model of docs/benchmarking.md, in times of reading the weight: through L2 pass weight and, for each block
-// of columns, 64 rows of x, at 1.28 times the copy rate; an SM has two blocks of 128 columns or one; nine of ten should
-// have one, and of a cluster all wait for the longest range and are on the SMs of one GPC: of 16 with one block each,
-// two clusters of 6. The instructions of the SM that has most of the work take half of that time, of codes more than
-// it: those for x, which a stage of 256 columns shares. T is not in it, nor are the rows of a block: the ranges are
-// those of every T.
+// Of blocks of 64 (not of codes, and without residuals), 128, 192 and 256 columns, and of the numbers of ranges that a
+// cluster has room for, those of the least time by the model of docs/benchmarking.md, in times of reading the weight:
+// through L2 pass weight and, for each block of columns, 64 rows of x, at 1.28 times the copy rate; an SM has two
+// blocks of up to 128 columns, or one; nine of ten should have one, and of a cluster all wait for the longest range and
+// are on the SMs of one GPC: of 16 with one block each, two clusters of 6. The instructions of the SM that has most of
+// the work take half of that time, of codes more than it: those for x, which a stage of 256 columns shares. T is not in
+// it, nor are the rows of a block: the ranges are those of every T.
 Split split_of(const NormConcatLinear& op, const Device& device) {
   constexpr double kCopyOverL2 = 4.3 / 5.5, kRows = 64, kBusy = 0.9;
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int unit = stage_columns(is_codes);
   const double x_bytes = 2 * kRows / (is_codes ? 1 : 2);  // for a byte of a row of the weight
   const auto has_residual = [](const Chunk& chunk) { return chunk.residual != nullptr; };
-  const bool one_block_of_codes =
-      has_blocks(op) || std::any_of(op.source.chunks, op.source.chunks + op.source.num_chunks, has_residual);
+  const bool residuals = std::any_of(op.source.chunks, op.source.chunks + op.source.num_chunks, has_residual);
+  const bool one_block_of_codes = has_blocks(op) || residuals;
   const double share = static_cast<double>(op.num_columns) * op.source.width / device.multiprocessors;
   Split best{};
   double least = 0;
-  for (int warpgroups = 2; warpgroups <= 4; ++warpgroups) {
-    const int columns = 64 * warpgroups, on_an_sm = warpgroups == 2 && !(is_codes && one_block_of_codes) ? 2 : 1;
+  for (int warpgroups = is_codes || residuals ? 2 : 1; warpgroups <= 4; ++warpgroups) {
+    const int columns = 64 * warpgroups, on_an_sm = warpgroups <= 2 && !(is_codes && one_block_of_codes) ? 2 : 1;
     const int64_t outputs = (op.num_columns + columns - 1) / columns;
     const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);
     const double execute = !is_codes ? 0.5 : warpgroups == 4 ? 1.1 : 1.4;
@@ -502,7 +503,12 @@ int launch_rows(const Arguments& arguments, const Device& device) {
 template <class T, Form kForm>
 int launch_columns(int warpgroups, const Arguments& arguments, const Device& device) {
   if (warpgroups == 4) return launch_rows<T, kForm, 4>(arguments, device);
-  return warpgroups == 3 ? launch_rows<T, kForm, 3>(arguments, device) : launch_rows<T, kForm, 2>(arguments, device);
+  if (warpgroups == 3) return launch_rows<T, kForm, 3>(arguments, device);
+  if constexpr (kForm == Form::kDense) {
+    // Of 128 rows two rounds: their stages would leave 48 KB of the weight ahead.
+    if (warpgroups == 1) return launch_tile<T, kForm, 64, 1, false>(arguments, device);
+  }
+  return launch_rows<T, kForm, 2>(arguments, device);
 }
 
 }  // namespace

@@ -51,6 +51,7 @@ class Instance:
     shared: int  # bytes, of K = 3 chunks
     in_flight: int  # bytes of the weight that are asked for ahead of the product
     instructions_per_byte: float  # of the weight, in the main loop
+    squares_per_byte: float  # of those, what sums the squares of x in each warp that has rows: of the fused kernel two
     value_bytes: int = 2  # of the weight
     threads: int = 256
 
@@ -93,34 +94,35 @@ def instances() -> dict[str, Instance]:
         stages = ((200 if rows == 128 else 99) * 1024 - source_rows * 8) // stage
         in_flight = (stages - 1) * columns * stage_columns * value_bytes
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
-        per_byte = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes)) * row_warps
+        per_byte, squares = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
         shared = stages * stage + source_rows * 8 + (stages * 8 if name == "fused bulk" else 0)
         sizes = (rows, columns, binary.registers, shared, in_flight)
         name += " residual" if residual else ""
-        made[name] = Instance(name, *sizes, round(per_byte, 3), value_bytes)
+        made[name] = Instance(name, *sizes, round(per_byte * row_warps, 3), round(squares, 3), value_bytes)
     return made
 
 
-def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[float]:
-    """Instructions of a warp for a byte of the weight in each loop that multiplies: a product of 16 x 8 reads 16 x 16
-    values of it, which as many products share as there are tiles of 8 rows."""
-    for issued, products in _loops(code, "HMMA"):
-        yield issued / (products * 256 * value_bytes / row_tiles)
+def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[tuple[float, float]]:
+    """Instructions of a warp, and those that sum squares, for a byte of the weight in each loop that multiplies: a
+    product of 16 x 8 reads 16 x 16 values of it, which as many products share as there are tiles of 8 rows."""
+    for issued, products, squares in _loops(code, "HMMA"):
+        read = products * 256 * value_bytes / row_tiles
+        yield issued / read, squares / read
 
 
 def _instructions(code: str, product: str) -> list[float]:
     """Of a warp in each loop that multiplies."""
-    return [issued for issued, _ in _loops(code, product)]
+    return [issued for issued, *_ in _loops(code, product)]
 
 
-def _loops(code: str, product: str) -> Iterator[tuple[float, int]]:
-    """Instructions of a warp and products in each loop that multiplies. Loops inside that do not multiply are few
-    blocks'. What a branch skips counts an eighth where one warp copies boxes, half where threads copy, the weight in
-    half of the warps and x in the others, and a quarter where a block of scales ends: of 128 columns, after 4 steps.
-    Warpgroups copy both in every warp."""
+def _loops(code: str, product: str) -> Iterator[tuple[float, int, int]]:
+    """Instructions of a warp, products, and instructions that sum squares in each loop that multiplies. Loops inside
+    that do not multiply are few blocks'. What a branch skips counts an eighth where one warp copies boxes, half where
+    threads copy, the weight in half of the warps and x in the others, and a quarter where a block of scales ends: of
+    128 columns, after 4 steps. Warpgroups copy both in every warp."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
-    loops, share = [], dict.fromkeys(range(len(lines)), 1.0)
+    loops, share, of_squares = [], dict.fromkeys(range(len(lines)), 1.0), set()
     for i, line in enumerate(lines):
         match = re.search(r"\bBRA(?:\.\w+)*\s+(?:\S+,\s*)?`\((\.L_x_\d+)\)", line)
         to = labels.get(match[1], i) if match else i
@@ -135,14 +137,17 @@ def _loops(code: str, product: str) -> Iterator[tuple[float, int]]:
             share.update(dict.fromkeys(range(i + 1, to), 0.5))
         elif "FFMA" in skipped and "LDG" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.25))
+        elif "FFMA" in skipped and "LDS.128" in skipped:
+            of_squares.update(range(i + 1, to))
     multiplies = {loop for loop in loops if any(product in line for line in lines[slice(*loop)])}
     for begin, end in multiplies:
         inner = {loop for loop in loops if loop != (begin, end) and begin <= loop[0] and loop[1] <= end}
         if not inner & multiplies:
             left_out = {i for loop in inner for i in range(*loop)}
             body = {i: lines[i] for i in range(begin, end) if i not in left_out}
+            issued = {i for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)}
             products = sum(product in line for line in body.values())
-            yield sum(share[i] for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)), products
+            yield sum(share[i] for i in issued), products, len(issued & of_squares)
 
 
 def _wgmma_instances() -> dict[str, Instance]:
@@ -156,13 +161,13 @@ def _wgmma_instances() -> dict[str, Instance]:
         form = int(re.search(r"4FormE(\d)", binary.name)[1])
         columns, value_bytes = 64 * warpgroups, 1 if form else 2
         stage = 128 * (columns + rows * (2 // value_bytes) * (1 + residual)) + 1024
-        two_blocks = warpgroups == 2 and FORMS[form] != " e4m3 blocks" and 3 * stage <= 113 << 10
+        two_blocks = warpgroups <= 2 and FORMS[form] != " e4m3 blocks" and 3 * stage <= 113 << 10
         stages = (228 // (2 if two_blocks else 1) - 1) * 1024 // stage
         # Of a stage a warp multiplies 16 rows of the weight.
         per_byte = min(_instructions(code[binary.name], "HGMMA")) / (16 * 128)
         name = f"wgmma {columns}x{rows}{FORMS[form]}" + (" residual" if residual else "")
         sizes = (rows, columns, binary.registers, stages * stage, (stages - 1) * columns * 128)
-        made[name] = Instance(name, *sizes, round(per_byte, 3), value_bytes, 128 * warpgroups)
+        made[name] = Instance(name, *sizes, round(per_byte, 3), 0, value_bytes, 128 * warpgroups)
     return made
 
 
@@ -257,7 +262,8 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
     longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges // K)) * instance.unit)
     most = max(math.ceil(blocks / SMS), math.ceil(blocks / slots)) * instance.columns * longest * instance.value_bytes
     multiply = most / instance.value_bytes * 2 * instance.rows / (WGMMA_FLOPS if instance.wgmma else FLOPS)
-    execute = most * instance.instructions_per_byte / ISSUE
+    without_rows = max(0.0, 1 - math.ceil(T / 2) / 8)  # of the fused kernel's warps
+    execute = most * (instance.instructions_per_byte - instance.squares_per_byte * without_rows) / ISSUE
     # Both operands are written once; x is read by every warp of columns, the weight by every warp of rows.
     column_warps, row_warps = (8, 1)
     if instance.wgmma:  # x by each warpgroup, and once more for its squares

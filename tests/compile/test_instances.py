@@ -1,6 +1,7 @@
 """The saved table of the projection's CUDA instances is that of the sources, and what the model must say of it."""
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def test_the_saved_table_is_current(
 
 def test_every_instance_has_its_ring_in_flight(known: dict[str, instances.Instance]) -> None:
     split = [instance for name, instance in known.items() if name.startswith("split")]
-    assert len(split) == 15 and len(known) == 23 + 27
+    assert len(split) == 15 and len(known) == 23 + 28
     for instance in known.values():
         # 64 rows of codes and their residuals leave room for three stages ahead, of half the bytes.
         least = 48 if instance.value_bytes == 1 and instance.name.endswith("residual") and instance.rows == 64 else 64
@@ -53,6 +54,21 @@ def test_the_model_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
         assert call.busy >= 0.9 or call.ranges == 8, (name, call)
 
 
+def test_most_sms_have_work_of_more_rows(
+    known: dict[str, instances.Instance], calls: dict[str, instances.Call]
+) -> None:
+    """Nine of ten have a block of the last wave, or no split into even ranges of which they had is faster by the model
+    over 32 and 64 rows, which have one split."""
+    few = [shape for shape in instances.SHAPES if calls["{}x{}x{} T=64".format(*shape)].busy < 0.9]
+    assert len(few) == 8
+    for K, H, D in few:
+        chosen = sum(calls[f"{K}x{H}x{D} T={T}"].microseconds for T in (32, 64))
+        for columns, ranges in itertools.product((64, 128, 192, 256), range(K, 9, K)):
+            split = known[f"wgmma {columns}x64"], -(-D // columns) * ranges, ranges, K, H, D
+            others = [instances.modelled(*split, T) for T in (32, 64)]
+            assert others[0].busy < 0.9 or sum(call.microseconds for call in others) >= chosen, (K, H, D, others)
+
+
 def test_the_model_of_more_rows(calls: dict[str, instances.Call]) -> None:
     """One launch, of weights of 90 MB and more within 1.08 of the floor at 32 rows, 1.23 at 64 and 1.63 at 128, whose x
     takes as long through L2 as the weight from memory."""
@@ -65,12 +81,18 @@ def test_the_model_of_more_rows(calls: dict[str, instances.Call]) -> None:
 
 
 def test_the_model_of_codes_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
-    """One launch where a row has one scale, at 0.7 of the bf16 op's time where that has 90 MB and more."""
+    """One launch where a row has one scale, at 0.7 of the bf16 op's time where that has 90 MB and more: the more rows,
+    the more squares."""
+    limits = {"1": 0.67, "8": 0.70, "16": 0.73}
     for name, call in calls.items():
-        if re.search(r"T=(1|8|16) (fp8|int8)_row", name):
+        if match := re.search(r"T=(1|8|16) (fp8|int8)_row", name):
             assert call.instance.startswith("fused ")
             dense = calls[name.rpartition(" ")[0]]
-            assert _bytes(name) < 90e6 or call.microseconds <= 0.73 * dense.microseconds, (name, call, dense)
+            assert _bytes(name) < 90e6 or call.microseconds <= limits[match[1]] * dense.microseconds, (
+                name,
+                call,
+                dense,
+            )
 
 
 def test_the_model_of_codes(calls: dict[str, instances.Call]) -> None:

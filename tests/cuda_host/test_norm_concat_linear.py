@@ -209,8 +209,8 @@ def test_float64_truth_of_every_split_instance(dtype: str, flavour: str, T: int,
 @pytest.mark.parametrize("norm_offset", [0.0, 1.0, 0.5])  # of which the first two have an instruction in bf16
 @pytest.mark.parametrize("T", [40, 101])
 @pytest.mark.parametrize(
-    ("columns", "D", "multiprocessors"),  # of blocks of 2, 3 and 4 warpgroups, in 2, 4 and 4 ranges
-    [(128, 70, 2), (192, 300, 8), (256, 400, 8)],
+    ("columns", "D", "multiprocessors"),  # of blocks of 1, 2, 3 and 4 warpgroups, in 6, 2, 4 and 4 ranges
+    [(64, 150, 132), (128, 70, 2), (192, 300, 8), (256, 400, 8)],
 )
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
@@ -224,15 +224,17 @@ def test_float64_truth_of_every_wgmma_instance(
     norm_offset: float,
     emulation: ModuleType,
 ) -> None:
-    """64 rows at a time where there are residuals, 128 at most elsewhere."""
+    """64 rows at a time of one warpgroup and where there are residuals, which take two, 128 at most elsewhere."""
+    rows = 64 if flavour == "residuals" or columns == 64 else 128
+    if flavour == "residuals":
+        columns = max(columns, 128)
     for late_copies in (False, True):
         order = {"descending_warps": late_copies, "late_copies": late_copies}
         emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
         emulation.take_launches()
         check(Case(dtype, (136,) * 2, T, D=D, norm_offset=norm_offset, **FLAVOURS[flavour]))
         launch = emulation.take_launches()[-1]
-        rounds = 2 if flavour == "residuals" and T > 64 else 1
-        assert (launch.threads, launch.grid[0]) == (2 * columns, rounds * -(-D // columns))
+        assert (launch.threads, launch.grid[0]) == (2 * columns, -(-T // rows) * -(-D // columns))
         assert launch.cluster == launch.grid[1] > 1
 
 
@@ -241,7 +243,9 @@ def test_float64_truth_of_every_wgmma_instance(
     # Of 132 SMs blocks of 256 columns would leave 36 idle at D = 4096; of 192 there would be 22 clusters of 6, where
     # GPCs of 16 SMs have room for 16.
     [
-        (3, 896, 896, 128, 6),
+        (3, 896, 896, 64, 6),
+        (3, 1152, 1152, 64, 6),
+        (3, 2048, 2048, 128, 6),
         (3, 2880, 2880, 128, 6),
         (3, 4096, 4096, 128, 6),
         (3, 5120, 5120, 128, 3),
@@ -261,7 +265,8 @@ def test_warpgroups_and_ranges_share_the_columns_out(
             emulation.take_launches()
             ek.norm_concat_linear([torch.empty(T, H).bfloat16()] * K, weight)
             launch = emulation.take_launches()[-1]
-            assert (launch.grid, launch.cluster) == ([-(-D // columns), ranges], ranges), T
+            rounds = 2 if columns == 64 and T > 64 else 1
+            assert (launch.grid, launch.cluster) == ([rounds * -(-D // columns), ranges], ranges), T
             assert (launch.threads, launch.pdl) == (2 * columns, True)
     finally:
         emulation.run_kernels(True)
