@@ -72,8 +72,9 @@ constexpr int64_t kMaxDecodeRows = 16;
 constexpr int64_t kMaxSplitRows = 128;
 }  // namespace cuda
 
-// The fused kernel takes rows of 16-bit types, a weight of them or codes of one scale a row that
-// norm_concat_linear_reads_codes, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
+// The fused kernel takes rows of 16-bit types, a weight of them or codes that norm_concat_linear_reads_codes, whose
+// scales are one for a row or for blocks of a multiple of 64 rows and 64 columns or more, as whose multiples the chunks
+// begin, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // The kernel of warpgroups takes any number of rows in rounds of 128 (with residuals or codes of 64), a weight of the

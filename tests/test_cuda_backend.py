@@ -184,8 +184,9 @@ def test_one_plan_for_all_T(backend: str) -> None:
 
 def planned_codes(T: int = 4, H: int = 4096, block_columns: int | None = None, **changed: object) -> plan.Plan:
     sizes, in_blocks = (T, torch.bfloat16, 4096, (H,)), block_columns is not None
-    return plan.choose(*plan.Problem("norm_concat_linear_quantized", CUDA, 3, *sizes)._replace(
-        block_columns=block_columns or 3 * H, in_blocks=in_blocks, **changed))  # fmt: skip
+    problem = plan.Problem("norm_concat_linear_quantized", CUDA, 3, *sizes)
+    scaling = {"block_rows": block_columns or 1, "block_columns": block_columns or 3 * H, "in_blocks": in_blocks}
+    return plan.choose(*problem._replace(**scaling | changed))
 
 
 @needs_triton
@@ -228,12 +229,30 @@ def test_codes_go_to_the_kernels_of_bf16(changed: dict, reason: str | None) -> N
             of_bf16 = planned(changed.get("T", 4), has_post_norm=changed.get("has_post_norm", False))
             kernel, why = of_bf16.kernel, of_bf16.reason
             if "block_columns" in changed:
-                kernel = plan.Kernel.SPLIT
-                why = "the scales of blocks multiply sums, which the fused kernel would do too often"
+                kernel, why = plan.Kernel.SPLIT, "a tile of 64 rows and columns of the fused kernel has one scale"
             assert (chosen.backend, chosen.kernel) == ("cuda", kernel)
             assert chosen.reason == f"the codes are widened as they are multiplied; {why}"
         else:
             assert chosen.backend in ("triton", "reference") and f"cuda: {reason}; " in chosen.reason
+
+
+def test_codes_in_blocks_of_64_rows_and_columns_or_more_are_one_launch() -> None:
+    fused, split = plan.Kernel.FUSED, plan.Kernel.SPLIT
+    with environment_of():
+        for changed, kernel in (
+            ({"block_columns": 128}, fused),
+            ({"block_columns": 64, "T": 16}, fused),
+            ({"block_columns": 64, "block_rows": 192, "H": 4160}, fused),
+            ({"block_columns": 128, "dtype": torch.float16}, fused),
+            ({"block_columns": 128, "T": 17}, split),
+            ({"block_columns": 128, "H": 4128}, split),
+            ({"block_columns": 128, "widths": (4096, 2080)}, split),
+            ({"block_columns": 128, "block_rows": 1}, split),
+            ({"block_columns": 128, "block_rows": 32}, split),
+            ({"block_columns": 32, "block_rows": 128}, split),
+            ({"block_columns": 128, "has_post_norm": True}, split),
+        ):
+            assert planned_codes(**changed).kernel is kernel, changed
 
 
 def test_codes_of_more_than_32_rows_go_to_warpgroups() -> None:

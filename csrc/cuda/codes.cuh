@@ -53,16 +53,15 @@ __device__ __forceinline__ uint32_t nan_bits(const Codes& codes, Code) {
 }
 __device__ __forceinline__ bool has_nan(uint32_t bits) { return (bits & 0x80808080u) != 0; }
 
-// The scale at an offset from the first: fp32 or e8m0.
+// The scale at an offset from the first: fp32 or e8m0; below with the global one.
+__device__ __forceinline__ float load_scale(ScaleType type, const void* scales, int64_t offset) {
+  if (type == ScaleType::kFloat32) return load(static_cast<const float*>(scales) + offset);
+  const uint32_t code = load(static_cast<const uint8_t*>(scales) + offset);
+  // 2^-127 is subnormal, 255 is NaN.
+  return bits_to_float(code << 23 | (code == 0 || code == 255 ? 0x00400000u : 0u));
+}
 __device__ __forceinline__ float load_scale(const Scales& scales, int64_t offset) {
-  float scale;
-  if (scales.type == ScaleType::kFloat32) {
-    scale = load(static_cast<const float*>(scales.data) + offset);
-  } else {
-    const uint32_t code = load(static_cast<const uint8_t*>(scales.data) + offset);
-    // 2^-127 is subnormal, 255 is NaN.
-    scale = bits_to_float(code << 23 | (code == 0 || code == 255 ? 0x00400000u : 0u));
-  }
+  const float scale = load_scale(scales.type, scales.data, offset);
   return scales.global == nullptr ? scale : scale * load(scales.global);
 }
 

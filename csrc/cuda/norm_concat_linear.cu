@@ -42,9 +42,10 @@
 //
 // A weight of codes (FP8, INT8) passes through the ring as bytes, for up to 32 rows in stages of 128 columns, and is
 // widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of a range. The
-// fused kernel takes those with one scale a row, in stages of 256 columns, half as many barriers and addresses as of
-// 128: with the gain on x 0.170 instructions a byte, 0.215 without either. A warp has two steps of 32 columns of such a
-// stage, and would scale the sums of blocks of 128 columns twice as often as in the split kernel.
+// fused kernel takes stages of 256 columns, half as many barriers and addresses as of 128: with the gain on x 0.173
+// instructions a byte, 0.215 without either. A warp has two steps of 32 columns of such a stage, and scales its sums
+// behind them, where scales are of blocks of at least 64 columns and 64 rows of the weight: a tile has one scale then
+// (0.21; with a scale for each row of the weight that was 0.4).
 //
 // Sums go by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends on the
 // chunks' widths, D, the blocks of scales and the GPU's number of SMs alone, so a row's bits depend neither on the
@@ -295,11 +296,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     if constexpr (!K::kBulk) return at(stage, row, part);
     return *reinterpret_cast<const Words*>(stage + place_in_boxes(row, part));
   };
-  const auto x_of = [&](const char* x_stage, int row, int part) {
-    const Pack<T> x{{at(x_stage, row, part)}};
-    if constexpr (!kResidual) return x;
-    return add(x, Pack<T>{{at(x_stage, kRows + row, part)}});
+  const auto x_at = [](const char* place_of_x) {
+    const auto pack_at = [](const char* at) { return Pack<T>{{*reinterpret_cast<const Words*>(at)}}; };
+    if constexpr (!kResidual) return pack_at(place_of_x);
+    return add(pack_at(place_of_x), pack_at(place_of_x + kRows * kRowBytes));
   };
+  const auto x_of = [&](const char* x_stage, int row, int part) { return x_at(x_stage + place<kRowBytes>(row, part)); };
   const auto fill_ring = [&] {
     for (int i = 0; i < K::kStages - 1; ++i) copy_block(begin + i, i);
   };
@@ -363,17 +365,41 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 
   float sum[K::kColumnTiles][K::kRowTiles][4] = {}, squares[2] = {};
   [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // of the blocks of columns before this one
-  [[maybe_unused]] const auto add_scaled = [&] {
+  // By the scales of the rows, or by one.
+  [[maybe_unused]] const auto add_scaled = [&](auto... one) {
 #pragma unroll
     for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
       const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
-      total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
+      if constexpr (sizeof...(one) > 0) {
+        total[m][n][i] += sum[m][n][i] * (one, ...);
+      } else {
+        total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
+      }
     }
   };
-  constexpr bool kBlocks = kForm == Form::kE4M3Blocks;
-  if constexpr (kBlocks) {
+  // Blocks of scales: in the split kernels those of every row of the weight, where blocks of columns end. Of the fused
+  // kernel the rows of a tile and the columns that a warp has of a stage share one, which is loaded a stage ahead.
+  constexpr bool kBlocks = kForm == Form::kE4M3Blocks, kScaledStages = kBlocks && K::kFused;
+  if constexpr (kBlocks && !K::kFused) {
     find_scales();
     load_scales(static_cast<int>(chunk.column) + begin * kStageColumns);
+  }
+  [[maybe_unused]] uint32_t scales_of_tile = 0;
+  [[maybe_unused]] const int column_of_warp = static_cast<int>(chunk.column) + step_warp * K::kSteps * kStepColumns;
+  [[maybe_unused]] const int end_of_scales = static_cast<int>(chunk.column) + width;
+  [[maybe_unused]] float global_scale = 1, next_scale = 0;
+  [[maybe_unused]] const auto load_next_scale = [&](int block) {
+    const int column = column_of_warp + block * kStageColumns;
+    const bool inside = column < end_of_scales;  // without a branch, for which ptxas keeps less in registers
+    const uint32_t at = scales_of_tile + (inside ? column >> arguments.scale_shift : 0);
+    const float scale = load_scale(op.scales.type, op.scales.data, at);
+    next_scale = inside ? global_scale * scale : 0.0f;
+  };
+  if constexpr (kScaledStages) {
+    scales_of_tile = static_cast<uint32_t>(first_output / op.scales.block_rows * op.scales.row_stride);
+    if (op.scales.global != nullptr) global_scale = load(op.scales.global);
+    is_new(scales_of_tile);  // not a division in every stage
+    load_next_scale(begin);
   }
   // Without a gain the weight is multiplied by 1 all the same: mma.sync wants four registers in a row, and a value
   // that is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64
@@ -385,6 +411,20 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
                            (K::kFused ? first_row + 2 * warp < op.num_rows
                                       : first_output == 0 && column_warp < K::kRowTiles / 2);
+  // Where in a stage of codes a lane reads in each of its steps: with scales of blocks ptxas made these places anew in
+  // every stage, 19 instructions of 449.
+  constexpr bool kKeepsPlaces = kScaledStages && !kResidual;
+  [[maybe_unused]] uint32_t codes_place[K::kSteps], x_place[K::kSteps];
+  if constexpr (kKeepsPlaces) {
+#pragma unroll
+    for (int at_step = 0; at_step < K::kSteps; ++at_step) {
+      const int part = (step_warp * K::kSteps + at_step) * 4 + q, row = column_warp * 2 * K::kColumnTiles * 8 + g;
+      codes_place[at_step] = place_codes<K::kWeightRowBytes>(row, part / 2) + part % 2 * 8;
+      x_place[at_step] = place<kRowBytes>(g, part);
+      is_new(codes_place[at_step]);
+      is_new(x_place[at_step]);
+    }
+  }
   // kPairs: there is no gain, or its factors are exact in T and pairs of them one instruction. A third loop, for no
   // gain, costs the others registers, and 15 % more instructions.
   const auto multiply_range = [&](auto pairs) {
@@ -399,6 +439,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         if (comes_in_boxes(block * kStageColumns)) landed[slot].wait(turn);
         if (slot + 1 == K::kStages) turn ^= 1;
       }
+      [[maybe_unused]] const float stage_scale = next_scale;
+      if constexpr (kScaledStages) load_next_scale(block + 1);
       const char* stage = ring + K::weight_at(slot);
       const char* x_stage = ring + K::x_at(slot);
       const char* gains = x_stage + K::kSourceRows * kRowBytes;
@@ -426,7 +468,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
           const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + weight_row_of<K>(g);
           Words row;
           if constexpr (K::kIsCodes) {
-            const int from = place_codes<K::kWeightRowBytes>(tile_row, part / 2) + part % 2 * 8;
+            const uint32_t from = kKeepsPlaces ? codes_place[at_step] + m * 8 * K::kWeightRowBytes
+                                               : place_codes<K::kWeightRowBytes>(tile_row, part / 2) + part % 2 * 8;
             const Codes codes = *reinterpret_cast<const Codes*>(stage + from);
             nan[m] |= nan_bits(codes, Code{});
             row = widen(codes, Code{}, T{});
@@ -443,7 +486,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         }
 #pragma unroll
         for (int n = 0; n < K::kRowTiles; ++n) {
-          Words x = x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
+          Words x = kKeepsPlaces ? x_at(x_stage + x_place[at_step] + n * 8 * kRowBytes).words[0]
+                                 : x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
           if constexpr (kGainOnX) x = kPairs ? times(x, pairs_of_x) : scaled<T>(x, factor);
 #pragma unroll
           for (int m = 0; m < K::kColumnTiles; ++m) {
@@ -452,7 +496,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
             mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
           }
         }
-        if constexpr (kBlocks) {
+        if constexpr (kBlocks && !K::kFused) {
           // Widths are multiples of a step's columns. The last block of the range is added behind the loop.
           const int next = block * kStageColumns + (step + 1) * kStepColumns;
           if (next >= width || next >= end * kStageColumns) break;
@@ -463,6 +507,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
             load_scales(column);
           }
         }
+      }
+      if constexpr (kScaledStages) {
+        add_scaled(stage_scale);
+        std::memset(sum, 0, sizeof sum);
       }
       if (!own_squares) continue;
       if constexpr (K::kFused) {
@@ -494,6 +542,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     }
 #pragma unroll
     for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+      if constexpr (kScaledStages) row_scale[m] = 0;
       float count = has_nan(nan[m]) ? 1.0f : 0.0f;
       count += __shfl_xor_sync(~0u, count, 1);
       count += __shfl_xor_sync(~0u, count, 2);
@@ -718,6 +767,14 @@ int launch_rows(const Arguments& arguments, const Device& device) {
                    : launch_partial<T, kForm, 32, false>(arguments, device);
 }
 
+// Whether the fused kernel's tiles have one scale each, where there are blocks: 64 rows, and columns of the concat.
+bool has_scales_of_tiles(const NormConcatLinear& op) {
+  if (!has_blocks(op)) return true;
+  const auto is_whole = [](const Chunk& chunk) { return chunk.column % kFusedColumns == 0; };
+  return op.scales.block_rows % kFusedColumns == 0 && op.scales.block_columns % kFusedColumns == 0 &&
+         std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, is_whole);
+}
+
 template <class T, Form kForm, bool kResidual, End kEnd>
 int launch_fused(const ArgumentsOf<kEnd>& arguments, const Device& device) {
   constexpr int kRows = kMaxDecodeRows;
@@ -784,19 +841,15 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
 }
 
 int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
-  if (!device.hopper) return cudaErrorNotSupported;
-  Arguments arguments{op, {}, cluster_ranges(op, device), nullptr, 0, nullptr, 31};
+  if (!device.hopper || !has_scales_of_tiles(op)) return cudaErrorNotSupported;
+  Arguments arguments{op, {}, cluster_ranges(op, device), nullptr, 0, nullptr, scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   const auto launch_type = [&](auto type) {
     using T = decltype(type);
     return with_form(op, [&](auto form) -> int {
       constexpr Form kForm = decltype(form)::value;
-      if constexpr (kForm == Form::kE4M3Blocks) {
-        return cudaErrorNotSupported;
-      } else {
-        return has_residual(arguments) ? launch_fused<T, kForm, true>(arguments, device)
-                                       : launch_fused<T, kForm, false>(arguments, device);
-      }
+      return has_residual(arguments) ? launch_fused<T, kForm, true>(arguments, device)
+                                     : launch_fused<T, kForm, false>(arguments, device);
     });
   };
   return op.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});

@@ -79,7 +79,8 @@ class Problem(NamedTuple):
     has_post_norm: bool = False
     bytes_aligned: bool = True  # every address and row stride is a multiple of 16 bytes
     elements_aligned: bool = True  # every address is one of 16 bytes, every row stride of 16 elements: Triton's terms
-    block_columns: int = 0  # that share a scale of a quantized weight
+    block_rows: int = 0  # of a quantized weight that share a scale
+    block_columns: int = 0  # the same
     in_blocks: bool = False  # several scales lie along a row of it
     scales_sums: bool = False  # over those columns, instead of codes
     code_bits: int = 8
@@ -411,12 +412,16 @@ def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
         return Kernel.SPLIT, "a post norm needs all D columns of a row in one place"
     if rows > (_FEW_ROWS_OF_CODES if problem.block_columns else decode) and _wgmma_takes(problem):
         return Kernel.WGMMA, f"T={rows} <= {split}: one pass over the weight, whose products are those of warpgroups"
-    if rows <= decode and problem.in_blocks:
-        return Kernel.SPLIT, "the scales of blocks multiply sums, which the fused kernel would do too often"
     if rows <= decode and has_clusters(problem.device):
-        return Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
+        sizes = (problem.block_rows, problem.block_columns, *problem.widths)
+        if not problem.in_blocks or all(size % _FUSED_CODES == 0 for size in sizes):
+            return Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
+        return Kernel.SPLIT, f"a tile of {_FUSED_CODES} rows and columns of the fused kernel has one scale"
     return Kernel.SPLIT, f"T={rows} <= {split}: one pass over the weight, then over its sums"
 
+
+# csrc/cuda/norm_concat_linear.cu: a tile of the fused kernel has one scale.
+_FUSED_CODES = 64
 
 # csrc/cuda/norm_concat_linear_wgmma.cu: the columns of a stage of codes share a scale. It changes the places of x for
 # every block of columns, which 32 rows do not pay for where some SMs have more blocks than others (modelled at K=3,

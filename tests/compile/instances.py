@@ -229,7 +229,7 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
     arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, codes, scales, None, *block, None, None, 0.0)
     emulation.take_launches()
     in_blocks = format == "fp8_block128"
-    kernel = "split" if T > MAX_CUDA_DECODE_ROWS or in_blocks else "fused"
+    kernel = "split" if T > MAX_CUDA_DECODE_ROWS or (in_blocks and H % 64) else "fused"
     if T > 32 and not (in_blocks and H % 128):
         kernel = "wgmma"
     torch.ops.eagle_kernels_emulated.norm_concat_linear_quantized_out(

@@ -29,11 +29,11 @@ MOST_REGISTERS = {
     "vocab_parallel_embedding": 40,
 }
 # Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes:
-# fused, with residuals or not and bulk copies or not; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales in
-# blocks; and the kernel that sums, in 3 dtypes. By warpgroups 2, 3 or 4 of them, 64 or 128 rows or residuals, or one of
-# 64 rows, 2 dtypes; in bf16 3 forms of codes, with residuals or not.
+# fused, with residuals or not, of 4 forms and with bulk copies; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales
+# in blocks; and the kernel that sums, in 3 dtypes. By warpgroups 2, 3 or 4 of them, 64 or 128 rows or residuals, or one
+# of 64 rows, 2 dtypes; in bf16 3 forms of codes, with residuals or not.
 INSTANCES = dict.fromkeys(MOST_REGISTERS, 6)
-INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 49, "norm_concat_linear_wgmma": 38}
+INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 53, "norm_concat_linear_wgmma": 38}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -96,7 +96,7 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
     assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
     if kernel == "norm_concat_linear" and arch in ("80", "90a", "100a"):
         two_on_an_sm = [binary for binary in binaries if "Li128E" not in binary.name]
-        assert len(two_on_an_sm) == 47 and max(binary.registers for binary in two_on_an_sm) <= 128
+        assert len(two_on_an_sm) == 51 and max(binary.registers for binary in two_on_an_sm) <= 128
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
 def test_the_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -> None:
     functions = dict(instructions(compiled("norm_concat_linear", arch)[1]))
     partial = {name: code for name, code in functions.items() if "partial_kernel" in name}
-    assert len(partial) == 46
+    assert len(partial) == 50
     for name, code in partial.items():
         fused, bulk, dense = "Li16E" in name, "3EndE2E" in name and arch != "80", "FormE0E" in name
         assert re.search(r"\bHMMA\.16816\.F32", code)

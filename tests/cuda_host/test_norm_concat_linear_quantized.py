@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
 WEIGHTS = [name for name in on_cpu.WEIGHTS if "fp4" not in name]
 WITH_ONE_SCALE = [name for name in WEIGHTS if "block" not in name and name != "mxfp8"]  # a row
 IN_BLOCKS = [name for name in WEIGHTS if "block" in name or name == "mxfp8"]
+IN_LARGE_BLOCKS = ["fp8_block128", "fp8_block128_e8m0"]  # those of shards have a scale for each row
 FUSED, CASES = (
     list(dict.fromkeys(replace(case, D=min(case.D, 260)) for case in cases if case.T <= 130))
     for cases in (FUSED_CASES, SPLIT_CASES)
@@ -57,11 +58,11 @@ def with_weight(call: Operands, weight: QuantizedWeight) -> Operands:
     return replace(call, projection=call.projection | {"weight": weight})
 
 
-def kernel_of(name: str, T: int, products: str = "mma") -> str:
+def kernel_of(name: str, T: int, products: str = "mma", H: int = 160) -> str:
     """Of chunks that no block of 128 columns divides."""
-    if name not in WITH_ONE_SCALE:
-        return "split"
-    return "fused" if T <= 16 else "fused wgmma" if products == "wgmma" and T > 32 else "split"
+    if T <= 16:
+        return "fused" if name in WITH_ONE_SCALE or (name in IN_LARGE_BLOCKS and H % 64 == 0) else "split"
+    return "fused wgmma" if name in WITH_ONE_SCALE and products == "wgmma" and T > 32 else "split"
 
 
 def explained(call: Operands) -> str:
@@ -101,6 +102,43 @@ def test_float64_truth(name: str, case: Case) -> None:
 )
 def test_float64_truth_in_one_launch(name: str, case: Case) -> None:
     check(case, name, "fused")
+
+
+@pytest.mark.usefixtures("fused_at_every_T")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}-{case.id}") for name, case in zip(itertools.cycle(IN_LARGE_BLOCKS), FUSED)],
+)
+def test_float64_truth_of_blocks_in_one_launch(name: str, case: Case) -> None:
+    check(replace(case, widths=tuple(-(-H // 64) * 64 for H in case.widths)), name, "fused")
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # a range of a chunk, or two
+@pytest.mark.parametrize(
+    "widths", [(192, 192), (64, 832, 320)]
+)  # stages of 256 columns, whose tails lie in 1 to 3 warps
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_block128_e8m0"])
+def test_float64_truth_of_every_instance_of_blocks_in_one_launch(
+    name: str, dtype: str, flavour: str, widths: tuple[int, ...], multiprocessors: int, emulation: ModuleType
+) -> None:
+    for late_copies in (False, True):
+        order = {"descending_warps": late_copies, "late_copies": late_copies}
+        emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
+        check(Case(dtype, widths, 11, "concat", D=150, **FLAVOURS[flavour]), name, "fused")
+
+
+def test_a_scale_of_a_column_of_blocks_is_in_its_rows_alone() -> None:
+    """Of a block that two chunks share, and of the last one, behind which a stage has columns of no scale."""
+    chunks, weight, gain = make_call("fp8_block128", 5, K=2, H=320, D=200)
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    for column in (2, 4):
+        scales = weight.scales.clone()
+        scales[1, column] = float("nan")
+        bad = QuantizedWeight(weight.codes, scales, weight.format)
+        dirty = ek.norm_concat_linear(chunks, bad, norm_weight=gain)
+        assert same_bits(dirty[:, :128], out[:, :128]) and dirty[:, 128:].isnan().all()
 
 
 WGMMA = [case for case in CASES if case.dtype_name == "bf16" and not case.post_norm and 0 < case.T <= 128]
@@ -329,6 +367,7 @@ def test_a_bad_row_stays_in_its_row(name: str, stale: float, T: int) -> None:
     [
         ("mma", 96, 35, 5),
         ("mma", 352, 129, 11),
+        ("mma", 320, 129, 11),
         ("mma", 352, 129, 19),
         ("mma", 32, 1, 40),
         ("wgmma", 352, 129, 33),

@@ -433,7 +433,7 @@ MUTANTS = (
     Mutant(PLAN, "_CUDA_STEP_COLUMNS if problem.in_blocks", "_CUDA_STEP_COLUMNS if not problem.in_blocks"),
     Mutant(PLAN, "shared < _CUDA_STEP_COLUMNS or shared & (shared - 1)", "shared < _CUDA_STEP_COLUMNS"),
     Mutant(PLAN, "if problem.in_blocks and problem.has_int8:", "if False:"),
-    Mutant(PLAN, "rows <= decode and problem.in_blocks", "rows <= decode and not problem.in_blocks"),
+    Mutant(PLAN, "if not problem.in_blocks or all(", "if problem.in_blocks or all("),
     Mutant(PLAN, "if rows > most and not SETTINGS.batch_invariant:", "if rows > most:"),
     Mutant(QUANTIZED_WEIGHT, "if codes.dim() != 2:", "if codes.dim() > 2:"),
     Mutant(QUANTIZED_WEIGHT, 'checks.check_last_dim_contiguous(OP, "codes", codes)', "pass"),

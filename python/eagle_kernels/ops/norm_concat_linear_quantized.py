@@ -135,13 +135,13 @@ def _choose(
     """`of_codes`: the shape of the codes. `aligned`: where something is not."""
     chunks, num_chunks, _, _, _, _, residuals, _, _ = sources
     device, dtype, (columns, code_bytes) = chunks[0].device, chunks[0].dtype, of_codes
-    block_columns, format = weight.block[1], weight.format
+    (block_rows, block_columns), format = weight.block, weight.format
     code_bits = _code_bits.get(format) or _code_bits.setdefault(format, weight.code_bits)
     # Most have one scale a row, of which to ask takes 0.5 us.
     in_blocks = block_columns * code_bits < code_bytes * 8
     scales_sums = in_blocks and weight.scaled_where(dtype) == "blocks"
     sizes = (num_chunks, rows, dtype, columns, widths, bool(residuals), has_post_norm)
-    scaling = block_columns, in_blocks, scales_sums
+    scaling = block_rows, block_columns, in_blocks, scales_sums
     return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), *scaling, code_bits, format == "int8_row")
 
 
