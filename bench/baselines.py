@@ -40,14 +40,15 @@ SLICES = ("slices", *FOREIGN)
 QUANTIZED = ("dequantize", "int8pack", "torchao")
 
 # eager: torch's kernels. eager-out: the same without an allocation. slices: a norm kernel per chunk that writes its
-# slice of the concat, then the product. linear: the product alone, over a concat that was normed before: the ceiling of
-# what fusing a norm can win at large T.
-BASELINES = ("eager", "eager-out", "slices", "linear", "compile", "inductor-max", *QUANTIZED, *FOREIGN)
+# slice of the concat, then the product. two-step: all norms in one kernel, then the product. linear: the product alone,
+# over a concat that was normed before: the ceiling of what fusing a norm can win at large T.
+BASELINES = ("eager", "eager-out", "slices", "two-step", "linear", "compile", "inductor-max", *QUANTIZED, *FOREIGN)
 
 MEANINGS = {
     "eager": "the engines' chain in plain torch",
     "eager-out": "the same with preallocated outputs and intermediates, for the ops that move memory, on a CPU",
     "slices": "a norm kernel per chunk into its slice of the concat, then torch's product",
+    "two-step": "norm_concat, then torch's product, in one call: what a plan takes of many rows",
     "linear": "torch's product alone, over a concat normed before: the ceiling at large T",
     "compile": "torch.compile of the chain",
     "inductor-max": "Inductor with max-autotune, and with freezing on a CPU",

@@ -465,6 +465,33 @@ def test_bench_baselines_of_norms_and_product(
     )
 
 
+@pytest.mark.skipif(library.unsupported_reason is not None, reason=str(library.unsupported_reason))
+def test_bench_of_the_two_steps_at_rows_of_one_pass(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side with the op, for the threshold between them; of codes there are none, nor on a CPU before a norm."""
+    primitive, calls = library.primitives.norm_concat_linear_two_step_out, []
+
+    def counted(*arguments: object) -> None:
+        calls.append(arguments)
+        primitive(*arguments)
+
+    monkeypatch.setattr(library.primitives, "norm_concat_linear_two_step_out", counted, raising=False)
+    path = tmp_path / "run.json"
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "3", "--forms", "op", "--baselines", "two-step"]
+    assert main([*arguments, "--min-time", "0", "--json", str(path)]) == 0
+    op, two_steps = load(path)["records"]
+    assert (op["variant"], two_steps["variant"], two_steps["status"]) == ("op", "two-step", "ok")
+    assert "cpu/fused" in op["plan"] and two_steps["speedup"] > 0 and calls
+    main([*arguments, "--min-time", "0", "--weights", "int8_row"])
+    assert "no column two-step: the weight is codes" in capsys.readouterr().out
+    stage = InputStage("dflash", 3, 96, 48, 1e-5, 0.0, "chunk", True, None, None)
+    workload = WORKLOADS["norm_concat_linear"](
+        workloads.Row("norm_concat_linear", "tiny", stage, "chunk", 9, 3, torch.bfloat16)
+    )
+    assert workload.unsupported_reason("two-step").startswith("torch's product rounds")
+
+
 def test_bench_of_a_baseline_alone(tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "run.json"
     arguments = [*BENCH, "--preset", "tiny", "--tokens", "3", "--forms", "none", "--baselines", "linear"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eagle_kernels
-from eagle_kernels import Eagle3Config, Eagle3Projection, quantize
+from eagle_kernels import Eagle3Config, Eagle3Projection, library, plan, quantize
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources
 from eagle_kernels.ops.sources import formula as sources_formula
@@ -103,6 +103,8 @@ class NormConcatLinear(Workload):
             return lambda copy: op(self.chunks[copy], weights[copy], **options, out=self.outs[copy]), len(weights)
         if name == "dequantize":
             return self._dequantized_in_the_call(), len(self.weights)
+        if name == "two-step":
+            return self._in_two_steps(), len(self.weights)
         if name == "int8pack":
             return self._over_codes(self._int8pack_products()), len(self.weights)
         if name == "torchao":
@@ -138,6 +140,20 @@ class NormConcatLinear(Workload):
         def call(copy: int) -> Tensor:
             normed = engine_chains.normed_slices(kernel, self.chunks[copy], gains, eps, concats[copy])
             return engine_chains.projected(normed, self.weights[copy], eps, post_gain)
+
+        return call
+
+    def _in_two_steps(self) -> Call:
+        """By the primitive, at every T: of fewer rows no setting has a plan take it."""
+        calls = []
+        for (chunks, weight), options in self.op_arguments:
+            sources = Sources.of_call(self.row.op, chunks, options)
+            projection = Projection(weight, None, options["post_norm_weight"], options["eps"])
+            calls.append((*sources.for_primitive(), *projection, options["out"]))
+
+        def call(copy: int) -> Tensor:
+            library.primitives.norm_concat_linear_two_step_out(*calls[copy])
+            return self.outs[copy]
 
         return call
 
@@ -179,6 +195,12 @@ class NormConcatLinear(Workload):
             return "Eagle3Projection is the block of EAGLE-3: no norm offset, no norm of the result"
         if form == "prepacked" and (self.row.dtype == torch.float32 or self.row.device != "cpu"):
             return "prepack() is for 16-bit weights on the CPU"
+        if form == "two-step" and not is_dense:
+            return "the weight is codes, and torch's product is one of numbers"
+        if form == "two-step" and post_norm and self.row.device == "cpu":
+            return "torch's product rounds what the post norm has to see before that"
+        if form == "two-step":
+            return plan.unsupported_reason(self.row.device, torch.device(self.row.device))
         if form == "linear" and post_norm:
             return "a product alone is not the result where a norm follows it"
         if form in SLICES:
