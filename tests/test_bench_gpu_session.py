@@ -1,5 +1,6 @@
 """The stages of bench/gpu_session.sh: bounded, saved, gone on with, and never begun twice."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 from eagle_kernels.bench import cli
+from eagle_kernels.bench.gpu import device as device_facts
 from eagle_kernels.bench.gpu import package, session, stages
 from eagle_kernels.bench.gpu.stages import Stage
 
@@ -213,7 +215,8 @@ def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     tables = {"NVIDIA_H100.json": {"norm_concat_linear": []}}
     failed = {"test_x.py": {"tests": 2, "skipped": 0, "failed": [{"test": "test_x::test_y", "message": "4 and not 5"}]}}
     curve = {"run": result, "variants": {"bulk": result, "late": None}, "ncu": ""}
-    kept_by = {"op-table": result, "decode-curve": curve, "tune": tables, "host-cost": None}
+    said = {"library": None, "run": result, "device": {"clusters": [{"threads": 512, "at_once": {"6": 18}}]}}
+    kept_by = {"library": said, "op-table": result, "decode-curve": curve, "tune": tables, "host-cost": None}
     for name, kept in (kept_by | {"gpu-tests": failed}).items():
         status = "failed" if name == "gpu-tests" else "done"
         record = {"schema_version": 2, "stage": name, "status": status, "output_tail": "", "result": kept}
@@ -223,10 +226,81 @@ def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for curve in ("decode-curve", "decode-curve-bulk"):
         assert json.loads((tmp_path / f"bench/results/nvidia-h100/{curve}.json").read_text()) == result
     assert not (tmp_path / "bench/results/nvidia-h100/decode-curve-late.json").exists()
+    kept = json.loads((tmp_path / "bench/results/nvidia-h100/device.json").read_text())
+    assert kept == {"environment": result["environment"], **said["device"]}
     assert (tmp_path / "python/eagle_kernels/configs/NVIDIA_H100.json").exists()
     printed = capsys.readouterr().out
     assert "gpu-tests: failed: 2 tests, 0 skipped, 1 failed\n  test_x::test_y: 4 and not 5\n" in printed
     assert "sweeps: not in" in printed
+
+
+@pytest.fixture
+def stub_of_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libcuda as the rehearsal's stub has it, with six GPCs of 16 SMs and two of 18."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc on this machine")
+    built = tmp_path / "libcuda.so.1"
+    source = ROOT / "tests/gpu/rehearsal/driver.c"
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(built)) if name == "libcuda.so.1" else load(name))
+
+
+def at_once(clusters: list[dict], threads: int, shared_bytes: int) -> dict:
+    return next(row["at_once"] for row in clusters if (row["threads"], row["shared_bytes"]) == (threads, shared_bytes))
+
+
+def test_the_driver_is_asked_for_clusters(work: Path, stub_of_a_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every instance's block. One that fills an SM's shared memory, and one of which it has two."""
+    monkeypatch.setattr(device_facts, "WORK", work)
+    assert device_facts.main() == 0
+    said = stages._read_library()["device"]
+    assert "failed" not in said and said["cuda"] == 13000
+    assert (said["attributes"]["multiprocessors"], said["attributes"]["l2_bytes"]) == (132, 60 << 20)
+    instances = json.loads(device_facts.INSTANCES.read_text())["instances"].values()
+    asked = {(row["threads"], row["shared_bytes"]) for row in said["clusters"]}
+    assert asked == {(instance["threads"], instance["shared"]) for instance in instances}
+    for alone in (True, False):
+        threads, shared_bytes = next(pair for pair in sorted(asked) if (pair[1] > 113 << 10) == alone)
+        on_each = 1 if alone else 2
+        counts = at_once(said["clusters"], threads, shared_bytes)
+        assert [counts[str(n)] for n in (1, 6, 16)] == [
+            6 * (16 * on_each // n) + 2 * (18 * on_each // n) for n in (1, 6, 16)
+        ]
+
+
+def test_what_the_driver_refuses_costs_nothing_else(
+    work: Path, stub_of_a_driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_facts, "WORK", work)
+    call = device_facts._Driver._call
+
+    def refusing(driver: object, name: str, *arguments: object) -> None:
+        if name == "cuOccupancyMaxActiveClusters" and len(refused) < 2:
+            refused.append(name)
+            raise OSError(f"{name} returned 912")
+        call(driver, name, *arguments)
+
+    refused: list[str] = []
+    monkeypatch.setattr(device_facts._Driver, "_call", refusing)
+    counts = device_facts.read_device()["clusters"][0]["at_once"]
+    assert counts[2] == "cuOccupancyMaxActiveClusters returned 912" and counts[3] >= 44
+
+    def no_driver(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_driver)
+    assert device_facts.main() == 0
+    said = stages._read_library()["device"]
+    assert said["failed"] == "OSError: libcuda.so.1: cannot open shared object file" and "clusters" not in said
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas on this machine")
+def test_the_kernel_that_the_driver_is_asked_about_assembles(tmp_path: Path) -> None:
+    """The driver does it on the GPU."""
+    (tmp_path / "nothing.ptx").write_bytes(device_facts.PTX)
+    subprocess.run(["ptxas", "-arch=sm_90a", "nothing.ptx", "-o", "nothing.cubin"], cwd=tmp_path, check=True)
 
 
 def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

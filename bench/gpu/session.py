@@ -173,11 +173,13 @@ def collect(folder: Path) -> int:
 
 
 def _runs(stage: str, result: dict) -> dict[str, dict]:
-    """What a stage's result has of runs of the benchmark, by the name of their file."""
+    """What a stage's result has of runs of the benchmark, and of the device, by the name of their file."""
     runs: dict[str, dict | None] = {stage: result} if stage in ("op-table", "sweeps") else {}
     if stage == "decode-curve":
         variants = {f"{stage}-{variant}": run for variant, run in result.get("variants", {}).items()}
         runs = {stage: result.get("run"), **variants}
+    if stage == "library" and result.get("run") and result.get("device"):
+        runs = {"device": {"environment": result["run"]["environment"], **result["device"]}}
     return {name: run for name, run in runs.items() if run}
 
 

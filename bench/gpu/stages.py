@@ -95,14 +95,16 @@ def _backends(device: str) -> str:
 
 
 def _library(device: str) -> list[Command]:
-    """Load, and one call of every op on each backend and plan, checked against float64."""
+    """Load, and one call of every op on each backend and plan, checked against float64; then what the driver says of
+    the device, which may take its time in vain."""
     if device != "cuda":
         return [_cli("info")]
     once = ["--forms", "op", "--baselines", "none", "--timer", "eager", "--min-time", "0.001"]
     dense = ["--op", "all", "--backends", "auto,triton", "--preset", "qwen2.5-0.5b", "--tokens", "1,16,32,64,128,129"]
     codes = ["--op", "norm_concat_linear", "--weights", "fp8_row,fp8_block128,int8_row", "--preset", "llama3.1-8b"]
     codes += ["--tokens", "1,17,33,64,128,129"]
-    return [_cli("info"), *(_bench(device, "first-calls", *what, *once) for what in (dense, codes))]
+    first_calls = [_bench(device, "first-calls", *what, *once) for what in (dense, codes)]
+    return [_cli("info"), *first_calls, ["timeout", "20", sys.executable, "-m", "bench.gpu.device"]]
 
 
 def _gpu_tests(device: str) -> list[Command]:
@@ -208,7 +210,8 @@ def _restore_run(name: str) -> Callable[[dict], None]:
 
 
 def _read_library() -> dict:
-    return {"library": read_json(WORK / "library.json"), "run": read_json(WORK / "first-calls.json")}
+    files = {"library": "library", "run": "first-calls", "device": "device"}
+    return {name: read_json(WORK / f"{file}.json") for name, file in files.items()}
 
 
 def _read_tests() -> dict[str, dict]:

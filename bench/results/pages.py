@@ -25,7 +25,7 @@ from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 RESULTS = Path("bench/results")
 VLLM_COMBINE = "vllm_combine.json"
-NO_BENCH_RUNS = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
+NO_BENCH_RUNS = ("host.json", "host_launches.json", "device.json", "fuzz.json", "soak.json", VLLM_COMBINE)
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, "
