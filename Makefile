@@ -157,11 +157,15 @@ GPU_PYTHON ?= python3
 rehearsal:
 	$(GPU_PYTHON) tests/gpu/rehearsal/rehearse.py $(REHEARSAL)
 
-# All that a session on a GPU carries, in build/gpu_session: a CUDA library of this tree for that Python's torch, every
-# stage rehearsed from the first to the last, and what Triton has compiled for it.
+# All that a session on a GPU carries, in build/gpu_session: a CUDA library of this tree for that Python's torch, one of
+# alternatives, every stage rehearsed from the first to the last, and what Triton has compiled for it. The plain library
+# is built last: its objects are what the rehearsal links.
+gpu-ready: export EAGLE_KERNELS_BUILD = cuda
+gpu-ready: export EAGLE_KERNELS_CUDA_ARCHS = 90a
 gpu-ready:
-	EAGLE_KERNELS_BUILD=cuda EAGLE_KERNELS_CUDA_ARCHS=90a \
-	    $(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu_library
+	EAGLE_KERNELS_ALTERNATIVES=ON $(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu_library
+	install -D -t build/gpu_library/eagle_kernels/alternatives build/gpu_library/eagle_kernels/libeagle_kernels.so
+	$(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu_library
 	rm -rf build/gpu_rehearsal/out
 	$(MAKE) rehearsal
 	PYTHON=$(GPU_PYTHON) bench/gpu_session.sh --pack --library build/gpu_library/eagle_kernels

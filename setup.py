@@ -4,6 +4,7 @@ EAGLE_KERNELS_BUILD        auto (default): the CPU kernels, and the CUDA ones wh
                            for these and fail where they cannot be had. none: pure Python and Triton, nothing compiled.
 EAGLE_KERNELS_CUDA_ARCHS   e.g. 90a or 80;89;90a;100a;120 (`make wheels`); default: the GPUs of this machine.
 EAGLE_KERNELS_NAMESPACE    torch.ops.<this>, for hub/build.py.
+EAGLE_KERNELS_ALTERNATIVES ON: the environment chooses among CUDA kernels, for bench/gpu_session.sh. Never in a wheel.
 """
 
 import importlib.util
@@ -141,6 +142,7 @@ class CMakeBuild(build_ext):
             "EAGLE_KERNELS_STRIP": "OFF" if self.editable_mode else "ON",
             "EAGLE_KERNELS_WITH_CUDA": "ON" if archs else "OFF",
             "EAGLE_KERNELS_CUDA_ARCHS": ";".join(archs),
+            "EAGLE_KERNELS_ALTERNATIVES": os.environ.get("EAGLE_KERNELS_ALTERNATIVES", "OFF"),
             "CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR) / "ninja",
         }
         if archs:

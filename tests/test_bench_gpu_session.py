@@ -184,18 +184,23 @@ def test_a_cut_stage_that_cannot_go_on_stays_cut(work: Path, tmp_path: Path, mon
     assert run([stage("tests", "print('again')")], tmp_path)["tests"]["status"] == "cut"
 
 
-def test_stages_in_order_of_value_name_commands_that_exist() -> None:
+CLIS = ("eagle_kernels.bench.cli", stages._ALTERNATIVES_NAME)  # what stands before the arguments of one
+
+
+def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `eagle-kernels` call of every stage is parsed by the real parser: a renamed option would end a session."""
     parser = cli.build_parser()
+    monkeypatch.setattr(stages, "ALTERNATIVES", tmp_path)
     names = [each.name for each in stages.STAGES]
     expected = ["library", "gpu-tests", "sanitizer", "decode-curve", "op-table", "tune", "host-cost", "sweeps"]
     assert names == expected  # 8 files at most come back from a lent machine
     assert sum(each.limit for each in stages.STAGES) == 1400
     for device in ("cuda", "cpu"):
         for command in (command for each in stages.STAGES for command in each.commands(device)):
-            if "eagle_kernels.bench.cli" not in command:
+            program = next((name for name in CLIS if name in command), None)
+            if program is None:
                 continue
-            arguments = parser.parse_args(command[command.index("eagle_kernels.bench.cli") + 1 :])
+            arguments = parser.parse_args(command[command.index(program) + 1 :])
             assert arguments.command in ("info", "bench", "tune")
     assert sorted(stages._TEST_FILES) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
     cases = {case.id: case for case in (*CASES, *gpu_tests("test_norm_concat_linear").OF_WARPGROUPS)}
@@ -206,6 +211,43 @@ def test_stages_in_order_of_value_name_commands_that_exist() -> None:
     assert stages._SANITIZED_CODES in {f"cuda-fp8_row-{case.id}" for case in of_codes}
     for path in ("tests/gpu/sanitize.sh", "tests/host_overhead"):
         assert (ROOT / path).exists()
+
+
+def test_the_curve_has_every_variant_beside_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows what the fused kernel can be told, of more the columns of warpgroups' blocks, which the library of
+    alternatives alone can be told; of 64 rows and more the two steps, which no setting has a plan take."""
+    parser = cli.build_parser()
+    monkeypatch.setattr(stages, "ALTERNATIVES", tmp_path / "alternatives")
+
+    def curve() -> dict[str, list]:
+        """By settings and file: T, columns, and whether it is the library of alternatives."""
+        found = {}
+        for command in stages._decode_curve("cuda") + stages._op_table("cuda"):
+            program = next(name for name in CLIS if name in command)
+            arguments = parser.parse_args(command[command.index(program) + 1 :])
+            settings = " ".join(word for word in command if word.startswith("EAGLE_KERNELS_"))
+            if arguments.json is not None:
+                columns = [*arguments.backends, *arguments.baselines]
+                runs = found.setdefault((settings, arguments.json.stem), [])
+                runs.append((arguments.tokens, columns, program != CLIS[0]))
+        return found
+
+    few, more = [1, 2, 4, 8, 9, 12, 16], [17, 32, 64, 96, 128]
+    plain = curve()
+    assert plain["", "decode-curve"] == [
+        (few, ["cuda", "triton", "linear"], False),
+        (more, ["cuda", "two-step", "linear"], False),
+    ]
+    assert plain["EAGLE_KERNELS_BULK_COPIES=1", "decode-curve-bulk"] == [(few, ["cuda", "linear"], False)]
+    assert plain["EAGLE_KERNELS_EARLY_WEIGHT=0", "decode-curve-late"] == [(few, ["cuda", "linear"], False)]
+    of_split = [([17, 32, 64, 128], ["cuda", "linear"], False)]
+    assert plain["EAGLE_KERNELS_BATCH_INVARIANT=1", "decode-curve-split"] == of_split
+    assert [tokens for tokens, columns, _ in plain["", "op-table"] if "two-step" in columns] == [[64, 96, 128]]
+    (tmp_path / "alternatives").mkdir()
+    names = {n: (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", f"decode-curve-columns-{n}") for n in (128, 192, 256)}
+    assert curve() == plain | {name: [([32, 64, 128], ["cuda", "linear"], True)] for name in names.values()}
+    setting = names[128][0].partition("=")[0]
+    assert f'getenv("{setting}")' in (ROOT / "csrc/cuda/norm_concat_linear_wgmma.cu").read_text()
 
 
 def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -311,6 +353,7 @@ def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(package, "CARRIED", root / "build/gpu_session")
         monkeypatch.setattr(package, "TRITON_CACHE", root / "build/gpu_triton_cache")
         monkeypatch.setattr(package, "SITE", root / "build/gpu_site")
+        monkeypatch.setattr(package, "ALTERNATIVES", root / "build/gpu_alternatives")
         monkeypatch.setattr(package, "WORK", root / "build/gpu_work")
         (root / "build/gpu_work").mkdir(parents=True)
         (root / "python/eagle_kernels").mkdir(parents=True)
@@ -326,6 +369,42 @@ def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.Monkey
         cache = Path(environment["TRITON_CACHE_DIR"])
         assert cache == away / "build/gpu_triton_cache"
         assert [path.name for path in sorted(cache.glob("key/*"))] == ["kernel.cubin"]
+
+
+def test_the_library_of_alternatives_is_carried(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Beside the plain one, for processes of its own: their package has the other library. One of an earlier commit
+    does not stay."""
+    for name in ("CARRIED", "SITE", "ALTERNATIVES", "TRITON_CACHE"):
+        monkeypatch.setattr(package, name, tmp_path / name.lower())
+    monkeypatch.setattr(package, "WORK", tmp_path)
+    monkeypatch.setattr(package, "_SECTION_OF_CUDA", b"ELF")
+    built = tmp_path / "built"
+    for folder in (built, built / "alternatives"):
+        folder.mkdir()
+        shutil.copy2(library.COMPILED_LIBRARY, folder)
+    (built / "libeagle_kernels.so").write_bytes(b"ELF")  # which does not load
+
+    def pack() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(package, "ROOT", tmp_path)
+            assert session.main(["--pack", "--library", str(built)]) == 0
+
+    pack()
+    monkeypatch.setattr(package, "_provide_library", lambda package, *rest: (package / "libeagle_kernels.so").touch())
+    environment = package.prepare_package("cpu")
+    assert (tmp_path / "site/eagle_kernels/libeagle_kernels.so").read_bytes() == b""
+    command = [sys.executable, str(tmp_path / "alternatives"), "info", "--json"]
+    told = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    kernels = json.loads(told.stdout)["build"]["compiled kernels"]
+    assert kernels == f"loaded from {tmp_path / 'alternatives/eagle_kernels/libeagle_kernels.so'}"
+
+    shutil.rmtree(built / "alternatives")
+    pack()
+    package.prepare_package("cpu")
+    assert not (tmp_path / "alternatives").exists()
+    assert "library: none of alternatives is carried along" in capsys.readouterr().out
 
 
 def test_a_library_without_cuda_kernels_is_not_carried(
@@ -393,6 +472,7 @@ def test_which_library(
 def test_the_linked_package_has_every_part(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pyproject.toml puts it together: `eagle-kernels` itself did not start without one of them."""
     monkeypatch.setattr(package, "SITE", tmp_path / "site")
+    monkeypatch.setattr(package, "ALTERNATIVES", tmp_path / "alternatives")
     monkeypatch.setattr(package, "_provide_library", lambda *arguments: "none")
     monkeypatch.setattr(package, "WORK", tmp_path)
     package.prepare_package("cpu")

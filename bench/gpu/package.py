@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from .stages import ROOT, WORK
+from .stages import ALTERNATIVES, ROOT, WORK
 
 CARRIED = ROOT / "build" / "gpu_session"  # what `pack` leaves for the GPU machine
 SITE = ROOT / "build" / "gpu_site"  # the package as if it were installed, in symbolic links
+# Of a folder with a library, the one beside it whose CUDA kernels the environment chooses among (make gpu-ready).
+_OF_ALTERNATIVES = "alternatives"
 # Triton's compiled kernels, so that no GPU time goes into compiling: filled by the rehearsal, carried as an archive.
 TRITON_CACHE = ROOT / "build" / "gpu_triton_cache"
 _LIBRARY = "libeagle_kernels.so"
@@ -43,7 +46,25 @@ def prepare_package(device: str, library: Path | None = None) -> dict[str, str]:
         with tarfile.open(carried) as archive:
             archive.extractall(TRITON_CACHE, filter="data")
     _note(_provide_library(package, environment, device, library))
+    _provide_alternatives([*([library] if library else []), CARRIED])
     return environment
+
+
+def _provide_alternatives(folders: Sequence[Path]) -> None:
+    """A second package with the library of alternatives, where one is carried along: `python ALTERNATIVES` is its CLI.
+    That it loads is for the commands to find out, since to ask takes as long as a row."""
+    shutil.rmtree(ALTERNATIVES, ignore_errors=True)
+    libraries = [folder / _OF_ALTERNATIVES / _LIBRARY for folder in folders]
+    library = next((path for path in libraries if path.exists()), None)
+    if library is None:
+        print("library: none of alternatives is carried along", flush=True)
+        return
+    shutil.copytree(SITE, ALTERNATIVES, symlinks=True)
+    linked = ALTERNATIVES / "eagle_kernels" / _LIBRARY
+    linked.unlink(missing_ok=True)
+    linked.symlink_to(library)
+    main = "from eagle_kernels.bench.cli import main\n\nraise SystemExit(main())\n"
+    (ALTERNATIVES / "__main__.py").write_text(main)
 
 
 def _provide_library(package: Path, environment: dict[str, str], device: str, library: Path | None = None) -> str:
@@ -107,8 +128,9 @@ def _build(environment: dict[str, str], device: str) -> Path | None:
 
 
 def pack(folder: Path | None = None) -> int:
-    """Copy the library of `folder`, or the one built in this tree, Triton's cache and the commit into the folder to
-    carry. A library without CUDA kernels is refused: on the GPU it would be Triton that is measured."""
+    """Copy the library of `folder`, or the one built in this tree, that of alternatives beside it, Triton's cache and
+    the commit into the folder to carry. A library without CUDA kernels is refused: on the GPU it would be Triton that
+    is measured."""
     library = (folder or ROOT / "python" / "eagle_kernels") / _LIBRARY
     there = library.exists()
     if not there or _SECTION_OF_CUDA not in library.read_bytes():
@@ -117,13 +139,17 @@ def pack(folder: Path | None = None) -> int:
         return 2
     CARRIED.mkdir(parents=True, exist_ok=True)
     shutil.copy2(library, CARRIED / library.name)
+    shutil.rmtree(CARRIED / _OF_ALTERNATIVES, ignore_errors=True)  # of an earlier commit
+    if (alternatives := library.parent / _OF_ALTERNATIVES / _LIBRARY).exists():
+        (CARRIED / _OF_ALTERNATIVES).mkdir()
+        shutil.copy2(alternatives, CARRIED / _OF_ALTERNATIVES)
     (CARRIED / "COMMIT").write_text(_commit() + "\n")
     if TRITON_CACHE.exists():
         partial = CARRIED / f"{_CACHE_ARCHIVE}.partial"  # half of a cache must not be carried
         with tarfile.open(partial, "w:xz", preset=1) as archive:
             archive.add(TRITON_CACHE, ".", filter=_without_locks)
         partial.replace(CARRIED / _CACHE_ARCHIVE)
-    size = sum(file.stat().st_size for file in CARRIED.iterdir()) >> 10
+    size = sum(file.stat().st_size for file in CARRIED.rglob("*") if file.is_file()) >> 10
     print(f"carry {CARRIED.relative_to(ROOT)} ({size} KiB, commit {_commit()})")
     return 0
 

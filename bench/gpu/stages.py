@@ -15,6 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Files that the stages write before they go into their JSON; commands name them from ROOT, where they run.
 WORK_NAME = "build/gpu_work"
 WORK = ROOT / WORK_NAME
+# The package with the library of alternatives, for a process of its own; there where package.py found one.
+_ALTERNATIVES_NAME = "build/gpu_alternatives"
+ALTERNATIVES = ROOT / _ALTERNATIVES_NAME
 
 Command = Sequence[str]
 
@@ -74,20 +77,23 @@ class Stage:
     restore: Callable[[dict], None] = lambda result: None  # puts a cut call's result back to where its commands look
 
 
-def _cli(*arguments: str) -> Command:
-    return [sys.executable, "-u", "-m", "eagle_kernels.bench.cli", *arguments]
+_CLI = ("-m", "eagle_kernels.bench.cli")
+
+
+def _cli(*arguments: str, program: Sequence[str] = _CLI) -> Command:
+    return [sys.executable, "-u", *program, *arguments]
 
 
 def _pytest(*arguments: str) -> Command:
     return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
 
 
-def _bench(device: str, name: str, *arguments: str) -> Command:
+def _bench(device: str, name: str, *arguments: str, program: Sequence[str] = _CLI) -> Command:
     """A run that goes on with what its JSON holds. On a CPU a token of it, to try the stages out."""
     json_file = ["--json", f"{WORK_NAME}/{name}.json", "--resume"]
     small = ["--preset", "qwen2.5-0.5b", "--tokens", "1,8", "--min-time", "0.02"] if device == "cpu" else []
     # argparse takes the last one given.
-    return _cli("bench", "--device", device, *arguments, *small, *json_file)
+    return _cli("bench", "--device", device, *arguments, *small, *json_file, program=program)
 
 
 def _backends(device: str) -> str:
@@ -121,26 +127,34 @@ def _sanitizer(device: str) -> list[Command]:
     return [["bash", "tests/gpu/sanitize.sh", "--tools", tool, *cases] for tool in ("memcheck", "racecheck")]
 
 
-# What else the fused kernel can be told, and the split kernels where warpgroups multiply, each in a run of its own with
-# the same baseline: the setting and the rows.
+# What else the kernels can be told, each in a run of its own with the same baseline: the setting and the rows. Of few
+# rows the fused kernel, of more the split kernels where warpgroups multiply, and the columns of warpgroups' blocks,
+# which a library of alternatives lets choose: whether the model of split_of chooses right is for a GPU to say.
 _FEW_ROWS = "1,2,4,8,9,12,16"
+_MORE_ROWS = "17,32,64,96,128"
 _VARIANTS = {
     "bulk": ("EAGLE_KERNELS_BULK_COPIES=1", _FEW_ROWS),
     "late": ("EAGLE_KERNELS_EARLY_WEIGHT=0", _FEW_ROWS),
     "split": ("EAGLE_KERNELS_BATCH_INVARIANT=1", "17,32,64,128"),
 }
+_OF_ALTERNATIVES = {f"columns-{n}": (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", "32,64,128") for n in (64, 128, 192, 256)}
 
 
 def _decode_curve(device: str) -> list[Command]:
-    """Both backends beside the library's product alone, and the variants; then counters of the kernels of one launch,
-    and the product's name."""
-    what = ["--forms", "op", "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
-    shapes = ["--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b"]
-    timers = [] if device == "cpu" else ["--timer", "graph,spaced"]
-    commands = [_bench(device, "decode-curve", *what, *shapes, "--tokens", _FEW_ROWS, *timers, "--min-time", "0.05")]
-    of_cuda = [*what[:3], "auto" if device == "cpu" else "cuda", *what[4:], *shapes, *timers, "--min-time", "0.05"]
-    for variant, (setting, rows) in _VARIANTS.items():
-        commands.append(["env", setting, *_bench(device, f"decode-curve-{variant}", *of_cuda, "--tokens", rows)])
+    """Both backends beside the library's product alone, of more rows with the two steps that still more take; the
+    variants; then counters of the kernels of one launch, and the product's name."""
+    what = ["--forms", "op", "--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "--min-time", "0.05"]
+    what += [] if device == "cpu" else ["--timer", "graph,spaced"]
+    cuda = "auto" if device == "cpu" else "cuda"
+    both = [*what, "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
+    more = [*what, "--backends", cuda, "--baselines", "two-step,linear", "--tokens", _MORE_ROWS]
+    commands = [_bench(device, "decode-curve", *arguments) for arguments in ([*both, "--tokens", _FEW_ROWS], more)]
+    of_cuda = [*what, "--backends", cuda, "--baselines", "linear"]
+    programs = [(_VARIANTS, _CLI), *([(_OF_ALTERNATIVES, (_ALTERNATIVES_NAME,))] if ALTERNATIVES.exists() else [])]
+    for variants, program in programs:
+        for variant, (setting, rows) in variants.items():
+            command = _bench(device, f"decode-curve-{variant}", *of_cuda, "--tokens", rows, program=program)
+            commands.append(["env", setting, *command])
     if device == "cuda" and (ncu := shutil.which("ncu")):
         once = ["--forms", "op", "--baselines", "linear", "--preset", "llama3.1-8b", "--min-time", "0"]
         once += ["--tokens", "1,32,64,128"]
@@ -152,15 +166,18 @@ def _decode_curve(device: str) -> list[Command]:
 
 
 def _op_table(device: str) -> list[Command]:
-    rows = ["--preset", *_EIGHT_SHAPES, "--tokens", "1,8,16,32,64,128"]
     timers = [] if device == "cpu" else ["--timer", "graph,spaced,eager"]
-    # Triton beside what the plan takes: which of the two is faster at small T is for a GPU to say.
-    linear = ["--forms", "op", "--backends", _backends(device), "--baselines", "eager,slices,linear", *rows, *timers]
+    # Triton beside what the plan takes: which of the two is faster at small T is for a GPU to say. And at the largest
+    # the two steps that the plan has for more: whether it has them soon enough (MAX_CUDA_SPLIT_ROWS).
+    linear = ["--forms", "op", "--backends", _backends(device), "--preset", *_EIGHT_SHAPES, *timers]
+    few = ["--baselines", "eager,slices,linear", "--tokens", "1,8,16,32"]
+    many = ["--baselines", "eager,slices,two-step,linear", "--tokens", "64,96,128"]
     more = ["--forms", "op", "--baselines", "eager,linear", "--preset", "llama3.1-8b", "deepseek-v3"]
     memory = ["--op", "norm_concat,capture_hidden,add_rms_norm,vocab_parallel_embedding"]
     shapes = ["--preset", "llama3.1-8b", "gemma3-27b", "--tokens", "16,512,4096,16384"]
     return [
-        _bench(device, "op-table", *linear, "--min-time", "0.05"),
+        _bench(device, "op-table", *linear, *few, "--min-time", "0.05"),
+        _bench(device, "op-table", *linear, *many, "--min-time", "0.05"),
         _bench(device, "op-table", *more, "--tokens", "129,256,512,4096", "--min-time", "0.05"),
         _bench(device, "op-table", *memory, *shapes, "--min-time", "0.05"),
     ]
@@ -178,11 +195,12 @@ def _host_cost(device: str) -> list[Command]:
 
 
 def _sweeps(device: str) -> list[Command]:
+    """The compiled baselines last: Inductor takes what time is left."""
     compiled = ["--baselines", "eager,compile,inductor-max,liger,flashinfer,vllm", "--tokens", "1,16,64,256,1024"]
     drafters = ["--op", "norm_concat_linear,capture_hidden,store_context_kv", "--preset", *_DRAFTERS]
     return [
-        _bench(device, "sweeps", *compiled, "--preset", "llama3.1-8b", "deepseek-v3:mtp"),
         _bench(device, "sweeps", *drafters, "--tokens", "1,16,128", "--min-time", "0.05"),
+        _bench(device, "sweeps", *compiled, "--preset", "llama3.1-8b", "deepseek-v3:mtp"),
     ]
 
 
@@ -243,7 +261,8 @@ def _failure(case: xml.etree.ElementTree.Element, report: xml.etree.ElementTree.
 def _read_curve() -> dict:
     counters = WORK / "ncu.csv"
     text = counters.read_text(encoding="utf-8", errors="replace") if counters.exists() else ""
-    variants = {variant: read_json(WORK / f"decode-curve-{variant}.json") for variant in _VARIANTS}
+    names = (*_VARIANTS, *_OF_ALTERNATIVES)
+    variants = {variant: read_json(WORK / f"decode-curve-{variant}.json") for variant in names}
     return {"run": read_json(WORK / "decode-curve.json"), "variants": variants, "ncu": text[-200_000:]}
 
 
@@ -297,9 +316,9 @@ STAGES = (
         restore=lambda result: write_json(WORK / "gpu-tests.json", result),
     ),
     Stage("sanitizer", 120, _sanitizer, needs="compute-sanitizer", goes_on=True),
-    Stage("decode-curve", 170, _decode_curve, _read_curve, goes_on=True, restore=_restore_curve),
+    Stage("decode-curve", 230, _decode_curve, _read_curve, goes_on=True, restore=_restore_curve),
     Stage("op-table", 330, _op_table, _run_of("op-table"), goes_on=True, restore=_restore_run("op-table")),
-    Stage("tune", 130, _tune, _read_tables, goes_on=True, restore=_restore_tables),
+    Stage("tune", 110, _tune, _read_tables, goes_on=True, restore=_restore_tables),
     Stage("host-cost", 50, _host_cost, _host_summary),
-    Stage("sweeps", 120, _sweeps, _run_of("sweeps"), goes_on=True, restore=_restore_run("sweeps")),
+    Stage("sweeps", 80, _sweeps, _run_of("sweeps"), goes_on=True, restore=_restore_run("sweeps")),
 )

@@ -15,6 +15,8 @@
 //
 // Sums go by column within a range, then over ranges and chunks. Which ranges depends on the chunks' widths, D and the
 // GPU's number of SMs, neither on the rows nor on how many columns a block has.
+#include <cstdlib>
+
 #include "../norm_concat_linear.h"
 #include "codes.cuh"
 #include "launch.cuh"
@@ -441,6 +443,10 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
   Split best{};
   double least = 0;
   for (int warpgroups = is_codes || residuals ? 2 : 1; warpgroups <= 4; ++warpgroups) {
+#ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
+    const char* wanted = std::getenv("EAGLE_KERNELS_WGMMA_COLUMNS");
+    if (wanted != nullptr && std::atoi(wanted) != 64 * warpgroups) continue;
+#endif
     const int columns = 64 * warpgroups, on_an_sm = warpgroups <= 2 && !(is_codes && one_block_of_codes) ? 2 : 1;
     const int64_t outputs = (op.num_columns + columns - 1) / columns;
     const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);

@@ -34,7 +34,8 @@ _FLAGS += ["-isystem", sysconfig.get_path("include")]
 # Of all but the module: torch 2.11's copy of pybind11 refuses to be included under it.
 _STABLE_FLAGS = ["-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
 _HOST_FLAGS = ["-include", str(HERE / "registration.h"), "-DEAGLE_KERNELS_WITH_CUDA", "-DEAGLE_KERNELS_ISAS=scalar"]
-_DEVICE_FLAGS = [f"-I{HERE / 'runtime'}", "-Wno-psabi"]  # a note on 128-byte aligned arguments
+# -Wno-psabi: a note on 128-byte aligned arguments.
+_DEVICE_FLAGS = [f"-I{HERE / 'runtime'}", "-Wno-psabi", "-DEAGLE_KERNELS_ALTERNATIVES"]
 # Between two CUDA threads nothing of the scheduler's own is an order: racecheck.h says what is.
 _RACECHECK = {"fibers.cpp": ["-fno-sanitize=thread", "-DEAGLE_KERNELS_RACECHECK"]}
 

@@ -272,6 +272,22 @@ def test_warpgroups_and_ranges_share_the_columns_out(
         emulation.run_kernels(True)
 
 
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+def test_a_library_of_alternatives_is_told_the_columns(
+    columns: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the emulation is one: bench/gpu_session.sh times each beside what the model chooses, 128 here."""
+    monkeypatch.setenv("EAGLE_KERNELS_WGMMA_COLUMNS", str(columns))
+    emulation.run_kernels(False)
+    try:
+        emulation.take_launches()
+        ek.norm_concat_linear([torch.empty(64, 4096).bfloat16()] * 3, torch.empty(4096, 3 * 4096).bfloat16())
+        launch = emulation.take_launches()[-1]
+        assert (launch.threads, launch.grid[0]) == (2 * columns, -(-4096 // columns))
+    finally:
+        emulation.run_kernels(True)
+
+
 KERNELS = {
     "fused": {},
     "fused-bulk": {"EAGLE_KERNELS_BULK_COPIES": "1"},

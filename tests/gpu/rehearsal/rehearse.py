@@ -8,6 +8,7 @@ Triton compiles what the session will ask for, into the cache that `gpu_session.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,9 @@ def _relink() -> Path:
     link = re.sub(r"\S*libcudart_static\.a|-lcudart_static", "", link)
     link = re.sub(r"-o \S*libeagle_kernels\.so", f"-o {folder / 'libeagle_kernels.so'}", link)
     subprocess.run(link, shell=True, check=True, cwd=trees[0])
+    # In the place of that of alternatives, which differs in what is launched.
+    (folder / "alternatives").mkdir(exist_ok=True)
+    shutil.copy2(folder / "libeagle_kernels.so", folder / "alternatives")
     return folder
 
 
