@@ -244,7 +244,7 @@ def test_the_curve_has_every_variant_beside_the_product(tmp_path: Path, monkeypa
     assert plain["EAGLE_KERNELS_BATCH_INVARIANT=1", "decode-curve-split"] == of_split
     assert [tokens for tokens, columns, _ in plain["", "op-table"] if "two-step" in columns] == [[64, 96, 128]]
     (tmp_path / "alternatives").mkdir()
-    names = {n: (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", f"decode-curve-columns-{n}") for n in (128, 192, 256)}
+    names = {n: (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", f"decode-curve-columns-{n}") for n in (64, 128, 192, 256)}
     assert curve() == plain | {name: [([32, 64, 128], ["cuda", "linear"], True)] for name in names.values()}
     setting = names[128][0].partition("=")[0]
     assert f'getenv("{setting}")' in (ROOT / "csrc/cuda/norm_concat_linear_wgmma.cu").read_text()
