@@ -195,6 +195,12 @@ Scales scales_of(const Sources& sources, WeightType type, const View& scales, co
           .global = global_scale ? static_cast<const float*>(global_scale->data) : nullptr};
 }
 
+// Of a number that is none of them `run_codes_on_cuda` would write nothing, and a CPU take the first.
+CodesKernel codes_kernel_of(int64_t number) {
+  check(number >= 0 && number <= static_cast<int64_t>(CodesKernel::kWgmma), kQuantizedOp, "kernel", "number");
+  return static_cast<CodesKernel>(number);
+}
+
 template <auto run>
 void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
                                       const std::vector<View>& gains, const std::vector<double>& eps,
@@ -209,8 +215,8 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
   add_codes(sources, codes, scales.dtype, out, record);
   record.scales = scales_of(sources, record.weight_type, scales, global_scale, block_rows, block_columns, out);
-  const bool in_codes = record.weight_type != WeightType::kBFloat16In12;
-  record.codes_kernel = in_codes ? static_cast<CodesKernel>(kernel) : CodesKernel::kAnyRows;
+  record.codes_kernel = codes_kernel_of(kernel);
+  if (record.weight_type == WeightType::kBFloat16In12) record.codes_kernel = CodesKernel::kAnyRows;
   record.early_weight = early_weight;
   run(record, codes, out);
 }

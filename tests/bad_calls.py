@@ -313,6 +313,8 @@ def _norm_concat_linear_quantized_calls() -> Iterator[BadCall]:
         calls.append(bad(f"block-{block[0]}x{block[1]}", lambda good, block=block: {"block": block}))
     for call in calls:
         yield replace(call, direct_only="a QuantizedWeight has checked itself")
+    for number in (-1, 3, 1 << 40):
+        yield replace(bad(f"kernel-{number}", lambda good, number=number: {"kernel": number}), direct_only="the plan's")
     planned = "the plan gives such a call another method"
     yield replace(bad("cuda-block", lambda good: {}), direct_only=planned, backends=("cuda",))
 
