@@ -352,6 +352,42 @@ def at(path: str, module: nn.Module) -> nn.Module:
             "model.layers.61.self_attn.kv_a_proj_with_mqa",
             id="sglang-deepseek-mla",
         ),
+        pytest.param("model.layers.61.self_attn.o_proj", "model.layers.61.attention.dense", id="vllm-bailing"),
+        pytest.param(
+            "model.layers.61.self_attn.fused_qkv_a_proj", "model.layers.61.attention.q_a_proj", id="vllm-bailing-mla"
+        ),
+        pytest.param("model.decoder.attention.o_proj", "model.layers.61.attention.dense", id="sglang-bailing"),
+        pytest.param("model.decoder.attention.dense", "model.layers.61.attention.dense", id="sglang-bailing-v1"),
+        pytest.param("model.decoder.self_attn.o_proj", "model.layers.61.attention.dense", id="sglang-bailing-v3"),
+        pytest.param(
+            "model.decoder.attention.query_key_value", "model.layers.61.attention.query_key_value", id="bailing-qkv"
+        ),
+        pytest.param(
+            "model.layers.61.mtp_block.mlp.down_proj", "model.language_model.layers.61.mlp.down_proj", id="vllm-glm-ocr"
+        ),
+        pytest.param("model.decoder.mlp.down_proj", "model.language_model.layers.61.mlp.down_proj", id="sglang-glm"),
+        pytest.param("model.layers.0.mixer.o_proj", "language_model.mtp.layers.0.mixer.o_proj", id="nemotron-h"),
+        pytest.param(
+            "model.layers.61.mtp_block.mlp.down_proj", "model.layers.61.transformer.mlp.down_proj", id="vllm-step"
+        ),
+        pytest.param("model.mtp_block.mlp.gate_up_proj", "model.layers.61.transformer.mlp.up_proj", id="sglang-step"),
+        pytest.param("model.mtp_block.self_attn.o_proj", "model.layers.61.self_attn.o_proj", id="sglang-step-plain"),
+        pytest.param("model.shared_head.head", "model.layers.61.shared_head.output", id="sglang-step-head"),
+        pytest.param("model.midlayer.mlp.gate_up_proj", "layers.0.mlp.up_proj", id="sglang-kimi"),
+        pytest.param(
+            "model.midlayer.self_attn.fused_qkv_a_proj_with_mqa", "layers.0.self_attn.q_a_proj", id="sglang-kimi-mla"
+        ),
+        pytest.param("model.layers.0.self_attn.qkv_proj", "layers.0.attention.wk", id="mistral-qkv"),
+        pytest.param("model.layers.0.self_attn.o_proj", "layers.0.attention.wo", id="mistral-o"),
+        pytest.param("model.layers.0.mlp.gate_up_proj", "layers.0.feed_forward.w3", id="mistral-up"),
+        pytest.param("model.layers.0.mlp.down_proj", "layers.0.feed_forward.w2", id="mistral-down"),
+        pytest.param(
+            "layers.0.mlp.down_proj", "model.dspark.layers.0.block_sparse_moe.down_proj", id="sglang-minimax-dspark"
+        ),
+        pytest.param(
+            "layers.0.self_attn.qkv_proj", "language_model.model.dspark.layers.0.self_attn.v_proj", id="minimax-vision"
+        ),
+        pytest.param("model.mtp_layer.mlp.down_proj", "mtp.mlp.down_proj", id="sglang-iquest"),
     ],
 )
 def test_layers_that_the_engine_renames(there: str, path: str) -> None:
@@ -371,14 +407,54 @@ def test_layers_that_the_engine_renames(there: str, path: str) -> None:
     assert all(tensor is tensors[name] for name, tensor in loaded(drafter(Fp8), tensors).items())
 
 
-@pytest.mark.parametrize(("layers", "path"), [(61, "model.layers.3"), (61, "model.layers.0"), (1, "model.layers.61")])
-def test_layers_of_the_target_are_not_those_of_a_nextn_model(layers: int, path: str) -> None:
+@pytest.mark.parametrize("there", ["model.decoder", "model.mtp_block", "model.layers.61.mtp_block"])
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+@pytest.mark.parametrize(
+    ("layers", "path"),
+    [
+        (61, "layers.3.self_attn.o_proj"),
+        (61, "layers.0.self_attn.o_proj"),
+        (61, "layers.62.attention.dense"),
+        (61, "layers.6.attention.dense"),
+        (61, "layers.3.transformer.self_attn.o_proj"),
+        (1, "layers.60.self_attn.o_proj"),
+    ],
+)
+def test_layers_of_the_target_are_not_those_of_a_nextn_model(layers: int, path: str, prefix: str, there: str) -> None:
     """Nor kept until all weights are there: SGLang loads DeepSeek's NextN model out of the 61 layers of its target."""
-    tensors, _ = quantized("hf-block", f"{path}.self_attn.o_proj")
-    root = at("model.decoder.self_attn.o_proj", EngineLinear(Unquantized))
+    tensors, _ = quantized("hf-block", prefix + path)
+    root = at(f"{there}.self_attn.o_proj", EngineLinear(Unquantized))
     root.config = SimpleNamespace(num_hidden_layers=layers)
     got = loaded(root, tensors)
     assert list(got) == list(tensors) and all(got[name] is tensor for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_each_of_several_mtp_models_has_the_layer_of_its_index(index: int) -> None:
+    """SGLang's Step-3.5 loads each draft step as a model of its own."""
+    root = at("model.mtp_block.self_attn.o_proj", EngineLinear(Unquantized))
+    root.config, root.draft_model_idx = SimpleNamespace(num_hidden_layers=45), index
+    for layer in range(44, 48):
+        tensors, expected = quantized("hf-block", f"model.layers.{layer}.self_attn.o_proj")
+        got = loaded(root, tensors)
+        if layer == 45 + index:
+            assert torch.equal(got[f"model.layers.{layer}.self_attn.o_proj.weight"], expected)
+        else:
+            assert all(got[name] is tensor for name, tensor in tensors.items())
+
+
+def test_experts_are_the_engine_s() -> None:
+    """It holds those of a layer as one module; of a target there are some 50000 to look for."""
+    tensors, _ = quantized("hf-block", "model.layers.61.mlp.experts.17.w2")
+    root = at("model.decoder.mlp.shared_experts.down_proj", EngineLinear(Unquantized))
+    root.config = SimpleNamespace(num_hidden_layers=61)
+    got = loaded(root, tensors)
+    assert all(got[name] is tensor for name, tensor in tensors.items())
+    fused, tensors = {"gate_up_proj_blocks": torch.uint8, "gate_up_proj": torch.float8_e4m3fn}, {}
+    for name, dtype in fused.items():
+        tensors[f"model.layers.61.mlp.experts.{name}"] = torch.ones(2, 4, 8).to(dtype)
+    got = loaded(root, tensors)
+    assert all(got[name] is tensor for name, tensor in tensors.items())
 
 
 def test_the_layer_of_a_nextn_checkpoint_of_its_own() -> None:

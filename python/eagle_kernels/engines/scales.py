@@ -33,16 +33,29 @@ MERGED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM's
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang's
 }
-_OTHER_NAMES = {"eagle_linear": "fc", "output": "head"}  # Mistral's and Step-3.5's
+# Of single layers: Mistral's, Step-3.5's and Bailing's.
+_OTHER_NAMES = {
+    **{"eagle_linear": "fc", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
+    **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+    **{"output": "head", "dense": "o_proj"},
+}
 _CODES = {"weight", "weight_packed", "qweight"}
-# Renames of the engines' own load_weights, as those above: they run behind this.
+# Renames of the engines' own load_weights, as those above: they run behind this. Each may be on top of those before it.
 _OF_MTP = re.compile(r"^model\.(?:mtp\.layers|mtp_layers|mtp_block)\.\d+\.(?:transformer_layer\.)?")
 _RENAMES = (
+    (re.compile(r"^(?:model\.)?language_model\.(?:model\.)?"), ""),  # GLM-OCR, GLM-5-next, Nemotron-H
+    (re.compile(r"^(?:model\.)?dspark\."), ""),  # MiniMax's DSpark in SGLang
+    (re.compile(r"\bblock_sparse_moe\."), "mlp."),  # the same
+    (re.compile(r"\.transformer\."), "."),  # Step-3.5, 3.7
+    (re.compile(r"\battention\."), "self_attn."),  # Bailing in vLLM, Mistral
+    (re.compile(r"\bfeed_forward\."), "mlp."),  # Mistral
     (re.compile(r"\bmidlayer\."), "layers.0."),  # EAGLE-3
+    (re.compile(r"^layers\.0\."), "midlayer."),  # Kimi's EAGLE-3 in SGLang
     (re.compile(r"\blayers\.(\d+)\."), r"layers.\1.mtp_block."),  # vLLM's MTP models
     (re.compile(r"^mtp\.\d+\.main_proj$"), "model.main_proj"),  # vLLM's DSpark
     (re.compile(r"^mtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H
     (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
+    (re.compile(r"^mtp\."), "model.mtp_layer."),  # IQuest-Q1 in SGLang
     (_OF_MTP, "mtp_block."),  # MiMo, Ernie, LongCat in vLLM
     (_OF_MTP, "decoder."),  # LongCat in SGLang
 )
@@ -123,10 +136,14 @@ def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def _renames_of(model: nn.Module) -> Iterator[tuple[re.Pattern, str]]:
-    """SGLang's NextN models have the layer behind the target's, or the one of a checkpoint of its own, as `decoder`."""
+    """SGLang's NextN models have the layer behind the target's, or the one of a checkpoint of its own, as `decoder`;
+    its Step-3.5 MTP, of which there is one for each layer, as `mtp_block`."""
     layers = get_field(getattr(model, "config", None), "num_hidden_layers")
     if isinstance(layers, int):
-        yield re.compile(rf"^model\.layers\.{0 if layers == 1 else layers}\."), "model.decoder."
+        yield re.compile(rf"^(?:model\.)?layers\.{0 if layers == 1 else layers}\."), "model.decoder."
+        layer = layers + (getattr(model, "draft_model_idx", None) or 0)
+        yield re.compile(rf"^model\.layers\.{layer}\.(?=shared_head\.)"), "model."
+        yield re.compile(rf"^model\.layers\.{layer}\.(?!shared_head\.)"), "model.mtp_block."
 
 
 @dataclass(frozen=True)
@@ -204,25 +221,34 @@ class _Layers:
         names.update(part for merged, parts in MERGED.items() if merged in names for part in parts)
         return names | {other for other, name in _OTHER_NAMES.items() if name in names}
 
+    @functools.cached_property
+    def has_experts(self) -> bool:
+        """No engine has experts as layers of their own."""
+        return any(layer and ".experts." in layer.path for layer in self.by_tail.values())
+
     def of(self, path: str) -> _Layer | None:
         """The layer that takes numbers for a layer of the checkpoint."""
         name = path.rpartition(".")[2]
-        if name not in self.names:  # a target has some 50000 experts: 18 s without
+        if name not in self.names or (".experts." in path and not self.has_experts):  # a target has some 50000
             return None
-        for renamed in (path, *(pattern.sub(new, path) for pattern, new in self.renames)):
-            if layer := self._named(renamed):
-                return layer
+        paths = [path]
+        for pattern, new in self.renames:
+            paths += [renamed for each in paths if (renamed := pattern.sub(new, each)) != each]
+        if layer := next((layer for layer in map(self._named, paths) if layer), None):
+            return layer
         stripped = _STRIPPED.sub("", path)
         if (layer := self._named(stripped)) and layer.path.rpartition(".")[0] == stripped.rpartition(".")[0]:
             return layer
         return self.by_tail.get(name) if name in _projections() else None
 
     def _named(self, path: str) -> _Layer | None:
-        parent, _, name = path.rpartition(".")
-        if name in _OTHER_NAMES:
-            path = f"{parent}.{_OTHER_NAMES[name]}".lstrip(".")
-        names = (path, *(f"{parent}.{merged}" for merged, parts in MERGED.items() if name in parts))
-        return next((layer for layer in map(self.by_tail.get, names) if layer), None)
+        parent, _, own = path.rpartition(".")
+        for name in filter(None, (own, _OTHER_NAMES.get(own))):
+            merged = (merged for merged, parts in MERGED.items() if name in parts)
+            for each in (name, *merged):
+                if layer := self.by_tail.get(f"{parent}.{each}".lstrip(".")):
+                    return layer
+        return None
 
 
 def _has_codes(tensors: Mapping[str, Tensor], layer: _Layer) -> bool:
