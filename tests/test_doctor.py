@@ -127,6 +127,89 @@ def with_mlp_in_w4a16(checkpoints: Files, layers: int) -> None:
     checkpoints.drafter["quantization_config"]["ignore"] = ["re:.*[qkv]_proj", "re:.*fc"]
 
 
+EXPERTS = f"{LAYER}.mlp.experts"
+E8M0 = torch.float8_e8m0fnu
+
+
+def stacked(checkpoints: Files, config: dict | None, **tensors: torch.Tensor) -> None:
+    """The MTP layer's experts, each projection of them in one tensor; the input stage in numbers and left out."""
+    checkpoints.weights |= {f"{EXPERTS}.{name}": tensor for name, tensor in tensors.items()}
+    if config is not None:
+        checkpoints.drafter["quantization_config"] = config | {"modules_to_not_convert": ["eh_proj"]}
+
+
+def in_gpt_oss_mxfp4(checkpoints: Files) -> None:
+    """As openai/gpt-oss-20b has them, with 3 experts of 96 columns inside."""
+    for name, rows, groups in (("gate_up_proj", 192, 4), ("down_proj", 128, 3)):
+        blocks = {f"{name}_blocks": torch.zeros(3, rows, groups, 16, dtype=torch.uint8)}
+        scales = {f"{name}_scales": torch.zeros(3, rows, groups, dtype=torch.uint8)}
+        bias = {f"{name}_bias": torch.zeros(3, rows).bfloat16()}
+        stacked(checkpoints, {"quant_method": "mxfp4"}, **blocks, **scales, **bias)
+
+
+def in_stacked_blocks(checkpoints: Files) -> None:
+    """Hugging Face's, whose scales of gate and up have two rows where one block has the rows of both."""
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    codes = {"gate_up_proj": torch.ones(3, 96, 130).to(FP8), "down_proj": torch.ones(3, 130, 48).to(FP8)}
+    scales = {"gate_up_proj_scale_inv": torch.ones(3, 2, 2), "down_proj_scale_inv": torch.ones(3, 2, 1)}
+    stacked(checkpoints, config, **codes, **scales)
+
+
+def in_stacked_nvfp4(checkpoints: Files) -> None:
+    """Model-Optimizer's Llama 4, in which D is last."""
+    codes = {"gate_up_proj": (3, 64, 192), "down_proj": (3, 48, 128)}
+    for name, (experts, half, columns) in codes.items():
+        weight = {name: torch.zeros(experts, half, columns, dtype=torch.uint8)}
+        scale = {f"{name}_weight_scale": torch.ones(experts, half // 8, columns).to(FP8)}
+        rest = {f"{name}_weight_scale_2": torch.ones(()), f"{name}_input_scale": torch.ones(())}
+        stacked(checkpoints, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, **weight, **scale, **rest)
+
+
+def in_bitsandbytes(checkpoints: Files, path: str = "fc") -> None:
+    """As transformers saves nf4: what makes numbers of the weight stands behind its name."""
+    rows, columns = checkpoints.weights[f"{path}.weight"].shape
+    checkpoints.weights[f"{path}.weight"] = torch.zeros(rows * columns // 2, 1, dtype=torch.uint8)
+    checkpoints.weights[f"{path}.weight.absmax"] = torch.ones(rows * columns // 64)
+    checkpoints.weights[f"{path}.weight.quant_map"] = torch.ones(16)
+    checkpoints.weights[f"{path}.weight.quant_state.bitsandbytes__nf4"] = torch.zeros(90, dtype=torch.uint8)
+    checkpoints.drafter["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+def in_torchao(checkpoints: Files, path: str = "fc") -> None:
+    """int8 weight-only as transformers flattens it."""
+    rows, columns = checkpoints.weights.pop(f"{path}.weight").shape
+    checkpoints.weights[f"{path}._weight_qdata"] = torch.zeros(rows, columns, dtype=torch.int8)
+    checkpoints.weights[f"{path}._weight_scale"] = torch.ones(rows, 1)
+    checkpoints.drafter["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": {}}}
+
+
+def in_exl3(checkpoints: Files, path: str = "fc") -> None:
+    rows, columns = checkpoints.weights.pop(f"{path}.weight").shape
+    checkpoints.weights[f"{path}.trellis"] = torch.zeros(columns // 16, rows // 16, 64, dtype=torch.int16)
+    checkpoints.weights |= {f"{path}.suh": torch.ones(columns).half(), f"{path}.svh": torch.ones(rows).half()}
+    checkpoints.drafter["quantization_config"] = {"quant_method": "exl3", "bits": 4.0}
+
+
+def in_quark(checkpoints: Files, dtype: str, **weights: torch.Tensor) -> None:
+    checkpoints.weights |= {f"fc.{name}": tensor for name, tensor in weights.items()}
+    spec = {"dtype": dtype, "qscheme": "per_group", "group_size": 32}
+    checkpoints.drafter["quantization_config"] = {"quant_method": "quark", "global_quant_config": {"weight": spec}}
+
+
+STEP = f"{LAYER}.moe"
+
+
+def in_step_s_stacks(checkpoints: Files) -> None:
+    """Step-3.5's, under names without experts, in FP8 blocks."""
+    for name, rows, columns in (("gate_proj", 96, 130), ("up_proj", 96, 130), ("down_proj", 130, 96)):
+        checkpoints.weights[f"{STEP}.{name}.weight"] = torch.ones(3, rows, columns).to(FP8)
+        checkpoints.weights[f"{STEP}.{name}.weight_scale_inv"] = torch.ones(3, -(-rows // 128), -(-columns // 128))
+    stacked(checkpoints, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+UP = "midlayer.mlp.up_proj"
+LEFT = "which only engines read: load_checkpoint and the plugins leave it to them"
+
 # Of each kind a pair without a finding, and facts of it.
 FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "EAGLE-3": (Checkpoints, lambda c: None, {"drafter": "EAGLE-3", "boundaries": [2, 6, 9], "fc": "BF16"}),
@@ -163,6 +246,29 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             c.drafter["quantization_config"].update(lm_head=True, dynamic={"-:.*fc": {}}),
         ),
         {"lm_head": "I32 with scales"},
+    ),
+    "EAGLE-3 in FP8 of fbgemm": (
+        Checkpoints,
+        lambda c: (
+            with_config(c, {"quant_method": "fbgemm_fp8"}),
+            c.weights.update({"fc.weight_scale": torch.ones(D, 1)}),
+        ),
+        {"fc": "F8_E4M3 with weight_scale"},
+    ),
+    "EAGLE-3 in MXFP4 of Quark": (
+        Checkpoints,
+        lambda c: in_quark(
+            c,
+            "fp4",
+            weight=torch.zeros(D, K * H // 2, dtype=torch.uint8),
+            weight_scale=torch.zeros(D, K * H // 32, dtype=torch.uint8),
+        ),
+        {"fc": "U8 with weight_scale"},
+    ),
+    "EAGLE-3 in vLLM with layers in torchao's FP8": (
+        Checkpoints,
+        lambda c: (c.weights.update({f"{UP}.weight": torch.ones(96, 64)}), in_torchao(c, UP)),
+        {"format": f"torchao, {LEFT}", "fc": "BF16", UP: "I8 of torchao"},
     ),
     "an fc that the config leaves out": (
         Checkpoints,
@@ -209,6 +315,73 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             c.weights.update({"model.layers.3.mlp.up_proj.weight": torch.ones(8, 16).to(FP8)}),
         ),
         {"model.layers.*.mlp.experts.*.up_proj": "F8_E4M3 with weight_scale_inv"},
+    ),
+    "MTP with gpt-oss's stacked experts": (
+        MTPCheckpoints,
+        in_gpt_oss_mxfp4,
+        {f"{EXPERTS}.gate_up_proj": "U8 with scales", f"{EXPERTS}.down_proj": "U8 with scales", "eh_proj": "BF16"},
+    ),
+    "MTP with stacked experts in FP8 blocks": (
+        MTPCheckpoints,
+        in_stacked_blocks,
+        {f"{EXPERTS}.gate_up_proj": "F8_E4M3 with scale_inv"},
+    ),
+    "MTP with stacked experts in FP8, of one scale each": (
+        MTPCheckpoints,
+        lambda c: stacked(
+            c,
+            {"quant_method": "fp8"},
+            gate_up_proj=torch.ones(3, 96, 130).to(FP8),
+            gate_up_proj_scale_inv=torch.ones(3, 1, 1),
+            down_proj=torch.ones(3, 130, 48).to(FP8),
+            down_proj_scale_inv=torch.ones(3, 1, 1),
+        ),
+        {f"{EXPERTS}.down_proj": "F8_E4M3 with scale_inv"},
+    ),
+    "MTP with stacked experts of Llama 4 in FP8": (
+        MTPCheckpoints,
+        lambda c: stacked(
+            c,
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            down_proj=torch.ones(3, 48, 130).to(FP8),
+            down_proj_weight_scale=torch.ones(()),
+            down_proj_input_scale=torch.ones(()),
+        ),
+        {f"{EXPERTS}.down_proj": "F8_E4M3 with weight_scale"},
+    ),
+    "MTP with stacked experts in numbers": (
+        MTPCheckpoints,
+        lambda c: stacked(c, {"quant_method": "fp8"}, gate_up_proj=torch.ones(3, 96, 130).bfloat16()),
+        {"eh_proj": "BF16"},
+    ),
+    "MTP with stacked experts in packed integers": (
+        MTPCheckpoints,
+        lambda c: (
+            c.weights.update({f"{EXPERTS}.down_proj.weight_packed": torch.zeros(3, 128, 12, dtype=torch.int32)}),
+            c.weights.update({f"{EXPERTS}.down_proj.weight_scale": torch.ones(3, 128, 6).bfloat16()}),
+            c.drafter.update(quantization_config=of_group("Linear") | {"ignore": ["re:.*eh_proj"]}),
+        ),
+        {f"{EXPERTS}.down_proj": "I32 with weight_scale"},
+    ),
+    "MTP with Step-3.5's stacked experts": (
+        MTPCheckpoints,
+        in_step_s_stacks,
+        {f"{STEP}.up_proj": "F8_E4M3 with weight_scale_inv"},
+    ),
+    "vLLM's MTP with stacked experts in NVFP4": (
+        MTPCheckpoints,
+        in_stacked_nvfp4,
+        {f"{EXPERTS}.gate_up_proj": "U8 with weight_scale, weight_scale_2"},
+    ),
+    "MTP with stacked experts of which the config says nothing": (
+        MTPCheckpoints,
+        lambda c: (
+            in_gpt_oss_mxfp4(c),
+            c.drafter.update(
+                quantization_config={"quant_method": "fp8", "store_dtype": "mxfp4", "ignore": ["eh_proj"]}
+            ),
+        ),
+        {f"{EXPERTS}.down_proj": "U8 with scales"},
     ),
     "MTP whose experts have a format of their own": (
         MTPCheckpoints,
@@ -548,6 +721,72 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [("fc-quantized", (V1, V2), "builds fc quantized")],
     ),
+    "bitsandbytes": (
+        in_bitsandbytes,
+        [
+            ("engine-format", (V1, V2), "has no quantization method bitsandbytes, and refuses the config"),
+            ("load", ALL, "fc.weight is in bitsandbytes, expected numbers or codes in one of ['fp8_tensor',"),
+            (
+                "fc-quantized",
+                (SGLANG,),
+                "codes are taken for numbers (sglang#39087); this package's plugin refuses them",
+            ),
+        ],
+    ),
+    "bitsandbytes' layers, and an fc in numbers": (
+        lambda c: (c.weights.update({f"{UP}.weight": torch.ones(96, 64)}), in_bitsandbytes(c, UP)),
+        [("engine-format", (V1, V2), "has no quantization method bitsandbytes")],
+    ),
+    "torchao": (
+        in_torchao,
+        [
+            ("engine-format", (SGLANG,), "has no quantization method torchao"),
+            ("load", ALL, "fc._weight_qdata is in torchao, expected numbers or codes in one of"),
+            ("fc-quantized", (SGLANG,), "skips its _weight_qdata: the weight stays what it was made with"),
+        ],
+    ),
+    "EXL3": (
+        in_exl3,
+        [
+            ("engine-format", (SGLANG, V1, V2), "has no quantization method exl3"),
+            ("load", ALL, "fc.trellis is in exl3, expected numbers or codes in one of"),
+            (
+                "fc-quantized",
+                (SGLANG,),
+                "skips its trellis: the weight stays what it was made with (sglang#39087); this",
+            ),
+        ],
+    ),
+    "blocks of int8": (
+        lambda c: (
+            with_config(c, {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}),
+            renamed(c, "fc.weight_scale", "fc.weight_scale_inv"),
+        ),
+        [
+            ("engine-format", (V1, V2), "has no quantization method blockwise_int8"),
+            ("load", ALL, "fc.weight is in blockwise_int8, expected"),
+            ("fc-quantized", (SGLANG,), "; this package's plugin refuses them"),
+        ],
+    ),
+    "fbgemm's FP8": (
+        lambda c: (
+            with_config(c, {"quant_method": "fbgemm_fp8"}),
+            c.weights.update({"fc.weight_scale": torch.ones(D, 1)}),
+        ),
+        [("engine-format", (SGLANG,), "has no quantization method fbgemm_fp8"), IN_NUMBERS],
+    ),
+    "Quark's FP6": (
+        lambda c: in_quark(
+            c,
+            "fp6_e3m2",
+            weight=torch.zeros(D, K * H * 3 // 4, dtype=torch.uint8),
+            weight_scale=torch.zeros(D, K * H // 32, dtype=torch.uint8),
+        ),
+        [
+            ("load", ALL, "fc.weight is in quark fp6_e3m2, expected"),
+            ("fc-quantized", (SGLANG,), "this package's plugin refuses them"),
+        ],
+    ),
     "a scale beside numbers": (
         lambda c: c.weights.update({"fc.weight_scale": torch.ones(1)}),
         [("load", ALL, "fc.weight is torch.bfloat16, expected codes for fc.weight_scale, because a scale belongs")],
@@ -646,6 +885,22 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.target.update(quantization_config={"quant_method": "quark"}),
         ),
         [("quantized", (V1, V2), "codes are taken for numbers")],
+    ),
+    "MTP in bitsandbytes": (
+        lambda c: in_bitsandbytes(c, f"{LAYER}.eh_proj"),
+        [
+            ("engine-format", (V1, V2), "has no quantization method bitsandbytes"),
+            ("load", ALL, f"{LAYER}.eh_proj.weight is in bitsandbytes, expected"),
+            ("quantized", (SGLANG, V1, V2), "; this package's plugin refuses them"),
+        ],
+    ),
+    "MTP in EXL3": (
+        lambda c: in_exl3(c, f"{LAYER}.eh_proj"),
+        [
+            ("engine-format", (SGLANG, V1, V2), "has no quantization method exl3"),
+            ("load", ALL, f"{LAYER}.eh_proj.trellis is in exl3, expected"),
+            ("quantized", (SGLANG, V1, V2), "holds eh_proj in a plain nn.Linear, skips its trellis"),
+        ],
     ),
     "MTP that one engine serves": (
         lambda c: c.target.update(model_type="pangu_ultra_moe", architectures=["PanguUltraMoEForCausalLM"]),
@@ -782,6 +1037,22 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ),
         ],
     ),
+    "DFlash in bitsandbytes": (
+        lambda c: [in_bitsandbytes(c, path) for path in CONTEXT_LAYERS],
+        [
+            ("engine-format", (V1, V2), "has no quantization method bitsandbytes"),
+            ("load", ALL, "is in bitsandbytes, expected"),
+            ("fc-quantized", (SGLANG,), "; this package's plugin refuses them"),
+        ],
+    ),
+    "DFlash in torchao": (
+        lambda c: [in_torchao(c, path) for path in CONTEXT_LAYERS],
+        [
+            ("engine-format", (SGLANG,), "has no quantization method torchao"),
+            ("load", ALL, "is in torchao, expected"),
+            ("fc-quantized", (SGLANG,), "; this package's plugin refuses them"),
+        ],
+    ),
     "DFlash without ids": (
         lambda c: (c.drafter.pop("dflash_config"), c.drafter.update(num_hidden_layers=2)),
         [
@@ -834,7 +1105,6 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
 }
 
-UP = "midlayer.mlp.up_proj"
 # Of EAGLE-3 drafters with one layer in FP8 blocks.
 LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "a layer without a scale": (
@@ -1077,6 +1347,100 @@ MTP_LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 }
 
 
+DOWN = f"{EXPERTS}.down_proj"
+# Of DeepSeek's MTP with stacked experts.
+STACK_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "gpt-oss's experts without scales": (
+        lambda c: (in_gpt_oss_mxfp4(c), c.weights.pop(f"{DOWN}_scales")),
+        [("load", ALL, f"{DOWN}_blocks is [3, 128, 3, 16] of U8, expected its scales beside it")],
+    ),
+    "gpt-oss's experts with scales of another shape": (
+        lambda c: (in_gpt_oss_mxfp4(c), c.weights.update({f"{DOWN}_scales": torch.zeros(3, 128, 6).byte()})),
+        [("load", ALL, f"{DOWN}_scales is [3, 128, 6] of U8, expected [3, 128, 3] of mxfp4, because {DOWN}_blocks is")],
+    ),
+    "gpt-oss's experts with scales of another number of experts": (
+        lambda c: (in_gpt_oss_mxfp4(c), c.weights.update({f"{DOWN}_scales": torch.zeros(2, 128, 3).byte()})),
+        [("load", ALL, f"{DOWN}_scales is [2, 128, 3] of U8, expected [3, 128, 3] of mxfp4")],
+    ),
+    "gpt-oss's experts with scales in another dtype": (
+        lambda c: (in_gpt_oss_mxfp4(c), c.weights.update({f"{DOWN}_scales": torch.zeros(3, 128, 3)})),
+        [("load", ALL, f"{DOWN}_scales is [3, 128, 3] of F32, expected [3, 128, 3] of mxfp4")],
+    ),
+    "gpt-oss's experts in flat blocks": (
+        lambda c: (in_gpt_oss_mxfp4(c), c.weights.update({f"{DOWN}_blocks": torch.zeros(9, 5).byte()})),
+        [("load", ALL, f"weights has {DOWN}_b")],
+    ),
+    "gpt-oss's experts that no config mentions": (
+        lambda c: (
+            in_gpt_oss_mxfp4(c),
+            c.drafter.pop("quantization_config"),
+            [c.weights.pop(f"{EXPERTS}.gate_up_proj_{part}") for part in ("blocks", "scales", "bias")],
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                "and there is none: it fails to load; this package's plugin leaves experts to it",
+            )
+        ],
+    ),
+    "gpt-oss's experts in a config of FP8": (
+        lambda c: (in_gpt_oss_mxfp4(c), c.drafter["quantization_config"].update(quant_method="fp8")),
+        [
+            ("load", ALL, f"{DOWN}_blocks is mxfp4, expected fp8_tensor or fp8_row or"),
+            ("load", ALL, f"{EXPERTS}.gate_up_proj_blocks is mxfp4, expected fp8_tensor or fp8_row or"),
+        ],
+    ),
+    "stacked experts in FP8 blocks without scales": (
+        lambda c: (in_stacked_blocks(c), c.weights.pop(f"{DOWN}_scale_inv")),
+        [("load", ALL, f"{DOWN} is [3, 130, 48] of F8_E4M3, expected its scales beside it")],
+    ),
+    "stacked experts in FP8 blocks of another size": (
+        lambda c: (in_stacked_blocks(c), c.weights.update({f"{DOWN}_scale_inv": torch.ones(3, 5, 2)})),
+        [("load", ALL, f"{DOWN} is fp8_block32, expected fp8_block128, because the checkpoint says weight_block_size")],
+    ),
+    "stacked experts in FP8 blocks of one expert": (
+        lambda c: (in_stacked_blocks(c), c.weights.update({f"{DOWN}_scale_inv": torch.ones(2, 1)})),
+        [("load", ALL, f"{DOWN}_scale_inv is [2, 1] of F32, expected")],
+    ),
+    "stacked experts with two scales": (
+        lambda c: (in_stacked_blocks(c), c.weights.update({f"{DOWN}_scale": torch.ones(3, 1, 1)})),
+        [("load", ALL, f"the file has {DOWN}_scale and {DOWN}_scale_inv, expected one of them, because both scale")],
+    ),
+    "stacked experts in bytes that are no codes": (
+        lambda c: (in_stacked_blocks(c), c.weights.update({DOWN: torch.ones(3, 130, 48, dtype=torch.int16)})),
+        [("load", ALL, f"{DOWN} is [3, 130, 48] of I16, expected codes of stacked experts")],
+    ),
+    "stacked experts in NVFP4 without their second scale": (
+        lambda c: (in_stacked_nvfp4(c), c.weights.pop(f"{DOWN}_weight_scale_2")),
+        [
+            ("load", ALL, f"{DOWN} is [3, 48, 128] of U8 in nvfp4, expected one of weight_scale_2 and"),
+            ("layer-quantized", (SGLANG,), "; this package's plugin leaves experts to it"),
+            ("layer-quantized", (SGLANG,), "; this package's plugin leaves experts to it"),
+        ],
+    ),
+    "stacked experts in packed integers of another number of experts": (
+        lambda c: (
+            FITS["MTP with stacked experts in packed integers"][1](c),
+            c.weights.update({f"{DOWN}.weight_scale": torch.ones(2, 128, 6)}),
+        ),
+        [("load", ALL, f"{DOWN}.weight_scale is [2, 128, 6] of F32, expected [3, 128, 6] of pack-quantized")],
+    ),
+    "Step-3.5's experts without scales": (
+        lambda c: (in_step_s_stacks(c), c.weights.pop(f"{STEP}.up_proj.weight_scale_inv")),
+        [("load", ALL, f"{STEP}.up_proj.weight is [3, 96, 130] of F8_E4M3, expected its scales beside it")],
+    ),
+    "Step-3.5's experts, of which gate is in numbers": (
+        lambda c: (
+            in_step_s_stacks(c),
+            c.weights.pop(f"{STEP}.gate_proj.weight_scale_inv"),
+            c.weights.update({f"{STEP}.gate_proj.weight": torch.ones(3, 96, 130)}),
+        ),
+        [("layer-quantized", ALL, f"{STEP}.gate_proj is in numbers and {STEP}.up_proj in codes")],
+    ),
+}
+
+
 def after(prepare: Callable, traps: dict[str, tuple[Callable, list[tuple]]]) -> dict[str, tuple[Callable, list[tuple]]]:
     def then(change: Callable) -> Callable:
         return lambda checkpoints: (prepare(checkpoints), change(checkpoints))
@@ -1094,6 +1458,7 @@ TRAPS = {
         (Checkpoints, after(lambda c: with_layers_in_fp8(c, "midlayer"), LAYER_TRAPS)),
         (ContextCheckpoints, after(lambda c: with_mlp_in_w4a16(c, layers=2), MLP_TRAPS)),
         (MTPCheckpoints, after(lambda c: with_layers_in_fp8(c, LAYER), MTP_LAYER_TRAPS)),
+        (MTPCheckpoints, STACK_TRAPS),
     )
     for trap, (change, findings) in traps.items()
 }
@@ -1232,6 +1597,14 @@ def test_an_unreadable_folder_is_a_usage_error(
     assert message in capsys.readouterr().err
     assert cli.main(["doctor", *folders, "--json"]) == 2
     assert message in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_gguf_is_a_usage_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = list(map(str, Checkpoints().save(tmp_path)))
+    (tmp_path / "drafter/model.safetensors").rename(tmp_path / "drafter/drafter-Q4_K_M.gguf")
+    assert cli.main(["doctor", *folders, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "drafter-Q4_K_M.gguf is in GGUF, expected .safetensors files, because SGLang alone reads it" in error
 
 
 @pytest.mark.parametrize("name", ["target/config.json", "drafter/config.json", "drafter/model.safetensors"])

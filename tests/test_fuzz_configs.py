@@ -50,7 +50,9 @@ MTP_FIELDS = {
 }
 QUANTIZATION_FIELDS = {
     "quant_algo": st.sampled_from(["FP8", "fp8_pb_wo", "NVFP4", "MIXED_PRECISION"]) | GARBAGE,
-    "quant_method": st.sampled_from(["fp8", "modelopt", "compressed-tensors"]) | GARBAGE,
+    "quant_method": st.sampled_from(["fp8", "modelopt", "compressed-tensors", "quark", "bitsandbytes"]) | GARBAGE,
+    "global_quant_config": st.fixed_dictionaries({"weight": GARBAGE | st.fixed_dictionaries({"dtype": GARBAGE})})
+    | GARBAGE,
     "weight_block_size": st.lists(st.sampled_from([1, 32, 128]) | GARBAGE, max_size=3) | GARBAGE,
 }
 

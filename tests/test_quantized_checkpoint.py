@@ -12,7 +12,7 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from eagle_kernels import plan
-from eagle_kernels.quantized_weight import QuantizedWeight
+from eagle_kernels.quantized_weight import FORMATS, QuantizedWeight
 from guards import UnchangedTensors, same_bits
 
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -233,6 +233,7 @@ OF_CODES = [
     "weight_global_scale",
 ]
 LOST = "because what it makes of them would be lost"
+UNREAD = f"expected numbers or codes in one of {list(FORMATS)}, because the checkpoint's quantization_config says it"
 ALGORITHM = {"quant_algo": "NVFP4"}
 BROKEN = {
     "no-scale": (
@@ -351,6 +352,48 @@ BROKEN = {
         "model.fc.weight is fp8_block128, expected no format, because the checkpoint says weight_block_size [[128], "
         "[128]]",
     ),
+    "unknown-method": (
+        change("compressed-row", lambda w: None, {"quant_method": "foo"}),
+        f"fc.weight is in foo, {UNREAD}",
+    ),
+    "method-of-engines": (
+        change(
+            "compressed-row",
+            lambda w: (
+                w.pop("fc.weight_scale"),
+                w.update({"fc.weight": torch.zeros(D * W // 2, 1).byte(), "fc.weight.absmax": torch.ones(8)}),
+            ),
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        ),
+        f"fc.weight is in bitsandbytes, {UNREAD}",
+    ),
+    "names-of-engines": (
+        change(
+            "compressed-row",
+            lambda w: (
+                [w.pop(f"fc.{name}") for name in ("weight", "weight_scale")],
+                w.update({"fc.suh": torch.ones(W), "fc.trellis": torch.zeros(2, 2, 64).short()}),
+            ),
+            {"quant_method": "exl3"},
+        ),
+        f"fc.trellis is in exl3, {UNREAD}",
+    ),
+    "dtype-of-engines": (
+        change(
+            "compressed-row",
+            lambda w: w.update({"fc.weight": torch.zeros(D, W * 3 // 4).byte()}),
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e3m2"}}},
+        ),
+        f"fc.weight is in quark fp6_e3m2, {UNREAD}",
+    ),
+    "two-dtypes-of-engines": (
+        change(
+            "compressed-row",
+            lambda w: None,
+            {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}},
+        ),
+        f"fc.weight is in quark int4, {UNREAD}",
+    ),
     "scale-of-integers": (
         change("modelopt-fp8", lambda w: w.update({"fc.weight_scale": torch.ones(1, dtype=torch.int32)})),
         "fc.weight_scale is torch.int32 of shape (1,), expected torch.float32 or torch.float8_e8m0fnu, because "
@@ -366,7 +409,6 @@ def in_group(**weights: object) -> dict:
 
 # layout, quantization_config, quantization of hf_quant_config.json, what the error says behind the tensor's name
 CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
-    "unknown-method": ("compressed-row", {"quant_method": "foo"}, None, "no format, {} quant_method foo"),
     "method-of-integers": ("compressed-row", {"quant_method": "awq"}, None, "awq, {} quant_method awq"),
     "method-is-a-list": ("compressed-row", {"quant_method": ["fp8"]}, None, "no format, {} quant_method ['fp8']"),
     "algorithms-are-a-list": ("compressed-row", {"quant_algo": ["FP8"]}, None, "no format, {} quant_algo ['FP8']"),
@@ -482,6 +524,26 @@ def test_a_config_that_agrees(layout: str, config: dict, beside: dict | None, tm
     weight, weights, _ = quantized_fc(layout)
     save_with(tmp_path, weights, config, beside)
     assert eagle3().load_checkpoint(tmp_path).fc.format == weight.format
+
+
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}
+
+
+@pytest.mark.parametrize("config", [QUARK, QUARK | {"global_quant_config": None}, {"quant_method": "fbgemm_fp8"}])
+def test_formats_of_engines_whose_codes_are_those_of_another(config: dict, tmp_path: Path) -> None:
+    _, weights, _ = quantized_fc("compressed-row")
+    save_with(tmp_path, weights, config, None)
+    assert eagle3().load_checkpoint(tmp_path).fc.format == "fp8_row"
+
+
+def test_numbers_beside_codes_that_only_engines_read(tmp_path: Path) -> None:
+    """bitsandbytes leaves out what `llm_int8_skip_modules` names, and its codes are in the layers behind fc."""
+    _, weights, _ = quantized_fc("compressed-row")
+    weight = torch.randn(D, W).bfloat16()
+    del weights["fc.weight_scale"]
+    weights |= {"fc.weight": weight, "midlayer.mlp.up_proj.weight": torch.zeros(8, 1).byte()}
+    save_with(tmp_path, weights, {"quant_method": "bitsandbytes"}, None)
+    assert same_bits(eagle3().load_checkpoint(tmp_path).fc.weight, weight)
 
 
 def test_of_formats_that_mean_the_same_it_is_the_one_of_the_config(tmp_path: Path) -> None:

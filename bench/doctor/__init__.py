@@ -20,6 +20,7 @@ from ..cli_types import Command
 from ..output import define, say, wrap
 from . import context_kv, eagle3, mtp
 from .pair import ENGINES, OP, Pair, read
+from .quantization import look_at_method
 
 __all__ = ["DOCTOR", "examine"]
 
@@ -44,7 +45,9 @@ def examine(target: Path, drafter: Path, trained_by: str | None = None) -> Pair:
     stated = pair.drafter.get("architectures")
     if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
         pair.find("config", f"the drafter's architectures is {stated!r}, expected a list of names")
-    _examination(pair, trained_by)(pair)
+    examination = _examination(pair, trained_by)
+    look_at_method(pair)
+    examination(pair)
     return pair
 
 

@@ -158,7 +158,8 @@ def _look_at_fc(pair: Pair, config: Eagle3Config) -> None:
     pair.look_at_loading(partial(eagle3_projection, Opened(readers, pair.quantization), layer))
     in_sglang = PLAIN if _MLA_FC.isdisjoint(pair.architectures) else _in_sglang(pair)
     held_in = {SGLANG: in_sglang, VLLM_V1: TAKES_CONFIG, VLLM_V2: TAKES_CONFIG}
-    look_at_codes(pair, names[0].rpartition(".")[0], "fc", held_in, "fc-quantized")
+    path = min((name.rpartition(".")[0] for name in names), key=len)  # bitsandbytes has fc.weight.absmax too
+    look_at_codes(pair, path, "fc", held_in, "fc-quantized")
     return None
 
 

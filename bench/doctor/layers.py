@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from eagle_kernels.engines.scales import MERGED
-from eagle_kernels.quantization_config import section_of
+from eagle_kernels.quantization_config import section_of, unread_format
 from eagle_kernels.quantized_checkpoint import check_projection
 
+from . import experts
 from .pair import OP, Header, Pair
-from .quantization import NORM, codes_of, described, holds_codes, misnamed, misread, parameters_of
+from .quantization import NORM, codes_of, described, holds_codes, is_of_experts, misnamed, misread, parameters_of
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
@@ -39,7 +40,7 @@ def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Ma
     layers = _alike(path for path in paths if holds_codes(pair, path))
     wrong = []
     for pattern, alike in layers.items():
-        pair.facts[pattern if len(alike) > 1 else alike[0]] = described(parameters_of(pair, alike[0]))
+        pair.facts[pattern if len(alike) > 1 else alike[0]] = described(pair, alike[0])
         for path in alike:
             if (unreadable := _unreadable(pair, path)) is not None:
                 wrong.append(_Wrong("load", (), path, unreadable))
@@ -122,20 +123,22 @@ def _report(pair: Pair, wrong: Iterable[_Wrong], layers: Mapping[str, list[str]]
 
 
 def _unreadable(pair: Pair, path: str) -> str | None:
-    """What this package's reader of codes says of the headers; None of a stack of experts, which it does not read."""
+    """What this package's reader of codes says of the headers; None of those whose format it does not read."""
     parameters = parameters_of(pair, path)
     stored = codes_of(parameters)
     assert stored is not None
-    shape, name = parameters[stored].shape, f"{path}.{stored}"
+    if unread_format(pair.quantization) is not None:
+        return None
+    shape, name = parameters[stored].shape, pair.name_of(path, stored)
     if kind_of(path) == "norm" or len(shape) < 2:
         expected = "numbers" if kind_of(path) == "norm" else "a matrix"
         return f"{name} is {list(shape)} of {parameters[stored].dtype}, expected {expected}"
-    if len(shape) > 2:
-        return None
     config = pair.quantization
-    if ".experts." in f".{path}." and pair.drafter.get("expert_dtype") is not None:
-        config = None  # DeepSeek-V4's experts have a format of their own, of which its quantization_config says nothing
-    names = {parameter: f"{path}.{parameter}" for parameter in parameters if parameter != "bias"}
+    if is_of_experts(pair, path) and (pair.drafter.get("expert_dtype") or (config or {}).get("store_dtype")):
+        config = None  # DeepSeek-V4's and Ling's experts have a format of their own, and its config is of the others
+    if len(shape) > 2:
+        return experts.unreadable(pair, path, stored, config)
+    names = {parameter: pair.name_of(path, parameter) for parameter in parameters if parameter != "bias"}
     readers = pair.readers(names.values())
     said: list[str] = []
     for meant in _shapes(stored, parameters, config or {}, path):

@@ -4,6 +4,7 @@ What says how a weight is packed is read: a g_idx (the group of each column) and
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -37,6 +38,9 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+
+# Of the stacked experts of a layer, whose parameters have no dot in front of them: experts.down_proj_blocks.
+_STACK = re.compile(r"(?P<path>(?:.*\.)?experts\.\w+_proj)(?:_(?P<parameter>\w+))?")
 
 # Numbers that a loader reads before it looks at codes, a few for each column: no stand-in has them.
 _READ = ("g_idx", "weight_g_idx", "weight_shape")
@@ -92,13 +96,23 @@ class Pair:
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Header]]:
-        """By the path of a layer of the drafter, its tensors by what stands behind the last dot."""
+        """By the path of a layer of the drafter, its tensors by what stands behind the last dot; of stacked experts
+        by what stands behind the name of their projection, `weight` where there is nothing."""
         layers: dict[str, dict[str, Header]] = {}
         for name, header in self.headers.items():
             path, _, parameter = name.rpartition(".")
+            if (stack := _STACK.fullmatch(name)) is not None:
+                path, parameter = stack["path"], stack["parameter"] or "weight"
             if path:  # d2t is of none
                 layers.setdefault(path, {})[parameter] = header
         return layers
+
+    def name_of(self, path: str, parameter: str) -> str:
+        """The file's, of a tensor of `layers`."""
+        name = f"{path}.{parameter}"
+        if name in self.headers:
+            return name
+        return path if parameter == "weight" else f"{path}_{parameter}"
 
     @property
     def model_type(self) -> str:
@@ -146,6 +160,9 @@ def read(target: Path, drafter: Path) -> Pair:
 
 def _headers(folder: Path) -> dict[str, Header]:
     headers = {}
+    if (files := sorted(folder.glob("*.gguf"))) and not any(folder.glob("*.safetensors")):
+        reads = "SGLang alone reads it, and the plugins leave it to it"
+        raise ValueError(f"{OP}: {files[0]} is in GGUF, expected .safetensors files, because {reads}")
     for name, file in open_tensors(OP, folder).items():
         tensor = file.get_slice(name)
         read = partial(file.get_tensor, name) if name.rpartition(".")[2] in _READ else None

@@ -5,14 +5,30 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from .pair import DENSE, Header, Pair
+from eagle_kernels.quantization_config import unread_format
+from eagle_kernels.quantized_checkpoint import UNREAD_CODES
+
+from .pair import DENSE, ENGINES, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
-_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
-_CODES = ("weight", "weight_packed", "qweight")
+_LEFT_OUT = (
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
+    "llm_int8_skip_modules",
+)
+_CODES = ("weight", "weight_packed", "qweight", "blocks", *UNREAD_CODES)
 _NUMBERS = (*DENSE, "F64")
-_WITHOUT = "without this package's plugin"
+_WITHOUT = " without this package's plugin"
+_REFUSED = "; this package's plugin refuses them"
+_EXPERTS = "; this package's plugin leaves experts to it"
+# The engines that have a quant_method, of those that not both or no engine has.
+# Source: SGLang 0.5.23 and vLLM 0.33, `layers/quantization/__init__.py`.
+_ENGINES_WITH = {
+    **dict.fromkeys(("bitsandbytes", "blockwise_int8", "gguf", "minimax_m3_nvfp4", "modelslim"), ("sglang",)),
+    **dict.fromkeys(("mxfp_w4a8", "petit_nvfp4", "w4afp8", "w8a8_fp8", "w8a8_int8"), ("sglang",)),
+    **dict.fromkeys(("experts_int8", "fbgemm_fp8", "fp_quant", "inc", "torchao"), ("vllm",)),
+    **dict.fromkeys(("humming", "moe_wna16"), ("sglang", "vllm")),
+}
 # Methods that both engines have for linear layers and experts alone.
 _OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxfp4")
 
@@ -21,6 +37,22 @@ TAKES_CONFIG = "as the quantization config says"
 PLAIN, UNQUANTIZED = "a plain nn.Linear", "a linear layer without a quantization method"
 HEAD = "a ParallelLMHead without a quantization method"
 EMBEDDING, NORM = "an embedding without a quantization method", "a norm"
+
+
+def look_at_method(pair: Pair) -> None:
+    """State a format that this package does not read, and report the engines that do not have the config's."""
+    if pair.quantization is None:
+        return
+    format, method = unread_format(pair.quantization), pair.quantization.get("quant_method")
+    if format is not None:
+        pair.facts["format"] = f"{format}, which only engines read: load_checkpoint and the plugins leave it to them"
+    if not isinstance(method, str):
+        return
+    method = method.lower()
+    have = _ENGINES_WITH.get(method, () if format == pair.quantization["quant_method"] else tuple(ENGINES))
+    lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
+    if lacking:
+        pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
 
 
 def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], trap: str) -> None:
@@ -42,7 +74,7 @@ def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], 
             text = f"builds {name} quantized, as quantization_config says of it, and {path}.weight is {weight.dtype}"
             pair.find(trap, text, *takes)
         return
-    pair.facts[name] = described(parameters)
+    pair.facts[name] = described(pair, path)
     for text, engines in misread(pair, path, name, held_in):
         pair.find(trap, text, *engines)
 
@@ -51,6 +83,8 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
     """(what is wrong, the engines) of the codes at `path`, each of which reads them otherwise than they are meant."""
     stored = codes_of(parameters_of(pair, path))
     skipped = "its scales: codes are taken for numbers"
+    is_read = unread_format(pair.quantization) is None
+    without = _EXPERTS if is_of_experts(pair, path) else _WITHOUT if is_read else _REFUSED
     if stored != "weight":
         skipped = f"its {stored}: the weight stays what it was made with"
     engines: dict[str, list[str]] = {}
@@ -58,17 +92,17 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         engines.setdefault(place, []).append(engine)
     for place in (place for place in engines if place != TAKES_CONFIG):
         # The plugins make numbers of all but a norm's.
-        plugin = "; this package's plugin refuses them" if place == NORM else f" (sglang#39087) {_WITHOUT}"
+        plugin = _REFUSED if place == NORM else f" (sglang#39087){without}"
         yield f"holds {name} in {place}, skips {skipped}{plugin}", engines[place]
     if not (takes := engines.get(TAKES_CONFIG)):
         return
     config, says = pair.quantization, f"quantizes {name} as the drafter's quantization_config says"
     if config is None:
-        yield f"{says}, and there is none: it fails to load {_WITHOUT}", takes
+        yield f"{says}, and there is none: it fails to load{without}", takes
     elif _leaves_out(config, path):
-        yield f"{says}, and that leaves {name} out: codes have no place there {_WITHOUT}", takes
+        yield f"{says}, and that leaves {name} out: codes have no place there{without}", takes
     elif not _is_in_group(config, path):
-        yield f"{says}, and none of its config_groups has {name}: codes have no place there {_WITHOUT}", takes
+        yield f"{says}, and none of its config_groups has {name}: codes have no place there{without}", takes
 
 
 def misnamed(pair: Pair, path: str, names: Sequence[str]) -> str | None:
@@ -78,7 +112,7 @@ def misnamed(pair: Pair, path: str, names: Sequence[str]) -> str | None:
         return None
     if holds_codes(pair, path):
         if _is_in_group(config, path) and not any(_is_in_group(config, name) for name in names):
-            return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there {_WITHOUT}"
+            return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
         return None
     if _leaves_out(config, path) and all(_covers(config, name) for name in names):
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
@@ -105,11 +139,22 @@ def is_modelopt_fp4(config: Mapping[str, Any] | None) -> bool:
     return config is not None and str(config.get("quant_algo")).upper() in ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
 
 
-def described(parameters: Mapping[str, Header]) -> str:
+def described(pair: Pair, path: str) -> str:
     """F8_E4M3 with weight_scale."""
+    parameters, format = parameters_of(pair, path), unread_format(pair.quantization)
     scales = sorted(each for each in parameters if "scale" in each and "input" not in each and "act" not in each)
     stored = codes_of(parameters)
-    return f"{parameters[stored].dtype} with {', '.join(scales) or 'no scale'}" if stored else "no weight"
+    if stored is None:
+        return "no weight"
+    of = f"of {format}" if format else f"with {', '.join(scales) or 'no scale'}"
+    return f"{parameters[stored].dtype} {of}"
+
+
+def is_of_experts(pair: Pair, path: str) -> bool:
+    """Those of a layer may be one tensor [E, ...] under a name of any kind (Step-3.5's moe.up_proj)."""
+    parameters = parameters_of(pair, path)
+    stored = codes_of(parameters)
+    return ".experts." in f".{path}." or (stored is not None and len(parameters[stored].shape) > 2)
 
 
 def holds_codes(pair: Pair, path: str) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import checks
 from .models import families
 from .quantization_config import config_of
-from .quantized_checkpoint import OF_WEIGHT, read_projection
+from .quantized_checkpoint import OF_WEIGHT, UNREAD_CODES, check_is_read, read_projection
 from .quantized_weight import QuantizedWeight, columns_unsupported_reason, concat_columns, log_dequantized
 
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict without the projection's weight, and that
@@ -250,10 +250,11 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
             tensors = modules.get(stem, {})
             if "bias" in tensors and not config.bias:
                 raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
+            projection = {name: tensors[name] for name in tensors if name != "bias"}
+            check_is_read(op, projection, lambda name: readers[name](), quantization)
             first = next((tensors[name] for name in ("weight", "weight_packed", "scales") if name in tensors), None)
             begin, all_rows = _rows_of_rank(op, readers, first or f"{stem}.weight", config, tp_rank, tp_size)
             end, meaning = begin + config.num_kv_heads * config.head_dim, f"(n*d, H) with H = {H}"
-            projection = {name: tensors[name] for name in tensors if name != "bias"}
             weight = read_projection(op, projection, lambda name: readers[name](), (all_rows, H), meaning, quantization)
             because = "K and V of all layers are one weight"
             weight = _numbers(op, _codes_of(projection), weight, layer.hidden_norm.weight.dtype, because)
@@ -271,7 +272,8 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
 
 def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
     """The paths of "fc", and of "k" and "v" of every layer, in the checkpoint of a DFlash or DSpark drafter."""
-    paths = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in OF_WEIGHT}
+    parameters = {*OF_WEIGHT, *UNREAD_CODES}
+    paths = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in parameters}
     layers = [match for path in paths if (match := _CONTEXT_LAYER.fullmatch(f"{path}.weight"))]
     of_stages = [match for match in layers if match["prefix"].endswith("mtp.")]  # not the target's, beside them
     found = {"fc": [path for path in paths if _own_name(path) in _CONTEXT_NAMES["fc"]]}

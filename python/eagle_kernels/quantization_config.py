@@ -75,12 +75,29 @@ _COMPRESSIONS = {
     "mxfp4-pack-quantized": ("mxfp4",),
     "mixed-precision": (*FORMATS, _PACKED),
 }
+# Quark's dtypes of a weight.
+_QUARK = ("fp8_e4m3", "fp8_e4m3fn", "int8", "fp4")
 _STRATEGIES = {"tensor": ("fp8_tensor",), "channel": ("fp8_row",), "block": _FP8[2:], "group": ("mxfp8",)}
 
 
 class _Claim(NamedTuple):
     formats: tuple[str, ...]  # that the keys can mean
     says: str  # the keys, for the message
+
+
+def unread_format(config: Mapping[str, Any] | None) -> str | None:
+    """What a config calls its codes where they are in a format that engines read and this package does not, as
+    bitsandbytes; None of another one, and where it does not say."""
+    method = _mapping(config).get("quant_method")
+    if not isinstance(method, str):
+        return None
+    if method.lower() not in _METHODS:
+        return method
+    weight = _mapping(_mapping(config).get("global_quant_config")).get("weight") if method.lower() == "quark" else None
+    # Two of them are NVFP4's, or int4 over FP8.
+    dtypes = [_mapping(each).get("dtype") for each in (weight if isinstance(weight, list) else [weight])]
+    unread = [dtype for dtype in dtypes if isinstance(dtype, str) and dtype not in _QUARK]
+    return f"{method} {unread[0]}" if unread else None
 
 
 def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import bf16_12bit, checks, int4_checkpoint
-from .quantization_config import check_format, section_of
+from .quantization_config import check_format, section_of, unread_format
 from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, scale_shape
 
 _CODES = ("weight", "weight_packed")
@@ -32,6 +32,8 @@ _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
 _OF_CODES = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR)
 # What makes a weight, dense or not.
 OF_WEIGHT = tuple(dict.fromkeys((*_OF_CODES, *int4_checkpoint.OF_PACKED, *int4_checkpoint.OF_TRANSPOSED)))
+# Codes in formats that only engines read: EXL2's, EXL3's, HQQ's, AQLM's and torchao's; bitsandbytes has a weight.
+UNREAD_CODES = ("q_weight", "trellis", "W_q", "codes", "_weight_qdata")
 # Of activations and of KV caches, which stay in 16 bits here, and what the codes' own shape says.
 _UNREAD = (
     *("input_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale", "k_scale", "v_scale"),
@@ -56,6 +58,7 @@ def read_projection(
 
     Raises ValueError that names the tensor.
     """
+    check_is_read(op, names, read, config)
     is_integers = int4_checkpoint.is_packed(names, read)
     codes_name = _check_names(op, names, is_integers)
     if is_integers:
@@ -103,10 +106,26 @@ def check_projection(
 ) -> None:
     """Raise what `read_projection` raises, and make no numbers: they would fill a weight of gigabytes."""
     if int4_checkpoint.is_packed(names, read):
+        check_is_read(op, names, read, config)
         _check_names(op, names, is_integers=True)
         int4_checkpoint.packed_of(op, names, read, shape, meaning, config or {})
     else:
         read_projection(op, names, read, shape, meaning, config)
+
+
+def check_is_read(
+    op: str, names: Mapping[str, str], read: Callable[[str], Tensor], config: Mapping[str, Any] | None
+) -> None:
+    """Refuse codes whose config names a format that only engines read: their shapes would be taken for another's."""
+    format = unread_format(config)
+    is_dense = names.keys() == {"weight"} and getattr(read(names["weight"]), "dtype", None) in checks.DTYPES
+    if format is None or is_dense or not names:
+        return
+    name = next((names[parameter] for parameter in (*_CODES, *UNREAD_CODES) if parameter in names), min(names.values()))
+    expected = f"numbers or codes in one of {list(FORMATS)}"
+    raise checks.error(
+        ValueError, op, f"{name} is in {format}", expected, "the checkpoint's quantization_config says it"
+    )
 
 
 def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:

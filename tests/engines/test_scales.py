@@ -284,6 +284,47 @@ def test_codes_that_cannot_be_read_are_an_error(
         loaded(saying(Drafter(fc=linear()), quantization), tensors)
 
 
+# Of formats that engines read and this package does not: quant_method, and a layer's tensors.
+UNREAD: dict[str, tuple[str, dict[str, Tensor]]] = {
+    "bitsandbytes-nf4": ("bitsandbytes", {"weight": torch.zeros(D * W // 2, 1).byte()}),
+    "bitsandbytes-int8": ("bitsandbytes", {"weight": torch.zeros(D, W).char(), "SCB": torch.ones(D)}),
+    "torchao": ("torchao", {"_weight_qdata": torch.zeros(D, W).char(), "_weight_scale": torch.ones(D, 1)}),
+    "exl2": ("exl2", {"q_weight": torch.zeros(W // 8, D).int(), "q_scale": torch.zeros(4, D // 8).int()}),
+    "exl3": (
+        "exl3",
+        {"trellis": torch.zeros(W // 16, D // 16, 64).short(), "suh": torch.ones(W), "svh": torch.ones(D)},
+    ),
+    "hqq": ("hqq", {"W_q": torch.zeros(D * W // 2, 1).byte(), "scale": torch.ones(1, D)}),
+    "aqlm": ("aqlm", {"codes": torch.zeros(D, W // 8, 2).short(), "codebooks": torch.ones(2, 256, 1, 8)}),
+    "blockwise_int8": ("blockwise_int8", {"weight": torch.zeros(D, W).char(), "weight_scale_inv": torch.ones(2, 2)}),
+}
+
+
+@pytest.mark.parametrize("format", UNREAD)
+def test_formats_that_only_engines_read_are_refused_where_the_layer_takes_numbers(format: str) -> None:
+    """They went on: an engine skips the names that a layer does not have, and leaves its weight as it was made."""
+    method, tensors = UNREAD[format]
+    layers = nn.ModuleList([nn.Module()])
+    layers[0].qkv_proj = EngineLinear(Unquantized, 3 * D)
+    for model, path in ((Drafter(fc=linear()), "fc"), (Drafter(layers=layers), "layers.0.q_proj")):
+        weights = {f"{path}.{name}": tensor for name, tensor in tensors.items()}
+        message = f"load_weights: {path}.{next(iter(tensors))} is in {method}, expected numbers or codes in one of "
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            loaded(saying(model, {"quant_method": method}), weights)
+        assert list(loaded(model, weights, skipped=path)) == [f"{path}.weight"]
+
+
+@pytest.mark.parametrize("format", UNREAD)
+def test_formats_that_only_engines_read_are_left_to_their_layers(format: str, log: Callable) -> None:
+    method, tensors = UNREAD[format]
+    weights = {f"fc.{name}": tensor for name, tensor in tensors.items()} | {"norm.weight": torch.ones(W)}
+    got = loaded(saying(Drafter(fc=EngineLinear(Fp8)), {"quant_method": method}), weights)
+    assert list(got) == list(weights) and all(got[name] is tensor for name, tensor in weights.items())
+    dense = {"fc.weight": torch.randn(D, W)}
+    assert loaded(saying(Drafter(fc=linear()), {"quant_method": method}), dense)["fc.weight"] is dense["fc.weight"]
+    assert not log()
+
+
 @pytest.mark.parametrize("names", [("weight", "weight_scale"), ("qweight", "scales")], ids=["fp8", "gptq"])
 def test_codes_without_a_dimension_are_an_error(names: tuple[str, str]) -> None:
     """Of a merged layer, whose rows are counted in the checkpoint, they were an IndexError."""

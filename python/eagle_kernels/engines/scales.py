@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..checks import DTYPES, error, shape_error
 from ..drafter_config import get_field
 from ..models import families
-from ..quantized_checkpoint import read_projection
+from ..quantized_checkpoint import UNREAD_CODES, check_is_read, read_projection
 from ..quantized_weight import QuantizedWeight
 from .eligibility import log_once
 
@@ -39,7 +39,7 @@ _OTHER_NAMES = {
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
     **{"output": "head", "dense": "o_proj"},
 }
-_CODES = {"weight", "weight_packed", "qweight"}
+_CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
 # Renames of the engines' own load_weights, as those above: they run behind this. Each may be on top of those before it.
 _OF_MTP = re.compile(r"^model\.(?:mtp\.layers|mtp_layers|mtp_block)\.\d+\.(?:transformer_layer\.)?")
 _RENAMES = (
@@ -281,6 +281,7 @@ def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _
         if layer.rows is None and not tensors[parameter].dim():  # `shape_of` counts its rows
             raise shape_error(OP, names[parameter], tensors[parameter], "a matrix", "it is the engine's layer")
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
+    check_is_read(OP, names, read, drafter.quantization)
     shape = layer.shape_of(tensors)
     weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
     kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
