@@ -1,17 +1,22 @@
 """`eagle-kernels doctor`: pairs that fit, and one pair for each trap, in the files of a checkpoint."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from eagle_kernels.bench import cli
-from eagle_kernels.bench.doctor import pair
+from eagle_kernels.bench.doctor import examine, pair
+
+from eagle_kernels.engines import scales
+from engines.test_scales import at
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -1479,6 +1484,51 @@ def test_each_trap_is_found(trap: str, tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert out.endswith(f"findings: {len(expected)}\n")
     assert max(map(len, out.splitlines())) <= 80
+
+
+# Of each, what the finding says of the plugin, and what the plugin makes of the codes in an engine's layer of numbers.
+SAID = {
+    "fp8 with its config": (" without this package's plugin", "numbers"),
+    "GPTQ": (" without this package's plugin", "numbers"),
+    "bitsandbytes": ("; this package's plugin refuses them", "refused"),
+    "torchao": ("; this package's plugin refuses them", "refused"),
+    "EXL3": ("; this package's plugin refuses them", "refused"),
+    "Quark's FP6": ("; this package's plugin refuses them", "refused"),
+    "a norm in FP8": ("; this package's plugin refuses them", "refused"),
+    "an lm_head in FP8": (" without this package's plugin", "numbers"),
+    "stacked experts in NVFP4 without their second scale": ("; this package's plugin leaves experts to it", "left"),
+}
+
+
+@pytest.mark.parametrize("trap", SAID)
+def test_doctor_says_of_the_plugin_what_that_does(trap: str, tmp_path: Path) -> None:
+    """They contradicted each other, of embeddings, of experts and of formats that only engines read."""
+    build, change, _ = TRAPS[trap]
+    checkpoints, (said, done) = build(), SAID[trap]
+    change(checkpoints)
+    found = examine(*checkpoints.save(tmp_path)).findings
+    holds = [finding.text for finding in found if finding.text.startswith("holds ")]
+    assert holds and all(text.endswith(said) for text in holds)
+    path = holds[0].split()[1]
+    name = path.rpartition(".")[2]
+    is_linear = "norm" not in name and name != "lm_head"
+    layer = torch.nn.Linear(K * H, D, bias=False) if is_linear else torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(D, K * H))
+    if name == "lm_head":
+        layer.embedding_dim = D
+    root = at(path, layer)
+    root.config = SimpleNamespace(quantization_config=checkpoints.drafter.get("quantization_config"))
+    own = (f"{path}.", f"{path}_weight")
+    weights = {each: tensor for each, tensor in checkpoints.weights.items() if each == path or each.startswith(own)}
+    assert weights
+    scaled = scales.scaled(root, weights.items(), set(), "an engine", logging.getLogger())
+    if done == "refused":
+        with pytest.raises(ValueError, match=f"^load_weights: {path}"):
+            [tensor.clone() for _, tensor in scaled]
+    elif done == "numbers":
+        assert [(each, tensor.dtype) for each, tensor in scaled] == [(f"{path}.weight", torch.float32)]
+    else:
+        assert all(tensor is weights[each] for each, tensor in scaled)
 
 
 def test_an_engine_leaves_out_what_the_others_fall_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

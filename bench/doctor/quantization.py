@@ -154,7 +154,8 @@ def is_of_experts(pair: Pair, path: str) -> bool:
     """Those of a layer may be one tensor [E, ...] under a name of any kind (Step-3.5's moe.up_proj)."""
     parameters = parameters_of(pair, path)
     stored = codes_of(parameters)
-    return ".experts." in f".{path}." or (stored is not None and len(parameters[stored].shape) > 2)
+    is_stack = stored is not None and stored not in UNREAD_CODES and len(parameters[stored].shape) > 2
+    return ".experts." in f".{path}." or is_stack
 
 
 def holds_codes(pair: Pair, path: str) -> bool:
