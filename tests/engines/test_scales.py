@@ -429,6 +429,19 @@ def at(path: str, module: nn.Module) -> nn.Module:
             "layers.0.self_attn.qkv_proj", "language_model.model.dspark.layers.0.self_attn.v_proj", id="minimax-vision"
         ),
         pytest.param("model.mtp_layer.mlp.down_proj", "mtp.mlp.down_proj", id="sglang-iquest"),
+        pytest.param(
+            "model.layers.0.transformer_layer.self_attn.o_proj",
+            "language_model.model.mtp.layers.0.transformer_layer.self_attn.o_proj",
+            id="vllm-minimax-m3",
+        ),
+        pytest.param("model.decoder.self_attn.attn_gate", "model.layers.61.self_attn.gate_proj", id="sglang-gigachat"),
+        pytest.param(
+            "model.decoder.mlp.gate_up_lowrank", "model.layers.61.mlp.gate_up_projection", id="sglang-gigachat-lowrank"
+        ),
+        pytest.param(
+            "model.layers.61.mtp_block.mlp.down_proj", "model.mtp_layers.0.mlp.down_proj", id="vllm-hunyuan-v4"
+        ),
+        pytest.param("model.embed_tokens", "model.word_embeddings", id="vllm-bailing-embedding"),
     ],
 )
 def test_layers_that_the_engine_renames(there: str, path: str) -> None:
@@ -479,6 +492,20 @@ def test_each_of_several_mtp_models_has_the_layer_of_its_index(index: int) -> No
         tensors, expected = quantized("hf-block", f"model.layers.{layer}.self_attn.o_proj")
         got = loaded(root, tensors)
         if layer == 45 + index:
+            assert torch.equal(got[f"model.layers.{layer}.self_attn.o_proj.weight"], expected)
+        else:
+            assert all(got[name] is tensor for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_each_of_several_heads_has_the_layer_of_its_number(head: int) -> None:
+    """SGLang's dots3-note holds all of them in one model."""
+    root = at(f"model.heads.{head}.decoder.self_attn.o_proj", EngineLinear(Unquantized))
+    root.config = SimpleNamespace(num_hidden_layers=45, num_nextn_predict_layers=2)
+    for layer in range(44, 48):
+        tensors, expected = quantized("hf-block", f"model.layers.{layer}.self_attn.o_proj")
+        got = loaded(root, tensors)
+        if layer == 45 + head:
             assert torch.equal(got[f"model.layers.{layer}.self_attn.o_proj.weight"], expected)
         else:
             assert all(got[name] is tensor for name, tensor in tensors.items())

@@ -33,11 +33,12 @@ MERGED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM's
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang's
 }
-# Of single layers: Mistral's, Step-3.5's and Bailing's.
+# Of single layers: Mistral's, Step-3.5's, Bailing's and GigaChat's.
 _OTHER_NAMES = {
     **{"eagle_linear": "fc", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
-    **{"output": "head", "dense": "o_proj"},
+    **{"output": "head", "dense": "o_proj", "word_embeddings": "embed_tokens", "tok_embeddings": "embed_tokens"},
+    **{"gate_proj": "attn_gate", "gate_up_projection": "gate_up_lowrank", "gate_down_projection": "gate_down_lowrank"},
 }
 _CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
 # Renames of the engines' own load_weights, as those above: they run behind this. Each may be on top of those before it.
@@ -53,7 +54,7 @@ _RENAMES = (
     (re.compile(r"^layers\.0\."), "midlayer."),  # Kimi's EAGLE-3 in SGLang
     (re.compile(r"\blayers\.(\d+)\."), r"layers.\1.mtp_block."),  # vLLM's MTP models
     (re.compile(r"^mtp\.\d+\.main_proj$"), "model.main_proj"),  # vLLM's DSpark
-    (re.compile(r"^mtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H
+    (re.compile(r"\bmtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H, MiniMax-M3, Inkling
     (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
     (re.compile(r"^mtp\."), "model.mtp_layer."),  # IQuest-Q1 in SGLang
     (_OF_MTP, "mtp_block."),  # MiMo, Ernie, LongCat in vLLM
@@ -137,13 +138,15 @@ def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 def _renames_of(model: nn.Module) -> Iterator[tuple[re.Pattern, str]]:
     """SGLang's NextN models have the layer behind the target's, or the one of a checkpoint of its own, as `decoder`;
-    its Step-3.5 MTP, of which there is one for each layer, as `mtp_block`."""
+    dots3-note's several in `heads`, and Step-3.5's, of which there is a model for each, as `mtp_block`."""
     layers = get_field(getattr(model, "config", None), "num_hidden_layers")
     if isinstance(layers, int):
         yield re.compile(rf"^(?:model\.)?layers\.{0 if layers == 1 else layers}\."), "model.decoder."
         layer = layers + (getattr(model, "draft_model_idx", None) or 0)
         yield re.compile(rf"^model\.layers\.{layer}\.(?=shared_head\.)"), "model."
         yield re.compile(rf"^model\.layers\.{layer}\.(?!shared_head\.)"), "model.mtp_block."
+        for k in range(get_field(getattr(model, "config", None), "num_nextn_predict_layers") or 0):
+            yield re.compile(rf"^model\.layers\.{layers + k}\."), f"model.heads.{k}.decoder."
 
 
 @dataclass(frozen=True)
