@@ -213,7 +213,7 @@ def in_step_s_stacks(checkpoints: Files) -> None:
 
 
 UP = "midlayer.mlp.up_proj"
-LEFT = "which only engines read: load_checkpoint and the plugins leave it to them"
+LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
 # Of each kind a pair without a finding, and facts of it.
 FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {

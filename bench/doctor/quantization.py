@@ -45,7 +45,8 @@ def look_at_method(pair: Pair) -> None:
         return
     format, method = unread_format(pair.quantization), pair.quantization.get("quant_method")
     if format is not None:
-        pair.facts["format"] = f"{format}, which only engines read: load_checkpoint and the plugins leave it to them"
+        text = f"{format}, which this package does not read: load_checkpoint refuses it, "
+        pair.facts["format"] = f"{text}the plugins leave layers of it to the engine"
     if not isinstance(method, str):
         return
     method = method.lower()
