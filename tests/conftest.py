@@ -15,7 +15,7 @@ from eagle_kernels.plan import FUSED_ROWS
 pytest_plugins = ("counted",)
 
 _LIBC = ctypes.CDLL(None)
-_M_PERTURB = -6  # glibc: malloc fills with the complement of the byte
+_M_PERTURB = -6  # glibc: malloc fills with the complement of the number's lowest byte, unless the number is 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,12 +48,12 @@ def seed() -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Every uninitialised tensor is filled with NaN (bytes of 0xff), and what C++ allocates, workspaces among it, with
-    bytes of 0x7f (3e38 in fp32 and bf16), so that a value an op forgot to write shows; pages fresh from the system
-    would have been zero."""
+    """Every uninitialised tensor is filled with NaN (bytes of 0xff), and so is what C++ allocates, workspaces among it:
+    a value that an op forgot to write shows, also where it is multiplied by zero; pages fresh from the system would
+    have been zero."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    _LIBC.mallopt(_M_PERTURB, 0x80)
+    _LIBC.mallopt(_M_PERTURB, 0x100)
     yield
     _LIBC.mallopt(_M_PERTURB, 0)
     torch.use_deterministic_algorithms(False)

@@ -124,7 +124,7 @@ def test_float64_truth_in_each_dtype(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in WEIGHTS if "fp4" not in name])
-@pytest.mark.parametrize(("widths", "D"), [((1,), 1), ((101, 102), 31), ((33,), 32), ((577, 90), 33)])
+@pytest.mark.parametrize(("widths", "D"), [((1,), 1), ((101, 102), 31), ((33,), 32), ((577, 90), 33), ((60, 90), 33)])
 def test_float64_truth_of_odd_widths(widths: tuple[int, ...], D: int, name: str, dtype: str) -> None:
     for T in (5, 17):
         check(Case(dtype, widths, T, D=D), name, is_strided=True)
@@ -247,6 +247,18 @@ def test_scales_of_e8m0_may_be_far_apart(
     call = dataclasses.replace(call, chunks=[torch.eye(width, dtype=call.case.dtype)])
     expected = weight.dequantize(torch.float64).to(call.case.dtype).t()
     assert torch.equal(projected(call, weight), expected)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_a_nan_scale_beside_large_ones_is_in_its_column(name: str) -> None:
+    """By their bits NaN and 2^115 are as near as scales of which sums go on from one to the other."""
+    weight = weight_of_e8m0(name, 67, 256, 32, (242,))
+    weight.scales.view(torch.uint8)[BAD_ROWS, 1] = 255
+    call = operands(Case("bf16", (256,), 256, "none", D=67))
+    call = dataclasses.replace(call, chunks=[torch.eye(256).bfloat16()])
+    out, expected = projected(call, weight), weight.dequantize(torch.float64).bfloat16().t()
+    others = [column for column in range(67) if column not in BAD_ROWS]
+    assert out[:, BAD_ROWS].isnan().all() and torch.equal(out[:, others], expected[:, others])
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])

@@ -358,6 +358,42 @@ MUTANTS = (
     Mutant(CODES_PRODUCT, "words.words + k / 2 * kStripVectors", "words.words"),
     Mutant(CODES_PRODUCT, "totals + first * kStripVectors", "totals"),
     Mutant(CODES_PRODUCT, "op.num_rows <= kStripRows", "op.num_rows <= kStripRows + 1"),
+    *(
+        Mutant(CODES_PRODUCT, original, fault, isa="avx512_bf16")
+        for original, fault in (
+            ("scale < least ? scale : least", "least"),
+            ("scale > most ? scale : most", "most"),
+            ("most - least > 16 * kExponent", "most != most"),
+            ("least < kExponent", "least != least"),
+            ("most >= 255 * kExponent", "most != most"),
+            ("i + 1 < count", "i + 2 < count"),
+            (
+                "scale - (UInt)sums.scales[i + 1][v] + 127 * kExponent",
+                "(UInt)sums.scales[i + 1][v] - scale + 127 * kExponent",
+            ),
+            ("(stays & scale) | (~stays & ratio)", "ratio"),
+            ("any[lane] != 0", "false"),
+            ("kMayGoOn<Packed> && sums.go_on", "false"),
+            ("go_on && k < sums.width", "go_on"),
+            ("(Float)((UInt)sum[i] & stays)", "Float{}"),
+            ("(Float)((UInt)sum[i] & ~stays)", "sum[i]"),
+            ("op.scales.type == ScaleType::kFloat8E8M0 && op.scales.global == nullptr", "op.scales.global == nullptr"),
+        )
+    ),
+    Mutant(
+        CODES_PRODUCT,
+        "op.scales.type == ScaleType::kFloat8E8M0 && op.scales.global == nullptr",
+        "op.scales.type == ScaleType::kFloat8E8M0",
+        survives="one global scale gives all of them one mantissa: their ratios stay powers of two",
+        isa="avx512_bf16",
+    ),
+    Mutant(
+        CODES_PRODUCT,
+        "are_powers && block_columns < kStripWidth",
+        "are_powers",
+        survives="an equal function: a strip in one block is one sum, behind which none goes on",
+        isa="avx512_bf16",
+    ),
     Mutant(WIDEN_CODES, "_mm512_srli_epi32(codes, 8 * pair)", "codes"),
     Mutant(WIDEN_CODES, "_mm512_slli_epi32(low, 12)", "low"),
     Mutant(WIDEN_CODES, "kIsInteger ? _mm512_min_epu8(codes, _mm512_sub_epi8(__m512i{}, codes)) : codes", "codes"),
