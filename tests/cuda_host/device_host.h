@@ -38,11 +38,12 @@ void set_warp_order(bool descending);
 // late by chance: what two fixed orders both hide. 0: they do not.
 void set_random(uint32_t seed);
 
-// Of the running fiber. A collective of the warp: every lane leaves `bytes` and gets those of all 32.
-const char* exchange(const void* mine, size_t bytes);
+// Of the running fiber. A collective of the warp: every lane leaves `bytes` and gets those of all 32. It orders what
+// the lanes do to memory where `orders` says so.
+const char* exchange(const void* mine, size_t bytes, bool orders = false);
 char* shared_memory();
 void sync_block();
-void sync_cluster();
+void sync_cluster(bool orders);
 // What is at `mine`, of this block's shared memory, in that of a block of the cluster.
 const float* in_block(const float* mine, int rank);
 void wait_for_previous_kernel();
@@ -246,8 +247,8 @@ inline void prefetch(const void*) {}
 
 inline void wait_for_previous_kernel() { host::wait_for_previous_kernel(); }
 inline void let_next_kernel_start() {}
-inline void sync_cluster() { host::sync_cluster(); }
-inline void end_cluster() { host::sync_cluster(); }
+inline void sync_cluster() { host::sync_cluster(true); }
+inline void end_cluster() { host::sync_cluster(false); }
 inline float load_from_block(const float* mine, int rank) { return *host::in_block(mine, rank); }
 inline Words load_words_from_block(const float* mine, int rank) {
   host::check_alignment(mine, sizeof(Words));
@@ -279,7 +280,7 @@ inline void store_shared(uint32_t at, uint32_t first, uint32_t second) {
   std::memcpy(host::shared_memory() + at, words, sizeof words);
   host::has_stored();
 }
-inline void sync_warp() { host::exchange("", 1); }
+inline void sync_warp() { host::exchange("", 1, true); }
 inline void load_matrices(uint32_t row, uint32_t (&words)[4]) {
   const char* rows = host::exchange(&row, sizeof row);
   const int lane = threadIdx.x % 32;

@@ -1,7 +1,8 @@
-// What orders the accesses of a GPU's threads, told to ThreadSanitizer: test_racecheck.py. Each thread of a block is a
+// What orders the accesses of a GPU's threads, told to ThreadSanitizer: test_sanitized.py. Each thread of a block is a
 // thread of its own to it, and the emulation's scheduler, which is not instrumented, orders nothing. A launch comes
-// after what was there before and before what follows; a barrier orders a block, a collective its warp; blocks are not
-// ordered.
+// after what was there before and before what follows; __syncthreads orders a block, sync_cluster a cluster, sync_warp
+// a warp. end_cluster and the other collectives order nothing: a shuffle, mma.sync and ldmatrix are no barriers of
+// memory (CUDA C++ Programming Guide, "Warp Shuffle Functions"). Blocks are not ordered.
 #pragma once
 
 #if defined(EAGLE_KERNELS_RACECHECK)

@@ -1,6 +1,6 @@
 """The other files of this folder twice more. Under AddressSanitizer and UndefinedBehaviorSanitizer: reads beyond a
 tensor inside the allocator's block, unaligned access, overflow of an offset. Under ThreadSanitizer: two CUDA threads
-that touch the same bytes with no barrier, collective or end of a launch between them (racecheck.h)."""
+that touch the same bytes with no barrier or end of a launch between them (racecheck.h)."""
 
 import os
 import subprocess
