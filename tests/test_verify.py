@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: f"{mutant.file}-{mutant.original}")
 def test_every_mutant_has_one_place_and_tests(mutant: mutants.Mutant) -> None:
-    assert mutants.occurrences(mutant) == 1
+    assert mutants.occurrences(mutant) >= mutant.place if mutant.place else mutants.occurrences(mutant) == 1
     assert mutant.fault != mutant.original
     if mutant.file.startswith("csrc/"):
         assert ";" not in mutant.original + mutant.fault  # expressions: a statement does not compile

@@ -18,18 +18,21 @@ import sanitizers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+# Of csrc: `make mutants` has a copy of it, and flags for it.
+SOURCES = Path(os.environ.get("EAGLE_KERNELS_TEST_SOURCES", ROOT))
 TORCH = Path(torch.__file__).parent
 COMPILER = sanitizers.COMPILER
 
 # The host file of every op, and what they share; library.cpp is about the wheel's own library.
-HOSTS = [path for path in sorted(ROOT.glob("csrc/*.cpp")) if path.stem not in ("library", "memory_bandwidth")]
-_DEVICE = [*sorted(ROOT.glob("csrc/cuda/*.cu")), *sorted(ROOT.glob("csrc/cuda/*.cpp"))]
+HOSTS = [path for path in sorted(SOURCES.glob("csrc/*.cpp")) if path.stem not in ("library", "memory_bandwidth")]
+_DEVICE = [*sorted(SOURCES.glob("csrc/cuda/*.cu")), *sorted(SOURCES.glob("csrc/cuda/*.cpp"))]
 _SOURCES = [*_DEVICE, *HOSTS, *sorted(HERE.glob("*.cpp"))]
-_HEADERS = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), *HERE.glob("**/*.h")]
+_HEADERS = [*SOURCES.glob("csrc/**/*.h"), *SOURCES.glob("csrc/cuda/*.cuh"), *HERE.glob("**/*.h")]
 _FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # A product and a sum stay two roundings, as written; nvcc contracts some of them.
 _FLAGS += ["-ffp-contract=off"]
-_FLAGS += [f"-I{ROOT / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
+_FLAGS += [f"-I{SOURCES / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
+_FLAGS += os.environ.get("EAGLE_KERNELS_TEST_FLAGS", "").split()
 _FLAGS += ["-isystem", sysconfig.get_path("include")]
 # Of all but the module: torch 2.11's copy of pybind11 refuses to be included under it.
 _STABLE_FLAGS = ["-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]

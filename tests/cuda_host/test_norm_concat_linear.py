@@ -399,17 +399,20 @@ def test_a_gpu_without_wgmma_is_left_to_the_split_kernels(emulated: object, emul
 
 @pytest.mark.parametrize("late_copies", [False, True])
 def test_bulk_copies_over_turns_of_the_ring(late_copies: bool, emulation: ModuleType) -> None:
-    """A range of 10 stages, three turns, whose last stage reaches into the next chunk, which is not finite there; the
-    last chunk's reaches out of the weight. A block of 64 rows, and one of 6."""
+    """A range of 10 stages, three turns, whose last stage reaches into the next chunk, which is not finite there, also
+    where that chunk has no rows; the last chunk's reaches out of the weight. A block of 64 rows, and one of 6."""
     emulation.set_device(SHARED_MEMORY, descending_warps=late_copies, late_copies=late_copies, multiprocessors=1)
     chunks, weight, gain = [torch.randn(11, H).bfloat16() for H in (1160, 72)], torch.randn(70, 1232).bfloat16(), None
     weight[3, 1160:], weight[5, 1231] = float("inf"), float("nan")
     weight[8:, 1200] = 0
-    outs = []
+    outs, of_first = [], []
     for bulk in ("0", "1"):
         with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES=bulk):
             outs.append(ek.norm_concat_linear(chunks, weight, norm_weight=gain, norm="concat"))
+            indices = [None, torch.full((11,), -1)]
+            of_first.append(ek.norm_concat_linear(chunks, weight, norm="concat", indices=indices))
     assert same_bits(*outs)
+    assert same_bits(*of_first) and of_first[0].isfinite().all()
     assert outs[0].isfinite().all(0).tolist() == [column not in (3, 5) for column in range(70)]
 
 

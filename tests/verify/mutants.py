@@ -4,24 +4,37 @@ All C++ mutants are compiled once, each as `mutant == n ? fault : original`, and
 (mutant schemata; a build per mutant would take an hour). A Python mutant is a change in a copy of the package. Mutants
 run one per core, each up to the first test that fails: the one that found it the last time, if that finds it again.
 Arguments are files whose mutants run; without any all do.
+
+The kernels of csrc/cuda run emulated (tests/cuda_host). They also lose their synchronisation, one call at a time, every
+call that the sources have: a test must see wrong numbers, the emulation complain, or ThreadSanitizer see a race. What
+has no meaning in the emulation is not among them: `is_new`, which is for nvcc, and `let_next_kernel_start`, without
+which a kernel is slower.
 """
 
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 
 from backends import usable_isas
+from sanitizers import environment_under
 from verify.results import EVERY_CORE, load, run_tests, save
 from verify.variant import ROOT, Variant, install, unoptimized
 
 VARIABLE = "EAGLE_KERNELS_MUTANT"
+FOLDER = ROOT / "build/mutants"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+# Which csrc the emulation compiles; a fault may make a warning, and there a warning is an error.
+EMULATED = {
+    "EAGLE_KERNELS_TEST_SOURCES": os.fspath(FOLDER / "source"),
+    "EAGLE_KERNELS_TEST_FLAGS": f"-w -include {FOLDER / 'mutant.h'}",
+}
 # Seconds; a mutant that hangs is killed by that. The slowest tests take 130 alone and 200 beside other work: with 300 a
 # mutant that lives was once taken for a dead one.
 LONGEST = 900
@@ -37,13 +50,14 @@ inline const int mutant = std::getenv("{VARIABLE}") == nullptr ? -1 : std::atoi(
 
 @dataclass(frozen=True)
 class Mutant:
-    """`original` occurs once in the file; in C++ both are expressions of one type."""
+    """`original` occurs once in the file, or is occurrence number `place`; in C++ both are expressions of one type."""
 
     file: str
     original: str
     fault: str
     survives: str = ""  # why no test can or need find it
     isa: str = ""  # which has the kernel; elsewhere it does not run
+    place: int = 0
 
 
 SIMD = "csrc/cpu/simd.h"
@@ -63,11 +77,21 @@ SOURCES = "python/eagle_kernels/ops/sources.py"
 PLAN = "python/eagle_kernels/plan.py"
 DISPATCH = "python/eagle_kernels/dispatch.py"
 TRITON = "triton_kernels/{}.py".format
+CUDA = "csrc/cuda/{}".format
 
 _CHUNKS = ["tests/test_norm_concat.py", "tests/test_norm_concat_linear.py"]
 _CHECKS = ["tests/test_primitives.py", "tests/test_worded_errors.py"]
 _CODES = ["tests/test_norm_concat_linear_quantized.py"]
 _12_BITS = "tests/test_bf16_12bit.py"
+_EMULATED = "tests/cuda_host/test_{}.py".format
+_SCHEDULES = _EMULATED("schedules")
+# Which of its tests run what a file has; the others run files of no product.
+_KERNELS_OF = {
+    "norm_concat_linear.cu": "products and not wgmma",
+    "norm_concat_linear_wgmma.cu": "wgmma",
+    "ranges.cuh": "fused",
+}
+_EMULATED_PRODUCTS = [_SCHEDULES, _EMULATED("norm_concat_linear"), _EMULATED("norm_concat_linear_quantized")]
 _INTERPRETED_CODES = "tests/interpreter/test_norm_concat_linear_quantized.py"
 TESTS = {
     "csrc/checks.h": _CHECKS,
@@ -111,6 +135,17 @@ TESTS = {
     TRITON("capture_hidden"): ["tests/interpreter/test_capture_hidden.py"],
     TRITON("norm_concat_linear"): ["tests/interpreter/test_norm_concat_linear.py", _INTERPRETED_CODES],
     TRITON("codes"): [_INTERPRETED_CODES],
+    CUDA("add_rms_norm.cu"): [_SCHEDULES, _EMULATED("add_rms_norm")],
+    CUDA("capture_hidden.cu"): [_SCHEDULES, _EMULATED("capture_hidden")],
+    CUDA("norm_concat.cu"): [_SCHEDULES, _EMULATED("norm_concat")],
+    CUDA("vocab_parallel_embedding.cu"): [_SCHEDULES, _EMULATED("vocab_parallel_embedding")],
+    CUDA("norm_concat_linear.cu"): _EMULATED_PRODUCTS,
+    CUDA("norm_concat_linear_wgmma.cu"): _EMULATED_PRODUCTS,
+    CUDA("ranges.cuh"): _EMULATED_PRODUCTS,
+    CUDA("codes.cuh"): _EMULATED_PRODUCTS,
+    CUDA("weight_gain.cuh"): _EMULATED_PRODUCTS,
+    CUDA("source_row.cuh"): [_SCHEDULES, _EMULATED("norm_concat"), *_EMULATED_PRODUCTS[1:]],
+    CUDA("device.cuh"): [_SCHEDULES, _EMULATED("add_rms_norm"), _EMULATED("norm_concat")],
 }
 
 MUTANTS = (
@@ -672,7 +707,106 @@ MUTANTS = (
     Mutant(BF16_12BIT, "_in_lines(index & 15)", "_in_lines(index)"),
     Mutant(BF16_12BIT, "row + begin, column", "row, column"),
     Mutant(BF16_12BIT, "listed[:, :, 0] = _NO_COLUMN", "pass"),
+    *(
+        Mutant(CUDA(file), original, fault)
+        for file, original, fault in (
+            ("norm_concat_linear.cu", "column + kStageColumns <= width || k + 1 == op.source.num_chunks", "true"),
+            ("norm_concat_linear.cu", "inside && row < outputs - weight_row", "inside"),
+            ("norm_concat_linear.cu", "inside && source != nullptr", "inside"),
+            ("norm_concat_linear.cu", "gain != nullptr && first < width", "gain != nullptr"),
+            ("norm_concat_linear.cu", "column + copy_part * kPack < width", "true"),
+            ("norm_concat_linear.cu", "i / 2 * 8 + weight_row_of<K>(g)", "i / 2 * 8 + g"),
+            ("norm_concat_linear.cu", "i % 2 * 2 + m % 2", "m % 2 * 2 + i % 2"),
+            ("norm_concat_linear.cu", "units * (range + 1) / ranges", "units * (range + 1) / ranges - 1"),
+            (
+                "norm_concat_linear.cu",
+                "row / op.scales.block_rows * op.scales.row_stride",
+                "row * op.scales.row_stride",
+            ),
+            (
+                "norm_concat_linear.cu",
+                "output < outputs ? first_output + output : op.num_columns - 1",
+                "first_output + output",
+            ),
+            ("norm_concat_linear.cu", "(column >> arguments.scale_shift) << arguments.scale_shift == column", "false"),
+            ("norm_concat_linear.cu", "count > 0", "false"),
+            ("norm_concat_linear.cu", "1 / K::template kGainFactor<T>", "1.0f"),
+            (
+                "norm_concat_linear.cu",
+                "op.weight_type == WeightType::kChunks ? 1 / kGainScale<T> : 1 / kCodeGainScale<T>",
+                "1.0f",
+            ),
+            ("norm_concat_linear.cu", "has_norm && source_row(own, row) < 0", "false"),
+            ("norm_concat_linear.cu", "chunk_norm && chunk != k", "false"),
+            ("norm_concat_linear.cu", "turn ^= 1", "turn ^= 0"),
+            ("ranges.cuh", "output >= op.num_columns", "false"),
+            ("ranges.cuh", "of < 0", "false"),
+            ("ranges.cuh", "(warp * blocks + static_cast<int>(blockIdx.y)) * 32 + lane", "warp * 32 + lane"),
+            ("ranges.cuh", "column + i < columns", "true"),
+            ("ranges.cuh", "op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows", "kRows"),
+            ("ranges.cuh", "chunk.gain.data != nullptr", "false"),
+            (
+                "norm_concat_linear_wgmma.cu",
+                "units * (range + 1) / arguments.ranges.of_chunk[k]",
+                "units * (range + 1) / arguments.ranges.of_chunk[k] - 1",
+            ),
+            ("norm_concat_linear_wgmma.cu", "inside && i * K::kCopyRows < outputs", "inside"),
+            ("norm_concat_linear_wgmma.cu", "copy_part ^ copy_row % 8", "copy_part"),
+            ("norm_concat_linear_wgmma.cu", "matrix / 2 ^ matrix_row", "matrix / 2"),
+            ("norm_concat_linear_wgmma.cu", "first ^ swap", "first"),
+            ("norm_concat_linear_wgmma.cu", "own_squares && x[i] != nullptr", "own_squares"),
+            (
+                "norm_concat_linear_wgmma.cu",
+                "row / op.scales.block_rows * op.scales.row_stride",
+                "row * op.scales.row_stride",
+            ),
+            ("norm_concat_linear_wgmma.cu", "output < op.num_columns ? output : op.num_columns - 1", "output"),
+            ("norm_concat_linear_wgmma.cu", "count > 0 ? bits_to_float(0x7fffffff) : 0.0f", "0.0f"),
+            ("norm_concat_linear_wgmma.cu", "kBlocks && step == 0", "false"),
+            ("norm_concat_linear_wgmma.cu", "n * kDescriptorRows", "0"),
+            ("norm_concat_linear_wgmma.cu", "1 / kGainFactor", "1.0f"),
+            ("vocab_parallel_embedding.cu", "id >= op.org_begin && id < op.org_end", "id < op.org_end"),
+            (
+                "vocab_parallel_embedding.cu",
+                "id >= op.org_begin && id < op.org_end",
+                "id >= op.org_begin && id <= op.org_end",
+            ),
+            ("vocab_parallel_embedding.cu", "id - op.added_begin + op.added_row", "id - op.added_begin"),
+            ("vocab_parallel_embedding.cu", "i * op.ids_stride", "i"),
+            ("source_row.cuh", "row >= 0 && row < chunk.rows", "row >= 0 && row <= chunk.rows"),
+            ("codes.cuh", "code == 0 || code == 255 ? 0x00400000u : 0u", "0u"),
+            ("codes.cuh", "(codes + 0x01010101u) ^ codes", "0u"),
+            ("weight_gain.cuh", "i < 2 ? low : high", "low"),
+            ("capture_hidden.cu", "hidden + s * op.hidden_stream_stride", "hidden"),
+            ("add_rms_norm.cu", "op.width > step", "false"),
+            ("norm_concat.cu", "source.norm != Norm::kNone && row >= 0", "source.norm != Norm::kNone"),
+        )
+    ),
 )
+
+# What orders the threads of csrc/cuda or waits for copies, products and kernels: found, so that a new call is one.
+_SYNCHRONISATION = re.compile(
+    r"(?:__syncthreads|sync_warp|sync_cluster|end_cluster|wait_for_copies<[^>]*>|commit_copies|publish_barriers"
+    r"|fence_async_proxy|fence_wgmma|commit_wgmma|wait_for_wgmma|wait_for_previous_kernel"
+    r"|landed\[\w+\]\.(?:init|expect|wait))\([^()]*\)(?=;)"
+)
+# Calls that stay but wait for less, or order less.
+_WEAKER = {"sync_cluster()": "end_cluster()", "wait_for_copies<K::kStages - 2>()": "wait_for_copies<K::kStages - 1>()"}
+
+
+def synchronisation() -> list[Mutant]:
+    """A mutant for each such call without it, and for some with less of it."""
+    found = []
+    for path in sorted((ROOT / "csrc/cuda").glob("*.cu*")):
+        places: dict[str, int] = {}
+        for match in _SYNCHRONISATION.finditer(path.read_text(encoding="utf-8")):
+            places[match[0]] = places.get(match[0], 0) + 1
+            lost = Mutant(CUDA(path.name), match[0], "void()", place=places[match[0]])
+            found += [lost, *(replace(lost, fault=weaker) for call, weaker in _WEAKER.items() if call == match[0])]
+    return found
+
+
+MUTANTS += tuple(synchronisation())
 
 
 def main(files: list[str]) -> int:
@@ -680,12 +814,16 @@ def main(files: list[str]) -> int:
     here = {"", *usable_isas()}
     chosen = [n for n, mutant in enumerate(MUTANTS) if (not files or mutant.file in files) and mutant.isa in here]
     variant, known = build(), {identity(record): record for record in load("mutants")["records"]}
-    for variables in ({}, INTERPRETED):
+    if any(MUTANTS[number].file.startswith("csrc/cuda/") for number in chosen):
+        build_emulation(variant)
+    for variables in ({}, INTERPRETED, EMULATED):
         mutated = {MUTANTS[number].file for number in chosen if variables_of(MUTANTS[number].file) == variables}
         tests = sorted({test for file in mutated for test in TESTS[file]})
         if not tests:
             continue
         outcome, output = run_tests(sys.executable, [*EVERY_CORE, *tests], variant.environment() | variables)
+        if not outcome.failed and variables == EMULATED:
+            outcome, output = run_tests(sys.executable, [_SCHEDULES], variant.environment() | EMULATED | _racecheck())
         if outcome.failed:
             print(output[-8000:])
             raise SystemExit("mutants: the tests fail without a mutant, so that a failure says nothing of one")
@@ -703,24 +841,42 @@ def main(files: list[str]) -> int:
 
 def build() -> Variant:
     """The library with every C++ mutant in it, none of them active."""
-    header = ROOT / "build/mutants/mutant.h"
+    header = FOLDER / "mutant.h"
     header.parent.mkdir(parents=True, exist_ok=True)
     if not header.exists():
         header.write_text(HEADER)
     return install("mutants", f"-include {header}", edit=lambda source: (insert(source), unoptimized(source)))
 
 
+def build_emulation(variant: Variant) -> None:
+    """The same of csrc/cuda, plain and under ThreadSanitizer, in whose processes no compiler may start."""
+    code = "from cuda_host.build import build; build(''); build('thread')"
+    subprocess.run([sys.executable, "-c", code], env=variant.environment() | EMULATED, check=True)
+
+
 def insert(source: Path) -> None:
     """Every C++ mutant in the copy of the checkout; of two in one place the second is the first one's else."""
     for file in {mutant.file for mutant in MUTANTS if mutant.file.startswith("csrc/")}:
         text = (ROOT / file).read_text()
-        for place in dict.fromkeys(mutant.original for mutant in MUTANTS if mutant.file == file):
-            expression = f"({place})"
-            for number, mutant in enumerate(MUTANTS):
-                if (mutant.file, mutant.original) == (file, place):
+        numbered = [(number, mutant) for number, mutant in enumerate(MUTANTS) if mutant.file == file]
+        # Of the text as it is: a fault may name what another loses. Then from its end on.
+        starts = {(mutant.original, mutant.place): _start(text, mutant) for _, mutant in numbered if mutant.place}
+        of_one = dict.fromkeys((mutant.original, 0) for _, mutant in numbered if not mutant.place)
+        for original, place in [*sorted(starts, key=starts.get, reverse=True), *of_one]:
+            expression = f"({original})"
+            for number, mutant in numbered:
+                if (mutant.original, mutant.place) == (original, place):
                     expression = f"(::eagle_kernels::mutant == {number} ? ({mutant.fault}) : {expression})"
-            text = text.replace(place, expression)
+            start = starts[original, place] if place else text.index(original)
+            text = text[:start] + expression + text[start + len(original) :]
         (source / file).write_text(text)
+
+
+def _start(text: str, mutant: Mutant) -> int:
+    start = -1
+    for _ in range(mutant.place):
+        start = text.index(mutant.original, start + 1)
+    return start
 
 
 def run(number: int, variant: Variant, killed_by: str) -> dict:
@@ -738,26 +894,47 @@ def run(number: int, variant: Variant, killed_by: str) -> dict:
             installed.write_text(installed.read_text().replace(mutant.original, mutant.fault))
             environment |= changed.environment()
         seconds, found = 0.0, ""
-        for tests in ([killed_by], TESTS[mutant.file]) if "::" in killed_by else (TESTS[mutant.file],):
-            outcome, output = run_tests(sys.executable, ["-x", *tests], environment, LONGEST)
+        for tests, more in trials(mutant, killed_by):
+            outcome, output = run_tests(sys.executable, ["-x", *tests], environment | more, LONGEST)
             seconds += outcome.seconds
             failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE)
             if failed is not None or (outcome.failed and tests != [killed_by]):
-                found = (
-                    failed[1] if failed else "its time limit" if outcome.seconds >= LONGEST else "a process that died"
-                )
+                found = failed[1] if failed else "its time limit" if outcome.seconds >= LONGEST else of_process(output)
                 break
+    place = f" number {mutant.place}" if mutant.place else ""
     said = f"killed by {found}" if found else f"SURVIVED {mutant.survives or 'for no reason that is known'}"
-    print(f"{number:3} {mutant.file}: {mutant.original} -> {mutant.fault}: {said}, {seconds:.0f} s", flush=True)
+    print(f"{number:3} {mutant.file}: {mutant.original}{place} -> {mutant.fault}: {said}, {seconds:.0f} s", flush=True)
     return {**vars(mutant), "killed": bool(found), "killed_by": found, "seconds": round(seconds, 1)}
 
 
+def trials(mutant: Mutant, killed_by: str) -> list[tuple[list[str], dict[str, str]]]:
+    """Tests and variables, in the order in which they have a chance at the mutant."""
+    known = [([killed_by], {})] if "::" in killed_by else []
+    if mutant.place == 0:
+        return [*known, (TESTS[mutant.file], {})]
+    kernels = _KERNELS_OF.get(Path(mutant.file).name, "others")
+    # A race is one in any order. The report goes to the process's own stderr, which pytest's capture would take along.
+    racecheck = ["--capture=sys", _SCHEDULES, "-k", f"ascending and ({kernels})"]
+    return [*known, ([_SCHEDULES, "-k", kernels], {}), (racecheck, _racecheck())]
+
+
+def _racecheck() -> dict[str, str]:
+    under = environment_under("thread")
+    if under is None:
+        raise SystemExit("mutants: g++ has no thread sanitizer, expected libtsan")
+    return under | {"EAGLE_KERNELS_TEST_SANITIZED": "thread"}
+
+
+def of_process(output: str) -> str:
+    return "a data race" if "ThreadSanitizer: data race" in output else "a process that died"
+
+
 def identity(record: dict) -> tuple:
-    return record["file"], record["original"], record["fault"]
+    return record["file"], record["original"], record["fault"], record.get("place", 0)
 
 
 def variables_of(file: str) -> dict[str, str]:
-    return INTERPRETED if file.startswith("triton_kernels/") else {}
+    return INTERPRETED if file.startswith("triton_kernels/") else EMULATED if file.startswith("csrc/cuda/") else {}
 
 
 def occurrences(mutant: Mutant) -> int:

@@ -1,0 +1,121 @@
+"""One call of each kernel in every kind of its main loop, over turns of the ring, in fixed orders of warps and copies
+and at random ones: what sees every call of a synchronisation that is not there.
+
+`make mutants` removes them one by one and runs this file, as it is and under ThreadSanitizer. A call that no test here
+misses is redundant, or its test is missing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+import eagle_kernels as ek
+import test_add_rms_norm as add_rms_norm
+import test_capture_hidden as capture_hidden
+import test_norm_concat as norm_concat
+from backends import environment_of
+from cases import Case
+from cuda_host import test_norm_concat_linear as dense
+from cuda_host import test_norm_concat_linear_quantized as quantized
+from cuda_host.conftest import SHARED_MEMORY
+from eagle_kernels import plan
+from guards import same_bits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
+
+SCHEDULES = {
+    "ascending": {"descending_warps": False},
+    "descending-and-late": {"descending_warps": True, "late_copies": True},
+    "random-1": {"descending_warps": False, "random": 1},
+    "random-2": {"descending_warps": False, "random": 2},
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    case: Case
+    kernel: str
+    codes: str = ""
+    has_wgmma: bool = True
+    bulk_copies: bool = False
+
+
+# More stages than a ring has, in a range each; in most kernels the last of them is where sums are next.
+WIDTHS, CODES_WIDTHS, BLOCKS_WIDTHS = (520, 520), (784, 784), (896, 896)
+PRODUCTS = {
+    "fused": Product(Case("bf16", WIDTHS, 11, D=70), "fused"),
+    "fused-fp16": Product(Case("fp16", WIDTHS, 11, "concat", D=70, residuals="some"), "fused"),
+    "fused-bulk": Product(Case("bf16", WIDTHS, 11, D=70), "fused", bulk_copies=True),
+    "fused-codes": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row"),
+    "split": Product(Case("bf16", WIDTHS, 19, D=70), "split", has_wgmma=False),
+    "split-of-64": Product(Case("fp16", WIDTHS, 40, D=70, residuals="some"), "split", has_wgmma=False),
+    "split-of-128": Product(Case("bf16", WIDTHS, 70, "concat", D=70), "split", has_wgmma=False),
+    "split-in-two": Product(Case("bf16", WIDTHS, 19, D=150, post_norm="dtype"), "split", has_wgmma=False),
+    "split-codes": Product(Case("fp16", CODES_WIDTHS, 19, D=70), "split", "int8_row", has_wgmma=False),
+    "split-blocks": Product(Case("bf16", BLOCKS_WIDTHS, 19, D=70), "split", "fp8_block128", has_wgmma=False),
+    "wgmma": Product(Case("bf16", WIDTHS, 40, D=70), "fused wgmma"),
+    "wgmma-residuals": Product(Case("fp16", WIDTHS, 40, "concat", D=70, residuals="some"), "fused wgmma"),
+    "wgmma-of-128": Product(Case("bf16", WIDTHS, 70, D=70, norm_offset=1.0), "fused wgmma"),
+    "wgmma-codes": Product(Case("bf16", CODES_WIDTHS, 40, D=70), "fused wgmma", "fp8_row"),
+    "wgmma-blocks": Product(Case("bf16", BLOCKS_WIDTHS, 40, D=70, gain="fp32"), "fused wgmma", "fp8_block128"),
+}
+
+
+@pytest.fixture
+def on_schedule(request: pytest.FixtureRequest, emulation: ModuleType, emulated: object) -> None:
+    """On one SM, where ranges are as few as they can be."""
+    emulation.set_device(SHARED_MEMORY, **SCHEDULES[request.param], multiprocessors=1)
+
+
+in_every_order = pytest.mark.parametrize("on_schedule", SCHEDULES, indirect=True)
+
+
+@in_every_order
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(
+    name: str,
+    on_schedule: None,
+    emulation: ModuleType,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    product = PRODUCTS[name]
+    if not product.has_wgmma:
+        request.getfixturevalue("no_wgmma")
+    if "wgmma" in product.kernel:
+        monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", 0)
+    emulation.take_launches()
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES=str(int(product.bulk_copies))):
+        if product.codes:
+            quantized.check(product.case, product.codes, product.kernel)
+        else:
+            assert dense.explained(product.case).startswith(f"norm_concat_linear: cuda/{product.kernel}, because ")
+            dense.check(product.case)
+    launch = next(launch for launch in emulation.take_launches() if launch.threads)
+    assert launch.grid[1] == len(product.case.widths)
+
+
+def embed() -> None:
+    table, ids = torch.randn(5, 520).bfloat16(), torch.tensor([4, 0, 3])
+    out = ek.vocab_parallel_embedding(ids, table, ek.VocabShard.build(5, tp_rank=0, tp_size=1))
+    assert same_bits(out, table[ids])
+
+
+# Rows of several warps.
+OTHERS: dict[str, Callable[[], None]] = {
+    "capture": lambda: capture_hidden.test_slots_of_a_buffer_and_their_statistics(torch.bfloat16, 3, 1032, "emulated"),
+    "mean": lambda: capture_hidden.test_the_mean_of_strided_streams(torch.bfloat16, 3, 1032, 4, "emulated"),
+    "add": lambda: add_rms_norm.test_float64_truth(torch.bfloat16, 3, 1032, "plain", "emulated"),
+    "concat": lambda: norm_concat.test_float64_truth(
+        Case("bf16", (1032, 520), 3, "concat", residuals="all"), "emulated"
+    ),
+    "embedding": embed,
+}
+
+
+@in_every_order
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(name: str, on_schedule: None) -> None:
+    OTHERS[name]()
