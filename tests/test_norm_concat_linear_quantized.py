@@ -3,6 +3,7 @@ weight, whose bits a row's result depends on, what memory is touched, where NaN 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -378,6 +379,12 @@ def test_a_call_is_planned_by_its_blocks(isa: str) -> None:
             chosen = ek.explain("norm_concat_linear", torch.randn(T, 256).bfloat16(), weight, num_chunks=1)
             in_dots = isa in plan.DOTS_ISAS and plan.runs_in_dots(isa, T, columns, weight.code_bits)
             assert (chosen.kernel is plan.Kernel.DOTS) == in_dots, (name, T)
+
+
+def test_beside_tiles_one_row_of_codes_runs_in_dots() -> None:
+    """On any machine, of every block and of codes of either width."""
+    for columns, bits in itertools.product((16, 32, 128, 12288), (4, 8)):
+        assert [T for T in range(1, 20) if plan.runs_in_dots("amx_bf16", T, columns, bits)] == [1]
 
 
 def test_the_plan_of_few_rows(isa: str) -> None:

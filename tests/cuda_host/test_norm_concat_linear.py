@@ -506,6 +506,15 @@ def test_no_operand_is_read_or_written_beyond_its_end(
     ek.norm_concat_linear(guarded(N, 2 * H), weight, norm="none", post_norm_weight=guarded(D), out=out)
 
 
+@pytest.mark.parametrize("D", [4, 68, 132])
+def test_rows_without_a_gap_end_where_the_next_begins(D: int, kernel: Kernel) -> None:
+    """Four outputs at a time, which rows of another stride do not have; a block's last columns are of no output."""
+    chunks, weight, gain = make_call(5, D=D)
+    wide = torch.full((5, D + 3), float("nan")).bfloat16()
+    ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=wide[:, :D])
+    assert same_bits(ek.norm_concat_linear(chunks, weight, norm_weight=gain), wide[:, :D].contiguous())
+
+
 def test_strided_operands_on_16_bytes_are_taken(kernel: Kernel) -> None:
     """Slots of a buffer and a slice of a wider weight, with NaN around them."""
     N, H = 7, 72
