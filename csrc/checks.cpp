@@ -68,6 +68,14 @@ View::View(const Tensor& tensor) {
   element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype.code));
 }
 
+Tensor tensor_in_memory(const void* data, int64_t dim, const int64_t* sizes, const int64_t* strides, TorchDType dtype,
+                        const View& like) {
+  AtenTensorHandle handle;
+  expect_success(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), dim, sizes, strides, 0, dtype.code,
+                                                    like.device_type, like.device_index, &handle));
+  return Tensor(handle);
+}
+
 int64_t View::numel() const {
   int64_t elements = 1;
   for (int64_t i = 0; i < dim; ++i) elements *= size(i);

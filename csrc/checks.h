@@ -77,6 +77,10 @@ struct Output : View {
 
 using OptionalView = std::optional<View>;
 
+// A tensor in memory that is somebody else's, on the device of another one.
+Tensor tensor_in_memory(const void* data, int64_t dim, const int64_t* sizes, const int64_t* strides, TorchDType dtype,
+                        const View& like);
+
 // The primitive was chosen by the devices of all arguments together.
 inline void check_device(const char* op, const char* name, const View& view, const View& like,
                          std::source_location where = std::source_location::current()) {

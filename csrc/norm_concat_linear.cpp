@@ -221,14 +221,10 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
   run(record, codes, out);
 }
 
-// A tensor in memory that is somebody else's.
 template <size_t dim>
 Tensor tensor(const void* data, const int64_t (&sizes)[dim], const int64_t (&strides)[dim], TorchDType dtype,
               const View& like) {
-  AtenTensorHandle handle;
-  expect_success(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), dim, sizes, strides, 0, dtype.code,
-                                                    like.device_type, like.device_index, &handle));
-  return Tensor(handle);
+  return tensor_in_memory(data, dim, sizes, strides, dtype, like);
 }
 
 Tensor matrix(const void* data, int64_t rows, int64_t columns, int64_t row_stride, const View& like) {

@@ -175,6 +175,25 @@ Object call(Object self, Object const* arguments, ptrdiff_t count) {
   return call_dispatcher(self, arguments, count);
 }
 
+// No primitive: it has no tensors of its own, and no dispatcher behind it.
+Object call_launch_triton(Object, Object const* arguments, ptrdiff_t count) {
+  constexpr ptrdiff_t kNumArguments = 5;
+  try {
+    PythonArguments read(arguments, count, kAnyDevice);
+    if (count == kNumArguments && launch_triton(read)) {
+      python.increase(objects.true_object);
+      return objects.true_object;
+    }
+  } catch (const std::exception& failure) {
+    python.raise(objects.runtime_error, failure.what());
+    return nullptr;
+  }
+  python.clear_error();
+  python.increase(objects.none);
+  return objects.none;
+}
+constexpr Method kLaunchTriton{"launch_triton", &call_launch_triton, kFastCall, nullptr};
+
 template <size_t... i>
 void add_methods(std::index_sequence<i...>) {
   ((entries()[i].method = {entries()[i].name.c_str(), &call<i>, kFastCall, nullptr}), ...);
@@ -212,7 +231,8 @@ void PythonArguments::read(Object object, double& value) {
 }
 
 void PythonArguments::read(Object object, View& view) {
-  failed_ |= !view_of(object, view) || (is_first_ && view.device_type != device_type_);
+  failed_ |= !view_of(object, view);
+  failed_ |= is_first_ && device_type_ != kAnyDevice && view.device_type != device_type_;
   is_first_ = false;
 }
 
@@ -252,6 +272,9 @@ EAGLE_KERNELS_EXPORT int64_t eagle_kernels_set_python(const void* functions, con
   add_methods(std::make_index_sequence<kMaxEntries>());
   return 1;
 }
+
+// The PyMethodDef of `call_launch_triton`.
+EAGLE_KERNELS_EXPORT const void* eagle_kernels_launch_triton_method() { return &eagle_kernels::kLaunchTriton; }
 
 // The PyMethodDef of a primitive by its place; null behind the last one.
 EAGLE_KERNELS_EXPORT const void* eagle_kernels_python_method(int64_t i) {

@@ -63,7 +63,7 @@ struct Boxed<std::vector<T>> {
 // Reads the arguments of one call. What it cannot read it notes, and leaves to the dispatcher and its errors.
 class PythonArguments {
  public:
-  // For a primitive of tensors of this device type, which the first one decides.
+  // For a primitive of tensors of this device type, which the first one decides; kAnyDevice for none in particular.
   PythonArguments(_object* const* arguments, int64_t count, int32_t device_type)
       : arguments_(arguments), count_(count), device_type_(device_type) {}
   ~PythonArguments();
@@ -150,7 +150,7 @@ struct Primitive<function> {
 };
 
 // As libtorch numbers them.
-constexpr int32_t kCpuDevice = 0, kCudaDevice = 1;
+constexpr int32_t kCpuDevice = 0, kCudaDevice = 1, kAnyDevice = -1;
 
 using PythonFunction = bool (*)(PythonArguments& arguments);
 
@@ -164,6 +164,8 @@ inline void define_alike(torch::stable::detail::StableLibrary& library, std::ini
 }
 
 void add_python_function(std::string_view name, int32_t device_type, PythonFunction function);
+
+bool launch_triton(PythonArguments& arguments);  // csrc/triton_launches.cpp
 
 // Registers the primitive of this name for tensors of a device type.
 template <auto function>

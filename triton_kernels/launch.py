@@ -7,12 +7,17 @@ or the absence of an argument, the constexprs, and which arguments the launcher 
 What calls have in common is prepared once, as a `Launch`: an op keeps one for each of its signatures, and a call is
 then its numbers: addresses, strides, sizes. On CUDA a launch is one call of the driver with these packed in place;
 Triton's own launcher walks the nested tuples of the kernels in every call.
+
+`Launches` are those of one call, prepared with where each number comes from: of which operand it is the address, say.
+The compiled library then reads the operands and launches them all, in 1 us, where the numbers of norm_concat_linear's
+two take Python 9.
 """
 
 import ctypes
 import functools
 import math
 import operator
+import os
 import re
 import struct
 import threading
@@ -25,6 +30,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .alignment import row_stride
 from .dialect import has_pdl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -76,7 +82,7 @@ class Specialisation(NamedTuple):
 
 # What torch.cuda's functions of these names call, 0.15 us later: CUDA is initialized here, since there are tensors.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle
 
 # Run a binary with this grid and these numbers.
 Launcher = Callable[[tuple[int, int, int], Sequence[Any]], None]
@@ -130,12 +136,13 @@ class Launch:
         self.constants = (*constants.values(), pdl)
         assert [*constants, "PDL"] == kernel.arg_names[len(types) :], kernel.__name__
         self._aligned, self._aligned_together = aligned, aligned_together
-        self._options = num_warps, num_stages, pdl
+        self.num_warps, self._options = num_warps, (num_warps, num_stages, pdl)
         numbers = [path[0] for path, kind in _leaves(types) if kind != NONE]  # of which argument each number is
-        rows = [i for i, argument in enumerate(numbers) if kernel.arg_names[argument] in aligned_together]
+        self.is_of_rows = [kernel.arg_names[argument] in aligned_together for argument in numbers]
+        rows = [i for i, of_rows in enumerate(self.is_of_rows) if of_rows]
         # itemgetter of one position returns no tuple: twice the same is one.
         self._of_rows = operator.itemgetter(*rows, rows[0]) if rows else None
-        self._launchers: list[Launcher | None] = [None, None]  # by whether the rows are aligned
+        self.launchers: list[Launcher | None] = [None, None]  # by whether the rows are aligned
 
     def is_aligned(self, numbers: Sequence[Any]) -> bool:
         """Whether the arguments that are aligned together are so in this call."""
@@ -168,9 +175,9 @@ class Launch:
                 return self(grid, numbers)
         if is_aligned is None:
             is_aligned = self.is_aligned(numbers)
-        launcher = self._launchers[is_aligned]
+        launcher = self.launchers[is_aligned]
         if launcher is None:
-            launcher = self._launchers[is_aligned] = self._launcher_of(self._binary_of(self.specialisation(is_aligned)))
+            launcher = self.launchers[is_aligned] = self._launcher_of(self._binary_of(self.specialisation(is_aligned)))
         launcher(grid, numbers)
 
     def _binary_of(self, specialisation: Specialisation) -> Any:
@@ -194,6 +201,190 @@ class Launch:
         binary._init_handles()  # loads the module; sets the function and what it may have of shared memory
         kinds = [kind for _, kind in _leaves(self.types) if kind != NONE]
         return _DriverLauncher(driver, binary, kinds, self._device_index, launch_by_triton)
+
+
+# Kinds of `Origin`, as csrc/triton_launches.cpp numbers them.
+_CONSTANT, _INTEGER, _FLOAT, _ADDRESS, _ROW_STRIDE, _ROWS = range(6)
+
+
+class Origin(NamedTuple):
+    """Where a number of a launch comes from in each call. `value` is a position, or the constant."""
+
+    kind: int
+    value: int
+
+
+def constant(value: int) -> Origin:
+    return Origin(_CONSTANT, value)
+
+
+def integer(position: int) -> Origin:
+    """One of the call's `integers`."""
+    return Origin(_INTEGER, position)
+
+
+def floating(position: int) -> Origin:
+    """One of the call's `floats`."""
+    return Origin(_FLOAT, position)
+
+
+def address_of(position: int) -> Origin:
+    """Of one of the call's `operands`, which is there."""
+    return Origin(_ADDRESS, position)
+
+
+def row_stride_of(position: int) -> Origin:
+    """As `alignment.row_stride`: 0 of an operand that is not there."""
+    return Origin(_ROW_STRIDE, position)
+
+
+def rows_of(position: int) -> Origin:
+    return Origin(_ROWS, position)
+
+
+class Step(NamedTuple):
+    """One of the launches of a call."""
+
+    launch: Launch
+    grid: tuple[Origin, Origin, Origin]
+    numbers: Sequence[Origin]
+
+
+class Product(NamedTuple):
+    """out = x @ weight^T + bias by torch, as a step between launches: where these are among the operands."""
+
+    by_torch: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+    x: int
+    weight: int
+    bias: int | None
+    out: int
+
+    def run(self, operands: Sequence[Any]) -> None:
+        _, x, weight, bias, out = self
+        self.by_torch(operands[x], operands[weight], None if bias is None else operands[bias], operands[out])
+
+
+# The compiled library's function that launches all steps, or says that it has not; ops/call.py hands it over.
+launch_by_library: Callable[..., bool | None] | None = None
+
+
+class Launches:
+    """What the calls of one signature launch, one after the other, and where its numbers come from."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        steps: Sequence[Step | Product],
+        widths: Sequence[int] = (),
+        must_be_aligned: bool = False,
+    ) -> None:
+        """
+        Args:
+            widths: that the first operands have in every call that this can serve.
+            must_be_aligned: calls whose rows are not are refused.
+        """
+        self._steps, self._widths, self._must_be_aligned = steps, widths, must_be_aligned
+        self._device_index = device.index
+        launches = [step for step in steps if isinstance(step, Step)]
+        # For launches by Python: a pool of all numbers, each once, and which of them each launch takes.
+        pool = sorted({origin for step in launches for origin in (*step.grid, *step.numbers)})
+        places = {origin: place for place, origin in enumerate(pool)}
+        self._values = [[value for kind, value in pool if kind == wanted] for wanted in range(_ROWS + 1)]
+        self._picks = [
+            tuple(operator.itemgetter(*map(places.__getitem__, origins)) for origins in (step.grid, step.numbers))
+            for step in launches
+        ]
+        # For the library; csrc/triton_launches.cpp has the layout.
+        values = [0] * _NUM_FUNCTIONS + [must_be_aligned, len(widths), len(steps), *widths]
+        self._entries: list[tuple[int, Launch]] = []  # where binaries are entered once they are there
+        for step in steps:
+            if isinstance(step, Product):
+                operands = (-1 if place is None else place for place in step[1:])
+                origins, of_rows, threads = [constant(0)] * 3 + list(map(constant, operands)), [False] * 7, 0
+            else:
+                origins, of_rows = [*step.grid, *step.numbers], [False] * 3 + step.launch.is_of_rows
+                threads = 32 * step.launch.num_warps
+                self._entries.append((len(values) + 2, step.launch))
+            values += [threads, len(origins) - 3, *[0] * (2 * _BINARY_ENTRY)]
+            for (kind, value), together in zip(origins, of_rows, strict=True):
+                values += kind, value, together
+        self._record = (ctypes.c_int64 * len(values))(*values)
+        self._record_address = ctypes.addressof(self._record)
+        self._has_binaries = False
+
+    def __call__(
+        self, operands: tuple[Tensor | None, ...], integers: tuple[Any, ...], floats: tuple[float, ...]
+    ) -> bool:
+        """False, and nothing has run, where the operands are none that this can serve.
+
+        Raises:
+            RuntimeError: as of a `Launch`.
+        """
+        index = self._device_index
+        if (
+            self._has_binaries
+            and _current_device() == index
+            and launch_by_library(self._record_address, operands, integers, floats, current_stream(index))  # type: ignore[misc]  # there, with a record
+        ):
+            return True
+        return self._launch_each(operands, integers, floats)
+
+    def _launch_each(
+        self, operands: tuple[Tensor | None, ...], integers: tuple[Any, ...], floats: tuple[float, ...]
+    ) -> bool:
+        if any(operands[k].shape[1] != width for k, width in enumerate(self._widths)):  # type: ignore[union-attr]
+            return False
+        constants, of_integers, of_floats, addresses, row_strides, rows = self._values
+        pool = [
+            *constants,
+            *[integers[position] for position in of_integers],
+            *[floats[position] for position in of_floats],
+            *[address(operands[position]) for position in addresses],  # type: ignore[arg-type]  # these are there
+            *[row_stride(operands[position]) for position in row_strides],
+            *[operands[position].shape[0] for position in rows],  # type: ignore[union-attr]
+        ]
+        made = [(grid(pool), numbers(pool)) for grid, numbers in self._picks]
+        aligned = [launch.is_aligned(numbers) for (_, launch), (_, numbers) in zip(self._entries, made, strict=True)]
+        if self._must_be_aligned and not all(aligned):
+            return False
+        arguments = iter(zip(made, aligned, strict=True))
+        for step in self._steps:
+            if isinstance(step, Product):
+                step.run(operands)
+            else:
+                (grid, numbers), is_aligned = next(arguments)
+                step.launch(grid, numbers, is_aligned)
+        if launch_by_library is not None:
+            self._enter_binaries()
+        return True
+
+    def _enter_binaries(self) -> None:
+        """What has been launched so far, where the CUDA driver does that."""
+        driver = _cuda_driver()
+        products = _torch_products() if len(self._entries) < len(self._steps) else (0, 0, 0)
+        if driver is None or products is None:
+            return
+        for first, launch in self._entries:
+            for place, launcher in zip((first, first + _BINARY_ENTRY), launch.launchers, strict=True):
+                if isinstance(launcher, _DriverLauncher):
+                    self._record[place : place + _BINARY_ENTRY] = [*launcher.entry()]
+        self._record[:_NUM_FUNCTIONS] = [ctypes.cast(driver, ctypes.c_void_p).value or 0, *products]
+        self._has_binaries = True
+
+
+_NUM_FUNCTIONS = 4  # the driver's, torch's three
+_BINARY_ENTRY = 3  # function, bytes of shared memory, whether it starts early
+
+
+@functools.cache
+def _torch_products() -> tuple[int, ...] | None:
+    """The addresses of torch's products of CUDA tensors; None where it has none."""
+    try:
+        torch_cuda = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD)
+        functions = [getattr(torch_cuda, f"aoti_torch_cuda_{name}_out") for name in ("mm", "addmm", "mm_dtype")]
+    except (AttributeError, OSError):
+        return None
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
 
 def _nested(types: tuple, numbers: Iterator[Any]) -> tuple:
@@ -270,9 +461,13 @@ class _DriverLauncher:
         self._binary = binary  # which unloads the function when it goes
         self._lock = threading.Lock()
 
+    def entry(self) -> tuple[int, int, int]:
+        """What the library needs of the binary."""
+        return self._binary.function, self._binary.metadata.shared, self._config.num_attributes
+
     def __call__(self, grid: tuple[int, int, int], numbers: Sequence[int | float]) -> None:
         with self._lock:
-            stream = _current_stream(self._device_index)
+            stream = current_stream(self._device_index)
             self._pack_into(self._memory, 0, *numbers, *grid, *self._block_and_shared, stream)
             error = self._driver(self._config_pointer, self._function, self._parameters, None)
         if error:  # a thread without a context, which Triton sets; and it words what is left

@@ -6,14 +6,28 @@ A concat norm needs the squares of a whole row. Up to 128 rows every program of 
 reads, out of L2, but K times the programs. Above that one program writes all chunks of its row.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .dialect import let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
-from .launch import FP32, I64, Launch, address, pointer_to, prepared
-from .rows import block_and_warps, row_stride
+from .launch import (
+    FP32,
+    I64,
+    Launch,
+    Launches,
+    Step,
+    address_of,
+    constant,
+    floating,
+    integer,
+    pointer_to,
+    prepared,
+    row_stride_of,
+)
+from .rows import block_and_warps
 from .sources import L1, Signature, describe, first_column, load_values, pick, source_row
 
 _ROWS = (
@@ -111,43 +125,59 @@ def _norm_concat(
 def _prepare(
     sources: Signature,
     norm: str,
-    has_sum_squares: bool,
     num_eps: int,
     widths: tuple[int, ...],
     width: int,
     device: torch.device,
-) -> Launch:
-    squares = pointer_to(torch.float32 if has_sum_squares else None)
-    out = pointer_to(sources.dtype)
+) -> Launches:
+    return Launches(device, [step_of(sources, norm, num_eps, widths, width, device, sources.sum_squares + 1)])
+
+
+def step_of(
+    sources: Signature, norm: str, num_eps: int, widths: tuple[int, ...], width: int, device: torch.device, out: int
+) -> Step:
+    """Of calls with `numbers_of`; `out` is the operand that is written."""
     block, num_warps = block_and_warps(max(widths))
-    return Launch(
+    launch = Launch(
         _norm_concat,
-        (*sources.types, sources.gain_types, FP32, squares, I64, (FP32,) * num_eps, out, I64),
+        (
+            *(*sources.types, sources.gain_types, FP32, *sources.sum_squares_types),
+            *((FP32,) * num_eps, pointer_to(sources.dtype), I64),
+        ),
         {"WIDTHS": widths, "WIDTH": width, "NORM": norm, "BLOCK": block},
         device,
         aligned_together=_ROWS,
         num_warps=num_warps,
     )
+    numbers = [
+        *(*sources.origins, *sources.gain_origins, floating(0), *sources.sum_squares_origins),
+        *(*map(floating, range(1, 1 + num_eps)), address_of(out), row_stride_of(out)),
+    ]
+    return Step(launch, (integer(0), integer(1), constant(1)), numbers)
 
 
 def run(record: tuple) -> None:
     """One launch for a checked `NormConcat` record."""
-    run_sources(*record)
-
-
-def run_sources(sources: tuple, out: Tensor) -> None:
-    chunks, num_chunks, norm, gains, eps, norm_offset, _, _, sum_squares = sources
+    sources, out = record
     N, width = out.shape
     if N == 0 or width == 0:
         return
-    signature, widths, numbers = describe(sources)
-    if len(chunks) != num_chunks:
-        widths = (width // num_chunks,) * num_chunks
-    numbers += map(address, gains)
-    numbers.append(norm_offset)
-    if sum_squares is not None:
-        numbers.append(address(sum_squares))
-    numbers += row_stride(sum_squares), *eps, address(out), row_stride(out)
+    signature, operands = describe(sources)
+    launches = _prepare(signature, sources.norm, len(sources.eps), widths_of(sources, width), width, out.device)
+    integers, floats = numbers_of(sources, N)
+    launches((*operands, out), integers, floats)
+
+
+def widths_of(sources: Any, width: int) -> tuple[int, ...]:
+    """Of all chunks, also where they are packed."""
+    chunks, num_chunks = sources[:2]
+    if len(chunks) == num_chunks:
+        return tuple([chunk.shape[1] for chunk in chunks])
+    return (width // num_chunks,) * num_chunks
+
+
+def numbers_of(sources: Any, N: int) -> tuple[tuple[int, int], tuple[float, ...]]:
+    """The integers and floats of a call."""
+    _, num_chunks, norm, _, eps, norm_offset, _, _, sum_squares = sources
     one_program_per_row = norm == "concat" and sum_squares is None and N > _SPLIT_CONCAT_ROWS
-    launch = _prepare(signature, norm, sum_squares is not None, len(eps), widths, width, out.device)
-    launch((N, 1 if one_program_per_row else num_chunks, 1), numbers)
+    return (N, 1 if one_program_per_row else num_chunks), (norm_offset, *eps)

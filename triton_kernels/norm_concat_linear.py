@@ -22,11 +22,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .alignment import row_stride
+from . import norm_concat
 from .codes import e2m1_to_fp32, e4m3_to_fp32, load_block_scales, load_scales
 from .dialect import dot, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
-from .launch import FP32, I64, INTERPRETED, NONE, Launch, address, pointer_to, prepared
-from .norm_concat import run_sources
+from .launch import (
+    FP32,
+    I64,
+    INTERPRETED,
+    NONE,
+    Launch,
+    Launches,
+    Origin,
+    Product,
+    Step,
+    address,
+    address_of,
+    constant,
+    floating,
+    integer,
+    pointer_to,
+    prepared,
+    row_stride_of,
+)
 from .rows import cdiv, next_power_of_2
 from .sources import L2, Signature, describe, load_values, pick, source_row
 from .workspace import matrix_in, workspace
@@ -345,12 +362,8 @@ def _slice_sources(sources: Any, rows: slice) -> Any:
 class _Split(NamedTuple):
     """What the calls of one signature share."""
 
-    partial: Launch
-    finalise: Launch
-    partial_grid: tuple[int, int]
-    finalise_blocks: int
-    sizes: tuple[int, int, int, int]  # D, H, splits, split_h
-    partial_row_stride: int
+    launches: Launches
+    sums_per_row: int  # partial ones of an output row, in fp32
 
 
 @prepared
@@ -358,22 +371,24 @@ def _prepare_split(
     sources: Signature,
     num_chunks: int,
     norm: str,
-    has_sum_squares: bool,
+    num_eps: int,
     codes: tuple | None,
     shape: tuple[int, int],
     bias_dtype: torch.dtype | None,
     post_gain_dtype: torch.dtype | None,
     tiles: Any,
+    must_be_aligned: bool,
     device: torch.device,
 ) -> _Split:
     D, width = shape
     H = width // num_chunks
     split_h = cdiv(cdiv(H, tiles.BK), tiles.splits) * tiles.BK
-    weight_types, weight_constants, gain_scale = _weight_of(codes, shape, sources.dtype)
+    weight = sources.sum_squares + 1
+    weight_types, weight_origins, weight_constants, gain_scale = _weight_of(codes, shape, sources.dtype, weight)
     if not sources.gains:
         gain_scale = 1.0
-    fp32 = pointer_to(torch.float32)
-    partial = Launch(
+    fp32, row_stride = pointer_to(torch.float32), _padded(D)
+    launch = Launch(
         _norm_concat_linear_partial,
         (*sources.types, sources.gain_types, FP32, *weight_types, fp32, I64, I64, I64, I64, I64, I64),
         weight_constants
@@ -391,74 +406,77 @@ def _prepare_split(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    finalise, blocks = _finalise(
-        (*sources.types, pointer_to(torch.float32 if has_sum_squares else None), I64, (FP32,) * num_chunks),
+    sizes = map(constant, (D, H, tiles.splits, split_h))
+    sums, row_blocks = integer(1), integer(2)
+    of_sources = [*sources.origins, *sources.gain_origins, _NORM_OFFSET]
+    numbers = [*of_sources, *weight_origins, sums, constant(row_stride), _ROW_COUNT, *sizes]
+    grid = constant(cdiv(D, tiles.BD)), constant(num_chunks * tiles.splits), row_blocks
+    eps = [floating(1 + (k if num_eps > 1 else 0)) for k in range(num_chunks)]
+    finalise = _finalise(
+        (*sources.types, *sources.sum_squares_types, (FP32,) * num_chunks),
+        [*sources.origins, *sources.sum_squares_origins, *eps],
+        sums,
+        floating(1 + num_eps),
         sources.dtype,
         bias_dtype,
         post_gain_dtype,
         D,
         {"NORM": norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
         tiles.finalise_columns,
+        weight + len([kind for kind in weight_types if kind.startswith("*")]),
         device,
     )
-    grid = cdiv(D, tiles.BD), num_chunks * tiles.splits
-    return _Split(partial, finalise, grid, blocks, (D, H, tiles.splits, split_h), _padded(D))
+    widths = (width // sources.entries,) * sources.entries
+    launches = Launches(device, [Step(launch, grid, numbers), finalise], widths, must_be_aligned)
+    return _Split(launches, num_chunks * tiles.splits * row_stride)
+
+
+# Of a call's `integers` and `floats` the first ones; the floats go on with eps and the post norm's eps.
+_ROW_COUNT, _NORM_OFFSET = integer(0), floating(0)
 
 
 def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
     """One width for all chunks; the weight is a tensor or a QuantizedWeight."""
-    chunks, num_chunks, norm, gains, eps, norm_offset, _, _, squares = sources
+    _, num_chunks, norm, _, eps, norm_offset, _, _, _ = sources
     weight, bias, post_gain, post_eps = projection
-    tiles, device, (D, width), N = plan.tiles, out.device, weight.shape, out.shape[0]
-    signature, widths, numbers = describe(sources)
-    if widths.count(widths[0]) != len(chunks):
-        return False
-    codes, weight_numbers = _describe_weight(weight, out.dtype)
-    partial, finalise, grid, blocks, sizes, partial_row_stride = _prepare_split(
+    tiles, device, N = plan.tiles, out.device, out.shape[0]
+    signature, operands = describe(sources)
+    codes, tensors = (None, (weight,)) if isinstance(weight, Tensor) else _describe_codes(weight, out.dtype)
+    launches, sums_per_row = _prepare_split(
         signature,
         num_chunks,
         norm,
-        squares is not None,
+        len(eps),
         codes,
-        (D, width),
+        weight.shape,
         None if bias is None else bias.dtype,
         None if post_gain is None else post_gain.dtype,
         tiles,
+        plan.aligned,
         device,
     )
-    buffer = workspace(OP, num_chunks * tiles.splits * N * partial_row_stride, device)
-    sums = address(buffer), partial_row_stride
-    partial_numbers = (*numbers, *map(address, gains), norm_offset, *weight_numbers, *sums, N, *sizes)
-    is_aligned = partial.is_aligned(partial_numbers)
-    if plan.aligned and not is_aligned:
-        return False
-    partial((*grid, cdiv(N, tiles.BT)), partial_numbers, is_aligned)
-    if squares is not None:
-        numbers.append(address(squares))
-    numbers += row_stride(squares), *(eps if len(eps) == num_chunks else eps * num_chunks), *sums
-    # Its rows are among the partial kernel's.
-    last = _epilogue(bias, post_gain, post_eps, norm_offset, out, D)
-    finalise((N, blocks, 1), numbers + last, is_aligned or None)
-    return True
+    sums = address(workspace(OP, N * sums_per_row, device))
+    integers = N, sums, -(-N // tiles.BT)
+    return launches((*operands, *tensors, bias, post_gain, out), integers, (norm_offset, *eps, post_eps))
 
 
-def _describe_weight(weight: Any, dtype: torch.dtype) -> tuple[tuple | None, tuple]:
-    """(None or what binaries depend on of a QuantizedWeight, the numbers of the weight's arguments)."""
-    if isinstance(weight, Tensor):
-        return None, (address(weight), row_stride(weight), 0)
-    codes, scales, global_scale = weight.tensors
+def _describe_codes(weight: Any, dtype: torch.dtype) -> tuple[tuple, tuple[Tensor, ...]]:
+    """What binaries depend on of a QuantizedWeight, and its tensors."""
+    codes, scales, global_scale = tensors = weight.tensors
     facts = codes.dtype, scales.dtype, global_scale is not None, weight.format, weight.scaled_where(dtype), weight.block
-    numbers = address(codes), row_stride(codes), address(scales), row_stride(scales)
-    return facts, numbers if global_scale is None else (*numbers, address(global_scale))
+    return facts, tensors if global_scale is not None else tensors[:2]
 
 
 def _weight_of(
-    codes: tuple | None, shape: tuple[int, int], dtype: torch.dtype
-) -> tuple[tuple[str, ...], dict[str, object], float]:
-    """The types of the weight's arguments of the partial kernel, its constants, and GAIN_SCALE."""
+    codes: tuple | None, shape: tuple[int, int], dtype: torch.dtype, first: int
+) -> tuple[tuple[str, ...], list[Origin], dict[str, object], float]:
+    """The types and the origins of the weight's arguments of the partial kernel, its constants, and GAIN_SCALE. Its
+    tensors are the operands from `first` on."""
+    of_weight = [address_of(first), row_stride_of(first)]
     if codes is None:
         constants = {"CODES": "", "SCALES": "", "SCALED": "", "BLOCK_ROWS": 0, "BLOCK_COLUMNS": 0}
-        return (pointer_to(dtype), I64, NONE, I64, NONE), constants, _GAIN_SCALE[dtype]
+        types = pointer_to(dtype), I64, NONE, I64, NONE
+        return types, [*of_weight, constant(0)], constants, _GAIN_SCALE[dtype]
     codes_dtype, scales_dtype, has_global_scale, format, scaled, (rows, columns) = codes
     constants = {
         "CODES": _CODES[codes_dtype],
@@ -469,10 +487,13 @@ def _weight_of(
     }
     global_scale = pointer_to(torch.float32 if has_global_scale else None)
     types = pointer_to(codes_dtype), I64, pointer_to(scales_dtype), I64, global_scale
+    origins = [*of_weight, address_of(first + 1), row_stride_of(first + 1)]
+    if has_global_scale:
+        origins.append(address_of(first + 2))
     if dtype != torch.float16:
-        return types, constants, _GAIN_SCALE[dtype]
+        return types, origins, constants, _GAIN_SCALE[dtype]
     # Gains up to 390 keep codes, and e2m1 * e4m3, in fp16's range.
-    return types, constants, 0.0625 if format == "nvfp4" else 0.25
+    return types, origins, constants, 0.0625 if format == "nvfp4" else 0.25
 
 
 def _padded(D: int) -> int:
@@ -482,15 +503,20 @@ def _padded(D: int) -> int:
 
 def _finalise(
     source_types: tuple,
+    source_origins: list[Origin],
+    sums: Origin,
+    post_eps: Origin,
     dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     post_gain_dtype: torch.dtype | None,
     D: int,
     constants: dict[str, object],
     columns: int,
+    bias: int,
     device: torch.device,
-) -> tuple[Launch, int]:
-    """The finalise kernel and the blocks that share a row; `source_types` are a stretch of its arguments."""
+) -> Step:
+    """The finalise kernel, of which `source_types` are a stretch of its arguments. Bias, post norm and out are the
+    operands from `bias` on."""
     BD = next_power_of_2(D) if post_gain_dtype is not None else min(next_power_of_2(D), columns)
     epilogue = pointer_to(bias_dtype), pointer_to(post_gain_dtype), FP32, FP32, pointer_to(dtype), I64, I64
     launch = Launch(
@@ -502,66 +528,93 @@ def _finalise(
         aligned_together=_ROWS,
         num_warps=min(max(BD // 512, 4), 16),
     )
-    return launch, cdiv(D, BD)
-
-
-def _epilogue(
-    bias: Tensor | None, post_gain: Tensor | None, post_eps: float, norm_offset: float, out: Tensor, D: int
-) -> list[Any]:
-    """The finalise kernel's last numbers."""
-    numbers = [post_eps, norm_offset, address(out), out.stride()[0], D]
-    return numbers if bias is post_gain is None else [address(v) for v in (bias, post_gain) if v is not None] + numbers
+    vectors = [address_of(bias + i) for i, given in enumerate((bias_dtype, post_gain_dtype)) if given is not None]
+    result = address_of(bias + 2), row_stride_of(bias + 2), constant(D)
+    numbers = [*source_origins, sums, constant(_padded(D)), *vectors, post_eps, _NORM_OFFSET, *result]
+    return Step(launch, (_ROW_COUNT, constant(cdiv(D, BD)), constant(1)), numbers)
 
 
 @prepared
-def _prepare_finalise(
-    dtype: torch.dtype,
+def _prepare_library(
+    sources: Signature,
+    norm: str,
+    num_eps: int,
+    widths: tuple[int, ...],
+    shape: tuple[int, int],
     bias_dtype: torch.dtype | None,
     post_gain_dtype: torch.dtype | None,
-    D: int,
-    width: int,
+    is_concatenated: bool,
     device: torch.device,
-) -> tuple[Launch, int]:
-    """For what a library's product has summed."""
+) -> Launches:
+    """norm_concat, torch's product, and where that is not the end the finalise kernel."""
+    D, width = shape
+    weight, bias, _, out, normed, product = range(sources.sum_squares + 1, sources.sum_squares + 7)
+    steps: list[Step | Product] = []
+    if not is_concatenated:
+        steps.append(norm_concat.step_of(sources, norm, num_eps, widths, width, device, normed))
+    x = 0 if is_concatenated else normed
+    if post_gain_dtype is None and bias_dtype in (None, sources.dtype):
+        return Launches(device, [*steps, Product(_library_matmul, x, weight, bias if bias_dtype else None, out)])
+    steps.append(Product(_library_matmul_fp32, x, weight, None, product))
     constants = {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": 1}
-    no_sources = (*[NONE] * 7, I64, (FP32,))
-    return _finalise(no_sources, dtype, bias_dtype, post_gain_dtype, D, constants, _FINALISE_COLUMNS, device)
+    post_eps = floating(1 + num_eps)
+    finalise = _finalise(
+        (*[NONE] * 7, I64, (FP32,)),
+        [constant(0), post_eps],  # which are not read
+        address_of(product),
+        post_eps,
+        sources.dtype,
+        bias_dtype,
+        post_gain_dtype,
+        D,
+        constants,
+        _FINALISE_COLUMNS,
+        bias,
+        device,
+    )
+    return Launches(device, [*steps, finalise])
 
 
 def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     """norm_concat into the workspace and torch's product, which writes `out` where nothing is left to do after it."""
-    weight, bias, post_norm_weight, post_eps = projection
-    (N, D), width = out.shape, weight.shape[1]
-    is_last = post_norm_weight is None and (bias is None or bias.dtype == weight.dtype)
-    product_row_stride = _padded(D)
-    normed_numel = cdiv(N * width * weight.element_size(), 256) * 64  # counted in fp32, in lines of 256 bytes
-    buffer = workspace(OP, normed_numel + (0 if is_last else N * product_row_stride), out.device)
-    if sources.norm == "none" and len(sources.chunks) == 1 and not sources.residuals and not sources.indices:
-        normed = sources.chunks[0]  # capture already wrote the concat
-    else:
-        normed = matrix_in(buffer, weight.dtype, N, width, width)
-        run_sources(sources, normed)
-    if is_last:
-        _library_matmul(normed, weight, bias, out)
-        return
-    product = matrix_in(buffer, torch.float32, N, D, product_row_stride, normed_numel)
-    _library_matmul_fp32(normed, weight, product)
-    post_dtype = None if post_norm_weight is None else post_norm_weight.dtype
-    finalise, blocks = _prepare_finalise(
-        out.dtype, None if bias is None else bias.dtype, post_dtype, D, width, out.device
+    chunks, _, norm, _, eps, _, residuals, indices, _ = sources
+    weight, bias, post_gain, post_eps = projection
+    (N, D), (_, width), dtype, device = out.shape, weight.shape, weight.dtype, out.device
+    bias_dtype = None if bias is None else bias.dtype
+    is_concatenated = norm == "none" and len(chunks) == 1 and not residuals and not indices  # by capture
+    product_row_stride = 0 if post_gain is None and (bias is None or bias_dtype == dtype) else _padded(D)
+    normed_numel = cdiv(N * width * dtype.itemsize, 256) * 64  # counted in fp32, in lines of 256 bytes
+    normed = product = None
+    if product_row_stride or not is_concatenated:
+        buffer = workspace(OP, normed_numel + N * product_row_stride, device)
+        normed = matrix_in(buffer, dtype, N, width, width)
+        if product_row_stride:
+            product = matrix_in(buffer, torch.float32, N, D, product_row_stride, normed_numel)
+    signature, operands = describe(sources)
+    launches = _prepare_library(
+        signature,
+        norm,
+        len(eps),
+        norm_concat.widths_of(sources, width),
+        (D, width),
+        bias_dtype,
+        None if post_gain is None else post_gain.dtype,
+        is_concatenated,
+        device,
     )
-    epilogue = _epilogue(bias, post_norm_weight, post_eps, sources.norm_offset, out, D)
-    finalise((N, blocks, 1), (0, 0.0, address(product), product_row_stride, *epilogue))
+    integers, floats = norm_concat.numbers_of(sources, N)
+    launches((*operands, weight, bias, post_gain, out, normed, product), integers, (*floats, post_eps))
 
 
 def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if torch.is_grad_enabled() and _is_trained(x, weight, bias, out):
         with torch.no_grad():
             return _library_matmul(x, weight, bias, out)
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
+    _linear(x, weight, bias, out=out)
+
+
+# torch.mm or addmm of the transposed weight, which C++ makes: 0.9 us less.
+_linear: Any = torch._C._nn.linear
 
 
 def _is_trained(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
@@ -570,11 +623,11 @@ def _is_trained(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
     return x.requires_grad or weight.requires_grad or out.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def _library_matmul_fp32(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def _library_matmul_fp32(x: Tensor, weight: Tensor, _: Tensor | None, out: Tensor) -> None:
     """The product before it is rounded, for a bias or a norm that has to see it so."""
     if torch.is_grad_enabled() and _is_trained(x, weight, None, out):
         with torch.no_grad():
-            return _library_matmul_fp32(x, weight, out)
+            return _library_matmul_fp32(x, weight, _, out)
     if x.dtype == torch.float32:
         torch.mm(x, weight.t(), out=out)
     elif INTERPRETED:  # torch has this overload on CUDA only

@@ -7,7 +7,7 @@ strides are not. index_ptrs and residual_ptrs may hold None; Triton 3.6 then nei
 nor compares it with None, so both are asked of row_counts and residual_row_strides, which run beside them.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dialect import round_to, to_fp32
-from .launch import I64, NONE, address, pointer_to, pointers_to
-from .rows import row_stride
+from .launch import I64, NONE, Origin, address_of, pointer_to, pointers_to, row_stride_of, rows_of
 
 # Cache modifiers: from where a load may take what it reads. CACHE has no default: Triton 3.6 cannot compile a string.
 L1 = tl.constexpr("")
@@ -92,13 +91,15 @@ def load_values(
 
 
 class Signature(NamedTuple):
-    """What binaries depend on of the sources' tensors."""
+    """What binaries depend on of the sources' tensors, and where these stand among the operands of `describe`."""
 
     dtype: torch.dtype
     entries: int  # chunks
     residuals: tuple[bool, ...]  # whether each is there; () without any
-    indices: tuple[torch.dtype | None, ...]  # per entry of chunks
-    gains: tuple[torch.dtype, ...]
+    indices: tuple[torch.dtype | None, ...]  # (), one for all chunks, or one per entry of chunks
+    gains: int
+    gain_dtype: torch.dtype | None
+    has_sum_squares: bool
 
     @property
     def types(self) -> tuple:
@@ -111,33 +112,67 @@ class Signature(NamedTuple):
             strides,
             residuals or NONE,
             strides if residuals else NONE,
-            pointers_to(self.indices),
+            pointers_to([None if position is None else self.indices[position] for position in self._index_of_entry]),
         )
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Of the numbers of these arguments."""
+        chunks, first_residual = range(self.entries), self.entries
+        residuals = range(first_residual, first_residual + len(self.residuals))
+        first_index = residuals.stop
+        indices = [p for p in self._index_of_entry if p is not None and self.indices[p] is not None]
+        return [
+            *map(address_of, chunks),
+            *map(row_stride_of, chunks),
+            *map(rows_of, chunks),
+            *(address_of(position) for position, given in zip(residuals, self.residuals, strict=True) if given),
+            *map(row_stride_of, residuals),
+            *(address_of(first_index + position) for position in indices),
+        ]
+
+    @property
+    def _index_of_entry(self) -> list[int | None]:
+        """Which index each entry of chunks has."""
+        count = len(self.indices)
+        return [None if count == 0 else entry if count > 1 else 0 for entry in range(self.entries)]
 
     @property
     def gain_types(self) -> tuple | str:
         """Of the argument gain_ptrs."""
-        return pointers_to(self.gains) or NONE
+        return (pointer_to(self.gain_dtype),) * self.gains or NONE
+
+    @property
+    def gain_origins(self) -> list[Origin]:
+        return [address_of(self.sum_squares - self.gains + k) for k in range(self.gains)]
+
+    @property
+    def sum_squares(self) -> int:
+        """Their position, which is the last."""
+        return self.entries + len(self.residuals) + len(self.indices) + self.gains
+
+    @property
+    def sum_squares_types(self) -> tuple[str, str]:
+        """Of the arguments sum_squares_ptr and sum_squares_row_stride."""
+        return pointer_to(torch.float32 if self.has_sum_squares else None), I64
+
+    @property
+    def sum_squares_origins(self) -> list[Origin]:
+        position = self.sum_squares
+        return [*([address_of(position)] if self.has_sum_squares else []), row_stride_of(position)]
 
 
-def describe(sources: tuple) -> tuple[Signature, tuple[int, ...], list[Any]]:
-    """Of a checked `ops.sources.Sources`: its signature, the widths of its chunks (one of packed ones), and the numbers
-    of the arguments `Signature.types`."""
-    chunks, _, _, gains, _, _, residuals, indices, _ = sources
-    numbers, shapes = [address(chunk) for chunk in chunks], [chunk.shape for chunk in chunks]
-    # `row_stride` of each, whose calls take 0.5 us more.
-    numbers += [chunk.stride()[0] if shape[0] > 1 else 0 for chunk, shape in zip(chunks, shapes)]  # noqa: B905
-    numbers += [shape[0] for shape in shapes]
-    given: tuple[bool, ...] = ()
-    if residuals:
-        given = tuple([residual is not None for residual in residuals])
-        numbers += [address(residual) for residual in residuals if residual is not None]
-        numbers += map(row_stride, residuals)
-    index_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(chunks)
-    if indices:
-        of_chunks: list[Tensor | None] = indices if len(indices) == len(chunks) else indices * len(chunks)
-        index_dtypes = tuple([None if index is None else index.dtype for index in of_chunks])
-        numbers += [address(index) for index in of_chunks if index is not None]
-    signature = chunks[0].dtype, len(chunks), given, index_dtypes, tuple([gain.dtype for gain in gains])
-    widths = tuple([shape[1] for shape in shapes])
-    return tuple.__new__(Signature, signature), widths, numbers  # Signature(*signature) is a call of Python's
+def describe(sources: tuple) -> tuple[Signature, tuple[Tensor | None, ...]]:
+    """Of a checked `ops.sources.Sources`: its signature, and its tensors as operands of `Launches`."""
+    chunks, _, _, gains, _, _, residuals, indices, sum_squares = sources
+    signature = (
+        chunks[0].dtype,
+        len(chunks),
+        tuple([residual is not None for residual in residuals]) if residuals else (),
+        tuple([None if index is None else index.dtype for index in indices]) if indices else (),
+        len(gains),
+        gains[0].dtype if gains else None,
+        sum_squares is not None,
+    )
+    # Signature(*signature) is a call of Python's.
+    return tuple.__new__(Signature, signature), (*chunks, *residuals, *indices, *gains, sum_squares)

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .launch import needs_warmup
+from .launch import current_stream, needs_warmup
 
 # By a GPU's index: to hash a torch.device takes 0.1 us.
 _buffers: dict[int, list[Tensor]] = {}
@@ -26,7 +26,7 @@ def workspace(op: str, numel: int, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=device)
     index = device.index
     last = _last_stream.get(index)
-    if last is None or last[0] != torch._C._cuda_getCurrentRawStream(index):
+    if last is None or last[0] != current_stream(index):
         _take_turns(device, last)
     buffers = _buffers.get(index)
     if not buffers or buffers[-1].numel() < numel:
@@ -65,4 +65,4 @@ def _take_turns(device: torch.device, last: tuple[int, torch.cuda.Stream] | None
     stream = torch.cuda.current_stream(device)
     if last is not None and not torch.cuda.is_current_stream_capturing():
         stream.wait_stream(last[1])
-    _last_stream[device.index] = (torch._C._cuda_getCurrentRawStream(device.index), stream)
+    _last_stream[device.index] = (current_stream(device.index), stream)

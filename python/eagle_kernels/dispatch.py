@@ -30,7 +30,7 @@ def is_plain(operands: Sequence[Any]) -> bool:
         return False
     first = operands[0]
     # A nested tensor of two dimensions has no shape to allocate the result by.
-    if first is None or not (first.is_cpu or first.is_cuda) or first.is_nested:
+    if first is None or not (first.is_cuda or first.is_cpu) or first.is_nested:
         return False
     return not _is_grad_enabled() or not requires_grad(operands)
 

@@ -1,14 +1,17 @@
 """Run by test_launches.py in a process of its own: every launch of the Triton backend over a stub of the CUDA driver.
 
 What the driver gets is compared with what the launcher was given: each flattened argument, the grid, the threads and
-the attribute of programmatic dependent launch. Tensors are the CPU's, whose addresses serve as well.
+the attribute of programmatic dependent launch. What the compiled library launches (csrc/triton_launches.cpp) is
+compared with what Python launches for the same operands. Tensors are the CPU's, whose addresses serve as well.
 """
 
 import ctypes
 import importlib
+import os
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -79,7 +82,7 @@ def checked_launch(self: launching.Launch, grid: tuple, numbers: Sequence, is_al
     launch(self, grid, numbers, is_aligned)
     assert STUB.stub_launches() == before + 1
     binary = launching._binaries[self.specialisation(promised), None]
-    assert self._launchers[promised]._binary is binary, "not the binary of these operands"
+    assert self.launchers[promised]._binary is binary, "not the binary of these operands"
     for position, value in enumerate(expected):
         passed = ctypes.create_string_buffer(8)
         STUB.stub_argument(position, passed)
@@ -89,6 +92,75 @@ def checked_launch(self: launching.Launch, grid: tuple, numbers: Sequence, is_al
     assert tuple(last[:4]) == (*grid, 32 * num_warps), tuple(last)
     assert last[4] <= 227 << 10 and tuple(last[5:]) == (1, 6, 1), tuple(last)  # PROGRAMMATIC_STREAM_SERIALIZATION, on
     seen.add(kernel.fn.__name__)
+    made.append(Made((*grid, 32 * num_warps, last[4]), binary.function, expected))
+
+
+class Made(NamedTuple):
+    """A launch: grid, threads and shared memory, the function, and the bytes of each argument."""
+
+    config: tuple[int, ...]
+    function: int
+    arguments: list[bytes]
+
+
+def checked_call(self: launching.Launches, operands: tuple, integers: tuple, floats: tuple) -> bool:
+    """By the library where it can already, by Python, and by the library again: all three alike."""
+    products = [step for step in self._steps if getattr(step, "by_torch", None) is linear._library_matmul]
+    before = by_library(self, operands, integers, floats)
+    results = [operands[step.out].clone() for step in products]
+    for step in products:
+        operands[step.out].fill_(float("nan"))
+    made.clear()
+    was_launched = self._launch_each(operands, integers, floats)
+    by_python = list(made)
+    assert before in (None, by_python)
+    after = by_library(self, operands, integers, floats)
+    if launching.launch_by_library is not None:
+        assert after == (by_python if was_launched else None), (after, by_python)
+        counts[was_launched, before is None] += 1
+    for step, result in zip(products, results, strict=True):
+        assert before is None or torch.equal(operands[step.out].view(torch.uint8), result.view(torch.uint8))
+    return was_launched
+
+
+def by_library(self: launching.Launches, operands: tuple, integers: tuple, floats: tuple) -> list[Made] | None:
+    """The library's launches; None where it has left the call to Python."""
+    if not self._has_binaries:
+        return None
+    launched: list[Made] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+    def launch_kernel(config: int, function: int, parameters: Sequence[int], extra: None) -> int:
+        step = next(steps)
+        config = launching._LaunchConfig.from_address(config)
+        assert config.stream == 0x5A0 and config.num_attributes == 1 and extra is None
+        assert config.attributes[0].id == 6 and config.attributes[0].value[1] == 1
+        kinds = [kind for kind in flatten(step.launch.types)]
+        sizes = [struct.calcsize(FORMATS.get(kind, "<Q")) for kind in kinds]
+        arguments = [ctypes.string_at(parameters[i], size) for i, size in enumerate(sizes)]
+        sizes_of_launch = *config.grid, config.block[0], config.shared_bytes
+        launched.append(Made(sizes_of_launch, function, arguments))
+        return 0
+
+    steps = (step for step in self._steps if isinstance(step, launching.Step))
+    driver, self._record[0] = self._record[0], ctypes.cast(launch_kernel, ctypes.c_void_p).value
+    done = launching.launch_by_library(self._record_address, operands, integers, floats, 0x5A0)
+    self._record[0] = driver
+    assert done or not launched
+    return launched if done else None
+
+
+def products_of_the_cpu() -> tuple[int, ...]:
+    """In place of CUDA's; there is none of 16-bit operands into fp32."""
+    library = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD)
+    functions = library.aoti_torch_cpu_mm_out, library.aoti_torch_cpu_addmm_out, mm_dtype
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+def mm_dtype(out: int, a: int, b: int, dtype: int) -> int:
+    assert dtype == 6  # fp32's
+    return 0
 
 
 def calls() -> None:
@@ -120,6 +192,8 @@ def calls() -> None:
         ek.vocab_parallel_embedding(index.int(), rows(64, H), shard, scale=torch.tensor(2.5).bfloat16())
         ek.norm_concat_linear([rows(T, H + 1)[:, 1:], *chunks[1:]], weight, norm_weight=gain, out=out)
         ek.norm_concat_linear([rows(T, H - 8), rows(T, H + 8), chunks[2]], weight, out=out)
+        if T in (16, 200):
+            linear_calls(chunks, weight, gain, out, index)
         keys, values = rows(2, 9, 2, H // 2)
         rotation = rows(64, H // 2), 0, False, index.int(), index
         record = StoreContextKV(rows(T, 2 * H), rows(H // 2), 1e-6, 0.0, H // 2, *rotation, keys, values)
@@ -129,19 +203,62 @@ def calls() -> None:
     ek.norm_concat_linear(chunks, ek.quantize(weight, "fp8_row"), norm_weight=gain, out=out)
 
 
-launch, seen, types_at = launching.Launch.__call__, set(), {}
-launching.Launch.__call__ = checked_launch
+def linear_calls(
+    chunks: list, weight: torch.Tensor, gain: torch.Tensor, out: torch.Tensor, index: torch.Tensor
+) -> None:
+    """norm_concat_linear in signatures that differ in one thing each."""
+    T = len(out)
+    residual = torch.randn(T, H).bfloat16()
+    for more in (
+        {"norm_weight": gain.float()},
+        {"norm_weight": [gain[k] for k in range(K)], "eps": [1e-6, 1e-5, 0.5], "norm_offset": 1.0},
+        {"residuals": [residual, None, None]},
+        {"residuals": [None, None, residual]},
+        {"indices": [index]},
+        {"indices": [index, None, index]},
+        {"indices": [None, index, index.int()]},
+        {"sum_squares": torch.rand(T, K)},
+        {"bias": gain.reshape(-1)[:D]},
+        {"post_norm_weight": torch.rand(D)},
+    ):
+        ek.norm_concat_linear(chunks, weight, **{"norm_weight": gain, "out": out} | more)
+    packed = torch.cat(chunks, -1)
+    ek.norm_concat_linear(packed, weight, norm_weight=gain, num_chunks=K, out=out)
+    ek.norm_concat_linear(packed, weight, norm="none", out=out)
+    ek.norm_concat_linear(packed[:, : 2 * H], weight[:, : 2 * H], norm_weight=gain[:2], num_chunks=2, out=out)
+    ek.norm_concat_linear(chunks, weight[:32], norm_weight=gain, out=out[:, :32])
+
+
+def calls_of_all_settings() -> None:
+    calls()
+    os.environ["EAGLE_KERNELS_BATCH_INVARIANT"] = "1"
+    plan.clear()
+    weight, chunks = torch.randn(D, K * H).bfloat16(), [torch.randn(200, H).bfloat16() for _ in range(K)]
+    ek.norm_concat_linear(chunks, weight)
+    ek.norm_concat_linear([torch.randn(200, H + 1).bfloat16()[:, 1:], *chunks[1:]], weight)
+    del os.environ["EAGLE_KERNELS_BATCH_INVARIANT"]
+    plan.clear()
+
+
+launch, seen, types_at, made = launching.Launch.__call__, set(), {}, []
+# Calls of `Launches` by (was launched, not by the library before Python had).
+counts = dict.fromkeys(((True, True), (True, False), (False, True), (False, False)), 0)
+launching.Launch.__call__, launching.Launches.__call__ = checked_launch, checked_call
+launching._torch_products = products_of_the_cpu
 launching.has_pdl = lambda device: True
 plan._triton_unsupported_reason = lambda device: None
 
-for module in (*OPS, "sources"):
+for module in (*OPS, "launch"):
     importlib.import_module(f"eagle_kernels.triton_kernels.{module}").address = recorded_address
 linear = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
 linear._library_matmul_fp32 = lambda *operands: None  # an overload of CUDA alone
-calls()
+calls_of_all_settings()
 compiled = len(launching._binaries)
-calls()
+counts |= dict.fromkeys(counts, 0)
+calls_of_all_settings()
 assert len(launching._binaries) == compiled, "the same calls compile nothing"
+if launching.launch_by_library is not None:
+    assert counts[True, False] > 50 and counts[True, True] == counts[False, False] == 0, counts
 
 print(f"{compiled} binaries of {len(seen)} kernels on Triton {triton.__version__}")
 sys.stdout.flush()
