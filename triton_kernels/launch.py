@@ -324,7 +324,8 @@ class Launches:
         if (
             self._has_binaries
             and _current_device() == index
-            and launch_by_library(self._record_address, operands, integers, floats, current_stream(index))  # type: ignore[misc]  # there, with a record
+            and launch_by_library is not None
+            and launch_by_library(self._record_address, operands, integers, floats, current_stream(index))
         ):
             return True
         return self._launch_each(operands, integers, floats)
