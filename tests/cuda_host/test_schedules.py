@@ -49,6 +49,7 @@ PRODUCTS = {
     "fused-fp16": Product(Case("fp16", WIDTHS, 11, "concat", D=70, residuals="some"), "fused"),
     "fused-bulk": Product(Case("bf16", WIDTHS, 11, D=70), "fused", bulk_copies=True),
     "fused-codes": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row"),
+    "fused-blocks": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128"),
     "split": Product(Case("bf16", WIDTHS, 19, D=70), "split", has_wgmma=False),
     "split-of-64": Product(Case("fp16", WIDTHS, 40, D=70, residuals="some"), "split", has_wgmma=False),
     "split-of-128": Product(Case("bf16", WIDTHS, 70, "concat", D=70), "split", has_wgmma=False),

@@ -730,6 +730,10 @@ MUTANTS = (
                 "first_output + output",
             ),
             ("norm_concat_linear.cu", "(column >> arguments.scale_shift) << arguments.scale_shift == column", "false"),
+            ("norm_concat_linear.cu", "first_output / op.scales.block_rows * op.scales.row_stride", "0"),
+            ("norm_concat_linear.cu", "column < end_of_scales", "true"),
+            ("norm_concat_linear.cu", "global_scale * scale", "scale"),
+            ("norm_concat_linear.cu", "first_row + 2 * warp < op.num_rows", "first_row + 2 * warp + 1 < op.num_rows"),
             ("norm_concat_linear.cu", "count > 0", "false"),
             ("norm_concat_linear.cu", "1 / K::template kGainFactor<T>", "1.0f"),
             (
