@@ -191,8 +191,9 @@ def _norm_concat_linear_partial(
             w = round_to(scaled, x_ptr.dtype.element_ty)
         if SCALED == "blocks":
             # A split that ends behind the chunk has no scale there, perhaps no memory: garbage times a sum of 0 is NaN.
-            has_scale = every_row & (scale_column + start < source * H + H)
-            block_scale = load_scales(scale_rows + (scale_column + start) // BLOCK_COLUMNS, has_scale, SCALES)
+            # The chunk's last scale in its place; a mask spills on gfx942 (mxfp8, fp16, 32 rows).
+            column = tl.minimum(scale_column + start, source * H + H - 1)
+            block_scale = load_scales(scale_rows + column // BLOCK_COLUMNS, every_row, SCALES)
             if SWAP:
                 total += dot(w, x.T, tl.zeros((BD, BT), dtype=tl.float32)) * block_scale[:, None]
             else:
