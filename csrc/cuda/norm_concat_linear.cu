@@ -365,16 +365,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 
   float sum[K::kColumnTiles][K::kRowTiles][4] = {}, squares[2] = {};
   [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // of the blocks of columns before this one
-  // By the scales of the rows, or by one.
-  [[maybe_unused]] const auto add_scaled = [&](auto... one) {
+  [[maybe_unused]] const auto add_scaled = [&] {
 #pragma unroll
     for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
       const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
-      if constexpr (sizeof...(one) > 0) {
-        total[m][n][i] += sum[m][n][i] * (one, ...);
-      } else {
-        total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
-      }
+      total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
     }
   };
   // Blocks of scales: in the split kernels those of every row of the weight, where blocks of columns end. Of the fused
@@ -509,7 +504,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         }
       }
       if constexpr (kScaledStages) {
-        add_scaled(stage_scale);
+#pragma unroll
+        for (float& of_row : row_scale) of_row = stage_scale;
+        add_scaled();
         std::memset(sum, 0, sizeof sum);
       }
       if (!own_squares) continue;
@@ -767,14 +764,6 @@ int launch_rows(const Arguments& arguments, const Device& device) {
                    : launch_partial<T, kForm, 32, false>(arguments, device);
 }
 
-// Whether the fused kernel's tiles have one scale each, where there are blocks: 64 rows, and columns of the concat.
-bool has_scales_of_tiles(const NormConcatLinear& op) {
-  if (!has_blocks(op)) return true;
-  const auto is_whole = [](const Chunk& chunk) { return chunk.column % kFusedColumns == 0; };
-  return op.scales.block_rows % kFusedColumns == 0 && op.scales.block_columns % kFusedColumns == 0 &&
-         std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, is_whole);
-}
-
 template <class T, Form kForm, bool kResidual, End kEnd>
 int launch_fused(const ArgumentsOf<kEnd>& arguments, const Device& device) {
   constexpr int kRows = kMaxDecodeRows;
@@ -841,7 +830,8 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
 }
 
 int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
-  if (!device.hopper || !has_scales_of_tiles(op)) return cudaErrorNotSupported;
+  constexpr int kTile = kFusedColumns;  // rows of the weight, and a warp's columns of a stage
+  if (!device.hopper || !has_scale_of_tiles(op, kTile, kTile)) return cudaErrorNotSupported;
   Arguments arguments{op, {}, cluster_ranges(op, device), nullptr, 0, nullptr, scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   const auto launch_type = [&](auto type) {

@@ -475,15 +475,6 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
   return best;
 }
 
-// Whether the columns of a stage share a scale.
-bool has_whole_stages(const NormConcatLinear& op) {
-  constexpr int kUnit = stage_columns(true);
-  if (!has_blocks(op)) return true;
-  const auto is_whole = [](const Chunk& chunk) { return chunk.column % kUnit == 0; };
-  return op.scales.block_columns % kUnit == 0 &&
-         std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, is_whole);
-}
-
 template <class T, Form kForm, int kRows, int kWarpgroups, bool kResidual>
 int launch_tile(const Arguments& arguments, const Device& device) {
   using K = Tile<kForm, kRows, kWarpgroups, kResidual>;
@@ -525,7 +516,7 @@ namespace eagle_kernels {
 using namespace cuda;
 
 int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const Device& device) {
-  if (!device.wgmma || !has_whole_stages(op)) return cudaErrorNotSupported;
+  if (!device.wgmma || !has_scale_of_tiles(op, 1, stage_columns(true))) return cudaErrorNotSupported;
   const Split split = split_of(op, device);
   Arguments arguments{op, {}, split.ranges, nullptr, 0, nullptr, scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);

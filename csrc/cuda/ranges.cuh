@@ -135,6 +135,14 @@ inline bool has_blocks(const NormConcatLinear& op) {
   return op.weight_type != WeightType::kChunks && op.scales.block_columns < op.source.width;
 }
 
+// Whether the values of every tile of so many rows and columns of the weight share a scale.
+inline bool has_scale_of_tiles(const NormConcatLinear& op, int rows, int columns) {
+  if (!has_blocks(op)) return true;
+  const auto begins_one = [&](const Chunk& chunk) { return chunk.column % columns == 0; };
+  return op.scales.block_rows % rows == 0 && op.scales.block_columns % columns == 0 &&
+         std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, begins_one);
+}
+
 // For Arguments::scale_shift; of one scale a row all columns share it.
 inline int scale_shift_of(const NormConcatLinear& op) {
   return has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31;
