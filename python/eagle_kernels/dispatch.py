@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled = torch.is_grad_enabled
-_OPERANDS = frozenset({Tensor, torch.nn.Parameter, type(None)})
+OPERANDS = frozenset({Tensor, torch.nn.Parameter, type(None)})
 # Of the tensors that a kernel has written, as torch's own out= ops do: autograd then sees that one saved for a backward
 # has changed. 0.11 us, where torch.autograd.graph.increment_version takes 0.24. It skips inference tensors.
 increment_version = torch._C._increment_version
@@ -24,7 +24,7 @@ increment_version = torch._C._increment_version
 
 def is_plain(operands: Sequence[Any]) -> bool:
     """Whether these are tensors or None that nothing in PyTorch watches, the first a CPU or CUDA tensor."""
-    if is_compiling() or _dispatch_modes() or not _OPERANDS.issuperset(map(type, operands)):
+    if is_compiling() or _dispatch_modes() or not OPERANDS.issuperset(map(type, operands)):
         return False
     if _functorch_level() is not None or forward_ad._current_level >= 0:
         return False

@@ -27,7 +27,7 @@ def parameter_of(module: Any, name: str = "weight") -> Any:
     """The module's parameter as it is now: nothing is kept that load_state_dict, .to() or a new Parameter could leave
     behind. From the module's own dict, since nn.Module's attributes take 0.6 us each and eight of them a third of a
     call; a parametrized weight or a wrapper's property is an attribute alone."""
-    parameters = module._parameters
+    parameters = getattr(module, "_parameters", ())  # an engine's wrapper may be no nn.Module
     return parameters[name] if name in parameters else getattr(module, name)
 
 

@@ -243,7 +243,7 @@ MUTANTS = (
     Mutant(PLAN, "num_warps=8", "num_warps=4"),
     Mutant(DISPATCH, "is_compiling() or ", ""),
     Mutant(DISPATCH, "or _dispatch_modes() ", ""),
-    Mutant(DISPATCH, " or not _OPERANDS.issuperset(map(type, operands))", ""),
+    Mutant(DISPATCH, " or not OPERANDS.issuperset(map(type, operands))", ""),
     Mutant(DISPATCH, "_functorch_level() is not None", "False"),
     Mutant(DISPATCH, "return not _is_grad_enabled() or", "return"),
     Mutant(SOURCES, "residuals or None, indices or None", "indices or None, residuals or None"),

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models import gemma4_dspark, laguna_dflash, qwen3_dflash
+from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as v2
@@ -478,6 +479,28 @@ def test_a_layer_of_nemotron_h_that_is_not_the_first_has_no_stage(monkeypatch: p
         assert len(mtp.stages_of(layer, row, Config(T, False, False))) == 1
         del layer.eh_proj
         assert mtp.stages_of(layer, row, Config(T, False, False)) == []
+
+
+def test_vllms_own_class_of_parameters_goes_straight_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `__torch_function__` sees nothing: each question it is asked costs 1.3 us, and 70 us a call in all."""
+    one_rank(monkeypatch)
+    fc = ReplicatedLinear(K * H, D, return_bias=False, disable_tp=True, params_dtype=torch.bfloat16, prefix="fc")
+    norms = nn.ModuleList(RMSNorm(H) for _ in range(K)).bfloat16()
+    assert isinstance(fc.weight, BasevLLMParameter)
+    for parameter in (*fc.parameters(), *norms.parameters()):
+        parameter.data.copy_(torch.randn_like(parameter))
+    asked = []
+
+    def record(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        asked.append(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(BasevLLMParameter, "__torch_function__", classmethod(record))
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    got = EngineProjection(fc, K, chunk_norms=list(norms)).forward(chunks)
+    assert asked == []
+    assert relative_rms(got, truth(chunks, list(norms), fc.weight.data, 0.0) + fc.bias.double()) < 3e-3
 
 
 @pytest.mark.parametrize(

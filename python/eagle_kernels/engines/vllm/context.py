@@ -30,7 +30,7 @@ from ...ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_
 from ..decision import Call, Decision, normal_rows
 from ..eligibility import log_once
 from ..gates import Target
-from ..projection import EngineProjection, ProbeError, check_backend, relative_difference
+from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, relative_difference
 from . import LOGGER, normed_linear
 from .combine import BEAM, DFLASH, LAGUNA, rms_norm_unsupported_reason
 from .registry import hook_models, leaving_to_vllm, when_loaded
@@ -173,7 +173,7 @@ class _ByLayer(EngineProjection):
         (states,), (index,) = [chunks] if isinstance(chunks, Tensor) else chunks, indices or [None]
         if self.in_front is not None:
             states = self.in_front.normed(states)
-        columns = [layer.fc.weight.shape[0] for layer in self.layers]
+        columns = [parameter_of(layer.fc).shape[0] for layer in self.layers]
         rows = states.shape[0] if index is None else index.shape[0]
         made = states.new_empty(rows, sum(columns)) if out is None else out
         for layer, of_layer in zip(self.layers, made.split(columns, 1), strict=True):

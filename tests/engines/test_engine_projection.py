@@ -1,0 +1,78 @@
+"""The projection on an engine's own modules: whatever class their parameters have, and wherever their memory is now."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accuracy import relative_rms
+from eagle_kernels.engines import row_parallel
+from eagle_kernels.engines.projection import EngineProjection
+from eagle_kernels.ops.sources import Sources, formula
+
+K, H, D, T = 3, 48, 40, 5
+
+
+class Parameter(nn.Parameter):
+    """As vLLM's: a `__torch_function__` sees every question about the parameter."""
+
+    seen: list[Any] = []
+
+    def __new__(cls, data: Tensor) -> "Parameter":
+        return super().__new__(cls, data, requires_grad=False)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = Parameter(torch.randn(D, K * H).bfloat16()), Parameter(torch.randn(D).bfloat16())
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = Parameter((1 + torch.randn(H) / 8).bfloat16()), 1e-5
+
+
+def truth(projection: EngineProjection, chunks: list[Tensor]) -> Tensor:
+    gains = [norm.weight.data for norm in projection.chunk_norms]
+    x = formula(Sources(chunks, K, "chunk", gains, [1e-5], 0.0, [], [], None), torch.float64)
+    return x @ projection.fc.weight.data.double().t() + projection.fc.bias.data.double()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("rank", ["one", "of ranks"])
+def test_parameters_of_an_engine_are_plain_tensors_to_the_ops(mode: Any, rank: str) -> None:
+    projection = EngineProjection(Linear(), K, chunk_norms=[Norm() for _ in range(K)])
+    if rank == "of ranks":
+        fields = {name: getattr(projection, name) for name in EngineProjection.__dataclass_fields__}
+        projection = row_parallel.RowParallelProjection(**fields)
+    with mode():
+        chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+        Parameter.seen.clear()
+        got = projection.forward(chunks)
+        asked = list(Parameter.seen)
+    assert asked == []
+    assert relative_rms(got, truth(projection, chunks)) < 3e-3
+
+
+def test_memory_that_a_parameter_got_later_is_read() -> None:
+    projection = EngineProjection(Linear(), K, chunk_norms=[Norm() for _ in range(K)])
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    for change in ("none", "data", "in place", "parameter"):
+        weight = torch.randn(D, K * H).bfloat16()
+        if change == "data":
+            projection.fc.weight.data = weight
+        elif change == "in place":
+            projection.fc.weight.data.copy_(weight)
+        elif change == "parameter":
+            projection.fc.weight = nn.Parameter(weight, requires_grad=False)
+        with torch.inference_mode():
+            got = projection.forward(chunks)
+        assert relative_rms(got, truth(projection, chunks)) < 3e-3, change
