@@ -10,22 +10,9 @@ from accuracy import relative_rms
 from eagle_kernels.engines import row_parallel
 from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.ops.sources import Sources, formula
+from engines.watched_parameter import Parameter
 
 K, H, D, T = 3, 48, 40, 5
-
-
-class Parameter(nn.Parameter):
-    """As vLLM's: a `__torch_function__` sees every question about the parameter."""
-
-    seen: list[Any] = []
-
-    def __new__(cls, data: Tensor) -> "Parameter":
-        return super().__new__(cls, data, requires_grad=False)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class Linear(nn.Module):

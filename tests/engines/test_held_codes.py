@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import eagle_kernels as ek
 from eagle_kernels.engines import held_codes
 from eagle_kernels.engines.held_codes import HeldCodes
+from engines.watched_parameter import Parameter
 
 D, W = 160, 320
 
@@ -86,6 +87,19 @@ def test_what_the_layer_has_now_is_read(name: str) -> None:
     now = getattr(linear, name)
     setattr(linear, name, parameter(now.float().neg().to(now.dtype)))
     assert torch.equal(held.weight.dequantize(torch.float64), -2 * loaded)
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128"])
+def test_a_parameter_of_vllms_own_class_is_asked_nothing_again(format: str) -> None:
+    linear = EngineLinear(format)
+    for name, held in list(linear.named_parameters()):
+        setattr(linear, name, Parameter(held.data))
+    codes = read(linear)
+    first = codes.weight
+    Parameter.seen.clear()
+    assert codes.weight is first and Parameter.seen == []
+    linear.weight.data = linear.weight.data.clone(memory_format=torch.preserve_format)
+    assert codes.weight.codes.data_ptr() == linear.weight.data_ptr() != first.codes.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["weight_scale", "weight"])

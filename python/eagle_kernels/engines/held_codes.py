@@ -39,7 +39,8 @@ class HeldCodes:
     def weight(self) -> QuantizedWeight:
         """What the layer has now: updates in place and new parameters are seen."""
         parameters = (self.linear.weight, _scales_of(self.linear))
-        places = tuple(map(_place, parameters))  # `param.data = new` keeps the parameter
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's class of parameters: `parameter_of` in projection.py
+            places = tuple(map(_place, parameters))  # `param.data = new` keeps the parameter
         if (
             self._weight is None
             or self._read is None
