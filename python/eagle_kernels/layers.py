@@ -23,19 +23,26 @@ from .quantized_linear import LoadsProjections, QuantizedLinear, load_projection
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
-def parameter_of(module: Any, name: str = "weight") -> Any:
+def parameter_of(module: Any, name: str = "weight", *default: None) -> Any:
     """The module's parameter as it is now: nothing is kept that load_state_dict, .to() or a new Parameter could leave
     behind. From the module's own dict, since nn.Module's attributes take 0.6 us each and eight of them a third of a
-    call; a parametrized weight or a wrapper's property is an attribute alone."""
-    parameters = getattr(module, "_parameters", ())  # an engine's wrapper may be no nn.Module
-    return parameters[name] if name in parameters else getattr(module, name)
+    call; a parametrized weight, a wrapper's property and what an engine has in place of a module are attributes alone.
+    """
+    parameters: Any = getattr(module, "_parameters", ())
+    return parameters[name] if name in parameters else getattr(module, name, *default)
+
+
+def child_of(module: Any, name: str) -> Any:
+    """The same for a module inside another one; None where it has none of that name."""
+    modules: Any = getattr(module, "_modules", ())
+    return modules[name] if name in modules else getattr(module, name, None)
 
 
 def weights_of(modules: Iterable[Any]) -> list[Any]:
     """`parameter_of` each, without a call of Python's for each."""
     try:
         return [module._parameters["weight"] for module in modules]
-    except KeyError:
+    except (AttributeError, KeyError):
         return list(map(parameter_of, modules))
 
 

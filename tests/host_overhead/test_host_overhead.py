@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import eagle_kernels as ek
+from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.model_shapes import model_shapes
 from eagle_kernels.ops.store_context_kv import StoreContextKV
 from eagle_kernels.ops.store_context_kv import store_context_kv as store_rows
 from eagle_kernels.plan import Problem, choose
+from engines.watched_parameter import Parameter
 
 K, H, V = 3, 64, 100
 
@@ -127,6 +129,20 @@ def test_module(form: str, T: int, device: str, measure: Callable) -> None:
     layer = ek.Eagle3Projection(config, dtype=torch.bfloat16, device=device)
     chunks, options = [rows(device, T, H) for _ in range(K)], {"out": rows(device, T, H)} if form == "out" else {}
     measure(lambda: layer(chunks, **options))
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Parameter], ids=["torch", "vllm"])
+def test_engine_projection(kind: type, device: str, measure: Callable) -> None:
+    """On an engine's modules, whose linear layer may hold a class of parameters of the engine's own."""
+
+    def holding(weight: Tensor) -> nn.Module:
+        module = nn.Module()
+        module.weight, module.bias, module.variance_epsilon = kind(weight), None, 1e-6
+        return module.requires_grad_(False)
+
+    projection = EngineProjection(holding(rows(device, H, K * H)), K, chunk_norms=[holding(rows(device, H))] * K)
+    packed = rows(device, 1, K * H)
+    measure(lambda: projection(packed))
 
 
 def test_buffer_capture(device: str, measure: Callable) -> None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from .. import library, plan
 from ..dispatch import OPERANDS
 from ..layers import parameter_of as held_parameter
+from ..layers import weights_of
 from ..ops import norm_concat_linear_quantized as quantized
 from ..ops.norm_concat import concatenate
 from ..ops.norm_concat_linear import project
@@ -87,11 +88,11 @@ class EngineProjection:
         post_norm_weight, post_norm_eps = None, 0.0
         if self.post_norm is not None:
             post_norm_weight, post_norm_eps = parameter_of(self.post_norm), self.post_norm.variance_epsilon
-        bias = None if getattr(self.fc, "bias", None) is None else parameter_of(self.fc, "bias")
-        weight, epilogue = parameter_of(self.fc), (bias, post_norm_weight, post_norm_eps)
+        weight, bias = parameter_of(self.fc), parameter_of(self.fc, "bias", None)
+        values = weight, bias, post_norm_weight, post_norm_eps
         if isinstance(weight, QuantizedWeight):
-            return quantized.project(sources, quantized.QuantizedProjection(weight, *epilogue), out)
-        return project(sources, Projection(weight, *epilogue), out)
+            return quantized.project(sources, quantized.QuantizedProjection(*values), out)
+        return project(sources, tuple.__new__(Projection, values), out)  # as in norm_concat_linear
 
     __call__ = forward
 
@@ -121,7 +122,7 @@ class EngineProjection:
         eps: list[float],
         indices: Sequence[Tensor | None] | None = None,
     ) -> Sources:
-        each = [parameter_of(owner) for owner in owners] or None
+        each = [*map(as_operand, weights_of(owners))] or None
         gains = each[0] if each and norm == "concat" else each
         return Sources.of(op, chunks, norm, gains, eps, self.norm_offset, None, indices, None, self.num_chunks)
 
@@ -130,16 +131,21 @@ def _concat_norm(norm: Any) -> tuple[str, Sequence[Any], list[float]]:
     return ("none", (), [1e-6]) if norm is None else ("concat", (norm,), [norm.variance_epsilon])
 
 
-def parameter_of(module: Any, name: str = "weight") -> Any:
-    """The parameter that the module has now; a tensor of torch's own class, which goes straight to the kernels.
+def parameter_of(module: Any, name: str = "weight", *default: None) -> Any:
+    """`as_operand` of the parameter that the module has now."""
+    return as_operand(held_parameter(module, name, *default))
+
+
+def as_operand(parameter: Any) -> Any:
+    """A tensor of torch's own class, which goes straight to the kernels.
 
     vLLM's linear layers hold a subclass with a `__torch_function__` (vLLM 0.33, `model_executor/parameter.py`): a call
     that has one is checked in Python, where each of its shapes and dtypes takes 1.3 us, and all 79 us in place of 8
     (stubbed launches, AMD EPYC). And without its gradient, which engines leave on outside inference mode.
     """
-    parameter = held_parameter(module, name)
-    is_plain = type(parameter) in OPERANDS or is_compiling()
-    if not isinstance(parameter, Tensor) or (is_plain and not torch.is_grad_enabled()):
+    if (type(parameter) in OPERANDS or is_compiling()) and not is_grad_enabled():
+        return parameter
+    if not isinstance(parameter, Tensor):
         return parameter
     with torch._C.DisableTorchFunctionSubclass():  # 0.5 us with it, 1.7 without
         return parameter.data

@@ -343,6 +343,8 @@ def is_number(eps: Any) -> bool:
 
 
 def _eps_list(op: str, eps: Any) -> list[float]:
+    if type(eps) is list and {*map(type, eps)} == {float}:  # of a module: 0.3 us, and 2 one by one
+        return [*eps]
     if is_number(eps):
         return [checks.check_number(op, "eps", eps, "a number or a sequence of numbers")]
     return [checks.check_number(op, f"eps[{k}]", value) for k, value in enumerate(eps)]

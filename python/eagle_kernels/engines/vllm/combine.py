@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...checks import DTYPES
 from ...environment import EngineSwitches
+from ...layers import child_of
 from ...plan import Kernel, Problem, choose, cpu_isa
 from ...quantized_weight import COMPRESSED, CompressedWeight, quantize
 from .. import decision, held_codes
@@ -153,7 +154,7 @@ class FusedCombine(_Base):
 
     def eagle_kernels_stage(self) -> Stage | None:
         """The stage on the ops, planned once per fc: LoRA wraps fc after loading, and asks anew."""
-        fc = getattr(self.model, self._fc_name, None)
+        fc = child_of(child_of(self, "model"), self._fc_name)
         if fc is not self._stage_of:
             object.__setattr__(self, "_stage_of", fc)  # a plain attribute: a module's would register it again
             self._stage = None
