@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -24,6 +25,8 @@ struct Python {
   int (*is_true)(Object);
   ptrdiff_t (*length)(Object);
   Object (*item)(Object, ptrdiff_t);
+  ptrdiff_t (*list_size)(Object);
+  Object (*list_item)(Object, ptrdiff_t);  // borrowed
   Object (*call)(Object function, ...);
   Object (*call_with)(Object function, Object tuple);
   Object (*new_tuple)(ptrdiff_t);
@@ -36,12 +39,12 @@ struct Python {
 };
 constexpr const char* kPythonNames =
     "PyObject_Type Py_IncRef Py_DecRef PyLong_AsLongLong PyFloat_AsDouble PyObject_IsTrue PySequence_Size "
-    "PySequence_GetItem PyObject_CallFunctionObjArgs PyObject_CallObject PyTuple_New PyTuple_SetItem PyErr_Occurred "
-    "PyErr_Clear PyErr_SetString PyEval_SaveThread PyEval_RestoreThread";
+    "PySequence_GetItem PyList_Size PyList_GetItem PyObject_CallFunctionObjArgs PyObject_CallObject PyTuple_New "
+    "PyTuple_SetItem PyErr_Occurred PyErr_Clear PyErr_SetString PyEval_SaveThread PyEval_RestoreThread";
 
 // Objects that outlive every call: python/eagle_kernels/library.py keeps them.
 struct Objects {
-  Object none, true_object, tensor, parameter, runtime_error, is_neg, is_profiling;
+  Object none, true_object, false_object, list, tensor, parameter, runtime_error, is_neg, is_profiling;
 };
 
 Python python;
@@ -57,6 +60,7 @@ struct Method {
 };
 constexpr int kFastCall = 0x80;
 
+// A primitive, whose method has torch's packet of its overloads as `self`.
 struct Entry {
   std::string name;
   std::array<PythonFunction, 2> by_device_type{};
@@ -70,9 +74,15 @@ std::array<Entry, kMaxEntries>& entries() {
   return all;
 }
 
-bool is_plain_tensor(Object object) {
+// Of an object that lives: no reference is kept.
+Object type_of(Object object) {
   const Object type = python.type_of(object);
   python.decrease(type);
+  return type;
+}
+
+bool is_plain_tensor(Object object) {
+  const Object type = type_of(object);
   return type == objects.tensor || type == objects.parameter;
 }
 
@@ -192,7 +202,29 @@ Object call_launch_triton(Object, Object const* arguments, ptrdiff_t count) {
   python.increase(objects.none);
   return objects.none;
 }
-constexpr Method kLaunchTriton{"launch_triton", &call_launch_triton, kFastCall, nullptr};
+
+bool is_operand(Object object) { return object == objects.none || is_plain_tensor(object); }
+
+// Operands are tensors of torch's own classes and None; whether an argument is one, or a list of them.
+bool is_plain(Object argument) {
+  if (is_operand(argument)) return true;
+  if (type_of(argument) != objects.list) return false;
+  const ptrdiff_t size = python.list_size(argument);
+  for (ptrdiff_t i = 0; i < size; ++i) {
+    if (!is_operand(python.list_item(argument, i))) return false;
+  }
+  return true;
+}
+Object call_are_plain(Object, Object const* arguments, ptrdiff_t count) {
+  const bool plain = std::all_of(arguments, arguments + count, is_plain);
+  const Object answer = plain ? objects.true_object : objects.false_object;
+  python.increase(answer);
+  return answer;
+}
+
+// No primitives, without a `self`.
+constexpr Method kOthers[] = {{"launch_triton", &call_launch_triton, kFastCall, nullptr},
+                              {"are_plain", &call_are_plain, kFastCall, nullptr}};
 
 template <size_t... i>
 void add_methods(std::index_sequence<i...>) {
@@ -273,11 +305,12 @@ EAGLE_KERNELS_EXPORT int64_t eagle_kernels_set_python(const void* functions, con
   return 1;
 }
 
-// The PyMethodDef of `call_launch_triton`.
-EAGLE_KERNELS_EXPORT const void* eagle_kernels_launch_triton_method() { return &eagle_kernels::kLaunchTriton; }
-
-// The PyMethodDef of a primitive by its place; null behind the last one.
+// The PyMethodDef of a function by its place; null behind the last one.
 EAGLE_KERNELS_EXPORT const void* eagle_kernels_python_method(int64_t i) {
   using namespace eagle_kernels;
-  return i < static_cast<int64_t>(kMaxEntries) && !entries()[i].name.empty() ? &entries()[i].method : nullptr;
+  constexpr int64_t kNumOthers = std::size(kOthers);
+  if (i < kNumOthers) return &kOthers[i];
+  const int64_t entry = i - kNumOthers;
+  return entry < static_cast<int64_t>(kMaxEntries) && !entries()[entry].name.empty() ? &entries()[entry].method
+                                                                                     : nullptr;
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from backends import needs_compiled
-from eagle_kernels import library
+from eagle_kernels import dispatch, library
 
 pytestmark = needs_compiled
 
@@ -176,6 +176,19 @@ def test_a_good_call_lets_no_bad_one_through(change: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
     assert torch.equal(arguments["out"], out)
+
+
+class Watched(Tensor):
+    """A subclass, which torch lets see the ops that it is in."""
+
+
+@pytest.mark.parametrize("language", ["C", "Python"])
+def test_operands_are_plain_tensors_alone_and_in_lists(language: str) -> None:
+    are_plain = library.primitives.are_plain if language == "C" else dispatch._have_plain_types
+    x, parameter, watched = rows(T, H), torch.nn.Parameter(rows(H)), rows(T, H).as_subclass(Watched)
+    assert are_plain(x, None, parameter, [x, None, parameter], [])
+    for other in (watched, [watched], [x, watched], (x,), [x, [x]], 1.0, "x", torch.bfloat16):
+        assert not are_plain(x, other) and not are_plain(other, x), other
 
 
 def test_threads_of_python_go_on_while_a_kernel_runs() -> None:

@@ -76,7 +76,7 @@ class AuxHiddenStates:
 
         Raises ValueError for a slot or rows that the buffer does not have, and whatever `capture_hidden` raises.
         """
-        views = self._kept_views(k, row, hidden.shape) if is_plain((hidden, residual)) else None
+        views = self._kept_views(k, row, hidden.shape) if is_plain(hidden, residual) else None
         if views is not None:
             run(CaptureHidden(hidden, residual, *views), choose("capture_hidden", hidden.device), views)
             # Not the kept view itself: what the caller does to its shape or storage would meet the next capture.
@@ -102,7 +102,7 @@ class AuxHiddenStates:
 
     def _keep_views(self, k: int, row: int, hidden: Tensor, out: Tensor, squares: Tensor) -> None:
         """Two slices cost as much as the capture of a row."""
-        if not is_plain((hidden, out, squares, self.buffer, self.sum_squares)):
+        if not is_plain(hidden, out, squares, self.buffer, self.sum_squares):
             return
         # Views of an earlier buffer would keep its memory.
         if len(self._views) >= _MAX_VIEWS or self._views_of != self._addresses:

@@ -162,20 +162,21 @@ class Eagle3Projection(LoadsProjections):
         modules: dict[str, Any] = self._modules
         K, eps, norm_offset = config.num_chunks, config.eps, config.norm_offset
         fc_norm, input_norm = modules["fc_norm"], modules["input_norm"]
-        norm, gains = "none", None
+        norm, gains = "none", []
         if fc_norm is not None:
             norm, gains = "chunk", weights_of(fc_norm._modules.values())
         elif input_norm is not None:
-            norm, gains = "concat", parameter_of(input_norm)
+            norm, gains = "concat", [parameter_of(input_norm)]
         if norm == "chunk" and input_norm is not None:
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
-            gain = parameter_of(input_norm)
-            first = (chunks, "concat", gain, eps, norm_offset, residuals, indices, sum_squares, K)
-            chunks, residuals, indices, sum_squares = concatenate(Sources.of("norm_concat", *first)), None, None, None
+            gain = [parameter_of(input_norm)]
+            first = (chunks, K, "concat", gain, [eps], norm_offset, residuals, indices, sum_squares)
+            normed = concatenate(Sources.of_module("norm_concat", *first))
+            chunks, residuals, indices, sum_squares = normed, None, None, None
         statistics = None if norm == "none" else sum_squares
         fc = modules["fc"]
-        sources = Sources.of(
-            "norm_concat_linear", chunks, norm, gains, eps, norm_offset, residuals, indices, statistics, K
+        sources = Sources.of_module(
+            "norm_concat_linear", chunks, K, norm, gains, [eps], norm_offset, residuals, indices, statistics
         )
         if getattr(fc, "packed", None) is None:
             return project_onto(fc, sources, eps, out)

@@ -108,8 +108,7 @@ def _python_functions(namespace: Any) -> dict[str, Callable]:
     found = {}
     for method in iter(map(method_of, itertools.count()).__next__, None):
         name = ctypes.cast(method, ctypes.POINTER(ctypes.c_char_p))[0].decode()  # the first field of a PyMethodDef
-        found[name] = function_of(method, getattr(namespace, name), None)
-    found["launch_triton"] = function_of(_exported("eagle_kernels_launch_triton_method"), None, None)
+        found[name] = function_of(method, getattr(namespace, name, None), None)
     return found
 
 
@@ -117,6 +116,8 @@ def _python_functions(namespace: Any) -> dict[str, Callable]:
 _PYTHON_OBJECTS = (
     None,
     True,
+    False,
+    list,
     Tensor,
     torch.nn.Parameter,
     RuntimeError,
@@ -133,7 +134,6 @@ _EXPORTED: dict[str, type] = {
     "eagle_kernels_cuda_runtime_version": ctypes.c_int64,
     "eagle_kernels_cuda_driver_version": ctypes.c_int64,
     "eagle_kernels_python_names": ctypes.c_char_p,
-    "eagle_kernels_launch_triton_method": ctypes.c_void_p,
 }
 unsupported_reason: str | None = load_compiled()
 

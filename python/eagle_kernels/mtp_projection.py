@@ -82,18 +82,15 @@ class EmbeddingHiddenProjection(LoadsProjections):
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         modules, pair = self._modules, self._ordered
         enorm, hnorm, projection = self.NAMES
-        gains: list[Tensor] | None
-        eps: float | list[float]
-        if not config.normed:
-            norm, gains, eps = "none", None, 1e-6
-        else:
+        norm, gains, eps = "none", [], [1e-6]
+        if config.normed:
             # rms(scale * e) with eps is rms(e) with eps / scale^2, without the rounding of scale * e.
             enorm_eps = config.enorm_eps if scale is None else config.enorm_eps / scale**2
             norm, eps = "chunk", pair([enorm_eps, config.hnorm_eps])
             gains = pair([parameter_of(modules[enorm]), parameter_of(modules[hnorm])])
         chunks, rows = pair([chunk, hidden]), pair([index, indices])
-        arguments = (chunks, norm, gains, eps, config.norm_offset, None, rows, None, None)
-        return project_onto(modules[projection], Sources.of("norm_concat_linear", *arguments), 0.0, out)
+        arguments = (chunks, 2, norm, gains, eps, config.norm_offset, None, rows)
+        return project_onto(modules[projection], Sources.of_module("norm_concat_linear", *arguments), 0.0, out)
 
     def _ordered(self, pair: list) -> list:
         return pair if self.config.order == "embed,hidden" else pair[::-1]

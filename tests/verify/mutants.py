@@ -76,6 +76,7 @@ QUANTIZED_LINEAR = "python/eagle_kernels/quantized_linear.py"
 SOURCES = "python/eagle_kernels/ops/sources.py"
 PLAN = "python/eagle_kernels/plan.py"
 DISPATCH = "python/eagle_kernels/dispatch.py"
+PYTHON_CALL = "csrc/python_call.cpp"
 TRITON = "triton_kernels/{}.py".format
 CUDA = "csrc/cuda/{}".format
 
@@ -127,7 +128,8 @@ TESTS = {
         "tests/test_norm_concat_linear_quantized.py::test_the_plan_of_few_rows",
         "tests/test_norm_concat_linear_quantized.py::test_beside_tiles_one_row_of_codes_runs_in_dots",
     ],
-    DISPATCH: ["tests/test_dispatch.py", "tests/test_registration.py"],
+    DISPATCH: ["tests/test_dispatch.py", "tests/test_python_call.py", "tests/test_registration.py"],
+    PYTHON_CALL: ["tests/test_python_call.py", "tests/test_dispatch.py"],
     SOURCES: ["tests/test_errors.py", "tests/test_norm_concat.py", "tests/test_worded_errors.py"],
     TRITON("dialect"): ["tests/interpreter/test_add_rms_norm.py"],
     TRITON("sources"): ["tests/interpreter/test_norm_concat.py"],
@@ -243,7 +245,14 @@ MUTANTS = (
     Mutant(PLAN, "num_warps=8", "num_warps=4"),
     Mutant(DISPATCH, "is_compiling() or ", ""),
     Mutant(DISPATCH, "or _dispatch_modes() ", ""),
-    Mutant(DISPATCH, " or not OPERANDS.issuperset(map(type, operands))", ""),
+    Mutant(DISPATCH, " or not _are_plain(*operands)", ""),
+    Mutant(DISPATCH, "OPERANDS.issuperset(map(type, _each(operands)))", "True"),
+    Mutant(DISPATCH, "if type(operand) is list:", "if False:"),
+    Mutant(DISPATCH, "requires_grad(_each(operands))", "requires_grad(operands[-1:])"),
+    Mutant(PYTHON_CALL, "type_of(argument) != objects.list", "false"),
+    Mutant(PYTHON_CALL, "!is_operand(python.list_item(argument, i))", "false"),
+    Mutant(PYTHON_CALL, "i < size", "i + 1 < size"),
+    Mutant(PYTHON_CALL, "object == objects.none || is_plain_tensor(object)", "is_plain_tensor(object)"),
     Mutant(DISPATCH, "_functorch_level() is not None", "False"),
     Mutant(DISPATCH, "return not _is_grad_enabled() or", "return"),
     Mutant(SOURCES, "residuals or None, indices or None", "indices or None, residuals or None"),

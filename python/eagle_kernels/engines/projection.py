@@ -122,9 +122,8 @@ class EngineProjection:
         eps: list[float],
         indices: Sequence[Tensor | None] | None = None,
     ) -> Sources:
-        each = [*map(as_operand, weights_of(owners))] or None
-        gains = each[0] if each and norm == "concat" else each
-        return Sources.of(op, chunks, norm, gains, eps, self.norm_offset, None, indices, None, self.num_chunks)
+        gains = [*map(as_operand, weights_of(owners))]
+        return Sources.of_module(op, chunks, self.num_chunks, norm, gains, eps, self.norm_offset, None, indices)
 
 
 def _concat_norm(norm: Any) -> tuple[str, Sequence[Any], list[float]]:

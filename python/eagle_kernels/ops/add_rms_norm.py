@@ -52,7 +52,7 @@ def add_rms_norm(
     """
     eps = eps if type(eps) is float else checks.check_number(OP, "eps", eps)
     norm_offset = norm_offset if type(norm_offset) is float else checks.check_number(OP, "norm_offset", norm_offset)
-    if is_plain((hidden, residual, weight, out, out_sum)) and hidden.dim() == 2:
+    if is_plain(hidden, residual, weight, out, out_sum) and hidden.dim() == 2:
         out = _empty_like(hidden) if out is None else out
         out_sum = _empty_like(hidden) if out_sum is None else out_sum
         record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)

@@ -43,7 +43,7 @@ def capture_hidden(
         TypeError, ValueError: a dtype, shape, device or stride that does not fit, or `out` over an input.
         RuntimeError: an input requires grad while grad mode is on, or has a tangent of forward-mode differentiation.
     """
-    if is_plain((hidden, residual, out, sum_squares)) and hidden.dim() != 1:
+    if is_plain(hidden, residual, out, sum_squares) and hidden.dim() != 1:
         _run_out(hidden, residual, out, sum_squares)
         return out
     record = CaptureHidden(hidden, residual, out, sum_squares)

@@ -82,9 +82,8 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
     """The op for arguments that are records already, as the modules of this package keep them."""
     chunks, _, _, gains, _, _, residuals, indices, sum_squares = sources
     weight, bias, post_norm_weight, _ = projection
-    # One tuple: that of `sources.operands` inside another takes 0.15 us more.
     if (
-        is_plain((*chunks, *gains, *residuals, *indices, sum_squares, weight, bias, post_norm_weight, out))
+        is_plain(chunks, gains, residuals, indices, sum_squares, weight, bias, post_norm_weight, out)
         and weight is not None
         and weight.dim() == chunks[0].dim() == 2
     ):

@@ -95,14 +95,39 @@ class Sources(NamedTuple):
         return tuple.__new__(Sources, values)  # Sources(*values) is a call of Python's, of 0.12 us
 
     @staticmethod
+    def of_module(
+        op: str,
+        chunks: Iterable[Tensor] | Tensor,
+        num_chunks: int | None,
+        norm: str,
+        gains: list[Tensor],
+        eps: list[float],
+        norm_offset: float,
+        residuals: Iterable[Tensor | None] | Tensor | None = None,
+        indices: Iterable[Tensor | None] | Tensor | None = None,
+        sum_squares: Tensor | None = None,
+    ) -> Sources:
+        """As `of`, for a module, whose norm and gains fit one another: only what a call brings is looked at, which
+        takes 0.5 us in place of 1.2. num_chunks: None where there is no norm, and any number will do."""
+        if isinstance(chunks, Tensor):
+            rows, count = [chunks], num_chunks or 1
+        else:
+            rows = checks.check_sequence(op, "chunks", chunks)
+            if (count := len(rows)) != (num_chunks or count) or count == 0:
+                raise checks.error(ValueError, op, f"chunks has {count} entries", f"K={num_chunks or '>= 1'}")
+        more = [] if residuals is None else _as_list(op, "residuals", residuals)
+        places = [] if indices is None else _as_list(op, "indices", indices)
+        return tuple.__new__(Sources, (rows, count, norm, gains, eps, norm_offset, more, places, sum_squares))
+
+    @staticmethod
     def of_call(op: str, chunks: Iterable[Tensor] | Tensor, arguments: Mapping[str, Any]) -> Sources:
         """From the keyword arguments of a public call, for `explain`."""
         names = ("norm", "norm_weight", "eps", "norm_offset", "residuals", "indices", "sum_squares", "num_chunks")
         return Sources.of(op, chunks, *(arguments.get(name, _DEFAULTS.get(name)) for name in names))
 
     @property
-    def operands(self) -> tuple[Tensor | None, ...]:
-        return (*self.chunks, *self.gains, *self.residuals, *self.indices, self.sum_squares)
+    def operands(self) -> tuple:
+        return self.chunks, self.gains, self.residuals, self.indices, self.sum_squares
 
     @property
     def rows(self) -> int:

@@ -150,7 +150,7 @@ class StoreContextKV(NamedTuple):
 
 def store_context_kv(record: StoreContextKV) -> None:
     """Write the rows of one draft layer; raises TypeError / ValueError for what does not fit, before any is written."""
-    if is_plain(record.operands):
+    if is_plain(*record.operands):
         _run_record(record)
     else:
         record.check()

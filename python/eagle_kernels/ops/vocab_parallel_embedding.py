@@ -55,7 +55,7 @@ def vocab_parallel_embedding(
         scale = None
     elif scale is not None and type(scale) is not float:
         scale = checks.check_number(OP, "scale", scale, "a number or a 0-d tensor")
-    if is_plain((ids, weight, scale_tensor, out)) and ids.dim() == 1 and _fits(weight, shard):
+    if is_plain(ids, weight, scale_tensor, out) and ids.dim() == 1 and _fits(weight, shard):
         out = weight.new_empty(ids.shape[0], weight.shape[1]) if out is None else out
         record = VocabParallelEmbedding(ids, weight, *shard.bounds, scale, scale_tensor, out)
         run(record, choose(OP, ids.device), (out,))
