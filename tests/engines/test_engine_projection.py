@@ -49,6 +49,30 @@ def test_parameters_of_an_engine_are_plain_tensors_to_the_ops(mode: Any, rank: s
     assert relative_rms(got, truth(projection, chunks)) < 3e-3
 
 
+class Forwarding(nn.Parameter):
+    """As vLLM's, whose `__torch_function__` has nothing of its own to do: one with an effect is in no graph."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_compiled_model_reads_them_in_one_graph(mode: Any) -> None:
+    linear, norms = Linear(), [Norm() for _ in range(K)]
+    for module in (linear, *norms):
+        for name, parameter in list(module.named_parameters()):
+            setattr(module, name, Forwarding(parameter.data, requires_grad=False))
+    projection = EngineProjection(linear, K, chunk_norms=norms)
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    with mode():
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda: projection(chunks), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(), projection(chunks))
+        linear.weight.data.mul_(2)
+        assert torch.equal(compiled(), projection(chunks))
+
+
 def test_memory_that_a_parameter_got_later_is_read() -> None:
     projection = EngineProjection(Linear(), K, chunk_norms=[Norm() for _ in range(K)])
     chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
