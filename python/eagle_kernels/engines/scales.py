@@ -32,33 +32,43 @@ MERGED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM's
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang's
+    "fused_wqa_wkv": ("wq_a", "wkv"),  # DeepSeek-V4's in vLLM
+    "wqkv_a": ("wq_a", "wkv"),  # in SGLang
 }
-# Of single layers: Mistral's, Step-3.5's, Bailing's and GigaChat's.
+# Of single layers: Mistral's, Step-3.5's, Bailing's, GigaChat's and DeepSeek-V4's.
 _OTHER_NAMES = {
     **{"eagle_linear": "fc", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
-    **{"output": "head", "dense": "o_proj", "word_embeddings": "embed_tokens", "tok_embeddings": "embed_tokens"},
+    **dict.fromkeys(("word_embeddings", "tok_embeddings", "tok_emb", "embeddings"), "embed_tokens"),
+    **{"dense": "o_proj", "output": "head", "lm_head": "head"},  # vLLM's MTP models have it as shared_head.head
     **{"gate_proj": "attn_gate", "gate_up_projection": "gate_up_lowrank", "gate_down_projection": "gate_down_lowrank"},
+}
+# Layers that take numbers and whose codes in FP8 blocks the engine reads itself: by the drafter's class, with the names
+# of the scales that it knows.
+_READ_BY_ENGINE = {
+    **dict.fromkeys(("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark"), ("wo_a", ("scale",))),  # SGLang
 }
 _CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
 # Renames of the engines' own load_weights, as those above: they run behind this. Each may be on top of those before it.
-_OF_MTP = re.compile(r"^model\.(?:mtp\.layers|mtp_layers|mtp_block)\.\d+\.(?:transformer_layer\.)?")
 _RENAMES = (
     (re.compile(r"^(?:model\.)?language_model\.(?:model\.)?"), ""),  # GLM-OCR, GLM-5-next, Nemotron-H
+    (re.compile(r"^backbone\.(?=embeddings$)"), ""),  # Nemotron-H: other layers there are its target's
     (re.compile(r"^(?:model\.)?dspark\."), ""),  # MiniMax's DSpark in SGLang
     (re.compile(r"\bblock_sparse_moe\."), "mlp."),  # the same
     (re.compile(r"\.transformer\."), "."),  # Step-3.5, 3.7
-    (re.compile(r"\battention\."), "self_attn."),  # Bailing in vLLM, Mistral
-    (re.compile(r"\bfeed_forward\."), "mlp."),  # Mistral
+    (re.compile(r"\b(?:attention|attn)\."), "self_attn."),  # Bailing in vLLM, Mistral; DeepSeek-V4 in SGLang
+    (re.compile(r"\b(?:feed_forward|ffn)\."), "mlp."),  # Mistral; DeepSeek-V4 in SGLang
     (re.compile(r"\bmidlayer\."), "layers.0."),  # EAGLE-3
     (re.compile(r"^layers\.0\."), "midlayer."),  # Kimi's EAGLE-3 in SGLang
     (re.compile(r"\blayers\.(\d+)\."), r"layers.\1.mtp_block."),  # vLLM's MTP models
-    (re.compile(r"^mtp\.\d+\.main_proj$"), "model.main_proj"),  # vLLM's DSpark
+    (re.compile(r"^mtp\.(\d+\.)"), r"layers.\1"),  # DeepSeek-V4's DSpark in vLLM
+    (re.compile(r"^mtp\.(\d+\.)"), r"stages.\1"),  # in SGLang
     (re.compile(r"\bmtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H, MiniMax-M3, Inkling
     (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
     (re.compile(r"^mtp\."), "model.mtp_layer."),  # IQuest-Q1 in SGLang
-    (_OF_MTP, "mtp_block."),  # MiMo, Ernie, LongCat in vLLM
-    (_OF_MTP, "decoder."),  # LongCat in SGLang
+    # MiMo, Ernie, LongCat, DeepSeek-V4: of the engine's path, wherever its layer is, this is the end.
+    (re.compile(r"^(?:model\.(?:mtp\.layers|mtp_layers|mtp_block)|mtp)\.\d+\.(?:transformer_layer\.)?"), ""),
+    (re.compile(r"^emb\.(?=tok_emb$)"), ""),  # DeepSeek-V4
 )
 _STRIPPED = re.compile(r"^(model|encoder(?=\.fc$))\.")  # SGLang's DFlash, where no parameter has the whole name
 _DTYPES_OF_CODES = {
@@ -93,7 +103,7 @@ def scaled(
         unquantized: the exact types of quant_method that take numbers; a torch nn.Linear does as well.
         engine: its name, for the log.
     """
-    drafter = _Drafter(f"{type(model).__name__} of {engine}", _quantization_of(model), logger)
+    drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), logger)
     return _scaled(weights, _Layers(_layers_by_tail(model, unquantized), (*_RENAMES, *_renames_of(model))), drafter)
 
 
@@ -110,7 +120,7 @@ def _scaled(
             yield name, tensor
     for path, tensors in held.items():
         layer = layers.of(path)
-        if layer is not None and _has_codes(tensors, layer):
+        if layer is not None and _has_codes(tensors, layer) and not drafter.is_read_by_engine(path, tensors):
             try:
                 tensors = {"weight": _numbers(path, tensors, layer, drafter)}
             except (ValueError, TypeError) as failure:
@@ -122,8 +132,16 @@ def _scaled(
 @dataclass(frozen=True)
 class _Drafter:
     name: str
+    engine: str
     quantization: Mapping[str, Any] | None
     logger: logging.Logger
+
+    def is_read_by_engine(self, path: str, tensors: Mapping[str, Tensor]) -> bool:
+        layer, names = _READ_BY_ENGINE.get(self.name, ("", ()))
+        scales = [tensors[name] for name in names if name in tensors]
+        in_blocks = any(scale.dim() == 2 and scale.shape[1] > 1 for scale in scales)
+        is_fp8 = "weight" in tensors and tensors["weight"].dtype == torch.float8_e4m3fn
+        return path.rpartition(".")[2] == layer and in_blocks and is_fp8
 
 
 def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
@@ -288,6 +306,7 @@ def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _
     shape = layer.shape_of(tensors)
     weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
     kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
-    message = f"{path.rpartition('.')[2]} of {drafter.name} is {kind} in the checkpoint and has no scales there"
-    log_once(drafter.logger, logging.INFO, f"{message}: dequantized to {layer.dtype}")
+    name = f"{path.rpartition('.')[2]} of {drafter.name} of {drafter.engine}"
+    message = f"{name} is {kind} in the checkpoint and has no scales there: dequantized to {layer.dtype}"
+    log_once(drafter.logger, logging.INFO, message)
     return weight.dequantize(layer.dtype) if isinstance(weight, QuantizedWeight) else weight.to(layer.dtype)
