@@ -113,6 +113,7 @@ def test_layers_that_the_engine_merges() -> None:
         pytest.param(lambda: Drafter(fc=EngineLinear(Fp8)), "fc", id="codes-of-the-engine"),
         pytest.param(lambda: Drafter(fc=linear(), other=Drafter(fc=EngineLinear(Fp8))), "x.fc", id="first-of-two"),
         pytest.param(lambda: Drafter(fc=EngineLinear(Fp8), other=Drafter(fc=linear())), "x.fc", id="second-of-two"),
+        pytest.param(lambda: Drafter(lm_head=EngineLinear(Fp8), head=linear()), "lm_head", id="of-that-name"),
         pytest.param(lambda: Drafter(q_proj=linear()), "model.layers.3.q_proj", id="of-the-target"),
         pytest.param(lambda: Drafter(eh_proj=linear()), "fc", id="no-such-layer"),
     ],

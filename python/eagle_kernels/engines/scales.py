@@ -266,9 +266,9 @@ class _Layers:
         parent, _, own = path.rpartition(".")
         for name in filter(None, (own, _OTHER_NAMES.get(own))):
             merged = (merged for merged, parts in MERGED.items() if name in parts)
-            for each in (name, *merged):
-                if layer := self.by_tail.get(f"{parent}.{each}".lstrip(".")):
-                    return layer
+            for tail in (f"{parent}.{each}".lstrip(".") for each in (name, *merged)):
+                if tail in self.by_tail:  # with None the engine has the layer, and takes codes
+                    return self.by_tail[tail]
         return None
 
 
