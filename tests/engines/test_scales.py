@@ -512,6 +512,13 @@ def named(architecture: str, there: str) -> nn.Module:
         pytest.param(NEXTN, "model.decoder.self_attn.wo_a", "mtp.0.attn.wo_a", "deepseek-block", id="sglang-v4"),
         pytest.param(DSPARK, "stages.1.self_attn.wo_a", "mtp.1.attn.wo_a", "deepseek-v4.1", id="sglang-v4-dspark"),
         pytest.param(
+            "Glm5NextMTP",
+            f"model.layers.61.mtp_block.{FUSED}",
+            f"model.language_model.layers.61.{KV_A}",
+            "hf-block",
+            id="vllm-glm-5-next",
+        ),
+        pytest.param(
             "DeepSeekMTP",
             "model.layers.61.mtp_block.self_attn.indexer.wk_weights_proj",
             "model.layers.61.self_attn.indexer.wk",
@@ -523,7 +530,8 @@ def named(architecture: str, there: str) -> nn.Module:
 def test_a_scale_that_the_engine_reads_itself_is_left_to_it(
     architecture: str, there: str, path: str, layout: str, log: Callable
 ) -> None:
-    """wo_a is in FP8 in checkpoints of methods that the hook does not read too: it would refuse what SGLang loads."""
+    """vLLM pads kv_a_proj_with_mqa of a GLM-5-next without RoPE where it is in codes, and numbers did not load; wo_a is
+    in FP8 in checkpoints of other methods too, which the hook would refuse."""
     tensors, _ = quantized(layout, path)
     drafter = named(architecture, there)
     drafter.config.quantization_config = {"quant_method": "w4afp8"}
@@ -536,6 +544,7 @@ def test_a_scale_that_the_engine_reads_itself_is_left_to_it(
     [
         pytest.param(NEXTN, "model.decoder.self_attn.wo_a", "mtp.0.attn.wo_a", "hf-block", id="another-scale"),
         pytest.param(NEXTN, "model.decoder.self_attn.wo_b", "mtp.0.attn.wo_b", "deepseek-block", id="another-layer"),
+        pytest.param("Glm5NextMTP", f"model.layers.61.mtp_block.{FUSED}", f"model.layers.61.{KV_A}", "compressed-int8"),
         pytest.param("DeepSeekMTP", f"model.layers.61.mtp_block.{FUSED}", f"model.layers.61.{KV_A}", "hf-block"),
     ],
 )

@@ -47,6 +47,8 @@ _OTHER_NAMES = {
 # of the scales that it knows.
 _READ_BY_ENGINE = {
     **dict.fromkeys(("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark"), ("wo_a", ("scale",))),  # SGLang
+    # vLLM pads the rows of a checkpoint without RoPE to the layer's, where they are codes.
+    "Glm5NextMTP": ("kv_a_proj_with_mqa", ("weight_scale_inv", "weight_scale")),
 }
 _CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
 # Renames of the engines' own load_weights, as those above: they run behind this. Each may be on top of those before it.
