@@ -204,6 +204,30 @@ def test_integers_of_an_mtp_layer(layout: str, path: str) -> None:
     assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected.float().bfloat16())
 
 
+@pytest.mark.parametrize("layout", ["hf-block", "deepseek-block", "modelopt-nvfp4", "compressed-nvfp4"])
+def test_codes_and_scales_of_several_files_come_in_any_order(layout: str) -> None:
+    """A file has the scales of another's codes, before or behind them, and other layers in between."""
+    weights, expected = {}, {}
+    for path in ("fc", "mtp.0.fc", "model.fc"):
+        tensors, expected[f"{path}.weight"] = quantized(layout, path)
+        weights |= tensors
+    scales_first = sorted(weights.items(), key=lambda item: "scale" not in item[0])
+    for order in (scales_first, scales_first[::-1]):
+        got = loaded(Drafter(fc=linear()), {**dict(order[:2]), "norm.weight": torch.ones(W), **dict(order[2:])})
+        assert got.keys() == {"norm.weight", *expected}
+        assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+
+
+def test_a_scale_of_another_load_is_an_error_of_the_codes() -> None:
+    """An engine that gets weights in buckets (RL) calls load_weights for each: neither loses the scale in silence."""
+    tensors, _ = quantized("hf-block", "fc")
+    scale = {"fc.weight_scale_inv": tensors.pop("fc.weight_scale_inv")}
+    drafter = Drafter(fc=linear())
+    with pytest.raises(ValueError, match=r"^load_weights: weights has fc\.weight in .*, expected its scale beside it"):
+        loaded(drafter, tensors)
+    assert loaded(drafter, scale)["fc.weight_scale_inv"] is scale["fc.weight_scale_inv"]
+
+
 def test_mistral_calls_fc_eagle_linear() -> None:
     """The engines rename it behind the plugin, so that its codes had no layer there."""
     tensors, expected = quantized("mistral", "eagle_linear")
@@ -351,7 +375,7 @@ def test_gptq_without_a_config_is_an_error() -> None:
 def test_a_model_that_cannot_be_read_is_refused_before_the_engine_reads_a_weight() -> None:
     # Where the plugins still leave the weights to the engine: inside of the generator a failure would be the engine's.
     model = Drafter(fc=linear())
-    model.named_modules = lambda: 1 / 0
+    model.named_modules = lambda **_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         scales.scaled(model, iter(()), set(), "an engine", LOGGER)
 
@@ -658,6 +682,15 @@ def test_codes_of_an_embedding_become_numbers(embedding: type, method: type | No
         tensors, expected = quantized(layout, name)
         got = loaded(at(name, embedding(method)), tensors)
         assert list(got) == [f"{name}.weight"] and torch.equal(got[f"{name}.weight"], expected)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_a_layer_that_has_two_names_is_found_by_both(name: str) -> None:
+    """lm_head of a Qwen4-Exp with tied embeddings is its embed_tokens in vLLM, which loads it by both names."""
+    root = at("model.embed_tokens", Embedding())
+    root.lm_head = root.model.embed_tokens
+    tensors, expected = quantized("hf-block", name)
+    assert torch.equal(loaded(root, tensors)[f"{name}.weight"], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])

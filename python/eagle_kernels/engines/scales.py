@@ -205,9 +205,9 @@ class _Layer:
 
 
 def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[str, _Layer | None]:
-    """Layers that take numbers, by every end of their path ("fc", "model.fc"); None where one of them takes codes."""
+    """Layers that take numbers, by every end of their paths ("fc", "model.fc"); None where one of them takes codes."""
     layers: dict[str, _Layer | None] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):  # tied embeddings are lm_head too
         is_dense = _takes_numbers(module, unquantized)
         if not path or (not is_dense and not hasattr(module, "quant_method")):
             continue
