@@ -497,8 +497,57 @@ def at(path: str, module: nn.Module) -> nn.Module:
         ),
         pytest.param("stages.0.main_proj", "mtp.0.main_proj", id="sglang-v4-dspark-main"),
         pytest.param("model.layers.61.shared_head.head", "lm_head", id="vllm-glm-and-bailing-head"),
+        pytest.param("lm_head", "mtp.shared_head.head", id="vllm-qwen4-head"),
+        pytest.param("lm_head", "model.language_model.shared_head.head", id="vllm-qwen4-vision-head"),
         pytest.param("model.embed_tokens", "backbone.embeddings", id="nemotron-h-embedding"),
         pytest.param("model.embed_tokens", "language_model.backbone.embeddings", id="nemotron-h-vision-embedding"),
+        pytest.param("model.embed_tokens", "model.layers.61.embed_tokens", id="vllm-deepseek-embedding"),
+        pytest.param("model.embed_tokens", "model.mtp.embed_tokens", id="vllm-longcat-embedding"),
+        pytest.param(
+            "model.layers.0.self_attn.fused_qkv_a_proj", "layers.0.attention.wkv_a_with_mqa", id="mistral-large-3-kv"
+        ),
+        pytest.param(
+            "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa", "layers.0.attention.wq_a", id="mistral-large-3-q"
+        ),
+        pytest.param("model.layers.0.self_attn.q_b_proj", "layers.0.attention.wq_b", id="mistral-large-3-q-b"),
+        pytest.param("model.layers.0.self_attn.kv_b_proj", "layers.0.attention.wkv_b", id="mistral-large-3-kv-b"),
+        pytest.param(
+            "model.layers.0.mlp.shared_experts.gate_up_proj", "layers.0.shared_experts.w3", id="mistral-large-3-experts"
+        ),
+        pytest.param(
+            "model.layers.61.mtp_block.self_attn.fused_qkv_a_g_proj",
+            "language_model.model.layers.61.self_attn.g_proj",
+            id="vllm-kimi-k3",
+        ),
+        pytest.param(
+            "model.layers.0.transformer_layer.self_attn.qkv_proj",
+            "model.mtp.layers.0.transformer_layer.self_attn.index_q_proj",
+            id="vllm-minimax-m3-index",
+        ),
+        pytest.param(
+            "model.layers.61.mtp_block.mlp.gate_up_proj", "model.layers.61.mlp.gate_and_up_proj", id="vllm-hunyuan-v3"
+        ),
+        pytest.param(
+            "model.layers.0.transformer_block.attn.qkvr",
+            "model.mtp.layers.0.transformer_block.attn.wr_du",
+            id="vllm-inkling",
+        ),
+        pytest.param(
+            "model.transformer_block.attn.qkvr", "model.mtp.layers.0.transformer_block.attn.wq_du", id="sglang-inkling"
+        ),
+        pytest.param(
+            "model.transformer_block.mlp.gate_up_proj",
+            "model.mtp.layers.0.transformer_block.mlp.w13_dn",
+            id="sglang-inkling-up",
+        ),
+        pytest.param(
+            "model.layers.0.transformer_block.mlp.down_proj",
+            "model.mtp.layers.0.transformer_block.mlp.w2_md",
+            id="vllm-inkling-down",
+        ),
+        pytest.param("model.embed_tokens", "model.llm.embed", id="sglang-inkling-embedding"),
+        pytest.param("lm_head", "model.llm.unembed", id="sglang-inkling-head"),
+        pytest.param("centroids", "masked_embedding.centroids", id="sglang-gemma4"),
     ],
 )
 def test_layers_that_the_engine_renames(there: str, path: str) -> None:

@@ -28,19 +28,25 @@ from .eligibility import log_once
 OP = "load_weights"
 # One layer of the engines, of several of the checkpoint.
 MERGED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),  # the last two MiniMax-M3's in vLLM
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # vLLM's
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang's
     "fused_wqa_wkv": ("wq_a", "wkv"),  # DeepSeek-V4's in vLLM
     "wqkv_a": ("wq_a", "wkv"),  # in SGLang
+    "qkvr": ("wq_du", "wk_dv", "wv_dv", "wr_du"),  # Inkling's
 }
-# Of single layers: Mistral's, Step-3.5's, Bailing's, GigaChat's and DeepSeek-V4's.
+# And Kimi K3's in vLLM, not for `doctor`, which takes MERGED for all families: Ling's g_proj is a layer of its own.
+_MERGED = {**MERGED, "fused_qkv_a_g_proj": ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")}
+# Of single layers: Mistral's, Step-3.5's, Bailing's, GigaChat's, HunYuan's, Inkling's and DeepSeek-V4's.
 _OTHER_NAMES = {
     **{"eagle_linear": "fc", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
+    **{"wq_a": "q_a_proj", "wq_b": "q_b_proj", "wkv_a_with_mqa": "kv_a_proj_with_mqa", "wkv_b": "kv_b_proj"},
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
-    **dict.fromkeys(("word_embeddings", "tok_embeddings", "tok_emb", "embeddings"), "embed_tokens"),
-    **{"dense": "o_proj", "output": "head", "lm_head": "head"},  # vLLM's MTP models have it as shared_head.head
+    **{"gate_and_up_proj": "gate_up_proj", "w13_dn": "gate_up_proj", "w2_md": "down_proj", "dense": "o_proj"},
+    **dict.fromkeys(("word_embeddings", "tok_embeddings", "tok_emb", "embeddings", "embed"), "embed_tokens"),
+    # vLLM's MTP models have the target's lm_head in each layer, as shared_head.head; Qwen4-Exp's the other way round.
+    **{"output": "head", "lm_head": "head", "head": "lm_head", "unembed": "lm_head"},
     **{"gate_proj": "attn_gate", "gate_up_projection": "gate_up_lowrank", "gate_down_projection": "gate_down_lowrank"},
 }
 # Layers that take numbers and whose codes in FP8 blocks the engine reads itself: by the drafter's class, with the names
@@ -55,11 +61,14 @@ _CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
 _RENAMES = (
     (re.compile(r"^(?:model\.)?language_model\.(?:model\.)?"), ""),  # GLM-OCR, GLM-5-next, Nemotron-H
     (re.compile(r"^backbone\.(?=embeddings$)"), ""),  # Nemotron-H: other layers there are its target's
+    (re.compile(r"^(?:model\.)?llm\.(?=(?:un)?embed$)"), ""),  # Inkling in SGLang
+    (re.compile(r"^masked_embedding\."), ""),  # Gemma 4 in SGLang
     (re.compile(r"^(?:model\.)?dspark\."), ""),  # MiniMax's DSpark in SGLang
     (re.compile(r"\bblock_sparse_moe\."), "mlp."),  # the same
     (re.compile(r"\.transformer\."), "."),  # Step-3.5, 3.7
     (re.compile(r"\b(?:attention|attn)\."), "self_attn."),  # Bailing in vLLM, Mistral; DeepSeek-V4 in SGLang
     (re.compile(r"\b(?:feed_forward|ffn)\."), "mlp."),  # Mistral; DeepSeek-V4 in SGLang
+    (re.compile(r"^(layers\.\d+\.)(?=shared_experts\.)"), r"\1mlp."),  # Mistral Large 3
     (re.compile(r"\bmidlayer\."), "layers.0."),  # EAGLE-3
     (re.compile(r"^layers\.0\."), "midlayer."),  # Kimi's EAGLE-3 in SGLang
     (re.compile(r"\blayers\.(\d+)\."), r"layers.\1.mtp_block."),  # vLLM's MTP models
@@ -68,9 +77,10 @@ _RENAMES = (
     (re.compile(r"\bmtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H, MiniMax-M3, Inkling
     (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
     (re.compile(r"^mtp\."), "model.mtp_layer."),  # IQuest-Q1 in SGLang
-    # MiMo, Ernie, LongCat, DeepSeek-V4: of the engine's path, wherever its layer is, this is the end.
+    # MiMo, Ernie, LongCat, Inkling, DeepSeek-V4: of the engine's path, wherever its layer is, this is the end.
     (re.compile(r"^(?:model\.(?:mtp\.layers|mtp_layers|mtp_block)|mtp)\.\d+\.(?:transformer_layer\.)?"), ""),
-    (re.compile(r"^emb\.(?=tok_emb$)"), ""),  # DeepSeek-V4
+    (re.compile(r"^(?:(?:model\.)?(?:mtp|layers\.\d+)|emb)\.(?=(?:embed_tokens|tok_emb)$)"), ""),  # MTP models in vLLM
+    (re.compile(r"^(?:model\.)?(?:mtp\.)?shared_head\.(?=head$)"), ""),  # Qwen4-Exp in vLLM
 )
 _STRIPPED = re.compile(r"^(model|encoder(?=\.fc$))\.")  # SGLang's DFlash, where no parameter has the whole name
 _DTYPES_OF_CODES = {
@@ -191,7 +201,7 @@ class _Layer:
         # vLLM's embeddings have an input_size as well, and an output_size that is padded.
         if hasattr(module, "embedding_dim") or not hasattr(module, "input_size"):
             return cls(path, dtype, getattr(module, "embedding_dim", None), is_linear=False)
-        is_merged = path.rpartition(".")[2] in MERGED
+        is_merged = path.rpartition(".")[2] in _MERGED
         return cls(path, dtype, module.input_size, None if is_merged else module.output_size)
 
     def shape_of(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -241,7 +251,7 @@ class _Layers:
     def names(self) -> set[str]:
         """The last name of every path that `of` looks for."""
         names = {layer.path.rpartition(".")[2] for layer in self.by_tail.values() if layer}
-        names.update(part for merged, parts in MERGED.items() if merged in names for part in parts)
+        names.update(part for merged, parts in _MERGED.items() if merged in names for part in parts)
         return names | {other for other, name in _OTHER_NAMES.items() if name in names}
 
     @functools.cached_property
@@ -267,7 +277,7 @@ class _Layers:
     def _named(self, path: str) -> _Layer | None:
         parent, _, own = path.rpartition(".")
         for name in filter(None, (own, _OTHER_NAMES.get(own))):
-            merged = (merged for merged, parts in MERGED.items() if name in parts)
+            merged = (merged for merged, parts in _MERGED.items() if name in parts)
             for tail in (f"{parent}.{each}".lstrip(".") for each in (name, *merged)):
                 if tail in self.by_tail:  # with None the engine has the layer, and takes codes
                     return self.by_tail[tail]
