@@ -93,6 +93,21 @@ class ContextCheckpoints(Files):
             self.weights[f"{layer}.k_norm.weight"] = torch.ones(16)
 
 
+def as_deepseek_v4(checkpoints: Files, *left_out: str, numbers: str = "") -> None:
+    """The MTP layer of DeepSeek-V4 under its names, in FP8 blocks but for `numbers`, and what its config leaves out."""
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": list(left_out)}
+    checkpoints.target.update(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], hc_mult=4)
+    checkpoints.target["quantization_config"] = config
+    checkpoints.weights = {f"mtp.0.{name}.weight": torch.ones(2 * H) for name in ("enorm", "hnorm", "attn_norm")}
+    attention = [f"attn.{name}" for name in ("wq_a", "wkv", "wq_b", "wo_a", "wo_b")]
+    experts = [f"ffn.shared_experts.{name}" for name in ("w1", "w2", "w3")]
+    for path in (f"mtp.0.{name}" for name in ("e_proj", "h_proj", "emb.tok_emb", "head", *attention, *experts)):
+        weight = torch.ones(2 * H, 2 * H)
+        checkpoints.weights[f"{path}.weight"] = weight.bfloat16() if path == numbers else weight.to(FP8)
+        if path != numbers:
+            checkpoints.weights[f"{path}.scale"] = torch.ones(1, 1).to(torch.float8_e8m0fnu)
+
+
 def as_w4a16(checkpoints: Files, *paths: str) -> None:
     """compressed-tensors' pack-quantized, in groups of 16."""
     for path in paths:
@@ -420,6 +435,11 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             ],
         ),
         {"drafter": "MTP of DeepSeek V4", "e_proj": "F8_E4M3 with scale", "h_proj": "F8_E4M3 with scale"},
+    ),
+    "DeepSeek-V4's own names, in FP8 blocks": (
+        MTPCheckpoints,
+        as_deepseek_v4,
+        {"mtp.0.attn.wq_a": "F8_E4M3 with scale", "mtp.0.ffn.shared_experts.w3": "F8_E4M3 with scale"},
     ),
     "Mistral's EAGLE": (
         EagleCheckpoints,
@@ -866,6 +886,33 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 }
 
 MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "layers of DeepSeek-V4 that its config leaves out": (
+        # SGLang reads wo_a itself, and tok_emb is the target's in both engines.
+        lambda c: as_deepseek_v4(c, *(f"mtp.0.{name}" for name in ("attn.wo_a", "attn.wo_b", "emb.tok_emb"))),
+        [
+            ("layer-quantized", (V1, V2), "and that leaves mtp.0.attn.wo_a out: codes have no place there"),
+            ("layer-quantized", (SGLANG, V1, V2), "and that leaves mtp.0.attn.wo_b out: codes have no place there"),
+        ],
+    ),
+    "layers of DeepSeek-V4's DSpark that its config leaves out": (
+        lambda c: (
+            as_deepseek_v4(c, "mtp.0.main_proj", "mtp.0.attn.wo_a", "mtp.0.attn.wo_b"),
+            c.target.update(dspark_target_layer_ids=[1, 4, 8], n_mtp_layers=1, num_attention_heads=3, head_dim=16),
+            c.target.update(num_key_value_heads=1, qk_rope_head_dim=8),
+            c.weights.update({"mtp.0.attn.wkv.weight": torch.ones(16, 2 * H).to(FP8)}),
+            c.weights.update({"mtp.0.main_proj.weight": torch.ones(2 * H, 6 * H).bfloat16()}),
+            c.weights.update({"mtp.0.main_norm.weight": torch.ones(2 * H)}),
+            c.weights.update({"mtp.0.attn.kv_norm.weight": torch.ones(16)}),
+        ),
+        [
+            ("layer-quantized", (V1, V2), "and that leaves mtp.0.attn.wo_a out: codes have no place there"),
+            ("layer-quantized", (SGLANG, V1, V2), "and that leaves mtp.0.attn.wo_b out: codes have no place there"),
+        ],
+    ),
+    "a layer of DeepSeek-V4 in numbers that the engines merge with one in codes": (
+        lambda c: as_deepseek_v4(c, "mtp.0.attn.wkv", numbers="mtp.0.attn.wkv"),
+        [("layer-quantized", ALL, "mtp.0.attn.wkv is in numbers and mtp.0.attn.wq_a in codes")],
+    ),
     "MTP in FP8": (
         lambda c: in_blocks(c, f"{LAYER}.eh_proj"),
         [("quantized", (SGLANG, V1, V2), "holds eh_proj in a plain nn.Linear, skips its scales: codes are taken for")],

@@ -83,7 +83,8 @@ def examine(pair: Pair, architecture: str) -> None:
 def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
     """What each engine holds a layer behind the context stage in.
 
-    Without an entry it takes its target's weight there, as SGLang's workers do for embedding and head.
+    Without an entry it takes its target's weight there, as SGLang's workers do for embedding and head, or reads codes
+    of a layer of numbers itself, as SGLang does DeepSeek-V4's wo_a.
     Source: SGLang 0.5.23 `dflash`, `dspark`, `dspark_minimax`, `lilicorr`; vLLM 0.33 `qwen3_dflash`, `qwen3_dflash2`,
     `qwen3_dspark`, `qwen3_xpress`, `lilicorr`, `laguna_dflash`, `models/beam`.
     """
@@ -98,6 +99,8 @@ def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
         takes_head = architecture in _VLLM_HEAD_TAKES_CONFIG and pair.drafter.get("has_own_lm_head")
         in_head = head_held_in(pair.quantization, path) if takes_head else HEAD
         in_vllm = EMBEDDING if kind == "embedding" else in_head
+        return {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
+    if path.endswith(".wo_a"):
         return {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
     return {SGLANG: in_sglang, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
 

@@ -27,7 +27,7 @@ def kind_of(path: str) -> str:
     if name in _HEADS:
         return "head"
     # DSpark's markov_w1 is one of token ids too; embed_proj multiplies one.
-    return "embedding" if ("embed" in name and "proj" not in name) or name == "markov_w1" else "linear"
+    return "embedding" if ("emb" in name and "proj" not in name) or name == "markov_w1" else "linear"
 
 
 def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Mapping[str, str]]) -> None:

@@ -72,7 +72,8 @@ def _own_paths(pair: Pair, layers: Mapping[str, Mapping[str, str]], is_alone: bo
 
 
 def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) -> dict[str, str]:
-    """What each engine holds a layer behind the stage in. Without an entry it takes its target's weight there.
+    """What each engine holds a layer behind the stage in. Without an entry it takes its target's weight there, or reads
+    codes and scales of a layer of numbers itself, as SGLang does DeepSeek-V4's wo_a.
 
     Source: the NextN and MTP models of SGLang 0.5.23, whose worker shares embedding and head; vLLM 0.33
     `llm_base_proposer`, which shares those of MTP models, and of EAGLE-1 what the drafter has none of.
@@ -81,7 +82,7 @@ def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) 
         return {}
     held_in: dict[str, str] = {}
     for engine, served in stage.engines.items():
-        if kind == "embedding" and engine == "sglang":
+        if engine == "sglang" and (kind == "embedding" or path.endswith(".wo_a")):
             continue
         in_numbers = is_modelopt_fp4(pair.quantization) and not _NOT_IN_FP4.isdisjoint(served.architectures)
         place = EMBEDDING if kind == "embedding" else UNQUANTIZED if in_numbers else TAKES_CONFIG
