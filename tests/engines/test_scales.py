@@ -115,6 +115,11 @@ def test_layers_that_the_engine_merges() -> None:
         pytest.param(lambda: Drafter(fc=EngineLinear(Fp8), other=Drafter(fc=linear())), "x.fc", id="second-of-two"),
         pytest.param(lambda: Drafter(lm_head=EngineLinear(Fp8), head=linear()), "lm_head", id="of-that-name"),
         pytest.param(lambda: Drafter(q_proj=linear()), "model.layers.3.q_proj", id="of-the-target"),
+        pytest.param(
+            lambda: at("model.layers.0.mixer.qkv_proj", EngineLinear(Unquantized)),
+            "backbone.layers.0.mixer.q_proj",
+            id="of-nemotron-h-s-target",
+        ),
         pytest.param(lambda: Drafter(eh_proj=linear()), "fc", id="no-such-layer"),
     ],
 )
@@ -617,7 +622,10 @@ def test_a_scale_that_the_engine_reads_itself_is_left_to_it(
     [
         pytest.param(NEXTN, "model.decoder.self_attn.wo_a", "mtp.0.attn.wo_a", "hf-block", id="another-scale"),
         pytest.param(NEXTN, "model.decoder.self_attn.wo_b", "mtp.0.attn.wo_b", "deepseek-block", id="another-layer"),
-        pytest.param("Glm5NextMTP", f"model.layers.61.mtp_block.{FUSED}", f"model.layers.61.{KV_A}", "compressed-int8"),
+        *(
+            pytest.param("Glm5NextMTP", f"model.layers.61.mtp_block.{FUSED}", f"model.layers.61.{KV_A}", layout)
+            for layout in ("compressed-int8", "compressed-row", "modelopt-mxfp8", "modelopt-nvfp4")
+        ),
         pytest.param("DeepSeekMTP", f"model.layers.61.mtp_block.{FUSED}", f"model.layers.61.{KV_A}", "hf-block"),
     ],
 )
@@ -625,6 +633,26 @@ def test_one_that_it_does_not_read_is_not(architecture: str, there: str, path: s
     tensors, expected = quantized(layout, path)
     got = loaded(named(architecture, there), tensors)
     assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected)
+
+
+@pytest.mark.parametrize("there", ["model.layers.{}.attn.wo_b", "stages.{}.self_attn.wo_b"], ids=["vllm", "sglang"])
+def test_each_of_several_stages_takes_what_its_own_layer_does(there: str) -> None:
+    """DeepSeek-V4's DSpark, of which the config leaves out one stage."""
+    root = nn.Module()
+    for stage, method in enumerate((Fp8, Unquantized, Fp8)):
+        home, (*parents, name) = root, there.format(stage).split(".")
+        for part in parents:
+            if not hasattr(home, part):
+                home.add_module(part, nn.Module())
+            home = getattr(home, part)
+        home.add_module(name, EngineLinear(method))
+    for stage in range(3):
+        tensors, expected = quantized("deepseek-block", f"mtp.{stage}.attn.wo_b")
+        got = loaded(root, tensors)
+        if stage == 1:
+            assert torch.equal(got["mtp.1.attn.wo_b.weight"], expected)
+        else:
+            assert all(got[name] is tensor for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("there", ["model.decoder", "model.mtp_block", "model.layers.61.mtp_block"])

@@ -49,8 +49,8 @@ _OTHER_NAMES = {
     **{"output": "head", "lm_head": "head", "head": "lm_head", "unembed": "lm_head"},
     **{"gate_proj": "attn_gate", "gate_up_projection": "gate_up_lowrank", "gate_down_projection": "gate_down_lowrank"},
 }
-# Layers that take numbers and whose codes in FP8 blocks the engine reads itself: by the drafter's class, with the names
-# of the scales that it knows.
+# Layers that take numbers and whose codes in square FP8 blocks the engine reads itself: by the drafter's class, with
+# the names of the scales that it knows.
 _READ_BY_ENGINE = {
     **dict.fromkeys(("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark"), ("wo_a", ("scale",))),  # SGLang
     # vLLM pads the rows of a checkpoint without RoPE to the layer's, where they are codes.
@@ -150,10 +150,18 @@ class _Drafter:
 
     def is_read_by_engine(self, path: str, tensors: Mapping[str, Tensor]) -> bool:
         layer, names = _READ_BY_ENGINE.get(self.name, ("", ()))
-        scales = [tensors[name] for name in names if name in tensors]
-        in_blocks = any(scale.dim() == 2 and scale.shape[1] > 1 for scale in scales)
-        is_fp8 = "weight" in tensors and tensors["weight"].dtype == torch.float8_e4m3fn
-        return path.rpartition(".")[2] == layer and in_blocks and is_fp8
+        codes = tensors.get("weight")
+        if path.rpartition(".")[2] != layer or codes is None or codes.dtype != torch.float8_e4m3fn:
+            return False
+        return any(_in_squares(codes, tensors[name]) for name in names if name in tensors)
+
+
+def _in_squares(codes: Tensor, scales: Tensor) -> bool:
+    """Not row by row, and not in blocks of one row as MXFP8."""
+    if codes.dim() != 2 or scales.dim() != 2 or not 0 < scales.shape[1] <= codes.shape[1]:
+        return False
+    side = codes.shape[1] // scales.shape[1]
+    return scales.shape[0] == -(-codes.shape[0] // side)
 
 
 def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
