@@ -524,6 +524,13 @@ def at(path: str, module: nn.Module) -> nn.Module:
             "language_model.model.layers.61.self_attn.g_proj",
             id="vllm-kimi-k3",
         ),
+        pytest.param("model.layers.0.self_attn.qkv_proj", "layers.0.self_attn.o_gate_proj", id="vllm-muse-spark"),
+        pytest.param("model.layers.61.mtp_block.self_attn.qkvg_proj", "layers.61.self_attn.g_proj", id="vllm-step-5"),
+        pytest.param(
+            "model.layers.61.mtp_block.self_attn.qkv_indexer_proj",
+            "model.layers.61.self_attn.sparse_indexer_z",
+            id="vllm-step-5-indexer",
+        ),
         pytest.param(
             "model.layers.0.transformer_layer.self_attn.qkv_proj",
             "model.mtp.layers.0.transformer_layer.self_attn.index_q_proj",

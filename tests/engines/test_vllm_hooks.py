@@ -1588,6 +1588,7 @@ def test_a_target_is_no_drafter(vllm: types.SimpleNamespace) -> None:
         ("DeepSeekMTPModel", "layers.61.eh_proj"),
         ("NewMTPModel", "layers.61.eh_proj"),
         ("K3DSparkModel", "layers.61.eh_proj"),
+        ("NewDSparkModel", "layers.61.eh_proj"),
     ],
 )
 def test_a_quantized_projection_is_loaded_with_its_scale(
@@ -1595,7 +1596,7 @@ def test_a_quantized_projection_is_loaded_with_its_scale(
 ) -> None:
     """And again after an update of the weights; without the part vLLM takes the codes for numbers."""
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", switch)
-    for added in ("NewMTPModel", "K3DSparkModel"):
+    for added in ("NewMTPModel", "K3DSparkModel", "NewDSparkModel"):
         vllm.models[added] = stand_in.Entry(vllm.models["DeepSeekMTPModel"].load_model_cls())
     register()
     model = build(vllm, architecture)

@@ -36,8 +36,14 @@ MERGED = {
     "wqkv_a": ("wq_a", "wkv"),  # in SGLang
     "qkvr": ("wq_du", "wk_dv", "wv_dv", "wr_du"),  # Inkling's
 }
-# And Kimi K3's in vLLM, not for `doctor`, which takes MERGED for all families: Ling's g_proj is a layer of its own.
-_MERGED = {**MERGED, "fused_qkv_a_g_proj": ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")}
+# And of one model each in vLLM, not for `doctor`, which takes MERGED for all families: Ling's g_proj is its own layer.
+_MERGED = {
+    **MERGED,
+    "qkv_proj": (*MERGED["qkv_proj"], "o_gate_proj"),  # Muse Spark
+    "fused_qkv_a_g_proj": ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),  # Kimi K3
+    "qkvg_proj": ("q_proj", "k_proj", "v_proj", "g_proj"),  # Step-5
+    "qkv_indexer_proj": ("q_proj", "k_proj", "v_proj", "g_proj", *(f"sparse_indexer_{part}" for part in "qkz")),
+}
 # Of single layers: Mistral's, Step-3.5's, Bailing's, GigaChat's, HunYuan's, Inkling's and DeepSeek-V4's.
 _OTHER_NAMES = {
     **{"eagle_linear": "fc", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},

@@ -23,7 +23,8 @@ def register() -> None:
 
 def _is_drafter(name: str) -> bool:
     # Eagle2_5_VLForConditionalGeneration is a target.
-    return any(kind in name for kind in ("MTP", "Eagle", "DFlash")) and not name.endswith("ForConditionalGeneration")
+    is_one = any(kind in name for kind in ("MTP", "Eagle", "DFlash", "DSpark"))
+    return is_one and not name.endswith("ForConditionalGeneration")
 
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
