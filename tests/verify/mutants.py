@@ -402,7 +402,12 @@ MUTANTS = (
     Mutant(CODES_PRODUCT, "codes.strip(next_k)", "codes.strip(k)"),
     Mutant(CODES_PRODUCT, "words.words + k / 2 * kStripVectors", "words.words"),
     Mutant(CODES_PRODUCT, "totals + first * kStripVectors", "totals"),
-    Mutant(CODES_PRODUCT, "op.num_rows <= kStripRows", "op.num_rows <= kStripRows + 1"),
+    Mutant(
+        CODES_PRODUCT,
+        "op.num_rows <= kStripRows",
+        "op.num_rows <= kStripRows + 1",
+        "the same numbers: codes are widened for each of two tiles where others are widened once, and stored",
+    ),
     *(
         Mutant(CODES_PRODUCT, original, fault, isa="avx512_bf16")
         for original, fault in (
