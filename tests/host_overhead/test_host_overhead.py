@@ -135,12 +135,13 @@ def test_module(form: str, T: int, device: str, measure: Callable) -> None:
 def test_engine_projection(kind: type, device: str, measure: Callable) -> None:
     """On an engine's modules, whose linear layer may hold a class of parameters of the engine's own."""
 
-    def holding(weight: Tensor) -> nn.Module:
+    def holding(parameter: nn.Parameter) -> nn.Module:
         module = nn.Module()
-        module.weight, module.bias, module.variance_epsilon = kind(weight), None, 1e-6
+        module.weight, module.bias, module.variance_epsilon = parameter, None, 1e-6
         return module.requires_grad_(False)
 
-    projection = EngineProjection(holding(rows(device, H, K * H)), K, chunk_norms=[holding(rows(device, H))] * K)
+    norms = [holding(nn.Parameter(rows(device, H))) for _ in range(K)]
+    projection = EngineProjection(holding(kind(rows(device, H, K * H))), K, chunk_norms=norms)
     packed = rows(device, 1, K * H)
     measure(lambda: projection(packed))
 
