@@ -698,7 +698,7 @@ MUTANTS = (
     *(
         Mutant(DOT_CODES, original, fault, isa="avx512_bf16")
         for original, fault in (
-            ("scale_rows[0] == scale_rows[end - begin - 1]", "true"),
+            ("scale_rows[0] == scale_rows[kBlockColumns - 1]", "true"),
             ("_mm512_set1_epi16(254)", "_mm512_set1_epi16(255)"),
             ("_mm512_maskz_set1_epi16(odd, 0x40)", "_mm512_setzero_si512()"),
             ("_mm512_cmplt_epu16_mask(magnitudes, _mm512_set1_epi16(8))", "__mmask32{0}"),
