@@ -713,6 +713,27 @@ def test_a_value_of_another_type(argument: str, value: object, message: str) -> 
             getattr(ek, op)(**make() | {argument: value})
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("what", ["of it", "empty", "of None"])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (call, name)
+        for call, (_, make) in CALLS.items()
+        for name, value in make().items()
+        if isinstance(value, Tensor) and name not in ("chunks", "norm_weight")  # which may be lists
+    ],
+)
+def test_a_list_in_place_of_a_tensor(call: str, name: str, what: str, backend: str) -> None:
+    """The fast path takes lists of plain tensors, and asked this one for its dimensions."""
+    function, make = CALLS[call]
+    arguments = make()
+    arguments[name] = {"of it": [arguments[name]], "empty": [], "of None": [None]}[what]
+    message = f"^{function.__name__}: {name} is a list, expected a torch.Tensor$"
+    with environment_of(EAGLE_KERNELS_BACKEND=backend), pytest.raises(TypeError, match=message):
+        function(**arguments)
+
+
 def all_tensors(arguments: dict) -> list[Tensor]:
     flat = [entry for value in arguments.values() for entry in (value if isinstance(value, list) else [value])]
     return [entry for entry in flat if isinstance(entry, Tensor) and entry.device.type == "cpu"]

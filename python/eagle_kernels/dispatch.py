@@ -26,14 +26,14 @@ increment_version = torch._C._increment_version
 
 def is_plain(*operands: Any) -> bool:
     """Whether these, tensors or None or lists of them, are watched by nothing in PyTorch, the first a CPU or CUDA
-    tensor."""
+    tensor. A list in another tensor's place is plain too, and left to the op's checks."""
     if is_compiling() or _dispatch_modes() or not _are_plain(*operands):
         return False
     if _functorch_level() is not None or forward_ad._current_level >= 0:
         return False
-    first = operands[0][0] if type(operands[0]) is list else operands[0]
+    first = operands[0]
     # A nested tensor of two dimensions has no shape to allocate the result by.
-    if first is None or not (first.is_cuda or first.is_cpu) or first.is_nested:
+    if not isinstance(first, Tensor) or not (first.is_cuda or first.is_cpu) or first.is_nested:
         return False
     return not _is_grad_enabled() or not requires_grad(_each(operands))
 

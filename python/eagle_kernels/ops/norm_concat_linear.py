@@ -83,8 +83,8 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
     chunks, _, _, gains, _, _, residuals, indices, sum_squares = sources
     weight, bias, post_norm_weight, _ = projection
     if (
-        is_plain(chunks, gains, residuals, indices, sum_squares, weight, bias, post_norm_weight, out)
-        and weight is not None
+        is_plain(chunks[0], chunks, gains, residuals, indices, sum_squares, weight, bias, post_norm_weight, out)
+        and isinstance(weight, Tensor)
         and weight.dim() == chunks[0].dim() == 2
     ):
         return run(sources, projection, out)

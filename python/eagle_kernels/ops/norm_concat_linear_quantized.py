@@ -66,7 +66,8 @@ def project(sources: Sources, projection: QuantizedProjection, out: Tensor | Non
     chunks, _, _, gains, _, _, residuals, indices, sum_squares = sources
     weight, bias, post_norm_weight, _ = projection
     of_weight = weight.codes, weight.scales, weight.global_scale, bias, post_norm_weight
-    if is_plain(chunks, gains, residuals, indices, sum_squares, *of_weight, out) and chunks[0].dim() == 2:
+    first = chunks[0]
+    if is_plain(first, chunks, gains, residuals, indices, sum_squares, *of_weight, out) and first.dim() == 2:
         return run(sources, projection, out)
     sources.check(OP, eps_name(projection.post_norm_weight))
     projection.check(sources)
