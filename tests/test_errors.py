@@ -827,6 +827,18 @@ def test_numbers_of_every_kind_are_numbers(number: object) -> None:
                 assert same_bits(call(number), call(0.5))
 
 
+@pytest.mark.parametrize(
+    "number",
+    [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2), 1],
+)
+def test_those_of_a_config_are_floats(number: object) -> None:
+    """Modules hand them to the ops as they are: a compiled Eagle3Projection failed on a norm_offset of numpy's."""
+    eagle = ek.Eagle3Config(2, H, D, chunk_norm=True, eps=number, norm_offset=number)
+    mtp = ek.MTPConfig(H, enorm_eps=number, hnorm_eps=number, norm_offset=number)
+    for field in (eagle.eps, eagle.norm_offset, mtp.enorm_eps, mtp.hnorm_eps, mtp.norm_offset):
+        assert type(field) is float and field == float(number)
+
+
 def shard_rows(shard: ek.VocabShard) -> Tensor:
     return torch.arange(shard.rows * H).view(shard.rows, H).bfloat16()
 

@@ -203,8 +203,9 @@ class Eagle3Config:
             checks.check_bool(op, name, getattr(self, name))
         checks.check_width(op, self.num_chunks, self.target_hidden_size)
         checks.check_width(op, 1, self.hidden_size)
-        checks.check_number(op, "norm_offset", self.norm_offset)
-        checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
+        for name in ("norm_offset", "eps"):  # floats, as `Sources.of_module` takes them
+            object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
+        checks.check_eps(op, "eps", self.eps)
         _check_meaning(op, self.layer_ids_mean)
         if self.layer_ids is not None and len(_check_layer_ids(op, "layer_ids", self.layer_ids)) != self.num_chunks:
             raise checks.error(

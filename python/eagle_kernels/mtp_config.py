@@ -63,9 +63,10 @@ class MTPConfig:
         checks.check_width(op, 2, self.hidden_size)
         for name in ("normed", "bias", "round_embedding_scale", "embedding_prenormed", "mask_position_zero"):
             checks.check_bool(op, name, getattr(self, name))
-        checks.check_number(op, "norm_offset", self.norm_offset)
+        for name in ("norm_offset", "enorm_eps", "hnorm_eps"):  # floats, as `Sources.of_module` takes them
+            object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
         for name in ("enorm_eps", "hnorm_eps"):
-            checks.check_eps(op, name, checks.check_number(op, name, getattr(self, name)))
+            checks.check_eps(op, name, getattr(self, name))
         if (
             self.embedding_scale is not None
             and not 0 < checks.check_number(op, "embedding_scale", self.embedding_scale) < math.inf
