@@ -39,7 +39,7 @@ class HeldCodes:
     def weight(self) -> QuantizedWeight:
         """What the layer has now: updates in place and new parameters are seen."""
         parameters = (self.linear.weight, _scales_of(self.linear))
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's class of parameters: `parameter_of` in projection.py
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's class of parameters: `as_operand` in projection.py
             places = tuple(map(_place, parameters))  # `param.data = new` keeps the parameter
         if (
             self._weight is None
