@@ -73,6 +73,13 @@ def test_a_compiled_model_reads_them_in_one_graph(mode: Any) -> None:
         assert torch.equal(compiled(), projection(chunks))
 
 
+@pytest.mark.parametrize(("num_chunks", "expected"), [(K, f"K={K}"), (None, "K >= 1")])
+def test_no_chunks_are_an_error(num_chunks: int | None, expected: str) -> None:
+    message = f"^norm_concat_linear: chunks has 0 entries, expected {expected}$"
+    with pytest.raises(ValueError, match=message):
+        EngineProjection(Linear(), num_chunks).forward([])
+
+
 def test_memory_that_a_parameter_got_later_is_read() -> None:
     projection = EngineProjection(Linear(), K, chunk_norms=[Norm() for _ in range(K)])
     chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]

@@ -114,7 +114,8 @@ class Sources(NamedTuple):
         else:
             rows = checks.check_sequence(op, "chunks", chunks)
             if (count := len(rows)) != (num_chunks or count) or count == 0:
-                raise checks.error(ValueError, op, f"chunks has {count} entries", f"K={num_chunks or '>= 1'}")
+                expected = f"K={num_chunks}" if num_chunks else "K >= 1"
+                raise checks.error(ValueError, op, f"chunks has {count} entries", expected)
         more = [] if residuals is None else _as_list(op, "residuals", residuals)
         places = [] if indices is None else _as_list(op, "indices", indices)
         return tuple.__new__(Sources, (rows, count, norm, gains, eps, norm_offset, more, places, sum_squares))
