@@ -292,6 +292,11 @@ WithoutPython::~WithoutPython() { python.restore_thread(thread_); }
 // library.py hands over what these names stand for.
 EAGLE_KERNELS_EXPORT const char* eagle_kernels_python_names() { return eagle_kernels::kPythonNames; }
 
+// How many objects `eagle_kernels_set_python` reads.
+EAGLE_KERNELS_EXPORT int64_t eagle_kernels_num_python_objects() {
+  return sizeof(eagle_kernels::Objects) / sizeof(eagle_kernels::Object);
+}
+
 // 0 where torch's exchange table is of a version that this does not know.
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_set_python(const void* functions, const void* objects,
                                                       const void* exchange) {

@@ -68,7 +68,13 @@ print(plan.backend, torch.equal(ek.norm_concat(x, num_chunks=2, norm="none"), x)
 
 @needs_compiled
 @pytest.mark.parametrize(
-    "missing", ["eagle_kernels_python_names", "vocab_parallel_embedding_out", "add_rms_norm_checks_out"]
+    "missing",
+    [
+        "eagle_kernels_python_names",
+        "eagle_kernels_num_python_objects",
+        "vocab_parallel_embedding_out",
+        "add_rms_norm_checks_out",
+    ],
 )
 def test_an_older_library_counts_as_none(tmp_path: Path, missing: str) -> None:
     """A checkout with newer Python, not installed again, ended in an AttributeError: in its import for a function that

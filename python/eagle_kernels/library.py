@@ -62,8 +62,12 @@ def load_compiled() -> str | None:
         library = ctypes.CDLL(os.fspath(COMPILED_LIBRARY))
     except OSError as failure:
         return f"{COMPILED_LIBRARY.name} did not load: {failure}"
-    missing = [name for name in _EXPORTED if not hasattr(library, name)]
-    return _is_older(missing[0]) if missing else None
+    if missing := [name for name in _EXPORTED if not hasattr(library, name)]:
+        return _is_older(missing[0])
+    # One that reads fewer would take one object for another: the class `list` for that of parameters.
+    if library.eagle_kernels_num_python_objects() != (count := len(_PYTHON_OBJECTS)):
+        return _is_older(f"eagle_kernels_num_python_objects of {count}")
+    return None
 
 
 def _is_older(missing: str) -> str:
@@ -134,6 +138,7 @@ _EXPORTED: dict[str, type] = {
     "eagle_kernels_cuda_runtime_version": ctypes.c_int64,
     "eagle_kernels_cuda_driver_version": ctypes.c_int64,
     "eagle_kernels_python_names": ctypes.c_char_p,
+    "eagle_kernels_num_python_objects": ctypes.c_int64,
 }
 unsupported_reason: str | None = load_compiled()
 
