@@ -356,6 +356,8 @@ struct CodesProjection {
     }
   }
 
+  static constexpr bool kMayHaveOneScale = kSharing == Sharing::kWideBlock;
+
   // Columns [begin, end) of the output, kBlockColumns at most, of `num` rows from the first one on.
   void run(int64_t first, int64_t num, int64_t begin, int64_t end) {
     row_begin = first, rows = num;
@@ -367,9 +369,11 @@ struct CodesProjection {
     }
     for (int64_t k = 0; k < op.source.width; k += kUnitColumns) {
       if constexpr (kSharing != Sharing::kRow) scales.begin_unit(k);
-      constexpr bool kMayHaveOne = kSharing == Sharing::kWideBlock;
-      kMayHaveOne && scale_rows[0] == scale_rows[kBlockColumns - 1] ? multiply<kMayHaveOne>(end - begin, k)
-                                                                    : multiply<false>(end - begin, k);
+      if (kMayHaveOneScale && scale_rows[0] == scale_rows[kBlockColumns - 1]) {
+        multiply<kMayHaveOneScale>(end - begin, k);
+      } else {
+        multiply<false>(end - begin, k);
+      }
     }
     for (int64_t i = 0; i < rows; ++i) {
       Float* of_row = totals + i * kBlockColumns;

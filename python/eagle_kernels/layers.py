@@ -33,7 +33,7 @@ def parameter_of(module: Any, name: str = "weight", *default: None) -> Any:
 
 
 def child_of(module: Any, name: str) -> Any:
-    """The same for a module inside another one; None where it has none of that name."""
+    """A module's child as it is now, by way of its own dict as `parameter_of`; None where it has none of that name."""
     modules: Any = getattr(module, "_modules", ())
     return modules[name] if name in modules else getattr(module, name, None)
 

@@ -112,7 +112,7 @@ def _python_functions(namespace: Any) -> dict[str, Callable]:
     found = {}
     for method in iter(map(method_of, itertools.count()).__next__, None):
         name = ctypes.cast(method, ctypes.POINTER(ctypes.c_char_p))[0].decode()  # the first field of a PyMethodDef
-        found[name] = function_of(method, getattr(namespace, name, None), None)
+        found[name] = function_of(method, getattr(namespace, name) if name.endswith("_out") else None, None)
     return found
 
 

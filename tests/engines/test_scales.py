@@ -114,6 +114,7 @@ def test_layers_that_the_engine_merges() -> None:
         pytest.param(lambda: Drafter(fc=linear(), other=Drafter(fc=EngineLinear(Fp8))), "x.fc", id="first-of-two"),
         pytest.param(lambda: Drafter(fc=EngineLinear(Fp8), other=Drafter(fc=linear())), "x.fc", id="second-of-two"),
         pytest.param(lambda: Drafter(lm_head=EngineLinear(Fp8), head=linear()), "lm_head", id="of-that-name"),
+        pytest.param(lambda: two_attentions(), "layers.0.attn.wo", id="of-that-path"),
         pytest.param(lambda: Drafter(q_proj=linear()), "model.layers.3.q_proj", id="of-the-target"),
         pytest.param(
             lambda: at("model.layers.0.mixer.qkv_proj", EngineLinear(Unquantized)),
@@ -393,6 +394,12 @@ def at(path: str, module: nn.Module) -> nn.Module:
         home = getattr(home, part)
     home.add_module(name, module)
     return root
+
+
+def two_attentions() -> nn.Module:
+    drafter = at("layers.0.attn.wo", EngineLinear(Fp8))
+    drafter.get_submodule("layers.0").add_module("self_attn", Drafter(o_proj=linear()))
+    return drafter
 
 
 @pytest.mark.parametrize(

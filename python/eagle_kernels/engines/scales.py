@@ -9,9 +9,10 @@ by their names. What an engine loads as codes passes as it is, and so does what 
 """
 
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ MERGED = {
     "qkvr": ("wq_du", "wk_dv", "wv_dv", "wr_du"),  # Inkling's
 }
 # And of one model each in vLLM, not for `doctor`, which takes MERGED for all families: Ling's g_proj is its own layer.
-_MERGED = {
+_MERGED_BY_ANY = {
     **MERGED,
     "qkv_proj": (*MERGED["qkv_proj"], "o_gate_proj"),  # Muse Spark
     "fused_qkv_a_g_proj": ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),  # Kimi K3
@@ -83,7 +84,7 @@ _RENAMES = (
     (re.compile(r"\bmtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H, MiniMax-M3, Inkling
     (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
     (re.compile(r"^mtp\."), "model.mtp_layer."),  # IQuest-Q1 in SGLang
-    # MiMo, Ernie, LongCat, Inkling, DeepSeek-V4: of the engine's path, wherever its layer is, this is the end.
+    # MiMo, Ernie, LongCat, Inkling, DeepSeek-V4: what is left is the end of the engine's path, whatever it begins with.
     (re.compile(r"^(?:model\.(?:mtp\.layers|mtp_layers|mtp_block)|mtp)\.\d+\.(?:transformer_layer\.)?"), ""),
     (re.compile(r"^(?:(?:model\.)?(?:mtp|layers\.\d+)|emb)\.(?=(?:embed_tokens|tok_emb)$)"), ""),  # MTP models in vLLM
     (re.compile(r"^(?:model\.)?(?:mtp\.)?shared_head\.(?=head$)"), ""),  # Qwen4-Exp in vLLM
@@ -166,8 +167,8 @@ def _in_squares(codes: Tensor, scales: Tensor) -> bool:
     """Not row by row, and not in blocks of one row as MXFP8."""
     if codes.dim() != 2 or scales.dim() != 2 or not 0 < scales.shape[1] <= codes.shape[1]:
         return False
-    side = codes.shape[1] // scales.shape[1]
-    return scales.shape[0] == -(-codes.shape[0] // side)
+    blocks = ([-(-size // side) for size in codes.shape] for side in (32, 64, 128, 256))
+    return list(scales.shape) in blocks
 
 
 def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
@@ -215,7 +216,7 @@ class _Layer:
         # vLLM's embeddings have an input_size as well, and an output_size that is padded.
         if hasattr(module, "embedding_dim") or not hasattr(module, "input_size"):
             return cls(path, dtype, getattr(module, "embedding_dim", None), is_linear=False)
-        is_merged = path.rpartition(".")[2] in _MERGED
+        is_merged = path.rpartition(".")[2] in _MERGED_BY_ANY
         return cls(path, dtype, module.input_size, None if is_merged else module.output_size)
 
     def shape_of(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -265,7 +266,7 @@ class _Layers:
     def names(self) -> set[str]:
         """The last name of every path that `of` looks for."""
         names = {layer.path.rpartition(".")[2] for layer in self.by_tail.values() if layer}
-        names.update(part for merged, parts in _MERGED.items() if merged in names for part in parts)
+        names.update(part for merged, parts in _MERGED_BY_ANY.items() if merged in names for part in parts)
         return names | {other for other, name in _OTHER_NAMES.items() if name in names}
 
     @functools.cached_property
@@ -278,24 +279,29 @@ class _Layers:
         name = path.rpartition(".")[2]
         if name not in self.names or (".experts." in path and not self.has_experts):  # a target has some 50000
             return None
+        if own := self._named(path):
+            return own[0]
         paths = [path]
         for pattern, new in self.renames:
             paths += [renamed for each in paths if (renamed := pattern.sub(new, each)) != each]
-        if layer := next((layer for layer in map(self._named, paths) if layer), None):
-            return layer
+        for layer in itertools.chain.from_iterable(map(self._named, paths)):
+            if layer is not None:
+                return layer
         stripped = _STRIPPED.sub("", path)
-        if (layer := self._named(stripped)) and layer.path.rpartition(".")[0] == stripped.rpartition(".")[0]:
-            return layer
+        for layer in self._named(stripped):
+            if layer is not None and layer.path.rpartition(".")[0] == stripped.rpartition(".")[0]:
+                return layer
         return self.by_tail.get(name) if name in _projections() else None
 
-    def _named(self, path: str) -> _Layer | None:
+    def _named(self, path: str) -> Sequence[_Layer | None]:
+        """The engine's layer of this path: none, or one, which is None where it takes codes."""
         parent, _, own = path.rpartition(".")
         for name in filter(None, (own, _OTHER_NAMES.get(own))):
-            merged = (merged for merged, parts in _MERGED.items() if name in parts)
+            merged = (merged for merged, parts in _MERGED_BY_ANY.items() if name in parts)
             for tail in (f"{parent}.{each}".lstrip(".") for each in (name, *merged)):
-                if tail in self.by_tail:  # with None the engine has the layer, and takes codes
-                    return self.by_tail[tail]
-        return None
+                if tail in self.by_tail:
+                    return [self.by_tail[tail]]
+        return []
 
 
 def _has_codes(tensors: Mapping[str, Tensor], layer: _Layer) -> bool:

@@ -107,8 +107,9 @@ class Sources(NamedTuple):
         indices: Iterable[Tensor | None] | Tensor | None = None,
         sum_squares: Tensor | None = None,
     ) -> Sources:
-        """As `of`, for a module, whose norm and gains fit one another: only what a call brings is looked at, which
-        takes 0.5 us in place of 1.2. num_chunks: None where there is no norm, and any number will do."""
+        """As `of`, for a module, whose norm, gains and eps fit one another and are lists of tensors and of floats: only
+        what a call brings is looked at, which takes 0.5 us in place of 1.2. num_chunks: None where there is no norm,
+        and any number will do."""
         if isinstance(chunks, Tensor):
             rows, count = [chunks], num_chunks or 1
         else:
