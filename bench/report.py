@@ -238,10 +238,12 @@ def ceiling_sentence(record: dict) -> str:
 
 
 def headline_baselines(row: Sequence[dict]) -> list[str]:
-    """The baselines that means and curves are over: of `eager` and the same without allocations, the fair one."""
+    """The baselines that means and curves are over: of `eager` and the same without allocations, the fair one; and no
+    `dequantize`, which is what a call costs that no kernel runs, and nobody's choice."""
     names = [record["variant"] for record in row if not record["is_ours"]]
     timed = {record["variant"] for record in row if record["status"] == "ok"}
-    return [name for name in names if name != "eager" or "eager-out" not in timed]
+    left_out = {"dequantize", *(["eager"] if "eager-out" in timed else [])}
+    return [name for name in names if name not in left_out]
 
 
 class Layout:
