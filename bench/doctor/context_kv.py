@@ -12,7 +12,14 @@ from eagle_kernels.checkpoint import context_kv, context_modules, context_projec
 from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
-from .layers import kind_of, look_at_layers, look_at_merged, look_at_names, names_without_layer
+from .layers import (
+    is_read_by_sglang,
+    kind_of,
+    look_at_layers,
+    look_at_merged,
+    look_at_names,
+    names_without_layer,
+)
 from .pair import SGLANG, VLLM_V1, VLLM_V2, Pair
 from .quantization import (
     EMBEDDING,
@@ -84,7 +91,7 @@ def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
     """What each engine holds a layer behind the context stage in.
 
     Without an entry it takes its target's weight there, as SGLang's workers do for embedding and head, or reads codes
-    of a layer of numbers itself, as SGLang does DeepSeek-V4's wo_a.
+    itself (`is_read_by_sglang`).
     Source: SGLang 0.5.23 `dflash`, `dspark`, `dspark_minimax`, `lilicorr`; vLLM 0.33 `qwen3_dflash`, `qwen3_dflash2`,
     `qwen3_dspark`, `qwen3_xpress`, `lilicorr`, `laguna_dflash`, `models/beam`.
     """
@@ -100,7 +107,7 @@ def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
         in_head = head_held_in(pair.quantization, path) if takes_head else HEAD
         in_vllm = EMBEDDING if kind == "embedding" else in_head
         return {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
-    if path.endswith(".wo_a"):
+    if is_read_by_sglang(path):
         return {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
     return {SGLANG: in_sglang, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
 

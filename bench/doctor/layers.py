@@ -30,6 +30,11 @@ def kind_of(path: str) -> str:
     return "embedding" if ("emb" in name and "proj" not in name) or name == "markov_w1" else "linear"
 
 
+def is_read_by_sglang(path: str) -> bool:
+    """Whether SGLang reads codes and scales of a layer of numbers itself: DeepSeek-V4's wo_a."""
+    return path.endswith(".wo_a")
+
+
 def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Mapping[str, str]]) -> None:
     """Report the codes of these layers of the file that cannot be read, and the engines that read them wrong.
 

@@ -8,7 +8,7 @@ from eagle_kernels import MTPConfig, MTPProjection, MTPStreamsConfig, MTPStreams
 from eagle_kernels.checkpoint import mtp_layers, mtp_projection, mtp_streams_projection
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
-from .layers import kind_of, look_at_layers, look_at_merged
+from .layers import is_read_by_sglang, kind_of, look_at_layers, look_at_merged
 from .pair import ENGINES, Pair
 from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes
 
@@ -73,7 +73,7 @@ def _own_paths(pair: Pair, layers: Mapping[str, Mapping[str, str]], is_alone: bo
 
 def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) -> dict[str, str]:
     """What each engine holds a layer behind the stage in. Without an entry it takes its target's weight there, or reads
-    codes and scales of a layer of numbers itself, as SGLang does DeepSeek-V4's wo_a.
+    codes itself (`is_read_by_sglang`).
 
     Source: the NextN and MTP models of SGLang 0.5.23, whose worker shares embedding and head; vLLM 0.33
     `llm_base_proposer`, which shares those of MTP models, and of EAGLE-1 what the drafter has none of.
@@ -82,7 +82,7 @@ def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) 
         return {}
     held_in: dict[str, str] = {}
     for engine, served in stage.engines.items():
-        if engine == "sglang" and (kind == "embedding" or path.endswith(".wo_a")):
+        if engine == "sglang" and (kind == "embedding" or is_read_by_sglang(path)):
             continue
         in_numbers = is_modelopt_fp4(pair.quantization) and not _NOT_IN_FP4.isdisjoint(served.architectures)
         place = EMBEDDING if kind == "embedding" else UNQUANTIZED if in_numbers else TAKES_CONFIG

@@ -141,9 +141,8 @@ def as_operand(parameter: Any) -> Any:
     and 14 with a plain tensor (stubbed launches, AMD EPYC). And without its gradient, which engines leave on outside
     inference mode.
     """
-    if (is_compiling() or type(parameter) in OPERANDS) and not is_grad_enabled():
-        return parameter
-    if not isinstance(parameter, Tensor):
+    is_one = (is_compiling() or type(parameter) in OPERANDS) and not is_grad_enabled()
+    if is_one or not isinstance(parameter, Tensor):
         return parameter
     with torch._C.DisableTorchFunctionSubclass():  # 0.5 us with it, 1.7 without
         return parameter.data

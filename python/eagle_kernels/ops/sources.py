@@ -8,8 +8,9 @@
 A row of zeros stays zero, at eps = 0 too: rstd is 0 where its argument is. A row whose index is out of range stays
 zero whatever the gain and eps are.
 
-`Sources.of` brings the public arguments into one form, `Sources.check` words what is wrong with them. The compiled
-primitives have checks of their own, so a call that runs on one of them is checked in Python only where it is refused.
+`Sources.of` brings the public arguments into one form, `Sources.of_module` what a call of a module brings, and
+`Sources.check` words what is wrong with them. The compiled primitives have checks of their own, so a call that runs on
+one of them is checked in Python only where it is refused.
 """
 
 from __future__ import annotations
