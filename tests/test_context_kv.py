@@ -160,6 +160,25 @@ def test_the_projection_goes_into_a_view(variant: str) -> None:
     assert (wide[:, :3] == 7).all() and (wide[:, -5:] == 7).all()
 
 
+@pytest.mark.parametrize("variant", ["dflash", "laguna"])
+@pytest.mark.parametrize("columns", [-8, 8])
+def test_an_out_that_does_not_fit_is_not_written(columns: int, variant: str) -> None:
+    """With a norm of each layer's own, of one too wide the first columns were the result, and one too narrow raised
+    behind the layers that fit."""
+    stage = make_stage(variant)
+    width = L * stage.config.kv_width
+    out = torch.full((N, width + columns), 7.0).bfloat16()
+    message = rf"norm_concat_linear: out has shape \({N}, {width + columns}\), expected .* = \({N}, {width}\)"
+    with UnchangedTensors([out]), pytest.raises(ValueError, match=f"^{message}$"):
+        stage.project(torch.randn(N, H).bfloat16(), out=out)
+
+
+@pytest.mark.parametrize("variant", ["dflash", "laguna"])
+def test_one_row_may_have_one_dimension(variant: str) -> None:
+    stage, states = make_stage(variant), torch.randn(1, H).bfloat16()
+    assert same_bits(stage.project(states[0]), stage.project(states)[0])
+
+
 def test_each_layer_may_have_slots_of_its_own_or_none() -> None:
     stage = make_stage("dflash")
     inputs = Inputs(stage.config)

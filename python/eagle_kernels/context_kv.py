@@ -388,15 +388,18 @@ class ContextKV(LoadsProjections):
         if not config.layer_norm:
             arguments = ([states], "concat", *hidden_norm, None, None, None, None)
             return project_onto(kv_proj, Sources.of("norm_concat_linear", *arguments), 0.0, out)
-        normed = concatenate(Sources.of("norm_concat", [states], "concat", *hidden_norm, None, None, None, None))
+        sources = Sources.of("norm_concat", [states], "concat", *hidden_norm, None, None, None, None)
+        normed = concatenate(sources)
         L, W = config.num_layers, config.kv_width
-        kv = states.new_empty(states.shape[0], L * W) if out is None else out
+        if out is not None:  # before the first layer is written
+            sources.check_out("norm_concat_linear", out, L * W, "L*W")
+        kv = states.new_empty(*states.shape[:-1], L * W) if out is None else out
         weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
         for layer, norm in enumerate(self.layer_norm):
             columns = slice(layer * W, (layer + 1) * W)
             arguments = ([normed], "concat", parameter_of(norm), *hidden_norm[1:], None, None, None, None)
             projection = Projection(weight[columns], None if bias is None else bias[columns], None, 0.0)
-            project(Sources.of("norm_concat_linear", *arguments), projection, kv[:, columns])
+            project(Sources.of("norm_concat_linear", *arguments), projection, kv[..., columns])
         return kv
 
     def store(
