@@ -189,6 +189,18 @@ def test_quantized_projections_become_numbers(tp_rank: int, tp_size: int, caplog
     assert line in caplog.text
 
 
+@pytest.mark.parametrize("format", ["fp8_row", "nvfp4", "bf16_12bit"])
+def test_a_quantized_layer_loads_a_checkpoint(format: str) -> None:
+    """It refused every one, as a state_dict of another format."""
+    config, weights = ek.Eagle3QKVConfig.from_hf(GPT_OSS), checkpoint("gpt-oss")
+    expected = ek.Eagle3QKVProjection(config, dtype=torch.bfloat16).load_checkpoint(weights)
+    layer = ek.Eagle3QKVProjection(config, dtype=torch.bfloat16).quantize(format).load_checkpoint(weights)
+    loaded = layer.state_dict()
+    assert loaded.keys() == expected.state_dict().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
 ERRORS = {
     "size": (
         lambda: ek.Eagle3QKVConfig.from_hf({"hidden_size": H}),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import checks
 from .drafter_config import check_config, get_field
@@ -15,6 +15,7 @@ from .layers import VocabParallelEmbedding, parameter_of
 from .mtp_config import MTPConfig
 from .mtp_projection import EmbeddingHiddenProjection
 from .ops import norm_concat
+from .quantized_linear import DenseLinear, QuantizedLinear
 
 _FROM_HF = "Eagle3QKVConfig.from_hf"
 
@@ -129,6 +130,10 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
 
     NAMES = ("input_layernorm", "hidden_norm", "qkv_proj")
 
+    input_layernorm: nn.RMSNorm
+    hidden_norm: nn.RMSNorm
+    qkv_proj: DenseLinear | QuantizedLinear
+
     def __init__(
         self,
         config: Eagle3QKVConfig,
@@ -157,14 +162,19 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
         """Copy the norms and this rank's rows of q, k and v (q_a and kv_a) from a drafter's checkpoint.
 
         A safetensors file or folder, or tensors by name. The layer is `midlayer` or `layers.0`, behind any prefix. What
-        is quantized is dequantized, since q, k and v are one weight here, and the log says so.
+        is quantized is dequantized, since q, k and v are one weight here, and the log says so; a layer that `quantize`
+        has rounded is dense again.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, a shape that does not fit, a
         bias that the config does not have, codes without their scale.
         """
         from . import checkpoint  # 6 ms, for those who load one
 
-        self.load_state_dict(checkpoint.eagle3_qkv_projection(weights, self))
+        state = checkpoint.eagle3_qkv_projection(weights, self)
+        if isinstance(self.qkv_proj, QuantizedLinear):
+            norm = self.hidden_norm.weight
+            self.qkv_proj = self._dense(dtype=norm.dtype, device=norm.device)
+        self.load_state_dict(state)
         return self
 
     def forward(
