@@ -102,6 +102,9 @@ class NormConcatLinearQuantized(NamedTuple):
 
     def reference(self) -> None:
         sources, (weight, bias, post_norm_weight, post_norm_eps), out = self
+        if torch.is_autocast_enabled(out.device.type):  # which would round fp32 operands to 16 bits
+            with torch.autocast(out.device.type, enabled=False):
+                return self.reference()
         dense = Projection(weight.dequantize(torch.float32), bias, post_norm_weight, post_norm_eps)
         normed = formula(sources).to(out.dtype).float()
         out.copy_(project_formula(normed, dense, sources.norm_offset))
