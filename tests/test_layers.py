@@ -161,6 +161,15 @@ def test_a_nan_row_stays_in_its_row_of_a_packed_layer() -> None:
     assert layer(chunks).isnan().any(1).nonzero().flatten().tolist() == [4]
 
 
+def test_a_packed_layer_is_dense_where_fp32_is_assigned() -> None:
+    """prepack refuses fp32, for oneDNN's product of it; load_state_dict(assign=True) had it packed."""
+    layer, other = make_layer(chunk_norm=True).prepack(), make_layer(torch.float32, chunk_norm=True)
+    layer.load_state_dict(other.state_dict(), assign=True)
+    assert layer.fc.packed is None and torch.equal(layer.fc.weight, other.fc.weight)
+    chunks = [torch.randn(T, H) for _ in range(K)]
+    assert torch.equal(layer(chunks), other(chunks))
+
+
 def test_packing_refuses_fp32() -> None:
     layer = make_layer(torch.float32)
     with pytest.raises(TypeError, match=r"prepack: fc.weight is torch.float32 on cpu, expected bf16 or fp16 on cpu"):

@@ -57,7 +57,7 @@ class PackableLinear(DenseLinear):
         was_packed = self.packed is not None
         self.unpack()
         super()._load_from_state_dict(*args)
-        if was_packed:
+        if was_packed and unsupported_reason(self.weight) is None:  # assign=True may bring another dtype
             self.pack()
 
     def __getstate__(self) -> dict[str, object]:
