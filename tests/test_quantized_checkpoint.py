@@ -212,6 +212,19 @@ def test_a_cast_leaves_codes_and_scales() -> None:
     assert layer(torch.randn(2, W).half()).dtype == torch.float16
 
 
+def test_a_move_that_fails_keeps_the_bias() -> None:
+    """It was taken out before the codes moved and put back afterwards: the next call raised KeyError."""
+    layer, x = eagle3(bias=True).quantize("fp8_row"), torch.randn(2, W).bfloat16()
+    expected, state = layer(x), dict(layer.state_dict())
+
+    def no_memory(_: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer._apply(no_memory)
+    assert layer.state_dict().keys() == state.keys() and torch.equal(layer(x), expected)
+
+
 def change(layout: str, edit: Callable[[dict], object], config: dict | None = None) -> Callable:
     def build() -> tuple[dict, dict | None]:
         _, weights, _ = quantized_fc(layout)

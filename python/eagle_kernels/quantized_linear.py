@@ -135,8 +135,11 @@ class QuantizedLinear(_LoadsWhole):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         bias = self._parameters.pop("bias")
-        super()._apply(keep_dtype, recurse)
-        self._parameters["bias"] = None if bias is None else nn.Parameter(fn(bias), requires_grad=False)
+        try:
+            super()._apply(keep_dtype, recurse)
+            bias = None if bias is None else nn.Parameter(fn(bias), requires_grad=False)
+        finally:  # a device that is not there or is full raises, and the layer stays whole
+            self._parameters["bias"] = bias
         return self
 
 
