@@ -196,6 +196,22 @@ def test_a_reload_writes_where_the_weight_is(format: str) -> None:
     assert torch.equal(layer(x), update(x))
 
 
+@pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit", "dense"])
+def test_a_packed_layer_without_other_parameters_loads_a_checkpoint(format: str) -> None:
+    """Its device was that of a parameter or of codes, and it has neither: AttributeError."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN multiplies no bf16 on this CPU")
+    config, weight = ek.Eagle3Config(K, H, D), torch.randn(D, W).bfloat16()
+    codes = ek.Eagle3Projection(config, dtype=torch.bfloat16)
+    codes.fc.weight.copy_(weight)
+    if format != "dense":
+        codes.quantize(format)
+    layer = ek.Eagle3Projection(config, dtype=torch.bfloat16).prepack()
+    loaded = layer.load_checkpoint(dict(codes.state_dict())).state_dict()
+    assert loaded.keys() == codes.state_dict().keys()
+    assert all(same_bits(loaded[name], tensor) for name, tensor in codes.state_dict().items())
+
+
 def test_another_format_is_another_layer() -> None:
     layer = eagle3("fp8_row", bias=True)
     layer.load_checkpoint(dict(eagle3("nvfp4", seed=1, bias=True).state_dict()))

@@ -164,10 +164,12 @@ def load_projection(
     kernel of the module's device reads codes, they are dequantized here, once.
     """
     current = getattr(module, name)
-    device = next(module.parameters(), current._buffers.get("weight")).device
+    # A packed weight is no parameter, and may be all that the module has.
+    numbers = next(module.parameters(), getattr(current, "packed", None))
+    device = (current._buffers["weight"] if numbers is None else numbers).device
     is_compressed = isinstance(weight, QuantizedWeight) and weight.format == COMPRESSED
     if isinstance(weight, QuantizedWeight) and (not can_read_codes(device) or (is_compressed and device.type != "cpu")):
-        dtype = next((p.dtype for p in module.parameters()), torch.bfloat16)
+        dtype = torch.bfloat16 if numbers is None else numbers.dtype
         because = f"no kernel reads {'12 bits a number' if is_compressed else 'codes'} on {device.type}"
         log_dequantized(op, f"{name}.weight", weight.format, dtype, because)
         weight = weight.dequantize(dtype)
