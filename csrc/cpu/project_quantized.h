@@ -408,7 +408,9 @@ void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed,
       });
       continue;
     }
-    unrolled<kRows * kStripVectors>([&](auto i) { totals[i] += sum[i] * (*scales)[i % kStripVectors]; });
+    unrolled<kRows * kStripVectors>([&](auto i) {
+      totals[i] = multiply_add(sum[i], (*scales)[i % kStripVectors], totals[i]);
+    });
   }
 }
 

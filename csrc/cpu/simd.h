@@ -54,6 +54,20 @@ inline UInt extend(UShort bits) { return __builtin_convertvector(bits, UInt); }
 inline UShort truncate(UInt bits) { return __builtin_convertvector(bits, UShort); }
 #endif
 
+// a * b + c, rounded once where there is an instruction for it. Of the expression GCC makes that instruction only where
+// it leaves both operations together: a product that it moves in front of a branch is rounded by itself.
+#if defined(__AVX512F__)
+inline Float multiply_add(Float a, Float b, Float c) {
+  return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#elif defined(__AVX2__)
+inline Float multiply_add(Float a, Float b, Float c) {
+  return (Float)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+#else
+inline Float multiply_add(Float a, Float b, Float c) { return a * b + c; }
+#endif
+
 inline Float widen(UShort bits, BFloat16) { return (Float)(extend(bits) << 16); }
 
 // Round to nearest even on the integer bits. vcvtneps2bf16 is one instruction instead of six, but flushes denormals.
