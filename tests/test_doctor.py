@@ -1696,6 +1696,15 @@ def test_an_unreadable_folder_is_a_usage_error(
     assert message in json.loads(capsys.readouterr().out)["error"]
 
 
+@pytest.mark.parametrize("pattern", ["a{99999999999}", "(" * 5000])
+def test_a_pattern_that_cannot_be_compiled_names_no_layer(pattern: str, tmp_path: Path) -> None:
+    """re raises an OverflowError and a RecursionError of these, and doctor ended with it."""
+    checkpoints = Checkpoints()
+    with_config(checkpoints, {"quant_method": "fp8", "modules_to_not_convert": [f"re:{pattern}"]})
+    found = examine(*checkpoints.save(tmp_path)).findings
+    assert [finding.engines for finding in found] == [(SGLANG,)]  # as without the pattern
+
+
 def test_gguf_is_a_usage_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = list(map(str, Checkpoints().save(tmp_path)))
     (tmp_path / "drafter/model.safetensors").rename(tmp_path / "drafter/drafter-Q4_K_M.gguf")

@@ -217,7 +217,7 @@ def _names(entry: str, path: str) -> bool:
     if entry.startswith("re:"):
         try:
             return any(re.match(entry[3:], each) for each in paths)
-        except re.error:
+        except (re.error, OverflowError, RecursionError):  # a{99999999999}, thousands of parentheses
             return False
     if any(character in entry for character in "*?["):
         return any(fnmatch.fnmatchcase(each, entry) for each in paths)

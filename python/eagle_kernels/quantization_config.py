@@ -208,7 +208,7 @@ def _matches(name: object, path: str) -> bool:
         return name == path or path.endswith(f".{name}") or name.endswith(f".{path}")
     try:
         return re.match(name.removeprefix("re:"), path) is not None
-    except re.error:
+    except (re.error, OverflowError, RecursionError):  # a{99999999999}, thousands of parentheses
         return False
 
 
