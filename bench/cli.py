@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -131,6 +132,9 @@ def _discard_stdout() -> None:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    # What a config or a tensor is called may have characters that the terminal's encoding has not.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = build_parser().parse_args(argv)
     except SystemExit:  # --help was printed

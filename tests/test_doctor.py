@@ -1,5 +1,6 @@
 """`eagle-kernels doctor`: pairs that fit, and one pair for each trap, in the files of a checkpoint."""
 
+import io
 import json
 import logging
 import os
@@ -1703,6 +1704,22 @@ def test_a_pattern_that_cannot_be_compiled_names_no_layer(pattern: str, tmp_path
     with_config(checkpoints, {"quant_method": "fp8", "modules_to_not_convert": [f"re:{pattern}"]})
     found = examine(*checkpoints.save(tmp_path)).findings
     assert [finding.engines for finding in found] == [(SGLANG,)]  # as without the pattern
+
+
+@pytest.mark.parametrize("name", ["k\u00e4se", "\ud800"])
+def test_a_name_that_the_terminal_cannot_show_is_escaped(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A UnicodeEncodeError ended doctor with 1, which says that something does not fit."""
+    checkpoints = Checkpoints()
+    checkpoints.drafter["quantization_config"] = {"quant_method": name}
+    folders = list(map(str, checkpoints.save(tmp_path)))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["doctor", *folders]) == 1
+    out.flush()
+    escaped = name.encode("ascii", "backslashreplace")
+    assert b"quantization method " + escaped in b" ".join(out.buffer.getvalue().split())
 
 
 def test_gguf_is_a_usage_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
