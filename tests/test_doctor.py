@@ -228,12 +228,26 @@ def in_step_s_stacks(checkpoints: Files) -> None:
     stacked(checkpoints, {"quant_method": "fp8", "weight_block_size": [128, 128]})
 
 
+def without_fc(checkpoints: Files) -> None:
+    """As nvidia/gpt-oss-120b-Eagle3-short-context, which reads the state in front of the target's head."""
+    checkpoints.target.update(model_type="gpt_oss")
+    checkpoints.drafter.update(hidden_size=H, target_hidden_size=H, fc_norm=False)
+    checkpoints.drafter["eagle_config"] = {IDS: [], "use_aux_hidden_state": False}
+    checkpoints.weights = {"lm_head.weight": torch.ones(DRAFTED, H), "d2t": checkpoints.weights["d2t"]}
+    checkpoints.weights |= {f"{name}.weight": torch.ones(H) for name in ("norm", "midlayer.hidden_norm")}
+
+
 UP = "midlayer.mlp.up_proj"
 LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
 # Of each kind a pair without a finding, and facts of it.
 FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "EAGLE-3": (Checkpoints, lambda c: None, {"drafter": "EAGLE-3", "boundaries": [2, 6, 9], "fc": "BF16"}),
+    "EAGLE-3 without fc": (
+        Checkpoints,
+        without_fc,
+        {"K": 1, "boundaries": "none: the drafter reads the state in front of the target's head"},
+    ),
     "EAGLE-3 in FP8": (
         Checkpoints,
         lambda c: with_config(c, {"quant_method": "fp8"}),
@@ -574,6 +588,36 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("engine-layers", (V2,), "captures the boundaries [1, 4, 7, 9]"),
             ("engine-chunks", (V2,), "builds fc for K = 3"),
         ],
+    ),
+    "an empty list of ids": (
+        lambda c: c.drafter.update({"eagle_config": {IDS: []}}),
+        [("engine-layers", (SGLANG,), "captures no layer, as the list of its ids is empty, and the config means")],
+    ),
+    "ids at the top of a latent drafter, four of them": (
+        lambda c: (
+            c.drafter.update({IDS: [1, 4, 7, 9], "architectures": ["Eagle3DeepseekV2ForCausalLM"]}),
+            c.target.update(model_type="kimi_k2"),
+            c.weights.update({"fc.weight": torch.ones(D, 4 * H), "fc_norm.3.weight": torch.ones(H)}),
+        ),
+        [
+            ("engine-layers", (SGLANG,), "captures the boundaries [2, 6, 9], and the config means [2, 5, 8, 10]"),
+            *(
+                (trap, (engine,), "")
+                for engine in (V1, V2)
+                for trap in ("engine-layers", "engine-chunks")  # SGLang's class alone reads K there
+            ),
+        ],
+    ),
+    "the number of states of a latent drafter, without ids": (
+        lambda c: (
+            c.drafter.update(num_aux_hidden_states=4, architectures=["Eagle3DeepseekV2ForCausalLM"]),
+            c.weights.update({"fc.weight": torch.ones(D, 4 * H), "fc_norm.3.weight": torch.ones(H)}),
+        ),
+        [("engine-chunks", (SGLANG,), "builds fc for K = 3, and the config means K = 4")],
+    ),
+    "no fc between two widths": (
+        lambda c: (without_fc(c), c.target.update(hidden_size=D), c.drafter.update(target_hidden_size=D)),
+        [("hidden-size", ALL, "the states are 48 wide and the drafter 64, and use_aux_hidden_state False leaves out")],
     ),
     "a model type without a rule": (
         lambda c: c.target.update({"model_type": "mamba9"}),

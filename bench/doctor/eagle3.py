@@ -5,9 +5,7 @@ What an engine reads where is of SGLang 0.5.23 (`llama_eagle3`, `spec_aux_hidden
 """
 
 import re
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
 from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, norms_before_fc
@@ -95,19 +93,35 @@ def _in_sglang(pair: Pair) -> str:
     return UNQUANTIZED if is_mla and is_modelopt_fp4(pair.quantization) else TAKES_CONFIG
 
 
-def _engines(drafter: Mapping[str, Any]) -> dict[str, tuple[list[int] | None, bool, int]]:
+def _engines(pair: Pair) -> dict[str, tuple[list[int] | None, bool, int]]:
     """(layer ids, whether they are boundaries, K of fc) as each engine reads them out of the drafter's config."""
+    drafter = pair.drafter
     nested = get_field(drafter, "eagle_config") or {}
     nested_ids, top_ids = nested.get(IDS), drafter.get(IDS)
     stated = drafter.get("num_aux_hidden_states") or len(nested_ids or ()) or 3
+    in_sglang = stated
+    if not _MLA_FC.isdisjoint(pair.architectures):  # which never reads num_aux_hidden_states
+        ids = top_ids if nested_ids is None else nested_ids
+        in_sglang = 3 if ids is None else len(ids)
     return {
-        SGLANG: (nested_ids, False, stated),
-        VLLM_V1: (top_ids or nested_ids, True, stated),
-        VLLM_V2: (top_ids or nested.get("layer_ids"), True, stated),
+        SGLANG: (nested_ids, False, in_sglang),
+        VLLM_V1: (top_ids or nested_ids or None, True, stated),  # an empty list is none
+        VLLM_V2: (top_ids or nested.get("layer_ids") or None, True, stated),
     }
 
 
+def _look_at_last_state(pair: Pair, config: Eagle3Config) -> None:
+    """Of a drafter without fc (nvidia/gpt-oss-120b-Eagle3-short-context): engines capture no layer for it."""
+    pair.facts["K"] = config.num_chunks
+    pair.facts["boundaries"] = "none: the drafter reads the state in front of the target's head"
+    if config.target_hidden_size != config.hidden_size:
+        text = f"the states are {config.target_hidden_size} wide and the drafter {config.hidden_size}, and "
+        pair.find("hidden-size", f"{text}use_aux_hidden_state False leaves out the fc between them")
+
+
 def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
+    if (get_field(pair.drafter, "eagle_config") or {}).get("use_aux_hidden_state") is False:  # the one place read
+        return _look_at_last_state(pair, config)
     layers = pair.text.get("num_hidden_layers")
     if not isinstance(layers, int):
         return pair.find("layers", f"the target's config has no num_hidden_layers: got {layers!r}")
@@ -117,7 +131,11 @@ def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
         return pair.find("layers", str(wrong))
     pair.facts["K"] = config.num_chunks
     pair.facts["boundaries"] = meant
-    for engine, (ids, are_boundaries, stated) in _engines(pair.drafter).items():
+    for engine, (ids, are_boundaries, stated) in _engines(pair).items():
+        if ids == []:
+            text = f"captures no layer, as the list of its ids is empty, and the config means the boundaries {meant}"
+            pair.find("engine-layers", text, engine)
+            continue
         try:
             captured = capture_layers(
                 pair.model_type, layers, ids, layer_ids_mean="boundary" if are_boundaries else None
