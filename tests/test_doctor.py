@@ -136,7 +136,7 @@ def with_layers_in_fp8(checkpoints: Files, *layers: str) -> None:
     for name in [name for name in checkpoints.weights if name.endswith(("k_proj.weight", "v_proj.weight"))]:
         checkpoints.weights[name] = checkpoints.weights[name].to(FP8)
         checkpoints.weights[f"{name}_scale_inv"] = torch.ones(1, 1)
-    left_out = ["fc", "eh_proj"]
+    left_out = ["model.fc", "eh_proj"]
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": left_out}
     checkpoints.drafter["quantization_config"] = config
 
@@ -777,6 +777,16 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: with_config(c, {"quant_method": "fp8", "modules_to_not_convert": ["fc"]}),
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out: codes have no place there")],
     ),
+    "an fc that is left out by another name than vLLM's": (
+        lambda c: c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["fc"]}),
+        [
+            (
+                "layer-quantized",
+                (V1, V2),
+                "builds fc quantized: it calls it model.fc, which quantization_config does not",
+            )
+        ],
+    ),
     "codes that GPTQModel leaves out": (
         lambda c: with_config(c, {"quant_method": "fp8", "dynamic": {"-:.*fc": {}}}),
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out")],
@@ -1077,7 +1087,7 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "DFlash with keys in no group": (
         lambda c: (
             as_w4a16(c, *CONTEXT_LAYERS),
-            c.drafter["quantization_config"]["config_groups"]["group_0"].update(targets=["re:.*v_proj", "fc"]),
+            c.drafter["quantization_config"]["config_groups"]["group_0"].update(targets=["re:.*v_proj", "re:.*fc"]),
         ),
         [
             ("fc-quantized", (SGLANG,), "holds fc in a plain nn.Linear"),
@@ -1087,7 +1097,7 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "DFlash with packed keys of one layer": (
         lambda c: (
             as_w4a16(c, "layers.1.self_attn.k_proj"),
-            c.drafter["quantization_config"].update(ignore=["fc", "re:.*v_proj"]),
+            c.drafter["quantization_config"].update(ignore=["re:.*fc", "re:.*v_proj"]),
         ),
         [
             (
@@ -1244,7 +1254,7 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "a layer in no group": (
         lambda c: (
-            c.drafter.update(quantization_config=of_group("re:.*(gate|down|q|o)_proj")),
+            c.drafter.update(quantization_config=of_group("re:.*(gate|gate_up|down|q|qkv|o)_proj")),
             [c.drafter["quantization_config"]["config_groups"]["group_0"]["weights"].clear()],
         ),
         [("layer-quantized", (SGLANG, V1, V2), f"and none of its config_groups has {UP}: codes have no place")],
@@ -1267,7 +1277,12 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "layer-quantized",
                 (SGLANG,),
                 "builds midlayer.mlp.down_proj quantized: it calls it model.down_proj, which quantization_config does",
-            )
+            ),
+            (
+                "layer-quantized",
+                (V1, V2),
+                "builds midlayer.mlp.down_proj quantized: it calls it model.layers.12.mlp.down_proj, which",
+            ),
         ],
     ),
     "an lm_head in FP8": (
@@ -1381,10 +1396,29 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ],
     ),
     "DFlash with keys and values left out by the layers' names": (
-        lambda c: c.drafter["quantization_config"].update(ignore=["re:.*self_attn.*", "fc"]),
+        lambda c: c.drafter["quantization_config"].update(ignore=["re:.*self_attn.*", "re:.*fc"]),
         [
             ("layer-quantized", (SGLANG,), "builds layers.*.self_attn.k_proj quantized: it calls it qkv_proj, which"),
             ("layer-quantized", (SGLANG,), "builds layers.*.self_attn.v_proj quantized: it calls it qkv_proj, which"),
+        ],
+    ),
+    "DFlash with keys and values left out by their own names": (
+        lambda c: c.drafter["quantization_config"].update(
+            ignore=["re:.*fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv")]
+        ),
+        [
+            *(
+                ("layer-quantized", (SGLANG,), f"builds layers.*.self_attn.{part}_proj quantized: it calls it qkv_proj")
+                for part in "kv"
+            ),
+            *(
+                (
+                    "layer-quantized",
+                    (V1, V2),
+                    f"builds layers.*.self_attn.{part}_proj quantized: it calls it model.layers.*.self_attn.qkv_proj",
+                )
+                for part in "kv"
+            ),
         ],
     ),
     "DFlash with heads in W4A16": (
@@ -1392,7 +1426,7 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.update({"candidate_selector.hidden_projection.weight": torch.ones(32, 64)}),
             c.weights.update({"markov_head.markov_w2.weight": torch.ones(32, 64)}),
             as_w4a16(c, "candidate_selector.hidden_projection", "markov_head.markov_w2"),
-            c.drafter["quantization_config"].update(ignore=["re:.*[qkv]_proj", "fc"]),
+            c.drafter["quantization_config"].update(ignore=["re:.*[qkv]_proj", "re:.*fc"]),
         ),
         [
             (
@@ -1412,7 +1446,7 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (
             c.weights.update({f"{name}.weight": torch.ones(V, 64) for name in ("embed_tokens", "lm_head")}),
             as_w4a16(c, "embed_tokens", "lm_head"),
-            c.drafter["quantization_config"].update(ignore=["re:.*[qkv]_proj", "fc"]),
+            c.drafter["quantization_config"].update(ignore=["re:.*[qkv]_proj", "re:.*fc"]),
         ),
         [
             (

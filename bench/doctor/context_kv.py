@@ -18,6 +18,7 @@ from .layers import (
     look_at_layers,
     look_at_merged,
     look_at_names,
+    names_in_vllm,
     names_without_layer,
 )
 from .pair import SGLANG, VLLM_V1, VLLM_V2, Pair
@@ -50,6 +51,11 @@ _SGLANG_NAMES_NO_LAYER = {
     *("DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"),
     *("MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "DSparkDraftModel", "Qwen3DSparkModel"),
     *("LingDSparkModel", "Lfm2DSparkDraftModel"),
+}
+# vLLM counts their layers on behind the target's.
+_VLLM_COUNTS_ON = {
+    *("DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel"),
+    *("Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
 }
 # vLLM cuts K and V out of `qkv_proj.weight` as if it were numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
@@ -84,6 +90,8 @@ def examine(pair: Pair, architecture: str) -> None:
         look_at_merged(pair, own)
     if architecture in _SGLANG_NAMES_NO_LAYER:
         look_at_names(pair, own, names_without_layer, SGLANG)
+    if architecture in _VLLM_COUNTS_ON:
+        look_at_names(pair, own, partial(names_in_vllm, pair), VLLM_V1, VLLM_V2)
     return None
 
 

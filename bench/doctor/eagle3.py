@@ -11,7 +11,7 @@ from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
 from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, norms_before_fc
 from eagle_kernels.drafter_config import get_field
 
-from .layers import kind_of, look_at_layers, look_at_merged, look_at_names, names_without_layer
+from .layers import kind_of, look_at_layers, look_at_merged, look_at_names, names_in_vllm, names_without_layer
 from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
 from .quantization import (
     EMBEDDING,
@@ -51,6 +51,7 @@ def examine(pair: Pair, trained_by: str | None) -> None:
     look_at_merged(pair, pair.layers)
     if not any(name in _MLA for name in pair.architectures):
         look_at_names(pair, pair.layers, _names_in_sglang, SGLANG)
+    look_at_names(pair, pair.layers, partial(names_in_vllm, pair), VLLM_V1, VLLM_V2)
     return None
 
 

@@ -9,11 +9,12 @@ from eagle_kernels.quantization_config import section_of, unread_format
 from eagle_kernels.quantized_checkpoint import check_projection
 
 from . import experts
-from .pair import OP, Header, Pair
+from .pair import OP, VLLM_V1, Header, Pair
 from .quantization import NORM, codes_of, described, holds_codes, is_of_experts, misnamed, misread, parameters_of
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
+_OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp)\.(?P<name>\w+)")
 # The linear layers of a decoder layer that is not latent and has no experts.
 _OF_LAYER = re.compile(r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\.([qkvo]_proj|gate_proj|up_proj|down_proj)$")
 
@@ -70,18 +71,36 @@ def look_at_merged(pair: Pair, paths: Iterable[str]) -> None:
     _report(pair, wrong, layers)
 
 
-def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], list[str]], engine: str) -> None:
-    """Report layers that an engine looks for in the config under another name than the checkpoint's.
+def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], list[str]], *engines: str) -> None:
+    """Report layers that engines look for in the config under another name than the checkpoint's.
 
     Args:
-        names_of: a path's in that engine; none where it is the path's own.
+        names_of: a path's in those engines; none where it is the path's own.
     """
     layers = _alike(path for path in paths if codes_of(parameters_of(pair, path)) is not None)
     wrong = []
     for path in (path for alike in layers.values() for path in alike):
-        if (names := names_of(path)) and (text := misnamed(pair, path, names)) is not None:
-            wrong.append(_Wrong("layer-quantized", (engine,), path, text))
+        names = names_of(path)
+        if names and (text := misnamed(pair, path, names, in_vllm=VLLM_V1 in engines)) is not None:
+            wrong.append(_Wrong("layer-quantized", engines, path, text))
     _report(pair, wrong, layers)
+
+
+def names_in_vllm(pair: Pair, path: str) -> list[str]:
+    """["model.layers.32.self_attn.qkv_proj"] of a drafter's midlayer.self_attn.q_proj: vLLM counts its layers on behind
+    those of the target, and gives its config no table of merged layers (vllm#53116).
+
+    Source: vLLM 0.33 `llama_eagle3`, `qwen3_dflash`, `map_draft_quant_config`, which renames ModelOpt's entries alone.
+    """
+    own, layers = path.removeprefix("model."), pair.text.get("num_hidden_layers")
+    if own == "fc":
+        return ["model.fc"]
+    match = _OF_DRAFTER.fullmatch(own)
+    if match is None or kind_of(path) != "linear" or type(layers) is not int:
+        return []
+    name = match["name"]
+    merged = next((merged for merged, parts in MERGED.items() if name in parts), name)
+    return [f"model.layers.{layers + int(match['number'] or 0)}.{match['part']}.{merged}"]
 
 
 def names_without_layer(path: str) -> list[str]:
@@ -116,8 +135,7 @@ def _report(pair: Pair, wrong: Iterable[_Wrong], layers: Mapping[str, list[str]]
     """What is so of several layers that are alike is one finding."""
     found: dict[tuple[str, tuple[str, ...], str], list[_Wrong]] = {}
     for each in wrong:
-        parent = each.path.rpartition(".")[0] + "."
-        found.setdefault((each.trap, each.engines, each.text.replace(parent, _pattern(parent))), []).append(each)
+        found.setdefault((each.trap, each.engines, _pattern(each.text)), []).append(each)
     for (trap, engines, text), where in found.items():
         alike = layers[_pattern(where[0].path)]
         if len(where) == 1:

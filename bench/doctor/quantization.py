@@ -29,6 +29,8 @@ _ENGINES_WITH = {
     **dict.fromkeys(("experts_int8", "fbgemm_fp8", "fp_quant", "inc", "torchao"), ("vllm",)),
     **dict.fromkeys(("humming", "moe_wna16"), ("sglang", "vllm")),
 }
+# Those whose entries are whole names or patterns in vLLM, which others look for inside of a name.
+_WHOLE_NAMES = ("compressed-tensors", "fbgemm_fp8", "fp8")
 # Methods that both engines have for linear layers and experts alone.
 _OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxfp4")
 
@@ -106,16 +108,17 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         yield f"{says}, and none of its config_groups has {name}: codes have no place there{without}", takes
 
 
-def misnamed(pair: Pair, path: str, names: Sequence[str]) -> str | None:
+def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False) -> str | None:
     """What becomes of a layer that an engine calls by `names`, the first of which is its own, in the config's lists."""
     config = pair.quantization
     if config is None:
         return None
+    is_whole = in_vllm and config.get("quant_method") in _WHOLE_NAMES
     if holds_codes(pair, path):
-        if _is_in_group(config, path) and not any(_is_in_group(config, name) for name in names):
+        if _is_in_group(config, path) and not any(_is_in_group(config, name, is_whole) for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
         return None
-    if _leaves_out(config, path) and all(_covers(config, name) for name in names):
+    if _leaves_out(config, path) and all(_covers(config, name, is_whole) for name in names):
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
 
@@ -175,23 +178,23 @@ def codes_of(parameters: Collection[str]) -> str | None:
     return next((name for name in _CODES if name in parameters), None)
 
 
-def _covers(config: Mapping[str, Any], path: str) -> bool:
-    """Whether a checkpoint of this config has codes at `path`."""
-    if _leaves_out(config, path):
+def _covers(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
+    """Whether a checkpoint of this config has codes at `path`; `is_whole` as in `_names`."""
+    if _leaves_out(config, path, is_whole):
         return False
     algorithm, method = config.get("quant_algo"), config.get("quant_method")
     if isinstance(algorithm, str):
         return algorithm.upper() != "MIXED_PRECISION"  # which lists its layers
     if method == "compressed-tensors":
-        return _is_in_group(config, path)
+        return _is_in_group(config, path, is_whole)
     return method in _STORED
 
 
-def _is_in_group(config: Mapping[str, Any], path: str) -> bool:
+def _is_in_group(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
     """True of a config without such groups."""
     if config.get("quant_method") != "compressed-tensors":
         return True
-    return any(entry == "Linear" or _names(entry, path) for entry in _targets(config))
+    return any(entry == "Linear" or _names(entry, path, is_whole) for entry in _targets(config))
 
 
 def _targets(config: Mapping[str, Any]) -> list[str]:
@@ -200,20 +203,25 @@ def _targets(config: Mapping[str, Any]) -> list[str]:
     return [entry for group in groups if isinstance(group, Mapping) for entry in _texts(group.get("targets"))]
 
 
-def _leaves_out(config: Mapping[str, Any], path: str) -> bool:
+def _leaves_out(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
     entries = [entry for key in _LEFT_OUT for entry in _texts(config.get(key))]
     # GPTQModel's: "-:" is in front of the pattern of what stays as it is.
     entries += [f"re:{pattern[2:]}" for pattern in _texts(config.get("dynamic")) if pattern.startswith("-:")]
-    return any(_names(entry, path) for entry in entries)
+    return any(_names(entry, path, is_whole) for entry in entries)
 
 
 def _texts(value: object) -> list[str]:
     return [entry for entry in value if isinstance(entry, str)] if isinstance(value, (list, dict)) else []
 
 
-def _names(entry: str, path: str) -> bool:
-    """Whether an entry of a config is this layer, a part of a model that it is in, or a pattern of it."""
-    paths = (path, f"model.{path}")  # the checkpoint's, and the one that an engine gives it
+def _names(entry: str, path: str, is_whole: bool = False) -> bool:
+    """Whether an entry of a config is this layer, a part of a model that it is in, or a pattern of it.
+
+    is_whole: `path` is the engine's own, and an entry that is no pattern has to be all of it.
+    """
+    if is_whole and not entry.startswith("re:"):
+        return entry == path
+    paths = (path,) if is_whole else (path, f"model.{path}")  # the checkpoint's, and the one that an engine gives it
     if entry.startswith("re:"):
         try:
             return any(re.match(entry[3:], each) for each in paths)
