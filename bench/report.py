@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ STATUSES = ("ok", "wrong", "skipped", "failed")
 
 # What the fields of a record may be; of those that are here twice, None is one that was not measured.
 _TEXTS = ("op", "preset", "stage", "norm", "dtype", "timer", "variant", "status", "reason", "plan", "copies_limited_by")
-_COUNTS = ("K", "H", "D", "V", "T", "S", "n", "d", "rounds", "copies")
+_COUNTS = ("K", "H", "D", "V", "T", "S", "n", "d", "rounds", "copies", "rotated_bytes")
 _POSITIVE = ("median_ms", "min_ms", "p20_ms", "p80_ms", "bytes", "gbps", *_RATES[:2], "add_gbps", "memory_gbps")
 _NUMBERS = ("tflops", "floor_ms", "matmul_tflops", "error", "error_bound", "speedup", "speedup_low", "speedup_high")
 _OPTIONAL = ("add_gbps", "memory_gbps", "matmul_tflops", "error")
@@ -85,7 +86,7 @@ def load(path: Path) -> dict:
         run = json.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:
         raise UnreadableResult(f"{path}: {failure.strerror}") from None
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise UnreadableResult(f"{path}: not a saved run: {failure}") from None
     version = run.get("schema_version") if isinstance(run, dict) else None
     if version != SCHEMA_VERSION:
@@ -107,7 +108,13 @@ def _record_fault(record: Any) -> str | None:
     if not isinstance(record, dict):
         return f"is {record!r}, expected an object"
     missing = [name for name in RECORD_FIELDS if name not in record]
-    figures = {"ok": FIGURES, "skipped": ("reason",), "failed": ("reason",)}.get(record.get("status", ""), ())
+    figures: tuple[str, ...] = ()
+    if (status := record.get("status")) in ("skipped", "failed"):
+        figures = ("reason",)
+    elif status == "ok":
+        figures = FIGURES
+        figures += ("rotated_bytes", "copies", "copies_limited_by") if record.get("cold") is False else ()
+        figures += ("speedup_low", "speedup_high") if "speedup" in record else ()
     missing += [name for name in figures if name not in record]
     if missing:
         return f"has no {', '.join(missing)}"
@@ -130,7 +137,8 @@ def _expected(name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else "true or false"
     if name in _OPTIONAL and value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = is_number and abs(value) <= sys.float_info.max  # isfinite raises of an int beyond it
     if name in _COUNTS:
         return None if is_number and isinstance(value, int) and value >= 1 else "a count"
     if name in _POSITIVE:
@@ -142,8 +150,7 @@ def _load_shown(path: Path) -> dict:
     """`load` for what needs to name the machine."""
     run = load(path)
     environment = run["environment"]
-    if environment.get("device") not in _SHOWN:
-        device = environment.get("device")
+    if (device := environment.get("device")) not in tuple(_SHOWN):  # a list is no key
         raise UnreadableResult(f"{path}: the environment has device {device!r}, expected cpu or cuda")
     if absent := [name for name in _SHOWN[environment["device"]] if name not in environment]:
         raise UnreadableResult(f"{path}: the environment has no {', '.join(absent)}")
@@ -290,7 +297,7 @@ class Layout:
             if record["status"] == "failed":
                 yield wrap(f"{record['variant']} failed: {record['reason']}", _NOTE, first=_NOTE)
         timed = [record for record in row if record["status"] == "ok"]
-        if timed and not timed[0]["cold"]:
+        if timed and not timed[0].get("cold", True):
             size, limit = timed[0]["rotated_bytes"] >> 20, timed[0]["copies_limited_by"]
             yield wrap(f"not cold: {timed[0]['copies']} copies are {size} MiB, limited by {limit}", _NOTE, first=_NOTE)
         for record in filter(is_above_ceiling, row):

@@ -84,6 +84,7 @@ def test_run_survives_saving(tmp_path: Path) -> None:
     "text, message",
     [
         pytest.param("{", "run.json: not a saved run", id="cut-off"),
+        pytest.param("[" * 100_000, "run.json: not a saved run: maximum recursion depth exceeded", id="nested"),
         pytest.param("[]", "schema version is None, expected 2", id="no-run"),
         pytest.param('{"schema_version": 1}', "schema version is 1, expected 2; measure again", id="older"),
         pytest.param('{"schema_version": 2}', "schema version 2, but without environment and records", id="nothing"),
@@ -107,6 +108,8 @@ def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> Non
         ("gbps", None, "gbps None, expected a number above 0"),
         ("tflops", True, "tflops True, expected a number of at least 0"),
         ("T", 8.5, "T 8.5, expected a count"),
+        ("H", 10**400, "H 1000"),
+        ("status", [], "status [], expected one of ok, "),
         ("is_ours", "yes", "is_ours 'yes', expected true or false"),
         ("op", "softmax", "op 'softmax', expected one of norm_concat_linear, "),
         ("timer", "wall", "timer 'wall', expected one of clock, graph, eager"),
@@ -126,6 +129,24 @@ def test_a_field_of_another_kind_is_named(
         assert f"run.json: record 1 has {expected}" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "changes, without, missing",
+    [
+        ({}, "speedup_low", "speedup_low"),
+        ({"cold": False}, "copies_limited_by", "rotated_bytes, copies_limited_by"),
+    ],
+)
+def test_a_record_without_what_its_line_needs_is_named(
+    changes: dict, without: str, missing: str, tmp_path: Path
+) -> None:
+    """A KeyError once the table was printed."""
+    path = tmp_path / "run.json"
+    changed = {name: value for name, value in (RECORDS[1] | changes).items() if name != without}
+    report.save(path, ENVIRONMENT, ["bench"], [RECORDS[0], changed])
+    with pytest.raises(report.UnreadableResult, match=f"record 1 has no {missing}$"):
+        report.load(path)
+
+
 @pytest.mark.parametrize("command", ["report", "plot"])
 def test_an_environment_without_its_machine_is_named(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -133,6 +154,7 @@ def test_an_environment_without_its_machine_is_named(
     path = tmp_path / "run.json"
     for environment, message in (
         ({}, "the environment has device None, expected cpu or cuda"),
+        ({"device": ["cpu"]}, "the environment has device ['cpu'], expected cpu or cuda"),
         ({"device": "cuda", "gpu": "H100"}, "the environment has no device_slug, torch, date, commit, driver, cuda"),
     ):
         report.save(path, environment, ["bench"], RECORDS)
