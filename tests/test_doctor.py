@@ -722,6 +722,18 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.weights.pop("lm_head.weight"),
         [("draft-head", ALL, "200 ids are drafted, and the file has no lm_head.weight")],
     ),
+    "a head that SGLang ties to the embedding": (
+        lambda c: c.drafter.update(tie_word_embeddings=True),
+        [("draft-head", (SGLANG,), "takes the embedding for the head, as tie_word_embeddings says, and skips the")],
+    ),
+    "no number of drafted ids": (
+        lambda c: (
+            c.drafter.pop("draft_vocab_size"),
+            c.weights.update({"lm_head.weight": torch.ones(V, D)}),
+            c.weights.pop("d2t"),
+        ),
+        [("draft-head", (SGLANG,), "reads draft_vocab_size, which the config does not have, and fails")],
+    ),
     "fp8 that no config mentions": (
         quantized,
         [
@@ -1298,6 +1310,15 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "for numbers (sglang#39087) without this package's plugin",
             )
         ],
+    ),
+    "an lm_head in FP8, where SGLang takes the target's": (
+        lambda c: (
+            c.drafter.update(draft_vocab_size=None),
+            c.weights.update({"lm_head.weight": torch.ones(V, D).to(FP8)}),
+            c.weights.update({"lm_head.weight_scale_inv": torch.ones(8, 1)}),
+            c.weights.pop("d2t"),
+        ),
+        [("layer-quantized", (V1, V2), "holds lm_head in a ParallelLMHead without a quantization method")],
     ),
     "an embedding in FP8": (
         lambda c: (

@@ -80,7 +80,7 @@ def _held_in(pair: Pair, config: Eagle3Config, path: str) -> dict[str, str]:
         in_sglang = in_vllm = EMBEDDING
         is_own = pair.drafter.get("target_hidden_size") not in (None, config.hidden_size)
     elif kind == "head":
-        is_own = config.draft_vocab_size is not None
+        is_own = pair.drafter.get("draft_vocab_size") is not None and not pair.drafter.get("tie_word_embeddings")
         in_vllm = HEAD if is_mla else head_held_in(pair.quantization, path)
         in_sglang = HEAD if in_sglang != TAKES_CONFIG else head_held_in(pair.quantization, path)
     else:
@@ -267,5 +267,15 @@ def _look_at_vocabulary(pair: Pair, config: Eagle3Config) -> None:
         pair.find("draft-head", f"lm_head.weight is {list(head.shape)}, expected a matrix")
     elif head is not None and drafted is not None and head.shape[0] != drafted:
         pair.find("draft-head", f"lm_head.weight has {head.shape[0]} rows, and draft_vocab_size is {drafted}")
-    if is_short and not any(name.startswith("lm_head.") for name in headers):
+    has_head = any(name.startswith("lm_head.") for name in headers)
+    if is_short and not has_head:
         pair.find("draft-head", f"{drafted} ids are drafted, and the file has no lm_head.weight for them")
+    if pair.drafter.get("speculators_model_type") is not None:  # which SGLang does not read
+        return
+    if pair.drafter.get("tie_word_embeddings"):
+        if has_head:
+            text = "takes the embedding for the head, as tie_word_embeddings says, and skips the file's lm_head"
+            pair.find("draft-head", text, SGLANG)
+    elif "draft_vocab_size" not in pair.drafter and _MLA_FC.isdisjoint(pair.architectures):
+        text = "reads draft_vocab_size, which the config does not have, and fails: null stands for the target's head"
+        pair.find("draft-head", text, SGLANG)
