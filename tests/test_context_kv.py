@@ -1,5 +1,6 @@
 """ContextKV: every variant of the stage against float64 and both engines' eager chains; slots, configs, errors."""
 
+import math
 import re
 
 import pytest
@@ -214,6 +215,22 @@ QWEN3 = {
     "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "dflash_config": {"target_layer_ids": [1, 5, 9]},
 }  # fmt: skip
 LATENT = {"values": "none", "interleaved": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": "16"}, "head_dim is a str, expected an int"),
+        ({"head_dim": math.inf, "partial_rotary_factor": 0.5}, "head_dim is a float, expected an int"),
+        ({"head_dim": None, "num_attention_heads": [4]}, "num_attention_heads is a list, expected an int"),
+        ({"architectures": 5}, "architectures is a int, expected a list of names"),
+        ({"architectures": ["K3DSparkModel"], "kv_lora_rank": "5", "qk_rope_head_dim": 8}, "kv_lora_rank is a str"),
+    ],
+)
+def test_a_field_of_another_type_is_named(changes: dict, message: str) -> None:
+    """Python's own words of a division by text, and an OverflowError of JSON's Infinity."""
+    with pytest.raises(TypeError, match=re.escape(f"ContextKVConfig.from_hf: {message}")):
+        ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import eagle_kernels as ek
+from eagle_kernels.context_kv import VARIANTS
 from eagle_kernels.drafter_config import LAYER_ID_RULES
 from eagle_kernels.models import families
 
@@ -47,6 +48,14 @@ MTP_FIELDS = {
     "hidden_size": st.sampled_from([64, 2048]) | SIZES,
     "backbone_hidden_size": SIZES,
     "rms_norm_eps": st.sampled_from([0.0, 1e-6]) | SIZES,
+}
+CONTEXT_FIELDS = {
+    "architectures": st.lists(st.sampled_from(sorted(VARIANTS)) | GARBAGE, max_size=2) | GARBAGE,
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZES),
+    **dict.fromkeys(("head_dim", "kv_lora_rank", "qk_rope_head_dim", "n_mtp_layers", "rotary_dim"), SIZES),
+    **dict.fromkeys(("partial_rotary_factor", "rms_norm_eps"), st.sampled_from([0.0, 0.5, 1.0]) | SIZES),
+    **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), IDS | GARBAGE),
+    **dict.fromkeys(("attention_bias", "attention_k_eq_v", "use_gemma_norm", "dflash_config"), FLAGS),
 }
 QUANTIZATION_FIELDS = {
     "quant_algo": st.sampled_from(["FP8", "fp8_pb_wo", "NVFP4", "MIXED_PRECISION"]) | GARBAGE,
@@ -111,6 +120,25 @@ def test_any_mtp_config(for_any: Callable, record_property: Callable) -> None:
         return data.draw(other) if data.draw(st.integers(0, 20)) == 20 else config
 
     check_any(for_any, ek.MTPConfig.from_hf, draw, "MTPConfig.from_hf", "MTPConfig")
+
+
+def test_any_context_config(for_any: Callable, record_property: Callable) -> None:
+    """Python's own words of a head_dim that is text, and an OverflowError of JSON's Infinity."""
+    record_property(*KIND)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def draw(data: st.DataObject) -> object:
+        latent = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "head_dim": 16, "dspark_target_layer_ids": [1]}
+        name = data.draw(st.sampled_from(sorted(VARIANTS)))
+        return {"architectures": [name], **sizes, **latent} | data.draw(some_of(CONTEXT_FIELDS))
+
+    check_any(
+        for_any,
+        lambda drawn: ek.ContextKVConfig.from_hf(drawn, target_hidden_size=64),
+        draw,
+        "ContextKVConfig.from_hf",
+        "ContextKVConfig",
+    )
 
 
 def test_any_layer_ids(for_any: Callable, record_property: Callable) -> None:

@@ -136,10 +136,11 @@ class ContextKVConfig:
         if engine not in ENGINES:
             raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
         check_config(_FROM_HF, "config", config)
-        architectures = get_field(config, "architectures") or ()
-        name = next((name for name in architectures if name in VARIANTS), None)
+        stated = get_field(config, "architectures") or ()
+        architectures = checks.check_sequence(_FROM_HF, "architectures", stated, "a list of names")
+        name = next((name for name in architectures if isinstance(name, str) and name in VARIANTS), None)
         if name is None:
-            got, because = f"architectures is {list(architectures)}", "the norms and the form of K depend on it"
+            got, because = f"architectures is {architectures}", "the norms and the form of K depend on it"
             raise checks.error(ValueError, _FROM_HF, got, f"one of {sorted(VARIANTS)}", because)
         eps = get_field(config, "rms_norm_eps")
         fields = {
@@ -170,12 +171,18 @@ def _num_chunks(config: object) -> int | None:
     return get_field(config, "num_hidden_layers")
 
 
+def _size(config: object, name: str) -> int | None:
+    """A field that is computed with; None where the config has none."""
+    value = get_field(config, name)
+    return None if value is None else checks.check_int(_FROM_HF, name, value)
+
+
 def _dense(config: object) -> dict[str, Any]:
     nested = get_field(config, "dflash_config")
     if nested is not None and get_field(nested, "attention_value_scale") is not None:
         got, because = "attention_value_scale is given", "V is cached as it is projected; scale its rows of kv_proj"
         raise checks.error(ValueError, _FROM_HF, got, "none", because)
-    width, heads, head = (get_field(config, name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    width, heads, head = (_size(config, name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     head = width // heads if head is None and width and heads else head
     rope = get_field(config, "rope_parameters") or get_field(config, "rope_scaling")
     factor = get_field(config, "partial_rotary_factor") or (get_field(rope, "partial_rotary_factor") if rope else None)
@@ -223,7 +230,7 @@ def _gemma4(config: object) -> dict[str, Any]:
 
 def _kimi_k3(config: object) -> dict[str, Any]:
     """One latent head: kv_lora_rank normed columns, and behind them those that rotate."""
-    rank, rotary = get_field(config, "kv_lora_rank"), get_field(config, "qk_rope_head_dim")
+    rank, rotary = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
     head = None if rank is None or rotary is None else rank + rotary
     latent = {"num_kv_heads": 1, "head_dim": head, "norm_width": rank, "rotary_begin": rank}
     return latent | {"values": "none", "interleaved": True}
@@ -231,7 +238,7 @@ def _kimi_k3(config: object) -> dict[str, Any]:
 
 def _deepseek_v4(config: object) -> dict[str, Any]:
     """One normed head, whose last columns rotate, for each of the DSpark stages inside the checkpoint."""
-    head, rotary = get_field(config, "head_dim"), get_field(config, "qk_rope_head_dim")
+    head, rotary = _size(config, "head_dim"), _size(config, "qk_rope_head_dim")
     begin = None if head is None or rotary is None else head - rotary
     stage = {"num_layers": get_field(config, "n_mtp_layers") or 3, "num_kv_heads": 1, "head_dim": head}
     return stage | {"rotary_begin": begin, "values": "none", "interleaved": True}
