@@ -476,6 +476,16 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: with_mlp_in_w4a16(c, layers=2),
         {"layers.*.mlp.up_proj": "I32 with weight_scale", "fc": "BF16"},
     ),
+    "DFlash of a target that EAGLE-3 has no rule for": (
+        ContextCheckpoints,
+        lambda c: c.target.update(model_type="nemotron_h"),
+        {"boundaries": [2, 5, 9]},
+    ),
+    "DFlash2 of Muse Glimmer": (
+        ContextCheckpoints,
+        lambda c: (c.target.update(model_type="muse_glimmer"), c.drafter.update(architectures=["DFlash2DraftModel"])),
+        {"boundaries": [2, 5, 9]},
+    ),
     "DFlash": (
         ContextCheckpoints,
         lambda c: None,
@@ -1074,6 +1084,10 @@ EAGLE_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 }
 
 CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "DFlash of Muse Glimmer": (
+        lambda c: c.target.update(model_type="muse_glimmer"),
+        [("layers", ALL, "those of Muse Glimmer depend on the drafter")],
+    ),
     "DFlash in W4A16": (
         lambda c: as_w4a16(c, *CONTEXT_LAYERS),
         [

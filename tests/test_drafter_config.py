@@ -90,7 +90,7 @@ def test_default_layers_are_boundaries(model_type, num_layers, boundaries, layer
 def test_dflash_ids_are_outputs_for_every_model_type(name):
     shape = model_shapes()[name]
     layer_ids = shape.stage("dflash").layer_ids
-    for model_type in ("gemma4", "kimi_k2", "gpt_oss"):
+    for model_type in ("gemma4", "kimi_k2", "gpt_oss", "laguna", "nemotron_h", "mimo_v2", "lfm2"):
         boundaries = capture_layers(model_type, shape.num_layers, layer_ids, algorithm="dflash")
         assert boundaries == [layer_id + 1 for layer_id in layer_ids]
 
@@ -107,9 +107,17 @@ def test_dspark_ids_are_outputs_but_for_the_stages_of_deepseek_v41():
     ids, outputs = [2, 21, 40], [3, 22, 41]
     for model_type, boundaries in (("deepseek_v41", ids), ("deepseek_v4", outputs), ("qwen3", outputs)):
         assert capture_layers(model_type, 43, ids, algorithm="dspark") == boundaries
-    for algorithm in ("eagle3", "dflash"):
-        with pytest.raises(ValueError, match="model_type is 'deepseek_v41', expected one of"):
+    for algorithm, expected in (("eagle3", "one of"), ("dflash", "a target whose ids have one meaning for DFlash")):
+        with pytest.raises(ValueError, match=f"model_type is 'deepseek_v41', expected {expected}"):
             capture_layers("deepseek_v41", 43, ids, algorithm=algorithm)
+
+
+def test_dflash_ids_of_muse_glimmer_have_to_be_explained():
+    """SGLang 0.5.23 `_map_muse_target_layer_ids`: outputs for two classes of drafters, boundaries for others."""
+    ids = [2, 21, 40]
+    with pytest.raises(ValueError, match=r"those of Muse Glimmer depend on the drafter.*; pass layer_ids_mean$"):
+        capture_layers("muse_glimmer", 43, ids, algorithm="dflash")
+    assert capture_layers("muse_glimmer", 43, ids, algorithm="dflash", layer_ids_mean="output") == [3, 22, 41]
 
 
 def test_model_types_are_those_of_transformers():
@@ -151,6 +159,13 @@ CAPTURE_ERRORS = [
     pytest.param(("qwen3", 36, [True]), {}, TypeError, "layer_ids[0] is a bool, expected an int", id="bool-id"),
     pytest.param(("qwen3", -3), {}, ValueError, "num_layers is -3, expected at least 1", id="negative-layers"),
     pytest.param((["qwen3"], 36), {}, ValueError, "model_type is ['qwen3'], expected one of", id="list-of-types"),
+    pytest.param(
+        (["qwen3"], 36, [1]),
+        {"algorithm": "dspark"},
+        ValueError,
+        "model_type is ['qwen3'], expected a target whose ids have one meaning for DSpark",
+        id="list-of-types-dspark",
+    ),
     pytest.param(("qwen3", 36, [2, 18.0]), {}, TypeError, "layer_ids[1] is a float, expected an int", id="float-id"),
     pytest.param(("qwen3", None, [2]), {}, TypeError, "num_layers is a NoneType, expected an int", id="no-layers"),
     pytest.param(

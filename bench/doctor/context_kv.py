@@ -52,6 +52,8 @@ _SGLANG_NAMES_NO_LAYER = {
     *("MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "DSparkDraftModel", "Qwen3DSparkModel"),
     *("LingDSparkModel", "Lfm2DSparkDraftModel"),
 }
+# Whose ids of a Muse Glimmer SGLang takes for outputs, and for boundaries those of others.
+_MUSE_OUTPUTS = {"DFlash2DraftModel", "MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}
 # vLLM counts their layers on behind the target's.
 _VLLM_COUNTS_ON = {
     *("DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel"),
@@ -147,7 +149,11 @@ def _look_at_layers(pair: Pair, algorithm: str) -> None:
         if value != first:
             pair.find("layers", f"{other} is {value}, and {place} {first}")
     try:
-        pair.facts["boundaries"] = capture_layers(pair.model_type, layers, first, algorithm=algorithm)
+        is_muse = pair.model_type == "muse_glimmer" and not _MUSE_OUTPUTS.isdisjoint(pair.architectures)
+        mean = "output" if is_muse else None
+        pair.facts["boundaries"] = capture_layers(
+            pair.model_type, layers, first, algorithm=algorithm, layer_ids_mean=mean
+        )
     except (TypeError, ValueError) as wrong:
         return pair.find("layers", str(wrong))
     pair.facts["layer ids"] = f"{first} in {place}"

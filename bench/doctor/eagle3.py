@@ -272,10 +272,9 @@ def _look_at_vocabulary(pair: Pair, config: Eagle3Config) -> None:
         pair.find("draft-head", f"{drafted} ids are drafted, and the file has no lm_head.weight for them")
     if pair.drafter.get("speculators_model_type") is not None:  # which SGLang does not read
         return
-    if pair.drafter.get("tie_word_embeddings"):
-        if has_head:
-            text = "takes the embedding for the head, as tie_word_embeddings says, and skips the file's lm_head"
-            pair.find("draft-head", text, SGLANG)
-    elif "draft_vocab_size" not in pair.drafter and _MLA_FC.isdisjoint(pair.architectures):
+    if pair.drafter.get("tie_word_embeddings") and has_head:
+        text = "takes the embedding for the head, as tie_word_embeddings says, and skips the file's lm_head"
+        pair.find("draft-head", text, SGLANG)
+    if "draft_vocab_size" not in pair.drafter and _MLA_FC.isdisjoint(pair.architectures):
         text = "reads draft_vocab_size, which the config does not have, and fails: null stands for the target's head"
         pair.find("draft-head", text, SGLANG)

@@ -54,6 +54,8 @@ _OTHER_MODEL_TYPES = {
 }
 # What their DSpark stages, which alone capture these targets, call a layer: V4.1's read the inputs of its attention.
 _OF_DSPARK = {"deepseek_v4": "output", "deepseek_v41": "boundary"}
+# DFlash's ids name outputs whatever the target is, but for one: SGLang takes those of some drafters for boundaries.
+_OF_SEVERAL_MEANINGS = ("muse_glimmer",)
 _MEANINGS = ("output", "boundary")
 _ALGORITHMS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 
@@ -69,8 +71,8 @@ def capture_layers(
     """boundaries = sorted(id + shift for id in layer_ids), the shift by the encoding of the checkpoint.
 
     shift 1 for most model types (ids name layer outputs); DeepSeek V2/V3, Kimi K2, GLM-4-MoE-lite: 1 iff the first id
-    is 1; gpt-oss: 0 iff max(ids) = N; DFlash and DSpark: 1, but 0 for the DSpark stages of DeepSeek V4.1. Without ids:
-    [2, N // 2, N - 3], which are boundaries.
+    is 1; gpt-oss: 0 iff max(ids) = N; DFlash and DSpark: 1 for any target, but 0 for DeepSeek V4.1's DSpark stages.
+    Without ids: [2, N // 2, N - 3], which are boundaries.
 
     Args:
         model_type: `model_type` of the target's Hugging Face config (of the whole model or of its text part).
@@ -85,8 +87,9 @@ def capture_layers(
 
     Raises:
         TypeError: `num_layers` or an id is not an int.
-        ValueError: an unknown name, an empty list, duplicates, a boundary outside [0, N], DFlash or DSpark without
-            ids, or a target too shallow for the default (N < 7).
+        ValueError: an unknown name (of DFlash and DSpark "muse_glimmer" alone, whose ids SGLang reads by the class of
+            the drafter), an empty list, duplicates, a boundary outside [0, N], DFlash or DSpark without ids, or a
+            target too shallow for the default (N < 7).
 
     Source: SGLang 0.5.23 `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture`,
     `set_dspark_layers_to_capture`. vLLM 0.33 reads EAGLE-3 ids of every model as boundaries: pass
@@ -132,8 +135,17 @@ def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str 
     _check_meaning(op, layer_ids_mean)
     if layer_ids_mean is not None:
         return LAYER_ID_RULES[layer_ids_mean]
-    rules = _rule_of_model_type() | (_OF_DSPARK if algorithm == "dspark" else {})
-    if not isinstance(model_type, str) or model_type not in rules:
+    is_name = isinstance(model_type, str) and model_type != ""
+    if algorithm == "dspark" and is_name and model_type in _OF_DSPARK:
+        return LAYER_ID_RULES[_OF_DSPARK[model_type]]
+    if algorithm != "eagle3":
+        if is_name and model_type not in (*_OF_DSPARK, *_OF_SEVERAL_MEANINGS):
+            return LAYER_ID_RULES["output"]
+        expected = f"a target whose ids have one meaning for {_ALGORITHMS[algorithm]}"
+        because = "those of Muse Glimmer depend on the drafter, and DeepSeek-V4 is captured for its DSpark stages alone"
+        raise checks.error(ValueError, op, f"model_type is {model_type!r}", expected, f"{because}; pass layer_ids_mean")
+    rules = _rule_of_model_type()
+    if not is_name or model_type not in rules:
         raise checks.error(
             ValueError,
             op,
@@ -141,8 +153,7 @@ def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str 
             f"one of {sorted(rules)}",
             "what the ids mean depends on it; for another target pass boundaries and layer_ids_mean='boundary'",
         )
-    of_target = algorithm == "eagle3" or model_type in _OF_DSPARK
-    return LAYER_ID_RULES[rules[model_type] if of_target else "output"]
+    return LAYER_ID_RULES[rules[model_type]]
 
 
 @functools.cache
