@@ -1,6 +1,7 @@
 """What the commands share on the command line: known names, numbers, row counts, and the input stages of presets."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def number(minimum: float, kind: type = int) -> Callable[[str], float]:
             value = kind(text)
         except ValueError:
             value = minimum - 1
-        if not value >= minimum:  # so that nan is refused
+        if not minimum <= value < math.inf:  # nan is neither
             raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {minimum}")
         return value
 

@@ -975,6 +975,7 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         (["compare", "a", "b", "--tolerance", "few%"], "'few' is not a number of at least 0", []),
         ([*BENCH, "--threads", "0"], "'0' is not a number of at least 1", []),
         ([*BENCH, "--min-time", "fast"], "'fast' is not a number of at least 0", []),
+        ([*BENCH, "--min-time", "inf"], "'inf' is not a number of at least 0", []),
         ([*BENCH, "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
         (["check", "--op", "softmax"], "op 'softmax' is unknown, known are: ", ops.__all__),
         (["check", "--backend", "mps"], "backend 'mps' is unknown, known are: ", environment.BACKENDS),
