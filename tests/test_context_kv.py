@@ -511,3 +511,24 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
     message = "ContextKV.load_checkpoint: tp_rank is 2, expected one in [0, 2)"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_stage("dflash").load_checkpoint({}, tp_rank=2, tp_size=2)
+
+
+@pytest.mark.parametrize("variant", ["dflash", "laguna", "kimi-k3"])
+def test_the_stage_compiles_into_one_graph(variant: str) -> None:
+    """The caches' addresses were asked for in the trace, which has none: a break, an error of torch.export, and of fake
+    and meta tensors an overlap, since all of them are at 0."""
+    stage = make_stage(variant)
+    inputs = Inputs(stage.config)
+    caches, expected = inputs.caches(), inputs.caches()
+
+    def run(caches: list) -> None:
+        stage(inputs.chunks, caches=caches, **inputs.place)
+
+    torch._dynamo.reset()
+    torch.compile(run, backend="aot_eager", fullgraph=True)(caches)
+    run(expected)
+    for cache, other in zip(caches, expected, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(cache, other, strict=True) if a is not None)
+    place = {name: value.to("meta") for name, value in inputs.place.items()}
+    on_meta = [tuple(None if one is None else one.to("meta") for one in pair) for pair in caches]
+    stage.to("meta")([chunk.to("meta") for chunk in inputs.chunks], caches=on_meta, **place)

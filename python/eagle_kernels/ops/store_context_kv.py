@@ -69,6 +69,15 @@ class StoreContextKV(NamedTuple):
         return self
 
     def check(self) -> None:
+        self.check_arguments()
+        for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache)):
+            if cache is not None and _touch(self.kv, cache):
+                raise checks.error(
+                    ValueError, OP, f"{name} overlaps kv", "disjoint memory", "rows are written while read"
+                )
+
+    def check_arguments(self) -> None:
+        """All but overlap of memory, which a trace cannot know."""
         kv, k_cache = self.kv, self.k_cache
         checks.check_rows(OP, "kv", kv)
         checks.check_matrix(OP, "kv", kv)
@@ -83,11 +92,6 @@ class StoreContextKV(NamedTuple):
         widths = (n * d,) if self.v_cache is None else (n * d, 2 * n * d)
         if kv.shape[1] not in widths:
             raise checks.shape_error(OP, "kv", kv, f"(N, {' or '.join(map(str, widths))})", f"a slot has {n} x {d}")
-        for name, cache in (("k_cache", k_cache), ("v_cache", self.v_cache)):
-            if cache is not None and _touch(kv, cache):
-                raise checks.error(
-                    ValueError, OP, f"{name} overlaps kv", "disjoint memory", "rows are written while read"
-                )
         for name, index in (("positions", self.positions), ("slots", self.slots)):
             checks.check_ids(OP, name, index)
             checks.check_device(OP, name, index, kv.device, "kv")
@@ -153,7 +157,7 @@ def store_context_kv(record: StoreContextKV) -> None:
     if is_plain(*record.operands):
         _run_record(record)
     else:
-        record.check()
+        record.check_arguments()
         registered_ops.store_context_kv(*record)
 
 
