@@ -532,3 +532,14 @@ def test_the_stage_compiles_into_one_graph(variant: str) -> None:
     place = {name: value.to("meta") for name, value in inputs.place.items()}
     on_meta = [tuple(None if one is None else one.to("meta") for one in pair) for pair in caches]
     stage.to("meta")([chunk.to("meta") for chunk in inputs.chunks], caches=on_meta, **place)
+
+
+def test_an_out_over_another_layers_weight_is_not_written() -> None:
+    """Each layer's own columns were compared with its own rows alone."""
+    stage = make_stage("laguna")
+    W = stage.config.kv_width
+    out = stage.kv_proj.weight.data.view(-1)[W * H :][: 2 * L * W].view(2, L * W)
+    states = torch.randn(2, L * W).bfloat16()
+    for written, states_in, name in ((out, torch.randn(2, H).bfloat16(), "weight"), (states, states[:, :H], "chunks")):
+        with UnchangedTensors([written]), pytest.raises(ValueError, match=f"out overlaps {name}"):
+            stage.project(states_in, out=written)

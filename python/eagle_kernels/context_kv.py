@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
+from .dispatch import is_plain
 from .drafter_config import check_config, get_field
 from .layers import parameter_of, project_onto
 from .mtp_config import ENGINES
@@ -398,10 +399,12 @@ class ContextKV(LoadsProjections):
         sources = Sources.of("norm_concat", [states], "concat", *hidden_norm, None, None, None, None)
         normed = concatenate(sources)
         L, W = config.num_layers, config.kv_width
+        weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
         if out is not None:  # before the first layer is written
             sources.check_out("norm_concat_linear", out, L * W, "L*W")
+            if is_plain(states, weight, bias, out):  # a trace does not know memory
+                sources.check_memory("norm_concat_linear", out, ("weight", weight), ("bias", bias))
         kv = states.new_empty(*states.shape[:-1], L * W) if out is None else out
-        weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
         for layer, norm in enumerate(self.layer_norm):
             columns = slice(layer * W, (layer + 1) * W)
             arguments = ([normed], "concat", parameter_of(norm), *hidden_norm[1:], None, None, None, None)
@@ -433,6 +436,8 @@ class ContextKV(LoadsProjections):
         Raises TypeError / ValueError for arguments that do not fit, before the layer that has them is written.
         """
         config, W = self.config, self.config.kv_width
+        checks.check_tensor(OP, "kv", kv)
+        checks.check_tensor(OP, "cos_sin", cos_sin)
         if kv.dim() != 2 or kv.shape[1] != config.num_layers * W:
             raise checks.shape_error(OP, "kv", kv, f"(N, L*W) = (*, {config.num_layers * W})")
         of_layer = (
