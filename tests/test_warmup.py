@@ -87,3 +87,43 @@ def test_through_a_module() -> None:
 def test_errors(op: str, rows: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ek.warmup(op, [torch.randn(7, 16)], rows=rows)
+
+
+H = 16
+STREAMS = {"embeds": torch.randn(7, H)}
+MODULES = {
+    "embeds": lambda: (ek.MTPProjection(ek.MTPConfig(H)), torch.randn(7, H), STREAMS),
+    "positions": lambda: (
+        ek.MTPProjection(ek.MTPConfig(H, mask_position_zero=True)),
+        torch.randn(7, H),
+        {"ids": torch.arange(7), "table": torch.randn(9, H), "positions": torch.arange(7)},
+    ),
+    "streams": lambda: (ek.MTPStreamsProjection(ek.MTPStreamsConfig(H)), torch.randn(7, 4 * H), STREAMS),
+    "qkv": lambda: (ek.Eagle3QKVProjection(ek.Eagle3QKVConfig(H)), torch.randn(7, H), STREAMS),
+    "context": lambda: (
+        ek.ContextKV(ek.ContextKVConfig(2, H, H, 1, 1, 4)),
+        torch.randn(7, 2 * H),
+        {
+            "positions": torch.arange(7),
+            "slots": [torch.arange(7)],
+            "cos_sin": torch.randn(9, 4),
+            "caches": [(torch.zeros(9, 1, 4), torch.zeros(9, 1, 4))],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_modules_alone_have_is_cut_too(name: str) -> None:
+    """embeds, positions and slots kept their rows, which raised from the second row count on."""
+    module, rows, arguments = MODULES[name]()
+    ek.warmup(module, rows, **arguments)
+
+
+def test_hidden_states_that_are_gathered_stay_whole() -> None:
+    seen = []
+    layer = ek.MTPProjection(ek.MTPConfig(H))
+    layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[0]))
+    accepted = torch.tensor([8, 7])
+    ek.warmup(layer, torch.randn(9, H), torch.arange(2), table=torch.randn(9, H), indices=accepted)
+    assert seen == [9, 9]

@@ -11,8 +11,8 @@ from . import ops
 from .checks import error
 
 # What has one row or entry per row of the call, by the name that the ops and the modules share.
-_MATRICES = ("chunks", "residuals", "hidden", "residual", "out", "out_sum")
-_ROW_ARGUMENTS = (*_MATRICES, "sum_squares", "indices", "ids")
+_MATRICES = ("chunks", "residuals", "hidden", "residual", "embeds", "out", "out_sum")
+_ROW_ARGUMENTS = (*_MATRICES, "sum_squares", "indices", "ids", "positions", "slots")
 
 # Beyond this no plan changes between powers of two.
 _EVERY_ROW_COUNT_UP_TO = 256
@@ -83,7 +83,7 @@ def _leading_rows(given: dict[str, Any], T: int) -> dict[str, Any]:
             return [cut(name, entry, k) for k, entry in enumerate(value)]
         if value is None or (value.dim() == 1 and name in _MATRICES):  # a single row [H] has nothing to cut
             return value
-        if name in ("chunks", "residuals") and indices and indices[k if len(indices) > 1 else 0] is not None:
+        if name in ("chunks", "residuals", "hidden") and indices and indices[k if len(indices) > 1 else 0] is not None:
             return value
         return value if name == "sum_squares" and indices else value[:T]
 
