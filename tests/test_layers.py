@@ -205,6 +205,16 @@ def test_embedding_matches_the_full_table_and_loads_it() -> None:
     assert torch.equal(shared(ids), expected)
 
 
+def test_a_table_that_is_shared_without_its_padding_loads_again() -> None:
+    """Its V rows were taken for a full table's and padded, which did not fit."""
+    shard = ek.VocabShard.build(100, tp_rank=0, tp_size=1)
+    embedding = ek.VocabParallelEmbedding.from_weight(torch.zeros(100, H), shard)
+    full = torch.randn(100, H)
+    embedding.load_state_dict({"weight": full})
+    assert torch.equal(embedding.weight, full)
+    embedding.load_state_dict(embedding.state_dict())
+
+
 def test_embedding_scale_follows_each_convention() -> None:
     full, ids = torch.randn(64, H).bfloat16(), torch.arange(64)
     scale = 2560**0.5

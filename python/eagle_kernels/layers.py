@@ -272,6 +272,8 @@ class VocabParallelEmbedding(nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         name = prefix + "weight"
         loaded = state_dict.get(name)
-        if loaded is not None and loaded.shape[0] == self.shard.num_embeddings != self.shard.rows:
+        # A table that was shared without its padding is one of V rows itself.
+        is_full = isinstance(loaded, Tensor) and loaded.dim() == 2 and loaded.shape[0] == self.shard.num_embeddings
+        if is_full and loaded.shape != self.weight.shape and self.shard.rows != self.shard.num_embeddings:
             state_dict = state_dict | {name: shard_vocab_weight(loaded, self.shard)}
         super()._load_from_state_dict(state_dict, prefix, *args)
