@@ -324,3 +324,11 @@ def test_a_raw_table_is_refused_where_the_target_norms_its_embeddings() -> None:
     with pytest.raises(ValueError, match=f"^MTPProjection: {message}$"):
         layer(hidden, ids, table=table)
     assert layer(hidden, embeds=lookup(table, ids)).shape == (T, D)
+
+
+@pytest.mark.parametrize("scale", [-3.0, 0.0, 1e-200])
+def test_a_scale_that_the_norms_eps_cannot_hold_is_multiplied(scale: float) -> None:
+    """The norm of -3 * e was that of 3 * e, and 0 and what squares to it a division by zero."""
+    layer, (hidden, ids, table) = make_layer(), make_inputs()
+    module = ek.VocabParallelEmbedding.from_weight(table, ek.VocabShard.build(V, tp_rank=0, tp_size=1), scale=scale)
+    assert same_bits(layer(hidden, ids, table=module), layer(hidden, embeds=module(ids)))

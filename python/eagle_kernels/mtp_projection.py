@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def _fits_eps(scale: float | Tensor | None, eps: float) -> bool:
-    """Whether the norm can take the scale into its eps, which fp32 has to hold."""
-    if isinstance(scale, Tensor):
-        return False
-    return scale is None or eps / scale**2 < torch.finfo(torch.float32).max
+    """Whether the norm can take the scale into its eps, which fp32 has to hold. It would lose a sign."""
+    if scale is None:
+        return True
+    limit = torch.finfo(torch.float32).max
+    return not isinstance(scale, Tensor) and 0 < scale <= limit and eps < limit * scale * scale
 
 
 @functools.cache
