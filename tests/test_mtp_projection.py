@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kernels as ek
@@ -332,3 +333,24 @@ def test_a_scale_that_the_norms_eps_cannot_hold_is_multiplied(scale: float) -> N
     layer, (hidden, ids, table) = make_layer(), make_inputs()
     module = ek.VocabParallelEmbedding.from_weight(table, ek.VocabShard.build(V, tp_rank=0, tp_size=1), scale=scale)
     assert same_bits(layer(hidden, ids, table=module), layer(hidden, embeds=module(ids)))
+
+
+def test_a_call_of_fake_tensors_leaves_no_buffers() -> None:
+    """Of which the next call of real ones had a fake result."""
+    layer, inputs = make_layer(mask_position_zero=True), make_inputs()
+    layer.max_tokens = T
+    positions = torch.arange(T)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        hidden, ids, table = map(mode.from_tensor, inputs)
+        layer(hidden, ids, table=table, positions=mode.from_tensor(positions))
+    hidden, ids, table = inputs
+    assert type(layer(hidden, ids, table=table, positions=positions)) is Tensor
+
+
+def test_the_default_device_is_not_the_stages() -> None:
+    hidden, ids, table = make_inputs()
+    scaled = make_layer(embedding_scale=1.7, round_embedding_scale=True)
+    masked, positions = make_layer(mask_position_zero=True), torch.arange(T)
+    with torch.device("meta"):
+        assert scaled(hidden, ids, table=table).device.type == "cpu"
+        assert masked(hidden, embeds=hidden, positions=positions).device.type == "cpu"

@@ -32,7 +32,7 @@ def _fits_eps(scale: float | Tensor | None, eps: float) -> bool:
 
 @functools.cache
 def _rounded(scale: float, dtype: torch.dtype) -> float:
-    return torch.tensor(scale, dtype=dtype).item()
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()  # the default device may be meta
 
 
 class EmbeddingHiddenProjection(LoadsProjections):
@@ -161,7 +161,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
             return ids
         masked = self._static("ids", positions.shape, positions.new_empty(0, dtype=torch.int64))
         if ids is None:
-            torch.arange(positions.shape[0], out=masked)
+            torch.arange(positions.shape[0], out=masked, device=masked.device)
         else:
             masked.copy_(ids)
         return masked.masked_fill_(positions == 0, -1)
@@ -179,7 +179,10 @@ class EmbeddingHiddenProjection(LoadsProjections):
         key = (name, like.dtype, like.device, *shape[1:])
         if key not in self._static_buffers:
             with torch.inference_mode(False):  # whose tensors no later call outside of it could write
-                self._static_buffers[key] = like.new_zeros((self.max_tokens, *shape[1:]))
+                buffer = like.new_zeros((self.max_tokens, *shape[1:]))
+            if type(buffer) is not Tensor:  # a fake one, of whose memory no later call has anything
+                return buffer[: shape[0]]
+            self._static_buffers[key] = buffer
         return self._static_buffers[key][: shape[0]]
 
 
