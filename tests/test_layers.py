@@ -170,6 +170,65 @@ def test_a_packed_layer_is_dense_where_fp32_is_assigned() -> None:
     assert torch.equal(layer(chunks), other(chunks))
 
 
+def test_a_packed_layer_checks_its_chunks() -> None:
+    """oneDNN pads x as it pads the weight: 214 columns of 216 had a result. What it refused it worded."""
+    layer = make_layer(bias=True)
+    packed = copy.deepcopy(layer).prepack()
+    chunks = torch.randn(T, K * H).bfloat16()
+    for wrong in (chunks.float(), chunks.half(), chunks[:, : K * (H - 1)], chunks.to("meta"), chunks[0, :K]):
+        messages = []
+        for one in (layer, packed):
+            with pytest.raises((TypeError, ValueError), match=r"^norm_concat_linear: weight .*, expected ") as raised:
+                one(wrong)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+    packed.fc.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="an input requires grad"):
+        packed(chunks)
+
+
+def test_a_packed_layer_takes_a_weight_that_is_assigned() -> None:
+    """The packed one was multiplied, and was in the state_dict."""
+    layer, chunks = make_layer().prepack(), torch.randn(T, K * H).bfloat16()
+    before, weight = layer(chunks), torch.randn(D, K * H).bfloat16()
+    dense = make_layer()
+    dense.fc.weight.copy_(weight)
+    assert torch.equal(torch.func.functional_call(layer, {"fc.weight": weight}, (chunks,)), dense(chunks))
+    assert torch.equal(layer(chunks), before) and layer.fc.packed is not None
+    layer.fc.weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert torch.equal(layer(chunks), dense(chunks)) and torch.equal(layer.state_dict()["fc.weight"], weight)
+
+
+def test_a_packed_layer_stays_packed_where_a_move_fails() -> None:
+    layer, chunks = make_layer(bias=True).prepack(), torch.randn(T, K * H).bfloat16()
+    before = layer(chunks)
+
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such device")
+
+    with pytest.raises(RuntimeError, match="no such device"):
+        layer._apply(fail)
+    assert layer.fc.packed is not None and layer.fc.weight is None and torch.equal(layer(chunks), before)
+
+
+def test_a_packed_layer_with_out_compiles_into_one_graph() -> None:
+    layer, chunks = make_layer(bias=True).prepack(), torch.randn(T, K * H).bfloat16()
+    out = torch.empty(T, D).bfloat16()
+    torch._dynamo.reset()
+    torch.compile(lambda: layer(chunks, out=out), backend="aot_eager", fullgraph=True)()
+    assert torch.equal(out, layer(chunks))
+
+
+def test_packing_is_not_batch_invariant() -> None:
+    """Of a bias that cancels the product, 33 rows had other bits than 32."""
+    layer = make_layer().prepack()
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        message = "prepack: EAGLE_KERNELS_BATCH_INVARIANT is 1, expected 0, because oneDNN picks the order of its sums"
+        with pytest.raises(RuntimeError, match=message):
+            make_layer().prepack()
+        assert copy.deepcopy(layer).fc.packed is None
+
+
 def test_packing_refuses_fp32() -> None:
     layer = make_layer(torch.float32)
     with pytest.raises(TypeError, match=r"prepack: fc.weight is torch.float32 on cpu, expected bf16 or fp16 on cpu"):

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks
+from . import checks, plan
+from .dispatch import is_plain
 from .drafter_config import Eagle3Config
 from .ops import norm_concat_linear_quantized as quantized
 from .ops import vocab_parallel_embedding
@@ -18,7 +19,7 @@ from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
-from .packable_linear import PackableLinear, unsupported_reason
+from .packable_linear import ORDER_BY_ROWS, PackableLinear, unsupported_reason
 from .quantized_linear import LoadsProjections, QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard, shard_vocab_weight
 
@@ -136,15 +137,19 @@ class Eagle3Projection(LoadsProjections):
         The dense weight is dropped (`fc.weight` is None, state_dict and load_state_dict work as before). Call it once
         after loading, where T is mostly above what the fused kernel is good for (`explain` says): with AVX-512-BF16 it
         gains 8 % at T = 64 and loses 17 % at T = 1; with AMX the fused kernel on the dense weight is faster up to 512.
+        RuntimeError under EAGLE_KERNELS_BATCH_INVARIANT=1, where a packed layer that is loaded or copied becomes dense.
         """
+        op = "Eagle3Projection.prepack"
+        if plan.SETTINGS.batch_invariant:
+            raise checks.error(RuntimeError, op, "EAGLE_KERNELS_BATCH_INVARIANT is 1", "0", ORDER_BY_ROWS)
         if isinstance(self.fc, QuantizedLinear):
-            op, got = "Eagle3Projection.prepack", f"fc.weight is {self.fc.format}"
+            got = f"fc.weight is {self.fc.format}"
             raise checks.error(TypeError, op, got, "bf16 or fp16 on cpu", "oneDNN keeps no codes in its layout")
         weight = self.fc.weight
         if weight is not None and (reason := unsupported_reason(weight)) is not None:
             got = f"fc.weight is {weight.dtype} on {weight.device}"
             kind = RuntimeError if weight.device.type != "cpu" else TypeError
-            raise checks.error(kind, "Eagle3Projection.prepack", got, "bf16 or fp16 on cpu", reason)
+            raise checks.error(kind, op, got, "bf16 or fp16 on cpu", reason)
         self.fc.pack()
         return self
 
@@ -178,13 +183,16 @@ class Eagle3Projection(LoadsProjections):
         sources = Sources.of_module(
             "norm_concat_linear", chunks, K, norm, gains, [eps], norm_offset, residuals, indices, statistics
         )
-        if getattr(fc, "packed", None) is None:
+        if not getattr(fc, "is_packed", False):
             return project_onto(fc, sources, eps, out)
-        projected = fc.product(concatenate(sources))
+        normed = concatenate(sources)  # which checks the sources
+        fc.check(sources)
+        projected = fc.product(normed)
         if out is None:
             return projected
         sources.check_out("norm_concat_linear", out, fc.out_features, "D")
-        sources.check_memory("norm_concat_linear", out, ("bias", fc.bias))
+        if is_plain(sources.chunks[0], *sources.operands, fc.bias, out):  # a trace does not know memory
+            sources.check_memory("norm_concat_linear", out, ("bias", fc.bias))
         return out.copy_(projected)
 
 

@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import checks, plan
 from .ops.norm_concat_linear import in_whole_tiles
+from .ops.projection import OP, check_epilogue, expected_weight
+from .ops.sources import Sources
 from .quantized_linear import DenseLinear
+
+ORDER_BY_ROWS = "oneDNN picks the order of its sums by T"
 
 
 def unsupported_reason(weight: Tensor) -> str | None:
     """Why oneDNN cannot keep this weight in its layout; None where it can."""
+    if plan.SETTINGS.batch_invariant:
+        return ORDER_BY_ROWS
     if weight.device.type != "cpu":
         return f"oneDNN runs on cpu, not on {weight.device}"
     if weight.dtype == torch.float32:
@@ -26,10 +33,21 @@ def unsupported_reason(weight: Tensor) -> str | None:
 class PackableLinear(DenseLinear):
     """A dense layer whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
 
-    state_dict and a pickle always hold the dense weight; loading or copying one packs it again.
+    state_dict and a pickle always hold the dense weight; loading or copying one packs it again. A weight that is
+    assigned is the layer's from then on, and dense.
     """
 
     packed: Tensor | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight" and value is not None:
+            self.packed = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Not while `functional_call` has a weight of its own in the parameter's place."""
+        return self.packed is not None and self._parameters["weight"] is None
 
     def pack(self) -> None:
         if self.packed is None:
@@ -39,10 +57,24 @@ class PackableLinear(DenseLinear):
     def unpack(self) -> None:
         if self.packed is not None:
             self.weight = nn.Parameter(self._dense(self.packed), requires_grad=False)
-            self.packed = None
 
     def _dense(self, packed: Tensor) -> Tensor:
         return packed.to_dense()[:, : self.in_features].contiguous()
+
+    def check(self, sources: Sources) -> None:
+        """As `Projection.check`, of a weight that oneDNN alone can read: it pads x, and words errors of its own."""
+        assert self.packed is not None
+        first, dtype, device = sources.chunks[0], self.packed.dtype, self.packed.device
+        if dtype != first.dtype:
+            because = f"chunks[0] has dtype {first.dtype}"
+            raise checks.error(TypeError, OP, f"weight has dtype {dtype}", str(first.dtype), because)
+        if device != first.device:
+            raise checks.error(ValueError, OP, f"weight is on {device}", str(first.device), "chunks[0] is there")
+        if sources.width != self.in_features:
+            got = f"weight has shape {(self.out_features, self.in_features)}"
+            raise checks.error(ValueError, OP, got, expected_weight(sources))
+        check_epilogue(sources, self.out_features, self.bias, None, 0.0)
+        checks.check_inference(OP, (self.bias,))
 
     def product(self, x: Tensor) -> Tensor:
         """x @ weight^T + bias from the packed weight."""
@@ -77,7 +109,9 @@ class PackableLinear(DenseLinear):
         # .to() and .cuda() cannot move a blocked weight; it packs again where oneDNN can read it.
         was_packed = self.packed is not None
         self.unpack()
-        super()._apply(fn, recurse)
-        if was_packed and unsupported_reason(self.weight) is None:
-            self.pack()
+        try:
+            super()._apply(fn, recurse)
+        finally:  # a device that is not there or is full raises, and the layer stays packed
+            if was_packed and unsupported_reason(self.weight) is None:
+                self.pack()
         return self
