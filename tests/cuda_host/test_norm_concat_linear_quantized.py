@@ -245,6 +245,18 @@ def test_blocks_that_end_inside_a_stage_are_left_to_the_split_kernels(products: 
         assert same_bits(out, ek.norm_concat_linear(chunks, weight))
 
 
+@pytest.mark.parametrize(("products", "T"), [("mma", 5), ("wgmma", 40)], indirect=["products"])
+def test_a_last_chunk_that_ends_inside_a_stage_has_the_kernel_that_explain_says(
+    products: str, T: int, emulation: ModuleType
+) -> None:
+    """Whose first chunk alone has a plan in one launch, and whose primitive takes it."""
+    chunks, weight = [torch.randn(T, H).bfloat16() for H in (128, 96)], on_cpu.random_weight("fp8_block128", 67, 224)
+    assert "cuda/split" in str(ek.explain("norm_concat_linear", chunks, weight))
+    emulation.take_launches()
+    ek.norm_concat_linear(chunks, weight)
+    assert [launch.cluster for launch in emulation.take_launches() if launch.threads] == [1, 1]
+
+
 def make_call(
     name: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int | None = None, D: int = 67
 ) -> tuple:

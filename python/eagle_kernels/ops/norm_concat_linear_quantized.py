@@ -169,6 +169,10 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
     plan = _choose(sources, weight, of_codes, rows, has_post_norm, widths)
     is_new = out is None
     out = chunks[0].new_empty(rows, of_codes[0]) if out is None else out
+    if plan.backend != "cpu" and len(chunks) > 1 and chunks[-1].shape[-1:] != (width,):
+        # Of scales of blocks the kernels of CUDA take a last chunk of any width, where the plan has another kernel.
+        NormConcatLinearQuantized(sources, projection, out).check()
+        plan = plan_of(sources, weight, rows, has_post_norm)
     while plan.backend in COMPILED:
         kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
         try:
