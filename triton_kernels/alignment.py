@@ -8,17 +8,17 @@ def row_stride(rows: Tensor | None) -> int:
     return 0 if rows is None or rows.shape[0] <= 1 else rows.stride()[0]
 
 
-def alignment(*tensors: Tensor | None) -> tuple[bool, bool]:
+def alignment(*tensors: Tensor | None, of_single_rows: bool = False) -> tuple[bool, bool]:
     """(whether every address and row stride is a multiple of 16 bytes, the same with strides of 16 elements).
 
-    Triton is told of strides in elements, CUDA C++ of bytes.
+    Triton is told of strides in elements, CUDA C++ of bytes. of_single_rows: whether their strides count too.
     """
     addresses, strides, stride_bytes = 0, 0, 0
     for tensor in tensors:
         if tensor is not None:
             addresses |= tensor.data_ptr()
             if tensor.dim() >= 2:
-                stride = row_stride(tensor)
+                stride = tensor.stride()[0] if of_single_rows else row_stride(tensor)
                 strides |= stride
                 stride_bytes |= stride * tensor.element_size()
     return (addresses | stride_bytes) % 16 == 0, (addresses | strides) % 16 == 0

@@ -2,12 +2,14 @@
 ops then take values one by one and give the same bits, the fused product leaves the call to another plan."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 import eagle_kernels as ek
+from backends import environment_of
 from eagle_kernels.plan import Kernel
 from guards import same_bits
 
@@ -100,3 +102,26 @@ def test_the_fused_product_leaves_it_to_another_plan(name: str, how: str, emulat
     assert planned() is Kernel.TWO_STEP
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: operands: alignment \("):
         primitive()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", ["chunk", "residual"])
+def test_a_single_row_has_the_plan_of_several_where_one_serves_all_T(
+    name: str, quantized: bool, emulation: ModuleType
+) -> None:
+    """The stride of a single row, which no kernel reads, was left out: it had the split kernels, two rows another."""
+    operands = _operands(torch.bfloat16, "chunk", "residual", "weight")
+    H = 64  # as codes want it
+    rows = {key: value[:, :H] for key, value in operands.items()}
+    rows[name] = moved(rows[name], "stride")
+    weight = ek.quantize(rows["weight"], "fp8_row") if quantized else rows["weight"].contiguous()
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        plans, launched = [], []
+        for some in (slice(T), slice(1)):
+            chunks, options = [rows["chunk"][some]], {"residuals": [rows["residual"][some]]}
+            plans.append(str(ek.explain("norm_concat_linear", chunks, weight, **options)))
+            emulation.take_launches()
+            ek.norm_concat_linear(chunks, weight, **options)
+            launched.append([launch.threads for launch in emulation.take_launches() if launch.threads])
+    assert plans[0] == plans[1] and "cuda/split" not in plans[0]
+    assert launched[0] == launched[1]

@@ -170,7 +170,10 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
         sources.widths,
         bool(sources.residuals),
         projection.post_norm_weight is not None,
-        *alignment(*sources.chunks, *sources.residuals, *sources.gains, weight),
+        *alignment(
+            *(*sources.chunks, *sources.residuals, *sources.gains, weight),
+            of_single_rows=plans.SETTINGS.batch_invariant,
+        ),
     )
 
 
@@ -191,6 +194,10 @@ def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
     widths = (width if len(chunks) == num_chunks else width // num_chunks,)
     has_post_norm = post_norm_weight is not None
     plan = choose(OP, first.device, num_chunks, rows, weight.dtype, columns, widths, bool(residuals), has_post_norm)
+    if rows == 1 and plans.SETTINGS.batch_invariant and plan.backend != "cpu":
+        # That of several rows, whose stride the kernels see: they take a single row whatever its stride is.
+        NormConcatLinear(sources, projection, out).check()
+        plan = _plan(sources, projection, rows)
     if plan.backend in COMPILED:
         try:
             written = _run_compiled(plan, sources, projection, out, (rows, columns))

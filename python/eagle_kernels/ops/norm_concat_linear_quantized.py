@@ -119,7 +119,8 @@ def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tenso
 
 
 def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
-    aligned = alignment(*sources.chunks, *sources.residuals, *sources.gains, weight.codes)
+    operands = *sources.chunks, *sources.residuals, *sources.gains, weight.codes
+    aligned = alignment(*operands, of_single_rows=plans.SETTINGS.batch_invariant)
     return _choose(sources, weight, weight.codes.shape, rows, has_post_norm, sources.widths, *aligned)
 
 
@@ -169,10 +170,13 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
     plan = _choose(sources, weight, of_codes, rows, has_post_norm, widths)
     is_new = out is None
     out = chunks[0].new_empty(rows, of_codes[0]) if out is None else out
-    if plan.backend != "cpu" and len(chunks) > 1 and chunks[-1].shape[-1:] != (width,):
-        # Of scales of blocks the kernels of CUDA take a last chunk of any width, where the plan has another kernel.
-        NormConcatLinearQuantized(sources, projection, out).check()
-        plan = plan_of(sources, weight, rows, has_post_norm)
+    if plan.backend != "cpu":
+        # The kernels of CUDA take a single row whatever its stride is and, of scales of blocks, a last chunk of any
+        # width: another plan's kernel than that of the same call with more rows, or than `explain` says.
+        is_unlike = len(chunks) > 1 and chunks[-1].shape[-1:] != (width,)
+        if is_unlike or (rows == 1 and plans.SETTINGS.batch_invariant):
+            NormConcatLinearQuantized(sources, projection, out).check()
+            plan = plan_of(sources, weight, rows, has_post_norm)
     while plan.backend in COMPILED:
         kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
         try:
