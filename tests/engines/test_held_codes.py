@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import eagle_kernels as ek
 from eagle_kernels.engines import held_codes
 from eagle_kernels.engines.held_codes import HeldCodes
+from eagle_kernels.engines.projection import EngineProjection
 from engines.watched_parameter import Parameter
 
 D, W = 160, 320
@@ -100,6 +101,18 @@ def test_a_parameter_of_vllms_own_class_is_asked_nothing_again(format: str) -> N
     assert codes.weight is first and Parameter.seen == []
     linear.weight.data = linear.weight.data.clone(memory_format=torch.preserve_format)
     assert codes.weight.codes.data_ptr() == linear.weight.data_ptr() != first.codes.data_ptr()
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row", "fp8_block32"])
+def test_a_compiled_model_reads_them_in_one_graph(format: str) -> None:
+    """Dynamo breaks a graph at an address that is compared, and vLLM compiles layer 0 and MTP layers in one."""
+    linear, x = EngineLinear(format), torch.randn(5, W).bfloat16()
+    projection, scales = EngineProjection(read(linear), 1), held_codes._scales_of(linear)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: projection([x]), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x), projection([x]))
+        scales.data.mul_(3)
 
 
 @pytest.mark.parametrize("name", ["weight_scale", "weight"])

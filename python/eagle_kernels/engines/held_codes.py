@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..quantized_weight import FORMATS, QuantizedWeight
 
@@ -38,6 +39,8 @@ class HeldCodes:
     @property
     def weight(self) -> QuantizedWeight:
         """What the layer has now: updates in place and new parameters are seen."""
+        if self._weight is not None and is_compiling():
+            return self._in_graph(self._weight)
         parameters = (self.linear.weight, _scales_of(self.linear))
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's class of parameters: `as_operand` in projection.py
             places = tuple(map(_place, parameters))  # `param.data = new` keeps the parameter
@@ -49,6 +52,11 @@ class HeldCodes:
         ):
             self._weight, self._read, self._places = _quantized(self.linear), parameters, places
         return self._weight
+
+    def _in_graph(self, checked: QuantizedWeight) -> QuantizedWeight:
+        """The same for Dynamo, which compares no addresses; the graph reads what the layer has in each call."""
+        codes, scales = _codes_of(self.linear), _scales_of(self.linear).detach().reshape(checked.scales.shape)
+        return QuantizedWeight.of_tensors(codes, scales, None, checked.format, checked.block)
 
     @property
     def bias(self) -> Tensor | None:
@@ -89,14 +97,23 @@ def _scales_of(linear: Any) -> Any:
     return next((scales for name in _SCALES if isinstance(scales := getattr(linear, name, None), Tensor)), None)
 
 
+def _block_of(linear: Any) -> Any:
+    return getattr(linear, "weight_block_size", None) or getattr(linear.quant_method, "weight_block_size", None)
+
+
+def _codes_of(linear: Any) -> Tensor:
+    """[D, W]."""
+    codes = linear.weight.detach()
+    return codes if _block_of(linear) else codes.t()
+
+
 def _quantized(linear: Any) -> QuantizedWeight:
     """Raises TypeError, ValueError where the layer's tensors are in no known layout."""
     weight, scales = linear.weight, _scales_of(linear)
     if not isinstance(weight, Tensor) or scales is None or scales.dtype != torch.float32:
         raise TypeError("it holds no codes with fp32 scales")
     shape = (getattr(linear, "output_size_per_partition", linear.output_size), linear.input_size)
-    block = getattr(linear, "weight_block_size", None) or getattr(linear.quant_method, "weight_block_size", None)
-    codes = weight.detach() if block else weight.detach().t()
+    block, codes = _block_of(linear), _codes_of(linear)
     if tuple(codes.shape) != shape or codes.stride(1) != 1:
         raise ValueError(f"its codes are {tuple(weight.shape)} with strides {weight.stride()}")
     if block and any(rows % block[0] for rows in getattr(linear, "logical_widths", shape[:1])[:-1]):
