@@ -438,6 +438,32 @@ def test_codes_are_read_where_that_is_faster(
     runs(drafter, ran, line)
 
 
+def packed_in_blocks(model: nn.Module) -> None:
+    """fc as AMX's kernel of vLLM leaves it: the codes in another order, in a tensor of the shape that they had."""
+    held_as_fp8(model)
+    fc = model.fc
+    fc.weight_block_size = [128, 128]
+    quantized = ek.quantize(torch.randn(D, K * H), "fp8_block128")
+    packed = quantized.codes.flatten().view(torch.uint8).flip(0).view(quantized.codes.dtype).view(D, K * H)
+    fc.weight = torch.nn.Parameter(packed, requires_grad=False)
+    fc.weight_scale = torch.nn.Parameter(quantized.scales, requires_grad=False)
+    dense = quantized.dequantize(torch.float32)
+    fc.forward = lambda x: torch.nn.functional.linear(x, dense)
+
+
+@pytest.mark.usefixtures("reads_codes")
+def test_fp8_blocks_that_a_cpu_packs_stay_and_norm_concat_runs(
+    vllm: types.SimpleNamespace, ops: list[str], log: Callable
+) -> None:
+    """Read as codes they failed the probe, which left all of the stage to vLLM."""
+    drafter, hidden = build(vllm, change=packed_in_blocks), torch.randn(T, K * H)
+    got = drafter.combine_hidden_states(hidden)
+    assert ops == ["norm_concat"]
+    assert_close(got, engines_own(vllm, drafter, hidden))
+    (line,) = [line for line in log() if "combine_hidden_states" in line]
+    assert "its fc stays with vLLM: its quant_method is Fp8LinearMethod; forced, not timed" in line
+
+
 def combine() -> types.ModuleType:
     return sys.modules["eagle_kernels.engines.vllm.combine"]
 

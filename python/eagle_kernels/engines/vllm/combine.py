@@ -252,7 +252,7 @@ def _read(drafter: Any) -> tuple[EngineProjection | None, str | None]:
         if (unsupported := rms_norm_unsupported_reason(norm, {RMSNorm}, dtype)) is not None:
             return None, unsupported
     modules["fc_unsupported"] = linear_unsupported_reason(fc, {UnquantizedLinearMethod}, bias=True)
-    if modules["fc_unsupported"] is not None and not any(norms[:-1]) and held_codes.read(fc, QUANTIZED) is None:
+    if modules["fc_unsupported"] is not None and not any(norms[:-1]) and read_codes(fc) is None:
         return None, f"it has no norm, and its fc is vLLM's: {modules['fc_unsupported']}"
     return EngineProjection(**modules), None
 
@@ -270,7 +270,7 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
         split = replicas.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
         if split is not None:
             return Stage(*split)
-    held = held_codes.read(projection.fc, QUANTIZED)
+    held = read_codes(projection.fc)
     codes = None if held is None else replace(projection, fc=held, fc_unsupported=None)
     if _switches.force:
         if codes is not None:
@@ -351,6 +351,15 @@ def _may_compress(dtype: torch.dtype) -> bool:
     """Whether a weight in 12 bits a number may be faster to read: on the tile unit it is (K=3, H=D=4096, 2 threads: T =
     1 and 16 3.4 and 3.6 ms, 2.7 and 2.8 so), on other CPUs what widens it costs what it saves."""
     return dtype == torch.bfloat16 and cpu_isa() == "amx_bf16"
+
+
+def read_codes(linear: Any) -> HeldCodes | None:
+    """`held_codes.read` of a layer of vLLM, but for FP8 blocks on a CPU: vLLM's kernels for these, all of AMX, leave
+    codes in an order of their own in a tensor of the same shape."""
+    codes = held_codes.read(linear, QUANTIZED)
+    if codes is not None and codes.weight.format.startswith("fp8_block") and linear.weight.device.type == "cpu":
+        return None
+    return codes
 
 
 def rms_norm_unsupported_reason(norm: Any, known: set[type], dtype: torch.dtype) -> str | None:

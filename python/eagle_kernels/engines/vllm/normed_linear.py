@@ -20,13 +20,13 @@ from ...checks import DTYPES
 from ...environment import EngineSwitches
 from ...plan import cpu_isa
 from ...warmup import warmup
-from .. import decision, held_codes
+from .. import decision
 from ..decision import Call, Decision
 from ..eligibility import linear_unsupported_reason, log_once
 from ..held_codes import HeldCodes
 from ..projection import PROBED_BYTES, EngineProjection, ProbeError, check_backend, parameter_of, probe
 from . import LOGGER, cpu_packing, replicas
-from .combine import QUANTIZED, rms_norm_unsupported_reason
+from .combine import read_codes, rms_norm_unsupported_reason
 from .registry import Config, leaving_to_vllm
 from .timing import agreed_seconds
 
@@ -265,7 +265,7 @@ class Stage:
         if unsupported is not None:
             log_once(LOGGER, logging.INFO, f"{self.name} stays with vLLM: {unsupported}")
             return None
-        offset, codes = self.offsets[type(self.norms[0])], held_codes.read(linear, QUANTIZED)
+        offset, codes = self.offsets[type(self.norms[0])], read_codes(linear)
         projection = EngineProjection(codes or linear, len(self.norms), chunk_norms=self.norms, norm_offset=offset)
         dense = None
         if cpu_packing.is_kept_dense(linear) and not self.switches.force:
@@ -299,7 +299,7 @@ class Stage:
         if vllm.envs.VLLM_BATCH_INVARIANT:
             return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
         unsupported, linear = None if self.fused_norms is None else self.fused_norms.unsupported, self.linear
-        if unsupported is None and held_codes.read(linear, QUANTIZED) is None:
+        if unsupported is None and read_codes(linear) is None:
             shard = self.column_shard
             unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=shard)
         dtype = getattr(linear, "params_dtype", None) or linear.weight.dtype
