@@ -87,6 +87,21 @@ def test_calls_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == [("a", 1), ("b", 1)] * 4 + [("a", 4), ("b", 4)] * 4
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_as_many_bytes_are_read_before_a_call_whatever_the_default_dtype_is(
+    monkeypatch: pytest.MonkeyPatch, default: torch.dtype
+) -> None:
+    """vLLM loads with that of the model: half of them."""
+    made, zeros, before = [], torch.zeros, torch.get_default_dtype()
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: made.append(zeros(*args, **kwargs)) or made[-1])
+    torch.set_default_dtype(default)
+    try:
+        decision.seconds_per_call([lambda x: x], (1,), 8, torch.empty(0))
+    finally:
+        torch.set_default_dtype(before)
+    assert [tensor.nbytes for tensor in made] == [decision.EVICTED_BYTES]
+
+
 def test_timing_leaves_the_engines_random_numbers_alone() -> None:
     state = torch.get_rng_state()
     x = decision.normal_rows(4, 8, torch.empty(0, dtype=torch.float16))

@@ -119,7 +119,7 @@ def seconds_per_call(calls: Sequence[Call], rows: Sequence[int], width: int, lik
     The calls take turns, so that a noisy neighbour slows all of them. Of a weight of 25 MB the fastest call may be one
     that found it in a cache: norm_concat and vLLM's product ran by that, at 1.5 times the median of 12 bits.
     """
-    evicted = torch.zeros(EVICTED_BYTES // 4)
+    evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32)  # vLLM loads with the model's dtype as the default
     seconds: list[list[float]] = [[] for _ in calls]
     for T in rows:
         x = normal_rows(T, width, like)
