@@ -1097,6 +1097,25 @@ def pack(model: nn.Module) -> None:
     linear.quant_method.process_weights_after_loading(linear)
 
 
+def test_a_layer_0_without_a_weight_of_that_name_stays_with_a_line(
+    vllm: types.SimpleNamespace, log: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ's is qweight, on a CPU an AttributeError in the log."""
+    build_linear = stand_in.QKVParallelLinear.__init__
+
+    def packed(self: nn.Module, *sizes: int) -> None:
+        build_linear(self, *sizes)
+        self.quant_method, self.qweight = stand_in.Fp8LinearMethod(), self.weight
+        del self.weight
+
+    monkeypatch.setattr(stand_in.QKVParallelLinear, "__init__", packed)
+    register()
+    layer = build(vllm, QWEN3).model.layers[0]
+    assert type(layer.self_attn.qkv_proj) is stand_in.QKVParallelLinear
+    lines = [line for line in log() if "qkv_proj" in line or "layer 0" in line]
+    assert lines == [f"{LAYER0} stays with vLLM: its quant_method is Fp8LinearMethod"]
+
+
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_layer_0(vllm: types.SimpleNamespace, log: Callable, norm_before_residual: bool) -> None:
     positions, embeds, hidden = torch.arange(T), torch.randn(T, H), torch.randn(T, H)

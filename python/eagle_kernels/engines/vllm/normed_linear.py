@@ -244,6 +244,7 @@ class Stage:
         from vllm.platforms import current_platform
 
         linear = self.linear
+        weight = getattr(linear, "weight", None)  # quantized layers may have none of that name
         # Packing changes a bias in place, so that the two layouts could not stand side by side.
         if (
             not hasattr(linear, "quant_method")
@@ -251,7 +252,7 @@ class Stage:
             or getattr(linear, "bias", None) is not None
         ):
             return
-        if linear.weight.dtype in DTYPES and self.unsupported_reason() is None:
+        if weight is not None and weight.dtype in DTYPES and self.unsupported_reason() is None:
             try:
                 check_backend("norm_concat_linear", torch.device("cpu"), len(self.norms))
             except ProbeError:  # raised again where the stage is planned, which logs it
