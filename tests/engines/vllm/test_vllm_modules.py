@@ -368,6 +368,19 @@ def test_the_mtp_stage_of_streams(monkeypatch: pytest.MonkeyPatch, called: list[
     assert called == []
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_no_sum_over_ranks_has_rows_of_several(monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool) -> None:
+    """V4 gives each rank some rows of both chunks in front of the projections, where its experts want them so."""
+    layer, row = v4_layer(monkeypatch)
+    layer.mtp_block.use_sequence_parallel = sequence_parallel
+    monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp", "row_parallel"}), True, ()))
+    asked: list[str] = []
+    monkeypatch.setattr(normed_linear.replicas, "split", lambda name, *_: asked.append(name))
+    assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
+    names = [f"{type(layer).__name__}.{projection}" for projection in ("e_proj", "h_proj")]
+    assert asked == ([] if sequence_parallel else names)
+
+
 def test_the_two_projections_of_streams_go_together(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
     """vLLM's kernel norms for both."""
     layer, row = v4_layer(monkeypatch)

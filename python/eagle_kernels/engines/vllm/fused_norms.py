@@ -68,7 +68,7 @@ def of_streams(layer: Any) -> FusedNorms:
         return embeds.masked_fill((positions == 0).unsqueeze(-1), 0), streams
 
     forward = _with_names(type(layer).forward, {"_FUSED_MTP_INPUT_RMSNORM_KERNEL": hand_on})
-    return FusedNorms(layer, {"forward": forward})
+    return FusedNorms(layer, {"forward": forward}, shards_rows=layer.mtp_block.use_sequence_parallel)
 
 
 def of_step5(layer: Any) -> FusedNorms:

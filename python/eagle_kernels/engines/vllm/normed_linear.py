@@ -105,6 +105,7 @@ class FusedNorms:
     gathered: the chunk whose rows come by an index.  passes_through: whether the norms are called, and hand their input
         through.
     unsupported: why the projection does not get that.
+    shards_rows: whether each rank's projection gets some of the rows, so that no sum over ranks may have it.
     """
 
     layer: Any
@@ -113,6 +114,7 @@ class FusedNorms:
     gathered: int | None = None
     passes_through: bool = False
     unsupported: str | None = None
+    shards_rows: bool = False
 
     def put_in(self) -> None:
         self.layer.__class__ = type(type(self.layer).__name__, (type(self.layer),), dict(self.members))
@@ -279,8 +281,10 @@ class Stage:
             y = linear(x)
             return y[0] if isinstance(y, tuple) else y
 
-        config, fused_norms = self.config, self.fused_norms
-        record = (self.name, timed, product, config.max_rows, config.compiled, self.switches)
+        config, fused_norms, switches = self.config, self.fused_norms, self.switches
+        if fused_norms is not None and fused_norms.shards_rows:
+            switches = replace(switches, parts=switches.parts - {"row_parallel"})
+        record = (self.name, timed, product, config.max_rows, config.compiled, switches)
         kernel = None if fused_norms is None else fused_norms.own
         planned = plan(Candidate(*record) if kernel is None else _OfFusedNorms(*record, kernel))
         if planned is None:
