@@ -281,7 +281,11 @@ class VocabParallelEmbedding(nn.Module):
         name = prefix + "weight"
         loaded = state_dict.get(name)
         # A table that was shared without its padding is one of V rows itself.
-        is_full = isinstance(loaded, Tensor) and loaded.dim() == 2 and loaded.shape[0] == self.shard.num_embeddings
-        if is_full and loaded.shape != self.weight.shape and self.shard.rows != self.shard.num_embeddings:
+        if (
+            isinstance(loaded, Tensor)
+            and loaded.dim() == 2
+            and loaded.shape[0] == self.shard.num_embeddings != self.shard.rows
+            and loaded.shape != self.weight.shape
+        ):
             state_dict = state_dict | {name: shard_vocab_weight(loaded, self.shard)}
         super()._load_from_state_dict(state_dict, prefix, *args)
