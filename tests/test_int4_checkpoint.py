@@ -121,6 +121,17 @@ def test_each_layout_loads_as_numbers(layout: str, tmp_path: Path, caplog: pytes
     assert f"{name} is {kind}, dequantized to torch.bfloat16: no kernel reads {kind}" in caplog.text
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_default_device_is_not_the_checkpoints(layout: str, tmp_path: Path) -> None:
+    """Columns without a g_idx took their scales and zeros by an index on meta: a weight of whatever memory held."""
+    tensors, config, truth = LAYOUTS[layout][1]()
+    save(tmp_path, tensors, config)
+    projection = layer()
+    with torch.device("meta"):
+        projection.load_checkpoint(tmp_path)
+    assert torch.equal(projection.fc.weight, truth.float().bfloat16())
+
+
 def test_columns_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 M values at a time, of a weight that has more."""
     rows = 1 << 19

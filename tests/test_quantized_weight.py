@@ -228,6 +228,15 @@ def test_merged_shards_keep_their_own_scales() -> None:
     assert torch.equal(merged.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in each]))
 
 
+@pytest.mark.parametrize(("format", "scales"), [("fp8_tensor", torch.rand(3)), ("fp8_block128", torch.rand(5, 2))])
+def test_the_default_device_is_not_the_merged_shards(format: str, scales: torch.Tensor) -> None:
+    codes, shards = torch.randn(498, 256).to(torch.float8_e4m3fn), [300, 70, 128]
+    expected = QuantizedWeight(codes, scales, format, shard_rows=shards)
+    with torch.device("meta"):
+        merged = QuantizedWeight(codes, scales, format, shard_rows=shards)
+    assert torch.equal(merged.scales, expected.scales)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_copies_and_saved_ones_are_equal(format: str) -> None:
     weight = random_weight(format, 33, 96)

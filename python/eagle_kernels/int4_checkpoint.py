@@ -126,7 +126,7 @@ def packed_of(
         if stated != [D, W]:
             raise checks.error(ValueError, op, f"{names['weight_shape']} is {stated}", str([D, W]), f"W is {meaning}")
     size, in_order = _checked_groups(op, name, layout, bits, names, groups, W, config)
-    group_of = _groups(op, names, tensor, groups, W, scales_name, size, in_order)
+    group_of = _groups(op, names, tensor, by_row, W, scales_name, size, in_order)
     return Packed(
         layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), config), group_of
     )
@@ -196,13 +196,14 @@ def _groups(
     op: str,
     names: Mapping[str, str],
     tensor: Callable[[str], Tensor],
-    groups: int,
+    scales: Tensor,
     W: int,
     scales_name: str,
     size: int | None,
     in_order: str | None,
 ) -> Tensor:
     """The group of each column, of the `size` that a config says."""
+    groups = scales.shape[1]
     parameter = next((parameter for parameter in ("g_idx", "weight_g_idx") if parameter in names), None)
     given = (
         None if parameter is None else _group_indices(op, names[parameter], tensor(parameter), groups, W, scales_name)
@@ -214,7 +215,8 @@ def _groups(
         got = f"{scales_name} has {groups} groups"
         raise checks.error(ValueError, op, got, f"a divisor of {W}, the columns of the weight")
     each = W // groups if size is None else size
-    sequential = torch.arange(W, device=None if given is None else given.device) // each
+    # Not on the default device: columns taken by an index on meta are whatever memory held.
+    sequential = torch.arange(W, device=scales.device) // each
     if given is not None and given.any() and (wrong := (given != sequential).nonzero()).numel():
         assert parameter is not None and in_order is not None
         column = int(wrong[0])
@@ -247,7 +249,7 @@ def _zeros(
     D, groups = shape
     parameter = "weight_zero_point" if layout == "pack-quantized" else "qzeros"
     if layout == "pack-quantized" and parameter not in names:
-        return torch.tensor(1 << (bits - 1))
+        return torch.tensor(1 << (bits - 1), device="cpu")  # a number, wherever the codes are
     packed, numbers = tensor(parameter), 32 // bits
     checks.check_dtype(op, names[parameter], packed, (torch.int32,))
     expected = (-(-D // numbers), groups) if layout == "pack-quantized" else (groups, -(-D // numbers))

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -148,10 +149,10 @@ class QuantizedWeight:
             return scales, block
         # One row of scales per row of the weight: 3 % of the codes' bytes at 128 columns in fp32.
         height = [rows if per_tensor else block[0] for rows in shards]
-        begins = torch.tensor([0, *block_rows[:-1]]).cumsum(0).tolist()
-        ranges = zip(shards, height, begins, strict=True)
-        rows_of = torch.cat([begin + torch.arange(rows) // max(each, 1) for rows, each, begin in ranges])
-        return _gather_rows(scales, rows_of.to(scales.device)), (1, block[1])
+        ranges = zip(shards, height, accumulate([0, *block_rows[:-1]]), strict=True)
+        device = scales.device
+        rows_of = [begin + torch.arange(rows, device=device) // max(each, 1) for rows, each, begin in ranges]
+        return _gather_rows(scales, torch.cat(rows_of)), (1, block[1])
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -130,4 +130,4 @@ class ModelFamily:
         if not self.embedding_scaled:
             return None
         scale = hidden_size**0.5
-        return torch.tensor(scale, dtype=dtype).item() if engine in self.scale_rounded_by else scale
+        return torch.tensor(scale, dtype=dtype, device="cpu").item() if engine in self.scale_rounded_by else scale
