@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,6 +173,13 @@ def test_eagle3_names_what_does_not_fit_and_copies_nothing(build: Callable, mess
     expected = f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"
     with UnchangedTensors(list(layer.state_dict().values())), pytest.raises((ValueError, TypeError), match=expected):
         layer.load_checkpoint(weights)
+
+
+def test_a_file_without_safetensors_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    expected = f"safetensors is not installed, expected it to read '{tmp_path}': pip install safetensors"
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f"Eagle3Projection.load_checkpoint: {expected}")):
+        eagle3_layer().load_checkpoint(tmp_path)
 
 
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:

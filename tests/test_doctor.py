@@ -1843,6 +1843,17 @@ def test_gguf_is_a_usage_error_that_says_so(tmp_path: Path, capsys: pytest.Captu
     assert "drafter-Q4_K_M.gguf is in GGUF, expected .safetensors files, because SGLang alone reads it" in error
 
 
+def test_without_safetensors_it_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A ModuleNotFoundError ended doctor with 1, which says that something does not fit."""
+    folders = list(map(str, Checkpoints().save(tmp_path)))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert cli.main(["doctor", *folders, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error.startswith("doctor: safetensors is not installed, expected it to read ")
+
+
 @pytest.mark.parametrize("name", ["target/config.json", "drafter/config.json", "drafter/model.safetensors"])
 def test_a_pipe_is_a_usage_error(name: str, tmp_path: Path) -> None:
     """Opening one waited for its writer forever; in a process, which can be stopped."""

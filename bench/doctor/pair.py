@@ -151,11 +151,13 @@ class Pair:
 
 
 def read(target: Path, drafter: Path) -> Pair:
-    """Raises ValueError that names a file which is missing, damaged, or not to be read."""
+    """Raises ValueError that names a file which is missing, damaged, or not to be read, or what would read it."""
     try:
         return Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter))
     except OSError as failure:
         raise ValueError(f"{OP}: {target} or {drafter} cannot be read, because {failure}") from None
+    except ModuleNotFoundError as missing:
+        raise ValueError(str(missing)) from None
 
 
 def _headers(folder: Path) -> dict[str, Header]:

@@ -484,8 +484,11 @@ def open_tensors(op: str, path: Path) -> dict[str, Any]:
 
 def _open_files(op: str, path: Path, files: set[Path]) -> Iterator[tuple[Path, Any]]:
     """The opened safetensors files of a checkpoint: of a folder those of its index, or all without one."""
-    from safetensors import SafetensorError, safe_open
-
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:  # no dependency: an engine that loads a model has it
+        expected = f"it to read {str(path)!r}: pip install safetensors"
+        raise checks.error(ModuleNotFoundError, op, "safetensors is not installed", expected) from None
     if not files:
         files = set(path.glob("*.safetensors")) if path.is_dir() else {path}
     if not files:
