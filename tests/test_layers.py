@@ -323,6 +323,26 @@ def test_autocast_does_not_round_the_product() -> None:
     assert torch.equal(under_autocast, layer(chunks))
 
 
+@pytest.mark.parametrize(
+    "changes", [{"bias": torch.randn(D)}, {"post_norm_weight": torch.ones(D).half()}, {"format": "fp8_row"}]
+)
+def test_a_low_fp32_precision_does_not_round_fp16(changes: dict) -> None:
+    """oneDNN then rounds fp32 operands to bf16: what sees sums before they are rounded had 8 times eager's error."""
+    x, weight = torch.randn(T, 256).half(), torch.randn(D, 256).half()
+    if format := changes.get("format"):
+        weight, changes = ek.quantize(weight, format), {}
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        expected = ek.norm_concat_linear([x], weight, **changes)
+        try:
+            torch.set_float32_matmul_precision("medium")
+            found = ek.norm_concat_linear([x], weight, **changes)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    torch.testing.assert_close(
+        found, expected, rtol=2**-10, atol=1e-5
+    )  # the last bit, where fp32's sum is beside a tie
+
+
 @pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit"])
 def test_autocast_does_not_round_a_dequantized_weight(format: str) -> None:
     """Where no kernel reads the codes, torch's product of fp32 was one of bf16: 0.2 % off in place of 1e-7."""

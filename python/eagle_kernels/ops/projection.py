@@ -60,8 +60,12 @@ def eps_name(post_norm_weight: Tensor | None) -> str:
 
 @torch.no_grad()
 def project_formula(normed: Tensor, projection: Projection, norm_offset: float) -> Tensor:
-    """post_norm(normed @ weight^T + bias) in the dtype of `normed`, unrounded."""
+    """post_norm(normed @ weight^T + bias) in the dtype of `normed` or float64, unrounded."""
     weight, bias, post_norm_weight, eps = projection
+    # torch.set_float32_matmul_precision("medium"): oneDNN rounds fp32 operands to bf16, of which fp16 has 3 bits more.
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # set when it is imported
+    if normed.is_cpu and normed.dtype == torch.float32 and precision == "bf16":
+        normed = normed.double()
     projected = normed @ weight.to(normed.dtype).t()
     if bias is not None:
         projected = projected + bias.to(normed.dtype)
