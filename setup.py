@@ -21,6 +21,7 @@ from typing import NoReturn
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/eagle_kernels/version.py").read_text()).group(1)
@@ -85,7 +86,7 @@ def cuda_archs() -> list[str]:
 
 
 def requested_build() -> str:
-    requested = os.environ.get("EAGLE_KERNELS_BUILD", "auto").lower()
+    requested = (os.environ.get("EAGLE_KERNELS_BUILD") or "auto").lower()
     if requested not in ("auto", "cpu", "cuda", "none"):
         raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_BUILD is {requested!r}, expected auto, cpu, cuda or none")
     return requested
@@ -135,14 +136,14 @@ class CMakeBuild(build_ext):
         torch = find_torch()
         options = {
             "EAGLE_KERNELS_VERSION": VERSION,
-            "EAGLE_KERNELS_NAMESPACE": os.environ.get("EAGLE_KERNELS_NAMESPACE", "eagle_kernels"),
+            "EAGLE_KERNELS_NAMESPACE": os.environ.get("EAGLE_KERNELS_NAMESPACE") or "eagle_kernels",
             "EAGLE_KERNELS_TORCH_DIR": torch,
             "EAGLE_KERNELS_TORCH_VERSION": torch_release(torch),
             "EAGLE_KERNELS_OUTPUT_DIR": Path(self.get_ext_fullpath(ext.name)).resolve().parent,
             "EAGLE_KERNELS_STRIP": "OFF" if self.editable_mode else "ON",
             "EAGLE_KERNELS_WITH_CUDA": "ON" if archs else "OFF",
             "EAGLE_KERNELS_CUDA_ARCHS": ";".join(archs),
-            "EAGLE_KERNELS_ALTERNATIVES": os.environ.get("EAGLE_KERNELS_ALTERNATIVES", "OFF"),
+            "EAGLE_KERNELS_ALTERNATIVES": os.environ.get("EAGLE_KERNELS_ALTERNATIVES") or "OFF",
             "CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR) / "ninja",
         }
         if archs:
@@ -172,6 +173,13 @@ class CMakeBuild(build_ext):
         partial.replace(target)
 
 
+class EditableWheel(editable_wheel):
+    def run(self) -> None:
+        if not self.distribution.ext_modules:  # the library of an earlier editable install would be loaded
+            (ROOT / "python/eagle_kernels/libeagle_kernels.so").unlink(missing_ok=True)
+        super().run()
+
+
 class AnyPythonWheel(bdist_wheel):
     """The library has no Python in it, so that a wheel is bound to the platform alone."""
 
@@ -187,5 +195,5 @@ class AnyPythonWheel(bdist_wheel):
 setup(
     version=VERSION,
     ext_modules=[Extension("eagle_kernels.libeagle_kernels", sources=[])] if requested_build() != "none" else [],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel, "editable_wheel": EditableWheel},
 )

@@ -122,6 +122,19 @@ def test_pure_python_install_works(tree: Path, tmp_path: Path) -> None:
     assert done.stdout.endswith("True\n")
 
 
+def test_a_pure_editable_install_leaves_no_library(tree: Path) -> None:
+    """That of an earlier install, which `none` did not ask for, was loaded, however old."""
+    library = tree / "python/eagle_kernels/libeagle_kernels.so"
+    library.write_bytes(b"")
+    wheel, log = build("editable", tree, EAGLE_KERNELS_BUILD="none")
+    assert wheel is not None, log
+    assert not library.exists()
+
+
+def test_an_empty_variable_is_none() -> None:
+    assert setup_answers("requested_build()", EAGLE_KERNELS_BUILD="") == ("auto", "")
+
+
 NO_TOOLS = {"PATH": "/nonexistent", "PWD": "/", "CXX": "", "CUDACXX": "", "CUDA_HOME": "", "CUDA_PATH": ""}
 
 
