@@ -373,7 +373,11 @@ MUTANTS = (
     Mutant(CODES_PRODUCT, "of_numbers ? 1.0f : global", "1.0f"),
     Mutant(CODES_PRODUCT, "(Float)(words & 0xffff0000) * x[1]", "(Float)words * x[1]"),
     Mutant(CODES_PRODUCT, "k + sums.sum_width < sums.width ? k + sums.sum_width : sums.width", "sums.width"),
-    Mutant(CODES_PRODUCT, "sum[i] * (*scales)[i % kStripVectors]", "sum[i] * (*scales)[0]"),
+    Mutant(
+        CODES_PRODUCT,
+        "multiply_add(sum[i], (*scales)[i % kStripVectors], totals[i])",
+        "multiply_add(sum[i], (*scales)[0], totals[i])",
+    ),
     Mutant(CODES_PRODUCT, "(k + 2 * pair) * kRows + 2 * row", "2 * pair * kRows + 2 * row"),
     Mutant(CODES_PRODUCT, "(k + 2 * pair) * kRows + 2 * row", "(k + 2 * pair) * kRows"),
     Mutant(CODES_PRODUCT, "num_rows - first < rows ? num_rows - first : rows", "rows"),
