@@ -21,20 +21,23 @@ ALTERNATIVES = ROOT / _ALTERNATIVES_NAME
 
 Command = Sequence[str]
 
-# The projection first: if time is short, its failures are the ones to know of.
-_TEST_FILES = (
-    "test_norm_concat_linear.py",
-    "test_norm_concat_linear_quantized.py",
-    "test_static_calls.py",
-    "test_emulation.py",
-    "test_norm_concat.py",
-    "test_mtp_chain.py",
-    "test_capture_hidden.py",
-    "test_store_context_kv.py",
-    "test_vocab_parallel_embedding.py",
-    "test_add_rms_norm.py",
-    "test_bulk_copies.py",
-)
+# The projection first: if time is short, its failures are the ones to know of. Each is one process, and one start of
+# its workers: 10 s for each file were half of what the tests took.
+_TEST_FILES = {
+    "projection": ("test_norm_concat_linear.py", "test_norm_concat_linear_quantized.py"),
+    "others": (
+        "test_static_calls.py",
+        "test_emulation.py",
+        "test_norm_concat.py",
+        "test_mtp_chain.py",
+        "test_capture_hidden.py",
+        "test_store_context_kv.py",
+        "test_vocab_parallel_embedding.py",
+        "test_add_rms_norm.py",
+        "test_bulk_copies.py",
+    ),
+}
+_MOST_WORKERS = 14  # of the tests; a CUDA context takes 0.5 GB
 
 # The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel, three that of
 # warpgroups (on sm_90), one the split kernels of C++, and two Triton's; and one of codes by warpgroups.
@@ -114,16 +117,20 @@ def _library(device: str) -> list[Command]:
 
 
 def _gpu_tests(device: str) -> list[Command]:
-    """A command for each file, so that a cut call loses one file. 8 workers at most: a CUDA context takes 0.5 GB."""
-    options = ["-m", "gpu", "--tb=short"]
-    options += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"] if find_spec("xdist") else []
-    options += ["--timeout", "120"] if find_spec("pytest_timeout") else []
-    return [_pytest(f"tests/gpu/{file}", *options, f"--junitxml={WORK_NAME}/{file}.xml") for file in _TEST_FILES]
+    options = ["-m", "gpu", "--tb=short", "--durations=10"]
+    options += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"] if find_spec("xdist") else []
+    # By a thread, which ends the worker: a kernel that hangs holds the main one inside of the driver.
+    options += ["--timeout", "120", "--timeout-method", "thread"] if find_spec("pytest_timeout") else []
+    return [
+        _pytest(*(f"tests/gpu/{file}" for file in files), *options, f"--junitxml={WORK_NAME}/tests-{name}.xml")
+        for name, files in _TEST_FILES.items()
+    ]
 
 
 def _sanitizer(device: str) -> list[Command]:
-    cases = [f"tests/gpu/{_TEST_FILES[0]}::test_float64_truth[{backend}-{case}]" for backend, case in _SANITIZED]
-    cases.append(f"tests/gpu/{_TEST_FILES[1]}::test_float64_truth[{_SANITIZED_CODES}]")
+    dense, codes = _TEST_FILES["projection"]
+    cases = [f"tests/gpu/{dense}::test_float64_truth[{backend}-{case}]" for backend, case in _SANITIZED]
+    cases.append(f"tests/gpu/{codes}::test_float64_truth[{_SANITIZED_CODES}]")
     return [["bash", "tests/gpu/sanitize.sh", "--tools", tool, *cases] for tool in ("memcheck", "racecheck")]
 
 
@@ -141,28 +148,32 @@ _OF_ALTERNATIVES = {f"columns-{n}": (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", "32,64,
 
 
 def _decode_curve(device: str) -> list[Command]:
-    """Both backends beside the library's product alone, of more rows with the two steps that still more take; the
-    variants; then counters of the kernels of one launch, and the product's name."""
+    """Both backends beside the library's product alone, of more rows with the two steps that still more take; counters
+    of one call of each kernel and of the product, and its kernel's name; then the variants."""
     what = ["--forms", "op", "--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "--min-time", "0.05"]
     what += [] if device == "cpu" else ["--timer", "graph,spaced"]
     cuda = "auto" if device == "cpu" else "cuda"
     both = [*what, "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
     more = [*what, "--backends", cuda, "--baselines", "two-step,linear", "--tokens", _MORE_ROWS]
     commands = [_bench(device, "decode-curve", *arguments) for arguments in ([*both, "--tokens", _FEW_ROWS], more)]
+    if device == "cuda" and (ncu := shutil.which("ncu")):
+        # The card's clocks stay as they are. ncu empties the caches in front of each kernel, and prints a line for each
+        # figure of it.
+        profiled = ["--profile-from-start", "off", "--clock-control", "none", *_of_sections()]
+        log = ["--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
+        commands.append([ncu, *profiled, *log, sys.executable, "-m", "eagle_kernels.bench.gpu.counters"])
     of_cuda = [*what, "--backends", cuda, "--baselines", "linear"]
     programs = [(_VARIANTS, _CLI), *([(_OF_ALTERNATIVES, (_ALTERNATIVES_NAME,))] if ALTERNATIVES.exists() else [])]
     for variants, program in programs:
         for variant, (setting, rows) in variants.items():
             command = _bench(device, f"decode-curve-{variant}", *of_cuda, "--tokens", rows, program=program)
             commands.append(["env", setting, *command])
-    if device == "cuda" and (ncu := shutil.which("ncu")):
-        once = ["--forms", "op", "--baselines", "linear", "--preset", "llama3.1-8b", "--min-time", "0"]
-        once += ["--tokens", "1,32,64,128"]
-        log = ["--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
-        kernels = ["--kernel-name", "regex:norm_concat_linear|gemm|gemv|nvjet|cublas", "--launch-count", "24"]
-        profiled = ["--clock-control", "none", "--set", "full", *kernels, *log]  # the card's clocks stay as they are
-        commands.append([ncu, *profiled, *_cli("bench", "--device", device, "--timer", "eager", *once)])
     return commands
+
+
+def _of_sections() -> list[str]:
+    names = ("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "SchedulerStats", "MemoryWorkloadAnalysis")
+    return [word for name in names for word in ("--section", name)]
 
 
 def _op_table(device: str) -> list[Command]:
@@ -233,9 +244,10 @@ def _read_library() -> dict:
 
 
 def _read_tests() -> dict[str, dict]:
-    """Counts and failures by test file, of this call and of those before it."""
+    """Counts and failures of each command, of this call and of those before it."""
     earlier = read_json(WORK / "gpu-tests.json") or {}
-    return earlier | {path.stem: _test_summary(path) for path in sorted(WORK.glob("test_*.py.xml"))}
+    reports = {name: WORK / f"tests-{name}.xml" for name in _TEST_FILES}
+    return earlier | {name: _test_summary(path) for name, path in reports.items() if path.exists()}
 
 
 def _test_summary(path: Path) -> dict:
@@ -263,7 +275,7 @@ def _read_curve() -> dict:
     text = counters.read_text(encoding="utf-8", errors="replace") if counters.exists() else ""
     names = (*_VARIANTS, *_OF_ALTERNATIVES)
     variants = {variant: read_json(WORK / f"decode-curve-{variant}.json") for variant in names}
-    return {"run": read_json(WORK / "decode-curve.json"), "variants": variants, "ncu": text[-200_000:]}
+    return {"run": read_json(WORK / "decode-curve.json"), "variants": variants, "ncu": text[-400_000:]}
 
 
 def _restore_curve(result: dict) -> None:
