@@ -190,44 +190,6 @@ __device__ __forceinline__ void publish_barriers() {
 #define EAGLE_KERNELS_OWN_MEMORY "shared::cluster"
 #endif
 
-// Loads of a matrix that is read once: not kept in L1, the first to leave L2. The policy goes through a register
-// because ptxas 13 takes `.L2::evict_first` on 32-byte loads only.
-struct ReadOnce {
-  uint64_t policy;
-  __device__ __forceinline__ ReadOnce() {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  }
-  __device__ __forceinline__ Words operator()(const void* p) const {
-    Words v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p), "l"(policy));
-    return v;
-  }
-  // As copy_async below, but allowed before wait_for_previous_kernel: for a matrix that no kernel before this one
-  // writes.
-  __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool inside) const {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(inside ? 16 : 0), "l"(policy)
-                 : "memory");
-  }
-  __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) const {
-    copy_async(shared_address(to), from, inside);
-  }
-  // The box of the matrix that begins there (PTX ISA, "cp.async.bulk.tensor"), on sm_90 and later: allowed as early as
-  // copy_async; it has landed where `barrier` says so. `boxes` is the kernel's argument itself.
-  __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* boxes, int column, int row,
-                                           CopyBarrier* barrier) const {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "cp.async.bulk.tensor.2d." EAGLE_KERNELS_OWN_MEMORY ".global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-        "l"(boxes), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-        : "memory");
-#endif
-  }
-};
-
 // 16 bytes from global to shared memory, past L1 and the registers; zeros, and no access, where they are not inside.
 // Each thread's copies complete in the order of its groups: commit_copies ends one, and after wait_for_copies<n> those
 // before the latest n have landed, for other threads behind a barrier.
@@ -237,6 +199,25 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool i
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
   copy_async(shared_address(to), from, inside);
 }
+// The same, allowed before wait_for_previous_kernel: of a matrix that no kernel before this one writes. Without a cache
+// hint: on sm_90 and later ptxas 12.8 and 13.0 (13.5 no more) encode UR0 and UR1 in place of the registers that hold the
+// uniform part of the address and the policy: an illegal instruction, on an H100.
+__device__ __forceinline__ void copy_early(uint32_t to, const void* from, bool inside) { copy_async(to, from, inside); }
+__device__ __forceinline__ void copy_early(void* to, const void* from, bool inside) { copy_async(to, from, inside); }
+// The box of such a matrix that begins there (PTX ISA, "cp.async.bulk.tensor"), on sm_90 and later, the first to leave
+// L2; it has landed where `barrier` says so. `boxes` is the kernel's argument itself.
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* boxes, int column, int row, CopyBarrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.2d." EAGLE_KERNELS_OWN_MEMORY ".global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(boxes), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLatest>
 __device__ __forceinline__ void wait_for_copies() {

@@ -223,7 +223,6 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const bool copies_weight = threadIdx.x < kCopyThreads;
   const int copy_row = threadIdx.x % kCopyThreads / kParts, copy_part = threadIdx.x % kParts;
   constexpr int kCopyRows = kCopyThreads / kParts;
-  const ReadOnce read_once;
   constexpr int kWeightCopyRows = kCopyThreads / K::kWeightParts;
   const int weight_row = threadIdx.x % kCopyThreads / K::kWeightParts, weight_part = threadIdx.x % K::kWeightParts;
   const int weight_column = weight_part * (16 / static_cast<int>(sizeof(Weight)));
@@ -254,9 +253,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         if (threadIdx.x == 0) {
           landed[slot].expect(K::kWeightBytes);
           for (int box = 0; box < K::kWeightBytes / kBoxBytes; ++box) {
-            read_once.copy_box(ring + K::weight_at(slot) + box * kBoxBytes, &arguments.weight_boxes,
-                               static_cast<int>(chunk.column) + column + box * kBoxColumns,
-                               static_cast<int>(first_output), landed + slot);
+            copy_box(ring + K::weight_at(slot) + box * kBoxBytes, &arguments.weight_boxes,
+                     static_cast<int>(chunk.column) + column + box * kBoxColumns, static_cast<int>(first_output),
+                     landed + slot);
           }
         }
       }
@@ -266,8 +265,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
         const int row = i * kWeightCopyRows;
-        read_once.copy_async(stage + weight_place + row * kRowDistance,
-                             weight + row * op.weight_row_stride + column, inside && row < outputs - weight_row);
+        copy_early(stage + weight_place + row * kRowDistance, weight + row * op.weight_row_stride + column,
+                   inside && row < outputs - weight_row);
       }
     } else if (block < end) {
       char* stage = ring + K::x_at(slot);

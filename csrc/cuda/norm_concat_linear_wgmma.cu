@@ -90,7 +90,6 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   uint32_t copy_place = copy_row * kRowBytes + (copy_part ^ copy_row % 8) * 16;
   is_new(copy_place);
   constexpr int kPassBytes = K::kCopyRows * kRowBytes, kWeightPart = 16 / static_cast<int>(sizeof(Weight));
-  const ReadOnce read_once;
   const Weight* weight = static_cast<const Weight*>(op.weight) + (first_output + copy_row) * op.weight_row_stride +
                          chunk.column + copy_part * kWeightPart;
   is_new(weight);
@@ -110,7 +109,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     const bool inside = column + copy_part * kWeightPart < width;
 #pragma unroll
     for (int i = 0; i < K::kColumns / K::kCopyRows; ++i, from += weight_step) {
-      read_once.copy_async(stage + copy_place + i * kPassBytes, from, inside && i * K::kCopyRows < outputs);
+      copy_early(stage + copy_place + i * kPassBytes, from, inside && i * K::kCopyRows < outputs);
     }
   };
   const auto copy_x = [&](int column, uint32_t stage) {

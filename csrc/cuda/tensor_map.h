@@ -1,4 +1,4 @@
-// What the bulk copies of a kernel (ReadOnce::copy_box) know of a matrix: a CUtensorMap, which the driver encodes.
+// What the bulk copies of a kernel (copy_box) know of a matrix: a CUtensorMap, which the driver encodes.
 #pragma once
 
 #include <cuda.h>

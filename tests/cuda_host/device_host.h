@@ -214,25 +214,22 @@ struct CopyBarrier {
   }
 };
 inline void publish_barriers() { host::publish_barriers(); }
-struct ReadOnce {
-  Words operator()(const void* p) const { return load(static_cast<const Words*>(p)); }
-  void copy_async(uint32_t to, const void* from, bool inside) const {
-    copy_async(host::shared_memory() + to, from, inside);
-  }
-  void copy_async(void* to, const void* from, bool inside) const {
-    host::check_alignment(to, sizeof(Words));
-    if (inside) host::check_alignment(from, sizeof(Words));
-    const host::Copy copy{to, inside ? from : nullptr};
-    if (host::lands_now(copy)) land(copy);
-  }
-  void copy_box(void* to, const CUtensorMap* boxes, int column, int row, const CopyBarrier* barrier) const {
-    const host::BoxCopy copy{to, *boxes, column, row};
-    if (host::lands_now(copy, barrier)) land(copy, barrier);
-  }
-};
+inline void copy_early(void* to, const void* from, bool inside) {
+  host::check_alignment(to, sizeof(Words));
+  if (inside) host::check_alignment(from, sizeof(Words));
+  const host::Copy copy{to, inside ? from : nullptr};
+  if (host::lands_now(copy)) land(copy);
+}
+inline void copy_early(uint32_t to, const void* from, bool inside) {
+  copy_early(host::shared_memory() + to, from, inside);
+}
+inline void copy_box(void* to, const CUtensorMap* boxes, int column, int row, const CopyBarrier* barrier) {
+  const host::BoxCopy copy{to, *boxes, column, row};
+  if (host::lands_now(copy, barrier)) land(copy, barrier);
+}
 inline void copy_async(void* to, const void* from, bool inside) {
   if (inside) host::check_access(from, sizeof(Words));
-  ReadOnce{}.copy_async(to, from, inside);
+  copy_early(to, from, inside);
 }
 inline void copy_async(uint32_t to, const void* from, bool inside) {
   copy_async(host::shared_memory() + to, from, inside);

@@ -79,7 +79,9 @@ def _add_rms_norm(T: int) -> StaticCall:
 
 def _store_context_kv(T: int) -> StaticCall:
     n, d, positions = 2, 128, torch.arange(T, device="cuda")
-    kv, gain, cos_sin = _rows(T, 2 * n * d), _rows(1, d)[0], torch.rand(T, d, device="cuda")
+    kv, gain = _rows(T, 2 * n * d), _rows(1, d)[0]
+    angles = positions[:, None] * torch.logspace(0, -4, d // 2, device="cuda")
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
     caches = [torch.empty(T, n, d, dtype=kv.dtype, device="cuda") for _ in range(2)]
     record = StoreContextKV(kv, gain, 1e-6, 0.0, d, cos_sin, 0, False, positions, positions, *caches)
     return StaticCall(lambda: store_context_kv(record), [kv], caches, weights=[gain])
