@@ -263,8 +263,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
   const std::string projection = kSourcesSchema +
                                  ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                  "bool early_weight, ";
-  m.def(("norm_concat_linear_fused_out(" + projection + "bool bulk_copies, Tensor(a!) out) -> ()").c_str());
-  m.def(("norm_concat_linear_split_out(" + projection + "Tensor(a!) out) -> ()").c_str());
+  for (const char* name : {"norm_concat_linear_fused_out(", "norm_concat_linear_split_out("}) {
+    m.def((name + projection + "Tensor(a!) out) -> ()").c_str());
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
@@ -326,10 +327,9 @@ void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_c
                                   const OptionalViews& residuals, const OptionalViews& indices,
                                   const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
                                   const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
-                                  bool bulk_copies, const Output& out) {
+                                  const Output& out) {
   const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
     record.early_weight = early_weight;
-    record.bulk_copies = bulk_copies;
     run_fused_kernel<norm_concat_linear_cuda>(kOp, record, into);
   };
   run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,

@@ -47,7 +47,6 @@ struct NormConcatLinear {
   void* workspace;
   // On CUDA the weight may be read while the previous kernel runs, which then must not write it.
   bool early_weight;
-  bool bulk_copies;  // of the fused kernel's weight
 };
 
 // On CPU up to three parallel passes over one workspace: the rows are normed and laid out for the product, then every
@@ -77,7 +76,7 @@ constexpr int64_t kMaxSplitRows = 128;
 // begin, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
-// The kernel of warpgroups takes any number of rows in rounds of 128 (with residuals or codes of 64), a weight of the
+// The kernel of warpgroups takes any number of rows in rounds of 64, a weight of the
 // chunks' 16-bit type or, of bf16, codes that norm_concat_linear_reads_codes, whose scales are one for a row or for
 // blocks of 128 columns or more, as whose multiples the chunks begin, no post norm, and operands that
 // norm_concat_linear_is_aligned, where the library has code for sm_90a and the GPU runs it.

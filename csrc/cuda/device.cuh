@@ -31,7 +31,6 @@ struct Pair {
 }  // namespace eagle_kernels::cuda
 
 #if defined(__CUDACC__)
-#include <cuda.h>
 
 namespace eagle_kernels::cuda {
 
@@ -144,52 +143,6 @@ __device__ __forceinline__ void load_matrices(uint32_t row, uint32_t (&words)[4]
                : "memory");
 }
 
-// An mbarrier in shared memory (sm_90 and later) that says when bulk copies have landed. Its phases end one after the
-// other, each where one thread has said how many bytes it is and as many have arrived (PTX ISA, "Phase of the mbarrier
-// object"). One thread makes the barriers and publishes them; it may use them at once, the others behind __syncthreads.
-struct CopyBarrier {
-  uint64_t state;
-  __device__ __forceinline__ void init() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(this)) : "memory");
-#endif
-  }
-  __device__ __forceinline__ void expect(uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
-                 : "memory");
-#endif
-  }
-  // Until the phase of this parity has ended, of the one that runs and the one before; what its copies have brought is
-  // then visible (.acquire is the default). A try may give up after a while, hence the loop (PTX ISA,
-  // "mbarrier.test_wait, mbarrier.try_wait").
-  __device__ __forceinline__ void wait(uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n.reg .pred ended;\nTRY_%=:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n@!ended bra TRY_%=;\n}" ::"r"(
-            shared_address(this)),
-        "r"(parity)
-        : "memory");
-#endif
-  }
-};
-// The first fence is of the barriers (PTX ISA, "membar, fence": .mbarrier_init), the second of the asynchronous proxy,
-// which counts their bytes.
-__device__ __forceinline__ void publish_barriers() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
-// Where boxes go. For a place that could be another block's of the cluster ptxas calls a function on sm_120; on sm_90
-// it does not, and before CUDA 12.8 a block's own could not be said.
-#if __CUDA_ARCH__ >= 1000
-#define EAGLE_KERNELS_OWN_MEMORY "shared::cta"
-#else
-#define EAGLE_KERNELS_OWN_MEMORY "shared::cluster"
-#endif
-
 // 16 bytes from global to shared memory, past L1 and the registers; zeros, and no access, where they are not inside.
 // Each thread's copies complete in the order of its groups: commit_copies ends one, and after wait_for_copies<n> those
 // before the latest n have landed, for other threads behind a barrier.
@@ -200,24 +153,10 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool insi
   copy_async(shared_address(to), from, inside);
 }
 // The same, allowed before wait_for_previous_kernel: of a matrix that no kernel before this one writes. Without a cache
-// hint: on sm_90 and later ptxas 12.8 and 13.0 (13.5 no more) encode UR0 and UR1 in place of the registers that hold the
-// uniform part of the address and the policy: an illegal instruction, on an H100.
+// hint: on sm_90 and later ptxas 12.8 and 13.0 (13.5 no more) encode UR0 and UR1 in place of the registers that hold
+// the uniform part of the address and the policy: an illegal instruction, on an H100.
 __device__ __forceinline__ void copy_early(uint32_t to, const void* from, bool inside) { copy_async(to, from, inside); }
 __device__ __forceinline__ void copy_early(void* to, const void* from, bool inside) { copy_async(to, from, inside); }
-// The box of such a matrix that begins there (PTX ISA, "cp.async.bulk.tensor"), on sm_90 and later, the first to leave
-// L2; it has landed where `barrier` says so. `boxes` is the kernel's argument itself.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* boxes, int column, int row, CopyBarrier* barrier) {
-#if __CUDA_ARCH__ >= 900
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.tensor.2d." EAGLE_KERNELS_OWN_MEMORY ".global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(boxes), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-#endif
-}
-
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLatest>
 __device__ __forceinline__ void wait_for_copies() {
@@ -243,10 +182,17 @@ __device__ __forceinline__ void let_next_kernel_start() {
 // The blocks of a cluster (sm_90 and later) that are neighbours in y, of which this is number blockIdx.y: a barrier of
 // all their threads, behind which each sees what the others have written, and a value of another's shared memory, at
 // the place that is `mine` here. A block whose memory others read must not end before they have: end_cluster is a
-// barrier that orders nothing else, where the one above waits for stores into global memory too.
+// barrier that orders nothing else.
 __device__ __forceinline__ void sync_cluster() {
+  __syncthreads();
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+  // One warp releases what the block has written, which takes all that its memory has in flight (MEMBAR.GPU).
+  if (threadIdx.x < 32) {
+    asm volatile("barrier.cluster.arrive;" ::: "memory");
+  } else {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  }
+  asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void end_cluster() {
@@ -254,26 +200,85 @@ __device__ __forceinline__ void end_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 #endif
 }
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t address_in_block(const void* mine, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
+  return address;
+}
+#endif
 __device__ __forceinline__ float load_from_block(const float* mine, int rank) {
   float value = 0;
 #if __CUDA_ARCH__ >= 900
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address_in_block(mine, rank)) : "memory");
 #endif
   return value;
 }
 __device__ __forceinline__ Words load_words_from_block(const float* mine, int rank) {
   Words v{};
 #if __CUDA_ARCH__ >= 900
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
+               : "r"(address_in_block(mine, rank))
                : "memory");
 #endif
   return v;
+}
+
+// In place of the barrier, where a block may be sent to at any time: every thread says once that its block has begun
+// and made its SentBarrier, and waits for all others to have said so before it sends. Neither orders anything else.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+// An mbarrier in shared memory (sm_90 and later) that says when all bytes have come that the cluster's blocks send to
+// this one (PTX ISA, "st.async": a store completes as many bytes of it, and what has come is visible to who has
+// waited). One thread makes it. A try to wait may give up after a while, hence the loop ("mbarrier.test_wait,
+// mbarrier.try_wait").
+struct SentBarrier {
+  uint64_t state;
+  __device__ __forceinline__ void make(uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], 1;\n"
+        "fence.mbarrier_init.release.cluster;\n"
+        "fence.proxy.async.shared::cta;\n"
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+        "r"(bytes)
+        : "memory");
+#endif
+  }
+  __device__ __forceinline__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred ended;\nTRY_%=:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], 0;\n@!ended bra TRY_%=;\n}" ::"r"(shared_address(this))
+        : "memory");
+#endif
+  }
+};
+// To the places that are `mine` and `sent` here, of a block of the cluster, which waits for it.
+__device__ __forceinline__ void send_to_block(float* mine, const SentBarrier& sent, const Words& v, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   address_in_block(mine, rank)),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(address_in_block(&sent, rank))
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void send_to_block(float* mine, const SentBarrier& sent, float value, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   address_in_block(mine, rank)),
+               "r"(float_to_bits(value)), "r"(address_in_block(&sent, rank))
+               : "memory");
+#endif
 }
 
 // sum[16, 8] += a[16, 16] @ b[16, 8] over a warp, in fp32. Fragments as in the PTX ISA, section "mma.m16n8k16", with
@@ -347,7 +352,7 @@ __device__ __forceinline__ void wait_for_wgmma() {
 // Behind a wait, of a sum that wgmma has changed meanwhile.
 __device__ __forceinline__ void is_new(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 // What this thread has written to shared memory, and its asynchronous copies that it has waited for, becomes visible to
-// wgmma and to bulk copies, once a barrier has told the others.
+// wgmma, once a barrier has told the others.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -355,7 +360,7 @@ __device__ __forceinline__ void fence_async_proxy() {
 }
 
 __device__ __forceinline__ char* shared_memory() {
-  extern __shared__ __align__(1024) char memory[];  // as boxes want it (tensor_map.h)
+  extern __shared__ __align__(1024) char memory[];  // as wgmma wants its rows
   return memory;
 }
 
@@ -370,11 +375,11 @@ namespace eagle_kernels::cuda {
 // What wgmma reads as b: rows of 128 bytes from an address in shared memory, a multiple of 1024, whose 16-byte parts
 // change places by the lower three bits of the row (the 128-byte swizzle). PTX ISA, "Matrix Descriptor Format": the
 // address and the distance of groups of 8 rows, of 16 bytes each, and 1 for that swizzle, under which the leading
-// dimension's distance has no meaning. 16 columns further is 32 bytes, 64 rows further 8192.
+// dimension's distance has no meaning. 16 columns further is 32 bytes.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t rows) {
   return static_cast<uint64_t>(rows >> 4) | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
-constexpr uint64_t kDescriptorColumns = 32 >> 4, kDescriptorRows = 8192 >> 4;  // 16 of one, 64 of the others
+constexpr uint64_t kDescriptorColumns = 32 >> 4;  // 16 of them
 
 // The sum over the lanes of a warp, the same in all of them.
 __device__ __forceinline__ float sum_over_warp(float value) {

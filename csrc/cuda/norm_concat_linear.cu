@@ -9,19 +9,15 @@
 // x after.
 //
 // Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The ranges of 64 columns of the output are
-// a cluster, whose blocks sum them through one another's shared memory, each a share of the outputs. Nothing is left in
-// global memory that a second stream could meet, and an aborted launch leaves no counter behind. Four warps share the
-// steps of a stage. A second launch takes 1.5 us, where reading the weight of 3x896x896 takes 1.1.
-//
-// With bulk copies (op.bulk_copies) one thread asks for a stage of the fused kernel's weight, in two instructions where
-// 128 threads have eight each, and an mbarrier says when it is there: boxes of 64 rows by 64 columns of a CUtensorMap,
-// zeros where they reach out of the weight. Where a stage reaches into the next chunk, whose values could be infinite,
-// its copies are those of the threads. Off by default: no GPU has timed it (docs/benchmarking.md).
+// a cluster, whose blocks send one another their sums, to each its share of the outputs. On an H100 that takes 1.3 us
+// less of K=3, H=D=896 than a barrier of the cluster and loads from the others' shared memory, and 0.7 to 1.2 less of
+// 2880 and 4096: the barrier's release waits for all of a block's memory (MEMBAR.GPU). Nothing is left in global memory
+// that a second stream could meet, and an aborted launch leaves no counter behind. Four warps share the steps of a
+// stage.
 //
 // Split, up to 128 rows, all GPUs (sm_90 has norm_concat_linear_wgmma.cu in its place, without a post norm): two
-// launches. The ranges of 128 columns go to global memory, and a second kernel
-// sums them in their order, scales those of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often
-// as 32.
+// launches. The ranges of 128 columns go to global memory, and a second kernel sums them in their order, scales those
+// of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often as 32.
 //
 // A cluster in place of the second kernel was tried, and is modelled at 0.75 to 1.15 times the speed: it has room for 8
 // ranges where work shares out best in up to 20, and each of its blocks needs the squares of its x.
@@ -60,7 +56,6 @@
 #include "pack.cuh"
 #include "ranges.cuh"
 #include "source_row.cuh"
-#include "tensor_map.h"
 #include "weight_gain.cuh"
 
 namespace eagle_kernels::cuda {
@@ -78,7 +73,6 @@ constexpr int kMaxRanges = 16;              // of a chunk
 // weight. The fused kernel's are twice as many: a step for each of four warps, of codes two.
 constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
 constexpr int fused_unit_columns(bool is_codes) { return 2 * unit_columns(is_codes); }
-constexpr int kBoxColumns = 64, kBoxBytes = kFusedColumns * kBoxColumns * 2;  // of a bulk copy
 
 // Blocks of up to 64 rows take 83 to 100 KB of shared memory: two on an SM, where it has more than 100 KB.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
@@ -87,20 +81,30 @@ constexpr int kSharedBlocks = 1;
 constexpr int kSharedBlocks = 2;
 #endif
 
-struct BulkArguments : Arguments {
-  CUtensorMap weight_boxes;
+enum class End { kSplit, kFused };  // how the sums of the ranges come together
+
+// A share of the outputs that one block of a cluster sends to another: those of 32 lanes, four each. Of the fused
+// kernel's 16 rows by 64 columns there are so many, dealt out one after the other; most to receive are two from each of
+// seven blocks.
+constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
+constexpr int kMostReceived = 14;
+static_assert([] {
+  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+    if (blocks * ((kShares + blocks - 1) / blocks) > kMostReceived) return false;
+  }
+  return true;
+}());
+
+// What a block has been sent.
+struct Received {
+  float shares[kMostReceived][kShareValues];  // [blocks, of a block]
+  float squares[kMaxCluster][kMaxDecodeRows];
+  SentBarrier all;
 };
-
-// How the sums of the ranges come together, and how the fused kernel's weight comes.
-enum class End { kSplit, kFused, kFusedBulk };
-
-template <End kEnd>
-using ArgumentsOf = std::conditional_t<kEnd == End::kFusedBulk, BulkArguments, Arguments>;
 
 template <Form kForm, int kRows, bool kResidual, End kEnd>
 struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kEnd != End::kSplit;
-  static constexpr bool kBulk = kEnd == End::kFusedBulk;
   static constexpr int kColumns = kFused ? kFusedColumns : kSplitColumns;
   static constexpr int kRowWarps = kRows == 128 ? 2 : 1;
   static constexpr int kStepWarps = kFused ? 4 : 1;  // which share the steps of a stage
@@ -120,16 +124,11 @@ struct Tile {
   static constexpr int kPointerBytes = kSourceRows * sizeof(void*);
   // Of what a block can have on every GPU, and twice on Hopper; with 128 rows of what sm_90 and sm_100 have.
   static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : 99 << 10;
-  static constexpr int kStages = (kMostBytes - kPointerBytes) / kStageBytes;
-  static constexpr int64_t kSharedBytes =
-      kStages * kStageBytes + kPointerBytes + (kBulk ? kStages * static_cast<int>(sizeof(CopyBarrier)) : 0);
-  static_assert(kSharedBytes <= kMostBytes);
-  // Where a stage's weight is in the ring, and behind it x and the gain. Boxes begin at multiples of 1024 bytes.
-  __device__ static int weight_at(int slot) { return slot * (kBulk ? kWeightBytes : kStageBytes); }
-  __device__ static int x_at(int slot) {
-    if (!kBulk) return slot * kStageBytes + kWeightBytes;
-    return kStages * kWeightBytes + slot * (kStageBytes - kWeightBytes);
-  }
+  static constexpr int kEndBytes = kFused ? sizeof(Received) : 0;
+  static constexpr int kStages = (kMostBytes - kPointerBytes - kEndBytes) / kStageBytes;
+  static constexpr int kReceivedAt = kStages * kStageBytes + kPointerBytes;
+  static constexpr int64_t kSharedBytes = kReceivedAt + kEndBytes;
+  static_assert(kSharedBytes <= kMostBytes && kReceivedAt % 16 == 0);
   static constexpr int kSteps = kStageColumns / kStepColumns / kStepWarps;  // of a warp in a stage
   template <class T>
   static constexpr float kGainFactor = kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
@@ -147,53 +146,73 @@ __device__ __forceinline__ int place_codes(int row, int part) {
   return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 2 * 2 : row % 4 * 2)) * 16;
 }
 
-// The same of boxes of 64 columns, as their copies place the parts (CU_TENSOR_MAP_SWIZZLE_128B).
-__device__ __forceinline__ int place_in_boxes(int row, int part) {
-  return part / 8 * kBoxBytes + row * 128 + (part % 8 ^ row % 8) * 16;
+// How many of the shares are this block's, and of the last one how many lanes' outputs.
+__device__ __forceinline__ int own_packs(int packs) {
+  int own = 0;
+  for (int share = static_cast<int>(blockIdx.y); share * 32 < packs; share += static_cast<int>(gridDim.y)) {
+    own += packs - share * 32 < 32 ? packs - share * 32 : 32;
+  }
+  return own;
 }
 
-// Which of a tile's 8 rows of the weight a lane reads: those of lanes that are served together find all 32 banks.
-template <class K>
-__device__ __forceinline__ int weight_row_of(int g) {
-  return K::kBulk ? g / 2 + g % 2 * 4 : g;
-}
-
-// The sums of a block's warps become those of the block, and the cluster's outputs. The ring is free for it.
+// The sums of a block's warps become those of the block, which it sends, and those that it is sent outputs. The ring is
+// free for it.
 template <class T, class K>
 __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
-                                             const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares) {
+                                             int packs, const float (&sum)[K::kColumnTiles][K::kRowTiles][4],
+                                             float squares, Received& received) {
   constexpr int kRows = 8 * K::kRowTiles, kOutputs = kRows * K::kColumns;
-  static_assert(kRows == 2 * kWarps);
+  static_assert(kRows == 2 * kWarps && kRows == kMaxDecodeRows && K::kColumns == kPacksOfRow * kOutputColumns);
+  static_assert(kOutputs == kThreads * kOutputColumns);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
   const int column_warp = warp % K::kColumnWarps, step_warp = warp / K::kColumnWarps;
+  const int blocks = static_cast<int>(gridDim.y), rank = static_cast<int>(blockIdx.y);
+  const int shares = (kShares + blocks - 1) / blocks;  // of a block
   float* of_warps = reinterpret_cast<float*>(shared_memory());  // [kStepWarps, kRows, kColumns]
-  float* of_block = of_warps + K::kStepWarps * kOutputs;        // [kRows, kColumns]
-  float* squares_of = of_block + kOutputs;                      // [kRows]
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
   __syncthreads();
 #pragma unroll
   for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
     const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
-    const int column = (column_warp * K::kColumnTiles + m) * 16 + i / 2 * 8 + weight_row_of<K>(g);
+    const int column = (column_warp * K::kColumnTiles + m) * 16 + i / 2 * 8 + g;
     of_warps[step_warp * kOutputs + (n * 8 + 2 * q + i % 2) * K::kColumns + column] = sum[m][n][i];
   }
-#pragma unroll
-  for (int distance = 8; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
-  if (lane % 16 == 0) squares_of[2 * warp + lane / 16] = squares;
-  __syncthreads();
-  for (int at = threadIdx.x; at < kOutputs; at += kThreads) {
-    float total = 0;
-#pragma unroll
-    for (int w = 0; w < K::kStepWarps; ++w) total += of_warps[w * kOutputs + at];
-    of_block[at] = total;
+  if (lane % 16 < blocks) {
+    send_to_block(received.squares[rank] + 2 * warp + lane / 16, received.all, squares, lane % 16);
   }
-  const BlockSums<kRows, K::kColumns, K::kColumns> sums{of_block, squares_of};
-  sum_over_cluster<T>(arguments, first_row, first_output, sums, 1 / K::template kGainFactor<T>);
+  __syncthreads();
+  if (static_cast<int>(threadIdx.x) < packs) {
+    float total[kOutputColumns] = {};
+#pragma unroll
+    for (int w = 0; w < K::kStepWarps; ++w) {
+      const Words words = reinterpret_cast<const Words*>(of_warps + w * kOutputs)[threadIdx.x];
+#pragma unroll
+      for (int i = 0; i < kOutputColumns; ++i) total[i] += bits_to_float(word(words, i));
+    }
+    const Words words{float_to_bits(total[0]), float_to_bits(total[1]), float_to_bits(total[2]),
+                      float_to_bits(total[3])};
+    float* to = received.shares[rank * shares + warp / blocks] + lane * kOutputColumns;
+    send_to_block(to, received.all, words, warp % blocks);
+  }
+  received.all.wait();
+  const int first = (warp * blocks + rank) * 32;
+  if (first >= packs) return;
+  const bool stores = first + lane < packs;
+  const int pack = stores ? first + lane : packs - 1;
+  const int token = pack / kPacksOfRow, column = pack % kPacksOfRow * kOutputColumns;
+  const auto words_of = [&](int from) {
+    return reinterpret_cast<const Words*>(received.shares[from * shares + warp])[pack % 32];
+  };
+  const auto squares_of = [&](int from) { return received.squares[from][token]; };
+  finish_pack<T>(arguments, first_row + token, first_output + column, stores, words_of, squares_of,
+                 1 / K::template kGainFactor<T>);
 }
 
 template <class T, Form kForm, int kRows, bool kResidual, End kEnd = End::kSplit>
 __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>::kBlocks)
-    norm_concat_linear_partial_kernel(const __grid_constant__ ArgumentsOf<kEnd> arguments) {
+    norm_concat_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
   using K = Tile<kForm, kRows, kResidual, kEnd>;
   constexpr int kColumns = K::kColumns;
   using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
@@ -230,15 +249,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
                          chunk.column + weight_column;
   const int outputs = static_cast<int>(op.num_columns - first_output);
   // A thread's rows are so far apart that their parts change places alike: 12 instructions a stage fewer.
-  static_assert(kWeightCopyRows % (K::kBulk ? 8 : 4) == 0);
+  static_assert(kWeightCopyRows % 4 == 0);
   const int weight_place = K::kIsCodes ? place_codes<K::kWeightRowBytes>(weight_row, weight_part)
-                           : K::kBulk  ? place_in_boxes(weight_row, weight_part)
                                        : place<kRowBytes>(weight_row, weight_part);
-  constexpr int kRowDistance = K::kBulk ? 2 * kBoxColumns : K::kWeightRowBytes;
-  [[maybe_unused]] CopyBarrier* const landed = reinterpret_cast<CopyBarrier*>(sources + K::kSourceRows);  // [kStages]
-  [[maybe_unused]] const auto comes_in_boxes = [&](int column) {
-    return column + kStageColumns <= width || k + 1 == op.source.num_chunks;
-  };
+  [[maybe_unused]] Received& received = *reinterpret_cast<Received*>(ring + K::kReceivedAt);
+  [[maybe_unused]] const int packs =
+      static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows) * kPacksOfRow;
   // Of 16 rows of x a warp has two tiles of 8, of the weight four; one rounding either way. In fp16 x times a gain may
   // be too large.
   constexpr bool kGainOnX = K::kFused && K::kIsCodes && std::is_same_v<T, BFloat16>;
@@ -248,28 +264,17 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // What this thread copies of a block of 64 columns; beyond the range an empty group, so that groups count stages.
   const auto copy_block = [&](int block, int slot) {
     const int column = block * kStageColumns;
-    if (K::kBulk && block < end && copies_weight && comes_in_boxes(column)) {
-      if constexpr (K::kBulk) {
-        if (threadIdx.x == 0) {
-          landed[slot].expect(K::kWeightBytes);
-          for (int box = 0; box < K::kWeightBytes / kBoxBytes; ++box) {
-            copy_box(ring + K::weight_at(slot) + box * kBoxBytes, &arguments.weight_boxes,
-                     static_cast<int>(chunk.column) + column + box * kBoxColumns, static_cast<int>(first_output),
-                     landed + slot);
-          }
-        }
-      }
-    } else if (block < end && copies_weight) {
-      char* stage = ring + K::weight_at(slot);
+    if (block < end && copies_weight) {
+      char* stage = ring + slot * K::kStageBytes;
       const bool inside = column + weight_column < width;
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
         const int row = i * kWeightCopyRows;
-        copy_early(stage + weight_place + row * kRowDistance, weight + row * op.weight_row_stride + column,
+        copy_early(stage + weight_place + row * K::kWeightRowBytes, weight + row * op.weight_row_stride + column,
                    inside && row < outputs - weight_row);
       }
     } else if (block < end) {
-      char* stage = ring + K::x_at(slot);
+      char* stage = ring + slot * K::kStageBytes + K::kWeightBytes;
       const bool inside = column + copy_part * kPack < width;
 #pragma unroll
       for (int i = 0; i < K::kSourceRows / kCopyRows; ++i) {
@@ -290,10 +295,6 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   };
   const auto at = [](const char* rows, int row, int part) {
     return *reinterpret_cast<const Words*>(rows + place<K::kRowBytes>(row, part));
-  };
-  const auto weight_of = [&](const char* stage, int row, int part) {
-    if constexpr (!K::kBulk) return at(stage, row, part);
-    return *reinterpret_cast<const Words*>(stage + place_in_boxes(row, part));
   };
   const auto x_at = [](const char* place_of_x) {
     const auto pack_at = [](const char* at) { return Pack<T>{{*reinterpret_cast<const Words*>(at)}}; };
@@ -317,11 +318,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     }
   };
 
-  if constexpr (K::kBulk) {
-    if (threadIdx.x == 0) {  // which asks for the copies; the others come past __syncthreads before they wait
-      for (int slot = 0; slot < K::kStages; ++slot) landed[slot].init();
-      publish_barriers();
+  if constexpr (K::kFused) {
+    if (threadIdx.x == kThreads - 1) {
+      const int bytes = own_packs(packs) * sizeof(Words) + sizeof received.squares[0];
+      received.all.make(static_cast<uint32_t>(gridDim.y) * bytes);
     }
+    arrive_at_cluster();
   }
   if (copies_weight && op.early_weight) {
     fill_ring();
@@ -342,6 +344,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   }
   __syncthreads();
   if (!copies_weight || !op.early_weight) fill_ring();
+  if constexpr (K::kFused) wait_for_cluster();  // until all may be sent to, while the first stage comes
 
   // Of the rows of the weight whose sums this lane has; those of a missing output as the last one's.
   [[maybe_unused]] int64_t scale_row[2 * K::kColumnTiles];
@@ -423,20 +426,14 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // gain, costs the others registers, and 15 % more instructions.
   const auto multiply_range = [&](auto pairs) {
     constexpr bool kPairs = decltype(pairs)::value;
-    [[maybe_unused]] uint32_t turn = 0;  // of the ring, modulo 2
     for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
       wait_for_copies<K::kStages - 2>();
       __syncthreads();
       copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
-      // Every stage that was asked for is waited for: the ring is used for sums next.
-      if constexpr (K::kBulk) {
-        if (comes_in_boxes(block * kStageColumns)) landed[slot].wait(turn);
-        if (slot + 1 == K::kStages) turn ^= 1;
-      }
       [[maybe_unused]] const float stage_scale = next_scale;
       if constexpr (kScaledStages) load_next_scale(block + 1);
-      const char* stage = ring + K::weight_at(slot);
-      const char* x_stage = ring + K::x_at(slot);
+      const char* stage = ring + slot * K::kStageBytes;
+      const char* x_stage = stage + K::kWeightBytes;
       const char* gains = x_stage + K::kSourceRows * kRowBytes;
       // Steps in one another spill for 64 rows on sm_100, and with scales and residuals.
 #pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : K::kSteps)
@@ -459,7 +456,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
         for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-          const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + weight_row_of<K>(g);
+          const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
           Words row;
           if constexpr (K::kIsCodes) {
             const uint32_t from = kKeepsPlaces ? codes_place[at_step] + m * 8 * K::kWeightRowBytes
@@ -468,7 +465,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
             nan[m] |= nan_bits(codes, Code{});
             row = widen(codes, Code{}, T{});
           } else {
-            row = weight_of(stage, tile_row, part);
+            row = at(stage, tile_row, part);
           }
           if constexpr (!kPairs && !kGainOnX) {
             row = scaled<T>(row, factor);
@@ -555,7 +552,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   }
 
   if constexpr (K::kFused) {
-    finish_fused<T, K>(arguments, first_row, first_output, sum, squares[0]);
+    finish_fused<T, K>(arguments, first_row, first_output, packs, sum, squares[0], received);
     return;
   }
   const int64_t of_range = static_cast<int64_t>(blockIdx.y) * op.num_rows;
@@ -763,29 +760,15 @@ int launch_rows(const Arguments& arguments, const Device& device) {
                    : launch_partial<T, kForm, 32, false>(arguments, device);
 }
 
-template <class T, Form kForm, bool kResidual, End kEnd>
-int launch_fused(const ArgumentsOf<kEnd>& arguments, const Device& device) {
+template <class T, Form kForm, bool kResidual>
+int launch_fused(const Arguments& arguments, const Device& device) {
   constexpr int kRows = kMaxDecodeRows;
   const NormConcatLinear& op = arguments.op;
   const int64_t rounds = (op.num_rows + kRows - 1) / kRows, ranges = arguments.ranges.count;
   Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), ranges, kThreads,
-              Tile<kForm, kRows, kResidual, kEnd>::kSharedBytes};
+              Tile<kForm, kRows, kResidual, End::kFused>::kSharedBytes};
   shape.cluster = ranges;
-  return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual, kEnd>>(shape, arguments, device);
-}
-
-template <class T, Form kForm, bool kResidual>
-int launch_fused(const Arguments& arguments, const Device& device) {
-  const NormConcatLinear& op = arguments.op;
-  if (!op.bulk_copies) return launch_fused<T, kForm, kResidual, End::kFused>(arguments, device);
-  if constexpr (kForm == Form::kDense) {
-    BulkArguments bulk{arguments, {}};
-    const Boxes boxes{op.weight, op.source.dtype, op.num_columns, op.source.width, op.weight_row_stride, kFusedColumns,
-                      kBoxColumns};
-    const int error = encode(boxes, bulk.weight_boxes);
-    return error != 0 ? error : launch_fused<T, kForm, kResidual, End::kFusedBulk>(bulk, device);
-  }
-  return cudaErrorNotSupported;
+  return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual, End::kFused>>(shape, arguments, device);
 }
 
 template <class T>

@@ -1,8 +1,7 @@
-// norm_concat_linear for 17 to 128 rows on sm_90a, of codes for 33 and more, in one launch. By mma.sync 128 rows take
-// 34 us of instructions where reading the weight takes 23 (K=3, H=D=4096, modelled: no GPU has run it), and what 64
-// rows cost is x, which each block of 128 columns reads through L2. Here a warpgroup multiplies 64 columns of the
-// output by 64 rows in one instruction, and a block has two to four of them, of which four read x half as often, or one
-// where there are so few columns that most SMs would have no block (3x896x896 at 32 rows: 4.7 us for 5.8).
+// norm_concat_linear for 17 to 64 rows at a time on sm_90a, of codes for 33 and more, in one launch: on an H100 44.5 us
+// for 32 rows of K=3, H=D=4096, where the split kernels take 53.6. A warpgroup multiplies 64 columns of the output by
+// 64 rows in one instruction, and a block has two to four of them, of which four read x half as often, or one where
+// there are so few columns that most SMs would have no block. Of more rows the library's product is faster (plan.py).
 //
 // As in norm_concat_linear.cu a block has a range of the columns of one chunk, weight and x pass through a ring of
 // stages by copies of 16 bytes, and the blocks of a cluster sum their ranges (ranges.cuh). A stage is 128 bytes of a
@@ -27,6 +26,7 @@
 namespace eagle_kernels::cuda {
 namespace {
 
+constexpr int kRows = 64;                   // of x in a block: what an instruction multiplies
 constexpr int kRowBytes = 128, kParts = 8;  // of 16 bytes
 constexpr int kHalfColumns = 64;            // of x in a row of 128 bytes
 [[maybe_unused]] constexpr int kSteps = kHalfColumns / 16;  // of a product
@@ -35,7 +35,7 @@ constexpr int kGainBytes = 1024;  // 512 at most, and the next stage's rows begi
 // A row of the weight has 128 bytes in a stage: 64 columns, of codes 128.
 constexpr int stage_columns(bool is_codes) { return is_codes ? 2 * kHalfColumns : kHalfColumns; }
 
-template <Form kForm, int kRows, int kWarpgroups, bool kResidual>
+template <Form kForm, int kWarpgroups, bool kResidual>
 struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense;
   static constexpr int kThreads = 128 * kWarpgroups, kColumns = 64 * kWarpgroups;
@@ -61,9 +61,9 @@ struct Tile {
 // norm_offset = 1 is added, w * gain + w; in fp32 else.
 enum class Gain { kProduct, kPlusOne, kFloat32 };
 
-template <class T, Form kForm, int kRows, int kWarpgroups, bool kResidual>
+template <class T, Form kForm, int kWarpgroups, bool kResidual>
 __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
-  using K = Tile<kForm, kRows, kWarpgroups, kResidual>;
+  using K = Tile<kForm, kWarpgroups, kResidual>;
   using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
   using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
   constexpr bool kBlocks = kForm == Form::kE4M3Blocks;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     commit_copies();
   }
 
-  float sum[kRows / 64][8][4] = {}, squares[K::kPasses] = {};
+  float sum[8][4] = {}, squares[K::kPasses] = {};
   uint32_t a[K::kHalves * kSteps][4];
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr;
   // (offset + gain) * scale of two columns, of gains in fp32 or T.
@@ -285,14 +285,14 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     }
   };
   // Of blocks of scales, the sums of the stages before: the columns of a stage share one.
-  [[maybe_unused]] float total[kBlocks ? kRows / 64 : 1][8][4] = {};
+  [[maybe_unused]] float total[8][4] = {};
   [[maybe_unused]] const auto add_scaled = [&] {
 #pragma unroll
     for (int at = 0; at < kRows / 2; ++at) {
-      float& of_block = sum[at / 32][at / 4 % 8][at % 4];
+      float& of_block = sum[at / 4][at % 4];
       is_new(of_block);
       if constexpr (kBlocks) {
-        total[at / 32][at / 4 % 8][at % 4] += of_block * row_scale[at % 4 / 2];
+        total[at / 4][at % 4] += of_block * row_scale[at % 4 / 2];
       } else {
         of_block *= row_scale[at % 4 / 2];
       }
@@ -340,14 +340,11 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
 #pragma unroll
       for (int step = 0; step < K::kHalves * kSteps; ++step) {
         const uint64_t b = matrix_descriptor(stage + K::kXAt + step / kSteps * K::kHalfBytes);
-#pragma unroll
-        for (int n = 0; n < kRows / 64; ++n) {
-          const uint64_t rows_of_b = b + step % kSteps * kDescriptorColumns + n * kDescriptorRows;
-          if (kBlocks && step == 0) {
-            wgmma<false>(sum[n], a[step], rows_of_b, T{});
-          } else {
-            wgmma<true>(sum[n], a[step], rows_of_b, T{});
-          }
+        const uint64_t columns_of_b = b + step % kSteps * kDescriptorColumns;
+        if (kBlocks && step == 0) {
+          wgmma<false>(sum, a[step], columns_of_b, T{});
+        } else {
+          wgmma<true>(sum, a[step], columns_of_b, T{});
         }
       }
       commit_wgmma();
@@ -390,10 +387,10 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   __syncthreads();
 #pragma unroll
   for (int at = 0; at < kRows / 2; ++at) {
-    const int n = at / 32, tile = at / 4 % 8, i = at % 4;
-    float& own = kBlocks ? total[n][tile][i] : sum[n][tile][i];
+    const int tile = at / 4, i = at % 4;
+    float& own = kBlocks ? total[tile][i] : sum[tile][i];
     if constexpr (!K::kIsCodes) is_new(own);
-    const int token = n * 64 + tile * 8 + 2 * q + i % 2, output = warp * 16 + g + i / 2 * 8;
+    const int token = tile * 8 + 2 * q + i % 2, output = warp * 16 + g + i / 2 * 8;
     of_block[token * K::kSumStride + output] = K::kIsCodes ? own + row_scale[i / 2] : own;
   }
 #pragma unroll
@@ -404,15 +401,16 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     if (copy_part == 0 && in_tile(i)) squares_of[copy_row + i * K::kCopyRows] = squares[i];
   }
   const BlockSums<kRows, K::kColumns, K::kSumStride> sums{of_block, squares_of};
-  sum_over_cluster<T>(arguments, first_row, first_output, sums, 1 / kGainFactor);
+  constexpr bool kAtOnce = !(kBlocks && kWarpgroups == 4);  // which would spill
+  sum_over_cluster<T, kAtOnce>(arguments, first_row, first_output, sums, 1 / kGainFactor);
 }
 
-template <class T, Form kForm, int kRows, int kWarpgroups, bool kResidual>
-__global__ void __launch_bounds__(Tile<kForm, kRows, kWarpgroups, kResidual>::kThreads,
-                                  Tile<kForm, kRows, kWarpgroups, kResidual>::kBlocks)
+template <class T, Form kForm, int kWarpgroups, bool kResidual>
+__global__ void __launch_bounds__(Tile<kForm, kWarpgroups, kResidual>::kThreads,
+                                  Tile<kForm, kWarpgroups, kResidual>::kBlocks)
     norm_concat_linear_wgmma_kernel(const __grid_constant__ Arguments arguments) {
   if constexpr (kHasWgmma) {
-    multiply_block<T, kForm, kRows, kWarpgroups, kResidual>(arguments);
+    multiply_block<T, kForm, kWarpgroups, kResidual>(arguments);
   } else {
     trap();  // a launch that no plan makes ends in an error
   }
@@ -431,10 +429,10 @@ struct Split {
 // the work take half of that time, of codes more than it: those for x, which a stage of 256 columns shares. T is not in
 // it, nor are the rows of a block: the ranges are those of every T.
 Split split_of(const NormConcatLinear& op, const Device& device) {
-  constexpr double kCopyOverL2 = 4.3 / 5.5, kRows = 64, kBusy = 0.9;
+  constexpr double kCopyOverL2 = 4.3 / 5.5, kBusy = 0.9;
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int unit = stage_columns(is_codes);
-  const double x_bytes = 2 * kRows / (is_codes ? 1 : 2);  // for a byte of a row of the weight
+  const double x_bytes = 2.0 * kRows / (is_codes ? 1 : 2);  // for a byte of a row of the weight
   const auto has_residual = [](const Chunk& chunk) { return chunk.residual != nullptr; };
   const bool residuals = std::any_of(op.source.chunks, op.source.chunks + op.source.num_chunks, has_residual);
   const bool one_block_of_codes = has_blocks(op) || residuals;
@@ -474,37 +472,32 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
   return best;
 }
 
-template <class T, Form kForm, int kRows, int kWarpgroups, bool kResidual>
+template <class T, Form kForm, int kWarpgroups, bool kResidual>
 int launch_tile(const Arguments& arguments, const Device& device) {
-  using K = Tile<kForm, kRows, kWarpgroups, kResidual>;
+  using K = Tile<kForm, kWarpgroups, kResidual>;
   const NormConcatLinear& op = arguments.op;
   const int64_t rounds = (op.num_rows + kRows - 1) / kRows;
   const int64_t outputs = (op.num_columns + K::kColumns - 1) / K::kColumns;
   Shape shape{rounds * outputs, arguments.ranges.count, K::kThreads, K::kSharedBytes};
   shape.cluster = arguments.ranges.count;
-  return launch<norm_concat_linear_wgmma_kernel<T, kForm, kRows, kWarpgroups, kResidual>>(shape, arguments, device);
-}
-
-// With residuals or codes 128 rows leave room for less than 64 KB of the weight ahead: of two rounds of 64 the second
-// takes it from L2.
-template <class T, Form kForm, int kWarpgroups>
-int launch_rows(const Arguments& arguments, const Device& device) {
-  if (has_residual(arguments)) return launch_tile<T, kForm, 64, kWarpgroups, true>(arguments, device);
-  if constexpr (kForm == Form::kDense) {
-    if (arguments.op.num_rows > 64) return launch_tile<T, kForm, 128, kWarpgroups, false>(arguments, device);
-  }
-  return launch_tile<T, kForm, 64, kWarpgroups, false>(arguments, device);
+  return launch<norm_concat_linear_wgmma_kernel<T, kForm, kWarpgroups, kResidual>>(shape, arguments, device);
 }
 
 template <class T, Form kForm>
 int launch_columns(int warpgroups, const Arguments& arguments, const Device& device) {
-  if (warpgroups == 4) return launch_rows<T, kForm, 4>(arguments, device);
-  if (warpgroups == 3) return launch_rows<T, kForm, 3>(arguments, device);
+  const bool residual = has_residual(arguments);
+  const auto launch_of = [&](auto of_block) {
+    constexpr int kWarpgroups = decltype(of_block)::value;
+    return residual ? launch_tile<T, kForm, kWarpgroups, true>(arguments, device)
+                    : launch_tile<T, kForm, kWarpgroups, false>(arguments, device);
+  };
+  using std::integral_constant;
+  if (warpgroups == 4) return launch_of(integral_constant<int, 4>{});
+  if (warpgroups == 3) return launch_of(integral_constant<int, 3>{});
   if constexpr (kForm == Form::kDense) {
-    // Of 128 rows two rounds: their stages would leave 48 KB of the weight ahead.
-    if (warpgroups == 1) return launch_tile<T, kForm, 64, 1, false>(arguments, device);
+    if (warpgroups == 1) return launch_tile<T, kForm, 1, false>(arguments, device);
   }
-  return launch_rows<T, kForm, 2>(arguments, device);
+  return launch_of(integral_constant<int, 2>{});
 }
 
 }  // namespace

@@ -73,59 +73,120 @@ struct BlockSums {
   const float* squares;   // [kRows]
 };
 
-// The outputs of a cluster: every block sums a share of them over all ranges, in the order of ranges and chunks. The
-// shares go by warps, so that all blocks have one of few rows, and a warp reads neighbours.
-template <class T, int kRows, int kColumns, int kStride>
-__device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
-                                                 const BlockSums<kRows, kColumns, kStride>& sums, float gain_unscale) {
-  static_assert(kColumns % kOutputColumns == 0);
+// The outputs of a cluster go in packs of four neighbours of a row, and a row has a multiple of this many: lanes of the
+// same half of a warp have the same row.
+constexpr int kPacksOfRow = 16;
+
+// A pack of each lane from what all ranges have of it, words_of(rank) and the squares of its row, in the order of
+// ranges and chunks; lanes that store nothing work on another's. Lane k of a half finds the scale of chunk k: loads, a
+// root and two divisions, which one chunk after the other takes thrice as long for three.
+template <class T, class WordsOf, class SquaresOf>
+__device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t row, int64_t output, bool stores,
+                                            const WordsOf& words_of, const SquaresOf& squares_of, float gain_unscale) {
   const NormConcatLinear& op = arguments.op;
   const Concat& source = op.source;
-  const int num_chunks = static_cast<int>(source.num_chunks);
-  const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
-  const bool in_words = stores_words<T>(op);
-  const int blocks = static_cast<int>(gridDim.y), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
-  sync_cluster();
-  const int step = static_cast<int>(blockDim.x) * blocks;
-  for (int at = (warp * blocks + static_cast<int>(blockIdx.y)) * 32 + lane; at < rows * kColumns / kOutputColumns;
-       at += step) {
-    const int token = at / (kColumns / kOutputColumns), column = at % (kColumns / kOutputColumns) * kOutputColumns;
-    const int64_t row = first_row + token, output = first_output + column;
-    if (output >= op.num_columns) continue;
-    float total[kOutputColumns] = {}, all_squares = 0;
-    for (int k = 0, rank = 0; k < num_chunks; rank += arguments.ranges.of_chunk[k++]) {
-      const Chunk& chunk = arguments.chunks[k];
-      const int64_t of = has_norm ? source_row(chunk, row) : 0;
-      // An infinite gain has made the product NaN. And what is loaded is used: a load that nothing waits for could
-      // reach a block that has ended.
-      if (of < 0) continue;
-      const bool squares_given = chunk.sum_squares != nullptr;
-      float of_chunk[kOutputColumns] = {}, own_squares = 0;
-      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range) {
-        const Words words = load_words_from_block(sums.products + token * kStride + column, rank + range);
-        if (has_norm && !squares_given) own_squares += load_from_block(sums.squares + token, rank + range);
-        const uint32_t values[kOutputColumns] = {words.x, words.y, words.z, words.w};
+  const int blocks = arguments.ranges.count, num_chunks = static_cast<int>(source.num_chunks);
+  const int lane = threadIdx.x % 32, own_chunk = lane % kPacksOfRow, first_lane = lane - own_chunk;
+  // f(rank, k, whether it is the last range of chunk k).
+  const auto for_each_range = [&](auto f) {
+    int k = 0, left = arguments.ranges.of_chunk[0];
 #pragma unroll
-        for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(values[i]);
-      }
-      float scale = 1;
-      if (has_norm) {
-        if (squares_given) own_squares = load(chunk.sum_squares + of * chunk.sum_squares_row_stride);
-        all_squares += own_squares;
-        if (chunk.gain.data != nullptr) scale = gain_unscale;
-        if (chunk_norm) scale *= rstd_of(own_squares, chunk.width, chunk.eps);
-      }
-#pragma unroll
-      for (int i = 0; i < kOutputColumns; ++i) total[i] += of_chunk[i] * scale;
+    for (int rank = 0; rank < kMaxCluster; ++rank) {
+      if (rank >= blocks) break;
+      const bool is_last = --left == 0;
+      f(rank, k, is_last);
+      if (is_last && ++k < num_chunks) left = arguments.ranges.of_chunk[k];
     }
-    const float rstd = source.norm == Norm::kConcat ? rstd_of(all_squares, source.width, arguments.chunks[0].eps) : 1;
+  };
+
+  float scale = 1, of_concat = 1;
+  bool left_out = false;
+  if (source.norm != Norm::kNone) {
+    float of_chunk = 0, own = 0;
+    for_each_range([&](int rank, int k, bool is_last) {
+      of_chunk += squares_of(rank);
+      if (!is_last) return;
+      if (k == own_chunk) own = of_chunk;
+      of_chunk = 0;
+    });
+    if (own_chunk < num_chunks) {
+      const Chunk& chunk = arguments.chunks[own_chunk];
+      const int64_t of = source_row(chunk, row);
+      left_out = of < 0;
+      if (left_out) {
+        own = 0;
+      } else if (chunk.sum_squares != nullptr) {
+        own = load(chunk.sum_squares + of * chunk.sum_squares_row_stride);
+      }
+      if (chunk.gain.data != nullptr) scale = gain_unscale;
+      if (source.norm == Norm::kChunk) scale *= rstd_of(own, chunk.width, chunk.eps);
+    }
+    if (source.norm == Norm::kConcat) {
+      float all = 0;
+      for (int chunk = 0; chunk < num_chunks; ++chunk) all += __shfl_sync(~0u, own, first_lane + chunk);
+      of_concat = rstd_of(all, source.width, arguments.chunks[0].eps);
+    }
+  }
+
+  float total[kOutputColumns] = {}, of_chunk[kOutputColumns] = {};
+  for_each_range([&](int rank, int k, bool is_last) {
+    const Words words = words_of(rank);
+#pragma unroll
+    for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(word(words, i));
+    if (!is_last) return;
+    const float by = __shfl_sync(~0u, scale, first_lane + k);
+    // An infinite gain has made the product NaN.
+    const bool leaves_out = __shfl_sync(~0u, static_cast<int>(left_out), first_lane + k) != 0;
 #pragma unroll
     for (int i = 0; i < kOutputColumns; ++i) {
-      total[i] *= rstd;
-      if (op.bias.data != nullptr && output + i < op.num_columns) total[i] += value_at<T>(op.bias, output + i);
+      total[i] += leaves_out ? 0.0f : of_chunk[i] * by;
+      of_chunk[i] = 0;
     }
-    store_outputs(static_cast<T*>(op.out) + row * op.out_row_stride, output, op.num_columns, total, in_words);
+  });
+  if (!stores || output >= op.num_columns) return;
+#pragma unroll
+  for (int i = 0; i < kOutputColumns; ++i) {
+    total[i] *= of_concat;
+    if (op.bias.data != nullptr && output + i < op.num_columns) total[i] += value_at<T>(op.bias, output + i);
+  }
+  store_outputs(static_cast<T*>(op.out) + row * op.out_row_stride, output, op.num_columns, total, stores_words<T>(op));
+}
+
+// The outputs of a cluster: every block sums a share of them over all ranges. The shares go by warps, so that all
+// blocks have one of few rows, and a warp reads neighbours. kAtOnce: what all ranges have of a pack is loaded at once,
+// where the registers for it are there; one after the other that takes up to 8 times as long.
+template <class T, bool kAtOnce, int kRows, int kColumns, int kStride>
+__device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
+                                                 const BlockSums<kRows, kColumns, kStride>& sums, float gain_unscale) {
+  static_assert(kColumns / kOutputColumns % kPacksOfRow == 0);
+  const NormConcatLinear& op = arguments.op;
+  const int blocks = static_cast<int>(gridDim.y), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
+  const int packs = rows * (kColumns / kOutputColumns), step = static_cast<int>(blockDim.x) * blocks;
+  sync_cluster();
+  for (int first = (warp * blocks + static_cast<int>(blockIdx.y)) * 32; first < packs; first += step) {
+    const bool stores = first + lane < packs;
+    const int pack = stores ? first + lane : packs - 1;
+    const int token = pack / (kColumns / kOutputColumns), column = pack % (kColumns / kOutputColumns) * kOutputColumns;
+    const float *own = sums.products + token * kStride + column, *own_squares = sums.squares + token;
+    const auto finish = [&](const auto& words_of, const auto& squares_of) {
+      finish_pack<T>(arguments, first_row + token, first_output + column, stores, words_of, squares_of, gain_unscale);
+    };
+    if constexpr (kAtOnce) {
+      Words words[kMaxCluster];
+      float squares[kMaxCluster];
+      // What is loaded is used: a load that nothing waits for could reach a block that has ended.
+#pragma unroll
+      for (int rank = 0; rank < kMaxCluster; ++rank) {
+        if (rank >= blocks) break;
+        words[rank] = load_words_from_block(own, rank);
+        squares[rank] = load_from_block(own_squares, rank);
+      }
+      finish([&](int rank) { return words[rank]; }, [&](int rank) { return squares[rank]; });
+    } else {
+      finish([&](int rank) { return load_words_from_block(own, rank); },
+             [&](int rank) { return load_from_block(own_squares, rank); });
+    }
   }
   end_cluster();
 }
@@ -162,8 +223,10 @@ inline bool has_residual(const Arguments& arguments) {
   return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
 }
 
-// Clusters that run at the same time: a cluster's blocks are on the SMs of one GPC, of which Hopper's have 16 or 18, on
-// an H200 six and two.
+// Clusters that run at the same time: a cluster's blocks are on the SMs of one GPC, of which Hopper's have 16 or 18, of
+// 132 SMs six and two. An H100 has a little less room, as GPCs of 18, 18, five times 16 and of 8 SMs would, and 8 SMs
+// for clusters of two at most (bench/results/nvidia-h100-80gb-hbm3/device.json): of clusters of 3, 6 and 8 blocks, two
+// on an SM, 79, 39 and 30 where this says 84, 42 and 32. No split was timed by its numbers.
 inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
   const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
   const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);

@@ -1,4 +1,4 @@
-"""Every instance of norm_concat_linear's CUDA kernels, and what a model makes of it on an H200: no GPU has run them.
+"""Every instance of norm_concat_linear's CUDA kernels, and what a model makes of it on an H200, which has run none.
 
 `make instances` compiles for sm_90a, asks the launchers (in the emulation, where nothing runs) for the grid of each
 shape of models and T, prints the table and saves it in bench/results/cuda_instances.json. docs/benchmarking.md has the
@@ -37,6 +37,7 @@ FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
 CLUSTER_BYTES = 32  # of an SM in a clock, from another's shared memory
 CLUSTER_SUM = LATENCY  # of two barriers and a read of the others' shared memory between them
 GPCS = (16,) * 6 + (18,) * 2  # SMs of each: a cluster's blocks are on those of one
+RECEIVED = 14 * 512 + 8 * 64 + 8  # bytes, of what a block of a cluster is sent
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 
 
@@ -77,8 +78,7 @@ class Instance:
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused`, `fused bulk`, and `split` with the rows, `wgmma` with columns x rows; and what the weight
-    holds."""
+    """By name: `fused`, and `split` with the rows, `wgmma` with columns x rows; and what the weight holds."""
     made = _wgmma_instances()
     binaries, cubin = compiled("norm_concat_linear", "90a")
     code = dict(instructions(cubin))
@@ -87,16 +87,16 @@ def instances() -> dict[str, Instance]:
             continue
         rows, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
         form, fused = (int(re.search(rf"{kind}E(\d)", binary.name)[1]) for kind in ("4Form", "3End"))
-        name = ["split", "fused", "fused bulk"][fused] + ("" if fused else f" {rows}") + FORMS[form]
+        name = ("fused" if fused else f"split {rows}") + FORMS[form]
         columns, value_bytes, source_rows = 64 if fused else 128, 1 if form else 2, rows * (1 + residual)
         stage_columns = 256 if fused and form and not residual else 128 if fused or (form and source_rows == 32) else 64
         stage = stage_columns * (columns * value_bytes + source_rows * 2 + 4)
-        stages = ((200 if rows == 128 else 99) * 1024 - source_rows * 8) // stage
+        beside = source_rows * 8 + (RECEIVED if fused else 0)
+        stages = ((200 if rows == 128 else 99) * 1024 - beside) // stage
         in_flight = (stages - 1) * columns * stage_columns * value_bytes
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
         per_byte, squares = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
-        shared = stages * stage + source_rows * 8 + (stages * 8 if name == "fused bulk" else 0)
-        sizes = (rows, columns, binary.registers, shared, in_flight)
+        sizes = (rows, columns, binary.registers, stages * stage + beside, in_flight)
         name += " residual" if residual else ""
         made[name] = Instance(name, *sizes, round(per_byte * row_warps, 3), round(squares, 3), value_bytes)
     return made
@@ -117,9 +117,9 @@ def _instructions(code: str, product: str) -> list[float]:
 
 def _loops(code: str, product: str) -> Iterator[tuple[float, int, int]]:
     """Instructions of a warp, products, and instructions that sum squares in each loop that multiplies. Loops inside
-    that do not multiply are few blocks'. What a branch skips counts an eighth where one warp copies boxes, half where
-    threads copy, the weight in half of the warps and x in the others, and a quarter where a block of scales ends: of
-    128 columns, after 4 steps. Warpgroups copy both in every warp."""
+    that do not multiply are few blocks'. What a branch skips counts half where threads copy, the weight in half of the
+    warps and x in the others, and a quarter where a block of scales ends: of 128 columns, after 4 steps. Warpgroups
+    copy both in every warp."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
     loops, share, of_squares = [], dict.fromkeys(range(len(lines)), 1.0), set()
@@ -131,9 +131,7 @@ def _loops(code: str, product: str) -> Iterator[tuple[float, int, int]]:
         skipped = "".join(lines[i:to])
         if product in skipped or product == "HGMMA":
             continue
-        if "UTMALDG" in skipped and "LDGSTS" not in skipped:
-            share.update(dict.fromkeys(range(i + 1, to), 0.125))
-        elif "LDGSTS" in skipped:
+        if "LDGSTS" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.5))
         elif "FFMA" in skipped and "LDG" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.25))
@@ -157,7 +155,7 @@ def _wgmma_instances() -> dict[str, Instance]:
     for binary in binaries:
         if "8BFloat16" not in binary.name:
             continue
-        rows, warpgroups, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
+        rows, (warpgroups, residual) = 64, (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
         form = int(re.search(r"4FormE(\d)", binary.name)[1])
         columns, value_bytes = 64 * warpgroups, 1 if form else 2
         stage = 128 * (columns + rows * (2 // value_bytes) * (1 + residual)) + 1024
@@ -209,11 +207,11 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, weight, None, None, 0.0)
     emulation.take_launches()
     if T <= MAX_CUDA_DECODE_ROWS:
-        ops.norm_concat_linear_fused_out(*arguments, True, False, x.new_empty(T, D))
+        ops.norm_concat_linear_fused_out(*arguments, True, x.new_empty(T, D))
         names = ("fused",)
     else:
         ops.norm_concat_linear_wgmma_out(*arguments, x.new_empty(T, D))
-        names = tuple(name for name in known if re.fullmatch(r"wgmma \d+x\d+", name))
+        names = tuple(name for name in known if re.fullmatch(r"wgmma \d+x64", name))
     (launch,) = (launch for launch in emulation.take_launches() if launch.threads)
     blocks, ranges = launch.grid
     sizes = (launch.shared_bytes, launch.threads)
@@ -296,7 +294,7 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
 def as_json(known: dict[str, Instance], made: dict[str, Call]) -> dict:
     rows = {name: asdict(instance) | {"blocks_per_sm": instance.blocks} for name, instance in known.items()}
     return {
-        "about": "Modelled for an H200 from the sm_90a machine code and the launchers' grids; no GPU has run it.",
+        "about": "Modelled for an H200 from the sm_90a machine code and the launchers' grids; no run has corrected it.",
         "nvcc": nvcc_version().decode().split("release ")[1].split(",")[0],
         "instances": rows,
         "calls": {name: asdict(call) for name, call in made.items()},

@@ -29,11 +29,11 @@ MOST_REGISTERS = {
     "vocab_parallel_embedding": 40,
 }
 # Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes:
-# fused, with residuals or not, of 4 forms and with bulk copies; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales
-# in blocks; and the kernel that sums, in 3 dtypes. By warpgroups 2, 3 or 4 of them, 64 or 128 rows or residuals, or one
-# of 64 rows, 2 dtypes; in bf16 3 forms of codes, with residuals or not.
+# fused, with residuals or not, of 4 forms; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales in blocks; and the
+# kernel that sums, in 3 dtypes. By warpgroups 2, 3 or 4 of them, with residuals or not, or one, 2 dtypes; in bf16 3
+# forms of codes, with residuals or not.
 INSTANCES = dict.fromkeys(MOST_REGISTERS, 6)
-INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 53, "norm_concat_linear_wgmma": 38}
+INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 49, "norm_concat_linear_wgmma": 32}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -96,7 +96,7 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
     assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
     if kernel == "norm_concat_linear" and arch in ("80", "90a", "100a"):
         two_on_an_sm = [binary for binary in binaries if "Li128E" not in binary.name]
-        assert len(two_on_an_sm) == 51 and max(binary.registers for binary in two_on_an_sm) <= 128
+        assert len(two_on_an_sm) == 47 and max(binary.registers for binary in two_on_an_sm) <= 128
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_warpgroups_have_their_registers_and_wait_for_one_another_nowhere() -> N
     binaries, cubin = compiled("norm_concat_linear_wgmma", "90a")
     assert max(binary.registers for binary in binaries if "ELi4ELb" in binary.name) <= 128
     dense = [binary for binary in binaries if "FormE0" in binary.name and "ELi2ELb" in binary.name]
-    assert len(dense) == 6 and max(binary.registers for binary in dense) <= 128
+    assert len(dense) == 4 and max(binary.registers for binary in dense) <= 128
     assert "serialized" not in cubin.with_suffix(".txt").read_text()
     assert all(binary.registers < 16 for binary in compiled("norm_concat_linear_wgmma", "100a")[0])
 
@@ -122,22 +122,20 @@ def instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
 def test_the_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -> None:
     functions = dict(instructions(compiled("norm_concat_linear", arch)[1]))
     partial = {name: code for name, code in functions.items() if "partial_kernel" in name}
-    assert len(partial) == 50
+    assert len(partial) == 46
     for name, code in partial.items():
-        fused, bulk, dense = "Li16E" in name, "3EndE2E" in name and arch != "80", "FormE0E" in name
+        fused, dense = "Li16E" in name, "FormE0E" in name
         assert re.search(r"\bHMMA\.16816\.F32", code)
         assert set(re.findall(r"\bLDGSTS[\w.]*", code)) == {"LDGSTS.E.BYPASS.128"}
         assert len(re.findall(r"\bLDS\.128", code)) >= 12
         # What is loaded into registers: a row's index, scales of codes, and of the fused kernel the bias.
         loads = {"LDG.E", "LDG.E.64"} | ({"LDG.E.U16"} if fused else set()) | (set() if dense else {"LDG.E.U8"})
         assert set(re.findall(r"\bLDG\.[\w.]*", code)) <= loads
-        # Two barriers of the cluster, and between them the others' sums.
-        assert len(re.findall(r"\bUCGABAR_ARV|\bUCGABAR_WAIT", code)) == 4 * (fused and arch != "80"), name
-        # The second barrier does not wait for the outputs; bulk copies' barriers are published by two more.
-        assert code.count("MEMBAR") == (fused and arch != "80") + 2 * bulk, name
-        # A box of 64 columns is one instruction, and two are a stage.
-        assert bool(re.search(r"\bSYNCS\b", code)) == bulk and code.count("UTMALDG.2D") % 2 == 0, name
-        assert bool("UTMALDG" in code) == bulk and "UBLKCP" not in code, name
+        # What the blocks of a cluster send waits for no memory: that they have begun, squares, sums, and all are there.
+        sends = fused and arch != "80"
+        assert len(re.findall(r"\bUCGABAR_ARV|\bUCGABAR_WAIT", code)) == 2 * sends, name
+        assert len(re.findall(r"\bSTAS(?:\.128)?\b", code)) == 2 * sends and "MEMBAR.ALL.GPU" not in code, name
+        assert bool(re.search(r"\bSYNCS\.PHASECHK", code)) == sends, name
         assert not re.search(r"\b(LDL|STL|ATOM\w*|RED)\b", code)
 
 
@@ -145,25 +143,44 @@ def test_warpgroups_multiply_from_registers_and_shared_memory() -> None:
     functions = dict(instructions(compiled("norm_concat_linear_wgmma", "90a")[1]))
     assert len(functions) == INSTANCES["norm_concat_linear_wgmma"]
     for name, code in functions.items():
-        is_codes, blocks, rows = "FormE0" not in name, "FormE2" in name, 128 if "ELi128E" in name else 64
+        is_codes, blocks = "FormE0" not in name, "FormE2" in name
         loops = 2 if "Float16" in name and "BFloat16" not in name else 3  # of gains
         kind = "BF16" if "BFloat16" in name else "F32"
         products = re.findall(r"HGMMA\.64x64x16\.F32(?:\.BF16)? R\d+, R\d+, gdesc", code)
-        assert len(products) == loops * (8 if is_codes else 4) * rows // 64, name
+        assert len(products) == loops * (8 if is_codes else 4), name
         assert (kind != "BF16") == ("F32.BF16" not in code), name
         assert set(re.findall(r"\bLDGSTS[\w.]*", code)) == {"LDGSTS.E.BYPASS.128"}
         # The weight as fragments; what is read of x is a thread's own.
         assert set(re.findall(r"\bLDSM[\w.]*", code)) == {"LDSM.16.M88.4"}
         assert code.count("FENCE.VIEW.ASYNC") == loops and code.count("WARPGROUP.ARRIVE") == loops, name
-        assert len(re.findall(r"\bUCGABAR_ARV|\bUCGABAR_WAIT", code)) == 4, name
+        # Of the first barrier one warp releases what the block has written, the others arrive alone.
+        assert len(re.findall(r"\bUCGABAR_ARV|\bUCGABAR_WAIT", code)) == 5 and code.count("MEMBAR.ALL.GPU") == 1, name
         assert not re.search(r"\b(LDL|STL|ATOM\w*|RED)\b", code)
         # Sums of stages are scaled behind a wait of their own.
         assert code.count("WARPGROUP.DEPBAR") == loops * (3 if blocks else 2), name
 
 
-# In SASS: a prefetch into L2, a box's copy, an asynchronous copy, griddepcontrol.wait,
-# griddepcontrol.launch_dependents, a load.
-_ORDERED = re.compile(r"\b(CCTL\.E\.PF2|UTMALDG|LDGSTS|ACQBULK|PREEXIT|LDG)\b")
+# A uniform register as it is written, first behind the instruction's name and predicates.
+_WRITES = re.compile(r"^\s*/\*\w+\*/\s+(?:@\S+\s+)?(\S+)\s+(?:U?P\w+,\s*)*UR(\d+)", re.M)
+
+
+@pytest.mark.parametrize("arch", ["90a", "100a", "120"])
+@pytest.mark.parametrize("kernel", MOST_REGISTERS)
+def test_what_is_read_of_uniform_registers_has_been_written(kernel: str, arch: str) -> None:
+    """ptxas 12.8 and 13.0 encoded a cp.async with a cache policy as [R + UR0], desc[UR1], which nothing had written:
+    every kernel of the projection ended with an illegal instruction on its first GPU."""
+    for name, code in instructions(compiled(kernel, arch)[1]):
+        # Of wgmma's four registers those for a, which is in others, are not read.
+        read = set(map(int, re.findall(r"\bUR(\d+)\b", re.sub(r"gdesc\[UR\d+\]", "", code))))
+        written = set()
+        for instruction, register in _WRITES.findall(code):
+            two = ".64" in instruction or "WIDE" in instruction
+            written |= {int(register), int(register) + two}
+        assert read <= written, (name, sorted(read - written))
+
+
+# In SASS: a prefetch into L2, an asynchronous copy, griddepcontrol.wait, griddepcontrol.launch_dependents, a load.
+_ORDERED = re.compile(r"\b(CCTL\.E\.PF2|LDGSTS|ACQBULK|PREEXIT|LDG)\b")
 # What comes before the wait: of the weight.
 _EARLY = {
     "norm_concat_linear_partial_kernel": ["CCTL.E.PF2", "LDGSTS"],
@@ -178,8 +195,6 @@ def test_a_kernel_prefetches_waits_lets_the_next_start_and_only_then_loads(kerne
     for name, code in instructions(compiled(kernel, "90a")[1]):
         order = list(dict.fromkeys(_ORDERED.findall(code)))
         early = next((early for part, early in _EARLY.items() if part in name), [])
-        if "3EndE2E" in name:
-            early = [early[0], "UTMALDG", *early[1:]]
         late = ["LDGSTS"] if "wgmma" in name else []  # its weight comes into L2 alone before the wait
         assert order == [*early, "ACQBULK", "PREEXIT", "LDG", *late], name
         assert code.count("ACQBULK") == code.count("PREEXIT") == 1, name

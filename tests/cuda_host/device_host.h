@@ -11,8 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "runtime/cuda.h"
-
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -44,8 +42,10 @@ const char* exchange(const void* mine, size_t bytes, bool orders = false);
 char* shared_memory();
 void sync_block();
 void sync_cluster(bool orders);
+void arrive_at_cluster();
+void wait_for_cluster();
 // What is at `mine`, of this block's shared memory, in that of a block of the cluster.
-const float* in_block(const float* mine, int rank);
+const char* in_block(const void* mine, int rank);
 void wait_for_previous_kernel();
 // Fails where the address is not aligned, or global memory may not be touched yet.
 void check_access(const void* p, size_t bytes);
@@ -69,23 +69,22 @@ void commit_copies();
 // The copies that land here: those of all groups but the latest.
 std::vector<Copy> landing(size_t latest_groups);
 
-// What device.cuh says of a CopyBarrier, known by its address in the shared memory of the block. A phase whose bytes
-// have been counted wrongly, a copy that nobody has waited for and a wait without an end fail.
-struct BoxCopy {
+// What device.cuh says of a SentBarrier, known by its address in the shared memory of its block. Bytes that have been
+// counted wrongly, and what nobody has waited for, fail. What a thread sends, `bytes` of `words`, lands between where
+// it is sent and where a thread of that block waits. The caller says so with `landed` when it has stored it.
+struct Sent {
   void* to;
-  CUtensorMap boxes;
-  int column, row;
-  uint32_t bytes() const;
+  Words words;
+  uint32_t bytes;
 };
-void init_barrier(const void* barrier);
-void publish_barriers();
-void expect_bytes(const void* barrier, uint32_t bytes);
-// As lands_now. The caller says so with `landed` when it has copied.
-bool lands_now(const BoxCopy& copy, const void* barrier);
-void landed(const void* barrier, uint32_t bytes);
-bool has_ended(const void* barrier, uint32_t parity);
-// The copies that land where a thread waits; if there are none the thread waits until another has done something.
-std::vector<BoxCopy> landing(const void* barrier);
+void make_barrier(const void* barrier, uint32_t bytes);
+bool lands_now(const Sent& sent, const void* barrier, int rank);
+void landed(const void* barrier, int rank, uint32_t bytes);
+bool has_ended(const void* barrier);
+// What lands where a thread waits, in its own block; if there is nothing the thread waits until another has done
+// something.
+std::vector<Sent> landing(const void* barrier);
+int own_rank();
 
 // A wgmma that has not ended. A GPU multiplies at any time between where it is asked for and where the thread waits;
 // here at the first, which shows operands that are not there yet, or where copies land late at the second, which shows
@@ -183,37 +182,32 @@ inline void land(const host::Copy& copy) {
     std::memcpy(copy.to, copy.from, sizeof(Words));
   }
 }
-// PTX ISA, "Tensors": a box row by row, zeros for what is out of the matrix; bits 4 to 6 of a place in shared memory
-// are exchanged by its bits 7 to 9 (CU_TENSOR_MAP_SWIZZLE_128B).
-inline void land(const host::BoxCopy& copy, const void* barrier) {
-  const EncodedBoxes boxes = encoded(copy.boxes);
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(copy.to);
-  for (uint32_t i = 0; i < boxes.box[1]; ++i) {
-    for (uint32_t j = 0; j < boxes.box[0]; ++j) {
-      const uintptr_t at = begin + (i * boxes.box[0] + j) * boxes.value_bytes;
-      char* to = reinterpret_cast<char*>(at ^ (at >> 7 & 7) << 4);
-      const int64_t row = copy.row + static_cast<int64_t>(i), column = copy.column + static_cast<int64_t>(j);
-      const bool inside = row >= 0 && row < boxes.sizes[1] && column >= 0 && column < boxes.sizes[0];
-      if (inside) {
-        std::memcpy(to, boxes.data + row * boxes.row_bytes + column * boxes.value_bytes, boxes.value_bytes);
-      } else {
-        std::memset(to, 0, boxes.value_bytes);
+inline void land(const host::Sent& sent) { std::memcpy(sent.to, &sent.words, sent.bytes); }
+struct SentBarrier {
+  uint64_t state;
+  void make(uint32_t bytes) { host::make_barrier(this, bytes); }
+  void wait() const {
+    while (!host::has_ended(this)) {
+      for (const host::Sent& sent : host::landing(this)) {
+        land(sent);
+        host::landed(this, host::own_rank(), sent.bytes);
       }
     }
   }
-  host::landed(barrier, copy.bytes());
-}
-struct CopyBarrier {
-  uint64_t state;
-  void init() { host::init_barrier(this); }
-  void expect(uint32_t bytes) { host::expect_bytes(this, bytes); }
-  void wait(uint32_t parity) {
-    while (!host::has_ended(this, parity)) {
-      for (const host::BoxCopy& copy : host::landing(this)) land(copy, this);
-    }
-  }
 };
-inline void publish_barriers() { host::publish_barriers(); }
+inline void send(float* mine, const SentBarrier& barrier, const Words& words, uint32_t bytes, int rank) {
+  host::check_alignment(mine, bytes);
+  const host::Sent sent{const_cast<char*>(host::in_block(mine, rank)), words, bytes};
+  if (!host::lands_now(sent, &barrier, rank)) return;
+  land(sent);
+  host::landed(&barrier, rank, bytes);
+}
+inline void send_to_block(float* mine, const SentBarrier& barrier, const Words& words, int rank) {
+  send(mine, barrier, words, sizeof words, rank);
+}
+inline void send_to_block(float* mine, const SentBarrier& barrier, float value, int rank) {
+  send(mine, barrier, {float_to_bits(value), 0, 0, 0}, sizeof value, rank);
+}
 inline void copy_early(void* to, const void* from, bool inside) {
   host::check_alignment(to, sizeof(Words));
   if (inside) host::check_alignment(from, sizeof(Words));
@@ -222,10 +216,6 @@ inline void copy_early(void* to, const void* from, bool inside) {
 }
 inline void copy_early(uint32_t to, const void* from, bool inside) {
   copy_early(host::shared_memory() + to, from, inside);
-}
-inline void copy_box(void* to, const CUtensorMap* boxes, int column, int row, const CopyBarrier* barrier) {
-  const host::BoxCopy copy{to, *boxes, column, row};
-  if (host::lands_now(copy, barrier)) land(copy, barrier);
 }
 inline void copy_async(void* to, const void* from, bool inside) {
   if (inside) host::check_access(from, sizeof(Words));
@@ -246,7 +236,13 @@ inline void wait_for_previous_kernel() { host::wait_for_previous_kernel(); }
 inline void let_next_kernel_start() {}
 inline void sync_cluster() { host::sync_cluster(true); }
 inline void end_cluster() { host::sync_cluster(false); }
-inline float load_from_block(const float* mine, int rank) { return *host::in_block(mine, rank); }
+inline void arrive_at_cluster() { host::arrive_at_cluster(); }
+inline void wait_for_cluster() { host::wait_for_cluster(); }
+inline float load_from_block(const float* mine, int rank) {
+  float value;
+  std::memcpy(&value, host::in_block(mine, rank), sizeof value);
+  return value;
+}
 inline Words load_words_from_block(const float* mine, int rank) {
   host::check_alignment(mine, sizeof(Words));
   Words words;
@@ -362,6 +358,14 @@ inline void fence_async_proxy() { host::fence_async_proxy(); }
 }  // namespace eagle_kernels::cuda
 
 inline void __syncthreads() { eagle_kernels::cuda::host::sync_block(); }
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  const char* slots = eagle_kernels::cuda::host::exchange(&value, sizeof value);
+  T other;
+  std::memcpy(&other, slots + lane * eagle_kernels::cuda::host::kSlot, sizeof other);
+  return other;
+}
 
 inline float __shfl_xor_sync(unsigned, float value, int distance) {
   const char* slots = eagle_kernels::cuda::host::exchange(&value, sizeof value);

@@ -27,7 +27,7 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr int kLanes = 32;
 
-enum class State { kReady, kInExchange, kAtCopies, kAtBarrier, kAtClusterBarrier, kDone };
+enum class State { kReady, kInExchange, kAtArrivals, kAtBarrier, kAtCluster, kAtClusterBarrier, kDone };
 
 struct Warp {
   char slots[2][kLanes * kSlot];  // two, so that a lane ahead by one exchange does not overwrite what others still read
@@ -36,14 +36,11 @@ struct Warp {
   Order order;
 };
 
-// A CopyBarrier.
-struct Copies {
-  int64_t phase = 0;     // the one that runs
-  bool expected = false;  // its arrival
-  bool published = false;
-  int64_t bytes = 0;     // that are still to land; below 0 where copies are asked for first
+// A SentBarrier.
+struct Arrivals {
+  int64_t bytes = 0;  // that are still to land
   int64_t changes = 0;
-  std::vector<BoxCopy> late;
+  std::vector<Sent> late;
   Order order;
 };
 
@@ -62,8 +59,9 @@ struct Fiber {
   bool has_fenced_products = false;  // since it waited for the last ones
   int uncommitted_products = 0;
   int asked_products = 0;
-  const Copies* awaited = nullptr;
+  const Arrivals* awaited = nullptr;
   int64_t seen_changes = 0;  // of those
+  bool has_arrived = false;  // at the cluster
 };
 
 // A block of the cluster that runs.
@@ -71,7 +69,7 @@ struct Block {
   std::vector<Warp> warps;
   std::unique_ptr<char, decltype(&std::free)> shared;
   Order barrier;
-  std::map<const void*, Copies> copies;
+  std::map<const void*, Arrivals> arrivals;
   // The thread that came to the barrier, and to the one before it, with what it had not fenced; or -1.
   int unfenced = -1, unfenced_before = -1;
 };
@@ -97,6 +95,7 @@ size_t scheduler_stack_bytes;
 void* scheduler_thread;
 Order launch_begin, launch_end;
 std::unique_ptr<Order> cluster_barrier;
+int arrived_at_cluster = 0;  // threads
 
 Fiber& current() { return *fibers[running]; }
 Block& block_of(int thread) { return blocks[thread / threads_of_block]; }
@@ -149,10 +148,14 @@ void resume(int thread) {
   if (!failure.empty()) throw std::runtime_error("emulated kernel: " + failure);
 }
 
+// Whether all threads of the cluster have arrived at it.
+bool has_begun() { return arrived_at_cluster == static_cast<int>(blocks.size()) * threads_of_block; }
+
 bool can_run(int thread) {
   const Fiber& fiber = *fibers[thread];
   return fiber.state == State::kReady ||
-         (fiber.state == State::kAtCopies && fiber.awaited->changes > fiber.seen_changes) ||
+         (fiber.state == State::kAtArrivals && fiber.awaited->changes > fiber.seen_changes) ||
+         (fiber.state == State::kAtCluster && has_begun()) ||
          (fiber.state == State::kInExchange && warp_of(thread).exchanges >= fiber.exchanges);
 }
 
@@ -202,6 +205,7 @@ void allocate_cluster(int cluster, int64_t shared_bytes) {
                       {}});
   }
   cluster_barrier = std::make_unique<Order>();
+  arrived_at_cluster = 0;
 }
 
 int count(State state, int begin, int end) {
@@ -217,12 +221,12 @@ bool can_run(int begin, int end) {
   return false;
 }
 
-// No bulk copy may outlive its block: the memory is another's then.
-void check_copies() {
+// Nothing may be sent to a block that has ended: the memory is another's then.
+void check_arrivals() {
   for (const Block& block : blocks) {
-    for (const auto& [at, copies] : block.copies) {
-      if (copies.expected || copies.bytes != 0 || !copies.late.empty()) {
-        throw std::runtime_error("emulated kernel: a block has ended with bulk copies in flight or miscounted");
+    for (const auto& [at, arrivals] : block.arrivals) {
+      if (arrivals.bytes != 0 || !arrivals.late.empty()) {
+        throw std::runtime_error("emulated kernel: a block has ended before what it is sent has come");
       }
     }
   }
@@ -265,41 +269,38 @@ void run_cluster(int cluster, int64_t shared_bytes) {
     fiber.has_fenced_products = false;
     fiber.uncommitted_products = 0;
     fiber.asked_products = 0;
+    fiber.has_arrived = false;
   }
   while (true) {
     // Each block as far as it comes without the others: what it reads of one that has not run is NaN.
+    // In random turns not as far, so that one is sent what others have while it still multiplies.
     const Turns turns(cluster);
+    bool may_go_on = false;
     for (int i = 0; i < cluster; ++i) {
       const int first = turns.of[i] * threads_of_block;
-      do {
+      bool moves = true;
+      while (moves && !(is_random && random_numbers() % 4 == 0)) {
         run_warps(first);
-      } while (can_run(first, first + threads_of_block) ||
-               passes(State::kAtBarrier, first, first + threads_of_block));
+        moves = can_run(first, first + threads_of_block) || passes(State::kAtBarrier, first, first + threads_of_block);
+      }
+      may_go_on |= moves;
     }
     const int done = count(State::kDone, 0, threads);
-    if (done == threads) return check_copies();
-    if (passes(State::kAtClusterBarrier, 0, threads)) continue;
+    if (done == threads) return check_arrivals();
+    if (passes(State::kAtClusterBarrier, 0, threads) || may_go_on || can_run(0, threads)) continue;
     const int at_barrier = count(State::kAtBarrier, 0, threads) + count(State::kAtClusterBarrier, 0, threads);
     throw std::runtime_error("emulated kernel: " + std::to_string(at_barrier) + " of " + std::to_string(threads) +
                              " threads wait at a barrier, " + std::to_string(done) +
-                             " have ended, " + std::to_string(count(State::kAtCopies, 0, threads)) +
-                             " wait for bulk copies that nobody asks for, the others for a lane that is not in their"
+                             " have ended, " + std::to_string(count(State::kAtArrivals, 0, threads)) +
+                             " wait for what nobody sends, the others for a lane that is not in their"
                              " collective");
   }
 }
 
-Copies& copies_at(const void* barrier) {
-  auto& all = block_of(running).copies;
-  const auto found = all.find(barrier);
-  if (found == all.end() || !found->second.published) fail("a barrier of copies is used before it is made");
+Arrivals& arrivals_of(Block& block, const void* barrier) {
+  const auto found = block.arrivals.find(barrier);
+  if (found == block.arrivals.end()) fail("a barrier is used before it is made");
   return found->second;
-}
-
-void end_phase(Copies& copies) {
-  ++copies.changes;
-  if (!copies.expected || copies.bytes != 0) return;
-  copies.expected = false;
-  ++copies.phase;
 }
 
 // Whether what is asked for now comes as late as it may.
@@ -385,68 +386,52 @@ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const char*>(p) - shared_memory());
 }
 
-void init_barrier(const void* barrier) {
+void make_barrier(const void* barrier, uint32_t bytes) {
   check_alignment(barrier, sizeof(uint64_t));
-  if (!block_of(running).copies.try_emplace(barrier).second) fail("a barrier of copies is made twice");
+  if (current().has_arrived) fail("a barrier is made when others may have sent already");
+  const auto [made, is_new] = block_of(running).arrivals.try_emplace(barrier);
+  if (!is_new) fail("a barrier is made twice");
+  made->second.bytes = bytes;
 }
 
-void publish_barriers() {
-  for (auto& [at, copies] : block_of(running).copies) copies.published = true;
-}
-
-void expect_bytes(const void* barrier, uint32_t bytes) {
-  Copies& copies = copies_at(barrier);
-  if (copies.expected) fail("bytes are expected twice in a phase");
-  copies.expected = true;
-  copies.bytes += bytes;
-  end_phase(copies);
-}
-
-uint32_t BoxCopy::bytes() const {
-  const EncodedBoxes known = encoded(boxes);
-  return known.box[0] * known.box[1] * known.value_bytes;
-}
-
-bool lands_now(const BoxCopy& copy, const void* barrier) {
-  check_alignment(copy.to, 1024);
-  const ptrdiff_t offset = static_cast<const char*>(copy.to) - shared_memory();
-  if (offset < 0 || offset + copy.bytes() > shared_bytes_of_block) {
-    fail("a bulk copy to what is not shared memory of the block");
-  }
-  Copies& copies = copies_at(barrier);
-  if (!current().waited) early_copies += copy.bytes() / sizeof(Words);
+bool lands_now(const Sent& sent, const void* barrier, int rank) {
+  if (!has_begun()) fail("sends to a block that may not have begun");
+  Arrivals& arrivals = arrivals_of(blocks[rank], in_block(barrier, rank));
   if (!is_late()) return true;
-  copies.order.release();
-  copies.late.push_back(copy);
-  ++copies.changes;
+  arrivals.order.release();
+  arrivals.late.push_back(sent);
+  ++arrivals.changes;
   return false;
 }
 
-void landed(const void* barrier, uint32_t bytes) {
-  Copies& copies = copies_at(barrier);
-  copies.order.release();
-  copies.bytes -= bytes;
-  end_phase(copies);
+void landed(const void* barrier, int rank, uint32_t bytes) {
+  Arrivals& arrivals = arrivals_of(blocks[rank], in_block(barrier, rank));
+  arrivals.order.release();
+  arrivals.bytes -= bytes;
+  if (arrivals.bytes < 0) fail("more is sent than a barrier expects");
+  ++arrivals.changes;
 }
 
-bool has_ended(const void* barrier, uint32_t parity) {
+bool has_ended(const void* barrier) {
   if (forgets_waits()) return true;
-  Copies& copies = copies_at(barrier);
-  if (copies.phase % 2 == parity) return false;
-  copies.order.acquire();
+  Arrivals& arrivals = arrivals_of(block_of(running), barrier);
+  if (arrivals.bytes > 0) return false;
+  arrivals.order.acquire();
   return true;
 }
 
-std::vector<BoxCopy> landing(const void* barrier) {
-  Copies& copies = copies_at(barrier);
-  if (copies.late.empty()) {
-    current().awaited = &copies;
-    current().seen_changes = copies.changes;
-    yield(State::kAtCopies);
+std::vector<Sent> landing(const void* barrier) {
+  Arrivals& arrivals = arrivals_of(block_of(running), barrier);
+  if (arrivals.late.empty()) {
+    current().awaited = &arrivals;
+    current().seen_changes = arrivals.changes;
+    yield(State::kAtArrivals);
   }
-  copies.order.acquire();
-  return std::exchange(copies.late, {});
+  arrivals.order.acquire();
+  return std::exchange(arrivals.late, {});
 }
+
+int own_rank() { return running / threads_of_block; }
 
 void run(const std::function<void()>& thread, Dim3 grid, Dim3 block, int64_t shared_bytes, int cluster) {
   threads_of_block = block.x * block.y;
@@ -500,12 +485,21 @@ void sync_cluster(bool orders) {
   if (orders && barriers_order) cluster_barrier->acquire();
 }
 
-const float* in_block(const float* mine, int rank) {
+void arrive_at_cluster() {
+  if (std::exchange(current().has_arrived, true)) fail("a thread arrives at its cluster twice");
+  ++arrived_at_cluster;
+}
+
+void wait_for_cluster() {
+  if (!current().has_arrived) fail("a thread waits for its cluster and has not arrived");
+  if (!has_begun()) yield(State::kAtCluster);
+}
+
+const char* in_block(const void* mine, int rank) {
   if (rank < 0 || rank >= static_cast<int>(blocks.size())) fail("block " + std::to_string(rank) + " of the cluster");
   const int first = rank * threads_of_block;
-  if (count(State::kDone, first, first + threads_of_block) > 0) fail("reads shared memory of a block that has ended");
-  return reinterpret_cast<const float*>(blocks[rank].shared.get() +
-                                        (reinterpret_cast<const char*>(mine) - shared_memory()));
+  if (count(State::kDone, first, first + threads_of_block) > 0) fail("shared memory of a block that has ended");
+  return blocks[rank].shared.get() + (static_cast<const char*>(mine) - shared_memory());
 }
 
 void wait_for_previous_kernel() { current().waited = true; }

@@ -70,7 +70,7 @@ class Call:
             if self.T > 16:
                 ops.norm_concat_linear_wgmma_out(*sources, weight, None, None, 0.0, out)
             else:
-                ops.norm_concat_linear_fused_out(*sources, weight, None, None, 0.0, True, False, out)
+                ops.norm_concat_linear_fused_out(*sources, weight, None, None, 0.0, True, out)
             return [out]
         if self.op == "norm_concat":
             ops.norm_concat_out(*sources, out)

@@ -117,35 +117,6 @@ const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorInvalidDevice ? "invalid device ordinal" : "emulated error";
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version, unsigned long long,
-                                             cudaDriverEntryPointQueryResult* result) {
-  const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0 && version >= 12000;
-  *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
-  *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  return cudaSuccess;
-}
-
-// What cuda.h says of the arguments, of matrices in 128-byte swizzled boxes of 16-bit values.
-CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, uint32_t rank, void* data,
-                                const uint64_t* sizes, const uint64_t* strides, const uint32_t* box,
-                                const uint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  const bool is_16_bit = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const bool has_rows = rank == 2 && steps[0] == 1 && steps[1] == 1;
-  const bool is_aligned = (reinterpret_cast<uintptr_t>(data) | strides[0]) % 16 == 0 && strides[0] >> 40 == 0;
-  const auto fits = [](uint64_t size, uint64_t most) { return size >= 1 && size <= most; };
-  const bool has_sizes = fits(sizes[0], 1ull << 32) && fits(sizes[1], 1ull << 32);
-  const bool has_box = fits(box[0], 64) && box[0] % 8 == 0 && fits(box[1], 256);
-  if (!is_16_bit || !has_rows || !is_aligned || !has_sizes || !has_box || swizzle != CU_TENSOR_MAP_SWIZZLE_128B) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  const int64_t columns = static_cast<int64_t>(sizes[0]), rows = static_cast<int64_t>(sizes[1]);
-  const EncodedBoxes boxes{
-      static_cast<const char*>(data), {columns, rows}, static_cast<int64_t>(strides[0]), {box[0], box[1]}, 2};
-  std::memcpy(map->opaque, &boxes, sizeof boxes);
-  return CUDA_SUCCESS;
-}
-
 static int32_t get_current_cuda_stream(int32_t device, void** stream) {
   *stream = stream_of(device);
   return 0;

@@ -94,7 +94,7 @@ def test_the_fused_product_leaves_it_to_another_plan(name: str, how: str, emulat
     def primitive() -> None:
         sources = ([operands["chunk"]], 1, 1, [operands["gain"]], [1e-6], 0.0, [operands["residual"]], [], None)
         out = torch.empty(T, T).bfloat16()
-        emulated.norm_concat_linear_fused_out(*sources, operands["weight"], None, None, 0.0, True, False, out)
+        emulated.norm_concat_linear_fused_out(*sources, operands["weight"], None, None, 0.0, True, out)
 
     assert planned() is Kernel.FUSED
     primitive()

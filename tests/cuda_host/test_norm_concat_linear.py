@@ -84,14 +84,7 @@ def explained(case: Case) -> str:
     return str(ek.explain("norm_concat_linear", call.chunks, **call.sources | call.projection | {"eps": 1e-6}))
 
 
-@pytest.fixture(params=["copies-of-threads", "bulk-copies"])
-def copies(request: pytest.FixtureRequest, emulated: object) -> Iterator[None]:
-    """Of the fused kernel's weight."""
-    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES=str(int(request.param[0] == "b"))):
-        yield
-
-
-@pytest.mark.usefixtures("fused_at_every_T", "copies")
+@pytest.mark.usefixtures("fused_at_every_T")
 @pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.id)
 def test_float64_truth(case: Case) -> None:
     assert explained(case).startswith("norm_concat_linear: cuda/fused, because T=")
@@ -123,7 +116,6 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
 
 
-@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
 @pytest.mark.parametrize("multiprocessors", [1, 132])  # a range of a chunk, or two
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -141,7 +133,6 @@ def test_float64_truth_of_every_instance(
         assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
 
 
-@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize(
     ("widths", "ranges"),  # in units of 128 columns: of 3 each in 3, 3 and 2; 1 and 5 in 1 and 5; 2 and 9 in 1 and 7
     [((264, 264, 264), 8), ((72, 520), 6), ((136, 1032), 8)],
@@ -192,7 +183,7 @@ def test_a_gpu_without_clusters_is_left_to_the_split_kernels(emulated: object, e
     emulation.set_device(99 << 10, descending_warps=False, capability=89)
     arguments = (chunks, 2, 1, [], [1e-6], 0.0, None, None, None, weight, None)
     with pytest.raises(RuntimeError, match=r"^norm_concat_linear: CUDA has error 801"):
-        emulated.norm_concat_linear_fused_out(*arguments, None, 0.0, True, False, torch.empty(2, 37).bfloat16())
+        emulated.norm_concat_linear_fused_out(*arguments, None, 0.0, True, torch.empty(2, 37).bfloat16())
 
 
 @pytest.mark.usefixtures("no_wgmma")
@@ -224,8 +215,7 @@ def test_float64_truth_of_every_wgmma_instance(
     norm_offset: float,
     emulation: ModuleType,
 ) -> None:
-    """64 rows at a time of one warpgroup and where there are residuals, which take two, 128 at most elsewhere."""
-    rows = 64 if flavour == "residuals" or columns == 64 else 128
+    """64 rows at a time, with residuals of two warpgroups or more."""
     if flavour == "residuals":
         columns = max(columns, 128)
     for late_copies in (False, True):
@@ -234,7 +224,7 @@ def test_float64_truth_of_every_wgmma_instance(
         emulation.take_launches()
         check(Case(dtype, (136,) * 2, T, D=D, norm_offset=norm_offset, **FLAVOURS[flavour]))
         launch = emulation.take_launches()[-1]
-        assert (launch.threads, launch.grid[0]) == (2 * columns, -(-T // rows) * -(-D // columns))
+        assert (launch.threads, launch.grid[0]) == (2 * columns, -(-T // 64) * -(-D // columns))
         assert launch.cluster == launch.grid[1] > 1
 
 
@@ -265,8 +255,7 @@ def test_warpgroups_and_ranges_share_the_columns_out(
             emulation.take_launches()
             ek.norm_concat_linear([torch.empty(T, H).bfloat16()] * K, weight)
             launch = emulation.take_launches()[-1]
-            rounds = 2 if columns == 64 and T > 64 else 1
-            assert (launch.grid, launch.cluster) == ([rounds * -(-D // columns), ranges], ranges), T
+            assert (launch.grid, launch.cluster) == ([-(-T // 64) * -(-D // columns), ranges], ranges), T
             assert (launch.threads, launch.pdl) == (2 * columns, True)
     finally:
         emulation.run_kernels(True)
@@ -290,7 +279,6 @@ def test_a_library_of_alternatives_is_told_the_columns(
 
 KERNELS = {
     "fused": {},
-    "fused-bulk": {"EAGLE_KERNELS_BULK_COPIES": "1"},
     "fused wgmma": {},
     "split": {"EAGLE_KERNELS_BATCH_INVARIANT": "1"},
 }
@@ -300,7 +288,7 @@ KERNELS = {
 def kernel(request: pytest.FixtureRequest, emulated: object) -> Iterator[Kernel]:
     request.getfixturevalue("wgmma_at_every_T" if "wgmma" in request.param else "fused_at_every_T")
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", **KERNELS[request.param]):
-        yield Kernel(request.param.removesuffix("-bulk"))
+        yield Kernel(request.param)
 
 
 def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 136, D: int = 37) -> tuple:
@@ -312,7 +300,7 @@ def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, kernel: Kernel) -> None:
-    """16 rows at a time; 32, 64 and 128 rows at a time; in several rounds."""
+    """16 rows at a time; 32, 64 and 128 rows at a time, by warpgroups 64; in several rounds."""
     most, rows = (33, (1, 5, 9, 16, 17)) if kernel is Kernel.FUSED else (150, (1, 17, 33, 65, 129))
     if kernel is Kernel.WGMMA:
         most, rows = 128, (1, 17, 64, 65)
@@ -375,16 +363,15 @@ def test_the_weight_is_copied_before_the_previous_kernel_ends_unless_switched_of
     assert same_bits(out, ek.norm_concat_linear(chunks, weight))
 
 
-@pytest.mark.parametrize("bulk", ["0", "1"])
 @pytest.mark.parametrize("early", ["0", "1"])
-def test_the_fused_kernel_copies_as_early(early: str, bulk: str, emulation: ModuleType) -> None:
-    """All of a small weight: of a box all of it, of 64 rows where the weight has 37."""
+def test_the_fused_kernel_copies_as_early(early: str, emulation: ModuleType) -> None:
+    """All of a small weight."""
     chunks, weight, _ = make_call(9, K=1, H=264, D=37)
     emulation.take_launches()
-    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early, EAGLE_KERNELS_BULK_COPIES=bulk):
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
         out = ek.norm_concat_linear(chunks, weight)
     launch = emulation.take_launches()[-1]
-    assert launch.early_copies == int(early) * (64 * 384 if bulk == "1" else 37 * 264) // 8
+    assert launch.early_copies == int(early) * 37 * 264 // 8
     assert same_bits(out, ek.norm_concat_linear(chunks, weight))
 
 
@@ -398,30 +385,18 @@ def test_a_gpu_without_wgmma_is_left_to_the_split_kernels(emulated: object, emul
 
 
 @pytest.mark.parametrize("late_copies", [False, True])
-def test_bulk_copies_over_turns_of_the_ring(late_copies: bool, emulation: ModuleType) -> None:
-    """A range of 10 stages, three turns, whose last stage reaches into the next chunk, which is not finite there, also
-    where that chunk has no rows; the last chunk's reaches out of the weight. A block of 64 rows, and one of 6."""
+def test_the_weight_beyond_a_chunk_is_in_no_sum(late_copies: bool, emulation: ModuleType) -> None:
+    """A range of 10 stages, three turns of the ring, whose last stage reaches into the next chunk, which is not finite
+    there, also where that chunk has no rows; the last chunk's reaches out of the weight. A block of 64 rows, and one of
+    6."""
     emulation.set_device(SHARED_MEMORY, descending_warps=late_copies, late_copies=late_copies, multiprocessors=1)
     chunks, weight, gain = [torch.randn(11, H).bfloat16() for H in (1160, 72)], torch.randn(70, 1232).bfloat16(), None
     weight[3, 1160:], weight[5, 1231] = float("inf"), float("nan")
     weight[8:, 1200] = 0
-    outs, of_first = [], []
-    for bulk in ("0", "1"):
-        with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES=bulk):
-            outs.append(ek.norm_concat_linear(chunks, weight, norm_weight=gain, norm="concat"))
-            indices = [None, torch.full((11,), -1)]
-            of_first.append(ek.norm_concat_linear(chunks, weight, norm="concat", indices=indices))
-    assert same_bits(*outs)
-    assert same_bits(*of_first) and of_first[0].isfinite().all()
-    assert outs[0].isfinite().all(0).tolist() == [column not in (3, 5) for column in range(70)]
-
-
-def test_bulk_copies_of_a_row_without_a_stride() -> None:
-    """A view may have left anything there: here what no map takes."""
-    chunks, weight, _ = make_call(3, K=1, H=72, D=1)
-    out = ek.norm_concat_linear(chunks, weight)
-    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES="1"):
-        assert same_bits(out, ek.norm_concat_linear(chunks, weight.as_strided((1, 72), (3, 1))))
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=gain, norm="concat")
+    assert out.isfinite().all(0).tolist() == [column not in (3, 5) for column in range(70)]
+    of_first = ek.norm_concat_linear(chunks, weight, norm="concat", indices=[None, torch.full((11,), -1)])
+    assert of_first.isfinite().all()
 
 
 @pytest.mark.parametrize("T", [3, 13])
@@ -545,7 +520,7 @@ def _unsupported() -> dict[str, tuple[Callable[[], tuple[tuple, dict]], str]]:
         return (chunks, torch.zeros(37, 3 * 72 + 1).bfloat16()[:, : 3 * 72]), arguments
 
     return {
-        "T": (lambda: call(T=129), "T=129 > 128: the split kernels would read the weight 2 times"),
+        "T": (lambda: call(T=129), "T=129 > 128: the library's product is faster there"),
         "fp32": (lambda: call(dtype=torch.float32), "tensor cores multiply 16-bit types"),
         "H": (lambda: call(H=100), "H=100 is no multiple of 8"),
         "address": (off_alignment, "an address or a row stride is no multiple of 16 bytes"),

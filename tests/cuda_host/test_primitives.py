@@ -9,7 +9,7 @@ from csrc_checks import failure_of, unreached
 
 @pytest.fixture
 def ops(emulated: object) -> object:
-    return on_cpu.CudaKernels(emulated, "fused", True, False)
+    return on_cpu.CudaKernels(emulated, "fused", True)
 
 
 ON_CUDA = [call for call in BAD_CALLS if "cuda" in call.backends]

@@ -39,7 +39,6 @@ class Product:
     kernel: str
     codes: str = ""
     has_wgmma: bool = True
-    bulk_copies: bool = False
 
 
 # More stages than a ring has, in a range each; in most kernels the last of them is where sums are next.
@@ -47,7 +46,6 @@ WIDTHS, CODES_WIDTHS, BLOCKS_WIDTHS = (520, 520), (784, 784), (896, 896)
 PRODUCTS = {
     "fused": Product(Case("bf16", WIDTHS, 11, D=70), "fused"),
     "fused-fp16": Product(Case("fp16", WIDTHS, 11, "concat", D=70, residuals="some"), "fused"),
-    "fused-bulk": Product(Case("bf16", WIDTHS, 11, D=70), "fused", bulk_copies=True),
     "fused-codes": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row"),
     "fused-blocks": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128"),
     "split": Product(Case("bf16", WIDTHS, 19, D=70), "split", has_wgmma=False),
@@ -58,7 +56,7 @@ PRODUCTS = {
     "split-blocks": Product(Case("bf16", BLOCKS_WIDTHS, 19, D=70), "split", "fp8_block128", has_wgmma=False),
     "wgmma": Product(Case("bf16", WIDTHS, 40, D=70), "fused wgmma"),
     "wgmma-residuals": Product(Case("fp16", WIDTHS, 40, "concat", D=70, residuals="some"), "fused wgmma"),
-    "wgmma-of-128": Product(Case("bf16", WIDTHS, 70, D=70, norm_offset=1.0), "fused wgmma"),
+    "wgmma-twice": Product(Case("bf16", WIDTHS, 70, D=70, norm_offset=1.0), "fused wgmma"),
     "wgmma-codes": Product(Case("bf16", CODES_WIDTHS, 40, D=70), "fused wgmma", "fp8_row"),
     "wgmma-blocks": Product(Case("bf16", BLOCKS_WIDTHS, 40, D=70, gain="fp32"), "fused wgmma", "fp8_block128"),
 }
@@ -88,7 +86,7 @@ def test_products(
     if "wgmma" in product.kernel:
         monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", 0)
     emulation.take_launches()
-    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BULK_COPIES=str(int(product.bulk_copies))):
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         if product.codes:
             quantized.check(product.case, product.codes, product.kernel)
         else:

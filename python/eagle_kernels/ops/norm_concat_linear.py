@@ -247,8 +247,7 @@ def _run_compiled(
     elif plan.kernel is Kernel.WGMMA:
         primitives.norm_concat_linear_wgmma_out(*arguments, *projection, out)
     elif plan.backend == "cuda":
-        switches = plans.SETTINGS.early_weight, plans.SETTINGS.bulk_copies
-        primitives.norm_concat_linear_fused_out(*arguments, *projection, *switches, out)
+        primitives.norm_concat_linear_fused_out(*arguments, *projection, plans.SETTINGS.early_weight, out)
     else:
         primitives.norm_concat_linear_out(*arguments, *projection, out)
     return out

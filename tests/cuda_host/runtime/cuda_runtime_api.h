@@ -29,9 +29,6 @@ enum cudaLaunchAttributeID {
   cudaLaunchAttributeProgrammaticStreamSerialization = 6,
 };
 
-enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
-constexpr unsigned long long cudaEnableDefault = 0;
-
 using cudaStream_t = struct CUstream_st*;
 
 struct dim3 {
@@ -60,8 +57,6 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDriverGetVersion(int* version);
 const char* cudaGetErrorString(cudaError_t error);
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
-                                             unsigned long long flags, cudaDriverEntryPointQueryResult* result);
 
 namespace eagle_kernels::cuda::host {
 
