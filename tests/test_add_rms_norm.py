@@ -25,8 +25,8 @@ def expect_normed(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, 
     dtype, H = hidden.dtype, hidden.shape[-1]
     normed, _ = formula(hidden, residual, weight, eps, norm_offset, dtype=torch.float64)
     half_subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-    # The fp32 sum is off by FP32 of the sum at most; subnormals of fp32 do not round. Behind the root they do, once more
-    # before the gain multiplies them.
+    # The fp32 sum is off by FP32 of the sum at most; subnormals of fp32 do not round. Behind the root they do, once
+    # more before the gain multiplies them.
     elementwise = (UNIT_ROUNDOFF[dtype] + (H / 2 + 9) * FP32) * normed.abs() + half_subnormal
     elementwise += 2.0**-150 * (weight.double() + norm_offset).abs()
     # Relative RMS of one rounding, u/sqrt(3) of the value at the very worst binade end, and the fp32 floor of 3 v.

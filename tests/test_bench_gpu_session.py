@@ -216,7 +216,7 @@ def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monke
 
 def test_the_curve_has_every_variant_beside_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few rows what the fused kernel can be told, of more the columns of warpgroups' blocks, which the library of
-    alternatives alone can be told; of 64 rows and more the two steps, which no setting has a plan take."""
+    alternatives alone can be told; of 48 rows and more the two steps, which no setting has a plan take."""
     parser = cli.build_parser()
     monkeypatch.setattr(stages, "ALTERNATIVES", tmp_path / "alternatives")
 
@@ -234,20 +234,19 @@ def test_the_curve_has_every_variant_beside_the_product(tmp_path: Path, monkeypa
                 runs.append((arguments.tokens, columns, program != CLIS[0]))
         return found
 
-    few, more = [1, 2, 4, 8, 9, 12, 16], [17, 32, 64, 96, 128]
+    few, more = [1, 2, 4, 8, 9, 12, 16], [17, 24, 32, 40, 48, 64]
     plain = curve()
     assert plain["", "decode-curve"] == [
         (few, ["cuda", "triton", "linear"], False),
         (more, ["cuda", "two-step", "linear"], False),
     ]
-    assert plain["EAGLE_KERNELS_BULK_COPIES=1", "decode-curve-bulk"] == [(few, ["cuda", "linear"], False)]
     assert plain["EAGLE_KERNELS_EARLY_WEIGHT=0", "decode-curve-late"] == [(few, ["cuda", "linear"], False)]
     of_split = [([17, 32, 64, 128], ["cuda", "linear"], False)]
     assert plain["EAGLE_KERNELS_BATCH_INVARIANT=1", "decode-curve-split"] == of_split
-    assert [tokens for tokens, columns, _ in plain["", "op-table"] if "two-step" in columns] == [[64, 96, 128]]
+    assert [tokens for tokens, columns, _ in plain["", "op-table"] if "two-step" in columns] == [[48, 64, 128]]
     (tmp_path / "alternatives").mkdir()
     names = {n: (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", f"decode-curve-columns-{n}") for n in (64, 128, 192, 256)}
-    assert curve() == plain | {name: [([32, 64, 128], ["cuda", "linear"], True)] for name in names.values()}
+    assert curve() == plain | {name: [([17, 32, 48], ["cuda", "linear"], True)] for name in names.values()}
     setting = names[128][0].partition("=")[0]
     assert f'getenv("{setting}")' in (ROOT / "csrc/cuda/norm_concat_linear_wgmma.cu").read_text()
 
@@ -258,7 +257,7 @@ def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     result = {"schema_version": 2, "environment": {"device_slug": "nvidia-h100"}, "records": []}
     tables = {"NVIDIA_H100.json": {"norm_concat_linear": []}}
     failed = {"test_x.py": {"tests": 2, "skipped": 0, "failed": [{"test": "test_x::test_y", "message": "4 and not 5"}]}}
-    curve = {"run": result, "variants": {"bulk": result, "late": None}, "ncu": ""}
+    curve = {"run": result, "variants": {"late": result, "split": None}, "ncu": ""}
     said = {"library": None, "run": result, "device": {"clusters": [{"threads": 512, "at_once": {"6": 18}}]}}
     kept_by = {"library": said, "op-table": result, "decode-curve": curve, "tune": tables, "host-cost": None}
     for name, kept in (kept_by | {"gpu-tests": failed}).items():
@@ -267,11 +266,14 @@ def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         stages.write_json(tmp_path / "back" / f"{name}.json", record)
     assert session.main(["--collect", str(tmp_path / "back")]) == 0
     assert json.loads((tmp_path / "bench/results/nvidia-h100/op-table.json").read_text()) == result
-    for curve in ("decode-curve", "decode-curve-bulk"):
+    for curve in ("decode-curve", "decode-curve-late"):
         assert json.loads((tmp_path / f"bench/results/nvidia-h100/{curve}.json").read_text()) == result
-    assert not (tmp_path / "bench/results/nvidia-h100/decode-curve-late.json").exists()
+    assert not (tmp_path / "bench/results/nvidia-h100/decode-curve-split.json").exists()
     kept = json.loads((tmp_path / "bench/results/nvidia-h100/device.json").read_text())
     assert kept == {"environment": result["environment"], **said["device"]}
+    tests = json.loads((tmp_path / "bench/results/nvidia-h100/gpu_tests.json").read_text())
+    counts = {"command": "test_x.py", "tests": 2, "skipped": 0}
+    assert tests == {"environment": result["environment"], "records": [counts]}
     assert (tmp_path / "python/eagle_kernels/configs/NVIDIA_H100.json").exists()
     printed = capsys.readouterr().out
     assert "gpu-tests: failed: 2 tests, 0 skipped, 1 failed\n  test_x::test_y: 4 and not 5\n" in printed

@@ -122,9 +122,10 @@ def test_which_kernel_takes_how_many_rows() -> None:
             == "norm_concat_linear: cuda/fused, because T=16 <= 16: one pass over the weight is the bound"
         )
         one_pass = "one pass over the weight, whose products are those of warpgroups"
-        for T in (17, 128):
-            said = f"norm_concat_linear: cuda/fused wgmma, because T={T} <= 128: {one_pass}"
-            assert str(planned(T)) == said
+        for T in (17, 48):
+            assert str(planned(T)) == f"norm_concat_linear: cuda/fused wgmma, because T={T}: {one_pass}"
+        faster = "the library's product is faster there"
+        assert str(planned(49)) == f"norm_concat_linear: cuda/norm_concat + linear, because T=49 > 48: {faster}"
         assert planned(4, torch.float32).backend == "triton"
         assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
         assert planned(4, H=2888).kernel is plan.Kernel.FUSED
@@ -132,6 +133,8 @@ def test_which_kernel_takes_how_many_rows() -> None:
         post_norm = planned(4, has_post_norm=True)
         assert (post_norm.backend, post_norm.kernel) == ("cuda", plan.Kernel.SPLIT)
         assert post_norm.reason == "a post norm needs all D columns of a row in one place"
+        assert planned(16, has_post_norm=True).kernel is plan.Kernel.SPLIT
+        assert planned(17, has_post_norm=True).kernel is plan.Kernel.TWO_STEP
         assert planned(4, bytes_aligned=False).reason.startswith(
             "cuda: an address or a row stride is no multiple of 16"
         )
@@ -145,19 +148,21 @@ def test_one_launch_needs_a_gpu_with_clusters(archs: tuple, capability: tuple, m
     monkeypatch.setattr(library, "cuda_archs", archs)
     with environment_of():
         kernel = plan.Kernel.FUSED if capability >= (9, 0) else plan.Kernel.SPLIT
-        of_many = plan.Kernel.WGMMA if capability == (9, 0) and "90a" in archs else plan.Kernel.SPLIT
+        of_many = plan.Kernel.WGMMA if capability == (9, 0) and "90a" in archs else plan.Kernel.TWO_STEP
         assert (planned(1).kernel, planned(17).kernel) == (kernel, of_many)
-        said = f"T=17 <= 128: one pass over the weight, {'then over its sums' if of_many is plan.Kernel.SPLIT else ''}"
-        assert planned(17).reason.startswith(said)
+        if kernel is plan.Kernel.SPLIT:
+            assert planned(16).reason == "T=16: one pass over the weight, then over its sums"
+        if of_many is plan.Kernel.TWO_STEP:
+            assert planned(17).reason == "T=17 > 16: the library's product is faster there"
 
 
 @needs_triton
 def test_before_a_library_product_the_normed_rows_are_cudas() -> None:
     """Wherever Triton would write them and leave the product to a library: nothing of it is then imported."""
     with environment_of():
-        assert str(planned(129)) == (
-            "norm_concat_linear: cuda/norm_concat + linear, because T=129 > 128: the split kernels would read the "
-            "weight 2 times; T=129 > 128 by the heuristic, without a tuned table for NVIDIA H100"
+        assert str(planned(5000, torch.float32)) == (
+            "norm_concat_linear: cuda/norm_concat + linear, because tensor cores multiply 16-bit types; T=5000 > 16 "
+            "by the heuristic, without a tuned table for NVIDIA H100"
         )
         unaligned = {"bytes_aligned": False, "elements_aligned": False}
         for T, dtype, changed in (
@@ -226,8 +231,9 @@ def test_codes_go_to_the_kernels_of_bf16(changed: dict, reason: str | None) -> N
     with environment_of():
         chosen = planned_codes(**changed)
         if reason is None:
-            of_bf16 = planned(changed.get("T", 4), has_post_norm=changed.get("has_post_norm", False))
-            kernel, why = of_bf16.kernel, of_bf16.reason
+            # Beyond 48 rows numbers go to the library, which multiplies no codes.
+            of_bf16 = planned(min(changed.get("T", 4), 48), has_post_norm=changed.get("has_post_norm", False))
+            kernel, why = of_bf16.kernel, of_bf16.reason.replace("T=48:", f"T={changed.get('T')}:")
             if "block_columns" in changed:
                 kernel, why = plan.Kernel.SPLIT, "a tile of 64 rows and columns of the fused kernel has one scale"
             assert (chosen.backend, chosen.kernel) == ("cuda", kernel)

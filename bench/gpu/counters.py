@@ -1,7 +1,7 @@
 """Calls of the projection and of the library's product for ncu, each between cudaProfilerStart and Stop.
 
-`ncu --profile-from-start off ... python -m eagle_kernels.bench.gpu.counters`: one call of each kernel, warm before it, at
-the T of its list, in this order, so that a kernel of ncu's output is known by its place.
+`ncu --profile-from-start off ... python -m eagle_kernels.bench.gpu.counters`: one call of each kernel, warm before it,
+at the T of its list, in this order, so that a kernel of ncu's output is known by its place.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import eagle_kernels as ek
 
 K, H, D = 3, 4096, 4096
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 8, 16, 32, 48)
 ROWS_OF_CODES = (1, 16, 64)
 
 

@@ -46,6 +46,10 @@ def prepare_package(device: str, library: Path | None = None) -> dict[str, str]:
         with tarfile.open(carried) as archive:
             archive.extractall(TRITON_CACHE, filter="data")
     _note(_provide_library(package, environment, device, library))
+    linked = package / _LIBRARY
+    if linked.exists() and linked.resolve() == (CARRIED / _LIBRARY).resolve() and (CARRIED / "COMMIT").exists():
+        # The .git that travels to a lent machine has the commit that the session began with, and all later as changes.
+        shutil.copy(CARRIED / "COMMIT", package / "COMMIT")
     _provide_alternatives([*([library] if library else []), CARRIED])
     return environment
 

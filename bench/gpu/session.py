@@ -152,13 +152,17 @@ def _run(command: Command, log: Path, environment: dict, limit: float, save: Cal
 
 def collect(folder: Path) -> int:
     """Runs into bench/results/<device>/, tuned tables into the package; `make report` then shows them."""
+    environment = ((read_json(folder / "library.json") or {}).get("result") or {}).get("run", {}).get("environment")
     for stage in STAGES:
         record = read_json(folder / f"{stage.name}.json")
         if record is None:
             print(f"{stage.name}: not in {folder}")
             continue
         result = record["result"] or {}
-        for name, run in _runs(stage.name, result).items():
+        runs = _runs(stage.name, result)
+        if stage.name == "gpu-tests" and environment is not None:
+            runs["gpu_tests"] = {"environment": environment, "records": _counts(result)}
+        for name, run in runs.items():
             target = ROOT / "bench" / "results" / run["environment"]["device_slug"] / f"{name}.json"
             write_json(target, run)
             print(f"{stage.name}: {target.relative_to(ROOT)}")
@@ -181,6 +185,11 @@ def _runs(stage: str, result: dict) -> dict[str, dict]:
     if stage == "library" and result.get("run") and result.get("device"):
         runs = {"device": {"environment": result["run"]["environment"], **result["device"]}}
     return {name: run for name, run in runs.items() if run}
+
+
+def _counts(result: dict) -> list[dict]:
+    """Of gpu-tests, a record of each command without what failed."""
+    return [{"command": name} | {k: v for k, v in of.items() if k != "failed"} for name, of in result.items()]
 
 
 def _failures(record: dict) -> list[dict]:

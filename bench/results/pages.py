@@ -25,7 +25,9 @@ from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 RESULTS = Path("bench/results")
 VLLM_COMBINE = "vllm_combine.json"
-NO_BENCH_RUNS = ("host.json", "host_launches.json", "device.json", "fuzz.json", "soak.json", VLLM_COMBINE)
+NO_BENCH_RUNS = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
+NO_BENCH_RUNS += ("device.json", "gpu_tests.json", "probes.json")
+_VARIANT = "decode-curve-"  # then what was set: tables behind those of `decode-curve`, but no plot and no headline
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, "
@@ -37,7 +39,8 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 def main() -> int:
     os.chdir(Path(__file__).resolve().parents[2])
-    report.render_files(list(saved_runs()), plots=True)  # draws each run beside its file
+    drawn = [path for path in saved_runs() if not path.name.startswith(_VARIANT)]
+    report.render_files(drawn, plots=True)  # each beside its file
     for page, sections in pages().items():
         text = Path(page).read_text(encoding="utf-8")
         for name, section in sections.items():
@@ -74,8 +77,8 @@ def pages() -> dict[str, dict[str, str]]:
 
 def saved_runs() -> dict[Path, dict]:
     """What `bench --json` saved, the projection first."""
-    paths = sorted(path for path in RESULTS.glob("*/*.json") if path.name not in NO_BENCH_RUNS)
-    paths.sort(key=lambda path: not path.name.startswith("norm_concat_linear"))
+    paths = [path for path in RESULTS.glob("*/*.json") if path.name not in NO_BENCH_RUNS]
+    paths.sort(key=lambda path: (not path.name.startswith("norm_concat_linear"), path.with_suffix("")))
     return {path: report.load(path) for path in paths}
 
 
@@ -110,7 +113,9 @@ def headline(runs: dict[Path, dict]) -> str:
 
 def _by_machine(runs: dict[Path, dict]) -> dict[str, list[dict]]:
     machines: dict[str, list[dict]] = {}
-    for run in runs.values():
+    for path, run in runs.items():
+        if path.name.startswith(_VARIANT):
+            continue
         environment = run["environment"]
         machine = f"{report.machine(environment)}, torch {environment['torch']}"
         machines.setdefault(machine, []).extend(run["records"])

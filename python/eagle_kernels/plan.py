@@ -23,7 +23,7 @@ _warn_once = functools.cache(logging.getLogger("eagle_kernels").warning)
 SETTINGS = environment.read_settings()
 
 # In order of preference; `reference` is plain torch and runs wherever torch does. CUDA before Triton for its launch,
-# a C++ call where Triton's launcher is Python: a heuristic, as long as no GPU has measured the kernels themselves.
+# a C++ call where Triton's launcher is Python; of the kernels themselves cuda_projection says what a GPU took.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _DEFAULT_PREFERENCE = ("reference",)
 COMPILED = ("cpu", "cuda")  # the backends behind `library.primitives`, which picks by the tensors' device
@@ -386,15 +386,21 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
 
 
 def cuda_projection(problem: Problem) -> Plan:
-    """Which of cuda and triton is faster where both can run has not been measured: the kernels of C++ cost a tenth of
-    the host's time. Where Triton would write normed rows for a library's product they come from C++ as well, and what
-    sees its sums before they are rounded, a post norm or a bias in fp32, is C++'s too."""
-    rows, split = problem.rows, library.MAX_CUDA_SPLIT_ROWS
+    """C++ before Triton, whose calls cost the host ten times as much.
+
+    An H100, us by CUDA and by Triton at T = 1 to 16, K=3, calls back to back: H=D=4096 39.8 to 41.0 and 39.6 to 40.7,
+    2880 24.2 to 24.9 and 31.3 to 33.4, 896 6.8 to 7.0 and 5.7 to 6.6; by CUDA 0.7 to 1.3 less since the blocks of a
+    cluster send their sums. Where Triton would write normed rows for a library's product they come from C++ as well,
+    and what sees its sums before they are rounded, a post norm or a bias in fp32, is C++'s too.
+    """
+    rows = problem.rows
     reason = cuda_product_unsupported_reason(problem)
-    if reason is None and (rows <= split or SETTINGS.batch_invariant):
-        return Plan(problem.op, "cuda", *_cuda_product(problem))
     if reason is None:
-        reason = f"T={rows} > {split}: the split kernels would read the weight {-(-rows // split)} times"
+        kernel, why = _cuda_product(problem)
+        most = _ONE_PASS_ROWS.get(kernel, rows)
+        if rows <= most or SETTINGS.batch_invariant:
+            return Plan(problem.op, "cuda", kernel, why)
+        return Plan(problem.op, "cuda", Kernel.TWO_STEP, f"T={rows} > {most}: the library's product is faster there")
     if SETTINGS.backend != "cuda" and unsupported_reason("triton", problem.device) is None:
         plan = triton_projection(problem)
         if plan.kernel is not Kernel.TWO_STEP:
@@ -403,21 +409,29 @@ def cuda_projection(problem: Problem) -> Plan:
     return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
 
 
+# The most rows for which one pass over a weight of numbers beats norm_concat and the library's product. An H100, K=3,
+# us in one pass and in two steps: by warpgroups at 32, 64, 96 and 128 rows of H=D=4096 44.5 and 45.0, 48.5 and 46.4,
+# 49.3 and 49.5, 53.3 and 46.9; of 2880 27.6 and 27.9, 30.5 and 28.2, 36.1 and 29.1, 40.0 and 28.4; of 896 7.6 and 10.5,
+# 10.2 and 10.7, 11.3 and 10.9, 11.7 and 11.1. By the split kernels, which other GPUs have, at 17 and 32 rows of 4096
+# 52.0 and 44.2, 53.6 and 45.0; of up to 16 rows they have not been timed.
+_ONE_PASS_ROWS = {Kernel.WGMMA: 48, Kernel.SPLIT: 16}
+
+
 def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
     """The kernel of C++ that multiplies, and why it."""
-    rows, decode, split = problem.rows, library.MAX_CUDA_DECODE_ROWS, library.MAX_CUDA_SPLIT_ROWS
+    rows, decode = problem.rows, library.MAX_CUDA_DECODE_ROWS
     if SETTINGS.batch_invariant:
         return Kernel.SPLIT, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
     if problem.has_post_norm:
         return Kernel.SPLIT, "a post norm needs all D columns of a row in one place"
     if rows > (_FEW_ROWS_OF_CODES if problem.block_columns else decode) and _wgmma_takes(problem):
-        return Kernel.WGMMA, f"T={rows} <= {split}: one pass over the weight, whose products are those of warpgroups"
+        return Kernel.WGMMA, f"T={rows}: one pass over the weight, whose products are those of warpgroups"
     if rows <= decode and has_clusters(problem.device):
         sizes = (problem.block_rows, problem.block_columns, *problem.widths)
         if not problem.in_blocks or all(size % _FUSED_CODES == 0 for size in sizes):
             return Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
         return Kernel.SPLIT, f"a tile of {_FUSED_CODES} rows and columns of the fused kernel has one scale"
-    return Kernel.SPLIT, f"T={rows} <= {split}: one pass over the weight, then over its sums"
+    return Kernel.SPLIT, f"T={rows}: one pass over the weight, then over its sums"
 
 
 # csrc/cuda/norm_concat_linear.cu: a tile of the fused kernel has one scale.
@@ -446,7 +460,7 @@ def has_wgmma(device: torch.device) -> bool:
 
 
 def has_clusters(device: torch.device) -> bool:
-    """Whether blocks read one another's shared memory, which the fused CUDA kernel sums through."""
+    """Whether blocks reach one another's shared memory, which the fused CUDA kernel sums through."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
