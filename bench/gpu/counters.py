@@ -5,6 +5,7 @@ at the T of its list, in this order, so that a kernel of ncu's output is known b
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,11 @@ def main() -> None:
     codes, weight = ek.quantize(weight, "fp8_row").to("cuda"), weight.cuda()
     for T in ROWS:
         rows = [chunk[:T] for chunk in chunks]
-        profile(f"op T={T}", lambda rows=rows: ek.norm_concat_linear(rows, weight, norm_weight=gain))
-        profile(f"linear T={T}", lambda T=T: F.linear(concat[:T], weight))
+        profile(f"op T={T}", partial(ek.norm_concat_linear, rows, weight, norm_weight=gain))
+        profile(f"linear T={T}", partial(F.linear, concat[:T], weight))
     for T in ROWS_OF_CODES:
         rows = [chunk[:T] for chunk in chunks]
-        profile(f"op fp8_row T={T}", lambda rows=rows: ek.norm_concat_linear(rows, codes, norm_weight=gain))
+        profile(f"op fp8_row T={T}", partial(ek.norm_concat_linear, rows, codes, norm_weight=gain))
 
 
 def profile(name: str, call: Callable[[], object]) -> None:

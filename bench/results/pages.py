@@ -25,7 +25,7 @@ from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 RESULTS = Path("bench/results")
 VLLM_COMBINE = "vllm_combine.json"
-NO_BENCH_RUNS = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
+NO_BENCH_RUNS: tuple[str, ...] = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
 NO_BENCH_RUNS += ("device.json", "gpu_tests.json", "probes.json")
 _VARIANT = "decode-curve-"  # then what was set: tables behind those of `decode-curve`, but no plot and no headline
 # The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
