@@ -152,7 +152,8 @@ def _run(command: Command, log: Path, environment: dict, limit: float, save: Cal
 
 def collect(folder: Path) -> int:
     """Runs into bench/results/<device>/, tuned tables into the package; `make report` then shows them."""
-    environment = ((read_json(folder / "library.json") or {}).get("result") or {}).get("run", {}).get("environment")
+    library = (read_json(folder / "library.json") or {}).get("result") or {}
+    environment = (library.get("run") or {}).get("environment")
     for stage in STAGES:
         record = read_json(folder / f"{stage.name}.json")
         if record is None:

@@ -146,7 +146,7 @@ __device__ __forceinline__ int place_codes(int row, int part) {
   return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 2 * 2 : row % 4 * 2)) * 16;
 }
 
-// How many of the shares are this block's, and of the last one how many lanes' outputs.
+// How many lanes' outputs are this block's, of all its shares.
 __device__ __forceinline__ int own_packs(int packs) {
   int own = 0;
   for (int share = static_cast<int>(blockIdx.y); share * 32 < packs; share += static_cast<int>(gridDim.y)) {
@@ -202,11 +202,15 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
   const bool stores = first + lane < packs;
   const int pack = stores ? first + lane : packs - 1;
   const int token = pack / kPacksOfRow, column = pack % kPacksOfRow * kOutputColumns;
-  const auto words_of = [&](int from) {
-    return reinterpret_cast<const Words*>(received.shares[from * shares + warp])[pack % 32];
-  };
-  const auto squares_of = [&](int from) { return received.squares[from][token]; };
-  finish_pack<T>(arguments, first_row + token, first_output + column, stores, words_of, squares_of,
+  Words words[kMaxCluster];
+  float squares_of[kMaxCluster];
+#pragma unroll
+  for (int from = 0; from < kMaxCluster; ++from) {
+    if (from >= blocks) break;
+    words[from] = reinterpret_cast<const Words*>(received.shares[from * shares + warp])[pack % 32];
+    squares_of[from] = received.squares[from][token];
+  }
+  finish_pack<T>(arguments, first_row + token, first_output + column, stores, words, squares_of,
                  1 / K::template kGainFactor<T>);
 }
 
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
   const char* gain = static_cast<const char*>(chunk.gain.data);
 
-  // What this thread copies of a block of 64 columns; beyond the range an empty group, so that groups count stages.
+  // What this thread copies of a block of columns; beyond the range an empty group, so that groups count stages.
   const auto copy_block = [&](int block, int slot) {
     const int column = block * kStageColumns;
     if (block < end && copies_weight) {

@@ -77,12 +77,13 @@ struct BlockSums {
 // same half of a warp have the same row.
 constexpr int kPacksOfRow = 16;
 
-// A pack of each lane from what all ranges have of it, words_of(rank) and the squares of its row, in the order of
+// A pack of each lane from what all ranges have of it, words[rank] and the squares of its row, in the order of
 // ranges and chunks; lanes that store nothing work on another's. Lane k of a half finds the scale of chunk k: loads, a
 // root and two divisions, which one chunk after the other takes thrice as long for three.
-template <class T, class WordsOf, class SquaresOf>
+template <class T, class WordsOfRanges, class SquaresOfRanges>
 __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t row, int64_t output, bool stores,
-                                            const WordsOf& words_of, const SquaresOf& squares_of, float gain_unscale) {
+                                            const WordsOfRanges& words, const SquaresOfRanges& squares,
+                                            float gain_unscale) {
   const NormConcatLinear& op = arguments.op;
   const Concat& source = op.source;
   const int blocks = arguments.ranges.count, num_chunks = static_cast<int>(source.num_chunks);
@@ -104,7 +105,7 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
   if (source.norm != Norm::kNone) {
     float of_chunk = 0, own = 0;
     for_each_range([&](int rank, int k, bool is_last) {
-      of_chunk += squares_of(rank);
+      of_chunk += squares[rank];
       if (!is_last) return;
       if (k == own_chunk) own = of_chunk;
       of_chunk = 0;
@@ -130,9 +131,10 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
 
   float total[kOutputColumns] = {}, of_chunk[kOutputColumns] = {};
   for_each_range([&](int rank, int k, bool is_last) {
-    const Words words = words_of(rank);
+    const Words of_range = words[rank];
+    const uint32_t values[kOutputColumns] = {of_range.x, of_range.y, of_range.z, of_range.w};
 #pragma unroll
-    for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(word(words, i));
+    for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(values[i]);
     if (!is_last) return;
     const float by = __shfl_sync(~0u, scale, first_lane + k);
     // An infinite gain has made the product NaN.
@@ -152,6 +154,16 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
   store_outputs(static_cast<T*>(op.out) + row * op.out_row_stride, output, op.num_columns, total, stores_words<T>(op));
 }
 
+// What is at the same place in the blocks of the cluster.
+struct WordsOfBlocks {
+  const float* mine;
+  __device__ __forceinline__ Words operator[](int rank) const { return load_words_from_block(mine, rank); }
+};
+struct SquaresOfBlocks {
+  const float* mine;
+  __device__ __forceinline__ float operator[](int rank) const { return load_from_block(mine, rank); }
+};
+
 // The outputs of a cluster: every block sums a share of them over all ranges. The shares go by warps, so that all
 // blocks have one of few rows, and a warp reads neighbours. kAtOnce: what all ranges have of a pack is loaded at once,
 // where the registers for it are there; one after the other that takes up to 8 times as long.
@@ -162,6 +174,7 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
   const NormConcatLinear& op = arguments.op;
   const int blocks = static_cast<int>(gridDim.y), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
+  const bool has_norm = op.source.norm != Norm::kNone;
   const int packs = rows * (kColumns / kOutputColumns), step = static_cast<int>(blockDim.x) * blocks;
   sync_cluster();
   for (int first = (warp * blocks + static_cast<int>(blockIdx.y)) * 32; first < packs; first += step) {
@@ -169,8 +182,8 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
     const int pack = stores ? first + lane : packs - 1;
     const int token = pack / (kColumns / kOutputColumns), column = pack % (kColumns / kOutputColumns) * kOutputColumns;
     const float *own = sums.products + token * kStride + column, *own_squares = sums.squares + token;
-    const auto finish = [&](const auto& words_of, const auto& squares_of) {
-      finish_pack<T>(arguments, first_row + token, first_output + column, stores, words_of, squares_of, gain_unscale);
+    const auto finish = [&](const auto& words, const auto& squares) {
+      finish_pack<T>(arguments, first_row + token, first_output + column, stores, words, squares, gain_unscale);
     };
     if constexpr (kAtOnce) {
       Words words[kMaxCluster];
@@ -180,12 +193,11 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
       for (int rank = 0; rank < kMaxCluster; ++rank) {
         if (rank >= blocks) break;
         words[rank] = load_words_from_block(own, rank);
-        squares[rank] = load_from_block(own_squares, rank);
+        squares[rank] = has_norm ? load_from_block(own_squares, rank) : 0.0f;
       }
-      finish([&](int rank) { return words[rank]; }, [&](int rank) { return squares[rank]; });
+      finish(words, squares);
     } else {
-      finish([&](int rank) { return load_words_from_block(own, rank); },
-             [&](int rank) { return load_from_block(own_squares, rank); });
+      finish(WordsOfBlocks{own}, SquaresOfBlocks{own_squares});
     }
   }
   end_cluster();

@@ -460,7 +460,7 @@ def has_wgmma(device: torch.device) -> bool:
 
 
 def has_clusters(device: torch.device) -> bool:
-    """Whether blocks reach one another's shared memory, which the fused CUDA kernel sums through."""
+    """Whether blocks reach one another's shared memory, where the kernels of one launch bring their sums together."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
