@@ -254,8 +254,8 @@ struct SentBarrier {
         : "memory");
 #endif
   }
-  // Without a scope, as CUTLASS's ClusterTransactionBarrier: what has come is in this block's own memory, which no cache
-  // stands before. `.acquire.cluster` would invalidate L1 besides.
+  // Without a scope, as CUTLASS's ClusterTransactionBarrier: what has come is in this block's own memory, and no cache
+  // stands before that. `.acquire.cluster` would invalidate L1 besides.
   __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 900
     asm volatile(

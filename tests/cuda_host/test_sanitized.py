@@ -96,7 +96,7 @@ def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, for
     code = _RING.format(kernel=name, switches=switches, late=forgotten == "waits")
     run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), **variables)
     said_of_waits = {
-        "fused": "a block has ended before what it is sent has come",
+        "fused": "shared memory of a block that has ended",
         "wgmma": "a thread has ended before its products",
     }
     if forgotten == "waits" and kernel in said_of_waits:
