@@ -18,7 +18,7 @@ ROWS_OF_CODES = (1, 16, 64)
 
 
 def main() -> None:
-    chunks = [torch.randn(ROWS[-1], H, device="cuda").bfloat16() for _ in range(K)]
+    chunks = [torch.randn(max(*ROWS, *ROWS_OF_CODES), H, device="cuda").bfloat16() for _ in range(K)]
     weight = torch.randn(D, K * H).mul_((K * H) ** -0.5).bfloat16()
     gain, concat = torch.rand(K, H, device="cuda").bfloat16(), torch.cat(chunks, -1)
     codes, weight = ek.quantize(weight, "fp8_row").to("cuda"), weight.cuda()

@@ -21,8 +21,8 @@ ALTERNATIVES = ROOT / _ALTERNATIVES_NAME
 
 Command = Sequence[str]
 
-# The projection first: if time is short, its failures are the ones to know of. Each is one process, and one start of
-# its workers: 10 s for each file were half of what the tests took.
+# The projection first: if time is short, its failures are the ones to know of. Each command starts its workers once,
+# which a command for each file would do nine times.
 _TEST_FILES = {
     "projection": ("test_norm_concat_linear.py", "test_norm_concat_linear_quantized.py"),
     "others": (
@@ -158,7 +158,8 @@ def _decode_curve(device: str) -> list[Command]:
         # The card's clocks stay as they are. ncu empties the caches in front of each kernel, and prints a line for each
         # figure of it.
         profiled = ["--profile-from-start", "off", "--clock-control", "none", *_of_sections()]
-        log = ["--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
+        # Without what its rules advise, which was most of an output that outgrew what the stage keeps.
+        log = ["--apply-rules", "no", "--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
         commands.append([ncu, *profiled, *log, sys.executable, "-m", "eagle_kernels.bench.gpu.counters"])
     of_cuda = [*what, "--backends", cuda, "--baselines", "linear"]
     programs = [(_VARIANTS, _CLI), *([(_OF_ALTERNATIVES, (_ALTERNATIVES_NAME,))] if ALTERNATIVES.exists() else [])]

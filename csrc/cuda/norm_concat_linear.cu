@@ -2,11 +2,11 @@
 // multiplies, with two ends.
 //
 // A block computes some columns of the output over a range of columns of one chunk. The weight and x pass through a
-// ring of stages in shared memory, 48 KB of the weight ahead of the product in a block and two blocks on an SM of
-// Hopper, or 80 KB in one block of 128 rows, which takes as much shared memory as no other GPU but sm_100 has: those
-// multiply 64 rows twice. Half of the warps copy the weight and half copy x: a thread's copies land in order, and those
-// of the weight start before the previous kernel has ended (or, where it may write the weight, come into L2), those of
-// x after.
+// ring of stages in shared memory, 48 KB of the weight ahead of the product in a block (32 of codes, and of the fused
+// kernel with residuals) and two blocks on an SM of Hopper, or 80 KB in one block of 128 rows, which takes as much
+// shared memory as no other GPU but sm_100 has: those multiply 64 rows twice. Half of the warps copy the weight and
+// half copy x: a thread's copies land in order, and those of the weight start before the previous kernel has ended (or,
+// where it may write the weight, come into L2), those of x after.
 //
 // Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The ranges of 64 columns of the output are
 // a cluster, whose blocks send one another their sums, to each its share of the outputs. On an H100 that takes 1.3 us
@@ -38,7 +38,7 @@
 //
 // A weight of codes (FP8, INT8) passes through the ring as bytes, for up to 32 rows in stages of 128 columns, and is
 // widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of a range. The
-// fused kernel takes stages of 256 columns, half as many barriers and addresses as of 128: with the gain on x 0.173
+// fused kernel takes stages of 256 columns, half as many barriers and addresses as of 128: with the gain on x 0.171
 // instructions a byte, 0.215 without either. A warp has two steps of 32 columns of such a stage, and scales its sums
 // behind them, where scales are of blocks of at least 64 columns and 64 rows of the weight: a tile has one scale then
 // (0.21; with a scale for each row of the weight that was 0.4).
@@ -407,14 +407,14 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // rows).
   const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
   const float scale = gain == nullptr ? 1.0f : K::template kGainFactor<T>;
-  // Of the fused kernel's two rows a warp, of few rows in few warps: they are 19 of 208 instructions in its loop, of
-  // codes 49 of 339.
+  // Of the fused kernel's two rows a warp, of few rows in few warps: they are 19 of 166 instructions in its loop, of
+  // codes 38 of 350.
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
                            (K::kFused ? first_row + 2 * warp < op.num_rows
                                       : first_output == 0 && column_warp < K::kRowTiles / 2);
-  // Where in a stage of codes a lane reads in each of its steps: with scales of blocks ptxas made these places anew in
-  // every stage, 19 instructions of 449.
-  constexpr bool kKeepsPlaces = kScaledStages && !kResidual;
+  // Where in a stage of codes a lane reads in each of its steps: ptxas made these places anew in every stage, 19
+  // instructions of 449 with scales of blocks, 22 of 372 with one for a row.
+  constexpr bool kKeepsPlaces = K::kIsCodes && K::kFused && !kResidual;
   [[maybe_unused]] uint32_t codes_place[K::kSteps], x_place[K::kSteps];
   if constexpr (kKeepsPlaces) {
 #pragma unroll

@@ -81,9 +81,9 @@ def test_the_model_of_more_rows(calls: dict[str, instances.Call]) -> None:
 
 
 def test_the_model_of_codes_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
-    """One launch where a row has one scale, at 0.71 to 0.77 of the bf16 op's time where that has 90 MB and more: the
-    more rows, the more squares."""
-    limits = {"1": 0.71, "8": 0.73, "16": 0.77}
+    """One launch where a row has one scale, at 0.7 of the bf16 op's time where that has 90 MB and more: the more rows,
+    the more squares."""
+    limits = {"1": 0.67, "8": 0.70, "16": 0.73}
     for name, call in calls.items():
         if match := re.search(r"T=(1|8|16) (fp8|int8)_row", name):
             assert call.instance.startswith("fused ")
