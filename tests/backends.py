@@ -20,6 +20,18 @@ def environment_of(**variables: str) -> Iterator[None]:
     plan.clear()
 
 
+@contextlib.contextmanager
+def fused_up_to(rows: int) -> Iterator[None]:
+    """The package as it behaves where the fused CPU kernel is the faster one up to so many rows; -1: at none."""
+    with pytest.MonkeyPatch.context() as patch:
+        for limits in plan.FUSED_ROWS.values():
+            for isa in limits:
+                patch.setitem(limits, isa, rows)
+        plan.clear()
+        yield
+    plan.clear()
+
+
 def usable_isas() -> list[str]:
     """The instruction sets of the compiled kernels that this build and this machine have, in ascending order."""
     if library.unsupported_reason is not None:
@@ -30,3 +42,7 @@ def usable_isas() -> list[str]:
 
 CPU_ISAS = usable_isas()
 needs_compiled = pytest.mark.skipif(not CPU_ISAS, reason=f"no compiled kernels: {library.unsupported_reason}")
+# oneDNN wants AVX-512 for it, as a CPU of 2 cores that CI has run on does not have.
+needs_packing = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bf16 on this CPU"
+)

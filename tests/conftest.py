@@ -1,5 +1,6 @@
 """Options, seeds, markers, and the fixtures that activate a backend, an instruction set or a plan."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -8,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from backends import CPU_ISAS, environment_of
+from backends import CPU_ISAS, environment_of, fused_up_to
 from eagle_kernels import plan
-from eagle_kernels.plan import FUSED_ROWS
 
 pytest_plugins = ("counted",)
 
@@ -72,7 +72,7 @@ def cpu_isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(params=[*(f"fused-{isa}" for isa in CPU_ISAS), *(["two-step"] if CPU_ISAS else []), "reference"])
-def projection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def projection(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way norm_concat_linear can run, for every T: the fused kernel of each instruction set, norm_concat followed
     by torch's product, and the reference backend."""
     method, _, isa = request.param.partition("-")
@@ -80,10 +80,8 @@ def projection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         variables = {"EAGLE_KERNELS_CPU_ISA": isa, "EAGLE_KERNELS_BATCH_INVARIANT": "1"}
     elif request.param == "two-step":
         variables = {"EAGLE_KERNELS_BACKEND": "cpu"}
-        for limits in FUSED_ROWS.values():
-            for isa in limits:
-                monkeypatch.setitem(limits, isa, -1)
     else:
         variables = {"EAGLE_KERNELS_BACKEND": "reference"}
-    with environment_of(**variables):
+    limited = fused_up_to(-1) if request.param == "two-step" else contextlib.nullcontext()
+    with limited, environment_of(**variables):
         yield request.param

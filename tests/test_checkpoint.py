@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
+from backends import needs_packing
 from guards import UnchangedTensors, same_bits
 
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -85,13 +86,16 @@ def stored(weights: dict[str, Tensor], file: str, folder: Path) -> object:
     return folder if file == "folder" else os.fspath(folder / "model.safetensors")
 
 
-def test_eagle3_reads_concat_norm_and_bias_and_packs_again() -> None:
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_packing)], ids=["dense", "packed"])
+def test_eagle3_reads_concat_norm_and_bias(packed: bool) -> None:
     config = ek.Eagle3Config(num_chunks=K, target_hidden_size=H, hidden_size=D, concat_norm=True, bias=True)
-    layer = ek.Eagle3Projection(config, dtype=torch.bfloat16).prepack()
+    layer = ek.Eagle3Projection(config, dtype=torch.bfloat16)
+    if packed:
+        layer.prepack()
     shapes = {"fc.weight": (D, K * H), "fc.bias": (D,), "input_norm.weight": (K * H,)}
     weights = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     layer.load_checkpoint(renamed(weights, "model.{}".format))
-    assert layer.fc.packed is not None
+    assert (layer.fc.packed is not None) == packed
     assert all(same_bits(layer.state_dict()[name], tensor) for name, tensor in weights.items())
 
 

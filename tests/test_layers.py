@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import eagle_kernels as ek
-from backends import environment_of
+from backends import environment_of, needs_packing
 from eagle_kernels.quantized_weight import FORMATS
 
 K, H, D, T = 3, 72, 40, 9
@@ -51,7 +51,7 @@ NORMS = [
     ("dtype", "packed"),
     [
         pytest.param(torch.bfloat16, False, id="bf16"),
-        pytest.param(torch.bfloat16, True, id="bf16-packed"),
+        pytest.param(torch.bfloat16, True, id="bf16-packed", marks=needs_packing),
         pytest.param(torch.float32, False, id="fp32"),
     ],
 )
@@ -91,6 +91,7 @@ def test_state_dict_names_are_those_of_checkpoints(norms: dict) -> None:
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
+@needs_packing
 def test_packing_keeps_one_copy_and_survives_a_reload() -> None:
     layer, other = make_layer(chunk_norm=True), make_layer(chunk_norm=True)
     other.fc.weight.mul_(-3)
@@ -111,7 +112,9 @@ def test_packing_keeps_one_copy_and_survives_a_reload() -> None:
     torch.testing.assert_close(layer([chunk.half() for chunk in chunks]), other.half()([c.half() for c in chunks]))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "packed", [pytest.param(False, id="dense"), pytest.param(True, id="packed", marks=needs_packing)]
+)
 @pytest.mark.parametrize("norms", NORMS)
 def test_an_iterable_is_read_once(norms: dict, packed: bool) -> None:
     layer = make_layer(**norms)
@@ -124,6 +127,7 @@ def test_an_iterable_is_read_once(norms: dict, packed: bool) -> None:
         assert torch.equal(layer((chunk for chunk in chunks), **once), expected)
 
 
+@needs_packing
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_packed_layer_can_be_copied(how: str) -> None:
     """Its blocked layout cannot be: the copy packs the dense weight again."""
@@ -137,6 +141,7 @@ def test_a_packed_layer_can_be_copied(how: str) -> None:
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
 
 
+@needs_packing
 def test_the_out_of_a_packed_layer_is_checked() -> None:
     layer = make_layer(bias=True).prepack()
     chunks = torch.randn(T, K * H).bfloat16()
@@ -152,6 +157,7 @@ def test_the_out_of_a_packed_layer_is_checked() -> None:
         assert torch.equal(out, before)
 
 
+@needs_packing
 def test_a_nan_row_stays_in_its_row_of_a_packed_layer() -> None:
     """K*H = 216 ends inside a tile of AMX, behind which the next row begins."""
     layer = make_layer(chunk_norm=True).prepack()
@@ -161,6 +167,7 @@ def test_a_nan_row_stays_in_its_row_of_a_packed_layer() -> None:
     assert layer(chunks).isnan().any(1).nonzero().flatten().tolist() == [4]
 
 
+@needs_packing
 def test_a_packed_layer_is_dense_where_fp32_is_assigned() -> None:
     """prepack refuses fp32, for oneDNN's product of it; load_state_dict(assign=True) had it packed."""
     layer, other = make_layer(chunk_norm=True).prepack(), make_layer(torch.float32, chunk_norm=True)
@@ -170,6 +177,7 @@ def test_a_packed_layer_is_dense_where_fp32_is_assigned() -> None:
     assert torch.equal(layer(chunks), other(chunks))
 
 
+@needs_packing
 def test_a_packed_layer_checks_its_chunks() -> None:
     """oneDNN pads x as it pads the weight: 214 columns of 216 had a result. What it refused it worded."""
     layer = make_layer(bias=True)
@@ -187,6 +195,7 @@ def test_a_packed_layer_checks_its_chunks() -> None:
         packed(chunks)
 
 
+@needs_packing
 def test_a_packed_layer_takes_a_weight_that_is_assigned() -> None:
     """The packed one was multiplied, and was in the state_dict."""
     layer, chunks = make_layer().prepack(), torch.randn(T, K * H).bfloat16()
@@ -199,6 +208,7 @@ def test_a_packed_layer_takes_a_weight_that_is_assigned() -> None:
     assert torch.equal(layer(chunks), dense(chunks)) and torch.equal(layer.state_dict()["fc.weight"], weight)
 
 
+@needs_packing
 def test_a_packed_layer_stays_packed_where_a_move_fails() -> None:
     layer, chunks = make_layer(bias=True).prepack(), torch.randn(T, K * H).bfloat16()
     before = layer(chunks)
@@ -211,6 +221,7 @@ def test_a_packed_layer_stays_packed_where_a_move_fails() -> None:
     assert layer.fc.packed is not None and layer.fc.weight is None and torch.equal(layer(chunks), before)
 
 
+@needs_packing
 def test_a_packed_layer_with_out_compiles_into_one_graph() -> None:
     layer, chunks = make_layer(bias=True).prepack(), torch.randn(T, K * H).bfloat16()
     out = torch.empty(T, D).bfloat16()
@@ -219,6 +230,7 @@ def test_a_packed_layer_with_out_compiles_into_one_graph() -> None:
     assert torch.equal(out, layer(chunks))
 
 
+@needs_packing
 def test_packing_is_not_batch_invariant() -> None:
     """Of a bias that cancels the product, 33 rows had other bits than 32."""
     layer = make_layer().prepack()
@@ -234,6 +246,19 @@ def test_packing_refuses_fp32() -> None:
     with pytest.raises(TypeError, match=r"prepack: fc.weight is torch.float32 on cpu, expected bf16 or fp16 on cpu"):
         layer.prepack()
     assert layer.fc.packed is None and layer.fc.weight is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_packing_refuses_what_onednn_does_not_multiply(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What such a CPU is asked: one without AVX-512 of bf16, one without AMX of fp16."""
+    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    monkeypatch.setattr(torch.ops.mkldnn, supported, lambda: False)
+    layer, chunks = make_layer(dtype), torch.randn(T, K * H).to(dtype)
+    message = f"prepack: fc.weight is {dtype} on cpu, expected .*, because oneDNN multiplies no {dtype} on this CPU"
+    before = layer(chunks)
+    with pytest.raises(TypeError, match=message):
+        layer.prepack()
+    assert layer.fc.packed is None and torch.equal(layer(chunks), before)
 
 
 def test_projection_refuses_a_drafter_without_one() -> None:

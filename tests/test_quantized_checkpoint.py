@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
+from backends import needs_packing
 from eagle_kernels import plan
 from eagle_kernels.quantized_weight import FORMATS, QuantizedWeight
 from guards import UnchangedTensors, same_bits
@@ -187,9 +188,15 @@ def test_a_layer_changes_between_quantized_and_dense(layout: str) -> None:
         layer.load_checkpoint(dense)
         assert same_bits(layer.fc.weight, dense["model.fc.weight"])
         assert "fc.weight_scale" not in layer.state_dict()
-    packed = eagle3().prepack().load_checkpoint(weights)
+
+
+@needs_packing
+@pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4"])
+def test_a_packed_layer_becomes_quantized(layout: str) -> None:
+    _, weights, _ = quantized_fc(layout)
+    packed, dense = eagle3().prepack().load_checkpoint(weights), eagle3().load_checkpoint(weights)
     x = torch.randn(2, W).bfloat16()
-    assert torch.equal(packed(x), twin(x))
+    assert torch.equal(packed(x), dense(x))
 
 
 def test_an_update_in_place_counts_from_the_next_call() -> None:

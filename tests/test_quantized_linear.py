@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import eagle_kernels as ek
+from backends import needs_packing
 from eagle_kernels.quantized_weight import FORMATS
 from guards import UnchangedTensors, same_bits
 
@@ -73,11 +74,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("saved", [name for name in OTHERS if name != "packed"])
-@pytest.mark.parametrize("own", OTHERS)
+@pytest.mark.parametrize("own", [pytest.param(own, marks=needs_packing if own == "packed" else ()) for own in OTHERS])
 def test_a_state_dict_of_another_format_changes_nothing(own: str, saved: str, strict: bool) -> None:
     """torch casts codes and skips scales: fp8_row into int8_row was 112 % off, and all keys matched."""
-    if own == "packed" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN multiplies no bf16 on this CPU")
     layer, state = OTHERS[own](), eagle3(None if saved == "dense" else saved).state_dict()
     if own == saved or (own, saved) == ("packed", "dense"):
         layer.load_state_dict(state, strict=strict)
@@ -196,11 +195,10 @@ def test_a_reload_writes_where_the_weight_is(format: str) -> None:
     assert torch.equal(layer(x), update(x))
 
 
+@needs_packing
 @pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit", "dense"])
 def test_a_packed_layer_without_other_parameters_loads_a_checkpoint(format: str) -> None:
     """Its device was that of a parameter or of codes, and it has neither: AttributeError."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN multiplies no bf16 on this CPU")
     config, weight = ek.Eagle3Config(K, H, D), torch.randn(D, W).bfloat16()
     codes = ek.Eagle3Projection(config, dtype=torch.bfloat16)
     codes.fc.weight.copy_(weight)

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kernels as ek
 import eagle_kernels.ops.store_context_kv  # registers it
-from backends import environment_of
-from eagle_kernels.plan import FUSED_ROWS
+from backends import environment_of, fused_up_to
 from guards import same_bits
 
 T, K, H, D, V = 5, 3, 24, 17, 40
@@ -342,13 +341,10 @@ class Dispatched(TorchDispatchMode):
 @pytest.mark.parametrize("kernel", ["preferred", "reference", "two steps"])
 @pytest.mark.parametrize("path", [contextlib.nullcontext, Dispatched], ids=["plain", "registered"])
 @pytest.mark.parametrize("call", WRITING_CALLS)
-def test_autograd_sees_what_is_written(call: str, path: Callable, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autograd_sees_what_is_written(call: str, path: Callable, kernel: str) -> None:
     """A tensor that was saved for a backward and then written: the backward raises, as after torch's own out= ops."""
-    if kernel == "two steps":
-        for limits in FUSED_ROWS.values():
-            for isa in limits:
-                monkeypatch.setitem(limits, isa, -1)
-    with environment_of(**{"EAGLE_KERNELS_BACKEND": "reference"} if kernel == "reference" else {}):
+    limited = fused_up_to(-1) if kernel == "two steps" else contextlib.nullcontext()
+    with limited, environment_of(**{"EAGLE_KERNELS_BACKEND": "reference"} if kernel == "reference" else {}):
         out = rows(T, H)
         product = out * torch.ones(T, H, requires_grad=True)
         with path():

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import eagle_kernels as ek
-from backends import environment_of, needs_compiled
+from backends import environment_of, fused_up_to, needs_compiled
 from bad_calls import BAD_CALLS, CONTEXT_KV, GOOD, QUANTIZED, BadCall
-from eagle_kernels.plan import FUSED_ROWS
 from guards import same_bits
 from primitives import tensors_of
 
@@ -44,12 +43,10 @@ def test_every_failed_check_is_worded(call: BadCall, backend: str) -> None:
 
 @needs_compiled
 @pytest.mark.parametrize("call", [call for call in PUBLIC if call.op == "norm_concat_linear"], ids=lambda call: call.id)
-def test_a_failed_check_of_the_two_step_plan_is_worded(call: BadCall, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_of_the_two_step_plan_is_worded(call: BadCall) -> None:
     """There norm_concat's primitive checks the sources, and its name may not come out."""
-    for limits in FUSED_ROWS.values():
-        for isa in limits:
-            monkeypatch.setitem(limits, isa, -1)
-    check_worded(call, "cpu")
+    with fused_up_to(-1):
+        check_worded(call, "cpu")
 
 
 @pytest.mark.parametrize("op", [op for op in GOOD if op not in (QUANTIZED, CONTEXT_KV)])

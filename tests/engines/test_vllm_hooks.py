@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vllm_stand_in import MODELS, SPECULATORS, D, H, K
 
 import eagle_kernels as ek
-from backends import needs_compiled
+from backends import fused_up_to, needs_compiled
 from eagle_kernels import library, plan
 from eagle_kernels.engines import decision, eligibility, gates
 from eagle_kernels.plan import Kernel
@@ -39,7 +39,8 @@ VLLMS = (1.0, 1.0, 1.0, 1.0)  # seconds of its own calls
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """A stand-in vLLM in sys.modules, and the plugin as a fresh process has it, forced on. The V2 runner is not
-    imported yet. The gates know the bodies of the stand-in beside those of vLLM."""
+    imported yet. The gates know the bodies of the stand-in beside those of vLLM. The fused kernel is the faster one on
+    any CPU."""
     loaded, defined = {}, stand_in.modules()
     check_body, known = gates.check_body, dict.fromkeys(stand_in.bodies(defined), ("the stand-in",))
     monkeypatch.setattr(
@@ -53,15 +54,16 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
             monkeypatch.setitem(sys.modules, name, loaded[name])
     loaded["vllm"].envs = loaded["vllm.envs"]
     clear_plugin()
-    yield types.SimpleNamespace(
-        root=loaded["vllm"],
-        envs=loaded["vllm.envs"],
-        models=loaded[f"{MODELS}.registry"].ModelRegistry.models,
-        Eagle3=loaded[f"{MODELS}.llama_eagle3"].Eagle3LlamaForCausalLM,
-        speculator_modules={name: module for name, module in loaded.items() if name.startswith(SPECULATORS)},
-        EagleSpeculator=loaded[f"{SPECULATORS}.eagle.speculator"].EagleSpeculator,
-        DFlashSpeculator=loaded[f"{SPECULATORS}.dflash.speculator"].DFlashSpeculator,
-    )
+    with fused_up_to(512):
+        yield types.SimpleNamespace(
+            root=loaded["vllm"],
+            envs=loaded["vllm.envs"],
+            models=loaded[f"{MODELS}.registry"].ModelRegistry.models,
+            Eagle3=loaded[f"{MODELS}.llama_eagle3"].Eagle3LlamaForCausalLM,
+            speculator_modules={name: module for name, module in loaded.items() if name.startswith(SPECULATORS)},
+            EagleSpeculator=loaded[f"{SPECULATORS}.eagle.speculator"].EagleSpeculator,
+            DFlashSpeculator=loaded[f"{SPECULATORS}.dflash.speculator"].DFlashSpeculator,
+        )
     clear_plugin()
 
 
