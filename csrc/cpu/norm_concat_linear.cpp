@@ -4,8 +4,9 @@
 // reads it at half of the memory's speed. Here the weight streams row-major, as the checkpoint has it: the rows are
 // normed and rounded once into a packed operand that stays in the cache, and no copy of the weight is ever made.
 //
-// Five projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
-// for bf16 on the tile unit, project_quantized.h for other codes, project_dot.h for everything else. Each sums a column
+// Six projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
+// for bf16 on the tile unit, project_quantized.h for other codes with AVX-512, project_floats.h for codes and many rows
+// of bf16 without it, project_dot.h for everything else. Each sums a column
 // of the output in an order that depends on K*H and the weight's scales alone (on the tile unit on those of e8m0 of 32
 // columns), so the bits of a row do not depend on N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
@@ -13,6 +14,7 @@
 #include "norm_row.h"
 #include "project_codes.h"
 #include "project_dot.h"
+#include "project_floats.h"
 #include "project_quantized.h"
 #if defined(__AMX_BF16__)
 #include "project_amx_codes.h"
@@ -35,9 +37,30 @@ bool multiplies_few_rows(const NormConcatLinear& op) {
 }
 #endif
 
+#if defined(__AVX512F__)
 // Whether the weight is codes, which bf16 in 12 bits is not here: its rows become rows of bf16.
-bool is_quantized(const NormConcatLinear& op) {
+bool is_in_strips(const NormConcatLinear& op) {
   return op.weight_type != WeightType::kChunks && op.weight_type != WeightType::kBFloat16In12;
+}
+#endif
+
+template <class T>
+void project_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (op.weight_type == WeightType::kBFloat16In12) {
+      return dot_project<T>(op, RowsIn12Bits<T>(op), panel_begin, panel_end);
+    }
+  }
+#if !defined(__AVX512F__)
+  if (op.weight_type != WeightType::kChunks) {
+    return with_code(op.weight_type,
+                     [&](auto code) { project_codes_by_floats<T, decltype(code)>(op, panel_begin, panel_end); });
+  }
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (op.num_rows > kMostRowsInPlace) return dot_project<T>(op, RowsAsFloats<T>(op), panel_begin, panel_end);
+  }
+#endif
+  dot_project<T>(op, RowsInPlace<T>(op), panel_begin, panel_end);
 }
 
 template <class T>
@@ -70,7 +93,10 @@ int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
   int64_t bytes = 0;
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
-    bytes = is_quantized(op) ? strips_workspace<T>(op) : dot_workspace<T>(op);
+    bytes = dot_workspace<T>(op);
+#if defined(__AVX512F__)
+    if (is_in_strips(op)) bytes = strips_workspace<T>(op);
+#endif
   });
   return bytes + totals_workspace(op);
 }
@@ -83,7 +109,10 @@ int64_t norm_concat_linear_row_groups<kIsa>(const NormConcatLinear& op) {
 #if defined(__AVX512BF16__)
   if (multiplies_few_rows(op)) return op.num_rows;
 #endif
-  return is_quantized(op) ? strips_groups(op) : op.num_rows;
+#if defined(__AVX512F__)
+  if (is_in_strips(op)) return strips_groups(op);
+#endif
+  return op.num_rows;
 }
 
 template <>
@@ -99,7 +128,9 @@ void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t group_beg
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
-    if (is_quantized(op)) return strips_pack<T>(op, group_begin, group_end);
+#if defined(__AVX512F__)
+    if (is_in_strips(op)) return strips_pack<T>(op, group_begin, group_end);
+#endif
     dot_pack<T>(op, group_begin, group_end, packed_width<T>(op));
   });
 }
@@ -121,8 +152,13 @@ void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_
 #endif
   with_dtype(op.source.dtype, [&](auto type) {
     using T = decltype(type);
-    if (!is_quantized(op)) return dot_project<T>(op, panel_begin, panel_end);
-    with_code(op.weight_type, [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
+#if defined(__AVX512F__)
+    if (is_in_strips(op)) {
+      return with_code(op.weight_type,
+                       [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
+    }
+#endif
+    project_rows<T>(op, panel_begin, panel_end);
   });
 }
 

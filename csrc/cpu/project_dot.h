@@ -63,9 +63,10 @@ constexpr int kTileColumns = kLanes == 16 ? 6 : 4;
 constexpr int kTileRows = kLanes == 16 ? 4 : 2;
 
 // K*H is summed in blocks of a packed row: lanes within a block, then block after block. In fp32 of 2 KB, of which 16
-// rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6).
+// rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6), with fewer lanes of 4 KB (bf16 at
+// T = 1 and 4 3.8 and 5.2 ms, so 2.8 and 4.5).
 template <class T>
-constexpr int64_t kDotBlockK = 2048 / sizeof(float);
+constexpr int64_t kDotBlockK = (kLanes == 16 ? 2048 : 4096) / sizeof(float);
 
 #if defined(__AVX512BF16__)
 // Of a product of bf16 GCC 12 keeps no sums of 6x4 or 6x3 in registers; 4 KB of a tile's rows fit in L1 with as much of
@@ -87,27 +88,44 @@ constexpr int64_t kCachedBytes = 768 << 10;
 template <class T>
 constexpr int64_t kDotBlockColumns = 48 / kTileColumns<T> * kTileColumns<T>;
 
-// kTileColumns<T> rows of the weight, or one; `fetch_rows` rows of what comes next are fetched beside their products.
-template <class T>
+// Rows that come next, of which each step of a tile fetches its columns; so many bits are a column.
+template <int64_t kBits>
+struct RowsAhead {
+  const uint8_t* data = nullptr;
+  int64_t row_bytes = 0;
+  int64_t rows = 0;
+
+  [[gnu::always_inline]] void fetch(int64_t k) const {
+    const int64_t byte = k * kBits / 8;
+    // Of codes a line is several steps.
+    if (kBits < 16 && byte % kCacheLine != 0) return;
+    for (int64_t row = 0; row < rows; ++row) __builtin_prefetch(data + row * row_bytes + byte, 0, 2);
+  }
+};
+
+// kTileColumns<T> rows of the weight, or one.
+template <class T, int64_t kBitsAhead = 8 * sizeof(T)>
 struct WeightRows {
+  using Step = DotStep<T>;
   const T* data;
   int64_t row_stride;
-  const T* next;
-  int64_t next_stride;
-  int64_t fetch_rows;
+  RowsAhead<kBitsAhead> ahead{};
+
+  template <class Span>
+  auto load(int64_t column, int64_t k, Span span) const {
+    return in_register(Step::load_weight(data + column * row_stride + k, span));
+  }
 };
 
 // result[row][column] = (first ? 0 : result) + weight[column] . packed[row], over `width` elements.
-template <class T, int kColumns, int kRows>
-void dot_tile(WeightRows<T> weight, const typename DotStep<T>::Packed* packed, int64_t packed_width, int64_t width,
+template <int kColumns, int kRows, class Weight>
+void dot_tile(Weight weight, const typename Weight::Step::Packed* packed, int64_t packed_width, int64_t width,
               float* result, int64_t result_stride, bool first) {
-  using Step = DotStep<T>;
+  using Step = typename Weight::Step;
   Float sums[kRows * kColumns] = {};
   const auto step = [&](int64_t k, auto span) {
-    decltype(Step::load_weight(weight.data, span)) w[kColumns];
-    unrolled<kColumns>([&](auto column) {
-      w[column] = Step::load_weight(weight.data + column * weight.row_stride + k, span);
-    });
+    decltype(weight.load(0, k, span)) w[kColumns];
+    unrolled<kColumns>([&](auto column) { w[column] = weight.load(column, k, span); });
     unrolled<kRows>([&](auto row) {
       const auto x = Step::load_packed(packed + row * packed_width + k);
       unrolled<kColumns>([&](auto column) {
@@ -118,9 +136,7 @@ void dot_tile(WeightRows<T> weight, const typename DotStep<T>::Packed* packed, i
   };
   int64_t k = 0;
   for (; k + Step::kStep <= width; k += Step::kStep) {
-    for (int64_t row = 0; row < weight.fetch_rows; ++row) {
-      __builtin_prefetch(weight.next + row * weight.next_stride + k, 0, 2);
-    }
+    weight.ahead.fetch(k);
     step(k, Whole{});
   }
   if (k < width) step(k, Part{width - k});
@@ -137,15 +153,15 @@ void dot_tile(WeightRows<T> weight, const typename DotStep<T>::Packed* packed, i
   }
 }
 
-template <class T, int kColumns, int kRows = kTileRows>
-void dot_rows(int64_t rows, WeightRows<T> weight, const typename DotStep<T>::Packed* packed, int64_t packed_width,
+template <int kColumns, int kRows = kTileRows, class Weight>
+void dot_rows(int64_t rows, const Weight& weight, const typename Weight::Step::Packed* packed, int64_t packed_width,
               int64_t width, float* result, int64_t result_stride, bool first) {
   if constexpr (kRows > 1) {
     if (rows < kRows) {
-      return dot_rows<T, kColumns, kRows - 1>(rows, weight, packed, packed_width, width, result, result_stride, first);
+      return dot_rows<kColumns, kRows - 1>(rows, weight, packed, packed_width, width, result, result_stride, first);
     }
   }
-  dot_tile<T, kColumns, kRows>(weight, packed, packed_width, width, result, result_stride, first);
+  dot_tile<kColumns, kRows>(weight, packed, packed_width, width, result, result_stride, first);
 }
 
 // Whole cache lines, and an odd number of them: at a multiple of 4 KB the same column of more than 8 rows would not fit
@@ -232,73 +248,103 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, cons
   }
 }
 
-// Rows [begin, end) of a weight in 12 bits, from column k on, as rows of bf16 that are kDotBlockK apart. While one is
-// widened its place in the next one is fetched.
+// Rows of a weight, kTileColumns<Element> or one at a time, as dot_tile reads them: `rows` has the columns
+// [k, k + count) of those from d on, where a block of kDotBlockK<Element> columns begins at k; `end_rows` comes behind
+// their products.
+
+// From where they lie.
 template <class T>
-void widen_rows(const NormConcatLinear& op, int64_t begin, int64_t end, int64_t k, int64_t count, T* rows) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    for (int64_t d = begin; d < end; ++d, rows += kDotBlockK<T>) {
-      const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + d * op.weight_row_stride;
-      widen_row(codes, exponents_of(op, d), k, k + count, op.weight_row_stride, rows);
-    }
+struct RowsInPlace {
+  using Element = T;
+  const T* data;
+  int64_t row_stride, row_bytes;
+
+  explicit RowsInPlace(const NormConcatLinear& op)
+      : data(static_cast<const T*>(op.weight)), row_stride(op.weight_row_stride), row_bytes(row_stride * sizeof(T)) {}
+  const void* place(int64_t d, int64_t k) const { return data + d * row_stride + k; }
+  WeightRows<T> rows(int64_t d, int64_t, int64_t k, int64_t) const { return {data + d * row_stride + k, row_stride}; }
+  void end_rows(int64_t, int64_t, int64_t, int64_t) const {}
+  void finish(int64_t, int64_t, float*, int64_t) const {}
+};
+
+// From 12 bits a number.
+template <class T>
+struct RowsIn12Bits {
+  using Element = T;
+  const NormConcatLinear& op;
+  int64_t row_bytes;
+  alignas(kCacheLine) T widened[kTileColumns<T> * kDotBlockK<T>];
+
+  explicit RowsIn12Bits(const NormConcatLinear& op) : op(op), row_bytes(op.weight_row_stride) {}
+  const uint8_t* place(int64_t d, int64_t k) const {
+    return static_cast<const uint8_t*>(op.weight) + d * row_bytes + k / kGroupColumns * kGroupBytes;
   }
-}
+  // While one is widened its place in the next one is fetched.
+  WeightRows<T> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
+    for (int64_t i = 0; i < columns; ++i) {
+      widen_row(place(d + i, 0), exponents_of(op, d + i), k, k + count, row_bytes, widened + i * kDotBlockK<T>);
+    }
+    return {widened, kDotBlockK<T>};
+  }
+  void end_rows(int64_t, int64_t, int64_t, int64_t) const {}
+  void finish(int64_t, int64_t, float*, int64_t) const {}
+};
 
 // The totals of columns [begin, end), which share each block of the packed rows.
-template <class T>
-void dot_columns(const NormConcatLinear& op, int64_t begin, int64_t end, float* totals, int64_t totals_stride) {
-  const bool is_widened = op.weight_type == WeightType::kBFloat16In12;
-  const int64_t width = packed_width<T>(op), stride = is_widened ? kDotBlockK<T> : op.weight_row_stride;
-  const int64_t fetch_stride = is_widened ? op.weight_row_stride / static_cast<int64_t>(sizeof(T)) : stride;
-  alignas(kCacheLine) T widened[std::is_same_v<T, BFloat16> ? kTileColumns<T> * kDotBlockK<T> : 1];
-  const auto weight_at = [&](int64_t d, int64_t k) {
-    if (is_widened) k = k / kGroupColumns * kGroupBytes / static_cast<int64_t>(sizeof(T));
-    return static_cast<const T*>(op.weight) + d * fetch_stride + k;
-  };
+template <class T, class Rows>
+void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_t end, float* totals,
+                 int64_t totals_stride) {
+  using Element = typename Rows::Element;
+  constexpr int kColumns = kTileColumns<Element>;
+  constexpr int64_t kBlockK = kDotBlockK<Element>;
+  const int64_t width = packed_width<T>(op);
   const int64_t row_tiles = (op.num_rows + kTileRows - 1) / kTileRows;
   const int64_t tile_rows = (op.num_rows + row_tiles - 1) / row_tiles;
-  const int64_t share = (kTileColumns<T> + row_tiles - 1) / row_tiles;
+  const int64_t share = (kColumns + row_tiles - 1) / row_tiles;
 
-  for (int64_t k = 0; k < op.source.width; k += kDotBlockK<T>) {
-    const int64_t count = k + kDotBlockK<T> < op.source.width ? kDotBlockK<T> : op.source.width - k;
+  for (int64_t k = 0; k < op.source.width; k += kBlockK) {
+    const int64_t count = k + kBlockK < op.source.width ? kBlockK : op.source.width - k;
     const bool last_k = k + count == op.source.width;
     for (int64_t d = begin; d < end;) {
-      const int64_t columns = d + kTileColumns<T> <= end ? kTileColumns<T> : 1;
-      if (is_widened) widen_rows(op, d, d + columns, k, count, widened);
-      const T* rows_of_weight = is_widened ? widened : weight_at(d, k);
-      const T* next = d + columns < end ? weight_at(d + columns, k)
-                      : last_k          ? weight_at(d + columns, 0)
-                                        : weight_at(begin, k + count);
+      const int64_t columns = d + kColumns <= end ? kColumns : 1;
+      auto rows_of_weight = weight.rows(d, columns, k, count);
+      const void* next = d + columns < end ? weight.place(d + columns, k)
+                         : last_k          ? weight.place(d + columns, 0)
+                                           : weight.place(begin, k + count);
       for (int64_t i = 0, fetched = 0; i < op.num_rows; i += tile_rows, fetched += share) {
         const int64_t rows = op.num_rows - i < tile_rows ? op.num_rows - i : tile_rows;
         const int64_t left = columns - fetched;
-        const WeightRows<T> weight{rows_of_weight, stride, next + fetched * fetch_stride, fetch_stride,
-                                   left < share ? left : share};
+        const uint8_t* ahead = static_cast<const uint8_t*>(next) + fetched * weight.row_bytes;
+        rows_of_weight.ahead = {ahead, weight.row_bytes, left < share ? left : share};
         const auto* packed = packed_rows<T>(op) + i * width + k;
         float* result = totals + i * totals_stride + (d - begin);
-        if (columns == kTileColumns<T>) {
-          dot_rows<T, kTileColumns<T>>(rows, weight, packed, width, count, result, totals_stride, k == 0);
+        if (columns == kColumns) {
+          dot_rows<kColumns>(rows, rows_of_weight, packed, width, count, result, totals_stride, k == 0);
         } else {
-          dot_rows<T, 1>(rows, weight, packed, width, count, result, totals_stride, k == 0);
+          dot_rows<1>(rows, rows_of_weight, packed, width, count, result, totals_stride, k == 0);
         }
       }
+      weight.end_rows(d, columns, k, count);
       d += columns;
     }
   }
 }
 
-template <class T>
-void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+template <class T, class Rows>
+void dot_project(const NormConcatLinear& op, Rows weight, int64_t panel_begin, int64_t panel_end) {
+  using Element = typename Rows::Element;
   if (op.num_rows == 0) return;
-  const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? kTileColumns<T> : kDotBlockColumns<T>;
+  constexpr int64_t kGroup = kDotBlockColumns<Element>;
+  const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? kTileColumns<Element> : kGroup;
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;
 
-  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kDotBlockColumns<T>) {
-    const int64_t end = begin + kDotBlockColumns<T> < columns_end ? begin + kDotBlockColumns<T> : columns_end;
+  for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kGroup) {
+    const int64_t left = columns_end - begin, end = begin + (left < kGroup ? left : kGroup);
     float* totals = column_totals(op, begin, dot_workspace<T>(op));
     for (int64_t d = begin; d < end; d += sharing) {
-      dot_columns<T>(op, d, d + sharing < end ? d + sharing : end, totals + (d - begin), end - begin);
+      dot_columns<T>(op, weight, d, d + sharing < end ? d + sharing : end, totals + (d - begin), end - begin);
     }
+    weight.finish(begin, end, totals, end - begin);
     finish_columns<T>(op, begin, end, totals, end - begin);
   }
 }

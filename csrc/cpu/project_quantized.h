@@ -1,4 +1,4 @@
-// The projection of a quantized weight, for every instruction set and element type: out^T = weight . rows^T.
+// The projection of a quantized weight with AVX-512, for every element type: out^T = weight . rows^T.
 //
 // The lanes of a sum are columns of the output. A panel of the weight is widened 128 columns at a time to a strip of
 // bf16 in L1, transposed, which all rows multiply: [pair of columns][kPanelColumns] words, the even column in the low
@@ -14,6 +14,7 @@
 #include "project_dot.h"
 #include "widen_codes.h"
 
+#if defined(__AVX512F__)
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
@@ -24,29 +25,12 @@ constexpr int64_t kStripSums = kStripWidth / 16;  // at most: blocks of scales h
 // How far ahead of the products codes are fetched, in each row (fp8, T = 1, in ms: 256 bytes 3.4, 512 and 1024 2.2).
 constexpr int64_t kAheadBytes = 512;
 
-// Rows that one register tile has: 24 of 32 vector registers are sums with AVX-512, 8 of 16 elsewhere.
-constexpr int kStripRows = (kLanes == 16 ? 24 : 8) / kStripVectors;
-
-template <class Code>
-constexpr int64_t kCodesPerByte = 1;
-template <>
-constexpr int64_t kCodesPerByte<Float4E2M1> = 2;
+// Rows that one register tile has: 24 of 32 vector registers are sums.
+constexpr int kStripRows = 24 / kStripVectors;
 
 // A strip is read in whole lanes of codes; behind the width both operands are zero.
 template <class Code>
 constexpr int64_t kCodesPerLane = 4 * kCodesPerByte<Code>;
-
-// f(code{}) for the codes that `type` names.
-template <class F>
-inline void with_code(WeightType type, F f) {
-  switch (type) {
-    case WeightType::kFloat8E4M3: return f(Float8E4M3{});
-    case WeightType::kInt8: return f(Int8{});
-    case WeightType::kFloat4E2M1: return f(Float4E2M1{});
-    case WeightType::kChunks:
-    case WeightType::kBFloat16In12: return;
-  }
-}
 
 // Up to kPanelColumns rows of the weight, from column k on.
 struct CodeRows {
@@ -56,7 +40,6 @@ struct CodeRows {
   int64_t width;  // columns from k on, kStripWidth at most
 };
 
-#if defined(__AVX512F__)
 // A strip that is widened when it is multiplied: lanes[i * kStripVectors] has lane i of each of 16 rows of codes, the
 // missing ones zero. It is transposed 64 bytes of 16 rows at a time, in 8 parts each.
 template <class Code>
@@ -100,28 +83,12 @@ struct CodeStrip {
   }
 };
 
-#endif
-
 // A strip in words.
 template <class Code>
 struct WordStrip {
   static constexpr int64_t kStep = 2;
   UInt words[kStripWidth / 2 * kStripVectors];
 
-#if !defined(__AVX512F__)
-  void load(const CodeRows& codes) {
-    uint32_t bits[kStripWidth / 2][kPanelColumns] = {};
-    const uint16_t* table = kCodeTable<Code>.bits;
-    for (int64_t row = 0; row < codes.rows; ++row) {
-      const uint8_t* data = codes.data + row * codes.row_stride;
-      for (int64_t k = 0; k < codes.width; ++k) {
-        const int code = kCodesPerByte<Code> == 1 ? data[k] : data[k / 2] >> 4 * (k % 2) & 15;
-        bits[k / 2][row] |= static_cast<uint32_t>(table[code]) << 16 * (k % 2);
-      }
-    }
-    __builtin_memcpy(words, bits, sizeof words);
-  }
-#endif
   void read(int64_t k, UInt* place) const {
     unrolled<kStripVectors>([&](auto vector) { place[vector] = words[k / 2 * kStripVectors + vector]; });
   }
@@ -213,18 +180,6 @@ inline StripSums sums_of_scaled(const StripSums& blocks, float global) {
   sums.sum_width = kStripWidth;
   for (Float& scale : sums.scales[0]) scale = Float{} + global;
   return sums;
-}
-
-inline Float value_of(UInt code, Float8E8M0) {
-  const UInt odd = (UInt)((code == 0) | (code == 255));  // 2^-127 is subnormal, 255 is NaN
-  return (Float)(code << 23 | (odd & 0x00400000));
-}
-inline Float value_of(UInt code, Float8E4M3) {
-  const UInt magnitude = code & 0x7f;
-  const Float subnormal = __builtin_convertvector((__typeof__(code == 0))magnitude, Float) * 0x1p-9f;
-  const UInt normal = (magnitude << 20) + (120 << 23);
-  const UInt number = magnitude < 8 ? (UInt)subnormal : normal;
-  return (Float)((magnitude == 0x7f ? UInt{} + 0x7fc00000 : number) | (code & 0x80) << 24);
 }
 
 // The scales of a panel: the row of each of its columns, a missing column's as the last one's.
@@ -325,7 +280,6 @@ struct CodesAhead {
   }
 };
 
-#if defined(__AVX512F__)
 // The same, and the next strip, of which a part is transposed in each step: shuffles beside products, where all of them
 // before the first product would add to its time. kShared: by the steps of several tiles, each as often.
 template <class Code, bool kShared>
@@ -371,7 +325,6 @@ struct NextWords {
     while (k < width) step();
   }
 };
-#endif
 
 // `packed` are the pairs of a tile in a strip.
 template <int kRows, class Strip, class Packed, class Next>
@@ -563,7 +516,6 @@ void for_each_row_tile(const RowTiles& tiles, F f) {
   for (int64_t tile = 0, i = 0; tile < tiles.count; ++tile, i += tiles.rows) f(tile, i, tiles.rows_from(i));
 }
 
-#if defined(__AVX512F__)
 // Each code is widened in a register, once for each of the tiles of rows, which are several or one.
 template <class T, class Code, bool kSeveral>
 void project_from_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
@@ -595,7 +547,6 @@ void project_from_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t
     }
   });
 }
-#endif
 
 // Any number of rows: each code is widened once, into L1.
 template <class T, class Code>
@@ -603,21 +554,16 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
   const RowTiles tiles(op.num_rows);
   const int64_t share = (kPanelColumns + tiles.count - 1) / tiles.count;
   StripSums sums;
-#if defined(__AVX512F__)
   // The first tile transposes the next strip and the second one widens it, shuffles beside products (fp8, T = 16, 24
   // and 32, in ms: 5.4, 6.9 and 8.8; in front of them 5.7, 7.8 and 9.9). There are two: few rows do not come here.
   WordStrip<Code> strips[2];
   CodeStrip<Code> lanes;
   StripSums blocks;
-#else
-  WordStrip<Code> strip;
-#endif
   for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
     const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
     const auto multiply = [&](const WordStrip<Code>& strip, int64_t k, int64_t i, int64_t rows, auto& next) {
       strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
     };
-#if defined(__AVX512F__)
     // f(what widens the strip from column k on, its lanes there).
     const auto with_next_words = [&](int64_t k, WordStrip<Code>& words, CodesAhead<Code> ahead, auto f) {
       const int64_t width = codes.strip(k).width;
@@ -652,16 +598,6 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
         });
       });
     }
-#else
-    for (int64_t k = 0; k < codes.width; k += kStripWidth) {
-      load_sums<T>(op, scales, k, sums);
-      strip.load(codes.strip(k));
-      for_each_row_tile(tiles, [&](int64_t tile, int64_t i, int64_t rows) {
-        CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
-        multiply(strip, k, i, rows, ahead);
-      });
-    }
-#endif
   });
 }
 
@@ -672,14 +608,13 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
 // are products of fp32: on the second fp8_row by rows of fp16 4.9, 6.3, 14.5 and 4.3, 6.1, 15.1.
 template <class T, class Code>
 void quantized_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-#if defined(__AVX512F__)
   if (op.num_rows <= kStripRows) return project_from_codes<T, Code, false>(op, panel_begin, panel_end);
   if constexpr (std::is_same_v<typename DotStep<T>::Packed, BFloat16> && std::is_same_v<Code, Float8E4M3>) {
     return project_from_codes<T, Code, true>(op, panel_begin, panel_end);
   }
-#endif
   project_from_words<T, Code>(op, panel_begin, panel_end);
 }
 
 }  // namespace
 }  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
+#endif

@@ -70,6 +70,15 @@ inline Float multiply_add(Float a, Float b, Float c) { return a * b + c; }
 
 inline Float widen(UShort bits, BFloat16) { return (Float)(extend(bits) << 16); }
 
+// What GCC would else load again for every product.
+template <class Vector>
+[[gnu::always_inline]] inline Vector in_register(Vector value) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm("" : "+x"(value));
+#endif
+  return value;
+}
+
 // Round to nearest even on the integer bits. vcvtneps2bf16 is one instruction instead of six, but flushes denormals.
 inline UShort narrow(Float value, BFloat16) {
   const UInt bits = (UInt)value;

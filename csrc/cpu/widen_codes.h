@@ -1,9 +1,10 @@
 // The codes of quantized weights as bf16, which has every one of them exactly: e4m3 has 4 significant bits, e2m1 2 and
-// int8 8.
+// int8 8. Without AVX-512 they become fp32, and so do numbers of bf16.
 #pragma once
 
 #include <type_traits>
 
+#include "../norm_concat_linear.h"
 #include "simd.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -54,6 +55,35 @@ struct CodeTable {
 };
 template <class Code>
 constexpr CodeTable<Code> kCodeTable{};
+
+template <class Code>
+constexpr int64_t kCodesPerByte = 1;
+template <>
+constexpr int64_t kCodesPerByte<Float4E2M1> = 2;
+
+// f(code{}) for the codes that `type` names.
+template <class F>
+inline void with_code(WeightType type, F f) {
+  switch (type) {
+    case WeightType::kFloat8E4M3: return f(Float8E4M3{});
+    case WeightType::kInt8: return f(Int8{});
+    case WeightType::kFloat4E2M1: return f(Float4E2M1{});
+    case WeightType::kChunks:
+    case WeightType::kBFloat16In12: return;
+  }
+}
+
+inline Float value_of(UInt code, Float8E8M0) {
+  const UInt odd = (UInt)((code == 0) | (code == 255));  // 2^-127 is subnormal, 255 is NaN
+  return (Float)(code << 23 | (odd & 0x00400000));
+}
+inline Float value_of(UInt code, Float8E4M3) {
+  const UInt magnitude = code & 0x7f;
+  const Float subnormal = __builtin_convertvector((__typeof__(code == 0))magnitude, Float) * 0x1p-9f;
+  const UInt normal = (magnitude << 20) + (120 << 23);
+  const UInt number = magnitude < 8 ? (UInt)subnormal : normal;
+  return (Float)((magnitude == 0x7f ? UInt{} + 0x7fc00000 : number) | (code & 0x80) << 24);
+}
 
 #if defined(__AVX512F__)
 // The lanes of `codes` are 16 rows of the weight with four codes each, of e2m1 eight. They become words of two in bf16,
@@ -164,6 +194,85 @@ inline void widen(__m512i codes, Int8, UInt* words, int64_t stride) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
     words[pair * stride] = (UInt)or_masked(_mm512_srli_epi32(even, 16), odd, upper);
   });
+}
+#endif
+#else
+template <class Number>
+constexpr bool kIsCode = !std::is_same_v<Number, BFloat16>;
+
+// Of the numbers before the one of this index, an even one where a byte has two.
+template <class Number>
+constexpr int64_t bytes_of(int64_t index) {
+  return kIsCode<Number> ? index / kCodesPerByte<Number> : 2 * index;
+}
+
+// What is widened at once, in units of kRunUnit.
+constexpr int64_t kRunNumbers = 16, kRunVectors = kRunNumbers / kLanes;
+template <class Number>
+constexpr float kRunUnit = 1.0f;
+
+template <class Number>
+inline void widen_run(const uint8_t* numbers, Float* run, Number) {
+  if constexpr (!kIsCode<Number>) {
+    const auto* place = reinterpret_cast<const Number*>(numbers);
+    unrolled<kRunVectors>([&](auto v) { run[v] = load(place + v * kLanes, Whole{}); });
+  } else {
+    float values[kRunNumbers];
+    for (int64_t i = 0; i < kRunNumbers; ++i) {
+      const int code = kCodesPerByte<Number> == 1 ? numbers[i] : numbers[i / 2] >> 4 * (i % 2) & 15;
+      values[i] = kCodeTable<Number>.values[code];
+    }
+    __builtin_memcpy(run, values, sizeof values);
+  }
+}
+
+// Whether there is one among `count` codes of e4m3, the largest or the smallest of their bytes.
+inline bool any_is_nan(const uint8_t* codes, int64_t count) {
+  int64_t k = 0;
+  bool any = false;
+#if defined(__AVX2__)
+  __m256i largest{}, unsigned_largest{};
+  for (; k + 32 <= count; k += 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + k));
+    largest = _mm256_max_epi8(largest, bytes);
+    unsigned_largest = _mm256_max_epu8(unsigned_largest, bytes);
+  }
+  const __m256i positive = _mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7f));
+  const __m256i negative = _mm256_cmpeq_epi8(unsigned_largest, _mm256_set1_epi8(-1));
+  any = _mm256_movemask_epi8(_mm256_or_si256(positive, negative)) != 0;
+#endif
+  for (; k < count; ++k) any |= (codes[k] & 0x7f) == 0x7f;
+  return any;
+}
+
+#if defined(__AVX2__)
+inline __m128i load_16_bytes(const uint8_t* bytes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)); }
+inline __m128i load_8_bytes(const uint8_t* bytes) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)); }
+inline Float float_of_int8(__m128i codes) { return (Float)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
+
+inline void widen_run(const uint8_t* codes, Float* run, Int8) {
+  unrolled<2>([&](auto v) { run[v] = float_of_int8(load_8_bytes(codes + 8 * v)); });
+}
+
+// As fp16 of which the exponent is 8 too small, subnormal numbers as such. NaN becomes 480 (any_is_nan).
+template <>
+constexpr float kRunUnit<Float8E4M3> = 256.0f;
+inline void widen_run(const uint8_t* codes, Float* run, Float8E4M3) {
+  const __m256i extended = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_16_bytes(codes)), 7);
+  const __m256i halves = _mm256_and_si256(extended, _mm256_set1_epi16(~0x4000));
+  run[0] = (Float)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+  run[1] = (Float)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+}
+
+template <>
+constexpr float kRunUnit<Float4E2M1> = 0.5f;
+inline void widen_run(const uint8_t* codes, Float* run, Float4E2M1) {
+  const __m128i pairs = load_8_bytes(codes), index = _mm_set1_epi8(15);
+  const __m128i low = _mm_and_si128(pairs, index), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), index);
+  const __m128i doubled = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  const __m128i values = _mm_shuffle_epi8(doubled, _mm_unpacklo_epi8(low, high));
+  run[0] = float_of_int8(values);
+  run[1] = float_of_int8(_mm_unpackhi_epi64(values, values));
 }
 #endif
 #endif

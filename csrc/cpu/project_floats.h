@@ -1,0 +1,224 @@
+// The projection of codes, and of bf16 by many rows, without AVX-512: rows of the weight become fp32 in L1, kDotBlockK
+// columns of those of a tile at a time, which all rows multiply as they do a weight of fp32 (project_dot.h). Few rows
+// multiply codes as those leave the registers, in the same order.
+//
+// A scale that a row of the weight has alone is for its sums; one of several is for the numbers as they are widened,
+// whose sums are then in units of kSumUnit: no code times a scale is beyond the range of fp32, and of a scale of e8m0
+// every one is exact.
+#pragma once
+
+#include "project_dot.h"
+#include "widen_codes.h"
+
+#if !defined(__AVX512F__)
+namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
+namespace {
+
+// Rows that a weight of bf16 is multiplied by from where it lies, and codes as they leave the registers. K=3, H=D=4096,
+// AVX2, two cores of an AMD EPYC, minima in ms, from there and as floats: bf16 at T = 8, 16, 32 and 64 8.3, 15.6, 30.1
+// and 61.1, and 8.3, 14.2, 26.4 and 50.0. Of fp16, which a load widens, floats gain nothing (49.4 and 50.7 at 64).
+constexpr int64_t kMostRowsInPlace = 8;
+constexpr int64_t kMostRowsOfCodes = kTileRows;
+
+constexpr float kSumUnit = 512.0f;  // 448 times 2^127, and 2^-9 times 2^-127, both divided by it
+
+// Rows of the weight, whose numbers are codes or bf16.
+template <class Number>
+struct RowsOfNumbers {
+  static constexpr int64_t kBits = 8 * bytes_of<Number>(kRunNumbers) / kRunNumbers;  // of a number
+  static constexpr int64_t kColumns = kTileColumns<float>, kRuns = kDotBlockK<float> / kRunNumbers;
+
+  const NormConcatLinear& op;
+  int64_t row_bytes;    // from one row to the next
+  bool scales_numbers;  // several scales lie along a row
+  bool has_nan[kDotBlockColumns<float>] = {};
+  int64_t scale_shift;  // column k of a block is multiplied by scales[][k >> scale_shift]
+  float scales[kColumns][kRuns];
+
+  explicit RowsOfNumbers(const NormConcatLinear& op)
+      : op(op),
+        row_bytes(op.weight_row_stride * (kIsCode<Number> ? 1 : sizeof(BFloat16))),
+        scales_numbers(kIsCode<Number> && op.scales.block_columns < op.source.width),
+        scale_shift(op.scales.block_columns == 32 ? 5 : op.scales.block_columns == 64 ? 6 : 4) {}
+
+  const uint8_t* place(int64_t d, int64_t k) const {
+    return static_cast<const uint8_t*>(op.weight) + d * row_bytes + bytes_of<Number>(k);
+  }
+
+  // The scales of columns [k, k + count) of some rows.
+  void read_scales(int64_t d, int64_t columns, int64_t k, int64_t count) {
+    if (!scales_numbers) return;
+    for (int64_t i = 0; i < columns; ++i) read_scales_of_row(d + i, k, count, scales[i]);
+  }
+
+  // Looks for NaN where the codes are in L1 by now (fp8_row, T = 1: 2.6 ms, in front of the products 3.2).
+  void end_rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
+    if constexpr (std::is_same_v<Number, Float8E4M3>) {
+      for (int64_t i = d; i < d + columns; ++i) has_nan[i % kDotBlockColumns<float>] |= any_is_nan(place(i, k), count);
+    }
+  }
+
+  // The sums of columns [begin, end), kDotBlockColumns at most, in units of 1, times their scales.
+  void finish(int64_t begin, int64_t end, float* totals, int64_t totals_stride) {
+    if constexpr (kIsCode<Number>) {
+      for (int64_t d = begin; d < end; ++d) {
+        bool& is_nan = has_nan[d % kDotBlockColumns<float>];
+        const float unit = is_nan ? __builtin_nanf("") : scales_numbers ? kSumUnit : kRunUnit<Number>;
+        const float scale = scales_numbers ? 1.0f : load_scales(d, 0, Part{1})[0];
+        for (int64_t i = 0; i < op.num_rows; ++i) {
+          float& total = totals[i * totals_stride + (d - begin)];
+          total = total * unit * scale;
+        }
+        is_nan = false;
+      }
+    }
+  }
+
+ private:
+  // Of block `first` of row d on, as many as `span`.
+  template <class Span>
+  Float load_scales(int64_t d, int64_t first, Span span) const {
+    const float global = op.scales.global == nullptr ? 1.0f : *op.scales.global;
+    const int64_t place = (op.scales.block_rows == 1 ? d : d / op.scales.block_rows) * op.scales.row_stride + first;
+    if (op.scales.type == ScaleType::kFloat32) {
+      return load(static_cast<const float*>(op.scales.data) + place, span) * global;
+    }
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+    const auto bytes = load_lanes<Bytes>(static_cast<const uint8_t*>(op.scales.data) + place, span);
+    const UInt codes = __builtin_convertvector(bytes, UInt);
+    return (op.scales.type == ScaleType::kFloat8E8M0 ? value_of(codes, Float8E8M0{}) : value_of(codes, Float8E4M3{})) *
+           global;
+  }
+
+  // Blocks of scales are of 128 columns or a multiple, or a power of two.
+  void read_scales_of_row(int64_t d, int64_t k, int64_t count, float* place) const {
+    constexpr float kUnit = kRunUnit<Number> / kSumUnit;
+    const int64_t size = op.scales.block_columns;
+    if (size < 128) {
+      const auto read = [&](int64_t i, auto span) {
+        store(place + i, load_scales(d, (k >> scale_shift) + i, span) * kUnit, Whole{});
+      };
+      return for_each_vector((count + size - 1) >> scale_shift, read);
+    }
+    const int64_t runs = 128 >> scale_shift;
+    for (int64_t i = 0, block = k / size, left = size - k % size; i * 128 < count; ++i) {
+      const Float scale = Float{} + load_scales(d, block, Part{1})[0] * kUnit;
+      for (int64_t run = 0; run < runs; run += kLanes) store(place + i * runs + run, scale, Whole{});
+      left -= 128;
+      if (left == 0) ++block, left = size;
+    }
+  }
+};
+
+// The `count` numbers that are left at the end of a row as a run, zero behind them.
+template <class Number>
+inline void widen_last(const uint8_t* numbers, int64_t count, Float* run) {
+  uint8_t last[bytes_of<Number>(kRunNumbers)] = {};
+  __builtin_memcpy(last, numbers, bytes_of<Number>(count));
+  widen_run(last, run, Number{});
+}
+
+// As floats, in L1.
+template <class Number>
+struct RowsAsFloats : RowsOfNumbers<Number> {
+  using Element = float;
+  alignas(kCacheLine) float floats[kTileColumns<float> * kDotBlockK<float>];
+
+  explicit RowsAsFloats(const NormConcatLinear& op) : RowsOfNumbers<Number>(op) {}
+
+  WeightRows<float, RowsOfNumbers<Number>::kBits> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
+    this->read_scales(d, columns, k, count);
+    for (int64_t i = 0; i < columns; ++i) {
+      const uint8_t* numbers = this->place(d + i, k);
+      float* place = floats + i * kDotBlockK<float>;
+      if (this->scales_numbers) {
+        widen(numbers, count, place, [&](int64_t column) { return this->scales[i][column >> this->scale_shift]; });
+      } else {
+        widen(numbers, count, place, [](int64_t) { return 1.0f; });
+      }
+    }
+    return {floats, kDotBlockK<float>};
+  }
+
+ private:
+  template <class ScaleOf>
+  static void widen(const uint8_t* numbers, int64_t count, float* place, ScaleOf scale_of) {
+    for (int64_t k = 0; k < count; k += kRunNumbers, numbers += bytes_of<Number>(kRunNumbers)) {
+      Float run[kRunVectors];
+      if (k + kRunNumbers <= count) {
+        widen_run(numbers, run, Number{});
+      } else {
+        widen_last<Number>(numbers, count - k, run);
+      }
+      const float scale = scale_of(k);
+      unrolled<kRunVectors>([&](auto v) { store(place + k + v * kLanes, run[v] * scale, Whole{}); });
+    }
+  }
+};
+
+// As codes, which become floats as they are multiplied.
+template <class Code, bool kScalesNumbers>
+struct CodeTile {
+  struct Run {
+    Float lanes[kRunVectors];
+  };
+  struct Step {
+    using Packed = float;
+    static constexpr int64_t kStep = kRunNumbers;
+    static Run load_packed(const float* packed) {
+      Run run;
+      unrolled<kRunVectors>([&](auto v) { run.lanes[v] = EAGLE_KERNELS_ISA::load(packed + v * kLanes, Whole{}); });
+      return run;
+    }
+    static Float multiply_add(Float sum, const Run& weight, const Run& packed) {
+      unrolled<kRunVectors>(
+          [&](auto v) { sum = DotStep<float>::multiply_add(sum, weight.lanes[v], packed.lanes[v]); });
+      return sum;
+    }
+  };
+  const uint8_t* codes;
+  int64_t row_bytes;
+  const float (*scales)[RowsOfNumbers<Code>::kRuns];
+  int64_t scale_shift;
+  RowsAhead<RowsOfNumbers<Code>::kBits> ahead{};
+
+  template <class Span>
+  Run load(int64_t column, int64_t k, Span span) const {
+    const uint8_t* place = codes + column * row_bytes + bytes_of<Code>(k);
+    Run run;
+    if constexpr (std::is_same_v<Span, Whole>) {
+      widen_run(place, run.lanes, Code{});
+    } else {
+      widen_last<Code>(place, span.count, run.lanes);
+    }
+    if constexpr (kScalesNumbers) {
+      const float scale = scales[column][k >> scale_shift];
+      unrolled<kRunVectors>([&](auto v) { run.lanes[v] *= scale; });
+    }
+    return run;
+  }
+};
+
+template <class Code, bool kScalesNumbers>
+struct RowsOfCodes : RowsOfNumbers<Code> {
+  using Element = float;
+
+  explicit RowsOfCodes(const NormConcatLinear& op) : RowsOfNumbers<Code>(op) {}
+
+  CodeTile<Code, kScalesNumbers> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
+    this->read_scales(d, columns, k, count);
+    return {this->place(d, k), this->row_bytes, this->scales, this->scale_shift};
+  }
+};
+
+template <class T, class Code>
+void project_codes_by_floats(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  RowsAsFloats<Code> rows(op);
+  if (op.num_rows > kMostRowsOfCodes) return dot_project<T>(op, rows, panel_begin, panel_end);
+  if (rows.scales_numbers) return dot_project<T>(op, RowsOfCodes<Code, true>(op), panel_begin, panel_end);
+  dot_project<T>(op, RowsOfCodes<Code, false>(op), panel_begin, panel_end);
+}
+
+}  // namespace
+}  // namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA
+#endif
