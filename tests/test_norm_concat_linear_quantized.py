@@ -150,12 +150,15 @@ def test_bits_do_not_depend_on_T_or_threads(name: str, dtype: str) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("W", [384, 1201])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_row_has_the_same_bits_in_every_place(name: str, dtype: str) -> None:
+def test_a_row_has_the_same_bits_in_every_place(name: str, dtype: str, W: int) -> None:
     """The bias takes the product away, and what is left are its lowest bits, which the rounding to 16 bits hides: the
     first row of a tile had one rounding more than the others, where GCC had moved its product in front of a branch."""
-    call, weight = operands(Case(dtype, (384,), 1, "none", D=101)), random_weight(name, 101, 384)
+    if "fp4" in name:
+        W = -(-W // 32) * 32
+    call, weight = operands(Case(dtype, (W,), 1, "none", D=101)), random_weight(name, 101, W)
     product = call.chunks[0].double() @ weight.dequantize(torch.float64).t()
     call = dataclasses.replace(call, projection=call.projection | {"bias": -product[0].float()})
     alone = projected(call, weight)
@@ -183,15 +186,37 @@ NAN, INF = float("nan"), float("inf")
 BAD_ROWS = [0, 17, 31, 32, 66]
 
 
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("places", [(0, 1, 127, 128, 287), (0, 1151, 1023, 1024, 1150)], ids=["288", "1152"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_block128", "mxfp8"])
-def test_a_nan_code_is_in_its_column_alone(name: str, dtype: str) -> None:
-    call = operands(Case(dtype, (160, 128), 5, D=67))
-    weight = random_weight(name, 67, 288)
+def test_a_nan_code_is_in_its_column_alone(name: str, dtype: str, places: tuple[int, ...], T: int) -> None:
+    W = max(places) + 1
+    call = operands(Case(dtype, (160, W - 160), T, D=67))
+    weight = random_weight(name, 67, W)
     clean = projected(call, weight)
-    for place, row in enumerate(BAD_ROWS):
-        weight.codes.view(torch.uint8)[row, (0, 1, 127, 128, 287)[place]] = 0x7F if place % 2 else 0xFF
+    for i, (row, place) in enumerate(zip(BAD_ROWS, places, strict=True)):
+        weight.codes.view(torch.uint8)[row, place] = 0x7F if i % 2 else 0xFF
     check_columns(clean, projected(call, weight), NAN)
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("W", [32, 48, 61, 1101, 1184])
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if "shards" not in name])
+def test_no_code_or_scale_is_read_beyond_its_end(name: str, W: int, T: int, at: str) -> None:
+    """Between pages that trap: a failure is a segmentation fault."""
+    if "fp4" in name:
+        W = -(-W // 32) * 32
+    call, weight = operands(Case("bf16", (W,), T, D=35)), random_weight(name, 35, W)
+    expected = projected(call, weight)
+
+    def guarded_copy(tensor: Tensor) -> Tensor:
+        return between_forbidden_pages(tensor.view(torch.uint8), at).view(tensor.dtype)
+
+    codes, scales = guarded_copy(weight.codes), guarded_copy(weight.scales)
+    guarded = QuantizedWeight(codes, scales, weight.format, weight.global_scale)
+    assert same_bits(projected(call, guarded), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
