@@ -6,9 +6,9 @@
 //
 // Six projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
 // for bf16 on the tile unit, project_quantized.h for other codes with AVX-512, project_floats.h for codes and many rows
-// of bf16 without it, project_dot.h for everything else. Each sums a column
-// of the output in an order that depends on K*H and the weight's scales alone (on the tile unit on those of e8m0 of 32
-// columns), so the bits of a row do not depend on N, on the other rows or on the split over threads.
+// of bf16 without it, project_dot.h for everything else. Each sums a column of the output in an order that depends on
+// K*H and the weight's scales alone (on the tile unit on those of e8m0 of 32 columns), so the bits of a row do not
+// depend on N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
@@ -48,7 +48,7 @@ template <class T>
 void project_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (op.weight_type == WeightType::kBFloat16In12) {
-      return dot_project<T>(op, RowsIn12Bits<T>(op), panel_begin, panel_end);
+      return dot_project<T, RowsIn12Bits<T>>(op, panel_begin, panel_end);
     }
   }
 #if !defined(__AVX512F__)
@@ -57,10 +57,10 @@ void project_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel
                      [&](auto code) { project_codes_by_floats<T, decltype(code)>(op, panel_begin, panel_end); });
   }
   if constexpr (std::is_same_v<T, BFloat16>) {
-    if (op.num_rows > kMostRowsInPlace) return dot_project<T>(op, RowsAsFloats<T>(op), panel_begin, panel_end);
+    if (op.num_rows > kMostRowsInPlace) return dot_project<T, RowsAsFloats<T>>(op, panel_begin, panel_end);
   }
 #endif
-  dot_project<T>(op, RowsInPlace<T>(op), panel_begin, panel_end);
+  dot_project<T, RowsInPlace<T>>(op, panel_begin, panel_end);
 }
 
 template <class T>

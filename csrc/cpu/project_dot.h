@@ -249,8 +249,8 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, cons
 }
 
 // Rows of a weight, kTileColumns<Element> or one at a time, as dot_tile reads them: `rows` has the columns
-// [k, k + count) of those from d on, where a block of kDotBlockK<Element> columns begins at k; `end_rows` comes behind
-// their products.
+// [k, k + count) of those from d on, where a block of kDotBlockK<Element> columns begins at k, and zeros up to
+// `tile_width`; `end_rows` comes behind their products.
 
 // From where they lie.
 template <class T>
@@ -263,6 +263,7 @@ struct RowsInPlace {
       : data(static_cast<const T*>(op.weight)), row_stride(op.weight_row_stride), row_bytes(row_stride * sizeof(T)) {}
   const void* place(int64_t d, int64_t k) const { return data + d * row_stride + k; }
   WeightRows<T> rows(int64_t d, int64_t, int64_t k, int64_t) const { return {data + d * row_stride + k, row_stride}; }
+  static constexpr int64_t tile_width(int64_t count) { return count; }
   void end_rows(int64_t, int64_t, int64_t, int64_t) const {}
   void finish(int64_t, int64_t, float*, int64_t) const {}
 };
@@ -286,6 +287,7 @@ struct RowsIn12Bits {
     }
     return {widened, kDotBlockK<T>};
   }
+  static constexpr int64_t tile_width(int64_t count) { return count; }
   void end_rows(int64_t, int64_t, int64_t, int64_t) const {}
   void finish(int64_t, int64_t, float*, int64_t) const {}
 };
@@ -304,6 +306,7 @@ void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_
 
   for (int64_t k = 0; k < op.source.width; k += kBlockK) {
     const int64_t count = k + kBlockK < op.source.width ? kBlockK : op.source.width - k;
+    const int64_t tile_width = weight.tile_width(count);
     const bool last_k = k + count == op.source.width;
     for (int64_t d = begin; d < end;) {
       const int64_t columns = d + kColumns <= end ? kColumns : 1;
@@ -319,9 +322,9 @@ void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_
         const auto* packed = packed_rows<T>(op) + i * width + k;
         float* result = totals + i * totals_stride + (d - begin);
         if (columns == kColumns) {
-          dot_rows<kColumns>(rows, rows_of_weight, packed, width, count, result, totals_stride, k == 0);
+          dot_rows<kColumns>(rows, rows_of_weight, packed, width, tile_width, result, totals_stride, k == 0);
         } else {
-          dot_rows<1>(rows, rows_of_weight, packed, width, count, result, totals_stride, k == 0);
+          dot_rows<1>(rows, rows_of_weight, packed, width, tile_width, result, totals_stride, k == 0);
         }
       }
       weight.end_rows(d, columns, k, count);
@@ -331,8 +334,9 @@ void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_
 }
 
 template <class T, class Rows>
-void dot_project(const NormConcatLinear& op, Rows weight, int64_t panel_begin, int64_t panel_end) {
+void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   using Element = typename Rows::Element;
+  Rows weight(op);
   if (op.num_rows == 0) return;
   constexpr int64_t kGroup = kDotBlockColumns<Element>;
   const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? kTileColumns<Element> : kGroup;

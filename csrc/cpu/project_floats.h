@@ -2,9 +2,9 @@
 // columns of those of a tile at a time, which all rows multiply as they do a weight of fp32 (project_dot.h). Few rows
 // multiply codes as those leave the registers, in the same order.
 //
-// A scale that a row of the weight has alone is for its sums; one of several is for the numbers as they are widened,
-// whose sums are then in units of kSumUnit: no code times a scale is beyond the range of fp32, and of a scale of e8m0
-// every one is exact.
+// A scale that a row of the weight has alone is for its sums; one of several is for the numbers as they are widened.
+// None that is finite becomes infinite, since x may be zero there: where a scale of a row might do that, the row's
+// numbers are divided by kLargeUnit, and its sums multiplied by it.
 #pragma once
 
 #include "project_dot.h"
@@ -20,7 +20,8 @@ namespace {
 constexpr int64_t kMostRowsInPlace = 8;
 constexpr int64_t kMostRowsOfCodes = kTileRows;
 
-constexpr float kSumUnit = 512.0f;  // 448 times 2^127, and 2^-9 times 2^-127, both divided by it
+constexpr float kLargeScale = 0x1p118f;  // times 448 it is finite, and so is 2^128 times 448 by kLargeUnit
+constexpr float kLargeUnit = 512.0f;
 
 // Rows of the weight, whose numbers are codes or bf16.
 template <class Number>
@@ -31,7 +32,9 @@ struct RowsOfNumbers {
   const NormConcatLinear& op;
   int64_t row_bytes;    // from one row to the next
   bool scales_numbers;  // several scales lie along a row
+  // Of kDotBlockColumns rows that are multiplied together, by their remainder.
   bool has_nan[kDotBlockColumns<float>] = {};
+  float units[kDotBlockColumns<float>];  // of their sums
   int64_t scale_shift;  // column k of a block is multiplied by scales[][k >> scale_shift]
   float scales[kColumns][kRuns];
 
@@ -48,7 +51,11 @@ struct RowsOfNumbers {
   // The scales of columns [k, k + count) of some rows.
   void read_scales(int64_t d, int64_t columns, int64_t k, int64_t count) {
     if (!scales_numbers) return;
-    for (int64_t i = 0; i < columns; ++i) read_scales_of_row(d + i, k, count, scales[i]);
+    for (int64_t i = 0; i < columns; ++i) {
+      float& unit = units[(d + i) % kDotBlockColumns<float>];
+      if (k == 0) unit = has_large_scale(d + i) ? kLargeUnit : 1.0f;
+      read_scales_of_row(d + i, k, count, kRunUnit<Number> / unit, scales[i]);
+    }
   }
 
   // Looks for NaN where the codes are in L1 by now (fp8_row, T = 1: 2.6 ms, in front of the products 3.2).
@@ -62,8 +69,9 @@ struct RowsOfNumbers {
   void finish(int64_t begin, int64_t end, float* totals, int64_t totals_stride) {
     if constexpr (kIsCode<Number>) {
       for (int64_t d = begin; d < end; ++d) {
-        bool& is_nan = has_nan[d % kDotBlockColumns<float>];
-        const float unit = is_nan ? __builtin_nanf("") : scales_numbers ? kSumUnit : kRunUnit<Number>;
+        const int64_t place = d % kDotBlockColumns<float>;
+        bool& is_nan = has_nan[place];
+        const float unit = is_nan ? __builtin_nanf("") : scales_numbers ? units[place] : kRunUnit<Number>;
         const float scale = scales_numbers ? 1.0f : load_scales(d, 0, Part{1})[0];
         for (int64_t i = 0; i < op.num_rows; ++i) {
           float& total = totals[i * totals_stride + (d - begin)];
@@ -75,34 +83,60 @@ struct RowsOfNumbers {
   }
 
  private:
+  float global() const { return op.scales.global == nullptr ? 1.0f : *op.scales.global; }
+  // The first one of row d.
+  int64_t scale_place(int64_t d) const {
+    return (op.scales.block_rows == 1 ? d : d / op.scales.block_rows) * op.scales.row_stride;
+  }
+
   // Of block `first` of row d on, as many as `span`.
   template <class Span>
   Float load_scales(int64_t d, int64_t first, Span span) const {
-    const float global = op.scales.global == nullptr ? 1.0f : *op.scales.global;
-    const int64_t place = (op.scales.block_rows == 1 ? d : d / op.scales.block_rows) * op.scales.row_stride + first;
+    const int64_t place = scale_place(d) + first;
     if (op.scales.type == ScaleType::kFloat32) {
-      return load(static_cast<const float*>(op.scales.data) + place, span) * global;
+      return load(static_cast<const float*>(op.scales.data) + place, span) * global();
     }
     typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
     const auto bytes = load_lanes<Bytes>(static_cast<const uint8_t*>(op.scales.data) + place, span);
     const UInt codes = __builtin_convertvector(bytes, UInt);
     return (op.scales.type == ScaleType::kFloat8E8M0 ? value_of(codes, Float8E8M0{}) : value_of(codes, Float8E4M3{})) *
-           global;
+           global();
   }
 
-  // Blocks of scales are of 128 columns or a multiple, or a power of two.
-  void read_scales_of_row(int64_t d, int64_t k, int64_t count, float* place) const {
-    constexpr float kUnit = kRunUnit<Number> / kSumUnit;
+  // Scales of e4m3 are at most 448; of e8m0 the bytes tell (mxfp8, T = 1: 3.9 ms, by their values 4.3).
+  bool has_large_scale(int64_t d) const {
+    const int64_t count = (op.source.width - 1) / op.scales.block_columns + 1;
+    float most = 448.0f;
+    if (op.scales.type == ScaleType::kFloat8E8M0) {
+      const uint8_t* bytes = static_cast<const uint8_t*>(op.scales.data) + scale_place(d);
+      uint8_t largest = 0;
+      for (int64_t i = 0; i < count; ++i) largest = bytes[i] > largest ? bytes[i] : largest;
+      most = kCodeTable<Float8E8M0>.values[largest];
+    } else if (op.scales.type == ScaleType::kFloat32) {
+      Float any = {};
+      for_each_vector(count, [&](int64_t i, auto span) {
+        const Float scale = load(static_cast<const float*>(op.scales.data) + scale_place(d) + i, span);
+        const Float magnitude = (Float)((UInt)scale & 0x7fffffff);
+        any = magnitude > any ? magnitude : any;
+      });
+      most = 0.0f;
+      for (int64_t lane = 0; lane < kLanes; ++lane) most = any[lane] > most ? any[lane] : most;
+    }
+    return !(most * __builtin_fabsf(global()) < kLargeScale);
+  }
+
+  // times `unit`. Blocks of scales are of 128 columns or a multiple, or a power of two.
+  void read_scales_of_row(int64_t d, int64_t k, int64_t count, float unit, float* place) const {
     const int64_t size = op.scales.block_columns;
     if (size < 128) {
       const auto read = [&](int64_t i, auto span) {
-        store(place + i, load_scales(d, (k >> scale_shift) + i, span) * kUnit, Whole{});
+        store(place + i, load_scales(d, (k >> scale_shift) + i, span) * unit, Whole{});
       };
       return for_each_vector((count + size - 1) >> scale_shift, read);
     }
     const int64_t runs = 128 >> scale_shift;
     for (int64_t i = 0, block = k / size, left = size - k % size; i * 128 < count; ++i) {
-      const Float scale = Float{} + load_scales(d, block, Part{1})[0] * kUnit;
+      const Float scale = Float{} + load_scales(d, block, Part{1})[0] * unit;
       for (int64_t run = 0; run < runs; run += kLanes) store(place + i * runs + run, scale, Whole{});
       left -= 128;
       if (left == 0) ++block, left = size;
@@ -110,12 +144,16 @@ struct RowsOfNumbers {
   }
 };
 
-// The `count` numbers that are left at the end of a row as a run, zero behind them.
+// The `count` numbers that are left at the end of a row as a run times `scale`; zero behind them, whatever that is.
 template <class Number>
-inline void widen_last(const uint8_t* numbers, int64_t count, Float* run) {
+inline void widen_last(const uint8_t* numbers, int64_t count, float scale, Float* run) {
   uint8_t last[bytes_of<Number>(kRunNumbers)] = {};
   __builtin_memcpy(last, numbers, bytes_of<Number>(count));
   widen_run(last, run, Number{});
+  float values[kRunNumbers];
+  unrolled<kRunVectors>([&](auto v) { store(values + v * kLanes, run[v] * scale, Whole{}); });
+  __builtin_memset(values + count, 0, (kRunNumbers - count) * sizeof(float));
+  __builtin_memcpy(run, values, sizeof values);
 }
 
 // As floats, in L1.
@@ -126,6 +164,10 @@ struct RowsAsFloats : RowsOfNumbers<Number> {
 
   explicit RowsAsFloats(const NormConcatLinear& op) : RowsOfNumbers<Number>(op) {}
 
+  // Of codes whole runs, as in a CodeTile: adding a zero turns a sum of -0 into 0.
+  static constexpr int64_t tile_width(int64_t count) {
+    return kIsCode<Number> ? round_up(count, kRunNumbers) : count;
+  }
   WeightRows<float, RowsOfNumbers<Number>::kBits> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
     this->read_scales(d, columns, k, count);
     for (int64_t i = 0; i < columns; ++i) {
@@ -145,13 +187,14 @@ struct RowsAsFloats : RowsOfNumbers<Number> {
   static void widen(const uint8_t* numbers, int64_t count, float* place, ScaleOf scale_of) {
     for (int64_t k = 0; k < count; k += kRunNumbers, numbers += bytes_of<Number>(kRunNumbers)) {
       Float run[kRunVectors];
+      const float scale = scale_of(k);
       if (k + kRunNumbers <= count) {
         widen_run(numbers, run, Number{});
+        unrolled<kRunVectors>([&](auto v) { run[v] *= scale; });
       } else {
-        widen_last<Number>(numbers, count - k, run);
+        widen_last<Number>(numbers, count - k, scale, run);
       }
-      const float scale = scale_of(k);
-      unrolled<kRunVectors>([&](auto v) { store(place + k + v * kLanes, run[v] * scale, Whole{}); });
+      unrolled<kRunVectors>([&](auto v) { store(place + k + v * kLanes, run[v], Whole{}); });
     }
   }
 };
@@ -185,15 +228,13 @@ struct CodeTile {
   template <class Span>
   Run load(int64_t column, int64_t k, Span span) const {
     const uint8_t* place = codes + column * row_bytes + bytes_of<Code>(k);
+    const float scale = kScalesNumbers ? scales[column][k >> scale_shift] : 1.0f;
     Run run;
-    if constexpr (std::is_same_v<Span, Whole>) {
-      widen_run(place, run.lanes, Code{});
+    if constexpr (std::is_same_v<Span, Part>) {
+      widen_last<Code>(place, span.count, scale, run.lanes);
     } else {
-      widen_last<Code>(place, span.count, run.lanes);
-    }
-    if constexpr (kScalesNumbers) {
-      const float scale = scales[column][k >> scale_shift];
-      unrolled<kRunVectors>([&](auto v) { run.lanes[v] *= scale; });
+      widen_run(place, run.lanes, Code{});
+      if constexpr (kScalesNumbers) unrolled<kRunVectors>([&](auto v) { run.lanes[v] *= scale; });
     }
     return run;
   }
@@ -205,6 +246,7 @@ struct RowsOfCodes : RowsOfNumbers<Code> {
 
   explicit RowsOfCodes(const NormConcatLinear& op) : RowsOfNumbers<Code>(op) {}
 
+  static constexpr int64_t tile_width(int64_t count) { return count; }
   CodeTile<Code, kScalesNumbers> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
     this->read_scales(d, columns, k, count);
     return {this->place(d, k), this->row_bytes, this->scales, this->scale_shift};
@@ -213,10 +255,11 @@ struct RowsOfCodes : RowsOfNumbers<Code> {
 
 template <class T, class Code>
 void project_codes_by_floats(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  RowsAsFloats<Code> rows(op);
-  if (op.num_rows > kMostRowsOfCodes) return dot_project<T>(op, rows, panel_begin, panel_end);
-  if (rows.scales_numbers) return dot_project<T>(op, RowsOfCodes<Code, true>(op), panel_begin, panel_end);
-  dot_project<T>(op, RowsOfCodes<Code, false>(op), panel_begin, panel_end);
+  if (op.num_rows > kMostRowsOfCodes) return dot_project<T, RowsAsFloats<Code>>(op, panel_begin, panel_end);
+  if (op.scales.block_columns < op.source.width) {
+    return dot_project<T, RowsOfCodes<Code, true>>(op, panel_begin, panel_end);
+  }
+  dot_project<T, RowsOfCodes<Code, false>>(op, panel_begin, panel_end);
 }
 
 }  // namespace

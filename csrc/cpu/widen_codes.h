@@ -226,7 +226,7 @@ inline void widen_run(const uint8_t* numbers, Float* run, Number) {
   }
 }
 
-// Whether there is one among `count` codes of e4m3, the largest or the smallest of their bytes.
+// Whether there is one among `count` codes of e4m3: 0x7f is the largest byte with a sign, 0xff without.
 inline bool any_is_nan(const uint8_t* codes, int64_t count) {
   int64_t k = 0;
   bool any = false;

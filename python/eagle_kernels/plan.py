@@ -274,7 +274,7 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
     return cuda_product_unsupported_reason(problem)
 
 
-# Without a product of bf16 in the processor there is no kernel whose sums are along K*H (csrc/cpu/project_codes.h).
+# Where the processor multiplies bf16, codes have a second kernel, whose sums are along K*H (csrc/cpu/project_codes.h).
 DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 
 
@@ -360,12 +360,12 @@ def cpu_isa() -> str:
 # The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
 # H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 it
 # gains 0 to 3 % at T=96 and loses 0 to 2 % at 128 (H=D=2880: gains 13 and 6 %); in fp32 it gains 37 % at T=128, 6 % at
-# 256. Without instructions for it, torch's 16-bit product takes 3 times as long as the fused kernel (bf16, avx512,
-# T=256: 352 ms against 136).
+# 256; with avx2 38.7 ms at T=32 where two steps take 47.3, 75.4 and 70.5 at 64. Without instructions for it, torch's
+# 16-bit product takes 3 times as long as the fused kernel (bf16, avx512, T=256: 352 ms against 136).
 FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
     torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 96, "avx512": None, "avx2": None, "scalar": 1},
     torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
-    torch.float32: {"amx_bf16": 128, "avx512_bf16": 128, "avx512": 128, "avx2": 16, "scalar": 1},
+    torch.float32: {"amx_bf16": 128, "avx512_bf16": 128, "avx512": 128, "avx2": 32, "scalar": 1},
 }
 
 

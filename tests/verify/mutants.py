@@ -348,8 +348,8 @@ MUTANTS = (
     Mutant(FLOAT_PRODUCT, "any_is_nan(place(i, k), count)", "any_is_nan(place(i, 0), count)"),
     Mutant(
         FLOAT_PRODUCT,
-        'is_nan ? __builtin_nanf("") : scales_numbers ? kSumUnit : kRunUnit<Number>',
-        "scales_numbers ? kSumUnit : kRunUnit<Number>",
+        'is_nan ? __builtin_nanf("") : scales_numbers ? units[place] : kRunUnit<Number>',
+        "scales_numbers ? units[place] : kRunUnit<Number>",
     ),
     Mutant(FLOAT_PRODUCT, "is_nan = false", "is_nan = is_nan"),
     Mutant(FLOAT_PRODUCT, "total * unit * scale", "total * scale"),
