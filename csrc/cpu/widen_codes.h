@@ -211,6 +211,10 @@ constexpr int64_t kRunNumbers = 16, kRunVectors = kRunNumbers / kLanes;
 template <class Number>
 constexpr float kRunUnit = 1.0f;
 
+// Whether widen_run takes NaN for a number: then any_is_nan tells.
+template <class Number>
+constexpr bool kLosesNaN = false;
+
 template <class Number>
 inline void widen_run(const uint8_t* numbers, Float* run, Number) {
   if constexpr (!kIsCode<Number>) {
@@ -226,25 +230,6 @@ inline void widen_run(const uint8_t* numbers, Float* run, Number) {
   }
 }
 
-// Whether there is one among `count` codes of e4m3: 0x7f is the largest byte with a sign, 0xff without.
-inline bool any_is_nan(const uint8_t* codes, int64_t count) {
-  int64_t k = 0;
-  bool any = false;
-#if defined(__AVX2__)
-  __m256i largest{}, unsigned_largest{};
-  for (; k + 32 <= count; k += 32) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + k));
-    largest = _mm256_max_epi8(largest, bytes);
-    unsigned_largest = _mm256_max_epu8(unsigned_largest, bytes);
-  }
-  const __m256i positive = _mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7f));
-  const __m256i negative = _mm256_cmpeq_epi8(unsigned_largest, _mm256_set1_epi8(-1));
-  any = _mm256_movemask_epi8(_mm256_or_si256(positive, negative)) != 0;
-#endif
-  for (; k < count; ++k) any |= (codes[k] & 0x7f) == 0x7f;
-  return any;
-}
-
 #if defined(__AVX2__)
 inline __m128i load_16_bytes(const uint8_t* bytes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)); }
 inline __m128i load_8_bytes(const uint8_t* bytes) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)); }
@@ -254,14 +239,32 @@ inline void widen_run(const uint8_t* codes, Float* run, Int8) {
   unrolled<2>([&](auto v) { run[v] = float_of_int8(load_8_bytes(codes + 8 * v)); });
 }
 
-// As fp16 of which the exponent is 8 too small, subnormal numbers as such. NaN becomes 480 (any_is_nan).
+// As fp16 of which the exponent is 8 too small, subnormal numbers as such; NaN becomes 480.
 template <>
 constexpr float kRunUnit<Float8E4M3> = 256.0f;
+template <>
+constexpr bool kLosesNaN<Float8E4M3> = true;
 inline void widen_run(const uint8_t* codes, Float* run, Float8E4M3) {
   const __m256i extended = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_16_bytes(codes)), 7);
   const __m256i halves = _mm256_and_si256(extended, _mm256_set1_epi16(~0x4000));
   run[0] = (Float)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
   run[1] = (Float)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+}
+
+// Whether there is one among `count` codes of e4m3: 0x7f is the largest byte with a sign, 0xff without.
+inline bool any_is_nan(const uint8_t* codes, int64_t count) {
+  int64_t k = 0;
+  __m256i largest{}, unsigned_largest{};
+  for (; k + 32 <= count; k += 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + k));
+    largest = _mm256_max_epi8(largest, bytes);
+    unsigned_largest = _mm256_max_epu8(unsigned_largest, bytes);
+  }
+  const __m256i positive = _mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7f));
+  const __m256i negative = _mm256_cmpeq_epi8(unsigned_largest, _mm256_set1_epi8(-1));
+  bool any = _mm256_movemask_epi8(_mm256_or_si256(positive, negative)) != 0;
+  for (; k < count; ++k) any |= (codes[k] & 0x7f) == 0x7f;
+  return any;
 }
 
 template <>

@@ -365,7 +365,7 @@ MUTANTS = (
     Mutant(FLOAT_PRODUCT, "scales[column][k >> scale_shift]", "scales[0][k >> scale_shift]"),
     Mutant(FLOAT_PRODUCT, "codes + column * row_bytes", "codes"),
     Mutant(WIDEN_CODES, "numbers[i / 2] >> 4 * (i % 2) & 15", "numbers[i / 2] >> 4 * (1 - i % 2) & 15"),
-    Mutant(WIDEN_CODES, "(codes[k] & 0x7f) == 0x7f", "codes[k] == 0x7f"),
+    Mutant(WIDEN_CODES, "(codes[k] & 0x7f) == 0x7f", "codes[k] == 0x7f", isa="avx2"),
     Mutant(WIDEN_CODES, "_mm256_or_si256(positive, negative)", "positive", isa="avx2"),
     Mutant(WIDEN_CODES, "_mm256_or_si256(positive, negative)", "negative", isa="avx2"),
     Mutant(WIDEN_CODES, "_mm256_set1_epi16(~0x4000)", "_mm256_set1_epi16(~0)", isa="avx2"),
