@@ -8,7 +8,7 @@
 namespace eagle_kernels {
 namespace {
 
-// The bytes of a tensor as rows: of [T, S, H] those of one stream. A dense tensor is one row, which has no pitch.
+// The bytes of a tensor as rows; for [T, S, H] the rows of one stream. A dense tensor is one row, which has no pitch.
 struct ByteRows {
   uintptr_t begin;
   int64_t rows, row_bytes, pitch;
@@ -27,7 +27,7 @@ struct ByteRows {
 
 bool overlap(const ByteRows& a, const ByteRows& b) {
   if (a.empty() || b.empty() || a.end() <= b.begin || b.end() <= a.begin) return false;
-  // Slots of one packed buffer: rows of one pitch, beside each other in each.
+  // Slots of one packed buffer do not overlap: their rows have one pitch and lie beside each other.
   const int64_t pitch = a.rows > 1 ? a.pitch : b.pitch;
   if ((a.rows == 1 && b.rows == 1) || (a.rows > 1 && b.rows > 1 && a.pitch != b.pitch)) return true;
   if (pitch < std::max(a.row_bytes, b.row_bytes)) return true;

@@ -1,11 +1,11 @@
-// What the primitives check of their arguments, once for CPU and CUDA: all that would make touching memory unsafe or a
-// result wrong. A failure names the op, the argument, the rule and the line that asked for the check, and has written
-// nothing:
+// What the primitives check of their arguments, the same for CPU and CUDA: all that would make touching memory unsafe
+// or a result wrong. A failure names the op, the argument, the rule and the line that asked for the check; nothing has
+// been written then:
 //
 //   norm_concat_linear: weight: shape (norm_concat_linear.cpp:32)
 //
-// Users never read it: python/eagle_kernels/checks.py words the sentence. tests/test_primitives.py finds every call of
-// a function named check... in csrc and wants a call of a primitive that it refuses.
+// Users never read it: python/eagle_kernels/checks.py writes the message that they see. tests/test_primitives.py finds
+// every call of a function named check... in csrc and requires a call of a primitive that it refuses.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -23,7 +23,7 @@ namespace eagle_kernels {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Of a call of libtorch; its own macro for this has another name in each release from 2.11 to 2.13.
+// Throws if a call of libtorch failed; libtorch's macro for this has another name in each release from 2.11 to 2.13.
 void expect_success(AOTITorchError failed);
 
 [[noreturn]] void refuse(const char* op, const char* argument, const char* rule, std::source_location where);
@@ -51,7 +51,7 @@ struct View {
   int64_t stride(int64_t i) const { return strides[i]; }
   int64_t numel() const;
   bool is_dense() const;
-  // Of one of the three types that the ops compute in; others have been refused.
+  // For the three types that the ops compute in; others have been refused.
   DType type() const {
     return dtype == kTorchFloat ? DType::kFloat32 : dtype == kTorchHalf ? DType::kFloat16 : DType::kBFloat16;
   }
@@ -77,11 +77,11 @@ struct Output : View {
 
 using OptionalView = std::optional<View>;
 
-// A tensor in memory that is somebody else's, on the device of another one.
+// A tensor in memory that it does not own, on the device of `like`.
 Tensor tensor_in_memory(const void* data, int64_t dim, const int64_t* sizes, const int64_t* strides, TorchDType dtype,
                         const View& like);
 
-// The primitive was chosen by the devices of all arguments together.
+// Each argument, since the dispatcher chose the primitive by the devices of all of them together.
 inline void check_device(const char* op, const char* name, const View& view, const View& like,
                          std::source_location where = std::source_location::current()) {
   check(view.device_type == like.device_type && view.device_index == like.device_index, op, name, "device", where);
@@ -109,13 +109,13 @@ inline void check_rows(const char* op, const char* name, const View& view,
   check(view.size(1) <= 1 || view.stride(1) == 1, op, name, "last stride", where);
 }
 
-// Of a tensor of two dimensions.
+// For a tensor of two dimensions.
 inline void check_shape(const char* op, const char* name, const View& view, int64_t rows, int64_t columns,
                         std::source_location where = std::source_location::current()) {
   check(view.size(0) == rows && view.size(1) == columns, op, name, "shape", where);
 }
 
-// [T, H] of another one's device and dtype.
+// [T, H] of the device and dtype of `like`.
 inline void check_operand(const char* op, const char* name, const View& view, const View& like,
                           std::source_location where = std::source_location::current()) {
   check_device(op, name, view, like, where);
@@ -123,14 +123,14 @@ inline void check_operand(const char* op, const char* name, const View& view, co
   check_rows(op, name, view, where);
 }
 
-// [T, H] that is written: rows that do not run into each other. A single row's stride is never used.
+// [T, H] that is written: its rows must not overlap. A single row's stride is never used.
 inline void check_output(const char* op, const char* name, const View& view, const View& like,
                          std::source_location where = std::source_location::current()) {
   check_operand(op, name, view, like, where);
   check(view.size(0) <= 1 || view.stride(0) >= view.size(1), op, name, "row stride", where);
 }
 
-// Dense values of another one's dtype or fp32: a vector, or several behind each other.
+// Dense values in the dtype of `like` or fp32: a vector, or several one after another.
 inline void check_dense(const char* op, const char* name, const View& view, int64_t length, const View& like,
                         std::source_location where = std::source_location::current()) {
   check_device(op, name, view, like, where);
@@ -145,7 +145,7 @@ inline void check_vector(const char* op, const char* name, const View& view, int
   check_dense(op, name, view, length, like, where);
 }
 
-// NaN is not >= 0. The kernels add it in fp32.
+// NaN is not >= 0, and is refused. The kernels add eps in fp32.
 inline void check_eps(const char* op, const char* name, double eps,
                       std::source_location where = std::source_location::current()) {
   check(eps >= 0 && eps <= static_cast<double>(__FLT_MAX__), op, name, "value", where);
@@ -153,7 +153,7 @@ inline void check_eps(const char* op, const char* name, double eps,
 
 bool overlap(const View& a, const View& b);
 
-// Rows are written while others are read.
+// Kernels write rows while they read others.
 inline void check_no_overlap(const char* op, const char* name, const View& written, const View& other,
                              std::source_location where = std::source_location::current()) {
   check(!overlap(written, other), op, name, "overlap", where);

@@ -8,7 +8,7 @@
 namespace eagle_kernels {
 
 namespace cuda {
-// Chunks of one CUDA call: their records travel as a kernel parameter, of 4 KB at most.
+// Max chunks of one CUDA call: their records are passed in a kernel parameter, of 4 KB at most.
 constexpr int64_t kMaxChunks = 8;
 }  // namespace cuda
 

@@ -1,5 +1,5 @@
-// What is used of DLPack 1.3, a C ABI that keeps its layout within a major version; torch's copy of its header
-// (ATen/dlpack.h) refuses to be included by a library of the stable ABI.
+// The part of DLPack 1.3 that is used here. It is a C ABI that keeps its layout within a major version; torch's copy of
+// its header (ATen/dlpack.h) refuses to be included by a library of the stable ABI.
 #pragma once
 
 #include <cstdint>

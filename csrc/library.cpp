@@ -18,7 +18,7 @@ namespace eagle_kernels {
 namespace {
 
 // Caps the instruction set and returns the active one: the best that the machine has up to the cap. Numbers, not names:
-// strings in stable-ABI schemas change hands differently in torch 2.13 and 2.14 (pytorch#190493).
+// strings in stable-ABI schemas are passed differently in torch 2.13 and 2.14 (pytorch#190493).
 int64_t set_cpu_isa(int64_t cap) {
   const int64_t isa = std::clamp<int64_t>(cap, 0, static_cast<int64_t>(cpu::best_isa()));
   cpu::active_isa = static_cast<cpu::Isa>(isa);
@@ -27,7 +27,7 @@ int64_t set_cpu_isa(int64_t cap) {
 
 }  // namespace
 
-// What this build is, a line each. CMakeLists.txt spells the archs that it has CUDA kernels for.
+// Describes this build, one fact a line. CMakeLists.txt writes the list of archs that it has CUDA kernels for.
 EAGLE_KERNELS_EXPORT const char* eagle_kernels_build_info() {
   static const std::string info = "version: " EAGLE_KERNELS_VERSION
                                   "\nnamespace: " EAGLE_KERNELS_NAMESPACE

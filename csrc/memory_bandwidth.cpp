@@ -5,8 +5,8 @@
 //   copy_stream(source, streams, run_bytes, ahead_bytes, out)  out = source, around the caches as the memory ops do
 //   add_stream(a, b, streams, run_bytes, ahead_bytes, out)     out = a + b in 64-bit words, likewise: two reads a write
 //
-// A torch reduction is no ceiling: max over int32 reads 25 GB/s where norm_concat_linear streams its weight at 30.
-// These use the best instruction set of the machine, whatever EAGLE_KERNELS_CPU_ISA says: they stand for the memory.
+// A torch reduction is not an upper bound: max over int32 reads 25 GB/s where norm_concat_linear streams its weight at
+// 30. These use the best instruction set of the machine, whatever EAGLE_KERNELS_CPU_ISA says: they measure the memory.
 #include "memory_bandwidth.h"
 
 #include <torch/csrc/stable/library.h>
@@ -20,7 +20,7 @@ namespace eagle_kernels {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kStep = 8 * kLine;  // what a step reads of one run at most
+constexpr int64_t kStep = 8 * kLine;  // max bytes that a step reads of one run
 
 constexpr cpu::PerIsa kRead([](auto isa) { return &read_stream_cpu<isa>; });
 constexpr cpu::PerIsa kCopy([](auto isa) { return &copy_stream_cpu<isa>; });

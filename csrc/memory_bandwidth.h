@@ -1,4 +1,4 @@
-// The streaming loops that measure what memory gives: their records, and their kernels by instruction set.
+// The streaming loops that measure the bandwidth of memory: their records, and their kernels by instruction set.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace eagle_kernels {
 
-// How memory is walked: in pieces of `streams` runs that follow each other, `run_bytes` each. A step reads a cache line
-// of every run, and asks for the one `ahead_bytes` further on. run_bytes and ahead_bytes are multiples of 64.
+// How memory is read: in pieces of `streams` runs that follow each other, `run_bytes` each. A step reads a cache line
+// of every run, and prefetches the one `ahead_bytes` further on. run_bytes and ahead_bytes are multiples of 64.
 struct StreamPattern {
   int64_t streams;
   int64_t run_bytes;

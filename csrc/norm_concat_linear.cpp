@@ -92,7 +92,7 @@ constexpr cpu::PerIsa kCpu([](auto isa) {
   };
 });
 
-// Not a tensor: torch's allocator takes the same memory from the same place, behind a dispatcher call of 2 us.
+// Not a tensor: torch's allocator takes memory from the same place, but through a dispatcher call of 2 us.
 struct Workspace {
   static constexpr std::align_val_t kAlignment{64};
 
@@ -119,7 +119,7 @@ void run_on_cpu(NormConcatLinear record, const View&, const Output&) {
                      [&](int64_t begin, int64_t end) { kernels.post_norm(record, begin, end); });
 }
 
-// Bytes beside codes are no scales, but what bf16 in 12 bits has of a row.
+// With codes in bytes, `scales` in bytes are not scales: they are what a row of bf16 in 12 bits has besides its codes.
 WeightType weight_type_of(TorchDType codes, TorchDType scales) {
   if (codes == kTorchByte) return scales == kTorchByte ? WeightType::kBFloat16In12 : WeightType::kFloat4E2M1;
   return codes == kTorchInt8 ? WeightType::kInt8 : WeightType::kFloat8E4M3;
@@ -195,7 +195,7 @@ Scales scales_of(const Sources& sources, WeightType type, const View& scales, co
           .global = global_scale ? static_cast<const float*>(global_scale->data) : nullptr};
 }
 
-// Of a number that is none of them `run_codes_on_cuda` would write nothing, and a CPU take the first.
+// For any other number `run_codes_on_cuda` would write nothing, and a CPU would take the first kernel.
 CodesKernel codes_kernel_of(int64_t number) {
   check(number >= 0 && number <= static_cast<int64_t>(CodesKernel::kWgmma), kQuantizedOp, "kernel", "number");
   return static_cast<CodesKernel>(number);
@@ -238,7 +238,7 @@ Tensor transposed(const NormConcatLinear& op, const View& weight) {
   return tensor(weight.data, {op.source.width, op.num_columns}, {1, op.weight_row_stride}, weight.dtype, weight);
 }
 
-// norm_concat and torch's own product: the second step as a function, since through the dispatcher it takes 2 us more.
+// norm_concat, then torch's own product, called as a function: through the dispatcher it takes 2 us more.
 void run_two_steps_on_cpu(const NormConcatLinear& op, const View& weight, const Output& out) {
   const int64_t rows = op.num_rows, width = op.source.width;
   check(op.bias.data == nullptr && op.post_norm_gain.data == nullptr, kOp, "bias", "CPU");
@@ -354,7 +354,7 @@ void run_wgmma_kernel(const NormConcatLinear& record, const View&, const Output&
   run_fused_kernel<norm_concat_linear_wgmma_cuda>(kOp, record, out);
 }
 
-// Whether the rows stand concatenated and as they are: of a static buffer that capture has written.
+// Whether the rows already lie concatenated and need no change, as in a static buffer that capture has written.
 bool is_concatenated(const Concat& source) {
   const char* end = static_cast<const char*>(source.chunks[0].x);
   for (int64_t k = 0; k < source.num_chunks; ++k) {
@@ -371,7 +371,7 @@ Tensor concat_of(const NormConcatLinear& op, const View& like) {
   return matrix(first.x, op.num_rows, op.source.width, first.x_row_stride, like);
 }
 
-// Whether torch's product is the result: what it adds meets the sums before they are rounded.
+// Whether torch's product is the result: a bias that it adds is added to the sums before they are rounded.
 bool ends_in_product(const NormConcatLinear& op) {
   return op.post_norm_gain.data == nullptr && (op.bias.data == nullptr || op.bias.dtype == op.source.dtype);
 }
@@ -383,7 +383,7 @@ void multiply_on_cuda(const NormConcatLinear& op, const Tensor& x, const View& w
   expect_success(cuda::addmm_out(out.get(), bias.get(), x.get(), w.get()));
 }
 
-// The product as it is in fp32, into the op's workspace, and its end.
+// The product in fp32, into the op's workspace, then the bias and the post norm.
 void multiply_and_end_on_cuda(const NormConcatLinear& op, const Tensor& x, const View& weight,
                               const cuda::CurrentDevice& device) {
   const int64_t stride = epilogue_row_stride(op);

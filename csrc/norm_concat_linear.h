@@ -7,14 +7,14 @@
 
 namespace eagle_kernels {
 
-// A weight in the chunks' dtype, or as codes, whose row stride is in bytes. A byte has two of kFloat4E2M1, the even
-// column's in the low four bits. kBFloat16In12 is bf16 exactly (cpu/widen_bf16_12bit.h), on CPU, by rows of bf16.
+// A weight in the chunks' dtype, or as codes, whose row stride is in bytes. A byte has two codes of kFloat4E2M1, the
+// even column's in the low four bits. kBFloat16In12 is exactly bf16 (cpu/widen_bf16_12bit.h), on CPU, for rows of bf16.
 enum class WeightType : int32_t { kChunks, kFloat8E4M3, kInt8, kFloat4E2M1, kBFloat16In12 };
 
 enum class ScaleType : int32_t { kFloat32, kFloat8E8M0, kFloat8E4M3 };
 
 // weight[d][c] = codes[d][c] * scales[d / block_rows][c / block_columns] * global. A block is as wide as the weight, or
-// a multiple of 128 columns, or a power of two from 16 to 64. Of kBFloat16In12, what a row has beside its codes.
+// a multiple of 128 columns, or a power of two from 16 to 64. For kBFloat16In12: what a row has besides its codes.
 struct Scales {
   const void* data;
   ScaleType type;
@@ -25,8 +25,8 @@ struct Scales {
   const float* global;  // or null: 1
 };
 
-// Which kernel multiplies codes: on CUDA the split ones, the fused one, the one of warpgroups; on a CPU the first or,
-// where it multiplies bf16, by rows of it, the one whose sums are along K*H.
+// Which kernel multiplies codes. On CUDA, in order: the split kernels, the fused one, the one of warpgroups. On CPU:
+// the first or, for rows of bf16 where the CPU multiplies bf16, kFewRows, whose sums are along K*H.
 enum class CodesKernel : int64_t { kAnyRows, kFewRows, kWgmma };
 
 struct NormConcatLinear {
@@ -43,9 +43,9 @@ struct NormConcatLinear {
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too
   void* out;              // [N, D]
   int64_t out_row_stride;
-  // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; on CUDA the fp32 values of the split kernels, or sums.
+  // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; on CUDA fp32 sums of the split kernels or of a library.
   void* workspace;
-  // On CUDA the weight may be read while the previous kernel runs, which then must not write it.
+  // On CUDA the weight may be read while the previous kernel runs, provided that one does not write it.
   bool early_weight;
 };
 
@@ -65,44 +65,45 @@ template <cpu::Isa isa>
 void norm_concat_linear_post_norm(const NormConcatLinear& op, int64_t row_begin, int64_t row_end);
 
 namespace cuda {
-// Rows that the fused kernel multiplies in one pass over the weight; more take it several times.
+// Max rows that the fused kernel multiplies in one pass over the weight; more rows take several passes.
 constexpr int64_t kMaxDecodeRows = 16;
-// The same of the split kernels, which are two launches.
+// The same for the split kernels, which are two launches.
 constexpr int64_t kMaxSplitRows = 128;
 }  // namespace cuda
 
-// The fused kernel takes rows of 16-bit types, a weight of them or codes that norm_concat_linear_reads_codes, whose
-// scales are one for a row or for blocks of a multiple of 64 rows and 64 columns or more, as whose multiples the chunks
-// begin, no post norm, and operands that norm_concat_linear_is_aligned, on sm_90 and later.
+// The fused kernel, on sm_90 and later, takes chunks of a 16-bit type and no post norm. The weight is of that type, or
+// of codes that norm_concat_linear_reads_codes, with one scale per row or blocks of a multiple of 64 rows and of
+// 64 columns, where every chunk begins at a multiple of 64 columns. Operands must be norm_concat_linear_is_aligned.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
-// The kernel of warpgroups takes any number of rows in rounds of 64, a weight of the
-// chunks' 16-bit type or, of bf16, codes that norm_concat_linear_reads_codes, whose scales are one for a row or for
-// blocks of 128 columns or more, as whose multiples the chunks begin, no post norm, and operands that
-// norm_concat_linear_is_aligned, where the library has code for sm_90a and the GPU runs it.
+// The kernel of warpgroups, where the library has code for sm_90a and the GPU runs it, takes any number of rows in
+// rounds of 64, chunks of a 16-bit type and no post norm. The weight is of that type or, with chunks of bf16, of codes
+// that norm_concat_linear_reads_codes, with one scale per row or blocks of a multiple of 128 columns, where every chunk
+// begins at a multiple of 128 columns. Operands must be norm_concat_linear_is_aligned.
 int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
-// How many ranges of columns the split kernels cut each chunk into, and the fp32 values of workspace that this takes.
+// How many ranges of columns the split kernels cut each chunk into, and their workspace in fp32 values.
 struct SplitRanges {
   int of_chunk[cuda::kMaxChunks];
   int count;
   int64_t workspace;
 };
 
-// The split kernels take the same and a post norm, on every GPU.
+// The split kernels take the same, all codes that norm_concat_linear_reads_codes, and a post norm, on every GPU.
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const cuda::Device& device);
 int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const cuda::Device& device);
 
-// bias and post norm of the rows of fp32 in `workspace` that a library has multiplied, of any dtype of the op's.
+// Bias and post norm of the fp32 rows in `workspace`, which a library has multiplied. Any dtype of the op.
 inline int64_t epilogue_row_stride(const NormConcatLinear& op) { return (op.num_columns + 3) / 4 * 4; }
 int norm_concat_linear_epilogue_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
-// Whether every width is a multiple of 8 (of codes 16), and the addresses and row strides of chunks, residuals, gains
+// Whether every width is a multiple of 8 (with codes 16), and the addresses and row strides of chunks, residuals, gains
 // and weight are multiples of 16 bytes.
 bool norm_concat_linear_is_aligned(const NormConcatLinear& op);
 
-// Whether the kernels take codes in blocks like these: of 8 bits, with scales in fp32 or e8m0; those of e4m3 may
-// have several along a row, in blocks of 32, 64, 128, ... columns that begin with a step of the product in every chunk.
+// Whether the kernels take these codes and blocks: codes of 8 bits, with scales in fp32 or e8m0. Codes of e4m3 may have
+// several scales per row, in blocks of 32, 64, 128, ... columns, if the width of every chunk is a multiple of a step of
+// the product.
 bool norm_concat_linear_reads_codes(const NormConcatLinear& op);
 
 }  // namespace eagle_kernels

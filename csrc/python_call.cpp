@@ -15,7 +15,7 @@ namespace {
 
 using Object = _object*;
 
-// What is called of Python's stable ABI, in the order of `kPythonNames`.
+// The functions of Python's stable ABI that are called, in the order of `kPythonNames`.
 struct Python {
   Object (*type_of)(Object);
   void (*increase)(Object);
@@ -60,7 +60,7 @@ struct Method {
 };
 constexpr int kFastCall = 0x80;
 
-// A primitive, whose method has torch's packet of its overloads as `self`.
+// A primitive. The `self` of its method is torch's packet of its overloads.
 struct Entry {
   std::string name;
   std::array<PythonFunction, 2> by_device_type{};
@@ -68,13 +68,13 @@ struct Entry {
 };
 constexpr size_t kMaxEntries = 24;
 
-// Filled while the library is loaded, by whichever file of it is first.
+// A function, since any file of the library may be the first to add an entry while it is loaded.
 std::array<Entry, kMaxEntries>& entries() {
   static std::array<Entry, kMaxEntries> all;
   return all;
 }
 
-// Of an object that lives: no reference is kept.
+// For an object that is alive: no reference is kept.
 Object type_of(Object object) {
   const Object type = python.type_of(object);
   python.decrease(type);
@@ -86,8 +86,9 @@ bool is_plain_tensor(Object object) {
   return type == objects.tensor || type == objects.parameter;
 }
 
-// A lazy negation has no memory of its own values; the dispatcher computes them. It is the imaginary part of a complex
-// tensor's conjugate, and none has its parts in bf16, integers or codes: asking takes 0.07 us a tensor.
+// The memory of a lazily negated tensor does not have its values; the dispatcher computes them. Such a tensor is the
+// imaginary part of a complex tensor's conjugate, which is never in bf16, integers or codes: asking takes 0.07 us a
+// tensor.
 bool is_negated(Object tensor, const dlpack::DataType& type) {
   if (type.code != dlpack::kFloat) return false;
   const Object answer = python.call(objects.is_neg, tensor, nullptr);
@@ -117,11 +118,11 @@ TorchDType dtype_of(const dlpack::DataType& type) {
     case dlpack::kFloat8E8M0FNU << 8 | 8:
       return kTorchFloat8E8M0;
     default:
-      return {-1};  // which no check takes
+      return {-1};  // which every check refuses
   }
 }
 
-// False: no tensor of the CPU or of CUDA with memory of its own values.
+// False unless this is a plain tensor on CPU or CUDA whose memory has its values.
 bool view_of(Object object, View& view) {
   dlpack::Tensor tensor;
   if (!is_plain_tensor(object) || tensors->tensor_of(object, &tensor) != 0) return false;
@@ -138,7 +139,7 @@ bool view_of(Object object, View& view) {
   return tensor.data != nullptr || view.numel() == 0;  // zeros without memory: torch._efficientzerotensor
 }
 
-// The primitive of `self`, torch's packet of its overloads.
+// Calls the primitive through `self`, torch's packet of its overloads.
 Object call_dispatcher(Object self, Object const* arguments, ptrdiff_t count) {
   const Object tuple = python.new_tuple(count);
   if (tuple == nullptr) return nullptr;
@@ -151,7 +152,7 @@ Object call_dispatcher(Object self, Object const* arguments, ptrdiff_t count) {
   return result;
 }
 
-// A profiler shows what the dispatcher has called.
+// A profiler shows only what the dispatcher has called.
 bool is_profiling() {
   const Object answer = python.call(objects.is_profiling, nullptr);
   if (answer == nullptr) return true;
@@ -185,7 +186,7 @@ Object call(Object self, Object const* arguments, ptrdiff_t count) {
   return call_dispatcher(self, arguments, count);
 }
 
-// No primitive: it has no tensors of its own, and no dispatcher behind it.
+// Not a primitive: it has no tensors of its own, and no dispatcher behind it.
 Object call_launch_triton(Object, Object const* arguments, ptrdiff_t count) {
   constexpr ptrdiff_t kNumArguments = 5;
   try {
@@ -205,7 +206,7 @@ Object call_launch_triton(Object, Object const* arguments, ptrdiff_t count) {
 
 bool is_operand(Object object) { return object == objects.none || is_plain_tensor(object); }
 
-// Operands are tensors of torch's own classes and None; whether an argument is one, or a list of them.
+// Whether an argument is an operand, which is None or a tensor of torch's own classes, or a list of operands.
 bool is_plain(Object argument) {
   if (is_operand(argument)) return true;
   if (type_of(argument) != objects.list) return false;
@@ -222,7 +223,7 @@ Object call_are_plain(Object, Object const* arguments, ptrdiff_t count) {
   return answer;
 }
 
-// No primitives, without a `self`.
+// Functions that are no primitives and have no `self`.
 constexpr Method kOthers[] = {{"launch_triton", &call_launch_triton, kFastCall, nullptr},
                               {"are_plain", &call_are_plain, kFastCall, nullptr}};
 
@@ -289,7 +290,7 @@ WithoutPython::~WithoutPython() { python.restore_thread(thread_); }
 
 }  // namespace eagle_kernels
 
-// library.py hands over what these names stand for.
+// The names whose addresses library.py passes to `eagle_kernels_set_python`.
 EAGLE_KERNELS_EXPORT const char* eagle_kernels_python_names() { return eagle_kernels::kPythonNames; }
 
 // How many objects `eagle_kernels_set_python` reads.
@@ -297,7 +298,7 @@ EAGLE_KERNELS_EXPORT int64_t eagle_kernels_num_python_objects() {
   return sizeof(eagle_kernels::Objects) / sizeof(eagle_kernels::Object);
 }
 
-// 0 where torch's exchange table is of a version that this does not know.
+// Returns 0 where the version of torch's exchange table is not known here.
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_set_python(const void* functions, const void* objects,
                                                       const void* exchange) {
   using namespace eagle_kernels;
@@ -310,7 +311,7 @@ EAGLE_KERNELS_EXPORT int64_t eagle_kernels_set_python(const void* functions, con
   return 1;
 }
 
-// The PyMethodDef of a function by its place; null behind the last one.
+// The PyMethodDef of function i; null past the last one.
 EAGLE_KERNELS_EXPORT const void* eagle_kernels_python_method(int64_t i) {
   using namespace eagle_kernels;
   constexpr int64_t kNumOthers = std::size(kOthers);

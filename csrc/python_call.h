@@ -1,11 +1,11 @@
 // A primitive and its two callers: torch's dispatcher, and Python without it.
 //
-// Of a call of norm_concat_linear with three chunks the dispatcher takes 4 us (schema, boxing, a handle for each tensor
-// of a list), more than the checks and the launch together. So Python may hand its arguments to C as they are: torch's
-// DLPack exchange table (torch 2.11 and later, `torch.Tensor.__dlpack_c_exchange_api__`) says what a tensor is like in
-// 0.05 us, without a handle. A call with anything but plain tensors goes to the dispatcher as before.
+// In a call of norm_concat_linear with three chunks the dispatcher takes 4 us (schema, boxing, a handle for each tensor
+// of a list), more than the checks and the launch together. So Python may pass its arguments to C directly: torch's
+// DLPack exchange table (torch 2.11 and later, `torch.Tensor.__dlpack_c_exchange_api__`) describes a tensor in 0.05 us,
+// without a handle. A call with anything but plain tensors still goes to the dispatcher.
 //
-// No header and no symbol of Python: what is needed of its stable ABI arrives as addresses (python_call.cpp).
+// This uses no header and no symbol of Python: functions of its stable ABI arrive as addresses (python_call.cpp).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +26,7 @@ struct _object;  // Python's PyObject
 
 namespace eagle_kernels {
 
-// An argument as the dispatcher has it, and as a primitive takes it.
+// Type is an argument as the dispatcher has it; open turns it into what a primitive takes.
 template <class T>
 struct Boxed {
   using Type = T;
@@ -60,10 +60,11 @@ struct Boxed<std::vector<T>> {
   }
 };
 
-// Reads the arguments of one call. What it cannot read it notes, and leaves to the dispatcher and its errors.
+// Reads the arguments of one call. Where it cannot read one, it has failed: the dispatcher then takes the call and
+// raises the errors.
 class PythonArguments {
  public:
-  // For a primitive of tensors of this device type, which the first one decides; kAnyDevice for none in particular.
+  // For a primitive of this device type, which the first tensor must have; kAnyDevice if it may have any.
   PythonArguments(_object* const* arguments, int64_t count, int32_t device_type)
       : arguments_(arguments), count_(count), device_type_(device_type) {}
   ~PythonArguments();
@@ -106,10 +107,10 @@ class PythonArguments {
   int32_t device_type_;
   bool is_first_ = true;
   bool failed_ = false;
-  std::vector<_object*> items_;  // of sequences: another thread may change a list while a kernel runs
+  std::vector<_object*> items_;  // of sequences, kept: another thread may change a list while a kernel runs
 };
 
-// Lets other threads of Python run meanwhile, as the dispatcher does.
+// Releases the GIL while it lives, as the dispatcher does.
 class WithoutPython {
  public:
   WithoutPython();
@@ -132,7 +133,7 @@ struct Primitive<function> {
     function(Boxed<Value<Arguments>>::open(arguments)...);
   }
 
-  // Whether it could; what the primitive throws is the caller's.
+  // Whether it could read the arguments and ran; the caller gets what the primitive throws.
   static bool from_python(PythonArguments& arguments) {
     return arguments.size() == sizeof...(Arguments) && call(arguments, std::index_sequence_for<Arguments...>());
   }
@@ -140,7 +141,7 @@ struct Primitive<function> {
  private:
   template <size_t... i>
   static bool call(PythonArguments& arguments, std::index_sequence<i...>) {
-    // Of braces, hence in order.
+    // Braces, so that the arguments are read in order.
     std::tuple<Value<Arguments>...> values{arguments.at<Value<Arguments>>(i)...};
     if (arguments.failed()) return false;
     const WithoutPython released;
@@ -149,13 +150,13 @@ struct Primitive<function> {
   }
 };
 
-// As libtorch numbers them.
+// Device types as libtorch numbers them.
 constexpr int32_t kCpuDevice = 0, kCudaDevice = 1, kAnyDevice = -1;
 
 using PythonFunction = bool (*)(PythonArguments& arguments);
 
-// For the checks of a primitive alone, <op>_checks_out beside <op>_out: Triton's launchers call that one, since checks
-// in Python take 10 to 60 us of a call.
+// For a primitive that only checks, <op>_checks_out beside <op>_out: Triton's launchers call that one, since checks in
+// Python take 10 to 60 us of a call.
 inline constexpr auto run_nothing = [](const auto&...) {};
 
 inline void define_alike(torch::stable::detail::StableLibrary& library, std::initializer_list<const char*> primitives,

@@ -6,7 +6,7 @@
 namespace eagle_kernels {
 namespace {
 
-// Of a concat: the CUDA kernels count columns in int.
+// Max width of a concat: the CUDA kernels count columns in int.
 constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max();
 
 const View& first_of(const char* op, const std::vector<View>& chunks) {
@@ -49,7 +49,7 @@ bool Sources::is_packed(const View& chunks) const {
 }
 
 void Sources::add_chunks() {
-  // Before there are K records, since K may be any number.
+  // Before K records are allocated, since K may be any number.
   if (packed_) check(is_packed(first), op_, "chunks", "columns");
   if (concat.num_chunks <= size_of(few_chunks_)) {
     chunks_ = few_chunks_.data();
@@ -95,7 +95,7 @@ void Sources::add_residuals(const std::vector<OptionalView>& residuals) {
   }
 }
 
-// One for all chunks, or one each; a packed tensor's rows are read together.
+// One index for all chunks, or one each; the chunks of a packed tensor share one.
 void Sources::add_indices() {
   const int64_t rows = out_.size(0);
   static const std::vector<OptionalView> kNone;

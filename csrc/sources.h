@@ -11,7 +11,7 @@
 
 namespace eagle_kernels {
 
-// Absent where no chunk has one: an empty list takes 0.3 us to pass, of a call's 4.
+// Absent where no chunk has one: to pass an empty list takes 0.3 us of a call's 4.
 using OptionalViews = std::optional<std::vector<OptionalView>>;
 
 // The arguments that both ops begin with, as their schemas name them.
@@ -39,7 +39,7 @@ class Sources {
   Sources(const Sources&) = delete;  // concat points into it
 
   Concat concat{};
-  View first;  // chunk 0, whose dtype and device are everyone's
+  View first;  // chunk 0, whose dtype and device all chunks have
 
  private:
   bool is_packed(const View& chunks) const;
@@ -57,7 +57,7 @@ class Sources {
   const View& out_;
   bool packed_;
   Chunk* chunks_;
-  std::array<Chunk, cuda::kMaxChunks> few_chunks_;  // no allocation for as many as this
+  std::array<Chunk, cuda::kMaxChunks> few_chunks_;  // up to this many chunks need no allocation
   std::vector<Chunk> many_chunks_;
 };
 

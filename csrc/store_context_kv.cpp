@@ -18,7 +18,7 @@ uintptr_t end_of(const View& view) {
   return reinterpret_cast<uintptr_t>(view.at(last + 1));
 }
 
-// Whether the bytes from the first to the last of one reach into those of the other.
+// Whether the byte ranges of the two, from the first element to the last, overlap.
 bool touch(const View& a, const View& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   return reinterpret_cast<uintptr_t>(a.data) < end_of(b) && reinterpret_cast<uintptr_t>(b.data) < end_of(a);

@@ -1,9 +1,9 @@
-// Triton's kernels, launched from the operands of a call as Python has them, and torch's product between two of them:
-// to gather the numbers of norm_concat_linear's two launches takes 9 us in Python, and 1 here. Which number is what of
-// which operand is written in a record that triton_kernels/launch.py, `Launches`, prepares once; nothing here knows a
+// Launches Triton's kernels, and torch's product between two of them, from the operands of a call as Python has them:
+// gathering the numbers of norm_concat_linear's two launches takes 9 us in Python, and 1 here. A record that
+// triton_kernels/launch.py, `Launches`, prepares once says which number comes from which operand; nothing here knows a
 // kernel or its arguments.
 //
-// No header of CUDA and no library: its functions arrive as addresses, so that a build for CPUs has this too.
+// This uses no header and no library of CUDA: its functions arrive as addresses, so that a build for CPUs has this too.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -23,7 +23,7 @@ enum class Kind : int64_t { kConstant, kInteger, kFloat, kAddress, kRowStride, k
 struct Origin {
   Kind kind;
   int64_t value;    // a position, or the constant
-  int64_t of_rows;  // one of the numbers that are multiples of 16 together, or not
+  int64_t of_rows;  // whether the rows are aligned only if this is a multiple of 16
 };
 
 struct Binary {
@@ -32,7 +32,8 @@ struct Binary {
   int64_t starts_early;
 };
 
-// Behind it are the origins: three of the grid and `num_numbers`. Those of a product are the places of its operands.
+// The origins follow in memory: three of the grid, then `num_numbers`. For a product they are the places of its
+// operands.
 struct Step {
   int64_t threads;  // 0: a product
   int64_t num_numbers;
@@ -65,7 +66,7 @@ struct Functions {
   AOTITorchError (*mm_dtype)(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b, int32_t dtype);
 };
 
-// Behind it are the widths and the steps.
+// The widths and the steps follow in memory.
 struct Record {
   Functions functions;
   int64_t must_be_aligned;
@@ -119,7 +120,7 @@ class Packed {
  public:
   static constexpr int64_t kMaxNumbers = 120;
 
-  // False: this cannot be run.
+  // Returns false where this step cannot be run.
   bool pack(const Step& step, const Operands& operands, bool must_be_aligned) {
     if (step.num_origins() > kMaxNumbers) return false;
     int64_t of_rows = 0;
@@ -128,7 +129,7 @@ class Packed {
       numbers_[i] = operands.number(origin);
       if (origin.of_rows) of_rows |= numbers_[i];
     }
-    // Behind the arguments Triton's kernels have pointers to memory of its own: null where they use none.
+    // After the arguments Triton's kernels take pointers to Triton's scratch memory: null where they use none.
     std::fill_n(&numbers_[step.num_origins()], kUnused, 0);
     const bool aligned = of_rows % 16 == 0;
     step_ = &step;
@@ -179,7 +180,7 @@ bool run_all(const Record& record, const Operands& operands, void* stream) {
   if (record.num_steps > kMaxSteps) return false;
   std::array<Packed, kMaxSteps> packed;
   const Step* step = record.steps();
-  // All before the first is run: a call that this leaves to Python has run nothing.
+  // All are packed before the first is run: a call that this leaves to Python has run nothing.
   for (int64_t i = 0; i < record.num_steps; ++i, step = step->next()) {
     if (!packed[i].pack(*step, operands, record.must_be_aligned)) return false;
   }
@@ -191,8 +192,8 @@ bool run_all(const Record& record, const Operands& operands, void* stream) {
 
 }  // namespace
 
-// Arguments: the record's address, the operands, the call's integers and floats, the stream. Whether all was run; where
-// not, Python does it, and words what is wrong.
+// Arguments: the record's address, the operands, the call's integers and floats, the stream. Returns whether all was
+// run; where not, Python runs it or raises the error.
 bool launch_triton(PythonArguments& arguments) {
   const auto* record = reinterpret_cast<const Record*>(arguments.at<int64_t>(0));
   const Operands operands{arguments.at<Views>(1), arguments.at<std::vector<int64_t>>(2),

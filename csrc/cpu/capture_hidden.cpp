@@ -18,7 +18,7 @@ void copy_row(const CaptureHidden& op, int64_t t) {
       sum_of_squares(op.width, [=](int64_t i, auto span) { return load(hidden + i, span); });
 }
 
-// The row of value(begin, span), rounded.
+// Stores the row of value(begin, span), rounded.
 template <class T, class Store, class Value>
 void store_row(const CaptureHidden& op, int64_t t, Store how, Value value) {
   T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
@@ -47,7 +47,7 @@ void add_row(const CaptureHidden& op, int64_t t, bool is_last, Store how) {
   });
 }
 
-// From +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0.
+// Sums from +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0.
 template <class T, class Store>
 void mean_row(const CaptureHidden& op, int64_t t, bool is_last, Store how) {
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;

@@ -12,7 +12,7 @@
 
 namespace eagle_kernels::cpu {
 
-// A comma between two names, and no spaces.
+// The names, with a comma between two and no spaces.
 #define EAGLE_KERNELS_TEXT(...) #__VA_ARGS__
 #define EAGLE_KERNELS_EXPANDED_TEXT(...) EAGLE_KERNELS_TEXT(__VA_ARGS__)
 constexpr std::string_view kIsaNames = EAGLE_KERNELS_EXPANDED_TEXT(EAGLE_KERNELS_ISAS);

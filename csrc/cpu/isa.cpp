@@ -11,7 +11,7 @@ namespace eagle_kernels::cpu {
 namespace {
 
 // Linux traps the first tile instruction of a process that has not asked for the 8 KB of tile state. The permission
-// is that of every thread of the process, those already running included.
+// holds for every thread of the process, those already running included.
 bool grants_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // CPUID leaf 7, EDX

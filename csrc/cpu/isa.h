@@ -1,7 +1,7 @@
-// The instruction sets of the CPU kernels. CMakeLists.txt has their one list, compiles the kernels of this folder once
-// for each, and passes the names of those that it built as EAGLE_KERNELS_ISAS: scalar, avx2, ...
+// The instruction sets of the CPU kernels. CMakeLists.txt has the only list of them, compiles the kernels of this
+// folder once for each, and passes the names of those that it built as EAGLE_KERNELS_ISAS: scalar, avx2, ...
 //
-// A kernel is a function template over the set, `<op>_cpu<isa>`, specialised at the end of csrc/cpu/<op>.cpp. It works
+// A kernel is a function template over the set, `<op>_cpu<isa>`, specialized at the end of csrc/cpu/<op>.cpp. It works
 // on a range [begin, end) of rows (or of output columns), starts no thread and checks no argument.
 #pragma once
 

@@ -1,8 +1,8 @@
-// What memory gives: every byte loaded once, or loaded and stored once, and nothing else done.
+// The bandwidth of memory: every byte loaded once, or loaded and stored once, and nothing else done.
 //
-// No one walk is the fastest everywhere. The weight of a projection is read as 6 or 16 rows at once (project_dot.h,
-// project_amx.h), which the prefetchers of some machines follow better than a single run, so that a ceiling of one
-// sequential loop is passed by the op. The number of runs, their length and the distance of the software prefetch are
+// No one access pattern is the fastest everywhere. The weight of a projection is read as 6 or 16 rows at once
+// (project_dot.h, project_amx.h), which the prefetchers of some machines follow better than a single run: there the op
+// reads faster than one sequential loop. The number of runs, their length and the distance of the software prefetch are
 // therefore arguments: `eagle-kernels bench` tries several and keeps the fastest.
 #include "../memory_bandwidth.h"
 
@@ -17,10 +17,10 @@ typedef uint64_t Words __attribute__((vector_size(4 * kLanes)));
 
 constexpr int64_t kVectorsPerLine = kCacheLine / static_cast<int64_t>(sizeof(Words));
 
-// Lines in flight in a step: 8 sums hide the latency of an addition, and leave room for the loads themselves.
+// Cache lines in flight in a step: 8 sums hide the latency of an addition, and leave room for the loads themselves.
 constexpr int kLinesPerStep = 8;
 
-// What is fetched from further away than this would be gone from L1 before it is read; it goes to L2.
+// What is prefetched from further away than this goes to L2: it would be gone from L1 before it is read.
 constexpr int64_t kFarBytes = 4096;
 
 template <int kStreams>
@@ -36,8 +36,8 @@ inline uint64_t sum_words(const char* data, int64_t bytes) {
   return sum;
 }
 
-// f(line) for each line of a piece, a line of every run in turn; kLines of a run together. What is `ahead_bytes`
-// behind the end of a run is asked for at the beginning of the same run of the next piece: that is read next.
+// Calls f(sum, offset) for each line of a piece, kLines of every run in turn. What is `ahead_bytes` past the end of a
+// run is prefetched from the beginning of the same run of the next piece, which is read next.
 template <int kStreams, class F>
 inline void walk(const char* piece, StreamPattern pattern, F f) {
   constexpr int64_t kStep = kLines<kStreams> * kCacheLine;
@@ -113,7 +113,7 @@ inline void copy_rest(const char* source, const char* other, char* out, int64_t 
   }
 }
 
-// f(the number of streams as a constant)
+// Calls f(the number of streams as a constant).
 template <class F>
 inline auto with_streams(int64_t streams, F f) {
   switch (streams) {

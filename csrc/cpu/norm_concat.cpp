@@ -9,7 +9,7 @@
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
-// The source that is read behind chunk k of row i, if any.
+// The source that is read after chunk k of row i, if any.
 template <class T>
 std::optional<RowValue<T>> source_after(const Concat& op, int64_t k, int64_t i, int64_t row_end) {
   const bool is_last = k + 1 == op.num_chunks;

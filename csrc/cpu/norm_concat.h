@@ -1,4 +1,4 @@
-// norm_concat on all threads, for the host files alone: its primitive, and the first of norm_concat_linear's two steps.
+// norm_concat on all threads, for host files only: its primitive, and the first of norm_concat_linear's two steps.
 #pragma once
 
 #include "../norm_concat.h"

@@ -1,14 +1,14 @@
 // out = norm_concat(...) @ weight^T + bias, and optionally an RMSNorm of that.
 //
-// At few rows the time is that of reading the weight once (100 MB at K = 3, H = D = 4096 in bf16), and the eager path
-// reads it at half of the memory's speed. Here the weight streams row-major, as the checkpoint has it: the rows are
-// normed and rounded once into a packed operand that stays in the cache, and no copy of the weight is ever made.
+// With few rows the time is that of reading the weight once (100 MB at K = 3, H = D = 4096 in bf16), which the eager
+// path does at half of the memory's speed. Here the weight streams row-major, as in the checkpoint, and is never
+// copied; the rows are normed and rounded once into a packed operand that stays in the cache.
 //
 // Six projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
 // for bf16 on the tile unit, project_quantized.h for other codes with AVX-512, project_floats.h for codes and many rows
-// of bf16 without it, project_dot.h for everything else. Each sums a column of the output in an order that depends on
-// K*H and the weight's scales alone (on the tile unit on those of e8m0 of 32 columns), so the bits of a row do not
-// depend on N, on the other rows or on the split over threads.
+// of bf16 without it, project_dot.h for everything else. Each sums a column of the output in an order that depends only
+// on K*H and the weight's scales (on the tile unit, with e8m0 scales of 32 or 64 columns, also on which numbers are
+// zero), so the bits of a row do not depend on N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
@@ -38,7 +38,7 @@ bool multiplies_few_rows(const NormConcatLinear& op) {
 #endif
 
 #if defined(__AVX512F__)
-// Whether the weight is codes, which bf16 in 12 bits is not here: its rows become rows of bf16.
+// Whether the weight is codes. bf16 in 12 bits does not count: its rows are widened to bf16 (RowsIn12Bits).
 bool is_in_strips(const NormConcatLinear& op) {
   return op.weight_type != WeightType::kChunks && op.weight_type != WeightType::kBFloat16In12;
 }

@@ -64,7 +64,7 @@ inline float concat_rstd(const Concat& op, int64_t i) {
   return rsqrt_mean(sum, op.width, op.chunks[0].eps);
 }
 
-// The rstd that a row of `chunk` is scaled with. `of_concat` is concat_rstd of the row, read under kConcat only.
+// The rstd that scales a row of `chunk`. `of_concat` is concat_rstd of the row, read under kConcat only.
 template <class T>
 inline float chunk_rstd(const Concat& op, const Chunk& chunk, int64_t row, float of_concat) {
   if (op.norm == Norm::kNone) return 1.0f;
@@ -72,7 +72,7 @@ inline float chunk_rstd(const Concat& op, const Chunk& chunk, int64_t row, float
   return rsqrt_mean(row_sum_squares<T>(chunk, row), chunk.width, chunk.eps);
 }
 
-// Columns [begin, end) of a chunk's normed row, given to write(column - begin, value, span) before the rounding.
+// Calls write(column - begin, value, span) with columns [begin, end) of a chunk's normed row, not yet rounded.
 template <class T, class Write>
 inline void norm_columns(const Chunk& chunk, int64_t row, float rstd, float norm_offset, int64_t begin, int64_t end,
                          Write write) {

@@ -15,8 +15,9 @@ namespace eagle_kernels::cpu {
 #if defined(__SANITIZE_THREAD__)
 constexpr int64_t kGrainElements = 1;  // every call of the suite runs in several threads
 
-// torch's OpenMP runtime is not instrumented: without these four lines every result of a thread would race with who
-// reads it next. The marks are static, since a thread may read none of the caller's memory before it knows of the fork.
+// torch's OpenMP runtime is not instrumented: without these four lines every result of a thread would be reported as a
+// race with its next reader. The marks are static, since a thread must read none of the caller's memory before it knows
+// of the fork.
 template <typename Function>
 void fork_and_join(int64_t count, int64_t grain, const Function& function) {
   static char fork_mark, join_mark;
@@ -25,12 +26,12 @@ void fork_and_join(int64_t count, int64_t grain, const Function& function) {
     function(begin, end);
     __tsan_release(&join_mark);
   };
-  __tsan_release(&fork_mark);  // behind the writes of what `marked` captures, which every thread reads
+  __tsan_release(&fork_mark);  // after the writes of what `marked` captures, which every thread reads
   torch::stable::parallel_for(0, count, grain, marked);
   __tsan_acquire(&join_mark);
 }
 #else
-// at::internal::GRAIN_SIZE: elements of a thread below which a second one costs more than it saves.
+// at::internal::GRAIN_SIZE: with fewer elements per thread, a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 32768;
 
 template <typename Function>
@@ -39,7 +40,7 @@ void fork_and_join(int64_t count, int64_t grain, const Function& function) {
 }
 #endif
 
-// function(begin, end) over [0, count), each thread with kGrainElements elements or more.
+// Calls function(begin, end) over [0, count), each thread with kGrainElements elements or more.
 template <typename Function>
 void parallel_over(int64_t count, int64_t elements_each, const Function& function) {
   if (count <= 0) return;
@@ -51,7 +52,7 @@ void parallel_over(int64_t count, int64_t elements_each, const Function& functio
   }
 }
 
-// kernel(record, begin, end) over the rows of a record, whose rows have `width` elements.
+// Calls kernel(record, begin, end) over the rows of a record, whose rows have `width` elements.
 template <class Record>
 void parallel_rows(void (*kernel)(const Record&, int64_t, int64_t), const Record& record, int64_t width) {
   parallel_over(record.num_rows, width, [&](int64_t begin, int64_t end) { kernel(record, begin, end); });

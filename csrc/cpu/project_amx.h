@@ -1,10 +1,10 @@
-// The projection in bf16 on the AMX tile unit: out^T = weight . rows^T. (Of codes: project_amx_codes.h.)
+// The projection in bf16 on the AMX tile unit: out^T = weight . rows^T. (For codes: project_amx_codes.h.)
 //
-// The weight is the left operand because that one is read row-major, as it is in memory: a tile is 16 weight rows of
-// 64 bytes. The rows are the right operand, which wants pairs along K interleaved; the pack pass lays them out so once:
-// [stretch along K][16-row group][steps of 32 columns][16 pairs][16 rows][2], each [16][16][2] block one tile. Rows
-// beyond N and columns beyond K*H are zero there. A weight of bf16 streams past one stretch of all steps; what is
-// multiplied by a stretch of codes lies together (T = 64: 4.8 ms, 4.2 so).
+// The weight is the left operand because the unit reads that one row-major, as it is in memory: a tile is 16 weight
+// rows of 64 bytes. The rows are the right operand, whose pairs along K must be interleaved; the pack pass lays them
+// out once: [stretch along K][16-row group][steps of 32 columns][16 pairs][16 rows][2], each [16][16][2] block one
+// tile. Rows beyond N and columns beyond K*H are zero there. For a bf16 weight one stretch has all steps; for codes a
+// stretch is short, and the packed rows that it multiplies are contiguous (T = 64: 4.2 ms; 4.8 otherwise).
 #pragma once
 
 #include "project_codes.h"
@@ -20,20 +20,20 @@ constexpr int64_t kSumSize = kTile * kTile;
 constexpr int kTileBytes = kTileK * sizeof(BFloat16), kSumBytes = kTile * sizeof(float);  // of a tile's row
 static_assert(kPanelColumns == 2 * kTile);
 
-// One multiplication is 16 columns by up to 64 rows: a loaded tile of the weight serves four sums. 16 columns are 16
-// streams of memory, which read 100 MB in 3.0 ms where 32 take 3.25 (Xeon with AMX, 2 cores).
+// One multiplication is 16 output columns by up to 64 rows: a loaded tile of the weight serves four sums. 16 columns
+// are 16 streams of memory, which read 100 MB in 3.0 ms; 32 take 3.25 (Xeon with AMX, 2 cores).
 constexpr int64_t kTileGroups = 4;
 
-// Up to 512 rows share a reading of the weight, and K is cut evenly into blocks of at most 1024 packed tiles: that 1 MB
-// and the 512 KB of sums of 256 columns stay in an L2 of 2 MB. Of 256 rows at once what widens in 12 bits is widened
-// twice (T = 512: 26.5 ms, 25.5 so; dense as long). No shorter blocks: each of their rows is a page or two that must be
-// looked up again (T = 64 in 2 blocks: 4.1 ms, in 6: 6.5).
+// Up to 512 rows share one pass over the weight, and K is cut evenly into blocks of at most 1024 packed tiles: that
+// 1 MB and the 512 KB of sums of 256 columns stay in an L2 of 2 MB. With 256 rows a pass, T = 512 would widen bf16 in
+// 12 bits twice (26.5 ms instead of 25.5; plain bf16 takes equally long). Blocks are not shorter: each weight row of a
+// block is a page or two whose address must be translated again (T = 64 in 2 blocks: 4.1 ms, in 6: 6.5).
 constexpr int64_t kBlockGroups = 32;
 constexpr int64_t kBlockTiles = 1024;
 constexpr int64_t kBlockPanels = 8;
 
-// Rows of a tile of packed rows. Codes have 4 or 8 where no more are there: all packed rows are read from L2 for each
-// panel, and are as many lines as its codes where half of them are padding (fp8_row, T = 4: 2.15 ms, 2.05 so).
+// Rows of a packed tile. With codes 4 or 8 where that is enough: all packed rows are read from L2 for each panel, and
+// padded to 16 rows they may be as many lines as the panel's codes (fp8_row, T = 4: 2.05 ms; padded 2.15).
 inline int64_t tile_rows(const NormConcatLinear& op) {
   if (op.weight_type == WeightType::kChunks || op.num_rows > 8) return kTile;
   return op.num_rows > 4 ? 8 : 4;
@@ -42,8 +42,8 @@ inline int64_t packed_tile_size(const NormConcatLinear& op) { return tile_rows(o
 
 inline int64_t num_groups(const NormConcatLinear& op) { return (op.num_rows + kTile - 1) / kTile; }
 
-// Scales that multiply numbers before they are summed: those of e4m3 for 16 columns of e2m1, and the ratios of those of
-// e8m0 for 32 or 64 columns (project_amx_codes.h).
+// Scales that multiply numbers before they are summed: e4m3 scales for 16 columns of e2m1, and ratios of e8m0 scales
+// for 32 or 64 columns (project_amx_codes.h).
 enum class NumberScales { kNone, kE4M3, kRatios };
 inline NumberScales number_scales(const NormConcatLinear& op) {
   const int64_t block = op.scales.block_columns;
@@ -54,9 +54,10 @@ inline NumberScales number_scales(const NormConcatLinear& op) {
   const bool is_nvfp4 = op.weight_type == WeightType::kFloat4E2M1 && op.scales.type == ScaleType::kFloat8E4M3;
   return is_nvfp4 && block == 16 && op.scales.block_rows == 1 ? NumberScales::kE4M3 : NumberScales::kNone;
 }
-// Widened codes leave the registers in an order of their own (CodeLine), of which the packed rows are then: e2m1 times
-// ratios within 128 columns, codes of 8 bits within 64 where those share a scale. That is a shuffle of codes less
-// (fp8_row out of the cache, D = 64, T = 8: 90 us, 80 with that and one question for 128 columns).
+// Columns within which packed rows are reordered, or 1. Widening leaves codes in an order of its own (CodeLine); with
+// packed rows in the same order, codes need one shuffle less (fp8_row with the weight in cache, D = 64, T = 8: 90 us;
+// 80 with that and one test for 128 columns). e2m1 times ratios is reordered within 128 columns, 8-bit codes within 64
+// that share a scale.
 inline int64_t order_columns(const NormConcatLinear& op) {
   const NumberScales of_numbers = number_scales(op);
   const bool is_byte = op.weight_type == WeightType::kFloat8E4M3 || op.weight_type == WeightType::kInt8;
@@ -71,8 +72,8 @@ inline int64_t block_groups(const NormConcatLinear& op) {
   return num_groups(op) < kBlockGroups ? num_groups(op) : kBlockGroups;
 }
 
-// 128 columns, which are 8 KB of a panel in bf16: two of them and what they are multiplied by, 16 KB at T = 64, stay in
-// L1 (fp8, T = 8 and 64, in ms: 4 steps 2.0 and 4.3, 8 2.2 and 4.8, 16 2.7 and 5.5).
+// A stretch has 128 columns, which are 8 KB of a panel in bf16: two stretches and the packed rows they multiply, 16 KB
+// at T = 64, stay in L1 (fp8, T = 8 and 64, in ms: 4 steps 2.0 and 4.3, 8 2.2 and 4.8, 16 2.7 and 5.5).
 constexpr int64_t kCodesStretchSteps = 4;
 inline int64_t stretch_steps(const NormConcatLinear& op) {
   return op.weight_type == WeightType::kChunks ? num_steps(op) : kCodesStretchSteps;
@@ -169,8 +170,8 @@ inline void amx_pack_group(const NormConcatLinear& op, int64_t group) {
   packer.flush();
 }
 
-// All eight tiles 16 x 64 bytes while it lives. Released at the end: a thread that leaves tiles configured makes the
-// kernel save 8 KB at each context switch, and oneDNN configures its own.
+// Configures the eight tiles: rows of 64 bytes, or of 4 * rows bytes in sums and packed rows. Released at the end: a
+// thread that leaves tiles configured makes the kernel save 8 KB at each context switch, and oneDNN configures its own.
 class TileSession {
  public:
   explicit TileSession(int64_t rows) {
@@ -185,15 +186,15 @@ class TileSession {
   ~TileSession() { _tile_release(); }
 };
 
-// The lines of the weight that a multiplication fetches while it runs: one per step, in each of some rows.
+// The cache lines of the weight that a multiplication prefetches: one per step in each of `rows` rows.
 struct Ahead {
   const BFloat16* weight;
   int64_t rows;
 };
 
-// At up to 64 rows the weight is fetched 512 bytes ahead within its own rows (256: 3.4 ms, 512: 3.3, 1024: 3.45) and at
-// their end, at the beginning of the next. With more rows the 16 columns are multiplied several times, from L2 but for
-// the first, and each time fetches a share of the next 16: 6.3 ms at T = 128 where all in the first takes 6.9.
+// Up to 64 rows: the weight is prefetched 512 bytes ahead within its own rows (256: 3.4 ms, 512: 3.3, 1024: 3.45) and,
+// at their end, from the beginning of the next ones. More rows: the 16 columns are multiplied several times, from L2
+// but for the first, and each time prefetches a share of the next 16 (T = 128: 6.3 ms; all in the first 6.9).
 constexpr int64_t kAheadSteps = 8;
 
 // sums[group] += weight . rows[group], for 16 columns and kGroups groups of 16 rows.
@@ -255,8 +256,8 @@ void multiply_up_to_four(int64_t groups, const BFloat16* weight, int64_t weight_
   }
 }
 
-// The part of the operands that stays in the cache together, some groups of rows by some steps along K, and the panels
-// of the weight that it is multiplied by.
+// The part of the operands that stays in the cache together: groups of rows by steps along K, and the panels of the
+// weight that they multiply.
 struct Block {
   int64_t group, groups;
   int64_t step, steps;
@@ -266,7 +267,7 @@ struct Block {
   int64_t end_panel() const { return panel + panels; }
 };
 
-// sums = or += 16 columns of the weight by all rows of the block; `next` is what will be asked for afterwards.
+// sums = (or +=) 16 columns of the weight by all rows of the block; `next` is the weight that is read afterwards.
 inline void multiply_columns(const NormConcatLinear& op, Block block, const BFloat16* weight, int64_t weight_stride,
                              float* sums, bool first, const BFloat16* next) {
   const int64_t group_stride = num_steps(op) * kTileSize;
@@ -284,7 +285,7 @@ inline void multiply_columns(const NormConcatLinear& op, Block block, const BFlo
 }
 
 // multiply_columns from a zero-padded copy of the weight, where tiles would reach beyond its last row or the end of a
-// row: what is there may be the next page, or a NaN that zeros of the packed rows would not cancel.
+// row: there may be an unmapped page, or a NaN that zeros of the packed rows would not cancel.
 inline void multiply_edge(const NormConcatLinear& op, Block block, const BFloat16* weight, int64_t columns,
                           float* sums) {
   constexpr int64_t kCopySteps = 8, kWidth = kCopySteps * kTileK;
@@ -300,9 +301,9 @@ inline void multiply_edge(const NormConcatLinear& op, Block block, const BFloat1
   }
 }
 
-// Turns a panel's sums into rows of the result: times the scales of its columns, if any are given; adds the bias,
-// rounds. The two halves of a row are stored together, as a whole line: one left half written is evicted before its
-// other half comes (1.5 ms more at T = 512).
+// Turns a panel's sums into rows of the result: multiplies by the scales of its columns, if given, adds the bias,
+// rounds. The two halves of a row are stored together, as a whole cache line: a half-written line would be evicted
+// before its other half comes (1.5 ms more at T = 512).
 inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t group, int64_t groups, const float* sums,
                          const Float* scales) {
   const bool has_post_norm = op.post_norm_gain.data != nullptr;
@@ -331,14 +332,14 @@ inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t grou
   }
 }
 
-// multiply(block, sums of its first panel) for all of some panels, cut into blocks of a multiple of `unit_steps` along
-// K; then finish(panel, first group, groups, sums) for each panel.
+// Calls multiply(block, sums of its first panel) for blocks that cover the panels and, along K, are a multiple of
+// `unit_steps` long; then finish(panel, first group, groups, sums) for each panel.
 template <class Multiply, class Finish>
 void for_each_block(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end, int64_t unit_steps,
                     Multiply multiply, Finish finish) {
   const TileSession session(tile_rows(op));
   const int64_t steps = num_steps(op);
-  // The sums are done with when the next panels come, which take their place.
+  // The next panels reuse the sums, which are finished by then.
   float* sums = panel_sums(op, panel_begin);
   const int64_t panel_sums_size = block_groups(op) * 2 * kSumSize;
   for (int64_t group = 0; group < num_groups(op); group += kBlockGroups) {

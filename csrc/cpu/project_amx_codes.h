@@ -1,13 +1,14 @@
 // The projection of a quantized weight by rows of bf16 on the AMX tile unit: out^T = weight . rows^T.
 //
-// A panel of codes becomes bf16 a stretch at a time, in the layout of tiles, and is the left operand from L1: while one
-// stretch is multiplied the next one is widened, since the tile unit and the vectors' units run beside each other. Two
-// tiles of the panel by two of the rows are four products for four loads. A sum over the columns that share a scale,
-// 128 of them at most, enters the fp32 total times its scale, as in project_quantized.h; with one scale a row the
-// totals are the sums, and are scaled when they are finished. Of less than 128 columns a sum costs more than its
-// products (mxfp4, T = 64: 7.2 ms): there the numbers are scaled (3.6 ms), for bf16 has the products of e2m1 and e4m3,
-// and of any number and a power of two: scales of e8m0 as their ratios to the largest of their row, which is for its
-// sums.
+// A panel of codes is widened to bf16 a stretch at a time, in the layout of tiles, and is the left operand from L1.
+// While one stretch is multiplied the next one is widened: the tile unit and the vector units run at the same time. Two
+// tiles of the panel by two of the rows are four products for four loads.
+//
+// A sum over the columns that share a scale, at most 128 of them, is multiplied by it and added to the fp32 total, as
+// in project_quantized.h. With one scale a row the totals are the sums, and are scaled when they are finished. With
+// fewer than 128 columns a sum costs more than its products (mxfp4, T = 64: 7.2 ms), so there the numbers are scaled
+// (3.6 ms). bf16 represents the products of e2m1 and e4m3, and those of any number and a power of two: scales of e8m0
+// become ratios to the largest of their row, which scales its sums.
 #pragma once
 
 #include "project_amx.h"
@@ -26,36 +27,36 @@ inline bool amx_reads_codes(const NormConcatLinear& op) {
   return scales_rows(op) || number_scales(op) == NumberScales::kE4M3 || op.scales.block_columns % kTileK == 0;
 }
 
-// The low and the high bytes of 64 codes in bf16. Shuffles have one unit, and a look-up among 128 bytes is two of them:
-// here they are for the few codes that have to be looked up (fp8_row, T = 8: 1.94 ms, 1.83 so).
+// The low and the high bytes of 64 codes in bf16. Only one unit shuffles, and a look-up among 128 bytes takes two
+// shuffles: here only the few codes that need it are looked up (fp8_row, T = 8: 1.83 ms; 1.94 with all looked up).
 struct NumberBytes {
   __m512i low, high;
 
-  // Of numbers that are neither 0 nor subnormal nor NaN.
+  // For numbers that are neither 0 nor subnormal nor NaN.
   NumberBytes(__m512i codes, Float8E4M3) {
-    // Of s eeee mmm the exponent in bf16 is e + 120: its lowest bit and the mantissa are the code's, its upper bits
-    // (e >> 1) + 60, which is 1111 or 10 before two bits of e.
+    // s eeee mmm has the exponent e + 120 in bf16. Its lowest bit and the mantissa are the code's; its upper 7 bits are
+    // (e >> 1) + 60, which is 01111 or 10000, by the upper bit of e, before two more bits of e.
     low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(0x0000000001020408), 0);
     high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(0x1020404040404080), 0x3c);
   }
 
   NumberBytes(__m512i codes, Int8) {
     const __m512i magnitudes = _mm512_abs_epi8(codes), doubled = _mm512_add_epi8(magnitudes, magnitudes);
-    // 64 to 127 are 0x4280 + 2 (m - 64).
+    // Magnitudes m of 64 to 127 are 0x4280 + 2 (m - 64).
     const __mmask64 below_64 = ~_mm512_movepi8_mask(doubled);
     const __m512i low_table = _mm512_load_si512(kLowBytes<Int8>.bytes);
     const __m512i high_table = _mm512_load_si512(kHighBytes<Int8>.bytes);
     low = _mm512_mask_permutexvar_epi8(doubled, below_64, magnitudes, low_table);
     high = _mm512_mask_permutexvar_epi8(_mm512_set1_epi8(0x42), below_64, magnitudes, high_table);
-    // |-128| is looked up as 0: 128 is 0x4300, and less than 128 is no more here.
+    // |-128| is looked up as 0 and must become 0x4300; this maximum leaves smaller magnitudes as they are.
     high = _mm512_max_epu8(high, _mm512_subs_epu8(magnitudes, _mm512_set1_epi8(128 - 0x43)));
     high = or_masked(high, codes, _mm512_set1_epi8(-128));
   }
 };
 
-// 128 columns of a row of codes of 8 bits in bf16; those behind the `left` that are there are zero. What unpacks takes
-// 8 bytes of each quarter: for the columns to keep their order, the first ones are put there before. Returns whether
-// all numbers of e4m3 are normal: one question for both lines, since a comparison is a shuffle's unit's too.
+// Widens 128 columns of a row of 8-bit codes to bf16; those from `left` on are zero. Unpacking takes 8 bytes of each
+// quarter: where columns must keep their order (kInOrder), the codes are put in place for that before. Returns whether
+// all numbers of e4m3 are normal, asked once for both lines, since a comparison also takes the unit for shuffles.
 template <class Code, bool kInOrder>
 [[gnu::always_inline]] inline bool widen_bytes(const uint8_t* codes, int64_t left, __m512i (&lines)[kStretchSteps]) {
   const auto codes_of = [&](int64_t line) __attribute__((always_inline)) {
@@ -87,13 +88,13 @@ template <class Code, bool kInOrder>
   return true;
 }
 
-// 64 columns of e2m1, in their order.
+// Widens 64 columns of e2m1, in their order.
 [[gnu::always_inline]] inline void widen_e2m1(const uint8_t* codes, int64_t count, __m512i* lines) {
   const __mmask32 there = count >= 64 ? ~0u : (1u << count / 2) - 1;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   const __m256i bytes = _mm256_permutexvar_epi32(order, _mm256_maskz_loadu_epi8(there, codes));
   const __m512i pairs = _mm512_cvtepu8_epi16(bytes);
-  // Of an index vpermw reads 5 bits, and the table has all codes twice.
+  // vpermw reads 5 bits of an index, and the table has all 16 codes twice.
   const __m512i table = _mm512_load_si512(kCodeTable<Float4E2M1>.bits);
   const __m512i even = _mm512_permutexvar_epi16(pairs, table);
   const __m512i odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs, 4), table);
@@ -101,7 +102,7 @@ template <class Code, bool kInOrder>
   lines[1] = _mm512_unpackhi_epi16(even, odd);
 }
 
-// Of columns that begin and end with a byte, those of BFloat16In12 with a group.
+// The bytes of columns that begin and end with a byte, for BFloat16In12 with a group.
 template <class Code>
 constexpr int64_t bytes_of(int64_t columns) {
   if constexpr (std::is_same_v<Code, BFloat16In12>) {
@@ -116,14 +117,14 @@ struct Place {
   int64_t panel, step;
 };
 
-// A stretch of a panel in bf16, zero behind the end of its rows. Of rows that are not there it keeps what it has:
-// nobody asks for their sums.
+// A stretch of a panel in bf16, zero past the end of its rows. Rows past the weight's last one keep old values:
+// nobody reads their sums.
 struct Stretch {
   alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
 };
 
-// Numbers as they are. Of each kind of lines, a Panel is what is read of the scales once a panel: whether its sums go
-// along whole rows, and the scales of those.
+// Widens numbers as they are. Each class of lines has a Panel, which is what is read of the scales once per panel:
+// whether sums go along whole rows, and the scales of those sums.
 template <class Code, bool kInOrder>
 struct PlainLines {
   struct Panel : PanelScales {
@@ -148,7 +149,7 @@ struct PlainLines {
   }
 };
 
-// The numbers of e2m1 times each scale of e4m3, which bf16 has.
+// The numbers of e2m1 times each scale of e4m3, which bf16 represents exactly.
 struct ScaledNumbers {
   alignas(kCacheLine) uint16_t bits[256][16];
   constexpr ScaledNumbers() {
@@ -162,8 +163,8 @@ struct ScaledNumbers {
 };
 constexpr ScaledNumbers kScaledNumbers{};
 
-// Numbers of e2m1 times their scales of e4m3, for blocks of 16: looked up among those of their blocks' two scales
-// (nvfp4, T = 8, in ms: multiplied in fp32 2.7, so 1.9).
+// Widens numbers of e2m1 times their scales of e4m3, for blocks of 16: they are looked up in a table of the products of
+// two blocks' scales (nvfp4, T = 8: 1.9 ms; multiplied in fp32 2.7).
 class ScaledLines {
  public:
   struct Panel : PanelScales {
@@ -183,8 +184,8 @@ class ScaledLines {
     const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
     const __m512i line = _mm512_maskz_loadu_epi8(there, codes);
     const uint8_t* scales = rows_ + row * row_stride_;
-    // Word w is of byte w / 2, whose upper half is that of odd words; the second block's numbers are behind the first
-    // one's.
+    // Word w is taken from byte w / 2, an odd word from its upper half. In the table the second block's products follow
+    // the first one's.
     const __m512i pairs = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5,
                                            5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     const __m512i shifts = _mm512_set1_epi32(4 << 16), second = _mm512_maskz_set1_epi16(0xffff0000, 16);
@@ -207,7 +208,7 @@ class ScaledLines {
   int64_t row_stride_;
 };
 
-// The numbers of e2m1 with one zero: -0 less an exponent would be no zero.
+// The numbers of e2m1 with +0 for -0, whose bits minus an exponent would not be zero.
 struct PositiveZero {
   alignas(kCacheLine) uint16_t bits[32];
   constexpr PositiveZero() {
@@ -225,7 +226,8 @@ inline void find_range(const uint8_t* bytes, int64_t count, uint32_t& smallest, 
     least = _mm512_mask_min_epu8(least, there, least, line);
     most = _mm512_max_epu8(most, line);
   }
-  // Of all 64: the least and, upside down, the most, in pairs of bytes, for which there is an instruction.
+  // Reduces 64 bytes to the least, and inverted ones to the most. The bytes of a pair are compared first, since there
+  // is an instruction for the least of 8 words.
   const auto least_of = [](__m512i values) {
     const __m256i half = _mm256_min_epu8(_mm512_castsi512_si256(values), _mm512_extracti64x4_epi64(values, 1));
     const __m128i quarter = _mm_min_epu8(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -237,7 +239,7 @@ inline void find_range(const uint8_t* bytes, int64_t count, uint32_t& smallest, 
   largest = 255 - least_of(_mm512_xor_si512(most, _mm512_set1_epi8(-1)));
 }
 
-// Whether some codes are zero, of either sign.
+// Whether all of these codes are zero, of either sign.
 template <class Code>
 bool are_zero(const uint8_t* codes, int64_t bytes) {
   constexpr uint8_t kMagnitude = std::is_same_v<Code, Int8> ? 0xff : std::is_same_v<Code, Float4E2M1> ? 0x77 : 0x7f;
@@ -246,12 +248,12 @@ bool are_zero(const uint8_t* codes, int64_t bytes) {
   return any == 0;
 }
 
-// Numbers times the ratio of their scale to the largest of their row, which is the scale of its sums: powers of two, so
-// the exponent of the ratio is subtracted from the number's (mxfp8 and mxfp4, T = 8, in ms: multiplied in fp32 by the
-// ratio to the largest of 128 columns 3.4 and 2.7, so 2.1 and 1.5). The tile unit takes what is subnormal for zero: of
-// an output, products below 2^-126 times its largest scale are lost. Where a number that is not zero has a ratio below
-// 2^-64, its panel is multiplied block by block, the others zero, which an infinite x makes NaN. (With the columns of
-// e2m1 in their order no other need be there: mxfp4, T = 8 and 64, 1.7 and 3.7 ms, 2.0 and 4.5 so.)
+// Widens numbers times the ratio of their scale to the largest of their row, which scales the row's sums. Ratios are
+// powers of two, so the exponent of 1 / ratio is subtracted from the number's (mxfp8 and mxfp4, T = 8: 2.1 and 1.5 ms;
+// multiplied in fp32 by the ratio to the largest of 128 columns 3.4 and 2.7). The tile unit takes subnormal numbers for
+// zero: an output loses products below 2^-126 times its largest scale. Where a number that is not zero has a ratio
+// below 2^-64, its panel is multiplied block by block, with zeros for the other blocks, which an infinite x makes NaN.
+// (With e2m1 columns in order no zeros would be needed: mxfp4, T = 8 and 64, 2.0 and 4.5 ms instead of 1.7 and 3.7.)
 template <class Code>
 class RatioLines {
  public:
@@ -261,7 +263,7 @@ class RatioLines {
     uint32_t largest[kPanelColumns];  // scale of each row
     bool has_whole_sums = true;
     int64_t part;
-    alignas(kCacheLine) uint8_t exponents[kPanelColumns][kPart];  // of 1 / ratio, of a part
+    alignas(kCacheLine) uint8_t exponents[kPanelColumns][kPart];  // of 1 / ratio, in `part`
 
     Panel() = default;
     Panel(const NormConcatLinear& op, int64_t panel) : PanelScales(op, panel * kPanelColumns, false), part(-1) {
@@ -304,7 +306,7 @@ class RatioLines {
   RatioLines(const NormConcatLinear& op, Panel& panel, Place place) {
     const int64_t shared = op.scales.block_columns, block = place.step * kTileK / shared;
     if (panel.part != block / Panel::kPart) panel.read_part(block / Panel::kPart, (op.source.width - 1) / shared + 1);
-    // In each quarter, the exponents of a row become one for each step.
+    // Each quarter has the exponents of one row, by block; they are spread to one for each step.
     const __m512i steps = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
     const __m512i blocks = _mm512_srli_epi32(steps, shared == kTileK ? 0 : 1);
     const __m512i bytes = _mm512_add_epi32(blocks, _mm512_set1_epi32(0x80808000 | block % Panel::kPart));
@@ -314,7 +316,7 @@ class RatioLines {
       __builtin_memcpy(less_[row], &less, sizeof less);
     }
   }
-  // One block of a stretch as it is, the others zero.
+  // Leaves one block of a stretch as it is and makes the others zero.
   RatioLines(const NormConcatLinear& op, int64_t block) {
     for (auto& less : less_) {
       for (int64_t i = 0; i < kStretchSteps; ++i) less[i] = i * kTileK / op.scales.block_columns == block ? 0 : kZero;
@@ -348,17 +350,17 @@ class RatioLines {
   }
 
  private:
-  static constexpr uint32_t kZero = 0xffffffff;  // less than nothing is nothing
+  static constexpr uint32_t kZero = 0xffffffff;  // subtraction saturates at zero
 
   static float ratio(uint32_t less) {
     const uint32_t exponent = less >> 23 & 0xff;
     return exponent < 127 ? __builtin_bit_cast(float, (127 - exponent) << 23) : 0.0f;
   }
 
-  alignas(kCacheLine) uint32_t less_[kPanelColumns][kStretchSteps];  // twice the exponent of 1 / ratio, in place
+  alignas(kCacheLine) uint32_t less_[kPanelColumns][kStretchSteps];  // the exponent of 1 / ratio, in both halves
 };
 
-// bf16 in 12 bits as it was, and the few numbers that have no code in their places afterwards.
+// Widens bf16 in 12 bits exactly; the few numbers that have no code are put in their places afterwards.
 class ExactLines {
  public:
   struct Panel : PanelScales {
@@ -382,7 +384,7 @@ class ExactLines {
                                     __m512i (&lines)[kStretchSteps]) const {
     widen_group(codes, ExponentTables(panel_.of_row[row]), lines);
     if (left >= kStretch) return;
-    // Behind the width there may be a NaN, which zeros of the packed rows would not cancel.
+    // Past the width there may be a NaN, which zeros of the packed rows would not cancel.
     unrolled<kStretchSteps>([&](auto i) {
       const int64_t count = left - i * kTileK;
       const __mmask32 there = count >= kTileK ? ~0u : count > 0 ? (1u << count) - 1 : 0;
@@ -390,7 +392,7 @@ class ExactLines {
     });
   }
 
-  // A panel is widened from its beginning to its end, once: what is behind the last exception stays behind it.
+  // A panel is widened once, from its beginning to its end, so of_row.begin only moves forward.
   [[gnu::always_inline]] void put_exceptions(int64_t row, BFloat16* line) const {
     RowExponents& of_row = panel_.of_row[row];
     for (; of_row.begin != of_row.end && of_row.begin->column() < begin_ + kStretch; ++of_row.begin) {
@@ -404,7 +406,7 @@ class ExactLines {
   int64_t begin_;
 };
 
-// Fills a stretch, row by row while another one is multiplied, and fetches what will be asked for later.
+// Widens a stretch, row by row while another one is multiplied, and prefetches the codes of a later one.
 template <class Code, class Lines>
 class Widening {
  public:
@@ -433,8 +435,8 @@ class Widening {
   }
 
  private:
-  // Of the members there are copies, which no store of a line may change: else they are loaded anew for each row
-  // (fp8_row, T = 8: 2.11 ms, 2.01 so).
+  // The members are copied: otherwise a store of a line might change them, and they would be loaded anew for each row
+  // (fp8_row, T = 8: 2.11 ms; copied 2.01).
   template <class IsWhole>
   [[gnu::always_inline]] void widen_rows(int64_t end, IsWhole) {
     const int64_t stride = row_stride_, left = IsWhole::value ? kStretch : left_;
@@ -458,7 +460,7 @@ class Widening {
   BFloat16* tiles_;
 };
 
-// Tiles 0 and 1 are the sums of a panel's halves by a group of rows, 2 and 3 those by the group behind it.
+// Tiles 0 and 1 are the sums of a panel's two halves by a group of rows, 2 and 3 those by the next group.
 template <bool kTwoGroups>
 void load_sums(const float* sums) {
   _tile_loadd(0, sums, kSumBytes);
@@ -480,9 +482,8 @@ inline void zero_sums() {
   _tile_zero(3);
 }
 
-// Those sums += panel . rows, for some steps of a stretch. beside() stands between what a step loads and multiplies:
-// its stores are then older than the products that the next step's loads need not wait for (int8, T = 64: 3.6 ms, 3.5
-// so).
+// Those sums += panel . rows, for some steps of a stretch. beside() runs between the loads and the products of a step:
+// its stores then precede the products, for which the next step's loads need not wait (int8, T = 64: 3.5 ms; else 3.6).
 template <bool kTwoGroups, class Beside>
 void multiply_stretch(const BFloat16* panel, const BFloat16* rows, int64_t steps, int64_t tile_size, Beside beside) {
   const int64_t row_bytes = tile_size / kTile * 2;
@@ -501,7 +502,7 @@ void multiply_stretch(const BFloat16* panel, const BFloat16* rows, int64_t steps
   }
 }
 
-// totals = or += sums, which are those of a panel by some groups, each column times its scale.
+// totals = (or +=) the sums of a panel by some groups, each column times its scale.
 inline void add_scaled(int64_t groups, const float* sums, const float* scales, bool first, float* totals) {
   for (int64_t i = 0; i < groups * kPanelColumns; ++i, sums += kTile, totals += kTile) {
     Float total = load(sums, Whole{}) * scales[i % kPanelColumns];
@@ -510,7 +511,7 @@ inline void add_scaled(int64_t groups, const float* sums, const float* scales, b
   }
 }
 
-// Where the stretch is that begins `steps` behind a place of the block: at the end of a panel, in the next one.
+// The place `steps` after one of the block: past the end of a panel, in the one that is widened next.
 inline Place place_behind(const NormConcatLinear& op, const Block& block, Place place, int64_t steps) {
   place.step += steps;
   if (place.step < block.end_step()) return place;
@@ -528,8 +529,8 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
   const int64_t shared = op.scales.block_columns, block_steps = shared > kStretch ? kStretchSteps : shared / kTileK;
   Stretch stretches[2];
   typename Lines::Panel panels[kBlockPanels];
-  // Of rows that are not there the unit stores nothing, and what lies there is scaled all the same: where that is
-  // subnormal, slowly (fp8_block128, T = 8, by what was on the stack: 10.7 ms instead of 2.2).
+  // Zero at first: the unit stores nothing for rows that a packed tile lacks, but what is there is scaled all the same,
+  // and slowly if it is subnormal (fp8_block128, T = 8, with what was on the stack: 10.7 ms instead of 2.2).
   alignas(kCacheLine) float sums[4 * kSumSize] = {};
 
   const auto multiply = [&](const Block& block, float* block_sums) {
@@ -537,15 +538,15 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
       return place.panel < block.end_panel() && place.step < block.end_step();
     };
     const auto widening = [&](Place place, Stretch& stretch) {
-      // Behind the last panel nothing is widened.
+      // Past the last panel nothing is widened.
       typename Lines::Panel& panel = panels[is_inside(place) ? place.panel - block.panel : 0];
       if (place.step == block.step && is_inside(place)) panel = typename Lines::Panel(op, place.panel);
       const Place later = place_behind(op, block, place, kAheadSteps);
       return Widening<Code, Lines>(op, Lines(op, panel, place), place, later, stretch);
     };
-    // The totals of a panel = or += some steps of a stretch by all groups, times the scales if any are given. Without,
-    // the sums of up to two groups stay in their tiles: the groups come in turns forwards and backwards, so that the
-    // last ones of a stretch are the first ones of the next (fp8_row, T = 64: 4.4 ms, 4.2 so).
+    // The totals of a panel = (or +=) some steps of a stretch by all groups, times the scales if given. Without scales
+    // the sums of up to two groups stay in their tiles: stretches take the groups forwards and backwards in turn, so
+    // that the last ones of a stretch are the first ones of the next (fp8_row, T = 64: 4.2 ms; otherwise 4.4).
     const int64_t pairs = (block.groups + 1) / 2;
     int64_t turn = 0;
     const auto add_steps = [&](const Stretch& stretch, Place place, int64_t steps, const Float* scales, bool first,

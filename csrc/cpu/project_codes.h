@@ -1,11 +1,11 @@
 // The projection of a quantized weight by rows of bf16, where the processor multiplies bf16 (vdpbf16ps): dot products
-// along K*H, the weight's rows streaming as the checkpoint has them.
+// along K*H. The rows of the weight stream as they are in the checkpoint.
 //
-// Codes become bf16 in registers and never change places for it: the packed rows have their columns in the order in
-// which widened codes leave the registers. A lane sums the products of a unit of 512 columns, or of the columns in it
-// that share a scale, and that sum enters the lane's fp32 total times its scale: the range and the NaN of a scale are
-// those of fp32. What a lane has of a line of codes is in one block of 16 columns or more: one vector of scales is for
-// the whole line, and of codes of 4 bits, which are 8 columns of a lane, for two lines.
+// Codes are widened to bf16 in registers and are not reordered: instead the packed rows have their columns in the order
+// in which widening leaves them. A lane sums the products of a unit of 512 columns, or of those columns of it that
+// share a scale, and the sum times its scale is added to the lane's fp32 total: so the range and the NaN of a scale are
+// those of fp32. What a lane has of a line of codes is in one block, since blocks have 16 columns or more: one vector
+// of scales serves the whole line, and with 4-bit codes, 8 columns a lane, two lines.
 #pragma once
 
 #include "project_quantized.h"
@@ -27,18 +27,18 @@ constexpr int64_t kWords = 2 * kCodesPerByte<Code>;
 // What shares a scale: rows, blocks of 128 columns or a multiple, or blocks of 16, 32 or 64.
 enum class Sharing { kRow, kWideBlock, kNarrowBlock };
 
-// Lines that change places among them, so that a lane has as many columns of a block of 16 as there are: then there is
-// one sum to scale for 8 products, not for 4 (nvfp4, in ms: T = 1, 4 and 8 1.7, 1.9 and 3.4, so 1.2, 1.6 and 2.8).
+// Lines that exchange lanes, so that a lane has all columns of a block of 16: then one sum is scaled for 8 products,
+// not for 4 (nvfp4, T = 1, 4 and 8: 1.2, 1.6 and 2.8 ms; without 1.7, 1.9 and 3.4).
 template <class Code, Sharing kSharing>
 constexpr int64_t kGroupLines = kSharing == Sharing::kRow ? 1 : kCodesPerByte<Code>;
 
-// Lines whose products are one sum.
+// Lines whose products make one sum.
 template <class Code, Sharing kSharing>
 constexpr int64_t kSumLines = kSharing == Sharing::kRow                                   ? kLines<Code>
                               : kSharing == Sharing::kWideBlock || kCodesPerByte<Code> > 1 ? 2
                                                                                            : 1;
 
-// Of a group of two the lanes with an even number come into the first line, the others into the second.
+// In a group of two lines the even lanes move to the first line, the odd ones to the second.
 template <int64_t kGroup>
 inline void order_group(__m512i* lines) {
   if constexpr (kGroup == 2) {
@@ -47,7 +47,7 @@ inline void order_group(__m512i* lines) {
     lines[1] = (__m512i)_mm512_shuffle_ps(first, second, 0xdd);
   }
 }
-// Which of a group's lanes comes into a lane of its first line.
+// The lane of a group that moves to `lane` of its first line.
 template <int64_t kGroup>
 constexpr int64_t source_of(int64_t lane) {
   return kGroup == 1 ? lane : lane % 4 / 2 * kLanes + lane / 4 * 4 + lane % 2 * 2;
@@ -62,7 +62,7 @@ inline int64_t codes_workspace(const NormConcatLinear& op) {
   return fp32_rows_bytes(op) + op.num_rows * codes_packed_width(op) * sizeof(BFloat16);
 }
 
-// The columns of a line, 32 in a vector, into the order of CodeLine's words.
+// Puts the columns of a line, 32 in a vector, into the order of CodeLine's words.
 template <class Code>
 inline void order_line(__m512i (&line)[kWords<Code>]) {
   if constexpr (kCodesPerByte<Code> == 1) {  // columns 16 q to 16 q + 7 of quarter q, then the other 8
@@ -80,7 +80,7 @@ inline void order_line(__m512i (&line)[kWords<Code>]) {
   }
 }
 
-// Those of a packed row, of which groups of kGroup lines are whole.
+// The same for a packed row, which has whole groups of kGroup lines.
 template <class Code, int64_t kGroup>
 inline void order_row(BFloat16* row, int64_t width) {
   constexpr int64_t kColumns = kLineColumns<Code> / kLanes;  // of a lane
@@ -100,7 +100,7 @@ inline void order_row(BFloat16* row, int64_t width) {
   }
 }
 
-// f(code{}, integral_constant<Sharing>{}) for a call's.
+// Calls f(code{}, integral_constant<Sharing>{}) for the codes and scales of the op.
 template <class F>
 void with_sharing(const NormConcatLinear& op, F f) {
   const int64_t block = op.scales.block_columns;
@@ -122,29 +122,29 @@ inline void codes_pack(const NormConcatLinear& op, int64_t row_begin, int64_t ro
   });
 }
 
-// Packed rows that share each code as it is widened: 16 sums and the words of two rows of the weight in 32 registers.
+// Packed rows that share each widened code: 16 sums and the words of two rows of the weight fit in 32 registers.
 constexpr int64_t kDotRows = 8;
 
-// Columns of the output that share each unit of those packed rows, which are 8 KB of L1, and the totals of all 6 KB.
+// Columns of the output that share each unit of those packed rows, which takes 8 KB of L1; their totals take 6 KB.
 constexpr int64_t kBlockColumns = 12;
-// Rows of the weight in a register tile. 120 columns of fp8_row out of the cache, in us, with 2, 3, 4, 5 of them: T = 4
-// 71, 68, 71, 88 (sums leave the registers); T = 8 with 1, 2, 3: 157, 126, 139.
-// Of groups of lines 2: more are a burst of loads (nvfp4, T = 1, one thread, with 6, 3, 2, 1: 2.2, 1.7, 1.4, 1.5 ms).
+// Rows of the weight in a register tile. 120 columns of fp8_row from the cache, in us, with 2, 3, 4, 5 of them: T = 4
+// 71, 68, 71, 88 (sums leave the registers); T = 8 with 1, 2, 3: 157, 126, 139. With groups of lines 2 of them: more
+// would be a burst of loads (nvfp4, T = 1, one thread, with 6, 3, 2, 1: 2.2, 1.7, 1.4, 1.5 ms).
 template <int64_t kGroup>
 constexpr int64_t tile_columns(int64_t rows) {
   if (kGroup > 1) return 2;
   return rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2;
 }
 
-// The scales of a unit, 32 at most, which blocks of 16 columns have: in fp32, or all in the first vector as bf16, which
-// has every scale of a byte, and is the upper half of an fp32 number.
+// The scales of a unit, at most 32, for blocks of 16 columns: in fp32, or all in the first vector as bf16, which
+// represents every 8-bit scale and is the upper half of an fp32 number.
 struct UnitScales {
   __m512i first, second;
 };
 
 inline __m512i bf16_of(__m512i codes, Float8E8M0) {
   const __mmask32 odd = _mm512_cmpge_epu16_mask(_mm512_sub_epi16(codes, _mm512_set1_epi16(1)), _mm512_set1_epi16(254));
-  const __m512i bits = _mm512_slli_epi16(codes, 7);  // of 0 and 255, which are 2^-127 and NaN, 0 and infinity
+  const __m512i bits = _mm512_slli_epi16(codes, 7);  // codes 0 and 255, 2^-127 and NaN, give 0 and infinity
   return _mm512_or_si512(bits, _mm512_maskz_set1_epi16(odd, 0x40));
 }
 inline __m512i bf16_of(__m512i codes, Float8E4M3) {
@@ -164,9 +164,9 @@ struct ScaleReader {
 
   ScaleType type;
   int64_t block_columns, num_blocks, next_rows;
-  int64_t first = 0;   // block of the unit
-  uint32_t there = 0;  // of the 32 from there on, those that are in the row
-  UInt block_of_lane[kSums];  // of the unit, counted from its first block on, in both halves
+  int64_t first = 0;   // the unit's first block
+  uint32_t there = 0;  // mask: of the 32 from there on, those that the row has
+  UInt block_of_lane[kSums];  // counted from `first`, in both halves
 
   explicit ScaleReader(const NormConcatLinear& op)
       : type(op.scales.type),
@@ -176,12 +176,12 @@ struct ScaleReader {
     begin_unit(0);
   }
 
-  // The unit from column k on.
+  // Moves on to the unit that begins at column k.
   void begin_unit(int64_t k) {
     first = k / block_columns;
     const int64_t left = num_blocks - first;
     there = left >= 2 * kLanes ? ~0u : (1u << left) - 1;
-    if (k != 0 && (kUnitColumns % block_columns == 0 || block_columns % kUnitColumns == 0)) return;  // as the first one
+    if (k != 0 && (kUnitColumns % block_columns == 0 || block_columns % kUnitColumns == 0)) return;  // as in unit 0
     for (int64_t sum = 0; sum < kSums; ++sum) {
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const int64_t place = sum * kSum * kLanes + source_of<kGroupLines<Code, kSharing>>(lane);
@@ -211,25 +211,26 @@ struct ScaleReader {
   }
 };
 
-// How far ahead of the products codes are fetched, in each row (fp8_row, T = 1, without packing: 512 columns 0.99 ms,
-// 1024 0.86, 2048 0.92), and a line at a time: a burst of fetches stops the loads behind it (2.6 ms). Into L2: rows of
-// 12288 codes begin in one set of L1, which has no place for the lines of twelve (fp8_row at T = 4 and 8, two cores:
-// 1.88 and 2.78 ms, so 1.57 and 2.59).
+// How far ahead of the products codes are prefetched, in each row (fp8_row, T = 1, without packing: 512 columns
+// 0.99 ms, 1024 0.86, 2048 0.92), and a line at a time: a burst of prefetches stalls the loads after it (2.6 ms). Into
+// L2: rows of 12288 codes begin in one set of L1, which has no room for the lines of twelve (fp8_row, T = 4 and 8, two
+// cores: into L2 1.57 and 2.59 ms, into L1 1.88 and 2.78).
 template <class Code>
 constexpr int64_t kAheadColumns = 2 * kUnitColumns * kCodesPerByte<Code>;
 
-// The lanes of kRows x kColumns totals += those of the products of a unit, times their scales, inlined with the reading
-// of those, whose constants are six shuffles a row else (nvfp4, T = 1: 1.46 ms, 1.36 so). codes[column] is a row's
-// codes, later[column] what is fetched of it; `scale_of(column, i)` has the scales of sum i; x[row] is a packed row.
+// The lanes of kRows x kColumns totals += those of the products of a unit, times their scales. codes[column] is a row's
+// codes, later[column] what is prefetched of it; `scale_of(column, i)` has the scales of sum i; x[row] is a packed row.
+// Inlined with the reading of the scales, whose constants else cost six shuffles a row (nvfp4, T = 1: 1.46 ms, inlined
+// 1.36).
 template <class Code, Sharing kSharing, int64_t kColumns, int64_t kRows, class ScaleOf>
 [[gnu::always_inline]] inline void multiply_unit(const uint8_t* const* codes, const uint8_t* const* later,
                                                  ScaleOf scale_of, const BFloat16* const* x, Float* totals) {
-  // Those of one row stay in registers; of four that is 5 to 12 % slower.
+  // The totals of one row stay in registers; with four rows that is 5 to 12 % slower.
   Float of_one_row[kColumns], *place = kRows == 1 ? of_one_row : totals;
   if (kRows == 1) __builtin_memcpy(of_one_row, totals, sizeof of_one_row);
   constexpr int64_t kGroup = kGroupLines<Code, kSharing>, kSum = kSumLines<Code, kSharing>;
   for (int64_t first = 0; first < kLines<Code>; first += kSum) {
-    // Else GCC 12 keeps totals in registers and the sums of 8 rows in memory (1.5 cycles a product, 1.25 so).
+    // Without this GCC 12 keeps totals in registers and the sums of 8 rows in memory (1.5 cycles a product, with 1.25).
     if (kGroup > 1 && kRows > 2) asm volatile("" : : "r"(place) : "memory");
     Float sums[kRows * kColumns] = {};
     for (int64_t i = first; i < first + kSum; i += kGroup) {
@@ -241,7 +242,8 @@ template <class Code, Sharing kSharing, int64_t kColumns, int64_t kRows, class S
         order_group<kGroup>(group[column]);
       });
       const auto multiply_line = [&](auto line) __attribute__((always_inline)) {
-        // In no lambda of its own: GCC 12 drops calls that only fetch (AMX machine, int8_row, T = 1: 2.42 ms, 2.01 so).
+        // Not in its own lambda: GCC 12 drops calls that only prefetch (AMX machine, int8_row, T = 1: 2.42 ms, here
+        // 2.01).
         for (int64_t column = 0; column < kColumns; ++column) {
           __builtin_prefetch(later[column] + (i + line) * kCacheLine, 0, 2);
         }
@@ -276,14 +278,14 @@ template <class Code, Sharing kSharing, int64_t kColumns, int64_t kRows, class S
   if (kRows == 1) __builtin_memcpy(totals, of_one_row, sizeof of_one_row);
 }
 
-// Some packed rows, kDotRows at most, times rows of the weight.
+// Up to kDotRows packed rows times rows of the weight.
 template <class Code, Sharing kSharing>
 struct CodesProjection {
   const NormConcatLinear& op;
   int64_t row_begin = 0, rows = 0;
   ScaleReader<Code, kSharing> scales{op};
   Float totals[kDotRows * kBlockColumns] = {};
-  // Of a block of columns; behind its end the last one's.
+  // For each of a block of columns; past its end those of the last one.
   const uint8_t* code_rows[kBlockColumns] = {};
   const uint8_t* scale_rows[kBlockColumns] = {};
 
@@ -295,7 +297,7 @@ struct CodesProjection {
     return static_cast<const uint8_t*>(op.scales.data) + row * op.scales.row_stride * scales.size();
   }
 
-  // The last unit of a row of codes, zero behind the width.
+  // Copies the last unit of a row of codes, zero past the width.
   void load_last_unit(const uint8_t* codes, int64_t k, __m512i* place) const {
     const int64_t bytes = (op.source.width - k) / kCodesPerByte<Code>;
     for (int64_t line = 0; line < kLines<Code>; ++line) {
@@ -305,21 +307,21 @@ struct CodesProjection {
     }
   }
 
-  // From the begin of a row of codes to what comes later in it: at its end, in the row of the next block of columns.
+  // Offset in a row of codes of what is prefetched at column k: past its end, in a row of the next block of columns.
   int64_t bytes_to_later(int64_t k) const {
     const int64_t later = k + kAheadColumns<Code>, width = op.source.width;
     return later < width ? later / kCodesPerByte<Code>
                          : kBlockColumns * op.weight_row_stride + (later - width) / kCodesPerByte<Code>;
   }
 
-  // The unit from column k of the weight on, for the first columns of a block. kOneScale: those share their
-  // scales, which are then spread over lanes once for a register tile (blocks of 128 x 128, T = 1: 1.49 ms for 1.62).
+  // Multiplies the unit from column k of the weight on, for the first columns of a block. kOneScale: those share their
+  // scales, which are then spread over lanes once for a register tile (blocks of 128 x 128, T = 1: 1.49 ms, else 1.62).
   template <int64_t kRows, bool kOneScale>
   void multiply(int64_t columns, int64_t k) {
     constexpr int64_t kColumns = tile_columns<kGroupLines<Code, kSharing>>(kRows);
     static_assert(kBlockColumns % kColumns == 0);
     const BFloat16* x[kRows];
-    unrolled<kRows>([&](auto row) {  // behind the last row it again, whose totals nobody reads
+    unrolled<kRows>([&](auto row) {  // past the last row that one again, whose totals nobody reads
       const int64_t i = row_begin + (row < rows ? row : rows - 1);
       x[row] = packed_rows<BFloat16>(op) + i * codes_packed_width(op) + k;
     });
@@ -362,7 +364,7 @@ struct CodesProjection {
 
   static constexpr bool kMayHaveOneScale = kSharing == Sharing::kWideBlock;
 
-  // Columns [begin, end) of the output, kBlockColumns at most, of `num` rows from the first one on.
+  // Computes columns [begin, end) of the output, at most kBlockColumns, of `num` rows from `first` on.
   void run(int64_t first, int64_t num, int64_t begin, int64_t end) {
     row_begin = first, rows = num;
     __builtin_memset(totals, 0, sizeof totals);

@@ -16,13 +16,14 @@ constexpr int64_t kPanelColumns = 32;
 inline int64_t num_panels(const NormConcatLinear& op) { return (op.num_columns + kPanelColumns - 1) / kPanelColumns; }
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// The fp32 result [N, D] opens the workspace; its bytes are those of whole panels.
+// The fp32 result [N, D] is at the beginning of the workspace, with room for whole panels.
 inline float* fp32_rows(const NormConcatLinear& op) { return static_cast<float*>(op.workspace); }
 inline int64_t fp32_rows_bytes(const NormConcatLinear& op) {
   return op.num_rows * num_panels(op) * kPanelColumns * sizeof(float);
 }
 
-// What the totals of columns take behind the rest, where a post norm needs the fp32 rows; else they are in their place.
+// Bytes that the column totals take at the end of the workspace. Without a post norm the fp32 rows are not needed, and
+// the totals are in their place.
 inline int64_t totals_workspace(const NormConcatLinear& op) {
   return op.post_norm_gain.data == nullptr ? 0 : fp32_rows_bytes(op);
 }
@@ -56,39 +57,40 @@ struct DotStep<BFloat16> {
 };
 #endif
 
-// Weight rows and packed rows that one register tile holds: 24 of 32 vector registers are sums with AVX-512, 8 of 16
-// elsewhere. fp32, T = 1, 8, 16, in ms: 6x4 6.1, 6.7, 10.2; 4x6 6.2, 7.2, 10.6; 3x8 5.9, 7.7, 13.1; 8x3 6.4, 7.7, 12.1.
+// Weight rows and packed rows of one register tile: 24 of 32 vector registers are sums with AVX-512, 8 of 16 elsewhere.
+// fp32, T = 1, 8, 16, in ms: 6x4 6.1, 6.7, 10.2; 4x6 6.2, 7.2, 10.6; 3x8 5.9, 7.7, 13.1; 8x3 6.4, 7.7, 12.1.
 template <class T>
 constexpr int kTileColumns = kLanes == 16 ? 6 : 4;
 constexpr int kTileRows = kLanes == 16 ? 4 : 2;
 
-// K*H is summed in blocks of a packed row: lanes within a block, then block after block. In fp32 of 2 KB, of which 16
-// rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6), with fewer lanes of 4 KB (bf16 at
-// T = 1 and 4 3.8 and 5.2 ms, so 2.8 and 4.5).
+// K*H is summed in blocks: the lanes within a block, then block after block. With AVX-512 a block has 2 KB of a packed
+// row in fp32, so that 16 rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6); with fewer
+// lanes it has 4 KB (bf16, T = 1 and 4: 2.8 and 4.5 ms; 2 KB: 3.8 and 5.2).
 template <class T>
 constexpr int64_t kDotBlockK = (kLanes == 16 ? 2048 : 4096) / sizeof(float);
 
 #if defined(__AVX512BF16__)
-// Of a product of bf16 GCC 12 keeps no sums of 6x4 or 6x3 in registers; 4 KB of a tile's rows fit in L1 with as much of
-// the weight's. Two AMD EPYCs, two cores, in ms, by 6x4 of 8 KB and by 5x4 of 4 KB: where a core begins one product of
-// 512 bits a cycle, at T = 6, 8, 16, 32 and 64 4.8, 2.7, 4.6, 8.3, 16.3 and 3.1, 3.1, 4.8, 8.6, 16.4; where it begins
-// two, at T = 24, 32, 48 and 64 4.5, 6.7, 9.7, 11.3 and 3.7, 4.8, 6.5, 8.2.
+// GCC 12 does not keep 6x4 or 6x3 sums of bf16 products in registers. Blocks of 4 KB of a tile's packed rows fit in L1
+// with the same blocks of its weight rows. Two AMD EPYCs, two cores, in ms, 6x4 with 8 KB and 5x4 with 4 KB: where a
+// core starts one 512-bit product a cycle (T = 6, 8, 16, 32 and 64) 4.8, 2.7, 4.6, 8.3, 16.3 and 3.1, 3.1, 4.8, 8.6,
+// 16.4; where it starts two (T = 24, 32, 48 and 64) 4.5, 6.7, 9.7, 11.3 and 3.7, 4.8, 6.5, 8.2.
 template <>
 constexpr int kTileColumns<BFloat16> = 5;
 template <>
 constexpr int64_t kDotBlockK<BFloat16> = 4096 / sizeof(BFloat16);
 #endif
 
-// While the packed rows fit in L2, of 1 MB and more where there is AVX-512, kTileColumns<T> weight rows stream from end
-// to end. Otherwise those of kDotBlockColumns<T> share each block of the packed rows.
+// While the packed rows fit in L2 (1 MB or more where there is AVX-512), kTileColumns<T> weight rows at a time stream
+// from end to end. Otherwise kDotBlockColumns<T> weight rows share each block of the packed rows.
 constexpr int64_t kCachedBytes = 768 << 10;
 
-// Columns whose totals lie side by side until they are finished. In rows of [N, D] those of 8 rows and more fall into
-// one set of L1, and the columns of a tile are no whole vector (bf16, T = 32, one thread: 19.0 ms; 16.8 without both).
+// Output columns whose totals are stored side by side until they are finished. In rows of [N, D] the totals of 8 and
+// more rows fall into one set of L1, and a tile's columns are no whole vector (bf16, T = 32, one thread: 19.0 ms; side
+// by side 16.8).
 template <class T>
 constexpr int64_t kDotBlockColumns = 48 / kTileColumns<T> * kTileColumns<T>;
 
-// Rows that come next, of which each step of a tile fetches its columns; so many bits are a column.
+// The rows of the weight that come next: each step of a tile prefetches their columns. kBits is the size of a column.
 template <int64_t kBits>
 struct RowsAhead {
   const uint8_t* data = nullptr;
@@ -97,13 +99,13 @@ struct RowsAhead {
 
   [[gnu::always_inline]] void fetch(int64_t k) const {
     const int64_t byte = k * kBits / 8;
-    // Of codes a line is several steps.
+    // With codes one cache line spans several steps.
     if (kBits < 16 && byte % kCacheLine != 0) return;
     for (int64_t row = 0; row < rows; ++row) __builtin_prefetch(data + row * row_bytes + byte, 0, 2);
   }
 };
 
-// kTileColumns<T> rows of the weight, or one.
+// The weight rows of a tile: kTileColumns<T>, or one.
 template <class T, int64_t kBitsAhead = 8 * sizeof(T)>
 struct WeightRows {
   using Step = DotStep<T>;
@@ -164,8 +166,8 @@ void dot_rows(int64_t rows, const Weight& weight, const typename Weight::Step::P
   dot_tile<kColumns, kRows>(weight, packed, packed_width, width, result, result_stride, first);
 }
 
-// Whole cache lines, and an odd number of them: at a multiple of 4 KB the same column of more than 8 rows would not fit
-// in L1 together.
+// An odd number of whole cache lines: with rows a multiple of 4 KB apart, the same column of more than 8 rows would not
+// fit in L1.
 template <class T>
 int64_t packed_width(const NormConcatLinear& op) {
   constexpr int64_t kLine = kCacheLine / sizeof(typename DotStep<T>::Packed);
@@ -188,7 +190,7 @@ int64_t dot_workspace(const NormConcatLinear& op) {
   return fp32_rows_bytes(op) + packed_bytes<T>(op);
 }
 
-// The totals of the columns from `begin` on, [N][columns]; `workspace` is without them.
+// The totals of the columns from `begin` on, [N][columns]; `workspace` is the size of the workspace without them.
 inline float* column_totals(const NormConcatLinear& op, int64_t begin, int64_t workspace) {
   const int64_t before = op.post_norm_gain.data == nullptr ? 0 : workspace;
   return reinterpret_cast<float*>(static_cast<char*>(op.workspace) + before) + begin * op.num_rows;
@@ -198,7 +200,7 @@ inline RowExponents exponents_of(const NormConcatLinear& op, int64_t d) {
   return {static_cast<const uint8_t*>(op.scales.data) + d * op.scales.row_stride, op.scales.row_size};
 }
 
-// The rstd of row i where one statistic is over all chunks.
+// The rstd of row i where one statistic covers all chunks, else 0.
 template <class T>
 float concat_rstd_of(const NormConcatLinear& op, int64_t i) {
   return op.source.norm == Norm::kConcat ? concat_rstd<T>(op.source, i) : 0.0f;
@@ -248,11 +250,11 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, cons
   }
 }
 
-// Rows of a weight, kTileColumns<Element> or one at a time, as dot_tile reads them: `rows` has the columns
-// [k, k + count) of those from d on, where a block of kDotBlockK<Element> columns begins at k, and zeros up to
-// `tile_width`; `end_rows` comes behind their products.
+// Each Rows class below gives dot_tile the rows of a weight, kTileColumns<Element> or one at a time. `rows` returns
+// columns [k, k + count) of rows [d, d + columns), where k begins a block of kDotBlockK<Element> columns, and zeros up
+// to `tile_width`; `end_rows` is called after their products, `finish` when their sums are complete.
 
-// From where they lie.
+// Read in place.
 template <class T>
 struct RowsInPlace {
   using Element = T;
@@ -268,7 +270,7 @@ struct RowsInPlace {
   void finish(int64_t, int64_t, float*, int64_t) const {}
 };
 
-// From 12 bits a number.
+// Widened from bf16 in 12 bits.
 template <class T>
 struct RowsIn12Bits {
   using Element = T;
@@ -280,7 +282,7 @@ struct RowsIn12Bits {
   const uint8_t* place(int64_t d, int64_t k) const {
     return static_cast<const uint8_t*>(op.weight) + d * row_bytes + k / kGroupColumns * kGroupBytes;
   }
-  // While one is widened its place in the next one is fetched.
+  // While a row is widened, the same columns of the next row are prefetched.
   WeightRows<T> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
     for (int64_t i = 0; i < columns; ++i) {
       widen_row(place(d + i, 0), exponents_of(op, d + i), k, k + count, row_bytes, widened + i * kDotBlockK<T>);

@@ -1,9 +1,9 @@
-// The projection of codes, and of bf16 by many rows, without AVX-512: rows of the weight become fp32 in L1, kDotBlockK
-// columns of those of a tile at a time, which all rows multiply as they do a weight of fp32 (project_dot.h). Few rows
-// multiply codes as those leave the registers, in the same order.
+// The projection without AVX-512 of a weight of codes, and of a bf16 weight by many rows. The weight rows of a register
+// tile are widened to fp32 in L1, kDotBlockK columns at a time, and multiplied by all rows like an fp32 weight
+// (project_dot.h). For few rows codes are widened in registers instead, and summed in the same order.
 //
-// A scale that a row of the weight has alone is for its sums; one of several is for the numbers as they are widened.
-// None that is finite becomes infinite, since x may be zero there: where a scale of a row might do that, the row's
+// A row's only scale multiplies its sums; several scales multiply its numbers as they are widened. A finite weight must
+// not become infinite: where x is zero the product would be NaN. So where a scale is large enough for that, the row's
 // numbers are divided by kLargeUnit, and its sums multiplied by it.
 #pragma once
 
@@ -14,16 +14,16 @@
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
-// Rows that a weight of bf16 is multiplied by from where it lies, and codes as they leave the registers. K=3, H=D=4096,
-// AVX2, two cores of an AMD EPYC, minima in ms, from there and as floats: bf16 at T = 8, 16, 32 and 64 8.3, 15.6, 30.1
-// and 61.1, and 8.3, 14.2, 26.4 and 50.0. Of fp16, which a load widens, floats gain nothing (49.4 and 50.7 at 64).
+// Max rows for which a bf16 weight is read in place, and codes are widened in registers. K=3, H=D=4096, AVX2, two cores
+// of an AMD EPYC, minima in ms, bf16 at T = 8, 16, 32 and 64: 8.3, 15.6, 30.1 and 61.1 in place; 8.3, 14.2, 26.4 and
+// 50.0 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64).
 constexpr int64_t kMostRowsInPlace = 8;
 constexpr int64_t kMostRowsOfCodes = kTileRows;
 
-constexpr float kLargeScale = 0x1p118f;  // times 448 it is finite, and so is 2^128 times 448 by kLargeUnit
+constexpr float kLargeScale = 0x1p118f;  // times 448 it is finite, and so is 2^128 * 448 / kLargeUnit
 constexpr float kLargeUnit = 512.0f;
 
-// Rows of the weight, whose numbers are codes or bf16.
+// Rows of a weight whose numbers are codes or bf16.
 template <class Number>
 struct RowsOfNumbers {
   static constexpr int64_t kBits = 8 * bytes_of<Number>(kRunNumbers) / kRunNumbers;  // of a number
@@ -31,8 +31,8 @@ struct RowsOfNumbers {
 
   const NormConcatLinear& op;
   int64_t row_bytes;    // from one row to the next
-  bool scales_numbers;  // several scales lie along a row
-  // Of kDotBlockColumns rows that are multiplied together, by their remainder.
+  bool scales_numbers;  // a row has several scales
+  // For each of the kDotBlockColumns rows that are multiplied together, by row number modulo kDotBlockColumns.
   bool has_nan[kDotBlockColumns<float>] = {};
   float units[kDotBlockColumns<float>];  // of their sums
   int64_t scale_shift;  // column k of a block is multiplied by scales[][k >> scale_shift]
@@ -48,7 +48,7 @@ struct RowsOfNumbers {
     return static_cast<const uint8_t*>(op.weight) + d * row_bytes + bytes_of<Number>(k);
   }
 
-  // The scales of columns [k, k + count) of some rows.
+  // Reads the scales of columns [k, k + count) of rows [d, d + columns).
   void read_scales(int64_t d, int64_t columns, int64_t k, int64_t count) {
     if (!scales_numbers) return;
     for (int64_t i = 0; i < columns; ++i) {
@@ -58,14 +58,15 @@ struct RowsOfNumbers {
     }
   }
 
-  // Looks for NaN where the codes are in L1 by now (fp8_row, T = 1: 2.6 ms, in front of the products 3.2).
+  // Looks for NaN after the products, when codes are in L1 (fp8_row, T = 1: 2.6 ms; before the products 3.2).
   void end_rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
     if constexpr (kLosesNaN<Number>) {
       for (int64_t i = d; i < d + columns; ++i) has_nan[i % kDotBlockColumns<float>] |= any_is_nan(place(i, k), count);
     }
   }
 
-  // The sums of columns [begin, end), kDotBlockColumns at most, in units of 1, times their scales.
+  // Multiplies the sums of columns [begin, end), at most kDotBlockColumns, by their unit and by the only scale of their
+  // row. NaN where the row has a NaN code.
   void finish(int64_t begin, int64_t end, float* totals, int64_t totals_stride) {
     if constexpr (kIsCode<Number>) {
       for (int64_t d = begin; d < end; ++d) {
@@ -84,12 +85,12 @@ struct RowsOfNumbers {
 
  private:
   float global() const { return op.scales.global == nullptr ? 1.0f : *op.scales.global; }
-  // The first one of row d.
+  // Where the scales of row d begin.
   int64_t scale_place(int64_t d) const {
     return (op.scales.block_rows == 1 ? d : d / op.scales.block_rows) * op.scales.row_stride;
   }
 
-  // Of block `first` of row d on, as many as `span`.
+  // The scales of row d from block `first` on, as many as `span` has, times the global scale.
   template <class Span>
   Float load_scales(int64_t d, int64_t first, Span span) const {
     const int64_t place = scale_place(d) + first;
@@ -103,7 +104,7 @@ struct RowsOfNumbers {
            global();
   }
 
-  // Scales of e4m3 are at most 448; of e8m0 the bytes tell (mxfp8, T = 1: 3.9 ms, by their values 4.3).
+  // Scales in e4m3 are at most 448. Those in e8m0 are compared as bytes (mxfp8, T = 1: 3.9 ms; as values 4.3).
   bool has_large_scale(int64_t d) const {
     const int64_t count = (op.source.width - 1) / op.scales.block_columns + 1;
     float most = 448.0f;
@@ -125,7 +126,8 @@ struct RowsOfNumbers {
     return !(most * __builtin_fabsf(global()) < kLargeScale);
   }
 
-  // times `unit`. Blocks of scales are of 128 columns or a multiple, or a power of two.
+  // Writes the scales times `unit`, one for each 2^scale_shift columns. A block has a multiple of 128 columns, or a
+  // power of two.
   void read_scales_of_row(int64_t d, int64_t k, int64_t count, float unit, float* place) const {
     const int64_t size = op.scales.block_columns;
     if (size < 128) {
@@ -144,7 +146,7 @@ struct RowsOfNumbers {
   }
 };
 
-// The `count` numbers that are left at the end of a row as a run times `scale`; zero behind them, whatever that is.
+// Widens the last `count` numbers of a row, times `scale`, as a run: zero past them even if `scale` is not finite.
 template <class Number>
 inline void widen_last(const uint8_t* numbers, int64_t count, float scale, Float* run) {
   uint8_t last[bytes_of<Number>(kRunNumbers)] = {};
@@ -156,7 +158,7 @@ inline void widen_last(const uint8_t* numbers, int64_t count, float scale, Float
   __builtin_memcpy(run, values, sizeof values);
 }
 
-// As floats, in L1.
+// Rows widened to fp32 in L1.
 template <class Number>
 struct RowsAsFloats : RowsOfNumbers<Number> {
   using Element = float;
@@ -164,7 +166,7 @@ struct RowsAsFloats : RowsOfNumbers<Number> {
 
   explicit RowsAsFloats(const NormConcatLinear& op) : RowsOfNumbers<Number>(op) {}
 
-  // Of codes whole runs, as in a CodeTile: adding a zero turns a sum of -0 into 0.
+  // Whole runs of codes, as in CodeTile: adding a zero turns a sum of -0 into 0, so both must add the same zeros.
   static constexpr int64_t tile_width(int64_t count) {
     return kIsCode<Number> ? round_up(count, kRunNumbers) : count;
   }
@@ -199,7 +201,7 @@ struct RowsAsFloats : RowsOfNumbers<Number> {
   }
 };
 
-// As codes, which become floats as they are multiplied.
+// Rows read as codes, which are widened in registers as they are multiplied.
 template <class Code, bool kScalesNumbers>
 struct CodeTile {
   struct Run {

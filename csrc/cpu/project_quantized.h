@@ -1,14 +1,14 @@
 // The projection of a quantized weight with AVX-512, for every element type: out^T = weight . rows^T.
 //
-// The lanes of a sum are columns of the output. A panel of the weight is widened 128 columns at a time to a strip of
-// bf16 in L1, transposed, which all rows multiply: [pair of columns][kPanelColumns] words, the even column in the low
-// half. A sum begins anew with each strip and with each block of scales, or goes on (StripSums), and enters the fp32
-// total times its scale: the range and the NaN of a scale are those of fp32, and one multiplication is for all columns
-// of its block.
+// The lanes of a sum are columns of the output. A panel of the weight is transposed 128 columns at a time, a strip, and
+// widened to bf16 in L1 or in registers: [pair of columns][kPanelColumns] words, the even column in the low half. All
+// rows multiply it. Each strip and each block of scales begins a new sum, unless sums go on (StripSums). A sum times
+// its scale is added to the fp32 total: so the range and the NaN of a scale are those of fp32, and one multiplication
+// serves all columns of its block.
 //
 // Packed rows: [strip][tile of rows][pair of columns][row of the tile] pairs, in the type they are multiplied in, zero
-// behind the width. A tile reads them from one end to the other; of rows that each lie on their own it has to find 12
-// lines for every 16 pairs (fp8_row, two cores, an AMD EPYC, T = 32 and 64, in ms: 7.0 and 9.4, so 5.7 and 8.1).
+// past the width. A tile reads them from one end to the other; with row-major rows it would need 12 lines for every
+// 16 pairs (fp8_row, two cores, an AMD EPYC, T = 32 and 64: 5.7 and 8.1 ms; row-major 7.0 and 9.4).
 #pragma once
 
 #include "project_dot.h"
@@ -22,13 +22,13 @@ constexpr int64_t kStripWidth = 128;  // columns of the weight
 constexpr int64_t kStripVectors = kPanelColumns / kLanes;
 constexpr int64_t kStripSums = kStripWidth / 16;  // at most: blocks of scales have 16 columns or more
 
-// How far ahead of the products codes are fetched, in each row (fp8, T = 1, in ms: 256 bytes 3.4, 512 and 1024 2.2).
+// How far ahead of the products codes are prefetched, in each row (fp8, T = 1, in ms: 256 bytes 3.4, 512 and 1024 2.2).
 constexpr int64_t kAheadBytes = 512;
 
-// Rows that one register tile has: 24 of 32 vector registers are sums.
+// Rows of a register tile: 24 of 32 vector registers are sums.
 constexpr int kStripRows = 24 / kStripVectors;
 
-// A strip is read in whole lanes of codes; behind the width both operands are zero.
+// A strip is read in whole lanes of codes; past the width both operands are zero.
 template <class Code>
 constexpr int64_t kCodesPerLane = 4 * kCodesPerByte<Code>;
 
@@ -40,8 +40,8 @@ struct CodeRows {
   int64_t width;  // columns from k on, kStripWidth at most
 };
 
-// A strip that is widened when it is multiplied: lanes[i * kStripVectors] has lane i of each of 16 rows of codes, the
-// missing ones zero. It is transposed 64 bytes of 16 rows at a time, in 8 parts each.
+// A strip that is widened when it is multiplied: lanes[i * kStripVectors] has 32 bits, lane i, of each of 16 rows of
+// codes; missing rows are zero. It is transposed in blocks of 16 rows by 64 bytes, each in 8 parts.
 template <class Code>
 struct CodeStrip {
   static constexpr int64_t kStep = kCodesPerLane<Code>;
@@ -75,7 +75,7 @@ struct CodeStrip {
   void load(const CodeRows& codes) {
     for (int64_t part = 0; part < kParts; ++part) load_part(codes, part);
   }
-  // [pair of columns][kStripVectors] from column k on.
+  // Writes [pair of columns][kStripVectors] words from column k on.
   void read(int64_t k, UInt* words) const {
     unrolled<kStripVectors>([&](auto vector) {
       widen(lanes[k / kStep * kStripVectors + vector], Code{}, words + vector, kStripVectors);
@@ -83,7 +83,7 @@ struct CodeStrip {
   }
 };
 
-// A strip in words.
+// A strip that is widened already.
 template <class Code>
 struct WordStrip {
   static constexpr int64_t kStep = 2;
@@ -94,14 +94,14 @@ struct WordStrip {
   }
 };
 
-// Whether sums may go on: those of products in fp32 are of few columns (kSumWidth).
+// Whether sums may go on. In fp32 they may not: a sum has few columns there (kSumWidth).
 template <class Packed>
 constexpr bool kMayGoOn = std::is_same_v<Packed, BFloat16>;
 
-// The columns of one strip, multiplied in sums of up to `sum_width` columns, each with its own scales. Where sums go
-// on, each begins with the one before in units of its own scale, and the last one alone enters the total: scales[i] is
-// then scale i over scale i + 1. A column of the output that `stays` has sums that do not: no scale changes another's
-// bits.
+// How the columns of one strip are summed: in sums of up to `sum_width` columns, each with its own scales. Where sums
+// go on, each starts from the one before, converted to the unit of its own scale, and only the last one is added to the
+// total: scales[i] is then scale i over scale i + 1. `stays` masks the columns of the output whose sums do not go on:
+// they are chosen one by one, so that no column's scales change another's bits.
 struct StripSums {
   int64_t width;
   int64_t sum_width;
@@ -110,11 +110,11 @@ struct StripSums {
   Float scales[kStripSums][kStripVectors];
 };
 
-// Sums go on where all scales of a column are powers of two, whose ratios are exact, within 2^16 of one another, which
-// leaves the sums far from both ends of the range: a product more for each sum, and no load and store of its total (two
-// cores of an AMD EPYC, K*H = 12288, D = 4096, in ms: mxfp8 at T = 16, 32 and 64 5.4, 9.6 and 18.1, so 5.3, 9.1 and
-// 17.0; mxfp4 5.2, 9.3 and 17.6, so 5.3, 9.1 and 16.7; dense bf16 5.3, 9.3 and 16.9). Adding the exponents to the
-// numbers instead takes the units that multiply: mxfp8 6.1, 10.3 and 19.3.
+// Sums go on where all scales of a column are powers of two, whose ratios are exact, and within 2^16 of one another,
+// which leaves the sums far from both ends of the range. That costs a multiplication a sum and saves the load and store
+// of its total (two cores of an AMD EPYC, K*H = 12288, D = 4096, T = 16, 32 and 64, in ms: mxfp8 5.4, 9.6 and 18.1,
+// going on 5.3, 9.1 and 17.0; mxfp4 5.2, 9.3 and 17.6, going on 5.3, 9.1 and 16.7; dense bf16 5.3, 9.3 and 16.9).
+// Adding the exponents to the numbers instead takes the units that multiply: mxfp8 6.1, 10.3 and 19.3.
 inline void let_sums_go_on(StripSums& sums) {
   constexpr uint32_t kExponent = 1u << 23;
   const int64_t count = (sums.width + sums.sum_width - 1) / sums.sum_width;
@@ -126,7 +126,7 @@ inline void let_sums_go_on(StripSums& sums) {
       least = scale < least ? scale : least;
       most = scale > most ? scale : most;
     }
-    // 2^-127 is subnormal, and behind the largest is NaN.
+    // 2^-127 is subnormal, and above the largest scale is NaN.
     const UInt stays =
         (UInt)(most - least > 16 * kExponent) | (UInt)(least < kExponent) | (UInt)(most >= 255 * kExponent);
     for (int64_t i = 0; i + 1 < count; ++i) {
@@ -141,10 +141,10 @@ inline void let_sums_go_on(StripSums& sums) {
   for (int64_t lane = 0; lane < kLanes; ++lane) sums.some_stay |= any[lane] != 0;
 }
 
-// Whether the numbers of a strip may be scaled, instead of the sums of each block: bf16 has the products of e2m1 and
-// e4m3, of 6 significant bits in [2^-10, 2688]. A block of 16 columns is 8 products, and scaling their sum one more
-// beside a load and a store of the total (128 columns of nvfp4 out of the cache, in ms, sums scaled and numbers scaled:
-// 1.33 and 1.08 at T = 64, 0.28 and 0.29 at T = 12).
+// Whether the numbers of a strip may be scaled, instead of the sums of each block: bf16 represents the products of e2m1
+// and e4m3, which have 6 significant bits and are in [2^-10, 2688]. A block of 16 columns takes 8 product instructions;
+// scaling its sum takes one more, and a load and a store of the total (128 columns of nvfp4 from the cache, in ms, sums
+// scaled and numbers scaled: 1.33 and 1.08 at T = 64, 0.28 and 0.29 at T = 12).
 #if defined(__AVX512BF16__)
 template <class T, class Code>
 constexpr bool kMayScaleNumbers = std::is_same_v<T, BFloat16> && std::is_same_v<Code, Float4E2M1>;
@@ -173,7 +173,7 @@ struct ScaledStrip {
   }
 };
 
-// The sums over such a strip.
+// The sums over a scaled strip.
 inline StripSums sums_of_scaled(const StripSums& blocks, float global) {
   StripSums sums;
   sums.width = blocks.width;
@@ -182,11 +182,11 @@ inline StripSums sums_of_scaled(const StripSums& blocks, float global) {
   return sums;
 }
 
-// The scales of a panel: the row of each of its columns, a missing column's as the last one's.
+// The scales of a panel: the row of scales of each of its columns; a missing column has that of the last one.
 struct PanelScales {
   const uint8_t* rows[kPanelColumns];
   ScaleType type;
-  bool of_numbers;  // and `global` is for their sums
+  bool of_numbers;  // they scale numbers, and `global` the sums
   float global;
 
   PanelScales() = default;
@@ -202,7 +202,7 @@ struct PanelScales {
     global = op.scales.global == nullptr ? 1.0f : *op.scales.global;
   }
 
-  // scales[i][...]: those of block `first` + i.
+  // Writes the scales of block `first` + i to scales[i].
   void read(int64_t first, int64_t count, Float (*scales)[kStripVectors]) const {
     switch (type) {
       case ScaleType::kFloat32: return load_floats(first, count, scales);
@@ -221,7 +221,7 @@ struct PanelScales {
     }
   }
 
-  // Of blocks `first` to `first` + count - 1, four at most, byte by byte.
+  // The scales of blocks [first, first + count), four at most, each in a byte of bytes[column].
   void read_bytes(int64_t first, int64_t count, uint32_t* bytes) const {
     for (int64_t column = 0; column < kPanelColumns; ++column) {
       if (count == 4) {
@@ -262,8 +262,8 @@ inline Float multiply_add_pair(Float sum, UInt words, const BFloat16* x) {
 }
 #endif
 
-// Codes that will be asked for later: some rows of the weight, a strip's width of each. They are fetched a row in each
-// step, since a burst of fetches stops the loads behind it.
+// Codes to prefetch: a strip's width of some rows of the weight. One row in each step, since a burst of prefetches
+// stalls the loads after it.
 template <class Code>
 struct CodesAhead {
   const uint8_t* data;
@@ -280,8 +280,8 @@ struct CodesAhead {
   }
 };
 
-// The same, and the next strip, of which a part is transposed in each step: shuffles beside products, where all of them
-// before the first product would add to its time. kShared: by the steps of several tiles, each as often.
+// Besides prefetching, transposes a part of the next strip in each step: the shuffles run beside the products; all of
+// them before the first product would add to its time. kShared: the steps of several tiles share the parts evenly.
 template <class Code, bool kShared>
 struct NextStrip {
   CodeStrip<Code>& strip;
@@ -306,7 +306,7 @@ struct NextStrip {
   }
 };
 
-// The same, and the words of a strip that is transposed, of which some are widened in each step.
+// Besides prefetching, widens some words of a transposed strip in each step.
 template <class Code, class Strip>
 struct NextWords {
   const Strip& strip;
@@ -326,7 +326,7 @@ struct NextWords {
   }
 };
 
-// `packed` are the pairs of a tile in a strip.
+// A tile of rows by a strip; `packed` has the tile's pairs in that strip.
 template <int kRows, class Strip, class Packed, class Next>
 void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed, Float* totals, Next& next) {
   const bool go_on = kMayGoOn<Packed> && sums.go_on;
@@ -334,7 +334,7 @@ void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed,
   Float sum[kRows * kStripVectors] = {};
   for (const Float(*scales)[kStripVectors] = sums.scales; k < sums.width; ++scales) {
     const int64_t end = k + sums.sum_width < sums.width ? k + sums.sum_width : sums.width;
-    // Not by memset, whose array stays in memory (fp8_row, T = 64: 27.9 ms for 16.2).
+    // Not by memset: then the array stays in memory (fp8_row, T = 64: 27.9 ms instead of 16.2).
     if (!go_on) unrolled<kRows * kStripVectors>([&](auto i) { sum[i] = Float{}; });
     for (; k < end; k += Strip::kStep) {
       next.step();
@@ -425,8 +425,8 @@ struct PackedRow {
   }
 };
 
-// What a thread packs: a chunk of the rows of a tile. They share their lines, which two threads would take from one
-// another at every store (12 rows of 3 x 4096: 0.37 ms for 0.06).
+// The unit of packing is a chunk of the rows of a tile. The rows of a tile share cache lines, which two threads would
+// take from one another at every store (12 rows of 3 x 4096: 0.37 ms instead of 0.06).
 inline int64_t strips_groups(const NormConcatLinear& op) {
   return RowTiles(op.num_rows).count * op.source.num_chunks;
 }
@@ -456,12 +456,12 @@ struct PanelCodes {
   int64_t rows;
   int64_t width;
 
-  // The strip from column k on; none behind the width.
+  // The strip from column k on; empty past the width.
   CodeRows strip(int64_t k) const {
     const int64_t left = width - k < kStripWidth ? width - k : kStripWidth;
     return {data + k / kCodesPerByte<Code>, row_stride, left > 0 ? rows : 0, left > 0 ? left : 0};
   }
-  // `count` rows from the given one on of what comes kAheadBytes later: at the end of a row, in the next panel.
+  // Rows [row, row + count) of the codes kAheadBytes further on: at the end of a row, in the next panel.
   CodesAhead<Code> ahead(int64_t k, int64_t row, int64_t count) const {
     const int64_t row_bytes = width / kCodesPerByte<Code>, later = k / kCodesPerByte<Code> + kAheadBytes;
     const int64_t place = later < row_bytes ? later : kPanelColumns * row_stride + later - row_bytes;
@@ -469,8 +469,8 @@ struct PanelCodes {
   }
 };
 
-// Columns of one sum at most. One of fp32 adds column after column: of 128 it is off by 2.5 times what a blocked
-// product (torch's, on an Intel processor) is, of 32 by 1.5.
+// Max columns of one sum. In fp32 a sum adds column after column: with 128 its error is 2.5 times that of a blocked
+// product (torch's, on an Intel processor), with 32 it is 1.5 times.
 template <class Packed>
 constexpr int64_t kSumWidth = 32;
 template <>
@@ -483,7 +483,7 @@ void load_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k,
   const int64_t block_columns = op.scales.block_columns, left = op.source.width - k;
   const int64_t columns = left < kStripWidth ? left : kStripWidth;
   sums.sum_width = block_columns < kWidth ? block_columns : kWidth;
-  sums.width = columns;  // and no more: behind the last block lies no scale, and zero times what lies there may be NaN
+  sums.width = columns;  // no more: past the last block are no scales, and zero times what is there may be NaN
   // A block that began in an earlier strip has its scales here already.
   if (k % block_columns != 0) return;
   sums.go_on = false;
@@ -496,7 +496,7 @@ void load_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k,
   }
 }
 
-// f(panel's first column, its codes, its totals, which are zero) for each panel; then the totals are the result.
+// Calls f(panel's first column, its codes, its zeroed totals) for each panel, then turns the totals into the result.
 template <class T, class Code, class F>
 void for_each_panel(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end, F f) {
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
@@ -510,13 +510,13 @@ void for_each_panel(const NormConcatLinear& op, int64_t panel_begin, int64_t pan
   }
 }
 
-// f(tile, first row, rows) for each tile of rows.
+// Calls f(tile, first row, rows) for each tile of rows.
 template <class F>
 void for_each_row_tile(const RowTiles& tiles, F f) {
   for (int64_t tile = 0, i = 0; tile < tiles.count; ++tile, i += tiles.rows) f(tile, i, tiles.rows_from(i));
 }
 
-// Each code is widened in a register, once for each of the tiles of rows, which are several or one.
+// Each code is widened in a register, once for each tile of rows. kSeveral: there is more than one tile.
 template <class T, class Code, bool kSeveral>
 void project_from_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   const RowTiles tiles(op.num_rows);
@@ -554,8 +554,8 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
   const RowTiles tiles(op.num_rows);
   const int64_t share = (kPanelColumns + tiles.count - 1) / tiles.count;
   StripSums sums;
-  // The first tile transposes the next strip and the second one widens it, shuffles beside products (fp8, T = 16, 24
-  // and 32, in ms: 5.4, 6.9 and 8.8; in front of them 5.7, 7.8 and 9.9). There are two: few rows do not come here.
+  // The first tile's steps transpose the next strip and the second's widen it: shuffles beside products (fp8, T = 16,
+  // 24 and 32, in ms: 5.4, 6.9 and 8.8; before them 5.7, 7.8 and 9.9). There are two: few rows take project_from_codes.
   WordStrip<Code> strips[2];
   CodeStrip<Code> lanes;
   StripSums blocks;
@@ -564,7 +564,7 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
     const auto multiply = [&](const WordStrip<Code>& strip, int64_t k, int64_t i, int64_t rows, auto& next) {
       strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
     };
-    // f(what widens the strip from column k on, its lanes there).
+    // Calls f(what widens the strip from column k on); `lanes` has that strip already.
     const auto with_next_words = [&](int64_t k, WordStrip<Code>& words, CodesAhead<Code> ahead, auto f) {
       const int64_t width = codes.strip(k).width;
       if constexpr (kMayScaleNumbers<T, Code>) {
@@ -601,11 +601,12 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
   });
 }
 
-// Widening e4m3 for every tile of rows is hidden behind products of bf16; storing it for all tiles is not. Two AMD
-// EPYCs, two cores, in ms, stored and for every tile: fp8_row at T = 16, 32 and 64, where a core begins one product of
-// 512 bits a cycle, 5.3, 8.8, 16.7 and 4.7, 8.5, 16.1; where it begins two, 3.7, 6.6, 9.1 and 2.7, 4.5, 8.1. Others
-// are more work: on the first int8_row 5.3, 9.0, 16.7 and 5.7, 10.3, 19.9, mxfp4 5.4, 9.5, 18.1 and 5.1, 10.3, 19.3. So
-// are products of fp32: on the second fp8_row by rows of fp16 4.9, 6.3, 14.5 and 4.3, 6.1, 15.1.
+// Widening e4m3 anew for every tile of rows is hidden behind products of bf16; storing it once for all tiles is not.
+// Two AMD EPYCs, two cores, in ms, stored and widened for every tile: fp8_row at T = 16, 32 and 64, where a core starts
+// one 512-bit product a cycle, 5.3, 8.8, 16.7 and 4.7, 8.5, 16.1; where it starts two, 3.7, 6.6, 9.1 and 2.7, 4.5, 8.1.
+// Other codes are more work to widen: on the first EPYC int8_row 5.3, 9.0, 16.7 and 5.7, 10.3, 19.9, mxfp4 5.4, 9.5,
+// 18.1 and 5.1, 10.3, 19.3. So is e4m3 for products of fp32: on the second fp8_row by rows of fp16 4.9, 6.3, 14.5 and
+// 4.3, 6.1, 15.1.
 template <class T, class Code>
 void quantized_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   if (op.num_rows <= kStripRows) return project_from_codes<T, Code, false>(op, panel_begin, panel_end);

@@ -1,5 +1,5 @@
 // One vector of fp32 lanes, in the vector extensions of GCC and Clang: the source is written once, and each instruction
-// set is this source compiled with other flags. Intrinsics appear only where the extensions have no word for it.
+// set is this source compiled with other flags. Intrinsics appear only where the extensions cannot express it.
 //
 // Everything is in the instruction set's namespace and anonymous besides: an inline function shared between
 // translation units of different flags is merged by the linker, and the copy it keeps may be the AVX-512 one.
@@ -42,7 +42,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// For these two GCC 12 spells __builtin_convertvector in five instructions.
+// GCC 12 compiles __builtin_convertvector to five instructions for these two.
 #if defined(__AVX512F__)
 inline UInt extend(UShort bits) { return (UInt)_mm512_cvtepu16_epi32((__m256i)bits); }
 inline UShort truncate(UInt bits) { return (UShort)_mm512_cvtepi32_epi16((__m512i)bits); }
@@ -54,8 +54,8 @@ inline UInt extend(UShort bits) { return __builtin_convertvector(bits, UInt); }
 inline UShort truncate(UInt bits) { return __builtin_convertvector(bits, UShort); }
 #endif
 
-// a * b + c, rounded once where there is an instruction for it. Of the expression GCC makes that instruction only where
-// it leaves both operations together: a product that it moves in front of a branch is rounded by itself.
+// a * b + c, rounded once where there is an instruction for it. GCC turns the expression into that instruction only
+// where it keeps both operations together: a product that it moves in front of a branch is rounded by itself.
 #if defined(__AVX512F__)
 inline Float multiply_add(Float a, Float b, Float c) {
   return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -70,7 +70,7 @@ inline Float multiply_add(Float a, Float b, Float c) { return a * b + c; }
 
 inline Float widen(UShort bits, BFloat16) { return (Float)(extend(bits) << 16); }
 
-// What GCC would else load again for every product.
+// Keeps a value in a register that GCC would load again for every product.
 template <class Vector>
 [[gnu::always_inline]] inline Vector in_register(Vector value) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -97,7 +97,7 @@ inline UShort narrow(Float value, Float16) {
   return (UShort)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-// Shifted to the place of the fp32 fields, an fp16 number is 2^112 too small; the multiplication also normalises
+// Shifted to the place of the fp32 fields, an fp16 number is 2^112 too small; the multiplication also normalizes
 // denormals.
 inline Float widen(UShort bits, Float16) {
   const UInt wide = extend(bits);
@@ -107,7 +107,7 @@ inline Float widen(UShort bits, Float16) {
   return (Float)((finite | special) | ((wide & 0x8000) << 16));
 }
 
-// Adding a power of two 2^13 ulps of the fp16 result above the value makes the fp32 addition do the rounding: `magic`
+// Adding a power of two whose fp32 ulp is the ulp of the fp16 result makes the fp32 addition do the rounding: `magic`
 // has the exponent of the value (at least that of the smallest normal fp16) plus 13.
 inline UShort narrow(Float value, Float16) {
   const UInt bits = (UInt)value;
@@ -209,9 +209,10 @@ inline void store(T* p, Float value, Whole, Streamed) {
   stream_lanes(p, narrow(value, T{}));
 }
 
-// f(Streamed{}) or f(Cached{}), for one row of those of a thread, which are `bytes`. Streaming is for outputs that no
-// cache holds until they are read: at 512 MB it takes norm_concat from 52 to 41 ms, capture_hidden from 59 to 49. At
-// 16 MB it gains 5 % at most, and the next op would read from memory at 27 GB/s what the last-level cache gives at 57.
+// Calls f(Streamed{}) or f(Cached{}) for a row; `bytes` is the size of all rows of the thread. Streaming is for outputs
+// too large to stay in a cache until they are read: at 512 MB it takes norm_concat from 52 to 41 ms, capture_hidden
+// from 59 to 49. At 16 MB it gains 5 % at most, and the next op would read from memory at 27 GB/s what the last-level
+// cache gives at 57.
 template <class F>
 inline void with_store(const void* row, int64_t bytes, F f) {
   constexpr int64_t kStreamBytes = 32 << 20;
@@ -219,9 +220,9 @@ inline void with_store(const void* row, int64_t bytes, F f) {
   f(Cached{});
 }
 
-// On its way into the caches, a vector at a time, what comes after the row at hand: the hardware's prefetchers stop at
-// the end of a page, and rows are as long as one or two (norm_concat of 64 rows of 3 x 4096: 0.145 ms for 0.19, 2 cores
-// with AMX). Always inlined: GCC 12 drops calls of a function that only prefetches.
+// Prefetches, a vector at a time, what comes after the current row: the hardware's prefetchers stop at the end of a
+// page, and rows are as long as one or two (norm_concat of 64 rows of 3 x 4096: 0.145 ms instead of 0.19, 2 cores with
+// AMX). Always inlined: GCC 12 drops calls of a function that only prefetches.
 template <class T>
 [[gnu::always_inline]] inline void fetch(const T* p) {
   __builtin_prefetch(p);
@@ -253,9 +254,9 @@ inline float sum_lanes(Float value) {
 #endif
 }
 
-// f(integral_constant<0>), f(integral_constant<1>), ...: an array with such subscripts alone lives in registers. In a
-// loop GCC 12 keeps it there too, but clears it in memory first (fp32, K = 3, T = 64, H = D = 128: 95.9 us, and 93.0
-// like this).
+// Calls f(integral_constant<0>), f(integral_constant<1>), ...: an array that has only such subscripts lives in
+// registers. In a loop GCC 12 keeps it there too, but clears it in memory first (fp32, K = 3, T = 64, H = D = 128:
+// 95.9 us; unrolled 93.0).
 template <int64_t kCount, class F>
 inline void unrolled(F f) {
   [&]<int64_t... i>(std::integer_sequence<int64_t, i...>) {
@@ -263,7 +264,7 @@ inline void unrolled(F f) {
   }(std::make_integer_sequence<int64_t, kCount>{});
 }
 
-// Lane i of one half of every sum in two vectors: a's sums, then b's, each of 2 * kHalf partial sums.
+// The lower or the upper half of every sum in two vectors: a's sums, then b's, each of 2 * kHalf partial sums.
 template <int64_t kHalf, bool kUpper, size_t... kLane>
 inline Float halves(Float a, Float b, std::index_sequence<kLane...>) {
   constexpr auto source = [](int64_t lane) {
@@ -273,8 +274,9 @@ inline Float halves(Float a, Float b, std::index_sequence<kLane...>) {
   return __builtin_shufflevector(a, b, source(kLane)...);
 }
 
-// Lane j % kLanes of values[j / kLanes] becomes sum_lanes(values[j]), by the same tree: all at once two shuffles and an
-// addition each, where one after the other each is a chain of four of both (as above: 98.7 us; 95.9 like this).
+// Lane j % kLanes of values[j / kLanes] becomes sum_lanes(values[j]), by the same tree. All at once takes two shuffles
+// and an addition each; one after the other each is a chain of four of both (as above: 95.9 us; one after the other
+// 98.7).
 template <int64_t kCount, int64_t kHalf = kLanes / 2>
 inline void sum_lanes_of_each(Float* values) {
   constexpr std::make_index_sequence<kLanes> lanes;
@@ -319,7 +321,7 @@ inline void transpose(__m512i (&rows)[kLanes]) {
 }
 #endif
 
-// f(begin, span) over a row of `width` elements.
+// Calls f(begin, span) over a row of `width` elements.
 template <class F>
 inline void for_each_vector(int64_t width, F f) {
   int64_t i = 0;
@@ -327,10 +329,10 @@ inline void for_each_vector(int64_t width, F f) {
   if (i < width) f(i, Part{width - i});
 }
 
-// The sum of the squares of f(begin, span). On every instruction set 64 lanes of partial sums in kSums vectors, as one
-// vector would wait 4 cycles for each FMA; they are emptied into totals every kSquaresSteps. Fewer or longer chains are
-// further from float64 than torch's cascade of sums (1.8e-7) on rows of 1152: in one chain of 4 lanes 5.9e-7, in 16
-// lanes with totals 2.6e-7.
+// The sum of the squares of f(begin, span). Every instruction set has 64 lanes of partial sums, in kSums vectors, since
+// with one vector each FMA would wait 4 cycles for the last. They are emptied into totals every kSquaresSteps. Fewer or
+// longer chains are further from float64 than torch's cascade of sums (1.8e-7) on rows of 1152: one chain of 4 lanes
+// 5.9e-7, 16 lanes with totals 2.6e-7.
 constexpr int64_t kSums = 64 / kLanes;
 constexpr int64_t kSquaresSteps = 8;
 

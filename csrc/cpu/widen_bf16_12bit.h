@@ -1,9 +1,10 @@
-// bf16 in 12 bits a number, and back, exactly.
+// Widens bf16 that is stored exactly in 12 bits a number.
 //
-// The exponents of a row of weights are few: 16 of them are those of all its numbers but some in ten thousand. 128
-// columns of a row are 192 bytes: the signs and mantissas, in two lines of 64 columns each, then the exponents, as
-// indices of 4 bits among the row's 16, those of the second line in the upper halves. In each quarter of a line 8 bytes
-// are of columns 8 q to 8 q + 7 of quarter q, and 8 of those 32 behind them: so unpacking leaves numbers in order.
+// A row of weights has few exponents: 16 of them cover all its numbers but some in ten thousand. 128 columns of a row
+// are 192 bytes: two lines with the signs and mantissas of 64 columns each, then a line with their exponents, as 4-bit
+// indices into the row's 16; those of the second line are in the upper halves of the bytes. In quarter q of a line the
+// first 8 bytes belong to columns 8 q to 8 q + 7 of the line and the other 8 to the columns 32 further on, so that
+// unpacking leaves numbers in order.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@ struct BFloat16In12 {};
 
 constexpr int64_t kGroupColumns = 128, kGroupBytes = 192;
 
-// A number whose exponent is none of its row's, wherever it lies.
+// A number whose exponent is not one of its row's 16. Bytes, because it may lie at any address.
 struct Exception {
   uint8_t bytes[4];
 
@@ -25,11 +26,11 @@ struct Exception {
   BFloat16 number() const { return {static_cast<uint16_t>(bytes[2] | bytes[3] << 8)}; }
 };
 
-// What a row has beside its codes.
+// What a row has besides its codes.
 struct RowExponents {
-  const uint8_t* low;   // [16] their bits in the low byte of a number
-  const uint8_t* high;  // [16]
-  const Exception *begin, *end;  // by column; behind the last one there may be columns that the row does not have
+  const uint8_t* low;   // [16] the exponents' bits in the low byte of a number
+  const uint8_t* high;  // [16] in the high byte
+  const Exception *begin, *end;  // by column; padded with columns that the row does not have
 
   RowExponents() = default;
   RowExponents(const void* row, int64_t bytes) : low(static_cast<const uint8_t*>(row)), high(low + 16) {
@@ -101,8 +102,8 @@ inline void widen_group(const uint8_t* codes, const ExponentTables& tables, BFlo
 }
 #endif
 
-// Columns `begin`, a multiple of 128, to `end` of a row in bf16; behind them `numbers` has room for whole groups.
-// `next` bytes from the codes is what will be asked for next.
+// Widens columns [begin, end) of a row to bf16; `begin` is a multiple of 128, and `numbers` has room for whole groups.
+// The codes `next` bytes further on are prefetched.
 inline void widen_row(const uint8_t* codes, const RowExponents& row, int64_t begin, int64_t end, int64_t next,
                       BFloat16* numbers) {
   const ExponentTables tables(row);

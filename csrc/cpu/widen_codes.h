@@ -1,5 +1,5 @@
-// The codes of quantized weights as bf16, which has every one of them exactly: e4m3 has 4 significant bits, e2m1 2 and
-// int8 8. Without AVX-512 they become fp32, and so do numbers of bf16.
+// Widens the codes of quantized weights to bf16, which represents every one exactly: e4m3 has 4 significant bits, e2m1
+// 2 and int8 8. Without AVX-512 codes are widened to fp32, and so are bf16 weights.
 #pragma once
 
 #include <type_traits>
@@ -41,7 +41,7 @@ struct Float4E2M1 {
   }
 };
 
-// Every code's value, and that in bf16.
+// Every code's value, in fp32 and as the bits of bf16.
 template <class Code>
 struct CodeTable {
   float values[256] = {};
@@ -86,14 +86,15 @@ inline Float value_of(UInt code, Float8E4M3) {
 }
 
 #if defined(__AVX512F__)
-// The lanes of `codes` are 16 rows of the weight with four codes each, of e2m1 eight. They become words of two in bf16,
-// the even column in the low half: words[0] columns 0 and 1 of each row, words[stride] columns 2 and 3, ...
+// Each lane of `codes` has four codes of one row of the weight (e2m1: eight), 16 rows in all. They become words of two
+// numbers in bf16, the even column in the low half: words[0] has columns 0 and 1 of each row, words[stride] columns 2
+// and 3, ...
 
 // a | (b & c)
 inline __m512i or_masked(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi32(a, b, c, 0xf8); }
 
 inline void widen(__m512i codes, Float4E2M1, UInt* words, int64_t stride) {
-  // Of an index vpermw reads 5 bits, and the table has all codes twice: the bit behind the four does not matter.
+  // vpermw reads 5 bits of an index, and the table has all 16 codes twice: the bit above a code's four does not matter.
   const __m512i table = _mm512_load_si512(kCodeTable<Float4E2M1>.bits);
   unrolled<4>([&](auto pair) {
 #if defined(__AVX512VBMI__)
@@ -109,13 +110,13 @@ inline void widen(__m512i codes, Float4E2M1, UInt* words, int64_t stride) {
 }
 
 #if defined(__AVX512VBMI__)
-// The low or the high bytes of codes 0 to 127 in bf16, one after the other.
+// A table of the low or the high bytes of codes 0 to 127 in bf16.
 struct BytesOfCodes {
   alignas(kCacheLine) uint8_t bytes[128] = {};
   constexpr BytesOfCodes(const uint16_t* bits, int shift, int more = 0) {
     for (int code = 0; code < 128; ++code) bytes[code] = static_cast<uint8_t>((bits[code] >> shift) + more);
   }
-  // By the low 7 bits of each index.
+  // Uses the low 7 bits of each index.
   __m512i look_up(__m512i indices) const {
     return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), indices, _mm512_load_si512(bytes + 64));
   }
@@ -124,10 +125,10 @@ template <class Code>
 constexpr BytesOfCodes kLowBytes{kCodeTable<Code>.bits, 0};
 template <class Code>
 constexpr BytesOfCodes kHighBytes{kCodeTable<Code>.bits, 8};
-// Plus 0x43 (CodeLine).
+// With 0x43 added, which CodeLine subtracts again.
 constexpr BytesOfCodes kRaisedHighBytes{kCodeTable<Int8>.bits, 8, 0x43};
 
-// 64 bytes of codes. word(i) has columns 16 q + 8 i to 16 q + 8 i + 7 in quarter q.
+// 64 bytes of codes, widened. word(i) has columns 16 q + 8 i to 16 q + 8 i + 7 in quarter q.
 template <class Code>
 struct CodeLine {
   __m512i low, high;
@@ -138,16 +139,16 @@ struct CodeLine {
     low = kLowBytes<Code>.look_up(magnitudes);
     high = (kIsInteger ? kRaisedHighBytes : kHighBytes<Code>).look_up(magnitudes);
     if constexpr (kIsInteger) {
-      // |-128| is looked up as 0, and is 0x4300: the table is raised by 0x43, which a shuffle takes from all numbers
-      // but this one, for an index above 127 gives zero. Saturation and absolute values run on the units that multiply
-      // (8 rows by int8_row in L1: 1.40 cycles a product with both, 1.15 without).
+      // |-128| is looked up as 0 but must become 0x4300. So 0x43 is added to the table's bytes, and a shuffle subtracts
+      // it from all numbers but this one: an index above 127 gives zero. Saturation and absolute values would run on
+      // the units that multiply (8 rows by int8_row in L1: 1.40 cycles a product with both, 1.15 without).
       high = _mm512_add_epi8(high, _mm512_shuffle_epi8(_mm512_set1_epi8(-0x43), magnitudes));
     }
     high = or_masked(high, codes, _mm512_set1_epi8(-128));
   }
   __m512i word(int64_t i) const { return i == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high); }
 };
-// word(i) has columns 8 j + i and 8 j + i + 4 in lane j: shifts, which leave the units that multiply alone.
+// word(i) has columns 8 j + i and 8 j + i + 4 in lane j: that takes shifts, which do not use the units that multiply.
 template <>
 struct CodeLine<Float4E2M1> {
   __m512i codes;
@@ -160,7 +161,8 @@ struct CodeLine<Float4E2M1> {
 
 template <class Code>
 inline void widen(__m512i codes, Code, UInt* words, int64_t stride) {
-  // In each quarter bytes 0 and 1 of its four lanes, then bytes 2 and 3: unpacking takes one half, then the other.
+  // Each quarter gets bytes 0 and 1 of its four lanes, then 2 and 3: word(0) unpacks the first half, word(1) the
+  // second.
   const __m128i order = _mm_setr_epi32(0x05040100, 0x0d0c0908, 0x07060302, 0x0f0e0b0a);
   const CodeLine<Code> line(_mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(order)));
   words[0] = (UInt)line.word(0);
@@ -168,7 +170,7 @@ inline void widen(__m512i codes, Code, UInt* words, int64_t stride) {
 }
 #else
 inline void widen(__m512i codes, Float8E4M3, UInt* words, int64_t stride) {
-  // 64 codes are one look-up; bit 6 of the code takes the first or the second.
+  // One look-up covers 64 codes; bit 6 of a code selects the first or the second look-up.
   const auto look_up = [](int first, __m512i indices) {
     const uint16_t* bits = kCodeTable<Float8E4M3>.bits + first;
     return _mm512_permutex2var_epi16(_mm512_load_si512(bits), indices, _mm512_load_si512(bits + 32));
@@ -200,18 +202,18 @@ inline void widen(__m512i codes, Int8, UInt* words, int64_t stride) {
 template <class Number>
 constexpr bool kIsCode = !std::is_same_v<Number, BFloat16>;
 
-// Of the numbers before the one of this index, an even one where a byte has two.
+// The bytes of the numbers before this index, which is even where a byte has two.
 template <class Number>
 constexpr int64_t bytes_of(int64_t index) {
   return kIsCode<Number> ? index / kCodesPerByte<Number> : 2 * index;
 }
 
-// What is widened at once, in units of kRunUnit.
+// A run is what is widened at once. Its values are in units of kRunUnit.
 constexpr int64_t kRunNumbers = 16, kRunVectors = kRunNumbers / kLanes;
 template <class Number>
 constexpr float kRunUnit = 1.0f;
 
-// Whether widen_run takes NaN for a number: then any_is_nan tells.
+// Whether widen_run turns NaN into a number, so that any_is_nan has to look for it.
 template <class Number>
 constexpr bool kLosesNaN = false;
 
@@ -239,7 +241,7 @@ inline void widen_run(const uint8_t* codes, Float* run, Int8) {
   unrolled<2>([&](auto v) { run[v] = float_of_int8(load_8_bytes(codes + 8 * v)); });
 }
 
-// As fp16 of which the exponent is 8 too small, subnormal numbers as such; NaN becomes 480.
+// The code's bits as fp16, whose exponent is then 8 too small, for subnormal numbers too; NaN becomes 480.
 template <>
 constexpr float kRunUnit<Float8E4M3> = 256.0f;
 template <>
@@ -251,7 +253,7 @@ inline void widen_run(const uint8_t* codes, Float* run, Float8E4M3) {
   run[1] = (Float)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
 }
 
-// Whether there is one among `count` codes of e4m3: 0x7f is the largest byte with a sign, 0xff without.
+// Whether any of `count` e4m3 codes is NaN: 0x7f is the largest signed byte, 0xff the largest unsigned one.
 inline bool any_is_nan(const uint8_t* codes, int64_t count) {
   int64_t k = 0;
   __m256i largest{}, unsigned_largest{};

@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(512) add_rms_norm_kernel(const __grid_constant
   const int64_t step = kInFlight * pack_stride();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (t >= op.num_rows) return;  // a barrier waits for the threads that are left
+  if (t >= op.num_rows) return;  // barriers wait only for threads that have not exited
 
-  // The norm reads the sum before it is rounded, so both addends stay.
+  // The norm reads the sum before it is rounded, so both addends stay in registers.
   Pack<T> value[kInFlight], other[kInFlight];
   const auto load_step = [&](int64_t first) {
 #pragma unroll

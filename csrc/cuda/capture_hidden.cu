@@ -1,5 +1,5 @@
-// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with the row's sum of
-// squares of what was stored, in one launch: engines clone every captured layer and cat the clones, two passes over
+// out = round(hidden + residual), or the rounded mean of the streams, into a strided slot, with each row's sum of
+// squares of the stored values, in one launch. Engines clone every captured layer and cat the clones: two passes over
 // memory and K + 1 launches.
 #include "../capture_hidden.h"
 
@@ -9,7 +9,7 @@
 namespace eagle_kernels::cuda {
 namespace {
 
-// Of all threads of a row.
+// All threads of a row call this.
 __device__ __forceinline__ void store_sum(const CaptureHidden& op, int64_t t, float squares) {
   if (op.sum_squares == nullptr) return;
   squares = sum_over_row(squares);
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
   T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (t >= op.num_rows) return;  // a barrier waits for the threads that are left
+  if (t >= op.num_rows) return;  // barriers wait only for threads that have not exited
 
   float squares = 0;
   for (int64_t first = first_column(); first < op.width; first += kInFlight * pack_stride()) {
@@ -45,19 +45,19 @@ __global__ void __launch_bounds__(512) capture_hidden_kernel(const __grid_consta
   store_sum(op, t, squares);
 }
 
-// From +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0. A kernel of its own: in
-// the one above its loads take fp32 from 64 registers to 70.
+// Adds the streams in order, beginning with +0, for the bits of torch's mean: where all are -0 it is +0. A kernel of
+// its own: in the one above its loads would take fp32 from 64 registers to 70.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(512) mean_of_streams_kernel(const __grid_constant__ CaptureHidden op) {
   const int64_t t = row_of_thread<kAligned>();
   const T* hidden = static_cast<const T*>(op.hidden) + t * op.hidden_row_stride;
   T* out = static_cast<T*>(op.out) + t * op.out_row_stride;
-  // 64 bytes of loads in flight; at twice that fp32 spills on sm_80. g++, for the emulation, reads no such pragma.
+  // 64 bytes of loads in flight; at twice that fp32 spills on sm_80. The emulation's g++ ignores that pragma.
   [[maybe_unused]] constexpr int kUnrolled = 8 / sizeof(T);
   const float share = 1.0f / static_cast<float>(op.num_streams);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (t >= op.num_rows) return;  // a barrier waits for the threads that are left
+  if (t >= op.num_rows) return;  // barriers wait only for threads that have not exited
 
   float squares = 0;
   for (int64_t column = first_column(); column < op.width; column += pack_stride()) {

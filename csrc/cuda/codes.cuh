@@ -1,5 +1,6 @@
-// The codes of quantized weights as pairs of bf16 or fp16, which have every one of them exactly: e4m3 has 4 significant
-// bits, int8 8. By their bits, alike on every GPU: sm_80 has no instruction for e4m3, later ones make fp16 of it alone.
+// Widens the codes of quantized weights to pairs of bf16 or fp16, which represent all of them exactly: e4m3 has 4
+// significant bits, int8 8. By their bits, alike on every GPU: sm_80 has no instruction for e4m3, later ones only widen
+// it to fp16.
 #pragma once
 
 #include <type_traits>
@@ -18,12 +19,12 @@ struct alignas(8) Codes {
   uint32_t first, second;
 };
 
-// Columns 2 i and 2 i + 1 of four. A NaN comes out as 480 of its sign: see has_nan.
+// Widens columns 2 i and 2 i + 1 of four. A NaN becomes 480 with its sign: see has_nan.
 template <class T>
 __device__ __forceinline__ uint32_t widen_pair(uint32_t codes, int i, Float8E4M3, T) {
   constexpr bool kIsBFloat16 = std::is_same_v<T, BFloat16>;
-  // The sign in the upper byte; then sign, exponent and mantissa in their places are 2^120 or 2^8 too small, subnormals
-  // too.
+  // The upper byte of a half is the code's sign, replicated. Shifted to the places of sign, exponent and mantissa the
+  // code is too small by 2^120 (bf16) or 2^8 (fp16), subnormals too.
   const uint32_t halves = permute_bytes(codes, 0, i == 0 ? 0x9180u : 0xb3a2u);
   const uint32_t small = kIsBFloat16 ? halves << 4 & 0x87f087f0u : halves << 7 & 0xbf80bf80u;
   return multiply(small, kIsBFloat16 ? 0x7b807b80u : 0x5c005c00u, T{});
@@ -32,7 +33,7 @@ __device__ __forceinline__ uint32_t widen_pair(uint32_t codes, int i, Float8E4M3
 template <class T>
 __device__ __forceinline__ uint32_t widen_pair(uint32_t codes, int i, Int8, T) {
   constexpr bool kIsBFloat16 = std::is_same_v<T, BFloat16>;
-  // 128 + the lower seven bits, less 128, or 256 where the sign is set; in fp16 1024 +, less 1024 or 1152.
+  // bf16: 128 + the lower seven bits, minus 128, or 256 where the sign is set. fp16: 1024 +, minus 1024 or 1152.
   const uint32_t halves = permute_bytes(codes, kIsBFloat16 ? 0x43434343u : 0x64646464u, i == 0 ? 0x4140u : 0x4342u);
   return multiply_add(halves & 0xff80ff80u, kIsBFloat16 ? 0xbf80bf80u : 0xbc00bc00u, halves & 0xff7fff7fu, T{});
 }
@@ -43,8 +44,8 @@ __device__ __forceinline__ Words widen(const Codes& codes, Code, T) {
           widen_pair(codes.second, 0, Code{}, T{}), widen_pair(codes.second, 1, Code{}, T{})};
 }
 
-// Bits that has_nan tells a NaN among the codes by, also where those of several were or'ed. Adding 1 flips a code's
-// uppermost bit where the other seven are set; a carry out of it comes from a NaN as well.
+// Bits by which has_nan finds a NaN among the codes; those of several words may be or'ed. Adding 1 flips a code's
+// uppermost bit where the other seven are set, which is a NaN; a carry into the next code comes from a NaN as well.
 __device__ __forceinline__ uint32_t nan_bits(uint32_t codes, Float8E4M3) { return (codes + 0x01010101u) ^ codes; }
 __device__ __forceinline__ uint32_t nan_bits(uint32_t, Int8) { return 0; }
 template <class Code>
@@ -53,7 +54,7 @@ __device__ __forceinline__ uint32_t nan_bits(const Codes& codes, Code) {
 }
 __device__ __forceinline__ bool has_nan(uint32_t bits) { return (bits & 0x80808080u) != 0; }
 
-// The scale at an offset from the first: fp32 or e8m0; below with the global one.
+// The scale at an offset from the first, fp32 or e8m0; the overload below multiplies it by the global one.
 __device__ __forceinline__ float load_scale(ScaleType type, const void* scales, int64_t offset) {
   if (type == ScaleType::kFloat32) return load(static_cast<const float*>(scales) + offset);
   const uint32_t code = load(static_cast<const uint8_t*>(scales) + offset);

@@ -9,15 +9,15 @@
 #include <string>
 
 #if defined(__x86_64__) && defined(__GLIBC__)
-// glibc 2.34 gave them new versions, which the older ones of manylinux_2_28 lack; every glibc has these.
+// glibc 2.34 gave both functions new versions, which manylinux_2_28's older glibc lacks; every glibc has these.
 __asm__(".symver dlopen,dlopen@GLIBC_2.2.5\n.symver dlsym,dlsym@GLIBC_2.2.5");
 #endif
 
 namespace eagle_kernels::cuda {
 namespace {
 
-// Functions of libtorch_cuda, looked up where torch has loaded it: a library that named them among its symbols would
-// not load beside a CPU torch, and torch keeps them out of the global scope, where a weak symbol finds.
+// A function of libtorch_cuda, looked up if torch has loaded it. A library that linked to it would not load beside a
+// CPU torch, and a weak symbol would not find it, since torch keeps it out of the global scope.
 template <class Function>
 Function find_in_torch(const char* name) {
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -36,10 +36,10 @@ struct Facts {
 
 std::array<Facts, kMaxDevices> known_facts;
 
-// State of the machine, no argument of the caller's: what CUDA said goes to the user.
+// For faults of the machine, not of an argument: what CUDA said goes to the user.
 [[noreturn]] void fail(const char* op, const std::string& text) { throw std::runtime_error(op + (": " + text)); }
 
-// Two threads that ask at once write the same.
+// Two threads that ask at once write the same values.
 const Facts& facts_of(const char* op, int device) {
   Facts& facts = known_facts[device];
   if (facts.compute_capability == 0) {

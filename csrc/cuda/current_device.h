@@ -7,13 +7,13 @@ struct AtenTensorOpaque;  // libtorch's
 
 namespace eagle_kernels::cuda {
 
-// CUDA versions as 13000 for 13.0: of the runtime in this library, and the newest that the driver serves, 0 without
-// one. Neither makes a context.
+// CUDA versions as 13000 for 13.0: of the runtime in this library, and the newest that the driver supports, 0 without
+// a driver. Neither creates a context.
 int64_t runtime_version();
 int64_t driver_version();
 
-// torch's products of CUDA tensors into `out`, without the dispatcher; libtorch's error code, 0 for success. a @ b;
-// bias + a @ b, rounded once; a @ b of 16-bit operands as the sums are, in the dtype of this number, which is fp32's.
+// torch's products of CUDA tensors into `out`, without the dispatcher; libtorch's error code, 0 for success. In order:
+// a @ b; bias + a @ b, rounded once; a @ b of 16-bit operands, unrounded, where `dtype` is libtorch's number of fp32.
 int32_t mm_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b);
 int32_t addmm_out(AtenTensorOpaque* out, AtenTensorOpaque* bias, AtenTensorOpaque* a, AtenTensorOpaque* b);
 int32_t mm_dtype_out(AtenTensorOpaque* out, AtenTensorOpaque* a, AtenTensorOpaque* b, int32_t dtype);
@@ -34,7 +34,7 @@ class CurrentDevice {
 };
 
 // Memory of torch's caching allocator and its graph pools, for what runs on the current stream. Not a tensor, whose
-// making takes the host 0.5 us more.
+// creation takes the host 0.5 us more.
 class Workspace {
  public:
   Workspace(const char* op, const CurrentDevice& device, int64_t bytes);

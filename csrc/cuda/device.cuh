@@ -1,8 +1,8 @@
 // All that the kernels ask of the machine, in one thin layer: 16-byte loads and stores, asynchronous copies into shared
 // memory, conversions of packed 16-bit pairs, mma.sync, grid dependency control. Kernels are plain C++ above it, so
-// that the same sources also compile with g++, where tests/cuda_host/device_host.h answers to the same names.
+// that the same sources also compile with g++, where tests/cuda_host/device_host.h defines the same names.
 //
-// Only what differs between the two stands between the #if; a name below it is written in terms of those.
+// Between #if and #else is only what differs between the two; what follows #endif is written in terms of it.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct alignas(16) Words {
   uint32_t x, y, z, w;
 };
 
-// Two values of a 16-bit type, the first in the lower half.
+// Two values of a 16-bit type, widened. Packed, the first is in the lower half.
 struct Pair {
   float first, second;
 };
@@ -69,8 +69,8 @@ __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_
   return pair;
 }
 
-// Byte i is the one that nibble i of `selector` names: 0 to 3 of `low`, 4 to 7 of `high`; 8 more, and it is that byte's
-// sign bit eight times.
+// Byte i of the result is the one that nibble i of `selector` names: 0 to 3 are of `low`, 4 to 7 of `high`. With 8
+// added it is that byte's sign bit, replicated.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
@@ -80,8 +80,8 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 
-// Memory that another kernel may have written just before: never the read-only path (.nc), which must not see writes
-// during the kernel's life, and under programmatic dependent launch that life begins before the writer's ends.
+// Loads memory that another kernel may have written just before, so never by the read-only path (.nc): that forbids
+// writes during the kernel's life, which under programmatic dependent launch begins before the writer's ends.
 __device__ __forceinline__ Words load(const Words* p) {
   Words v;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -103,8 +103,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Of an address in shared memory, which takes half a pointer's registers. Behind is_new the compiler keeps a value, of
-// which it does not know how it was made: it makes what it knows, like the address of shared memory, anew at each use.
+// The functions below take addresses in shared memory, half a pointer's registers. is_new hides from the compiler how a
+// value was computed, so that it stays in a register: a known one, such as the address of shared memory, is recomputed
+// at each use.
 __device__ __forceinline__ void is_new(uint32_t& value) { asm volatile("" : "+r"(value)); }
 template <class T>
 __device__ __forceinline__ void is_new(const T*& value) {
@@ -134,8 +135,8 @@ __device__ __forceinline__ void store_shared(uint32_t at, uint32_t first, uint32
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(first), "r"(second) : "memory");
 }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
-// Four matrices of 8 rows of 16 bytes, whose rows are at the addresses that the lanes name, eight a matrix: of each the
-// word lane % 4 of row lane / 4 (PTX ISA, "ldmatrix").
+// Loads four matrices of 8 rows of 16 bytes. Lanes give the addresses of the rows, eight lanes per matrix; each lane
+// gets word lane % 4 of row lane / 4 of every matrix (PTX ISA, "ldmatrix").
 __device__ __forceinline__ void load_matrices(uint32_t row, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -143,18 +144,18 @@ __device__ __forceinline__ void load_matrices(uint32_t row, uint32_t (&words)[4]
                : "memory");
 }
 
-// 16 bytes from global to shared memory, past L1 and the registers; zeros, and no access, where they are not inside.
-// Each thread's copies complete in the order of its groups: commit_copies ends one, and after wait_for_copies<n> those
-// before the latest n have landed, for other threads behind a barrier.
+// Copies 16 bytes from global to shared memory, past L1 and the registers; where not `inside` it stores zeros and reads
+// nothing. A thread's copies complete in the order of its groups: commit_copies ends a group, and after
+// wait_for_copies<n> all but the latest n have landed. Other threads see them after a barrier.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
   copy_async(shared_address(to), from, inside);
 }
-// The same, allowed before wait_for_previous_kernel: of a matrix that no kernel before this one writes. Without a cache
-// hint: on sm_90 and later ptxas 12.8 and 13.0 (13.5 no more) encode UR0 and UR1 in place of the registers that hold
-// the uniform part of the address and the policy: an illegal instruction, on an H100.
+// The same, allowed before wait_for_previous_kernel: only for a matrix that no kernel before this one writes. Without a
+// cache hint: on sm_90 and later ptxas 12.8 and 13.0 (no longer 13.5) encode UR0 and UR1 in place of the registers that
+// have the uniform part of the address and the policy, an illegal instruction on an H100.
 __device__ __forceinline__ void copy_early(uint32_t to, const void* from, bool inside) { copy_async(to, from, inside); }
 __device__ __forceinline__ void copy_early(void* to, const void* from, bool inside) { copy_async(to, from, inside); }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -163,7 +164,7 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");
 }
 
-// Into L2 only, which stays coherent with a kernel that still writes: allowed before wait_for_previous_kernel.
+// Prefetches into L2 only, which is coherent with a kernel that still writes: allowed before wait_for_previous_kernel.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Programmatic dependent launch (sm_90 and later; without the launch attribute both are no-ops). After the first, what
@@ -179,14 +180,14 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// The blocks of a cluster (sm_90 and later) that are neighbours in y, of which this is number blockIdx.y: a barrier of
-// all their threads, behind which each sees what the others have written, and a value of another's shared memory, at
-// the place that is `mine` here. A block whose memory others read must not end before they have: end_cluster is a
-// barrier that orders nothing else.
+// Clusters (sm_90 and later) are the blocks of one blockIdx.x, with blockIdx.y as their rank. sync_cluster is a barrier
+// of all their threads, after which each sees what the others have written. load_from_block reads another block's
+// shared memory, at the address that is `mine` here. That block must not end before: end_cluster is a barrier that
+// orders nothing else.
 __device__ __forceinline__ void sync_cluster() {
   __syncthreads();
 #if __CUDA_ARCH__ >= 900
-  // One warp releases what the block has written, which takes all that its memory has in flight (MEMBAR.GPU).
+  // Only one warp releases what the block has written: that waits for all its outstanding memory accesses (MEMBAR.GPU).
   if (threadIdx.x < 32) {
     asm volatile("barrier.cluster.arrive;" ::: "memory");
   } else {
@@ -225,8 +226,8 @@ __device__ __forceinline__ Words load_words_from_block(const float* mine, int ra
   return v;
 }
 
-// In place of the barrier, where a block may be sent to at any time: every thread says once that its block has begun
-// and made its SentBarrier, and waits for all others to have said so before it sends. Neither orders anything else.
+// In place of sync_cluster where blocks send to one another: every thread arrives once, when its block has begun and it
+// has made the SentBarrier if that is its task, and waits for all others before it sends. Neither orders anything else.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -237,9 +238,9 @@ __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
-// An mbarrier in shared memory (sm_90 and later) that says when all bytes have come that the cluster's blocks send to
-// this one (PTX ISA, "st.async": a store completes as many bytes of it, and what has come is visible to who has
-// waited). One thread makes it. A try to wait may give up after a while, hence the loop ("mbarrier.test_wait,
+// An mbarrier in shared memory (sm_90 and later) whose phase completes when all bytes have arrived that the cluster's
+// blocks send to this one (PTX ISA, "st.async": a store completes its bytes on the mbarrier, and a thread that has
+// waited sees them). One thread makes it. try_wait may time out, hence the loop ("mbarrier.test_wait,
 // mbarrier.try_wait").
 struct SentBarrier {
   uint64_t state;
@@ -254,8 +255,8 @@ struct SentBarrier {
         : "memory");
 #endif
   }
-  // Without a scope, as CUTLASS's ClusterTransactionBarrier: what has come is in this block's own memory, and no cache
-  // stands before that. `.acquire.cluster` would invalidate L1 besides.
+  // Without a scope, as in CUTLASS's ClusterTransactionBarrier: the bytes are in this block's own shared memory, which
+  // no cache is in front of. `.acquire.cluster` would also invalidate L1.
   __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -265,7 +266,8 @@ struct SentBarrier {
 #endif
   }
 };
-// To the places that are `mine` and `sent` here, of a block of the cluster, which waits for it.
+// Stores to block `rank` of the cluster, at the address that is `mine` here, and completes its bytes on that block's
+// `sent`.
 __device__ __forceinline__ void send_to_block(float* mine, const SentBarrier& sent, const Words& v, int rank) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -311,11 +313,11 @@ constexpr bool kHasWgmma = false;
 #endif
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
-// Four warps multiply asynchronously, the fourth part of the rows of a each. sum[64, 64] += a[64, 16] @ b^T, or = where
-// it does not add, b as matrix_descriptor says; the fragments of sum and a are those of mma above, 16 rows a warp and a
-// tile of sum for each 8 columns. Between fence_wgmma, behind which registers may be handed over, and wait_for_wgmma,
-// behind which b may be overwritten, neither a nor sum may be touched (PTX ISA, "Asynchronous Warpgroup Level Matrix
-// Instructions"). A macro, since types and scale-d are words of the instruction.
+// sum[64, 64] += a[64, 16] @ b^T (= without kAdds), asynchronously by the four warps of a warpgroup, each for a quarter
+// of the rows of a. b is as matrix_descriptor says; the fragments of sum and a are those of mma above, 16 rows per warp
+// and a tile of sum for each 8 columns. Between fence_wgmma, which hands registers over, and wait_for_wgmma, after
+// which b may be overwritten, neither a nor sum may be touched (PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Instructions"). A macro, since types and scale-d are part of the instruction's text.
 #define EAGLE_KERNELS_TILE(n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
 #define EAGLE_KERNELS_WGMMA(type, adds)                                                                              \
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                           \
@@ -347,14 +349,14 @@ __device__ __forceinline__ void fence_wgmma() {
 __device__ __forceinline__ void commit_wgmma() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until all that were committed have ended.
+// Waits until all committed wgmma have ended.
 __device__ __forceinline__ void wait_for_wgmma() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
-// Behind a wait, of a sum that wgmma has changed meanwhile.
+// After a wait: tells the compiler that wgmma has changed this sum.
 __device__ __forceinline__ void is_new(float& value) { asm volatile("" : "+f"(value)::"memory"); }
-// What this thread has written to shared memory, and its asynchronous copies that it has waited for, becomes visible to
-// wgmma, once a barrier has told the others.
+// Makes what this thread has written to shared memory, and its asynchronous copies that it has waited for, visible to
+// wgmma: to that of other threads after a barrier.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -362,7 +364,7 @@ __device__ __forceinline__ void fence_async_proxy() {
 }
 
 __device__ __forceinline__ char* shared_memory() {
-  extern __shared__ __align__(1024) char memory[];  // as wgmma wants its rows
+  extern __shared__ __align__(1024) char memory[];  // for wgmma's swizzled rows
   return memory;
 }
 
@@ -374,14 +376,14 @@ __device__ __forceinline__ char* shared_memory() {
 
 namespace eagle_kernels::cuda {
 
-// What wgmma reads as b: rows of 128 bytes from an address in shared memory, a multiple of 1024, whose 16-byte parts
-// change places by the lower three bits of the row (the 128-byte swizzle). PTX ISA, "Matrix Descriptor Format": the
-// address and the distance of groups of 8 rows, of 16 bytes each, and 1 for that swizzle, under which the leading
-// dimension's distance has no meaning. 16 columns further is 32 bytes.
+// Describes wgmma's b: rows of 128 bytes from an address in shared memory, a multiple of 1024, whose 16-byte parts are
+// permuted by an XOR with the lower three bits of the row (the 128-byte swizzle). PTX ISA, "Matrix Descriptor Format":
+// the address and the stride of groups of 8 rows, both in units of 16 bytes, and 1 for that swizzle, under which the
+// leading dimension's stride has no meaning. 16 columns further is 32 bytes.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t rows) {
   return static_cast<uint64_t>(rows >> 4) | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
-constexpr uint64_t kDescriptorColumns = 32 >> 4;  // 16 of them
+constexpr uint64_t kDescriptorColumns = 32 >> 4;  // added to a descriptor: 16 columns
 
 // The sum over the lanes of a warp, the same in all of them.
 __device__ __forceinline__ float sum_over_warp(float value) {
@@ -390,7 +392,7 @@ __device__ __forceinline__ float sum_over_warp(float value) {
 }
 
 // The sum over the threads of a row, which are those of one threadIdx.y, in an order that depends on their number
-// alone. Once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use.
+// alone. At most once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use.
 __device__ __forceinline__ float sum_over_row(float value) {
   const int warps = blockDim.x / 32;
   float* of_warp = reinterpret_cast<float*>(shared_memory()) + threadIdx.y * warps;
@@ -402,8 +404,8 @@ __device__ __forceinline__ float sum_over_row(float value) {
   return sum;
 }
 
-// The row of this thread in a kernel whose blocks have several, one where kSeveral is false; in the last block it may
-// be beyond the last row.
+// The row of this thread. Blocks have several rows, one where kSeveral is false; in the last block it may be past the
+// last row.
 template <bool kSeveral>
 __device__ __forceinline__ int64_t row_of_thread() {
   if (!kSeveral) return blockIdx.x;

@@ -1,4 +1,4 @@
-// One kernel launch, and the questions that decide its shape.
+// One kernel launch, and what decides its shape.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,16 +15,16 @@ namespace eagle_kernels::cuda {
 
 struct Shape {
   int64_t x, y;
-  int64_t threads;  // of a row, where blocks have several
+  int64_t threads;  // per row of a block
   int64_t shared_bytes;
   int64_t rows = 1;  // of a block
-  int64_t cluster = 0;  // blocks in y that share their memory, on sm_90 and later
+  int64_t cluster = 0;  // blocks in y of a cluster, on sm_90 and later; 0: no clusters
 };
 
 template <auto kernel, class Record>
 int launch(const Shape& shape, const Record& record, const Device& device) {
-  // Above 48 KB a kernel has to ask, once on each device: for all that a block can have, so that the order of two
-  // launches does not matter.
+  // Above 48 KB of shared memory a kernel has to opt in, once on each device: to all that a block can have, so that the
+  // order of two launches does not matter.
   if (shape.shared_bytes > 48 << 10) {
     static std::array<std::atomic<bool>, kMaxDevices> allowed;
     if (!allowed[device.index]) {
@@ -73,7 +73,7 @@ class Alignment {
  public:
   explicit Alignment(int64_t element_size) : element_size_(element_size) {}
   void add(const void* data) { bits_ |= reinterpret_cast<uintptr_t>(data); }
-  // A single row has no stride: its view may have left anything there.
+  // The stride of a single row is not used: a view may have any number there.
   void add(const void* data, int64_t row_stride, int64_t rows) {
     add(data);
     if (data != nullptr && rows > 1) bits_ |= static_cast<uintptr_t>(row_stride * element_size_);
@@ -88,8 +88,8 @@ class Alignment {
 
 inline int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// A block of a row of `width` values in packs of 8, two packs a thread: 256 threads at 4096. A function of the width
-// alone, like the order of the row's sums.
+// Threads for a row of `width` values in packs of 8, two packs per thread: 256 at 4096. A function of the width alone,
+// like the order of the row's sums.
 inline int64_t threads_of(int64_t width) {
   const int64_t wanted = (width + 15) / 16;
   return std::clamp<int64_t>((wanted + 31) / 32 * 32, 32, 512);
@@ -98,10 +98,10 @@ inline int64_t threads_of(int64_t width) {
 // Shared memory of sum_over_row.
 inline int64_t sum_bytes(int64_t threads) { return threads / 32 * 4; }
 
-// Blocks for rows of this width, in the memory-bound kernels. Up to 2048 columns a row has few loads and a block of its
-// own would be launched for each: rows share one of 256 threads, as long as every SM has two. Which rows share a block
-// is in no sum. Unaligned rows do not: with a row for each thread the norm of a sum in fp32 takes 71 registers on
-// sm_100.
+// Blocks for rows of this width, in the memory-bound kernels. Up to 2048 columns a row has too few loads for a block of
+// its own: rows share one of 256 threads, as long as every SM has two blocks. No sum depends on which rows share a
+// block. Unaligned rows do not share: where the row depends on the thread, the norm of a sum in fp32 takes 71 registers
+// on sm_100.
 inline Shape shape_of_rows(int64_t rows, int64_t width, bool aligned, const Device& device) {
   const int64_t threads = threads_of(width), most = aligned ? std::max<int64_t>(1, 256 / threads) : 1;
   const int64_t of_block = std::clamp<int64_t>(rows / (2 * device.multiprocessors), 1, most);

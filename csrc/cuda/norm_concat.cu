@@ -1,7 +1,8 @@
 // Gather, residual add, RMSNorm and concat of K sources in one launch; engines run K norms and a cat.
 //
-// A row of threads per row and chunk, which keeps its chunk in registers between the statistic and the store. Only a
-// concat norm without given statistics needs all chunks of a row in one; it reads them twice, the second time from L1.
+// Each row and chunk has a row of threads, which keeps the chunk in registers between the statistic and the store. Only
+// a concat norm without given statistics needs all chunks of a row in one row of threads; these read them twice, the
+// second time from L1.
 #include "../norm_concat.h"
 
 #include "launch.cuh"
@@ -11,7 +12,7 @@
 namespace eagle_kernels::cuda {
 namespace {
 
-// NormConcat with its chunks inside, as a kernel parameter.
+// NormConcat and its chunks by value, as a kernel parameter.
 struct Arguments {
   NormConcat op;
   Chunk chunks[kMaxChunks];
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (i >= op.num_rows) return;  // a barrier waits for the threads that are left
+  if (i >= op.num_rows) return;  // barriers wait only for threads that have not exited
 
   Pack<T> value[kInFlight];
   const auto load_step = [&](const Chunk& chunk, int64_t row, int64_t first) {
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
         const int64_t column = first + j * pack_stride();
-        // Without a norm the bits pass; a row out of range stays zero whatever gain and eps are.
+        // Without a norm the bits are copied; a row out of range stays zero whatever gain and eps are.
         if (source.norm != Norm::kNone && row >= 0) {
           const Values x = widen(value[j]);
           value[j] = narrow(norm<kAligned, T>(x, rstd, chunk.gain, source.norm_offset, column, chunk.width), T{});

@@ -1,50 +1,53 @@
-// out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows at a time, the weight read once. One kernel
-// multiplies, with two ends.
+// out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows in one pass over the weight. One kernel
+// multiplies; it ends in one of two ways, fused or split.
 //
 // A block computes some columns of the output over a range of columns of one chunk. The weight and x pass through a
-// ring of stages in shared memory, 48 KB of the weight ahead of the product in a block (32 of codes, and of the fused
-// kernel with residuals) and two blocks on an SM of Hopper, or 80 KB in one block of 128 rows, which takes as much
-// shared memory as no other GPU but sm_100 has: those multiply 64 rows twice. Half of the warps copy the weight and
-// half copy x: a thread's copies land in order, and those of the weight start before the previous kernel has ended (or,
-// where it may write the weight, come into L2), those of x after.
+// ring of stages in shared memory. A block has 48 KB of the weight in flight ahead of the product (32 with residuals
+// in the fused kernel or at 64 rows, 24 to 48 of codes), and an SM of Hopper has two blocks; a block of 128 rows has
+// 80 KB in flight and the SM to itself. It needs more shared memory than any GPU but sm_90 and sm_100 has: the others
+// multiply 64 rows twice. Half of the warps copy the weight and half copy x, since a thread's copies complete in order:
+// those of the weight start before the previous kernel has ended (or, where that kernel may write the weight, the
+// weight is prefetched into L2), those of x after.
 //
-// Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The ranges of 64 columns of the output are
-// a cluster, whose blocks send one another their sums, to each its share of the outputs. On an H100 that takes 1.3 us
-// less of K=3, H=D=896 than a barrier of the cluster and loads from the others' shared memory, and 0.7 to 1.2 less of
-// 2880 and 4096: the barrier's release waits for all of a block's memory (MEMBAR.GPU). Nothing is left in global memory
-// that a second stream could meet, and an aborted launch leaves no counter behind. Four warps share the steps of a
-// stage.
+// Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The blocks of all ranges of the same 64
+// output columns form a cluster. They send one another their sums (st.async), and each block finishes a share of the
+// outputs. On an H100 that takes 1.3 us less at K=3, H=D=896 than a barrier of the cluster and loads from the others'
+// shared memory, and 0.7 to 1.2 us less at 2880 and 4096: the barrier's release waits for all outstanding memory
+// accesses of a block (MEMBAR.GPU). Global memory has no partial sums that a second stream could overwrite and no
+// counter that an aborted launch would leave behind. Four warps share the steps of a stage.
 //
-// Split, up to 128 rows, all GPUs (sm_90 has norm_concat_linear_wgmma.cu in its place, without a post norm): two
-// launches. The ranges of 128 columns go to global memory, and a second kernel sums them in their order, scales those
-// of each chunk by its 1/rms, and writes. 128 columns read x a quarter as often as 32.
+// Split, up to 128 rows, all GPUs (on sm_90 norm_concat_linear_wgmma.cu replaces it where there is no post norm): two
+// launches. The sums of each range, 128 columns a block, go to global memory. A second kernel adds them up in the order
+// of the ranges, scales those of each chunk by its 1/rms, and writes the output. Blocks of 128 output columns read x a
+// quarter as often as blocks of 32.
 //
-// A cluster in place of the second kernel was tried, and is modelled at 0.75 to 1.15 times the speed: it has room for 8
-// ranges where work shares out best in up to 20, and each of its blocks needs the squares of its x.
+// A cluster in place of the second kernel was tried, and is modelled at 0.75 to 1.15 times the speed: a cluster has
+// room for 8 ranges, where up to 20 balance the work best, and each of its blocks needs the squares of its x.
 //
-// The second kernel is also what ends a library's product whose sums a bias in fp32 or a post norm has to see: one
-// range.
+// The second kernel also finishes products of the library whose fp32 sums need a bias in fp32 or a post norm: these
+// have one range.
 //
-// In both the raw value enters the product and 1/rms multiplies the fp32 sum, so x is read once, for product and
+// Fused or split, x enters the product unnormed and 1/rms multiplies the fp32 sum, so x is read once, for product and
 // statistic alike; the gain is multiplied into the weight (weight_gain.cuh). Rows of values below 2^-100, which no
 // model has, lose precision: their products are subnormal in fp32.
 //
-// A lane's 16-byte part of a row is 8 neighbouring columns, where the fragments of two products want columns 2q, 2q+1,
-// 2q+8, 2q+9: the sum over columns is indifferent to which is which as long as both operands agree, so the parts go in
-// as they come. In shared memory the parts of a row change places by halves of 128 bytes in odd rows, so that the 8
-// lanes that are served together, of two rows, find all 32 banks.
+// A lane's 16-byte part of a row is 8 neighboring columns, where the fragments of two mma.sync want columns 2q, 2q+1,
+// 2q+8, 2q+9: the order of the columns does not matter to the sum as long as both operands agree, so the parts are
+// used as they are loaded. Shared memory is swizzled: in odd rows the halves of each 128 bytes are exchanged, so that
+// the 8 lanes that are served together, which read two rows, hit all 32 banks.
 //
-// Sums of squares are taken from the same stages: in the split kernels in the blocks of the first output columns alone.
+// Sums of squares are taken from the same stages: in the split kernels only by the blocks of the first output columns.
 //
 // A weight of codes (FP8, INT8) passes through the ring as bytes, for up to 32 rows in stages of 128 columns, and is
-// widened as it is read (codes.cuh). Its scales multiply sums, in fp32: of each block of columns, or of a range. The
-// fused kernel takes stages of 256 columns, half as many barriers and addresses as of 128: with the gain on x 0.171
-// instructions a byte, 0.215 without either. A warp has two steps of 32 columns of such a stage, and scales its sums
-// behind them, where scales are of blocks of at least 64 columns and 64 rows of the weight: a tile has one scale then
-// (0.21; with a scale for each row of the weight that was 0.4).
+// widened as it is read from there (codes.cuh). Its scales multiply fp32 sums: those of each block of columns, or of a
+// range. The fused kernel takes stages of 256 columns, with half as many barriers and address computations as stages
+// of 128: with the gain multiplied into x that is 0.171 instructions per byte, 0.215 with neither. A warp has two steps
+// of 32 columns of such a stage. Where scales are of blocks of at least 64 columns and 64 rows of the weight, these
+// steps share one scale, which multiplies their sums after the second (0.192 instructions; 0.4 with a scale for each
+// row of the weight).
 //
-// Sums go by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends on the
-// chunks' widths, D, the blocks of scales and the GPU's number of SMs alone, so a row's bits depend neither on the
+// Sums run by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends only
+// on the chunks' widths, D, the blocks of scales and the GPU's number of SMs, so a row's bits depend neither on the
 // other rows nor on how many there are.
 #include "../norm_concat_linear.h"
 
@@ -63,29 +66,29 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 2;  // of the weight, and of x
-constexpr int kSplitColumns = 128;          // of the output, in a block of the split kernels
-constexpr int kFusedColumns = 64;           // of the fused kernel
-constexpr int kStepColumns = 32;            // of the concat: what the 16-byte loads of a warp cover
-constexpr int kMaxRanges = 16;              // of a chunk
+constexpr int kCopyThreads = kThreads / 2;  // for the weight, and for x
+constexpr int kSplitColumns = 128;          // output columns of a block of the split kernels
+constexpr int kFusedColumns = 64;           // the same of the fused kernel
+constexpr int kStepColumns = 32;            // columns of the concat that a warp's 16-byte loads cover
+constexpr int kMaxRanges = 16;              // of one chunk
 
-// Columns that the split kernels count ranges in, and the most that a stage of theirs has: 128 bytes of a row of the
-// weight. The fused kernel's are twice as many: a step for each of four warps, of codes two.
+// The unit of a range's length, in columns: in the split kernels 128 bytes of a row of the weight, also the most that a
+// stage of theirs has. The fused kernel's unit is twice that: one step for each of four warps, two of codes.
 constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
 constexpr int fused_unit_columns(bool is_codes) { return 2 * unit_columns(is_codes); }
 
-// Blocks of up to 64 rows take 83 to 100 KB of shared memory: two on an SM, where it has more than 100 KB.
+// Blocks of up to 64 rows take 83 to 100 KB of shared memory, and an SM of these GPUs has 100 KB.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kSharedBlocks = 1;
 #else
 constexpr int kSharedBlocks = 2;
 #endif
 
-enum class End { kSplit, kFused };  // how the sums of the ranges come together
+enum class End { kSplit, kFused };  // how the sums of the ranges are added up
 
-// A share of the outputs that one block of a cluster sends to another: those of 32 lanes, four each. Of the fused
-// kernel's 16 rows by 64 columns there are so many, dealt out one after the other; most to receive are two from each of
-// seven blocks.
+// A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. The fused
+// kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn. A block receives most in a cluster
+// of seven: two shares from each.
 constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
 constexpr int kMostReceived = 14;
 static_assert([] {
@@ -95,9 +98,9 @@ static_assert([] {
   return true;
 }());
 
-// What a block has been sent.
+// What a block receives from its cluster, itself included.
 struct Received {
-  float shares[kMostReceived][kShareValues];  // [blocks, of a block]
+  float shares[kMostReceived][kShareValues];  // [sending blocks, shares from each]
   float squares[kMaxCluster][kMaxDecodeRows];
   SentBarrier all;
 };
@@ -107,14 +110,14 @@ struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kEnd != End::kSplit;
   static constexpr int kColumns = kFused ? kFusedColumns : kSplitColumns;
   static constexpr int kRowWarps = kRows == 128 ? 2 : 1;
-  static constexpr int kStepWarps = kFused ? 4 : 1;  // which share the steps of a stage
+  static constexpr int kStepWarps = kFused ? 4 : 1;  // share the steps of a stage
   static constexpr int kColumnWarps = kWarps / kRowWarps / kStepWarps;
   static constexpr int kColumnTiles = kColumns / 16 / kColumnWarps;  // of a warp, 16 columns each
   static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
   static constexpr int kBlocks = kRows == 128 ? 1 : kSharedBlocks;
   static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
-  // Of codes, x and residuals 256 columns would be three stages of 101 KB.
+  // With residuals three stages of 256 columns of codes would take 101 KB.
   static constexpr int kStageColumns = kSourceRows > 32 ? 64 : kFused && kResidual ? 128 : kUnitColumns;
   static constexpr int kRowBytes = 2 * kStageColumns, kWeightRowBytes = kIsCodes ? kStageColumns : kRowBytes;
   static constexpr int kParts = kRowBytes / 16, kWeightParts = kWeightRowBytes / 16;  // of a row in a stage
@@ -122,7 +125,7 @@ struct Tile {
   static constexpr int kGainBytes = 4 * kStageColumns;
   static constexpr int kStageBytes = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
   static constexpr int kPointerBytes = kSourceRows * sizeof(void*);
-  // Of what a block can have on every GPU, and twice on Hopper; with 128 rows of what sm_90 and sm_100 have.
+  // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 128 rows are for sm_90 and sm_100 only.
   static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : 99 << 10;
   static constexpr int kEndBytes = kFused ? sizeof(Received) : 0;
   static constexpr int kStages = (kMostBytes - kPointerBytes - kEndBytes) / kStageBytes;
@@ -134,19 +137,19 @@ struct Tile {
   static constexpr float kGainFactor = kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
 };
 
-// Where a 16-byte part of a row of 16-bit values is in its stage.
+// Byte offset in a stage of a 16-byte part of a row of 16-bit values.
 template <int kRowBytes>
 __device__ __forceinline__ int place(int row, int part) {
   return row * kRowBytes + (part ^ (row % 2 * 4)) * 16;
 }
 
-// The same of codes: a lane reads 8 bytes, and the 16 lanes that are served together are of four rows.
+// The same for codes: a lane reads 8 bytes, and the 16 lanes that are served together read four rows.
 template <int kRowBytes>
 __device__ __forceinline__ int place_codes(int row, int part) {
   return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 2 * 2 : row % 4 * 2)) * 16;
 }
 
-// How many lanes' outputs are this block's, of all its shares.
+// The packs of four outputs that this block finishes, over all its shares.
 __device__ __forceinline__ int own_packs(int packs) {
   int own = 0;
   for (int share = static_cast<int>(blockIdx.y); share * 32 < packs; share += static_cast<int>(gridDim.y)) {
@@ -155,8 +158,8 @@ __device__ __forceinline__ int own_packs(int packs) {
   return own;
 }
 
-// The sums of a block's warps become those of the block, which it sends, and those that it is sent outputs. The ring is
-// free for it.
+// Adds up the sums of a block's warps, sends each share to the block that finishes it, and computes outputs from the
+// sums that this block receives. Overwrites the ring.
 template <class T, class K>
 __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
                                              int packs, const float (&sum)[K::kColumnTiles][K::kRowTiles][4],
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const int g = lane / 4, q = lane % 4;
   const int column_warp = warp % K::kColumnWarps, other_warp = warp / K::kColumnWarps;
   const int row_warp = K::kFused ? 0 : other_warp, step_warp = K::kFused ? other_warp : 0;
-  // The rounds of rows of one block of columns are neighbours: the second finds the weight in L2.
+  // Rounds of rows over the same output columns are neighboring blocks: the second finds the weight in L2.
   const int rounds = static_cast<int>((op.num_rows + kRows - 1) / kRows);
   const int64_t first_row = static_cast<int64_t>(blockIdx.x % rounds) * kRows;
   const int64_t first_output = static_cast<int64_t>(blockIdx.x / rounds) * kColumns;
@@ -252,20 +255,20 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const Weight* weight = static_cast<const Weight*>(op.weight) + (first_output + weight_row) * op.weight_row_stride +
                          chunk.column + weight_column;
   const int outputs = static_cast<int>(op.num_columns - first_output);
-  // A thread's rows are so far apart that their parts change places alike: 12 instructions a stage fewer.
+  // A thread's rows are a multiple of four apart, so that all are swizzled alike: 12 instructions per stage fewer.
   static_assert(kWeightCopyRows % 4 == 0);
   const int weight_place = K::kIsCodes ? place_codes<K::kWeightRowBytes>(weight_row, weight_part)
                                        : place<kRowBytes>(weight_row, weight_part);
   [[maybe_unused]] Received& received = *reinterpret_cast<Received*>(ring + K::kReceivedAt);
   [[maybe_unused]] const int packs =
       static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows) * kPacksOfRow;
-  // Of 16 rows of x a warp has two tiles of 8, of the weight four; one rounding either way. In fp16 x times a gain may
-  // be too large.
+  // A warp has two tiles of 8 rows of x and four of the weight, so the gain is cheaper on x; it is one rounding either
+  // way. In fp16 x times a gain may overflow.
   constexpr bool kGainOnX = K::kFused && K::kIsCodes && std::is_same_v<T, BFloat16>;
   const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
   const char* gain = static_cast<const char*>(chunk.gain.data);
 
-  // What this thread copies of a block of columns; beyond the range an empty group, so that groups count stages.
+  // Copies this thread's part of a block of columns; past the range the group is empty, so that groups count stages.
   const auto copy_block = [&](int block, int slot) {
     const int column = block * kStageColumns;
     if (block < end && copies_weight) {
@@ -287,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         copy_async(stage + place<kRowBytes>(row, copy_part), source + column + copy_part * kPack,
                    inside && source != nullptr);
       }
-      const int gains = gain_is_float32 ? 4 : 8;  // of 16 bytes
+      const int gains = gain_is_float32 ? 4 : 8;  // in 16 bytes
       const int part = static_cast<int>(threadIdx.x) - kCopyThreads;
       if (part * gains < kStageColumns) {
         const int first = column + part * gains;
@@ -309,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const auto fill_ring = [&] {
     for (int i = 0; i < K::kStages - 1; ++i) copy_block(begin + i, i);
   };
-  // What the ring takes first, into L2, which stays coherent: also of a weight that the previous kernel writes.
+  // Prefetches what the ring takes first into L2, which is coherent: the previous kernel may still write the weight.
   const auto prefetch_weight = [&] {
     for (int block = begin; block < end && block < begin + K::kStages - 1; ++block) {
       const int column = block * kStageColumns;
@@ -348,9 +351,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   }
   __syncthreads();
   if (!copies_weight || !op.early_weight) fill_ring();
-  if constexpr (K::kFused) wait_for_cluster();  // until all may be sent to, while the first stage comes
+  if constexpr (K::kFused) wait_for_cluster();  // all blocks can receive after this; the first stage loads meanwhile
 
-  // Of the rows of the weight whose sums this lane has; those of a missing output as the last one's.
+  // Scales and NaN bits of the rows of the weight whose sums this lane has; rows past the last take the last one's.
   [[maybe_unused]] int64_t scale_row[2 * K::kColumnTiles];
   [[maybe_unused]] float row_scale[2 * K::kColumnTiles];
   [[maybe_unused]] uint32_t nan[2 * K::kColumnTiles] = {};
@@ -370,7 +373,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   };
 
   float sum[K::kColumnTiles][K::kRowTiles][4] = {}, squares[2] = {};
-  [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // of the blocks of columns before this one
+  [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // scaled, of earlier blocks of columns
   [[maybe_unused]] const auto add_scaled = [&] {
 #pragma unroll
     for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
@@ -378,8 +381,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
     }
   };
-  // Blocks of scales: in the split kernels those of every row of the weight, where blocks of columns end. Of the fused
-  // kernel the rows of a tile and the columns that a warp has of a stage share one, which is loaded a stage ahead.
+  // Scales of blocks: the split kernels load one for every row of the weight where a block of columns ends. In the
+  // fused kernel the rows of a tile and a warp's columns of a stage share one, which is loaded a stage ahead.
   constexpr bool kBlocks = kForm == Form::kE4M3Blocks, kScaledStages = kBlocks && K::kFused;
   if constexpr (kBlocks && !K::kFused) {
     find_scales();
@@ -391,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   [[maybe_unused]] float global_scale = 1, next_scale = 0;
   [[maybe_unused]] const auto load_next_scale = [&](int block) {
     const int column = column_of_warp + block * kStageColumns;
-    const bool inside = column < end_of_scales;  // without a branch, for which ptxas keeps less in registers
+    const bool inside = column < end_of_scales;  // no branch: with one ptxas keeps less in registers
     const uint32_t at = scales_of_tile + (inside ? column >> arguments.scale_shift : 0);
     const float scale = load_scale(op.scales.type, op.scales.data, at);
     next_scale = inside ? global_scale * scale : 0.0f;
@@ -399,21 +402,20 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   if constexpr (kScaledStages) {
     scales_of_tile = static_cast<uint32_t>(first_output / op.scales.block_rows * op.scales.row_stride);
     if (op.scales.global != nullptr) global_scale = load(op.scales.global);
-    is_new(scales_of_tile);  // not a division in every stage
+    is_new(scales_of_tile);  // keeps the division out of the loop
     load_next_scale(begin);
   }
-  // Without a gain the weight is multiplied by 1 all the same: mma.sync wants four registers in a row, and a value
-  // that is the loaded one or a product is moved there for every product again (0.128 moves a byte of the weight at 64
-  // rows).
+  // Without a gain the weight is still multiplied by 1: mma.sync wants four consecutive registers, and a value that is
+  // either loaded or a product is moved there for every mma.sync (0.128 moves per byte of the weight at 64 rows).
   const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
   const float scale = gain == nullptr ? 1.0f : K::template kGainFactor<T>;
-  // Of the fused kernel's two rows a warp, of few rows in few warps: they are 19 of 166 instructions in its loop, of
-  // codes 38 of 350.
+  // In the fused kernel each warp squares two rows, and warps past the last row skip that: it is 19 of 166 instructions
+  // in its loop, 38 of 350 with codes.
   const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
                            (K::kFused ? first_row + 2 * warp < op.num_rows
                                       : first_output == 0 && column_warp < K::kRowTiles / 2);
-  // Where in a stage of codes a lane reads in each of its steps: ptxas made these places anew in every stage, 19
-  // instructions of 449 with scales of blocks, 22 of 372 with one for a row.
+  // Offsets at which a lane reads a stage of codes in each of its steps, kept in registers: ptxas recomputed them in
+  // every stage, 19 instructions of 449 with scales of blocks, 22 of 372 with one for a row.
   constexpr bool kKeepsPlaces = K::kIsCodes && K::kFused && !kResidual;
   [[maybe_unused]] uint32_t codes_place[K::kSteps], x_place[K::kSteps];
   if constexpr (kKeepsPlaces) {
@@ -426,11 +428,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       is_new(x_place[at_step]);
     }
   }
-  // Of a warp's two rows, where a lane reads the first part that it squares; made anew in every stage it was 7 of 26
+  // The offset of the first part that a lane squares, in its warp's two rows: recomputed in every stage it was 7 of 26
   // instructions.
   [[maybe_unused]] uint32_t square_place = place<kRowBytes>(2 * warp + lane / 16, lane % 16);
   if constexpr (K::kFused) is_new(square_place);
-  // kPairs: there is no gain, or its factors are exact in T and pairs of them one instruction. A third loop, for no
+  // kPairs: there is no gain, or its factors are exact in T and one instruction multiplies a pair. A third loop, for no
   // gain, costs the others registers, and 15 % more instructions.
   const auto multiply_range = [&](auto pairs) {
     constexpr bool kPairs = decltype(pairs)::value;
@@ -443,7 +445,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       const char* stage = ring + slot * K::kStageBytes;
       const char* x_stage = stage + K::kWeightBytes;
       const char* gains = x_stage + K::kSourceRows * kRowBytes;
-      // Steps in one another spill for 64 rows on sm_100, and with scales and residuals.
+      // Unrolled steps overlap, and spill for 64 rows on sm_100 and with scales of blocks and residuals.
 #pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : K::kSteps)
       for (int at_step = 0; at_step < K::kSteps; ++at_step) {
         const int step = step_warp * K::kSteps + at_step;
@@ -453,14 +455,14 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         if constexpr (!kPairs) {
           gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
         }
-        // A branch for every row of x takes more than products by 1: 479 instructions in a stage, and 402.
+        // Without a gain x is multiplied by 1: 402 instructions in a stage, 479 with a branch for every row of x.
         [[maybe_unused]] Words pairs_of_x{0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
         if (kGainOnX && kPairs && gain != nullptr) pairs_of_x = *words;
         const auto times = [](const Words& row, const Words& by) -> Words {
           return {multiply(row.x, by.x, T{}), multiply(row.y, by.y, T{}), multiply(row.z, by.z, T{}),
                   multiply(row.w, by.w, T{})};
         };
-        // Rows g and g + 8 of each tile, as the two products of 16 columns take them.
+        // Fragments of the two mma.sync of 16 columns each: rows g and g + 8 of each tile.
         uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
         for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
@@ -496,7 +498,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
           }
         }
         if constexpr (kBlocks && !K::kFused) {
-          // Widths are multiples of a step's columns. The last block of the range is added behind the loop.
+          // Widths are multiples of a step's columns. The sums of the range's last block are added after the loop.
           const int next = block * kStageColumns + (step + 1) * kStepColumns;
           if (next >= width || next >= end * kStageColumns) break;
           const int column = static_cast<int>(chunk.column) + next;
@@ -515,14 +517,14 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       }
       if (!own_squares) continue;
       if constexpr (K::kFused) {
-        // Two rows a warp, every 16th part a lane.
+        // Two rows per warp, every 16th part per lane.
         static_assert(kParts % 16 == 0);
 #pragma unroll
         for (int part = 0; part < kParts; part += 16) {
           squares[0] += sum_of_squares(widen(x_at(x_stage + square_place + part * 16)));
         }
       } else {
-        // A warp takes two tiles of rows, and reads them again: only the blocks of the first outputs do.
+        // A warp reads two tiles of rows a second time: only the blocks of the first outputs do.
 #pragma unroll 1
         for (int part = q; part < kParts; part += 4) {
 #pragma unroll
@@ -537,7 +539,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   if constexpr (K::kIsCodes) {
     const bool exact = kCodeGainScale<T> == 1 && !gain_is_float32 && offset == 0;
     exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
-    if constexpr (!kBlocks) {  // not before: two registers more spill on sm_100
+    if constexpr (!kBlocks) {  // not earlier: two more registers spill on sm_100
       find_scales();
       load_scales(0);
     }
@@ -552,7 +554,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     add_scaled();
     std::memcpy(sum, total, sizeof sum);
   } else if constexpr (K::kFused) {
-    // 84 instructions fewer in a warp's step of 2 KB.
+    // Products of pairs save 84 instructions in a warp's step of 2 KB.
     const bool exact = kGainScale<T> == 1 && !gain_is_float32 && offset == 0;
     exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
   } else {
@@ -591,7 +593,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 }
 
 constexpr int kMaxFinalizeThreads = 512;
-// A block has a row, or without a post norm a part of its columns.
+// A block computes a row of the output, or without a post norm some of its columns.
 template <class T>
 __global__ void __launch_bounds__(kMaxFinalizeThreads)
     norm_concat_linear_finalize_kernel(const __grid_constant__ Arguments arguments) {
@@ -601,7 +603,7 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
   const int64_t row = blockIdx.x;
   const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
   const float gain_unscale = op.weight_type == WeightType::kChunks ? 1 / kGainScale<T> : 1 / kCodeGainScale<T>;
-  float* scale = reinterpret_cast<float*>(shared_memory()) + blockDim.x / 32;  // [K], behind sum_over_row's
+  float* scale = reinterpret_cast<float*>(shared_memory()) + blockDim.x / 32;  // [K], after sum_over_row's
   bool* left_out = reinterpret_cast<bool*>(scale + num_chunks);                 // [K]
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -627,7 +629,7 @@ __global__ void __launch_bounds__(kMaxFinalizeThreads)
     scale[k] = !has_norm    ? 1.0f
                : chunk_norm ? unscale * rstd_of(total, own.width, own.eps)
                             : unscale * rstd_of(total, source.width, arguments.chunks[0].eps);
-    // An infinite gain has made the product NaN.
+    // A row out of range is skipped, not multiplied by 0: an infinite gain has made its product NaN.
     left_out[k] = has_norm && source_row(own, row) < 0;
   }
   __syncthreads();
@@ -688,7 +690,7 @@ int64_t blocks_of_outputs(const NormConcatLinear& op, int columns = kSplitColumn
   return (op.num_columns + columns - 1) / columns;
 }
 
-// Every chunk in ranges of `length` units, or a little less.
+// Cuts every chunk into ranges of at most `length` units.
 SplitRanges ranges_of(const Concat& source, int unit, int length) {
   SplitRanges ranges{};
   for (int64_t k = 0; k < source.num_chunks; ++k) {
@@ -704,12 +706,12 @@ int units_of_widest(const Concat& source, int unit) {
   return static_cast<int>((widest + unit - 1) / unit);
 }
 
-// The fused kernel's ranges, of the least time by the model of docs/benchmarking.md: one of every chunk, and as long as
-// a cluster has room one more of the chunk whose ranges are longest. Reading an SM's share of the weight takes 1,
-// multiplying it 0.5, of codes 1.1. A block on its own reads 2.6 times that share: what it costs that some have nobody
-// beside them, in the last wave, and in each cluster whose ranges differ in length. How much a few SMs alone can read
-// is not in the model: nine of ten should have a block, of equal times also in the last wave. Nor is T in it: it is in
-// no sum.
+// The fused kernel's ranges with the least time by the model of docs/benchmarking.md. Candidates: one range for every
+// chunk, then, while the cluster has room, one more for the chunk whose ranges are longest. Reading an SM's share of
+// the weight takes 1, multiplying it 0.5, with codes 1.1. A block alone reads 2.6 times as fast as that, which gives
+// the cost of idle slots, in the last wave and in each cluster whose ranges differ in length. How fast a few SMs alone
+// can read is not in the model: nine of ten SMs should have a block, and among splits of equal time those win where
+// that holds in the last wave too. T is not in the model, so that no sum depends on it.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns);
@@ -754,7 +756,7 @@ template <class T, Form kForm>
 int launch_rows(const Arguments& arguments, const Device& device) {
   const int64_t rows = arguments.op.num_rows;
   const bool residual = has_residual(arguments);
-  constexpr int kMany = kForm == Form::kE4M3Blocks ? 32 : 64;  // two sums of 64 rows spill
+  constexpr int kMany = kForm == Form::kE4M3Blocks ? 32 : 64;  // two sets of sums of 64 rows spill
   if (residual) {
     return rows > 32 ? launch_partial<T, kForm, kMany, true>(arguments, device)
                      : launch_partial<T, kForm, 32, true>(arguments, device);
@@ -835,9 +837,9 @@ int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
   return op.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});
 }
 
-// The ranges of the least work for the SM that has most of it, in units: those of its blocks, and 3 more a block,
-// which is about what the sums of 64 rows cost on their way through L2 (16 KB of the weight against 64 KB). Of codes
-// one: rounds have 32 rows, and multiplying a unit takes longer than reading it.
+// The ranges that give the busiest SM the least work, counted in units: those of its blocks, and 3 more per block,
+// about what the sums of 64 rows cost on their way through L2 (64 KB, where a unit of the weight is 16 KB). With codes
+// 1 more: rounds have 32 rows, and multiplying a unit takes longer than reading it.
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const Device& device) {
   const int outputs = static_cast<int>(blocks_of_outputs(op));
   const bool is_codes = op.weight_type != WeightType::kChunks;

@@ -1,19 +1,20 @@
-// norm_concat_linear for 17 to 64 rows at a time on sm_90a, of codes for 33 and more, in one launch: on an H100 44.5 us
-// for 32 rows of K=3, H=D=4096, where the split kernels take 53.6. A warpgroup multiplies 64 columns of the output by
-// 64 rows in one instruction, and a block has two to four of them, of which four read x half as often, or one where
-// there are so few columns that most SMs would have no block. Of more rows the library's product is faster (plan.py).
+// norm_concat_linear by wgmma on sm_90a, for 17 to 64 rows at a time (codes: 33 and more), in one launch: on an H100
+// 44.5 us for 32 rows at K=3, H=D=4096, where the split kernels take 53.6. A warpgroup multiplies 64 columns of the
+// output by 64 rows in one instruction. A block has two to four warpgroups (four read x half as often as two), or one
+// where there are so few columns that most SMs would have no block. For more rows plan.py takes the library's product,
+// which is faster.
 //
-// As in norm_concat_linear.cu a block has a range of the columns of one chunk, weight and x pass through a ring of
-// stages by copies of 16 bytes, and the blocks of a cluster sum their ranges (ranges.cuh). A stage is 128 bytes of a
-// row of the weight.
+// As in norm_concat_linear.cu a block has a range of the columns of one chunk, the weight and x pass through a ring of
+// stages by 16-byte copies (cp.async), and the blocks of a cluster sum their ranges (ranges.cuh). A stage has 128 bytes
+// of each row of the weight.
 //
-// The weight goes through registers: there the gain is multiplied into it, or codes are widened. x stays in shared
-// memory, where the tensor cores read it, in the places of the 128-byte swizzle, in which lanes find the weight without
-// conflicts too. A thread sees the parts of x that it has copied itself before they are multiplied: their squares, the
-// residuals, and of codes the gain.
+// The weight is wgmma's operand in registers: there the gain is multiplied into it, or codes are widened. x is the one
+// in shared memory, in the 128-byte swizzle, in which lanes also read the weight without bank conflicts. Before the
+// product a thread processes the parts of x that it copied itself: it sums their squares, adds the residuals and, with
+// codes, multiplies the gain into x.
 //
-// Sums go by column within a range, then over ranges and chunks. Which ranges depends on the chunks' widths, D and the
-// GPU's number of SMs, neither on the rows nor on how many columns a block has.
+// Sums run by column within a range, then over ranges and chunks. The ranges depend on the chunks' widths, D, the type
+// of the weight, whether there are residuals, and the GPU's number of SMs (split_of), not on the rows.
 #include <cstdlib>
 
 #include "../norm_concat_linear.h"
@@ -26,13 +27,13 @@
 namespace eagle_kernels::cuda {
 namespace {
 
-constexpr int kRows = 64;                   // of x in a block: what an instruction multiplies
+constexpr int kRows = 64;                   // of x in a block: what one wgmma multiplies
 constexpr int kRowBytes = 128, kParts = 8;  // of 16 bytes
 constexpr int kHalfColumns = 64;            // of x in a row of 128 bytes
-[[maybe_unused]] constexpr int kSteps = kHalfColumns / 16;  // of a product
-constexpr int kGainBytes = 1024;  // 512 at most, and the next stage's rows begin at a multiple of this
+[[maybe_unused]] constexpr int kSteps = kHalfColumns / 16;  // of one wgmma each
+constexpr int kGainBytes = 1024;  // gains take 512 at most; the next stage's rows must begin at a multiple of 1024
 
-// A row of the weight has 128 bytes in a stage: 64 columns, of codes 128.
+// 128 bytes of a row of the weight: 64 columns, or 128 of codes.
 constexpr int stage_columns(bool is_codes) { return is_codes ? 2 * kHalfColumns : kHalfColumns; }
 
 template <Form kForm, int kWarpgroups, bool kResidual>
@@ -40,25 +41,26 @@ struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense;
   static constexpr int kThreads = 128 * kWarpgroups, kColumns = 64 * kWarpgroups;
   static constexpr int kStageColumns = stage_columns(kIsCodes), kHalves = kStageColumns / kHalfColumns;
-  // In a stage, behind the weight: the halves of x, behind them those of the residuals.
+  // A stage has the weight, then the halves of x, then those of the residuals, then the gain.
   static constexpr int kHalfBytes = kRows * kRowBytes, kXAt = kColumns * kRowBytes, kXBytes = kHalves * kHalfBytes;
   static constexpr int kGainAt = kXAt + (kResidual ? 2 : 1) * kXBytes;
   static constexpr int kStageBytes = kGainAt + kGainBytes;
-  // On an SM; two sums of a block of scales take more than 128 registers.
+  // On an SM. With blocks of scales the two sets of sums take more than 128 registers.
   static constexpr bool kTwoBlocks = kWarpgroups <= 2 && kForm != Form::kE4M3Blocks && 3 * kStageBytes <= 113 << 10;
   static constexpr int kBlocks = kTwoBlocks ? 2 : 1;
   static constexpr int kStages = (228 / kBlocks - 1) * 1024 / kStageBytes;
   static constexpr int64_t kSharedBytes = kStages * kStageBytes;
   // A thread copies the same part of every kCopyRows-th row.
   static constexpr int kCopyRows = kThreads / kParts, kPasses = (kRows + kCopyRows - 1) / kCopyRows;
-  // In a row of sums four floats more than it has: lanes of four rows find all banks.
+  // Rows of sums are padded by four floats, so that lanes of four rows hit all banks.
   static constexpr int kSumStride = kColumns + 4;
   static_assert(kStages >= 3 && (kSumStride + 1) * kRows * sizeof(float) <= kSharedBytes);
   static_assert(kCopyRows % 8 == 0 && kColumns % kCopyRows == 0 && kPasses * kCopyRows >= kRows);
 };
 
-// How the gain is multiplied into a pair of weights: by one instruction, of gains in T or ones, and of gains to which
-// norm_offset = 1 is added, w * gain + w; in fp32 else.
+// How the gain is multiplied into a pair of weights. kProduct: w * gain in one instruction, for bf16 gains with
+// norm_offset = 0 and for ones in place of no gain. kPlusOne: w * gain + w in one instruction, for bf16 gains with
+// norm_offset = 1. kFloat32: everything else.
 enum class Gain { kProduct, kPlusOne, kFloat32 };
 
 template <class T, Form kForm, int kWarpgroups, bool kResidual>
@@ -71,7 +73,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   const NormConcatLinear& op = arguments.op;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
-  // The rounds of rows of one block of columns are neighbours: the second finds the weight in L2.
+  // Rounds of rows over the same output columns are neighboring blocks: the second finds the weight in L2.
   const int rounds = static_cast<int>((op.num_rows + kRows - 1) / kRows);
   const int64_t first_row = static_cast<int64_t>(blockIdx.x % rounds) * kRows;
   const int64_t first_output = static_cast<int64_t>(blockIdx.x / rounds) * K::kColumns;
@@ -102,7 +104,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
   const auto in_tile = [&](int pass) { return copy_row + pass * K::kCopyRows < kRows; };
 
-  // Of a stage's columns what this thread copies; beyond the range nothing.
+  // Copy this thread's part of a stage's columns; past the range nothing.
   const auto copy_weight = [&](int column, uint32_t stage) {
     if (column >= end) return;
     const Weight* from = weight + column;
@@ -132,9 +134,9 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     copy_async(stage + K::kGainAt + threadIdx.x * 16, gain + first * (16 / of_part), first < width);
   };
 
-  // What the ring takes first of the weight comes into L2 meanwhile, which stays coherent. Not into the ring: a
-  // thread's copies are waited for in their order, and the first x would wait for all of a weight that was asked for
-  // before it.
+  // Before the previous kernel has ended, the ring's first stages of the weight are prefetched into L2, which is
+  // coherent. Not into the ring: a thread's copies complete in order, and the first x would wait for all of the weight
+  // that was requested before it.
   for (int i = 0; i < K::kStages - 1; ++i) {
     const int column = begin + i * kStageColumns;
     if (column >= end || column + copy_part * kWeightPart >= width) continue;
@@ -188,15 +190,15 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   const auto times_pair = [](auto with_gain, uint32_t pair, uint32_t gains) {
     return multiply_add(pair, gains, decltype(with_gain)::value == Gain::kPlusOne ? pair : 0x80008000u, T{});
   };
-  // A thread's own parts of x, which it has copied itself: x + residual is rounded where x was. Of codes the gain is
-  // multiplied in too, of 64 rows in place of 256, and x changes places: a lane has columns 4q to 4q + 3 of 16 codes,
-  // where the product wants 2q, 2q + 1, 2q + 8, 2q + 9.
+  // Processes the parts of x that this thread copied itself: round(x + residual) replaces x. With codes it also
+  // multiplies the gain in, for 64 rows of x instead of 256 of the weight, and permutes the columns of x: a lane has
+  // columns 4q to 4q + 3 of 16 codes, where the fragment of wgmma has 2q, 2q + 1, 2q + 8, 2q + 9.
   const auto take_own_parts = [&](uint32_t stage, auto with_gain) {
     constexpr Gain kGain = decltype(with_gain)::value;
     if (!kResidual && !K::kIsCodes && !own_squares) return;
 #pragma unroll
     for (int i = 0; i < K::kPasses; ++i) {
-      // Of codes the warp stays together for its barrier.
+      // With codes the warp stays together for its barrier below.
       if (K::kIsCodes ? warp * 4 + i * K::kCopyRows >= rows : x[i] == nullptr) continue;
 #pragma unroll
       for (int half = 0; half < K::kHalves; ++half) {
@@ -226,10 +228,10 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
           w = {times_pair(with_gain, w.x, gains.x), times_pair(with_gain, w.y, gains.y),
                times_pair(with_gain, w.z, gains.z), times_pair(with_gain, w.w, gains.w)};
         }
-        // Words 0 and 2 of a part go into the first part of 32 bytes, in its half, 1 and 3 into the second: behind
-        // the other part's lane.
+        // Of two neighboring parts words 0 and 2 of both go into the first part, words 1 and 3 into the second, once
+        // both lanes have read theirs.
         sync_warp();
-        if (x[i] == nullptr) continue;  // which stays zero whatever the gain is
+        if (x[i] == nullptr) continue;  // zeros stay zeros whatever the gain is
         const uint32_t to = rows_at + copy_row * kRowBytes + copy_part % 2 * 8;
         const int first = copy_part & ~1, swap = copy_row % 8;
         store_shared(to + (first ^ swap) * 16, w.x, w.z);
@@ -237,11 +239,11 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
       }
     }
   };
-  // Of the 16 rows of the weight that are this warp's, the part that this lane names for the matrices of 32 bytes; the
-  // next ones are 32 bytes further, before they change places.
+  // The offset that this lane gives ldmatrix for the first 32 bytes of this warp's 16 rows of the weight. Its XOR with
+  // 32 n is the offset 32 n bytes further, as the swizzle is an XOR too.
   const int matrix = lane / 8, matrix_row = lane % 8;
   const uint32_t matrices = (warp * 16 + matrix % 2 * 8 + matrix_row) * kRowBytes + (matrix / 2 ^ matrix_row) * 16;
-  // Rows g and g + 8 of the warp's 16, columns 2q and 2q + 1 of each part, times the gain.
+  // The fragments of the weight, rows g and g + 8 of the warp's 16, columns 2q and 2q + 1 of each part, times the gain.
   [[maybe_unused]] const auto load_weights = [&](uint32_t stage, auto with_gain) {
     constexpr Gain kGain = decltype(with_gain)::value;
     [[maybe_unused]] uint32_t gains[kParts / 4][4];
@@ -266,7 +268,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
       }
     }
   };
-  // Of the rows of the weight g and g + 8 of this warp: of codes their scales, and whether one is NaN.
+  // With codes: the scales of rows g and g + 8 of this warp's rows of the weight, and whether a code of theirs is NaN.
   [[maybe_unused]] int64_t scale_row[2];
   [[maybe_unused]] float row_scale[2];
   [[maybe_unused]] uint32_t nan[2] = {};
@@ -284,7 +286,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
       row_scale[i] = load_scale(op.scales, scale_row[i] + (column >> arguments.scale_shift));
     }
   };
-  // Of blocks of scales, the sums of the stages before: the columns of a stage share one.
+  // With blocks of scales: the scaled sums of earlier stages. The columns of a stage share a scale.
   [[maybe_unused]] float total[8][4] = {};
   [[maybe_unused]] const auto add_scaled = [&] {
 #pragma unroll
@@ -302,7 +304,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     find_scales();
     load_scales(static_cast<int>(chunk.column) + begin);
   }
-  // Columns 4q and 4q + 1 of 16 where the fragment has 2q, the others where it has 2q + 8.
+  // The fragments of widened codes: columns 4q and 4q + 1 of 16 are where wgmma has 2q, the others where it has 2q + 8.
   [[maybe_unused]] const auto load_codes = [&](uint32_t stage) {
 #pragma unroll
     for (int step = 0; step < K::kHalves * kSteps; step += 2) {
@@ -321,10 +323,10 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     uint32_t stage = ring, before = ring_end - K::kStageBytes;
     for (int column = begin; column < end; column += kStageColumns) {
       wait_for_copies<K::kStages - 2>();
-      if constexpr (K::kIsCodes) __syncthreads();  // others have copied the gains
+      if constexpr (K::kIsCodes) __syncthreads();  // other threads copied the gains
       take_own_parts(stage, with_gain);
       fence_async_proxy();
-      wait_for_wgmma();  // which read the stage that is overwritten next
+      wait_for_wgmma();  // it reads the stage that is overwritten next
       __syncthreads();
       const int ahead = column + (K::kStages - 1) * kStageColumns;
       copy_weight(ahead, before);
@@ -378,7 +380,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
       float count = has_nan(nan[i]) ? 1.0f : 0.0f;
       count += __shfl_xor_sync(~0u, count, 1);
       count += __shfl_xor_sync(~0u, count, 2);
-      row_scale[i] = count > 0 ? bits_to_float(0x7fffffff) : 0.0f;  // what is added to every sum of the row
+      row_scale[i] = count > 0 ? bits_to_float(0x7fffffff) : 0.0f;  // added to every sum of the row
     }
   }
 
@@ -401,7 +403,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     if (copy_part == 0 && in_tile(i)) squares_of[copy_row + i * K::kCopyRows] = squares[i];
   }
   const BlockSums<kRows, K::kColumns, K::kSumStride> sums{of_block, squares_of};
-  constexpr bool kAtOnce = !(kBlocks && kWarpgroups == 4);  // which would spill
+  constexpr bool kAtOnce = !(kBlocks && kWarpgroups == 4);  // that instance would spill
   sum_over_cluster<T, kAtOnce>(arguments, first_row, first_output, sums, 1 / kGainFactor);
 }
 
@@ -412,7 +414,7 @@ __global__ void __launch_bounds__(Tile<kForm, kWarpgroups, kResidual>::kThreads,
   if constexpr (kHasWgmma) {
     multiply_block<T, kForm, kWarpgroups, kResidual>(arguments);
   } else {
-    trap();  // a launch that no plan makes ends in an error
+    trap();  // no plan launches this; a launch ends in an error
   }
 }
 
@@ -421,18 +423,18 @@ struct Split {
   SplitRanges ranges;
 };
 
-// Of blocks of 64 (not of codes, and without residuals), 128, 192 and 256 columns, and of the numbers of ranges that a
-// cluster has room for, those of the least time by the model of docs/benchmarking.md, in times of reading the weight:
-// through L2 pass weight and, for each block of columns, 64 rows of x, at 1.28 times the copy rate; an SM has two
-// blocks of up to 128 columns, or one; nine of ten should have one, and of a cluster all wait for the longest range and
-// are on the SMs of one GPC: of 16 with one block each, two clusters of 6. The instructions of the SM that has most of
-// the work take half of that time, of codes more than it: those for x, which a stage of 256 columns shares. T is not in
-// it, nor are the rows of a block: the ranges are those of every T.
+// The columns of a block, 64 (neither with codes nor with residuals), 128, 192 or 256, and the ranges, as many as a
+// cluster has room for, with the least time by the model of docs/benchmarking.md. Its unit is the time of reading the
+// weight. Through L2 pass the weight and, for each block of columns, 64 rows of x, at 1.28 times the copy rate. An SM
+// has one block, or two of up to 128 columns; nine of ten SMs should have one. All blocks of a cluster wait for its
+// longest range, and are on the SMs of one GPC: 16 SMs with one block each have two clusters of 6. The instructions of
+// the SM with the most work take half of the unit, with codes more than all of it because of those for x, which more
+// columns share in a block of 256. T and the rows of a block are not in the model: every T has the same ranges.
 Split split_of(const NormConcatLinear& op, const Device& device) {
   constexpr double kCopyOverL2 = 4.3 / 5.5, kBusy = 0.9;
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int unit = stage_columns(is_codes);
-  const double x_bytes = 2.0 * kRows / (is_codes ? 1 : 2);  // for a byte of a row of the weight
+  const double x_bytes = 2.0 * kRows / (is_codes ? 1 : 2);  // per byte of a row of the weight
   const auto has_residual = [](const Chunk& chunk) { return chunk.residual != nullptr; };
   const bool residuals = std::any_of(op.source.chunks, op.source.chunks + op.source.num_chunks, has_residual);
   const bool one_block_of_codes = has_blocks(op) || residuals;
@@ -516,7 +518,7 @@ int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const Device& devi
   return with_form(op, [&](auto form) -> int {
     constexpr Form kForm = decltype(form)::value;
     if (is_bfloat16) return launch_columns<BFloat16, kForm>(split.warpgroups, arguments, device);
-    // x times its gain, which codes want, may be too large for fp16.
+    // With codes the gain is multiplied into x, which may overflow fp16.
     if constexpr (kForm == Form::kDense) return launch_columns<Float16, kForm>(split.warpgroups, arguments, device);
     return cudaErrorNotSupported;
   });

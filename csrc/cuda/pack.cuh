@@ -1,8 +1,8 @@
 // How the memory-bound kernels walk a row: in packs of 8 values, thread t of a row takes packs t, t + blockDim.x, ...
 //
 // A pack is one 16-byte load (two in fp32) where every base address and row stride is a multiple of 16 bytes and the
-// width of 8 values, else 8 loads of a value each (kAligned = false). The order of a row's sums is the same in both,
-// and depends on the width alone.
+// width one of 8 values, else 8 loads of one value each (kAligned = false). The order of a row's sums is the same in
+// both, and depends on the width alone.
 #pragma once
 
 #include "device.cuh"
@@ -59,7 +59,7 @@ __device__ __forceinline__ float sum_of_squares(const Values& x) {
   return sum;
 }
 
-// The raw bits of one value, whose width is that of an integer.
+// The raw bits of one value, loaded and stored as an integer of its size.
 __device__ __forceinline__ uint32_t load_bits(const float* p) { return load(reinterpret_cast<const uint32_t*>(p)); }
 template <class T>
 __device__ __forceinline__ uint32_t load_bits(const T* p) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ Values norm(Values x, float rstd, const Vector& gain,
   return x;
 }
 
-// The columns that thread t starts at, and what a step of kInFlight packs a thread moves on by.
+// The column that a thread starts at, and the distance from one of its packs to the next.
 __device__ __forceinline__ int64_t first_column() { return static_cast<int64_t>(threadIdx.x) * kPack; }
 __device__ __forceinline__ int64_t pack_stride() { return static_cast<int64_t>(blockDim.x) * kPack; }
 

@@ -1,5 +1,5 @@
 // norm_concat_linear by ranges: a block multiplies some columns of the output over one range of the columns of one
-// chunk. What the kernels take, and how the ranges of the same outputs come together where their blocks are a cluster.
+// chunk. Here are the arguments of these kernels, and the sum over all ranges where their blocks form a cluster.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace eagle_kernels::cuda {
 
 constexpr int kMaxCluster = 8;  // blocks, on every GPU that has clusters
 
-// What the weight holds. Codes of one scale a row are multiplied by it last; of blocks of columns, the sum of each.
+// What the weight is. A scale per row of codes multiplies the finished sums; scales of blocks, the sums of each block.
 enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8 };
 
 struct Arguments {
@@ -28,9 +28,9 @@ struct Arguments {
   int scale_shift;         // 2^scale_shift columns share a scale
 };
 
-constexpr int kOutputColumns = 4;  // of a thread at a time: 16 bytes of each range
+constexpr int kOutputColumns = 4;  // of a thread at a time: 16 bytes of fp32 sums
 
-// As many values as they are stored.
+// kOutputColumns values as they are stored.
 template <class T>
 struct alignas(kOutputColumns * sizeof(T)) Outputs {
   uint32_t words[sizeof(T)];
@@ -43,14 +43,14 @@ __device__ __forceinline__ Outputs<float> narrow(const float (&x)[kOutputColumns
   return {{float_to_bits(x[0]), float_to_bits(x[1]), float_to_bits(x[2]), float_to_bits(x[3])}};
 }
 
-// Whether every row of the output may be stored by Outputs.
+// Whether every row of the output consists of whole, aligned Outputs.
 template <class T>
 __device__ __forceinline__ bool stores_words(const NormConcatLinear& op) {
   const uintptr_t bytes = static_cast<uintptr_t>((op.out_row_stride | op.num_columns) * sizeof(T));
   return (reinterpret_cast<uintptr_t>(op.out) | bytes) % sizeof(Outputs<T>) == 0;
 }
 
-// Those of a row that begin at `column` and are among its `columns`.
+// Stores the values of a row from `column` on, those below `columns`.
 template <class T>
 __device__ __forceinline__ void store_outputs(T* row, int64_t column, int64_t columns,
                                               const float (&values)[kOutputColumns], bool in_words) {
@@ -66,20 +66,20 @@ __device__ __forceinline__ void store_outputs(T* row, int64_t column, int64_t co
   }
 }
 
-// What a block of a cluster has multiplied over its range, in its shared memory.
+// A block's sums over its range, in its shared memory.
 template <int kRows, int kColumns, int kStride>
 struct BlockSums {
   const float* products;  // [kRows, kColumns], kStride apart
   const float* squares;   // [kRows]
 };
 
-// The outputs of a cluster go in packs of four neighbours of a row, and a row has a multiple of this many: lanes of the
+// The outputs of a cluster are in packs of four neighbors in a row, and a row has a multiple of this many: lanes of the
 // same half of a warp have the same row.
 constexpr int kPacksOfRow = 16;
 
-// A pack of each lane from what all ranges have of it, words[rank] and the squares of its row, in the order of
-// ranges and chunks; lanes that store nothing work on another's. Lane k of a half finds the scale of chunk k: loads, a
-// root and two divisions, which one chunk after the other takes thrice as long for three.
+// Each lane finishes a pack: it adds up the sums of all ranges, words[rank], and the squares of its row, squares[rank],
+// in the order of ranges and chunks. Lanes that store nothing work on another's pack. Lane k of a half computes the
+// scale of chunk k: loads, a root and two divisions, which for three chunks in turn take three times as long.
 template <class T, class WordsOfRanges, class SquaresOfRanges>
 __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t row, int64_t output, bool stores,
                                             const WordsOfRanges& words, const SquaresOfRanges& squares,
@@ -137,7 +137,7 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
     for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(values[i]);
     if (!is_last) return;
     const float by = __shfl_sync(~0u, scale, first_lane + k);
-    // An infinite gain has made the product NaN.
+    // A row out of range is skipped, not multiplied by 0: an infinite gain has made its product NaN.
     const bool leaves_out = __shfl_sync(~0u, static_cast<int>(left_out), first_lane + k) != 0;
 #pragma unroll
     for (int i = 0; i < kOutputColumns; ++i) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
   store_outputs(static_cast<T*>(op.out) + row * op.out_row_stride, output, op.num_columns, total, stores_words<T>(op));
 }
 
-// What is at the same place in the blocks of the cluster.
+// What the blocks of the cluster have at the same address, loaded when it is used.
 struct WordsOfBlocks {
   const float* mine;
   __device__ __forceinline__ Words operator[](int rank) const { return load_words_from_block(mine, rank); }
@@ -164,9 +164,9 @@ struct SquaresOfBlocks {
   __device__ __forceinline__ float operator[](int rank) const { return load_from_block(mine, rank); }
 };
 
-// The outputs of a cluster: every block sums a share of them over all ranges. The shares go by warps, so that all
-// blocks have one of few rows, and a warp reads neighbours. kAtOnce: what all ranges have of a pack is loaded at once,
-// where the registers for it are there; one after the other that takes up to 8 times as long.
+// Every block of a cluster sums a share of the outputs over all ranges. Shares are dealt out by warps, so that every
+// block has some even of few rows, and a warp reads neighbors. kAtOnce: a pack's words of all ranges are loaded
+// together, where there are registers for them; one after the other takes up to 8 times as long.
 template <class T, bool kAtOnce, int kRows, int kColumns, int kStride>
 __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
                                                  const BlockSums<kRows, kColumns, kStride>& sums, float gain_unscale) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
     if constexpr (kAtOnce) {
       Words words[kMaxCluster];
       float squares[kMaxCluster];
-      // What is loaded is used: a load that nothing waits for could reach a block that has ended.
+      // Loads only what is used: a load that nothing waits for could reach a block that has ended.
 #pragma unroll
       for (int rank = 0; rank < kMaxCluster; ++rank) {
         if (rank >= blocks) break;
@@ -208,7 +208,7 @@ inline bool has_blocks(const NormConcatLinear& op) {
   return op.weight_type != WeightType::kChunks && op.scales.block_columns < op.source.width;
 }
 
-// Whether the values of every tile of so many rows and columns of the weight share a scale.
+// Whether every tile of `rows` by `columns` of the weight has a single scale.
 inline bool has_scale_of_tiles(const NormConcatLinear& op, int rows, int columns) {
   if (!has_blocks(op)) return true;
   const auto begins_one = [&](const Chunk& chunk) { return chunk.column % columns == 0; };
@@ -216,12 +216,12 @@ inline bool has_scale_of_tiles(const NormConcatLinear& op, int rows, int columns
          std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, begins_one);
 }
 
-// For Arguments::scale_shift; of one scale a row all columns share it.
+// For Arguments::scale_shift; with one scale per row all columns share it.
 inline int scale_shift_of(const NormConcatLinear& op) {
   return has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31;
 }
 
-// f(std::integral_constant<Form, ...>{}) of what the weight holds.
+// Calls f(std::integral_constant<Form, ...>{}) with the form of the weight.
 template <class F>
 int with_form(const NormConcatLinear& op, const F& f) {
   using std::integral_constant;
@@ -235,10 +235,11 @@ inline bool has_residual(const Arguments& arguments) {
   return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
 }
 
-// Clusters that run at the same time: a cluster's blocks are on the SMs of one GPC, of which Hopper's have 16 or 18, of
-// 132 SMs six and two. An H100 has a little less room, as GPCs of 18, 18, five times 16 and of 8 SMs would, and 8 SMs
-// for clusters of two at most (bench/results/nvidia-h100-80gb-hbm3/device.json): of clusters of 3, 6 and 8 blocks, two
-// on an SM, 79, 39 and 30 where this says 84, 42 and 32. No split was timed by its numbers.
+// Clusters that run at the same time. A cluster's blocks are on the SMs of one GPC. Hopper's GPCs have 16 or 18 SMs:
+// 132 SMs are taken for six of 16 and two of 18. An H100 has room for a few less, as if its GPCs had 18, 18, five times
+// 16 and 8 SMs, with 8 more SMs for clusters of two at most (bench/results/nvidia-h100-80gb-hbm3/device.json): of
+// clusters of 3, 6 and 8 blocks, two on an SM, it runs 79, 39 and 30 where this returns 84, 42 and 32. No split chosen
+// by the H100's numbers was timed.
 inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
   const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
   const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);
@@ -247,7 +248,7 @@ inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on
   return std::max(1, clusters);
 }
 
-// A range of every chunk.
+// One range for every chunk.
 inline SplitRanges one_range_each(const Concat& source) {
   SplitRanges ranges{};
   ranges.count = static_cast<int>(source.num_chunks);
@@ -255,7 +256,7 @@ inline SplitRanges one_range_each(const Concat& source) {
   return ranges;
 }
 
-// Units of `unit` columns in the ranges of chunk k where all are as long as the longest, and in those of all chunks.
+// In units of `unit` columns: the longest range of chunk k, and all ranges as if each were its chunk's longest.
 inline int longest_of_chunk(const Concat& source, const SplitRanges& ranges, int k, int unit) {
   const int units = static_cast<int>((source.chunks[k].width + unit - 1) / unit);
   return (units + ranges.of_chunk[k] - 1) / ranges.of_chunk[k];

@@ -1,18 +1,18 @@
-// The gain of a norm, multiplied into the weight as if it had been folded in beforehand: one rounding where the engines
-// round the normed value, measured no less accurate (triton_kernels/norm_concat_linear.py).
+// The gain of a norm, multiplied into the weight as if it had been folded in beforehand. The product is rounded once,
+// where the engines round the normed value; measured no less accurate (triton_kernels/norm_concat_linear.py).
 #pragma once
 
 #include "device.cuh"
 
 namespace eagle_kernels::cuda {
 
-// fp16 loses precision below 6e-5, where gain * weight can land: 2^6 moves its full range to [1e-6, 1023], and the
-// end divides it out exactly.
+// fp16 loses precision below 6e-5, where gain * weight can land: a factor of 2^6 moves its full range to [1e-6, 1023],
+// and the kernel's end divides it out exactly.
 template <class T>
 constexpr float kGainScale = 1.0f;
 template <>
 constexpr float kGainScale<Float16> = 64.0f;
-// Codes are large before their scale: gains up to 390 keep 448 in fp16's range.
+// Codes are large before their scale: with this factor gains up to 584 keep 448 in fp16's range.
 template <class T>
 constexpr float kCodeGainScale = 1.0f;
 template <>
