@@ -61,8 +61,8 @@ def _add_rms_norm(
         lanes += total * total
     rstd = rstd_of(tl.sum(lanes, axis=0) / H + eps)
 
-    # Where one block covers the row, the compiler drops these loads: both outputs are stored here, because a store
-    # in the loop above would keep it from doing so.
+    # Where one block covers the row, the compiler drops these loads. Both outputs are stored here, because a store in
+    # the loop above would prevent that.
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)  # [BLOCK]
         total = _sum_of(hidden_row_ptr, residual_row_ptr, h, H)

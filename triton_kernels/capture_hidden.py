@@ -47,7 +47,7 @@ def _capture_hidden(
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)  # [BLOCK]
         if STREAMS > 0:
-            # From +0 on, in the order of the streams: the bits of torch's mean, whose row of all -0 is +0.
+            # Starts from +0 and adds in the order of the streams, for the bits of torch's mean: all -0 gives +0.
             total = tl.zeros((BLOCK,), dtype=tl.float32)
             for s in tl.static_range(STREAMS):
                 stream_ptr = hidden_ptr + t * hidden_row_stride + s * hidden_stream_stride
@@ -60,7 +60,7 @@ def _capture_hidden(
             value = round_to(to_fp32(value) + to_fp32(residual), out_ptr.dtype.element_ty)
         tl.store(out_ptr + t * out_row_stride + h, value, mask=h < H)
         if sum_squares_ptr is not None:
-            # Of the rounded value: it is what a norm of the slot will see.
+            # The squares of the rounded value, which a norm of the slot will read.
             lanes += to_fp32(value) * to_fp32(value)
     if sum_squares_ptr is not None:
         tl.store(sum_squares_ptr + t * sum_squares_stride, tl.sum(lanes, axis=0))
@@ -89,7 +89,7 @@ def run(record: tuple) -> None:
     T, H = out.shape
     if T == 0 or H == 0:
         if sum_squares is not None:
-            sum_squares.zero_()  # of rows without columns
+            sum_squares.zero_()  # rows without columns
         return
     streams = hidden.shape[1] if hidden.dim() == 3 else 0
     numbers = [address(hidden), row_stride(hidden), hidden.stride(1) if streams > 1 else 0]

@@ -1,8 +1,8 @@
-"""What our kernels say differently under TRITON_INTERPRET=1 or without programmatic dependent launch.
+"""The operations that kernels need in two forms: for TRITON_INTERPRET=1, and without programmatic dependent launch.
 
 The interpreter (Triton 3.6 to 3.9) keeps bf16 as raw uint16: arithmetic and `tl.dot` on it give garbage, a cast from
 fp32 truncates, and subnormals come out wrong either way. So kernels widen loads with `to_fp32`, multiply with `dot`
-and cast with `round_to`; the interpreter then works on the bits, and compiled code has the plain operations.
+and cast with `round_to`: in the interpreter these work on the bits, in compiled code they are the plain operations.
 """
 
 import functools
@@ -53,19 +53,19 @@ def rstd_of(mean_square):
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch, griddepcontrol in PTX: sm_90 and later. gfx942 says 9.4 and has none."""
+    """Programmatic dependent launch, griddepcontrol in PTX: sm_90 and later. gfx942 reports 9.4 but has none."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Everything the kernels before this one wrote may be read, and what they read may be overwritten, after this."""
+    """After this a kernel may read what the kernels before it wrote, and overwrite what they read."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def let_next_kernel_start(PDL: tl.constexpr):
-    """Only after `wait_for_previous_kernel`: the next kernel may then rely on what the previous one wrote."""
+    """Call only after `wait_for_previous_kernel`: the next kernel may then rely on what the previous one wrote."""
     if PDL:
         gdc_launch_dependents()

@@ -1,16 +1,16 @@
-"""Compiles and launches the Triton kernels: one binary per specialisation, and the specialisation is what we say.
+"""Compiles and launches the Triton kernels: one binary per specialization, which we choose instead of Triton's JIT.
 
-Triton's own JIT looks at every integer of a call: a row count of 1, or one that 16 divides, compiles anew, inside
-tuples even under `do_not_specialize`. Here integers never specialise. What may differ between two binaries is the dtype
-or the absence of an argument, the constexprs, and which arguments the launcher promises to be multiples of 16.
+Triton's JIT specializes on every integer of a call: a row count of 1, or a multiple of 16, compiles a new binary,
+inside tuples even under `do_not_specialize`. Here integers never specialize. Two binaries may differ in the dtype or
+absence of an argument, in the constexprs, and in which arguments the launcher promises to be multiples of 16.
 
-What calls have in common is prepared once, as a `Launch`: an op keeps one for each of its signatures, and a call is
-then its numbers: addresses, strides, sizes. On CUDA a launch is one call of the driver with these packed in place;
+What calls have in common is prepared once, as a `Launch`. An op keeps one for each of its signatures, and a call then
+passes only numbers: addresses, strides, sizes. On CUDA a launch is one driver call with these numbers packed in place;
 Triton's own launcher walks the nested tuples of the kernels in every call.
 
-`Launches` are those of one call, prepared with where each number comes from: of which operand it is the address, say.
-The compiled library then reads the operands and launches them all, in 1 us, where the numbers of norm_concat_linear's
-two take Python 9.
+`Launches` prepares all launches of a call and where each of their numbers comes from, such as the address of an
+operand. The compiled library then reads the operands and launches all of them in 1 us; in Python the numbers of
+norm_concat_linear's two launches take 9 us.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ from .dialect import has_pdl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# An argument's type as Triton writes it. Strides, sizes and addresses come in 64 bits; sizes that index arithmetic
-# wants in 32 are cast in the kernel. NONE is an argument that is not there, and has no number.
+# An argument's type as Triton writes it. Strides, sizes and addresses come in 64 bits; the kernel casts the sizes that
+# its index arithmetic needs in 32. NONE is an absent argument, which has no number.
 I64, FP32, NONE = "i64", "fp32", "constexpr"
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -64,15 +64,15 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else tensor
 
 
-# What a kernel gets of a tensor that it has, among the numbers of a launch: the interpreter takes the tensor itself.
+# How a tensor appears among the numbers of a launch: as its address, or in the interpreter as the tensor itself.
 address: Callable[[Tensor], Any] = _bytes if INTERPRETED else Tensor.data_ptr
 
 
 class Specialisation(NamedTuple):
     """Everything a binary depends on, the GPU aside. Calls with equal specialisations share one binary."""
 
-    function: object  # the Python function under the kernel: hashes in constant time, a JITFunction does not
-    types: tuple  # per run-time argument: its type, NONE where it is not there, nested for tuples
+    function: object  # the Python function of the kernel: it hashes in constant time, a JITFunction does not
+    types: tuple  # per run-time argument: its type, NONE where it is absent, nested for tuples
     constants: tuple  # the values of the trailing constexpr arguments
     aligned: tuple[str, ...]  # arguments whose pointers and integers are all multiples of 16
     num_warps: int
@@ -80,7 +80,8 @@ class Specialisation(NamedTuple):
     pdl: bool
 
 
-# What torch.cuda's functions of these names call, 0.15 us later: CUDA is initialized here, since there are tensors.
+# What torch.cuda's functions of these names call; calling it directly saves 0.15 us. Those also initialize CUDA, which
+# has happened here, since there are tensors.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle
 
@@ -93,7 +94,7 @@ _prepared: list[functools._lru_cache_wrapper] = []
 
 
 def prepared(function: Callable) -> Callable:
-    """Keep what an op prepares for a signature, the function's arguments; they are hashed in every call."""
+    """Cache what an op prepares for a signature. The signature is the function's arguments, hashed in every call."""
     wrapped = functools.cache(function)
     _prepared.append(wrapped)
     return wrapped
@@ -122,13 +123,13 @@ class Launch:
     ) -> None:
         """
         Args:
-            types: of the kernel's arguments in their order, constexprs left out: I64, FP32, `pointer_to`, or tuples.
-            constants: the kernel's constexprs but the last, PDL, behind the arguments and in this order.
-            aligned: names of arguments of which every number is a multiple of 16 in every call.
-            aligned_together: names of arguments that are so in a call or not. All or nothing: a signature then has two
-                binaries, not one for each combination; each call's numbers say which.
+            types: those of the kernel's arguments in order, without constexprs: I64, FP32, `pointer_to`, or tuples.
+            constants: the kernel's constexprs in order, without the last, PDL. They follow the other arguments.
+            aligned: names of arguments whose numbers are all multiples of 16 in every call.
+            aligned_together: names of arguments whose numbers may be multiples of 16. Either all of them are, or none
+                counts as aligned: a signature has two binaries, not one per combination, and a call's numbers pick one.
 
-        PDL is programmatic dependent launch; the kernel then calls `gdc_wait` before it reads or writes.
+        PDL is programmatic dependent launch: the kernel then calls `gdc_wait` before it reads or writes.
         """
         self.kernel, self.types, self.device = kernel, types, device
         self._device_index = device.index
@@ -137,10 +138,10 @@ class Launch:
         assert [*constants, "PDL"] == kernel.arg_names[len(types) :], kernel.__name__
         self._aligned, self._aligned_together = aligned, aligned_together
         self.num_warps, self._options = num_warps, (num_warps, num_stages, pdl)
-        numbers = [path[0] for path, kind in _leaves(types) if kind != NONE]  # of which argument each number is
+        numbers = [path[0] for path, kind in _leaves(types) if kind != NONE]  # the argument of each number
         self.is_of_rows = [kernel.arg_names[argument] in aligned_together for argument in numbers]
         rows = [i for i, of_rows in enumerate(self.is_of_rows) if of_rows]
-        # itemgetter of one position returns no tuple: twice the same is one.
+        # itemgetter returns no tuple for a single position, so the first is repeated.
         self._of_rows = operator.itemgetter(*rows, rows[0]) if rows else None
         self.launchers: list[Launcher | None] = [None, None]  # by whether the rows are aligned
 
@@ -151,7 +152,7 @@ class Launch:
         rows = self._of_rows(numbers)
         if INTERPRETED:
             rows = [row.data_ptr() if isinstance(row, Tensor) else row for row in rows]
-        return math.gcd(16, *rows) == 16  # a third less than the bits of all of them, ored
+        return math.gcd(16, *rows) == 16  # takes a third less time than an OR of all of them
 
     def specialisation(self, is_aligned: bool) -> Specialisation:
         names = (*self._aligned_together, *self._aligned) if is_aligned else self._aligned
@@ -161,11 +162,11 @@ class Launch:
         """Run the kernel on the current stream of the device.
 
         Args:
-            numbers: those of the arguments, tuples flat and without what is not there: ints, floats, `address`es.
-            is_aligned: `is_aligned(numbers)`, where the caller has asked.
+            numbers: those of the arguments, tuples flattened, absent ones left out: ints, floats, `address`es.
+            is_aligned: the result of `is_aligned(numbers)`, where the caller has it already.
 
         Raises:
-            RuntimeError: the binary is not there yet and the stream is being captured into a CUDA graph.
+            RuntimeError: the binary is not compiled yet and the stream is being captured into a CUDA graph.
         """
         if INTERPRETED:
             self.kernel[grid](*_nested(self.types, iter(numbers)), *self.constants)
@@ -190,7 +191,7 @@ class Launch:
         return binary
 
     def _launcher_of(self, binary: Any) -> Launcher:
-        """By the CUDA driver where it can be, else by Triton's own launcher."""
+        """Launches through the CUDA driver where possible, else through Triton's own launcher."""
 
         def launch_by_triton(grid: tuple[int, int, int], numbers: Sequence[Any]) -> None:
             binary[grid](*_nested(self.types, iter(numbers)), *self.constants)
@@ -198,7 +199,7 @@ class Launch:
         driver = _cuda_driver()
         if driver is None or not _is_plain_binary(binary):
             return launch_by_triton
-        binary._init_handles()  # loads the module; sets the function and what it may have of shared memory
+        binary._init_handles()  # loads the module; sets the function and its limit of shared memory
         kinds = [kind for _, kind in _leaves(self.types) if kind != NONE]
         return _DriverLauncher(driver, binary, kinds, self._device_index, launch_by_triton)
 
@@ -229,12 +230,12 @@ def floating(position: int) -> Origin:
 
 
 def address_of(position: int) -> Origin:
-    """Of one of the call's `operands`, which is there."""
+    """The address of one of the call's `operands`, which must not be None."""
     return Origin(_ADDRESS, position)
 
 
 def row_stride_of(position: int) -> Origin:
-    """As `alignment.row_stride`: 0 of an operand that is not there."""
+    """As `alignment.row_stride`: 0 for an operand that is None."""
     return Origin(_ROW_STRIDE, position)
 
 
@@ -251,7 +252,7 @@ class Step(NamedTuple):
 
 
 class Product(NamedTuple):
-    """out = x @ weight^T + bias by torch, as a step between launches: where these are among the operands."""
+    """out = x @ weight^T + bias by torch, as a step between launches. The ints are positions among the operands."""
 
     by_torch: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
     x: int
@@ -264,12 +265,12 @@ class Product(NamedTuple):
         self.by_torch(operands[x], operands[weight], None if bias is None else operands[bias], operands[out])
 
 
-# The compiled library's function that launches all steps, or says that it has not; ops/call.py hands it over.
+# The compiled library's function that launches all steps, or returns False. Set by ops/call.py.
 launch_by_library: Callable[..., bool | None] | None = None
 
 
 class Launches:
-    """What the calls of one signature launch, one after the other, and where its numbers come from."""
+    """All that a call of one signature launches, in order, and where the numbers come from."""
 
     def __init__(
         self,
@@ -280,13 +281,13 @@ class Launches:
     ) -> None:
         """
         Args:
-            widths: that the first operands have in every call that this can serve.
-            must_be_aligned: calls whose rows are not are refused.
+            widths: those of the first operands; a call with other widths is refused.
+            must_be_aligned: refuse a call whose rows are not aligned.
         """
         self._steps, self._widths, self._must_be_aligned = steps, widths, must_be_aligned
         self._device_index = device.index
         launches = [step for step in steps if isinstance(step, Step)]
-        # For launches by Python: a pool of all numbers, each once, and which of them each launch takes.
+        # For launches from Python: a pool of all numbers, each once, and which of them each launch takes.
         pool = sorted({origin for step in launches for origin in (*step.grid, *step.numbers)})
         places = {origin: place for place, origin in enumerate(pool)}
         self._values = [[value for kind, value in pool if kind == wanted] for wanted in range(_ROWS + 1)]
@@ -296,7 +297,7 @@ class Launches:
         ]
         # For the library; csrc/triton_launches.cpp has the layout.
         values = [0] * _NUM_FUNCTIONS + [must_be_aligned, len(widths), len(steps), *widths]
-        self._entries: list[tuple[int, Launch]] = []  # where binaries are entered once they are there
+        self._entries: list[tuple[int, Launch]] = []  # the place in the record for each launch's binaries
         for step in steps:
             if isinstance(step, Product):
                 operands = (-1 if place is None else place for place in step[1:])
@@ -315,10 +316,10 @@ class Launches:
     def __call__(
         self, operands: tuple[Tensor | None, ...], integers: tuple[Any, ...], floats: tuple[float, ...]
     ) -> bool:
-        """False, and nothing has run, where the operands are none that this can serve.
+        """False, with nothing launched, where the operands do not have the widths or the alignment.
 
         Raises:
-            RuntimeError: as of a `Launch`.
+            RuntimeError: as in a call of a `Launch`.
         """
         index = self._device_index
         if (
@@ -360,7 +361,7 @@ class Launches:
         return True
 
     def _enter_binaries(self) -> None:
-        """What has been launched so far, where the CUDA driver does that."""
+        """Enter the binaries launched so far into the library's record, where the CUDA driver launches them."""
         driver = _cuda_driver()
         products = _torch_products() if len(self._entries) < len(self._steps) else (0, 0, 0)
         if driver is None or products is None:
@@ -374,12 +375,12 @@ class Launches:
 
 
 _NUM_FUNCTIONS = 4  # the driver's, torch's three
-_BINARY_ENTRY = 3  # function, bytes of shared memory, whether it starts early
+_BINARY_ENTRY = 3  # function, bytes of shared memory, whether it is launched with PDL
 
 
 @functools.cache
 def _torch_products() -> tuple[int, ...] | None:
-    """The addresses of torch's products of CUDA tensors; None where it has none."""
+    """The addresses of torch's C functions that multiply CUDA tensors; None where this torch lacks them."""
     try:
         torch_cuda = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD)
         functions = [getattr(torch_cuda, f"aoti_torch_cuda_{name}_out") for name in ("mm", "addmm", "mm_dtype")]
@@ -389,14 +390,14 @@ def _torch_products() -> tuple[int, ...] | None:
 
 
 def _nested(types: tuple, numbers: Iterator[Any]) -> tuple:
-    """The kernel's arguments of these types from their numbers."""
+    """The kernel's arguments, nested as `types`, from their flat numbers."""
     return tuple(
         _nested(kind, numbers) if isinstance(kind, tuple) else None if kind == NONE else next(numbers) for kind in types
     )
 
 
 def _is_plain_binary(binary: Any) -> bool:
-    """Whether a launch needs nothing but its arguments: no cluster, no memory of Triton's."""
+    """Whether a launch needs nothing but its arguments: no cluster, no scratch memory from Triton."""
     facts = getattr(binary, "metadata", None)
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "tensordesc_meta")
     return facts is not None and facts.num_ctas == 1 and not any(getattr(facts, name, None) for name in extras)
@@ -439,14 +440,15 @@ class _DriverLauncher:
     """A binary with memory for its arguments and the launch's configuration, which every call fills anew."""
 
     def __init__(self, driver: Any, binary: Any, types: list[str], device_index: int, otherwise: Launcher) -> None:
-        """`types`: of its numbers."""
+        """`types`: one for each number, flat."""
         facts = binary.metadata
-        # Behind the arguments Triton's kernels have pointers to memory of its own: null where they use none.
+        # After the arguments, Triton's kernels take pointers to Triton's scratch memory: null where they use none.
         parameters = len(re.findall(r"\.param\b", binary.asm["ptx"].partition(".entry")[2].partition(")")[0]))
         assert parameters >= len(types), (parameters, len(types))
         unused = 8 * (parameters - len(types))
         numbers = "".join("f4x" if kind == FP32 else "q" for kind in types)
-        # The configuration, up to its stream, follows the arguments: to set its fields takes 0.3 us more.
+        # The configuration follows the arguments, so that one pack fills both, up to its stream: setting its fields one
+        # by one takes 0.3 us more.
         self._pack_into = struct.Struct(f"{numbers}{unused}x7I4xQ").pack_into
         self._memory = ctypes.create_string_buffer(8 * parameters + ctypes.sizeof(_LaunchConfig))
         first = ctypes.addressof(self._memory)
@@ -459,7 +461,7 @@ class _DriverLauncher:
         self._config_pointer = ctypes.byref(self._config)
         self._function = ctypes.c_void_p(binary.function)
         self._driver, self._device_index, self._otherwise = driver, device_index, otherwise
-        self._binary = binary  # which unloads the function when it goes
+        self._binary = binary  # keeps the function loaded: it is unloaded with the binary
         self._lock = threading.Lock()
 
     def entry(self) -> tuple[int, int, int]:
@@ -471,12 +473,12 @@ class _DriverLauncher:
             stream = current_stream(self._device_index)
             self._pack_into(self._memory, 0, *numbers, *grid, *self._block_and_shared, stream)
             error = self._driver(self._config_pointer, self._function, self._parameters, None)
-        if error:  # a thread without a context, which Triton sets; and it words what is left
+        if error:  # Triton sets the context that this thread may lack, and raises a message for any other error
             self._otherwise(grid, numbers)
 
 
 def compile_kernel(kernel: Any, specialisation: Specialisation, target: GPUTarget) -> Any:
-    """Triton's CompiledKernel for `target`; needs no GPU, which is what the offline compile gate lives on."""
+    """Triton's CompiledKernel for `target`. It needs no GPU, which is what lets tests/compile run without one."""
     names = kernel.arg_names
     types = specialisation.types + (NONE,) * len(specialisation.constants)
     constants = dict(zip(names[len(specialisation.types) :], specialisation.constants, strict=True))
@@ -489,7 +491,7 @@ def compile_kernel(kernel: Any, specialisation: Specialisation, target: GPUTarge
         if names[path[0]] in specialisation.aligned and kind != NONE
     }
     source = ASTSource(kernel, dict(zip(names, types, strict=True)), constants, attributes)
-    # Triton 3.10 turns contraction into FMAs off by default; written down so that bits do not change with it.
+    # Triton 3.10 turns off contraction into FMAs by default; set explicitly so that results keep their bits.
     options = {"num_warps": specialisation.num_warps, "num_stages": specialisation.num_stages, "enable_fp_fusion": True}
     if specialisation.pdl:
         options["launch_pdl"] = True
@@ -514,6 +516,6 @@ def _uncompiled(kernel: Any) -> RuntimeError:
 
 
 def needs_warmup(op: str, got: str, expected: str, because: str) -> RuntimeError:
-    """What a CUDA graph capture must find done; `expected` has a place for the call that does it."""
+    """The error for what must be done before a CUDA graph capture; `{}` in `expected` becomes a call that does it."""
     call = f"eagle_kernels.warmup({op!r}, <these arguments>, rows=<the row counts>)"
     return RuntimeError(f"{op}: {got}, expected {expected.format(call)}, because {because}")

@@ -2,8 +2,8 @@
 
     out[n] = round(concat_k(value_k[n] * rstd_k[n] * (norm_offset + gain_k)))        (the terms: `ops/sources.py`)
 
-A concat norm needs the squares of a whole row. Up to 128 rows every program of a row sums all of them: K times the
-reads, out of L2, but K times the programs. Above that one program writes all chunks of its row.
+A concat norm needs the squares of a whole row. Up to 128 rows, each of a row's K programs sums all of them: K times the
+reads, from L2, but K times the programs. Above that, one program writes all chunks of its row.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ _ROWS = (
     "out_row_stride",
 )
 
-# A heuristic that no GPU has measured: 128 rows of one program each fill the 132 SMs of an H100 once.
+# A heuristic, not measured on a GPU: 128 rows of one program each fill the 132 SMs of an H100 once.
 _SPLIT_CONCAT_ROWS = 128
 
 
@@ -116,7 +116,7 @@ def _norm_concat(
                 gain_column = column if len(gain_ptrs) == 1 else 0  # of the one matrix [K, H] or vector [K*H]
                 gain = to_fp32(tl.load(pick(gain_ptrs, k) + gain_column + h, mask=h < H, other=0.0))
                 normed *= norm_offset + gain
-            # A row whose index is out of range stays zero, also where the gain is infinite.
+            # A row whose index is out of range stays zero, even where the gain is infinite.
             normed = tl.where(in_range, round_to(normed, out_ptr.dtype.element_ty), 0.0)
             tl.store(out_ptr + n * out_row_stride + column + h, normed, mask=h < H)
 
@@ -136,7 +136,7 @@ def _prepare(
 def step_of(
     sources: Signature, norm: str, num_eps: int, widths: tuple[int, ...], width: int, device: torch.device, out: int
 ) -> Step:
-    """Of calls with `numbers_of`; `out` is the operand that is written."""
+    """The step of a call whose integers and floats are those of `numbers_of`. `out` is the position of the output."""
     block, num_warps = block_and_warps(max(widths))
     launch = Launch(
         _norm_concat,
@@ -169,7 +169,7 @@ def run(record: tuple) -> None:
 
 
 def widths_of(sources: Any, width: int) -> tuple[int, ...]:
-    """Of all chunks, also where they are packed."""
+    """The widths of all K chunks, also where they are packed."""
     chunks, num_chunks = sources[:2]
     if len(chunks) == num_chunks:
         return tuple([chunk.shape[1] for chunk in chunks])

@@ -5,14 +5,14 @@
 
 The raw value enters the tensor core and 1/rms multiplies the fp32 sum: no statistic is needed before the weight starts
 to stream, and no program sees more than one source. The gain is multiplied into the weight tile and rounded once, as if
-it had been folded into the weight beforehand. That is one rounding where the engines round the normed value. Measured
+it had been folded into the weight beforehand. This rounding replaces that of the normed value in the engines. Measured
 at K=3, H=4096 on plain data, outliers and rows of any scale, the relative RMS error is 0.97 to 1.01 of theirs where
 their norm rounds once, 0.80 to 0.82 where it rounds twice, 0.70 without a gain. Rows of values below 2^-100, which no
 model has, lose precision: their products are subnormal in fp32.
 
-The row statistics are the finalise kernel's: it computes them before it waits for the partial sums, while those are in
-flight. Never in the loop of the product: Triton 3.6 to 3.9 give a tile that feeds both wgmma and a reduction one buffer
-too few, and the sums come out wrong (triton #6691).
+The finalise kernel computes the row statistics before it waits for the partial sums, while those are in flight. The
+loop of the product must not compute them: Triton 3.6 to 3.9 give a tile that feeds both wgmma and a reduction one
+buffer too few, and the sums come out wrong (triton #6691).
 """
 
 from typing import Any, NamedTuple
@@ -50,19 +50,20 @@ from .workspace import matrix_in, workspace
 
 OP = "norm_concat_linear"
 
-# fp16 loses precision below 6e-5, where gain * weight can land: 2^6 moves its full range to [1e-6, 1023], and the
-# finalise kernel divides it out exactly.
+# fp16 loses precision below 6e-5, where gain * weight can land. A factor of 2^6 moves the range of full precision to
+# [1e-6, 1023], and the finalise kernel divides by it exactly.
 _GAIN_SCALE = {torch.bfloat16: 1.0, torch.float16: 64.0, torch.float32: 1.0}
 
 # More rows run in several rounds, which bounds the workspace: 100 MB of normed rows, or 8 MB of partial sums per split
-# and source, at K*H = 12288 and D = 4096. The split plan sees that many rows only where one plan serves all T.
+# and source, at K*H = 12288 and D = 4096. So many rows get a split plan under EAGLE_KERNELS_BATCH_INVARIANT=1, with a
+# QuantizedWeight, or from a tuned table.
 _LIBRARY_ROWS = 4096
 _SPLIT_ROWS = 512
 
 
 @triton.jit
 def _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N):
-    """(residual_ptrs[source], the output rows it is added to: N, or 0 where it is not given)."""
+    """(residual_ptrs[source], how many output rows it is added to: N, or 0 where this source has no residual)."""
     picked = x_ptr
     rows = N * 0
     for k in tl.static_range(len(residual_row_strides)):
@@ -75,7 +76,7 @@ def _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N):
 
 @triton.jit
 def _source_rows(index_ptrs, row_counts, source, n, N):
-    """`source_row` for a block of output rows, of which those from N on are out of range."""
+    """`source_row` for a block of output rows; rows from N on are out of range."""
     rows = n
     for k in tl.static_range(len(row_counts)):
         if index_ptrs[k] is not None:
@@ -126,8 +127,8 @@ def _norm_concat_linear_partial(
     h = (part % splits) * split_h + tl.arange(0, BK)
     n = tl.program_id(2).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
-    # Columns beyond D compute column 0 once more: the loads of the weight need no mask, and the stores a mask that the
-    # compiler knows to change only every 16 columns, so that they are 16 bytes wide.
+    # Columns beyond D repeat column 0, so the loads of the weight need no mask. The stores are masked at a row stride
+    # that the compiler knows to be a multiple of 16, so that they are 16 bytes wide.
     w_rows = tl.where(d < D, d, 0).to(tl.int64)
     if CODES == "e2m1":  # two columns a byte
         first_byte = (source * H + (part % splits) * split_h) // 2 + tl.arange(0, BK // 2)
@@ -137,7 +138,7 @@ def _norm_concat_linear_partial(
     x_column = source * H if len(x_ptrs) == 1 else 0  # of a packed row
 
     wait_for_previous_kernel(PDL)
-    # Not at the end: the finalise kernel then computes its statistics beside this loop.
+    # Here, not at the end, so that the finalise kernel computes its statistics during this loop.
     let_next_kernel_start(PDL)
 
     rows, in_range = _source_rows(index_ptrs, row_counts, source, n, N)
@@ -146,7 +147,7 @@ def _norm_concat_linear_partial(
     if CODES != "":
         scale_rows = scale_ptr + (w_rows // BLOCK_ROWS if BLOCK_ROWS else w_rows * 0) * scale_row_stride  # [BD]
         scale_column = source * H + (part % splits) * split_h
-        every_row = tl.full((BD,), 1, tl.int1)  # those beyond D are row 0 once more
+        every_row = tl.full((BD,), 1, tl.int1)  # rows beyond D repeat row 0
     if residual_row_strides is not None:
         residual_ptr, residual_rows = _pick_residual(residual_ptrs, residual_row_strides, x_ptr, source, N)
         has_residual = in_range & (n < residual_rows)
@@ -157,8 +158,8 @@ def _norm_concat_linear_partial(
         gain = tl.load(gain_tile, mask=h < H, other=0.0)
 
     total = tl.zeros((BD, BT) if SWAP else (BT, BD), dtype=tl.float32)
-    for start in range(0, split_h.to(tl.int32), BK):  # 64 bits would cost registers enough to spill
-        # WHOLE: every split is whole blocks. A constant, so that the compiler drops the masks.
+    for start in range(0, split_h.to(tl.int32), BK):  # a 64-bit counter costs so many registers that it spills
+        # WHOLE: every split consists of whole blocks. A constexpr, so that the compiler drops the masks.
         inside_h = tl.full((BK,), 1, tl.int1) if WHOLE else h + start < H
         x = tl.load(x_tile + start, mask=in_range[:, None] & inside_h[None, :], other=0.0)
         if CODES == "":
@@ -180,7 +181,7 @@ def _norm_concat_linear_partial(
             residual = tl.load(residual_tile + start, mask=has_residual[:, None] & inside_h[None, :], other=0.0)
             x = round_to(to_fp32(x) + to_fp32(residual), x_ptr.dtype.element_ty)
         if gain_ptrs is not None:
-            # 2 bytes a thread cannot be copied asynchronously, so the next block's gain is loaded by hand, one ahead.
+            # 2 bytes per thread cannot be copied asynchronously, so the gain is loaded by hand, one block ahead.
             scaled_gain = (norm_offset + to_fp32(gain)) * GAIN_SCALE
             gain = tl.load(gain_tile + start + BK, mask=h + start + BK < H, other=0.0)
             if CODES == "":
@@ -190,8 +191,8 @@ def _norm_concat_linear_partial(
         if CODES != "":
             w = round_to(scaled, x_ptr.dtype.element_ty)
         if SCALED == "blocks":
-            # A split that ends behind the chunk has no scale there, perhaps no memory: garbage times a sum of 0 is NaN.
-            # The chunk's last scale in its place; a mask spills on gfx942 (mxfp8, fp16, 32 rows).
+            # A split may end beyond its chunk, where there is no scale and perhaps no memory; garbage times a sum of 0
+            # may be NaN. So the chunk's last scale is read there; a mask spills on gfx942 (mxfp8, fp16, 32 rows).
             column = tl.minimum(scale_column + start, source * H + H - 1)
             block_scale = load_scales(scale_rows + column // BLOCK_COLUMNS, every_row, SCALES)
             if SWAP:
@@ -258,8 +259,8 @@ def _norm_concat_linear_finalise(
     N = tl.num_programs(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
 
-    # Before the wait, which is for the partial sums. What the statistics read was written by kernels that the partial
-    # kernel had waited for when it let this one start; but L1 may hold what was there before them.
+    # The statistics come before the wait, which is for the partial sums. The kernels that wrote their inputs are done:
+    # the partial kernel waited for them before it let this one start. But L1 may hold older data, so they load from L2.
     squares = ()
     in_ranges = ()
     if NORM != "none":
@@ -286,7 +287,7 @@ def _norm_concat_linear_finalise(
             part_row = ((k * SPLITS + split) * N + n) * partial_row_stride
             source_sum += tl.load(partial_ptr + part_row + d, mask=d < partial_row_stride, other=0.0)
         if NORM != "none":
-            # A row whose index is out of range adds nothing, also where the gain is infinite.
+            # A row whose index is out of range adds nothing, even where the gain is infinite.
             source_sum = tl.where(in_ranges[k], source_sum, 0.0)
         if NORM == "chunk":
             source_sum *= rstd_of(squares[k] / WIDTHS[k] + eps[k]) * (1 / GAIN_SCALE)
@@ -305,7 +306,7 @@ def _norm_concat_linear_finalise(
     tl.store(out_ptr + n * out_row_stride + d, round_to(projected, out_ptr.dtype.element_ty), mask=d < D)
 
 
-# Columns of a row that one step of the statistics reads: two 16-byte loads a thread. With four, and a residual's four,
+# Columns of a row per step of the statistics: two 16-byte loads per thread. With four, and four more of a residual,
 # sm_100 spills.
 _STATISTICS_BLOCK = 2048
 
@@ -315,13 +316,13 @@ _CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "e2m1"}
 _SCALES = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0", torch.float32: "fp32"}
 _PARTIAL = ("partial_ptr", "partial_row_stride")
 
-# Columns a program finalises after the library product, where there are rows enough.
+# Columns per program of the finalise kernel after a library product, which has enough rows for blocks this wide.
 _FINALISE_COLUMNS = 1024
 
 
 def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
-    """The records of a checked `ops.norm_concat_linear` by its plan. False, and nothing has run, where the plan is for
-    operands that are aligned, or chunks of one width, and these are not."""
+    """Run the records of a checked `ops.norm_concat_linear` by its plan. False, with nothing launched, where the plan
+    needs aligned operands or chunks of one width and these are not."""
     N, D = out.shape
     if N == 0 or D == 0:
         return True
@@ -329,13 +330,14 @@ def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
     if rows_per_round >= N:
         return _run_round(sources, projection, out, plan)
     if sources.sum_squares is not None and any(index is None for index in sources.indices):
-        # The statistics that other chunks gather cannot be sliced, so no chunk's rows are.
+        # Where a chunk is gathered, its column of sum_squares is too and cannot be sliced by output rows. So the other
+        # chunks get an index as well, and only indices are sliced.
         in_order = torch.arange(N, device=out.device)
         sources = sources._replace(indices=[in_order if index is None else index for index in sources.indices])
     for first in range(0, N, rows_per_round):
         rows = slice(first, first + rows_per_round)
         if not _run_round(_slice_sources(sources, rows), projection, out[rows], plan):
-            return False  # in the first round: what is aligned there is in all of them
+            return False  # in the first round: what is aligned there is aligned in all of them
     return True
 
 
@@ -347,7 +349,7 @@ def _run_round(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
 
 
 def _slice_sources(sources: Any, rows: slice) -> Any:
-    """The rows of a round; where an index gathers them, all of the source stays."""
+    """The sources of a round's rows. What an index gathers is kept whole, and its index is sliced."""
     indices, squares = sources.indices, sources.sum_squares
 
     def slice_rows(tensors: list[Tensor | None]) -> list[Tensor | None]:
@@ -366,7 +368,7 @@ class _Split(NamedTuple):
     """What the calls of one signature share."""
 
     launches: Launches
-    sums_per_row: int  # partial ones of an output row, in fp32
+    sums_per_row: int  # fp32 partial sums of an output row
 
 
 @prepared
@@ -434,7 +436,7 @@ def _prepare_split(
     return _Split(launches, num_chunks * tiles.splits * row_stride)
 
 
-# Of a call's `integers` and `floats` the first ones; the floats go on with eps and the post norm's eps.
+# The first of a call's `integers` and of its `floats`; the floats go on with eps and the post norm's eps.
 _ROW_COUNT, _NORM_OFFSET = integer(0), floating(0)
 
 
@@ -464,7 +466,7 @@ def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> boo
 
 
 def _describe_codes(weight: Any, dtype: torch.dtype) -> tuple[tuple, tuple[Tensor, ...]]:
-    """What binaries depend on of a QuantizedWeight, and its tensors."""
+    """The properties of a QuantizedWeight that binaries depend on, and its tensors."""
     codes, scales, global_scale = tensors = weight.tensors
     facts = codes.dtype, scales.dtype, global_scale is not None, weight.format, weight.scaled_where(dtype), weight.block
     return facts, tensors if global_scale is not None else tensors[:2]
@@ -473,8 +475,8 @@ def _describe_codes(weight: Any, dtype: torch.dtype) -> tuple[tuple, tuple[Tenso
 def _weight_of(
     codes: tuple | None, shape: tuple[int, int], dtype: torch.dtype, first: int
 ) -> tuple[tuple[str, ...], list[Origin], dict[str, object], float]:
-    """The types and the origins of the weight's arguments of the partial kernel, its constants, and GAIN_SCALE. Its
-    tensors are the operands from `first` on."""
+    """Types and origins of the partial kernel's arguments for the weight, the constants for it, and GAIN_SCALE. The
+    weight's tensors are the operands from `first` on."""
     of_weight = [address_of(first), row_stride_of(first)]
     if codes is None:
         constants = {"CODES": "", "SCALES": "", "SCALED": "", "BLOCK_ROWS": 0, "BLOCK_COLUMNS": 0}
@@ -495,7 +497,7 @@ def _weight_of(
         origins.append(address_of(first + 2))
     if dtype != torch.float16:
         return types, origins, constants, _GAIN_SCALE[dtype]
-    # Gains up to 390 keep codes, and e2m1 * e4m3, in fp16's range.
+    # With these factors, gains up to 390 keep codes, and e2m1 * e4m3 of nvfp4, in fp16's range.
     return types, origins, constants, 0.0625 if format == "nvfp4" else 0.25
 
 
@@ -518,8 +520,8 @@ def _finalise(
     bias: int,
     device: torch.device,
 ) -> Step:
-    """The finalise kernel, of which `source_types` are a stretch of its arguments. Bias, post norm and out are the
-    operands from `bias` on."""
+    """The finalise kernel. `source_types` are the types of its first arguments, up to eps. Bias, post gain and out are
+    the operands from `bias` on."""
     BD = next_power_of_2(D) if post_gain_dtype is not None else min(next_power_of_2(D), columns)
     epilogue = pointer_to(bias_dtype), pointer_to(post_gain_dtype), FP32, FP32, pointer_to(dtype), I64, I64
     launch = Launch(
@@ -549,7 +551,7 @@ def _prepare_library(
     is_concatenated: bool,
     device: torch.device,
 ) -> Launches:
-    """norm_concat, torch's product, and where that is not the end the finalise kernel."""
+    """norm_concat, torch's product and, for a post norm or a bias of another dtype, the finalise kernel."""
     D, width = shape
     weight, bias, _, out, normed, product = range(sources.sum_squares + 1, sources.sum_squares + 7)
     steps: list[Step | Product] = []
@@ -563,7 +565,7 @@ def _prepare_library(
     post_eps = floating(1 + num_eps)
     finalise = _finalise(
         (*[NONE] * 7, I64, (FP32,)),
-        [constant(0), post_eps],  # which are not read
+        [constant(0), post_eps],  # not read where NORM is "none"
         address_of(product),
         post_eps,
         sources.dtype,
@@ -584,9 +586,9 @@ def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     weight, bias, post_gain, post_eps = projection
     (N, D), (_, width), dtype, device = out.shape, weight.shape, weight.dtype, out.device
     bias_dtype = None if bias is None else bias.dtype
-    is_concatenated = norm == "none" and len(chunks) == 1 and not residuals and not indices  # by capture
+    is_concatenated = norm == "none" and len(chunks) == 1 and not residuals and not indices  # by capture_hidden
     product_row_stride = 0 if post_gain is None and (bias is None or bias_dtype == dtype) else _padded(D)
-    normed_numel = cdiv(N * width * dtype.itemsize, 256) * 64  # counted in fp32, in lines of 256 bytes
+    normed_numel = cdiv(N * width * dtype.itemsize, 256) * 64  # counted in fp32 numbers, rounded up to 256 bytes
     normed = product = None
     if product_row_stride or not is_concatenated:
         buffer = workspace(OP, normed_numel + N * product_row_stride, device)
@@ -616,18 +618,18 @@ def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
     _linear(x, weight, bias, out=out)
 
 
-# torch.mm or addmm of the transposed weight, which C++ makes: 0.9 us less.
+# torch.mm or addmm with the weight transposed in C++, which takes 0.9 us less.
 _linear: Any = torch._C._nn.linear
 
 
 def _is_trained(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
-    """Whether `out=` would raise, as where the registered op is called with a weight that is trained. To leave grad
-    mode in every call takes 1.4 us."""
+    """Whether `out=` would raise, as when the registered op gets a weight that requires grad. Turning grad mode off in
+    every call would take 1.4 us."""
     return x.requires_grad or weight.requires_grad or out.requires_grad or (bias is not None and bias.requires_grad)
 
 
 def _library_matmul_fp32(x: Tensor, weight: Tensor, _: Tensor | None, out: Tensor) -> None:
-    """The product before it is rounded, for a bias or a norm that has to see it so."""
+    """The product in fp32, for a bias or a norm that needs it unrounded."""
     if torch.is_grad_enabled() and _is_trained(x, weight, None, out):
         with torch.no_grad():
             return _library_matmul_fp32(x, weight, _, out)

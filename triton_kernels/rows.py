@@ -1,4 +1,4 @@
-"""Rows as the launchers describe them to `launch`: strides, blocks, and when a load may be 16 bytes wide."""
+"""How the launchers describe rows to `launch`: their strides, and the blocks and warps for their columns."""
 
 from .alignment import row_stride
 
@@ -10,13 +10,14 @@ __all__ = [
     "row_stride",
 ]
 
-# The widest row of shapes.json: 16 warps of 16 columns a thread. Wider ones are walked in blocks, which a norm reads
-# twice. At 8 columns a thread: a loop over blocks of 16 spills, on sm_80 with Triton 3.7 and on sm_89 with 3.8.
+# The widest row of shapes.json takes 16 warps with 16 columns per thread. Wider rows take a loop over blocks, and a
+# norm reads them twice. Those blocks have 8 columns per thread: with 16 the loop spills, on sm_80 with Triton 3.7 and
+# on sm_89 with 3.8.
 _WIDEST_ROW, _BLOCK_OF_WIDER_ROWS = 8192, 4096
 
 
 def cdiv(a: int, b: int) -> int:
-    """As triton.cdiv, which is a jitted function: 3 us a call from Python."""
+    """Ceiling division. triton.cdiv is a jitted function and takes 3 us a call from Python."""
     return -(-a // b)
 
 
@@ -26,7 +27,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_and_warps(width: int) -> tuple[int, int]:
-    """(columns of a block, warps): 16 columns a thread, two 16-byte loads of bf16 in flight."""
+    """(columns of a block, warps): 16 columns per thread, two 16-byte loads of bf16 in flight."""
     if width > _WIDEST_ROW:
         return _BLOCK_OF_WIDER_ROWS, 16
     block = next_power_of_2(width)
@@ -34,8 +35,8 @@ def block_and_warps(width: int) -> tuple[int, int]:
 
 
 def column_block_and_warps(width: int) -> tuple[int, int]:
-    """The same of a kernel whose programs share the columns of a row: the widest block with which at most an eighth of
-    the lanes is idle, of 512 columns at least: 16 bytes for AMD's 64 lanes. One block of 2880 would idle 30 %."""
+    """The same for a kernel whose programs split the columns of a row: the widest block that leaves at most an eighth
+    of the lanes idle (one block for 2880 columns leaves 30 %), at least 512 columns: 16 bytes for AMD's 64 lanes."""
     block, num_warps = block_and_warps(width)
     while block > 512 and 8 * width < 7 * cdiv(width, block) * block:
         block //= 2

@@ -1,10 +1,10 @@
-"""The sources of norm_concat and norm_concat_linear as kernels see them: tuples of pointers, an entry per chunk, or one
-that stands for all K (a packed tensor, one gain matrix). The terms are those of `ops/sources.py`.
+"""The sources of norm_concat and norm_concat_linear as kernels see them: tuples of pointers with an entry per chunk, or
+a single entry for all K (a packed tensor, one gain matrix). The terms are those of `ops/sources.py`.
 
-A tuple costs one select per entry to index at run time, on uniform registers, and one kernel then serves all sources;
-K branches with a body each would be K times the code. Presence and widths are known at compile time, row counts and
-strides are not. index_ptrs and residual_ptrs may hold None; Triton 3.6 then neither takes the length of such a tuple
-nor compares it with None, so both are asked of row_counts and residual_row_strides, which run beside them.
+Indexing a tuple at run time takes one select per entry, on uniform registers, and lets one body serve all sources; K
+branches with a body each would be K times the code. Presence and widths are known at compile time, row counts and
+strides are not. index_ptrs and residual_ptrs may hold None. Triton 3.6 can then neither take the length of the tuple
+nor compare it with None, so kernels ask row_counts and residual_row_strides instead, which have the same entries.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor
 from .dialect import round_to, to_fp32
 from .launch import I64, NONE, Origin, address_of, pointer_to, pointers_to, row_stride_of, rows_of
 
-# Cache modifiers: from where a load may take what it reads. CACHE has no default: Triton 3.6 cannot compile a string.
+# Cache modifiers: the nearest cache that a load may read. Parameters CACHE have no default: Triton 3.6 cannot compile
+# one that is a string.
 L1 = tl.constexpr("")
 L2 = tl.constexpr(".cg")
 
@@ -42,7 +43,7 @@ def first_column(WIDTHS: tl.constexpr, k):
 
 @triton.jit
 def source_row(index_ptrs, row_counts, k, n, CACHE: tl.constexpr):
-    """(row of chunk k, whether there is one) for output row n; one that is not there becomes 0 and is never read."""
+    """(row of chunk k, whether it is in range) for output row n. A row out of range becomes 0 and is never read."""
     row = n
     for j in tl.static_range(len(row_counts)):
         if index_ptrs[j] is not None:
@@ -67,7 +68,8 @@ def load_values(
     CACHE: tl.constexpr,
 ):
     """round(x + residual) of chunk k in fp32, columns h: [BLOCK]; 0 beyond the row and where it is out of range."""
-    # Not in_range & (h < width): the interpreter of 3.9 turns a scalar truth value into int32 where it meets a block.
+    # Not in_range & (h < width): Triton 3.9's interpreter turns a scalar bool into int32 where it is combined with a
+    # block.
     end = tl.where(in_range, pick(WIDTHS, k), 0)
     column = first_column(WIDTHS, k) if len(x_ptrs) == 1 else 0  # of a packed row
     x_ptr = pick(x_ptrs, k)
@@ -85,13 +87,14 @@ def load_values(
         residual_end = tl.where(given, end, 0)
         residual = to_fp32(tl.load(residual_row_ptr + h, mask=h < residual_end, other=0.0, cache_modifier=CACHE))
         total = to_fp32(round_to(value + residual, x_ptr.dtype.element_ty))
-        # Not value + 0 where there is none: that would turn -0 into 0.
+        # Where there is no residual, value stays: value + 0 would turn -0 into 0.
         value = tl.where(given, total, value)
     return value
 
 
 class Signature(NamedTuple):
-    """What binaries depend on of the sources' tensors, and where these stand among the operands of `describe`."""
+    """The properties of the sources' tensors that binaries depend on, and the tensors' positions in the operands of
+    `describe`."""
 
     dtype: torch.dtype
     entries: int  # chunks
@@ -103,7 +106,7 @@ class Signature(NamedTuple):
 
     @property
     def types(self) -> tuple:
-        """Of the kernels' first arguments, x_ptrs to index_ptrs."""
+        """The types of the kernels' first arguments, x_ptrs to index_ptrs."""
         x, strides = pointer_to(self.dtype), (I64,) * self.entries
         residuals = tuple(x if given else NONE for given in self.residuals)
         return (
@@ -117,7 +120,7 @@ class Signature(NamedTuple):
 
     @property
     def origins(self) -> list[Origin]:
-        """Of the numbers of these arguments."""
+        """The origins of the numbers of these arguments."""
         chunks, first_residual = range(self.entries), self.entries
         residuals = range(first_residual, first_residual + len(self.residuals))
         first_index = residuals.stop
@@ -133,13 +136,13 @@ class Signature(NamedTuple):
 
     @property
     def _index_of_entry(self) -> list[int | None]:
-        """Which index each entry of chunks has."""
+        """For each entry of chunks, the position of its index in `indices`."""
         count = len(self.indices)
         return [None if count == 0 else entry if count > 1 else 0 for entry in range(self.entries)]
 
     @property
     def gain_types(self) -> tuple | str:
-        """Of the argument gain_ptrs."""
+        """The types of the argument gain_ptrs."""
         return (pointer_to(self.gain_dtype),) * self.gains or NONE
 
     @property
@@ -148,12 +151,12 @@ class Signature(NamedTuple):
 
     @property
     def sum_squares(self) -> int:
-        """Their position, which is the last."""
+        """The position of sum_squares, the last operand."""
         return self.entries + len(self.residuals) + len(self.indices) + self.gains
 
     @property
     def sum_squares_types(self) -> tuple[str, str]:
-        """Of the arguments sum_squares_ptr and sum_squares_row_stride."""
+        """The types of the arguments sum_squares_ptr and sum_squares_row_stride."""
         return pointer_to(torch.float32 if self.has_sum_squares else None), I64
 
     @property
@@ -163,7 +166,7 @@ class Signature(NamedTuple):
 
 
 def describe(sources: tuple) -> tuple[Signature, tuple[Tensor | None, ...]]:
-    """Of a checked `ops.sources.Sources`: its signature, and its tensors as operands of `Launches`."""
+    """The signature of a checked `ops.sources.Sources`, and its tensors as operands of `Launches`."""
     chunks, _, _, gains, _, _, residuals, indices, sum_squares = sources
     signature = (
         chunks[0].dtype,
@@ -174,5 +177,5 @@ def describe(sources: tuple) -> tuple[Signature, tuple[Tensor | None, ...]]:
         gains[0].dtype if gains else None,
         sum_squares is not None,
     )
-    # Signature(*signature) is a call of Python's.
+    # Signature(*signature) would go through a function in Python.
     return tuple.__new__(Signature, signature), (*chunks, *residuals, *indices, *gains, sum_squares)

@@ -1,7 +1,7 @@
 """store_context_kv in Triton, one launch: one program per row of kv and head.
 
-A column of K needs the normed value of the column that it rotates with, which is loaded once more: both come from the
-same cache line or the next.
+Rotating a column of K needs the normed value of its partner column, which is loaded a second time: it lies in the same
+cache line or the next.
 """
 
 import torch
@@ -15,7 +15,7 @@ from .rows import next_power_of_2, row_stride
 
 @triton.jit
 def _load_normed(row_ptr, gain_ptr, rstd, norm_offset, norm_width, h, mask):
-    """Columns h of a head of K behind k_norm, in fp32."""
+    """Columns h of a head of K after k_norm, in fp32."""
     value = to_fp32(tl.load(row_ptr + h, mask=mask, other=0.0))
     scale = rstd
     if gain_ptr is not None:

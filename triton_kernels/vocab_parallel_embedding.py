@@ -51,7 +51,7 @@ def _vocab_parallel_embedding(
     elif scale is not None:
         values = round_to(to_fp32(values) * scale, out_ptr.dtype.element_ty)
     if scale_ptr is not None or scale is not None:
-        # 0 * inf, and -0 for a negative scale.
+        # A scaled zero row may be NaN (0 * inf) or -0 (a negative scale).
         values = tl.where(in_shard, values, 0.0)
     tl.store(out_ptr + i * out_row_stride + h, values, mask=h < H)
 
@@ -65,7 +65,7 @@ def _prepare(
     H: int,
     device: torch.device,
 ) -> tuple[Launch, int]:
-    """And the blocks that share a row."""
+    """The launch, and the number of blocks that a row takes."""
     ids, rows, scale = pointer_to(ids_dtype), pointer_to(dtype), FP32 if has_scale else NONE
     block, num_warps = column_block_and_warps(H)
     launch = Launch(

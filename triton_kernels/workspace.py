@@ -2,10 +2,10 @@
 
 - It grows outside CUDA graph captures only; a capture that needs more raises, and `eagle_kernels.warmup` makes it grow
   beforehand. A buffer that was outgrown is kept, because captured graphs hold its address; each is at least twice as
-  large as the one before, so all of them together are at most as large again as the newest.
-- Calls on different streams of a device share the buffer. A call on another stream than the last one first makes its
-  stream wait for that one. Graphs cannot be seen from here: two graphs of one device that hold these ops, or a graph
-  and an eager call, must not run at the same time.
+  large as the one before, so the outgrown buffers together are at most as large as the newest.
+- Calls on different streams of a device share the buffer. A call on another stream than the last call's first makes its
+  stream wait for the last one. Graph replays are not visible here: two graphs of one device that contain these ops, or
+  a graph and an eager call, must not run at the same time.
 """
 
 import functools
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from .launch import current_stream, needs_warmup
 
-# By a GPU's index: to hash a torch.device takes 0.1 us.
+# By the GPU's index: hashing a torch.device takes 0.1 us.
 _buffers: dict[int, list[Tensor]] = {}
-_last_stream: dict[int, tuple[int, torch.cuda.Stream]] = {}  # its handle, which takes 1 us less to get
+_last_stream: dict[int, tuple[int, torch.cuda.Stream]] = {}  # (its handle, the stream): a handle takes 1 us less to get
 
 
 def workspace(op: str, numel: int, device: torch.device) -> Tensor:
-    """At least `numel` fp32 of uninitialised memory for one call; the next call overwrites it."""
+    """Uninitialized memory for at least `numel` fp32 numbers of one call; the next call overwrites it."""
     if device.type != "cuda":
         return torch.empty(numel, dtype=torch.float32, device=device)
     index = device.index
@@ -35,7 +35,8 @@ def workspace(op: str, numel: int, device: torch.device) -> Tensor:
 
 
 def matrix_in(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int, row_stride: int, first: int = 0) -> Tensor:
-    """[rows, columns] of a workspace from value `first` on. A GPU's stays, and with it the view: 1.5 us to make."""
+    """A workspace from number `first` on as [rows, columns]. A GPU's buffer is kept, so the view, which takes 1.5 us to
+    make, is cached."""
     view = _kept_view if buffer.is_cuda else _view
     return view(buffer, dtype, rows, columns, row_stride, first)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .eagle3_qkv_projection import Eagle3QKVConfig, Eagle3QKVProjection
     from .mtp_streams import MTPStreamsConfig, MTPStreamsProjection
 else:
-    # By name, the module that has it: imported by who asks for it first.
+    # The module of each name, imported when the name is first used.
     _LAZY = dict.fromkeys(("ContextKV", "ContextKVConfig"), "context_kv")
     _LAZY |= dict.fromkeys(("Eagle3QKVConfig", "Eagle3QKVProjection"), "eagle3_qkv_projection")
     _LAZY |= dict.fromkeys(("MTPStreamsConfig", "MTPStreamsProjection"), "mtp_streams")
@@ -33,7 +33,7 @@ else:
         return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 
 
-# A form that type checkers read; the ops are named in `ops` alone.
+# Type checkers understand this form, and only `ops` lists the ops.
 __all__: list[str] = []
 __all__ += ops.__all__
 __all__ += [

@@ -1,16 +1,16 @@
-"""bf16 in 12 bits a number, exactly: what is read of a weight in a call is a quarter less, and the product is the same.
+"""bf16 stored exactly in 12 bits a number: a call reads a quarter less of the weight, and the product is the same.
 
-A weight's exponents are few. 16 of them are those of all numbers of a row but some in ten thousand (of normal values
-one in 30,000), so that 4 bits name a number's exponent, and 8 are its sign and mantissa. Numbers with another exponent
-stand beside their row in full.
+A row of weights has few different exponents: the 16 most frequent cover all but some in ten thousand of its numbers
+(all but one in 30,000 of normally distributed ones). So 4 bits index a number's exponent among the row's 16, and 8 bits
+are its sign and mantissa. Exceptions, numbers with another exponent, are stored in full beside their row.
 
-    codes      uint8 [D, 192 * ceil(W/128)]    csrc/cpu/widen_bf16_12bit.h has the order of a row
-    exponents  uint8 [D, 32 + 4 E]    16 low and 16 high bytes of a number that the exponents are in, then the row's
-                                      numbers with another one, as pairs of uint16: the column, ascending, and the bits.
-                                      E is the most that a row has of them; behind those of a row the column is 65535.
+    codes      uint8 [D, 192 * ceil(W/128)]    the order within a row is in csrc/cpu/widen_bf16_12bit.h
+    exponents  uint8 [D, 32 + 4 E]    the row's 16 exponents as the bits they have in a number (16 low bytes, then 16
+                                      high bytes), then its exceptions as pairs of uint16: column (ascending) and bits.
+                                      E is the largest count of exceptions in a row; unused entries have column 65535.
 
-After DFloat11 (arXiv 2504.11651), which codes the exponent with a variable number of bits: 11 in all, and no row can be
-read from its middle.
+After DFloat11 (arXiv 2504.11651), which codes the exponent with a variable number of bits: 11 bits a number in all, but
+no row can be read from its middle.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Exceptions have 16 bits for their column, and one number that is none.
+# An exception's column has 16 bits, and 65535 means that there is no exception.
 MAX_WIDTH = 65535
-TABLE_BYTES = 32  # of the exponents of a row
+TABLE_BYTES = 32  # of a row's 16 exponents
 _GROUP = 128
 _NO_COLUMN = 0xFFFF
 
 
 def row_bytes(width: int) -> int:
-    """Of the codes of a row."""
+    """Bytes of the codes of one row."""
     return -(-width // _GROUP) * (_GROUP + _GROUP // 2)
 
 
@@ -67,7 +67,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, exponents: Tensor, width: int) -> Tensor:
-    """The bf16 weight [D, W] again."""
+    """The bf16 weight [D, W] that was encoded."""
     D = codes.shape[0]
     weight = torch.empty(D, width, dtype=torch.bfloat16, device=codes.device)
     for begin, end in _row_ranges(D, width):
@@ -86,17 +86,17 @@ def decode(codes: Tensor, exponents: Tensor, width: int) -> Tensor:
 
 
 def _in_lines(columns: Tensor) -> Tensor:
-    """[D, groups, 2 lines, 64 bytes] of a row's columns: in each quarter 8 of the first 32 columns, 8 of the others."""
+    """[D, W] -> [D, groups, 2 lines, 64 bytes]; a quarter line has 8 of its first 32 columns, then 8 of its others."""
     padded = torch.nn.functional.pad(columns, (0, -columns.shape[1] % _GROUP))
     return padded.view(len(columns), -1, 2, 2, 4, 8).transpose(3, 4).flatten(3)
 
 
 def _in_columns(lines: Tensor) -> Tensor:
-    """[D, columns] of [D, groups, 128 bytes]."""
+    """[D, groups, 128 bytes] -> [D, columns]: undoes `_in_lines`."""
     return lines.reshape(len(lines), -1, 2, 4, 2, 8).transpose(3, 4).flatten(1)
 
 
 def _row_ranges(D: int, W: int) -> list[tuple[int, int]]:
-    """4 M numbers at a time: as int64 they are 32 MB."""
+    """Ranges of rows with about 4 M numbers each, which take 32 MB as int64."""
     step = max(1, (1 << 22) // max(W, 1))
     return [(begin, min(begin + step, D)) for begin in range(0, D, step)]

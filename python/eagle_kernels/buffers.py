@@ -17,7 +17,7 @@ from .ops.call import run
 from .ops.capture_hidden import CaptureHidden, capture_hidden
 from .plan import choose
 
-_MAX_VIEWS = 4096  # of a buffer: about 1 KB each
+_MAX_VIEWS = 4096  # cached for one buffer; about 1 KB each
 
 
 class _SlotViews(NamedTuple):
@@ -28,10 +28,10 @@ class _SlotViews(NamedTuple):
 class AuxHiddenStates:
     """K captured hidden states, packed as one [max_tokens, K*H] tensor, with their row sums of squares.
 
-    `capture(k, hidden, residual)` writes round(hidden + residual), or the mean of an mHC target's streams, into slot k:
-    the `cat` that engines run afterwards never happens. `packed(T)` goes to `norm_concat_linear` or `Eagle3Projection`,
+    `capture(k, hidden, residual)` writes round(hidden + residual), or the mean of an mHC target's streams, into slot k.
+    This replaces the `cat` that engines run afterwards. Pass `packed(T)` to `norm_concat_linear` or `Eagle3Projection`,
     together with `row_sum_squares(T)` so that the statistics are not computed again. `step(T)` takes the captures of
-    one forward and refuses a slot that is written twice or never.
+    one forward and raises if a slot is written twice or never.
 
     Args:
         max_tokens: rows of the buffer; padded rows may hold anything, rows above T are neither read nor written.
@@ -63,14 +63,14 @@ class AuxHiddenStates:
         self.buffer = torch.zeros(max_tokens, num_chunks * hidden_size, dtype=dtype, device=device)
         self.sum_squares = torch.zeros(max_tokens, num_chunks, dtype=torch.float32, device=device)
         self._views: dict[tuple[int, int, torch.Size], _SlotViews] = {}
-        self._views_of: tuple[int, int] | None = None  # a fake tensor has no address to ask for
+        self._views_of: tuple[int, int] | None = None  # not the addresses yet: a fake tensor has none
 
     def __getstate__(self) -> dict[str, object]:
-        # A view that was copied or unpickled would be of memory that nobody reads.
+        # A copied or unpickled view would not share the buffer's memory: captures would be lost.
         return self.__dict__ | {"_views": {}}
 
     def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
-        """Write round(hidden + residual), [T, H], into rows [row, row + T) of slot k; the written view.
+        """Write round(hidden + residual), [T, H], into rows [row, row + T) of slot k; returns the written view.
 
         A hidden of S streams, [T, S, H], is captured as their mean: see `capture_hidden`.
 
@@ -79,7 +79,7 @@ class AuxHiddenStates:
         views = self._kept_views(k, row, hidden.shape) if is_plain(hidden, residual) else None
         if views is not None:
             run(CaptureHidden(hidden, residual, *views), choose("capture_hidden", hidden.device), views)
-            # Not the kept view itself: what the caller does to its shape or storage would meet the next capture.
+            # Not the cached view itself: if the caller changed its shape or storage, the next capture would see it.
             return views.out.detach()
         op = "AuxHiddenStates.capture"
         self._check_slot(op, k)
@@ -91,7 +91,7 @@ class AuxHiddenStates:
         return capture_hidden(hidden, residual, out=out, sum_squares=squares)
 
     def _kept_views(self, k: int, row: int, shape: torch.Size) -> _SlotViews | None:
-        """The views of a capture that was seen before, as long as they are the buffer's; never in a trace."""
+        """The cached views of an earlier capture, if they still point into the buffer; never in a trace."""
         if type(k) is not int or type(row) is not int or self._views_of is None:
             return None
         return self._views.get((k, row, shape)) if self._views_of == self._addresses else None
@@ -101,17 +101,17 @@ class AuxHiddenStates:
         return self.buffer.data_ptr(), self.sum_squares.data_ptr()
 
     def _keep_views(self, k: int, row: int, hidden: Tensor, out: Tensor, squares: Tensor) -> None:
-        """Two slices cost as much as the capture of a row."""
+        """Cache the views: making these two slices costs as much as capturing a row."""
         if not is_plain(hidden, out, squares, self.buffer, self.sum_squares):
             return
-        # Views of an earlier buffer would keep its memory.
+        # Views of an earlier buffer would keep its memory allocated.
         if len(self._views) >= _MAX_VIEWS or self._views_of != self._addresses:
             self._views.clear()
             self._views_of = self._addresses
         self._views[k, row, hidden.shape] = _SlotViews(out.detach(), squares.detach())
 
     def step(self, rows: int, *, row: int = 0) -> CaptureStep:
-        """One forward of the target, in which every slot gets its `rows` rows from `row` on, once."""
+        """One forward of the target, which has to write rows [row, row + rows) of every slot exactly once."""
         return CaptureStep(self, rows, row)
 
     def packed(self, rows: int) -> Tensor:
@@ -136,9 +136,9 @@ class AuxHiddenStates:
 class CaptureStep:
     """The captures of one forward of the target, counted on the host: no slot twice, none left out.
 
-    A slot that is written twice or never costs acceptance and raises nothing in an engine that lists its captures. The
-    rows of a slot may come in pieces, one after the other. As a context manager, a step that ends without an exception
-    checks itself by `finish`. Nothing here reads the device: a step may be in a region that a CUDA graph records.
+    Where an engine collects its captures in a list, a slot that is written twice or never raises nothing and costs
+    acceptance. The rows of a slot may come in several pieces, in order. As a context manager a step calls `finish` when
+    it ends without an exception. Nothing here reads the device, so a step may be part of a captured CUDA graph.
     """
 
     def __init__(self, buffer: AuxHiddenStates, rows: int, row: int = 0) -> None:
@@ -150,7 +150,7 @@ class CaptureStep:
         self.captured = [0] * buffer.num_chunks
 
     def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`AuxHiddenStates.capture` into the step's next rows of slot k; RuntimeError where it has them all."""
+        """`AuxHiddenStates.capture` into the step's next rows of slot k; RuntimeError if there are too many."""
         op = "CaptureStep.capture"
         self.buffer._check_slot(op, k)
         _check_hidden(op, hidden, self.buffer.hidden_size, or_streams=True)
@@ -163,7 +163,7 @@ class CaptureStep:
         return written
 
     def finish(self) -> None:
-        """RuntimeError that names the slots which do not have all rows of the step."""
+        """Raise RuntimeError that names the slots without all rows of the step, if there are any."""
         short = {k: rows for k, rows in enumerate(self.captured) if rows < self.rows}
         if short:
             got = ", ".join(f"slot {k} has {rows}" for k, rows in short.items())
@@ -181,9 +181,9 @@ class CaptureStep:
 class ChainedHiddenStates:
     """The hidden states that one drafting step hands to the next: load(target), then per step current(T), advance(...).
 
-    Step 0 reads the target's pre-norm hidden states, step k what step k - 1 left: the pre-norm sum
-    round(hidden + residual), or its norm where the drafter has `norm_output` (EAGLE-3.1). Rows keep their place; it is
-    the token ids that move (`rotate_token_ids`).
+    Step 0 reads the target's pre-norm hidden states, step k the output of step k - 1: the pre-norm sum
+    round(hidden + residual), or its norm where the drafter has `norm_output` (EAGLE-3.1). Rows keep their place; only
+    the token ids move (`rotate_token_ids`).
 
     Args:
         max_tokens, hidden_size: of the static buffers; padded rows may hold anything, rows above T stay as they are.
@@ -217,7 +217,7 @@ class ChainedHiddenStates:
         self.other = torch.zeros_like(self.buffer)
 
     def load(self, target: Tensor, residual: Tensor | None = None, *, row: int = 0) -> Tensor:
-        """Write round(target + residual), [T, H], into rows [row, row + T); the written view.
+        """Write round(target + residual), [T, H], into rows [row, row + T); returns the written view.
 
         Raises ValueError for rows or a width that the buffer does not have, and whatever `capture_hidden` raises.
         """
@@ -233,9 +233,9 @@ class ChainedHiddenStates:
     def advance(
         self, hidden: Tensor, residual: Tensor, norm_weight: Tensor, *, eps: float = 1e-6, norm_offset: float = 0.0
     ) -> Tensor:
-        """Take over the step's output, [T, H] hidden and residual, in one `add_rms_norm`; returns the normed states.
+        """Store the step's output, [T, H] hidden and residual, in one `add_rms_norm`; returns the normed states.
 
-        They are a [T, H] view of a static buffer, valid until the next `advance`: what the head reads. The gain is
+        The head reads them: a [T, H] view of a static buffer, valid until the next `advance`. The gain is
         norm_offset + norm_weight. Raises as `load`; neither hidden nor residual may be in this object's buffers.
         """
         op = "ChainedHiddenStates.advance"
@@ -252,8 +252,8 @@ class ChainedHiddenStates:
 def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor:
     """In place: ids[i] = ids[i + 1] within each request, ids[last_rows[r]] = next_ids[r]; returns ids.
 
-    The step from MTP layer k to k + 1: hidden rows stay, each sees the token one further on. What follows a request's
-    last row inside its range (rejected tokens) is left with ids that no one reads.
+    The step from MTP layer k to k + 1: hidden rows stay, and each gets the token after its own. Rows of a request
+    behind its last row (rejected tokens) are left with ids that nobody reads.
 
     Args:
         ids: [T] token ids of all requests, one after the other; int32 / int64.
@@ -271,7 +271,7 @@ def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor
     checks.check_dtype(op, "next_ids", next_ids, (ids.dtype,), f"ids has dtype {ids.dtype}")
     if last_rows.shape != next_ids.shape:
         raise checks.shape_error(op, "last_rows", last_rows, str(tuple(next_ids.shape)), "next_ids has that shape")
-    # Written back at once: an index that is out of range raises on the CPU while ids are still whole.
+    # ids is written last: on the CPU an index that is out of range raises before ids changes.
     return ids.copy_(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids))
 
 

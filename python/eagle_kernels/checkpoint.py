@@ -1,6 +1,6 @@
-"""The weights of a drafter's input stage out of a checkpoint, under the names that engines and trainers write.
+"""The weights of a drafter's input stage, read from a checkpoint under the names that engines and trainers write.
 
-Only what the layer has is read from the file. A norm that is missing, or there without the config saying so, is an
+Only the layer's own weights are read from the file. A norm that is missing, or that the config does not have, is an
 error: engines skip it silently (vLLM 0.33 `llama_eagle3` drops `input_norm`), and drafts are then rejected.
 """
 
@@ -24,15 +24,15 @@ from .quantization_config import config_of
 from .quantized_checkpoint import OF_WEIGHT, UNREAD_CODES, check_is_read, read_projection
 from .quantized_weight import QuantizedWeight, columns_unsupported_reason, concat_columns, log_dequantized
 
-_Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict without the projection's weight, and that
+_Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict but for the projection's weight, and that
 _Readers = dict[str, Callable[[], Tensor]]
 
 
 class Opened(NamedTuple):
-    """A checkpoint whose tensors somebody else reads: `doctor` has their headers alone."""
+    """A checkpoint whose tensors the caller reads: `doctor` reads only their headers."""
 
     readers: _Readers
-    quantization: Mapping[str, Any] | None  # as `config_of` has it
+    quantization: Mapping[str, Any] | None  # as `config_of` returns it
 
 
 _Weights = str | os.PathLike | Mapping[str, Tensor] | Opened
@@ -48,12 +48,12 @@ _LEGACY_NAMES = {
 _OTHER_NORMS = ("norm", "verifier_norm")
 _NORM = re.compile(r"\w*norm\w*(\.\d+)?")
 
-# Other parts of a model have these names too; they are the stage's where all that it has is side by side.
+# Other parts of a model use these names too: a prefix with no other name is a stage only if all its modules are there.
 _GENERIC = {"fc", "input_proj", "embed_norm", "hidden_norm"}
 
 
 def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
-    """What an Eagle3Projection loads: fc, fc_norm.{k} and input_norm, with or without `model.`."""
+    """What an Eagle3Projection loads: fc, fc_norm.{k} and input_norm; names may start with `model.`."""
     op, config = "Eagle3Projection.load_checkpoint", layer.config
     readers = _open(op, weights)
     D, W = config.hidden_size, config.num_chunks * config.target_hidden_size
@@ -76,13 +76,13 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
 
 
 def norms_before_fc(names: Iterable[str]) -> list[str]:
-    """Those of a drafter's weights, under our names."""
+    """The weights of norms before fc among a drafter's weights, under our names."""
     ours = map(eagle3_name, names)
     return sorted(name for name in ours if _is_norm_before_fc(name.rpartition(".")[0]))
 
 
 def eagle3_name(name: str) -> str:
-    """Ours for a name of an EAGLE-3 drafter's checkpoint."""
+    """Our name for a weight of an EAGLE-3 drafter's checkpoint."""
     stem, _, parameter = name.removeprefix("model.").rpartition(".")
     return f"{_LEGACY_NAMES.get(stem, stem)}.{parameter}"
 
@@ -128,7 +128,7 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
 
 
 def mtp_layers(names: Iterable[str], streams: bool = False) -> dict[str, dict[str, str]]:
-    """By the prefix of an MTP layer (`model.layers.61.`), what its family calls the module of each of its names."""
+    """By the prefix of an MTP layer (`model.layers.61.`): its weights, each with its family's name for the module."""
     known = _mtp_stems(streams)
     layers: dict[str, dict[str, str]] = {}
     for name in names:
@@ -139,7 +139,7 @@ def mtp_layers(names: Iterable[str], streams: bool = False) -> dict[str, dict[st
 
 
 def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
-    """What an MTPStreamsProjection loads, its eh_proj put together of e_proj and h_proj."""
+    """What an MTPStreamsProjection loads; its eh_proj is e_proj and h_proj side by side."""
     op, config = "MTPStreamsProjection.load_checkpoint", layer.config
     readers, quantization = _open(op, weights), _config_beside(op, weights)
     own_stem = _mtp_stems(streams=True)
@@ -177,7 +177,7 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
 
 
 def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
-    """The state_dict of an Eagle3QKVProjection: the rank's rows of the projections that a checkpoint has apart."""
+    """The state_dict of an Eagle3QKVProjection: the rank's rows of the checkpoint's separate projections, joined."""
     op = "Eagle3QKVProjection.load_checkpoint"
     readers, quantization, dtype = _open(op, weights), _config_beside(op, weights), layer.hidden_norm.weight.dtype
     layers = [name.removesuffix("hidden_norm.weight") for name in readers if name.endswith("hidden_norm.weight")]
@@ -208,8 +208,8 @@ def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
     return state | {name: torch.cat(rows) for name, rows in parts.items()}
 
 
-# What ContextKV's modules are called: DFlash's, Kimi K3's, DeepSeek-V4's and Muse Glimmer's names. Of a layer Laguna's
-# and Muse-Spark's norm come in this order, as Muse-Spark's input_layernorm is that of its queries.
+# The names of ContextKV's modules in DFlash, Kimi K3, DeepSeek-V4 and Muse Glimmer, in this order. For a layer's norm
+# Muse-Spark's name comes before Laguna's, because Muse-Spark also has an input_layernorm, for its queries.
 _CONTEXT_NAMES = {
     "fc": ("fc", "context_proj", "main_proj", "encoder.fc"),
     "hidden_norm": ("hidden_norm", "context_norm", "main_norm", "encoder.output_norm_enc"),
@@ -221,7 +221,7 @@ _CONTEXT_LAYER_NAMES = {
     "layer_norm": ("pre_qkv_proj_norm", "input_layernorm"),
 }
 _CONTEXT_LAYER = re.compile(r"(?P<prefix>(?:.*\.)?(?:layers|mtp)\.)(?P<number>\d+)\.(?P<stem>.+)\.(?P<parameter>\w+)")
-_Modules = dict[str, dict[str, str]]  # by a module's own name, the file's name of each of its tensors
+_Modules = dict[str, dict[str, str]]  # {module: {parameter: the tensor's name in the file}}
 
 
 def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Loaded:
@@ -275,7 +275,7 @@ def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
     parameters = {*OF_WEIGHT, *UNREAD_CODES}
     paths = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in parameters}
     layers = [match for path in paths if (match := _CONTEXT_LAYER.fullmatch(f"{path}.weight"))]
-    of_stages = [match for match in layers if match["prefix"].endswith("mtp.")]  # not the target's, beside them
+    of_stages = [match for match in layers if match["prefix"].endswith("mtp.")]  # the target's layers are beside them
     found = {"fc": [path for path in paths if _own_name(path) in _CONTEXT_NAMES["fc"]]}
     for part in ("k", "v"):
         stems = _CONTEXT_LAYER_NAMES[part]
@@ -284,7 +284,7 @@ def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def context_modules(names: Iterable[str]) -> set[str]:
-    """The paths of all that `context_kv` can read in the checkpoint of a DFlash or DSpark drafter."""
+    """The paths of all modules that `context_kv` can read in the checkpoint of a DFlash or DSpark drafter."""
     paths = {name.rpartition(".")[0] for name in names}
     top = {stem for stems in _CONTEXT_NAMES.values() for stem in stems}
     layers = {stem for stems in _CONTEXT_LAYER_NAMES.values() for stem in stems}
@@ -298,7 +298,7 @@ def _own_name(path: str) -> str:
 
 
 def _context_modules(op: str, readers: _Readers, num_layers: int) -> tuple[_Modules, list[_Modules]]:
-    """The drafter's own modules, and those of each layer. The DSpark stages of a target's checkpoint are its `mtp`."""
+    """The drafter's top modules, and those of each layer: in a target's checkpoint the DSpark stages, `mtp.{l}`."""
     top: _Modules = {}
     found: dict[str, dict[int, _Modules]] = {}
     for name in readers:
@@ -324,13 +324,13 @@ def _context_modules(op: str, readers: _Readers, num_layers: int) -> tuple[_Modu
 
 
 def _named(modules: _Modules, names: tuple[str, ...], parameter: str) -> str:
-    """The file's name of a parameter of the one that is there, or ours for the message that there is none."""
+    """The file's name for a parameter of the one module in `names` that is there; else ours, for the error message."""
     stem = next((stem for stem in names if stem in modules), names[0])
     return modules.get(stem, {}).get(parameter, f"{stem}.{parameter}")
 
 
 def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """(a rank's first row, rows of all ranks); of fewer heads than ranks several ranks have the same one."""
+    """(the rank's first row, rows of all ranks); with fewer heads than ranks several ranks have the same head."""
     if name not in readers:
         raise checks.error(ValueError, op, f"weights has no {name}", "k and v of every layer, and their norms")
     checks.check_tensor(op, name, weight := readers[name]())
@@ -347,12 +347,12 @@ def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: i
 
 
 def _codes_of(names: Mapping[str, str]) -> str:
-    """The file's name of what a projection's weight is read from."""
+    """The file's name of the tensor with a projection's weight or codes."""
     return next(names[parameter] for parameter in ("weight", "weight_packed", "qweight") if parameter in names)
 
 
 def _numbers(op: str, name: str, weight: Tensor | QuantizedWeight, dtype: torch.dtype, because: str | None) -> Tensor:
-    """A weight whose codes no module keeps, in numbers."""
+    """The weight, dequantized if it is codes: for a layer that cannot keep them."""
     if not isinstance(weight, QuantizedWeight):
         return weight
     log_dequantized(op, name, weight.format, dtype, because or "")
@@ -374,7 +374,7 @@ def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Ten
 
 
 def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's state_dict, of its projection as that of the dense weight."""
+    """The shapes of a layer's state_dict, as if its projection were dense."""
     own = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
     own = {
         name: shape
@@ -386,7 +386,7 @@ def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, 
 
 @functools.cache
 def _mtp_stems(streams: bool = False) -> dict[str, str]:
-    """enorm, hnorm and eh_proj (e_proj and h_proj of streams) by what each family calls them."""
+    """Our names (enorm, hnorm, and eh_proj or the e_proj and h_proj of streams) by the name in each family."""
     stages = [family.mtp for family in families().values() if family.mtp is not None and family.mtp.streams == streams]
     ours = ("enorm", "hnorm", *(("e_proj", "h_proj") if streams else ("eh_proj",)))
     return {theirs: ours[k - len(stage.names)] for stage in stages for k, theirs in enumerate(stage.names)}
@@ -457,9 +457,9 @@ def _open(op: str, weights: _Weights) -> _Readers:
 
 
 def open_tensors(op: str, path: Path) -> dict[str, Any]:
-    """By the name of each tensor the opened safetensors file that has it.
+    """The opened safetensors file of each tensor, by the tensor's name.
 
-    A name in two files is that of the file which the index states, as engines read it, and without an index an error.
+    Where two files have a name, the index decides, as it does in engines; without an index this is an error.
     """
     index = path / "model.safetensors.index.json"
     file_of = _files_of_index(op, index) if index.is_file() else {}
@@ -483,10 +483,10 @@ def open_tensors(op: str, path: Path) -> dict[str, Any]:
 
 
 def _open_files(op: str, path: Path, files: set[Path]) -> Iterator[tuple[Path, Any]]:
-    """The opened safetensors files of a checkpoint: of a folder those of its index, or all without one."""
+    """The opened safetensors files of a checkpoint: for a folder those in its index, or all if it has none."""
     try:
         from safetensors import SafetensorError, safe_open
-    except ImportError:  # no dependency: an engine that loads a model has it
+    except ImportError:  # not a dependency: an engine that loads a model has it
         expected = f"it to read {str(path)!r}: pip install safetensors"
         raise checks.error(ModuleNotFoundError, op, "safetensors is not installed", expected) from None
     if not files:
@@ -494,7 +494,7 @@ def _open_files(op: str, path: Path, files: set[Path]) -> Iterator[tuple[Path, A
     if not files:
         raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
     for file in sorted(files):
-        if file.exists() and not file.is_file():  # a pipe would be waited for, and a folder's error names no path
+        if file.exists() and not file.is_file():  # opening a pipe would wait, and a folder's error names no path
             because = "it is a folder" if file.is_dir() else "it is neither a file nor a folder"
             raise checks.error(ValueError, op, f"{str(file)!r} cannot be read", "a safetensors file", because)
         if file.is_symlink() and not file.exists():
@@ -509,17 +509,17 @@ def _open_files(op: str, path: Path, files: set[Path]) -> Iterator[tuple[Path, A
 
 
 def _files_of_index(op: str, index: Path) -> dict[str, Path]:
-    """By tensor the file of a checkpoint in parts, which is in the folder of its index or below."""
+    """The file of each tensor of a sharded checkpoint, which has to be in the folder of the index or below."""
     got, expected = f"{str(index)!r} is not an index", 'JSON with a "weight_map" from names to files'
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as failure:  # of UTF-8 too
+    except (ValueError, RecursionError) as failure:  # invalid UTF-8 too
         raise checks.error(ValueError, op, got, expected, str(failure)) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise checks.error(ValueError, op, got, expected)
     for name, file in weight_map.items():
-        # By its name alone: the files of Hugging Face's cache are links out of their folder.
+        # Only the name is checked, links are not followed: in Hugging Face's cache they lead out of the folder.
         inside = not Path(file).is_absolute() and ".." not in Path(file).parts
         if not inside or not os.path.isfile(index.parent / file):
             raise checks.error(ValueError, op, f"the index has {name} in {file!r}", "a file in its own folder")

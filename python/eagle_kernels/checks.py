@@ -29,7 +29,7 @@ def shape_error(op: str, name: str, tensor: Tensor, expected: str, because: str 
 
 
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
-    """Any integer (Python's, numpy's) as an int; True is none."""
+    """Any integer (Python's, numpy's) as an int; a bool is refused."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -42,39 +42,39 @@ def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> in
 
 
 def check_number(op: str, name: str, value: Any, expected: str = "a number") -> float:
-    """Any real number (Python's, numpy's) as a float; a text of digits is none, nor is True."""
+    """Any real number (Python's, numpy's) as a float; strings and bools are refused."""
     if isinstance(value, (str, bytes, bool)):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     try:
         return float(value)
     except OverflowError:
         raise error(ValueError, op, f"{name} is beyond a float", expected) from None
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several values
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected) from None
 
 
 def check_bool(op: str, name: str, value: object) -> bool:
-    """Not what is merely true, as the text "false" is."""
+    """True or False only: the string "false" would count as true."""
     if not isinstance(value, bool):
         raise error(TypeError, op, f"{name} is {value!r}", "True or False")
     return value
 
 
 def check_eps(op: str, name: str, value: float) -> None:
-    """What is added to a mean square, in fp32."""
+    """An eps is added to a mean square in fp32, so it has to be finite there and not negative."""
     if not 0 <= value <= _MAX_FP32:
         raise error(ValueError, op, f"{name} is {value}", "a finite fp32 number of at least 0")
 
 
 def check_width(op: str, num_chunks: int, hidden_size: int) -> None:
-    """K*H, which int32 counts: before anything is allocated for it."""
+    """K*H has to fit int32, which counts columns; call this before allocating for it."""
     if num_chunks * hidden_size > MAX_WIDTH:
         got = f"K={num_chunks} chunks of H={hidden_size} have {num_chunks * hidden_size} columns"
         raise error(ValueError, op, got, f"at most {MAX_WIDTH}", "int32 counts them")
 
 
 def check_sequence(op: str, name: str, value: Any, expected: str = "a tensor or a sequence of tensors") -> list:
-    """Any iterable but a text as a list."""
+    """Any iterable but a string, as a list."""
     if type(value) is list:
         return [*value]
     try:
@@ -134,7 +134,7 @@ def check_rows(op: str, name: str, tensor: Any, *, or_streams: bool = False) -> 
 
 
 def check_matrix(op: str, name: str, tensor: Tensor) -> None:
-    """Rows as the registered ops take them, which the public ones make of a single row."""
+    """Rows as the registered ops take them; the public ops turn a single row into a matrix first."""
     if tensor.dim() != 2:
         raise shape_error(op, name, tensor, "(T, H)")
 
@@ -189,7 +189,7 @@ def check_no_overlap(op: str, name: str, written: Tensor, others: Iterable[tuple
 
 
 def _streams(tensor: Tensor) -> Sequence[Tensor]:
-    """Rows [T, H] of each stream of [T, S, H], unless they are dense; else the tensor itself."""
+    """Each stream [T, H] of a tensor [T, S, H] that is not dense; else the tensor itself."""
     return tensor.unbind(1) if tensor.dim() == 3 and not tensor.is_contiguous() else (tensor,)
 
 
@@ -204,7 +204,7 @@ def _byte_rows(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
-    """csrc/checks.cpp, `overlap`: rows of one pitch beside each other, as the slots of a buffer are, do not."""
+    """As `overlap` of csrc/checks.cpp. Rows that interleave at one pitch, like a buffer's slots, do not overlap."""
     (a_begin, a_rows, a_bytes, a_pitch), (b_begin, b_rows, b_bytes, b_pitch) = a, b
     if not (a_rows and a_bytes and b_rows and b_bytes):
         return False

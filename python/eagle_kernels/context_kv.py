@@ -1,12 +1,12 @@
-"""ContextKV: the K and V that DFlash and DSpark drafters keep of the target's captured states.
+"""ContextKV: the K and V that DFlash and DSpark drafters compute from the target's captured states and cache.
 
     f    = fc(cat_k aux_norm_k(a_k))                                  [N, H], `combine`
     kv_l = (hidden_norm(f)) [W_k,l | W_v,l]^T + bias, or of layer_norm_l(hidden_norm(f))     [N, L * W], `project`
     rope(k_norm_l(k_l)) and v_l, to the slots of layer l's cache      `store`
 
-`combine` is a `norm_concat_linear`, `project` one for all layers (one per layer where each has a norm of its own),
-`store` a kernel per layer. The engines: SGLang 0.5.23 `models/dflash.py` with `fused_kv_materialize`, vLLM 0.33
-`combine_hidden_states` and `precompute_and_store_context_kv`.
+`combine` is one `norm_concat_linear`, `project` is another one for all layers (or one per layer, where each has its own
+norm), and `store` is one kernel per layer. In the engines: SGLang 0.5.23 `models/dflash.py` with
+`fused_kv_materialize`, vLLM 0.33 `combine_hidden_states` and `precompute_and_store_context_kv`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ class ContextKVConfig:
         eps, norm_offset: of all norms; the gain is norm_offset + weight (MiniMax-M3: 1).
         bias: of the K and V projections.
         chunk_norm: an aux_norm in front of fc for each captured state (Laguna).
-        layer_norm: a norm of each layer's own between hidden_norm and its projection (Laguna's input_layernorm,
+        layer_norm: each layer has its own norm between hidden_norm and its projection (Laguna's input_layernorm,
             Muse-Spark's pre_qkv_proj_norm).
         k_norm: "weight", "unit" (a norm without a gain: Muse-Spark) or "none".
-        values: "own", "k" (V is K's projection behind a norm without a gain: Gemma 4's k_eq_v) or "none" (latent
+        values: "own", "k" (V is K's projection after a norm without a gain: Gemma 4's k_eq_v) or "none" (latent
             attention caches K alone: Kimi K3, DeepSeek-V4).
-        norm_width: columns of a head that k_norm is over; None: all d. Kimi K3's kv_a_layernorm takes 512 of 576.
+        norm_width: k_norm covers the first norm_width columns of a head; None: all d. Kimi K3's kv_a_layernorm covers
+            512 of 576.
         rotary_dim, rotary_begin, interleaved: columns [rotary_begin, rotary_begin + rotary_dim) of a head rotate, in
-            halves (NeoX) or interleaved pairs; rotary_dim None: all that follow.
-        capture_after_engram: which side of a captured layer's Engram (DeepSeek-V4.1) the states are from. SGLang
-            captures behind the injection, vLLM in front of it; a drafter reads what it was trained on.
+            halves (NeoX) or interleaved pairs; rotary_dim None: all columns from rotary_begin on.
+        capture_after_engram: whether a layer's state is captured after its Engram injection (DeepSeek-V4.1), as SGLang
+            does, or before it, as vLLM does; a drafter needs the one that it was trained on.
     """
 
     num_chunks: int
@@ -126,10 +127,11 @@ class ContextKVConfig:
         """The context stage of a drafter's Hugging Face config, by its `architectures`.
 
         Args:
-            config: the drafter's config, object or dict; target_layer_ids at its top level or in `dflash_config`. Of
-                the DSpark stages in DeepSeek-V4's checkpoints it is the target's.
+            config: the drafter's config, object or dict; target_layer_ids at its top level or in `dflash_config`. For
+                the DSpark stages in DeepSeek-V4's checkpoints it is the target's config.
             target_hidden_size: Ht.
-            engine: "sglang", "vllm" or "transformers": whose side of the Engram a V4.1 drafter was made for.
+            engine: "sglang", "vllm" or "transformers": the one that a V4.1 drafter was made for, which sets
+                capture_after_engram (True for "sglang").
 
         Raises:
             ValueError: an architecture that is not supported (the message says why), a size that is missing.
@@ -163,7 +165,7 @@ _FROM_HF = "ContextKVConfig.from_hf"
 
 
 def _num_chunks(config: object) -> int | None:
-    """The number of captured layers; as many as the drafter has where nothing says which."""
+    """The number of captured layers; where the config lists none, the drafter's number of layers."""
     nested = get_field(config, "dflash_config")
     for place in (config, nested):
         for name in ("target_layer_ids", "dspark_target_layer_ids"):
@@ -173,7 +175,7 @@ def _num_chunks(config: object) -> int | None:
 
 
 def _size(config: object, name: str) -> int | None:
-    """A field that is computed with; None where the config has none."""
+    """A field as an int; None where the config has none."""
     value = get_field(config, name)
     return None if value is None else checks.check_int(_FROM_HF, name, value)
 
@@ -202,7 +204,7 @@ def _laguna(config: object) -> dict[str, Any]:
 
 
 def _muse_spark(config: object) -> dict[str, Any]:
-    """A norm of each layer's own behind hidden_norm, K normed without a gain, and RoPE by pairs."""
+    """Each layer has its own norm after hidden_norm, K's norm has no gain, and RoPE rotates pairs."""
     for name, got, wanted, because in (
         ("norm_affine", get_field(config, "norm_affine"), True, "a norm without a gain has no weights to load"),
         ("use_rope", get_field(config, "use_rope"), True, "K rotates"),
@@ -230,7 +232,7 @@ def _gemma4(config: object) -> dict[str, Any]:
 
 
 def _kimi_k3(config: object) -> dict[str, Any]:
-    """One latent head: kv_lora_rank normed columns, and behind them those that rotate."""
+    """One latent head: kv_lora_rank normed columns, then those that rotate."""
     rank, rotary = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
     head = None if rank is None or rotary is None else rank + rotary
     latent = {"num_kv_heads": 1, "head_dim": head, "norm_width": rank, "rotary_begin": rank}
@@ -238,7 +240,7 @@ def _kimi_k3(config: object) -> dict[str, Any]:
 
 
 def _deepseek_v4(config: object) -> dict[str, Any]:
-    """One normed head, whose last columns rotate, for each of the DSpark stages inside the checkpoint."""
+    """One normed head, whose last columns rotate, for each DSpark stage in the checkpoint."""
     head, rotary = _size(config, "head_dim"), _size(config, "qk_rope_head_dim")
     begin = None if head is None or rotary is None else head - rotary
     stage = {"num_layers": get_field(config, "n_mtp_layers") or 3, "num_kv_heads": 1, "head_dim": head}
@@ -246,12 +248,12 @@ def _deepseek_v4(config: object) -> dict[str, Any]:
 
 
 def _is_v41(name: str, config: object) -> bool:
-    """SGLang has one class for V4 and V4.1, and tells them by their model type."""
+    """SGLang has one class for V4 and V4.1, and distinguishes them by model type."""
     return name == "DSparkV41DraftModel" or get_field(config, "model_type") == "deepseek_v41"
 
 
 def _stages_of_target(config: object) -> dict[str, Any]:
-    """Of the checkpoint that has the stages beside the target's own layers."""
+    """The config of a checkpoint that has DSpark stages beside the target's own layers."""
     if get_field(config, "dspark_target_layer_ids") is None:
         got, expected = "dspark_target_layer_ids is missing", "the captured layers of its DSpark stages"
         raise checks.error(ValueError, _FROM_HF, got, expected)
@@ -259,7 +261,7 @@ def _stages_of_target(config: object) -> dict[str, Any]:
 
 
 def _dspark(config: object) -> dict[str, Any]:
-    """vLLM's name for DeepSeek-V4's, and SGLang's for a dense drafter."""
+    """DSparkDraftModel is vLLM's name for DeepSeek-V4's stages, and SGLang's for a dense drafter."""
     return _dense(config) if get_field(config, "dspark_target_layer_ids") is None else _deepseek_v4(config)
 
 
@@ -291,8 +293,8 @@ class ContextKV(LoadsProjections):
         dtype, device: of the parameters.
 
     state_dict: fc.weight [H, K*Ht], aux_norm.{k}.weight [Ht] (chunk_norm), hidden_norm.weight [H],
-    layer_norm.{l}.weight [H] (layer_norm), kv_proj.weight [L*W, H] (and bias), in the order of the layers, K in front
-    of V, k_norm.{l}.weight (k_norm "weight"). Parameters do not require grad: the layer is inference only.
+    layer_norm.{l}.weight [H] (layer_norm), kv_proj.weight [L*W, H] (and bias) with the layers in order, each K before
+    V, k_norm.{l}.weight (k_norm "weight"). Parameters do not require grad: the layer is inference only.
     """
 
     def __init__(
@@ -331,14 +333,14 @@ class ContextKV(LoadsProjections):
     ) -> ContextKV:
         """Copy fc, the norms and this rank's heads of K and V from a drafter's checkpoint.
 
-        A safetensors file or folder, or tensors by name: those of DFlash drafters, or the DSpark stages (`mtp.{l}`) in
-        the checkpoint of their target. A quantized fc stays quantized; K and V of all layers are one weight here, and
-        are dequantized.
+        weights: a safetensors file or folder, or tensors by name: those of a drafter, or of a target whose checkpoint
+        has the DSpark stages (`mtp.{l}`). A quantized fc stays quantized; K and V of all layers are one weight here, so
+        they are dequantized.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, another number of layers or
         heads, a shape that does not fit, a bias that the config does not have.
         """
-        from . import checkpoint  # 6 ms, for those who load one
+        from . import checkpoint  # an import of 6 ms, which only loading needs
 
         op = f"{OP}.load_checkpoint"
         checks.check_int(op, "tp_size", tp_size, at_least=1)
@@ -375,9 +377,9 @@ class ContextKV(LoadsProjections):
     def combine(
         self, chunks: Sequence[Tensor] | Tensor, *, indices: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """fc of the captured states, [N, H], in front of hidden_norm: what vLLM's `combine_hidden_states` keeps.
+        """fc of the captured states, [N, H], before hidden_norm: what vLLM's `combine_hidden_states` keeps.
 
-        Args: as in `norm_concat_linear`: K chunks [T, Ht] or one packed [T, K*Ht], and rows of them.
+        Args: as in `norm_concat_linear`: K chunks [T, Ht] or one packed [T, K*Ht], and the indices of their rows.
         """
         config = self.config
         gains = [parameter_of(norm) for norm in self.aux_norm]
@@ -386,9 +388,9 @@ class ContextKV(LoadsProjections):
         return project_onto(self._modules["fc"], Sources.of("norm_concat_linear", *arguments), 0.0, out)
 
     def project(self, states: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """K and V of all layers, [N, L*W], of what `combine` returned, [N, H]; before k_norm and RoPE.
+        """K and V of all layers, [N, L*W], from the states [N, H] that `combine` returned; before k_norm and RoPE.
 
-        `out` has a row stride of its own where it is a view.
+        `out` may be a view with any row stride.
         """
         config = self.config
         hidden_norm = (parameter_of(self.hidden_norm), config.eps, config.norm_offset)
@@ -400,9 +402,9 @@ class ContextKV(LoadsProjections):
         normed = concatenate(sources)
         L, W = config.num_layers, config.kv_width
         weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
-        if out is not None:  # before the first layer is written
+        if out is not None:  # checked before the first layer is written
             sources.check_out("norm_concat_linear", out, L * W, "L*W")
-            if is_plain(states, weight, bias, out):  # a trace does not know memory
+            if is_plain(states, weight, bias, out):  # a trace has no addresses
                 sources.check_memory("norm_concat_linear", out, ("weight", weight), ("bias", bias))
         kv = states.new_empty(*states.shape[:-1], L * W) if out is None else out
         for layer, norm in enumerate(self.layer_norm):
@@ -430,10 +432,10 @@ class ContextKV(LoadsProjections):
                 is left out); a row whose slot is negative or beyond the cache is skipped.
             cos_sin: [P, rotary_dim] in the dtype of kv or fp32: cos of half as many frequencies, then sin. SGLang reads
                 its cache as stored, vLLM casts it to the model's dtype.
-            caches: per layer (K, V), each [slots, n, d] in kv's dtype with free strides of slots and heads; V is None
-                where the config says values "none". A cache in FP8 stays with the engine: hand `store` a buffer.
+            caches: per layer (K, V), each [slots, n, d] in kv's dtype, any strides of slots and heads; V is None where
+                the config says values "none". Only the engine can write an FP8 cache: give `store` a buffer instead.
 
-        Raises TypeError / ValueError for arguments that do not fit, before the layer that has them is written.
+        Raises TypeError / ValueError for arguments that do not fit, before their layer is written.
         """
         config, W = self.config, self.config.kv_width
         checks.check_tensor(OP, "kv", kv)

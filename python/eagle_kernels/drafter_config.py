@@ -41,7 +41,7 @@ LAYER_ID_RULES: dict[str, _Rule] = {
     "boundary-iff-last-is-N": _boundary_ids_iff_last_is_n,
 }
 
-# boundary = id + rule(ids, N), of targets without a row in models/table.py that says it. Source: SGLang 0.5.23
+# boundary = id + rule(ids, N), for targets without a rule in models/table.py. Source: SGLang 0.5.23
 # `set_eagle3_layers_to_capture`, of the model's class or the one it inherits from; a composite model type is listed
 # beside its text model's, to which it delegates.
 _OTHER_MODEL_TYPES = {
@@ -52,9 +52,9 @@ _OTHER_MODEL_TYPES = {
     "output-iff-first-is-1": "deepseek_v2",
     "boundary-iff-last-is-N": "gpt_oss",
 }
-# What their DSpark stages, which alone capture these targets, call a layer: V4.1's read the inputs of its attention.
+# How the DSpark stages of these targets name layers; nothing else captures them. V4.1's read the attention's inputs.
 _OF_DSPARK = {"deepseek_v4": "output", "deepseek_v41": "boundary"}
-# DFlash's ids name outputs whatever the target is, but for one: SGLang takes those of some drafters for boundaries.
+# DFlash's ids name outputs for every target but this one, where SGLang takes the ids of some drafters for boundaries.
 _OF_SEVERAL_MEANINGS = ("muse_glimmer",)
 _MEANINGS = ("output", "boundary")
 _ALGORITHMS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
@@ -68,7 +68,7 @@ def capture_layers(
     algorithm: str = "eagle3",
     layer_ids_mean: str | None = None,
 ) -> list[int]:
-    """boundaries = sorted(id + shift for id in layer_ids), the shift by the encoding of the checkpoint.
+    """boundaries = sorted(id + shift for id in layer_ids), where shift depends on the checkpoint's encoding.
 
     shift 1 for most model types (ids name layer outputs); DeepSeek V2/V3, Kimi K2, GLM-4-MoE-lite: 1 iff the first id
     is 1; gpt-oss: 0 iff max(ids) = N; DFlash and DSpark: 1 for any target, but 0 for DeepSeek V4.1's DSpark stages.
@@ -87,9 +87,10 @@ def capture_layers(
 
     Raises:
         TypeError: `num_layers` or an id is not an int.
-        ValueError: an unknown name (of DFlash and DSpark "muse_glimmer" alone, whose ids SGLang reads by the class of
-            the drafter), an empty list, duplicates, a boundary outside [0, N], DFlash or DSpark without ids, or a
-            target too shallow for the default (N < 7).
+        ValueError: an unknown name; a model type whose ids have no single meaning (DFlash and DSpark: "muse_glimmer",
+            whose ids SGLang reads by the class of the drafter; DFlash: DeepSeek V4 and V4.1); an empty list,
+            duplicates, a boundary outside [0, N], DFlash or DSpark without ids, or a target too shallow for the default
+            (N < 7).
 
     Source: SGLang 0.5.23 `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture`,
     `set_dspark_layers_to_capture`. vLLM 0.33 reads EAGLE-3 ids of every model as boundaries: pass
@@ -171,18 +172,18 @@ class Eagle3Config:
         num_chunks: K.
         target_hidden_size: H, the width of one source.
         hidden_size: D, the drafter's width.
-        chunk_norm, concat_norm: one RMSNorm per chunk; one over all K*H. Both may hold, concat first (SGLang 0.5.23
-            `llama_eagle3`).
-        norm_offset: the gain of these norms is norm_offset + w. `from_hf` says 0, as the engines' drafters have it
-            whatever the target uses; 1 for a drafter that was trained with its Gemma target's own norms.
+        chunk_norm, concat_norm: one RMSNorm per chunk; one over all K*H. With both, concat_norm comes first (SGLang
+            0.5.23 `llama_eagle3`).
+        norm_offset: the gain of these norms is norm_offset + w. `from_hf` sets 0, as the engines do for every drafter
+            whatever its target uses; 1 is for a drafter that was trained with its Gemma target's own norms.
         eps: of every norm of the drafter.
         bias: `fc` has one.
         projection: False where the drafter reads the last hidden state as it is (`use_aux_hidden_state` false).
         norm_output: the drafter feeds its normed output to its next step, not the pre-norm sum.
         norm_before_residual: the first layer's residual is the normed hidden state.
         layer_ids: as the checkpoint writes them, None for the default.
-        layer_ids_mean: goes to `capture_layers`: "boundary" where the format fixes that, None where the target's model
-            type decides.
+        layer_ids_mean: for `capture_layers`: "boundary" where the config's format implies it, None where the target's
+            model type decides.
         vocab_size: rows of the drafter's embedding table.
         draft_vocab_size: rows of the drafter's head; `vocab_size` where the config gives none.
     """
@@ -236,13 +237,13 @@ class Eagle3Config:
         else to False. Layer ids of speculators and of `eagle_config.layer_ids` are boundaries.
 
         speculators 0.9 trains with norm_before_residual, norm_before_fc and norm_output by default and writes all three
-        into every config; a config without them is older than they are, so that False is what it was trained with.
+        into every config; a config without them is older than these fields, and its drafter was trained with False.
 
         Args:
             config: a dict (parsed config.json) or any object with those attributes (`PretrainedConfig`).
-            trained_by: "specforge" where SpecForge wrote the config. Its norm_output says that the head has a norm, and
-                the state fed back is the pre-norm one whatever it says (0.2.0 `llama3_eagle`); an engine that reads
-                True feeds the normed state, which such a drafter has never seen.
+            trained_by: "specforge" where SpecForge wrote the config. Its norm_output says only that the head has a
+                norm: the state fed back is the pre-norm one in any case (0.2.0 `llama3_eagle`). An engine that reads
+                True as its own flag feeds back the normed state, which such a drafter has never seen.
 
         Raises:
             TypeError: neither a dict nor an object with attributes, or a value of another type than the field's.
@@ -355,5 +356,5 @@ def check_config(op: str, name: str, config: object) -> None:
 
 
 def get_field(section: object, key: str) -> Any:
-    """A field of a Hugging Face config, which is a dict or an object with attributes; None where it has none."""
+    """A field of a Hugging Face config, which is a dict or an object with attributes; None where it is absent."""
     return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)

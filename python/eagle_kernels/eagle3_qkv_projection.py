@@ -28,10 +28,10 @@ class Eagle3QKVConfig:
         hidden_size: H, the drafter's width.
         num_heads, num_kv_heads, head_dim: of its attention, over all ranks.
         latent: (q_lora_rank, kv_lora_rank + qk_rope_head_dim) of latent attention (DeepSeek, Kimi), whose projection
-            is whole on every rank; the three sizes above are not read then.
+            is replicated on every rank; the three sizes above are then not read.
         eps: of both norms.
         bias: qkv_proj has one (`attention_bias`). SGLang 0.5.23 `llama_eagle3` builds it without.
-        norm_before_residual: what the layer adds to is hidden_norm(hidden), not hidden. SGLang never reads it.
+        norm_before_residual: the layer's residual is hidden_norm(hidden), not hidden. SGLang never reads this field.
     """
 
     hidden_size: int
@@ -60,7 +60,7 @@ class Eagle3QKVConfig:
     def from_hf(cls, config: object) -> Eagle3QKVConfig:
         """Read a drafter's Hugging Face config: its `transformer_layer_config` where it has one (speculators).
 
-        Raises ValueError that names a size which is missing.
+        Raises ValueError that names a missing size.
         """
         check_config(_FROM_HF, "config", config)
         layer = get_field(config, "transformer_layer_config") or config
@@ -96,10 +96,10 @@ class Eagle3QKVConfig:
         )
 
     def rows(self, tp_rank: int, tp_size: int) -> dict[str, tuple[int, int]]:
-        """[begin, end) of the rows of each projection of the checkpoint that a rank has, in the order of qkv_proj.
+        """The rank's rows [begin, end) of each of the checkpoint's projections, in the order of qkv_proj.
 
-        Query heads are split evenly; of fewer key-value heads than ranks, several ranks have the same one, as vLLM's
-        and SGLang's QKVParallelLinear give them out.
+        Query heads are split evenly. With fewer key-value heads than ranks several ranks have the same head, as in
+        vLLM's and SGLang's QKVParallelLinear.
         """
         if self.latent is not None:
             return {"q_a_proj": (0, self.latent[0]), "kv_a_proj_with_mqa": (0, self.latent[1])}
@@ -161,14 +161,14 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
     def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3QKVProjection:
         """Copy the norms and this rank's rows of q, k and v (q_a and kv_a) from a drafter's checkpoint.
 
-        A safetensors file or folder, or tensors by name. The layer is `midlayer` or `layers.0`, behind any prefix. What
-        is quantized is dequantized, since q, k and v are one weight here, and the log says so; a layer that `quantize`
-        has rounded is dense again.
+        weights: a safetensors file or folder, or tensors by name. The layer is `midlayer` or `layers.0`, after any
+        prefix. Quantized weights are dequantized, since q, k and v are one weight here, and the log says so; after
+        `quantize`, loading makes qkv_proj dense again.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, a shape that does not fit, a
         bias that the config does not have, codes without their scale.
         """
-        from . import checkpoint  # 6 ms, for those who load one
+        from . import checkpoint  # an import of 6 ms, which only loading needs
 
         state = checkpoint.eagle3_qkv_projection(weights, self)
         if isinstance(self.qkv_proj, QuantizedLinear):
@@ -186,10 +186,10 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
         embeds: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(qkv [T, R], residual [T, H]): the attention's input behind its projection, and what its output is added to.
+        """(qkv [T, R], residual [T, H]): the attention's q, k and v, and what the attention's output is added to.
 
         Args:
-            hidden: [T, H], of `fc` or of the drafter's step before.
+            hidden: [T, H], the output of `fc` or of the drafter's previous step.
             ids, table, embeds: as in `MTPProjection`; a table of the whole vocabulary is gathered inside the op.
             out: [T, R], as in `norm_concat_linear`.
 

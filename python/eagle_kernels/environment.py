@@ -9,7 +9,7 @@
 | EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG | 0, 1, force | 0: the plugin is off; force: on also where it is slower |
 | EAGLE_KERNELS_VLLM_<PART>, EAGLE_KERNELS_SGLANG_<PART> | 0, 1 | one part of it; docs/reference.md lists the parts |
 
-TRITON_INTERPRET=1, Triton's own, lets the triton backend take CPU tensors: its interpreter, to test kernels with.
+TRITON_INTERPRET=1, a variable of Triton's, lets the triton backend run CPU tensors in Triton's interpreter, for tests.
 
 The build reads two more, in `setup.py`: EAGLE_KERNELS_BUILD and EAGLE_KERNELS_CUDA_ARCHS.
 """
@@ -31,7 +31,7 @@ class Settings:
     cpu_isa: str | None
     triton_interpret: bool
     early_weight: bool = True
-    wrong: str | None = None  # the sentence about a value that does not exist; every call raises it
+    wrong: str | None = None  # the message about an invalid value; every call raises it
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
@@ -44,7 +44,7 @@ def _choice(name: str, choices: tuple[str, ...]) -> str | None:
 
 
 def read_settings() -> Settings:
-    """Read the environment now; importing the package does this once, and never fails: the first call does."""
+    """Read the environment now; importing the package does this once. Never raises: the first call does."""
     try:
         return _read_settings()
     except ValueError as wrong:
@@ -68,14 +68,14 @@ class EngineSwitches:
 
     parts: frozenset[str]  # those that are on
     force: bool  # a stage runs on the ops also where the engine's own code is faster
-    wrong: tuple[str, ...]  # a sentence for each variable or value that does not exist
+    wrong: tuple[str, ...]  # a message for each unknown variable or invalid value
 
 
 def engine_switches(engine: str, defaults: Mapping[str, bool]) -> EngineSwitches:
-    """The switches of an engine's plugin, whose parts are on or off by default.
+    """The switches of an engine's plugin; `defaults` says for each part whether it is on by default.
 
-    Never raises. A value that does not exist turns off what its variable switches: "off" and "no" are more often meant
-    than "on", and the engine works without. A variable that does not exist changes nothing.
+    Never raises. An invalid value turns off what its variable switches: it is more often meant as "off" or "no" than as
+    "on", and the engine works without it. An unknown variable changes nothing.
 
     >>> engine_switches("vllm", {"combine": True, "embedding": False}).parts
     frozenset({'combine'})
@@ -94,7 +94,7 @@ def engine_switches(engine: str, defaults: Mapping[str, bool]) -> EngineSwitches
     values = {part: read(name, ("0", "1")) for name, part in names.items()}
     for name in sorted(os.environ):
         if name.startswith(switch) and name != switch and name not in names:
-            from difflib import get_close_matches  # not needed where nothing is misspelt
+            from difflib import get_close_matches  # imported only where a name is misspelled
 
             (nearest,) = get_close_matches(name, names, 1, 0.0)
             wrong.append(f"{name} is not a variable of the plugin and changes nothing, did you mean {nearest}?")

@@ -20,8 +20,8 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 
     Args:
         op: the op's name, for example "norm_concat_linear".
-        args, kwargs: those of the call. Only sizes, dtypes and devices are read, so meta tensors of the right device
-            type are not needed: any tensors of the sizes will do.
+        args, kwargs: those of the call. Tensors' values are not read: any with the same sizes, dtypes, devices and
+            alignment have the same plan.
 
     Raises:
         ValueError: an op that does not exist.

@@ -1,9 +1,9 @@
-"""Integers packed into int32 as compressed-tensors, AutoAWQ and GPTQ write them: no kernel reads them, so that they are
-dequantized where they are loaded.
+"""Integers packed into int32 as compressed-tensors, AutoAWQ and GPTQ write them. No kernel reads them, so they are
+dequantized when they are loaded.
 
     W[d, c] = (q[d, c] - zero[d, group]) * scale[d, group]
 
-q is unsigned, of b = 4 or 8 bits; the first of the numbers that an int32 has is in its lowest bits:
+q is unsigned, with b = 4 or 8 bits. The first number of an int32 is in its lowest bits:
 
 | who | codes | zeros | numbers of an int32 | zero |
 |---|---|---|---|---|
@@ -11,11 +11,11 @@ q is unsigned, of b = 4 or 8 bits; the first of the numbers that an int32 has is
 | GPTQ | [W*b/32, D] | [groups, D*b/32] | in order | stored + 1; `gptq_v2` as stored |
 | AutoAWQ `gemm`, b = 4 | [W, D/8] | [groups, D/8] | 0 2 4 6 1 3 5 7 | as stored |
 
-Scales are [D, groups] of the first and [groups, D] of the others. Names: weight_packed, weight_scale and
-weight_zero_point of the first, qweight, scales and qzeros of the others.
+compressed-tensors has scales [D, groups] and the names weight_packed, weight_scale and weight_zero_point; the others
+have scales [groups, D] and the names qweight, scales and qzeros.
 
-g_idx (GPTQ's `desc_act`) and weight_g_idx name the group of each column; without them group_size columns in a row are
-one, of which the last group of a row may have fewer. A g_idx of zeros alone says nothing of several groups
+g_idx (GPTQ's `desc_act`) and weight_g_idx give the group of each column. Without them each group is group_size
+consecutive columns, and the last one may have fewer. Where there are several groups, a g_idx of all zeros is ignored
 (exllamav2 `ext.py`, `make_q_matrix`).
 
 Sources: compressed-tensors 0.20 `compressors/pack_quantized` (`pack_to_int32`, and its zeros along dim 0), AutoAWQ
@@ -37,16 +37,16 @@ from .quantization_config import check_format, section_of
 from .quantized_weight import log_dequantized
 
 PACKED, TRANSPOSED = "weight_packed", "qweight"
-# What stands beside the codes of each, and makes numbers of them.
+# The tensors of each: the codes, and those that dequantize them.
 OF_PACKED = (PACKED, "weight_scale", "weight_zero_point", "weight_g_idx")
 OF_TRANSPOSED = (TRANSPOSED, "scales", "qzeros", "g_idx")
-# Of each int32 of AutoAWQ, where its rows 0 to 7 are.
+# An int32 of AutoAWQ has numbers of 8 rows of the weight: for each row, the place of its 4 bits.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Codes [D, W] as the file has them, and what makes numbers of them."""
+    """Codes [D, W] as the file stores them, and what dequantizes them."""
 
     name: str  # of the layout
     bits: int
@@ -56,7 +56,7 @@ class Packed:
     group_of: Tensor  # [W]
 
     def columns(self, begin: int, end: int) -> Tensor:
-        """q of these columns, whose bounds are multiples of 8."""
+        """q of columns [begin, end); begin is a multiple of 8, and so is end unless it is W."""
         numbers = 32 // self.bits
         if self.name == "pack-quantized":
             return _unpack(self.codes[:, begin // numbers : end // numbers], self.bits)
@@ -68,7 +68,7 @@ class Packed:
         """The weight [D, W] in bf16, rounded once from fp32; the log says so."""
         D, W = self.scales.shape[0], self.group_of.shape[0]
         out = torch.empty(D, W, dtype=torch.bfloat16, device=self.codes.device)
-        # 4 M values at a time: a weight of 100 MB is never there in fp32 as a whole.
+        # 4 M values at a time, so that a weight of 100 MB never exists in fp32 as a whole.
         step = max(8, (1 << 22) // max(D, 1) // 8 * 8)
         for begin in range(0, W, step):
             end = min(begin + step, W)
@@ -151,9 +151,9 @@ def _layout_of(
 def _checked_groups(
     op: str, name: str, layout: str, bits: int, names: Mapping[str, str], groups: int, W: int, config: Mapping[str, Any]
 ) -> tuple[int | None, str | None]:
-    """(columns of a group, the key that says they are in order) of a config; None where it does not say.
+    """(columns of a group, the key that says that groups are in order), each None where the config does not say.
 
-    Raises where it means another packing than its tensors have.
+    Raises where the config means another packing than the tensors have.
     """
     check_format(op, name, [layout], config)
     version = config.get("version")
@@ -202,20 +202,20 @@ def _groups(
     size: int | None,
     in_order: str | None,
 ) -> Tensor:
-    """The group of each column, of the `size` that a config says."""
+    """The group of each column; `size` is the config's group size, if it states one."""
     groups = scales.shape[1]
     parameter = next((parameter for parameter in ("g_idx", "weight_g_idx") if parameter in names), None)
     given = (
         None if parameter is None else _group_indices(op, names[parameter], tensor(parameter), groups, W, scales_name)
     )
-    # Zeros are what a quantizer without act order leaves there: obeyed, one scale of several would have all columns.
+    # A quantizer without act order leaves zeros here: taken at their word, all columns would have the first scale.
     if given is not None and not in_order and (groups == 1 or given.any()):
         return given
     if size is None and W % groups:
         got = f"{scales_name} has {groups} groups"
         raise checks.error(ValueError, op, got, f"a divisor of {W}, the columns of the weight")
     each = W // groups if size is None else size
-    # Not on the default device: columns taken by an index on meta are whatever memory held.
+    # On the scales' device: with meta as the default one, indexing by this would return uninitialized memory.
     sequential = torch.arange(W, device=scales.device) // each
     if given is not None and given.any() and (wrong := (given != sequential).nonzero()).numel():
         assert parameter is not None and in_order is not None
@@ -245,11 +245,11 @@ def _zeros(
     shape: tuple[int, int],
     config: Mapping[str, Any],
 ) -> Tensor:
-    """[D, groups], or of symmetric pack-quantized one number."""
+    """The zeros [D, groups]; for symmetric pack-quantized one number."""
     D, groups = shape
     parameter = "weight_zero_point" if layout == "pack-quantized" else "qzeros"
     if layout == "pack-quantized" and parameter not in names:
-        return torch.tensor(1 << (bits - 1), device="cpu")  # a number, wherever the codes are
+        return torch.tensor(1 << (bits - 1), device="cpu")  # 0-d: it works with codes on any device
     packed, numbers = tensor(parameter), 32 // bits
     checks.check_dtype(op, names[parameter], packed, (torch.int32,))
     expected = (-(-D // numbers), groups) if layout == "pack-quantized" else (groups, -(-D // numbers))
@@ -258,7 +258,7 @@ def _zeros(
     if layout == "awq":
         return _in_awq_order(packed).t()
     zeros = _unpack(packed.t() if layout == "pack-quantized" else packed, bits)[:, :D].t()
-    # A zero that wrapped around to the largest code is ambiguous: 2^b here, as AutoGPTQ and vLLM compute it.
+    # A stored 2^b - 1 may mean a zero of 2^b, or one of 0 that wrapped around: 2^b here, as in AutoGPTQ and vLLM.
     return zeros + 1 if layout == "gptq" and config.get("checkpoint_format") != "gptq_v2" else zeros
 
 

@@ -25,22 +25,22 @@ from .vocab_shard import VocabShard, shard_vocab_weight
 
 
 def parameter_of(module: Any, name: str = "weight", *default: None) -> Any:
-    """The module's parameter as it is now: nothing is kept that load_state_dict, .to() or a new Parameter could leave
-    behind. From the module's own dict, since nn.Module's attributes take 0.6 us each and eight of them a third of a
-    call; a parametrized weight, a wrapper's property and what an engine has in place of a module are attributes alone.
+    """The module's parameter as it is now: nothing is cached that load_state_dict, .to() or a new Parameter would make
+    stale. Read from the module's own dict, since an attribute of nn.Module takes 0.6 us and eight of them a third of a
+    call; a parametrized weight, a wrapper's property and an engine's object in place of a module are only attributes.
     """
     parameters: Any = getattr(module, "_parameters", ())
     return parameters[name] if name in parameters else getattr(module, name, *default)
 
 
 def child_of(module: Any, name: str) -> Any:
-    """A module's child as it is now, by way of its own dict as `parameter_of`; None where it has none of that name."""
+    """A module's child as it is now, read from its own dict like `parameter_of`; None if there is none of that name."""
     modules: Any = getattr(module, "_modules", ())
     return modules[name] if name in modules else getattr(module, name, None)
 
 
 def weights_of(modules: Iterable[Any]) -> list[Any]:
-    """`parameter_of` each, without a call of Python's for each."""
+    """`parameter_of` each module, without a Python call for each."""
     try:
         return [module._parameters["weight"] for module in modules]
     except (AttributeError, KeyError):
@@ -56,7 +56,7 @@ def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tenso
         weight, bias = parameters["weight"], parameters["bias"]
     except KeyError:
         weight, bias = parameter_of(linear), parameter_of(linear, "bias")
-    # As in norm_concat_linear.
+    # tuple.__new__ as in norm_concat_linear.
     return project(sources, tuple.__new__(Projection, (weight, bias, None, post_norm_eps)), out)
 
 
@@ -64,7 +64,7 @@ class Eagle3Projection(LoadsProjections):
     """The `fc` block of an EAGLE-3 drafter: y = fc(fc_norm(input_norm(cat of K captured layers))).
 
     Args:
-        config: `Eagle3Config`; chunk_norm and concat_norm say which norms there are, concat first where both are.
+        config: `Eagle3Config`; chunk_norm and concat_norm say which norms there are, input_norm first if both are.
         dtype, device: of the parameters.
 
     state_dict: fc.weight [D, K*H], fc.bias [D] (config.bias), fc_norm.{k}.weight [H] (chunk_norm), input_norm.weight
@@ -105,26 +105,26 @@ class Eagle3Projection(LoadsProjections):
     def load_checkpoint(self, weights: str | os.PathLike | Mapping[str, Tensor]) -> Eagle3Projection:
         """Copy fc and the norms from a drafter's checkpoint: a safetensors file or folder, or tensors by name.
 
-        Names may start with `model.`; aux_norm_low|mid|high are fc_norm.0|1|2 (the legacy name). What belongs to the
-        rest of the drafter (layers, midlayer, norm, lm_head, embed_tokens, d2t, t2d) is left alone.
+        Names may start with `model.`; aux_norm_low|mid|high are fc_norm.0|1|2 (the legacy name). Weights of the rest of
+        the drafter (layers, midlayer, norm, lm_head, embed_tokens, d2t, t2d) are ignored.
 
         A quantized fc stays codes and scales (`QuantizedWeight`); integers in groups (compressed-tensors, GPTQ, AWQ)
-        become bf16, and the log says so.
+        are dequantized to bf16, and the log says so.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, a norm that the config does
         not have, a shape that does not fit, codes without their scale.
         """
-        from . import checkpoint  # 6 ms, for those who load one
+        from . import checkpoint  # an import of 6 ms, which only loading needs
 
         state, weight = checkpoint.eagle3_projection(weights, self)
         load_projection("Eagle3Projection.load_checkpoint", self, "fc", state, weight, self._dense_fc)
         return self
 
     def quantize(self, format: str) -> Eagle3Projection:
-        """Round fc.weight to a format of `QuantizedWeight`: half of its bytes or fewer are then read in each call.
+        """Round fc.weight to a format of `QuantizedWeight`, so that each call reads half of its bytes or fewer.
 
-        Or bf16 to "bf16_12bit", which rounds nothing: three quarters of the bytes, the same bits of the result. A gain
-        on CPUs with AMX, up to 32 rows (1.2x to 1.3x there); the same time or more elsewhere.
+        "bf16_12bit" rounds nothing: it stores bf16 in three quarters of the bytes, and the result has the same bits. On
+        CPUs with AMX it is 1.2x to 1.3x as fast up to 32 rows; elsewhere it takes the same time or more.
 
         The dense weight is dropped; state_dict has the codes as fc.weight, and fc.weight_scale. The error is logged.
         """
@@ -135,9 +135,10 @@ class Eagle3Projection(LoadsProjections):
         """Put fc.weight into oneDNN's blocked layout, for CPUs without AMX; every T then runs norm_concat + oneDNN.
 
         The dense weight is dropped (`fc.weight` is None, state_dict and load_state_dict work as before). Call it once
-        after loading, where T is mostly above what the fused kernel is good for (`explain` says): with AVX-512-BF16 it
-        gains 8 % at T = 64 and loses 17 % at T = 1; with AMX the fused kernel on the dense weight is faster up to 512.
-        RuntimeError under EAGLE_KERNELS_BATCH_INVARIANT=1, where a packed layer that is loaded or copied becomes dense.
+        after loading, if T is mostly above the rows for which the fused kernel is faster (`explain` says): with
+        AVX-512-BF16 it gains 8 % at T = 64 and loses 17 % at T = 1; with AMX the fused kernel on the dense weight is
+        faster up to 512. Raises RuntimeError under EAGLE_KERNELS_BATCH_INVARIANT=1, where loading or copying a packed
+        layer makes it dense.
         """
         op = "Eagle3Projection.prepack"
         if plan.SETTINGS.batch_invariant:
@@ -191,7 +192,7 @@ class Eagle3Projection(LoadsProjections):
         if out is None:
             return projected
         sources.check_out("norm_concat_linear", out, fc.out_features, "D")
-        if is_plain(sources.chunks[0], *sources.operands, fc.bias, out):  # a trace does not know memory
+        if is_plain(sources.chunks[0], *sources.operands, fc.bias, out):  # a trace has no addresses
             sources.check_memory("norm_concat_linear", out, ("bias", fc.bias))
         return out.copy_(projected)
 
@@ -280,7 +281,7 @@ class VocabParallelEmbedding(nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         name = prefix + "weight"
         loaded = state_dict.get(name)
-        # A table that was shared without its padding is one of V rows itself.
+        # A table that was shared without padding has V rows itself, and takes the full table as it is.
         if (
             isinstance(loaded, Tensor)
             and loaded.dim() == 2

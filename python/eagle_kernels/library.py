@@ -1,7 +1,7 @@
 """The op namespace `torch.ops.eagle_kernels`, and the compiled primitives of `torch.ops.eagle_kernels_C` behind it.
 
 Public ops are registered from Python with `Library.define / impl`: 2 to 3 us a call, where `torch.library.custom_op`
-costs 10 to 16 (torch 2.13, 2.6 GHz Xeon). The compiled library holds no Python and is optional.
+costs 10 to 16 (torch 2.13, 2.6 GHz Xeon). The compiled library uses no symbol of Python and is optional.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ COMPILED_LIBRARY = Path(__file__).parent / "libeagle_kernels.so"
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
     """Define `NAMESPACE::schema` with one Python body for every device and its fake kernel.
 
-    A library that has no primitive for it counts as none.
+    A compiled library without a primitive for the op is not used at all.
     """
     global unsupported_reason
     name = schema.partition("(")[0]
@@ -37,7 +37,7 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
 
 def register_with_out(op: str, arguments: str, run_out: Callable, empty: Callable) -> None:
     """Register op(arguments) -> Tensor, and op_out(arguments, out), which writes its last argument: `run_out`. `empty`
-    makes the result of the first from its arguments, and is its fake kernel."""
+    allocates the result of the first, given its arguments, and is its fake kernel."""
 
     def run(*values: Any) -> Any:
         out = empty(*values)
@@ -49,7 +49,7 @@ def register_with_out(op: str, arguments: str, run_out: Callable, empty: Callabl
 
 
 def load_compiled() -> str | None:
-    """Load the compiled primitives; the reason why not, where they cannot be had."""
+    """Load the compiled primitives; returns None, or the reason why they cannot be used."""
     if not COMPILED_LIBRARY.exists():
         return (
             "the package is without compiled kernels: it was installed with EAGLE_KERNELS_BUILD=none, or is a checkout "
@@ -64,21 +64,21 @@ def load_compiled() -> str | None:
         return f"{COMPILED_LIBRARY.name} did not load: {failure}"
     if missing := [name for name in _EXPORTED if not hasattr(library, name)]:
         return _is_older(missing[0])
-    # One that reads fewer would take one object for another: the class `list` for that of parameters.
+    # A library with another list of objects would mistake one for another: the class `list` for `Parameter`.
     if library.eagle_kernels_num_python_objects() != (count := len(_PYTHON_OBJECTS)):
         return _is_older(f"eagle_kernels_num_python_objects of {count}")
     return None
 
 
 def _is_older(missing: str) -> str:
-    """Of a checkout whose Python is newer than the library that was built there."""
+    """The reason in a checkout whose Python is newer than the library that was built there."""
     return f"{COMPILED_LIBRARY.name} is older than the package, it has no {missing}: install the package again"
 
 
 class Primitives:
-    """The compiled primitives by name. Those that ops call are functions of C that Python calls without the dispatcher
-    (csrc/python_call.h), which takes 4 us of norm_concat_linear's; they leave to it, that is to the packets of
-    `namespace`, every call with anything but plain tensors, and all of them under a profiler."""
+    """The compiled primitives by name. Those that ops call are C functions that Python calls without the dispatcher
+    (csrc/python_call.h), which would take 4 us of a call of norm_concat_linear. A call with anything but plain tensors,
+    and every call under a profiler, they pass on to the dispatcher, by the op packets of `namespace`."""
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
@@ -90,13 +90,13 @@ class Primitives:
 
 
 def _python_functions(namespace: Any) -> dict[str, Callable]:
-    """By name; {} where Python or torch lacks what they need."""
+    """The C functions by name; {} where Python or torch lacks what they need."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     python, library = ctypes.pythonapi, ctypes.PyDLL(os.fspath(COMPILED_LIBRARY))
     names = _exported("eagle_kernels_python_names").decode().split()
     if exchange is None or not all(hasattr(python, name) for name in names):
         return {}
-    # Prototypes of our own: those of ctypes.pythonapi are everyone's.
+    # Prototypes of our own: setting types on the functions of ctypes.pythonapi would change them for everyone.
     pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
     function_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
         ("PyCFunction_NewEx", python)
@@ -116,7 +116,7 @@ def _python_functions(namespace: Any) -> dict[str, Callable]:
     return found
 
 
-# csrc/python_call.cpp, `Objects`: in its order, and alive as long as the library.
+# In the order of `Objects` in csrc/python_call.cpp; kept alive here as long as the library.
 _PYTHON_OBJECTS = (
     None,
     True,
@@ -157,7 +157,7 @@ def _exported(name: str) -> Any:
 build_info: dict[str, str] = dict(
     line.split(": ", 1) for line in (_exported("eagle_kernels_build_info") or b"").decode().splitlines()
 )
-# What the library has CUDA kernels for, as CMakeLists.txt spells it: 80, 90a, 90+ptx.
+# The architectures that the library has CUDA kernels for, as CMakeLists.txt spells them: 80, 90a, 90+ptx.
 cuda_archs: tuple[str, ...] = tuple(build_info.get("cuda_archs", "").split())
 MAX_CUDA_CHUNKS: int = _exported("eagle_kernels_max_cuda_chunks")
 MAX_CUDA_DECODE_ROWS: int = _exported("eagle_kernels_max_cuda_decode_rows")
@@ -167,7 +167,7 @@ CUDA_RUNTIME_VERSION: int = _exported("eagle_kernels_cuda_runtime_version")  # 1
 
 
 def cuda_driver_version() -> int:
-    """The newest CUDA that the driver serves, 13000 for 13.0; 0 without a driver. Makes no context."""
+    """The newest CUDA that the driver serves, 13000 for 13.0; 0 without a driver. Creates no context."""
     return _exported("eagle_kernels_cuda_driver_version")
 
 
@@ -175,5 +175,5 @@ def cuda_driver_version() -> int:
 NAMESPACE: str = build_info.get("namespace", "eagle_kernels")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 registered_ops = getattr(torch.ops, NAMESPACE)
-# Exchanged by tests: tests/cuda_host runs the CUDA kernels in an emulation.
+# Replaced by tests: tests/cuda_host runs the CUDA kernels in an emulation.
 primitives = Primitives(getattr(torch.ops, f"{NAMESPACE}_C"))

@@ -1,6 +1,6 @@
 """Shapes of real targets and of their drafters' input stages: benchmark presets and test cases.
 
-They stand in `shapes.json`; the gains' offset of a target that has a row in `models/table.py` stands there.
+They are in `shapes.json`, except for norm_offset where the target has a row in `models/table.py`, which states it.
 """
 
 import functools
@@ -34,12 +34,12 @@ class InputStage:
     """One input stage: K chunks of width H, RMSNorm with gain norm_offset + w, projected to width D.
 
     kind: "eagle3" (and its variants "eagle3_narrow", "eagle3_v3"), "first_layer_qkv", "dflash", "dspark", "mtp" or
-        "context_kv" (K and V of all layers of a DFlash or DSpark drafter, of what "dflash" or "dspark" gave).
+        "context_kv" (K and V of all layers of a DFlash or DSpark drafter, from the result of "dflash" or "dspark").
     norm: "chunk", "concat" or "none", as in `norm_concat_linear`; post_norm: an RMSNorm of the result follows (DFlash).
     layer_ids: as the checkpoint writes them; boundaries: what they mean. None where not known.
-    streams: residual streams of the target (mHC), whose mean is captured; an MTP stage projects each of them, behind a
+    streams: residual streams of the target (mHC), whose mean is captured; an MTP stage projects each of them, after a
         norm over hnorm_over, "stream" or "row" (all of them), as in `MTPStreamsConfig`.
-    context: of kind "context_kv".
+    context: set for kind "context_kv" alone.
     """
 
     kind: str
@@ -138,7 +138,7 @@ def _input_stage(kind: str, entry: dict, model: dict) -> InputStage:
 
 
 def _context_stage(entry: dict, model: dict) -> InputStage:
-    """K and V of all draft layers. hidden_norm is in the stage in front of it, as in SGLang."""
+    """K and V of all draft layers. hidden_norm belongs to the stage before, as in SGLang."""
     context = ContextCache(**entry["context_kv"])
     return InputStage(
         kind="context_kv",

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 ORDERS = ("embed,hidden", "hidden,embed")
 ENGINES = ("sglang", "vllm", "transformers")
-# What the next draft step reads: the layer's output behind or before the final norm; the target's state, as the first
-# step; the residual streams; what Gemma 4's post_projection makes of the normed output.
+# What the next draft step reads: the layer's output after or before the final norm; the target's state, like the first
+# step; the residual streams; the normed output after Gemma 4's post_projection.
 CHAINS = ("normed", "pre-norm", "target", "streams", "projected")
 
 
@@ -26,18 +26,19 @@ class MTPConfig:
 
     Args:
         hidden_size: H, of embedding and hidden state.
-        out_features: D, H where None.
+        out_features: D; None means H.
         order: "embed,hidden" or "hidden,embed" (MiMo, Inkling), the order of the concat.
         normed: False where there are no enorm and hnorm (the Gemma 4 assistant, EAGLE-1).
         enorm_eps, hnorm_eps: of the two norms.
         norm_offset: the gain of both is norm_offset + weight.
         bias: eh_proj has one.
-        embedding_scale: multiplies the rows of the embedding table; embeddings handed in are taken as they are.
-        round_embedding_scale: to the table's dtype first, as transformers and vLLM do; SGLang takes the float.
-        embedding_prenormed: the target norms the embedding before enorm does (Inkling), so that it is handed in.
-        mask_position_zero: the embedding is zero where the position is 0, before its norm.
+        embedding_scale: multiplies the rows of the embedding table; `embeds` given to the layer are used as they are.
+        round_embedding_scale: the scale is rounded to the table's dtype first, as in transformers and vLLM; SGLang uses
+            the float.
+        embedding_prenormed: the target norms the embedding before enorm does (Inkling), so the layer needs `embeds`.
+        mask_position_zero: the embedding is set to zero where the position is 0, before its norm.
         chain: what the next draft step reads. "normed" and "pre-norm" are `ChainedHiddenStates` with norm_output True
-            and False; "target" is the target's state again, "projected" the normed output behind a projection to H.
+            and False; "target" is the target's state again, "projected" the normed output projected to H.
     """
 
     hidden_size: int
@@ -83,8 +84,8 @@ class MTPConfig:
         Args:
             config: a Hugging Face config, object or dict; a composite one is read through its `text_config`. The
                 family is that of its `architectures` or its `model_type`.
-            engine: "sglang", "vllm" or "transformers": whose chain, bias and position-0 rule, and whose rounding of
-                the scale. transformers' `MtpModel` masks nothing, has no bias and hands on the normed state.
+            engine: "sglang", "vllm" or "transformers": the one whose chain, bias, position-0 rule and rounding of the
+                scale to take. transformers' `MtpModel` masks nothing, has no bias and passes on the normed state.
 
         Raises:
             ValueError: a model type without a known MTP stage (the message lists those there are), one that projects
@@ -106,8 +107,8 @@ class MTPConfig:
         hidden_size = width
         if backbone is not None:
             hidden_size = checks.check_int(_FROM_HF, "backbone_hidden_size", backbone, at_least=1)
-        checks.check_width(_FROM_HF, 2, hidden_size)  # before its square root, which a number beyond a float has not
-        # transformers gives the field of another name its own one.
+        checks.check_width(_FROM_HF, 2, hidden_size)  # before its square root, which raises beyond the range of a float
+        # Where a family's field has another name, transformers' own config may still call it rms_norm_eps (MiMo-V2).
         eps = _number(text, stage.eps_field, _number(text, "rms_norm_eps", 1e-6))
         scale = hidden_size**0.5 if stage.embedding_scaled else None
         if stage.embedding_scale_field is not None:

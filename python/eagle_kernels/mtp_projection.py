@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _fits_eps(scale: float | Tensor | None, eps: float) -> bool:
-    """Whether the norm can take the scale into its eps, which fp32 has to hold. It would lose a sign."""
+    """Whether the norm can absorb the scale as eps / scale^2, finite in fp32; the sign of a scale would be lost."""
     if scale is None:
         return True
     limit = torch.finfo(torch.float32).max
@@ -36,7 +36,7 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
 
 
 class EmbeddingHiddenProjection(LoadsProjections):
-    """y = projection(cat[norm(scale * embedding), norm'(hidden)]), by whatever names a checkpoint has for the three."""
+    """y = projection(cat[norm(scale * embedding), norm'(hidden)]); `NAMES` are the checkpoint's names for the three."""
 
     NAMES: tuple[str, str, str]
 
@@ -85,7 +85,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
         enorm, hnorm, projection = self.NAMES
         norm, gains, eps = "none", [], [1e-6]
         if config.normed:
-            # rms(scale * e) with eps is rms(e) with eps / scale^2, without the rounding of scale * e.
+            # norm(scale * e) with eps equals norm(e) with eps / scale^2, which saves the rounding of scale * e.
             enorm_eps = config.enorm_eps if scale is None else config.enorm_eps / scale**2
             norm, eps = "chunk", pair([enorm_eps, config.hnorm_eps])
             gains = pair([parameter_of(modules[enorm]), parameter_of(modules[hnorm])])
@@ -135,7 +135,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
     def _embedding(
         self, ids: Tensor | None, table: Any, embeds: Any, positions: Any
     ) -> tuple[Tensor, Tensor | None, float | None]:
-        """(chunk, index, scale) of the embedding; a scale that is left here is the norm's to apply."""
+        """(chunk, index, scale) of the embedding; the norm has to absorb a scale that is not None."""
         if ids is None:
             return embeds, self._masked(None, positions), None
         ids = self._masked(ids, positions)
@@ -156,7 +156,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
         return rows, None, scale if norm_takes_scale else None
 
     def _masked(self, ids: Tensor | None, positions: Any) -> Any:
-        """The index of the embedding: ids (or the row itself), -1 where position 0 is masked."""
+        """The rows of the embedding: ids, or 0 to N - 1 of embeds, but -1 where position 0 is masked."""
         if not self.config.mask_position_zero:
             return ids
         masked = self._static("ids", positions.shape, positions.new_empty(0, dtype=torch.int64))
@@ -178,9 +178,9 @@ class EmbeddingHiddenProjection(LoadsProjections):
             return like.new_empty(shape)
         key = (name, like.dtype, like.device, *shape[1:])
         if key not in self._static_buffers:
-            with torch.inference_mode(False):  # whose tensors no later call outside of it could write
+            with torch.inference_mode(False):  # an inference tensor cannot be written outside of it
                 buffer = like.new_zeros((self.max_tokens, *shape[1:]))
-            if type(buffer) is not Tensor:  # a fake one, of whose memory no later call has anything
+            if type(buffer) is not Tensor:  # a fake tensor is of no use to later calls
                 return buffer[: shape[0]]
             self._static_buffers[key] = buffer
         return self._static_buffers[key][: shape[0]]
@@ -192,7 +192,7 @@ class MTPProjection(EmbeddingHiddenProjection):
     Args:
         config: `MTPConfig`; `MTPConfig.from_hf` reads what is special about the model's family.
         max_tokens: rows of the static buffers that a masked position 0, a sharded table and a scale without norm need:
-            each is allocated by the first call that needs it and never again. None: such calls allocate.
+            each is allocated by the first call that needs it and never again. None: every such call allocates.
         dtype, device: of the parameters.
 
     state_dict: enorm.weight [H], hnorm.weight [H] (config.normed), eh_proj.weight [D, 2H], eh_proj.bias [D]
@@ -222,12 +222,12 @@ class MTPProjection(EmbeddingHiddenProjection):
     ) -> MTPProjection:
         """Copy enorm, hnorm and eh_proj from a checkpoint: a safetensors file or folder, or tensors by name.
 
-        Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint holds several MTP layers.
-        What the families of `models/table.py` call the three is known too.
+        Names may have any prefix (`model.layers.61.`); `layer` picks one where the checkpoint has several MTP layers.
+        The names that the families of `models/table.py` have for the three are accepted too.
 
         Raises ValueError that names the weight, before anything is copied: as `Eagle3Projection.load_checkpoint`.
         """
-        from . import checkpoint  # 6 ms, for those who load one
+        from . import checkpoint  # an import of 6 ms, which only loading needs
 
         state, weight = checkpoint.mtp_projection(weights, self, layer)
         load_projection("MTPProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense)
@@ -244,14 +244,14 @@ class MTPProjection(EmbeddingHiddenProjection):
         indices: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[N, D]. A table of the whole vocabulary is a chunk of the one op call, with the token ids as its indices.
+        """y, [N, D], by one op call: a table of the whole vocabulary is one of its chunks, indexed by the token ids.
 
         Args:
             hidden: [T, H], the target's (or the previous MTP layer's) hidden states.
             ids, table: token ids [N], int32 / int64, and the embedding: the full [V, H] tensor, or a
-                VocabParallelEmbedding, full or sharded, whose own scale (if it has one) goes before the config's. An id
+                VocabParallelEmbedding, full or sharded, whose own scale (if it has one) overrides the config's. An id
                 outside the vocabulary has a zero row.
-            embeds: [N, H] in their place, scaled already.
+            embeds: [N, H] in place of ids and table, already scaled.
             positions: [N] int32 / int64, needed where the config masks position 0.
             indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
             out: [N, D], as in `norm_concat_linear`.

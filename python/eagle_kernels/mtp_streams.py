@@ -4,9 +4,9 @@ DeepSeek-V4 and Qwen4-Exp project the embedding once and each stream by itself, 
 
     x[t, s] = e_proj(enorm(embedding[t])) + h_proj(hnorm(hidden[t, s]))
 
-which is eh_proj = [e_proj | h_proj] over S*T rows whose embedding is row // S. The sum is then rounded once; the
-engines round each product and the sum (SGLang 0.5.23 `deepseek_v4_nextn`, `qwen4_exp_mtp`; vLLM 0.33
-`models/deepseek_v4/nvidia/mtp.py`).
+which is one product with eh_proj = [e_proj | h_proj] over S*T rows, where row r has the embedding of token r // S. The
+sum is then rounded once; the engines round each product and the sum (SGLang 0.5.23 `deepseek_v4_nextn`,
+`qwen4_exp_mtp`; vLLM 0.33 `models/deepseek_v4/nvidia/mtp.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MTPStreamsConfig(MTPConfig):
 
     Args:
         num_streams: S.
-        hnorm_over: the columns that hnorm's mean square is of, "stream" (H of them, one gain [H] for all streams:
+        hnorm_over: the columns of hnorm's mean square, "stream" (the H of each stream, one gain [H] for all:
             DeepSeek-V4) or "row" (all S*H, gain [S*H]: Qwen4-Exp).
         others: as in `MTPConfig`, where eh_proj is [e_proj | h_proj].
     """
@@ -62,7 +62,8 @@ class MTPStreamsConfig(MTPConfig):
 
         Args:
             config: a Hugging Face config, object or dict; a composite one is read through its `text_config`.
-            engine: "sglang", "vllm" or "transformers": whose position-0 rule (vLLM's V4 zeroes the embedding there).
+            engine: "sglang", "vllm" or "transformers": the one whose position-0 rule to take (vLLM's V4 zeroes the
+                embedding there).
 
         Raises:
             ValueError: another model type, an unknown engine, a missing width or number of streams.
@@ -101,10 +102,10 @@ class MTPStreamsProjection(MTPProjection):
 
     state_dict: enorm.weight [H], hnorm.weight [H] or [S*H] (hnorm_over "row"), eh_proj.weight [D, 2H] = [e_proj |
     h_proj]. The state that a step hands to the next is the decoder's streams before they are collapsed, [T, S*H]:
-    `ChainedHiddenStates(max_tokens, S*H)` keeps it, with `load`.
+    `load` of `ChainedHiddenStates(max_tokens, S*H)` stores it.
 
-    Of many rows the product costs 2*S*T*H*D multiplications, where the engines' two have (S + 1)*T*H*D: it is for
-    decoding, where reading the weight is what takes time.
+    The product takes 2*S*T*H*D multiplications, where the engines' two take (S + 1)*T*H*D. With many rows that costs
+    time; the layer is for decoding, where the time is that of reading the weight.
     """
 
     config: MTPStreamsConfig
@@ -129,13 +130,13 @@ class MTPStreamsProjection(MTPProjection):
         """Copy the norms and the two projections from a checkpoint: a safetensors file or folder, or tensors by name.
 
         e_proj, h_proj, enorm and hnorm (DeepSeek-V4, in FP8 with `.scale` too), or fc_embedding, fc_hidden,
-        pre_fc_norm_embedding and pre_fc_norm_hidden (Qwen4-Exp), behind any prefix (`mtp.0.`); `layer` picks the one
-        with `mtp.{layer}.` or `layers.{layer}.` in it. Codes of both become one weight; those that cannot (nvfp4, two
-        formats, blocks that end inside of one) are dequantized, and the log says so.
+        pre_fc_norm_embedding and pre_fc_norm_hidden (Qwen4-Exp), after any prefix (`mtp.0.`); `layer` picks the one
+        with `mtp.{layer}.` or `layers.{layer}.` in it. The codes of both become one weight; where that is impossible
+        (nvfp4, two formats, a block that would have columns of both) they are dequantized, and the log says so.
 
         Raises ValueError that names the weight, before anything is copied.
         """
-        from . import checkpoint  # 6 ms, for those who load one
+        from . import checkpoint  # an import of 6 ms, which only loading needs
 
         state, weight = checkpoint.mtp_streams_projection(weights, self, layer)
         load_projection("MTPStreamsProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense)
@@ -152,11 +153,11 @@ class MTPStreamsProjection(MTPProjection):
         indices: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[N, S, D], what the decoder layer reads.
+        """x, [N, S, D], which the decoder layer reads.
 
         Args:
-            hidden: [T, S*H] or [T, S, H], dense: the target's streams before they are collapsed, or those that the
-                previous step left.
+            hidden: [T, S*H] or [T, S, H], dense: the target's streams before they are collapsed, or those of the
+                previous step.
             ids, table, embeds, positions: as in `MTPProjection`, [N] or [N, H].
             indices: [N], rows of `hidden` (accepted rows); None takes them in order, N = T.
             out: [N, S, D] or [N, S*D], dense.
@@ -173,7 +174,7 @@ class MTPStreamsProjection(MTPProjection):
         eps = [self.config.enorm_eps if scale is None else self.config.enorm_eps / scale**2, self.config.hnorm_eps]
         norm: tuple = ("chunk", gains, eps, self.config.norm_offset)
         if self.config.hnorm_over == "row":
-            # No norm of one chunk has a gain for each stream: both are stored normed, as the engines do.
+            # The op norms H columns, with one gain for all rows: here both sources are normed first, as in the engines.
             chunk = self._normed("enormed", chunk, gains[0], eps[0], index, count)
             streams = self._normed("hnormed", streams.view(-1, S * H), gains[1], eps[1], indices, count).view(-1, H)
             index, indices, norm = None, None, ("none", None, 1e-6, 0.0)
@@ -184,13 +185,13 @@ class MTPStreamsProjection(MTPProjection):
         return projected.view(-1, S, self.config.out_features) if out is None else out
 
     def _normed(self, name: str, rows: Tensor, gain: Tensor, eps: float, index: Tensor | None, count: int) -> Tensor:
-        """The rows that `index` takes, normed over all their columns and rounded."""
+        """The rows that `index` picks, normed over all their columns and rounded."""
         out = self._static(name, (count, rows.shape[1]), rows)
         norm = (gain, eps, self.config.norm_offset)
         return concatenate(Sources.of("norm_concat", [rows], "concat", *norm, None, index, None, None), out)
 
     def _rows_of_embedding(self, index: Tensor | None, like: Tensor, count: int) -> Tensor:
-        """row // S, or what `index` has there."""
+        """The row of the embedding for each of the N*S rows r: r // S, or index[r // S]."""
         S = self.config.num_streams
         rows = self._static("rows of the embedding", (count, S), like.new_empty(0, dtype=torch.int64))
         if index is None:
@@ -198,7 +199,7 @@ class MTPStreamsProjection(MTPProjection):
         return rows.copy_(index.unsqueeze(1)).view(-1)
 
     def _rows_of_hidden(self, indices: Tensor | None, like: Tensor, count: int) -> Tensor | None:
-        """S rows of streams for each of `indices`; one that is out of range stays so."""
+        """The S rows of streams of each of `indices`; an index that is out of range stays out of range."""
         if indices is None:
             return None
         checks.check_ids("MTPStreamsProjection", "indices", indices)

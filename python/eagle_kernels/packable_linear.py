@@ -33,8 +33,8 @@ def unsupported_reason(weight: Tensor) -> str | None:
 class PackableLinear(DenseLinear):
     """A dense layer whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
 
-    state_dict and a pickle always hold the dense weight; loading or copying one packs it again. A weight that is
-    assigned is the layer's from then on, and dense.
+    state_dict and a pickle always have the dense weight; loading or copying a packed layer packs it again. Assigning a
+    weight makes the layer dense.
     """
 
     packed: Tensor | None = None
@@ -46,7 +46,7 @@ class PackableLinear(DenseLinear):
 
     @property
     def is_packed(self) -> bool:
-        """Not while `functional_call` has a weight of its own in the parameter's place."""
+        """False while `functional_call` has put a weight in the parameter's place."""
         return self.packed is not None and self._parameters["weight"] is None
 
     def pack(self) -> None:
@@ -62,7 +62,7 @@ class PackableLinear(DenseLinear):
         return packed.to_dense()[:, : self.in_features].contiguous()
 
     def check(self, sources: Sources) -> None:
-        """As `Projection.check`, of a weight that oneDNN alone can read: it pads x, and words errors of its own."""
+        """As `Projection.check`, for a packed weight: else x would be padded, or oneDNN raise errors of its own."""
         assert self.packed is not None
         first, dtype, device = sources.chunks[0], self.packed.dtype, self.packed.device
         if dtype != first.dtype:
@@ -106,12 +106,12 @@ class PackableLinear(DenseLinear):
             self.pack()
 
     def _apply(self, fn: object, recurse: bool = True) -> PackableLinear:
-        # .to() and .cuda() cannot move a blocked weight; it packs again where oneDNN can read it.
+        # .to() and .cuda() cannot move a blocked weight: unpack, move, and pack again where oneDNN can read it.
         was_packed = self.packed is not None
         self.unpack()
         try:
             super()._apply(fn, recurse)
-        finally:  # a device that is not there or is full raises, and the layer stays packed
+        finally:  # a missing or full device raises, and the layer stays packed
             if was_packed and unsupported_reason(self.weight) is None:
                 self.pack()
         return self

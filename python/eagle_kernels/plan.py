@@ -22,8 +22,8 @@ _warn_once = functools.cache(logging.getLogger("eagle_kernels").warning)
 
 SETTINGS = environment.read_settings()
 
-# In order of preference; `reference` is plain torch and runs wherever torch does. CUDA before Triton for its launch,
-# a C++ call where Triton's launcher is Python; of the kernels themselves cuda_projection says what a GPU took.
+# In order of preference; `reference` is plain torch and runs wherever torch does. CUDA comes before Triton because its
+# launch is a call in C++, where Triton's launcher is Python. Times of the kernels themselves are at cuda_projection.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _DEFAULT_PREFERENCE = ("reference",)
 COMPILED = ("cpu", "cuda")  # the backends behind `library.primitives`, which picks by the tensors' device
@@ -35,8 +35,8 @@ class Kernel(Enum):
 
     SINGLE = "one kernel"
     FUSED = "fused"  # norm_concat_linear in one pass over the weight
-    DOTS = "fused dots"  # the same for few rows and a weight of codes, which stay in their order
-    WGMMA = "fused wgmma"  # the same by sm_90a's tensor cores, for more rows
+    DOTS = "fused dots"  # the same for few rows and a weight of codes, which are read in their stored order
+    WGMMA = "fused wgmma"  # the same with sm_90a's wgmma instructions, for more rows
     SPLIT = "split"  # the same in two launches, partial sums and a finalise kernel
     TWO_STEP = "norm_concat + linear"
     TORCH = "plain torch"
@@ -51,7 +51,7 @@ class Plan:
     kernel: Kernel
     reason: str
     tiles: Tiles | None = None  # of Triton's Kernel.SPLIT
-    aligned: bool = False  # which may then copy 16 bytes at a time
+    aligned: bool = False  # Triton's kernel may copy 16 bytes at a time
     isa: str | None = None  # of Kernel.FUSED and Kernel.DOTS on the CPU
 
     @property
@@ -66,36 +66,36 @@ class Plan:
 
 
 class Problem(NamedTuple):
-    """What the plan of a call depends on. The ops of one kernel leave everything behind `num_chunks` out."""
+    """What the plan of a call depends on. Ops with a single kernel leave out everything after `num_chunks`."""
 
     op: str
     device: torch.device
     num_chunks: int = 1
     rows: int = 0  # N
-    dtype: torch.dtype = None  # type: ignore[assignment]  # None of the ops that leave it out, and never read there
+    dtype: torch.dtype = None  # type: ignore[assignment]  # None for ops that leave it out, where nothing reads it
     columns: int = 0  # D
-    widths: tuple[int, ...] = ()  # the different widths of the chunks
+    widths: tuple[int, ...] = ()  # the distinct widths of the chunks
     has_residuals: bool = False
     has_post_norm: bool = False
     bytes_aligned: bool = True  # every address and row stride is a multiple of 16 bytes
-    elements_aligned: bool = True  # every address is one of 16 bytes, every row stride of 16 elements: Triton's terms
-    block_rows: int = 0  # of a quantized weight that share a scale
-    block_columns: int = 0  # the same
-    in_blocks: bool = False  # several scales lie along a row of it
-    scales_sums: bool = False  # over those columns, instead of codes
+    elements_aligned: bool = True  # addresses are multiples of 16 bytes, row strides of 16 elements: Triton's terms
+    block_rows: int = 0  # rows of a quantized weight that share a scale
+    block_columns: int = 0  # its columns that share a scale
+    in_blocks: bool = False  # a row of it has several scales
+    scales_sums: bool = False  # scales multiply the sums over a block's columns, not the codes
     code_bits: int = 8
     has_int8: bool = False  # codes are int8
 
 
 def cached(function: Callable) -> Callable:
-    """Keep what a function of hashable arguments returns until `clear`."""
+    """Cache the results of a function of hashable arguments until `clear`."""
     wrapped = functools.lru_cache(maxsize=4096)(function)
     _caches.append(wrapped)
     return wrapped
 
 
 def clear() -> None:
-    """Read the environment again and drop what was chosen from it; for tests and the benchmark."""
+    """Read the environment again and drop all cached choices; for tests and the benchmark."""
     global SETTINGS
     SETTINGS = environment.read_settings()
     for cache in _caches:
@@ -130,9 +130,9 @@ def _cuda_unsupported_reason(device: torch.device) -> str | None:
 
 
 def _driver_unsupported_reason() -> str | None:
-    """Why every call of the CUDA runtime in the library would fail on this driver, which torch's own may take.
+    """Why every call of the library's CUDA runtime would fail on this driver, even if torch's own runtime works.
 
-    A runtime runs on every driver of its major version.
+    A runtime works with every driver of its major version or a later one.
     """
     needed, driver = library.CUDA_RUNTIME_VERSION // 1000, library.cuda_driver_version()
     if driver // 1000 >= needed:
@@ -199,7 +199,7 @@ def choose_backend(op: str, device: torch.device, num_chunks: int = 1) -> tuple[
 
 @cached
 def choose(*problem: Any) -> Plan:
-    """The plan of a call from the fields of its `Problem`, which a cached call need not build: 0.2 us against 0.5.
+    """The plan of a call from the fields of its `Problem`. A cached call need not build one: 0.2 us instead of 0.5.
 
     Raises RuntimeError where a forced backend cannot run it.
     """
@@ -210,7 +210,7 @@ def _choose(problem: Problem) -> Plan:
     backend, reason = choose_backend(problem.op, problem.device, problem.num_chunks)
     isa = ""
     if backend == "cpu":
-        isa = cpu_isa()  # also for its effect: the compiled kernels start out scalar, 3 times slower
+        isa = cpu_isa()  # also sets it: the compiled kernels start out scalar, 3 times slower
     if problem.op == "norm_concat_linear_quantized":
         return quantized_projection(problem, backend, reason, isa)
     if problem.op == "store_context_kv" and backend == "cuda":
@@ -252,7 +252,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {because}")
 
 
-# csrc/cuda/norm_concat_linear.cu: a copy has 16 codes, and the columns of a step of the product one scale.
+# csrc/cuda/norm_concat_linear.cu: a copy has 16 codes, and the columns of one step of the product share a scale.
 _CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32
 
 
@@ -274,24 +274,27 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
     return cuda_product_unsupported_reason(problem)
 
 
-# Where the processor multiplies bf16, codes have a second kernel, whose sums are along K*H (csrc/cpu/project_codes.h).
+# Processors that multiply bf16 have a second kernel for codes, which sums along K*H (csrc/cpu/project_codes.h).
 DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 
 
 def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> bool:
-    """Whether sums along K*H beat sums along D at N rows, by the columns that share a scale.
+    """Whether the kernel that sums along K*H (DOTS) beats the one that sums along D (FUSED) at this number of rows.
 
-    The first multiply 1, 2, 4 or 8 rows at a time, so that 5 and 6 cost what 8 do; the second have a tile for every
-    number up to 12. Where a block of codes of 8 bits is one of several, its scale multiplies the first's sums of every
-    row anew, and 7 and 8 rows stay with the second too. The second multiply each number by its scale where a block has
-    16 columns. K=3, H=D=4096 on an AMD EPYC, two cores, medians in ms along K*H and along D, one call of each in turn:
-    int8_row at 5, 8 and 12 rows 2.5 and 2.5, 2.7 and 2.9, 4.2 and 4.2; mxfp8 at 8 rows 3.1 and 3.2; nvfp4 at 5, 8, 12
-    and 16 rows 2.7 and 3.0, 2.8 and 3.8, 4.2 and 4.9, 5.5 and 6.5; mxfp4 2.7 and 2.2, 2.8 and 3.1, 4.1 and 4.1, 5.4 and
-    5.3.
+    DOTS multiplies 1, 2, 4 or 8 rows at a time, so 5 and 6 rows cost as much as 8; FUSED has a tile for every number up
+    to 12. With several blocks of 8-bit codes in a row DOTS multiplies the sums of every row by each block's scale, so 7
+    and 8 rows are left to FUSED too. With blocks of 16 columns FUSED multiplies each number by its scale. Medians in ms
+    of DOTS / FUSED, called in turn, at K=3, H=D=4096 on an AMD EPYC, two cores:
 
-    The tile unit multiplies 16 rows at the cost of one. On an Intel Xeon with AMX, the same at 1 and 2 rows: fp8_row
-    1.6 and 1.8, 1.8 and 1.8; one scale for 128 columns 1.7 and 2.0, 2.0 and 2.0; mxfp8 1.8 and 2.0, 2.1 and 2.0; mxfp4
-    1.1 and 1.4, 1.6 and 1.4; nvfp4 1.2 and 1.6, 1.6 and 1.7.
+        rows         5            8            12           16
+        int8_row     2.5 / 2.5    2.7 / 2.9    4.2 / 4.2
+        mxfp8                     3.1 / 3.2
+        nvfp4        2.7 / 3.0    2.8 / 3.8    4.2 / 4.9    5.5 / 6.5
+        mxfp4        2.7 / 2.2    2.8 / 3.1    4.1 / 4.1    5.4 / 5.3
+
+    With AMX FUSED uses the tile unit, which multiplies 16 rows at the cost of one. The same on an Intel Xeon at 1 and 2
+    rows: fp8_row 1.6 / 1.8, 1.8 / 1.8; one scale for 128 columns 1.7 / 2.0, 2.0 / 2.0; mxfp8 1.8 / 2.0, 2.1 / 2.0;
+    mxfp4 1.1 / 1.4, 1.6 / 1.4; nvfp4 1.2 / 1.6, 1.6 / 1.7.
     """
     if isa == "amx_bf16":
         return rows == 1
@@ -322,7 +325,7 @@ def _split_codes(problem: Problem) -> Plan:
     plan = triton_projection(problem._replace(rows=T), split_only=True)
     tiles, reason = plan.tiles, f"the codes are widened as they are multiplied; {plan.reason}"
     assert tiles is not None
-    # Where sums are scaled, those of one step of the product have one scale.
+    # Where sums are scaled, one step of the product has to stay within a block.
     BK = min(tiles.BK, problem.block_columns) if problem.scales_sums else tiles.BK
     return replace(plan, tiles=tiles._replace(BK=BK), reason=reason)
 
@@ -331,8 +334,8 @@ def _split_codes(problem: Problem) -> Plan:
 _DIFFERENT_WIDTHS = "the chunks differ in width, and the split kernels take one width"
 _UNALIGNED = "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
 
-# The plan of so many rows serves more of them too: dequantizing the weight would cost each call more. With the tiles
-# for 128 rows, codes of one scale a row spill on sm_120.
+# Calls with more rows run the plan for this many too: dequantizing the weight would cost each call more. With the tiles
+# for 128 rows the kernel for codes with one scale a row spills on sm_120.
 _MOST_TUNED_ROWS = 64
 
 
@@ -352,7 +355,7 @@ def _split_codes_unsupported_reason(problem: Problem) -> str | None:
 
 @cached
 def cpu_isa() -> str:
-    """The instruction set of the compiled CPU kernels on this machine, after EAGLE_KERNELS_CPU_ISA."""
+    """The instruction set of the compiled CPU kernels on this machine, capped by EAGLE_KERNELS_CPU_ISA."""
     cap = SETTINGS.cpu_isa or environment.CPU_ISAS[-1]
     return environment.CPU_ISAS[library.primitives.set_cpu_isa(environment.CPU_ISAS.index(cap))]
 
@@ -360,8 +363,8 @@ def cpu_isa() -> str:
 # The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
 # H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 it
 # gains 0 to 3 % at T=96 and loses 0 to 2 % at 128 (H=D=2880: gains 13 and 6 %); in fp32 it gains 37 % at T=128, 6 % at
-# 256; with avx2 38.7 ms at T=32 where two steps take 47.3, 75.4 and 70.5 at 64. Without instructions for it, torch's
-# 16-bit product takes 3 times as long as the fused kernel (bf16, avx512, T=256: 352 ms against 136).
+# 256, and with avx2 it takes 38.7 ms at T=32 where two steps take 47.3, 75.4 and 70.5 at 64. Where the CPU has no
+# 16-bit instructions, torch's 16-bit product takes 3 times as long (bf16, avx512, T=256: 352 ms against 136).
 FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
     torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 96, "avx512": None, "avx2": None, "scalar": 1},
     torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
@@ -379,7 +382,7 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
     if problem.rows <= limit:
         return fused(f"T={problem.rows} <= {limit}: one pass over the weight is the bound")
     if problem.has_post_norm and problem.dtype.itemsize == 2 and limit > 1:
-        # H=5376, K=6, T=512: 680 ms, by a product of fp32 operands 1960, by eager, which rounds before the norm, 499.
+        # H=5376, K=6, T=512: 680 ms; 1960 with a product of fp32 operands; 499 in eager, which rounds before the norm.
         return fused("a post norm reads the sums before they are rounded, which torch's product does in fp32 alone")
     reason = f"T={problem.rows} > {limit}: oneDNN's product is faster there"
     return Plan(problem.op, "cpu", Kernel.TWO_STEP, reason)
@@ -388,10 +391,10 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
 def cuda_projection(problem: Problem) -> Plan:
     """C++ before Triton, whose calls cost the host ten times as much.
 
-    An H100, us by CUDA and by Triton at T = 1 to 16, K=3, calls back to back: H=D=4096 39.8 to 41.0 and 39.6 to 40.7,
-    2880 24.2 to 24.9 and 31.3 to 33.4, 896 6.8 to 7.0 and 5.7 to 6.6; by CUDA 0.7 to 1.3 less since the blocks of a
-    cluster send their sums. Where Triton would write normed rows for a library's product they come from C++ as well,
-    and what sees its sums before they are rounded, a post norm or a bias in fp32, is C++'s too.
+    On an H100, us of CUDA / Triton at T = 1 to 16, K=3, calls back to back: H=D=4096 39.8 to 41.0 / 39.6 to 40.7, 2880
+    24.2 to 24.9 / 31.3 to 33.4, 896 6.8 to 7.0 / 5.7 to 6.6; CUDA takes 0.7 to 1.3 less since the blocks of a cluster
+    send their sums. Where Triton's plan would be two steps, C++ runs them: it writes the normed rows, and applies what
+    needs the library product's sums before they are rounded, a post norm or a bias in fp32.
     """
     rows = problem.rows
     reason = cuda_product_unsupported_reason(problem)
@@ -409,16 +412,16 @@ def cuda_projection(problem: Problem) -> Plan:
     return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
 
 
-# The most rows for which one pass over a weight of numbers beats norm_concat and the library's product. An H100, K=3,
-# us in one pass and in two steps: by warpgroups at 32, 64, 96 and 128 rows of H=D=4096 44.5 and 45.0, 48.5 and 46.4,
-# 49.3 and 49.5, 53.3 and 46.9; of 2880 27.6 and 27.9, 30.5 and 28.2, 36.1 and 29.1, 40.0 and 28.4; of 896 7.6 and 10.5,
-# 10.2 and 10.7, 11.3 and 10.9, 11.7 and 11.1. By the split kernels, which other GPUs have, at 17 and 32 rows of 4096
-# 52.0 and 44.2, 53.6 and 45.0; of up to 16 rows they have not been timed.
+# The most rows for which one pass over a dense weight beats norm_concat and the library's product. On an H100, K=3, us
+# in one pass / in two steps, by WGMMA at 32, 64, 96 and 128 rows: H=D=4096 44.5 / 45.0, 48.5 / 46.4, 49.3 / 49.5,
+# 53.3 / 46.9; 2880 27.6 / 27.9, 30.5 / 28.2, 36.1 / 29.1, 40.0 / 28.4; 896 7.6 / 10.5, 10.2 / 10.7, 11.3 / 10.9,
+# 11.7 / 11.1. By the split kernels, which other GPUs run, at 17 and 32 rows: 4096 52.0 / 44.2, 53.6 / 45.0. With up to
+# 16 rows the split kernels have not been timed.
 _ONE_PASS_ROWS = {Kernel.WGMMA: 48, Kernel.SPLIT: 16}
 
 
 def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
-    """The kernel of C++ that multiplies, and why it."""
+    """The CUDA kernel of the product, and the reason for it."""
     rows, decode = problem.rows, library.MAX_CUDA_DECODE_ROWS
     if SETTINGS.batch_invariant:
         return Kernel.SPLIT, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
@@ -434,17 +437,17 @@ def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
     return Kernel.SPLIT, f"T={rows}: one pass over the weight, then over its sums"
 
 
-# csrc/cuda/norm_concat_linear.cu: a tile of the fused kernel has one scale.
+# csrc/cuda/norm_concat_linear.cu: rows and columns of the weight in a tile of the fused kernel, which has one scale.
 _FUSED_CODES = 64
 
-# csrc/cuda/norm_concat_linear_wgmma.cu: the columns of a stage of codes share a scale. It changes the places of x for
-# every block of columns, which 32 rows do not pay for where some SMs have more blocks than others (modelled at K=3,
+# csrc/cuda/norm_concat_linear_wgmma.cu: the columns of a stage of codes share a scale. Every block of output columns
+# permutes x anew, which does not pay up to 32 rows where some SMs have more blocks than others (modelled at K=3,
 # H=D=7168: 62 us, and 52 by the split kernels; at 64 rows 63 and 68).
 _WGMMA_CODES, _FEW_ROWS_OF_CODES = 128, 32
 
 
 def _wgmma_takes(problem: Problem) -> bool:
-    """Whether the kernel of warpgroups reads the weight: numbers, or of bf16 codes whose scales end with its stages."""
+    """Whether WGMMA reads the weight: a dense one, or for bf16 rows codes in no blocks or in blocks of whole stages."""
     if not has_wgmma(problem.device):
         return False
     if problem.block_columns == 0:
@@ -454,13 +457,13 @@ def _wgmma_takes(problem: Problem) -> bool:
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Whether the GPU multiplies by warpgroups: sm_90 alone, and code for sm_90a alone does."""
+    """Whether the GPU has wgmma, which is sm_90 alone, and the library code for sm_90a, which alone may use it."""
     is_hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
     return is_hopper and "90a" in library.cuda_archs
 
 
 def has_clusters(device: torch.device) -> bool:
-    """Whether blocks reach one another's shared memory, where the kernels of one launch bring their sums together."""
+    """Whether blocks can access each other's shared memory, where single-launch kernels combine their sums."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -479,7 +482,7 @@ def triton_projection(problem: Problem, split_only: bool = False) -> Plan:
     T = invariant_rows(problem.dtype) if invariant else problem.rows
     H = max(problem.widths)
     aligned = problem.elements_aligned and H % 16 == 0
-    # A library's product is not the same for all T, even where a table has it as the fastest.
+    # The bits of a library's product depend on T: batch invariance excludes it even if a table has it as the fastest.
     tiles, reason = choose_tiles(
         gpu_of(problem.device),
         T,
@@ -497,6 +500,6 @@ def triton_projection(problem: Problem, split_only: bool = False) -> Plan:
     elif not aligned and not invariant:
         tiles, reason = None, _UNALIGNED
     elif not aligned and tiles is not None:
-        tiles = tiles._replace(num_warps=8)  # an address for every element: they spill in 4 warps
+        tiles = tiles._replace(num_warps=8)  # an address for every element: registers of 4 warps spill
     kernel = Kernel.TWO_STEP if tiles is None else Kernel.SPLIT
     return Plan(problem.op, "triton", kernel, reason, tiles, aligned)

@@ -1,15 +1,15 @@
-"""What a checkpoint's quantization_config says of a projection, which its tensors are compared with.
+"""What a checkpoint's quantization_config says of a projection; the projection's tensors are compared with it.
 
 | who | keys |
 |---|---|
 | all | quant_method |
 | Hugging Face fp8 | weight_block_size |
-| Model-Optimizer | quant_algo, group_size, quantized_layers; of `quantization` and of hf_quant_config.json too |
-| compressed-tensors | format, and the weights' arguments of the group in config_groups that has the layer |
-| GPTQ, AWQ | bits, group_size, desc_act; `dynamic` of the layer goes before them |
+| Model-Optimizer | quant_algo, group_size, quantized_layers; in `quantization` and in hf_quant_config.json too |
+| compressed-tensors | format, and the weights' arguments of the layer's group in config_groups |
+| GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
 
-The tensors say what they are. A key that means something else is an error; one that is not there says nothing. What
-`ignore` and `exclude_modules` leave out is not compared: their names are those of an engine or a trainer.
+The tensors determine the format. A key that means another one is an error; a missing key says nothing. Whether `ignore`
+or `exclude_modules` leaves the layer out is not compared: the names there are those of an engine or a trainer.
 
 Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`; compressed-tensors `CompressionFormat`.
 """
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from . import checks
 from .quantized_weight import E4M3, FORMATS
 
-# Integers in groups, which `int4_checkpoint` reads, beside the formats of codes.
+# Integers in groups, which `int4_checkpoint` reads; FORMATS has the formats of codes.
 _PACKED, _GPTQ, _AWQ = "pack-quantized", "gptq", "awq"
 
 _HF_FILE = "hf_quant_config.json"
-# Where config.json says it, in the order of vLLM 0.33 `weight_utils.get_quant_config`.
+# Where config.json has the section, in the order of vLLM 0.33 `weight_utils.get_quant_config`.
 _INLINE = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",))
 _FP8 = ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32")
 _E4M3 = tuple(name for name, format in FORMATS.items() if format.codes == E4M3)
@@ -75,7 +75,7 @@ _COMPRESSIONS = {
     "mxfp4-pack-quantized": ("mxfp4",),
     "mixed-precision": (*FORMATS, _PACKED),
 }
-# Quark's dtypes of a weight.
+# Quark's dtypes of weights that are read here.
 _QUARK = ("fp8_e4m3", "fp8_e4m3fn", "int8", "fp4")
 _STRATEGIES = {"tensor": ("fp8_tensor",), "channel": ("fp8_row",), "block": _FP8[2:], "group": ("mxfp8",)}
 
@@ -86,24 +86,24 @@ class _Claim(NamedTuple):
 
 
 def unread_format(config: Mapping[str, Any] | None) -> str | None:
-    """What a config calls its codes where they are in a format that engines read and this package does not, as
-    bitsandbytes; None of another one, and where it does not say."""
+    """The config's name of a format that engines read and this package does not, such as bitsandbytes; None for another
+    format, and where the config does not say."""
     method = _mapping(config).get("quant_method")
     if not isinstance(method, str):
         return None
     if method.lower() not in _METHODS:
         return method
     weight = _mapping(_mapping(config).get("global_quant_config")).get("weight") if method.lower() == "quark" else None
-    # Two of them are NVFP4's, or int4 over FP8.
+    # A list of two is NVFP4, or int4 over FP8.
     dtypes = [_mapping(each).get("dtype") for each in (weight if isinstance(weight, list) else [weight])]
     unread = [dtype for dtype in dtypes if isinstance(dtype, str) and dtype not in _QUARK]
     return f"{method} {unread[0]}" if unread else None
 
 
 def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, Any]) -> str:
-    """The one of the formats `fits`, all of which the tensor of this name can be, that the config means.
+    """Of the formats that the named tensor can be, `fits`, the one that the config means.
 
-    Raises ValueError where it means none of them.
+    Raises ValueError where the config means none of them.
     """
     fits = list(fits)
     for claim in _claims(config, name.rpartition(".")[0]):
@@ -116,7 +116,7 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
 
 
 def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]:
-    """(what stands before its keys, the keys) of what a config says of a layer in integers: bits, groups and zeros."""
+    """(prefix of its keys in messages, section) of what a config says of a layer's integers: bits, groups and zeros."""
     if (group := _group_of(config, path)) is not None:
         name, weights = group
         return f"config_groups.{name}.weights.", weights
@@ -170,7 +170,7 @@ def _of_algorithm(config: Mapping[str, Any], path: str, where: str) -> Iterator[
 
 
 def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """What compressed-tensors' arguments of a weight can mean; None where they do not say."""
+    """The formats that compressed-tensors' arguments of a weight can mean; None where they do not say."""
     bits, size, strategy = weights.get("num_bits"), weights.get("group_size"), weights.get("strategy")
     if bits is None:
         return None
@@ -186,7 +186,7 @@ def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
-    """(name, arguments of the weights) of the config_groups that has a layer: by its own name, or as a Linear."""
+    """(name, weights' arguments) of the entry in config_groups that has a layer: by its own name, or as a Linear."""
     groups = {
         name: group
         for name, group in _mapping(config.get("config_groups")).items()
@@ -201,7 +201,7 @@ def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, A
 
 
 def _matches(name: object, path: str) -> bool:
-    """Whether a config means the layer at this path, which may have another prefix there; `re:` begins a pattern."""
+    """Whether a config's name means the layer at this path; their prefixes may differ, and `re:` begins a pattern."""
     if not isinstance(name, str):
         return False
     if not name.startswith("re:"):
@@ -221,8 +221,8 @@ def _list(value: object) -> list:
 
 
 def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
-    """quantization_config of config.json or of its text_config, or compression_config, with what hf_quant_config.json
-    says under the name of that file, or `quantization` of the latter alone; None where there is none of them."""
+    """quantization_config of config.json or of its text_config, or compression_config. `quantization` of
+    hf_quant_config.json is added to it under that file's name, or returned alone. None where there is neither."""
     inline = _section(op, folder / "config.json", _INLINE)
     beside = _section(op, folder / _HF_FILE, (("quantization",),))
     if inline is None or beside is None:
@@ -231,12 +231,12 @@ def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
 
 
 def _section(op: str, file: Path, paths: Sequence[tuple[str, ...]]) -> Mapping[str, Any] | None:
-    """What is at the first of the paths of keys that a file has."""
+    """The object at the first of these paths of keys that a JSON file has."""
     if not file.is_file():
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as failure:  # of UTF-8 too
+    except (ValueError, RecursionError) as failure:  # invalid UTF-8 too
         raise checks.error(ValueError, op, f"{str(file)!r} is damaged", "JSON", str(failure)) from None
     for path in paths:
         section = content

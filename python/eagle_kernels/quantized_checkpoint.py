@@ -1,16 +1,16 @@
-"""A projection's weight out of a checkpoint, quantized or not, under the names that quantizers write.
+"""A projection's weight from a checkpoint, quantized or not, under the names that quantizers write.
 
 | codes | scales | who |
 |---|---|---|
 | weight | weight_scale | Model-Optimizer, compressed-tensors, Quark: fp8, int8, mxfp8, mxfp4, nvfp4 |
-| weight | weight_scale_inv | Hugging Face fp8 in blocks, which is multiplied, its name notwithstanding |
+| weight | weight_scale_inv | Hugging Face fp8 in blocks; despite its name this scale is multiplied |
 | weight | scale | DeepSeek's own files |
 | weight | qscale_weight | Mistral's own files |
 | weight_packed | weight_scale | compressed-tensors nvfp4, and integers in groups (`int4_checkpoint`) |
 | qweight | scales | GPTQ and AWQ (`int4_checkpoint`) |
 
-The tensors say what they are: their dtypes and shapes fit one format, or several that mean the same. What a config
-beside them says is compared with that. Nothing is read without its scale.
+The tensors determine the format: their dtypes and shapes fit one, or several that mean the same. What a config beside
+them says is compared with that. Codes are never read without their scale.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
 # nvfp4's second scale: Model-Optimizer's is multiplied, compressed-tensors' is a divisor.
 _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
 _OF_CODES = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR)
-# What makes a weight, dense or not.
+# All parameters that a weight may consist of, dense or not.
 OF_WEIGHT = tuple(dict.fromkeys((*_OF_CODES, *int4_checkpoint.OF_PACKED, *int4_checkpoint.OF_TRANSPOSED)))
-# Codes in formats that only engines read: EXL2's, EXL3's, HQQ's, AQLM's and torchao's; bitsandbytes has a weight.
+# Codes in formats that only engines read: EXL2's, EXL3's, HQQ's, AQLM's and torchao's; bitsandbytes calls its `weight`.
 UNREAD_CODES = ("q_weight", "trellis", "W_q", "codes", "_weight_qdata")
-# Of activations and of KV caches, which stay in 16 bits here, and what the codes' own shape says.
+# Ignored: scales of activations and KV caches, which stay in 16 bits here, and what the codes' own shape says.
 _UNREAD = (
     *("input_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale", "k_scale", "v_scale"),
     "weight_shape",
@@ -49,12 +49,12 @@ def read_projection(
     meaning: str,
     config: Mapping[str, Any] | None,
 ) -> Tensor | QuantizedWeight:
-    """The weight [D, W] from its tensors; dense where it is not quantized, or in integers that no kernel reads.
+    """The weight [D, W] from its tensors; dense where it is not quantized, or is integers that no kernel reads.
 
     Args:
-        names: the file's names of all the projection's tensors but its bias, by what stands behind their last dot.
-        read: the tensor of a name.
-        config: what the checkpoint says of its quantization, `quantization_config`.
+        names: the file's names of all the projection's tensors but its bias, by parameter (what follows the last dot).
+        read: returns the tensor of a name.
+        config: the checkpoint's `quantization_config`.
 
     Raises ValueError that names the tensor.
     """
@@ -104,7 +104,7 @@ def check_projection(
     meaning: str,
     config: Mapping[str, Any] | None,
 ) -> None:
-    """Raise what `read_projection` raises, and make no numbers: they would fill a weight of gigabytes."""
+    """Raise what `read_projection` raises, but dequantize nothing: the weight may take gigabytes."""
     if int4_checkpoint.is_packed(names, read):
         check_is_read(op, names, read, config)
         _check_names(op, names, is_integers=True)
@@ -116,7 +116,7 @@ def check_projection(
 def check_is_read(
     op: str, names: Mapping[str, str], read: Callable[[str], Tensor], config: Mapping[str, Any] | None
 ) -> None:
-    """Refuse codes whose config names a format that only engines read: their shapes would be taken for another's."""
+    """Refuse codes whose config names a format that only engines read: by shape they would pass for another format."""
     format = unread_format(config)
     is_dense = names.keys() == {"weight"} and getattr(read(names["weight"]), "dtype", None) in checks.DTYPES
     if format is None or is_dense or not names:
@@ -129,7 +129,7 @@ def check_is_read(
 
 
 def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
-    """The codes' name. What is not read beside them is refused: it may change every number (`pre_quant_scale`)."""
+    """The codes' name. Refuses tensors beside them that are not read: `pre_quant_scale` would change every number."""
     codes = [names[parameter] for parameter in (*_CODES, int4_checkpoint.TRANSPOSED) if parameter in names]
     if not codes:
         name = next(iter(names.values()))
@@ -148,7 +148,7 @@ def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
 
 
 def _is_compressed(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether they are those of a saved QuantizedLinear in 12 bits: its codes have twice the bytes of e2m1 or more."""
+    """Whether these are of a saved QuantizedLinear in 12 bits, whose codes have at least twice the bytes of e2m1."""
     D, W = shape
     is_bytes = codes.dtype == scales.dtype == torch.uint8
     sizes = tuple(codes.shape) == (D, bf16_12bit.row_bytes(W)) and 0 < W <= bf16_12bit.MAX_WIDTH
@@ -156,7 +156,7 @@ def _is_compressed(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> boo
 
 
 def _widened(op: str, name: str, scales: Tensor) -> Tensor:
-    """compressed-tensors keeps scales in bf16, Model-Optimizer blocks as [rows, 1, columns, 1]."""
+    """Scales in fp32, where compressed-tensors has bf16, and 2-D, where Model-Optimizer has [rows, 1, columns, 1]."""
     checks.check_tensor(op, name, scales)
     if scales.dtype in (torch.bfloat16, torch.float16):
         scales = scales.float()
@@ -168,7 +168,7 @@ def _widened(op: str, name: str, scales: Tensor) -> Tensor:
 def _recognize(
     op: str, codes: tuple[str, Tensor], scales: tuple[str, Tensor], shape: tuple[int, int], meaning: str
 ) -> tuple[list[str], Tensor, Tensor]:
-    """(the formats that mean the same of them, codes, scales) of tensors that fit each other."""
+    """(the formats that fit, which mean the same, codes, scales) of tensors that fit each other."""
     (codes_name, code), (scale_name, scale) = codes, scales
     D, W = shape
     if code.dtype == torch.int8 and tuple(code.shape) == (D, W // 2) and scale.dtype in (torch.uint8, E8M0):

@@ -1,4 +1,4 @@
-"""A projection's linear layer, dense or on a QuantizedWeight, and how a module of this package comes by either."""
+"""A projection's linear layer, dense or on a QuantizedWeight, and how modules of this package create and load it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LOAD = "load_state_dict"
 
 
 class _LoadsWhole(nn.Module):
-    """A layer that takes a weight out of a state_dict whole, or reports what does not fit and keeps its own."""
+    """A layer that loads all tensors of a weight from a state_dict, or reports what does not fit and keeps its own."""
 
     def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
-        """What is wrong with the tensors of these names; codes, scales or numbers."""
+        """The error in the tensors of these names (codes, scales or a dense weight); None if there is none."""
         raise NotImplementedError
 
     def wrong_in(self, state_dict: dict, prefix: str) -> Exception | None:
@@ -32,12 +32,12 @@ class _LoadsWhole(nn.Module):
         if wrong is None:
             super()._load_from_state_dict(state_dict, prefix, *args)
         else:
-            args[-1].append(str(wrong))  # torch raises these, of strict=False too
+            args[-1].append(str(wrong))  # torch raises these, even with strict=False
 
 
 class LoadsProjections(nn.Module):
-    """A module that refuses a state_dict whose projections do not fit before it writes its norms, which torch loads
-    first."""
+    """A module that refuses a state_dict whose projections do not fit before anything is written: torch would load its
+    norms first."""
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for name, child in self._modules.items():
@@ -47,7 +47,7 @@ class LoadsProjections(nn.Module):
 
 
 class DenseLinear(_LoadsWhole, nn.Linear):
-    """nn.Linear that loads no codes: torch would cast them, and skip the scales that make numbers of them."""
+    """nn.Linear that refuses codes: torch would cast them to the weight's dtype and skip their scales."""
 
     def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
         weight = state_dict.get(prefix + "weight")
@@ -65,8 +65,8 @@ class QuantizedLinear(_LoadsWhole):
     """A projection whose weight stays codes and scales; `norm_concat_linear` reads them on every call.
 
     state_dict: weight (the codes), weight_scale, weight_scale_2 (nvfp4) and bias: Model-Optimizer's names, so that
-    `load_checkpoint` reads a saved one too. It loads into a layer of the same format, whole or not at all; .to(dtype)
-    leaves codes and scales as they are.
+    `load_checkpoint` reads a saved one too. It loads into a layer of the same format, completely or not at all;
+    .to(dtype) leaves codes and scales as they are.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -122,7 +122,7 @@ class QuantizedLinear(_LoadsWhole):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}weight_scale")
         if self.format == COMPRESSED and given is not None and self.wrong_in(state_dict, prefix) is None:
-            # Another weight has another number of exceptions. No CUDA graph reads this one: it is on a CPU.
+            # Another weight has another number of exceptions. No CUDA graph reads this buffer: it is on a CPU.
             self.weight_scale = torch.empty(given.shape, dtype=given.dtype, device=self.quantized.scales.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -138,13 +138,13 @@ class QuantizedLinear(_LoadsWhole):
         try:
             super()._apply(keep_dtype, recurse)
             bias = None if bias is None else nn.Parameter(fn(bias), requires_grad=False)
-        finally:  # a device that is not there or is full raises, and the layer stays whole
+        finally:  # a missing or full device raises, and the layer stays complete
             self._parameters["bias"] = bias
         return self
 
 
 def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
-    """A dense linear layer of 16 or 32 bits in `format`, a format of `quantize`."""
+    """A dense linear layer of 16 or 32 bits, converted to a format of `quantize`."""
     weight = None if isinstance(linear, QuantizedLinear) else getattr(linear, "weight", None)
     if weight is None:
         got = linear.format if isinstance(linear, QuantizedLinear) else "packed"
@@ -158,13 +158,13 @@ def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
 def load_projection(
     op: str, module: Any, name: str, state: dict[str, Tensor], weight: Tensor | QuantizedWeight, dense: Callable
 ) -> None:
-    """Load a module's state_dict whose projection `name` may be quantized now, or may have been until now.
+    """Load a module's `state` and the `weight` of its projection `name`; the old and new weights may each be quantized.
 
-    What has the same kind of tensors is copied in place: a CUDA graph that was captured reads the new weight. Where no
-    kernel of the module's device reads codes, they are dequantized here, once.
+    Tensors of the same dtypes and shapes are copied in place, so that a captured CUDA graph reads the new weight. Where
+    no kernel of the module's device reads codes, they are dequantized here, once.
     """
     current = getattr(module, name)
-    # A packed weight is no parameter, and may be all that the module has.
+    # A packed weight is no parameter, but may be the only tensor that the module has.
     numbers = next(module.parameters(), getattr(current, "packed", None))
     device = (current._buffers["weight"] if numbers is None else numbers).device
     is_compressed = isinstance(weight, QuantizedWeight) and weight.format == COMPRESSED
@@ -181,6 +181,6 @@ def load_projection(
         module.load_state_dict(codes.state_dict(prefix=f"{name}.") | state)
         return
     if isinstance(current, QuantizedLinear):
-        dtype = next((p.dtype for p in module.parameters()), weight.dtype)  # of the norms, which codes have none of
+        dtype = next((p.dtype for p in module.parameters()), weight.dtype)  # that of the norms
         setattr(module, name, dense(dtype=dtype, device=device))
     module.load_state_dict(state | {f"{name}.weight": weight})

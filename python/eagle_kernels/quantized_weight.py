@@ -1,4 +1,4 @@
-"""Quantized weights in the layout of their checkpoints: codes, and the scales that make numbers of them.
+"""Quantized weights in the layout of their checkpoints: codes and their scales.
 
     W[d, c] = codes[d, c] * scales[d // block rows, c // block columns] * global_scale
 
@@ -13,11 +13,11 @@
 | mxfp4 | e2m1 [D, W/2] | 32 columns of a row | e8m0 [D, W/32] |
 | nvfp4 | e2m1 [D, W/2] | 16 columns of a row | e4m3 [D, W/16], and global_scale |
 
-W here is K*H, the width of what is projected. e2m1 are two in a uint8, the even column in the low four bits. e8m0 is
+W here is K*H, the width of what is projected. A uint8 has two e2m1 codes, the even column in the low four bits. e8m0 is
 torch.float8_e8m0fnu or its bytes b as uint8: 2^(b - 127), and NaN for 255 (OCP Microscaling Formats 1.0).
 
-`CompressedWeight` is no quantized one: bf16 in 12 bits, exactly (`bf16_12bit`). No checkpoint has it; `quantize` makes
-it.
+`CompressedWeight` is not quantized: it is bf16, exactly, in 12 bits a number (`bf16_12bit`). No checkpoint has it;
+`quantize` makes it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _LOGGER = logging.getLogger("eagle_kernels")
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ALL = 0  # rows or columns of a block: all there are
-# Columns of a block that kernels read beside multiples of 128, of several in a row: csrc/norm_concat_linear.cpp,
-# `is_block_width`, refuses others in every call.
+# Where a row has several blocks, kernels read blocks of these numbers of columns and of multiples of 128;
+# `is_block_width` of csrc/norm_concat_linear.cpp refuses others in every call.
 _NARROW_BLOCKS = (16, 32, 64)
 
 
@@ -57,7 +57,7 @@ class Format(NamedTuple):
 
     @property
     def columns_of_a_row(self) -> int | None:
-        """Of one row that share a scale; None where rows share one too, or all columns do."""
+        """Columns of one row that share a scale; None where several rows or all columns share one."""
         return self.block[1] if self.block[0] == 1 and self.block[1] != _ALL else None
 
 
@@ -83,12 +83,12 @@ class QuantizedWeight:
     Args:
         codes, scales: as in the module's table; row strides free, last stride 1.
         format: a key of the table.
-        global_scale: fp32, one element or a float; multiplies everything. Of nvfp4: ModelOpt's weight_scale_2, or 1 /
+        global_scale: fp32, one element or a float; multiplies everything. For nvfp4: ModelOpt's weight_scale_2, or 1 /
             weight_global_scale of compressed-tensors.
-        shard_rows: rows of the weights that an engine or a checkpoint has merged into this one along D, each with
-            scales of its own: their block rows begin anew in each shard (2048 + 576 rows of fp8_block128 have 16 + 5),
-            and fp8_tensor has one scale per shard. Such scales are expanded to one row per weight row where the shards
-            do not end with a block.
+        shard_rows: the number of rows of each weight that an engine or a checkpoint has merged into this one along D,
+            each with its own scales: block rows begin anew in each shard (2048 + 576 rows of fp8_block128 have 16 + 5),
+            and fp8_tensor has one scale per shard. Where a shard ends within a block, scales are expanded to one row
+            per weight row.
 
     Raises:
         TypeError, ValueError: tensors that do not fit each other or the format.
@@ -118,12 +118,12 @@ class QuantizedWeight:
             raise checks.shape_error(OP, "codes", codes, f"(D, W/2) with W a multiple of {block[1]}", because)
         scales, block = self._checked_scales(format, block, shard_rows)
         global_scale = _checked_global_scale(self.global_scale, codes)
-        self.__dict__.update(scales=scales, block=block, global_scale=global_scale)  # the class is frozen for others
+        self.__dict__.update(scales=scales, block=block, global_scale=global_scale)  # frozen: setattr raises
 
     def _checked_scales(
         self, format: Format, block: tuple[int, int], shard_rows: Sequence[int] | None
     ) -> tuple[Tensor, tuple[int, int]]:
-        """The scales as a matrix, and what share one of them."""
+        """The scales as a matrix, and the rows and columns that share one."""
         scales, (D, W) = self.scales, self.shape
         checks.check_tensor(OP, "scales", scales)
         if scales.dtype == torch.uint8 and E8M0 in format.scales:
@@ -171,7 +171,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """What a call reads of it."""
+        """The bytes that a call reads."""
         return self.codes.nbytes + self.scales.nbytes
 
     @property
@@ -182,16 +182,16 @@ class QuantizedWeight:
     def of_tensors(
         codes: Tensor, scales: Tensor, global_scale: Tensor | None, format: str, block: tuple[int, int]
     ) -> QuantizedWeight:
-        """From what a QuantizedWeight has become, unchecked."""
+        """From the fields of a QuantizedWeight after its checks, which do not run again."""
         weight = object.__new__(CompressedWeight if format == COMPRESSED else QuantizedWeight)
         fields = {"codes": codes, "scales": scales, "global_scale": global_scale, "format": format, "block": block}
         for name, value in fields.items():
-            object.__setattr__(weight, name, value)  # torch 2.11 traces this, and no update of __dict__
+            object.__setattr__(weight, name, value)  # torch 2.11 can trace this, but no update of __dict__
         return weight
 
     def scaled_where(self, dtype: torch.dtype) -> str:
-        """What a kernel for rows of `dtype` scales, so that no 16-bit number is rounded for it: "codes" where
-        code * scale is exact in `dtype`, else fp32 sums over "blocks" of columns or over whole "rows"."""
+        """What a kernel for rows of `dtype` scales, so that scaling rounds nothing to 16 bits: "codes" where code *
+        scale is exact in `dtype`, else fp32 sums over "blocks" of columns or over whole "rows"."""
         if self.block[1] >= self.shape[1]:
             return "rows"
         # e2m1 * e4m3 has 6 significant bits and lies in [2^-10, 2688]; a power of two may leave fp16's range.
@@ -206,7 +206,7 @@ class QuantizedWeight:
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """W [D, W] in `dtype`, rounded once from fp32; exact up to fp32's products, and in float64 exact."""
+        """W [D, W] in `dtype`, rounded once from the products in fp32; in float64 it is exact."""
         _check_dense_dtype(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         for begin, end, values in self._chunks(torch.float64 if dtype == torch.float64 else torch.float32):
@@ -214,7 +214,7 @@ class QuantizedWeight:
         return out
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, row behind the last, numbers) of 4 M at a time: 100 MB of codes are never whole in fp32."""
+        """(first row, end row, values), 4 M values at a time: 100 MB of codes never exist in fp32 as a whole."""
         D, W = self.shape
         step = max(1, (1 << 22) // max(W, 1))
         for begin in range(0, D, step):
@@ -232,8 +232,8 @@ class QuantizedWeight:
 class CompressedWeight(QuantizedWeight):
     """A bf16 weight [D, W] in 12 bits a number, as `quantize(weight, "bf16_12bit")` makes it: no number is rounded.
 
-    A projection on it has the bits of one on the weight itself, where both run the fused kernel. `scales` are not
-    scales, but what a row has beside its codes.
+    A projection on it has the bits of one on the bf16 weight, where both run the fused kernel. `scales` are not scales,
+    but the `exponents` of `bf16_12bit`.
     """
 
     @property
@@ -256,7 +256,7 @@ class CompressedWeight(QuantizedWeight):
 
 def _check_dense_dtype(dtype: torch.dtype) -> None:
     dtypes = (*checks.DTYPES, torch.float64)
-    if dtype not in dtypes:  # codes without a scale of their own would overflow or be cut off
+    if dtype not in dtypes:  # values cast to fp8 or integers without scales would overflow or be cut off
         expected = f"one of {', '.join(map(str, dtypes))}"
         raise checks.error(TypeError, f"{OP}.dequantize", f"dtype is {dtype!r}", expected)
 
@@ -274,7 +274,7 @@ def _compressed(weight: Tensor) -> CompressedWeight:
 
 
 def columns_unsupported_reason(weights: Sequence[QuantizedWeight]) -> str | None:
-    """Why the columns of weights of as many rows cannot become one weight of codes; None where they can."""
+    """Why weights with equal numbers of rows cannot be joined by columns as codes; None where they can."""
     first, columns = weights[0], weights[0].block[1]
     kinds = {(weight.format, weight.block, weight.scales.dtype) for weight in weights}
     if len({weight.format for weight in weights}) > 1:
@@ -294,11 +294,11 @@ def columns_unsupported_reason(weights: Sequence[QuantizedWeight]) -> str | None
 
 
 def concat_columns(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """[D, W] of the columns of several weights [D, W_k] behind each other, as of one concat of their inputs."""
+    """One weight [D, sum of W_k] from weights [D, W_k] side by side, for the concat of their inputs."""
     first = weights[0]
     codes, scales = (
         torch.cat([tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors], 1).view(
-            tensors[0].dtype  # ATen joins no e8m0
+            tensors[0].dtype  # ATen cannot concatenate e8m0
         )
         for tensors in ([weight.codes for weight in weights], [weight.scales for weight in weights])
     )
@@ -310,7 +310,7 @@ def log_dequantized(op: str, name: str, kind: str, dtype: torch.dtype, because: 
 
 
 def _gather_rows(scales: Tensor, rows: Tensor) -> Tensor:
-    bits = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype  # ATen gathers no e8m0
+    bits = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype  # ATen cannot gather e8m0
     return scales.view(bits)[rows].view(scales.dtype)
 
 
@@ -321,8 +321,8 @@ def format_named(op: str, name: object) -> Format:
 
 
 def num_bytes(name: str, shape: tuple[int, int]) -> int:
-    """Of the codes and scales of a weight [D, W], the first dtype of scales that the format has. Of bf16_12bit without
-    the few numbers that have no code."""
+    """Bytes of the codes and scales of a weight [D, W], with scales in the format's first dtype; for bf16_12bit without
+    the few exceptions."""
     D, W = shape
     if name == COMPRESSED:
         return D * (bf16_12bit.row_bytes(W) + bf16_12bit.TABLE_BYTES)
@@ -332,7 +332,7 @@ def num_bytes(name: str, shape: tuple[int, int]) -> int:
 
 
 def scale_shape(format: Format, shape: tuple[int, int]) -> tuple[int, int]:
-    """Of the scales of one weight [D, W]."""
+    """The shape of the scales of one weight [D, W]."""
     rows, columns = (size or max(whole, 1) for size, whole in zip(format.block, shape, strict=True))
     return _ceil(shape[0], rows), _ceil(shape[1], columns)
 
@@ -358,7 +358,7 @@ def _checked_global_scale(value: object, codes: Tensor) -> Tensor | None:
 
 
 def values_of(codes: Tensor) -> Tensor:
-    """What the codes stand for, in fp32: two columns for each uint8."""
+    """The values of the codes in fp32: two columns for each uint8."""
     if codes.dtype != torch.uint8:
         return codes.float()
     table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=codes.device)
@@ -369,9 +369,10 @@ def values_of(codes: Tensor) -> Tensor:
 def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     """The weight [D, W] in a format of `QuantizedWeight`, rounded to nearest even.
 
-    What it costs, norm(rounded - W) / norm(W) in float64, is logged by logging.getLogger("eagle_kernels"), at INFO.
+    logging.getLogger("eagle_kernels") logs the relative error, norm(rounded - W) / norm(W) in float64, at INFO.
 
-    With a = max(abs(W)) over what shares a scale, m the largest code (448, 127, 6), 1 where a is 0:
+    With a = max(abs(W)) over the numbers that share a scale, and m the largest code (448, 127, 6); where a is 0 the
+    scale is 1, or 2^-127 for mxfp8 and mxfp4:
 
         fp8_tensor, fp8_row, fp8_block*, int8_row    scale = a / m
         mxfp8, mxfp4                                 scale = 2^ceil(log2(a / m))
@@ -383,8 +384,9 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
         format: a key of the table in `eagle_kernels.quantized_weight`, or "bf16_12bit".
 
     Raises:
-        TypeError, ValueError: a weight that is no matrix, is not finite, or has columns that no block divides (mxfp8,
-            mxfp4, nvfp4); of bf16_12bit one that is not bf16, or has more than 65535 columns.
+        TypeError, ValueError: a weight that is no matrix, is not finite, or whose columns are not a multiple of the
+            block (mxfp8, mxfp4, nvfp4); for bf16_12bit, which takes infinity and NaN, one that is not bf16 or has more
+            than 65535 columns.
 
     Source: Model-Optimizer `NVFP4QTensor`, `MXFP8QTensor`, `MXFP4QTensor`.
     """
@@ -404,7 +406,7 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     rows, columns = kind.block[0] or D, kind.block[1] or W
     if kind.block[1] in (16, 32) and rows == 1 and W % columns:
         raise checks.shape_error(op, "weight", weight, f"(D, W) with W a multiple of {columns}", f"of {format}")
-    wide = weight.float().contiguous()  # codes keep its strides, and a row of codes has stride 1
+    wide = weight.float().contiguous()  # the codes get its strides, and need a last stride of 1
     if not wide.isfinite().all():
         raise checks.error(ValueError, op, "weight has NaN or infinity", "finite values")
     padded = F.pad(wide.abs(), (0, -W % columns, 0, -D % rows))
@@ -434,7 +436,7 @@ def _sizes(quantized: QuantizedWeight, weight: Tensor) -> str:
 
 def _scales_for(largest: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
     if format.scales == (E8M0,):
-        # Not by log2, which in fp32 is 0 of 1 + 2^-23: the scale would be half of what the largest code needs.
+        # Not log2: in fp32 log2(1 + 2^-23) is 0, and the scale would be half of what the largest code needs.
         mantissa, exponent = torch.frexp(largest.double() / format.max)
         exponent = (exponent - (mantissa == 0.5).int()).where(largest > 0, -127).clamp(-127, 127)
         return (exponent + 127).to(torch.uint8).view(E8M0), None

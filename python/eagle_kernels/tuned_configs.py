@@ -1,11 +1,11 @@
-"""How the Triton split kernels of norm_concat_linear cut a product: tuned tables per GPU, a heuristic without one.
+"""How the Triton split kernels of norm_concat_linear cut a product: a tuned table per GPU, or else a heuristic.
 
 A table is `configs/<device name>.json`:
 
     {"norm_concat_linear": [{"K": 3, "H": 4096, "D": 4096, "dtype": "bfloat16",
       "rows": {"16": {"BT": 16, "BD": 64, ...}, "256": null}}]}
 
-`rows` maps a measured T to the fields of `Tiles`, null to norm_concat and a library product. A call takes the entry
+`rows` maps a measured T to the fields of `Tiles`; null means norm_concat and a library product. A call uses the entry
 nearest to its T in log space. Each entry has `splits`, but entries that differ in it belong to different plans.
 `eagle-kernels tune --write` measures the rows and writes them.
 """
@@ -144,7 +144,7 @@ def write_rows(
 ) -> Path:
     """Put measured rows into the GPU's table: rows of other T and other shapes stay. Returns the file.
 
-    Processes that run see it after a restart.
+    Running processes see it after a restart.
     """
     path, by_shape = table_path(device_name, directory), _read_entries(device_name, directory)
     entry = by_shape.setdefault(shape, asdict(shape) | {"rows": {}})
@@ -159,7 +159,7 @@ def write_rows(
 
 
 # The largest T of the split plans, a heuristic: above about 128 rows a 16-bit product is bound by tensor cores and no
-# longer by the weight's bytes. fp32 multiplies without them and stops earlier.
+# longer by the weight's bytes. fp32 multiplies without tensor cores, so its limit is lower.
 SPLIT_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 16}
 
 # Enough programs to keep every SM of today's GPUs loading (132 on an H100); a constant, so that bits do not depend on
@@ -179,7 +179,7 @@ def heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> T
         return None
     BT, BD, swap, num_warps = _block(gpu, T, dtype)
     if dtype == torch.float32 or (BT == 128 and isinstance(gpu.arch, str)):
-        BK = 32  # two stages of more, with a residual's, are beyond AMD's 64 KB
+        BK = 32  # with more, two stages with a residual exceed AMD's 64 KB
     else:
         BK = 128 if BT == 16 and H % 128 == 0 and gpu.shared_memory > 150 << 10 else 64
     tiles = Tiles(BT, BD, BK, _splits(K, H, D, BD, BK), swap, num_warps, 1, 512 if BT <= 32 else 1024)
@@ -189,7 +189,7 @@ def heuristic(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> T
 
 def _pipeline_bytes(gpu: Gpu, tiles: Tiles) -> int:
     """The shared memory to aim at: several programs an SM keep more bytes in flight than one with a deeper pipeline,
-    and at three of them the 384 programs of K=3, D=8192 are one wave of an H100 at T <= 16."""
+    and with three per SM the 384 programs of K=3, D=8192 are one wave of an H100 at T <= 16."""
     if isinstance(gpu.arch, str):
         return 32 << 10  # half of a CDNA3 unit's; its pipeline passes through registers and gains nothing from depth
     if gpu.shared_memory > 200 << 10:
@@ -207,13 +207,13 @@ def _block(gpu: Gpu, T: int, dtype: torch.dtype) -> tuple[int, int, bool, int]:
         return (16, 64, False, 4) if T <= 16 else (32, 64, False, 8)
     BT = 64 if T <= 64 else 128
     if gpu.arch in (90, 100, 103):
-        # wgmma and tcgen05 want 64 or 128 rows on the left: the weight's. 128, because x is read D / BD times.
+        # wgmma and tcgen05 need 64 or 128 rows in the left operand, the weight. 128, as x is read D / BD times.
         return BT, 128, True, 4 if gpu.arch != 90 and BT == 64 else 8
     return BT, 64, False, 4 if BT == 64 else 8
 
 
 def _splits(K: int, H: int, D: int, BD: int, BK: int) -> int:
-    """Parts of a chunk: as few as give the wanted programs, a divisor of its blocks if one is near."""
+    """Parts of a chunk: the fewest for _WANTED_PROGRAMS, or a divisor of its blocks below twice as many."""
     blocks = -(-H // BK)
     wanted = min(blocks, -(-_WANTED_PROGRAMS // (K * max(-(-D // BD), 1))))
     return next((splits for splits in range(wanted, 2 * wanted) if blocks % splits == 0), wanted)

@@ -42,8 +42,8 @@ class VocabShard:
     added_begin: int
     added_end: int
     added_row: int
-    # Of the fields above, read by every lookup: what the kernels are told of the shard, and the local rows up to the
-    # last one that an id maps to.
+    # Computed from the fields above, as every lookup reads them: what kernels need to know of the shard, and the number
+    # of local rows up to the last one that an id maps to.
     bounds: tuple[int, int, int, int, int] = field(init=False, repr=False, compare=False)
     used_rows: int = field(init=False, repr=False, compare=False)
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from . import ops
 from .checks import error
 
-# What has one row or entry per row of the call, by the name that the ops and the modules share.
+# The arguments with one row or entry per row of the call; ops and modules share their names.
 _MATRICES = ("chunks", "residuals", "hidden", "residual", "embeds", "out", "out_sum")
 _ROW_ARGUMENTS = (*_MATRICES, "sum_squares", "indices", "ids", "positions", "slots")
 
-# Beyond this no plan changes between powers of two.
+# Above this no plan changes between two powers of two.
 _EVERY_ROW_COUNT_UP_TO = 256
 
 
@@ -75,7 +75,7 @@ def _row_count(given: dict[str, Any]) -> int:
 
 
 def _leading_rows(given: dict[str, Any], T: int) -> dict[str, Any]:
-    """The row arguments cut to T rows. What an index gathers keeps all of its own."""
+    """The row arguments cut to T rows. A tensor whose rows are gathered by an index keeps all of them."""
     indices = _as_list(given.get("indices"))
 
     def cut(name: str, value: Any, k: int = 0) -> Any:

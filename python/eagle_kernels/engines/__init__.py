@@ -1,1 +1,1 @@
-"""How the ops get into serving engines and model libraries, one file each; nothing here is imported by default."""
+"""Hooks into serving engines and model libraries, one module or package each; nothing here is imported by default."""

@@ -21,15 +21,15 @@ from .. import tuned_configs
 
 Call = Callable[[Tensor], Tensor]
 
-# A count between two of these runs on the op where it is faster at both: plans change in between (plan.FUSED_ROWS).
+# A row count between two of these runs on the op if it is faster at both, as plans change in between (plan.FUSED_ROWS).
 ROWS = (1, 4, 16, 64, 256, 512, 1024)
 # Medians of two runs of one call differ by up to 5 % on a shared machine: a smaller gain may be none.
 MARGIN = 0.05
-# Per row count, and at least and at most so many rounds. 0.12 s were three or four rounds of ways that take 6 ms, too
-# few: at 16 rows and H=4096 the op was not taken, which is 1.22x vLLM's path and 1.1x norm_concat in front of it.
+# Seconds per row count, least and most rounds. 0.12 s gave three or four rounds of calls that take 6 ms, too few: at 16
+# rows and H=4096 the op was rejected, though 1.22x as fast as vLLM's path, 1.1x as norm_concat in front of vLLM's fc.
 _SECONDS, _MIN_ROUNDS, _MAX_ROUNDS = 0.4, 3, 12
-# Read before each call: an engine reads its target's weights there, and finds the stage's own in no cache. Behind 64 MB
-# an L3 of 480 MB that others share still had 25 MB of weight (28 GB/s a core, behind 256 MB the memory's 15).
+# Read before each timed call to evict the stage's weight from all caches, as an engine does by reading its target's
+# weights. After 64 MB a shared L3 of 480 MB still had a weight of 25 MB (28 GB/s per core; after 256 MB 15, as memory).
 EVICTED_BYTES = 256 << 20
 
 
@@ -39,7 +39,7 @@ class Decision:
 
     rows: where both were timed, ascending.  engine, ours: seconds of a call at each.
     everywhere: the op runs at all row counts, whatever was timed.
-    reason: of a decision without figures.
+    reason: why, where there are no times.
     """
 
     rows: tuple[int, ...] = ()
@@ -62,12 +62,12 @@ class Decision:
 
     @property
     def slowest(self) -> float:
-        """The engine's time over ours where that is least."""
+        """The smallest ratio of the engine's time to ours."""
         return min(theirs / ours for theirs, ours in zip(self.engine, self.ours, strict=True))
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """What a call takes now, at each row count."""
+        """Seconds of a call under this decision, at each row count."""
         timed = zip(self.rows, self.engine, self.ours, strict=True)
         return tuple(ours if self.runs_op(T) else theirs for T, theirs, ours in timed)
 
@@ -81,7 +81,7 @@ class Decision:
         return self._faster[k] and (k == 0 or self.rows[k] == T or self._faster[k - 1])
 
     def figures(self, engine: str) -> str:
-        """What a log line says of it: "T=1 5.71 ms (vLLM 6.68), T=4 5.73 ms (vLLM 6.71)"."""
+        """The times for a log line: "T=1 5.71 ms (vLLM 6.68), T=4 5.73 ms (vLLM 6.71)"."""
         timed = zip(self.rows, self.ours, self.engine, strict=True)
         return ", ".join(f"T={T} {_ms(ours)} ms ({engine} {_ms(theirs)})" for T, ours, theirs in timed) or self.reason
 
@@ -107,17 +107,17 @@ def on_gpu(device: torch.device, width: int, columns: int, dtype: torch.dtype, c
 
 
 def rows_up_to(max_rows: int) -> tuple[int, ...]:
-    """The row counts to time a stage at that is called with at most `max_rows`."""
+    """The row counts at which to time a stage that is called with at most `max_rows`."""
     most = min(max_rows, ROWS[-1])
     return (*ROWS[: bisect.bisect_left(ROWS, most)], most)
 
 
 @torch.inference_mode()
 def seconds_per_call(calls: Sequence[Call], rows: Sequence[int], width: int, like: Tensor) -> list[list[float]]:
-    """The median call of each at each row count, for inputs [T, width] of the dtype and device of `like`.
+    """The median seconds of each call at each row count, for inputs [T, width] of the dtype and device of `like`.
 
-    The calls take turns, so that a noisy neighbour slows all of them. Of a weight of 25 MB the fastest call may be one
-    that found it in a cache: norm_concat and vLLM's product ran by that, at 1.5 times the median of 12 bits.
+    The calls take turns, so that a noisy neighbor slows all of them. With a weight of 25 MB the fastest call may be one
+    that found it in a cache: by minima, norm_concat and vLLM's product won with 1.5 times the median of 12 bits.
     """
     evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32)  # vLLM loads with the model's dtype as the default
     seconds: list[list[float]] = [[] for _ in calls]
@@ -144,14 +144,14 @@ def agreed_seconds(
     measure: Callable[[], list[list[float]]], calls: int, rows: int, group: ProcessGroup | None
 ) -> list[list[float]]:
     """The seconds of `calls` calls at each of `rows` row counts, the engine's call first: over all ranks of a CPU group
-    its fastest, and the slowest of ours. Ranks that decide apart would round a replicated layer in two ways.
+    the engine's fastest and our slowest. Ranks that decided separately could round a replicated layer in two ways.
 
-    A rank whose measurement fails says so to the others before it raises: they wait for it.
+    A rank whose measurement fails joins the all-reduce, for which the others wait, before it raises.
     """
     failure = None
     try:
         seconds = measure()
-    except Exception as caught:  # whatever an engine's module raises; it is raised below, after the other ranks know
+    except Exception as caught:  # whatever an engine's module raises; raised again below, once the other ranks know
         failure, seconds = caught, [[0.0] * rows] + [[math.inf] * rows] * (calls - 1)
     if group is not None:
         ours_negated = torch.tensor(seconds, dtype=torch.float64)
@@ -165,7 +165,7 @@ def agreed_seconds(
 
 
 def normal_rows(T: int, width: int, like: Tensor) -> Tensor:
-    """[T, width] of normal values; the engine's own random numbers stay as they are."""
+    """[T, width] of normal values, which leave the engine's random state as it is."""
     generator = torch.Generator(like.device).manual_seed(0)
     return torch.randn(T, width, generator=generator, dtype=like.dtype, device=like.device)
 
@@ -174,8 +174,8 @@ _settled: dict[Hashable, object] = {}
 
 
 def once(key: Hashable, settle: Callable[[], object]) -> object:
-    """What `settle()` returned or raised for this key the first time: drafters of one shape and weights loaded again
-    are not timed anew, not even by a rank where that failed, as the others would not join it."""
+    """What `settle()` returned or raised for this key the first time: drafters of one shape and reloaded weights are
+    not timed again, not even by a rank where that failed, as the others would not join it."""
     if key not in _settled:
         try:
             _settled[key] = settle()

@@ -1,8 +1,8 @@
-"""What every engine plugin asks of a layer before it touches it: may it run on the ops; and one log line per process
-for each answer. (Whether a hook's target is what it was: `gates.py`.)
+"""Whether a layer of an engine can run on the ops, asked before a plugin touches it; one log line per process for each
+answer. (Whether a hook's target is what was recorded: `gates.py`.)
 
-Nothing here imports an engine. `*_unsupported_reason` says why a layer stays with the engine; None where it runs on the
-ops.
+Nothing here imports an engine. `*_unsupported_reason` returns why a layer stays with the engine, None where it can run
+on the ops.
 """
 
 import logging
@@ -36,7 +36,7 @@ def linear_unsupported_reason(
 
     Args:
         linear: torch's nn.Linear, or a layer of the engine with input_size, output_size and quant_method.
-        unquantized: the exact types of quant_method that leave the weight as it is; a subclass may not.
+        unquantized: the exact types of quant_method that leave the weight as it is; a subclass might not.
         bias: whether the op takes a bias.
         column_shard: whether the weight may be this rank's rows of a column-parallel layer, to be gathered afterwards.
     """

@@ -1,8 +1,8 @@
-"""A gate per hook: it goes in where the engine's function is the one it was written for, in any version of the engine.
+"""A gate per hook: a hook goes in only where the engine's function is the one it was written for, whatever the version.
 
-A `Target` records where that function is, what it takes and, where the meaning of a hook hangs on what the function
-does, the hashes of the bodies that were read. Only the standard library is used: the same hash on every Python, from
-the source alone (tests/engines/test_gates.py runs the file by itself).
+A `Target` records where that function is, its parameters and, where the hook depends on what the function does, hashes
+of the bodies that it was written for. A hash comes from the source alone, the same on every Python. Only the standard
+library is used (tests/engines/test_gates.py runs the file by itself).
 """
 
 import ast
@@ -24,7 +24,7 @@ class Target:
 
     where: "package.module:Class.attribute".
     parameters: the names the function has to take, `self` included, `...` at the end for any more; None checks nothing.
-    bodies: `body_hash` of each body that was read -> the engine's versions that have it; empty where the hook does not
+    bodies: `body_hash` of each known body -> the engine's versions that have it; empty where the hook does not
         depend on the body.
     """
 
@@ -37,13 +37,13 @@ class Target:
         return self.where.partition(":")[0]
 
     def find(self) -> tuple[Any, str, Any]:
-        """(owner, name, value); imports the module. Raises TargetError where it is not what was recorded."""
+        """(owner, name, value); imports the module. Raises TargetError where the target is not what was recorded."""
         owner, name, value = resolve(self.where)
         self.check(value)
         return owner, name, value
 
     def check(self, function: Callable) -> None:
-        """Raise TargetError where a function is not what was recorded, wherever it is."""
+        """Raise TargetError where a function is not what was recorded; `where` only names it in the message."""
         if self.parameters is not None:
             check_parameters(self.where, function, self.parameters)
         if self.bodies:
@@ -69,7 +69,7 @@ def resolve(where: str) -> tuple[Any, str, Any]:
 
 
 def check_parameters(where: str, function: Callable, parameters: Sequence[object]) -> None:
-    """Raise TargetError where a function takes other parameters than a hook passes on."""
+    """Raise TargetError where a function's parameters are not those that a hook passes on."""
     try:
         found, expected = list(inspect.signature(function).parameters), list(parameters)
     except (TypeError, ValueError) as failure:
@@ -82,7 +82,7 @@ def check_parameters(where: str, function: Callable, parameters: Sequence[object
 
 
 def check_body(where: str, function: Callable, bodies: Mapping[str, Sequence[str]]) -> None:
-    """Raise TargetError where a function does something else than the bodies that were read."""
+    """Raise TargetError where a function's body is none of the known ones."""
     try:
         found = body_hash(function)
     except (OSError, TypeError, SyntaxError) as failure:
@@ -93,14 +93,14 @@ def check_body(where: str, function: Callable, bodies: Mapping[str, Sequence[str
 
 
 def body_hash(function: Callable) -> str:
-    """A hash of what a function's source says: no comments, layout, docstrings, annotations, nothing of Python's own.
+    """A hash of a function's source without comments, layout, docstrings and annotations, the same on every Python.
 
     Raises:
         OSError, TypeError: there is no source.
-        TargetError: something wraps the function that its source does not name, so that the body is not all that runs.
+        TargetError: a wrapper that the source does not name is around the function, so more than the body runs.
     """
     source = inspect.getsource(function)
-    # A method's lines are indented; dedenting them would change what stands in strings of several lines.
+    # A method's lines are indented; dedenting them would change multi-line strings.
     (node,) = ast.parse(f"if True:\n{source}" if source[0].isspace() else source).body
     if isinstance(node, ast.If):
         (node,) = node.body
@@ -123,7 +123,7 @@ _WITH_DOCSTRING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _canonical(node: object) -> object:
-    """Nested tuples of a syntax tree. ast.dump and ast.unparse write one tree in other ways from version to version."""
+    """A syntax tree as nested tuples: ast.dump and ast.unparse write the same tree differently between versions."""
     if isinstance(node, ast.AST):
         fields = {name: value for name, value in ast.iter_fields(node) if name not in _LEFT_OUT}
         if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:

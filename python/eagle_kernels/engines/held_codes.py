@@ -1,16 +1,16 @@
-"""A linear layer that the engine itself holds quantized, as the op reads it: the engine's own tensors, nothing copied.
+"""A linear layer that the engine itself keeps quantized, as the op reads it: the engine's own tensors, without a copy.
 
-| of the layer | what the op takes it for |
+| the layer's tensors | their format for the op |
 |---|---|
-| weight e4m3, the [W, D] view of rows in memory; weight_scale fp32, one or one a row | fp8_tensor, fp8_row |
-| weight int8, the [W, D] view of rows in memory; weight_scale fp32, one a row | int8_row |
+| weight e4m3, a [W, D] view of D rows in memory; weight_scale fp32, one in all or one per row | fp8_tensor, fp8_row |
+| weight int8, a [W, D] view of D rows in memory; weight_scale fp32, one per row | int8_row |
 | weight e4m3 [D, W]; weight_scale_inv or weight_scale [ceil(D/n), ceil(W/n)], weight_block_size [n, n] | fp8_block{n} |
 
-As vLLM 0.32 and 0.33 leave Fp8LinearMethod, ModelOptLinearMethod and CompressedTensorsLinearMethod behind
-`process_weights_after_loading` where their kernel is CUTLASS, FlashInfer, DeepGEMM on sm_90 or torch._scaled_mm, and
-SGLang 0.5.23 its Fp8LinearMethod on those. Other layouts (Marlin's, AMX's and oneDNN's packed codes, scales of DeepGEMM
-on sm_100, fnuz) do not fit and stay with the engine. The engines round activations to 8 bits as well, in most of these:
-the op keeps their 16.
+`process_weights_after_loading` of Fp8LinearMethod, ModelOptLinearMethod and CompressedTensorsLinearMethod in vLLM 0.32
+and 0.33 leaves these layouts where the kernel is CUTLASS, FlashInfer, DeepGEMM on sm_90 or torch._scaled_mm; so does
+SGLang 0.5.23's Fp8LinearMethod for these kernels. Other layouts (Marlin's, AMX's and oneDNN's packed codes, scales of
+DeepGEMM on sm_100, fnuz) do not fit and stay with the engine. With most of these kernels the engines also round
+activations to 8 bits; the op keeps them in 16.
 """
 
 import operator
@@ -29,21 +29,21 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 @dataclass(eq=False)
 class HeldCodes:
-    """In place of a linear layer of the engine: the same tensors, `weight` as a QuantizedWeight."""
+    """Stands in for a linear layer of the engine: the same tensors, `weight` as a QuantizedWeight."""
 
     linear: Any
-    _read: tuple[Any, Any] | None = field(default=None, init=False)  # the parameters that `_weight` is made of
+    _read: tuple[Any, Any] | None = field(default=None, init=False)  # the parameters that `_weight` was made from
     _places: tuple[int | None, ...] = field(default=(), init=False)  # and where their memory was
     _weight: QuantizedWeight | None = field(default=None, init=False)
 
     @property
     def weight(self) -> QuantizedWeight:
-        """What the layer has now: updates in place and new parameters are seen."""
+        """The layer's current weight, after updates in place and with new parameters too."""
         if self._weight is not None and is_compiling():
             return self._in_graph(self._weight)
         parameters = (self.linear.weight, _scales_of(self.linear))
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's class of parameters: `as_operand` in projection.py
-            places = tuple(map(_place, parameters))  # `param.data = new` keeps the parameter
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameter class: `as_operand` in projection.py
+            places = tuple(map(_place, parameters))  # `param.data = new` keeps the parameter, not its memory
         if (
             self._weight is None
             or self._read is None
@@ -54,7 +54,7 @@ class HeldCodes:
         return self._weight
 
     def _in_graph(self, checked: QuantizedWeight) -> QuantizedWeight:
-        """The same for Dynamo, which compares no addresses; the graph reads what the layer has in each call."""
+        """`weight` for Dynamo, which cannot compare addresses; the graph reads the layer's tensors in each call."""
         codes, scales = _codes_of(self.linear), _scales_of(self.linear).detach().reshape(checked.scales.shape)
         return QuantizedWeight.of_tensors(codes, scales, None, checked.format, checked.block)
 
@@ -76,14 +76,14 @@ class HeldCodes:
 
 
 def read(linear: Any, methods: Collection[str]) -> HeldCodes | None:
-    """The codes of a layer of the engine; None where it holds none, not in a layout of the module's table, or where
-    LoRA wraps it.
+    """The codes of a layer of the engine; None where it has none, none in a layout of the module's table, or where LoRA
+    wraps it.
 
     Args:
-        methods: "module:class" of the quant_method that leave the layouts above; a subclass may not.
+        methods: "module:class" of each quant_method that leaves the layouts above; a subclass might not.
     """
     method = type(getattr(linear, "quant_method", None))
-    if hasattr(linear, "base_layer") or f"{method.__module__}:{method.__qualname__}" not in methods:  # of LoRA
+    if hasattr(linear, "base_layer") or f"{method.__module__}:{method.__qualname__}" not in methods:  # LoRA's
         return None
     codes = HeldCodes(linear)
     return codes if codes.is_current else None
@@ -122,7 +122,7 @@ def _quantized(linear: Any) -> QuantizedWeight:
 
 
 def _format(codes: Tensor, scales: Tensor, block: Any) -> str:
-    """What the layout says; QuantizedWeight raises where the dtypes are not the format's."""
+    """The format that the layout implies; QuantizedWeight raises where the dtypes are not the format's."""
     if codes.dtype == torch.int8:
         return "int8_row"
     if not block:

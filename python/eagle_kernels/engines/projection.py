@@ -1,7 +1,7 @@
 """A drafter's projection on the engine's own modules: y = post_norm(fc(chunk_norm(concat_norm(cat of K chunks)))).
 
-`Eagle3Projection` owns its parameters. Here the engine owns them, has loaded them and will load them again when weights
-are updated in place (RL): every call reads them from its modules, nothing is packed or folded, nothing can be stale.
+`Eagle3Projection` owns its parameters. Here the engine owns them and reloads them when weights are updated in place
+(RL): every call reads them from the engine's modules, nothing is packed or folded, nothing can be stale.
 """
 
 import math
@@ -28,15 +28,15 @@ from .held_codes import HeldCodes
 
 @dataclass(frozen=True, eq=False)
 class EngineProjection:
-    """Its modules are the engine's; norms have `weight` and `variance_epsilon`, as vLLM's and SGLang's RMSNorm."""
+    """On the engine's modules; norms have `weight` and `variance_epsilon`, as RMSNorm of vLLM and SGLang."""
 
     fc: Any
-    num_chunks: int | None  # of a packed input; None where there is no norm and only its width counts
+    num_chunks: int | None  # K of a packed input; None where there is no norm and only its width counts
     concat_norm: Any = None
     chunk_norms: Sequence[Any] = ()
     post_norm: Any = None
     norm_offset: float = 0.0
-    fc_unsupported: str | None = None  # why the ops cannot read fc.weight; fc then runs itself, behind norm_concat
+    fc_unsupported: str | None = None  # why the ops cannot read fc.weight; the engine then runs fc, behind norm_concat
 
     @property
     def has_norm(self) -> bool:
@@ -48,14 +48,14 @@ class EngineProjection:
 
     @property
     def kind(self) -> str:
-        """What a log line says of it: K=3, chunk norm."""
+        """What a log line says of the projection: K=3, chunk norm."""
         norms = [("concat", self.concat_norm is not None), ("chunk", len(self.chunk_norms) > 0)]
         codes = f", {self.codes}" if self.codes else ""
         return f"K={self.num_chunks}, {' then '.join(norm for norm, there in norms if there) or 'no'} norm{codes}"
 
     @property
     def codes(self) -> str:
-        """The format of a quantized weight, "" of another one."""
+        """The format of a quantized weight, "" for a dense one."""
         weight = getattr(self.fc, "weight", None)
         return weight.format if isinstance(weight, QuantizedWeight) else ""
 
@@ -75,9 +75,9 @@ class EngineProjection:
         out: Tensor | None = None,
         indices: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` where fc's weight is read.
+        """[N, D] from K tensors [N, H] or one packed [N, K*H] ([D] from [K*H]); in `out` if the op reads fc's weight.
 
-        indices: the rows of each chunk, where it has no concat norm; a zero row where one is -1.
+        indices: the rows to take of each chunk, only without a concat norm; -1 gives a zero row.
         """
         if self.fc_unsupported is not None:
             projected = self.fc(self.normed(chunks, indices))
@@ -134,12 +134,12 @@ def parameter_of(module: Any, name: str = "weight", *default: None) -> Any:
 
 
 def as_operand(parameter: Any) -> Any:
-    """A tensor of torch's own class, which goes straight to the kernels.
+    """The parameter as a tensor of torch's own class, which goes straight to the kernels, and without its gradient,
+    which engines leave on outside inference mode.
 
     vLLM's linear layers hold a subclass with a `__torch_function__` (vLLM 0.33, `model_executor/parameter.py`). A call
-    with one is checked in Python, where each question about the parameter takes 1.3 us: 93 us a call of three norms,
-    and 14 with a plain tensor (stubbed launches, AMD EPYC). And without its gradient, which engines leave on outside
-    inference mode.
+    with one is checked in Python, where each access to the parameter takes 1.3 us: 93 us per call with three norms,
+    against 14 us with a plain tensor (stubbed launches, AMD EPYC).
     """
     is_one = (is_compiling() or type(parameter) in OPERANDS) and not is_grad_enabled()
     if is_one or not isinstance(parameter, Tensor):
@@ -152,22 +152,22 @@ class ProbeError(Exception):
     """Our op does not run here, or not as the engine's own code does; the message says why."""
 
 
-# Beyond some hundred rows no plan changes and no kernel is compiled anew (`warmup`), so that more rows than these bytes
-# have would only take memory: 805 MB for 16,384 rows of K*H = 12,288 in bf16.
+# Beyond some hundred rows the plan does not change and no further kernel is compiled (`warmup`), so probing more rows
+# than fit into these bytes would only take memory: 805 MB for 16,384 rows of K*H = 12,288 in bf16.
 PROBED_BYTES = 64 << 20
-# bf16 norms and products of one formula differ by 0.4 % (vLLM rounds a normed value twice, we once).
+# In bf16, norms and products of the same formula differ by 0.4 % (vLLM rounds a normed value twice, we once).
 _MAX_DIFFERENCE = 0.05
 
 
 def probe(projection: EngineProjection, width: int, like: Tensor, rows: int, engine: Call | None = None) -> None:
     """Run the projection of [N, width] once as the engine will call it; raise ProbeError where that fails.
 
-    A first request is too late, and in the capture of a CUDA graph an uncompiled kernel raises: on a GPU everything
-    that any N up to `rows` runs is compiled.
+    On a GPU this compiles every kernel that any N up to `rows` runs: a first request would be too late, and in the
+    capture of a CUDA graph an uncompiled kernel raises.
 
     Args:
         like: a tensor with the dtype and device of the engine's hidden states.
-        engine: the engine's own stage; its result has to be ours.
+        engine: the engine's own stage, whose result has to agree with ours.
     """
     check_backend(projection.op, like.device, projection.num_chunks or 1)
     rows = max(1, min(rows, PROBED_BYTES // (width * like.element_size())))
@@ -180,7 +180,7 @@ def probe(projection: EngineProjection, width: int, like: Tensor, rows: int, eng
 
 
 def check_backend(op: str, device: torch.device, num_chunks: int = 1) -> None:
-    """Raise ProbeError where no kernel of ours serves the device: the reference is three times as slow as engines."""
+    """Raise ProbeError where no kernel of ours serves the device: the reference is three times as slow as an engine."""
     try:
         backend, reason = plan.choose_backend(op, device, num_chunks)
     except (RuntimeError, ValueError) as failure:
@@ -196,10 +196,10 @@ _INSTALL = "`pip install --no-deps .` in a checkout of eagle-kernels builds and 
 @torch.inference_mode()
 def run_probe(projection: EngineProjection, packed: Tensor, engine: Call | None) -> None:
     num_chunks = projection.num_chunks or 1
-    # The same memory as K contiguous chunks, which is what captured layers are.
+    # The same memory as K contiguous chunks, as captured layers are.
     chunks = list(packed.view(num_chunks, packed.shape[0], -1))
     if _on_gpu(packed.device):
-        # As a module it has `forward`, all that warmup asks for.
+        # Like a module it has `forward`, all that warmup needs.
         module: Any = projection
         warmup(module, packed)
         warmup(module, chunks, out=torch.empty_like(projection.forward(chunks)))
@@ -210,13 +210,13 @@ def run_probe(projection: EngineProjection, packed: Tensor, engine: Call | None)
         return
     expected = engine(packed)
     difference = relative_difference(got, expected)
-    if not difference <= _MAX_DIFFERENCE:  # NaN of ours too
+    if not difference <= _MAX_DIFFERENCE:  # also where ours is NaN
         raise ProbeError(f"{projection.op} gives other values than the engine: {difference:.2g} of their size apart")
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of what is expected; 0 where that is 0 or not finite, as weights that were never
-    loaded may make it."""
+    """RMS of the difference over RMS of `expected`; 0 where the latter is 0 or not finite, as it may be with weights
+    that were never loaded."""
     if got.shape != expected.shape:
         return float("inf")
     size = expected.float().norm().item()

@@ -1,8 +1,8 @@
 """The row-parallel form of a projection that an engine replicates: y = all_reduce(norm(cat)[:, b:e] @ W[:, b:e]^T).
 
-A replicated fc is read whole by every rank at every step, 308 MB for Kimi K2. Here each rank reads its columns of the
-weight, a view of the engine's own parameter: nothing is copied, and weights that are updated count from the next call.
-All ranks have the captured layers, so each norms whole chunks, whose statistics are those of one rank, and only the
+A replicated fc is read whole by every rank at every step, 308 MB for Kimi K2. Here each rank reads only its columns of
+the weight, a view of the engine's own parameter: nothing is copied, and a weight update takes effect at the next call.
+Every rank has all captured layers, so each norms whole chunks, with the same statistics as on one rank, and only the
 partial products are exchanged (sglang#29223 shards fc by its rows instead, and gathers).
 """
 
@@ -20,7 +20,7 @@ from ..ops.sources import Sources
 from .decision import Call, Decision, agreed_seconds
 from .projection import EngineProjection, ProbeError, parameter_of, probe
 
-# A rank begins at a tile of the kernels, and at 128 bytes of each row of the weight.
+# Each rank's columns begin at a tile of the kernels, and at a multiple of 128 bytes in each row of the weight.
 TILE = 64
 
 
@@ -62,7 +62,7 @@ class RowParallelProjection(EngineProjection):
 
 
 def columns_of(width: int, rank: int, size: int) -> tuple[int, int]:
-    """[begin, end) of a rank's columns: whole tiles, the same number on each rank up to one.
+    """[begin, end) of a rank's columns: whole tiles, whose number differs by at most one between ranks.
 
     >>> [columns_of(384, rank, 4) for rank in range(4)]
     [(0, 64), (64, 192), (192, 256), (256, 384)]
@@ -99,14 +99,14 @@ def split(
 
     Args:
         like, rows, engine: as in `probe`.
-        group: of the same ranks, for tensors on the CPU.
+        group: the same ranks, for tensors on the CPU.
     """
     shared = {field.name: getattr(projection, field.name) for field in fields(projection)}
     row_parallel = RowParallelProjection(**shared, rank=rank, size=size, all_reduce=all_reduce)
     width = parameter_of(projection.fc).shape[1]
 
     def alone() -> list[list[float]]:
-        # A rank that fails in here is not waited for in the engine's all-reduce.
+        # Without the engine's all-reduce, in which the others would wait for a rank that fails here.
         probe(replace(row_parallel, all_reduce=torch.clone), width, like, rows)
         return [[1.0], [1.0]]
 

@@ -1,11 +1,11 @@
-"""A drafter's checkpoint for engine layers that have no place for its scales.
+"""Dequantizes a drafter's checkpoint for engine layers that are unquantized and have no parameter for its scales.
 
-A layer without a quantization method takes what is called `weight` for numbers. Codes are some hundred times too large,
-the scales beside them are names that its model skips in silence, and no draft is accepted (sglang#39087: accepted
-length 3.7 -> 1.0). Here such codes become numbers on their way from the checkpoint to the model, once, in the dtype of
-the layer, those of an embedding or lm_head too. What cannot be read is an error with the tensor's name once the engine
-loads it: an MTP model is loaded out of the checkpoint of its target, and skips that one's layers, embedding and lm_head
-by their names. What an engine loads as codes passes as it is, and so does what no layer of the drafter is named for.
+A layer without a quantization method reads codes called `weight` as dense values. They are some hundred times too
+large, the model silently skips the scales beside them by name, and no draft is accepted (sglang#39087: accepted length
+3.7 -> 1.0). Here such codes, those of an embedding or lm_head too, are dequantized once to the layer's dtype on their
+way from the checkpoint to the model. What cannot be read raises an error with the tensor's name, but only once the
+engine loads it: an MTP model is loaded from its target's checkpoint, and skips the target's layers, embedding and
+lm_head by name. Codes that the engine loads as codes pass unchanged, and so do tensors of no layer of the drafter.
 """
 
 import functools
@@ -27,7 +27,7 @@ from ..quantized_weight import QuantizedWeight
 from .eligibility import log_once
 
 OP = "load_weights"
-# One layer of the engines, of several of the checkpoint.
+# A layer of the engines -> the checkpoint's layers that it merges.
 MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),  # the last two MiniMax-M3's in vLLM
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -37,7 +37,8 @@ MERGED = {
     "wqkv_a": ("wq_a", "wkv"),  # in SGLang
     "qkvr": ("wq_du", "wk_dv", "wv_dv", "wr_du"),  # Inkling's
 }
-# And of one model each in vLLM, not for `doctor`, which takes MERGED for all families: Ling's g_proj is its own layer.
+# Also those of single models in vLLM, apart from MERGED, which `doctor` applies to all families: Ling's g_proj is its
+# own layer.
 _MERGED_BY_ANY = {
     **MERGED,
     "qkv_proj": (*MERGED["qkv_proj"], "o_gate_proj"),  # Muse Spark
@@ -45,26 +46,26 @@ _MERGED_BY_ANY = {
     "qkvg_proj": ("q_proj", "k_proj", "v_proj", "g_proj"),  # Step-5
     "qkv_indexer_proj": ("q_proj", "k_proj", "v_proj", "g_proj", *(f"sparse_indexer_{part}" for part in "qkz")),
 }
-# Of single layers: Mistral's, Step-3.5's, Bailing's, GigaChat's, HunYuan's, Inkling's and DeepSeek-V4's.
+# Other names of single layers: Mistral's, Step-3.5's, Bailing's, GigaChat's, HunYuan's, Inkling's and DeepSeek-V4's.
 _OTHER_NAMES = {
     **{"eagle_linear": "fc", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
     **{"wq_a": "q_a_proj", "wq_b": "q_b_proj", "wkv_a_with_mqa": "kv_a_proj_with_mqa", "wkv_b": "kv_b_proj"},
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
     **{"gate_and_up_proj": "gate_up_proj", "w13_dn": "gate_up_proj", "w2_md": "down_proj", "dense": "o_proj"},
     **dict.fromkeys(("word_embeddings", "tok_embeddings", "tok_emb", "embeddings", "embed"), "embed_tokens"),
-    # vLLM's MTP models have the target's lm_head in each layer, as shared_head.head; Qwen4-Exp's the other way round.
+    # vLLM's MTP models have the target's lm_head in each layer, as shared_head.head; Qwen4-Exp the other way round.
     **{"output": "head", "lm_head": "head", "head": "lm_head", "unembed": "lm_head"},
     **{"gate_proj": "attn_gate", "gate_up_projection": "gate_up_lowrank", "gate_down_projection": "gate_down_lowrank"},
 }
-# Layers that take numbers and whose codes in square FP8 blocks the engine reads itself: by the drafter's class, with
-# the names of the scales that it knows.
+# Unquantized layers whose codes in square FP8 blocks the engine dequantizes itself: the drafter's class -> the layer
+# and the names of the scales that the engine knows.
 _READ_BY_ENGINE = {
     **dict.fromkeys(("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark"), ("wo_a", ("scale",))),  # SGLang
-    # vLLM pads the rows of a checkpoint without RoPE to the layer's, where they are codes.
+    # vLLM pads the rows of a checkpoint without RoPE to the layer's only if they are codes; dense ones would not load.
     "Glm5NextMTP": ("kv_a_proj_with_mqa", ("weight_scale_inv", "weight_scale")),
 }
 _CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
-# Renames of the engines' own load_weights, as those above: they run behind this. Each may be on top of those before it.
+# Renames that the engines' own load_weights applies after us, like those above. Each may follow on those before it.
 _RENAMES = (
     (re.compile(r"^(?:model\.)?language_model\.(?:model\.)?"), ""),  # GLM-OCR, GLM-5-next, Nemotron-H
     (re.compile(r"^backbone\.(?=embeddings$)"), ""),  # Nemotron-H: other layers there are its target's
@@ -84,7 +85,7 @@ _RENAMES = (
     (re.compile(r"\bmtp\.(?=layers\.)"), ""),  # Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H, MiniMax-M3, Inkling
     (re.compile(r"^mtp\.(layers\.\d+\.)self_attn\."), r"\1"),  # Qwen3-Next and Qwen3.5 in SGLang
     (re.compile(r"^mtp\."), "model.mtp_layer."),  # IQuest-Q1 in SGLang
-    # MiMo, Ernie, LongCat, Inkling, DeepSeek-V4: what is left is the end of the engine's path, whatever it begins with.
+    # MiMo, Ernie, LongCat, Inkling, DeepSeek-V4: what is left is the tail of the engine's path, whatever its beginning.
     (re.compile(r"^(?:model\.(?:mtp\.layers|mtp_layers|mtp_block)|mtp)\.\d+\.(?:transformer_layer\.)?"), ""),
     (re.compile(r"^(?:(?:model\.)?(?:mtp|layers\.\d+)|emb)\.(?=(?:embed_tokens|tok_emb)$)"), ""),  # MTP models in vLLM
     (re.compile(r"^(?:model\.)?(?:mtp\.)?shared_head\.(?=head$)"), ""),  # Qwen4-Exp in vLLM
@@ -102,7 +103,7 @@ _DTYPES_OF_CODES = {
 
 @functools.cache
 def _projections() -> frozenset[str]:
-    """Of the input stage: their path in a checkpoint is not the engine's (model.layers.61.eh_proj is model.eh_proj)."""
+    """Those of the input stage: the checkpoint's path (model.layers.61.eh_proj) is not the engine's (model.eh_proj)."""
     return frozenset(name for family in families().values() if family.mtp for name in family.mtp.projections)
 
 
@@ -113,13 +114,13 @@ def scaled(
     engine: str,
     logger: logging.Logger,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights for `model.load_weights`, with numbers in place of codes where the layer takes numbers.
+    """The weights for `model.load_weights`, dequantized where the layer is unquantized.
 
-    Codes and scales come last, when all of them are known. The model's config says what they are, where it has a
-    quantization_config. Raises ValueError, TypeError that name the tensor, for codes that cannot be read.
+    Codes and scales come last, when all of them are known. The model's quantization_config, where it has one, has to
+    agree with them. Codes that cannot be read raise a ValueError or TypeError that names the tensor once they are used.
 
     Args:
-        unquantized: the exact types of quant_method that take numbers; a torch nn.Linear does as well.
+        unquantized: the exact types of quant_method of unquantized layers; a torch nn.Linear is one as well.
         engine: its name, for the log.
     """
     drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), logger)
@@ -164,7 +165,7 @@ class _Drafter:
 
 
 def _in_squares(codes: Tensor, scales: Tensor) -> bool:
-    """Not row by row, and not in blocks of one row as MXFP8."""
+    """Whether the scales are of square blocks: not one per row, nor of blocks within one row as in MXFP8."""
     if codes.dim() != 2 or scales.dim() != 2 or not 0 < scales.shape[1] <= codes.shape[1]:
         return False
     blocks = ([-(-size // side) for size in codes.shape] for side in (32, 64, 128, 256))
@@ -172,7 +173,7 @@ def _in_squares(codes: Tensor, scales: Tensor) -> bool:
 
 
 def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
-    """quantization_config of the first of its modules whose config has one."""
+    """quantization_config of the model's first module whose config has one."""
     for _, module in model.named_modules():
         said = get_field(getattr(module, "config", None), "quantization_config")
         said = said.to_dict() if hasattr(said, "to_dict") else said
@@ -182,8 +183,8 @@ def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def _renames_of(model: nn.Module) -> Iterator[tuple[re.Pattern, str]]:
-    """SGLang's NextN models have the layer behind the target's, or the one of a checkpoint of its own, as `decoder`;
-    dots3-note's several in `heads`, and Step-3.5's, of which there is a model for each, as `mtp_block`."""
+    """SGLang's NextN models have the layer after the target's, or the only one of a drafter's own checkpoint, as
+    `decoder`; dots3-note's have several in `heads`; Step-3.5 has a model for each layer, which it calls `mtp_block`."""
     layers = get_field(getattr(model, "config", None), "num_hidden_layers")
     if isinstance(layers, int):
         yield re.compile(rf"^(?:model\.)?layers\.{0 if layers == 1 else layers}\."), "model.decoder."
@@ -196,10 +197,10 @@ def _renames_of(model: nn.Module) -> Iterator[tuple[re.Pattern, str]]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What takes numbers: a linear layer, an embedding, lm_head or norm without a quantization method.
+    """An unquantized layer: a linear layer, an embedding, lm_head or norm without a quantization method.
 
-    columns: None where nothing is read for it, as for a norm.
-    rows: None where they are those of the checkpoint: it has one part of a merged weight, or another vocabulary.
+    columns: None where no codes can be read for it, as for a norm.
+    rows: None where the checkpoint decides: it has one part of a merged weight, or another vocabulary.
     """
 
     path: str
@@ -230,7 +231,7 @@ class _Layer:
 
 
 def _layers_by_tail(model: nn.Module, unquantized: Collection[type]) -> Mapping[str, _Layer | None]:
-    """Layers that take numbers, by every end of their paths ("fc", "model.fc"); None where one of them takes codes."""
+    """Unquantized layers, by every tail of their paths ("fc", "model.fc"); None where one of that tail is quantized."""
     layers: dict[str, _Layer | None] = {}
     for path, module in model.named_modules(remove_duplicate=False):  # tied embeddings are lm_head too
         is_dense = _takes_numbers(module, unquantized)
@@ -251,33 +252,33 @@ def _takes_numbers(module: nn.Module, unquantized: Collection[type]) -> bool:
     if not isinstance(weight, Tensor) or weight.dtype not in DTYPES:
         return False
     method = type(getattr(module, "quant_method", None))
-    # Of VocabParallelEmbedding and ParallelLMHead, in both engines.
+    # UnquantizedEmbeddingMethod is that of VocabParallelEmbedding and ParallelLMHead, in both engines.
     return method is type(None) or method in unquantized or method.__name__ == "UnquantizedEmbeddingMethod"
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """The layers of a drafter, by what its checkpoint may call them."""
+    """The layers of a drafter, by the names that its checkpoint may have for them."""
 
     by_tail: Mapping[str, _Layer | None]
     renames: Collection[tuple[re.Pattern, str]]
 
     @functools.cached_property
     def names(self) -> set[str]:
-        """The last name of every path that `of` looks for."""
+        """The last name of every path for which `of` may find a layer."""
         names = {layer.path.rpartition(".")[2] for layer in self.by_tail.values() if layer}
         names.update(part for merged, parts in _MERGED_BY_ANY.items() if merged in names for part in parts)
         return names | {other for other, name in _OTHER_NAMES.items() if name in names}
 
     @functools.cached_property
     def has_experts(self) -> bool:
-        """No engine has experts as layers of their own."""
+        """Whether experts are layers of their own; in no engine are they."""
         return any(layer and ".experts." in layer.path for layer in self.by_tail.values())
 
     def of(self, path: str) -> _Layer | None:
-        """The layer that takes numbers for a layer of the checkpoint."""
+        """The unquantized layer for a path of the checkpoint; None where there is none."""
         name = path.rpartition(".")[2]
-        if name not in self.names or (".experts." in path and not self.has_experts):  # a target has some 50000
+        if name not in self.names or (".experts." in path and not self.has_experts):  # some 50000 in a target
             return None
         if own := self._named(path):
             return own[0]
@@ -294,7 +295,7 @@ class _Layers:
         return self.by_tail.get(name) if name in _projections() else None
 
     def _named(self, path: str) -> Sequence[_Layer | None]:
-        """The engine's layer of this path: none, or one, which is None where it takes codes."""
+        """The engine's layer of this path: none, or one, which is None where it is quantized."""
         parent, _, own = path.rpartition(".")
         for name in filter(None, (own, _OTHER_NAMES.get(own))):
             merged = (merged for merged, parts in _MERGED_BY_ANY.items() if name in parts)
@@ -305,14 +306,15 @@ class _Layers:
 
 
 def _has_codes(tensors: Mapping[str, Tensor], layer: _Layer) -> bool:
-    """Of a linear layer any weight that is not dense; an embedding or norm may have integers that are no codes."""
+    """Whether there are codes: in a linear layer any weight that is not dense; an embedding or norm may have integers
+    that are no codes."""
     codes = _CODES & tensors.keys()
     return bool(codes) and (layer.is_linear or codes != {"weight"} or tensors["weight"].dtype in _DTYPES_OF_CODES)
 
 
 def _unreadable(failure: Exception) -> Tensor:
-    """In the place of a weight that cannot be read. An engine that skips its name needs no more than that, and one that
-    loads it gets the error."""
+    """Stands in for a weight that cannot be read: an engine that loads it gets the error, one that skips its name does
+    not."""
 
     class Unreadable(Tensor):
         @classmethod

@@ -21,7 +21,7 @@ def capture(
 
     Boundary 0 is the embedding output, boundary i the residual stream after layers 0..i-1, boundary N the stream after
     the last layer and before the final norm (`output_hidden_states` gives that entry only after the norm). The rows of
-    a [B, S, H] batch follow each other. The hooks are removed on exit, also by an exception.
+    a [B, S, H] batch follow each other. The hooks are removed on exit, also on an exception.
 
     Args:
         model: a decoder of transformers, or a model that has one (`get_decoder().layers`).
@@ -49,7 +49,7 @@ def capture(
 
 
 class _Forward:
-    """The captures of the forward that runs; the number of its rows is known at the first boundary."""
+    """The captures of the current forward; its number of rows is known at the first boundary."""
 
     def __init__(self, boundaries: Sequence[int], buffer: AuxHiddenStates, row: int) -> None:
         self.boundaries = boundaries
@@ -99,7 +99,7 @@ def _check_boundaries(boundaries: Sequence[int], num_layers: int, buffer: AuxHid
 
 
 def _attach(layers: nn.ModuleList, boundary: int, k: int, forward: _Forward) -> RemovableHandle:
-    # A boundary is read where the next layer takes it in; only the last one has no next layer.
+    # A boundary is read at the input of the next layer; only the last boundary has no next layer.
     if boundary < len(layers):
         return layers[boundary].register_forward_pre_hook(
             lambda module, args, kwargs: forward.write(k, args[0] if args else kwargs["hidden_states"]),

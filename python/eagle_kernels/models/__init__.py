@@ -1,7 +1,7 @@
 """What is special about each family of target models and about the input stage of its MTP layers.
 
-Data, which imports nothing else of the package: a family is one row of `table.FAMILIES`, of which docs/models.md shows
-the MTP stages.
+Data that imports nothing else of the package: a family is one row of `table.FAMILIES`; docs/models.md shows their MTP
+stages.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["families", "find_family"]
 @functools.cache
 def families() -> dict[str, ModelFamily]:
     """Every family by name."""
-    from .table import FAMILIES  # 2 ms, for those who ask
+    from .table import FAMILIES  # takes 2 ms, so only on demand
 
     return {family.name: family for family in FAMILIES}
 
 
 def find_family(model_type: str, architectures: Collection[str] = ()) -> ModelFamily | None:
-    """The family of a config, a target's or that of its MTP drafter; None where no family has it.
+    """The family of a config, a target's or its MTP drafter's; None where no family has it.
 
     By `architectures` where one family alone has one of them (EAGLE drafters have their target's model type, and two
     generations of Bailing share one), else by `model_type`.

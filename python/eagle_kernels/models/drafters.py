@@ -1,7 +1,7 @@
 """Every drafter that SGLang 0.5.23 or vLLM 0.33 serves, and what of its input stage the plugins run on our ops.
 
-`runs` and `stays` are what docs/models.md shows; tests hold `runs` against the plugins' hooks, and the architectures
-against the engines' registries.
+docs/models.md shows `runs` and `stays`; tests compare `runs` with the plugins' hooks, and the architectures with the
+engines' registries.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Drafter:
     architectures: its names in the engine's registry.
     runs: what runs on our ops; empty where nothing does.
     stays: what stays with the engine, and why; empty where nothing does.
-    targets: in SGLang, the hooked methods, by which the plugin knows it; of the architectures in their order, where
-        there are more than one.
+    targets: in SGLang, the hooked methods, by which the plugin knows the drafter: one for all architectures, one for
+        each in their order, or, of one architecture, one for each class of its layers.
     """
 
     title: str

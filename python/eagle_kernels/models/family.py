@@ -19,7 +19,7 @@ class EngineStage:
     quantized: the projection takes the drafter's quantization config.
     zeroes_position_0: the embedding is zero where the position is 0, before its norm.
     bias: whether the projection has one, or the name of the config's field that says so.
-    compiled: by torch.compile, in the engine's defaults.
+    compiled: whether torch.compile compiles the drafter in the engine's default settings.
     """
 
     architectures: tuple[str, ...]
@@ -38,11 +38,11 @@ class MTPStage:
     order: which of the two comes first in the concat, "embed,hidden" or "hidden,embed".
     normed: False where the projection reads embedding and hidden state as they are.
     names: what the family's modules call enorm, hnorm and eh_proj; without norms, what they call eh_proj.
-    eps_field: of the config, of both norms.
-    norm_offsets: (field, offset by its value) where the config says what the gains are added to; None is the offset
-        where it says nothing, and a value that is not there is no RMSNorm.
+    eps_field: the config's field with the eps of both norms.
+    norm_offsets: (field, offset by its value) where a config's field says what the gains are added to. The key None is
+        for a config without the field; a value that is no key is another norm than RMSNorm.
     embedding_scaled: the drafter multiplies the shared table's rows by sqrt(H) itself.
-    embedding_scale_field: the config's field with the factor, where it is another one.
+    embedding_scale_field: the config's field with the factor, where that is another one.
     embedding_prenormed: the embedding has been through a norm of the target before enorm.
     chain_field: a field of the config that is true where the next step reads the normed state, whatever `chain` says.
     streams_field: the config's field with the number of residual streams (mHC), which are projected each by itself:
@@ -73,7 +73,7 @@ class MTPStage:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Those of `names` that are no norms."""
+        """The names in `names` that are not norms."""
         return self.names[2:] if self.normed else self.names
 
     @property
@@ -84,7 +84,7 @@ class MTPStage:
 
     @property
     def transformers(self) -> EngineStage:
-        """As transformers 5.23 `MtpModel` and the Gemma 4 assistant have it: nothing masked, no bias."""
+        """The stage in transformers 5.23, `MtpModel` and the Gemma 4 assistant: nothing masked, no bias."""
         return EngineStage((), chain="pre-norm" if self.chain_field else "normed" if self.normed else "projected")
 
 
@@ -92,8 +92,8 @@ class MTPStage:
 class ModelFamily:
     """One family of targets.
 
-    name: how tests and messages call it.
-    title: how docs/models.md does.
+    name: what tests and messages call it.
+    title: what docs/models.md calls it.
     model_types: `model_type` of the Hugging Face configs, of the whole model and of its text part.
     target_architectures: those that tell the family from another one with the same model types.
     norm_offset: the gain of the target's and its MTP layers' norms is norm_offset + weight.

@@ -6,8 +6,8 @@ table's dtype, SGLang `gemma3_causal.py` by the Python float; an EAGLE-3 drafter
 DeepSeek and Kimi K2: SpecForge's DeepSeek drafters say [1, 29, 57] and its Kimi drafters [2, 30, 58] for the same
 boundaries; both engines' `deepseek_v2.py` shift by one iff the first id is 1 (sglang#25454).
 
-Position 0: vLLM zeroes the embedding where its DeepSeek code was the model (contested: vllm#33299, vllm#49938). MiMo
-and Ernie were trained with it, and both engines do it.
+Position 0: vLLM zeroes the embedding where the code is modeled on its DeepSeek code (contested: vllm#33299,
+vllm#49938). MiMo and Ernie were trained with it, and both engines do it.
 
 Chain: GLM-4 feeds a draft step with the pre-norm state in vLLM and the normed one in SGLang, Mistral's EAGLE the other
 way round: one checkpoint, two inputs from step 2 on. Step-3.5 and GigaChat 3.5 have a layer per step in SGLang, each
@@ -357,7 +357,7 @@ FAMILIES = (
         title="Step-5",
         model_types=("step5", "step5_vl"),
         norm_offset=_ZERO_CENTERED,
-        mtp=MTPStage(  # hidden states may be fp32, and are rounded before the norm
+        mtp=MTPStage(  # fp32 hidden states are rounded before the norm
             norm_offsets=("zero_centered", {None: _ZERO_CENTERED, True: _ZERO_CENTERED, False: 0.0}),
             vllm=EngineStage(("Step5MTP",), chain="pre-norm"),
         ),
@@ -390,7 +390,7 @@ FAMILIES = (
         model_types=("iquest_q1",),
         mtp=MTPStage(sglang=EngineStage(("IQuestQ1MTP",)), drafter_types=("iquest_q1_mtp",)),
     ),
-    # EAGLE-1: one decoder layer behind the same stage, of a target that may be any.
+    # EAGLE-1: one decoder layer behind the same stage, for any target.
     ModelFamily(
         name="llama_eagle",
         title="Llama, Qwen 2 EAGLE",

@@ -58,7 +58,7 @@ def add_rms_norm(
         record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)
         run(record, choose(OP, hidden.device), (out, out_sum))
         return out, out_sum
-    # Of outputs, None is what is allocated below.
+    # An output that is None is allocated below.
     record = AddRmsNorm(hidden, residual, weight, eps, norm_offset, out, out_sum)  # type: ignore[arg-type]
     record.check_arguments()
     if out is None and out_sum is None and hidden.dim() == 2:
@@ -71,7 +71,7 @@ def add_rms_norm(
 
 
 class AddRmsNorm(NamedTuple):
-    """The arguments of one call; rows are matrices and the outputs given, except before `check_arguments`."""
+    """The arguments of one call. Only before `check_arguments` may rows be 1-D and outputs None."""
 
     hidden: Tensor
     residual: Tensor
@@ -92,7 +92,7 @@ class AddRmsNorm(NamedTuple):
         checks.check_no_overlap(OP, "out_sum", self.out_sum, reads)
 
     def check_arguments(self) -> None:
-        """All but overlap of memory, which a trace cannot know."""
+        """Check everything but overlapping memory, which a trace cannot know."""
         hidden, residual, weight, eps, _, out, out_sum = self
         checks.check_rows(OP, "hidden", hidden)
         checks.check_like(OP, "residual", residual, hidden, "hidden")
@@ -119,7 +119,7 @@ def formula(
     norm_offset: float,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """(normed, sum) in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth of the tests."""
+    """(normed, sum) in `dtype`, unrounded: fp32 for the reference backend, fp64 as the truth in tests."""
     total = hidden.to(dtype) + residual.to(dtype)
     return total * rstd_of(total.square().mean(-1, keepdim=True), eps) * (weight.to(dtype) + norm_offset), total
 
@@ -144,7 +144,7 @@ def _empty(hidden: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
 
 
 def _empty_like(hidden: Tensor) -> Tensor:
-    """Dense; new_empty(hidden.shape) takes 1 us more."""
+    """Contiguous; new_empty(hidden.shape) takes 1 us more."""
     return hidden.new_empty(*hidden.shape)
 
 

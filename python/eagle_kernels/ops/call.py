@@ -1,7 +1,7 @@
-"""From the record of a call to the kernel of its plan: what every op with one kernel per backend does alike.
+"""Runs the record of a call on the kernel of its plan, alike for every op with one kernel per backend.
 
-A record is the NamedTuple of an op's normalised arguments, in the order of its schema. It can `check` itself, which
-words whatever is wrong, and compute itself in plain torch: `reference`.
+A record is the NamedTuple of an op's normalized arguments, in the order of its schema. Its `check` raises the error
+message for whatever is wrong, and its `reference` computes the result in plain torch.
 """
 
 import functools
@@ -20,7 +20,7 @@ class Primitive(Protocol):
     """A record that a compiled primitive takes."""
 
     def check(self) -> None:
-        """Raise the sentence for what no kernel can take."""
+        """Raise the error message for what no kernel supports."""
 
     def for_primitive(self) -> tuple:
         """The arguments of the compiled primitive."""
@@ -32,7 +32,7 @@ class Record(Primitive, Protocol):
 
 
 def run(record: Record, plan: Plan, outputs: Sequence[Tensor]) -> None:
-    """Write the record's outputs, of which autograd is told, by the single kernel that the plan names."""
+    """Write the record's outputs with the kernel that the plan names, and increment their versions for autograd."""
     if plan.backend in COMPILED:
         run_primitive(record, plan.op)
     elif plan.backend == "triton":
@@ -46,19 +46,19 @@ def run(record: Record, plan: Plan, outputs: Sequence[Tensor]) -> None:
 
 @functools.cache
 def triton_kernels(op: str) -> Any:
-    """The module of the op's Triton kernels, which launch by the compiled library where there is one. An import
-    statement takes 0.7 us of each call."""
+    """The module of the op's Triton kernels, which launch through the compiled library where there is one. An import
+    statement in its place takes 0.7 us in each call."""
     launch: Any = importlib.import_module("..triton_kernels.launch", __package__)
     launch.launch_by_library = getattr(library.primitives, "launch_triton", None)
     return importlib.import_module(f"..triton_kernels.{op}", __package__)
 
 
 def check(record: Primitive, op: str) -> None:
-    """Raise the sentence for what no kernel can take, by the compiled checks where they are: 2 us, where those in
-    Python take 10 to 60."""
+    """Raise the error message for what no kernel supports. The compiled checks, where there are any, take 2 us; those
+    in Python take 10 to 60."""
     if library.unsupported_reason is not None:
         return record.check()
-    try:  # as `run_primitive`, whose call takes 0.2 us more
+    try:  # as `run_primitive`, written out because calling it takes 0.2 us more
         getattr(library.primitives, op + "_checks_out")(*record.for_primitive())
     except RuntimeError:
         record.check()
@@ -66,10 +66,10 @@ def check(record: Primitive, op: str) -> None:
 
 
 def run_primitive(record: Primitive, op: str, of: Primitive | None = None) -> None:
-    """The compiled kernel, which checks the record itself; what it refuses, `check` words: that of the call which the
-    record is a part `of`."""
+    """Run the compiled kernel, which checks the record itself. Where it refuses, `check` raises the error message: the
+    record's, or that of the call `of` which it is a part."""
     try:
         getattr(library.primitives, f"{op}_out")(*record.for_primitive())
     except RuntimeError:
         (record if of is None else of).check()
-        raise  # not an argument: the device failed, or no such check exists in Python, which tests rule out
+        raise  # not an argument: the device failed. Tests rule out that Python lacks a check

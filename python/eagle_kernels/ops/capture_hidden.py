@@ -4,7 +4,7 @@ Replaces the clone of each captured layer and the `cat` of the clones (SGLang 0.
 `_maybe_add_hidden_state`): a slot is a strided view `[T, H]` of the packed `[max_tokens, K*H]` buffer. The sum is
 rounded once to the stream's dtype, which makes it bit-identical to the residual a fused add-norm stores. The mean is
 that of the 4 residual streams of mHC targets (DeepSeek-V4, V4.1): bit-identical to SGLang's `mhc_stream_mean` and to
-the `mean(dim=1)` of vLLM, which both take it of the streams as they are stored.
+the `mean(dim=1)` of vLLM, both of which read the streams as they are stored.
 """
 
 from typing import NamedTuple
@@ -27,11 +27,11 @@ def capture_hidden(
     """out[t] = round(hidden[t] + residual[t]), or round(1/S * sum_s hidden[t, s]);  sum_squares[t] = sum_h out[t, h]^2.
 
     Args:
-        hidden: [T, H] (or one row [H]), bf16, fp16 or fp32; the row stride is free, the last stride is 1. Of three
-            dimensions, [T, S, H], it is the S residual streams of an mHC target after the layer's `post`, whose mean is
-            captured: summed in fp32 from +0 on in the order of the streams, which for S = 4 are the bits of
-            `torch.mean`. The stride from stream to stream is free too.
-        residual: same shape and dtype, or None where the stream has none (boundary 0, Gemma 4); None with streams.
+        hidden: [T, H] (or one row [H]), bf16, fp16 or fp32; the row stride is free, the last stride is 1. Or [T, S, H],
+            the S residual streams of an mHC target after the layer's `post`, whose mean is captured. It is summed in
+            fp32 from +0 in the order of the streams, for S = 4 bit-identical to `torch.mean`. The stride between
+            streams is free too.
+        residual: same shape and dtype, or None where there is none (boundary 0, Gemma 4). Always None with streams.
         out: [T, H] (or [H]) of the same dtype; usually a slot of `AuxHiddenStates`.
         sum_squares: fp32 [T], any stride: the slot's column of a [max_tokens, K] tensor that `norm_concat_linear`
             takes, so that it reads x once. The squares are those of the rounded value.
@@ -56,7 +56,7 @@ def capture_hidden(
 
 
 class CaptureHidden(NamedTuple):
-    """The arguments of one call; only before `check_arguments` there may be a single row [H]."""
+    """The arguments of one call. Only before `check_arguments` may they be a single row [H]."""
 
     hidden: Tensor
     residual: Tensor | None
@@ -76,7 +76,7 @@ class CaptureHidden(NamedTuple):
             checks.check_no_overlap(OP, "sum_squares", self.sum_squares, (*reads, ("out", self.out)))
 
     def check_arguments(self) -> None:
-        """All but overlap of memory, which a trace cannot know."""
+        """Check everything but overlapping memory, which a trace cannot know."""
         hidden, residual, out, sum_squares = self
         checks.check_rows(OP, "hidden", hidden, or_streams=True)
         if hidden.dim() == 3:

@@ -3,7 +3,7 @@
     out[i] = round(concat_k(value_k[i] * rstd_k[i] * (norm_offset + gain_k)))        (the terms: `ops/sources.py`)
 
 One kernel for what engines run as row selects, adds, K RMSNorms and a `cat` (SGLang 0.5.23 `llama_eagle3`, vLLM 0.33
-`combine_hidden_states`), where the projection that follows is quantized, sharded by the engine, or compute-bound.
+`combine_hidden_states`). It is for projections that are quantized, sharded by the engine, or compute-bound.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def norm_concat(
         residuals: per chunk a tensor of its shape, or None; value = round_to_dtype(chunk + residual).
         indices: int32 / int64 [N], one for all chunks or one per chunk (None = row i). Out of range gives a zero row.
         sum_squares: fp32 [T, K] from `capture_hidden`: the row sums of squares of the values; x is then read once.
-        num_chunks: K of a packed `chunks` where norm_weight does not say it.
+        num_chunks: K of a packed `chunks`, where norm_weight does not give it.
         out: [N, K*H], row stride free; allocated where None. May not overlap an input.
 
     Returns:

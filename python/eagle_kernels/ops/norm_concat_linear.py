@@ -5,7 +5,7 @@
 
 Replaces `cat` + K norms + `cat` + `fc` of EAGLE-3 (SGLang 0.5.23 `llama_eagle3`, vLLM 0.33 `combine_hidden_states`),
 and enorm + hnorm + `cat` + `eh_proj` of MTP / NextN. Sums are fp32; the bias and the post norm see them unrounded.
-Triton's split kernels round (norm_offset + gain) * weight in place of x: one rounding either way, in other places.
+Triton's split kernels round (norm_offset + gain) * weight instead of x: also one rounding, in another place.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ def norm_concat_linear(
     Args:
         chunks, norm, norm_weight, norm_offset, residuals, indices, sum_squares, num_chunks: as in `norm_concat`.
             A chunk with its own index can be an embedding table [V, H]: the MTP input stage is then this one op.
-        weight: [D, K*H], the chunks' dtype; row stride free, last stride 1. Or a QuantizedWeight of that shape, whose
-            codes are widened as they are multiplied and scaled in fp32: no rounded copy of the weight is made.
+        weight: [D, K*H], the chunks' dtype; row stride free, last stride 1. Or a QuantizedWeight of that shape: its
+            codes are widened as they are multiplied and scaled in fp32, without a rounded copy of the weight.
         eps: one float for every norm; or K floats for "chunk". With post_norm_weight a sequence has one more, the
             last, for the post norm.
         bias: [D], the chunks' dtype or fp32.
@@ -74,7 +74,7 @@ def norm_concat_linear(
     if isinstance(weight, QuantizedWeight):
         of_codes = tuple.__new__(quantized.QuantizedProjection, (weight, bias, post_norm_weight, post_norm_eps))
         return quantized.project(sources, of_codes, out)
-    # Not Projection(...), which is a call of Python's, of 0.2 us.
+    # Not Projection(...), which goes through a Python function and takes 0.2 us.
     return project(sources, tuple.__new__(Projection, (weight, bias, post_norm_weight, post_norm_eps)), out)
 
 
@@ -178,7 +178,7 @@ def _plan(sources: Sources, projection: Projection, rows: int) -> Plan:
 
 
 def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
-    """The result of the plan's kernel, in `out` where it is given; of its writing autograd is told."""
+    """The result of the plan's kernel, in `out` where it is given, whose version is incremented for autograd."""
     chunks, num_chunks, _, _, _, _, residuals, indices, _ = sources
     weight, _, post_norm_weight, _ = projection
     first = chunks[0]
@@ -189,19 +189,20 @@ def run(sources: Sources, projection: Projection, out: Tensor | None) -> Tensor:
         columns = weight.shape[0]  # half the time of size(0)
     except RuntimeError:  # a nested tensor, which is refused below, has no shape
         columns = weight.size(0)
-    # The plan where every operand is aligned and the chunks have one width, which takes 4 us less to find. Other
-    # operands its kernels refuse.
+    # The plan for aligned operands and chunks of one width, which takes 4 us less to find. Its kernels refuse other
+    # operands, which then get a plan of their own.
     widths = (width if len(chunks) == num_chunks else width // num_chunks,)
     has_post_norm = post_norm_weight is not None
     plan = choose(OP, first.device, num_chunks, rows, weight.dtype, columns, widths, bool(residuals), has_post_norm)
     if rows == 1 and plans.SETTINGS.batch_invariant and plan.backend != "cpu":
-        # That of several rows, whose stride the kernels see: they take a single row whatever its stride is.
+        # One row must get the plan of several. The kernels would not refuse its stride: they take a single row
+        # whatever its stride is.
         NormConcatLinear(sources, projection, out).check()
         plan = _plan(sources, projection, rows)
     if plan.backend in COMPILED:
         try:
             written = _run_compiled(plan, sources, projection, out, (rows, columns))
-            if out is not None:  # of a new tensor nothing is saved yet
+            if out is not None:  # autograd has saved nothing of a new tensor
                 increment_version((out,))
             return written
         except RuntimeError:
@@ -233,7 +234,8 @@ def _run_plan(
 def _run_compiled(
     plan: Plan, sources: Sources, projection: Projection, out: Tensor | None, shape: tuple[int, int]
 ) -> Tensor:
-    """The primitive checks the arguments. Memory of our own overlaps no operand: the check would take 8 us."""
+    """The primitive checks the arguments. Where Python runs the two steps and torch allocates the result, overlap is
+    not checked, which would take 8 us: new memory overlaps no operand."""
     primitives, weight = library.primitives, projection.weight
     in_two_steps = plan.kernel is Kernel.TWO_STEP
     if in_two_steps and plan.backend == "cpu" and (not projection.is_product or _columns_to_pad(weight)):
@@ -279,13 +281,13 @@ def _project(normed: Tensor, projection: Projection, norm_offset: float, out: Te
     return projected if out is None else out.copy_(projected)
 
 
-# Columns that oneDNN's AMX product reads at once. Of a row that ends inside, it reads the next row's first values too:
-# times zero, which is NaN where they are NaN or infinite.
+# Columns that oneDNN's AMX product reads at once. Where a row ends inside a tile, it also reads the next row's first
+# values and multiplies them by zero, which gives NaN where they are NaN or infinite.
 _ONEDNN_TILE = 32
 
 
 def in_whole_tiles(rows: Tensor) -> Tensor:
-    """16-bit operands of oneDNN's product with zeros behind each row; a copy only at widths that no model has."""
+    """16-bit operands of oneDNN's product, each row padded with zeros; a copy only at widths that no model has."""
     columns = _columns_to_pad(rows)
     return F.pad(rows, (0, columns)) if columns else rows
 
@@ -307,7 +309,7 @@ def _empty(*arguments: Any) -> Tensor:
 
 
 def _records(arguments: tuple) -> tuple[Sources, Projection]:
-    """The records of a schema's arguments, which are in its order."""
+    """The records of arguments in the schema's order."""
     return Sources(*arguments[:_SOURCES]), Projection(*arguments[_SOURCES : _SOURCES + _PROJECTION])
 
 

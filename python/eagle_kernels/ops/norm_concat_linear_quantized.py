@@ -1,9 +1,9 @@
-"""norm_concat_linear on a QuantizedWeight: the sources as there, the codes in place of the weight.
+"""norm_concat_linear with a QuantizedWeight: the same sources, and codes in place of the weight.
 
     out[i, d] = round(post_norm(sum_c x[i, c] * (codes[d, c] * scales[d // B, c // C] * global_scale) + bias[d]))
 
-Weight-only: x is rounded once to its 16 bits as ever, codes are widened in registers, scales enter in fp32. Where no
-kernel reads codes the weight is dequantized in every call, in fp32: right everywhere, and slow.
+Weight-only: x is rounded once to its 16 bits as for any weight, codes are widened in registers, scales enter in fp32.
+Where no kernel reads the codes, every call dequantizes the weight to fp32: correct everywhere, but slow.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from .projection import OP, Projection, check_epilogue, eps_name, expected_weigh
 from .sources import Sources, formula
 
 PRIMITIVE = "norm_concat_linear_quantized"
-# The primitive's argument `kernel` of the kernels that are not its default: csrc/norm_concat_linear.h, CodesKernel.
+# The primitive's argument `kernel` for kernels other than its default: csrc/norm_concat_linear.h, CodesKernel.
 _FEW_ROWS, _WGMMA = 1, 2
 _KERNELS = {("cpu", Kernel.DOTS): _FEW_ROWS, ("cuda", Kernel.FUSED): _FEW_ROWS, ("cuda", Kernel.WGMMA): _WGMMA}
 
 
 class QuantizedProjection(NamedTuple):
-    """What follows the sources; `for_schema` has it in the order of the registered ops' schema."""
+    """What follows the sources; `for_schema` gives it in the order of the registered ops' schema."""
 
     weight: QuantizedWeight  # [D, K*H]
     bias: Tensor | None
@@ -111,7 +111,7 @@ class NormConcatLinearQuantized(NamedTuple):
 
 
 def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tensor, kernel: int) -> tuple:
-    """Of a record that need not be made, which takes 0.3 us."""
+    """The primitive's arguments, without making the record, which takes 0.3 us."""
     weight, bias, post_norm_weight, post_norm_eps = projection
     codes = weight.codes, weight.scales, weight.global_scale, *weight.block
     epilogue = bias, post_norm_weight, post_norm_eps, kernel, plans.SETTINGS.early_weight, out
@@ -124,7 +124,7 @@ def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm:
     return _choose(sources, weight, weight.codes.shape, rows, has_post_norm, sources.widths, *aligned)
 
 
-_code_bits: dict[str, int] = {}  # by format, which takes 0.4 us to ask a weight for
+_code_bits: dict[str, int] = {}  # by format: weight.code_bits takes 0.4 us
 
 
 def _choose(
@@ -136,12 +136,12 @@ def _choose(
     widths: tuple[int, ...],
     *aligned: bool,
 ) -> Plan:
-    """`of_codes`: the shape of the codes. `aligned`: where something is not."""
+    """`of_codes`: the shape of the codes. `aligned`: the result of `alignment`; all is aligned where it is left out."""
     chunks, num_chunks, _, _, _, _, residuals, _, _ = sources
     device, dtype, (columns, code_bytes) = chunks[0].device, chunks[0].dtype, of_codes
     (block_rows, block_columns), format = weight.block, weight.format
     code_bits = _code_bits.get(format) or _code_bits.setdefault(format, weight.code_bits)
-    # Most have one scale a row, of which to ask takes 0.5 us.
+    # Most weights have one scale per row: this spares them `scaled_where`, which takes 0.5 us.
     in_blocks = block_columns * code_bits < code_bytes * 8
     scales_sums = in_blocks and weight.scaled_where(dtype) == "blocks"
     sizes = (num_chunks, rows, dtype, columns, widths, bool(residuals), has_post_norm)
@@ -150,29 +150,29 @@ def _choose(
 
 
 def can_read_codes(device: torch.device) -> bool:
-    """Whether a kernel of this device does, where the sizes suit it."""
+    """Whether this device has a kernel that reads codes, where the sizes suit it."""
     if device.type == "cpu":
         return choose(PRIMITIVE, device, 1).kernel is Kernel.FUSED
     return device.type == "cuda" and plans.unsupported_reason("triton", device) is None
 
 
 def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -> Tensor:
-    """The result of the plan's kernel, in `out` where it is given; of its writing autograd is told."""
+    """The result of the plan's kernel, in `out` where it is given, whose version is incremented for autograd."""
     chunks, num_chunks, _, _, _, _, _, indices, _ = sources
     weight, _, post_norm_weight, _ = projection
     has_post_norm = post_norm_weight is not None
     rows, width = chunks[0].shape
     if indices:
         rows = sources.rows
-    # The likely plan, as in norm_concat_linear.
+    # The plan for aligned operands and chunks of one width first, as in norm_concat_linear.
     widths = (width if len(chunks) == num_chunks else width // num_chunks,)
     of_codes = weight.codes.shape
     plan = _choose(sources, weight, of_codes, rows, has_post_norm, widths)
     is_new = out is None
     out = chunks[0].new_empty(rows, of_codes[0]) if out is None else out
     if plan.backend != "cpu":
-        # The kernels of CUDA take a single row whatever its stride is and, of scales of blocks, a last chunk of any
-        # width: another plan's kernel than that of the same call with more rows, or than `explain` says.
+        # CUDA's kernels take a single row whatever its stride is and, with block scales, a last chunk of any width. So
+        # they could run where `explain`, or the plan of the same call with more rows, says another kernel.
         is_unlike = len(chunks) > 1 and chunks[-1].shape[-1:] != (width,)
         if is_unlike or (rows == 1 and plans.SETTINGS.batch_invariant):
             NormConcatLinearQuantized(sources, projection, out).check()
@@ -181,7 +181,7 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
         kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
         try:
             library.primitives.norm_concat_linear_quantized_out(*_for_primitive(sources, projection, out, kernel))
-            if not is_new:  # of a new tensor nothing is saved yet
+            if not is_new:  # autograd has saved nothing of a new tensor
                 increment_version((out,))
             return out
         except RuntimeError:
@@ -194,7 +194,7 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
         check(record, PRIMITIVE)
     else:
         record.check()
-    # The second plan is for these very operands, and may be of another backend.
+    # The second plan is for exactly these operands, and may be of another backend.
     if not (_ran_triton(record, plan) or _ran_triton(record, plan_of(sources, weight, rows, has_post_norm))):
         record.reference()
     increment_version((out,))
@@ -219,7 +219,7 @@ def _empty(*arguments: Any) -> Tensor:
 
 
 def _records(arguments: tuple) -> tuple[Sources, QuantizedProjection]:
-    """The records of a schema's arguments, which are in its order."""
+    """The records of arguments in the schema's order."""
     codes, scales, global_scale, format, rows, columns, *epilogue = arguments[_SOURCES : _SOURCES + 9]
     weight = QuantizedWeight.of_tensors(codes, scales, global_scale, format, (rows, columns))
     return Sources(*arguments[:_SOURCES]), QuantizedProjection(weight, *epilogue)

@@ -37,7 +37,7 @@ class Projection(NamedTuple):
 
 
 def expected_weight(sources: Sources) -> str:
-    """How an error words the shape that fits the sources."""
+    """The weight's shape that fits the sources, as error messages write it."""
     K, width = sources.num_chunks, sources.width
     split = f"K={K} chunks of H={width // K}" if width % K == 0 else f"{K} chunks"
     return f"(D, K*H) = (*, {width}) for {split}"
@@ -46,7 +46,7 @@ def expected_weight(sources: Sources) -> str:
 def check_epilogue(
     sources: Sources, columns: int, bias: Tensor | None, post_norm_weight: Tensor | None, post_norm_eps: float
 ) -> None:
-    """Raise the sentence for a bias or a post norm that does not fit D = columns."""
+    """Raise the error message for a bias or a post norm that does not fit D = columns."""
     for name, vector in (("bias", bias), ("post_norm_weight", post_norm_weight)):
         if vector is not None:
             checks.check_vector(OP, name, vector, columns, "D", sources.chunks[0], "chunks[0]")
@@ -62,7 +62,7 @@ def eps_name(post_norm_weight: Tensor | None) -> str:
 def project_formula(normed: Tensor, projection: Projection, norm_offset: float) -> Tensor:
     """post_norm(normed @ weight^T + bias) in the dtype of `normed` or float64, unrounded."""
     weight, bias, post_norm_weight, eps = projection
-    # torch.set_float32_matmul_precision("medium"): oneDNN rounds fp32 operands to bf16, of which fp16 has 3 bits more.
+    # Under torch.set_float32_matmul_precision("medium") oneDNN rounds fp32 operands to bf16, 3 bits less than fp16 has.
     precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # set when it is imported
     if normed.is_cpu and normed.dtype == torch.float32 and precision == "bf16":
         normed = normed.double()

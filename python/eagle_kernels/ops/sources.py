@@ -8,9 +8,9 @@
 A row of zeros stays zero, at eps = 0 too: rstd is 0 where its argument is. A row whose index is out of range stays
 zero whatever the gain and eps are.
 
-`Sources.of` brings the public arguments into one form, `Sources.of_module` what a call of a module brings, and
-`Sources.check` words what is wrong with them. The compiled primitives have checks of their own, so a call that runs on
-one of them is checked in Python only where it is refused.
+`Sources.of` normalizes the public arguments, `Sources.of_module` those of a module's call, and `Sources.check` raises
+the error message for what is wrong with them. The compiled primitives have their own checks, so a call that runs on one
+of them is checked in Python only where the primitive refuses it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Sources(NamedTuple):
         if norm == "none" and norm_weight is not None:
             raise checks.error(ValueError, op, "norm_weight is given", "None", "norm is 'none'")
         if norm == "chunk" and norm_weight is not None:
-            # One entry stands for all K in the record: here is known whether it was a matrix or a list of one vector.
+            # In the record one entry stands for all K. Only here is it known to be a matrix or a list of one vector.
             if matrix is not None:
                 if matrix.dim() != 2:
                     _check_gain_matrix(op, matrix, chunks, num_chunks)
@@ -93,7 +93,7 @@ class Sources(NamedTuple):
             [] if indices is None else _as_list(op, "indices", indices),
             sum_squares,
         )
-        return tuple.__new__(Sources, values)  # Sources(*values) is a call of Python's, of 0.12 us
+        return tuple.__new__(Sources, values)  # Sources(*values) goes through a Python function, 0.12 us
 
     @staticmethod
     def of_module(
@@ -108,9 +108,9 @@ class Sources(NamedTuple):
         indices: Iterable[Tensor | None] | Tensor | None = None,
         sum_squares: Tensor | None = None,
     ) -> Sources:
-        """As `of`, for a module, whose norm, gains and eps fit one another and are lists of tensors and of floats: only
-        what a call brings is looked at, which takes 0.5 us in place of 1.2. num_chunks: None where there is no norm,
-        and any number will do."""
+        """As `of`, for a module, whose norm, gains and eps fit one another and are lists of tensors and of floats. Only
+        the arguments of the call are looked at, which takes 0.5 us instead of 1.2. num_chunks: None where there is no
+        norm and any number of chunks will do."""
         if isinstance(chunks, Tensor):
             rows, count = [chunks], num_chunks or 1
         else:
@@ -147,7 +147,7 @@ class Sources(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The different widths of the chunks."""
+        """The distinct widths of the chunks."""
         if len(self.chunks) != self.num_chunks:
             return (self.width // self.num_chunks,)
         return tuple({*map(_width_of, self.chunks)})
@@ -172,7 +172,7 @@ class Sources(NamedTuple):
         return chunks, num_chunks, code, gains, eps, norm_offset, residuals or None, indices or None, sum_squares
 
     def check(self, op: str, eps_name: str = "eps") -> None:
-        """Raise the sentence for whatever a kernel could not take, memory aside: see `check_memory`."""
+        """Raise the error message for what no kernel supports, except overlapping memory: see `check_memory`."""
         chunks, num_chunks = self.chunks, checks.check_int(op, "num_chunks", self.num_chunks, at_least=1)
         _check_chunks(op, chunks)
         if len(chunks) != num_chunks and chunks[0].shape[-1] % num_chunks:
@@ -206,14 +206,14 @@ class Sources(NamedTuple):
 
 
 def _width_of(chunk: Tensor | None) -> int:
-    """H; 0 of what is no matrix and will be refused."""
+    """H; 0 for None or a 0-d tensor, which the checks refuse."""
     return chunk.shape[-1] if chunk is not None and chunk.dim() else 0
 
 
 def _as_list(op: str, name: str, value: Iterable[Tensor | None] | Tensor) -> list[Tensor | None]:
     expected = "a tensor or a sequence of tensors or None"
     values = [value] if isinstance(value, Tensor) else checks.check_sequence(op, name, value, expected)
-    for entry in values:  # the first one, where all(...) takes 0.6 us
+    for entry in values:  # a loop that ends at the first tensor: all(...) takes 0.6 us
         if entry is not None:
             return values
     return []
@@ -249,7 +249,7 @@ def _count_chunks(
 
 def total_width(chunks: list[Tensor]) -> int:
     width = 0
-    for chunk in chunks:  # as _width_of, of whose calls the sum of three would take 0.4 us more
+    for chunk in chunks:  # as _width_of, written out because three calls of it take 0.4 us more
         width += chunk.shape[-1] if chunk is not None and chunk.dim() else 0
     return width
 
@@ -366,12 +366,12 @@ def _check_gain_vectors(op: str, gains: list[Tensor], chunks: list[Tensor], num_
 
 
 def is_number(eps: Any) -> bool:
-    """Whether it stands for one value; a tensor or array without dimensions does, and a text, which is refused."""
+    """Whether eps is a single value: a number, a 0-d tensor or array, or a string, which is refused later."""
     return isinstance(eps, (int, float, str, bytes)) or not isinstance(eps, Iterable) or getattr(eps, "ndim", 1) == 0
 
 
 def _eps_list(op: str, eps: Any) -> list[float]:
-    if type(eps) is list and {*map(type, eps)} == {float}:  # of a module: 0.3 us, and 2 one by one
+    if type(eps) is list and {*map(type, eps)} == {float}:  # as a module has it: 0.3 us, and 2 us one by one
         return [*eps]
     if is_number(eps):
         return [checks.check_number(op, "eps", eps, "a number or a sequence of numbers")]
@@ -405,7 +405,7 @@ def _check_sum_squares(op: str, sum_squares: Tensor, norm: str, chunks: list[Ten
 
 @torch.no_grad()
 def formula(sources: Sources, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x [N, K*H] of the module's formula in `dtype`, unrounded: fp32 is the reference backend, fp64 the truth."""
+    """x [N, K*H] of this file's formula in `dtype`, unrounded: fp32 for the reference backend, fp64 as the truth."""
     norm, gains, eps = sources.norm, sources.gains, sources.eps
     values: list[Tensor] = []
     squares: list[Tensor] = []
@@ -430,7 +430,7 @@ def formula(sources: Sources, dtype: torch.dtype = torch.float32) -> Tensor:
         value = value * rstd
         if gains:
             value = value * (gains[k].reshape(-1).to(dtype) + sources.norm_offset)
-        # Zero stays zero where the index is out of range, and times an infinite gain would be NaN.
+        # A row out of range is zero and must stay zero: times an infinite gain it would be NaN.
         there = in_range[k]
         normed.append(value if there is None else torch.where(there, value, 0))
     return torch.cat(normed, -1)

@@ -3,9 +3,9 @@
     k[i, h]  = rope(k_norm(kv[i, h]), positions[i])              k_cache[slots[i], h] = round(k[i, h])
     v[i, h]  = kv[i, n + h], or kv[i, h] * rstd (k_eq_v)         v_cache[slots[i], h] = round(v[i, h])
 
-What DFlash and DSpark drafters do behind the GEMM of K and V. Between the norm and the store K stays in fp32 and is
-rounded once, as in SGLang 0.5.23 `fused_kv_materialize`; vLLM 0.33 `precompute_and_store_context_kv` rounds the normed
-K, cos and sin besides.
+What DFlash and DSpark drafters do after the GEMM of K and V. From the norm to the store K stays in fp32 and is rounded
+once, as in SGLang 0.5.23 `fused_kv_materialize`; vLLM 0.33 `precompute_and_store_context_kv` also rounds the normed K,
+cos and sin.
 """
 
 from typing import NamedTuple
@@ -26,17 +26,17 @@ MAX_HEAD_DIM = 1024  # csrc/store_context_kv.h
 class StoreContextKV(NamedTuple):
     """The arguments of one call, in the order of the registered op's schema.
 
-    kv: [N, n*d] or [N, 2*n*d], n heads of K and behind them those of V; the row stride is free. Without those of V, a
-        v_cache gets K's own values behind an RMSNorm without a gain (Gemma 4's k_eq_v).
+    kv: [N, n*d] or [N, 2*n*d], n heads of K and then n of V, if any; the row stride is free. Without V heads, v_cache
+        gets the K heads of kv after an RMSNorm without a gain (Gemma 4's k_eq_v).
     k_norm_weight: [norm_width] in kv's dtype or fp32, or None for a unit gain; the gain is norm_offset + weight.
-    norm_width: columns [0, norm_width) of a head are normed, over as many; 0 where K has no norm.
-    cos_sin: [P, R] in kv's dtype or fp32: cos of R/2 frequencies, then sin, of each position.
-    rotary_begin, interleaved: columns [rotary_begin, rotary_begin + R) of a head rotate, in pairs of the two halves
-        (NeoX), or interleaved of neighbours (GPT-J).
+    norm_width: columns [0, norm_width) of a head are normed, by their own mean square; 0 where K has no norm.
+    cos_sin: [P, R] in kv's dtype or fp32; a position's row has the cos of R/2 frequencies, then their sin.
+    rotary_begin, interleaved: columns [rotary_begin, rotary_begin + R) of a head rotate in pairs: a column of the
+        first half and its counterpart in the second (NeoX), or with interleaved two neighbors (GPT-J).
     positions, slots: [N] int32 / int64. A row whose slot is not in the caches (engines pad with -1) or whose position
         is not in cos_sin is skipped.
-    k_cache, v_cache: [slots, n, d] in kv's dtype, strides of slots and heads free; v_cache None where K is all that is
-        cached (latent attention). Rows of one slot are written in any order; the two must not overlap.
+    k_cache, v_cache: [slots, n, d] in kv's dtype, strides of slots and heads free; v_cache is None where only K is
+        cached (latent attention). Rows with the same slot are written in any order; the two caches must not overlap.
     """
 
     kv: Tensor
@@ -62,7 +62,7 @@ class StoreContextKV(NamedTuple):
 
     @property
     def v_is_k(self) -> bool:
-        """Whether the V heads are those of K behind a norm without a gain."""
+        """Whether the V heads are those of K after a norm without a gain."""
         return self.v_cache is not None and self.kv.shape[1] == self.k_cache.shape[1] * self.k_cache.shape[2]
 
     def for_primitive(self) -> tuple:
@@ -77,7 +77,7 @@ class StoreContextKV(NamedTuple):
                 )
 
     def check_arguments(self) -> None:
-        """All but overlap of memory, which a trace cannot know."""
+        """Check everything but overlapping memory, which a trace cannot know."""
         kv, k_cache = self.kv, self.k_cache
         checks.check_rows(OP, "kv", kv)
         checks.check_matrix(OP, "kv", kv)
@@ -120,7 +120,7 @@ class StoreContextKV(NamedTuple):
 
     @torch.no_grad()
     def reference(self) -> None:
-        """In fp32, but in float64 where kv is."""
+        """In fp32."""
         inside = (self.slots >= 0) & (self.slots < self.k_cache.shape[0])
         inside &= (self.positions >= 0) & (self.positions < self.cos_sin.shape[0])
         rows = inside.nonzero().squeeze(1)
@@ -153,7 +153,7 @@ class StoreContextKV(NamedTuple):
 
 
 def store_context_kv(record: StoreContextKV) -> None:
-    """Write the rows of one draft layer; raises TypeError / ValueError for what does not fit, before any is written."""
+    """Write the rows of one draft layer. Raises TypeError / ValueError for what does not fit, before writing any."""
     if is_plain(*record.operands):
         _run_record(record)
     else:
@@ -176,7 +176,7 @@ def _rstd(x: Tensor, eps: float) -> Tensor:
 
 
 def _touch(a: Tensor, b: Tensor) -> bool:
-    """Whether the bytes from a's first to its last reach into b's: a cache is never between the rows of a product."""
+    """Whether the byte ranges of a and b overlap, gaps between rows included: no cache lies between a GEMM's rows."""
     (a_begin, a_end), (b_begin, b_end) = _byte_range(a), _byte_range(b)
     return a_begin < b_end and b_begin < a_end
 

@@ -33,18 +33,18 @@ def vocab_parallel_embedding(
     """out[i] = weight[local(ids[i])] (* scale) for the ids in this shard, a zero row for all others.
 
     Args:
-        ids: int32 / int64, any shape. Negative, too large or foreign ids give zero rows, at tp_size 1 as well, and no
-            memory outside the table is touched.
+        ids: int32 / int64, any shape. Ids that are negative, too large or another rank's give zero rows, at tp_size 1
+            as well, and no memory outside the table is touched.
         weight: [shard.rows, H], bf16, fp16 or fp32 (see `shard_vocab_weight`); the zero padding at its end may be
             missing, so an unpadded full table serves as the one shard of tp_size 1. Row stride free.
         shard: `VocabShard.build(...)`.
-        scale: multiplies the row in fp32 before the one rounding. A Python float is used as it is: SGLang's Gemma
-            (`embeds * hidden_size**0.5`). A 0-d tensor is used with its own rounding: Hugging Face and vLLM multiply by
-            the bf16-rounded scale.
+        scale: multiplies the row in fp32 before the one rounding. A Python float is used unrounded, as in SGLang's
+            Gemma (`embeds * hidden_size**0.5`). A 0-d tensor is used as rounded to its dtype: Hugging Face and vLLM
+            multiply by the bf16-rounded scale.
         out: [*ids.shape, H], last stride 1; allocated where None. May be a slice of a static buffer.
 
     Returns:
-        [*ids.shape, H] in weight's dtype; without scale the bits of the table's rows.
+        [*ids.shape, H] in weight's dtype; without scale bit-identical to the table's rows.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; nothing is written.
@@ -61,7 +61,7 @@ def vocab_parallel_embedding(
         run(record, choose(OP, ids.device), (out,))
         return out
     _check_shard(ids, weight, shard)
-    # Its `out` is not looked at: it may be shaped like ids of several dimensions, or None.
+    # `check_arguments` ignores `out`, which may be shaped like ids of several dimensions, or None.
     record = VocabParallelEmbedding(ids.reshape(-1), weight, *shard.bounds, scale, scale_tensor, out)  # type: ignore[arg-type]
     record.check_arguments()
     if out is None:
@@ -72,7 +72,7 @@ def vocab_parallel_embedding(
 
 
 def _fits(weight: object, shard: object) -> bool:
-    """Whether the table is one of the shard's, which no kernel sees: they are told of its bounds alone."""
+    """Whether the table fits the shard. No kernel can tell: kernels get only the shard's bounds."""
     return (
         isinstance(weight, Tensor)
         and not weight.is_nested
@@ -114,7 +114,7 @@ def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 
 class VocabParallelEmbedding(NamedTuple):
-    """The arguments of one call, ids as one row of numbers and the shard as its bounds."""
+    """The arguments of one call, with ids as a 1-D tensor and the shard as its bounds."""
 
     ids: Tensor
     weight: Tensor
@@ -137,7 +137,7 @@ class VocabParallelEmbedding(NamedTuple):
         checks.check_no_overlap(OP, "out", self.out, reads)
 
     def check_arguments(self) -> None:
-        """All but `out`, which the caller may have shaped like ids of several dimensions."""
+        """Check everything but `out`, which the caller may have shaped like ids of several dimensions."""
         ids, weight, scale_tensor = self.ids, self.weight, self.scale_tensor
         checks.check_tensor(OP, "ids", ids)
         checks.check_dtype(OP, "ids", ids, (torch.int32, torch.int64))

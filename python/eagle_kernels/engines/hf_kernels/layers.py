@@ -1,7 +1,7 @@
-"""The layers, in the form the `kernels` library demands: no __init__, no member but forward and two flags, and what
-forward reads of the module it is put into as an annotation.
+"""The layers, in the form that the `kernels` library requires: no __init__, no members but forward and two flags, and
+annotations for what forward reads of the module that it is put into.
 
-Inference only. A module that another library has wrapped, quantised or moved to a dtype that the ops do not take raises
+Inference only. A module that another library has wrapped, quantized or moved to a dtype that the ops do not take raises
 the op's own error, as it would in a direct call.
 """
 

@@ -2,9 +2,9 @@
 
 SGLang clones each captured layer into a list and concatenates the list: every value is written twice and read twice,
 and each decode graph keeps its own result. Here a capture is one write into a slot of the packed tensor, which the list
-then gives away instead of concatenating. In decode graphs it is the runner's static buffer, which SGLang 0.5.23 has for
-DFlash only: one for all graph sizes. EAGLE-3 may share it as well, since its worker extends the drafter with these
-states before the target runs again.
+then returns instead of concatenating. In decode graphs that tensor is the runner's static buffer, one for all graph
+sizes, which SGLang 0.5.23 has for DFlash only. EAGLE-3 may share it as well, since its worker extends the drafter with
+these states before the target runs again.
 """
 
 import logging
@@ -63,7 +63,7 @@ def fitting(buffer: Tensor | None, like: Tensor, num_chunks: int) -> Tensor:
     return like.new_empty(shape)
 
 
-_slots: Slots | None = None  # of the forward that is running, until a list takes them
+_slots: Slots | None = None  # those of the running forward, until a list takes them
 _widths: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # K*H of each watched target
 
 
@@ -146,7 +146,7 @@ def _pack(original: Callable, aux_hidden_states: Any) -> Tensor:
 
 
 def _packer_slot(original: Callable, packer: Any, like: Tensor) -> Tensor:
-    """DeepSeek and MiMo pack by themselves; in a decode graph they get its static buffer."""
+    """DeepSeek and MiMo pack by themselves; in a decode graph they get the graph's static buffer."""
     if packer._feature_size is None and packer._buffer is None and (slots := claim()) is not None:
         packer._buffer = fitting(slots.buffer, like, packer._num_captures)
     return original(packer, like)

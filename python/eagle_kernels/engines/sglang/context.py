@@ -1,9 +1,9 @@
 """The context of SGLang's DFlash and DSpark drafters on one op: hidden_norm(fc(cat of K captured layers)).
 
-With a norm of each captured layer in front of fc (Laguna); fc is main_proj and hidden_norm main_norm of DeepSeek V4.
-Replaced is `project_target_hidden` of a drafter that has been loaded, where that is SGLang's own. K and V of the
-draft layers stay with SGLang: behind hidden_norm they are a GEMM without a norm, and on a GPU one Triton kernel over
-all layers, on a CPU each layer's own modules, into a pool of the attention backend's layout and dtype.
+Laguna norms each captured layer in front of fc. In DeepSeek V4 fc is main_proj and hidden_norm is main_norm. The op
+replaces `project_target_hidden` of a loaded drafter, where that method is SGLang's own. K and V of the draft layers
+stay with SGLang: after hidden_norm they are a GEMM without a norm, and on a GPU one Triton kernel over all layers, on a
+CPU each layer's own modules, into a pool of the attention backend's layout and dtype.
 """
 
 import logging
@@ -58,14 +58,14 @@ def _target(owner: str, body: str, states: str = "target_hidden") -> Target:
 KNOWN = (
     (_target("dflash:DFlashDraftModel", "2d895ff21d758dc3"), _dflash),
     (_target("dflash:DFlashLagunaForCausalLM", "ab06d200d43b1fa2"), _dflash),
-    # Ranks that share fc gather its columns in front of the norm; on one rank that changes nothing.
+    # Ranks that shard fc gather its columns in front of the norm; on one rank the gather does nothing.
     (_target("dspark_minimax:MiniMaxDraftBackbone", "c358ae52aa4b649d"), _dflash),
     (_target("deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark", "13afd54c7d4150e7", "main_hidden"), _deepseek_v4),
 )
 
 
 class Context:
-    """Takes the place of a drafter's `project_target_hidden`."""
+    """Replaces a drafter's `project_target_hidden`."""
 
     def __init__(self, drafter: Any, name: str, read: Callable[[Any], _Modules], norm_offset: float) -> None:
         self.drafter, self.name, self.read = drafter, name, read
@@ -82,7 +82,7 @@ class Context:
             setattr(self.drafter, _METHOD, self)
 
     def __call__(self, target_hidden: Tensor) -> Tensor:
-        # Another dtype or width is SGLang's to cast or to refuse; fc that LoRA wraps since is LoRA's.
+        # SGLang casts or refuses another dtype or width; LoRA runs an fc that it has wrapped since.
         fits = target_hidden.dtype == activation_dtype(self.fc)
         fits = fits and target_hidden.shape[1:] == self.projection.fc.weight.shape[1:]
         if fits and self.read(self.drafter).fc is self.fc and self.decision.runs_op(target_hidden.shape[0]):
@@ -98,7 +98,7 @@ class Context:
 def prepare(drafter: Any) -> None:
     """Put the op into a drafter that has been loaded, or log why not."""
     method = getattr(type(drafter), _METHOD, None)
-    if method is None or _METHOD in drafter.__dict__:  # weights that are loaded again
+    if method is None or _METHOD in drafter.__dict__:  # replaced already: its weights are loaded again
         return
     from sglang.srt.layers.layernorm import GemmaRMSNorm
 
@@ -120,7 +120,7 @@ def prepare(drafter: Any) -> None:
 
 
 def _read_of(method: Any) -> Callable[[Any], _Modules] | None:
-    """None of a method that is not SGLang's; a module that is not imported has built no drafter."""
+    """None for a method that is not SGLang's; a module that is not imported has built no drafter."""
     for target, read in KNOWN:
         owner, _, _ = target.where.partition(":")[2].rpartition(".")
         defined = getattr(sys.modules.get(target.module), owner, None)

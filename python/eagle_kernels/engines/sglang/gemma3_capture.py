@@ -1,8 +1,8 @@
 """Captured layers of Gemma 3 with their residual (sglang#39286).
 
 SGLang 0.5.23 carries Gemma 3's residual beside the hidden states and captures the hidden states alone: the last
-branch's output, and on CUDA what the next layer's in-place norm makes of it. The stream is read here where the next
-layer, or the final norm, takes both in: round(hidden + residual), before either changes.
+branch's output, and on CUDA what the next layer's in-place norm makes of it. Here the stream is read at the input of
+the next layer, or of the final norm, which gets both: round(hidden + residual), before either changes.
 """
 
 import logging
@@ -18,7 +18,7 @@ from .hooks import LOGGER, Hook
 
 
 class _Captured(list):
-    """In place of the list that SGLang fills: `slots` is what `capture` packs it by."""
+    """Replaces the list that SGLang fills; `capture` packs it by its `slots`."""
 
     slots: Slots | None = None
 
@@ -62,13 +62,13 @@ def _reads(decoder: Any, boundary: int) -> Callable:
 
 
 def _value(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    """In plain torch, which rounds the sum once as well: it has to be right where none of our kernels runs."""
+    """In plain torch, as it has to be right where none of our kernels runs; torch rounds the sum once as well."""
     return hidden.clone() if residual is None else hidden + residual
 
 
 _GEMMA3 = "sglang.srt.models.gemma3_causal"
 
-# A release that captures the residual itself has another forward, and one whose layers add it has other layers.
+# A release that captures the residual itself has another model forward; one whose layers add it, another layer forward.
 HOOKS = (
     Hook(Target(f"{_GEMMA3}:Gemma3TextModel.forward", bodies={"4bb041a68e906925": ["0.5.23"]})),
     Hook(Target(f"{_GEMMA3}:Gemma3DecoderLayer.forward", bodies={"fe7b9d8ffffe5aeb": ["0.5.23"]})),

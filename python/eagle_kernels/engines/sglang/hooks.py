@@ -6,8 +6,8 @@ module instead, as the package wrapt does in its `when_imported`; wrapt would be
 torch, and swaps the module's loader for a proxy.
 
 A part goes in as a whole. Its targets are looked for when it is registered (a module's file) and when their module is
-imported (names, parameters, bodies). Where one is not what was recorded, the part's other hooks, those that went in
-before included, call SGLang's own code from then on. SGLang imports all model modules before it builds a model.
+imported (names, parameters, bodies). If one is not what was recorded, the part's other hooks, including those already
+in, call SGLang's own code from then on. SGLang imports all model modules before it builds a model.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Hook:
 
 
 class Part:
-    """Hooks that are in together or not at all."""
+    """Hooks that go in together or not at all."""
 
     def __init__(self, name: str, hooks: Sequence[Hook]) -> None:
         self.name, self.hooks = name, hooks
@@ -60,7 +60,7 @@ class Part:
                 return
 
     def hook(self, module: types.ModuleType, *, imported_before: bool) -> None:
-        """Hook what this part hooks in a module that has just been imported, or before the plugin was loaded."""
+        """Put in the hooks of a module that has just been imported, or was before the plugin was loaded."""
         if not self.on:
             return
         hooks = [hook for hook in self.hooks if hook.target.module == module.__name__]
@@ -82,7 +82,7 @@ class Part:
         self._hooked(module.__name__)
 
     def leave_out(self, module: str) -> None:
-        """SGLang itself cannot import the module, and serves no model of it."""
+        """SGLang itself cannot import the module, and so serves no model of it."""
         log_once(LOGGER, logging.INFO, f"{self.name}: SGLang fails to import {module}, nothing is hooked there")
         self._hooked(module)
 
@@ -128,7 +128,7 @@ def leaving_to_sglang(name: str) -> Iterator[None]:
 
 
 def hook_all(parts: Mapping[str, Sequence[Hook]]) -> None:
-    """Hook each part whose modules are there, the modules that SGLang has not imported yet when it imports them."""
+    """Hook each part whose modules are there; a module that SGLang has not imported yet is hooked when it does."""
     import sglang
 
     new = [Part(name, hooks) for name, hooks in parts.items() if name not in _parts]
@@ -165,7 +165,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _call_parts_after(self, loader: Any) -> None:
-        """The loader belongs to this one import, so its class, and what reads resources by it, stay as they are."""
+        """Patches the loader of this one import: its class, and what reads resources by it, stay as they are."""
         exec_module = loader.exec_module
 
         def exec_and_hook(module: types.ModuleType) -> None:
@@ -205,7 +205,7 @@ def _find(hook: Hook) -> tuple[Any, str, Any]:
 
 
 def _rebind(original: object, replacement: object) -> None:
-    """In the modules that imported the original by name."""
+    """Put the replacement also into the modules that imported the original by name."""
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):

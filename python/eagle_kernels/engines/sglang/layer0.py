@@ -1,8 +1,8 @@
 """Layer 0 of SGLang's EAGLE-3 drafters on one op: qkv_proj(cat([input_layernorm(embeds), hidden_norm(hidden)])).
 
-Of latent attention (`kimi_k25_eagle3`) it is fused_qkv_a_proj_with_mqa. SGLang's forwards stay as they are
-(`normed_linear`); the projection is the only one that reads the attention's input. The residual is the hidden state as
-it came: SGLang reads no `norm_before_residual`.
+In latent attention (`kimi_k25_eagle3`) the projection is fused_qkv_a_proj_with_mqa. SGLang's forwards stay as they are
+(`normed_linear`), as nothing but the projection reads the attention's input. The residual is the hidden state before
+its norm: SGLang reads no `norm_before_residual`.
 """
 
 import logging
@@ -24,7 +24,7 @@ from .unsupported import (
 _MODELS = "sglang.srt.models"
 _LLAMA = f"{_MODELS}.llama_eagle3:LlamaDecoderLayer"
 _LATENT = f"{_MODELS}.kimi_k25_eagle3:Eagle3MLADecoderLayer"
-# The projection of the attention.
+# A layer's class -> the projection in its attention.
 _PROJECTIONS = {_LLAMA: "qkv_proj", _LATENT: "fused_qkv_a_proj_with_mqa"}
 
 
@@ -34,7 +34,7 @@ def prepare(layer: nn.Module) -> None:
     if projection is None or not getattr(layer, "is_input_layer", True):
         return
     linear = getattr(layer.self_attn, projection)
-    if "forward" in linear.__dict__:  # weights that are loaded again
+    if "forward" in linear.__dict__:  # fused already: its weights are loaded again
         return
     norms = ("input_layernorm", "hidden_norm")
     name = f"{type(layer).__name__}.{projection}"
@@ -60,7 +60,7 @@ def _prepare(module: nn.Module) -> None:
 _LAYER = ("self", "positions", "embeds", "hidden_states", "forward_batch")
 _ATTENTION = ("self", "positions", "hidden_states", "forward_batch")
 
-# What becomes of the normed states, and that the projection comes first in the attention.
+# Their bodies say what becomes of the normed states, and that the attention begins with the projection.
 HOOKS = (
     Hook(Target(f"{_LLAMA}.forward", (*_LAYER, "residual"), {"41633aba4b1d371c": ["0.5.23"]})),
     Hook(Target(f"{_LATENT}.forward", (*_LAYER, "zero_allocator"), {"8cd3fe347bcb0e3c": ["0.5.23"]})),

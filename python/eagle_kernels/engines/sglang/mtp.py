@@ -1,9 +1,10 @@
 """The input stage of SGLang's MTP layers with norms on one op: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
 
-Of a target with residual streams (mHC) it is one op for each of e_proj(enorm(embeds)) and h_proj(hnorm(streams)).
-SGLang's forward stays as it is, a mask of position 0 included (`normed_linear`).
+With a target of residual streams (mHC) e_proj(enorm(embeds)) and h_proj(hnorm(streams)) are one op each. SGLang's
+forward stays as it is, including a mask of position 0 (`normed_linear`).
 
-A row is checked when a drafter of its class has been loaded: one whose body is another one stays with SGLang by itself.
+A row of PREDICTORS is checked when a drafter of its class has been loaded; with another body, that drafter alone stays
+with SGLang.
 """
 
 import logging
@@ -31,11 +32,11 @@ _MODELS = "sglang.srt.models"
 class Predictor:
     """A class whose forward has the stage.
 
-    where: the class.  body: of its method, whose order of norms, cat and projection it is.
+    where: the class.  body: the hash of `method`, which fixes the order of norms, cat and projection.
     norms: those in front of the projection, in the order of the cat.  projection: the linear layer behind them.
-    method: what runs the stage.  within: the submodule that has the modules.
-    not_on_cuda: SGLang has a kernel there that reads the gains past the norms.
-    norm: the class of the norms where it is the model's own, w * x / rms in fp32, and the body of its forward.
+    method: the method that runs the stage.  within: the submodule that has the modules.
+    not_on_cuda: on CUDA a kernel of SGLang's reads the gains and the norms are not called.
+    norm: (class, body of its forward) of norms of the model's own class, w * x / rms in fp32.
     """
 
     where: str
@@ -52,7 +53,7 @@ class Predictor:
         return Target(f"{_MODELS}.{self.where}.{self.method}", bodies={self.body: ["0.5.23"]})
 
     def norm_class(self) -> type | None:
-        """`norm`'s; raises TargetError where its forward has another body."""
+        """The class in `norm`; raises TargetError where its forward has another body."""
         if self.norm is None:
             return None
         where, body = self.norm
@@ -65,7 +66,7 @@ PREDICTORS = (
     Predictor("deepseek_nextn:DeepseekModelNextN", "9ea436164c215d54", not_on_cuda=True),
     Predictor(*_V4, ("enorm",), "e_proj"),
     Predictor(*_V4, ("hnorm",), "h_proj"),
-    # The norm of the hidden state is over all streams, whose rows are not those that fc_hidden reads.
+    # The norm of the hidden state is over a row of all streams, while fc_hidden reads a row per stream.
     Predictor(
         "qwen4_exp_mtp:Qwen4ExpForCausalLMMTP",
         "3d1bdd3041187ac4",
@@ -102,7 +103,7 @@ PREDICTORS = (
         ("mtp_emb_norm", "mtp_hidden_norm"),
         "mtp_linear_proj",
     ),
-    # The target's norm of the embedding, in front of both, is a module of its own.
+    # The target's norm of the embedding, in front of these two, is a module of its own.
     Predictor("inkling:InklingMTPLayer", "0ce524ab405bb0e2", ("hidden_norm", "embed_norm"), "input_proj"),
     Predictor(
         "iquest_q1_mtp:IQuestQ1MTPLayer",
@@ -124,7 +125,7 @@ def prepare(module: nn.Module) -> None:
 def _prepare_row(module: nn.Module, row: Predictor) -> None:
     owner = module.get_submodule(row.within)
     linear = getattr(owner, row.projection, None)
-    # A layer that is not the first of its predictor has none; one with weights that are loaded again is fused.
+    # Layers after the first of a predictor have none; a layer whose weights are loaded again is fused already.
     if linear is None or "forward" in linear.__dict__:
         return
     from sglang.srt.layers.layernorm import GemmaRMSNorm

@@ -1,8 +1,8 @@
 """Norms, a cat and a linear layer of SGLang, or one norm and the layer, as one op inside of SGLang's own forward.
 
-The norms set their inputs aside and hand on a view without columns, so that SGLang's own cat has nothing to copy, and
+The norms set their inputs aside and return a view without columns, so that SGLang's own cat has nothing to copy, and
 the linear layer norms, concatenates and projects what was set aside. The modules and their parameters stay where they
-are, so loading and updating weights see no difference.
+are, so weights are loaded and updated as before.
 """
 
 import logging
@@ -24,7 +24,7 @@ Place = tuple[Any, str]  # a module, and the name of one of its own
 
 
 class NormedLinear:
-    """Takes the place of its modules' forward: the norms, in the order of the cat, and the linear layer."""
+    """Replaces the forward of its modules: the norms, in the order of the cat, and the linear layer."""
 
     def __init__(self, name: str, norms: Sequence[Place], linear: Place, norm_offset: float = 0.0) -> None:
         self.name, self.places = name, (*norms, linear)
@@ -56,16 +56,16 @@ class NormedLinear:
 
     def _own(self, chunks: Sequence[Tensor]) -> Any:
         *norms, linear = self.forwards
-        # IQuest-Q1 rounds what its norms make of fp32 states; the others have the dtype.
+        # IQuest-Q1's norms return fp32 for fp32 states, which it then rounds; the others return the layer's dtype.
         dtype = self.projection.like.dtype
         normed = [norm(chunk).to(dtype) for norm, chunk in zip(norms, chunks, strict=True)]
         return linear(normed[0] if len(normed) == 1 else torch.cat(normed, -1))
 
     def _norm(self, k: int) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-            if k in self.asked:  # of a forward that did not come to its end
+            if k in self.asked:  # left over from a forward that did not finish
                 self.aside, self.asked = {}, set()
-            # The first norm of a forward decides for both: SGLang may hand them unlike numbers of rows.
+            # The first norm of a forward decides for both: SGLang may give them different numbers of rows.
             takes = len(self.aside) > 0 if self.asked else not (args or kwargs) and self._takes(x.shape[0])
             self.asked.add(k)
             if not takes:
@@ -87,7 +87,7 @@ class NormedLinear:
         aside, self.aside, self.asked = self.aside, {}, set()
         if len(aside) != len(self.modules) - 1:  # an idle batch comes without norms
             return self.forwards[-1](x)
-        # Of a captured prefill of Qwen 3.5 the target's rows are fewer, and zeros behind its norm; nothing reads those.
+        # In a captured prefill of Qwen 3.5 the target has fewer rows; zeros follow after its norm, which nothing reads.
         chunks = [_of_rows(aside[k], x.shape[0]) for k in range(len(aside))]
         try:
             projected = self.projection(chunks)

@@ -1,6 +1,6 @@
 """The fc block of SGLang's EAGLE-3 drafters on one op: norms, cat and fc of `llama_eagle3` and `kimi_k25_eagle3`.
 
-SGLang's forward applies the block where the hidden states are not as wide as the embeddings. The hook hands it the
+SGLang's forward applies the block where the hidden states are not as wide as the embeddings. The hook gives it the
 projected states, which are as wide, so it skips its own block. Only states of the target go through the block. Where
 K*Ht == Hd, widths cannot tell them from those of the drafter's previous step, and SGLang 0.5.23 silently skips fc.
 """
@@ -43,7 +43,7 @@ class Stage:
         return self.target_width != self.width or not forward_batch.forward_mode.is_decode_or_idle()
 
     def project(self, hidden: Tensor) -> Tensor | None:
-        """What the layers behind the block read; None where SGLang's forward is to make it."""
+        """The input of the layers behind the block; None where SGLang's forward is to compute it."""
         projected = None
         if self.projection is not None and self.decision.runs_op(hidden.shape[0]):
             try:
@@ -98,7 +98,7 @@ def _plan(model: Any) -> Stage | None:
         log_once(LOGGER, logging.INFO, f"{_name(model)} stays with SGLang: use_aux_hidden_state is False")
         return None
     concat_norm, chunk_norms = getattr(model, "input_norm", None), model.fc_norm or ()
-    fc = getattr(model.fc, "base_layer", model.fc)  # of LoRA
+    fc = getattr(model.fc, "base_layer", model.fc)  # LoRA wraps it
     target_width = fc.in_features if isinstance(fc, nn.Linear) else fc.input_size
 
     def engine(hidden: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Quantized drafters whose layers SGLang holds as torch's nn.Linear or without a quantization config: their scales.
+"""Dequantizes drafters for the layers that SGLang builds as torch's nn.Linear or without a quantization config.
 
-`fc` of llama_eagle3, every layer of a DFlash drafter, `eh_proj` of most MTP models (sglang#39087, sglang#39254).
+These are `fc` of llama_eagle3, every layer of a DFlash drafter, `eh_proj` of most MTP models (sglang#39087,
+sglang#39254).
 """
 
 import weakref

@@ -1,6 +1,6 @@
 """Where a projection of SGLang runs on our op: at the row counts where that is faster than SGLang's own modules.
 
-Decided when the model runner has loaded a model, before graphs are captured and a first request comes.
+Decided when the model runner has loaded a model, before graphs are captured and before the first request.
 """
 
 import functools

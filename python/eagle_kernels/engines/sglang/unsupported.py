@@ -11,14 +11,14 @@ from ...checks import DTYPES
 from .. import eligibility, held_codes
 from ..eligibility import norm_unsupported_reason
 
-# What leaves the weight in a layout of `held_codes`.
+# The methods that leave the weight in a layout of `held_codes`.
 _QUANTIZED = {"sglang.srt.layers.quantization.fp8:Fp8LinearMethod"}
 
 
 def linear_unsupported_reason(
     linear: Any, *, bias: bool = False, column_shard: bool = False, codes: bool = False
 ) -> str | None:
-    """`eligibility.linear_unsupported_reason` of a layer of SGLang; SGLang packs a weight for AMX in its own shape.
+    """`eligibility.linear_unsupported_reason` of a layer of SGLang, which packs a weight for AMX in the same shape.
 
     codes: whether the weight may be quantized (`read_by_op`).
     """
@@ -34,7 +34,7 @@ def linear_unsupported_reason(
 
 
 def read_by_op(linear: Any) -> Any:
-    """The layer, or its codes in its place; of one that `linear_unsupported_reason` has nothing against."""
+    """What the op reads of a layer that `linear_unsupported_reason` accepts: its codes, or the layer itself."""
     return held_codes.read(linear, _QUANTIZED) or linear
 
 
@@ -45,8 +45,8 @@ def activation_dtype(linear: Any) -> torch.dtype:
 def rms_norm_unsupported_reason(
     norm: nn.Module, dtype: torch.dtype, *, gemma: bool = False, known: type | None = None
 ) -> str | None:
-    """Why the ops cannot take over a norm: gemma asks for GemmaRMSNorm (gain 1 + w), else RMSNorm (gain w); `known` for
-    that class."""
+    """Why the ops cannot take over a norm, which has to be of class `known`; without one, with `gemma` a GemmaRMSNorm
+    (gain 1 + w), else an RMSNorm (gain w)."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     if getattr(norm, "variance_size_override", None) is not None:
@@ -59,7 +59,7 @@ def rms_norm_unsupported_reason(
 
 
 def determinism_unsupported_reason() -> str | None:
-    """SGLang's deterministic mode wants bits that do not depend on the batch."""
+    """SGLang's deterministic mode requires bits that do not depend on the batch."""
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
     if is_batch_invariant_mode_enabled() and not plan.SETTINGS.batch_invariant:

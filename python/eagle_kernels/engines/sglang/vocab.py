@@ -1,9 +1,9 @@
-"""A Gemma target's embedding and head, cut for the drafter as the drafter pads its vocabulary over ranks.
+"""A Gemma target's embedding and head, sharded for the drafter as the drafter pads its vocabulary over ranks.
 
 SGLang's `_shard_weight` slices the full table by ceil(V / tp), which is the drafter's layout iff pad(V, P) - V < tp: a
 Gemma table with one added token at tp 2 gives 131072 ids the wrong row, and some of them one past the slice's end. The
 Gemma 4 multimodal wrapper hands every rank the full table. Here each rank gets the rows of its own shard: a view where
-the layouts agree, as before, else a zero-padded copy, which follows when the target's weights are loaded again (RL).
+the layouts agree, as before, else a zero-padded copy, which is refreshed when the target's weights are reloaded (RL).
 """
 
 import logging
@@ -33,8 +33,8 @@ _copies: list[_Copy] = []
 
 
 def shard_for_draft(weight: Tensor, draft_embedding: nn.Module | None, vocab_size: int) -> Tensor | None:
-    """This rank's rows of a full [V, H] table in the layout of the drafter's embedding; None where none is asked for:
-    a drafter without shards, or a weight that is one already."""
+    """This rank's rows of a full [V, H] table in the layout of the drafter's embedding; None where there is nothing to
+    shard: a drafter without shards, or a weight that is a shard already."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -55,7 +55,7 @@ def shard_for_draft(weight: Tensor, draft_embedding: nn.Module | None, vocab_siz
         message = f"SGLang pads the drafter to {draft_embedding.num_embeddings_per_partition} rows a rank, not to"
         log_once(LOGGER, logging.WARNING, f"vocab stays with SGLang: {message} {shard.rows}")
         return None
-    for copy in _copies:  # a head that is the embedding: one copy for both
+    for copy in _copies:  # one copy where the head is the embedding
         if copy.full() is weight and copy.shard == shard and (rows := copy.rows()) is not None:
             return rows
     rows = _rows(weight, shard)
@@ -103,7 +103,7 @@ _MODELS = "sglang.srt.models"
 _PARAMETERS = ("self", "weight", "draft_embedding")
 _WRAPPER = f"{_MODELS}.gemma4_mm:Gemma4ForConditionalGeneration"
 
-# No bodies: what a hook returns has the drafter's own layout, checked against its rows, whatever SGLang would slice.
+# No bodies: a hook returns the drafter's own layout, checked against its number of rows, however SGLang would slice.
 HOOKS = (
     Hook(Target(f"{_MODELS}.gemma3_causal:Gemma3ForCausalLM._shard_weight", _PARAMETERS), "AROUND", _shard_weight),
     Hook(Target(f"{_MODELS}.gemma4_causal:Gemma4ForCausalLM._shard_weight", _PARAMETERS), "AROUND", _shard_weight),

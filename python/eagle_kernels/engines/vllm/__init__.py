@@ -5,15 +5,15 @@ engine: a part that cannot be applied is logged with the name of its target, and
 
 | part (EAGLE_KERNELS_VLLM_<PART>) | default | replaces |
 |---|---|---|
-| combine | on | cat of norms + fc in `combine_hidden_states` of EAGLE-3, Laguna DFlash |
-| zero_copy | on | the same, with the cat before and the copy behind it, in the V2 speculators of EAGLE-3 and DFlash |
-| mtp | on | enorm + hnorm + eh_proj of 28 MTP families and two EAGLE-1 drafters, one norm of Qwen4-Exp's |
+| combine | on | norms + cat + fc (+ norm), or fc + norm: `combine_hidden_states` of EAGLE-3, Laguna DFlash, DSpark |
+| zero_copy | on | the same, with the cat before and the copy after it, in the V2 speculators of EAGLE-3 and DFlash |
+| mtp | on | enorm + hnorm + eh_proj of 28 MTP families and two EAGLE-1 drafters, norm + projection of two more |
 | layer0 | on | input_layernorm + hidden_norm + cat + qkv_proj of layer 0 of EAGLE-3 drafters |
-| context | on | hidden_norm (Laguna: each layer's) + K, V of all layers of DFlash, DSpark; on CPU K's norm, rotation |
-| scales | on | a quantized drafter's weights dequantized where vLLM's layer would take its codes for numbers |
+| context | on | hidden_norm (Laguna: each layer's) + K, V of all layers of DFlash, DSpark; on CPU also K's norm, RoPE |
+| scales | on | a quantized drafter's weights dequantized where vLLM's layer would read codes as dense weights |
 | embedding | off | masks and gather of VocabParallelEmbedding where vLLM has no fused op for them (all but CUDA) |
 
-EAGLE_KERNELS_VLLM=0 turns all of it off; =force runs the ops also where vLLM's own code is faster (docs/vllm.md).
+EAGLE_KERNELS_VLLM=0 turns all of it off; =force runs the ops even where vLLM's own code is faster (docs/vllm.md).
 """
 
 import logging
@@ -32,11 +32,11 @@ PARTS = {
     "scales": True,
     "embedding": False,
 }
-# row_parallel: the projections of the first three split by columns over the ranks that replicate them.
+# row_parallel: the projections of combine, zero_copy and mtp split by columns over the ranks that replicate them.
 OPTIONS = {"row_parallel": False}
 TESTED_VERSIONS = ("0.32.0", "0.33.0")  # the gates know their bodies; a later version may have the same ones
 LOGGER = logging.getLogger("vllm.eagle_kernels")  # below "vllm", so that vLLM's handlers print it
-# What goes into the key of vLLM's compile caches: the value of every variable it knows, but for a list of names.
+# The key of vLLM's compile caches has the value of every variable that vLLM knows, except for a list of names.
 VARIABLES = Target("vllm.envs:environment_variables")
 FACTORS = Target("vllm.envs:compile_factors", ())
 _KEY = "EAGLE_KERNELS_VLLM"
@@ -65,7 +65,7 @@ def _register() -> None:
     if "context" in switches.parts:
         with leaving_to_vllm("K and V of DFlash drafters"):
             context.register(switches)
-    # These are inside of what vLLM compiles and caches.
+    # mtp, layer0 and embedding are inside of what vLLM compiles and caches.
     if "mtp" in switches.parts:
         with leaving_to_vllm("the input stage of MTP layers"):
             _tell_compile_cache(switches.parts, normed_linear.fused)

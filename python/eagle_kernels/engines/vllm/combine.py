@@ -1,7 +1,7 @@
 """`combine_hidden_states` of vLLM's EAGLE-3, DFlash and DSpark drafters on the ops.
 
 vLLM runs it eagerly on every engine step: 28 kernel launches for K = 3 with `fc_norm` (vLLM 0.33, default config).
-Here: one op for norms and projection, at the row counts where that is faster (`decision.py`); in the V2 speculators
+Here one op does norms and projection, at the row counts where that is faster (`decision.py`); in the V2 speculators
 (`speculator.py`) it also takes the captured layers as they are and writes into the engine's static buffer.
 """
 
@@ -43,7 +43,7 @@ EAGLE3 = (
     "Eagle3DeepseekV2ForCausalLM",
     "Eagle3DeepseekV3ForCausalLM",
 )
-# All of one class, or of one derived from it that adds a head.
+# All of one class, or of a subclass that adds a head.
 DFLASH = (
     "DFlashDraftModel",
     "MuseGlimmerAssistantModel",
@@ -62,7 +62,7 @@ BEAM = ("DFlash2BeamDraftModel",)
 DSPARK = ("DSparkDraftModel", "DSparkV41DraftModel", "K3DSparkModel")
 ARCHITECTURES = (*EAGLE3, *DFLASH, *LAGUNA, *BEAM, *DSPARK)
 PACKED = "its weight is packed for vLLM's own CPU product"
-# What leaves the weight in a layout of `held_codes`.
+# The methods that leave the weight in a layout of `held_codes`.
 QUANTIZED = frozenset(
     f"vllm.model_executor.layers.quantization.{where}"
     for where in (
@@ -98,7 +98,7 @@ def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     raise TargetError(f"combine_hidden_states is that of {method.__module__}, not vLLM's own")
 
 
-# What vLLM has no types for here: the class that another one is mixed into, its model and its configs.
+# A drafter class of vLLM, which has no types here, nor do its model and its configs.
 _Base: Any = object
 
 
@@ -106,8 +106,8 @@ _Base: Any = object
 class Stage:
     """What runs a drafter's combine_hidden_states, and at which row counts.
 
-    whole: what comes first, the one op: on a copy of a weight that vLLM packed, dense or in 12 bits a number, or on
-    the codes of a quantized one.
+    whole: tried first, the one op on a copy of a weight that vLLM packed (dense or in 12 bits per number), or on the
+    codes of a quantized one.
     """
 
     projection: EngineProjection
@@ -153,10 +153,10 @@ class FusedCombine(_Base):
         return f"{type(self).__name__}.combine_hidden_states"
 
     def eagle_kernels_stage(self) -> Stage | None:
-        """The stage on the ops, planned once per fc: LoRA wraps fc after loading, and asks anew."""
+        """The stage on the ops, planned once per fc, and anew when LoRA has wrapped fc after loading."""
         fc = child_of(child_of(self, "model"), self._fc_name)
         if fc is not self._stage_of:
-            object.__setattr__(self, "_stage_of", fc)  # a plain attribute: a module's would register it again
+            object.__setattr__(self, "_stage_of", fc)  # not through nn.Module, which would register it again
             self._stage = None
             with leaving_to_vllm(self.eagle_kernels_name):
                 self._stage = plan(self)
@@ -170,12 +170,12 @@ class FusedCombine(_Base):
         return self._stage is not None and self._stage.projection.is_worthwhile and "combine" in _switches.parts
 
     def _leave_to_vllm(self) -> None:
-        """Put vLLM's method in front of the one below, which alone takes 10 us out of cold caches (H=128, no norm: 97
-        us in all against 87)."""
+        """Put vLLM's method in front of `combine_hidden_states` below, which by itself costs 10 us out of cold caches
+        (H=128, no norm: 97 us in all against 87)."""
         object.__setattr__(self, "combine_hidden_states", super().combine_hidden_states)
 
     def eagle_kernels_projection(self) -> EngineProjection | None:
-        """What the zero-copy route runs: at all row counts, as a CUDA graph has one."""
+        """What the zero-copy route runs, one projection at all row counts, as a CUDA graph has one; else None."""
         stage = self.eagle_kernels_stage()
         return stage.projection if stage is not None and stage.decision.always else None
 
@@ -296,11 +296,11 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
 
 
 def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: EngineProjection | None) -> Stage:
-    """The faster of two layouts of fc's weight: dense, for the one op, or vLLM's packed one behind norm_concat or
-    vLLM's own norms. Where the one op is clearly faster at some row counts, on the dense weight or on one in 12 bits a
-    number, that is kept beside the packed one; nothing is slower than vLLM.
+    """The faster of two layouts of fc's weight: dense, for the one op, or vLLM's packed one after norm_concat or after
+    vLLM's own norms. Where the one op is clearly faster at some row counts, on the dense weight or on one in 12 bits
+    per number, that copy is kept beside the packed one; no row count is slower than in vLLM.
 
-    Of a quantized weight, the one op on its codes beside vLLM's fc.
+    For a quantized weight, the one op on its codes beside vLLM's fc.
     """
     fc, rows = _base_layer(projection.fc), decision.rows_up_to(drafter._max_rows)
     check_backend(projection.op, like.device)
@@ -308,7 +308,7 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: Engi
     candidates, dense = [projection] if codes is None else [projection, codes], None
     if cpu_packing.is_kept_dense(fc):
         kept = cpu_packing.pack(fc)
-        # Where vLLM has no layout of its own, it multiplies the dense weight, and both may read it.
+        # Where vLLM has no layout of its own, it multiplies the dense weight, and both can read it.
         if projection.fc_unsupported is None and fc.weight.numel() == 0:
             dense, candidates = kept, [replace(projection, fc_unsupported=PACKED), replace(projection, fc=kept)]
             if _may_compress(like.dtype):
@@ -348,14 +348,14 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: Engi
 
 
 def _may_compress(dtype: torch.dtype) -> bool:
-    """Whether a weight in 12 bits a number may be faster to read: on the tile unit it is (K=3, H=D=4096, 2 threads: T =
-    1 and 16 3.4 and 3.6 ms, 2.7 and 2.8 so), on other CPUs what widens it costs what it saves."""
+    """Whether a weight in 12 bits per number may be faster to read. With AMX it is (K=3, H=D=4096, 2 threads: 2.7 and
+    2.8 ms at T = 1 and 16, 3.4 and 3.6 ms in bf16); on other CPUs widening it costs what it saves."""
     return dtype == torch.bfloat16 and cpu_isa() == "amx_bf16"
 
 
 def read_codes(linear: Any) -> HeldCodes | None:
-    """`held_codes.read` of a layer of vLLM, but for FP8 blocks on a CPU: vLLM's kernels for these, all of AMX, leave
-    codes in an order of their own in a tensor of the same shape."""
+    """`held_codes.read` of a layer of vLLM, but for FP8 blocks on a CPU: vLLM's kernels for these, all for AMX, reorder
+    the codes within a tensor of the same shape."""
     codes = held_codes.read(linear, QUANTIZED)
     if codes is not None and codes.weight.format.startswith("fp8_block") and linear.weight.device.type == "cpu":
         return None
@@ -363,7 +363,7 @@ def read_codes(linear: Any) -> HeldCodes | None:
 
 
 def rms_norm_unsupported_reason(norm: Any, known: set[type], dtype: torch.dtype) -> str | None:
-    """`norm_unsupported_reason`, and two cases of vLLM's own RMSNorm: a part of the row, no weight."""
+    """`norm_unsupported_reason`, and two cases of vLLM's own RMSNorm: it norms a part of the row, or has no weight."""
     if getattr(norm, "variance_size_override", None) is not None:
         return f"its norm takes the variance of {norm.variance_size_override} columns only"
     if not getattr(norm, "has_weight", True):
@@ -406,7 +406,7 @@ _BOTH = ("0.32.0", "0.33.0")
 class Method:
     """A combine_hidden_states of vLLM.
 
-    target: who defines it.  read: what an EngineProjection takes of a drafter's model.  fc: its name there.
+    target: who defines it.  read: a drafter's model -> the arguments of its EngineProjection.  fc: its name there.
     of_model: the model's method, where the drafter's own only calls it.
     """
 
@@ -454,8 +454,8 @@ TARGETS = tuple(target for method in METHODS for target in method.targets)
 
 
 def _state_num_chunks(config: Any) -> None:
-    """vLLM's Llama and DeepSeek drafters size fc for 3 chunks where K is in the top-level layer ids only, as the
-    speculators format writes them, and die on any other K (vllm#54526; vllm#54598 is not merged)."""
+    """Set K in the config. vLLM's Llama and DeepSeek drafters size fc for 3 chunks where only the top-level layer ids
+    give K, as in the speculators format, and fail on any other K (vllm#54526; vllm#54598 is not merged)."""
     nested = getattr(config, "eagle_config", None) or {}
     layer_ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
     stated = getattr(config, "num_aux_hidden_states", None) or nested.get("eagle_aux_hidden_state_layer_ids")
@@ -464,7 +464,7 @@ def _state_num_chunks(config: Any) -> None:
 
 
 def _keep_dense_on_cpu(drafter: Any) -> None:
-    """Keep fc's weight dense until `_timed`, where the fused op may read it; else vLLM packs it as ever."""
+    """Keep fc's weight dense until `_timed`, where the fused op may read it; else vLLM packs it as usual."""
     from vllm.distributed import get_tp_group
     from vllm.platforms import current_platform
 
@@ -475,14 +475,14 @@ def _keep_dense_on_cpu(drafter: Any) -> None:
         return
     if not projection.is_worthwhile and not ("row_parallel" in _switches.parts and get_tp_group().world_size > 1):
         return
-    # Packing changes a bias in place, so that the two layouts could not stand side by side.
+    # Packing changes a bias in place, so the two layouts could not exist side by side.
     if getattr(projection.fc, "bias", None) is None:
-        with contextlib.suppress(ProbeError):  # which `_timed` raises again, where it is logged
+        with contextlib.suppress(ProbeError):  # raised again in `_timed`, where it is logged
             check_backend(projection.op, torch.device("cpu"))
             cpu_packing.keep_dense(projection.fc)
 
 
 def _fused_kernel_reads(fc: Any) -> bool:
-    """At 32 rows: a few requests of a few draft tokens each."""
+    """Whether it is chosen at 32 rows: a few requests of a few draft tokens each."""
     problem = Problem("norm_concat_linear", torch.device("cpu"), rows=32, dtype=fc.params_dtype)
     return choose(*problem).kernel is Kernel.FUSED

@@ -1,17 +1,17 @@
-"""The context of vLLM's DFlash and DSpark drafters: hidden_norm and the K and V of all draft layers in one op, and
-behind it the norm and the rotation of K, one pass a layer.
+"""The context of vLLM's DFlash and DSpark drafters: hidden_norm and the K and V of all draft layers in one op, then the
+norm and the rotation of K in one pass per layer.
 
 vLLM projects the context eagerly on every engine step, by a weight [L*2*n*d, H] that it stacks when it loads the
-drafter, copies K and V apart, norms K and rotates it. Replaced is `precompute_and_store_context_kv` of a loaded drafter
-on a CPU; on a GPU, where no table has figures for what is behind the projection, `_project_context_kv` alone. The write
-into the cache stays vLLM's, whose layout and dtype are the attention backend's.
+drafter, copies K and V apart, norms K and rotates it. On a CPU `precompute_and_store_context_kv` of a loaded drafter is
+replaced; on a GPU, where no table has figures for the steps after the projection, `_project_context_kv` alone. The
+write into the cache stays vLLM's, as its layout and dtype are the attention backend's.
 
-Laguna has no hidden_norm here, but a norm of each layer's own: one op a layer, into the columns of that layer. Gemma 4
-projects K alone, and its V is that behind a norm without a gain. Of Muse Spark, hidden_norm and then a norm of each
-layer's own, and of Beam the projection is replaced: norm, rotation and write of Beam are one kernel of vLLM's.
+Laguna has no hidden_norm here but a norm in each layer: one op per layer, into the columns of that layer. Gemma 4
+projects K alone, and its V is K after a norm without a gain. In Muse Spark hidden_norm, each layer's own norm and the
+projection are replaced; in Beam hidden_norm and the projection, as norm, rotation and write are one kernel of vLLM's.
 
-Where vLLM's rms_norm takes one gain for all layers, as on CPU (0.32) and as it did on XPU (vllm#56431), K, and Laguna's
-context, are normed layer by layer.
+Where vLLM's rms_norm applies one gain to all layers, as on CPU (0.32) and as it did on XPU (vllm#56431), K, and
+Laguna's context, are normed layer by layer.
 """
 
 import functools
@@ -43,7 +43,7 @@ _STORE = ("self", "context_states", "context_positions", "context_slot_mapping")
 PROJECT = Target(
     f"{_MODEL}._project_context_kv",
     ("self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"),
-    # The second one is Laguna's and the third one Gemma 4's, here and below.
+    # The second body is Laguna's and the third one Gemma 4's, here and below.
     {"f10fe7949ed550be": _BOTH, "9443ea4a4d1692e9": _BOTH, "e58269d8a7657297": _BOTH},
 )
 BUFFERS = Target(
@@ -77,7 +77,7 @@ _switches = EngineSwitches(frozenset(), False, ())
 
 def register(switches: EngineSwitches) -> None:
     global _switches
-    # Ranks have the rows of their own heads, which no sum over ranks may mix.
+    # Each rank has the rows of its own heads, which no sum over ranks may mix.
     _switches = replace(switches, parts=switches.parts - {"row_parallel"})
     hook_models(ARCHITECTURES, hooked)
 
@@ -91,8 +91,8 @@ def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
     return when_loaded(drafter, "K and V", lambda _, config: config.max_rows, fuse)
 
 
-# vLLM's names of the weight and the bias of all layers, by which models are told apart: [L*W, H] and [L*W], or, of
-# models that norm by layer, [L, W, H] and [L, W].
+# vLLM's names of the stacked weight and bias of all layers, by which models are told apart: [L, W, H] and [L, W] in
+# models that norm by layer, [L*W, H] and [L*W] in others.
 _BY_LAYER = (("_kv_weights", "_kv_biases"), ("_stacked_kv_weight", None))
 _STACKED = (("_fused_kv_weight", "_fused_kv_bias"), ("_fused_k_weight", "_fused_k_bias"), ("_context_kv_weight", None))
 
@@ -101,7 +101,7 @@ _STACKED = (("_fused_kv_weight", "_fused_kv_bias"), ("_fused_k_weight", "_fused_
 class _Stacked:
     """The buffers of a drafter's model as they are now: vLLM stacks them anew when weights are updated.
 
-    names: in the model.  layer: of a model that norms by layer; all of them where it is None.
+    names: those of weight and bias in the model.  layer: which one of a model that norms by layer; None for all.
     """
 
     model: Any
@@ -148,18 +148,18 @@ class _ContextNorm:
 
 
 def _norms_by_layer(model: Any) -> bool:
-    """Laguna's, whose context has no norm of its own."""
+    """Whether it is Laguna's, whose context has no norm of its own."""
     return hasattr(model, "_input_layernorm_weights")
 
 
 def _values_are_keys(model: Any) -> bool:
-    """Gemma 4's k_eq_v."""
+    """Whether it has Gemma 4's k_eq_v."""
     return hasattr(model, "_fused_k_weight")
 
 
 @dataclass(frozen=True, eq=False)
 class _ByLayer(EngineProjection):
-    """[N, L*W] of one projection a layer, which all read the same states; behind `in_front`, where there is one."""
+    """[N, L*W] from one projection per layer, all of the same states, which `in_front` norms first where it is set."""
 
     layers: Sequence[EngineProjection] = ()
     in_front: EngineProjection | None = None
@@ -211,7 +211,7 @@ def _is_muse(model: Any) -> bool:
 
 
 class _Stage:
-    """Takes the place of a method of a drafter's model at the row counts of its decision.
+    """Replaces a method of a drafter's model at the row counts of its decision.
 
     target: the method.  runs: the ops, for log lines.
     """
@@ -233,7 +233,7 @@ class _Stage:
         return self.model._num_attn_layers, self.model._num_kv_heads, self.model._head_dim
 
     def ours_or_none(self, N: int, *arguments: Any) -> Any:
-        """What our ops make of it; None where vLLM's own method is to run."""
+        """The result of our ops; None where vLLM's own method is to run."""
         if self.decision.runs_op(N):
             try:
                 return self.keys_and_values(*arguments)
@@ -243,11 +243,11 @@ class _Stage:
         return None
 
     def keys_and_values(self, *arguments: Any) -> Any:
-        """K and V, each [L, N, n, d], or [L, N, 2*n*d] of Muse Spark and [N, L, 2, n, d] of Beam."""
+        """K and V, each [L, N, n, d]; together [L, N, 2*n*d] for Muse Spark and [N, L, 2, n, d] for Beam."""
         raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
-        """[N, L*W], which is that of our projection, by vLLM's own method."""
+        """[N, L*W], what our projection gives, by vLLM's own method."""
         keys, values = self.model._project_context_kv(x, x.shape[0], *self.sizes)
         parts = (keys,) if _values_are_keys(self.model) else (keys, values)
         return torch.stack(parts).permute(2, 1, 0, 3, 4).flatten(1)
@@ -258,7 +258,7 @@ class _Stage:
 
 
 class KeysAndValues(_Stage):
-    """In place of `_project_context_kv`."""
+    """Replaces `_project_context_kv`."""
 
     target, runs = PROJECT, "norm_concat_linear"
 
@@ -272,7 +272,7 @@ class KeysAndValues(_Stage):
         return apart[0], apart[1] if len(apart) == 2 else self._normed(apart[0])
 
     def _normed(self, keys: Tensor) -> Tensor:
-        """Gemma 4's V, as its own method norms them."""
+        """Gemma 4's V, normed as vLLM's own method does."""
         model, values = self.model, torch.empty_like(keys)
         sys.modules[NORMALIZE.module].ops.rms_norm(values, keys, model._v_norm_weights, model._rms_norm_eps)
         return values
@@ -285,7 +285,7 @@ class KeysAndValues(_Stage):
 
 
 class MuseKeysAndValues(_Stage):
-    """In place of `_project_muse_context_kv`."""
+    """Replaces `_project_muse_context_kv`."""
 
     target, runs = MUSE_PROJECT, "norm_concat_linear"
 
@@ -304,7 +304,7 @@ class MuseKeysAndValues(_Stage):
 
 
 class BeamContext(_Stage):
-    """In place of `precompute_and_store_context_kv` of Beam, whose norm, rotation and write stay one kernel."""
+    """Replaces `precompute_and_store_context_kv` of Beam, whose norm, rotation and write stay one kernel."""
 
     target, runs = BEAM_STORE, "norm_concat_linear"
 
@@ -330,7 +330,7 @@ class BeamContext(_Stage):
         return self.projection(states).view(states.shape[0], L, 2, n, d)
 
     def product(self, x: Tensor) -> Tensor:
-        """What vLLM's own method hands to its kernel."""
+        """What vLLM's own method passes to its kernel."""
         made: list[Tensor] = []
         self.model.__dict__["_store_fused_context_kv"] = lambda kv, *_: made.append(kv)
         try:
@@ -344,7 +344,7 @@ class BeamContext(_Stage):
 
 
 class Context(_Stage):
-    """In place of `precompute_and_store_context_kv`."""
+    """Replaces `precompute_and_store_context_kv`."""
 
     target, runs = STORE, "norm_concat_linear and store_context_kv"
 
@@ -375,7 +375,7 @@ class Context(_Stage):
         return made[0], made[1]
 
     def _write(self, keys: Tensor, values: Tensor, slots: Tensor | Sequence[Tensor | None]) -> None:
-        """As vLLM's own method ends."""
+        """Write keys and values into the cache, as vLLM's own method ends."""
         if (scale := getattr(self.model.layers[0].self_attn, "v_scale", None)) is not None:
             values.mul_(scale)
         for layer, attention in enumerate(self.model._attn_layers):
@@ -385,7 +385,7 @@ class Context(_Stage):
                 attention.impl.do_kv_cache_update(attention, keys[layer], values[layer], cache, of_layer)
 
     def positions(self, N: int) -> Tensor:
-        """Of a trial call."""
+        """Those of a trial call."""
         cos_sin = self.model._rope_cos_sin_cache
         return torch.arange(N, device=cos_sin.device) % cos_sin.shape[0]
 
@@ -412,7 +412,7 @@ class Context(_Stage):
             self.model._attn_layers = attention
         half = len(recorder.written) // 2
         for expected, got in zip(recorder.written[:half], recorder.written[half:], strict=True):
-            # RoPE of vLLM rounds to the model's dtype three times more.
+            # vLLM's RoPE rounds to the model's dtype three times more.
             difference = max(map(relative_difference, got, expected))
             if not difference <= _MAX_DIFFERENCE:
                 raise ProbeError(f"{self.runs} give other values than vLLM: {difference:.2g} of their size apart")
@@ -422,7 +422,7 @@ _MAX_DIFFERENCE = 0.05
 
 
 class _Recorder:
-    """In place of an attention layer and its backend: what is written into a cache."""
+    """Stands in for an attention layer and its backend, and records what is written into the cache."""
 
     kv_cache = None
 
@@ -470,12 +470,12 @@ def put_in_where_faster(model: Any, max_rows: int) -> None:
 
 
 def targets_of(model: Any) -> tuple[Target, ...]:
-    """Of a drafter's model, or of its class."""
+    """The targets of a drafter's model, or of its class."""
     return BEAM_TARGETS if _is_beam(model) else MUSE_TARGETS if _is_muse(model) else QWEN_TARGETS
 
 
 def _stage(model: Any) -> _Stage:
-    """What is to be decided on: all of it where that can be timed or is forced, else the projection alone."""
+    """The stage to decide on: the whole method where that can be timed or is forced, else the projection alone."""
     if _is_beam(model):
         return BeamContext(model)
     if _is_muse(model):
@@ -496,7 +496,7 @@ def _is_on_cpu(model: Any) -> bool:
 
 
 def _give_each_layer_its_gain(model: Any) -> None:
-    """Norm K layer by layer where vLLM's norm, given a gain for each layer, takes the first one for all."""
+    """Norm K layer by layer where vLLM's norm, given a gain for each layer, applies the first one to all."""
     rms_norm = sys.modules[NORMALIZE.module].ops.rms_norm
     gains = model._k_norm_weights.new_tensor([[1.0], [2.0]]).repeat(1, model._head_dim)
     ones = torch.ones_like(gains)[:, None, None]
@@ -522,7 +522,7 @@ def _normed_by_layer(rms_norm: Any, model: Any, all_k: Tensor) -> Tensor:
 def _projected_by_layer(
     rms_norm: Any, model: Any, states: Tensor, N: int, L: int, n: int, d: int
 ) -> tuple[Tensor, Tensor]:
-    """Laguna's `_project_context_kv` but for the norm."""
+    """Laguna's `_project_context_kv`, but for the norm, which is applied layer by layer."""
     normed = states.new_empty(L, *states.shape)
     for of_layer, gain in zip(normed, model._input_layernorm_weights, strict=True):
         rms_norm(of_layer, states, gain, model._rms_norm_eps)
@@ -547,7 +547,7 @@ def _unsupported_reason(model: Any) -> str | None:
 
 
 def _norms_unsupported_reason(model: Any, dtype: torch.dtype) -> str | None:
-    """Of the models whose norms are read as modules."""
+    """For the models whose norms are read as modules."""
     if _is_beam(model):
         return rms_norm_unsupported_reason(model.hidden_norm, {sys.modules[BEAM_STORE.module].RMSNorm}, dtype)
     if not _is_muse(model):

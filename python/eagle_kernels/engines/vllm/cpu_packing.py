@@ -1,8 +1,8 @@
-"""vLLM's CPU layout of a linear layer's weight, and how a layer waits for the decision between it and ours.
+"""vLLM's CPU layout of a linear layer's weight, and how a layer is kept dense until that layout and ours are timed.
 
-vLLM packs the weight of every unquantised linear layer once it is loaded, and drops the dense one, which is what
-`norm_concat_linear` reads. So a layer that may run on it is kept dense while vLLM loads; then both are timed
-(`decision.py`), and the layout that no row count needs goes.
+vLLM packs the weight of every unquantized linear layer once it is loaded, and drops the dense one, which is what
+`norm_concat_linear` reads. So a layer that may run on the op is kept dense while vLLM loads; then both layouts are
+timed (`decision.py`), and a layout that no row count needs is dropped.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import nn
 from ...quantized_weight import QuantizedWeight
 from ..gates import Target
 
-# Where the flag is set it makes `cpu_linear` torch's own product; else it packs the weight.
+# With the flag set, this makes `cpu_linear` torch's own product; else it packs the weight.
 PROCESS = Target(
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
     ("self", "layer"),
@@ -24,7 +24,7 @@ _FLAG = "_cpu_skip_gemm_dispatch"
 
 @dataclass(frozen=True, eq=False)
 class WeightCopy:
-    """What a projection reads of a layer without bias, after vLLM packed its weight as `product` and dropped it."""
+    """The weight that a projection reads of a layer without bias, after vLLM packed its own as `product`."""
 
     weight: nn.Parameter | QuantizedWeight
     linear: Any
@@ -32,12 +32,12 @@ class WeightCopy:
 
     @property
     def is_current(self) -> bool:
-        """Whether vLLM packs nothing newer: a reload does, and in place no update reaches a packed weight."""
+        """Whether vLLM has packed nothing newer, as a reload does; an update in place reaches no packed weight."""
         return getattr(self.linear, "cpu_linear", None) is self.product
 
 
 def keep_dense(linear: Any) -> None:
-    """Have vLLM leave the weight as it is, until `pack`. Raises TargetError where vLLM looks at no such flag."""
+    """Have vLLM leave the weight as it is, until `pack`. Raises TargetError where vLLM may not read the flag."""
     PROCESS.find()
     setattr(linear, _FLAG, True)
 
@@ -47,7 +47,7 @@ def is_kept_dense(linear: Any) -> bool:
 
 
 def pack(linear: Any) -> WeightCopy:
-    """Pack a layer that was kept dense, as vLLM would have; what it was is returned for `unpack`."""
+    """Pack a layer that was kept dense, as vLLM would have; returns the dense weight, for `unpack`."""
     weight = linear.weight
     delattr(linear, _FLAG)
     linear.quant_method.process_weights_after_loading(linear)

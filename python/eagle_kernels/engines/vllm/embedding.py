@@ -1,7 +1,7 @@
 """VocabParallelEmbedding of vLLM on `vocab_parallel_embedding`, where vLLM has no fused op of its own: all but CUDA.
 
-There a shard's lookup is a compare-and-shift chain, a gather and a masked fill in vLLM's path; here it is one kernel.
-A table on one rank is a plain gather in both, and stays with vLLM.
+There vLLM's lookup in a shard is a compare-and-shift chain, a gather and a masked fill; here it is one kernel. A table
+on one rank is a plain gather in both, and stays with vLLM.
 """
 
 import logging
@@ -70,7 +70,7 @@ class ShardLookup(_Base):
 
 
 def _probe(table: Tensor, shard: VocabShard) -> None:
-    """Look up one id, so that what fails does so here."""
+    """Look up one id, so that a failure shows here."""
     check_backend("vocab_parallel_embedding", table.device)
     vocab_parallel_embedding(torch.zeros(1, dtype=torch.int64, device=table.device), table, shard)
 

@@ -1,9 +1,9 @@
-"""MTP layers whose norms are no calls of their modules: a kernel of vLLM's reads the gains past them, and norms all
-that the projection reads in one launch.
+"""MTP layers whose norm modules are not called: one kernel of vLLM's reads their gains, and norms everything that the
+projection reads.
 
-Our op norms for itself, so such a layer gets a subclass whose forward hands on what the kernel would have read
-(`normed_linear.Unnormed`). The forward is vLLM's own, its name of the kernel bound to a function of ours: other layers
-and other models of the process call vLLM's. Each function here takes a layer, and returns its `FusedNorms`.
+Our op does the norms itself, so such a layer gets a subclass whose forward hands on the kernel's inputs
+(`normed_linear.Unnormed`). That forward is vLLM's own with the kernel's name bound to a function of ours; other layers
+and models of the process still call vLLM's kernel. Each function here takes a layer, and returns its `FusedNorms`.
 """
 
 import types
@@ -43,7 +43,7 @@ def embeds_and_hidden(layer: Any) -> FusedNorms:
 
 
 def of_deepseek_v32(layer: Any) -> FusedNorms:
-    """DeepSeek V3.2, GLM-5: the same, and what vLLM does between the kernel and the projection."""
+    """DeepSeek V3.2, GLM-5: the same, unsupported where vLLM does more between the kernel and the projection."""
     unsupported = None
     if layer._eh_plan is not None:
         unsupported = "vLLM has a GEMM of its own for few rows of it"
@@ -56,7 +56,7 @@ _OF_EMBEDS, _OF_TABLE = ("fused_eh_norm", "fused_mtp_input"), "fused_embed_eh_no
 
 
 def _but_position_0(positions: Tensor, rows: Tensor) -> Tensor:
-    """-1 at position 0, whose row is then zero in the op, before the norm and behind it."""
+    """`rows`, but -1 at position 0: the op reads a zero row there, which its norm leaves zero."""
     return torch.where(positions == 0, -1, rows)
 
 
@@ -64,7 +64,7 @@ def of_streams(layer: Any) -> FusedNorms:
     """DeepSeek V4: mask, enorm of the embedding and hnorm of each stream in one kernel; e_proj and h_proj behind it."""
 
     def hand_on(embeds: Tensor, positions: Tensor, streams: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        # Tensors, as vLLM may give each rank some of their rows (sequence parallelism).
+        # Not `Unnormed` but tensors, as vLLM may give each rank some of their rows (sequence parallelism).
         return embeds.masked_fill((positions == 0).unsqueeze(-1), 0), streams
 
     forward = _with_names(type(layer).forward, {"_FUSED_MTP_INPUT_RMSNORM_KERNEL": hand_on})
@@ -72,8 +72,8 @@ def of_streams(layer: Any) -> FusedNorms:
 
 
 def of_step5(layer: Any) -> FusedNorms:
-    """Step-5: on CUDA, with residuals of fp32, a kernel that the forward imports takes rows of H > 0 columns. Given
-    views without columns, the forward calls the norms instead, and its cat has nothing to copy."""
+    """Step-5: on CUDA, with fp32 residuals, vLLM's forward runs a kernel that it imports, if rows have H > 0 columns.
+    Given views without columns, it calls the norms instead, and its cat has nothing to copy."""
     own = type(layer).forward
 
     def forward(
@@ -96,7 +96,7 @@ def of_step5(layer: Any) -> FusedNorms:
 
 def of_normed_embeds(predictor: Any) -> FusedNorms:
     """Inkling: hidden_norm, the target's norm of the embedding, embed_norm and cat in one kernel. The target's norm
-    stays vLLM's, with the gather in one launch; the op has the two behind it."""
+    stays vLLM's, in one launch with the gather; the op does the other two."""
     own: Callable[..., Tensor] = type(predictor).fused_input_cat
 
     def fused_input_cat(
@@ -120,7 +120,7 @@ def of_normed_embeds(predictor: Any) -> FusedNorms:
 
 
 def _with_names(function: Any, names: dict[str, Any]) -> types.FunctionType:
-    """The same function where some of the names that it reads from its module are others."""
+    """The same function with some of the names that it reads from its module bound to others."""
     bound = types.FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
     )

@@ -1,8 +1,8 @@
 """Layer 0 of vLLM's EAGLE-3 drafters: qkv_proj(cat([input_layernorm(embeds), hidden_norm(hidden)])) in one op.
 
-Of latent attention it is fused_qkv_a_proj. vLLM's forwards stay as they are (`normed_linear`): the projection is the
-first line of the attention's, the only one that reads its input. With `norm_before_residual` the layer adds to the
-normed hidden state, which hidden_norm then makes for that alone.
+In latent attention the projection is fused_qkv_a_proj. vLLM's forwards stay as they are (`normed_linear`): the
+projection is the first line of the attention's forward, the only one that reads its input. With `norm_before_residual`
+the residual is the normed hidden state, which hidden_norm then computes for that alone.
 """
 
 import logging
@@ -28,9 +28,9 @@ _ATTENTION = ("self", "positions", "hidden_states")
 
 @dataclass(frozen=True)
 class Layer:
-    """What the stage of one drafter's layer 0 hangs on.
+    """What the stage of one drafter's layer 0 depends on.
 
-    layer: its class.  forwards: of the layer and of its attention.  projection: its name in the attention.
+    layer: its class.  forwards: those of the layer and of its attention.  projection: its name in the attention.
     """
 
     layer: str
@@ -39,7 +39,7 @@ class Layer:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        # Which residual hidden_norm leaves.
+        # They say which residual hidden_norm leaves.
         norms = {"_norm_before_residual": "e5d88550cf4b3c59", "_norm_after_residual": "b77236a117ae54c7"}
         parameters = ("self", "hidden_states")
         return (*self.forwards, *[Target(f"{self.layer}.{name}", parameters, {norms[name]: _BOTH}) for name in norms])
@@ -84,7 +84,7 @@ _switches = EngineSwitches(frozenset(), False, ())
 
 def register(switches: EngineSwitches) -> None:
     global _switches
-    # Ranks have the rows of their own heads, which no sum over ranks may mix.
+    # Each rank has the rows of its own heads, which no sum over ranks may mix.
     _switches = replace(switches, parts=switches.parts - {"row_parallel"})
     hook_models(ARCHITECTURES, hooked)
 
@@ -108,7 +108,7 @@ class Layer0:
 
 
 def _normed_residual(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of `_norm_before_residual`: the projection norms for itself."""
+    """Replaces `_norm_before_residual`: (hidden state for the projection, which norms it itself; normed residual)."""
     return hidden_states, layer.hidden_norm.engines_own(hidden_states)
 
 

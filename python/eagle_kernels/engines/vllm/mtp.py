@@ -1,7 +1,7 @@
 """The input stage of vLLM's MTP and EAGLE-1 layers with norms: eh_proj(cat([enorm(embeds), hnorm(hidden)])).
 
-Of targets with residual streams it is fc_embedding(norm(embeds)) (Qwen4-Exp), or e_proj(enorm(embeds)) and
-h_proj(hnorm(streams)) (DeepSeek V4). vLLM's forward stays as it is, its masking of position 0 included (contested:
+With targets of residual streams it is fc_embedding(norm(embeds)) (Qwen4-Exp), or e_proj(enorm(embeds)) and
+h_proj(hnorm(streams)) (DeepSeek V4). vLLM's forward stays as it is, including its mask of position 0 (contested:
 vllm#33299); see `normed_linear`, and `fused_norms` where norms and cat are one kernel of vLLM's.
 """
 
@@ -28,13 +28,13 @@ _BOTH = ("0.32.0", "0.33.0")
 class Layer:
     """A class whose forward has the stage.
 
-    architectures: of the models that are built of it, none where another row has them.  forward: its target.
-    norms: in front of the projection, in the order of the cat.  projection: the linear layer behind it.
-    in_some: whether layers of the class may have none of them.
-    norm: the class of its norms, of no other row, and its gains' offset, None where it has a flag for it.
-    fused_norms: of a class whose norms are one kernel of vLLM's.  others: what the stage hangs on besides the forward.
-    more: (norms, projection) of another one in the same forward.  within: the name of the layers of a class that norms
-        for all of them.
+    architectures: those of the models built of it; none where another row has them.  forward: its target.
+    norms: those in front of the projection, in the order of the cat.  projection: the linear layer behind them.
+    in_some: whether layers of the class may lack norms and projection.
+    norm: (class, offset of its gains) where the norms are of a class of their own; offset None where it has a flag.
+    fused_norms: set where the norms are one kernel of vLLM's.  others: what the stage depends on besides the forward.
+    more: (norms, projection) of further stages in the same forward.  within: the attribute with the layers, where the
+        class norms for all of them.
     """
 
     architectures: tuple[str, ...]
@@ -117,7 +117,7 @@ LAYERS = (
         _BY_HIDDEN,
         *_QWEN,
     ),
-    # The norm of the hidden state is over all streams, whose rows are not those that fc_hidden reads.
+    # The norm of the hidden state is over a row of all streams, while fc_hidden reads a row per stream.
     _layer(
         "Qwen4ExpMTP",
         "vllm.models.qwen4_exp.nvidia.mtp:Qwen4ExpMultiTokenPredictor",
@@ -128,7 +128,7 @@ LAYERS = (
     ),
     _layer("ExaoneMoeMTP", "exaone_moe_mtp:ExaoneMoeMultiTokenPredictor", "4c07536b5b1cd361", _BY_HIDDEN, *_QWEN),
     _layer("Exaone4_5_MTP", "exaone4_5_mtp:Exaone4_5MultiTokenPredictor", "cadfc1dcc60e48b0", _BY_HIDDEN, *_QWEN),
-    # A step has several layers, of either class, and the stage is in the first.
+    # A step has several layers, of either class; the stage is in the first one.
     _layer(
         "NemotronHMTPModel",
         "nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer",

@@ -1,11 +1,11 @@
 """Two norms, a cat and a linear layer of vLLM, or one norm and the layer, as one op inside of vLLM's own forward, eager
 or compiled.
 
-The norms hand their input through, and the linear layer norms both halves of what it is given: cat + one op for 2
-norms + cat + GEMM. Where norms and cat are one kernel of vLLM's, which such a forward calls in place of the norms, the
-linear layer is given what the kernel would have read (`FusedNorms`). The parameters stay where they are, so loading and
-updating weights see no difference. The op is one of torch.library's with a fake kernel and returns a new tensor:
-vLLM's graphs trace it as they trace their own.
+The norms return their input as it is, and the linear layer norms both halves of its input: cat + one op instead of 2
+norms + cat + GEMM. Where vLLM's forward calls one kernel for norms and cat in place of the norms, the linear layer gets
+that kernel's inputs (`FusedNorms`). The parameters stay where they are, so weights are loaded and updated as before.
+The op is registered in torch.library with a fake kernel and returns a new tensor, so vLLM's graphs trace it like
+vLLM's own.
 """
 
 import logging
@@ -48,7 +48,7 @@ class PassThrough(_Base):
 class Unnormed(NamedTuple):
     """What a kernel of vLLM's would have normed, for the projection behind it.
 
-    chunks, indices: as `EngineProjection.forward` takes them.  own: vLLM's kernel on them; None where its norms do it.
+    chunks, indices: as `EngineProjection.forward` takes them.  own: vLLM's kernel on them; None where norms do it.
     """
 
     chunks: list[Tensor]
@@ -61,7 +61,7 @@ class NormedLinear(_Base):
 
     projection: EngineProjection
     eagle_kernels_name: str
-    aside: Unnormed | None = None  # in place of the next input
+    aside: Unnormed | None = None  # replaces the next input
 
     def forward(self, x: Tensor | Unnormed) -> Any:
         if torch.compiler.is_compiling():
@@ -92,7 +92,7 @@ class NormedLinear(_Base):
         return torch.cat([norm(part) for norm, part in zip(own, parts, strict=True)], -1)
 
     def _as_vllm_returns_it(self, y: Tensor) -> Any:
-        # Its own linear layers return a bias that was not added beside the result; nn.Linear does not.
+        # vLLM's linear layers return a bias that was not added beside the result; nn.Linear does not.
         return (y, None) if getattr(self, "return_bias", False) else y
 
 
@@ -100,12 +100,12 @@ class NormedLinear(_Base):
 class FusedNorms:
     """A layer whose norms and cat are one kernel of vLLM's (`fused_norms`).
 
-    members: of a subclass of the layer's, which gives its projections what the kernel would have read.
-    own: what the kernel makes of [N, K*H] with these norms, no row at position 0; None where calls of them give that.
-    gathered: the chunk whose rows come by an index.  passes_through: whether the norms are called, and hand their input
-        through.
-    unsupported: why the projection does not get that.
-    shards_rows: whether each rank's projection gets some of the rows, so that no sum over ranks may have it.
+    members: those of a subclass of the layer, which gives the kernel's inputs to the projections.
+    own: the kernel on [N, K*H] with these norms, no row at position 0; None where calling the norms gives the same.
+    gathered: the chunk whose rows come by an index.  passes_through: whether vLLM calls the norms, which then return
+        their input.
+    unsupported: why the projection cannot get the kernel's inputs.
+    shards_rows: whether each rank's projection gets some of the rows, so that a sum over ranks would be wrong.
     """
 
     layer: Any
@@ -158,7 +158,7 @@ class Candidate:
 
     def calls(self) -> list[Call]:
         """What is timed: vLLM's stage and ours, as vLLM calls them."""
-        # Inductor's norms are one kernel with the cat. Timed as if they took nothing: it compiles for some seconds.
+        # Inductor makes norms and cat one kernel. They are timed as taking nothing: compiling would take some seconds.
         theirs = self.product if self.compiled else self.engine
         if len(self.norms) == 1:
             return [theirs, self.projection]
@@ -184,7 +184,7 @@ def plan(candidate: Candidate) -> EngineProjection | None:
     name = candidate.name
     projection, decided = decide(candidate)
     figures = decided.figures("vLLM")
-    # A graph is traced once for all row counts: it has the op, or it has not.
+    # A graph is traced once for all row counts: it has the op at all of them or at none.
     if not decided.always:
         because = f"norm_concat_linear is not faster at all row counts, {figures}" if decided.rows else figures
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {because}")
@@ -228,8 +228,8 @@ class Stage:
     """Two norms, a cat and a linear layer of a model that is being loaded, or one norm and the layer.
 
     norms: in the order of the cat.  column_shard: whether the layer's weight may be this rank's rows alone.
-    offsets: the classes of norm that may stand there -> what is added to their weights.
-    fused_norms: where vLLM's forward calls a kernel in place of the norms; put in by `fuse`.
+    offsets: each class that the norms may have -> what it adds to its weight.
+    fused_norms: set where vLLM's forward calls a kernel in place of the norms; put in by `fuse`.
     """
 
     name: str
@@ -247,7 +247,7 @@ class Stage:
 
         linear = self.linear
         weight = getattr(linear, "weight", None)  # quantized layers may have none of that name
-        # Packing changes a bias in place, so that the two layouts could not stand side by side.
+        # Packing changes a bias in place, so the two layouts could not exist side by side.
         if (
             not hasattr(linear, "quant_method")
             or not current_platform.is_cpu()
@@ -273,7 +273,7 @@ class Stage:
         dense = None
         if cpu_packing.is_kept_dense(linear) and not self.switches.force:
             kept = cpu_packing.pack(linear)
-            # Where vLLM has no layout of its own, it multiplies the dense weight, and both may read it.
+            # Where vLLM has no layout of its own, it multiplies the dense weight, and both can read it.
             dense = kept if linear.weight.numel() == 0 else None
         timed = projection if dense is None else replace(projection, fc=dense)
 
@@ -317,7 +317,7 @@ class Stage:
 
 @torch.inference_mode()
 def _probe_gathered(projection: EngineProjection, gathered: int, rows: int) -> None:
-    """Run it once on a chunk whose rows come by an index, of either type of token ids; `probe` has run it without."""
+    """Run the projection once with one chunk's rows gathered, for each dtype of token ids; `probe` runs it without."""
     like, width = projection.like, parameter_of(projection.fc).shape[1]
     rows = max(1, min(rows, PROBED_BYTES // (width * like.element_size()), rows if like.is_cuda else 4))
     chunks, module = list(decision.normal_rows(rows, width, like).view(2, rows, -1)), cast(Any, projection)

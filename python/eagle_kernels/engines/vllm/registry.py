@@ -25,7 +25,7 @@ def leaving_to_vllm(target: str) -> Iterator[None]:
 
 
 MODELS = Target("vllm.model_executor.models.registry:ModelRegistry.models")
-# 0.32 has none of them.
+# New in 0.33.
 OF_033 = frozenset(
     {"Qwen3XPressModel", "DFlashQwen3XPressModel", "DFlash2BeamDraftModel", "MuseSparkDSparkModel", "Step5MTP"}
 )
@@ -66,9 +66,10 @@ def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], 
 
 @dataclass(frozen=True)
 class Config:
-    """What hooks want of a VllmConfig and of the model that is built with it.
+    """What hooks read of a VllmConfig and of the model that is built with it.
 
-    max_rows: of a forward.  compiled: whether vLLM compiles the model.  lora: whether adapters may replace layers.
+    max_rows: most rows of a forward.  compiled: whether vLLM compiles the model.  lora: whether adapters may replace
+        layers.
     """
 
     max_rows: int
@@ -77,7 +78,7 @@ class Config:
 
     @classmethod
     def of(cls, config: Any, model: nn.Module) -> "Config":
-        # Set in the classes that vLLM compiles; most MTP models are of others, and run eagerly in any mode.
+        # Classes that vLLM compiles have the flag; most MTP models have other classes, and run eagerly in any mode.
         compiled = any(not getattr(module, "do_not_compile", True) for module in model.modules())
         lora = getattr(config, "lora_config", None) is not None
         return cls(config.scheduler_config.max_num_batched_tokens, compiled, lora)
@@ -96,7 +97,7 @@ def when_loaded(
 
     Args:
         stage: its name in logs.
-        read: of the model as it is built; what comes of it goes to `fuse`, if anything does.
+        read: is given the model once it is built; what it returns goes to `fuse`, unless that is None.
     """
     where, module = f"{model.__name__}'s {stage}", fuse.__module__
 
@@ -106,7 +107,7 @@ def when_loaded(
             self.__dict__[module] = read(self, Config.of(vllm_config, self))
 
     def process_weights_after_loading(self: Any) -> None:
-        """vLLM's hook on a model, behind its layers' weights and `load_weights`."""
+        """vLLM's hook on a model, after `load_weights` and after its layers' weights are processed."""
         if hasattr(model, "process_weights_after_loading"):
             model.process_weights_after_loading(self)
         state = self.__dict__.pop(module, None)  # once: what is fused must not be fused again

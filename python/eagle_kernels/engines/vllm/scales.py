@@ -1,6 +1,6 @@
-"""Quantized drafters whose layers vLLM holds as torch's nn.Linear or without a quantization config: their scales.
+"""Dequantizes drafters for the layers that vLLM builds as torch's nn.Linear or without a quantization config.
 
-`eh_proj` of nearly every MTP model, `fc` of EAGLE drafters whose config does not say that it is quantized.
+These are `eh_proj` of nearly every MTP model and `fc` of EAGLE drafters whose config does not say that it is quantized.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def _is_drafter(name: str) -> bool:
 
 
 def hooked(drafter: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the drafter whose load_weights gets numbers where its layers take numbers."""
+    """A subclass of the drafter whose load_weights gets dense weights for its unquantized layers."""
     load_weights: Any = getattr(drafter, "load_weights", None)
     check_parameters(f"{drafter.__module__}:{drafter.__name__}.load_weights", load_weights, ("self", "weights"))
     return type(drafter.__name__, (LoadsScales, drafter), {"__module__": __name__})

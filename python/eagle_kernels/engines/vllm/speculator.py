@@ -2,7 +2,7 @@
 
 vLLM concatenates the captured layers, projects them, and copies the result into `self.hidden_states`, which the
 drafter's CUDA graphs read. Here the projection writes its rows there itself. `propose` of vLLM then runs as it is, with
-the buffer as the target's hidden states and no aux states: its copy is one of a tensor onto itself, which ATen skips.
+the buffer as the target's hidden states and no aux states: it copies a tensor onto itself, which ATen skips.
 
 The hooks go in when the drafter is loaded: by then the worker has imported the speculator it uses, and no other process
 needs to.
@@ -37,7 +37,7 @@ DFLASH = Target(
 
 
 def hook() -> None:
-    """Hook the speculators this process has imported; V1 has none of them, and 0.32 no method for DFlash's."""
+    """Hook the speculators this process has imported; V1 imports none, and DFlash's of 0.32 lacks the method."""
     for target, wrap in ((EAGLE, _propose), (DFLASH, _store_hidden_states)):
         if target.module not in sys.modules:
             continue
