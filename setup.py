@@ -1,7 +1,7 @@
 """Drives CMakeLists.txt; everything declarative is in pyproject.toml.
 
-EAGLE_KERNELS_BUILD        auto (default): the CPU kernels, and the CUDA ones where nvcc and a GPU are. cpu and cuda ask
-                           for these and fail where they cannot be had. none: pure Python and Triton, nothing compiled.
+EAGLE_KERNELS_BUILD        auto (default): the CPU kernels, and the CUDA ones where nvcc and a GPU are found. cpu: the
+                           CPU kernels alone. cuda: both, or an error. none: pure Python and Triton, nothing compiled.
 EAGLE_KERNELS_CUDA_ARCHS   e.g. 90a or 80;89;90a;100a;120 (`make wheels`); default: the GPUs of this machine.
 EAGLE_KERNELS_NAMESPACE    torch.ops.<this>, for hub/build.py.
 EAGLE_KERNELS_ALTERNATIVES ON: the environment chooses among CUDA kernels, for bench/gpu_session.sh. Never in a wheel.
@@ -25,18 +25,18 @@ from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/eagle_kernels/version.py").read_text()).group(1)
-# Of one core of an AMD EPYC (Zen 4), CUDA 13.0: the CPU kernels and the host files, and csrc/cuda for one arch.
+# Seconds of one core of an AMD EPYC (Zen 4), CUDA 13.0: the CPU kernels and the host files; csrc/cuda for one arch.
 CPU_SECONDS, ARCH_SECONDS = 85, 12
 
 
 def say(message: str) -> None:
-    """On the screen: pip swallows a build's output unless the build fails, so a terminal is written to beside it."""
+    """To stderr, and to the terminal where stderr is none: pip hides a build's output unless the build fails."""
     print(f"eagle-kernels: {message}", file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
         try:
             with open("/dev/tty", "w") as terminal:
                 print(f"eagle-kernels: {message}", file=terminal)
-        except OSError:  # none: a log has the line above
+        except OSError:  # no terminal: a log has the line above
             pass
 
 
@@ -81,7 +81,7 @@ def cuda_archs() -> list[str]:
     query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
     output = subprocess.run(query, capture_output=True, text=True).stdout if smi else ""
     capabilities = sorted({tuple(map(int, pair)) for pair in re.findall(r"^(\d+)\.(\d+)$", output, re.MULTILINE)})
-    # "a": what Hopper and data-center Blackwell have alone.
+    # "a": the instructions that only Hopper and data-center Blackwell have.
     return [f"{major}{minor}" + ("a" if major in (9, 10) else "") for major, minor in capabilities if major >= 8]
 
 
@@ -93,8 +93,8 @@ def requested_build() -> str:
 
 
 def choose_archs() -> list[str]:
-    """The CUDA architectures; none: the CPU kernels alone. Says what is left out; fails where compiled kernels
-    cannot be had: pure Python is what `none` asks for, never what a missing tool ends in."""
+    """The CUDA architectures to build for; without any, the CPU kernels alone. Says what is left out. Fails where no
+    kernels can be compiled: only `none` installs pure Python, never a missing tool."""
     if find_compiler() is None:
         refuse("a C++ compiler was not found (CXX, PATH)")
     if find_torch() is None:
@@ -149,11 +149,11 @@ class CMakeBuild(build_ext):
         if archs:
             options["CMAKE_CUDA_COMPILER"] = find_nvcc()
         definitions = [f"-D{name}={value}" for name, value in options.items()]
-        # Of each torch its own: the host files are compiled anew for other headers, 2 min of a core.
+        # A build tree for each torch: other headers would compile the host files anew, 2 min of a core.
         tree = ROOT / "build" / f"cmake-{sysconfig.get_platform()}-torch{torch_release(torch)}"
         tree.mkdir(parents=True, exist_ok=True)
-        # Objects are kept between calls; the cache is not, nor is --fresh used, which deletes both: the tools of an
-        # isolated build live at another path each time, and a cached one would be gone.
+        # Objects are kept between builds, CMake's cache is not: the tools of an isolated build live at another path
+        # each time, and a cached path would be gone. --fresh would delete both.
         (tree / "CMakeCache.txt").unlink(missing_ok=True)
         program = Path(cmake.CMAKE_BIN_DIR) / "cmake"
         cores, seconds = os.cpu_count() or 1, CPU_SECONDS + ARCH_SECONDS * len(archs)
@@ -165,7 +165,7 @@ class CMakeBuild(build_ext):
         say(f"compiled in {time.monotonic() - start:.0f} s")
 
     def copy_extensions_to_source(self) -> None:
-        """Editable installs: by a rename, since a process that has the old file mapped would crash on a copy."""
+        """Editable installs: by a rename, since a process that has the old file mapped would crash if it changed."""
         (ext,) = self.extensions
         target = ROOT / "python" / self.get_ext_filename(ext.name)
         partial = target.with_suffix(".partial")
@@ -181,10 +181,10 @@ class EditableWheel(editable_wheel):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """The library has no Python in it, so that a wheel is bound to the platform alone."""
+    """The library is linked to no Python, so that a wheel is bound to the platform alone."""
 
     def run(self) -> None:
-        # A module that an earlier build copied there, and that is no longer one, would be in the wheel.
+        # A module that an earlier build copied there, and that is gone since, would be in the wheel.
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         super().run()
 

@@ -1,5 +1,5 @@
-"""What float64 says a result is, how far from it one is, and how much of that is allowed: for `check`, for the gate of
-`bench`, and for the tests, whose own bounds (tests/accuracy.py) go by the same rule."""
+"""How far a result is from float64, and how far it may be: for `check`, for `bench` before it prints a time, and for
+the tests, whose own bounds (tests/accuracy.py) follow the same rule."""
 
 import math
 
@@ -9,9 +9,9 @@ from torch import Tensor
 # Half the distance from 1 to the next number, 2^-p for p significant bits: the relative error of one rounding.
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
-# Sums of one value are exact: root, reciprocal, mean, eps, offset + gain, two products and two more are nine roundings
-# of fp32, sqrt(9) of one of them as a root mean square. Below this no bound may go: at width 1 the rule would ask for
-# half of one rounding.
+# Even where sums are exact, as at width 1, a result has nine roundings of fp32 (root, reciprocal, mean, eps, offset +
+# gain, two products and two more): as a root mean square, sqrt(9) times one of them. No bound may be lower: at width 1
+# the rule would ask for half of one rounding.
 _FP32_FLOOR = 3 * UNIT_ROUNDOFF[torch.float32]
 
 
@@ -30,7 +30,7 @@ def error_bound(eager_error: float, dtype: torch.dtype, width: int, count: int |
 
     bf16, fp16: 1.05 times that of the engines' eager path on the same data. Both paths round the same values, and
     differ where fp32 sums land on two sides of a tie; over `count` outputs the RMS error itself scatters by
-    1 / sqrt(2 * count), hence the allowance of three such deviations for few outputs. None leaves it out.
+    1 / sqrt(2 * count), hence the allowance of three such deviations for few outputs. None leaves the allowance out.
     fp32: 1e-6 * sqrt(width) / 32 for sums over `width` products, and at most twice eager's.
     """
     if dtype == torch.float32:
@@ -40,8 +40,8 @@ def error_bound(eager_error: float, dtype: torch.dtype, width: int, count: int |
 
 
 def absolute_bound(dtype: torch.dtype, width: int) -> float:
-    """What nothing may exceed, whatever the chain's own error is: of 16 bits the few roundings of any order, a weight's
-    that was dequantized among them; of fp32 four times the error of sums over `width` products."""
+    """A limit for every result, whatever the chain's own error is: in 16 bits four roundings, enough for any order of
+    operations and for a dequantized weight's rounding; in fp32 four times the error of sums over `width` products."""
     if dtype == torch.float32:
         return max(4e-6 * math.sqrt(width) / 32, 2 * _FP32_FLOOR)
     return 4 * UNIT_ROUNDOFF[dtype]

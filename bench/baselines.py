@@ -2,11 +2,11 @@
 
 The chains are those of SGLang 0.5.23 and vLLM 0.33 (`llama_eagle3`, `VocabParallelEmbedding`), with one F.rms_norm per
 norm and outputs written in place where torch offers it: the best an eager engine does, not the worst. Each chain of an
-op that moves memory has a second form, `preallocated_*`, that allocates nothing: on a CPU most of what an eager chain
-takes at large T is the kernel's mapping of fresh pages, and to be faster than that is no merit of an op.
+op that moves memory has a second form, `preallocated_*`, that allocates nothing: on a CPU an eager chain at large T
+spends most of its time on the operating system's mapping of fresh pages, and to be faster than that is no merit.
 
 RMSNorm kernels of other packages are baselines where they are installed: Liger, FlashInfer, vLLM. Each is called as its
-engine would; the gain is the full one: an offset has been added to it. So are torchao's weight-only linears.
+engine would; the offset has already been added to the gain. torchao's weight-only linears are baselines too.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ FOREIGN = tuple(_PACKAGES)
 # Baselines whose norms write slices of the concat: this package's norm kernel, or another package's.
 SLICES = ("slices", *FOREIGN)
 
-# Of quantized weights.
+# Baselines for quantized weights.
 QUANTIZED = ("dequantize", "int8pack", "torchao")
 
 # eager: torch's kernels. eager-out: the same without an allocation. slices: a norm kernel per chunk that writes its
@@ -123,8 +123,8 @@ def foreign_unsupported_reason(name: str, device: str) -> str | None:
 def norm_kernel(name: str) -> Callable[[Tensor, Tensor, float, Tensor], object]:
     """norm(x, gain, eps, out) of one of `SLICES`.
 
-    torch's own norm has no out=. The stand-in for an engine's norm kernel that takes a strided one (FlashInfer's) is
-    this package's with K = 1, one launch each.
+    torch's own norm has no out=. `slices` stands in for an engine's norm kernel with a strided out (FlashInfer's): it
+    is this package's norm_concat with K = 1, one launch per chunk.
     """
     if name != "slices":
         return ForeignNorms(name).norm
@@ -152,7 +152,7 @@ class NormScratch:
         return 4 * T * (H + 1)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float, out: Tensor) -> None:
-        """out = RMSNorm(x) * gain, for an fp32 gain; `out` may have rows apart from each other."""
+        """out = RMSNorm(x) * gain, for an fp32 gain; the rows of `out` may be strided."""
         wide, rstd = self._wide, self._rstd
         wide.copy_(x)
         torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=rstd)
@@ -183,7 +183,7 @@ def torchao_unsupported_reason(format: str) -> str | None:
 
 
 def torchao_linear(weight: Tensor, format: str) -> Callable[[Tensor], Tensor]:
-    """A linear layer over codes of torchao's own, from the numbers of `format`."""
+    """A linear layer over torchao's own codes, made from a weight that has the values of `format`."""
     quantization = importlib.import_module("torchao.quantization")
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -233,7 +233,7 @@ def frozen_projections(arguments: Sequence[tuple]) -> list[Callable[[Sequence[Te
 
 
 def _freeze(module: nn.Module, chunks: Sequence[Tensor], number: int) -> Callable[[Sequence[Tensor]], Tensor]:
-    # Dynamo keeps what it compiled per code object and gives up after eight modules; each copy gets a code of its own.
+    # Dynamo keeps what it compiled per code object and gives up after eight modules; each copy gets its own code.
     code = type(module).forward.__code__.replace(co_name=f"forward_{number}")
     forward = types.FunctionType(code, type(module).forward.__globals__)
     module.__class__ = type(f"FrozenProjection{number}", (type(module),), {"forward": forward})
@@ -269,7 +269,7 @@ class ForeignNorms:
         return importlib.import_module(path)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float, out: Tensor) -> None:
-        """out = RMSNorm(x); `out` may have rows apart from each other."""
+        """out = RMSNorm(x); the rows of `out` may be strided."""
         if self.name == "flashinfer":
             self._module.rmsnorm(x, gain, eps, out=out)
         elif self.name == "liger":

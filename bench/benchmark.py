@@ -83,7 +83,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
-    """Print the table row by row; 1 where a result was wrong, a column of ours failed, or a ceiling was passed."""
+    """Print the table row by row; 1 where a result was wrong, a column of ours failed, or a ceiling was exceeded."""
     _check(arguments)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
@@ -120,7 +120,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Whatever would end the run after an hour of measuring ends it here."""
+    """Fail now on whatever would otherwise fail after an hour of measuring."""
     fail, device = arguments.parser.error, arguments.device
     if (reason := info.unsupported_reason(device)) is not None:
         fail(f"no CUDA device: {reason}; --device cpu measures this machine's processor")
@@ -147,13 +147,14 @@ def _check(arguments: argparse.Namespace) -> None:
                 fail(f"argument --{name}: {path} is the file of --{other} too")
 
 
-# What a machine's environment may have anew at each run.
+# Fields of the environment that may differ from run to run on one machine.
 _READINGS = ("date", "clocks", "clocks_after", "load_average")
 _NOT_COMPARED = (*_READINGS, "available_bytes", "resumed")
 
 
 def _kept_records(arguments: argparse.Namespace, environment: dict) -> list[dict]:
-    """With --resume, what the file has, of the same environment; the readings of that run go into this one's."""
+    """With --resume, the records of the --json file, which must be of the same environment; its clocks, load and date
+    go into `environment["resumed"]`."""
     if not arguments.resume or not arguments.json.exists():
         return []
     try:
@@ -166,7 +167,7 @@ def _kept_records(arguments: argparse.Namespace, environment: dict) -> list[dict
         for name in dict.fromkeys((*before, *environment))
         if name not in _NOT_COMPARED and before.get(name) != environment.get(name)
     ]
-    if differences:  # rows of two environments under one header
+    if differences:  # else one header would stand over rows of two environments
         arguments.parser.error(f"argument --resume: {arguments.json} was measured with {'; '.join(differences)}")
     readings = {name: before[name] for name in _READINGS if name in before}
     environment["resumed"] = [*before.get("resumed", []), {"argv": earlier.get("argv"), **readings}]
@@ -192,7 +193,7 @@ def _no_row_reason(op: str, stage: InputStage, weight: str, norm: str | None) ->
 
 
 def _left_out(arguments: argparse.Namespace) -> Iterator[str]:
-    """Rows that were asked for by name and that the op does not have."""
+    """A sentence for each row that was asked for by name and that the op does not have."""
     ops = () if "all" in arguments.op else arguments.op
     for op, (preset, stage, _), weight in itertools.product(ops, arguments.stages, arguments.weights):
         if (reason := _no_row_reason(op, stage, weight, arguments.norm)) is not None:
@@ -217,8 +218,8 @@ def _keys(row: Row, timers: Sequence[str]) -> list[tuple]:
 
 
 def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[dict]) -> Iterator[_Block]:
-    """What is to be measured. A row that lacks a column, or of which one was not timed, is measured again with all of
-    its columns: side by side, as every ratio is."""
+    """The tables to measure. A row with a column that is missing or was not timed is measured again with all of its
+    columns, since ratios compare columns that were measured side by side."""
     earlier: dict[tuple, dict[str, str]] = {}
     for record in records:
         earlier.setdefault(report.row_key(record), {})[record["variant"]] = record["status"]
@@ -263,14 +264,14 @@ def row_record(row: Row) -> dict:
 
 
 class Runner:
-    """Measures rows on one device, with the ceilings of the same run beside them."""
+    """Measures rows on one device, and the ceilings in the same run."""
 
     def __init__(self, device: str, cache_bytes: int, min_time: float, timers: Sequence[str]) -> None:
         self.device = device
         self.cache_bytes = cache_bytes
         self.min_time = min_time
         self.timers = timers
-        self.note: Callable[[str], None] = lambda text: None  # what happens now, for whoever watches
+        self.note: Callable[[str], None] = lambda text: None  # takes progress messages
         factor = info.CACHE_FACTORS[device]
         self.ceilings = Ceilings(device, cache_bytes, factor, info.available_bytes(device))
 
@@ -328,7 +329,7 @@ class Runner:
             arguments = (timer, variants, copies, workload, base | _rotation(rotation), verdicts)
             records_of_timer = self._time(*arguments)
             if any(map(report.is_above_ceiling, records_of_timer)):
-                # Once more: a neighbour may have kept the streams from the memory, and a wrong ceiling will show again.
+                # Once more: another process may have slowed the streams down; a wrong ceiling shows a second time.
                 records_of_timer = self._time(*arguments)
             timed += records_of_timer
             timed += [record for record in records if record["timer"] == timer]
@@ -345,7 +346,7 @@ class Runner:
                     variant.call(0)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as failure:  # of a peer's package, in any way
+            except Exception as failure:  # another package may raise anything
                 failures[name] = _one_line(failure)
             else:
                 variants.append(variant)
@@ -367,7 +368,7 @@ class Runner:
                 prepared[variant.name] = prepare(timer, variant, copies)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as failure:  # what cannot be captured, for one
+            except Exception as failure:  # for example, a call that cannot be captured
                 failures.append(_unmeasured(base, timer, variant.name, "failed", _one_line(failure)))
         beside = self.ceilings.beside()
         rates = None if beside else self.ceilings.measure(workload.row.dtype)
@@ -430,7 +431,7 @@ def _figures(samples: Samples, workload: Workload, rates: Rates) -> dict:
         "copy_gbps": rates.copy * 1e-9,
         "read_gbps": rates.read * 1e-9,
         "add_gbps": None if rates.add is None else rates.add * 1e-9,
-        # None for writes that rates of a busy machine give no time at all.
+        # None where the rates of a busy machine, extrapolated to many writes, give no time at all.
         "memory_gbps": traffic.total / memory_seconds * 1e-9 if memory_seconds else None,
         "matmul_tflops": rates.matmul * 1e-12,
     }
@@ -486,7 +487,7 @@ class _Session:
             say(wrap(line))
 
     def _keep(self, measured: list[dict]) -> None:
-        """In the place of the same rows, else behind the last one of their table."""
+        """Replace the earlier records of the same rows, else insert after the last row of their table."""
         keys = {report.row_key(record) for record in measured}
         others = [record for record in self.records if report.row_key(record) not in keys]
         tables = [report.block_key(record) for record in others]
@@ -514,7 +515,7 @@ class _Session:
             for line in report.footer(records):
                 say(wrap(line))
         load_now = os.getloadavg()[0]
-        # The run itself is a load of its threads; what exceeds them took the cores from it.
+        # The run itself loads as many cores as it has threads; any load above that is of other processes.
         busy = ", so other processes had the cores too" if load_now > environment["threads"] + 0.5 else ""
         clocks = info.format_clocks(environment["clocks_after"])
         say("\n" + wrap(f"clocks at the end: {clocks}; load average {load_now:.2f}{busy}"))
@@ -543,13 +544,13 @@ def _columns(arguments: argparse.Namespace) -> list[str]:
         for form, backend in itertools.product(forms, arguments.backends)
     ]
     baselines = [name for name in arguments.baselines if name != "none"]
-    if "eager" in baselines:  # never without the fair one: half of what eager takes at large T is fresh pages
+    if "eager" in baselines:  # always with eager-out, the fair one: half of eager's time at large T is fresh pages
         baselines.insert(baselines.index("eager") + 1, "eager-out")
     return [*ours, *dict.fromkeys(baselines)]
 
 
 def _is_expected(name: str) -> bool:
-    """Columns that are there by default, and are silently left out where the op or device has none."""
+    """Whether it is a column by default, left out silently where the op or device does not have it."""
     return name.partition(":")[0] in ("layer", "eager-out")
 
 

@@ -94,7 +94,7 @@ def _paths(arguments: argparse.Namespace) -> Iterator[Path]:
 
 
 def _check_path(path: Path, seed: int, numbers: range | list[int]) -> bool:
-    """Run the cases and print one line, and the worst case where one misses; whether all are right."""
+    """Run the cases and print one line, and the worst case if any misses; returns whether all are right."""
     results = [(_run_case(path.op, seed, number), number) for number in numbers]
     worst, number = max(results, key=lambda result: result[0].ratio)
     misses = sum(result.ratio > 1 for result, _ in results)

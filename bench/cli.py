@@ -16,7 +16,7 @@ from . import benchmark, check, doctor, host, info, report, tune
 from .cli_types import Command, list_of, number, png
 from .output import Unwritable
 
-# `demo`: what it reads from --model.
+# The files that `demo` reads from --model.
 _FILES = ("config.json", "model.safetensors")
 _NEEDED = [*(f"{part}/{file}" for part in ("target", "drafter") for file in _FILES), "prompts.json"]
 
@@ -92,7 +92,7 @@ _COMMANDS = {
 
 
 def build_parser(file_completion: object = None) -> argparse.ArgumentParser:
-    """The parser of all commands; file_completion is what shtab calls the completion of a path."""
+    """The parser of all commands; file_completion is shtab's completion of paths (`shtab.FILE`)."""
     parser = argparse.ArgumentParser(prog="eagle-kernels", description="Look at, check and measure eagle-kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Unwritable as failure:
         print(f"eagle-kernels: {failure}", file=sys.stderr)
     except OSError as failure:
-        if failure.filename is not None:  # a file that is not of our writing
+        if failure.filename is not None:  # not a file that we write
             raise
         _discard_stdout()
         print(f"eagle-kernels: standard output was not written: {failure.strerror}", file=sys.stderr)
@@ -126,13 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_stdout() -> None:
-    """What is left in its buffer fails again when the interpreter flushes it."""
+    """Point it at /dev/null: flushing its buffer when the interpreter exits would fail again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    # What a config or a tensor is called may have characters that the terminal's encoding has not.
+    # Names of configs and tensors may have characters that the terminal's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -143,7 +143,7 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
     if plan.SETTINGS.wrong is not None:
         arguments.parser.error(plan.SETTINGS.wrong)
-    # A shell starts what runs in its background with SIGINT ignored; bench and tune keep what they have when it comes.
+    # A shell starts background jobs with SIGINT ignored; bench and tune save what they have when it arrives.
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status = arguments.run(arguments)

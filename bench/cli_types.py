@@ -14,7 +14,7 @@ from eagle_kernels.model_shapes import InputStage, model_shapes
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# What torch calls them, which is how the tuned tables and the log line that names a `tune` call write them.
+# torch's names, as the tuned tables and the log line that names a `tune` call have them.
 _TORCH_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
 _RANGE = re.compile(r"(\d+):(\d+):x(\d+)")
@@ -29,7 +29,7 @@ Stage = tuple[str, InputStage, int]  # preset, stage, V
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `eagle-kernels`: what its help says, its arguments, and what gives its exit status."""
+    """A command of `eagle-kernels`: its help text, its arguments, and the function that returns its exit status."""
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -131,7 +131,7 @@ def stages(arguments: argparse.Namespace) -> list[Stage]:
     missing = [name for name, size in sizes.items() if size is None]
     chosen = [stage for group in arguments.preset or [] for stage in group]
     if not missing:
-        # EAGLE-3's block: a norm per chunk, no offset; --norm says otherwise where a command has it.
+        # EAGLE-3's block: a norm per chunk, no offset; where a command has --norm, it overrides the norm.
         stage = InputStage("eagle3", K, H, D, 1e-6, 0.0, "none", False, None, None)
         chosen.append((EXPLICIT, stage, arguments.vocab or _EXPLICIT_VOCABULARY))
     elif len(missing) < len(sizes):
@@ -152,7 +152,7 @@ def presets(text: str) -> list[Stage]:
         every = [(name, stage, model.vocab_size) for name, model in model_shapes().items() for stage in model.stages]
         if text == "all":
             return every
-        # With the post norm, which changes what runs; without names, eps and layer ids.
+        # The post norm counts, since it changes what runs; names, eps and layer ids do not.
         keys = [(norm_of(s), s.K, s.H, s.D, s.norm_offset, s.post_norm, s.streams, s.context) for _, s, _ in every]
         return [stage for number, stage in enumerate(every) if keys.index(keys[number]) == number]
     name, _, kind = text.partition(":")

@@ -60,7 +60,7 @@ def measure(rounds: int, burst: int) -> list[dict[str, object]]:
 
 
 def import_milliseconds(runs: int = 5) -> float:
-    """What `import eagle_kernels` costs beyond torch, the least of fresh processes."""
+    """What `import eagle_kernels` costs beyond torch, the minimum over fresh processes."""
     code = "import time, torch; t = time.perf_counter(); import eagle_kernels; print(time.perf_counter() - t)"
     times = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(runs)

@@ -1,6 +1,6 @@
 """What there is: this machine and what is installed on it, the plans of the ops, and what can be measured.
 
-`info` and `list` print it, and every saved run carries it as its environment.
+`info` and `list` print it; every saved run has the facts of machine and installation as its environment.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from .output import define, say, wrap
 
 DEVICES = ("cuda", "cpu")
 
-# Copies together exceed the cache by this factor. A GPU's L2 is not exactly least-recently-used, and 8 of it is 400 MB
-# on an H100; a server CPU's last level is shared, and 1.25 of it can be 600 MB already.
+# Copies together exceed the cache by this factor. A GPU's L2 is not exactly least-recently-used, and 8 times its size
+# is 400 MB on an H100; a server CPU's last level is shared, and 1.25 times its size can be 600 MB already.
 CACHE_FACTORS = {"cpu": 1.25, "cuda": 8.0}
 
-# A CUDA graph holds a call for every copy. More of them would take longer to capture than to measure.
+# A CUDA graph holds a call for every copy. More copies would take longer to capture than to measure.
 MAX_COPIES = {"cpu": 1 << 16, "cuda": 512}
 
 _CLOCK_QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
@@ -204,14 +204,14 @@ def _huge_pages() -> str:
 def _commit() -> str:
     """The commit of the checkout that the package is imported from, "+" where it has changes; else "release".
 
-    A tree that was carried to another machine without its .git says in a file COMMIT what it was (gpu_session.sh).
+    A tree that was carried to another machine without its .git has its commit in a file COMMIT (gpu_session.sh).
     """
     if (carried := _PACKAGE / "COMMIT").exists():
         return carried.read_text().strip()
     git = ("git", "-C", str(_PACKAGE))
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
-        # An environment inside some other project's checkout is not that project.
+        # A package installed inside some other project's checkout is not part of that project.
         tracked = subprocess.run([*git, "ls-files", "--error-unmatch", "version.py"], capture_output=True, timeout=10)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -253,7 +253,7 @@ def _run_info(arguments: argparse.Namespace) -> int:
 
 
 def _say_plans(device: str, plans: list[dict[str, Any]]) -> None:
-    """A line per op and kernel; below it the reason at the most rows, where it is not that of the line before."""
+    """A line per op and kernel; below it the reason at the largest T, unless it is that of the line before."""
     say(f"plan on {device}, norm_concat_linear for {_PRESET}")
     say(f"  {'op':<24}  {'dtype':<9}  {'T':<11}  runs")
     lines: dict[tuple[str, str], dict[str, list[str]]] = {}

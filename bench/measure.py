@@ -1,16 +1,17 @@
 """Time variants against each other: how many copies of their inputs, which clock, in which order, how sure.
 
-Variants run round-robin, one call each per round, so that a neighbour, a clock change or a thermal limit hits all of
+Variants run round-robin, one call each per round, so that a neighbor, a clock change or a thermal limit hits all of
 them alike; timed one after the other they drift apart by more than the differences that matter. Medians are reported,
 and minima beside them: on a shared machine the median is what one gets, the minimum what the code can do.
 
 - `clock`: one call between two readings of the clock (CPU).
-- `graph`: one CUDA graph holds a call for every copy of the inputs, back to back. A sample is a replay over their
-  number. This is what a decode step of an engine costs, which replays graphs too.
-- `spaced`: the graph with a kernel of torch's behind every call, and less the time of those kernels alone. It does not
-  let the next one start early, so that a call shows its launch gap and its prologue, which calls back to back hide.
-- `eager`: the same calls launched from Python, between two events. A sample is what limits them: the GPU, or, at small
-  T, the launches. It counts for engines and prefills that run without graphs.
+- `graph`: one CUDA graph holds a call for every copy of the inputs, back to back. A sample is the time of a replay over
+  the number of copies. This is what a decode step of an engine costs, which replays graphs too.
+- `spaced`: the graph with a kernel of torch's after every call, less the time of those kernels alone. Torch's kernel
+  does not let the next one start early, so that a call shows its launch gap and its prologue, which calls back to back
+  hide.
+- `eager`: the same calls launched from Python, between two events. The GPU or, at small T, the launches limit a sample.
+  It matters for engines and prefills that run without graphs.
 
 Every call takes the next copy of its inputs, so that it finds them outside the caches: an engine runs the rest of the
 model between two calls. With one copy of a 100 MB weight a server CPU reads it from its last-level cache, and reports a
@@ -35,7 +36,7 @@ from eagle_kernels import library
 Call = Callable[[int], Any]  # runs a variant on the copy of the inputs with this number
 
 # How the package is called: the public op with out=, the layer over it, the layer with its weight in oneDNN's layout;
-# where the op reads codes, the op on the weight that they were made of.
+# where the op reads codes, also the op on their dequantized weight.
 FORMS = ("op", "layer", "prepacked", "dense")
 
 TIMERS = {"cpu": ("clock",), "cuda": ("graph", "eager", "spaced")}
@@ -58,7 +59,7 @@ def is_ours(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """One column: how the op or a baseline is called, on how many copies it can be, and what is active meanwhile."""
+    """One column: the call of the op or a baseline, on how many copies it works, and the context of each call."""
 
     name: str
     call: Call
@@ -94,7 +95,7 @@ class Ratio:
     high: float
 
     def is_more_than(self, factor: float) -> bool:
-        """Whether the noise leaves no doubt."""
+        """Whether the whole interval is above `factor`."""
         return self.low > factor
 
 
@@ -212,7 +213,7 @@ class _Eager:
 class _Graph:
     """The same, captured."""
 
-    idle_seconds = 0.0  # of a replay, that are not the calls'
+    idle_seconds = 0.0  # the part of a replay that is not of the calls
 
     def __init__(self, variant: Variant, copies: int) -> None:
         with variant.active():
@@ -226,7 +227,7 @@ class _Graph:
 
 
 class _SpacedGraph(_Graph):
-    """The same with a kernel of torch's behind every call."""
+    """The same with a kernel of torch's after every call."""
 
     def __init__(self, variant: Variant, copies: int) -> None:
         space = _spacer()
@@ -249,10 +250,10 @@ def _spacer() -> Call:
 def _captured(call: Call, copies: int) -> torch.cuda.CUDAGraph:
     """A graph of a call on every copy, replayed until it is warm."""
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()  # a capture wants its warm-up on a side stream
+    stream = torch.cuda.Stream()  # a capture needs its warm-up on a side stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # Every copy: binaries get compiled, and an address of another alignment is another binary.
+        # Every copy: binaries are compiled here, and an address of another alignment takes another binary.
         for copy in range(copies):
             call(copy)
     torch.cuda.current_stream().wait_stream(stream)
@@ -282,12 +283,12 @@ def _events(all_copies: _Eager | _Graph, _: int, spin: int = 0) -> float:
 
 
 def _events_after_spin(all_copies: _Graph, _: int) -> float:
-    """Never below a tenth of what was measured, for a call that is hidden by the kernels between calls."""
+    """At least a tenth of what was measured: the kernels between calls can hide a call."""
     seconds = _events(all_copies, 0, _SPIN_CYCLES)
     return max(seconds - all_copies.idle_seconds, 0.1 * seconds)
 
 
-# Of the memory that is free: the rest stays for the neighbours, the compiler and temporaries.
+# The share of free memory that may be used: the rest is for other processes, the compiler and temporaries.
 MEMORY_SHARE = 0.7
 _FALLBACK_CACHE_BYTES = 64 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -299,7 +300,7 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a row: what one call touches, what each copy occupies, and what there is once whatever the copies."""
+    """Bytes of a row: what one call touches, what each copy occupies, and what exists once for all copies."""
 
     touched: int
     resident: int
@@ -308,7 +309,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Copies of the inputs, and whether together they exceed the cache; `limit` says what kept them from it."""
+    """Copies of the inputs, and whether together they exceed the cache; `limit` says what kept them few, if so."""
 
     copies: int
     touched_bytes: int
@@ -335,10 +336,10 @@ def plan_rotation(
     cache_factor: float = 1.25,
     max_copies: int = 1 << 16,
 ) -> Rotation:
-    """At least two copies, as many as exceed the cache by a factor, no more than `max_copies` or fit into memory.
+    """As many copies as exceed the cache by a factor, at least two; at most `max_copies`, or what fits into memory.
 
-    By a factor, since replacement is not exactly least-recently-used and a VM shares the cache. A copy is a handful of
-    tensor objects of about 1 kB, and a call in a CUDA graph: a one-row call is not worth more than some of them.
+    By a factor, since replacement is not exactly least-recently-used and a VM shares the cache. At most `max_copies`,
+    since a copy costs a handful of tensor objects of about 1 kB, and a call in a CUDA graph, however small the row is.
 
     Raises:
         TooLarge: two copies do not fit.
@@ -392,15 +393,15 @@ _SECONDS = {"cpu": 0.2, "cuda": 0.05}
 # on a CPU small enough for 0.2 s on two cores without matrix units.
 _MATMUL = {"cuda": (8192, 8192, 8192), "cpu": (512, 4096, 4096)}
 
-# What a thread streams in one call of a ceiling: 4 ms at 15 GB/s. Of 32 MB the start of the threads is 2 %.
+# What a thread streams in one call of a ceiling: 4 ms at 15 GB/s. With 32 MB, starting the threads takes 2 %.
 _THREAD_BYTES = 64 << 20
 
 # A GPU's copy reaches its rate from some 500 MB on.
 _GPU_BYTES = 1 << 29
 
 # (streams, run_bytes, ahead_bytes): the walks of project_dot.h and project_amx.h (6 and 16 runs of a weight's row, the
-# next ones fetched meanwhile), and what may be faster elsewhere. AMD EPYC, 2 cores with neighbours, chrt -f 10, 100 MB,
-# GB/s: reading 32.6 with (6, 65536, 0), 31.5 with (4, 262144, 0), 28.2 with the best single run, where
+# next ones prefetched), and walks that may be faster on other machines. AMD EPYC, 2 cores with neighbors, chrt -f 10,
+# 100 MB, GB/s: reading 32.6 with (6, 65536, 0), 31.5 with (4, 262144, 0), 28.2 with the best single run, where
 # norm_concat_linear reads 28.8; copying 45.3 with (4, 65536, 0), 33.4 with 16 runs, 30.0 by torch.
 Walk = tuple[int, int, int]
 READ_WALKS: tuple[Walk, ...] = (
@@ -438,7 +439,7 @@ class Traffic:
 class Rates:
     """Bytes per second, counting what is read and what is written; floating-point operations per second.
 
-    `add` is that of two reads for a write; None where it was not measured.
+    `add` is the rate of two reads for each write; None where it was not measured.
     """
 
     copy: float
@@ -451,9 +452,9 @@ class Rates:
 
         No single rate is a ceiling: where reads and writes have channels of their own a copy is faster than a read
         (45 and 34 GB/s on an AMD EPYC), elsewhere slower, and an op has its own share of writes. Seconds per byte are
-        known at none (read), a third (add) and a half (copy), and taken to be linear between and beyond. Reads and
-        writes that overlap make the true curve sag between two points, so that each needs to be measured: on the line
-        from read to copy alone capture_hidden, with a third, would be at 102 %. Beyond a half it rises faster.
+        measured at a share of zero (read), a third (add) and a half (copy), and linear between these and beyond. Where
+        reads and writes overlap, the true curve sags below such a line: without `add`, capture_hidden, which has a
+        third, would be at 102 % of its ceiling. Beyond a half the true curve rises faster than the line.
         """
         share = traffic.written / max(traffic.total, 1)
         ends = [(0.0, 1 / self.read), (1 / 2, 1 / self.copy)]
@@ -477,10 +478,10 @@ class Ceilings:
 
     def __init__(self, device: str, cache_bytes: int, cache_factor: float, available_bytes: int) -> None:
         part_bytes = _THREAD_BYTES * torch.get_num_threads()
-        # On a CPU at least two parts, or the next call reads what this one has read.
+        # On a CPU at least two parts, or the next call would read what this one has read.
         least = 2 * part_bytes if device == "cpu" else _GPU_BYTES
         wanted = max(int(cache_factor * cache_bytes), least)
-        # A sixth of what may be used for each of the two arrays: the rows need the rest.
+        # Each of the two arrays may take a sixth of the usable memory: the rows need the rest.
         self.array_bytes = min(wanted, int(MEMORY_SHARE * available_bytes) // 6) // 64 * 64
         self.exceeds_cache = self.array_bytes > cache_bytes
         self.are_streams = device == "cpu" and library.unsupported_reason is None
@@ -489,7 +490,7 @@ class Ceilings:
         self._source = torch.ones(self.array_bytes // 4, dtype=torch.int32, device=device)
         self._target = torch.zeros_like(self._source)
         count = max(self.array_bytes // part_bytes, 1)
-        # Whole cache lines: only those are stored around the caches.
+        # Whole cache lines: only those are stored past the caches.
         self._part_size = self._source.numel() // count // 16 * 16
         # One rotation for all streams: a part comes back after all others, whichever stream it was read by.
         self._next_part = itertools.cycle(range(0, count * self._part_size, self._part_size))
@@ -497,7 +498,7 @@ class Ceilings:
         self._beside: tuple[Variant, ...] | None = None
 
     def beside(self) -> tuple[Variant, ...]:
-        """Copies, additions and reads to time in the rounds of a row; none where `measure` has to do, before it."""
+        """Copies, additions and reads to time in the rounds of a row; none where `measure` has to run before it."""
         if self._beside is None:
             self._beside = self._streams() if self.are_streams else ()
         return self._beside
@@ -511,7 +512,7 @@ class Ceilings:
         # Of torch's reductions on a CPU, max over int32 streams fastest (32 GB/s where sum of fp32 reaches 30).
         calls = (lambda _: self._target.copy_(self._source), lambda _: self._source.max())
         copy, read = time_variants(self._timer, [Variant("", call, 1) for call in calls], 1, seconds)
-        # One bus for both ways: what copies this fast could read this fast.
+        # Reads and writes share a bus: memory that copies this fast could read this fast.
         copy_rate = 2 * self.array_bytes / copy.median
         return Rates(copy_rate, max(self.array_bytes / read.median, copy_rate), self.matmul(dtype))
 
@@ -522,7 +523,7 @@ class Ceilings:
         return Rates(2 * size / copy, size / read, self.matmul(dtype), 3 * size / add)
 
     def matmul(self, dtype: torch.dtype, seconds: float | None = None) -> float:
-        """Measured once per dtype: at full power it would lower the clocks of every row beside it."""
+        """Measured once per dtype, not beside rows: at full power it would lower their clocks."""
         if dtype not in self._matmul:
             self._matmul[dtype] = self._measure_matmul(dtype, _SECONDS[self._device] if seconds is None else seconds)
         return self._matmul[dtype]
@@ -534,7 +535,7 @@ class Ceilings:
     def _streams(self) -> tuple[Variant, ...]:
         """Copying, adding and reading, each with the two fastest of its walks.
 
-        Two, since they are 1 or 2 % apart, and the choice of a moment must not be what an op is compared with.
+        Two, since these are 1 or 2 % apart: one, chosen by a moment's noise, must not set an op's ceiling.
         """
         kinds = ((self._copy, COPY_WALKS), (self._add, COPY_WALKS), (self._read, READ_WALKS))
         return tuple(stream for make, walks in kinds for stream in self._fastest([make(walk) for walk in walks]))
@@ -567,7 +568,7 @@ class Ceilings:
 
     def _measure_matmul(self, dtype: torch.dtype, seconds: float) -> float:
         rows, columns, depth = _MATMUL[self._device]
-        # Random: the multipliers draw less power on zeros, and the clocks go up (894 against 788 TFLOP/s on an H200).
+        # Random: on zeros the multipliers draw less power and clocks go up (894 against 788 TFLOP/s on an H200).
         a, b = (torch.randn(count, depth, device=self._device).to(dtype) for count in (rows, columns))
         out = torch.empty(rows, columns, dtype=dtype, device=self._device)
         product = Variant("", lambda _: torch.mm(a, b.t(), out=out), 1)

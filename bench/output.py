@@ -1,4 +1,4 @@
-"""What the commands put out: lines that fit 80 columns, progress on a terminal, files written whole or not at all."""
+"""The commands' output: lines that fit 80 columns, progress on a terminal, files written whole or not at all."""
 
 import argparse
 import contextlib
@@ -15,14 +15,14 @@ class Unwritable(OSError):
 
 
 def wrap(text: str, indent: str = "  ", first: str = "") -> str:
-    """The text in lines of at most 80 columns, those after the first one indented. No word is broken: a longer one is a
-    path, to be copied."""
+    """The text in lines of at most 80 columns, those after the first one indented. No word is broken: one longer than a
+    line is a path, to be copied."""
     wrapper = textwrap.TextWrapper(WIDTH, first, indent, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text)
 
 
 def say(text: str = "") -> None:
-    """Print now, above a bar where there is one."""
+    """Print at once, above the progress bar if there is one."""
     if (tqdm := sys.modules.get("tqdm")) is not None:
         tqdm.tqdm.write(text)
     else:
@@ -31,8 +31,8 @@ def say(text: str = "") -> None:
 
 
 def define(name: str, text: str, column: int = 14) -> None:
-    """Print a name and what is to say about it, wrapped beside it."""
-    # `first` is no part of the text: its spaces stay.
+    """Print a name with its text wrapped beside it."""
+    # The name goes into `first`, whose spaces are kept; those of the text are not.
     say(wrap(text, indent=" " * (column + 2), first=f"  {name:<{column - 1}} "))
 
 
@@ -44,13 +44,13 @@ class Progress:
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no thread of its own beside what is timed
+            tqdm.monitor_interval = 0  # no thread of tqdm's runs beside what is timed
             # The note last: where the terminal is narrow, tqdm cuts the end off.
             form = f"{{n_fmt}}/{{total_fmt}} {unit} |{{bar:10}}| {{elapsed}}, {{remaining}} left: {{desc}}"
             self._bar = tqdm(total=total, bar_format=form, disable=None, leave=False, dynamic_ncols=True)
 
     def note(self, text: str) -> None:
-        """What happens now."""
+        """Show what happens now."""
         if self._bar is not None:
             self._bar.set_description_str(text)
 
@@ -85,7 +85,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """`write_text` of what is encoded already."""
+    """`write_text` for bytes."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

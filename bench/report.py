@@ -37,7 +37,7 @@ _RATES = ("copy_gbps", "read_gbps", "matmul_tflops")
 FIGURES = ("median_ms", "min_ms", "p20_ms", "p80_ms", "rounds", "bytes", "gbps", "tflops", "floor_ms", *_RATES)
 STATUSES = ("ok", "wrong", "skipped", "failed")
 
-# What the fields of a record may be; of those that are here twice, None is one that was not measured.
+# What the fields of a record may be; those that are in _OPTIONAL too may be None: not measured.
 _TEXTS = ("op", "preset", "stage", "norm", "dtype", "timer", "variant", "status", "reason", "plan", "copies_limited_by")
 _COUNTS = ("K", "H", "D", "V", "T", "S", "n", "d", "rounds", "copies", "rotated_bytes")
 _POSITIVE = ("median_ms", "min_ms", "p20_ms", "p80_ms", "bytes", "gbps", *_RATES[:2], "add_gbps", "memory_gbps")
@@ -46,13 +46,13 @@ _OPTIONAL = ("add_gbps", "memory_gbps", "matmul_tflops", "error")
 _TIMER_ORDER = tuple(timer for timers in TIMERS.values() for timer in timers)
 _FLAGS = ("is_ours", "cold", "array_exceeds_cache")
 
-# Of the environment: what a line above a table needs.
+# Fields of the environment that the line above a table needs.
 _SHOWN = {
     "cpu": ("device_slug", "torch", "date", "commit", "cpu_model", "threads", "cpu_cores", "cpu_isa"),
     "cuda": ("device_slug", "torch", "date", "commit", "gpu", "driver", "cuda"),
 }
 
-# The part of the environment in every line of a CSV file, which has no header to say it.
+# The part of the environment that every line of a CSV file repeats, since nothing stands above its records.
 _CSV_ENVIRONMENT = ("device_slug", "version", "commit", "torch", "date")
 
 
@@ -80,7 +80,7 @@ def load(path: Path) -> dict:
     """Read a run that `save` wrote.
 
     Raises:
-        UnreadableResult: no such file, no JSON, another schema, or records without their fields or with others' kinds.
+        UnreadableResult: no such file, no JSON, another schema, or records with fields missing or of the wrong kind.
     """
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def load(path: Path) -> dict:
         raise UnreadableResult(f"{path}: schema version {version}, but without {' and '.join(absent)}")
     for number, record in enumerate(run["records"]):
         if isinstance(record, dict):
-            record.setdefault("weight", DENSE)  # runs from before there were others
+            record.setdefault("weight", DENSE)  # runs saved before there were other weights
             record.setdefault("S", 1)
         if (wrong := _record_fault(record)) is not None:
             raise UnreadableResult(f"{path}: record {number} {wrong}")
@@ -138,7 +138,7 @@ def _expected(name: str, value: Any) -> str | None:
     if name in _OPTIONAL and value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_number = is_number and abs(value) <= sys.float_info.max  # isfinite raises of an int beyond it
+    is_number = is_number and abs(value) <= sys.float_info.max  # isfinite raises for an int beyond it
     if name in _COUNTS:
         return None if is_number and isinstance(value, int) and value >= 1 else "a count"
     if name in _POSITIVE:
@@ -147,10 +147,10 @@ def _expected(name: str, value: Any) -> str | None:
 
 
 def _load_shown(path: Path) -> dict:
-    """`load` for what needs to name the machine."""
+    """`load` for commands that name the machine."""
     run = load(path)
     environment = run["environment"]
-    if (device := environment.get("device")) not in tuple(_SHOWN):  # a list is no key
+    if (device := environment.get("device")) not in tuple(_SHOWN):  # a list would be no key
         raise UnreadableResult(f"{path}: the environment has device {device!r}, expected cpu or cuda")
     if absent := [name for name in _SHOWN[environment["device"]] if name not in environment]:
         raise UnreadableResult(f"{path}: the environment has no {', '.join(absent)}")
@@ -162,7 +162,7 @@ def row_key(record: dict) -> tuple:
     return tuple(record[field] for field in ROW_FIELDS)
 
 
-# Before a note below a row.
+# The indent of a note below a row.
 _NOTE = " " * 8
 
 _HAS_NORM = ("norm_concat_linear", "norm_concat")
@@ -179,7 +179,7 @@ def title(record: dict) -> str:
 
 
 def dtypes(record: dict) -> str:
-    """Of the rows, and of a weight that is not of theirs."""
+    """The rows' dtype, and the weight's format where the weight is not dense."""
     return record["dtype"] if record["weight"] == DENSE else f"{record['dtype']} x {record['weight']}"
 
 
@@ -211,24 +211,24 @@ def roofline_share(record: dict) -> float:
     return 100 * record["floor_ms"] / record["median_ms"]
 
 
-# A share of the ceiling above this means that the ceiling is none; below it, noise of two medians.
+# A share above this means that the ceiling is wrong; between 1 and this, it is the noise of two medians.
 _CEILING_LIMIT = 1.03
 
 
 def memory_share(record: dict) -> float:
-    """Of the bandwidth that the streams of the same run reached with the row's mix of reads and writes."""
+    """Share of the bandwidth that the streams of the same run reached with the row's mix of reads and writes."""
     return record["gbps"] / _memory_gbps(record)
 
 
 def _memory_gbps(record: dict) -> float:
-    # Runs from before the streams knew the better of two rates.
+    # Runs saved before `memory_gbps` existed: the better of two rates was their ceiling.
     return record.get("memory_gbps") or max(record["copy_gbps"], record["read_gbps"])
 
 
 def is_above_ceiling(record: dict) -> bool:
     """Whether a column was faster than memory was measured to be: then that measurement is wrong, or the result.
 
-    Only where streams ran beside it, and only where its data came from memory.
+    It is judged only where streams ran beside it and its data came from memory.
     """
     judged = record["status"] == "ok" and record.get("ceiling") == "streams" and record.get("cold")
     return bool(judged and record.get("array_exceeds_cache")) and memory_share(record) > _CEILING_LIMIT
@@ -245,8 +245,8 @@ def ceiling_sentence(record: dict) -> str:
 
 
 def headline_baselines(row: Sequence[dict]) -> list[str]:
-    """The baselines that means and curves are over: of `eager` and the same without allocations, the fair one; and no
-    `dequantize`, which is what a call costs that no kernel runs, and nobody's choice."""
+    """The baselines of means and curves: not `eager` where `eager-out` was timed, the fair one of the two; and not
+    `dequantize`, a call without a kernel for codes, which nobody would choose."""
     names = [record["variant"] for record in row if not record["is_ours"]]
     timed = {record["variant"] for record in row if record["status"] == "ok"}
     left_out = {"dequantize", *(["eager"] if "eager-out" in timed else [])}
@@ -254,10 +254,10 @@ def headline_baselines(row: Sequence[dict]) -> list[str]:
 
 
 class Layout:
-    """A table of what was measured beside each other; the first column is ours, unless a run has baselines alone.
+    """A table of what was measured side by side; the first column is ours, unless a run has only baselines.
 
-    In Markdown a line per T: a time per column, speedups of the first one, and what that one's time amounts to. In text
-    a line per T and column, which fits 80 columns whatever is measured.
+    In Markdown a line per T: a time per column, speedups of the first column, and its GB/s and TFLOP/s. In text a line
+    per T and column, which fits 80 characters whatever is measured.
     """
 
     def __init__(self, names: Sequence[str], op: str, timers: Sequence[str]) -> None:
@@ -340,7 +340,7 @@ class Layout:
         T, timer, name, *figures = cells
         timer = f" {timer:<5}" if len(self.timers) > 1 else ""
         width = max(map(len, (*self.names, "column")))
-        widths = (8, 16 if self.unit == "ms" else 15, 8, 7, 7, 7)  # with the longest names 80 columns
+        widths = (8, 16 if self.unit == "ms" else 15, 8, 7, 7, 7)  # 80 characters with the longest names
         return f"{T:>6}{timer} {name:<{width}}" + "".join(map(str.rjust, figures, widths))
 
 
@@ -417,7 +417,7 @@ def _error(record: dict) -> str:
     )
 
 
-# A run over more shapes than this gets one line a shape: its tables fill pages, and are in the JSON.
+# A run with more tables than this gets one line per shape: its tables would fill pages, and are in the JSON.
 _MAX_TABLES = 6
 
 
@@ -448,7 +448,7 @@ def machine(env: dict) -> str:
 def _summary(records: Sequence[dict]) -> Iterator[str]:
     """A table per op, dtype, timer and baseline: a line per shape, a column per T, the speedup of the first of ours.
 
-    Of baselines measured alone, their share of the roofline.
+    For baselines measured alone, their share of the roofline.
     """
     groups: dict[tuple, list[list[dict]]] = {}
     for row in rows(records):
@@ -497,8 +497,8 @@ class _Curve:
 def draw(runs: Sequence[dict], path: Path) -> None:
     """Draw the timed rows of all runs into one file: a row of panels per op, timer and dtype.
 
-    How much faster than each baseline, and how near to the roofline of the same run. A few shapes are a line each; of
-    many, the geometric mean is drawn, in a band from the worst to the best.
+    On the left the speedup over each baseline, on the right the share of the roofline of the same run. A few shapes are
+    a line each; many are drawn as their geometric mean, in a band from the worst to the best.
     """
     from matplotlib.figure import Figure  # 0.3 s, and not installed everywhere
 
@@ -506,7 +506,7 @@ def draw(runs: Sequence[dict], path: Path) -> None:
     if not groups:
         raise ValueError("there is nothing to plot: no row was timed")
     width, height = _PANEL
-    # A Figure of its own, without pyplot: no window system is looked for, and nothing stays in memory.
+    # A Figure without pyplot: no window system is looked for, and nothing stays in memory.
     figure = Figure(figsize=(2 * width, height * len(groups)), layout="constrained", dpi=120)
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for (title, ours, group), (left, right) in zip(groups, panels, strict=True):
@@ -555,26 +555,26 @@ def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[d
 
 
 def _whose(group: Sequence[list[dict]], ours: str | None) -> str:
-    """Of a few shapes the panel holds one column alone."""
+    """The name of the one column in the panel, where a few shapes are a line each."""
     return f": `{ours}`" if ours and 1 < len({_shape(row) for row in group}) <= _MAX_LINES else ""
 
 
 def _roofline_name(group: Sequence[list[dict]]) -> str:
-    """A run that did not measure the matmul rate knows the floor of memory alone."""
+    """A run that did not measure the matmul rate knows only memory's floor."""
     has_product = any(record["tflops"] for row in group for record in row)
     is_known = all(record["matmul_tflops"] for row in group for record in row)
     return "memory roofline" if has_product and not is_known else "roofline"
 
 
 def _colour(name: str, ours: Sequence[str]) -> object:
-    """The same for a name in every panel."""
+    """The color of a column, the same in every panel."""
     if is_ours(name):
         return _OUR_COLOURS[ours.index(name) % len(_OUR_COLOURS)]
     return _COLOURS[BASELINES.index(name) % len(_COLOURS)]
 
 
 def _shape(row: Sequence[dict]) -> str:
-    """The name of a row's shape; of one without a name, its sizes."""
+    """The name of a row's shape, or its sizes where it has no name."""
     first = row[0]
     if first["preset"] == cli_types.EXPLICIT:
         return " ".join(f"{name}={first[name]}" for name in "KHD")
@@ -607,7 +607,7 @@ def _draw_speedups(axes: "Axes", group: Sequence[list[dict]], ours: str) -> None
     top = axes.get_ylim()[1]
     if (
         top > 8
-    ):  # chains that spend their time on allocating are 40 times slower, and 1.3 should not look like 1.0 beside it
+    ):  # chains that spend their time allocating are 40 times slower, and 1.3 should not look like 1.0 beside them
         from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
         axes.set_yscale("log")
@@ -627,7 +627,7 @@ def _draw_roofline(axes: "Axes", group: Sequence[list[dict]], ours: str | None) 
         curves = _curves(group, functools.partial(_roofline_share_of, name=name))
         if one_shape or len(curves) > _MAX_LINES:
             _draw_band(axes, curves, name, number, _colour(name, all_ours))
-        elif name == (ours or names[0]):  # of several shapes, ours alone: all of them would be a tangle
+        elif name == (ours or names[0]):  # of several shapes only ours: all columns would be a tangle
             for shape, curve in enumerate(curves):
                 _draw_line(axes, curve, curve.label, shape, _COLOURS[shape % len(_COLOURS)], "-")
     axes.axhline(100, color="black", linewidth=1.0)
@@ -711,7 +711,7 @@ def _run_report(arguments: argparse.Namespace) -> int:
 
 
 def render_files(paths: Sequence[Path], plots: bool) -> dict[Path, str]:
-    """The Markdown of every file, each drawn beside itself before on request."""
+    """The Markdown of every file; with `plots` each run is first drawn into a PNG beside its file."""
     runs = {path: _load_shown(path) for path in paths}
     if plots:
         for path, run in runs.items():
@@ -719,7 +719,7 @@ def render_files(paths: Sequence[Path], plots: bool) -> dict[Path, str]:
     return {path: render(path, run) for path, run in runs.items()}
 
 
-# Baselines that are torch alone: they tell a slower machine from slower code of ours.
+# Baselines that run only torch: they tell a slower machine from slower code of ours.
 _CONTROLS = ("eager", "eager-out", "linear", "compile", "inductor-max")
 
 _SAME_MACHINE = ("device_slug", "threads", "torch", "triton", "driver")

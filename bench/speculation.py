@@ -25,7 +25,7 @@ _STAGE_SECONDS = 0.2
 
 
 def report(folder: Path, count: int, num_drafts: int, formats: Sequence[str] = ()) -> int:
-    """Print all of it, the drafter's fc in each of `formats` too; 1 where any output differs from plain decoding."""
+    """Print all runs, with the drafter's fc in each of `formats` too; 1 where an output differs from plain decoding."""
     threads = torch.get_num_threads()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)  # at this size threads wait for each other longer than they work
@@ -75,7 +75,7 @@ def _decode(checkpoint: Checkpoint, drafters: Sequence[Drafter], count: int, num
 
 
 def over_eager_chain(checkpoint: Checkpoint, drafter: Drafter) -> Drafter:
-    """The same drafter over what engines run: clone each captured layer, K norms, cat, fc, and a plain lookup."""
+    """The same drafter over what engines run: a clone of each captured layer, K norms, cat, fc, and a plain lookup."""
     config, weight, gains, table = _stage_weights(checkpoint)
     boundaries = ek.capture_layers("gemma3_text", checkpoint.target.config.num_hidden_layers, config.layer_ids)
     states: dict[int, Tensor] = {}
@@ -131,7 +131,7 @@ def _header(checkpoint: Checkpoint, count: int, num_drafts: int) -> Iterator[str
 
 
 def _stage_table(checkpoint: Checkpoint) -> Iterator[str]:
-    """Capture, fc with its norms and lookup alone: all in which the two differ."""
+    """Times of capture, fc with its norms, and lookup alone: nothing else differs between the two drafters."""
     yield ""
     yield "input stage alone, microseconds (median / minimum)"
     yield "at this width what a call costs, not what it does"
@@ -174,7 +174,7 @@ def _mistake_table(runs: dict[str, list[Decoded]]) -> Iterator[str]:
     yield f"{'mistake':<{width}}  {'accepted length':>15}  {'drafts lost':>11}"
     for name, run in runs.items():
         length = accepted_length(run)
-        # Of the drafts accepted: 1 of the accepted length is the target's own token.
+        # A share of the accepted drafts: 1 of the accepted length is the target's own token.
         yield f"{name:<{width}}  {length:>15.2f}  {100 * (right - length) / (right - 1):>9.0f} %"
 
 

@@ -30,7 +30,7 @@ from .workloads import Row, judge
 Choice = Tiles | None  # None: norm_concat and a library product
 Compare = Callable[[Choice, Choice], Ratio | None]  # incumbent over candidate; None where the candidate cannot run
 
-# The fields of Tiles in the order in which they are varied, most telling first.
+# The fields of Tiles in the order in which they are varied, those that matter most first.
 _OPTIONS = {
     "BD": (16, 32, 64, 128, 256),
     "splits": (1, 2, 3, 4, 6, 8),
@@ -42,7 +42,7 @@ _OPTIONS = {
 }
 _PASSES = 2
 
-# A choice has to be faster by this much to replace another one: each is a binary more to compile at warm-up.
+# A choice must be faster by this factor to replace another one: each is one more binary to compile at warm-up.
 _WORTH = 1.01
 
 
@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _tune_shape(
     row: Row, gpu: Gpu, arguments: argparse.Namespace, environment: dict, deadline: float, progress: Progress
 ) -> None:
-    """Every T of one shape and dtype; what is done is written even when the rest is interrupted."""
+    """Tune every T of one shape and dtype; what is finished is written even when the rest is interrupted."""
     tuned: dict[int, Choice] = {}
     shape = tuned_configs.Shape(row.stage.K, row.stage.H, row.stage.D, str(row.dtype).removeprefix("torch."))
     known = tuned_configs.read_rows(gpu.name, shape, arguments.write) or {} if arguments.missing else {}
@@ -143,14 +143,14 @@ def _print_candidates(arguments: argparse.Namespace, stages: list[cli_types.Stag
 
 
 def start_tiles(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) -> Tiles:
-    """What the heuristic takes; beyond its last T, the tiles of that one."""
+    """The heuristic's tiles; beyond its largest T, the tiles of that T."""
     tiles = tuned_configs.heuristic(gpu, min(T, tuned_configs.SPLIT_ROWS[dtype]), K, H, D, dtype)
-    assert tiles is not None  # up to SPLIT_ROWS there are some
+    assert tiles is not None  # it has tiles for every T up to SPLIT_ROWS
     return tiles
 
 
 def neighbours(tiles: Tiles, field: str, gpu: Gpu, H: int, dtype: torch.dtype) -> Iterator[Tiles]:
-    """The tiles that differ in this field alone, and fit into shared memory."""
+    """The possible tiles that differ in this field alone."""
     for option in _OPTIONS[field]:
         changes: dict[str, Any] = {field: option}
         candidate = tiles._replace(**changes)
@@ -159,7 +159,7 @@ def neighbours(tiles: Tiles, field: str, gpu: Gpu, H: int, dtype: torch.dtype) -
 
 
 def _is_possible(tiles: Tiles, gpu: Gpu, H: int, dtype: torch.dtype) -> bool:
-    # The left operand of wgmma and tcgen05 has 64 or 128 rows; of the swapped product those are the weight's.
+    # The left operand of wgmma and tcgen05 has 64 or 128 rows; in the swapped product these are rows of the weight.
     shape_fits = not tiles.swap or (tiles.BD >= 64 and tiles.BT >= 64 and gpu.arch in (90, 100, 103))
     blocks = -(-H // tiles.BK)
     fits = tiles.num_stages * tuned_configs.stage_bytes(tiles, dtype, False) <= gpu.shared_memory
@@ -167,9 +167,9 @@ def _is_possible(tiles: Tiles, gpu: Gpu, H: int, dtype: torch.dtype) -> bool:
 
 
 def search(start: Tiles, compare: Compare, near: Callable[[Tiles, str], Iterator[Tiles]], deadline: float) -> Choice:
-    """The best choice found by varying one field at a time, twice through; then against the library's product.
+    """The best choice found by varying one field at a time, in two passes, or the library's product if it is faster.
 
-    `compare` times an incumbent against a candidate side by side; one that is faster beyond its noise takes over.
+    `compare` times incumbent and candidate side by side; a candidate that is faster beyond the noise takes over.
     """
     best, seen = start, {start}
     for _ in range(_PASSES):
@@ -187,7 +187,7 @@ def search(start: Tiles, compare: Compare, near: Callable[[Tiles, str], Iterator
 
 
 def _compile_neighbours(row: Row, gpu: Gpu, jobs: int) -> None:
-    """Put what the search looks at first into Triton's cache, by several processes: 0.8 s of a core each."""
+    """Compile the search's first candidates into Triton's cache with several processes: 0.8 s of a core each."""
     if jobs == 1:
         return
     stage = row.stage
@@ -199,12 +199,12 @@ def _compile_neighbours(row: Row, gpu: Gpu, jobs: int) -> None:
 
 @functools.cache
 def _compilers(jobs: int) -> ProcessPoolExecutor:
-    """Spawned, once for all rows: a fork would share this process's CUDA context, and each imports torch, 3 s."""
+    """Spawned: a fork would share this process's CUDA context. Cached for all rows: each process imports torch, 3 s."""
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _compile(row: Row, tiles: Tiles) -> None:
-    with contextlib.suppress(Exception):  # what cannot be compiled is told where it is measured
+    with contextlib.suppress(Exception):  # what cannot be compiled is counted where it is measured
         _candidates_of(row)._call(tiles)(0)
 
 
@@ -220,7 +220,7 @@ def _is_better(incumbent_over_candidate: Ratio | None) -> bool:
 def _tune_row(
     row: Row, gpu: Gpu, cache_bytes: int, min_time: float, deadline: float, progress: Progress
 ) -> dict[int, Choice]:
-    """The choice for one T, printed with its gain over the start; nothing where it cannot be measured."""
+    """{T: choice} for one T, printed with its gain over the start; empty where nothing can be measured."""
     stage = row.stage
     progress.note(str(row))
     try:
@@ -272,7 +272,7 @@ class _Candidates:
         return ratio(before, after)
 
     def _variant(self, choice: Choice) -> Variant | None:
-        """A choice's calls; None, and counted, where it does not compile, run, or give the right result."""
+        """A choice's calls; None, counted in `refused`, where it does not compile, run, or give the right result."""
         if choice not in self._variants:
             self.tried += 1
             variant = Variant("op", self._call(choice), self.copies)

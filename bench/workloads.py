@@ -22,7 +22,7 @@ from .measure import Call, Footprint, Traffic, Variant, is_ours
 
 DENSE = "dense"
 
-# Float64 of every row would take longer than the measurement; the rows of a call are computed alike.
+# Checking every row in float64 would take longer than the measurement; all rows of a call are computed alike.
 _CHECKED_ROWS = 64
 _RANDOM_BLOCK = 1 << 22
 
@@ -55,7 +55,7 @@ class Workload(ABC):
     `op_arguments` are those of the public op."""
 
     chain: Callable[..., Any]  # the engines' way
-    sizes: tuple[str, ...]  # of those that every record has, the ones that the op has too
+    sizes: tuple[str, ...]  # the op's, out of those that every record has
     forms: tuple[str, ...] = ("op",)
     baselines: tuple[str, ...] = ("eager", "compile")
     exact: tuple[bool, ...] = (False,)  # per output, whether the bits have to be those of the truth
@@ -149,11 +149,11 @@ class Workload(ABC):
         return torch.linspace(0, self.out_rows - 1, count).round().long().to(self.row.device)
 
     def poisoned(self, copies: int, *shape: int) -> Tensor:
-        # Filling it also has the pages mapped: a static buffer of an engine has been written before.
+        # Filling it also maps the pages, as those of an engine's static buffer are.
         return torch.full((copies, *shape), math.nan, dtype=self.row.dtype, device=self.row.device)
 
     def random(self, copies: int, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal values [copies, *shape], a block of them repeated: caches go by address, and tables are large."""
+        """Normal values [copies, *shape], a block of them repeated: caches see only addresses, and tables are large."""
         tensor = torch.empty(copies, *shape, dtype=self.row.dtype, device=self.row.device)
         flat = tensor.view(-1)
         block = torch.randn(min(flat.numel(), _RANDOM_BLOCK), device=self.row.device)
@@ -211,7 +211,8 @@ def judge(workload: Workload, variants: Sequence[Variant]) -> dict[str, Verdict]
 
 
 def _errors(workload: Workload, result: Tensor | tuple[Tensor, ...], truths: list[Tensor], rows: Tensor) -> list[float]:
-    """Of each output, which is then poisoned: a call that writes nothing must not be right by the one before it."""
+    """The error of each output, which is then poisoned: a call that writes nothing must not pass with the result of the
+    one before it."""
     outputs = result if isinstance(result, tuple) else (result,)
     errors = [
         _exact_error(output[rows], truth) if exact else relative_rms(output[rows], truth)

@@ -2,8 +2,8 @@
 
     python hub/build.py cpu [cuda]
 
-A variant is the wheel's package without the plugins of engines and the commands, and `hub/__init__.py` in front of it.
-The library is compiled with the namespace of its own that the Hub demands: `torch.ops.<id>`, the primitives in
+A variant is the wheel's package without the engines' plugins and the commands, with `hub/__init__.py` on top of it.
+The library is compiled with a namespace of its own, as the Hub demands: `torch.ops.<id>`, with the primitives in
 `torch.ops.<id>_C`. `<id>` ends in a digest of the sources, so that two versions can be loaded side by side.
 """
 
@@ -25,7 +25,7 @@ from kernels._rust import Digest, DigestAlgorithm
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "dist" / "hub" / "build"
-# kernels 0.17 takes the build of the newest ABI that is not newer than its torch.
+# kernels 0.17 loads the build with the newest ABI that is not newer than the installed torch.
 FRAMEWORK = "torch-stable-abi211"
 LEFT_OUT = re.compile(r"eagle_kernels/(bench|byte_eagle3|engines/(vllm|sglang|transformers))\b")
 
@@ -50,7 +50,7 @@ def build(backend: str) -> Path:
 
 
 def sources_digest() -> str:
-    """Of what a build reads: the same sources have the same id, without git as well."""
+    """Digest of the files that a build reads: the same sources have the same id, with or without git."""
     folders = ("cmake", "csrc", "hub", "python", "triton_kernels")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix not in (".so", ".pyc")]
     digest = hashlib.sha256()
@@ -83,7 +83,7 @@ def write_metadata(variant: Path, identifier: str, backend: str) -> None:
     metadata = {
         "name": "eagle-kernels",
         "id": identifier,
-        # The Hub's version is that of the API, which the package's major version is; 0 is the Hub's word for beta.
+        # The Hub's version counts API changes, as the package's major version does; 0 is the Hub's word for beta.
         "version": int(library["version"].partition(".")[0]),
         "kernels-minver": "0.17.0",
         "license": "Apache-2.0",
@@ -97,7 +97,7 @@ def write_metadata(variant: Path, identifier: str, backend: str) -> None:
 
 
 def build_info(library: Path) -> dict[str, str]:
-    """What the library says of itself; it finds libtorch through the torch that is imported here."""
+    """What the library says about itself; it finds libtorch through the torch that is imported here."""
     assert torch.__version__
     function = ctypes.CDLL(str(library)).eagle_kernels_build_info
     function.restype = ctypes.c_char_p

@@ -27,7 +27,7 @@ def outliers(T: int, H: int, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def scales(T: int, H: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Rows from 1e-3 (mean square about eps) to 1e3."""
+    """Rows scaled from 1e-3 (mean square about eps) to 1e3."""
     return (torch.randn(T, H, generator=generator) * torch.logspace(-3, 3, T).unsqueeze(1)).to(dtype)
 
 
@@ -44,7 +44,7 @@ def every_number(dtype: torch.dtype) -> Tensor:
 
 
 def half_steps(numbers: Tensor) -> Tensor:
-    """Half of each number's distance to the next: added, it makes a tie, and at the largest number an infinity."""
+    """Half of each number's distance to the next: adding it makes a tie, and at the largest number an infinity."""
     _, exponent = torch.frexp(numbers.float())
     significant_bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}[numbers.dtype]
     halves = torch.ldexp(torch.ones(exponent.shape), exponent - significant_bits - 1)
@@ -80,7 +80,7 @@ def eager_chain(operands: object) -> tuple[Tensor, Tensor]:
     weight = projection["weight"]
     product_dtype = (
         dtype if weight.dtype == dtype else torch.float32
-    )  # of a quantized weight, which is given in float64
+    )  # for a quantized weight, which is given in float64
     projected = F.linear(normed.to(product_dtype), weight.to(product_dtype)).to(dtype)
     if projection["bias"] is not None:
         projected = (projected + projection["bias"]).to(dtype)
@@ -102,7 +102,7 @@ def relative_rms(result: Tensor, truth: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Expectation:
-    """A float64 truth with what a result may miss it by."""
+    """A float64 truth, and by how much a result may miss it."""
 
     truth: Tensor  # fp64 [N, columns]
     elementwise: Tensor  # fp64 [N, columns]: no |result - truth| above this
@@ -135,7 +135,7 @@ def expect(operands: object) -> tuple[Expectation, Expectation]:
         dx = (u + (n/2 + 8) v) |x| + tiny/2                               0 where norm is "none": x is copied
 
     The product sees dx through |weight|, and sums n terms and the bias in fp32 in any order. Tensor-core units treat
-    a subnormal bf16 as zero, which n products of at most the smallest normal m bound:
+    a subnormal bf16 as zero: each of n products then misses at most the smallest normal m times a weight:
 
         dp = dx |W|^T + (n + 1) v (|x| |W|^T + |bias|) + n m |W|max        out: + u |p| + tiny/2
 
@@ -143,8 +143,8 @@ def expect(operands: object) -> tuple[Expectation, Expectation]:
 
     Relative RMS, the rule of `bench/accuracy.py`. bf16 and fp16: 1.05 times the eager chain's, which rounds in the same
     places. This needs no slack for few outputs: where the two differ, the fp32 values are on either side of a tie, and
-    both are half a unit off. fp32: 1e-6 sqrt(n) / 32, at most twice eager's; but never below 3 v, the sqrt(9) v of the
-    nine roundings above with exact sums: at n = 1 the rule would ask for half of one (0.5 v).
+    both are half a unit off. fp32: 1e-6 sqrt(n) / 32, at most twice eager's; but never below 3 v = sqrt(9) v, which
+    nine roundings give where sums are exact: at n = 1 the rule would ask for half of one (0.5 v).
     """
     case, projection = operands.case, operands.projection
     u, finfo = UNIT_ROUNDOFF[case.dtype], torch.finfo(case.dtype)
@@ -175,10 +175,10 @@ def expect(operands: object) -> tuple[Expectation, Expectation]:
 
 
 def allow_independent_roundings(expected: Expectation) -> Expectation:
-    """Kernels that fold the gain round gain * weight, eager the normed value: as often, elsewhere. Of m independent
-    outputs an rms strays by 1 / sqrt(2 m) of itself, the ratio of two by 1 / sqrt(m); three times that is added to
-    the 5 % of bench/accuracy.py, which alone decides at the size of a model (a ratio of 0.97 to 1.01 was measured).
-    Rows of zeros have no error that could stray."""
+    """For kernels that fold the gain: they round gain * weight, where eager rounds the normed value. The rms error of m
+    independent outputs scatters by 1 / sqrt(2 m) of itself, the ratio of two by 1 / sqrt(m). Three times that is added
+    to the 5 % of bench/accuracy.py, which alone decide at the size of a model (a ratio of 0.97 to 1.01 was measured).
+    Rows of zeros do not count: they have no error."""
     outputs = max(int(expected.truth.any(-1).sum()) * expected.truth.shape[1], 1)
     if expected.truth.shape[1] == 1:  # relative errors of single numbers have no such moments
         return replace(expected, rms=float("inf"))

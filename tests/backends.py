@@ -22,7 +22,7 @@ def environment_of(**variables: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_up_to(rows: int) -> Iterator[None]:
-    """The package as it behaves where the fused CPU kernel is the faster one up to so many rows; -1: at none."""
+    """The package as it behaves where plans take the fused CPU kernel for up to `rows` rows; -1: for none."""
     with pytest.MonkeyPatch.context() as patch:
         for limits in plan.FUSED_ROWS.values():
             for isa in limits:
@@ -42,7 +42,7 @@ def usable_isas() -> list[str]:
 
 CPU_ISAS = usable_isas()
 needs_compiled = pytest.mark.skipif(not CPU_ISAS, reason=f"no compiled kernels: {library.unsupported_reason}")
-# oneDNN wants AVX-512 for it, as a CPU of 2 cores that CI has run on does not have.
+# oneDNN needs AVX-512 for it, which a 2-core CPU that CI has run on does not have.
 needs_packing = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bf16 on this CPU"
 )

@@ -1,7 +1,7 @@
 """Calls that the compiled primitives refuse: one for every check of csrc, as arguments of the public op.
 
 `tests/test_primitives.py` runs each through the primitive and finds by the line in the message that every check has its
-call. The same table is for the public ops: each case has to come out as a worded error.
+call. The public ops take the same table: each must refuse each of its cases with a worded error.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """The calls of norm_concat and norm_concat_linear that every backend is tested on, in a table with ids.
 
-`CASES` is a covering selection, not the product of its axes (which has 10^7 entries). Each value of each axis stands in
-it with each dtype or in two cases at least, and what is dropped relies on this:
+`CASES` is a covering selection, not the product of its axes (which has 10^7 entries). Each value of each axis occurs
+with each dtype, or in two cases at least. Other combinations are left out for these reasons:
 
 - T x D x K*H: kernels block the three separately, and an edge of one block never looks at another axis. So every T,
   every H and an odd D meet each other in some case, not in all.
@@ -228,7 +228,7 @@ class Operands:
         return ek.norm_concat_linear(self.chunks, **sources, **self.projection, out=out)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor the op reads, to see afterwards that it only read."""
+        """Every tensor that the op reads, to check afterwards that it wrote none of them."""
         values = [self.chunks, *self.sources.values(), *self.projection.values()]
         flat = [entry for value in values for entry in (value if isinstance(value, list | tuple) else [value])]
         return [entry for entry in flat if isinstance(entry, Tensor)]
@@ -253,7 +253,7 @@ def operands(case: Case, device: str = "cpu") -> Operands:
         for k, (value, slot) in enumerate(zip(values, slots, strict=True)):
             other = make(case.T, case.widths[k], dtype, generator)
             with environment_of(EAGLE_KERNELS_BACKEND="auto") if device == "cuda" else contextlib.nullcontext():
-                # A GPU backend that is forced does not take these, which go to the GPU below.
+                # A forced GPU backend refuses these CPU tensors, which are moved to the GPU below.
                 ek.capture_hidden(value, other, out=slot, sum_squares=sum_squares[:, k])
         values = list(slots)
 

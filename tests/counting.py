@@ -1,10 +1,10 @@
-"""Targets that count, and shares of what a drafter must know: weights are solved for, not trained.
+"""Targets that count, and drafters whose sources each have a share of the next state; weights are solved for.
 
 A counting target has the random layers of a real transformers decoder, with attention's output set to zero, so that
 token t has the state S_b(t) at boundary b wherever it stands. Its head is solved for t -> t + 1 mod V. A counting
 drafter turns its sources into S_N(t + 1), from which the target's own norm and head read t + 2. Each source gives only
-a share: the shares are random and large, and only their sum over all sources is the state. One source off, and what is
-left is noise.
+a share: the shares are random and large, and only their sum over all sources is the state. With one source wrong, only
+noise is left.
 """
 
 from collections.abc import Iterator

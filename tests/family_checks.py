@@ -1,4 +1,4 @@
-"""The norms of transformers' models, which the rows of `models/table.py` are held against."""
+"""The norms of transformers' models, with which the rows of `models/table.py` are compared."""
 
 import importlib
 import inspect

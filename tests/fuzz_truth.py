@@ -1,8 +1,8 @@
 """What a call of test_fuzz.py must give: bits, or a bound around float64, for each element that has one.
 
 The bounds are the elementwise ones of tests/accuracy.py (`expect`), which hold for any finite input. A row has none
-where fp32 itself ends: its squares overflow, or vanish beside an eps of 0. Such a row, and one with NaN or Inf, must
-leave the others alone, and a NaN must not be lost.
+where the range of fp32 ends: its squares overflow, or vanish beside an eps of 0. Such a row, and one with NaN or Inf,
+must not change other rows, and a NaN must not be lost.
 """
 
 from dataclasses import dataclass

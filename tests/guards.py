@@ -1,4 +1,4 @@
-"""Outputs with poison inside and sentinels around them; operands that end at a page no one may touch."""
+"""Outputs with poison inside and sentinels around them; operands that end at a page that traps every access."""
 
 import ctypes
 import math

@@ -1,4 +1,4 @@
-"""How a Python process starts with a sanitizer of g++ in it: test_sanitized.py of cuda_host, and `make sanitize`."""
+"""Starts Python with a sanitizer of g++ in the process: for test_sanitized.py of cuda_host, and `make sanitize`."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The stages of bench/gpu_session.sh: bounded, saved, gone on with, and never begun twice."""
+"""The stages of bench/gpu_session.sh: bounded in time, saved, resumed, and never begun twice."""
 
 import ctypes
 import importlib.util

@@ -1,4 +1,4 @@
-"""Timing, statistics and rotation of the benchmark: what its figures rest on."""
+"""Timing, statistics and rotation of the benchmark, on which its figures rest."""
 
 import itertools
 import math

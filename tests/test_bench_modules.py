@@ -1,4 +1,4 @@
-"""The house of the benchmark: few rooms, doors that open one way, and what stays out of the package."""
+"""The structure of the benchmark: few modules, imports without circles, and what stays out of the package."""
 
 import ast
 import subprocess

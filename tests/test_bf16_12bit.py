@@ -1,4 +1,4 @@
-"""bf16 in 12 bits a number: every number comes back, and a product has the bits of the one with the weight itself."""
+"""bf16 in 12 bits a number: every number comes back, and a product has the bits of that with the bf16 weight."""
 
 import dataclasses
 from collections.abc import Iterator

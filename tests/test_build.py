@@ -1,4 +1,4 @@
-"""The build: the sdist, wheels, what a missing tool ends in, and what the op library may depend on."""
+"""The build: the sdist, wheels, what happens where a tool is missing, and what the op library may depend on."""
 
 import email
 import os

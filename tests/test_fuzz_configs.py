@@ -1,5 +1,5 @@
-"""Configs and checkpoints that nobody checked: whatever JSON and bytes they hold, a reader returns or raises one
-sentence of the house, `op: field is got, expected ...`."""
+"""Configs and checkpoints that nobody checked: whatever JSON and bytes they hold, a reader returns, or raises one
+sentence of the form `op: field is got, expected ...`."""
 
 import json
 import re

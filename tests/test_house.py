@@ -1,4 +1,4 @@
-"""The house of docs/design.md: which way imports run, what kernels may know, what an op touches, what remarks cite."""
+"""The rules of docs/design.md: which way imports run, what kernels may know, what an op touches, what comments cite."""
 
 import ast
 import io

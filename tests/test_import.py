@@ -1,6 +1,6 @@
 """What `import eagle_kernels` brings along, seen from a fresh interpreter in a directory of its own.
 
-What it costs is in `make bench-host`.
+`make bench-host` measures what it costs.
 """
 
 import json

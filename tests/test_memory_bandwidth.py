@@ -1,4 +1,4 @@
-"""read_stream, copy_stream and add_stream: every byte once, nothing beside them, nothing left out by a compiler."""
+"""read_stream, copy_stream and add_stream: every byte once, no byte beside them, and no access optimized away."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""norm_concat: float64 truth, one function of a row, and what memory it touches."""
+"""norm_concat: float64 truth, rows that do not depend on other rows, and what memory it touches."""
 
 import pytest
 import torch

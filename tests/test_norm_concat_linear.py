@@ -1,4 +1,4 @@
-"""norm_concat_linear: float64 truth, whose bits a row's result depends on, and what memory it touches."""
+"""norm_concat_linear: float64 truth, what the bits of a row's result depend on, and what memory it touches."""
 
 import os
 

@@ -1,5 +1,5 @@
 """The CPU primitive that multiplies a QuantizedWeight, on every instruction set: float64 truth of the dequantized
-weight, whose bits a row's result depends on, what memory is touched, where NaN and infinity go.
+weight, what the bits of a row's result depend on, what memory is touched, where NaN and infinity go.
 """
 
 import dataclasses

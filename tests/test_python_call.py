@@ -1,5 +1,5 @@
-"""The compiled primitives as Python calls them, past the dispatcher (csrc/python_call.h): what goes that way, what does
-not, and that both ways are one. Nothing is kept from call to call."""
+"""The compiled primitives as Python calls them, past the dispatcher (csrc/python_call.h): which calls go that way, and
+that both ways give the same bits. Nothing is cached from call to call."""
 
 import statistics
 import sys

@@ -1,4 +1,4 @@
-"""The state of quantized layers: what is saved loads as what it was, and what does not fit changes nothing."""
+"""The state of quantized layers: what is saved loads unchanged, and a state that does not fit changes nothing."""
 
 import re
 from collections.abc import Callable

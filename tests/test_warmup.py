@@ -1,4 +1,4 @@
-"""warmup: which calls it makes. That nothing compiles after it is tests/gpu's to show."""
+"""warmup: which calls it makes. tests/gpu shows that nothing compiles after it."""
 
 import functools
 

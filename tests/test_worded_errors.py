@@ -1,4 +1,4 @@
-"""Every check of csrc has a worded twin: what a primitive refuses comes out of the public op as a sentence of Python's.
+"""Every check of csrc has a counterpart in Python: what a primitive refuses, the public op refuses in Python's words.
 
 `tests/bad_calls.py` has a call for every check (tests/test_primitives.py proves it); here each goes through the public
 op, on the compiled backend and on plain torch.

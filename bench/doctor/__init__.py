@@ -1,6 +1,6 @@
 """`doctor`: whether a target and its drafter fit each other, and what each engine makes of the two.
 
-Configs and the headers of the safetensors files are read, no weight and no GPU.
+It reads configs and the headers of the safetensors files; it needs no weights and no GPU.
 """
 
 import argparse
@@ -30,9 +30,9 @@ _EAGLE3 = {
     if row.title.startswith("EAGLE-3")
     for name in row.architectures
 }
-# Fields that no other kind of drafter has in its config.
+# Fields that only an EAGLE-3 drafter has in its config.
 _EAGLE3_FIELDS = ("eagle_config", "draft_vocab_size", eagle3.IDS)
-# What no EAGLE-3 drafter has: names of projections that say which kind of drafter a file is of.
+# Names of projections that no EAGLE-3 drafter has: a file that has one belongs to another kind of drafter.
 _PROJECTIONS = {name for family in families().values() if family.mtp for name in family.mtp.projections} - {"fc"}
 
 
@@ -62,14 +62,14 @@ def _examination(pair: Pair, trained_by: str | None) -> Callable[[Pair], None]:
     if not _EAGLE3.isdisjoint(names):
         return of_eagle3
     context = next((name for name in names if name in VARIANTS), None)
-    # The DSpark stages of a target are beside its MTP layers.
+    # DeepSeek-V4's own checkpoint: its DSpark stages if dspark_target_layer_ids is set, else its MTP layers below.
     if context is not None and (pair.drafter.get("dspark_target_layer_ids") or not context_kv.is_target(context)):
         return partial(context_kv.examine, architecture=context)
     if any(pair.drafter.get(name) is not None for name in _EAGLE3_FIELDS):
         return of_eagle3
     if any(eagle3.LAYER_0_NORM.fullmatch(name) for name in pair.headers):
         return of_eagle3
-    # A target's MTP layers, and EAGLE-1, of whose names vLLM puts "Eagle" before the one in such a drafter's config.
+    # A target's MTP layers, or EAGLE-1, where vLLM puts "Eagle" in front of the architecture in the drafter's config.
     for candidates, must_have_stage in ((names, False), (tuple(f"Eagle{name}" for name in names), True)):
         family = find_family(str(pair.drafter.get("model_type")), candidates)
         if family is not None and family.mtp is not None and not (must_have_stage and not _has(pair, family.mtp)):

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: the captured layers, `fc` with the norm behind it, and K and V of the draft layers.
+"""DFlash and DSpark: the captured layers, `fc` with the norm after it, and K and V of the draft layers.
 
 SGLang 0.5.23 `models/dflash.py`, `dspark.py`; vLLM 0.33 `qwen3_dflash`, `eagle3_utils`.
 """
@@ -33,12 +33,12 @@ from .quantization import (
     look_at_codes,
 )
 
-# SGLang's fc of all others is a plain nn.Linear (sglang#39087); the layers behind it take the config in each class.
+# In SGLang's other classes fc is a plain nn.Linear (sglang#39087); the layers after it take the config in every class.
 _SGLANG_FC_TAKES_CONFIG = {"LiLiCorrDraftModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"}
 _VLLM_TAKES_NO_CONFIG = {"DFlash2BeamDraftModel"}
-# The others' lm_head has no method whatever the config says.
+# In vLLM's other classes lm_head has no quantization method, whatever the config says.
 _VLLM_HEAD_TAKES_CONFIG = {"DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel"}
-# What stands beside the decoder layers: selector, convolution, Domino's projector, Markov and confidence heads.
+# Modules beside the decoder layers: selector, convolution, Domino's projector, Markov and confidence heads.
 _SGLANG_PLAIN = re.compile(
     r"\b(markov_head|confidence_head|candidate_selector|embed_proj|lilicorr\.(factor_input_proj|out_head|in_head))\b"
     r"|kernel_projection$"
@@ -46,20 +46,20 @@ _SGLANG_PLAIN = re.compile(
 _VLLM_UNQUANTIZED = re.compile(
     r"\b(confidence_head|candidate_selector|xpress_head|lilicorr\.(factor_input_proj|out_head|in_head))\b"
 )
-# They hand their layers no prefix: no entry of an ignore list that has a layer in it is theirs.
+# These classes give their layers no prefix, so that no ignore-list entry with a layer's number in it matches them.
 _SGLANG_NAMES_NO_LAYER = {
     *("DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"),
     *("MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "DSparkDraftModel", "Qwen3DSparkModel"),
     *("LingDSparkModel", "Lfm2DSparkDraftModel"),
 }
-# Whose ids of a Muse Glimmer SGLang takes for outputs, and for boundaries those of others.
+# For a Muse Glimmer target SGLang takes the layer ids of these drafters for outputs, those of others for boundaries.
 _MUSE_OUTPUTS = {"DFlash2DraftModel", "MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}
-# vLLM counts their layers on behind the target's.
+# vLLM numbers their layers after the target's last one.
 _VLLM_COUNTS_ON = {
     *("DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel"),
     *("Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
 }
-# vLLM cuts K and V out of `qkv_proj.weight` as if it were numbers (vllm#51581).
+# vLLM cuts K and V out of `qkv_proj.weight` as if it held numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
     "DFlashLagunaForCausalLM",
     "Gemma4DSparkModel",
@@ -98,10 +98,10 @@ def examine(pair: Pair, architecture: str) -> None:
 
 
 def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
-    """What each engine holds a layer behind the context stage in.
+    """{engine: what it holds a layer after the context stage in}.
 
-    Without an entry it takes its target's weight there, as SGLang's workers do for embedding and head, or reads codes
-    itself (`is_read_by_sglang`).
+    An engine without an entry takes its target's weight there, as SGLang's workers do for embedding and head, or reads
+    codes itself (`is_read_by_sglang`).
     Source: SGLang 0.5.23 `dflash`, `dspark`, `dspark_minimax`, `lilicorr`; vLLM 0.33 `qwen3_dflash`, `qwen3_dflash2`,
     `qwen3_dspark`, `qwen3_xpress`, `lilicorr`, `laguna_dflash`, `models/beam`.
     """
@@ -123,7 +123,7 @@ def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
 
 
 def is_target(architecture: str) -> bool:
-    """DeepSeek-V4's checkpoint with its own DSpark stages, of which each engine makes a drafter."""
+    """Whether it is DeepSeek-V4's own checkpoint, of whose DSpark stages each engine makes a drafter."""
     return architecture.startswith("DeepseekV4")
 
 
@@ -161,7 +161,7 @@ def _look_at_layers(pair: Pair, algorithm: str) -> None:
 
 
 def _layer_ids(pair: Pair) -> dict[str, list]:
-    """By the place that states them, as the checkpoint has them."""
+    """{field of the config: the layer ids that it states}, as the checkpoint has them."""
     nested = pair.drafter.get("dflash_config")
     places = {"": pair.drafter, "dflash_config.": nested if isinstance(nested, Mapping) else {}}
     names = ("target_layer_ids", "dspark_target_layer_ids")

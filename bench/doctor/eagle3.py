@@ -1,7 +1,7 @@
-"""EAGLE-3: which layers each engine captures, and what stands in front of and behind `fc`.
+"""EAGLE-3: which layers each engine captures, and what comes before and after `fc`.
 
-What an engine reads where is of SGLang 0.5.23 (`llama_eagle3`, `spec_aux_hidden_state`) and vLLM 0.33 (`llama_eagle3`,
-`gpu_model_runner`, `eagle3_utils`), whose two runners differ.
+What the engines read is taken from SGLang 0.5.23 (`llama_eagle3`, `spec_aux_hidden_state`) and vLLM 0.33
+(`llama_eagle3`, `gpu_model_runner`, `eagle3_utils`), whose two runners differ.
 """
 
 import re
@@ -26,7 +26,7 @@ from .quantization import (
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-# `kimi_k25_eagle3`, SGLang's one fc that takes a quantization config, but none of modelopt_fp4.
+# `kimi_k25_eagle3`: the only fc in SGLang that takes a quantization config, except one of modelopt_fp4.
 _MLA_FC = {"Eagle3DeepseekV2ForCausalLM"}
 LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.weight")
 
@@ -56,7 +56,7 @@ def examine(pair: Pair, trained_by: str | None) -> None:
 
 
 def _names_in_sglang(path: str) -> list[str]:
-    """`llama_eagle3` hands each layer's parts the prefix of the model."""
+    """`llama_eagle3` gives the parts of each layer the model's prefix, without the layer's."""
     names = names_without_layer(path)
     return [f"model.self_attn.{name}" if name == "o_proj" else f"model.{name}" for name in names]
 
@@ -69,7 +69,7 @@ def _is_seen(name: str) -> bool:
 
 
 def _held_in(pair: Pair, config: Eagle3Config, path: str) -> dict[str, str]:
-    """What each engine holds a layer behind fc in. Without an entry it takes its target's weight there.
+    """{engine: what it holds a layer after fc in}. An engine without an entry takes its target's weight there.
 
     Source: SGLang 0.5.23 `llama_eagle3`, `kimi_k25_eagle3`, `eagle_worker_v2`; vLLM 0.33 `llama_eagle3`,
     `qwen3_eagle3`, `deepseek_eagle3`.
@@ -101,18 +101,18 @@ def _engines(pair: Pair) -> dict[str, tuple[list[int] | None, bool, int]]:
     nested_ids, top_ids = nested.get(IDS), drafter.get(IDS)
     stated = drafter.get("num_aux_hidden_states") or len(nested_ids or ()) or 3
     in_sglang = stated
-    if not _MLA_FC.isdisjoint(pair.architectures):  # which never reads num_aux_hidden_states
+    if not _MLA_FC.isdisjoint(pair.architectures):  # it never reads num_aux_hidden_states
         ids = top_ids if nested_ids is None else nested_ids
         in_sglang = 3 if ids is None else len(ids)
     return {
         SGLANG: (nested_ids, False, in_sglang),
-        VLLM_V1: (top_ids or nested_ids or None, True, stated),  # an empty list is none
+        VLLM_V1: (top_ids or nested_ids or None, True, stated),  # an empty list counts as none
         VLLM_V2: (top_ids or nested.get("layer_ids") or None, True, stated),
     }
 
 
 def _look_at_last_state(pair: Pair, config: Eagle3Config) -> None:
-    """Of a drafter without fc (nvidia/gpt-oss-120b-Eagle3-short-context): engines capture no layer for it."""
+    """For a drafter without fc (nvidia/gpt-oss-120b-Eagle3-short-context): engines capture no layer."""
     pair.facts["K"] = config.num_chunks
     pair.facts["boundaries"] = "none: the drafter reads the state in front of the target's head"
     if config.target_hidden_size != config.hidden_size:
@@ -121,7 +121,7 @@ def _look_at_last_state(pair: Pair, config: Eagle3Config) -> None:
 
 
 def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
-    if (get_field(pair.drafter, "eagle_config") or {}).get("use_aux_hidden_state") is False:  # the one place read
+    if (get_field(pair.drafter, "eagle_config") or {}).get("use_aux_hidden_state") is False:  # read only there
         return _look_at_last_state(pair, config)
     layers = pair.text.get("num_hidden_layers")
     if not isinstance(layers, int):
@@ -170,7 +170,7 @@ def _look_at_fc(pair: Pair, config: Eagle3Config) -> None:
         return pair.find("fc", "the drafter has no fc.weight")
     if numbers := [name for name in names if pair.headers[name].dtype == "F64"]:
         return pair.find("fc", f"{numbers[0]} is F64, expected {' or '.join(DENSE)}, or codes")
-    # The loader judges fc alone: of what else the layer has, a stand-in that fits is there.
+    # The loader is to judge fc alone: everything else that the layer has gets a stand-in that fits.
     layer = Eagle3Projection(config, device="meta")
     others = {name: tuple(value.shape) for name, value in layer.state_dict().items() if name != "fc.weight"}
     readers = pair.readers(names) | {name: Header(shape, "BF16").stand_in for name, shape in others.items()}
@@ -199,7 +199,7 @@ def _look_at_norms(pair: Pair, config: Eagle3Config) -> None:
             pair.find("norms", text)
 
 
-# The fields of Eagle3Config that an engine may read otherwise, and what hangs on each.
+# The fields of Eagle3Config that an engine may read differently, and what happens then.
 _FLAGS = {
     "chunk_norm": "its fc reads other sizes",
     "concat_norm": "its fc reads other sizes",
@@ -223,7 +223,7 @@ def _look_at_flags(pair: Pair, config: Eagle3Config) -> None:
 
 
 def _flags(pair: Pair) -> dict[str, dict[str, bool] | None]:
-    """`_FLAGS` as each engine reads them out of the drafter's config; None where it reads no such config."""
+    """`_FLAGS` as each engine reads them from the drafter's config; None where it cannot read such a config."""
     drafter = pair.drafter
     nested = get_field(drafter, "eagle_config") or {}
     is_mla = any(name in _MLA for name in pair.architectures)

@@ -1,4 +1,4 @@
-"""Stacked experts: the codes of all experts of a layer in one tensor, which engines read and this package does not.
+"""Stacked experts: the codes of all experts of a layer in one tensor. Engines read them, this package does not.
 
 | who | codes | scales |
 |---|---|---|
@@ -9,7 +9,7 @@
 | the same in NVFP4 | down_proj u8 [E, W/2, D] | down_proj_weight_scale e4m3 [E, W/16, D], down_proj_weight_scale_2 |
 | Step-3.5, Quark | moe.down_proj.weight [E, D, W] | .weight_scale_inv, .weight_scale, .weight_scale_2 beside it |
 
-Which of the last two dimensions is D differs, so that scales of either order fit.
+Which of the last two dimensions is D differs between writers, so scales of either order are accepted.
 
 Sources: transformers 5.23 `integrations/finegrained_fp8`, `mxfp4`, `fbgemm_fp8`; vLLM 0.33 `gpt_oss`, `mllama4`,
 `step3p5`; SGLang 0.5.23 `gpt_oss`, `mllama4`.
@@ -30,7 +30,7 @@ _BLOCKS = {"fp8_block128": 128, "fp8_block32": 32}
 
 
 def unreadable(pair: Pair, path: str, stored: str, config: Mapping[str, Any] | None) -> str | None:
-    """What is wrong with the headers of a stack; None of one in the table."""
+    """What is wrong with the headers of a stack; None where they match the table."""
     parameters = pair.layers[path]
     codes, name = parameters[stored], pair.name_of(path, stored)
     got = f"{name} is {list(codes.shape)} of {codes.dtype}"
@@ -62,7 +62,7 @@ _Fits = tuple[tuple[str, ...], set[tuple[int, ...]]]  # the dtypes and the shape
 
 
 def _fits(stored: str, codes: Header, scale: Header) -> Iterator[tuple[str, _Fits]]:
-    """By each format that the codes can be of, the scales that fit them."""
+    """(format, the scales that fit) for each format that the codes can have."""
     experts, *sizes = codes.shape
     if stored == "blocks":
         if sizes[-1] % 16 == 0:
@@ -84,7 +84,7 @@ def _fits(stored: str, codes: Header, scale: Header) -> Iterator[tuple[str, _Fit
         yield "mxfp8", (_E8M0, _groups(experts, rows, columns, 32))
     if codes.dtype == "I8":
         yield "int8_row", (_FLOATS, row | one_each)
-    if codes.dtype in ("I8", "U8"):  # two of a byte, along either dimension
+    if codes.dtype in ("I8", "U8"):  # two codes per byte, along either dimension
         for format, dtypes, group in (("mxfp4", _E8M0, 32), ("nvfp4", ("F8_E4M3",), 16)):
             by_row, by_column = (rows, 2 * columns), (2 * rows, columns)
             yield format, (dtypes, _groups(experts, *by_row, group) | _groups(experts, *by_column, group))
@@ -94,10 +94,10 @@ def _fits(stored: str, codes: Header, scale: Header) -> Iterator[tuple[str, _Fit
 
 
 def _counts(size: int, block: int) -> set[int]:
-    """Blocks along a dimension: of gate and up together, or of each."""
+    """Possible numbers of blocks along a dimension: for gate and up together, or for each of them."""
     return {-(-size // block), max(-(-size // block), 2), 2 * -(-(size // 2) // block)}
 
 
 def _groups(experts: int, rows: int, columns: int, size: int) -> set[tuple[int, ...]]:
-    """Scales of groups along the columns or along the rows."""
+    """Shapes of the scales of groups along the columns or along the rows."""
     return {(experts, rows, -(-columns // size)), (experts, -(-rows // size), columns)}

@@ -1,4 +1,4 @@
-"""Codes behind a drafter's input stage: in attention, MLP, experts, embedding, head and norms."""
+"""Codes in the layers after a drafter's input stage: attention, MLP, experts, embedding, head and norms."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from .quantization import NORM, codes_of, described, holds_codes, is_of_experts,
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
 _OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp)\.(?P<name>\w+)")
-# The linear layers of a decoder layer that is not latent and has no experts.
+# The linear layers of a decoder layer without latent attention and without experts.
 _OF_LAYER = re.compile(r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\.([qkvo]_proj|gate_proj|up_proj|down_proj)$")
 
 
@@ -27,21 +27,21 @@ def kind_of(path: str) -> str:
         return "norm"
     if name in _HEADS:
         return "head"
-    # DSpark's markov_w1 is one of token ids too; embed_proj multiplies one.
+    # DSpark's markov_w1 is an embedding of token ids too; embed_proj is no embedding, but multiplies one.
     return "embedding" if ("emb" in name and "proj" not in name) or name == "markov_w1" else "linear"
 
 
 def is_read_by_sglang(path: str) -> bool:
-    """Whether SGLang reads codes and scales of a layer of numbers itself: DeepSeek-V4's wo_a."""
+    """Whether SGLang itself reads codes and scales into a layer that it holds in numbers: DeepSeek-V4's wo_a."""
     return path.endswith(".wo_a")
 
 
 def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Mapping[str, str]]) -> None:
-    """Report the codes of these layers of the file that cannot be read, and the engines that read them wrong.
+    """Report codes in these layers of the file that cannot be read, and engines that misread them.
 
     Args:
-        held_in: of a path, what each engine holds the layer in, as in `look_at_codes`; an engine that reads another
-            layer's weight there, its target's, is left out.
+        held_in: for a path, what each engine holds the layer in, as in `look_at_codes`; an engine that takes its
+            target's weight there is left out.
     """
     layers = _alike(path for path in paths if holds_codes(pair, path))
     wrong = []
@@ -57,7 +57,7 @@ def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Ma
 
 
 def look_at_merged(pair: Pair, paths: Iterable[str]) -> None:
-    """Report layers of numbers that the engines merge with one of codes, as q_proj with k_proj and v_proj."""
+    """Report layers in numbers that engines merge with one in codes, as they merge q_proj with k_proj and v_proj."""
     layers = _alike(path for path in paths if codes_of(parameters_of(pair, path)) is not None)
     paths = {path for alike in layers.values() for path in alike}
     wrong = []
@@ -75,7 +75,7 @@ def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], li
     """Report layers that engines look for in the config under another name than the checkpoint's.
 
     Args:
-        names_of: a path's in those engines; none where it is the path's own.
+        names_of: the names that those engines look for, given the checkpoint's path; [] where they look for the path.
     """
     layers = _alike(path for path in paths if codes_of(parameters_of(pair, path)) is not None)
     wrong = []
@@ -87,10 +87,10 @@ def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], li
 
 
 def names_in_vllm(pair: Pair, path: str) -> list[str]:
-    """["model.layers.32.self_attn.qkv_proj"] of a drafter's midlayer.self_attn.q_proj: vLLM counts its layers on behind
+    """["model.layers.32.self_attn.qkv_proj"] for a drafter's midlayer.self_attn.q_proj: vLLM numbers its layers after
     those of the target, and gives its config no table of merged layers (vllm#53116).
 
-    Source: vLLM 0.33 `llama_eagle3`, `qwen3_dflash`, `map_draft_quant_config`, which renames ModelOpt's entries alone.
+    Source: vLLM 0.33 `llama_eagle3`, `qwen3_dflash`, `map_draft_quant_config`, which renames only ModelOpt's entries.
     """
     own, layers = path.removeprefix("model."), pair.text.get("num_hidden_layers")
     if own == "fc":
@@ -104,7 +104,8 @@ def names_in_vllm(pair: Pair, path: str) -> list[str]:
 
 
 def names_without_layer(path: str) -> list[str]:
-    """["qkv_proj", "q_proj"] of layers.0.self_attn.q_proj: the merged layer's, and those that methods try for it."""
+    """["qkv_proj", "q_proj"] for layers.0.self_attn.q_proj: the merged layer's name, and its part's, which quantization
+    methods try too."""
     match = _OF_LAYER.search(path)
     if match is None:
         return []
@@ -124,7 +125,7 @@ def _pattern(path: str) -> str:
 
 
 def _alike(paths: Iterable[str]) -> dict[str, list[str]]:
-    """The same layer of each decoder layer, and of each expert, by what they have in common."""
+    """{pattern: paths}: the same layer of all decoder layers and experts has one pattern."""
     alike: dict[str, list[str]] = {}
     for path in sorted(paths):
         alike.setdefault(_pattern(path), []).append(path)
@@ -132,7 +133,7 @@ def _alike(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _report(pair: Pair, wrong: Iterable[_Wrong], layers: Mapping[str, list[str]]) -> None:
-    """What is so of several layers that are alike is one finding."""
+    """Report what is wrong with several layers that are alike as one finding."""
     found: dict[tuple[str, tuple[str, ...], str], list[_Wrong]] = {}
     for each in wrong:
         found.setdefault((each.trap, each.engines, _pattern(each.text)), []).append(each)
@@ -146,7 +147,7 @@ def _report(pair: Pair, wrong: Iterable[_Wrong], layers: Mapping[str, list[str]]
 
 
 def _unreadable(pair: Pair, path: str) -> str | None:
-    """What this package's reader of codes says of the headers; None of those whose format it does not read."""
+    """Why this package's reader of codes refuses the headers; None where it does not, or does not read the format."""
     parameters = parameters_of(pair, path)
     stored = codes_of(parameters)
     assert stored is not None
@@ -158,7 +159,7 @@ def _unreadable(pair: Pair, path: str) -> str | None:
         return f"{name} is {list(shape)} of {parameters[stored].dtype}, expected {expected}"
     config = pair.quantization
     if is_of_experts(pair, path) and (pair.drafter.get("expert_dtype") or (config or {}).get("store_dtype")):
-        config = None  # DeepSeek-V4's and Ling's experts have a format of their own, and its config is of the others
+        config = None  # DeepSeek-V4's and Ling's experts have a format of their own; the config describes the others
     if len(shape) > 2:
         return experts.unreadable(pair, path, stored, config)
     names = {parameter: pair.name_of(path, parameter) for parameter in parameters if parameter != "bias"}
@@ -177,11 +178,11 @@ def _unreadable(pair: Pair, path: str) -> str | None:
 def _shapes(
     stored: str, parameters: Mapping[str, Header], config: Mapping[str, object], path: str
 ) -> list[tuple[int, int]]:
-    """[D, W] as the codes have it; several where neither they nor the config say how many bits one has."""
+    """Possible [D, W] of the weight; several where neither codes nor config say how many bits a code has."""
     rows, columns = parameters[stored].shape
     section = section_of(config, path)[1]
     stated = next((value for key in ("bits", "num_bits", "w_bit") if isinstance(value := section.get(key), int)), 0)
-    packed = [32 // bits for bits in ([stated] if 0 < stated <= 32 else [4, 8])]  # numbers of an int32
+    packed = [32 // bits for bits in ([stated] if 0 < stated <= 32 else [4, 8])]  # codes in an int32
     if stored == "qweight":
         gptq, awq = [(columns, rows * numbers) for numbers in packed], [(columns * numbers, rows) for numbers in packed]
         return awq if config.get("quant_method") == "awq" else gptq

@@ -12,10 +12,10 @@ from .layers import is_read_by_sglang, kind_of, look_at_layers, look_at_merged
 from .pair import ENGINES, Pair
 from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes
 
-# SGLang's `deepseek_nextn` takes a quantization config of Quark, and of nobody else.
+# SGLang's `deepseek_nextn` gives its projection a quantization config only if it is Quark's.
 _TAKE_QUARK = {"DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"}
 
-# SGLang builds all of these in numbers where the target is of modelopt_fp4 (sglang#36599).
+# SGLang builds all layers of these in numbers where the target is in modelopt_fp4 (sglang#36599).
 _NOT_IN_FP4 = _TAKE_QUARK | {
     *("Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN", "GlmOcrForConditionalGenerationNextN"),
     *("BailingMoeForCausalLMNextN", "Qwen3_5ForCausalLMMTP"),
@@ -62,21 +62,21 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
 
 
 def _own_paths(pair: Pair, layers: Mapping[str, Mapping[str, str]], is_alone: bool) -> set[str]:
-    """The paths of the drafter's own layers, which MTP has in its target's files."""
+    """The paths of the drafter's own layers; those of MTP are in the target's files."""
     if is_alone:
         return set(pair.layers)
-    # Of one whose names say nothing of the layer, as Ernie's, the prefix is made up and may be the target's.
+    # Where names do not contain the layer, as in Ernie, the prefix is made up and may be the target's.
     prefixes = [prefix for prefix, stems in layers.items() if any(name.startswith(prefix) for name in stems)]
     prefixes = [prefix for prefix in prefixes if prefix not in ("", "model.")]
     return {path for path in pair.layers if path.startswith(tuple(prefixes)) or ".mtp" in f".{path}"}
 
 
 def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) -> dict[str, str]:
-    """What each engine holds a layer behind the stage in. Without an entry it takes its target's weight there, or reads
-    codes itself (`is_read_by_sglang`).
+    """{engine: what it holds a layer after the stage in}. An engine without an entry takes its target's weight there,
+    or reads codes itself (`is_read_by_sglang`).
 
     Source: the NextN and MTP models of SGLang 0.5.23, whose worker shares embedding and head; vLLM 0.33
-    `llm_base_proposer`, which shares those of MTP models, and of EAGLE-1 what the drafter has none of.
+    `llm_base_proposer`, which shares those of MTP models, and for EAGLE-1 those that the drafter lacks.
     """
     if (kind := kind_of(path)) == "head" or (kind == "embedding" and family.config_types):
         return {}
@@ -103,7 +103,7 @@ def _held_in(pair: Pair, stage: EngineStage) -> str:
 
 
 def _look_at_layer(pair: Pair, configs: Mapping[str, MTPConfig], names: list[str]) -> None:
-    """Once for both engines, but where one has a bias and the other none."""
+    """Load once for both engines, or once for each where only one of them has a bias."""
     opened = pair.opened(names)
     by_bias = {config.bias: config for config in configs.values()}
     for bias, config in by_bias.items():

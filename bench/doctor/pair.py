@@ -1,6 +1,6 @@
-"""A target and its drafter as `doctor` has them: two configs and the headers of safetensors files, and no weight.
+"""A target and its drafter as `doctor` has them: two configs and the headers of safetensors files, without weights.
 
-What says how a weight is packed is read: a g_idx (the group of each column) and a weight_shape.
+Only tensors that say how a weight is packed are read: g_idx (the group of each column) and weight_shape.
 """
 
 import json
@@ -21,7 +21,7 @@ OP = "doctor"
 SGLANG, VLLM_V1, VLLM_V2 = "SGLang 0.5.23", "vLLM 0.33, V1 runner", "vLLM 0.33, V2 runner"
 ENGINES = {"sglang": (SGLANG,), "vllm": (VLLM_V1, VLLM_V2)}
 DENSE = ("BF16", "F16", "F32")
-# What safetensors calls them, of those that a drafter's tensors have.
+# safetensors' names of the dtypes that a drafter's tensors have.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,29 +39,29 @@ _DTYPES = {
 }
 
 
-# Of the stacked experts of a layer, whose parameters have no dot in front of them: experts.down_proj_blocks.
+# Names of a layer's stacked experts, whose parameters follow an underscore, not a dot: experts.down_proj_blocks.
 _STACK = re.compile(r"(?P<path>(?:.*\.)?experts\.\w+_proj)(?:_(?P<parameter>\w+))?")
 
-# Numbers that a loader reads before it looks at codes, a few for each column: no stand-in has them.
+# Tensors whose values a loader reads before it looks at codes, so that no stand-in will do; a few numbers per column.
 _READ = ("g_idx", "weight_g_idx", "weight_shape")
 
 
 class Finding(NamedTuple):
     trap: str  # a short name, stable, for scripts
-    engines: tuple[str, ...]  # that fall into it; all of them where it is empty
+    engines: tuple[str, ...]  # those that fall into it; empty: all
     text: str
 
 
 class Header(NamedTuple):
-    """Of one tensor in a safetensors file."""
+    """The header of one tensor in a safetensors file."""
 
     shape: tuple[int, ...]
     dtype: str  # as the format spells it: BF16, F8_E4M3
-    read: Callable[[], Tensor] | None = None  # of one that is read
+    read: Callable[[], Tensor] | None = None  # only of a tensor in _READ
 
     def stand_in(self) -> Tensor:
-        """The tensor where it is one that is read; else one of this shape and dtype in the memory of one row, for what
-        looks at no more than these two. Its values are valid wherever one is asked for: scales of one.
+        """The tensor itself if it is in `_READ`; else one of this shape and dtype in the memory of one row, for loaders
+        that look at nothing else. Where they do look at values, these are valid: scales are 1.
         """
         if self.dtype not in _DTYPES:
             raise ValueError(f"{OP}: a tensor is {self.dtype}, expected one of {list(_DTYPES)}")
@@ -76,7 +76,7 @@ class Header(NamedTuple):
 
 @dataclass
 class Pair:
-    """A target and its drafter, as far as they could be read, and what was found of them."""
+    """A target and its drafter, as far as they could be read, and what was found about them."""
 
     target: Mapping[str, Any]
     drafter: Mapping[str, Any]
@@ -96,19 +96,19 @@ class Pair:
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Header]]:
-        """By the path of a layer of the drafter, its tensors by what stands behind the last dot; of stacked experts
-        by what stands behind the name of their projection, `weight` where there is nothing."""
+        """{path of a layer of the drafter: {parameter: header}}. A parameter is what follows the last dot of a name;
+        for stacked experts, what follows the name of their projection, or `weight` where nothing does."""
         layers: dict[str, dict[str, Header]] = {}
         for name, header in self.headers.items():
             path, _, parameter = name.rpartition(".")
             if (stack := _STACK.fullmatch(name)) is not None:
                 path, parameter = stack["path"], stack["parameter"] or "weight"
-            if path:  # d2t is of none
+            if path:  # d2t belongs to no layer
                 layers.setdefault(path, {})[parameter] = header
         return layers
 
     def name_of(self, path: str, parameter: str) -> str:
-        """The file's, of a tensor of `layers`."""
+        """The name in the file of a tensor of `layers`."""
         name = f"{path}.{parameter}"
         if name in self.headers:
             return name
@@ -125,21 +125,21 @@ class Pair:
         return tuple(name for name in stated if isinstance(name, str)) if isinstance(stated, list) else ()
 
     def readers(self, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
-        """Of these tensors the stand-ins, for a loader."""
+        """The stand-ins of these tensors, for a loader."""
         return {name: self.headers[name].stand_in for name in names}
 
     def opened(self, names: Iterable[str]) -> Opened:
         return Opened(self.readers(names), self.quantization)
 
     def look_at_loading(self, load: Callable[[], object], *engines: str) -> None:
-        """What the package's own loader says of the headers, which it says of the tensors too."""
+        """Report what the package's own loader refuses in the headers: it would refuse the tensors too."""
         try:
             load()
         except (TypeError, ValueError) as wrong:
             self.find("load", str(wrong), *engines)
 
     def look_at_target(self, hidden_size: int) -> None:
-        """Whether the target is as wide as the one that the drafter was made for."""
+        """Report a target that is not as wide as the one that the drafter was made for."""
         if (width := self.text.get("hidden_size")) != hidden_size:
             text = f"the target's hidden_size is {width}, and the drafter's target_hidden_size {hidden_size}"
             self.find("hidden-size", text)
@@ -151,7 +151,7 @@ class Pair:
 
 
 def read(target: Path, drafter: Path) -> Pair:
-    """Raises ValueError that names a file which is missing, damaged, or not to be read, or what would read it."""
+    """Raises ValueError that names a file that is missing, damaged or unreadable, or the package that would read it."""
     try:
         return Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter))
     except OSError as failure:

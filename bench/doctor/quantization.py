@@ -1,4 +1,4 @@
-"""What each engine makes of a weight that is quantized, or that the drafter's quantization_config says is."""
+"""What each engine makes of a weight that is quantized, or that the drafter's quantization_config says is quantized."""
 
 import fnmatch
 import re
@@ -21,7 +21,8 @@ _NUMBERS = (*DENSE, "F64")
 _WITHOUT = " without this package's plugin"
 _REFUSED = "; this package's plugin refuses them"
 _EXPERTS = "; this package's plugin leaves experts to it"
-# The engines that have a quant_method, of those that not both or no engine has.
+# The engines that have a quant_method, where the default is wrong: both engines have the methods that this package
+# reads, none has the others.
 # Source: SGLang 0.5.23 and vLLM 0.33, `layers/quantization/__init__.py`.
 _ENGINES_WITH = {
     **dict.fromkeys(("bitsandbytes", "blockwise_int8", "gguf", "minimax_m3_nvfp4", "modelslim"), ("sglang",)),
@@ -29,12 +30,12 @@ _ENGINES_WITH = {
     **dict.fromkeys(("experts_int8", "fbgemm_fp8", "fp_quant", "inc", "torchao"), ("vllm",)),
     **dict.fromkeys(("humming", "moe_wna16"), ("sglang", "vllm")),
 }
-# Those whose entries are whole names or patterns in vLLM, which others look for inside of a name.
+# Methods whose entries vLLM takes for whole names or patterns; with other methods it looks for an entry inside a name.
 _WHOLE_NAMES = ("compressed-tensors", "fbgemm_fp8", "fp8")
-# Methods that both engines have for linear layers and experts alone.
+# Methods that both engines have for linear layers and experts only.
 _OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxfp4")
 
-# What an engine holds a layer in: one that the quantization config has a method for, or one without.
+# What an engine holds a layer in: a module with the quantization config's method, or one without a method.
 TAKES_CONFIG = "as the quantization config says"
 PLAIN, UNQUANTIZED = "a plain nn.Linear", "a linear layer without a quantization method"
 HEAD = "a ParallelLMHead without a quantization method"
@@ -42,7 +43,7 @@ EMBEDDING, NORM = "an embedding without a quantization method", "a norm"
 
 
 def look_at_method(pair: Pair) -> None:
-    """State a format that this package does not read, and report the engines that do not have the config's."""
+    """State a format that this package does not read, and report the engines that lack the config's method."""
     if pair.quantization is None:
         return
     format, method = unread_format(pair.quantization), pair.quantization.get("quant_method")
@@ -63,7 +64,7 @@ def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], 
 
     Args:
         name: what it is called in facts and findings.
-        held_in: by engine TAKES_CONFIG, or what it builds without a method of the quantization config.
+        held_in: by engine, TAKES_CONFIG or what it builds without the quantization config's method.
     """
     parameters = parameters_of(pair, path)
     stored = codes_of(parameters)
@@ -83,7 +84,7 @@ def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], 
 
 
 def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """(what is wrong, the engines) of the codes at `path`, each of which reads them otherwise than they are meant."""
+    """(what is wrong, the engines) for each way in which engines misread the codes at `path`."""
     stored = codes_of(parameters_of(pair, path))
     skipped = "its scales: codes are taken for numbers"
     is_read = unread_format(pair.quantization) is None
@@ -94,7 +95,7 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
     for engine, place in held_in.items():
         engines.setdefault(place, []).append(engine)
     for place in (place for place in engines if place != TAKES_CONFIG):
-        # The plugins make numbers of all but a norm's.
+        # The plugins turn these codes into numbers, except a norm's, which they refuse.
         plugin = _REFUSED if place == NORM else f" (sglang#39087){without}"
         yield f"holds {name} in {place}, skips {skipped}{plugin}", engines[place]
     if not (takes := engines.get(TAKES_CONFIG)):
@@ -109,7 +110,7 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
 
 
 def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False) -> str | None:
-    """What becomes of a layer that an engine calls by `names`, the first of which is its own, in the config's lists."""
+    """What goes wrong for a layer that an engine looks up in the config's lists by `names`, its own name first."""
     config = pair.quantization
     if config is None:
         return None
@@ -124,7 +125,7 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
 
 
 def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
-    """Where both engines hold an lm_head that they give the config: not every method has a place for its scales.
+    """What both engines hold an lm_head in where it gets the config: not every method has a place for its scales.
 
     Source: `get_quant_method` of SGLang 0.5.23 and vLLM 0.33, by whether it asks for a ParallelLMHead.
     """
@@ -133,18 +134,19 @@ def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
         return TAKES_CONFIG
     if method in ("gptq", "gptqmodel", "awq"):
         return TAKES_CONFIG if config.get("lm_head") else HEAD
-    if method == "compressed-tensors":  # "Linear" is none of its classes
+    if method == "compressed-tensors":  # "Linear" does not match an lm_head
         return TAKES_CONFIG if any(_names(entry, path) for entry in _targets(config)) else HEAD
     return HEAD if method in _OF_LINEAR_LAYERS else TAKES_CONFIG
 
 
 def is_modelopt_fp4(config: Mapping[str, Any] | None) -> bool:
-    """What both engines call modelopt_fp4, of which some drafters are built in numbers whatever their files have."""
+    """Whether both engines call it modelopt_fp4, with which some drafters are built in numbers, whatever their files
+    have."""
     return config is not None and str(config.get("quant_algo")).upper() in ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
 
 
 def described(pair: Pair, path: str) -> str:
-    """F8_E4M3 with weight_scale."""
+    """The weight's dtype and scales: F8_E4M3 with weight_scale."""
     parameters, format = parameters_of(pair, path), unread_format(pair.quantization)
     scales = sorted(each for each in parameters if "scale" in each and "input" not in each and "act" not in each)
     stored = codes_of(parameters)
@@ -155,7 +157,7 @@ def described(pair: Pair, path: str) -> str:
 
 
 def is_of_experts(pair: Pair, path: str) -> bool:
-    """Those of a layer may be one tensor [E, ...] under a name of any kind (Step-3.5's moe.up_proj)."""
+    """By name, or by shape: a layer's experts may be one tensor [E, ...] under any name (Step-3.5's moe.up_proj)."""
     parameters = parameters_of(pair, path)
     stored = codes_of(parameters)
     is_stack = stored is not None and stored not in UNREAD_CODES and len(parameters[stored].shape) > 2
@@ -169,12 +171,12 @@ def holds_codes(pair: Pair, path: str) -> bool:
 
 
 def parameters_of(pair: Pair, path: str) -> Mapping[str, Header]:
-    """What the file has of a layer, by what stands behind the last dot."""
+    """The file's tensors of a layer, by the part of their names after the last dot."""
     return pair.layers.get(path, {})
 
 
 def codes_of(parameters: Collection[str]) -> str | None:
-    """What its weight is called."""
+    """The name of the one that holds the weight."""
     return next((name for name in _CODES if name in parameters), None)
 
 
@@ -191,7 +193,7 @@ def _covers(config: Mapping[str, Any], path: str, is_whole: bool = False) -> boo
 
 
 def _is_in_group(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
-    """True of a config without such groups."""
+    """Whether one of config_groups has the layer; True for a config without such groups."""
     if config.get("quant_method") != "compressed-tensors":
         return True
     return any(entry == "Linear" or _names(entry, path, is_whole) for entry in _targets(config))
@@ -205,7 +207,7 @@ def _targets(config: Mapping[str, Any]) -> list[str]:
 
 def _leaves_out(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
     entries = [entry for key in _LEFT_OUT for entry in _texts(config.get(key))]
-    # GPTQModel's: "-:" is in front of the pattern of what stays as it is.
+    # GPTQModel's: "-:" precedes the pattern of layers that are left out.
     entries += [f"re:{pattern[2:]}" for pattern in _texts(config.get("dynamic")) if pattern.startswith("-:")]
     return any(_names(entry, path, is_whole) for entry in entries)
 
@@ -215,9 +217,9 @@ def _texts(value: object) -> list[str]:
 
 
 def _names(entry: str, path: str, is_whole: bool = False) -> bool:
-    """Whether an entry of a config is this layer, a part of a model that it is in, or a pattern of it.
+    """Whether a config's entry is this layer, a part of the model that contains it, or a pattern that matches it.
 
-    is_whole: `path` is the engine's own, and an entry that is no pattern has to be all of it.
+    is_whole: `path` is the engine's own name, and an entry that is no pattern must equal it.
     """
     if is_whole and not entry.startswith("re:"):
         return entry == path

@@ -1,7 +1,7 @@
 """Calls of the projection and of the library's product for ncu, each between cudaProfilerStart and Stop.
 
-`ncu --profile-from-start off ... python -m eagle_kernels.bench.gpu.counters`: one call of each kernel, warm before it,
-at the T of its list, in this order, so that a kernel of ncu's output is known by its place.
+`ncu --profile-from-start off ... python -m eagle_kernels.bench.gpu.counters`: after a warm-up, one call of each kernel
+at each T of its list, in this order, so that a kernel is identified by its place in ncu's output.
 """
 
 from collections.abc import Callable

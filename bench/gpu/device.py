@@ -1,9 +1,9 @@
 """What the driver says of the GPU: sizes, clocks, and how many clusters of each instance's blocks run at once.
 
 The model of docs/benchmarking.md, and `clusters_at_once` of csrc/cuda/ranges.cuh after it, suppose GPCs of 16 SMs and
-of 18. The standard library and libcuda do: the kernel that is asked about is PTX that does nothing, so that shared
-memory and threads limit its clusters, as they do those of the instances. Nothing is raised: what the driver refuses, or
-a machine without one, is a sentence of the result.
+of 18. The standard library and libcuda are enough: the kernel that is asked about is PTX that does nothing, so that
+shared memory and threads limit its clusters, as they do those of the instances. Nothing is raised: a refusal by the
+driver, or a machine without one, becomes a sentence of the result.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from .stages import ROOT, WORK, write_json
 
 INSTANCES = ROOT / "bench" / "results" / "cuda_instances.json"
-_CLUSTERS = range(1, 17)  # blocks; of more than 8 those of a GPC show, though no kernel here has them
+_CLUSTERS = range(1, 17)  # blocks; more than 8, which no kernel here has, show the size of a GPC
 
 # CUdevice_attribute.
 _ATTRIBUTES = {
@@ -51,7 +51,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 def read_device() -> dict:
-    """What could be had of it; `failed` says what ended the reading, if something did."""
+    """What could be read; `failed` says what ended the reading, if something did."""
     device: dict = {"smi": _smi()}
     try:
         driver = _Driver()
@@ -109,7 +109,7 @@ class _Driver:
             yield name, value.value
 
     def clusters(self, threads: int, shared_bytes: int) -> dict[int, int | str]:
-        """By their blocks how many clusters run at the same time, or why that cannot be had."""
+        """{blocks of a cluster: how many such clusters run at the same time, or the driver's refusal}."""
         at_once: dict[int, int | str] = {}
         for blocks in _CLUSTERS:
             attribute = _LaunchAttribute(_CLUSTER_DIMENSION)

@@ -1,4 +1,4 @@
-"""Make the package importable on a machine that has it not installed: links, and a library carried along or built."""
+"""Make the package importable where it is not installed: links to this tree, and a library carried along or built."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from .stages import ALTERNATIVES, ROOT, WORK
 
 CARRIED = ROOT / "build" / "gpu_session"  # what `pack` leaves for the GPU machine
 SITE = ROOT / "build" / "gpu_site"  # the package as if it were installed, in symbolic links
-# Of a folder with a library, the one beside it whose CUDA kernels the environment chooses among (make gpu-ready).
+# The subfolder with the library of alternatives, whose CUDA kernels environment variables select (make gpu-ready).
 _OF_ALTERNATIVES = "alternatives"
 # Triton's compiled kernels, so that no GPU time goes into compiling: filled by the rehearsal, carried as an archive.
 TRITON_CACHE = ROOT / "build" / "gpu_triton_cache"
@@ -24,8 +24,8 @@ _NVCC = ("/usr/local/cuda/bin/nvcc", "/usr/local/bin/nvcc", "/opt/cuda/bin/nvcc"
 
 
 def prepare_package(device: str, library: Path | None = None) -> dict[str, str]:
-    """The environment in which `eagle_kernels` is importable from this tree: linked, with a library that loads, that of
-    the folder `library` before others."""
+    """The environment in which `eagle_kernels` is importable from this tree: linked, with the first library that loads;
+    that of the folder `library` is tried first."""
     package = SITE / "eagle_kernels"
     shutil.rmtree(SITE, ignore_errors=True)
     package.mkdir(parents=True)
@@ -48,7 +48,7 @@ def prepare_package(device: str, library: Path | None = None) -> dict[str, str]:
     _note(_provide_library(package, environment, device, library))
     linked = package / _LIBRARY
     if linked.exists() and linked.resolve() == (CARRIED / _LIBRARY).resolve() and (CARRIED / "COMMIT").exists():
-        # The .git that travels to a lent machine has the commit that the session began with, and all later as changes.
+        # On a lent machine .git has the commit that the session began with, and all later ones as changes.
         shutil.copy(CARRIED / "COMMIT", package / "COMMIT")
     _provide_alternatives([*([library] if library else []), CARRIED])
     return environment
@@ -56,7 +56,7 @@ def prepare_package(device: str, library: Path | None = None) -> dict[str, str]:
 
 def _provide_alternatives(folders: Sequence[Path]) -> None:
     """A second package with the library of alternatives, where one is carried along: `python ALTERNATIVES` is its CLI.
-    That it loads is for the commands to find out, since to ask takes as long as a row."""
+    Whether it loads is left to the commands, since trying takes as long as a row."""
     shutil.rmtree(ALTERNATIVES, ignore_errors=True)
     libraries = [folder / _OF_ALTERNATIVES / _LIBRARY for folder in folders]
     library = next((path for path in libraries if path.exists()), None)
@@ -72,7 +72,7 @@ def _provide_alternatives(folders: Sequence[Path]) -> None:
 
 
 def _provide_library(package: Path, environment: dict[str, str], device: str, library: Path | None = None) -> str:
-    """Link a library that loads; where it comes from. One without CUDA kernels is second choice on a GPU."""
+    """Link a library that loads; returns where it comes from. On a GPU one without CUDA kernels is second choice."""
     folders = [*([library] if library else []), CARRIED, ROOT / "python" / "eagle_kernels"]
     there = [folder for folder in folders if (folder / _LIBRARY).exists()]
     for folder in there:
@@ -94,7 +94,7 @@ def _note(text: str) -> None:
 
 
 def _loads(package: Path, folder: Path, environment: dict[str, str], device: str) -> bool:
-    """Link the libraries of a folder into the package, and see; nothing stays linked where it does not load."""
+    """Link the libraries of a folder into the package and try them; those that do not load are unlinked again."""
     for library in folder.glob("*.so"):
         (package / library.name).unlink(missing_ok=True)
         (package / library.name).symlink_to(library)
@@ -133,8 +133,8 @@ def _build(environment: dict[str, str], device: str) -> Path | None:
 
 def pack(folder: Path | None = None) -> int:
     """Copy the library of `folder`, or the one built in this tree, that of alternatives beside it, Triton's cache and
-    the commit into the folder to carry. A library without CUDA kernels is refused: on the GPU it would be Triton that
-    is measured."""
+    the commit into the folder to carry. A library without CUDA kernels is refused: on the GPU Triton would be measured
+    instead."""
     library = (folder or ROOT / "python" / "eagle_kernels") / _LIBRARY
     there = library.exists()
     if not there or _SECTION_OF_CUDA not in library.read_bytes():
@@ -163,7 +163,7 @@ def _without_locks(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def _commit() -> str:
-    """Of the checkout, "+" where it has changes; of a tree without .git, what --pack wrote down."""
+    """The checkout's commit, with "+" where it has changes; without .git, the one that --pack wrote down."""
     git = ["git", "-C", str(ROOT)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=20)

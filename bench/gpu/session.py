@@ -1,6 +1,6 @@
 """Run the stages of gpu_session.sh: each bounded in time, saved while it runs, and skipped where it is done already.
 
-Standard library only, and nothing of the package is imported: on a bare machine it is made importable first.
+It imports the standard library only, and nothing of the package: on a bare machine it first makes that importable.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def run_stages(
 
 
 def _run_stage(stage: Stage, out: Path, device: str, environment: dict, deadline: float, earlier: dict) -> dict:
-    """Run the commands that an earlier call has not finished; the record says which those of both calls are."""
+    """Run the commands that an earlier call has not finished; the record lists the finished ones of both calls."""
     record: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "stage": stage.name, "device": device}
     record |= {"status": "not started", "seconds": 0.0, "output_tail": "", "result": _read_or_none(stage.result)}
     record["finished"] = dict(earlier.get("finished", {}))  # the exit status of each command
@@ -123,7 +123,7 @@ def _command_text(command: Command) -> str:
 
 
 def _run(command: Command, log: Path, environment: dict, limit: float, save: Callable[[str], None]) -> int | None:
-    """The exit status, None where the time was over. Interrupted first: bench then keeps its row and prints its end."""
+    """The exit status, None where time ran out: then SIGINT comes first, on which bench keeps its rows and ends."""
     deadline, next_save = time.monotonic() + limit, time.monotonic() + _SAVE_EVERY
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -133,7 +133,7 @@ def _run(command: Command, log: Path, environment: dict, limit: float, save: Cal
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
                 if time.monotonic() > next_save:
-                    save("cut")  # what a call that is killed leaves behind
+                    save("cut")  # the record that is left if this call is killed
                     next_save = time.monotonic() + _SAVE_EVERY
             if process.poll() is not None:
                 return process.returncode
@@ -178,7 +178,7 @@ def collect(folder: Path) -> int:
 
 
 def _runs(stage: str, result: dict) -> dict[str, dict]:
-    """What a stage's result has of runs of the benchmark, and of the device, by the name of their file."""
+    """{file name: content} of the benchmark's runs and of the device in a stage's result."""
     runs: dict[str, dict | None] = {stage: result} if stage in ("op-table", "sweeps") else {}
     if stage == "decode-curve":
         variants = {f"{stage}-{variant}": run for variant, run in result.get("variants", {}).items()}
@@ -189,19 +189,19 @@ def _runs(stage: str, result: dict) -> dict[str, dict]:
 
 
 def _counts(result: dict) -> list[dict]:
-    """Of gpu-tests, a record of each command without what failed."""
+    """A record of each command of gpu-tests, without its failures."""
     return [{"command": name} | {k: v for k, v in of.items() if k != "failed"} for name, of in result.items()]
 
 
 def _failures(record: dict) -> list[dict]:
-    """Of gpu-tests, what failed in every file."""
+    """The failures of gpu-tests, of all commands."""
     if record["stage"] != "gpu-tests":
         return []
     return [failure for file in (record["result"] or {}).values() for failure in file["failed"]]
 
 
 def _earlier(stage: Stage, folders: Sequence[Path]) -> dict | None:
-    """What a call before this one left of the stage: a finished record rather than an unfinished one."""
+    """The record of the stage that an earlier call left, a finished one if there is one."""
     read = [read_json(folder / f"{stage.name}.json") for folder in folders]
     found = [record for record in read if record and record.get("schema_version") == SCHEMA_VERSION]
     found = [record for record in found if record["status"] not in ("not started", "skipped")]

@@ -1,4 +1,4 @@
-"""What a session on a GPU runs, in order of value: the commands of each stage, and what it leaves to be kept."""
+"""What a session on a GPU runs, in order of value: the commands of each stage, and the results to keep."""
 
 import json
 import os
@@ -12,17 +12,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Files that the stages write before they go into their JSON; commands name them from ROOT, where they run.
+# Where stages write files that then go into their JSON; commands run in ROOT and name them relative to it.
 WORK_NAME = "build/gpu_work"
 WORK = ROOT / WORK_NAME
-# The package with the library of alternatives, for a process of its own; there where package.py found one.
+# The package with the library of alternatives, for separate processes; it exists where package.py found that library.
 _ALTERNATIVES_NAME = "build/gpu_alternatives"
 ALTERNATIVES = ROOT / _ALTERNATIVES_NAME
 
 Command = Sequence[str]
 
-# The projection first: if time is short, its failures are the ones to know of. Each command starts its workers once,
-# which a command for each file would do nine times.
+# The projection first: if time is short, its failures matter most. Each command starts its workers once; a command for
+# each file would start them ten times.
 _TEST_FILES = {
     "projection": ("test_norm_concat_linear.py", "test_norm_concat_linear_quantized.py"),
     "others": (
@@ -38,8 +38,9 @@ _TEST_FILES = {
 }
 _MOST_WORKERS = 14  # of the tests; a CUDA context takes 0.5 GB
 
-# The tools slow a kernel 10 to 100 times: few cases, of which three run each flavour of the fused kernel, three that of
-# warpgroups (on sm_90), one the split kernels of C++, and two Triton's; and one of codes by warpgroups.
+# The tools slow a kernel down 10 to 100 times, hence few cases: three for the flavors of the fused kernel, three for
+# those of the warpgroup kernel (on sm_90), one for the split kernels of C++, two for Triton's, one for codes by
+# warpgroups.
 _SANITIZED = (
     ("cuda", "bf16-K2-H896-T2-concat-D257"),
     ("cuda", "bf16-K2-H64-T5-chunk-gain_none-offset1"),
@@ -68,15 +69,15 @@ _EIGHT_SHAPES = (*_TUNED, "deepseek-v3", "deepseek-v3:mtp", "qwen2.5-0.5b", "gem
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that run one after the other for at most `limit` seconds together, and what they leave to be kept."""
+    """Commands that run one after the other for at most `limit` seconds together, and their result, which is kept."""
 
     name: str
     limit: float
     commands: Callable[[str], list[Command]]  # for a device
     result: Callable[[], object] = lambda: None
     needs: str | None = None  # a program without which the stage is skipped
-    goes_on: bool = False  # a later call takes up the first command that a cut one has not finished
-    restore: Callable[[dict], None] = lambda result: None  # puts a cut call's result back to where its commands look
+    goes_on: bool = False  # a later call resumes with the first command that a cut one did not finish
+    restore: Callable[[dict], None] = lambda result: None  # puts a cut call's result where its commands look
 
 
 _CLI = ("-m", "eagle_kernels.bench.cli")
@@ -91,7 +92,7 @@ def _pytest(*arguments: str) -> Command:
 
 
 def _bench(device: str, name: str, *arguments: str, program: Sequence[str] = _CLI) -> Command:
-    """A run that goes on with what its JSON holds. On a CPU a token of it, to try the stages out."""
+    """A run that resumes from its JSON. On a CPU its sizes are tiny, to try the stages out."""
     json_file = ["--json", f"{WORK_NAME}/{name}.json", "--resume"]
     small = ["--preset", "qwen2.5-0.5b", "--tokens", "1,8", "--min-time", "0.02"] if device == "cpu" else []
     # argparse takes the last one given.
@@ -103,8 +104,8 @@ def _backends(device: str) -> str:
 
 
 def _library(device: str) -> list[Command]:
-    """Load, and one call of every op on each backend and plan, checked against float64; then what the driver says of
-    the device, which may take its time in vain."""
+    """Load the library; one call of every op on each backend and plan, checked against float64; last what the driver
+    says about the device, which may spend its 20 s in vain."""
     if device != "cuda":
         return [_cli("info")]
     once = ["--forms", "op", "--baselines", "none", "--timer", "eager", "--min-time", "0.001"]
@@ -118,7 +119,7 @@ def _library(device: str) -> list[Command]:
 def _gpu_tests(device: str) -> list[Command]:
     options = ["-m", "gpu", "--tb=short", "--durations=10"]
     options += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"] if find_spec("xdist") else []
-    # By a thread, which ends the worker: a kernel that hangs holds the main one inside of the driver.
+    # The thread method ends the worker: a kernel that hangs keeps the main thread inside the driver.
     options += ["--timeout", "120", "--timeout-method", "thread"] if find_spec("pytest_timeout") else []
     return [
         _pytest(*(f"tests/gpu/{file}" for file in files), *options, f"--junitxml={WORK_NAME}/tests-{name}.xml")
@@ -133,9 +134,9 @@ def _sanitizer(device: str) -> list[Command]:
     return [["bash", "tests/gpu/sanitize.sh", "--tools", tool, *cases] for tool in ("memcheck", "racecheck")]
 
 
-# What else the kernels can be told, each in a run of its own with the same baseline: the setting and the rows. Of few
-# rows the fused kernel, of more the split kernels where warpgroups multiply, and the columns of warpgroups' blocks,
-# which a library of alternatives lets choose: whether the model of split_of chooses right is for a GPU to say.
+# Other settings of the kernels, each in a run of its own with the same baseline: (setting, rows). For few rows the
+# fused kernel, for more the split kernels in place of warpgroups, and the columns of the warpgroups' blocks, which the
+# library of alternatives makes a setting: only a GPU can say whether the model in split_of chooses well.
 _FEW_ROWS = "1,2,4,8,9,12,16"
 _MORE_ROWS = "17,24,32,40,48,64"
 _VARIANTS = {
@@ -146,8 +147,8 @@ _OF_ALTERNATIVES = {f"columns-{n}": (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", "17,32,
 
 
 def _decode_curve(device: str) -> list[Command]:
-    """Both backends beside the library's product alone, of more rows with the two steps that still more take; counters
-    of one call of each kernel and of the product, and its kernel's name; then the variants."""
+    """Both backends beside the library's product alone; for more rows also the two steps that plans take for still
+    more; ncu's counters of one call of each kernel and of the product, whose kernel they name; then the variants."""
     what = ["--forms", "op", "--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "--min-time", "0.05"]
     what += [] if device == "cpu" else ["--timer", "graph,spaced"]
     cuda = "auto" if device == "cpu" else "cuda"
@@ -155,10 +156,10 @@ def _decode_curve(device: str) -> list[Command]:
     more = [*what, "--backends", cuda, "--baselines", "two-step,linear", "--tokens", _MORE_ROWS]
     commands = [_bench(device, "decode-curve", *arguments) for arguments in ([*both, "--tokens", _FEW_ROWS], more)]
     if device == "cuda" and (ncu := shutil.which("ncu")):
-        # The card's clocks stay as they are. ncu empties the caches in front of each kernel, and prints a line for each
-        # figure of it.
+        # The card's clocks stay as they are. ncu empties the caches before each kernel, and prints a line for each of
+        # its metrics.
         profiled = ["--profile-from-start", "off", "--clock-control", "none", *_of_sections()]
-        # Without what its rules advise, which was most of an output that outgrew what the stage keeps.
+        # Without the advice of ncu's rules: it was most of an output that outgrew what the stage keeps.
         log = ["--apply-rules", "no", "--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
         commands.append([ncu, *profiled, *log, sys.executable, "-m", "eagle_kernels.bench.gpu.counters"])
     of_cuda = [*what, "--backends", cuda, "--baselines", "linear"]
@@ -177,8 +178,8 @@ def _of_sections() -> list[str]:
 
 def _op_table(device: str) -> list[Command]:
     timers = [] if device == "cpu" else ["--timer", "graph,spaced,eager"]
-    # Triton beside what the plan takes: which of the two is faster at small T is for a GPU to say. And at the largest
-    # the two steps that the plan has for more: whether it has them soon enough (_ONE_PASS_ROWS of plan.py).
+    # Triton beside the plan's choice: only a GPU can say which of the two is faster at small T. At the largest T also
+    # the two steps that the plan takes for more rows: whether it takes them soon enough (_ONE_PASS_ROWS of plan.py).
     linear = ["--forms", "op", "--backends", _backends(device), "--preset", *_EIGHT_SHAPES, *timers]
     few = ["--baselines", "eager,slices,linear", "--tokens", "1,8,16,32"]
     many = ["--baselines", "eager,slices,two-step,linear", "--tokens", "48,64,128"]
@@ -233,7 +234,7 @@ def _run_of(name: str) -> Callable[[], dict | None]:
 
 
 def _restore_run(name: str) -> Callable[[dict], None]:
-    """The rows of a cut run, where bench --resume looks for them."""
+    """Puts the rows of a cut run where bench --resume looks for them."""
     return lambda run: write_json(WORK / f"{name}.json", run)
 
 
@@ -261,7 +262,7 @@ def _test_summary(path: Path) -> dict:
     return counts | {"failed": failed, "skips": {reason: skips.count(reason) for reason in sorted(set(skips))}}
 
 
-_MOST_FAILURES = 100  # of a file; all of a table fail alike
+_MOST_FAILURES = 100  # per command; the cases of a table fail alike
 
 
 def _failure(case: xml.etree.ElementTree.Element, report: xml.etree.ElementTree.Element) -> dict[str, str]:
@@ -285,7 +286,7 @@ def _restore_curve(result: dict) -> None:
 
 
 def _restore_run_of(name: str) -> Callable[[dict], None]:
-    """The same of a result that has more than the run."""
+    """`_restore_run` for a result that has more than the run."""
 
     def restore(result: dict) -> None:
         if result.get("run"):
@@ -315,7 +316,7 @@ def _host_summary() -> dict | None:
     return {"date": run["datetime"], "microseconds": cases}
 
 
-# 1400 s in all; eight at most, since no more files come back from a lent machine.
+# 1400 s in all; at most eight stages, since no more files come back from a lent machine.
 STAGES = (
     Stage("library", 60, _library, _read_library, goes_on=True, restore=_restore_run_of("first-calls")),
     Stage(

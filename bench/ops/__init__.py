@@ -1,6 +1,6 @@
-"""What the benchmark knows of each op, in a file of the op's name: its chain, workload, random calls and host calls.
+"""What the benchmark knows about each op, in a file with the op's name: its chain, workload, random and host calls.
 
-A file has `WORKLOAD`, the class behind a row of `bench`; one of a public op also `random_call(draw)`, a case of
+A file has `WORKLOAD`, the class behind a row of `bench`; that of a public op also has `random_call(draw)`, a case of
 `check`, and `host_calls()`, the lines of `host`.
 """
 
@@ -18,7 +18,7 @@ def entry_of(op: str) -> ModuleType:
     return importlib.import_module(f".{op}", __name__)
 
 
-# ContextKV's part behind the product has no public function of its own.
+# The part of ContextKV after the product has no public function of its own.
 WORKLOADS: dict[str, type[Workload]] = {op: entry_of(op).WORKLOAD for op in (*ops.__all__, store_context_kv.OP)}
 
 

@@ -80,7 +80,7 @@ class AddRmsNorm(Workload):
 
         def call(copy: int) -> tuple[Tensor, Tensor]:
             hidden, residual, gain, eps, total = self.chain_arguments[copy]
-            # In place, as these kernels work: what a chain of drafter steps has to keep is cloned first.
+            # These kernels work in place: what a chain of drafter steps has to keep is cloned first.
             return norms.add_norm(self.outs[copy].copy_(hidden), total.copy_(residual), gain, eps)
 
         return call, len(self.outs)

@@ -95,7 +95,7 @@ class Draw:
         return torch.randint(low, max(high, low + 1), (count,), generator=self._generator).to(dtype)
 
     def rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Hidden states [rows, columns], often a slice of something wider, whose other columns are poison."""
+        """Hidden states [rows, columns], often a slice of a wider buffer whose other columns are NaN."""
         margin = self.random.choice((0, 0, 1, 8))
         buffer = torch.full((rows, columns + 2 * margin), math.nan, dtype=dtype)
         values = torch.randn(rows, columns, generator=self._generator)

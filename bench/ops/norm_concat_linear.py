@@ -24,8 +24,8 @@ from .host_call import D, H, HostCall, K
 from .norm_concat import host_chain as normed_concat
 from .sources import make_sources, one_output
 
-# A module takes 0.4 ms to make, and a full collection visits each: of a 64-wide weight, the 37500 that exceed a 480 MiB
-# cache took 118 s. So many of any preset's weight exceed every cache.
+# A module takes 0.4 ms to make, and a full garbage collection visits each: with a 64-wide weight, the 37500 modules
+# that exceed a 480 MiB cache took 118 s. With any preset's weight 1024 modules exceed every cache.
 MAX_LAYERS = 1024
 
 # Baselines that need a concat of their own for each copy.
@@ -37,7 +37,7 @@ class NormConcatLinear(Workload):
 
     sizes = ("S", "K", "H", "D")
     forms: tuple[str, ...] = FORMS
-    # The product is what takes the time of eager-out.
+    # Without eager-out: its time would be that of the product.
     baselines: tuple[str, ...] = tuple(name for name in BASELINES if name != "eager-out")
     chain: Callable[..., Any] = staticmethod(engine_chains.projection)
 
@@ -70,7 +70,7 @@ class NormConcatLinear(Workload):
         self.weights = self.random(copies, stage.D, row.width, scale=row.width**-0.5).unbind()
         self.quantized = [] if row.weight == DENSE else [quantize(weight, row.weight) for weight in self.weights]
         for weight, codes in zip(self.weights, self.quantized, strict=False):
-            weight.copy_(codes.dequantize(row.dtype))  # what an engine multiplies that dequantizes at load
+            weight.copy_(codes.dequantize(row.dtype))  # the numbers of an engine that dequantizes at load
         by_chunk = [self.random(copies, T, stage.H, scale=3.0**k) for k, T in enumerate(self.source_rows)]
         self.chunks = list(zip(*by_chunk, strict=True))
         self.outs = self.poisoned(copies, self.out_rows, stage.D).unbind()
@@ -144,7 +144,7 @@ class NormConcatLinear(Workload):
         return call
 
     def _in_two_steps(self) -> Call:
-        """By the primitive, at every T: of fewer rows no setting has a plan take it."""
+        """Calls the primitive, at every T: for few rows no setting makes a plan choose it."""
         calls = []
         for (chunks, weight), options in self.op_arguments:
             sources = Sources.of_call(self.row.op, chunks, options)
@@ -169,7 +169,7 @@ class NormConcatLinear(Workload):
         return [product_of(weight) for weight in self.quantized]
 
     def _over_codes(self, products: Sequence[Callable[[Tensor], Tensor]]) -> Call:
-        """The eager norms and cat, then a product of another library with codes."""
+        """The eager norms and cat, then another library's product with codes."""
         _, gains, _, norm, eps, post_gain = self.chain_arguments[0]
 
         def call(copy: int) -> Tensor:
@@ -208,7 +208,7 @@ class NormConcatLinear(Workload):
         return super().unsupported_reason(name)
 
     def _layer(self, weight: Tensor) -> Eagle3Projection:
-        """The layer over a weight that exists."""
+        """The layer over an existing weight."""
         row, stage = self.row, self.row.stage
         config = Eagle3Config(
             num_chunks=stage.K,
@@ -218,7 +218,7 @@ class NormConcatLinear(Workload):
             chunk_norm=row.norm == "chunk",
             concat_norm=row.norm == "concat",
         )
-        # On meta: initialising a weight that is thrown away takes longer than the row.
+        # On meta: initializing a weight that is thrown away takes longer than the row.
         layer = Eagle3Projection(config, dtype=row.dtype, device="meta")
         layer.fc.weight = nn.Parameter(weight, requires_grad=False)
         norms: Any = {"chunk": layer.fc_norm, "concat": [layer.input_norm], "none": []}[row.norm]

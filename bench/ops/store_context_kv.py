@@ -19,7 +19,7 @@ _BASE = 1e6  # of the frequencies
 
 
 def stored(record: StoreContextKV) -> tuple[Tensor, ...]:
-    """With the roundings of vLLM's `precompute_and_store_context_kv`: in the dtype of K from the norm on."""
+    """With the roundings of vLLM's `precompute_and_store_context_kv`: from the norm on in the dtype of K."""
     n, d = record.k_cache.shape[1:]
     heads = record.kv.unflatten(1, (-1, d))
     k = F.rms_norm(heads[:, :n], (d,), record.k_norm_weight, record.eps)
@@ -73,8 +73,8 @@ class PreallocatedStore:
 
 
 class StoreContext(Workload):
-    """One draft layer. Every copy has its own rows of K and V, a slice of what one product gave for all layers, and its
-    own caches of T slots, each of which is written; what the copies share (positions, frequencies) is in no figure."""
+    """One draft layer. Every copy has its own rows of K and V, a slice of one product's result for all layers, and its
+    own caches of T slots, all of them written; positions and frequencies, which the copies share, are in no figure."""
 
     sizes = ("n", "d")
     baselines = ("eager", "eager-out", "compile")

@@ -19,8 +19,8 @@ from .norm_concat_linear import MAX_LAYERS, NormConcatLinear
 
 
 class StreamsProjection(NormConcatLinear):
-    """Every copy has its own weight, whole and in its two halves. The flops are the engines', who multiply an embedding
-    once."""
+    """Every copy has its own weight, whole and in its two halves. The flops are the engines': each embedding is
+    multiplied once."""
 
     forms = ("op", "layer", "dense")
     baselines = ("eager", "compile", "dequantize")
@@ -44,7 +44,7 @@ class StreamsProjection(NormConcatLinear):
         self.chain_arguments = [(*chunks, gains, weights, stage.eps) for chunks, weights in pairs]
         of_embedding = torch.arange(self.out_rows, device=row.device) // stage.streams
         self.options["indices"] = [of_embedding, None]
-        normed = {"norm": "none", "norm_weight": None} if self._over_row else {}  # by norm_concat, in the layer
+        normed = {"norm": "none", "norm_weight": None} if self._over_row else {}  # the layer calls norm_concat before
         self.op_arguments = [(sources, options | self.options | normed) for sources, options in self.op_arguments]
 
     def _gains(self) -> list[Tensor]:

@@ -69,7 +69,7 @@ class MaskScratch:
 class VocabParallelEmbedding(Workload):
     """Rank 0 of two: half of the random ids belong to the other one. Every copy has its own ids and out.
 
-    Tables are copied only as far as one of them fits into the cache.
+    There is more than one table only where a table fits into the cache.
     """
 
     sizes = ("V", "H")

@@ -1,7 +1,7 @@
-"""Write what README and docs show of saved runs and of the code between their marks: `make report`, from a checkout.
+"""Write the sections of README and docs that show saved runs and facts of the code: `make report`, from a checkout.
 
-A section stands between `<!-- name -->` and `<!-- /name -->`. Tests compare every one with what is generated here.
-Paths are from the root of the checkout, where this runs.
+A section is between `<!-- name -->` and `<!-- /name -->`. Tests compare every section with what is generated here.
+Paths are relative to the root of the checkout, where this runs.
 """
 
 import json
@@ -27,8 +27,8 @@ RESULTS = Path("bench/results")
 VLLM_COMBINE = "vllm_combine.json"
 NO_BENCH_RUNS: tuple[str, ...] = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
 NO_BENCH_RUNS += ("device.json", "gpu_tests.json", "probes.json")
-_VARIANT = "decode-curve-"  # then what was set: tables behind those of `decode-curve`, but no plot and no headline
-# The formats that an op takes its weight in, besides the gains of norms: the input's dtype or fp32.
+_VARIANT = "decode-curve-"  # then the setting; has tables after those of `decode-curve`, but no plot and no headline
+# The formats of an op's weight. Gains of norms are not listed: they have the input's dtype or fp32.
 _WEIGHTS = {
     "norm_concat_linear": "dense, the input's dtype; oneDNN's layout (`prepack`, CPU, bf16 fp16); FP8, INT8, MXFP8, "
     "MXFP4, NVFP4²; bf16 in 12 bits (exact; CPU)",
@@ -83,7 +83,7 @@ def saved_runs() -> dict[Path, dict]:
 
 
 def section_of(text: str, name: str) -> str:
-    """What stands between the marks of this name; ValueError where there are none."""
+    """The text between the marks of this name; ValueError where there are none."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     if begin not in text or end not in text:
         raise ValueError(f"the page has no {begin.strip()} ... {end}")
@@ -183,7 +183,7 @@ def sglang_hooks() -> str:
 
 
 def vllm_hooks() -> str:
-    """The same of the vLLM plugin."""
+    """`sglang_hooks` for the vLLM plugin."""
     rows = [(part, target, "its name") for part, target in vllm_targets()]
     return _hooks(rows, "vllm.")
 
@@ -357,7 +357,7 @@ def demo() -> str:
 
 
 def target_runs() -> str:
-    """What each target that verifies ran last: a line per machine and set of paths, environment or sanitizer."""
+    """The last run of each target that verifies: a line per machine and set of paths, environment or sanitizer."""
     lines = ["| target | on each of | cases | failed | seconds | date |", "|---|---|---:|---:|---:|---|"]
     machines = []
     for target, (pattern, summary) in _TARGETS.items():
@@ -408,7 +408,7 @@ def _of_tests(saved: dict, outcome: dict) -> tuple:
     return outcome["passed"], outcome["failed"], outcome["seconds"], saved["environment"]["date"]
 
 
-# The targets that save what they ran, tests/counted.py and tests/verify: where, and what one file says.
+# The targets that save what they ran (tests/counted.py, tests/verify): the file's path, and the rows of one file.
 _TARGETS: dict[str, tuple[str, Callable[[dict], Iterator[tuple]]]] = {
     "fuzz": ("*/{}.json", _of_counted),
     "soak": ("*/{}.json", _of_counted),

@@ -20,7 +20,7 @@ from .drafter import DraftLayer
 
 Shards = list[tuple[ek.VocabShard, Tensor]]  # one per tensor-parallel rank, with its rows of the table
 
-# Keyword arguments of `assemble`, by the words of the demo's table.
+# Keyword arguments of `assemble`, by the names in the demo's table.
 MISTAKES: dict[str, dict] = {
     "layer ids off by one": {"layer_ids_mean": "boundary"},
     "residual dropped": {"keep_residual": False},
@@ -63,8 +63,8 @@ def assemble(
     slice_by_ceil: bool = False,
     weight_format: str | None = None,
 ) -> Drafter:
-    """The drafter over the package's ops, its fc in a format of QuantizedWeight where one is named; what else differs
-    from the defaults is a mistake, except for tp_size."""
+    """The drafter over the package's ops. `weight_format`, a format of QuantizedWeight, quantizes its fc; any other
+    argument that differs from its default is a mistake, except tp_size."""
     target, weights = checkpoint.target, checkpoint.weights
     config = dataclasses.replace(ek.Eagle3Config.from_hf(checkpoint.config), norm_offset=norm_offset)
     boundaries = ek.capture_layers(
@@ -73,7 +73,7 @@ def assemble(
     buffer = ek.AuxHiddenStates(256, config.num_chunks, config.target_hidden_size, dtype=torch.float32)
     capturing = capture if keep_residual else capture_without_residual
     if not chunk_norm:
-        # load_checkpoint refuses norms that the config does not speak of.
+        # load_checkpoint refuses norms that the config does not mention.
         config = dataclasses.replace(config, chunk_norm=False)
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc_norm.")}
     stage = ek.Eagle3Projection(config, dtype=torch.float32).load_checkpoint(weights)
@@ -103,12 +103,12 @@ def vocab_shards(table: Tensor, tp_size: int) -> Shards:
 
 
 def ceil_slices(table: Tensor, tp_size: int) -> Shards:
-    """What a rank reads that was given rows [rank * ceil(V / tp), ..) of the table, in SGLang's Gemma models."""
+    """What a rank reads in SGLang's Gemma models, where it gets rows [rank * ceil(V / tp), ..) of the table."""
     rows = -(-len(table) // tp_size)
     shards = []
     for shard, weight in vocab_shards(table, tp_size):
         piece = table[shard.tp_rank * rows : (shard.tp_rank + 1) * rows]
-        # The drafter's layer expects more rows than the slice has; an engine reads past its end, here are zeros.
+        # The drafter's layer expects more rows than the slice has; an engine reads past its end, here it reads zeros.
         padded = torch.zeros_like(weight)
         padded[: len(piece)] = piece
         shards.append((shard, padded))

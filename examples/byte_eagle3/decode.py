@@ -2,7 +2,7 @@
 
 Which token goes with which state: row i of the drafter holds the target's captured states of position i and the
 embedding of token i + 1, and predicts token i + 2. The rows of a verifying forward whose drafts were accepted are the
-drafter's next rows; what was captured of the others is overwritten.
+drafter's next rows; the captured states of the others are overwritten.
 """
 
 import time
@@ -33,7 +33,7 @@ class Drafter:
     head: Tensor
 
     def draft(self, cache: DynamicCache, tokens: list[int], num_drafts: int) -> list[int]:
-        """What follows `tokens`, of which token j stands behind captured row j; the cache keeps these rows only."""
+        """The drafts after `tokens`, where token j is the one after captured row j; the cache keeps only these rows."""
         x = self.project(len(tokens))
         drafts: list[int] = []
         while True:
@@ -82,7 +82,7 @@ def speculate(target: nn.Module, drafter: Drafter, prompt: list[int], count: int
             if len(decoded.tokens) >= len(prompt) + count:
                 break
             start = time.perf_counter()
-            # Shifted by one: with the state of a position goes the token behind it.
+            # Shifted by one: the state of a position goes with the token after it.
             drafts = drafter.draft(draft_cache, decoded.tokens[-rows:], num_drafts)
             decoded.draft_seconds += time.perf_counter() - start
             unread = decoded.tokens[-1:]

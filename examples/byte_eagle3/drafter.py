@@ -5,7 +5,7 @@
     hidden = hidden + mlp(post_attention_layernorm(hidden))
     logits = head(norm(hidden))            of token i + 2; the head is the target's
 
-The next draft has `hidden` in the place of x. Every norm has Gemma's gain 1 + w, those of fc included.
+The next draft has `hidden` in place of x. Every norm has Gemma's gain 1 + w, those of fc included.
 """
 
 import copy
@@ -43,7 +43,7 @@ class TrainableInputStage(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """All of the drafter behind its input stage."""
+    """All of the drafter after its input stage."""
 
     def __init__(self, target_config: Gemma3TextConfig) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class DraftLayer(nn.Module):
 
         Args:
             x, embeds: [B, T, H].  positions: [1, T].
-            cache: takes the keys and values of these rows behind those it has.
-            mask: bool [T, cached + T], true where a row may look.
+            cache: the keys and values of these rows are appended to it.
+            mask: bool [T, cached + T], true where a row may attend.
         """
         attended, _ = self.self_attn(
             torch.cat([self.input_layernorm(embeds), self.hidden_norm(x)], -1),

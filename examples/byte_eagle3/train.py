@@ -89,7 +89,7 @@ def target_loss(model: Gemma3ForCausalLM, ids: Tensor) -> Tensor:
 class DrafterLoss:
     """Cross-entropy to the target's distribution over DRAFTS chained drafts from every position at once.
 
-    In draft j the row of position i goes on with the chain that began at position i - j: it takes over the hidden state
+    In draft j the row of position i continues the chain that began at position i - j: it takes over the hidden state
     that row i - 1 had in draft j - 1, and sees the keys of the target's states up to i - j and those of its own chain.
     """
 
@@ -115,7 +115,7 @@ class DrafterLoss:
             masks.append(torch.eye(rows).bool() if j else torch.ones(rows, rows).tril().bool())
             normed, hidden = self.layer(hidden, embeds, positions, cache, torch.cat(masks, 1))
             logits = F.linear(normed, self.target.lm_head.weight)
-            # The first j rows took over what the last ones had: no chain begins before position 0.
+            # roll() gave the first j rows the states of the last ones: no chain begins before position 0.
             total = total + F.cross_entropy(logits[:, j:].flatten(0, 1), truth[:, j:].flatten(0, 1))
         return total / DRAFTS
 
@@ -164,7 +164,7 @@ def train_target(out: Path, texts: list[str], held_out: list[str], steps: int) -
 
 def train_drafter(out: Path, texts: list[str], held_out: list[str], steps: int) -> None:
     torch.manual_seed(0)  # the same drafter whether or not the target was trained just before
-    # From the file, so that it learns from the target that ships, rounded to bf16.
+    # From the file, so that the drafter learns from the target that ships, rounded to bf16.
     target = Gemma3ForCausalLM.from_pretrained(out / "target", dtype=torch.float32).requires_grad_(False).eval()
     stage, layer = TrainableInputStage(len(LAYER_IDS), target.config), DraftLayer(target.config)
     both = nn.ModuleList([stage, layer])
@@ -184,7 +184,7 @@ def train_drafter(out: Path, texts: list[str], held_out: list[str], steps: int) 
 
 @torch.inference_mode()
 def write_prompts(out: Path, held_out: list[str]) -> None:
-    """The first held-out texts that the target goes on with words: blank lines accept every draft."""
+    """Write the first held-out texts that the target continues with words: in blank lines every draft is accepted."""
     target = Gemma3ForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
     prompts: list[str] = []
     for text in held_out:

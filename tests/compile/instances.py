@@ -1,4 +1,4 @@
-"""Every instance of norm_concat_linear's CUDA kernels, and what a model makes of it on an H200, which has run none.
+"""Every instance of norm_concat_linear's CUDA kernels, and a model's times on an H200; no H200 has run any of them.
 
 `make instances` compiles for sm_90a, asks the launchers (in the emulation, where nothing runs) for the grid of each
 shape of models and T, prints the table and saves it in bench/results/cuda_instances.json. docs/benchmarking.md has the

@@ -1,6 +1,6 @@
 """Compiles what the launchers would launch, for GPUs that are not here, and counts what each binary needs.
 
-`launches` runs a launcher on meta tensors with its launches caught, so what is compiled is the specialisation that a
+`launches` runs a launcher on meta tensors and intercepts its launches, so what is compiled is the specialization that a
 real call would look up, not a copy of it.
 """
 

@@ -1,12 +1,12 @@
 """Which binaries the compile gate compiles by default; with `--all-binaries` (`make test-compile`) it compiles each.
 
-Of the binaries of a kernel on an arch those stay that together cover
+For each kernel and arch the chosen binaries together cover
 
 - every plan: tile constants, warps and stages that go together;
 - the edges of every plan: its narrowest and its widest rows, its fewest and its most operands;
 - every type that an argument has, absence included, every value of a constant but the widths, aligned and unaligned.
 
-A binary that is left out combines what others have one by one.
+A binary that is left out only combines what the others cover one by one.
 """
 
 from collections import defaultdict

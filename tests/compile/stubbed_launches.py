@@ -2,7 +2,7 @@
 
 What the driver gets is compared with what the launcher was given: each flattened argument, the grid, the threads and
 the attribute of programmatic dependent launch. What the compiled library launches (csrc/triton_launches.cpp) is
-compared with what Python launches for the same operands. Tensors are the CPU's, whose addresses serve as well.
+compared with what Python launches for the same operands. Tensors are on the CPU: their addresses serve as well.
 """
 
 import ctypes

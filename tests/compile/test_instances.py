@@ -1,4 +1,4 @@
-"""The saved table of the projection's CUDA instances is that of the sources, and what the model must say of it."""
+"""The saved table of the projection's CUDA instances is up to date, and the model's times meet their limits."""
 
 import dataclasses
 import itertools

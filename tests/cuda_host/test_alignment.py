@@ -1,5 +1,6 @@
-"""One operand at a time off the 16 bytes that wide loads need, by its address or by its row stride: the memory-bound
-ops then take values one by one and give the same bits, the fused product leaves the call to another plan."""
+"""One operand at a time lacks the 16-byte alignment that wide loads need, in its address or its row stride: the
+memory-bound ops then load values one by one and give the same bits, and the fused product leaves the call to another
+plan."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,5 +1,5 @@
-"""The emulated tensor cores against the PTX ISA's own words: where its tables have each number, element by element, and
-not where a kernel or the emulation looks for it."""
+"""The emulated tensor cores against the PTX ISA: where its own tables place each element, written here independently of
+where a kernel or the emulation looks for it."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""Any call of the CUDA kernels, emulated."""
+"""Random calls of the CUDA kernels, emulated."""
 
 from collections.abc import Callable
 

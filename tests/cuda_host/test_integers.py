@@ -1,4 +1,4 @@
-"""What integers come out as: exact arithmetic, so the emulation is compared with int64, and a GPU against the emulation
+"""Calls on integers, whose arithmetic is exact: the emulation is compared with int64, and a GPU with the emulation
 (tests/gpu/test_emulation.py)."""
 
 import pytest

@@ -1,8 +1,8 @@
-"""One call of each kernel in every kind of its main loop, over turns of the ring, in fixed orders of warps and copies
-and at random ones: what sees every call of a synchronisation that is not there.
+"""One call of each kernel for each kind of its main loop, with more stages than its ring, in fixed and random orders
+of warps and copies: these tests notice every synchronization call that is missing.
 
-`make mutants` removes them one by one and runs this file, as it is and under ThreadSanitizer. A call that no test here
-misses is redundant, or its test is missing."""
+`make mutants` removes these calls one by one and runs this file, as it is and under ThreadSanitizer. A call whose
+removal no test here notices is redundant, or its test is missing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """`make test-matrix`: one library, compiled beside one torch, in every torch, Triton and Python that is supported.
 
 An environment per row under MATRIX (default build/matrix), made on first use; a CUDA build of torch is 5 GB and runs on
-a machine without a GPU. The rows together have each release once, not their product.
+a machine without a GPU. The rows together cover each release, not each combination.
 """
 
 import os

@@ -2,13 +2,13 @@
 
 All C++ mutants are compiled once, each as `mutant == n ? fault : original`, and an environment variable picks one
 (mutant schemata; a build per mutant would take an hour). A Python mutant is a change in a copy of the package. Mutants
-run one per core, each up to the first test that fails: the one that found it the last time, if that finds it again.
-Arguments are files whose mutants run; without any all do.
+run one per core, each up to the first test that fails; the test that found a mutant the last time runs first. Arguments
+are files whose mutants run; without any all do.
 
-The kernels of csrc/cuda run emulated (tests/cuda_host). They also lose their synchronisation, one call at a time, every
-call that the sources have: a test must see wrong numbers, the emulation complain, or ThreadSanitizer see a race. What
-has no meaning in the emulation is not among them: `is_new`, which is for nvcc, and `let_next_kernel_start`, without
-which a kernel is slower.
+The kernels of csrc/cuda run emulated (tests/cuda_host). Every synchronization call in their sources is also removed,
+one at a time: a test must see wrong numbers, the emulation complain, or ThreadSanitizer see a race. Calls that have no
+meaning in the emulation stay: `is_new`, which is for nvcc, and `let_next_kernel_start`, without which a kernel is
+slower.
 """
 
 import os

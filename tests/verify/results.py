@@ -1,4 +1,4 @@
-"""Runs pytest and counts what it said; saves a target's result beside the benchmarks of the same machine."""
+"""Runs pytest and counts its outcomes; saves a target's result beside the benchmarks of the same machine."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 """`make sanitize`: the compiled library under AddressSanitizer with UndefinedBehaviorSanitizer, and under
 ThreadSanitizer, over the tests that call it; then the emulated CUDA kernels under both (tests/cuda_host).
 
-There is no suppression. A sanitizer does not see what is not compiled with it: masked loads and stores of AVX-512 and
-AMX tiles are instructions to it, not accesses. tests/guards.py puts their operands before pages that may not be read.
+There is no suppression. A sanitizer does not see every access: masked loads and stores of AVX-512, and those of AMX
+tiles, are mere instructions to it. tests/guards.py puts their operands before pages that may not be read.
 """
 
 import sys
