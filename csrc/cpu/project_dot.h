@@ -59,9 +59,11 @@ struct DotStep<BFloat16> {
 
 // Weight rows and packed rows of one register tile: 24 of 32 vector registers are sums with AVX-512, 8 of 16 elsewhere.
 // fp32, T = 1, 8, 16, in ms: 6x4 6.1, 6.7, 10.2; 4x6 6.2, 7.2, 10.6; 3x8 5.9, 7.7, 13.1; 8x3 6.4, 7.7, 12.1.
+struct DotTile {
+  int columns, rows;
+};
 template <class T>
-constexpr int kTileColumns = kLanes == 16 ? 6 : 4;
-constexpr int kTileRows = kLanes == 16 ? 4 : 2;
+constexpr DotTile kDotTile = kLanes == 16 ? DotTile{6, 4} : DotTile{4, 2};
 
 // K*H is summed in blocks: the lanes within a block, then block after block. With AVX-512 a block has 2 KB of a packed
 // row in fp32, so that 16 rows leave room in L1 for the weight (T = 16: 10.6 ms; 4 KB: 11.1, 1 KB: 11.6); with fewer
@@ -75,20 +77,27 @@ constexpr int64_t kDotBlockK = (kLanes == 16 ? 2048 : 4096) / sizeof(float);
 // core starts one 512-bit product a cycle (T = 6, 8, 16, 32 and 64) 4.8, 2.7, 4.6, 8.3, 16.3 and 3.1, 3.1, 4.8, 8.6,
 // 16.4; where it starts two (T = 24, 32, 48 and 64) 4.5, 6.7, 9.7, 11.3 and 3.7, 4.8, 6.5, 8.2.
 template <>
-constexpr int kTileColumns<BFloat16> = 5;
+constexpr DotTile kDotTile<BFloat16> = {5, 4};
 template <>
 constexpr int64_t kDotBlockK<BFloat16> = 4096 / sizeof(BFloat16);
+#elif !defined(__AVX512F__)
+// Where numbers are widened first, 4 rows share the work, and 12 registers are sums. K=3, H=D=4096, AVX2, two cores of
+// an AMD EPYC, minima in ms, 4x2 and 3x4: bf16 at T = 4, 8 and 16 4.0, 7.8, 13.0 and 3.3, 6.3, 12.5; int8_row at T = 8,
+// 16 and 64 7.3, 13.2, 50.0 and 6.7, 11.9, 46.5. What one instruction loads has no use for it: at T = 4 fp32 takes 5.5
+// by 4x2 and 7.2 by 3x4, fp16 3.7 and 7.5.
+constexpr DotTile kWidenedTile = {3, 4};
+template <>
+constexpr DotTile kDotTile<BFloat16> = kWidenedTile;
 #endif
 
-// While the packed rows fit in L2 (1 MB or more where there is AVX-512), kTileColumns<T> weight rows at a time stream
-// from end to end. Otherwise kDotBlockColumns<T> weight rows share each block of the packed rows.
+// While the packed rows fit in L2 (1 MB or more where there is AVX-512), the weight rows of one tile at a time stream
+// from end to end. Otherwise dot_block_columns(tile) weight rows share each block of the packed rows.
 constexpr int64_t kCachedBytes = 768 << 10;
 
 // Output columns whose totals are stored side by side until they are finished. In rows of [N, D] the totals of 8 and
 // more rows fall into one set of L1, and a tile's columns are no whole vector (bf16, T = 32, one thread: 19.0 ms; side
 // by side 16.8).
-template <class T>
-constexpr int64_t kDotBlockColumns = 48 / kTileColumns<T> * kTileColumns<T>;
+constexpr int64_t dot_block_columns(DotTile tile) { return 48 / tile.columns * tile.columns; }
 
 // The rows of the weight that come next: each step of a tile prefetches their columns. kBits is the size of a column.
 template <int64_t kBits>
@@ -105,7 +114,7 @@ struct RowsAhead {
   }
 };
 
-// The weight rows of a tile: kTileColumns<T>, or one.
+// The weight rows of a tile, or one.
 template <class T, int64_t kBitsAhead = 8 * sizeof(T)>
 struct WeightRows {
   using Step = DotStep<T>;
@@ -155,7 +164,7 @@ void dot_tile(Weight weight, const typename Weight::Step::Packed* packed, int64_
   }
 }
 
-template <int kColumns, int kRows = kTileRows, class Weight>
+template <int kColumns, int kRows, class Weight>
 void dot_rows(int64_t rows, const Weight& weight, const typename Weight::Step::Packed* packed, int64_t packed_width,
               int64_t width, float* result, int64_t result_stride, bool first) {
   if constexpr (kRows > 1) {
@@ -250,7 +259,7 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, cons
   }
 }
 
-// Each Rows class below gives dot_tile the rows of a weight, kTileColumns<Element> or one at a time. `rows` returns
+// Each Rows class below gives dot_tile the rows of a weight, those of a kTile or one at a time. `rows` returns
 // columns [k, k + count) of rows [d, d + columns), where k begins a block of kDotBlockK<Element> columns, and zeros up
 // to `tile_width`; `end_rows` is called after their products, `finish` when their sums are complete.
 
@@ -258,6 +267,7 @@ void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, cons
 template <class T>
 struct RowsInPlace {
   using Element = T;
+  static constexpr DotTile kTile = kDotTile<T>;
   const T* data;
   int64_t row_stride, row_bytes;
 
@@ -274,9 +284,10 @@ struct RowsInPlace {
 template <class T>
 struct RowsIn12Bits {
   using Element = T;
+  static constexpr DotTile kTile = kDotTile<T>;
   const NormConcatLinear& op;
   int64_t row_bytes;
-  alignas(kCacheLine) T widened[kTileColumns<T> * kDotBlockK<T>];
+  alignas(kCacheLine) T widened[kTile.columns * kDotBlockK<T>];
 
   explicit RowsIn12Bits(const NormConcatLinear& op) : op(op), row_bytes(op.weight_row_stride) {}
   const uint8_t* place(int64_t d, int64_t k) const {
@@ -298,11 +309,10 @@ struct RowsIn12Bits {
 template <class T, class Rows>
 void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_t end, float* totals,
                  int64_t totals_stride) {
-  using Element = typename Rows::Element;
-  constexpr int kColumns = kTileColumns<Element>;
-  constexpr int64_t kBlockK = kDotBlockK<Element>;
+  constexpr int kColumns = Rows::kTile.columns, kRows = Rows::kTile.rows;
+  constexpr int64_t kBlockK = kDotBlockK<typename Rows::Element>;
   const int64_t width = packed_width<T>(op);
-  const int64_t row_tiles = (op.num_rows + kTileRows - 1) / kTileRows;
+  const int64_t row_tiles = (op.num_rows + kRows - 1) / kRows;
   const int64_t tile_rows = (op.num_rows + row_tiles - 1) / row_tiles;
   const int64_t share = (kColumns + row_tiles - 1) / row_tiles;
 
@@ -324,9 +334,9 @@ void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_
         const auto* packed = packed_rows<T>(op) + i * width + k;
         float* result = totals + i * totals_stride + (d - begin);
         if (columns == kColumns) {
-          dot_rows<kColumns>(rows, rows_of_weight, packed, width, tile_width, result, totals_stride, k == 0);
+          dot_rows<kColumns, kRows>(rows, rows_of_weight, packed, width, tile_width, result, totals_stride, k == 0);
         } else {
-          dot_rows<1>(rows, rows_of_weight, packed, width, tile_width, result, totals_stride, k == 0);
+          dot_rows<1, kRows>(rows, rows_of_weight, packed, width, tile_width, result, totals_stride, k == 0);
         }
       }
       weight.end_rows(d, columns, k, count);
@@ -337,11 +347,10 @@ void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_
 
 template <class T, class Rows>
 void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  using Element = typename Rows::Element;
   Rows weight(op);
   if (op.num_rows == 0) return;
-  constexpr int64_t kGroup = kDotBlockColumns<Element>;
-  const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? kTileColumns<Element> : kGroup;
+  constexpr int64_t kGroup = dot_block_columns(Rows::kTile);
+  const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? Rows::kTile.columns : kGroup;
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;
 
   for (int64_t begin = panel_begin * kPanelColumns; begin < columns_end; begin += kGroup) {

@@ -15,10 +15,10 @@ namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
 // Max rows for which a bf16 weight is read in place, and codes are widened in registers. K=3, H=D=4096, AVX2, two cores
-// of an AMD EPYC, minima in ms, bf16 at T = 8, 16, 32 and 64: 8.3, 15.6, 30.1 and 61.1 in place; 8.3, 14.2, 26.4 and
-// 50.0 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64).
+// of an AMD EPYC, minima in ms, bf16 at T = 8, 16, 32 and 64: 6.3, 12.8, 25.1 and 50.8 in place; 7.6, 12.7, 24.4 and
+// 46.8 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64).
 constexpr int64_t kMostRowsInPlace = 8;
-constexpr int64_t kMostRowsOfCodes = kTileRows;
+constexpr int64_t kMostRowsOfCodes = kDotTile<float>.rows;
 
 constexpr float kLargeScale = 0x1p118f;  // times 448 it is finite, and so is 2^128 * 448 / kLargeUnit
 constexpr float kLargeUnit = 512.0f;
@@ -27,14 +27,16 @@ constexpr float kLargeUnit = 512.0f;
 template <class Number>
 struct RowsOfNumbers {
   static constexpr int64_t kBits = 8 * bytes_of<Number>(kRunNumbers) / kRunNumbers;  // of a number
-  static constexpr int64_t kColumns = kTileColumns<float>, kRuns = kDotBlockK<float> / kRunNumbers;
+  static constexpr int64_t kColumns = kDotTile<float>.columns, kRuns = kDotBlockK<float> / kRunNumbers;
 
   const NormConcatLinear& op;
   int64_t row_bytes;    // from one row to the next
   bool scales_numbers;  // a row has several scales
-  // For each of the kDotBlockColumns rows that are multiplied together, by row number modulo kDotBlockColumns.
-  bool has_nan[kDotBlockColumns<float>] = {};
-  float units[kDotBlockColumns<float>];  // of their sums
+  // For each of the rows that are multiplied together, by row number modulo kTogether.
+  static constexpr int64_t kTogether = dot_block_columns(kDotTile<float>);
+  static_assert(kTogether == dot_block_columns(kWidenedTile) && kColumns >= kWidenedTile.columns);
+  bool has_nan[kTogether] = {};
+  float units[kTogether];  // of their sums
   int64_t scale_shift;  // column k of a block is multiplied by scales[][k >> scale_shift]
   float scales[kColumns][kRuns];
 
@@ -52,7 +54,7 @@ struct RowsOfNumbers {
   void read_scales(int64_t d, int64_t columns, int64_t k, int64_t count) {
     if (!scales_numbers) return;
     for (int64_t i = 0; i < columns; ++i) {
-      float& unit = units[(d + i) % kDotBlockColumns<float>];
+      float& unit = units[(d + i) % kTogether];
       if (k == 0) unit = has_large_scale(d + i) ? kLargeUnit : 1.0f;
       read_scales_of_row(d + i, k, count, kRunUnit<Number> / unit, scales[i]);
     }
@@ -61,16 +63,16 @@ struct RowsOfNumbers {
   // Looks for NaN after the products, when codes are in L1 (fp8_row, T = 1: 2.6 ms; before the products 3.2).
   void end_rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
     if constexpr (kLosesNaN<Number>) {
-      for (int64_t i = d; i < d + columns; ++i) has_nan[i % kDotBlockColumns<float>] |= any_is_nan(place(i, k), count);
+      for (int64_t i = d; i < d + columns; ++i) has_nan[i % kTogether] |= any_is_nan(place(i, k), count);
     }
   }
 
-  // Multiplies the sums of columns [begin, end), at most kDotBlockColumns, by their unit and by the only scale of their
+  // Multiplies the sums of columns [begin, end), at most kTogether, by their unit and by the only scale of their
   // row. NaN where the row has a NaN code.
   void finish(int64_t begin, int64_t end, float* totals, int64_t totals_stride) {
     if constexpr (kIsCode<Number>) {
       for (int64_t d = begin; d < end; ++d) {
-        const int64_t place = d % kDotBlockColumns<float>;
+        const int64_t place = d % kTogether;
         bool& is_nan = has_nan[place];
         const float unit = is_nan ? __builtin_nanf("") : scales_numbers ? units[place] : kRunUnit<Number>;
         const float scale = scales_numbers ? 1.0f : load_scales(d, 0, Part{1})[0];
@@ -162,7 +164,8 @@ inline void widen_last(const uint8_t* numbers, int64_t count, float scale, Float
 template <class Number>
 struct RowsAsFloats : RowsOfNumbers<Number> {
   using Element = float;
-  alignas(kCacheLine) float floats[kTileColumns<float> * kDotBlockK<float>];
+  static constexpr DotTile kTile = kWidenedTile;
+  alignas(kCacheLine) float floats[kTile.columns * kDotBlockK<float>];
 
   explicit RowsAsFloats(const NormConcatLinear& op) : RowsOfNumbers<Number>(op) {}
 
@@ -245,6 +248,7 @@ struct CodeTile {
 template <class Code, bool kScalesNumbers>
 struct RowsOfCodes : RowsOfNumbers<Code> {
   using Element = float;
+  static constexpr DotTile kTile = kDotTile<float>;
 
   explicit RowsOfCodes(const NormConcatLinear& op) : RowsOfNumbers<Code>(op) {}
 
