@@ -389,9 +389,10 @@ def format_bytes(count: int) -> str:
 # Seconds for each ceiling where nothing is timed beside it.
 _SECONDS = {"cpu": 0.2, "cuda": 0.05}
 
-# Rows, columns and depth of the product whose rate is the ceiling: large enough for the best kernels to reach it, and
-# on a CPU small enough for 0.2 s on two cores without matrix units.
-_MATMUL = {"cuda": (8192, 8192, 8192), "cpu": (512, 4096, 4096)}
+# Rows, columns and depth of the products whose best rate is the ceiling: large enough for the best kernels to reach it,
+# and on a CPU small enough for 0.2 s on two cores without matrix units. Without AVX-512 the one with fewer columns is
+# faster: 149 and 123 GFLOP/s in fp32 on two cores of an AMD EPYC, of which our own kernels reach 141.
+_MATMUL = {"cuda": ((8192, 8192, 8192),), "cpu": ((512, 4096, 4096), (512, 512, 4096))}
 
 # What a thread streams in one call of a ceiling: 4 ms at 15 GB/s. With 32 MB, starting the threads takes 2 %.
 _THREAD_BYTES = 64 << 20
@@ -523,9 +524,15 @@ class Ceilings:
         return Rates(2 * size / copy, size / read, self.matmul(dtype), 3 * size / add)
 
     def matmul(self, dtype: torch.dtype, seconds: float | None = None) -> float:
-        """Measured once per dtype, not beside rows: at full power it would lower their clocks."""
+        """Measured once per dtype, not beside rows: at full power it would lower their clocks.
+
+        On a CPU at least the rate of fp32, in which 16 bits can always be multiplied: where no instruction multiplies
+        bf16, torch's product of bf16 takes four times as long as that of fp32 (34 GFLOP/s on an AMD EPYC with AVX2).
+        """
         if dtype not in self._matmul:
-            self._matmul[dtype] = self._measure_matmul(dtype, _SECONDS[self._device] if seconds is None else seconds)
+            seconds = _SECONDS[self._device] if seconds is None else seconds
+            dtypes = {dtype, torch.float32} if self._device == "cpu" else {dtype}
+            self._matmul[dtype] = max(self._measure_matmul(each, seconds) for each in dtypes)
         return self._matmul[dtype]
 
     def _part(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -567,7 +574,9 @@ class Ceilings:
         return Variant(f"add {walk}", call, 1)
 
     def _measure_matmul(self, dtype: torch.dtype, seconds: float) -> float:
-        rows, columns, depth = _MATMUL[self._device]
+        return max(self._matmul_rate(dtype, *size, seconds) for size in _MATMUL[self._device])
+
+    def _matmul_rate(self, dtype: torch.dtype, rows: int, columns: int, depth: int, seconds: float) -> float:
         # Random: on zeros the multipliers draw less power and clocks go up (894 against 788 TFLOP/s on an H200).
         a, b = (torch.randn(count, depth, device=self._device).to(dtype) for count in (rows, columns))
         out = torch.empty(rows, columns, dtype=dtype, device=self._device)

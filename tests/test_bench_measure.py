@@ -138,6 +138,17 @@ def test_a_part_comes_back_after_all_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert count == 6 and all(len(set(read[at : at + count])) == count for at in range(len(read) - count))
 
 
+def test_the_ceiling_of_a_product_is_the_best_of_sizes_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an instruction for bf16 torch's bf16 product is slow, and a row was at 463 % of that ceiling."""
+    rates = {(torch.bfloat16, 64): 3e9, (torch.bfloat16, 32): 4e9, (torch.float32, 64): 9e9, (torch.float32, 32): 7e9}
+    monkeypatch.setattr(measure, "_MATMUL", {"cpu": ((16, 64, 64), (16, 32, 64))})
+    ceilings = measure.Ceilings("cpu", 1 << 16, 1.25, 1 << 40)
+    monkeypatch.setattr(ceilings, "_matmul_rate", lambda dtype, rows, columns, *_: rates[dtype, columns])
+    assert ceilings.matmul(torch.bfloat16) == ceilings.matmul(torch.float32) == 9e9
+    rates[torch.float16, 64] = rates[torch.float16, 32] = 2e10
+    assert ceilings.matmul(torch.float16) == 2e10
+
+
 def test_the_floor_of_memory_goes_by_what_is_read_and_what_is_written() -> None:
     for rates in (Rates(20e9, 25e9, 1.0), Rates(45e9, 34e9, 1.0)):
         assert rates.memory_seconds(Traffic(10**9, 0)) == pytest.approx(1e9 / rates.read)
@@ -148,7 +159,7 @@ def test_the_floor_of_memory_goes_by_what_is_read_and_what_is_written() -> None:
         without = Rates(45e9, 34e9, 1.0).memory_seconds(traffic)
         assert overlapping.memory_seconds(traffic) == pytest.approx(without)
     assert Rates(45e9, 34e9, 1.0).memory_seconds(Traffic(0, 10**9)) == pytest.approx(2 / 45 - 1 / 34)
-    assert Rates(90e9, 30e9, 1.0).memory_seconds(Traffic(0, 10**9)) == 0  # a write is never a gain
+    assert Rates(90e9, 30e9, 1.0).memory_seconds(Traffic(0, 10**9)) == 0  # a write never saves time
     assert Rates(20e9, 25e9, 1e12).floor_seconds(Traffic(10**6, 0), 10**9) == pytest.approx(1e-3)
 
 

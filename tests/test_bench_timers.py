@@ -153,7 +153,7 @@ class OnCpu(TorchFunctionMode):
 def test_the_whole_command_on_a_stand_in(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Everything of the CUDA path but the device: header, rotation, gate, two timers, records, table."""
+    """All of the CUDA path except the device: header, rotation, gate, three timers, records, table."""
     processor = {"name": "NVIDIA Test GPU", "major": 9, "minor": 0, "multi_processor_count": 132, "uuid": "0"}
     properties = SimpleNamespace(**processor, total_memory=80 << 30, L2_cache_size=1 << 14)
     replaced = {"is_available": lambda: True, "get_device_properties": lambda device=0: properties}
@@ -162,8 +162,8 @@ def test_the_whole_command_on_a_stand_in(
     for name, stand_in in replaced.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(measure, "_SECONDS", {"cuda": 0.0})
-    monkeypatch.setattr(measure, "_MATMUL", {"cuda": (16, 64, 64)})
-    monkeypatch.setattr(report, "_CEILING_LIMIT", math.inf)  # what is timed is this machine, busy as it may be
+    monkeypatch.setattr(measure, "_MATMUL", {"cuda": ((16, 64, 64),)})
+    monkeypatch.setattr(report, "_CEILING_LIMIT", math.inf)  # the times are this machine's, which may be busy
     monkeypatch.setattr(measure.torch.cuda.Event, "record", lambda event: setattr(event, "at", time.perf_counter()))
     path = tmp_path / "run.json"
     arguments = ["bench", "--op", "norm_concat_linear,capture_hidden", "--tokens", "1,3", "--min-time", "0"]
@@ -184,7 +184,7 @@ def test_the_whole_command_on_a_stand_in(
     names = ("op", "layer", "eager", "slices", "linear")
     assert columns == {(timer, name) for timer in ("graph", "eager", "spaced") for name in names}
 
-    # From a GPU session's folder to the pages: a run of no GPU, which no page must ever have.
+    # From a GPU session's folder to the pages, in a folder of its own: no real page may have a run without a GPU.
     root, kept = tmp_path / "checkout", {"stage": "op-table", "status": "done", "output_tail": "", "result": None}
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "op-table.json").write_text(json.dumps(kept | {"result": json.loads(path.read_text())}))

@@ -47,7 +47,7 @@ def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_THREAD_BYTES", 1 << 20)
     # On a busy machine a call of 0.1 ms that waits for a second thread is slower than a tiny row on one.
     monkeypatch.setattr(report, "_CEILING_LIMIT", math.inf)
-    monkeypatch.setattr(measure, "_MATMUL", {"cpu": (16, 64, 64)})
+    monkeypatch.setattr(measure, "_MATMUL", {"cpu": ((16, 64, 64),)})
 
 
 def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -> None:
@@ -59,7 +59,7 @@ def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -
         assert name in printed
     for op in ops.__all__:
         assert re.search(rf"^  {op} .*(bf16|fp32)", printed, re.MULTILINE)
-    assert re.search(r"EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG +=", printed)  # no setting of the package's own
+    assert re.search(r"EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG +=", printed)  # settings of the plugins
 
 
 def test_info_survives_a_backend_that_cannot_be_used(
@@ -232,7 +232,7 @@ def workload_of_drafter(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("op", "stage", "ours"), ROWS_OF_DRAFTERS)
 def test_rows_of_todays_drafters(op: str, stage: str, ours: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Every column is what float64 says, the eager ones too, which bound ours."""
+    """Every column agrees with float64, the eager ones too, whose errors bound ours."""
     workload = workload_of_drafter(op, stage, dtype)
     names = [name for name in ("op", "layer", *workload.baselines) if workload.unsupported_reason(name) is None]
     assert tuple(filter(measure.is_ours, names)) == ours
@@ -255,7 +255,8 @@ def tensors_of(arguments: object) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize(("op", "stage", "ours"), ROWS_OF_DRAFTERS)
 def test_every_copy_has_its_own_memory(op: str, stage: str, ours: tuple[str, ...]) -> None:
-    """Else a call would find in a cache what an engine's finds in memory; and the footprint is what was allocated."""
+    """Otherwise a call would read from a cache what an engine's call reads from memory. The footprint is what was
+    allocated."""
     workload = workload_of_drafter(op, stage, torch.bfloat16, copies=4)
     traffic, storages = workload.traffic(), {}
     for calls in filter(None, (workload.chain_arguments, workload.op_arguments)):
@@ -297,7 +298,7 @@ def test_what_the_rows_of_a_cache_are() -> None:
 
 
 def test_a_wrong_chain_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a baseline's bound, and ours, go by its error."""
+    """Although a baseline's bound, and ours, derive from the chain's error."""
     for op, stage in (("norm_concat_linear", "streams"), ("store_context_kv", "latent"), ("norm_concat", "dspark")):
         workload = workload_of_drafter(op, stage, torch.bfloat16)
         right = workload.chain
@@ -313,7 +314,7 @@ def tuple_of(result: object) -> tuple[torch.Tensor, ...]:
 
 
 def wrong(workload: workloads.Workload, change: Callable[[list], None]) -> workloads.Verdict:
-    """The verdict of the op where its arguments were changed behind the truth's back."""
+    """The verdict of the op after its arguments were changed, but not those of the truth."""
     variant = workload.variant("op")
     change(workload.op_arguments or workload.chain_arguments)
     return workloads.judge(workload, [variant])["op"]
@@ -368,7 +369,7 @@ def test_a_call_that_writes_nothing_is_seen(op: str) -> None:
 
 
 def test_bytes_and_products_of_streams() -> None:
-    """As the engines do it: an embedding is multiplied once, and each of its 4 streams."""
+    """As the engines compute it: one product for the embedding, and one for each of the 4 streams."""
     dense = workload_of_drafter("norm_concat_linear", "streams", torch.bfloat16)
     assert dense.flops() == 2 * 9 * (1 + 4) * 64 * 48
     assert dense.traffic() == measure.Traffic(2 * (48 * 128 + 9 * 5 * 64), 2 * 9 * 4 * 48)
@@ -381,7 +382,7 @@ def test_bytes_and_products_of_streams() -> None:
 def test_bench_of_todays_drafters(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each op has rows of the stages that it has a part in, whose titles name what is special."""
+    """Each op has rows for the stages that it is part of; their titles name what is special."""
     stages = tuple(OF_DRAFTERS[name] for name in ("streams", "dspark", "latent"))
     model = ModelShape("hyper", 64, 4, 1000, 0.3, 0.0, True, stages)
     monkeypatch.setattr(cli_types, "model_shapes", lambda: {"hyper": model})
@@ -423,7 +424,7 @@ def test_bench_without_a_row(tiny_machine: None, capsys: pytest.CaptureFixture) 
 
 
 def test_rows_of_streams_are_not_those_of_before(tmp_path: Path, tiny_machine: None) -> None:
-    """A preset that had two sources has a stream's now: they are no row of one table, and none is kept for another."""
+    """A preset's stage may have gained streams: old records load with S=1, and share no row or table with S=4."""
     path = tmp_path / "run.json"
     monkeypatched = [*BENCH, "--preset", "tiny", "--tokens", "2", "--min-time", "0", "--json", str(path)]
     assert main(monkeypatched) == 0
@@ -469,7 +470,7 @@ def test_bench_baselines_of_norms_and_product(
 def test_bench_of_the_two_steps_at_rows_of_one_pass(
     tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Side by side with the op, for the threshold between them; of codes there are none, nor on a CPU before a norm."""
+    """Side by side with the op, for the threshold between them; not for codes, nor before a post norm on a CPU."""
     primitive, calls = library.primitives.norm_concat_linear_two_step_out, []
 
     def counted(*arguments: object) -> None:
@@ -504,7 +505,7 @@ MEMORY_OPS = ("norm_concat", "capture_hidden", "add_rms_norm", "vocab_parallel_e
 
 
 def allocated_bytes(call: Callable[[], object]) -> int:
-    """What one call allocates, given back or not, by torch's own count."""
+    """What one call allocates, freed or not, by torch's own count."""
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
@@ -697,7 +698,7 @@ def test_bench_norms_and_stages(norm: str, stage: str, tiny_machine: None, tmp_p
 
 
 BASELINES_OF_CODES = "eager,dequantize,int8pack,torchao"
-# A stand-in for torchao, which neither the tests nor the package need.
+# A stand-in for torchao, which neither the tests nor the package require.
 TORCHAO = """
 class Int8WeightOnlyConfig: pass
 def quantize_(layer, config):
@@ -708,7 +709,7 @@ def quantize_(layer, config):
 
 @pytest.fixture
 def torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Installed, or the stand-in, which is gone again before transformers asks which version it is."""
+    """torchao as installed, or the stand-in, which is removed again before transformers asks for its version."""
     is_installed = importlib.util.find_spec("torchao") is not None
     if not is_installed:
         (tmp_path / "torchao").mkdir()
@@ -724,7 +725,7 @@ def torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_bench_of_quantized_weights(
     torchao: None, tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each format is a table of its own: ours on the codes, ours and eager on what they stand for, others' products."""
+    """Each format is a table of its own: ours on codes, ours and eager on the dequantized weight, others' products."""
     path = tmp_path / "run.json"
     columns = ["--forms", "op,layer,dense", "--baselines", BASELINES_OF_CODES, "--weights", "dense,int8_row,nvfp4"]
     assert main([*BENCH, "--preset", "tiny", "--tokens", "3", *columns, "--min-time", "0", "--json", str(path)]) == 0
@@ -799,7 +800,7 @@ def test_interrupted_bench_keeps_finished_rows(
 
 
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
-    """A real SIGINT to a real process, in a shell's background, where SIGINT starts out ignored."""
+    """A real SIGINT to a real process, as in a shell's background, where SIGINT starts out ignored."""
     path = tmp_path / "run.json"
     shape = ["--chunks", "2", "--hidden", "64", "--out", "64", "--tokens", "1:32768:x2", "--min-time", "0.2"]
     code = (
@@ -807,7 +808,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
         "from eagle_kernels.bench import cli, info, measure, report; report._CEILING_LIMIT = 1e9\n"
         "info.available_bytes = lambda device: 1 << 26\n"
         "info.cache_bytes = lambda device: 1 << 16; measure._SECONDS = {'cpu': 0.0}\n"
-        "measure._MATMUL = {'cpu': (16, 64, 64)}; sys.exit(cli.main(sys.argv[1:]))"
+        "measure._MATMUL = {'cpu': ((16, 64, 64),)}; sys.exit(cli.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, *BENCH, *shape, "--json", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -1001,13 +1002,13 @@ def test_bad_input_is_one_clear_sentence(
 
 def run_cli(*arguments: str, **options: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "eagle_kernels.bench.cli", *arguments]
-    # Without a buffer argparse swallows what it cannot print.
+    # With unbuffered output argparse swallows what it cannot print.
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=variables, **options)
 
 
 def widest(printed: str) -> str:
-    """The longest line, of those that are not there to be copied: a command, or a path on a line of its own."""
+    """The longest line, except those that are there to be copied: a command, or a path on a line of its own."""
     lines = [line for line in printed.splitlines() if " " in line.strip() and not line.lstrip().startswith("repro: ")]
     return max(lines, key=len)
 
