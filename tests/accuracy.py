@@ -177,7 +177,7 @@ def expect(operands: object) -> tuple[Expectation, Expectation]:
 def allow_independent_roundings(expected: Expectation) -> Expectation:
     """For kernels that fold the gain: they round gain * weight, where eager rounds the normed value. The rms error of m
     independent outputs scatters by 1 / sqrt(2 m) of itself, the ratio of two by 1 / sqrt(m). Three times that is added
-    to the 5 % of bench/accuracy.py, which alone decide at the size of a model (a ratio of 0.97 to 1.01 was measured).
+    to the 5 % of bench/accuracy.py; at the size of a model the 5 % decide alone (measured ratios: 0.97 to 1.01).
     Rows of zeros do not count: they have no error."""
     outputs = max(int(expected.truth.any(-1).sum()) * expected.truth.shape[1], 1)
     if expected.truth.shape[1] == 1:  # relative errors of single numbers have no such moments

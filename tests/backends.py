@@ -42,7 +42,7 @@ def usable_isas() -> list[str]:
 
 CPU_ISAS = usable_isas()
 needs_compiled = pytest.mark.skipif(not CPU_ISAS, reason=f"no compiled kernels: {library.unsupported_reason}")
-# oneDNN needs AVX-512 for it, which a 2-core CPU that CI has run on does not have.
+# oneDNN needs AVX-512 to multiply bf16, which one 2-core CPU that CI has run on does not have.
 needs_packing = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bf16 on this CPU"
 )

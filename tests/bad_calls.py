@@ -1,7 +1,7 @@
 """Calls that the compiled primitives refuse: one for every check of csrc, as arguments of the public op.
 
-`tests/test_primitives.py` runs each through the primitive and finds by the line in the message that every check has its
-call. The public ops take the same table: each must refuse each of its cases with a worded error.
+`tests/test_primitives.py` runs each through the primitive; the line in the message shows that every check has its call.
+The public ops take the same table: each op must refuse each of its calls with a worded error.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ class BadCall:
     op: str
     name: str
     change: Callable[[dict], dict]
-    base: dict = field(default_factory=dict)  # what differs from the op's good call beforehand
+    base: dict = field(default_factory=dict)  # what differs from the op's good call before `change`
     direct_only: str | None = None  # why no public call gets here
     backends: tuple[str, ...] = ("cpu", "cuda")  # whose primitives refuse it
 
@@ -41,9 +41,9 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
 
-# No public op: norm_concat_linear runs its primitive where its weight is a QuantizedWeight.
+# Not a public op: norm_concat_linear calls this primitive where its weight is a QuantizedWeight.
 QUANTIZED = "norm_concat_linear_quantized"
-# Neither is this one: `ContextKV` hands over a record.
+# Not a public op either: `ContextKV` passes it a record.
 CONTEXT_KV = "store_context_kv"
 
 _SOURCES = {
@@ -144,7 +144,7 @@ def _wrong(op: str, path: str, kinds: tuple[str, ...], base: dict | None = None)
 
 
 def _first(tensor: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """The memory at the beginning of a dense tensor as one of another kind."""
+    """The first bytes of a dense tensor, as a tensor of another dtype and shape."""
     return tensor.view(dtype).flatten()[: torch.Size(shape).numel()].view(shape)
 
 
@@ -185,7 +185,7 @@ def _source_calls(op: str) -> Iterator[BadCall]:
         indices=lambda: [torch.arange(T), None, None],
     )
     yield bad("chunks-overlap", lambda good: {"chunks": _replaced(good["chunks"], 1, good["out"][:, :H])})
-    # Rows without a pitch.
+    # Rows with a stride of 0.
     yield bad(
         "chunks-repeated_row_of_out",
         lambda good: {
@@ -194,7 +194,7 @@ def _source_calls(op: str) -> Iterator[BadCall]:
         },
         indices=lambda: torch.zeros(1).long(),
     )
-    # Columns of one buffer beside each other, but for one.
+    # Adjacent columns of one buffer, except that one column is in both.
     yield bad(
         "chunks-shifted",
         lambda good: {"chunks": [(wide := rows(T, H + columns))[:, :H]] * K, "out": wide[:, H - 1 : -1]},
@@ -376,7 +376,7 @@ def _vocab_parallel_embedding_calls() -> Iterator[BadCall]:
     yield bad("weight-float64", lambda good: {"weight": good["weight"].double()})
     yield from _wrong(op, "weight", ("dimensions", "last_stride"))
     yield from _wrong(op, "ids", ("device", "dtype"))
-    # Public ids of any shape are flattened first; its `out` is not.
+    # The public op flattens ids of any shape before this check; it does not flatten `out`.
     any_shape = "public ids have any shape"
     yield BadCall(op, "ids-dimensions", lambda good: {"ids": torch.zeros(T, 1).long()}, {}, any_shape)
     yield from _wrong(op, "out", (*OUTPUT, "shape", "rows"))

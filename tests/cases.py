@@ -3,8 +3,8 @@
 `CASES` is a covering selection, not the product of its axes (which has 10^7 entries). Each value of each axis occurs
 with each dtype, or in two cases at least. Other combinations are left out for these reasons:
 
-- T x D x K*H: kernels block the three separately, and an edge of one block never looks at another axis. So every T,
-  every H and an odd D meet each other in some case, not in all.
+- T x D x K*H: kernels block the three separately, and the edge of a block on one axis does not depend on the others. So
+  every T, every H and an odd D meet each other in some case, not in all.
 - features x sizes: strides, residuals, indices and statistics act on one row of one chunk, before the product. They run
   on small widths that end inside a vector (101, 33, 64).
 - features x dtypes: element types differ in load and store only; bf16 takes every feature, fp16 and fp32 those that
@@ -117,7 +117,7 @@ SIZES = [
     _case("fp32", 2, 64, 0, "none"),
 ]
 
-EPS = (1e-6, 0.3, 2.0)  # far apart, so that an eps of another chunk shows
+EPS = (1e-6, 0.3, 2.0)  # far apart, so that using another chunk's eps shows
 
 FEATURES = [
     # Layouts of the sources.
@@ -181,7 +181,7 @@ FEATURES = [
     _case("fp32", 3, 101, 7, sum_squares=True, layout="strided"),
 ]
 
-# Values that are hard on the statistic or on the formats, at sizes where the rule of bench/accuracy.py averages well.
+# Values that strain the statistic or the formats, at sizes large enough for the averages of bench/accuracy.py's rule.
 NUMBERS = [
     *(_case(dtype, 3, 896, 33, norm, D=257, data="outliers") for dtype in DTYPES for norm in ("chunk", "concat")),
     *(_case(dtype, 3, 896, 33, D=257, data="scales") for dtype in DTYPES),
@@ -210,7 +210,7 @@ class Operands:
     chunks: Tensor | list[Tensor]
     sources: dict[str, object]  # the keyword arguments that both ops share
     projection: dict[str, object]  # those of norm_concat_linear alone, weight included
-    formula: tuple  # ops.sources.formula's arguments before `dtype`; no code of the package made them
+    formula: tuple  # ops.sources.formula's arguments before `dtype`; not built by the package
     post_norm_eps: float
 
     @property
@@ -320,7 +320,7 @@ def _chunk_rows(case: Case) -> list[int]:
 
 
 def weight_of_every_code(format: str, shift: int, width: int = 32) -> ek.QuantizedWeight:
-    """[256, width]: row d has code d, and where scales are bytes scale d - shift."""
+    """[256, width]: row d has code d in every column and, where scales are bytes, the scale d - shift."""
     kind = FORMATS[format]
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).unsqueeze(1)
     scales = torch.full((256, 1), 3.0)

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What is there by now stays. The benchmark collects garbage before every measurement: 0.5 s each, of all of this.
+    # Freezes what exists by now: the benchmark collects garbage before every measurement, 0.5 s each with all of this.
     gc.collect()
     gc.freeze()
 
@@ -48,8 +48,8 @@ def seed() -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Every uninitialised tensor is filled with NaN (bytes of 0xff), and so is what C++ allocates, workspaces among it:
-    a value that an op forgot to write shows, also where it is multiplied by zero; pages fresh from the system would
+    """Fills every uninitialized tensor with NaN (bytes of 0xff), and all that C++ allocates, workspaces included. A
+    value that an op forgot to write then shows, even where it is multiplied by zero; pages fresh from the system would
     have been zero."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

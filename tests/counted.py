@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def cases(request: pytest.FixtureRequest, record_property: Callable) -> Callable[[int], int]:
-    """How many cases to run: --cases, or as few as the test says. It has run them all, or failed."""
+    """How many cases to run: --cases, or the few that the test asks for. A test that passes has run them all."""
 
     def number(few: int) -> int:
         asked = request.config.getoption("--cases")
@@ -35,17 +35,17 @@ def cases(request: pytest.FixtureRequest, record_property: Callable) -> Callable
 
 @pytest.fixture
 def for_any(request: pytest.FixtureRequest, cases: Callable[[int], int]) -> Callable:
-    """Run a function on examples that hypothesis draws: the same ones every time, unless --cases asks for a number.
-    Then the failures are kept in .hypothesis/examples, and come first the next time."""
+    """Runs a function on examples that hypothesis draws: the same ones every time, unless --cases asks for a number.
+    With --cases, failures are kept in .hypothesis/examples and come first the next time."""
 
     def run(function: Callable[[st.DataObject], None], few: int) -> None:
         function.__name__ = re.sub(
             r"\W", "_", request.node.nodeid
-        )  # the key of its failures, which no other test may find
+        )  # the key under which hypothesis keeps its failures; no other test may share it
         fixed = request.config.getoption("--cases") is None
         options = {"max_examples": cases(few), "derandomize": fixed, "deadline": None}
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # calls this small leave a second one nothing but to wait: four times as long in all
+        torch.set_num_threads(1)  # calls this small take four times as long with a second thread, which only waits
         try:
             settings(**options, suppress_health_check=list(HealthCheck))(given(st.data())(function))()
         finally:

@@ -1,4 +1,4 @@
-"""Targets that count, and drafters whose sources each have a share of the next state; weights are solved for.
+"""Targets that count, and drafters whose sources each have a share of the next state; their weights are solved for.
 
 A counting target has the random layers of a real transformers decoder, with attention's output set to zero, so that
 token t has the state S_b(t) at boundary b wherever it stands. Its head is solved for t -> t + 1 mod V. A counting
@@ -23,7 +23,7 @@ SIZES = {"vocab_size": V, "hidden_size": H}
 
 
 class CountingTarget(nn.Module):
-    """`states[b]` is S_b, float64 [V, H]; S_N is the stream before the final norm, `normed` the one behind it."""
+    """`states[b]` is S_b, float64 [V, H]; S_N is the stream before the final norm, `normed` the one after it."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def capture_branches(
 ) -> Iterator[None]:
     """Captures as engines make them: the branch that a layer ends with, and the residual that it is added to.
 
-    names: of the layer's norm that reads the residual, and of the module whose output is the branch.
+    names: the names of the layer's norm that reads the residual, and of the module whose output is the branch.
     """
     with ExitStack() as hooks:
         for k, boundary in enumerate(boundaries):

@@ -1,4 +1,4 @@
-"""The checks of csrc, found in its sources: where each is called, and the rules that it asks for there."""
+"""The checks of csrc, found in its sources: where each is called, and the rules that it checks there."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from guards import same_bits
 from primitives import run_primitive, tensors_of
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-# The checks themselves, and the benchmark's ceiling: tests/test_memory_bandwidth.py.
+# Not searched: the checks themselves, and the benchmark's ceiling, which tests/test_memory_bandwidth.py tests.
 _OTHERS = {CSRC / "checks.h", CSRC / "checks.cpp", CSRC / "memory_bandwidth.cpp"}
 MESSAGE = re.compile(r"^(?P<op>\w+): (?P<argument>\w+): (?P<rule>[\w ]+) \((?P<file>\w+\.\w+):(?P<line>\d+)\)$")
 
@@ -31,7 +31,7 @@ class Check:
 
 
 def checks(*, cuda: bool) -> set[Check]:
-    """Of the ops' host files; those of the CUDA primitives alone stand under EAGLE_KERNELS_WITH_CUDA."""
+    """The checks in the ops' host files. Those that only the CUDA primitives have are under EAGLE_KERNELS_WITH_CUDA."""
     found = set()
     rules = _rules_of_helpers()
     for path in sorted({*CSRC.glob("*.cpp"), *CSRC.glob("*.h")} - _OTHERS):
@@ -48,7 +48,7 @@ def checks(*, cuda: bool) -> set[Check]:
 
 
 def _rules_of_helpers() -> dict[str, list[str]]:
-    """By helper of checks.h: the rules that it may name, its own and those of the helpers that it calls before it."""
+    """For each helper of checks.h, the rules that it may name: its own, and those of the helpers that it calls."""
     text = (CSRC / "checks.h").read_text()
     rules: dict[str, list[str]] = {}
     for helper in re.finditer(r"^inline void (check_\w+)\(.*?^}", text, re.M | re.S):
@@ -74,7 +74,7 @@ def _last_literal(call: str) -> str:
 
 
 def failure_of(ops: object, call: BadCall) -> re.Match:
-    """The message of the primitive that refuses `call`, in its parts; nothing has been written."""
+    """The parsed message with which the primitive refuses `call`; it must have written nothing."""
     torch.manual_seed(0)
     arguments = call.arguments()
     tensors = tensors_of(arguments)
@@ -95,7 +95,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def unreached(messages: list[re.Match], *, cuda: bool) -> list[str]:
-    """The checks that none of these failures is of."""
+    """The checks that none of these failures comes from."""
     reached = {(message["file"], int(message["line"]), message["rule"]) for message in messages}
     return sorted(
         str(check)

@@ -21,7 +21,8 @@ from eagle_kernels.quantized_weight import COMPRESSED, FORMATS
 from guards import SENTINEL, between_forbidden_pages
 from test_store_context_kv import DTYPES, Form, make
 
-# By name of what bench/ops draws. Small: a call takes 2 ms on the CPU, and an edge of a block needs no more rows.
+# Sizes for bench/ops to draw from, by name. All are small: a call takes 2 ms on the CPU, and the edge of a block needs
+# no more rows.
 SIZES = {"T": (0, 1, 2, 3, 7, 16, 33, 70), "N": (0, 1, 2, 5, 33), "H": (1, 7, 16, 31, 64, 100, 130), "V": (5, 64, 130)}
 # What may have gaps between rows, and between elements; the other operands are dense by contract.
 _ROWS = ("hidden", "residual", "residuals", "chunks", "table", "weight", "out", "out_sum", "sum_squares")
@@ -34,7 +35,7 @@ _POSITIONAL = {
     "vocab_parallel_embedding": ("ids", "table", "shard"),
 }
 _PARAMETERS = ("weight", "norm_weight", "bias", "post_norm_weight")
-_PLANTED = ("chunks", "residuals", "hidden", "residual", "table")  # whose NaN stays in its row
+_PLANTED = ("chunks", "residuals", "hidden", "residual", "table")  # operands whose NaN must stay in its row
 
 
 class HypothesisDraw(Draw):
@@ -155,7 +156,7 @@ def draw_call(op: str, data: st.DataObject, sizes: dict[str, tuple]) -> Call:
 
 
 def _quantize(arguments: dict[str, object], draw: HypothesisDraw) -> None:
-    """In half of the calls, the weight in some format whose blocks fit it, now and then with a scale that is hard."""
+    """Quantizes the weight in half of the calls, to a format whose blocks fit it, sometimes with one extreme scale."""
     weight = arguments["weight"]
     any_width = [name for name, kind in FORMATS.items() if kind.block[0] != 1 or not kind.block[1]]
     formats = list(FORMATS) if weight.shape[1] % 32 == 0 else any_width
@@ -175,7 +176,7 @@ def _quantize(arguments: dict[str, object], draw: HypothesisDraw) -> None:
 
 
 def _place_codes(call: Call, draw: HypothesisDraw, weight: ek.QuantizedWeight) -> ek.QuantizedWeight:
-    """Codes and scales in guarded memory, with NaN in the gaps; those of 8 bits as bytes."""
+    """Codes and scales in guarded memory, with NaN in the gaps; 8-bit types are placed as bytes."""
     codes, scales, global_scale = weight.tensors
     placed = []
     for tensor in (codes, scales):
@@ -212,7 +213,7 @@ def _place(call: Call, draw: HypothesisDraw, name: str, values: Tensor) -> Tenso
 
 
 def _plant(draw: HypothesisDraw, values: Tensor) -> None:
-    """In half of the operands up to three numbers that are hard on a kernel; a zero fills its row."""
+    """Plants up to three numbers that strain a kernel into half of the operands; a zero fills its whole row."""
     if not values.numel() or draw.random.random() < 0.5:
         return
     finfo = torch.finfo(values.dtype)
@@ -226,7 +227,7 @@ def _plant(draw: HypothesisDraw, values: Tensor) -> None:
 
 
 def _share_memory(call: Call, draw: HypothesisDraw) -> None:
-    """Put `out` and a matrix that the op reads into columns of one buffer, over each other or side by side."""
+    """Puts `out` and a matrix that the op reads into columns of one buffer, overlapping or side by side."""
     name = next(name for name in ("chunks", "hidden", "table") if name in call.arguments)
     value = call.arguments[name]
     read, out = value[0] if isinstance(value, list) else value, call.outputs.get("out")

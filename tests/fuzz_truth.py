@@ -22,7 +22,7 @@ from eagle_kernels.quantized_weight import CompressedWeight, values_of
 from fuzz_calls import Call
 
 FP32 = UNIT_ROUNDOFF[torch.float32]
-# Sums of fp32 squares are exact to n * 2^-24 between these.
+# Between these a sum of n fp32 squares has a relative error of at most n * 2^-24.
 _LEAST, _MOST = 2.0**-100, 2.0**120
 
 
@@ -113,7 +113,7 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
     dtype, n, D = sources.chunks[0].dtype, x.shape[1], weight.shape[0]
     tiny, u = torch.finfo(dtype).smallest_normal, UNIT_ROUNDOFF[dtype]
 
-    # A column whose weight or bias is not finite: nothing is promised there but that a NaN is not lost.
+    # Columns whose weight or bias is not finite: the only promise there is that a NaN is not lost.
     broken = ~weight.isfinite().all(1) if bias is None else ~(weight.isfinite().all(1) & bias.isfinite())
     sizes = torch.where(broken.unsqueeze(1), 0, weight.double().abs())
     p = project_formula(x, Projection(weight, bias, None, 0.0), 0.0)
@@ -148,7 +148,8 @@ def _norm_concat_linear(arguments: dict) -> list[Truth]:
 
 
 def _nan_of(weight: Tensor | QuantizedWeight) -> Tensor:
-    """Where a weight [D, K*H] is NaN. An infinite scale may multiply a sum: then a code of zero makes no NaN of it."""
+    """Where a weight [D, K*H] is NaN. A code of zero with an infinite fp32 scale does not count: a kernel may apply the
+    scale to a sum of products, which a code of zero does not make NaN."""
     if isinstance(weight, CompressedWeight):
         weight = weight.dequantize()
     if isinstance(weight, Tensor):
@@ -161,7 +162,8 @@ def _nan_of(weight: Tensor | QuantizedWeight) -> Tensor:
 
 
 def _scaled_sums(weight: Tensor | QuantizedWeight) -> tuple[Tensor, float]:
-    """What rows may be multiplied by before a scale is: absolute codes [D, K*H]; and the largest scale, at least 1."""
+    """For kernels that multiply rows by codes and the sums by scales: absolute codes [D, K*H] and the largest scale,
+    which is at least 1."""
     if isinstance(weight, Tensor | CompressedWeight):
         return torch.zeros(weight.shape, dtype=torch.float64), 1.0
     codes, scales, _ = weight.tensors
@@ -193,12 +195,12 @@ def _normed(sources: Sources) -> tuple[Tensor, Tensor, Tensor]:
         part_bound[~_has_rstd(part, square.squeeze(1), each)] = float("nan")
     bound[~x.isfinite()] = float("nan")
     by_gain = x.isnan() & unscaled.isfinite()
-    # Given statistics need not belong to the values.
+    # Statistics that the caller gives need not match the values.
     return x, bound, by_gain if sources.sum_squares is not None else by_gain | (x.isnan() & values.isnan())
 
 
 def _in_range(sources: Sources) -> Tensor:
-    """[N, 1]: whether every chunk has the row that is asked for."""
+    """[N, 1]: whether every chunk has the row that its index asks for."""
     K, indices = len(sources.chunks), sources.indices
     indices = indices if len(indices) == K else (indices or [None]) * K
     there = [rows_in_range(chunk, i) for chunk, i in zip(sources.chunks, indices, strict=True) if i is not None]
@@ -206,7 +208,7 @@ def _in_range(sources: Sources) -> Tensor:
 
 
 def _without_norm(sources: Sources) -> Sources:
-    """The same rows, gathered and summed alone."""
+    """The same rows, only gathered and summed."""
     return sources._replace(norm="none", gains=[], sum_squares=None)
 
 

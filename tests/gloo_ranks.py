@@ -7,7 +7,7 @@ from torch import Tensor
 import eagle_kernels as ek
 
 H = 24
-# (ids, original ids among them): of these, slices of ceil(V / tp) rows are the engines' layout in none.
+# (ids, original ids among them). For none of them are slices of ceil(V / tp) rows the engines' layout.
 VOCABULARIES = {
     "added": (133, 130),
     "unpadded": (1001, 1001),
@@ -52,7 +52,7 @@ def run(rank: int, size: int, store: str) -> None:
         out = torch.full((len(ids), 3 * H), float("nan")).bfloat16()
         own(ids, out=out[:, H : 2 * H])
         results[vocabulary, "out"] = out
-        # What a Gemma target in SGLang hands over: the whole table, on every rank.
+        # What a Gemma target in SGLang passes to the drafter: the whole table, on every rank.
         weight = ek.shard_vocab_weight(full, own.shard)
         shared = ek.VocabParallelEmbedding.from_weight(weight, own.shard, process_group=group)
         results[vocabulary, "shared"] = shared(ids)

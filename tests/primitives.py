@@ -10,8 +10,8 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def run_primitive(ops: object, op: str, arguments: dict) -> None:
-    """Call `<op>_out` of the op namespace, with nothing in between: not even the choice of the dispatcher, which would
-    send a call with an operand on another device there."""
+    """Calls `<op>_out` of the op namespace as registered for CPU, without the dispatcher's choice, which would send a
+    call with an operand on another device to that device."""
     getattr(ops, f"{op}_out").default.redispatch(_CPU, *_ADAPTERS[op](**arguments))
 
 

@@ -17,16 +17,16 @@ _RUNTIMES = {
 
 
 def environment_under(sanitizer: str) -> dict[str, str] | None:
-    """The variables of such a process, in which the first report is the end; None where g++ has no such sanitizer."""
+    """The variables of a process that ends at the sanitizer's first report; None where g++ has no such sanitizer."""
     libraries = [_path_of(name) for name in _RUNTIMES[sanitizer]]
     if None in libraries:
         return None
     return {
         "LD_PRELOAD": " ".join(libraries),
-        # Leaks: Python's own are thousands. Fibers change stacks.
+        # No leaks, since Python's own are thousands; no use after return, since fibers switch stacks.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        # Python and torch are not instrumented: what they do is no access, and their locks are still seen.
+        # Python and torch are not instrumented: their accesses are ignored, and their locks are still seen.
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1",
     }
 

@@ -67,7 +67,7 @@ def calls(op: str, rows: int, width: int, dtype: torch.dtype) -> Callable[[int],
 
 
 def _store_context(rows: int, head_dim: int, random: Callable[..., Tensor]) -> Callable[[int], Outputs]:
-    """Two heads in as many slots as rows, in an order of their own; a row that is skipped leaves zeros."""
+    """Two heads into as many slots as rows, in reverse order; the last rows are skipped, which leaves zeros."""
     kv, gain = random(rows, 4 * head_dim), random(head_dim)
     cos_sin = random(rows, head_dim, dtype=torch.float32)
     positions, slots = torch.arange(rows), torch.arange(rows).flip(0) - rows // 8
@@ -82,20 +82,20 @@ def _store_context(rows: int, head_dim: int, random: Callable[..., Tensor]) -> C
 
 
 def digest(outputs: Outputs) -> str:
-    """Of the bits, NaN or not."""
+    """A digest of the bits, those of NaN included."""
     total = hashlib.sha256()
     for output in outputs:
         total.update(output.contiguous().view(torch.uint8).numpy())
     return total.hexdigest()[:16]
 
 
-# Rows enough for a second thread in every op, and for both plans of norm_concat_linear.
+# Enough rows for a second thread in every op, and for both plans of norm_concat_linear.
 SIZES = {"rows": 300, "width": 256}
 ROWS = (1, 8, 300)
 
 
 def digests() -> dict[str, str]:
-    """By op, dtype and T."""
+    """The digests by op, dtype and T."""
     return {
         f"{op}-{name}-T{T}": digest(call(T))
         for op in OPS
@@ -145,7 +145,7 @@ def in_a_fork() -> dict[str, str]:
         digests()
         reading, writing = os.pipe()
         if os.fork() == 0:
-            # libgomp's threads are not in the child: with more than one, torch.add waits for them forever too.
+            # The child has none of libgomp's threads: with more than one, even torch.add waits for them forever.
             torch.set_num_threads(1)
             os.write(writing, json.dumps(digests()).encode())
             os._exit(0)

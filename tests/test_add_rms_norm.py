@@ -17,16 +17,16 @@ DTYPE_IDS = ["bf16", "fp16", "fp32"]
 
 
 def expect_normed(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, norm_offset: float) -> Expectation:
-    """The bounds of `accuracy.expect` for one norm, whose value is the fp32 sum, not yet rounded: one rounding more.
+    """The bounds of `accuracy.expect` for one norm of the fp32 sum, not yet rounded; the sum adds one rounding.
 
-    Engines norm the stored sum (a native RMSNorm) or the fp32 one (fused kernels); the first sets the RMS limit, and
-    the op has to keep it although a bf16 sum rounded first would be allowed to.
+    Engines norm the stored sum (a native RMSNorm) or the fp32 one (fused kernels). The RMS limit is that of the second:
+    it leaves no room for the rounding of a stored bf16 sum.
     """
     dtype, H = hidden.dtype, hidden.shape[-1]
     normed, _ = formula(hidden, residual, weight, eps, norm_offset, dtype=torch.float64)
     half_subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-    # The fp32 sum is off by FP32 of the sum at most; subnormals of fp32 do not round. Behind the root they do, once
-    # more before the gain multiplies them.
+    # The fp32 sum is off by at most FP32 of itself, and is exact where it is subnormal. Its product with rstd may round
+    # to a subnormal, off by up to 2^-150, before the gain multiplies it.
     elementwise = (UNIT_ROUNDOFF[dtype] + (H / 2 + 9) * FP32) * normed.abs() + half_subnormal
     elementwise += 2.0**-150 * (weight.double() + norm_offset).abs()
     # Relative RMS of one rounding, u/sqrt(3) of the value at the very worst binade end, and the fp32 floor of 3 v.
@@ -110,7 +110,7 @@ def test_one_row(cpu_isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_a_row_of_zeros_stays_zero_without_eps(dtype: torch.dtype, cpu_isa: str) -> None:
-    """Of zeros, and of what adds up to them: 0 * rsqrt(0) would be NaN."""
+    """A row of zeros, and one that adds up to zeros: 0 * rsqrt(0) would be NaN."""
     hidden, residual = torch.randn(2, 4, 33).to(dtype)
     hidden[1], residual[1] = 0, 0
     residual[2] = -hidden[2]

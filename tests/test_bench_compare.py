@@ -18,7 +18,7 @@ NOISE = 0.03
 
 
 def record(variant: str, milliseconds: float, seed: int, T: int = 8, status: str = "ok") -> dict:
-    """A record of 60 calls that take this long and 3 % more or less, a tenth of them preempted for 8 ms."""
+    """A record of 60 calls that take this long +- 3 %, a tenth of them preempted for 8 ms."""
     source = random.Random(f"{variant} {seed} {T}")
     calls = [milliseconds * (1 + source.uniform(-NOISE, NOISE)) for _ in range(60)]
     taken = Samples(tuple(call + (8.0 if source.random() < 0.1 else 0.0) for call in calls))
@@ -61,7 +61,7 @@ def test_without_a_baseline_the_times_alone_decide() -> None:
 def test_a_machine_that_is_slower_at_everything_is_no_regression() -> None:
     base = [record("op", 2.0, 0), record("eager", 4.0, 0)]
     assert verdict(base, [record("op", 2.4, 1), record("eager", 4.8, 1)]) == "machine moved"
-    # Nor is a torch that became faster: our time is what it was.
+    # Nor is a torch that became faster: our time has not changed.
     assert verdict(base, [record("op", 2.0, 1), record("eager", 3.0, 1)]) == "same"
 
 

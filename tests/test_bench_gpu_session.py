@@ -38,7 +38,7 @@ def stage(name: str, code: str, limit: float = 60, **options: object) -> Stage:
 
 
 def gpu_tests(name: str) -> ModuleType:
-    """A file of tests/gpu, whose name the CPU's has too."""
+    """A module of tests/gpu, loaded by its path because tests/ has one of the same name."""
     spec = importlib.util.spec_from_file_location(f"gpu_{name}", ROOT / "tests/gpu" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -61,7 +61,7 @@ def test_a_finished_stage_is_not_run_again(work: Path, tmp_path: Path) -> None:
     first = run([once], tmp_path / "out")["once"]
     assert (first["status"], first["output_tail"], first["result"]) == ("done", "ran\n", {"rows": 3})
     assert run([once], tmp_path / "out")["once"] == first
-    # A fresh machine, whose --out is empty, with the files of the call before carried to it.
+    # A fresh machine, whose --out is empty, with the files of the previous call carried to it.
     assert run([once], tmp_path / "fresh", done=tmp_path / "out")["once"] == first
     assert (tmp_path / "starts").read_text() == "x"
 
@@ -113,7 +113,7 @@ def test_a_stage_out_of_time_is_interrupted_and_keeps_its_rows(
     assert records["never"]["status"] == "not started"
     seconds_of_first = records["slow"]["seconds"]
 
-    # The next call finds the rows where bench --resume looks for them, and starts what was not.
+    # The next call finds the rows where bench --resume looks for them, and starts the stage that was not started.
     code = f"import json, time; time.sleep(0.5); assert json.load(open({str(rows)!r})) == {kept}"
     records = run([stage("slow", code, **going_on), never], tmp_path / "out")
     assert [record["status"] for record in records.values()] == ["done", "done"]
@@ -156,7 +156,7 @@ def test_n(n: int) -> None:
 
 
 def test_failures_of_the_tests_keep_their_messages_over_two_calls(work: Path, tmp_path: Path) -> None:
-    """One command a call, as where the second was cut."""
+    """Each test file runs in its own call, as after a cut, and must keep the failures of the earlier ones."""
     read = next(each for each in stages.STAGES if each.name == "gpu-tests")
     for name in stages._TEST_FILES:
         file = f"test_{name}.py"
@@ -178,13 +178,13 @@ def test_failures_of_the_tests_keep_their_messages_over_two_calls(work: Path, tm
 
 
 def test_a_cut_stage_that_cannot_go_on_stays_cut(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that take longer than a call would otherwise take every call."""
+    """Tests that take longer than one call would otherwise use up every call."""
     monkeypatch.setattr(session, "_LEAST", 0.5)
     assert run([stage("tests", SLOW, limit=1.0)], tmp_path)["tests"]["status"] == "cut"
     assert run([stage("tests", "print('again')")], tmp_path)["tests"]["status"] == "cut"
 
 
-CLIS = ("eagle_kernels.bench.cli", stages._ALTERNATIVES_NAME)  # what stands before the arguments of one
+CLIS = ("eagle_kernels.bench.cli", stages._ALTERNATIVES_NAME)  # the word before a call's arguments
 
 
 def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,13 +215,13 @@ def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monke
 
 
 def test_the_curve_has_every_variant_beside_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few rows what the fused kernel can be told, of more the columns of warpgroups' blocks, which the library of
-    alternatives alone can be told; of 48 rows and more the two steps, which no setting has a plan take."""
+    """Few rows: each setting of the fused kernel. More rows: the two steps, which no setting makes a plan choose, and
+    the columns of the warpgroups' blocks, which only the library of alternatives can vary."""
     parser = cli.build_parser()
     monkeypatch.setattr(stages, "ALTERNATIVES", tmp_path / "alternatives")
 
     def curve() -> dict[str, list]:
-        """By settings and file: T, columns, and whether it is the library of alternatives."""
+        """By settings and file: T, columns, and whether the library of alternatives runs."""
         found = {}
         for command in stages._decode_curve("cuda") + stages._op_table("cuda"):
             if (program := next((name for name in CLIS if name in command), None)) is None:
@@ -282,7 +282,7 @@ def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.fixture
 def stub_of_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libcuda as the rehearsal's stub has it, with six GPCs of 16 SMs and two of 18."""
+    """The rehearsal's stub of libcuda: a GPU with six GPCs of 16 SMs and two of 18."""
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc on this machine")
@@ -298,7 +298,8 @@ def at_once(clusters: list[dict], threads: int, shared_bytes: int) -> dict:
 
 
 def test_the_driver_is_asked_for_clusters(work: Path, stub_of_a_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every instance's block. One that fills an SM's shared memory, and one of which it has two."""
+    """For the block of every instance. Counts are checked for a block that fills an SM's shared memory, and for one of
+    which two fit."""
     monkeypatch.setattr(device_facts, "WORK", work)
     assert device_facts.main() == 0
     said = stages._read_library()["device"]
@@ -344,13 +345,13 @@ def test_what_the_driver_refuses_costs_nothing_else(
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas on this machine")
 def test_the_kernel_that_the_driver_is_asked_about_assembles(tmp_path: Path) -> None:
-    """The driver does it on the GPU."""
+    """On the GPU's machine the driver assembles it."""
     (tmp_path / "nothing.ptx").write_bytes(device_facts.PTX)
     subprocess.run(["ptxas", "-arch=sm_90a", "nothing.ptx", "-o", "nothing.cubin"], cwd=tmp_path, check=True)
 
 
 def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed at home, and where the GPU is unpacked once: a second call finds what the first has compiled."""
+    """Packed at home, and unpacked once on the GPU's machine: a second call finds what the first one compiled."""
     home, away = tmp_path / "home", tmp_path / "away"
     for root in (home, away):
         monkeypatch.setattr(package, "ROOT", root)
@@ -378,8 +379,8 @@ def test_the_compile_cache_is_carried(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_library_of_alternatives_is_carried(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Beside the plain one, for processes of its own: their package has the other library. One of an earlier commit
-    does not stay."""
+    """Beside the plain library, in a package of its own that separate processes load. One from an earlier commit is
+    removed."""
     for name in ("CARRIED", "SITE", "ALTERNATIVES", "TRITON_CACHE"):
         monkeypatch.setattr(package, name, tmp_path / name.lower())
     monkeypatch.setattr(package, "WORK", tmp_path)
@@ -414,7 +415,7 @@ def test_the_library_of_alternatives_is_carried(
 def test_a_library_without_cuda_kernels_is_not_carried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A GPU session with it measured Triton alone, and said so in its first line only."""
+    """A GPU session with such a library measured Triton only, and said so in its first line only."""
     monkeypatch.setattr(package, "ROOT", tmp_path)
     monkeypatch.setattr(package, "CARRIED", tmp_path / "carried")
     monkeypatch.setattr(package, "TRITON_CACHE", tmp_path / "cache")
@@ -429,7 +430,7 @@ def test_a_library_without_cuda_kernels_is_not_carried(
 
 
 def test_the_script_on_a_tree_without_the_package(tmp_path: Path) -> None:
-    """On a bare machine nothing is installed: the script links the tree, loads the library, and says what it is."""
+    """On a bare machine nothing is installed: the script links the tree, loads the library, and says which it is."""
     command = ["bash", "bench/gpu_session.sh", "--device", "cpu", "--stages", "library,sanitizer"]
     options = {"cwd": ROOT, "env": os.environ | {"PYTHON": sys.executable}, "capture_output": True, "text": True}
     run = subprocess.run([*command, "--out", str(tmp_path)], timeout=200, **options)
@@ -474,7 +475,7 @@ def test_which_library(
 
 
 def test_the_linked_package_has_every_part(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pyproject.toml puts it together: `eagle-kernels` itself did not start without one of them."""
+    """The parts that pyproject.toml lists: with one of them missing `eagle-kernels` itself did not start."""
     monkeypatch.setattr(package, "SITE", tmp_path / "site")
     monkeypatch.setattr(package, "ALTERNATIVES", tmp_path / "alternatives")
     monkeypatch.setattr(package, "_provide_library", lambda *arguments: "none")

@@ -34,7 +34,7 @@ def imports_of(source: str, package: str, modules: set[str]) -> set[str]:
 
 
 def graph_of(folder: Path) -> dict[str, set[str]]:
-    """By module what it imports; the files of a folder of its own are one room."""
+    """For each module what it imports; the files of a folder in ROOMS count as one module."""
     sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.stem != "__init__"}
     graph = {name: imports_of(source, PACKAGE, {*sources, *ROOMS}) for name, source in sources.items()}
     for room in ROOMS:
@@ -63,7 +63,7 @@ def test_few_modules_without_circles() -> None:
     assert len(graph) <= MAX_MODULES, sorted(graph)
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
     assert set(order) == set(graph)
-    assert graph["measure"] == graph["accuracy"] == set()  # the ground floor
+    assert graph["measure"] == graph["accuracy"] == set()  # the lowest layer
 
 
 def test_every_module_serves_the_command_line() -> None:
@@ -83,7 +83,7 @@ def test_the_package_never_reaches_for_a_checkouts_scripts() -> None:
 
 
 def test_the_parser_is_built_without_optional_packages() -> None:
-    """matplotlib and transformers are imported by what needs them: a bare install has neither."""
+    """Only code that needs matplotlib or transformers imports them: a bare install has neither."""
     code = (
         "import sys; sys.modules['matplotlib'] = sys.modules['transformers'] = None\n"
         "from eagle_kernels.bench import cli; cli.build_parser(); print(len(cli._COMMANDS))"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def saved_runs(folder: Path) -> list[Path]:
-    """Those of `bench`; what the others save has columns of its own."""
+    """The runs that `bench` saved; the other commands save other columns."""
     return sorted(path for path in folder.glob("*/*.json") if path.name not in NO_BENCH_RUNS)
 
 
@@ -139,7 +139,7 @@ def test_a_field_of_another_kind_is_named(
 def test_a_record_without_what_its_line_needs_is_named(
     changes: dict, without: str, missing: str, tmp_path: Path
 ) -> None:
-    """A KeyError once the table was printed."""
+    """This ended in a KeyError when the table was printed."""
     path = tmp_path / "run.json"
     changed = {name: value for name, value in (RECORDS[1] | changes).items() if name != without}
     report.save(path, ENVIRONMENT, ["bench"], [RECORDS[0], changed])

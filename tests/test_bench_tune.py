@@ -94,7 +94,8 @@ def test_what_is_written_is_what_is_chosen(tmp_path: Path) -> None:
 
 
 def test_one_plan_for_all_T_is_never_the_librarys(tmp_path: Path) -> None:
-    """A table may have the library's product as the fastest at T=64, whose entry serves every T on request."""
+    """A table may say at T=64 that the library's product is fastest; where one plan serves every T, that entry is not
+    used."""
     write_rows(H100.name, SHAPE, {16: START, 64: None}, {}, tmp_path)
     options = {"has_residuals": False, "directory": tmp_path}
     assert choose_tiles(H100, 64, 3, 4096, 4096, torch.bfloat16, **options)[0] is None
@@ -104,7 +105,7 @@ def test_one_plan_for_all_T_is_never_the_librarys(tmp_path: Path) -> None:
 def test_the_call_that_the_log_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
 ) -> None:
-    """A reader copies it from the log: it has to be a call, of the same shape."""
+    """A reader copies the command from the log: it has to run, and for the same shape."""
     with caplog.at_level(logging.INFO, "eagle_kernels"):
         choose_tiles(H100, 8, 3, 2816, 1408, torch.float16, has_residuals=False, directory=tmp_path)
     (command,) = re.findall("`eagle-kernels (.*?)`", caplog.records[0].getMessage())
@@ -135,7 +136,7 @@ def test_bad_input_is_one_clear_sentence(
 
 
 def test_the_kernels_in_the_interpreter(tmp_path: Path) -> None:
-    """The whole way, gate and table included, on kernels that run without a GPU; the times mean nothing."""
+    """The whole command, gate and table included, on kernels that run without a GPU; the times mean nothing."""
     shape = ["--chunks", "2", "--hidden", "64", "--out", "32", "--tokens", "1,2"]
     command = [sys.executable, "-m", "eagle_kernels.bench.cli", "tune", "--device", "cpu", *shape]
     command += ["--limit", "1", "--min-time", "0", "--write", str(tmp_path)]
@@ -147,6 +148,6 @@ def test_the_kernels_in_the_interpreter(tmp_path: Path) -> None:
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert ", 0 could not run or were wrong" in " ".join(run.stdout.split())  # lines of 80 columns
+    assert ", 0 could not run or were wrong" in " ".join(run.stdout.split())  # joins lines that wrap at 80 columns
     rows = read_rows("Triton interpreter", Shape(2, 64, 32, "bfloat16"), tmp_path)
     assert set(rows) == {1, 2}

@@ -26,10 +26,11 @@ def compress(weight: Tensor) -> CompressedWeight:
 
 
 def weight_of(kind: str, D: int, W: int) -> Tensor:
-    """What weights look like; with so many large and small ones that rows have numbers without a code; any bits."""
+    """By kind: numbers as weights have them; so many large and small ones that rows have numbers without a code; any
+    bits."""
     if kind == "any bits":
         bits = torch.randint(-(1 << 15), 1 << 15, (D, W)).to(torch.int16)
-        return torch.where(bits >> 7 & 0xFF == 0xFF, bits & 0x3FFF, bits).view(torch.bfloat16)  # but infinity and NaN
+        return torch.where(bits >> 7 & 0xFF == 0xFF, bits & 0x3FFF, bits).view(torch.bfloat16)  # no infinity or NaN
     normal = torch.randn(D, W) * W**-0.5
     return (normal * torch.exp(4 * torch.randn(D, W)) if kind == "far apart" else normal).bfloat16()
 
@@ -48,7 +49,7 @@ def test_every_number_comes_back(kind: str, W: int) -> None:
 
 
 def test_a_weight_that_is_encoded_in_parts() -> None:
-    """4 M numbers at a time."""
+    """Rows are encoded about 4 M numbers at a time; this weight has more."""
     weight = weight_of("far apart", 71, bf16_12bit.MAX_WIDTH)
     assert same_bits(compress(weight).dequantize(), weight)
 
@@ -66,7 +67,7 @@ def test_a_strided_weight() -> None:
 
 
 def test_a_row_in_the_order_of_its_codes() -> None:
-    """As the module's and the header's words have it."""
+    """Decoded here as the comments of the module and of the header describe."""
     W = 300
     weight = weight_of("far apart", 5, W)
     codes, exponents = bf16_12bit.encode(weight)
@@ -90,7 +91,7 @@ def test_three_quarters_of_the_bytes() -> None:
     weight = weight_of("normal", 64, 12288)
     compressed = compress(weight)
     assert 0.75 < compressed.nbytes / weight.nbytes < 0.756
-    assert compressed.scales.shape[1] <= 32 + 4 * 12  # numbers without a code, in the row that has most
+    assert compressed.scales.shape[1] <= 32 + 4 * 12  # at most 12 numbers without a code in any row
 
 
 def test_what_cannot_be_compressed_is_refused() -> None:
@@ -126,7 +127,7 @@ def poisoned(call: Operands, D: int) -> Tensor:
 
 
 def check(case: Case, weight: Tensor) -> None:
-    """Bits of the product with the weight itself, by the same instruction set's kernel; float64 truth."""
+    """The bits of the product with the weight itself by the same instruction set's kernel, and float64 truth."""
     call, D = operands(case), weight.shape[0]
     compressed = compress(weight)
     dense = poisoned(call, D)
@@ -167,7 +168,7 @@ class TestTheKernel:
             check(case, weight_of("far apart", D, sum(widths)))
 
     def test_wide_weights_and_many_rows(self) -> None:
-        """Blocks along K*H: a panel is then widened from its middle on."""
+        """These have blocks along K*H: a panel is then widened from its middle on."""
         check(Case("bf16", (4100, 4100), 6, D=9), weight_of("far apart", 9, 8200))
         check(Case("bf16", (4100, 4100), 300, D=33), weight_of("far apart", 33, 8200))
 
@@ -204,7 +205,7 @@ class TestTheKernel:
             guarded = GuardedRows(call.N, D, torch.bfloat16)
             project(call, broken, guarded.view)
             guarded.check_around()
-            if (fill == 0xFF).all():  # no column of these rows
+            if (fill == 0xFF).all():  # these entries name no column
                 assert same_bits(guarded.view, expected)
 
     def test_what_does_not_fit_is_refused(self) -> None:
@@ -230,7 +231,7 @@ class TestTheKernel:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_public_op(dtype: torch.dtype) -> None:
-    """Rows that are not bf16 are multiplied by torch: right, and slow."""
+    """Rows that are not bf16 are multiplied by torch: correct, but slow."""
     chunks, weight = [torch.randn(5, 100).to(dtype) for _ in range(3)], weight_of("normal", 40, 300)
     weight[:, ::7] *= 2.0 ** -torch.arange(40).unsqueeze(1)
     compressed = compress(weight)

@@ -358,7 +358,7 @@ def captured(aux: ek.AuxHiddenStates) -> torch.Tensor:
 
 @pytest.mark.parametrize("change", ["pickle", "copy", "buffer", "data", "view"])
 def test_a_capture_goes_to_the_buffer_there_is_now(change: str) -> None:
-    """Views are kept from capture to capture, and may not outlive what they are views of."""
+    """Views are cached between captures, and must not outlive the buffer that they view."""
     aux = ek.AuxHiddenStates(16, K, H)
     view = aux.capture(0, torch.randn(2, H).bfloat16())
     old = aux

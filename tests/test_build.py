@@ -123,7 +123,7 @@ def test_pure_python_install_works(tree: Path, tmp_path: Path) -> None:
 
 
 def test_a_pure_editable_install_leaves_no_library(tree: Path) -> None:
-    """That of an earlier install, which `none` did not ask for, was loaded, however old."""
+    """The library of an earlier install was loaded, however old, although `none` asks for no library."""
     library = tree / "python/eagle_kernels/libeagle_kernels.so"
     library.write_bytes(b"")
     wheel, log = build("editable", tree, EAGLE_KERNELS_BUILD="none")
@@ -158,7 +158,7 @@ def test_a_build_without_torch_fails(tree: Path, clean_python: Path) -> None:
 
 
 def setup_answers(expression: str, python: Path | str = sys.executable, **environment: str) -> tuple[str, str]:
-    """What setup.py computes in such an environment, and what it says."""
+    """What setup.py computes under these environment variables, and what it prints."""
     code = "import runpy, setuptools; setuptools.setup = lambda **k: None\n"
     code += f"names = runpy.run_path('setup.py'); print(eval({expression!r}, names))"
     environment = os.environ | {"EAGLE_KERNELS_BUILD": "none", "EAGLE_KERNELS_CUDA_ARCHS": ""} | environment
@@ -168,7 +168,7 @@ def setup_answers(expression: str, python: Path | str = sys.executable, **enviro
 
 @pytest.mark.parametrize("where", ["on PATH", "in .venv"])
 def test_an_isolated_build_finds_torch(where: str, clean_python: Path, tmp_path: Path) -> None:
-    """uv builds with an interpreter of its own; what it leaves of the user's environment is PATH and PWD."""
+    """uv builds with an interpreter of its own; of the user's environment it keeps PATH and PWD."""
     site = tmp_path / ".venv/lib/python3.11/site-packages"
     (tmp_path / ".venv/bin").mkdir(parents=True)
     site.mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_an_isolated_build_finds_torch(where: str, clean_python: Path, tmp_path:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """A folder of programs that say what theirs would on a machine with GPUs."""
+    """A folder of stand-ins for nvcc and nvidia-smi that print what these print on a machine with GPUs."""
     for name, says in {"nvcc": "", "nvidia-smi": "9.0\n8.6\n9.0\n7.5\n"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\nprintf '{says}'\n")
         (tmp_path / name).chmod(0o755)
@@ -235,7 +235,7 @@ def test_the_sdist_holds_what_a_build_needs(source: Path) -> None:
 
 
 def wheel_environment() -> dict[str, str]:
-    """CUDA, where nvcc is, for one arch: what `make wheels` does for five."""
+    """Where nvcc is: with CUDA for one arch; `make wheels` builds for five."""
     with_cuda = shutil.which("nvcc") is not None
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
     kind = {"EAGLE_KERNELS_BUILD": "cuda" if with_cuda else "cpu", "EAGLE_KERNELS_CUDA_ARCHS": "90a"}
@@ -245,7 +245,7 @@ def wheel_environment() -> dict[str, str]:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 @pytest.mark.slow
 def test_the_wheel(source: Path, clean_python: Path, tmp_path: Path) -> None:
-    """One test, since the build is the most of it, and each process of pytest-xdist would have to make its own."""
+    """One test, since the build takes most of the time, and each process of pytest-xdist would have to make its own."""
     built = interrupted_build(source, clean_python)
     check_that_a_second_build_is_the_same(source, built, clean_python)
     wheel = repaired(source, built)
@@ -255,7 +255,7 @@ def test_the_wheel(source: Path, clean_python: Path, tmp_path: Path) -> None:
 
 
 def interrupted_build(source: Path, clean_python: Path) -> Path:
-    """From the sdist, in a clean environment beside a torch; it is killed, and goes on where it stopped."""
+    """Built from the sdist, in a clean environment beside a torch. The first build is killed, the second resumes it."""
     environment = wheel_environment()
     code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     interrupted = subprocess.Popen(
@@ -278,7 +278,7 @@ def interrupted_build(source: Path, clean_python: Path) -> Path:
     assert re.search(r"eagle-kernels: compiling .* about \d+ s", log), log[:4000]
     assert len(before.items() - objects(source).items()) <= 1, "it began anew"  # one may have been half written
     (cache,) = source.glob("build/cmake-*/CMakeCache.txt")
-    assert "CMAKE_BUILD_TYPE:STRING=Release" in cache.read_text()  # once empty: the host files ran unoptimised
+    assert "CMAKE_BUILD_TYPE:STRING=Release" in cache.read_text()  # was empty once: the host files ran unoptimized
     return built
 
 
@@ -287,8 +287,8 @@ def objects(tree: Path) -> dict[Path, int]:
 
 
 def repaired(source: Path, built: Path) -> Path:
-    """As `make wheels` does: auditwheel refuses a library that asks for newer symbols than the tag promises. Wheels are
-    made with GCC 12; what a newer one adds to them nobody has looked at, and auditwheel finds the tag."""
+    """As `make wheels` does: auditwheel refuses a library that needs newer symbols than the tag promises. Wheels are
+    built with GCC 12; which symbols a newer GCC adds is not known, so there auditwheel chooses the tag."""
     compiler = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout
     platform = f"manylinux_2_28_{os.uname().machine}" if int(compiler.partition(".")[0]) <= 12 else "auto"
     repair = [sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", platform]
@@ -310,10 +310,10 @@ def check_contents(source: Path, wheel: Path) -> None:
 
 
 def check_that_a_second_build_is_the_same(source: Path, first: Path, clean_python: Path) -> None:
-    """The archive in one folder; the CPU kernels in two, this one and that of `make test`. The names that nvcc makes of
-    a path are CMakeLists.txt's concern."""
+    """Two builds in one folder give the same archive; builds here and in the folder of `make test` give the same CPU
+    kernels. CMakeLists.txt takes care of the names that nvcc derives from a path."""
     bytes_of_first = first.read_bytes()
-    time.sleep(2)  # which zip counts in
+    time.sleep(2)  # zip stores times in steps of 2 s
     again, log = build("wheel", source, clean_python, **wheel_environment())
     assert again == first and again.read_bytes() == bytes_of_first, log
 
@@ -428,6 +428,6 @@ def test_what_is_looked_up_in_libtorch_cuda_is_what_its_headers_declare() -> Non
 
 
 def test_no_list_names_an_op() -> None:
-    """CMake finds the sources of an op by their place, so that a new one edits nothing there."""
+    """CMake finds the sources of an op by their folder, so that a new op edits nothing there."""
     ops = {path.stem for path in ROOT.glob("csrc/cuda/*.cu")}
     assert ops and not [op for op in ops if op in (ROOT / "CMakeLists.txt").read_text()]

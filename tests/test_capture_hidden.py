@@ -34,7 +34,7 @@ def test_without_a_residual_it_is_a_copy(dtype: torch.dtype, cpu_isa: str) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_the_mean_of_four_streams_has_torchs_bits(dtype: torch.dtype, cpu_isa: str) -> None:
-    """Which both engines' are: SGLang 0.5.23 `mhc_stream_mean`, vLLM 0.33 `mhc_post_tilelang(...).mean(dim=1)`."""
+    """Both engines have these bits: SGLang 0.5.23 `mhc_stream_mean`, vLLM 0.33 `mhc_post_tilelang(...).mean(dim=1)`."""
     numbers = every_number(dtype)
     near = [numbers.roll(shift) for shift in (1, 7, 2**15)]  # sums that cancel and sums beyond the largest number
     streams = [
@@ -102,7 +102,7 @@ def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_output_beyond_the_caches_lies_anywhere(dtype: torch.dtype, cpu_isa: str) -> None:
-    """From 32 MB a thread on aligned rows are stored around the caches, with instructions that trap on others."""
+    """From 32 MB a thread on, aligned rows are stored past the caches, with instructions that trap on other rows."""
     T, H = (33 << 20) // (1024 * dtype.itemsize), 1024
     hidden, buffer = torch.randn(T, H).to(dtype), torch.full((T, H + 3), 7.0, dtype=dtype)
     before = torch.get_num_threads()
@@ -117,7 +117,7 @@ def test_an_output_beyond_the_caches_lies_anywhere(dtype: torch.dtype, cpu_isa: 
 
 
 def test_statistics_are_as_near_to_float64_as_torchs(cpu_isa: str) -> None:
-    """Whose sum is a cascade."""
+    """torch sums in a cascade."""
     hidden, squares = torch.randn(64, 65536), torch.empty(64)
     ek.capture_hidden(hidden, out=torch.empty_like(hidden), sum_squares=squares)
     truth = hidden.double().square().sum(-1)
@@ -126,7 +126,7 @@ def test_statistics_are_as_near_to_float64_as_torchs(cpu_isa: str) -> None:
 
 @pytest.mark.parametrize("residual", [torch.empty(3, 0), None], ids=["residual", "copy"])
 def test_rows_without_columns(residual: Tensor | None, cpu_isa: str) -> None:
-    """Their memory is a null pointer, which the copy handed to memcpy: undefined, which shows in `make sanitize`."""
+    """Their memory is a null pointer, which the copy passed to memcpy: undefined behavior, seen by `make sanitize`."""
     for hidden, other in ((torch.empty(3, 0), residual), (torch.empty(3, 4, 0), None)):
         squares = torch.full((3,), float("nan"))
         ek.capture_hidden(hidden, other, out=torch.empty(3, 0), sum_squares=squares)

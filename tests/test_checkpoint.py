@@ -234,7 +234,7 @@ def save_twice(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("stated", ["a", "b"])
 def test_a_name_in_two_files_is_that_of_the_index(stated: str, tmp_path: Path) -> None:
-    """The last file's was taken, whatever the index says."""
+    """The tensor of the last file was taken, whatever the index said."""
     first, last = save_twice(tmp_path)
     weight_map = {name: "a.safetensors" for name in first} | {
         "fc.weight": f"{stated}.safetensors",
@@ -272,7 +272,7 @@ def test_a_name_that_its_file_does_not_have_is_an_error(tmp_path: Path) -> None:
     ids=["folder", "link", "pipe"],
 )
 def test_what_is_no_file_is_named(put: Callable, because: str, tmp_path: Path) -> None:
-    """A pipe was waited for."""
+    """Opening a pipe waited for its writer."""
     put(tmp_path / "x.safetensors")
     message = f"'{tmp_path}/x.safetensors' cannot be read, expected a safetensors file, because {because}"
     with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):

@@ -38,7 +38,7 @@ def make_stage(variant: str, dtype: torch.dtype = torch.bfloat16) -> ek.ContextK
 
 
 class Inputs:
-    """Captured states of rows of different sizes, slots of which some are padding, and empty caches."""
+    """Captured states whose rows differ in size, slots of which some are padding, and empty caches."""
 
     def __init__(self, config: ek.ContextKVConfig, dtype: torch.dtype = torch.bfloat16) -> None:
         scales = torch.logspace(-1, 2, N).unsqueeze(1)
@@ -65,7 +65,7 @@ class Inputs:
 def chain(stage: ek.ContextKV, inputs: Inputs, dtype: torch.dtype, engine: str = "sglang") -> list[tuple[Tensor, ...]]:
     """K and V [N, n, d] of each layer as the engines compute them eagerly, each norm and product rounded to `dtype`.
 
-    SGLang rounds K once behind the product (`_fused_norm_rope_kernel_stacked`); vLLM the normed K, cos, sin and K.
+    After the product SGLang rounds K once (`_fused_norm_rope_kernel_stacked`), vLLM the normed K, cos, sin and K.
     """
     config, wide = stage.config, torch.promote_types(dtype, torch.float32)
     weights = {name: value.to(dtype) for name, value in stage.state_dict().items()}
@@ -164,8 +164,8 @@ def test_the_projection_goes_into_a_view(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["dflash", "laguna"])
 @pytest.mark.parametrize("columns", [-8, 8])
 def test_an_out_that_does_not_fit_is_not_written(columns: int, variant: str) -> None:
-    """With a norm of each layer's own, of one too wide the first columns were the result, and one too narrow raised
-    behind the layers that fit."""
+    """Where each layer has a norm of its own, an `out` too wide got the result in its first columns, and one too narrow
+    raised after the layers that fit were written."""
     stage = make_stage(variant)
     width = L * stage.config.kv_width
     out = torch.full((N, width + columns), 7.0).bfloat16()
@@ -228,7 +228,7 @@ LATENT = {"values": "none", "interleaved": True}
     ],
 )
 def test_a_field_of_another_type_is_named(changes: dict, message: str) -> None:
-    """Python's own words of a division by text, and an OverflowError of JSON's Infinity."""
+    """These raised Python's own message about a division by text, and an OverflowError for JSON's Infinity."""
     with pytest.raises(TypeError, match=re.escape(f"ContextKVConfig.from_hf: {message}")):
         ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96)
 
@@ -287,9 +287,9 @@ V4 = {"hidden_size": 64, "head_dim": 512, "qk_rope_head_dim": 64, "dspark_target
 @pytest.mark.parametrize(
     ("model_type", "architecture", "captures_after"),
     [
-        ("deepseek_v41", "DSparkV41DraftModel", {"sglang": True, "vllm": False}),  # vLLM's class of V4.1 alone
-        ("deepseek_v41", "DeepseekV4ForCausalLMDSpark", {"sglang": True, "vllm": False}),  # SGLang's of both
-        ("deepseek_v41", "DeepseekV41ForCausalLM", {"sglang": True, "vllm": False}),  # the checkpoint's
+        ("deepseek_v41", "DSparkV41DraftModel", {"sglang": True, "vllm": False}),  # vLLM's class, for V4.1 only
+        ("deepseek_v41", "DeepseekV4ForCausalLMDSpark", {"sglang": True, "vllm": False}),  # SGLang's class, for both
+        ("deepseek_v41", "DeepseekV41ForCausalLM", {"sglang": True, "vllm": False}),  # the checkpoint's class
         ("deepseek_v4", "DeepseekV4ForCausalLMDSpark", {"sglang": False, "vllm": False}),
         ("deepseek_v4", "DeepseekV4ForCausalLM", {"sglang": False, "vllm": False}),
     ],
@@ -378,7 +378,8 @@ def test_arguments_that_do_not_fit_are_refused(change: object, message: str) -> 
         stage.store(**arguments | change(inputs))
 
 
-# Of the drafter and of a layer; behind a prefix where checkpoints have one.
+# The prefix if checkpoints have one, and names: the layers, fc and its norm; in a layer K's projection, K's norm and
+# the layer's own norm.
 NAMES = {
     "dflash": ("", "layers", "fc", "hidden_norm", "self_attn.k_proj", "self_attn.k_norm", ""),
     "bias-partial": (
@@ -395,7 +396,7 @@ NAMES = {
 
 
 def checkpoint(variant: str, ranks: list[ek.ContextKV]) -> dict[str, Tensor]:
-    """A checkpoint of the heads of all ranks, under the names of a variant, with what is not of the stage beside it."""
+    """A checkpoint with the heads of all ranks, under the names of a variant, and weights that are not the stage's."""
     prefix, layers, fc, hidden_norm, k, k_norm, layer_norm = NAMES[variant]
     config, state = ranks[0].config, ranks[0].state_dict()
     top = f"{prefix}mtp.0." if layers == "mtp" else prefix
@@ -440,7 +441,7 @@ def test_a_checkpoint_is_loaded(variant: str) -> None:
 
 @pytest.mark.parametrize(("copies", "variant"), [(1, "laguna"), (2, "muse-spark"), (4, "deepseek-v4")])
 def test_each_rank_loads_its_own_heads(copies: int, variant: str) -> None:
-    """Of fewer heads than ranks, several ranks have the same one."""
+    """With fewer heads than ranks, several ranks have the same head."""
     stages = rank_stages(variant, 4 // copies)
     weights = checkpoint(variant, stages)
     for rank in range(4):
@@ -515,8 +516,8 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize("variant", ["dflash", "laguna", "kimi-k3"])
 def test_the_stage_compiles_into_one_graph(variant: str) -> None:
-    """The caches' addresses were asked for in the trace, which has none: a break, an error of torch.export, and of fake
-    and meta tensors an overlap, since all of them are at 0."""
+    """The caches' addresses were asked for while tracing, where there are none: a graph break, an error of
+    torch.export, and for fake and meta tensors an overlap, since all of them are at address 0."""
     stage = make_stage(variant)
     inputs = Inputs(stage.config)
     caches, expected = inputs.caches(), inputs.caches()
@@ -535,7 +536,7 @@ def test_the_stage_compiles_into_one_graph(variant: str) -> None:
 
 
 def test_an_out_over_another_layers_weight_is_not_written() -> None:
-    """Each layer's own columns were compared with its own rows alone."""
+    """The columns of each layer were only compared with the weight rows of that layer."""
     stage = make_stage("laguna")
     W = stage.config.kv_width
     out = stage.kv_proj.weight.data.view(-1)[W * H :][: 2 * L * W].view(2, L * W)

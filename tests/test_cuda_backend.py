@@ -143,7 +143,7 @@ def test_which_kernel_takes_how_many_rows() -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("archs", [("80", "90a", "100a", "120"), ("80", "90+ptx")], ids=lambda archs: archs[1])
 def test_one_launch_needs_a_gpu_with_clusters(archs: tuple, capability: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more rows sm_90, and a library with code for sm_90a."""
+    """More rows need sm_90, and a library with code for sm_90a."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(library, "cuda_archs", archs)
     with environment_of():
@@ -158,7 +158,8 @@ def test_one_launch_needs_a_gpu_with_clusters(archs: tuple, capability: tuple, m
 
 @needs_triton
 def test_before_a_library_product_the_normed_rows_are_cudas() -> None:
-    """Wherever Triton would write them and leave the product to a library: nothing of it is then imported."""
+    """Wherever Triton would write the normed rows and leave the product to a library, the cuda backend writes them, and
+    nothing of Triton is imported."""
     with environment_of():
         assert str(planned(5000, torch.float32)) == (
             "norm_concat_linear: cuda/norm_concat + linear, because tensor cores multiply 16-bit types; T=5000 > 16 "
@@ -227,11 +228,11 @@ def planned_codes(T: int = 4, H: int = 4096, block_columns: int | None = None, *
     ids=str,
 )
 def test_codes_go_to_the_kernels_of_bf16(changed: dict, reason: str | None) -> None:
-    """Else to Triton, or are dequantized; `explain` says why."""
+    """Other codes go to Triton or are dequantized; `explain` says why."""
     with environment_of():
         chosen = planned_codes(**changed)
         if reason is None:
-            # Beyond 48 rows numbers go to the library, which multiplies no codes.
+            # Beyond 48 rows a bf16 weight goes to the library, which cannot multiply codes.
             of_bf16 = planned(min(changed.get("T", 4), 48), has_post_norm=changed.get("has_post_norm", False))
             kernel, why = of_bf16.kernel, of_bf16.reason.replace("T=48:", f"T={changed.get('T')}:")
             if "block_columns" in changed:
@@ -262,7 +263,7 @@ def test_codes_in_blocks_of_64_rows_and_columns_or_more_are_one_launch() -> None
 
 
 def test_codes_of_more_than_32_rows_go_to_warpgroups() -> None:
-    """Of bf16, with one scale a row or in blocks that end with a stage of 128 columns."""
+    """bf16 rows, and codes with one scale per row or in blocks that end where a stage of 128 columns ends."""
     split, wgmma = plan.Kernel.SPLIT, plan.Kernel.WGMMA
     with environment_of():
         for changed, kernel in (

@@ -32,7 +32,7 @@ class Dispatched(TorchDispatchMode):
 
 
 class Recorded:
-    """`library.primitives` with a list of the primitives that were called, by whomever."""
+    """`library.primitives` with a list of all primitives that were called."""
 
     def __init__(self, primitives: object) -> None:
         self.primitives, self.names = primitives, []
@@ -123,7 +123,7 @@ def test_a_plain_call_is_one_primitive(
 
 
 def test_a_parameter_is_plain_without_grad_mode(registered: list[str]) -> None:
-    """As engines call: through the registered op it would cost 5 us more."""
+    """Engines call with parameters; through the registered op a call would cost 5 us more."""
     with torch.no_grad():
         ek.add_rms_norm(rows(T, H), rows(T, H), torch.nn.Parameter(rows(H)))
     assert registered == []
@@ -185,7 +185,7 @@ def test_a_forced_backend_is_obeyed(op: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("op", ek.ops.__all__)
 def test_explain_refuses_what_the_op_does_not_take(op: str) -> None:
-    """Misspelled, an argument was ignored, and the plan that of another call."""
+    """A misspelled argument was ignored, and the plan was that of another call."""
     expected = rf"{op}: norn, epsilon is no argument, expected some of \[.*'out'.*\]"
     with pytest.raises(TypeError, match=expected):
         ek.explain(op, torch.zeros(1, 2), norn="chunk", epsilon=1e-6)
@@ -193,7 +193,7 @@ def test_explain_refuses_what_the_op_does_not_take(op: str) -> None:
 
 @pytest.mark.parametrize("name, value", [("BACKEND", "tpu"), ("CPU_ISA", "sse"), ("BATCH_INVARIANT", "yes")])
 def test_a_setting_that_does_not_exist_is_the_calls_error(name: str, value: str) -> None:
-    """Not the import's: an engine with a mistyped variable starts, and the command line says it in one sentence."""
+    """Not the import's: an engine with a mistyped variable starts, and the command line reports it in one sentence."""
     with environment_of(**{f"EAGLE_KERNELS_{name}": value}):
         for call in (ek.capture_hidden, lambda *args, **options: ek.explain("capture_hidden", *args, **options)):
             with pytest.raises(ValueError, match=rf"EAGLE_KERNELS_{name} is '{value}', expected one of \("):
@@ -211,7 +211,7 @@ def test_an_eps_of_its_own_for_the_post_norm() -> None:
 @needs_compiled
 @pytest.mark.parametrize("op", CALLS)
 def test_a_failure_that_is_no_argument_is_not_hidden(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A primitive that fails on a call which every check passes: its own error comes out, as a device's would."""
+    """A primitive that fails on a call that passes every check: its own error comes out, as a device's would."""
     failing = types.SimpleNamespace(**{f"{op}_out": lambda *_: (_ for _ in ()).throw(RuntimeError("device lost"))})
     call, columns = CALLS[op]
     call(torch.empty(T, columns).bfloat16())  # chooses the plan

@@ -43,7 +43,7 @@ class Files:
 
 
 class Checkpoints(Files):
-    """A Llama target and an EAGLE-3 drafter of it that both engines read as it means."""
+    """A Llama target and an EAGLE-3 drafter of it that both engines read as its config means."""
 
     def __init__(self) -> None:
         self.target = {"model_type": "llama", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
@@ -56,7 +56,7 @@ class Checkpoints(Files):
 
 
 class MTPCheckpoints(Files):
-    """DeepSeek's, whose MTP layer is behind the target's own layers in one checkpoint."""
+    """DeepSeek's, whose MTP layer follows the target's own layers in one checkpoint."""
 
     def __init__(self) -> None:
         self.target = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 2 * H}
@@ -95,7 +95,7 @@ class ContextCheckpoints(Files):
 
 
 def as_deepseek_v4(checkpoints: Files, *left_out: str, numbers: str = "") -> None:
-    """The MTP layer of DeepSeek-V4 under its names, in FP8 blocks but for `numbers`, and what its config leaves out."""
+    """The MTP layer of DeepSeek-V4 under its names, in FP8 blocks except `numbers`; the config ignores `left_out`."""
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": list(left_out)}
     checkpoints.target.update(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], hc_mult=4)
     checkpoints.target["quantization_config"] = config
@@ -128,7 +128,7 @@ MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "o_proj")
 
 
 def with_layers_in_fp8(checkpoints: Files, *layers: str) -> None:
-    """MLP and attention of these decoder layers, in Hugging Face's blocks, and the input stage left out."""
+    """MLP and attention of these decoder layers in Hugging Face's FP8 blocks; the config leaves the input stage out."""
     stems = [f"{layer}.mlp.{name}" for layer in layers for name in MLP]
     for stem in [*stems, *(f"{layer}.self_attn.{name}" for layer in layers for name in ATTENTION)]:
         checkpoints.weights[f"{stem}.weight"] = torch.randn(130, 64).to(FP8)
@@ -153,14 +153,14 @@ E8M0 = torch.float8_e8m0fnu
 
 
 def stacked(checkpoints: Files, config: dict | None, **tensors: torch.Tensor) -> None:
-    """The MTP layer's experts, each projection of them in one tensor; the input stage in numbers and left out."""
+    """The MTP layer's experts, one tensor for each projection of all; the input stage is not quantized and left out."""
     checkpoints.weights |= {f"{EXPERTS}.{name}": tensor for name, tensor in tensors.items()}
     if config is not None:
         checkpoints.drafter["quantization_config"] = config | {"modules_to_not_convert": ["eh_proj"]}
 
 
 def in_gpt_oss_mxfp4(checkpoints: Files) -> None:
-    """As openai/gpt-oss-20b has them, with 3 experts of 96 columns inside."""
+    """As openai/gpt-oss-20b has them, with 3 experts of intermediate size 96."""
     for name, rows, groups in (("gate_up_proj", 192, 4), ("down_proj", 128, 3)):
         blocks = {f"{name}_blocks": torch.zeros(3, rows, groups, 16, dtype=torch.uint8)}
         scales = {f"{name}_scales": torch.zeros(3, rows, groups, dtype=torch.uint8)}
@@ -169,7 +169,7 @@ def in_gpt_oss_mxfp4(checkpoints: Files) -> None:
 
 
 def in_stacked_blocks(checkpoints: Files) -> None:
-    """Hugging Face's, whose scales of gate and up have two rows where one block has the rows of both."""
+    """Hugging Face's FP8 blocks: gate and up have a row of scales each, although one block has the rows of both."""
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     codes = {"gate_up_proj": torch.ones(3, 96, 130).to(FP8), "down_proj": torch.ones(3, 130, 48).to(FP8)}
     scales = {"gate_up_proj_scale_inv": torch.ones(3, 2, 2), "down_proj_scale_inv": torch.ones(3, 2, 1)}
@@ -177,7 +177,7 @@ def in_stacked_blocks(checkpoints: Files) -> None:
 
 
 def in_stacked_nvfp4(checkpoints: Files) -> None:
-    """Model-Optimizer's Llama 4, in which D is last."""
+    """Model-Optimizer's NVFP4 of Llama 4, in which D is last."""
     codes = {"gate_up_proj": (3, 64, 192), "down_proj": (3, 48, 128)}
     for name, (experts, half, columns) in codes.items():
         weight = {name: torch.zeros(experts, half, columns, dtype=torch.uint8)}
@@ -187,7 +187,7 @@ def in_stacked_nvfp4(checkpoints: Files) -> None:
 
 
 def in_bitsandbytes(checkpoints: Files, path: str = "fc") -> None:
-    """As transformers saves nf4: what makes numbers of the weight stands behind its name."""
+    """As transformers saves nf4: the names of the tensors that dequantize a weight begin with the weight's own name."""
     rows, columns = checkpoints.weights[f"{path}.weight"].shape
     checkpoints.weights[f"{path}.weight"] = torch.zeros(rows * columns // 2, 1, dtype=torch.uint8)
     checkpoints.weights[f"{path}.weight.absmax"] = torch.ones(rows * columns // 64)
@@ -221,7 +221,7 @@ STEP = f"{LAYER}.moe"
 
 
 def in_step_s_stacks(checkpoints: Files) -> None:
-    """Step-3.5's, under names without experts, in FP8 blocks."""
+    """Step-3.5's stacked experts in FP8 blocks, under names without `experts`."""
     for name, rows, columns in (("gate_proj", 96, 130), ("up_proj", 96, 130), ("down_proj", 130, 96)):
         checkpoints.weights[f"{STEP}.{name}.weight"] = torch.ones(3, rows, columns).to(FP8)
         checkpoints.weights[f"{STEP}.{name}.weight_scale_inv"] = torch.ones(3, -(-rows // 128), -(-columns // 128))
@@ -240,7 +240,7 @@ def without_fc(checkpoints: Files) -> None:
 UP = "midlayer.mlp.up_proj"
 LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
-# Of each kind a pair without a finding, and facts of it.
+# For each kind of drafter a pair without a finding, and facts of it.
 FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "EAGLE-3": (Checkpoints, lambda c: None, {"drafter": "EAGLE-3", "boundaries": [2, 6, 9], "fc": "BF16"}),
     "EAGLE-3 without fc": (
@@ -342,7 +342,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             with_layers_in_fp8(c, LAYER),
             c.weights.update({f"{LAYER}.mlp.experts.{k}.up_proj.weight": torch.ones(8, 16).to(FP8) for k in range(3)}),
             c.weights.update({f"{LAYER}.mlp.experts.{k}.up_proj.weight_scale_inv": torch.ones(1, 1) for k in range(3)}),
-            # What is no layer of the drafter's is not looked at, nor is a head that is the target's.
+            # Layers that are not the drafter's are not examined, nor is a head that is the target's.
             c.weights.update({f"{LAYER}.shared_head.head.weight": torch.ones(V, 2 * H).to(FP8)}),
             c.weights.update({f"{LAYER}.shared_head.head.weight_scale": torch.ones(1)}),
             c.drafter["quantization_config"]["modules_to_not_convert"].append("head"),
@@ -506,7 +506,7 @@ def test_a_pair_that_fits_has_no_finding(case: str, tmp_path: Path, capsys: pyte
     checkpoints = build()
     change(checkpoints)
     folders = list(map(str, checkpoints.save(tmp_path)))
-    # SGLang has its trap there.
+    # SGLang falls into a trap with these formats.
     asked = ["--engine", "vllm"] if any(name in case for name in ("FP4", "FP8", "GPTQ")) else []
     assert cli.main(["doctor", *folders, *asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -538,7 +538,7 @@ def in_nvfp4(checkpoints: Files) -> None:
 
 
 def in_gptq(checkpoints: Files, groups: int) -> None:
-    """With act order: the columns' groups as a quantizer leaves them."""
+    """With act order: g_idx names the group of each column, in no order."""
     del checkpoints.weights["fc.weight"]
     checkpoints.weights |= {"fc.qweight": torch.zeros(K * H // 8, D, dtype=torch.int32)}
     checkpoints.weights |= {"fc.scales": torch.ones(groups, D).half()}
@@ -553,7 +553,7 @@ def without_scale(checkpoints: Checkpoints) -> None:
 
 
 def in_blocks(checkpoints: Files, path: str) -> None:
-    """Hugging Face's FP8, which the config says of the whole checkpoint."""
+    """Hugging Face's FP8 blocks; the config says that the whole checkpoint is in this format."""
     checkpoints.weights[f"{path}.weight"] = checkpoints.weights[f"{path}.weight"].to(FP8)
     checkpoints.weights[f"{path}.weight_scale_inv"] = torch.ones(1, 2)
     checkpoints.drafter["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -614,7 +614,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             *(
                 (trap, (engine,), "")
                 for engine in (V1, V2)
-                for trap in ("engine-layers", "engine-chunks")  # SGLang's class alone reads K there
+                for trap in ("engine-layers", "engine-chunks")  # only SGLang's class reads K there
             ),
         ],
     ),
@@ -1238,7 +1238,7 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
 }
 
-# Of EAGLE-3 drafters with one layer in FP8 blocks.
+# The same for EAGLE-3 drafters with one layer in FP8 blocks.
 LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "a layer without a scale": (
         lambda c: c.weights.pop(f"{UP}.weight_scale_inv"),
@@ -1391,7 +1391,7 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
 }
 
-# Of DFlash drafters with two layers whose MLP is in W4A16.
+# The same for DFlash drafters with two layers whose MLP is in W4A16.
 MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "DFlash with an MLP in W4A16 without scales": (
         lambda c: [c.weights.pop(f"layers.{layer}.mlp.up_proj.weight_scale") for layer in range(2)],
@@ -1494,7 +1494,7 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
 }
 
-# Of DeepSeek's MTP with a layer in FP8 blocks.
+# The same for DeepSeek's MTP with a layer in FP8 blocks.
 MTP_LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "an MTP layer without a scale": (
         lambda c: c.weights.pop(f"{LAYER}.self_attn.o_proj.weight_scale_inv"),
@@ -1514,7 +1514,7 @@ MTP_LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 
 
 DOWN = f"{EXPERTS}.down_proj"
-# Of DeepSeek's MTP with stacked experts.
+# The same for DeepSeek's MTP with stacked experts.
 STACK_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "gpt-oss's experts without scales": (
         lambda c: (in_gpt_oss_mxfp4(c), c.weights.pop(f"{DOWN}_scales")),
@@ -1647,7 +1647,8 @@ def test_each_trap_is_found(trap: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert max(map(len, out.splitlines())) <= 80
 
 
-# Of each, what the finding says of the plugin, and what the plugin makes of the codes in an engine's layer of numbers.
+# For each trap what the finding says of the plugin, and what the plugin does with the codes where the engine's layer is
+# not quantized.
 SAID = {
     "fp8 with its config": (" without this package's plugin", "numbers"),
     "GPTQ": (" without this package's plugin", "numbers"),
@@ -1663,7 +1664,7 @@ SAID = {
 
 @pytest.mark.parametrize("trap", SAID)
 def test_doctor_says_of_the_plugin_what_that_does(trap: str, tmp_path: Path) -> None:
-    """They contradicted each other, of embeddings, of experts and of formats that only engines read."""
+    """The two contradicted each other about embeddings, experts and formats that only engines read."""
     build, change, _ = TRAPS[trap]
     checkpoints, (said, done) = build(), SAID[trap]
     change(checkpoints)
@@ -1702,7 +1703,7 @@ def test_an_engine_leaves_out_what_the_others_fall_into(tmp_path: Path, capsys: 
 
 
 def test_specforge_s_norm_output_is_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says that the head has a norm; the state that SpecForge trains the next step on is the pre-norm one."""
+    """There it says that the head has a norm; SpecForge trains the next step on the pre-norm state."""
     checkpoints = Checkpoints()
     checkpoints.drafter["norm_output"] = True
     folders = list(map(str, checkpoints.save(tmp_path)))
@@ -1719,7 +1720,7 @@ def test_specforge_s_norm_output_is_another_one(tmp_path: Path, capsys: pytest.C
     assert all(text in each["text"] for each in found)
 
 
-# A drafter of another kind, and what is said of it.
+# A drafter of another kind, and the error about it.
 UNKNOWN: dict[str, tuple[Callable[[Files], object], str]] = {
     "no drafter": (
         lambda c: (of_nobody(c), c.drafter.update(architectures=["MedusaModel"], model_type="medusa")),
@@ -1745,7 +1746,7 @@ UNKNOWN: dict[str, tuple[Callable[[Files], object], str]] = {
 
 
 def of_nobody(checkpoints: Files) -> None:
-    """Without what says that it is an EAGLE-3 drafter."""
+    """Removes what says that it is an EAGLE-3 drafter."""
     checkpoints.drafter.clear()
     del checkpoints.weights["midlayer.hidden_norm.weight"]
 
@@ -1812,7 +1813,7 @@ def test_an_unreadable_folder_is_a_usage_error(
 
 @pytest.mark.parametrize("pattern", ["a{99999999999}", "(" * 5000])
 def test_a_pattern_that_cannot_be_compiled_names_no_layer(pattern: str, tmp_path: Path) -> None:
-    """re raises an OverflowError and a RecursionError of these, and doctor ended with it."""
+    """re raises an OverflowError and a RecursionError for these, which ended doctor."""
     checkpoints = Checkpoints()
     with_config(checkpoints, {"quant_method": "fp8", "modules_to_not_convert": [f"re:{pattern}"]})
     found = examine(*checkpoints.save(tmp_path)).findings
@@ -1823,7 +1824,7 @@ def test_a_pattern_that_cannot_be_compiled_names_no_layer(pattern: str, tmp_path
 def test_a_name_that_the_terminal_cannot_show_is_escaped(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A UnicodeEncodeError ended doctor with 1, which says that something does not fit."""
+    """A UnicodeEncodeError ended doctor with exit code 1, which means that something does not fit."""
     checkpoints = Checkpoints()
     checkpoints.drafter["quantization_config"] = {"quant_method": name}
     folders = list(map(str, checkpoints.save(tmp_path)))
@@ -1846,7 +1847,7 @@ def test_gguf_is_a_usage_error_that_says_so(tmp_path: Path, capsys: pytest.Captu
 def test_without_safetensors_it_is_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A ModuleNotFoundError ended doctor with 1, which says that something does not fit."""
+    """A ModuleNotFoundError ended doctor with exit code 1, which means that something does not fit."""
     folders = list(map(str, Checkpoints().save(tmp_path)))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert cli.main(["doctor", *folders, "--json"]) == 2
@@ -1856,7 +1857,7 @@ def test_without_safetensors_it_is_a_usage_error(
 
 @pytest.mark.parametrize("name", ["target/config.json", "drafter/config.json", "drafter/model.safetensors"])
 def test_a_pipe_is_a_usage_error(name: str, tmp_path: Path) -> None:
-    """Opening one waited for its writer forever; in a process, which can be stopped."""
+    """Opening a pipe waited for its writer forever. Runs in a process of its own, which a timeout can stop."""
     folders = list(map(str, Checkpoints().save(tmp_path)))
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)

@@ -103,7 +103,8 @@ def test_dflash_rule_ignores_what_eagle3_rules_look_at():
 
 
 def test_dspark_ids_are_outputs_but_for_the_stages_of_deepseek_v41():
-    """Theirs name the layers whose attention reads what is captured (vLLM 0.33 `get_eagle3_aux_layers_from_config`)."""
+    """Ids of those stages name the layers whose attention reads the captures (vLLM 0.33
+    `get_eagle3_aux_layers_from_config`)."""
     ids, outputs = [2, 21, 40], [3, 22, 41]
     for model_type, boundaries in (("deepseek_v41", ids), ("deepseek_v4", outputs), ("qwen3", outputs)):
         assert capture_layers(model_type, 43, ids, algorithm="dspark") == boundaries
@@ -372,7 +373,7 @@ def test_specforge_feeds_back_the_pre_norm_state():
 
 @pytest.mark.parametrize("value", [True, False])
 def test_every_flag_of_speculators_is_read(value):
-    """As speculators 0.9 writes them: each of them, at the top."""
+    """As speculators 0.9 writes them: every flag, at the top level of the config."""
     flags = dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), value)
     config = Eagle3Config.from_hf(speculators(fc_norm=False, **flags))
     assert (config.norm_before_residual, config.concat_norm, config.norm_output) == (value,) * 3
@@ -399,7 +400,7 @@ def test_formats_as_transformers_configs(config, expected):
 
 
 def test_speculators_ids_reach_capture_layers_unshifted():
-    # Qwen3 ids are outputs in SGLang's format; read so, speculators' own default would be one layer late.
+    # Qwen3 ids are outputs in SGLang's format; read that way, speculators' own default would be one layer late.
     config = Eagle3Config.from_hf(speculators(eagle_aux_hidden_state_layer_ids=[2, 18, 33]))
     assert capture_layers("qwen3", 36, config.layer_ids, layer_ids_mean=config.layer_ids_mean) == [2, 18, 33]
     plain = Eagle3Config.from_hf({"hidden_size": 8, "eagle_aux_hidden_state_layer_ids": [1, 17, 32]})

@@ -39,7 +39,7 @@ def checkpoint(name: str, prefix: str = "midlayer.", dtype: torch.dtype = torch.
 
 
 def plain(weights: dict, name: str, embeds: Tensor, hidden: Tensor, prefix: str = "midlayer.") -> tuple[list, Tensor]:
-    """The projections and the residual, as the layers of the engines write them, in the dtype of the inputs."""
+    """The projections and the residual, as the layers of the engines compute them, in the dtype of the inputs."""
 
     def norm(x: Tensor, which: str) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -64,7 +64,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_every_rank_has_its_heads(name: str, dtype: torch.dtype, tp_size: int) -> None:
-    """Two key-value heads: four ranks have each of them twice."""
+    """There are two key-value heads: of four ranks two have the same one."""
     torch.manual_seed(0)
     weights, (hidden, ids, table) = checkpoint(name, dtype=dtype), inputs(dtype)
     config = ek.Eagle3QKVConfig.from_hf(DRAFTERS[name][0])
@@ -191,7 +191,7 @@ def test_quantized_projections_become_numbers(tp_rank: int, tp_size: int, caplog
 
 @pytest.mark.parametrize("format", ["fp8_row", "nvfp4", "bf16_12bit"])
 def test_a_quantized_layer_loads_a_checkpoint(format: str) -> None:
-    """It refused every one, as a state_dict of another format."""
+    """A quantized layer refused every checkpoint, as a state_dict of another format."""
     config, weights = ek.Eagle3QKVConfig.from_hf(GPT_OSS), checkpoint("gpt-oss")
     expected = ek.Eagle3QKVProjection(config, dtype=torch.bfloat16).load_checkpoint(weights)
     layer = ek.Eagle3QKVProjection(config, dtype=torch.bfloat16).quantize(format).load_checkpoint(weights)
@@ -242,7 +242,7 @@ def test_errors_say_what_is_expected(case: str) -> None:
 
 
 def test_torch_compile_sees_one_functional_op_for_every_row_count() -> None:
-    """As an engine's compiled drafter has it: no mutation, one graph, nothing compiled anew for another T."""
+    """As in an engine's compiled drafter: no mutation, one graph, and no recompilation for another T."""
     layer = ek.Eagle3QKVProjection(ek.Eagle3QKVConfig.from_hf(LLAMA), dtype=torch.bfloat16)
     layer.load_checkpoint(checkpoint("llama"))
     torch._dynamo.reset()

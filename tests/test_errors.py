@@ -634,8 +634,8 @@ ERRORS = [
 ]
 
 
-# What lies in memory otherwise than its strides say, by name: from an operand as it should be, and the message from the
-# argument's name on.
+# Tensors that are not plain strided memory, by name: how to make one from a valid operand, and the message after the
+# argument's name.
 NOT_PLAIN = {
     "sparse": (lambda good: good.to_sparse(), "has layout torch.sparse_coo, expected torch.strided"),
     "csr": (lambda good: good.to_sparse_csr(), "has layout torch.sparse_csr, expected torch.strided"),
@@ -680,7 +680,7 @@ def test_a_tensor_that_is_no_plain_memory(call: str, name: str, how: str, backen
         pytest.param(call, name, id=f"{call.replace(' ', '_')}-{name}")
         for call, (_, make) in CALLS.items()
         for name, value in make().items()
-        if isinstance(value, (Tensor, list)) and name != "ids"  # which have any shape
+        if isinstance(value, (Tensor, list)) and name != "ids"  # ids may have any shape
     ],
 )
 def test_a_tensor_without_dimensions(call: str, name: str, backend: str) -> None:
@@ -721,11 +721,11 @@ def test_a_value_of_another_type(argument: str, value: object, message: str) -> 
         (call, name)
         for call, (_, make) in CALLS.items()
         for name, value in make().items()
-        if isinstance(value, Tensor) and name not in ("chunks", "norm_weight")  # which may be lists
+        if isinstance(value, Tensor) and name not in ("chunks", "norm_weight")  # these may be lists
     ],
 )
 def test_a_list_in_place_of_a_tensor(call: str, name: str, what: str, backend: str) -> None:
-    """The fast path takes lists of plain tensors, and asked this one for its dimensions."""
+    """The fast path, which takes lists of plain tensors, asked this list for its dimensions."""
     function, make = CALLS[call]
     arguments = make()
     arguments[name] = {"of it": [arguments[name]], "empty": [], "of None": [None]}[what]
@@ -783,7 +783,7 @@ def test_a_dtype_that_everything_shares(dtype: torch.dtype) -> None:
 
 
 def test_slots_of_one_buffer_do_not_overlap() -> None:
-    """Interleaved columns of one allocation are disjoint: the check may not refuse the case it exists for."""
+    """Interleaved columns of one allocation are disjoint: the check must not refuse the case it exists for."""
     buffer = rows(T, 3 * H)
     slots = buffer.split(H, -1)
     ek.capture_hidden(slots[0], slots[1], out=slots[2])
@@ -832,7 +832,7 @@ def test_numbers_of_every_kind_are_numbers(number: object) -> None:
     [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2), 1],
 )
 def test_those_of_a_config_are_floats(number: object) -> None:
-    """Modules hand them to the ops as they are: a compiled Eagle3Projection failed on a norm_offset of numpy's."""
+    """Modules pass them to the ops unchanged: a compiled Eagle3Projection failed on a norm_offset of numpy's."""
     eagle = ek.Eagle3Config(2, H, D, chunk_norm=True, eps=number, norm_offset=number)
     mtp = ek.MTPConfig(H, enorm_eps=number, hnorm_eps=number, norm_offset=number)
     for field in (eagle.eps, eagle.norm_offset, mtp.enorm_eps, mtp.hnorm_eps, mtp.norm_offset):

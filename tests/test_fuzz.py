@@ -52,7 +52,8 @@ def test_any_call(op: str, for_any: Callable, request: pytest.FixtureRequest, re
 
 
 def check(call: Call, truths: list[Truth]) -> None:
-    """Run it twice on the backend that is active: the truth, the same bits, and nothing written but the outputs."""
+    """Runs the call twice on the active backend: it must match the truth, then give the same bits, and write nothing
+    but its outputs."""
     copies = [tensor.clone() for tensor in call.read_only]
     call.poison_outputs()
     if call.overlaps:
@@ -72,7 +73,7 @@ def check(call: Call, truths: list[Truth]) -> None:
 def check_any_call(
     op: str, path: str, for_any: Callable, request: pytest.FixtureRequest, record_property: Callable, few: int
 ) -> None:
-    """Random calls of an op on the one backend that is active, which the saved run calls `path`."""
+    """Random calls of an op on the active backend only, which the saved run calls `path`."""
     record_property("paths", [path])
     with last_call(f"{path.replace(', ', '-')}-{request.node.name}") as remember:
 
@@ -104,7 +105,7 @@ def check_any_store(paths: list[dict[str, str]], for_any: Callable, request: pyt
 
 
 def check_store(record: StoreContextKV, store: Callable[[StoreContextKV], None] = store_context_kv) -> None:
-    """Run it twice on the backend that is active: as `check` does for a public call."""
+    """Runs the record twice on the active backend, as `check` does with a public call."""
     read = [value for value in record if isinstance(value, torch.Tensor)][: -len(record.outputs)]
     copies = [tensor.clone() for tensor in read]
     written = []
@@ -120,7 +121,7 @@ def check_store(record: StoreContextKV, store: Callable[[StoreContextKV], None] 
 
 @contextlib.contextmanager
 def last_call(test: str) -> Iterator[Callable[[object], None]]:
-    """A function that writes the call that comes next to a file, which a process that dies leaves behind."""
+    """A function that writes the next call to a file, which remains if the process dies."""
     LAST_CALLS.mkdir(parents=True, exist_ok=True)
     path = LAST_CALLS / f"{test}.txt"
     with path.open("w", encoding="utf-8") as file:
@@ -196,7 +197,7 @@ def test_a_fault_of_a_store_is_found(fault: Callable) -> None:
 
 
 def test_a_process_that_dies_leaves_its_call() -> None:
-    """A read of one byte behind an operand."""
+    """It dies of a read of one byte past an operand."""
     code = """if True:
         import ctypes, torch
         from fuzz_calls import Guarded

@@ -73,7 +73,8 @@ def some_of(fields: dict[str, st.SearchStrategy]) -> st.SearchStrategy[dict]:
 
 
 def check_sentence(call: Callable[[], object], *names: str) -> bool:
-    """Whether the call returned. What it raises is one of two types and a sentence of one of these names."""
+    """Whether the call returned. If not, it must raise a TypeError or ValueError whose sentence begins with a name of
+    `names`."""
     try:
         call()
     except (TypeError, ValueError) as error:
@@ -84,7 +85,7 @@ def check_sentence(call: Callable[[], object], *names: str) -> bool:
 
 
 def check_any(for_any: Callable, call: Callable, draw: Callable[[st.DataObject], object], *names: str) -> None:
-    """Of what is drawn, some is read and some is refused."""
+    """Some of what is drawn must be read, and some refused."""
     ended = set()
 
     def check(data: st.DataObject) -> None:
@@ -123,7 +124,7 @@ def test_any_mtp_config(for_any: Callable, record_property: Callable) -> None:
 
 
 def test_any_context_config(for_any: Callable, record_property: Callable) -> None:
-    """Python's own words of a head_dim that is text, and an OverflowError of JSON's Infinity."""
+    """A head_dim that is text raised Python's own message, and JSON's Infinity an OverflowError."""
     record_property(*KIND)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -198,7 +199,7 @@ def test_any_checkpoint(for_any: Callable, record_property: Callable, tmp_path: 
 
 
 def test_any_quantization_config(for_any: Callable, record_property: Callable, tmp_path: Path) -> None:
-    """Beside a quantized checkpoint, in either file that one may have."""
+    """Beside a quantized checkpoint, in either of the two files that may hold the config."""
     record_property(*KIND)
     ended: set[bool] = set()
     weight = ek.quantize(WEIGHTS["fc.weight"], "fp8_block128")

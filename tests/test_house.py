@@ -35,7 +35,7 @@ ROOM_OF = {
     **dict.fromkeys(("version", "vocab_shard", "quantized_weight", "bf16_12bit"), "ground"),
 }
 
-# Whatever says what an op is, and who calls it because of what it does.
+# The files that define an op, and the files of others that call it.
 OWN_FILES = {
     "csrc/{op}.h",
     "csrc/{op}.cpp",
@@ -56,7 +56,7 @@ def sources(*folders: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
 
 
 def imports_of(path: Path, module: str) -> set[str]:
-    """The dotted names that a module imports, wherever in it; names of `from` with their home."""
+    """The dotted names that a module imports, anywhere in it; what `from a import b` imports is a.b."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -69,7 +69,7 @@ def imports_of(path: Path, module: str) -> set[str]:
 
 
 def package_imports() -> dict[str, set[str]]:
-    """By module of the package, without the prefix, what it imports of the package."""
+    """For each module of the package what it imports of the package, all without the prefix."""
     found = {}
     for folder, prefix in ((PACKAGE, "eagle_kernels"), (ROOT / "triton_kernels", "eagle_kernels.triton_kernels")):
         for path in folder.rglob("*.py"):
@@ -96,7 +96,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_no_circles_below_the_engines() -> None:
-    """A room's own modules too, behind lazy imports as well."""
+    """Among a room's own modules too, and through lazy imports."""
     imports = {name: value for name, value in package_imports().items() if not name.startswith(("engines", "__init__"))}
     graph = {}
     for module, imported in imports.items():
@@ -130,14 +130,14 @@ def test_kernels_and_records_know_no_torch() -> None:
 
 
 def test_lines_of_c_end_at_column_120() -> None:
-    """As ruff has it of Python; nothing formats these."""
+    """The limit that ruff checks in Python; no tool formats these files."""
     for path in sources("csrc", "cmake", "tests", suffixes=(".h", ".c", ".cpp", ".cu", ".cuh")):
         lines = path.read_text(encoding="utf-8").splitlines()
         assert not [f"{path}:{i}" for i, line in enumerate(lines, 1) if len(line) > 120]
 
 
 def test_no_lambda_only_fetches() -> None:
-    """GCC 12 drops calls of a function that only prefetches, as it did of one row of codes: 2.42 ms instead of 2.01."""
+    """GCC 12 drops calls of a function that only prefetches, as it did with one row of codes: 2.42 ms, not 2.01."""
     head, call = r"\[[&=]\]\([^()]*\)[^{};]*", r"(?:__builtin_prefetch|fetch\w*)\([^;]*;"
     alone = re.compile(head + r"\{\s*(?:for \([^{}]*\)\s*)?" + call + r"\s*\}")
     assert alone.search("[&](auto column, int64_t i) { __builtin_prefetch(later[column] + i * kCacheLine, 0, 2); }")
@@ -174,7 +174,7 @@ def cited_pages(text: str) -> list[str]:
 
 
 def remarks(path: Path) -> str:
-    """The comments and docstrings of a Python file; all of another one."""
+    """The comments and docstrings of a Python file; all text of any other file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return text
@@ -191,7 +191,7 @@ def test_a_citation_is_seen() -> None:
 
 
 def test_remarks_cite_what_the_tree_has() -> None:
-    """A page by its path from the root, and where one follows a heading of it: (docs/design.md, Errors)."""
+    """A page is cited by its path from the root, and a heading after it must exist: (docs/design.md, Errors)."""
     headings = re.findall(r"^## (.+)$", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.M)
     folders = ("python", "triton_kernels", "csrc", "bench", "tests", "examples")
     for path in sources(*folders, suffixes=(".py", ".h", ".cpp", ".cu", ".cuh", ".sh")):

@@ -54,7 +54,7 @@ def check_imports(variant: Path) -> None:
     for path in variant.rglob("*.py"):
         text = path.read_text()
         assert not re.search(r"^\s*(from|import) eagle_kernels\b", text, re.MULTILINE), path
-        # At import; what a function imports when it is called (safetensors, to read a checkpoint) may be missing.
+        # Imports of modules only: what a function imports when called (safetensors, for a checkpoint) may be missing.
         names = set(re.findall(r"^(?:from|import) ([a-zA-Z_]\w*)", text, re.MULTILINE))
         assert names - sys.stdlib_module_names <= {"torch", "triton"}, path
 
@@ -103,7 +103,7 @@ print("loaded")
 
 
 def check_that_it_loads(variant: Path, tmp_path: Path) -> None:
-    """Beside another version of itself."""
+    """It loads beside another version of itself."""
     venv.create(tmp_path / "empty", symlinks=True)
     # A folder on PYTHONPATH is no site folder: the .pth of the editable install there is not read.
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": sysconfig.get_path("purelib")}
@@ -114,7 +114,7 @@ def check_that_it_loads(variant: Path, tmp_path: Path) -> None:
 
 
 def other_version(variant: Path, copy: Path) -> Path:
-    """The same package with another id, as long as the first: in the library it is a string."""
+    """The same package with another id, of the same length because the library contains it as a string."""
     identifier = json.loads((variant / "metadata.json").read_text())["id"]
     changed = identifier[:-1] + ("0" if identifier[-1] != "0" else "1")
     for path in variant.rglob("*"):

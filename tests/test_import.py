@@ -43,7 +43,7 @@ def test_brings_no_triton_and_no_cuda_context(imported: dict) -> None:
 
 
 def test_loads_nothing_but_itself_and_the_standard_library(imported: dict) -> None:
-    """torch imports what it needs before; an engine, transformers, numpy or the benchmark here would be a new cost."""
+    """What torch imports is there before; an engine, transformers, numpy or the benchmark would be a new cost."""
     foreign = {name.partition(".")[0] for name in imported["modules"]} - {"eagle_kernels"} - sys.stdlib_module_names
     assert not {name for name in foreign if not name.startswith(("torch", "__editable__"))}
     assert not [name for name in imported["modules"] if name.startswith(("eagle_kernels.bench", "eagle_kernels.eng"))]
@@ -77,8 +77,8 @@ print(plan.backend, torch.equal(ek.norm_concat(x, num_chunks=2, norm="none"), x)
     ],
 )
 def test_an_older_library_counts_as_none(tmp_path: Path, missing: str) -> None:
-    """A checkout with newer Python, not installed again, ended in an AttributeError: in its import for a function that
-    the library did not have, in the first call for a primitive."""
+    """A checkout with newer Python files than its library ended in an AttributeError: at import where the library lacks
+    a function, at the first call where it lacks a primitive."""
     package = library.COMPILED_LIBRARY.parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     older = library.COMPILED_LIBRARY.read_bytes().replace(missing.encode(), missing[:-1].encode() + b"X")

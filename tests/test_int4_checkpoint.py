@@ -38,7 +38,7 @@ def pack(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Te
 
 
 def numbers(bits: int, act_order: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(q [D, W], zeros [D, groups], scales [D, groups], the group of each column, what they mean in float64)."""
+    """(q [D, W], zeros [D, groups], scales [D, groups], the group of each column, the weight in float64)."""
     torch.manual_seed(bits)
     q = torch.randint(0, 1 << bits, (D, W))
     zeros = torch.randint(1, 1 << bits, (D, W // GROUP))
@@ -123,7 +123,7 @@ def test_each_layout_loads_as_numbers(layout: str, tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_default_device_is_not_the_checkpoints(layout: str, tmp_path: Path) -> None:
-    """Columns without a g_idx took their scales and zeros by an index on meta: a weight of whatever memory held."""
+    """Without a g_idx, scales and zeros were gathered by an index on meta: a weight of whatever memory contained."""
     tensors, config, truth = LAYOUTS[layout][1]()
     save(tmp_path, tensors, config)
     projection = layer()
@@ -133,7 +133,7 @@ def test_the_default_device_is_not_the_checkpoints(layout: str, tmp_path: Path) 
 
 
 def test_columns_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 M values at a time, of a weight that has more."""
+    """4 M values are dequantized at a time; this weight has more."""
     rows = 1 << 19
     q = torch.randint(0, 16, (8, 24))
     words = pack(q, 4).repeat(rows // 8, 1)
@@ -374,7 +374,7 @@ def test_the_last_group_of_a_row_has_fewer_columns(layout: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("desc_act", [None, False, True])
 def test_a_g_idx_of_zeros_is_no_order(desc_act: bool | None, tmp_path: Path) -> None:
-    """What a quantizer without act order leaves there; obeyed, all columns had the scales of the first group."""
+    """A quantizer without act order leaves zeros there; obeyed, they gave all columns the scales of the first group."""
     tensors, config, truth = gptq()
     tensors["g_idx"].zero_()
     save(tmp_path, tensors, config if desc_act is None else config | {"desc_act": desc_act})

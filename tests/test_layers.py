@@ -130,7 +130,7 @@ def test_an_iterable_is_read_once(norms: dict, packed: bool) -> None:
 @needs_packing
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_packed_layer_can_be_copied(how: str) -> None:
-    """Its blocked layout cannot be: the copy packs the dense weight again."""
+    """The blocked layout cannot be copied: the copy packs the dense weight again."""
     layer = make_layer(chunk_norm=True, bias=True).prepack()
     other = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
     assert layer.fc.packed is not None and other.fc.packed is not None and other.fc.weight is None
@@ -159,7 +159,7 @@ def test_the_out_of_a_packed_layer_is_checked() -> None:
 
 @needs_packing
 def test_a_nan_row_stays_in_its_row_of_a_packed_layer() -> None:
-    """K*H = 216 ends inside a tile of AMX, behind which the next row begins."""
+    """K*H = 216 ends inside an AMX tile, and the next row follows directly in memory."""
     layer = make_layer(chunk_norm=True).prepack()
     assert layer.fc.packed.shape == (D, 224) and layer.state_dict()["fc.weight"].shape == (D, 216)
     chunks = [torch.randn(600, H).bfloat16() for _ in range(K)]
@@ -169,7 +169,7 @@ def test_a_nan_row_stays_in_its_row_of_a_packed_layer() -> None:
 
 @needs_packing
 def test_a_packed_layer_is_dense_where_fp32_is_assigned() -> None:
-    """prepack refuses fp32, for oneDNN's product of it; load_state_dict(assign=True) had it packed."""
+    """prepack refuses fp32 because of oneDNN's fp32 product; load_state_dict(assign=True) had packed it."""
     layer, other = make_layer(chunk_norm=True).prepack(), make_layer(torch.float32, chunk_norm=True)
     layer.load_state_dict(other.state_dict(), assign=True)
     assert layer.fc.packed is None and torch.equal(layer.fc.weight, other.fc.weight)
@@ -179,7 +179,7 @@ def test_a_packed_layer_is_dense_where_fp32_is_assigned() -> None:
 
 @needs_packing
 def test_a_packed_layer_checks_its_chunks() -> None:
-    """oneDNN pads x as it pads the weight: 214 columns of 216 had a result. What it refused it worded."""
+    """oneDNN pads x as it pads the weight: 214 columns instead of 216 gave a result. Its refusals had its own words."""
     layer = make_layer(bias=True)
     packed = copy.deepcopy(layer).prepack()
     chunks = torch.randn(T, K * H).bfloat16()
@@ -197,7 +197,7 @@ def test_a_packed_layer_checks_its_chunks() -> None:
 
 @needs_packing
 def test_a_packed_layer_takes_a_weight_that_is_assigned() -> None:
-    """The packed one was multiplied, and was in the state_dict."""
+    """The old packed weight was still multiplied, and was still in the state_dict."""
     layer, chunks = make_layer().prepack(), torch.randn(T, K * H).bfloat16()
     before, weight = layer(chunks), torch.randn(D, K * H).bfloat16()
     dense = make_layer()
@@ -232,7 +232,7 @@ def test_a_packed_layer_with_out_compiles_into_one_graph() -> None:
 
 @needs_packing
 def test_packing_is_not_batch_invariant() -> None:
-    """Of a bias that cancels the product, 33 rows had other bits than 32."""
+    """With a bias that cancels the product, 33 rows had other bits than 32."""
     layer = make_layer().prepack()
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
         message = "prepack: EAGLE_KERNELS_BATCH_INVARIANT is 1, expected 0, because oneDNN picks the order of its sums"
@@ -250,7 +250,7 @@ def test_packing_refuses_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_packing_refuses_what_onednn_does_not_multiply(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What such a CPU is asked: one without AVX-512 of bf16, one without AMX of fp16."""
+    """The answer of a CPU without AVX-512 for bf16, and of one without AMX for fp16."""
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     monkeypatch.setattr(torch.ops.mkldnn, supported, lambda: False)
     layer, chunks = make_layer(dtype), torch.randn(T, K * H).to(dtype)
@@ -290,7 +290,7 @@ def test_embedding_matches_the_full_table_and_loads_it() -> None:
 
 
 def test_a_table_that_is_shared_without_its_padding_loads_again() -> None:
-    """Its V rows were taken for a full table's and padded, which did not fit."""
+    """Its V rows were taken for those of a full table and padded, which did not fit."""
     shard = ek.VocabShard.build(100, tp_rank=0, tp_size=1)
     embedding = ek.VocabParallelEmbedding.from_weight(torch.zeros(100, H), shard)
     full = torch.randn(100, H)
@@ -311,7 +311,7 @@ def test_embedding_scale_follows_each_convention() -> None:
 
 
 def test_weights_that_are_no_plain_parameters() -> None:
-    """Parametrized, wrapped by a property, or tensors: what `module.weight` gives is what is read."""
+    """Parametrized, wrapped by a property, or tensors: the layer reads what `module.weight` returns."""
     chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
     layer, plain = make_layer(chunk_norm=True), make_layer(chunk_norm=True)
     plain.load_state_dict(layer.state_dict())
@@ -352,7 +352,7 @@ def test_autocast_does_not_round_the_product() -> None:
     "changes", [{"bias": torch.randn(D)}, {"post_norm_weight": torch.ones(D).half()}, {"format": "fp8_row"}]
 )
 def test_a_low_fp32_precision_does_not_round_fp16(changes: dict) -> None:
-    """oneDNN then rounds fp32 operands to bf16: what sees sums before they are rounded had 8 times eager's error."""
+    """oneDNN then rounds fp32 operands to bf16: calls that use the unrounded sums had 8 times eager's error."""
     x, weight = torch.randn(T, 256).half(), torch.randn(D, 256).half()
     if format := changes.get("format"):
         weight, changes = ek.quantize(weight, format), {}
@@ -365,12 +365,12 @@ def test_a_low_fp32_precision_does_not_round_fp16(changes: dict) -> None:
             torch.set_float32_matmul_precision("highest")
     torch.testing.assert_close(
         found, expected, rtol=2**-10, atol=1e-5
-    )  # the last bit, where fp32's sum is beside a tie
+    )  # the last bit may differ where the fp32 sum is next to a tie
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit"])
 def test_autocast_does_not_round_a_dequantized_weight(format: str) -> None:
-    """Where no kernel reads the codes, torch's product of fp32 was one of bf16: 0.2 % off in place of 1e-7."""
+    """Where no kernel reads the codes, torch's fp32 product became a bf16 one: 0.2 % off instead of 1e-7."""
     config = ek.Eagle3Config(num_chunks=K, target_hidden_size=64, hidden_size=D, chunk_norm=True)
     layer = ek.Eagle3Projection(config, dtype=torch.bfloat16).quantize(format).float()
     chunks = [torch.randn(T, 64) for _ in range(K)]

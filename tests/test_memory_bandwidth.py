@@ -19,7 +19,7 @@ def random_bytes(size: int) -> Tensor:
 
 
 def read(data: Tensor, walk: tuple[int, int, int]) -> Tensor:
-    """The sums of the pieces, poisoned before."""
+    """The sums of the pieces, in an output that was poisoned before."""
     size = data.numel() * data.element_size()
     sums = torch.full((-(-size // (walk[0] * walk[1])),), -77, dtype=torch.int64)
     torch.ops.eagle_kernels_C.read_stream(data, *walk, sums)
@@ -27,7 +27,7 @@ def read(data: Tensor, walk: tuple[int, int, int]) -> Tensor:
 
 
 def expected_sums(data: Tensor, walk: tuple[int, int, int]) -> Tensor:
-    """64-bit words of each piece, which wrap around as they are added; zeros behind the end."""
+    """The sum of the 64-bit words of each piece, which wraps around; past the end there are zeros."""
     piece = walk[0] * walk[1]
     padded = torch.zeros(-(-data.numel() // piece) * piece, dtype=torch.uint8)
     padded[: data.numel()] = data
@@ -57,7 +57,7 @@ def test_a_copy_has_every_bit_and_writes_nothing_beside(size: int, walk: tuple[i
 
 
 def expected_sum(a: Tensor, b: Tensor) -> Tensor:
-    """64-bit words added, wrapping around; what a carry would put behind the end is dropped."""
+    """The sums of 64-bit words, which wrap around; a carry past the end is dropped."""
     padded = torch.zeros(2, -(-a.numel() // 8) * 8 + 8, dtype=torch.uint8)
     padded[0, : a.numel()], padded[1, : b.numel()] = a, b
     return padded.view(torch.int64).sum(0).view(torch.uint8)[: a.numel()]

@@ -63,7 +63,7 @@ def test_stage_is_consistent(shape, stage):
 
 @pytest.mark.parametrize(("name", "architecture"), [("deepseek_v4", "DeepseekV4ForCausalLM"), ("qwen4_exp", None)])
 def test_streams_are_those_of_the_family(name, architecture):
-    """Of a config with no more than a width, MTPStreamsConfig and ContextKVConfig read what the preset has."""
+    """From a config with hardly more than a width, MTPStreamsConfig and ContextKVConfig read what the preset has."""
     preset = {"deepseek_v4": "deepseek-v4-flash", "qwen4_exp": "qwen4-exp"}[name]
     shape, stage = model_shapes()[preset], model_shapes()[preset].stage("mtp")
     fields = {"model_type": name, "hidden_size": stage.H, "hc_mult": 4, "hc_count": 4}

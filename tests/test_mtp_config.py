@@ -188,6 +188,6 @@ def test_an_eps_of_zero_is_one() -> None:
 
 @pytest.mark.parametrize("field", ["layernorm_epsilon", "rms_norm_eps"])
 def test_an_eps_of_another_name_may_have_transformers_own(field: str) -> None:
-    """MiMo-V2's config.json has the first, transformers' config object of it the second."""
+    """MiMo-V2's config.json has the first name, transformers' config object made from it the second."""
     config = ek.MTPConfig.from_hf({"model_type": "mimo_v2_flash", "hidden_size": 8, field: 1e-3})
     assert (config.enorm_eps, config.hnorm_eps) == (1e-3, 1e-3)

@@ -17,7 +17,7 @@ H, D, V, T = 72, 40, 193, 13
 
 
 def make_layer(dtype: torch.dtype = torch.bfloat16, **config: object) -> ek.MTPProjection:
-    # Two eps of different size beside rows that make them count.
+    # Two eps that differ, and rows small enough that they matter.
     eps = {"enorm_eps": 1e-5, "hnorm_eps": 3e-2}
     layer = ek.MTPProjection(ek.MTPConfig(H, D, **(eps | config)), dtype=dtype)
     for name, parameter in layer.named_parameters():
@@ -160,7 +160,7 @@ def test_position_0_is_masked_where_the_config_says_so(source: str, max_tokens: 
 @pytest.mark.parametrize("scale", [None, H**0.5])
 @pytest.mark.parametrize("normed", [True, False])
 def test_added_ids_and_padding_rows_go_through_the_shard(normed: bool, scale: float | None) -> None:
-    """At one rank too: added ids stand behind the padding of the original ones, so that no id is its row's number."""
+    """On one rank too: added ids follow the padding of the original ones, so an added id is not its row's number."""
     layer, (hidden, ids, table) = make_layer(normed=normed, embedding_scale=scale), make_inputs()
     module = ek.VocabParallelEmbedding(V, H, org_num_embeddings=V - 5, dtype=torch.bfloat16)
     module.load_state_dict({"weight": table})
@@ -178,7 +178,7 @@ def test_padding_rows_of_a_full_table_are_no_ids() -> None:
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_scale_of_a_shared_module_goes_before_the_configs(normed: bool) -> None:
-    """A Gemma target's own embedding scales; the drafter must not scale once more, nor leave it out."""
+    """A Gemma target's own embedding scales: the drafter must neither scale a second time nor drop that scale."""
     layer, (hidden, ids, table) = make_layer(normed=normed, embedding_scale=1e3), make_inputs()
     shard, scale = ek.VocabShard.build(V, tp_rank=0, tp_size=1), 3.0
     as_float = ek.VocabParallelEmbedding.from_weight(table, shard, scale=scale)
@@ -329,14 +329,14 @@ def test_a_raw_table_is_refused_where_the_target_norms_its_embeddings() -> None:
 
 @pytest.mark.parametrize("scale", [-3.0, 0.0, 1e-200])
 def test_a_scale_that_the_norms_eps_cannot_hold_is_multiplied(scale: float) -> None:
-    """The norm of -3 * e was that of 3 * e, and 0 and what squares to it a division by zero."""
+    """Folded into eps, -3 gave the norm of 3 * e, and a scale whose square is 0 a division by zero."""
     layer, (hidden, ids, table) = make_layer(), make_inputs()
     module = ek.VocabParallelEmbedding.from_weight(table, ek.VocabShard.build(V, tp_rank=0, tp_size=1), scale=scale)
     assert same_bits(layer(hidden, ids, table=module), layer(hidden, embeds=module(ids)))
 
 
 def test_a_call_of_fake_tensors_leaves_no_buffers() -> None:
-    """Of which the next call of real ones had a fake result."""
+    """With buffers of the fake call the next call of real tensors had a fake result."""
     layer, inputs = make_layer(mask_position_zero=True), make_inputs()
     layer.max_tokens = T
     positions = torch.arange(T)

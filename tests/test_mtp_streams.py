@@ -139,7 +139,7 @@ def test_a_bad_stream_stays_in_its_stream() -> None:
 
 
 def test_the_state_goes_on_as_rows_of_all_streams() -> None:
-    """[T, S*H] in a `ChainedHiddenStates` of that width, whose rows are dense."""
+    """As [T, S*H] in a `ChainedHiddenStates` of that width, whose rows are dense."""
     layer, (hidden, ids, table) = make_layer(), make_inputs()
     chain = ek.ChainedHiddenStates(T + 3, S * H)
     chain.load(hidden.flatten(1))
@@ -174,7 +174,7 @@ def test_loads_what_the_families_call_the_two_projections(config: dict, prefix: 
 @pytest.mark.parametrize("format", ["fp8_block128", "fp8_tensor", "fp8_row", "mxfp8"])
 @pytest.mark.parametrize("e8m0", [False, True])
 def test_quantized_projections_become_one_weight(format: str, e8m0: bool) -> None:
-    """DeepSeek-V4's own files: e4m3 in blocks of 128 x 128 beside `.scale`, in fp32 or as exponents."""
+    """DeepSeek-V4's own files: e4m3 in blocks of 128 x 128, and scales named `.scale` in fp32 or as exponents."""
     H, D = 256, 200
     weights = checkpoint_of("mtp.0.", DEEPSEEK_NAMES, H, D, H)
     parts = []

@@ -80,7 +80,7 @@ def test_a_bad_chunk_leaves_the_other_chunks_of_its_row_alone(cpu_isa: str) -> N
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, -1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gains_nan_of_any_payload_stays_one(dtype: torch.dtype, bits: int, cpu_isa: str) -> None:
-    """Rounding to fewer bits would make a number of one that has them all."""
+    """Rounding a NaN's bits as a number's would turn a payload of all ones into a number."""
     gain = torch.full((1, 101), bits, dtype=torch.int32).view(torch.float32)
     assert ek.norm_concat([torch.randn(3, 101).to(dtype)], norm_weight=gain).isnan().all()
 
@@ -104,7 +104,7 @@ def test_a_zero_row_hides_what_the_sources_hold(cpu_isa: str) -> None:
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 def test_a_zero_row_is_zero_whatever_the_gain_and_eps(norm: str, eps: float, cpu_isa: str) -> None:
-    """Its rstd is infinite at eps = 0, and a gain may be."""
+    """rsqrt(0) is infinite at eps = 0, and a gain may be infinite: 0 * inf would be NaN."""
     chunks = [torch.randn(3, 33).bfloat16() for _ in range(2)]
     gain = None if norm == "none" else torch.full((2, 33) if norm == "chunk" else (66,), float("inf"))
     out = ek.norm_concat(chunks, norm=norm, norm_weight=gain, eps=eps, indices=torch.tensor([-1, 3]))

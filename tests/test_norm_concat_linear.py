@@ -24,7 +24,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_float64_truth(case: Case, projection: str) -> None:
-    """The rule of docs/design.md, Exactness, into a guarded slice and into a tensor of the op's own."""
+    """The bound of docs/design.md, Exactness, for an `out` in guarded memory and for a tensor that the op allocates."""
     call = operands(case)
     _, expected = expect(call)
     one_row = case.layout == "row"
@@ -37,8 +37,8 @@ def test_float64_truth(case: Case, projection: str) -> None:
     try:
         expected.check(guarded.view)
     except AssertionError:
-        # VDPBF16PS flushes subnormal partial sums. oneDNN flushes too, but on AMD Zen 4 its sums run along other lanes
-        # and lose less of these products around 1e-37: 2.74e-3 of ours against 2.52e-3. No model has such rows.
+        # VDPBF16PS flushes subnormal partial sums. oneDNN flushes too, but on AMD Zen 4 it sums along other lanes and
+        # loses less of these products around 1e-37: its error is 2.52e-3, ours 2.74e-3. No model has such rows.
         if projection != "fused-avx512_bf16" or case.data != "tiny":
             raise
         pytest.xfail("VDPBF16PS flushes subnormal partial sums, more of ours than of oneDNN's on this CPU")
@@ -48,8 +48,8 @@ def test_float64_truth(case: Case, projection: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in FEATURES if case.dtype_name == "fp32"], ids=lambda case: case.id)
 def test_the_formula_is_the_engines_chain(case: Case) -> None:
-    """The truth itself, against torch's own norms, with which it shares no line: an offset or an eps that the
-    formula forgot would show here. fp32 only, where the chain does not round between its steps."""
+    """The truth itself against torch's own norms, which share no line with it: an offset or an eps missing from the
+    formula would show here. fp32 only, where the chain does not round between its steps."""
     call = operands(case)
     normed, projected = eager_chain(call)
     x = formula(Sources(*call.formula), torch.float64)
@@ -90,7 +90,7 @@ def test_two_runs_give_the_same_bits(dtype: torch.dtype, T: int, projection: str
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("stale", [float("nan"), float("inf"), 3e4])
 def test_a_bad_row_stays_in_its_row(stale: float, norm: str, projection: str) -> None:
-    """Padded rows of a graph hold anything; the rows beside them keep every bit."""
+    """Padded rows of a CUDA graph may contain anything; the other rows keep every bit."""
     chunks, weight, _ = make_call(9, torch.bfloat16)
     bias, post = torch.randn(97), torch.rand(97)
     clean = ek.norm_concat_linear(chunks, weight, norm=norm, bias=bias, post_norm_weight=post)
@@ -109,7 +109,7 @@ def test_a_bad_row_stays_in_its_row(stale: float, norm: str, projection: str) ->
 def test_a_nan_row_stays_in_its_row_at_every_width(
     product: str, bias: torch.Tensor | None, with_out: bool, projection: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K*H = 276 ends inside a tile of AMX, behind which the next row begins; few machines have it, so one is played."""
+    """K*H = 276 ends inside an AMX tile, which also reads the next row. "in tiles" stands in for a CPU with AMX."""
     chunks, weight, _ = make_call(600, torch.bfloat16, H=92, D=64)
     chunks[0][4] = float("nan")
     if product == "in tiles":
@@ -121,7 +121,7 @@ def test_a_nan_row_stays_in_its_row_at_every_width(
 
 
 def product_in_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight^T + bias as oneDNN computes it with AMX: 32 columns of a row at once, whatever lies behind its end."""
+    """x @ weight^T + bias as oneDNN computes it with AMX: 32 columns of a row at once, even past the row's end."""
     rows, width = x.shape
     whole = -(-width // 32) * 32
     memory = torch.cat([x.flatten(), x.new_zeros(whole)])
@@ -157,7 +157,7 @@ def check_infinite_gain_of_a_zero_row() -> None:
 
 
 def check_zero_row_of_one_chunk() -> None:
-    """What the other chunks of the row add stays. Shared with the other backends' tests."""
+    """An index out of range in one chunk keeps what the other chunks add. Shared with the other backends' tests."""
     chunks, weight = [torch.randn(rows, 64).bfloat16() for rows in (6, 9)], torch.randn(40, 128).bfloat16()
     zeros = [torch.cat([chunks[0], torch.zeros(1, 64).bfloat16()]), chunks[1]]
     for norm in ("chunk", "concat", "none"):
@@ -235,7 +235,7 @@ def test_a_row_of_zeros_stays_zero_without_eps(projection: str) -> None:
     ],
 )
 def test_bits_do_not_depend_on_T_within_each_default_plan(dtype: torch.dtype) -> None:
-    """docs/design.md, Exactness, without the variable: the fused plan keeps it, norm_concat + linear does not."""
+    """docs/design.md, Exactness, without EAGLE_KERNELS_BATCH_INVARIANT: true of the fused plan, not of two steps."""
     chunks, weight, gain = make_call(599, dtype, H=1536, D=1024)
     by_kernel: dict[Kernel, list[torch.Tensor]] = {}
     for T in (1, 2, 8, 17, 24, 130, 200, 300, 599):
@@ -262,7 +262,7 @@ def test_the_normed_input_is_norm_concat(norm: str, dtype: torch.dtype, projecti
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 def test_what_is_multiplied_is_rounded_once(dtype: torch.dtype, projection: str) -> None:
-    """As norm_concat writes it, and then the same product: an operand left in fp32 would give other bits."""
+    """The same product of norm_concat's output has the same bits: an operand left in fp32 would give others."""
     chunks, weight, gain = make_call(19, dtype)
     normed = ek.norm_concat(chunks, norm_weight=gain)
     assert same_bits(
@@ -275,7 +275,7 @@ def test_post_norm_sees_the_unrounded_projection(projection: str) -> None:
 
 
 def check_post_norm(rows: int, H: int = 101) -> None:
-    """A rounding before the post norm would give other bf16 values; the fp32 product with an exact weight has none."""
+    """Rounding to bf16 before the post norm changes over 5 % of the values, an unrounded product under 1 %."""
     chunks, weight, _ = make_call(rows, torch.bfloat16, H=H)
     x = ek.norm_concat(chunks).double()
     projected = x @ weight.double().t()
@@ -292,7 +292,7 @@ def check_post_norm(rows: int, H: int = 101) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("N", [5, 10])
 def test_no_operand_is_read_beyond_its_end(N: int, dtype: torch.dtype, H: int, at: str, projection: str) -> None:
-    """Every operand between pages that trap; indices reach for both sides. A failure is a segmentation fault."""
+    """Every operand lies between pages that trap; indices point past both ends. A failure is a segmentation fault."""
     D = 35
     indices = torch.tensor([0, -1, 6, 3, 2**40]).repeat(N // 5)
 
@@ -361,7 +361,7 @@ def test_the_fused_kernel_takes_as_many_rows_as_the_table_says(dtype: torch.dtyp
             fused = limit is None or limit >= T
             problem = Problem("norm_concat_linear", torch.device("cpu"), 3, T, dtype, 4096, (4096,))
             assert cpu_projection(problem, isa).kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)
-            # Its sums before they are rounded would come from a product of fp32 operands.
+            # A post norm reads unrounded sums, which torch computes only from fp32 operands: slower than FUSED.
             fused |= dtype.itemsize == 2 and isa != "scalar"
             before_a_norm = cpu_projection(problem._replace(has_post_norm=True), isa)
             assert before_a_norm.kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)

@@ -34,7 +34,7 @@ WEIGHTS = {
 
 @pytest.fixture(params=[*CPU_ISAS, *(f"{isa}-dots" for isa in CPU_ISAS if isa in plan.DOTS_ISAS)], autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set; with `-dots` by the kernel that plans have for few rows of bf16, here for any number."""
+    """Each instruction set; `-dots` runs the kernel that plans choose for few rows of bf16, here at any T."""
     isa, _, dots = request.param.partition("-")
     is_wider = request.node.callspec.params.get("dtype", "bf16") != "bf16"
     if dots and is_wider:
@@ -58,7 +58,7 @@ def strided(rows: Tensor, fill: int) -> Tensor:
 
 
 def random_weight(name: str, D: int, W: int, *, is_strided: bool = False) -> QuantizedWeight:
-    """Random codes of every value but NaN; scales a factor of 16 apart, values up to about 1 / sqrt(W)."""
+    """Random codes of every value but NaN; scales within a factor of 16, values up to about 1 / sqrt(W)."""
     format, scale_dtype, share = WEIGHTS[name]
     kind = FORMATS[format]
     shards = None if share is None else [round(D * share), D - round(D * share)]
@@ -81,7 +81,7 @@ def random_weight(name: str, D: int, W: int, *, is_strided: bool = False) -> Qua
     return QuantizedWeight(codes, scales, format, global_scale, shards)
 
 
-KERNEL = {"kernel": 0}  # which a plan would name
+KERNEL = {"kernel": 0}  # the argument that a plan would choose
 
 
 def project(call: Operands, weight: QuantizedWeight, out: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ def test_bits_do_not_depend_on_T_or_threads(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_row_has_the_same_bits_in_every_place(name: str, dtype: str, W: int) -> None:
-    """The bias takes the product away, and what is left are its lowest bits, which the rounding to 16 bits hides: the
-    first row of a tile had one rounding more than the others, where GCC had moved its product in front of a branch."""
+    """The bias cancels the product, which leaves the lowest bits of the sum: rounding to 16 bits would hide them. The
+    first row of a tile was rounded once more than the others, because GCC had moved its product before a branch."""
     if "fp4" in name:
         W = -(-W // 32) * 32
     call, weight = operands(Case(dtype, (W,), 1, "none", D=101)), random_weight(name, 101, W)
@@ -203,7 +203,7 @@ def test_a_nan_code_is_in_its_column_alone(name: str, dtype: str, places: tuple[
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in WEIGHTS if "shards" not in name])
 def test_rows_near_the_smallest_normal_number(isa: str, name: str, dtype: str) -> None:
-    """Sums in a unit of 2^9 had 6 times eager's error in fp32."""
+    """Sums kept in units of 2^9 had 6 times eager's error in fp32."""
     if dtype == "bf16" and isa.startswith(plan.DOTS_ISAS):
         pytest.skip("VDPBF16PS flushes subnormal partial sums: docs/design.md, Exactness")
     check(Case(dtype, (592, 592), 13, D=130, data="tiny", gain="none"), name)
@@ -211,7 +211,7 @@ def test_rows_near_the_smallest_normal_number(isa: str, name: str, dtype: str) -
 
 @pytest.mark.parametrize("W", [136, 144])
 def test_an_infinite_scale_of_a_block_leaves_a_sum_infinite(W: int) -> None:
-    """Behind the last code of a row zero was multiplied by it, for some numbers of rows."""
+    """For some numbers of rows the zeros past a row's last code were multiplied by the infinite scale: NaN."""
     scales = torch.ones(3, 2)
     scales[1, 1], scales[2, 1] = INF, 2e38
     weight = QuantizedWeight(torch.ones(384, W).to(E4M3), scales, "fp8_block128")
@@ -274,7 +274,7 @@ def test_a_scale_that_is_no_number_or_zero_is_in_its_column_alone(
 
 
 def check_columns(clean: Tensor, dirty: Tensor, expected: float) -> None:
-    """BAD_ROWS of the weight have changed: those columns of the result, and no bit of the others."""
+    """BAD_ROWS of the weight have changed: those columns of the result are `expected`, the others keep every bit."""
     others = [column for column in range(clean.shape[1]) if column not in BAD_ROWS]
     assert same_bits(clean[:, others].contiguous(), dirty[:, others].contiguous())
     changed = dirty[:, BAD_ROWS]
@@ -282,7 +282,7 @@ def check_columns(clean: Tensor, dirty: Tensor, expected: float) -> None:
 
 
 def test_a_block_has_its_bad_scale_alone() -> None:
-    """128 rows and columns share it; the columns of the output beside them keep every bit."""
+    """128 rows and columns of the weight share a scale; the output's other columns keep every bit."""
     call = operands(Case("bf16", (160, 128), 5, D=300))
     weight = random_weight("fp8_block128", 300, 288)
     clean = projected(call, weight)
@@ -295,9 +295,9 @@ def test_a_block_has_its_bad_scale_alone() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("shift", [0, 64])
-@pytest.mark.parametrize("width", [32, 128])  # the wider one fills a line of codes with one of them
+@pytest.mark.parametrize("width", [32, 128])  # 128 columns fill a cache line with the same code
 def test_every_code_and_scale(width: int, shift: int, name: str, dtype: str) -> None:
-    """x is the identity: the value of each, rounded once."""
+    """x is the identity, so each output is one code times its scale, rounded once."""
     weight = weight_of_every_code(name, shift, width)
     call = operands(Case(dtype, (width,), 32, "none", D=256))
     call = dataclasses.replace(call, chunks=[torch.eye(32, width, dtype=call.case.dtype)])
@@ -313,9 +313,9 @@ def test_every_code_and_scale(width: int, shift: int, name: str, dtype: str) -> 
 def test_scales_of_e8m0_may_be_far_apart(
     width: int, exponents: tuple[int, ...], columns: int, name: str, dtype: str
 ) -> None:
-    """Neighbouring blocks 2^180 apart, beyond what numbers of bf16 could be scaled by, or at the limit of the kernel
-    that scales them or of sums that go on; those of subnormal numbers. x is the identity: the value of each, rounded
-    once."""
+    """Scales of neighboring blocks 2^180 apart, beyond what bf16 numbers could be scaled by; at the limits of the
+    kernel that scales numbers (2^64) and of sums that go on across blocks (2^16); and of subnormal numbers. x is the
+    identity, so each output is one code times its scale, rounded once."""
     weight = weight_of_e8m0(name, 67, width, columns, exponents)
     call = operands(Case(dtype, (width,), width, "none", D=67))
     call = dataclasses.replace(call, chunks=[torch.eye(width, dtype=call.case.dtype)])
@@ -325,7 +325,7 @@ def test_scales_of_e8m0_may_be_far_apart(
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_a_nan_scale_beside_large_ones_is_in_its_column(name: str) -> None:
-    """By their bits NaN and 2^115 are as near as scales of which sums go on from one to the other."""
+    """The bytes of NaN (255) and 2^115 (242) are as near as those of scales whose sums go on from block to block."""
     weight = weight_of_e8m0(name, 67, 256, 32, (242,))
     weight.scales.view(torch.uint8)[BAD_ROWS, 1] = 255
     call = operands(Case("bf16", (256,), 256, "none", D=67))
@@ -337,7 +337,7 @@ def test_a_nan_scale_beside_large_ones_is_in_its_column(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_a_block_of_zeros_may_have_any_scale(name: str) -> None:
-    """Quantizers give it 2^-127; zeros of both signs, in 18 panels, more than one block of the tile kernel has."""
+    """Quantizers give it 2^-127. Zeros of both signs in 18 panels, more than a block of the tile kernel has."""
     call = operands(Case("bf16", (352,), 5, D=547))
     weight = weight_of_e8m0(name, 547, 352, 32, (180, 182))
     zeros = weight.codes.view(torch.uint8).view(547, 11, -1)[3::5, 4]
@@ -351,7 +351,7 @@ def test_a_block_of_zeros_may_have_any_scale(name: str) -> None:
 @pytest.mark.parametrize("scale", [0, 90, 170])
 @pytest.mark.parametrize("rows", [5, 61])
 def test_a_scale_far_from_its_neighbours_is_in_its_column_alone(rows: int, scale: int, name: str) -> None:
-    """The others keep every bit, and all are near the truth."""
+    """The other columns keep every bit, and all are near the truth."""
     call = operands(Case("bf16", (160, 128), rows, D=67))
     weight = weight_of_e8m0(name, 67, 288, 32, tuple(range(120, 132)))
     clean = projected(call, weight)
@@ -375,7 +375,7 @@ def test_one_bad_scale_of_a_row_is_in_its_column_alone(rows: int, name: str) -> 
 
 
 def weight_of_e8m0(name: str, D: int, W: int, columns: int, exponents: tuple[int, ...]) -> QuantizedWeight:
-    """Random codes of every value but NaN, and scales at random from some."""
+    """Random codes of every value but NaN, and scales drawn from these exponents."""
     weight = random_weight(name, D, W)
     scales = torch.tensor(exponents, dtype=torch.uint8)[torch.randint(0, len(exponents), (D, -(-W // columns)))]
     return QuantizedWeight.of_tensors(weight.codes, scales.view(E8M0), None, weight.format, (1, columns))
@@ -405,8 +405,8 @@ def test_nothing_is_read_beyond_codes_and_scales(name: str, W: int, D: int, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("W", [1, 2, 101, 127])
 def test_scales_of_an_earlier_call_are_not_read(W: int, dtype: str) -> None:
-    """A width below a strip's that no step of the product divides had a second sum of zeros, times the scale that lay
-    on the stack: NaN, after a call with bad scales."""
+    """A width below a strip's that no step of the product divides began a second sum, of zeros, multiplied by whatever
+    scale lay on the stack: NaN, after a call with bad scales."""
     bad = random_weight("fp8_block32", 67, 128)
     bad.scales.fill_(NAN)
     weight = random_weight("fp8_row", 67, W)
@@ -424,14 +424,14 @@ def test_no_rows_and_no_columns() -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_wide_weights(name: str) -> None:
-    """Several units of 512 columns, the last one not whole, blocks of the output of 10 columns, and 1 to 8 rows."""
+    """Several units of 512 columns, the last one partial; blocks of 12 columns of the output; 1 to 8 rows."""
     W = 1632 if "fp4" in name or name == "mxfp8" else 1637
     for T, D in ((1, 23), (2, 9), (3, 40), (4, 11), (6, 67), (8, 33)):
         check(Case("bf16", (W,), T, D=D), name, is_strided=T % 2 == 1)
 
 
 def test_blocks_of_any_width() -> None:
-    """As wide as the contract of scales allows: those of 384 columns do not begin with a unit of 512."""
+    """Any width that the contract of scales allows; blocks of 384 columns do not begin where units of 512 do."""
     for columns in (16, 32, 64, 128, 256, 384, 512, 1024):
         call = operands(Case("bf16", (2176,), 5, "none", D=37))
         for name, size in (("fp8_row", 1), ("int8_row", 1), ("mxfp4", 2)):
@@ -444,7 +444,7 @@ def test_blocks_of_any_width() -> None:
 
 
 def test_a_call_is_planned_by_its_blocks(isa: str) -> None:
-    """A CPU's plan was made without them: 7 and 8 rows by one scale a row never ran in dots."""
+    """A CPU's plan ignored how many columns share a scale: with one scale a row, 7 and 8 rows never ran in dots."""
     isa = isa.partition("-")[0]
     for name, columns in (("fp8_row", 12288), ("mxfp8", 32), ("nvfp4", 16)):
         weight = random_weight(name, 32, 256)
@@ -455,7 +455,7 @@ def test_a_call_is_planned_by_its_blocks(isa: str) -> None:
 
 
 def test_beside_tiles_one_row_of_codes_runs_in_dots() -> None:
-    """On any machine, of every block and of codes of either width."""
+    """For every width of blocks and both widths of codes; needs no machine with tiles."""
     for columns, bits in itertools.product((16, 32, 128, 12288), (4, 8)):
         assert [T for T in range(1, 20) if plan.runs_in_dots("amx_bf16", T, columns, bits)] == [1]
 

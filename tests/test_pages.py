@@ -36,7 +36,7 @@ def commands() -> list:
 
 @pytest.mark.parametrize("example", blocks())
 def test_block_runs_as_typed(example: Example, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied alone; a comment behind a print says what it prints, up to three dots."""
+    """Each block runs by itself; a comment after a print says what it prints, up to three dots."""
     for module in ("transformers", "kernels"):
         if re.search(rf"^(from|import) .*\b{module}\b", example.parsed, re.M):
             pytest.importorskip(module)
@@ -97,7 +97,7 @@ def texts(svg: str) -> list[str]:
 
 
 def test_figure_is_current(tmp_path: Path) -> None:
-    """Its words, which hold its numbers: paths differ in a last digit between versions of matplotlib."""
+    """Compares the texts, numbers included: paths differ in the last digit between versions of matplotlib."""
     pytest.importorskip("matplotlib")
     script = ROOT / "docs/input_stage.py"
     specification = importlib.util.spec_from_file_location("input_stage", script)

@@ -73,7 +73,7 @@ class CudaKernels:
 
 
 PROJECTIONS = [call for call in ON_CPU if call.op == "norm_concat_linear"]
-# The CPU's two steps end in torch's product.
+# The CPU's two steps end in torch's product, so they refuse a bias and a post norm.
 EPILOGUES = [BadCall("norm_concat_linear", name, lambda good: {}, {name: lambda: rows(D)})
              for name in ("bias", "post_norm_weight")]  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_the_two_steps_take_strides_and_no_rows(dtype: torch.dtype, ops: object)
         normed = torch.empty(count, K * H).to(dtype)
         run(ops, "norm_concat", chunks=chunks, norm_weight=None, out=normed)
         truth = normed.double() @ weight.double().T
-        # Of the row's absolute sum: fp32 accumulation, and the one rounding.
+        # fp32 accumulation, relative to the row's sum of absolute products, and one rounding.
         scale = normed.double().abs() @ weight.double().abs().T
         rounding = torch.finfo(dtype).eps / 2 * truth.abs()
         assert ((out.double() - truth).abs() <= rounding + K * H * 2**-24 * scale).all()
@@ -193,7 +193,7 @@ def test_rows_of_no_columns_have_no_squares(ops: object) -> None:
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
 @EVERY_DTYPE
 def test_a_row_of_zeros_without_eps_gives_zeros(dtype: torch.dtype, norm: str, ops: object) -> None:
-    """rstd is 0 where mean square and eps are: without the rule 0 * inf = NaN."""
+    """rstd is 0 where mean square and eps are 0: rsqrt(0) would give 0 * inf = NaN."""
     chunks = [torch.randn(T, H).to(dtype) for _ in range(K)]
     for chunk in chunks:
         chunk[1] = 0
@@ -211,7 +211,7 @@ def test_a_zero_chunk_of_a_row_leaves_the_others(ops: object) -> None:
     chunks = [rows(T, H) for _ in range(K)]
     chunks[1][2] = 0
     out = run(ops, "norm_concat", chunks=chunks, eps=0.0)["out"]
-    assert not out[2, H : 2 * H].any()  # of either sign, as the gain is
+    assert not out[2, H : 2 * H].any()  # zeros of either sign: gains are of both
     assert out.isfinite().all() and out[2, :H].any() and out[2, 2 * H :].any()
 
 

@@ -84,8 +84,8 @@ def test_a_profiler_sees_the_primitive(dispatched: list[str]) -> None:
 
 
 def test_a_lazy_view_goes_to_the_dispatcher(dispatched: list[str]) -> None:
-    """Its memory holds other values than it stands for: the bits were those of the tensor that it negates."""
-    for dtype in (torch.float32, torch.float16):  # the parts of complex tensors
+    """The memory of a lazy negation still has the values before it, and the result had their bits."""
+    for dtype in (torch.float32, torch.float16):  # those of the parts of complex tensors, which negate lazily
         hidden, residual, gain = rows(T, H, dtype=dtype), rows(T, H, seed=1, dtype=dtype), rows(H, dtype=dtype)
         total = ek.add_rms_norm(torch._neg_view(hidden), residual, gain)[1]
         assert torch.equal(total, -hidden + residual)
@@ -108,7 +108,7 @@ def refcounts(values: list[object]) -> list[int]:
 
 
 def test_no_reference_is_kept_or_lost() -> None:
-    dtype = torch.float16  # of lazy views
+    dtype = torch.float16  # a dtype that lazy negations have
     chunks, gains = [rows(T, H, dtype=dtype) for _ in range(K)], [rows(H, dtype=dtype) for _ in range(K)]
     weight, out, arguments = rows(D, K * H, dtype=dtype), rows(T, D, dtype=dtype), {"norm_weight": gains}
     calls = {
@@ -129,7 +129,7 @@ def test_no_reference_is_kept_or_lost() -> None:
     assert refcounts(watched) == before
 
 
-# What a good call has been made with, changed in place to what no kernel takes: name, change, what the error says.
+# Changes in place that turn the arguments of a good call into what no kernel takes: name, change, error message.
 CHANGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "a weight resized in place": (lambda a: a["weight"].resize_(D, K * H - 8), r"weight has shape \(40, 136\)"),
     "a weight of fewer rows": (lambda a: a["weight"].resize_(D - 8, K * H), r"out has shape \(5, 40\)"),
@@ -156,7 +156,7 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_good_call_lets_no_bad_one_through(change: str) -> None:
-    """The same objects again, one of them changed in place: refused in its one sentence, and nothing is written."""
+    """The same objects again, one of them changed in place: the call raises its usual error and writes nothing."""
     arguments = {
         "chunks": [rows(T, H, seed=k) for k in range(K)],
         "weight": rows(D, K * H),
@@ -179,7 +179,7 @@ def test_a_good_call_lets_no_bad_one_through(change: str) -> None:
 
 
 class Watched(Tensor):
-    """A subclass, which torch lets see the ops that it is in."""
+    """A subclass: torch shows it the ops that it is an argument of."""
 
 
 @pytest.mark.parametrize("language", ["C", "Python"])
@@ -192,7 +192,7 @@ def test_operands_are_plain_tensors_alone_and_in_lists(language: str) -> None:
 
 
 def test_threads_of_python_go_on_while_a_kernel_runs() -> None:
-    """Else one that only looks at its watch would find a gap as long as the kernel, here of 20 ms."""
+    """Otherwise a thread that only reads the clock would see a gap as long as the kernel, here 20 ms."""
     chunks, weight = [rows(1024, 1024) for _ in range(K)], rows(1024, K * 1024)
     gaps, stop = [0.0], threading.Event()
 

@@ -220,7 +220,7 @@ def test_a_cast_leaves_codes_and_scales() -> None:
 
 
 def test_a_move_that_fails_keeps_the_bias() -> None:
-    """It was taken out before the codes moved and put back afterwards: the next call raised KeyError."""
+    """The bias was taken out while the codes moved, and lost if that raised: the next call raised KeyError."""
     layer, x = eagle3(bias=True).quantize("fp8_row"), torch.randn(2, W).bfloat16()
     expected, state = layer(x), dict(layer.state_dict())
 
@@ -538,7 +538,7 @@ def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) 
             id="of-another-layer",
         ),
         pytest.param("compressed-row", {"format": "float-quantized", "ignore": ["re:fc", "re:("]}, None, id="left-out"),
-        # re raises an OverflowError and a RecursionError of these.
+        # re raises OverflowError and RecursionError for these.
         pytest.param("compressed-row", {"ignore": ["re:a{99999999999}", "re:" + "(" * 5000]}, None, id="no-patterns"),
     ],
 )
@@ -559,7 +559,7 @@ def test_formats_of_engines_whose_codes_are_those_of_another(config: dict, tmp_p
 
 
 def test_numbers_beside_codes_that_only_engines_read(tmp_path: Path) -> None:
-    """bitsandbytes leaves out what `llm_int8_skip_modules` names, and its codes are in the layers behind fc."""
+    """bitsandbytes does not quantize what `llm_int8_skip_modules` names: here fc, while later layers have codes."""
     _, weights, _ = quantized_fc("compressed-row")
     weight = torch.randn(D, W).bfloat16()
     del weights["fc.weight_scale"]
@@ -569,7 +569,7 @@ def test_numbers_beside_codes_that_only_engines_read(tmp_path: Path) -> None:
 
 
 def test_of_formats_that_mean_the_same_it_is_the_one_of_the_config(tmp_path: Path) -> None:
-    """A block of 128 x 128 that is larger than the weight was taken for one scale, which the config did not mean."""
+    """A 128 x 128 block larger than the weight was taken for one scale of the tensor, which contradicted the config."""
     weight = ek.quantize(torch.randn(64, 128), "fp8_block128")
     save_file({"fc.weight": weight.codes, "fc.weight_scale_inv": weight.scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8_BLOCKS}))
@@ -598,7 +598,7 @@ def context() -> ek.ContextKV:
     return ek.ContextKV(ek.ContextKVConfig(K, H, H, 1, 2, 32), dtype=torch.bfloat16)
 
 
-# What has a projection, the names of its weights in a checkpoint, and of the projection among them.
+# Modules with a projection, the names of their weights in a checkpoint, and the name of the projection.
 MODULES: dict[str, tuple[Callable, Callable[[str], str], str]] = {
     "eagle3": (eagle3, str, "fc"),
     "mtp": (lambda: ek.MTPProjection(ek.MTPConfig(H, D)), "model.layers.61.{}".format, "eh_proj"),
@@ -626,7 +626,7 @@ def dense_weights(module: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("companion", ["pre_quant_scale", "smooth_scale", "weight_zp", "absmax", "weight_zero_point"])
 @pytest.mark.parametrize("module", MODULES)
 def test_what_is_not_read_beside_a_weight_is_refused(module: str, companion: str, is_quantized: bool) -> None:
-    """MTPProjection left out Model-Optimizer's pre_quant_scale, which multiplies every column."""
+    """MTPProjection ignored Model-Optimizer's pre_quant_scale, which multiplies every column."""
     make, named, stem = MODULES[module]
     weights, name = dense_weights(module), named(stem)
     for projection in {name, name.replace(".h_proj", ".e_proj")} if is_quantized else ():
@@ -681,7 +681,7 @@ def test_a_section_elsewhere_is_compared(nest: Callable, tmp_path: Path) -> None
         ValueError, match="is fp8_block128, expected mxfp8, because the checkpoint says quant_method mx"
     ):
         eagle3().load_checkpoint(tmp_path)
-    own = {"quantization_config": FP8_BLOCKS}  # which goes before them
+    own = {"quantization_config": FP8_BLOCKS}  # takes precedence
     (tmp_path / "config.json").write_text(json.dumps(nest({"quant_method": "mxfp8"}) | own))
     assert eagle3().load_checkpoint(tmp_path).fc.format == "fp8_block128"
 

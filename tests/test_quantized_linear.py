@@ -41,7 +41,7 @@ def context(format: str | None = None) -> ek.ContextKV:
 
 @pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit"])
 def test_a_saved_state_dict_loads_as_a_checkpoint(format: str, tmp_path: Path) -> None:
-    """nvfp4's global scale came back as its reciprocal: a multiplier under compressed-tensors' name of a divisor."""
+    """nvfp4's global scale came back as its reciprocal: it was saved under compressed-tensors' name for a divisor."""
     for make, prefix in ((eagle3, ""), (mtp, "model.layers.61.")):
         layer, file = make(format), tmp_path / "model.safetensors"
         save_file({prefix + name: tensor for name, tensor in layer.state_dict().items()}, file)
@@ -76,7 +76,7 @@ OTHERS = {
 @pytest.mark.parametrize("saved", [name for name in OTHERS if name != "packed"])
 @pytest.mark.parametrize("own", [pytest.param(own, marks=needs_packing if own == "packed" else ()) for own in OTHERS])
 def test_a_state_dict_of_another_format_changes_nothing(own: str, saved: str, strict: bool) -> None:
-    """torch casts codes and skips scales: fp8_row into int8_row was 112 % off, and all keys matched."""
+    """torch casts codes and skips scales: fp8_row loaded into int8_row was 112 % off, with all keys matching."""
     layer, state = OTHERS[own](), eagle3(None if saved == "dense" else saved).state_dict()
     if own == saved or (own, saved) == ("packed", "dense"):
         layer.load_state_dict(state, strict=strict)
@@ -130,7 +130,7 @@ def test_what_of_a_state_dict_does_not_fit_is_named(change: Callable, message: s
 @pytest.mark.parametrize("make", [eagle3, mtp, context], ids=["eagle3", "mtp", "context"])
 @pytest.mark.parametrize("own", [None, "int8_row"])
 def test_what_does_not_fit_leaves_the_norms_too(make: Callable, own: str | None) -> None:
-    """torch loads the norms before the projection, which reported what was wrong after them."""
+    """torch loads the norms before the projection, which reported the mismatch when they had already changed."""
     layer, saved = nn.ModuleDict({"drafter": make(own)}), nn.ModuleDict({"drafter": make("fp8_row")})
     state = {name: tensor + 1 if "norm" in name else tensor for name, tensor in saved.state_dict().items()}
     assert any("norm" in name for name in state)
@@ -154,7 +154,7 @@ def test_another_weight_in_12_bits_has_other_exceptions(exceptions: tuple[int, i
 
 
 def with_exceptions(number: int) -> ek.Eagle3Projection:
-    """A weight in 12 bits of which a row has this many numbers beside its 16 exponents."""
+    """A weight in 12 bits with this many exceptions in a row, numbers outside its 16 exponents."""
     layer = eagle3()
     layer.fc.weight.copy_(torch.rand(D, W) + 1)
     layer.fc.weight[:, : 15 + number] = 2.0 ** torch.arange(2, 17 + number)
@@ -183,7 +183,7 @@ def test_every_dense_projection_refuses_codes(make: Callable) -> None:
 
 @pytest.mark.parametrize("format", [*FORMATS, "dense"])
 def test_a_reload_writes_where_the_weight_is(format: str) -> None:
-    """A CUDA graph that was captured before reads that memory."""
+    """A CUDA graph captured before the reload reads that memory."""
     name = None if format == "dense" else format
     layer, update = eagle3(name, bias=True), eagle3(name, seed=1, bias=True)
     places = {name: tensor.data_ptr() for name, tensor in layer.state_dict().items()}
@@ -198,7 +198,7 @@ def test_a_reload_writes_where_the_weight_is(format: str) -> None:
 @needs_packing
 @pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit", "dense"])
 def test_a_packed_layer_without_other_parameters_loads_a_checkpoint(format: str) -> None:
-    """Its device was that of a parameter or of codes, and it has neither: AttributeError."""
+    """The device was taken from a parameter or from codes; such a layer has neither, and raised AttributeError."""
     config, weight = ek.Eagle3Config(K, H, D), torch.randn(D, W).bfloat16()
     codes = ek.Eagle3Projection(config, dtype=torch.bfloat16)
     codes.fc.weight.copy_(weight)

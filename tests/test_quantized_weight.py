@@ -75,7 +75,7 @@ def random_weight(format: str, D: int, W: int) -> QuantizedWeight:
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_quantizing_costs_is_logged(format: str, magnitude: float, caplog: pytest.LogCaptureFixture) -> None:
-    """In float64: of 1e30 fp32 logged nan, since squares go beyond it."""
+    """In float64: for weights of 1e30 it logged nan in fp32, where their squares overflow."""
     caplog.set_level(logging.INFO)
     weight = torch.randn(40, 64) * magnitude
     truth = weight.double()
@@ -143,7 +143,7 @@ def test_quantize_takes_the_nearest_code(format: str, dtype: torch.dtype) -> Non
     }[FORMATS[format].codes].unique()
     wanted = (weight.double() / scale).unsqueeze(-1)
     distance = (wanted - grid).abs().amin(-1)
-    # fp32 divides: a value within its rounding of a tie may go either way.
+    # The division is in fp32: a value within its rounding of a tie may go either way.
     tie = 2.0**-22 * wanted.squeeze(-1).abs()
     assert ((codes - wanted.squeeze(-1)).abs() <= distance + tie).all()
 

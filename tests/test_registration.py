@@ -35,7 +35,7 @@ _CONTEXT_KV = (
 )
 _ADD = "Tensor hidden, Tensor residual, Tensor weight, float eps, float norm_offset"
 
-# Callers that reach for torch.ops, engines' fusion passes among them, hold these.
+# Callers of torch.ops, such as engines' fusion passes, rely on these.
 SCHEMAS = {
     "norm_concat": f"({_SOURCES}) -> Tensor",
     "norm_concat_out": f"({_SOURCES}, Tensor(a!) out) -> ()",
@@ -77,7 +77,7 @@ def projection_arguments() -> tuple:
 
 
 def quantized_arguments() -> tuple:
-    codes = torch.randint(-128, 128, (D, K * H), dtype=torch.int8)  # opcheck adds to what it is given: not to fp8
+    codes = torch.randint(-128, 128, (D, K * H), dtype=torch.int8)  # opcheck adds to its arguments, which fp8 lacks
     return codes, torch.rand(D, 1), torch.rand(1), "int8_row", 1, K * H, torch.rand(D), None, 1e-6
 
 
@@ -363,7 +363,7 @@ def test_inference_tensors_have_no_version_and_are_written(call: str) -> None:
 
 @pytest.mark.parametrize("call", GRAD_CALLS)
 def test_no_tangent_is_dropped(call: str) -> None:
-    """Forward mode is refused like grad mode, which it does not depend on; inference mode turns both off."""
+    """Forward-mode differentiation is refused whatever the grad mode; inference mode turns both off."""
     op = call.partition("-")[0]
     expected = f"^{op}: an input has a tangent, expected inputs that forward-mode differentiation does not follow"
     with torch.autograd.forward_ad.dual_level():

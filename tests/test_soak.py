@@ -28,7 +28,7 @@ def resident_bytes() -> int:
 
 
 def growth_of(call: Callable[[int], soak_calls.Outputs], number: int) -> int:
-    """Bytes of memory that the second half of this many calls adds; T is another in each, and the bits are checked."""
+    """Bytes of memory that the second half of this many calls adds. T changes with every call; the bits are checked."""
     expected = {T: call(T) for T in ROWS}
     each = -(-number // (2 * soak_calls.THREADS))
 
@@ -71,7 +71,7 @@ def in_a_process(function: str) -> dict:
 
 
 def test_threads_and_processes_give_the_same_bits() -> None:
-    """Of every op on every instruction set: two runs here, and another process with one thread and with two."""
+    """Every op on every instruction set: two runs here, and one each with one and two threads in another process."""
     elsewhere = in_a_process("on_every_path")
     for name, variables in soak_calls.PATHS.items():
         with environment_of(**variables):

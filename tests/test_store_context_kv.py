@@ -30,7 +30,7 @@ class Form:
     d: int
     R: int
     norm_width: int
-    v: str = "own"  # or none, k: those of K behind a unit-gain norm
+    v: str = "own"  # or none; or k: the columns of K after a norm without gain
     gain: str = "dtype"  # or fp32, none
     norm_offset: float = 0.0
     rotary_begin: int = 0
@@ -57,7 +57,7 @@ FORMS = {
 def make(
     form: Form, dtype: torch.dtype, N: int, index: torch.dtype = torch.int64, *, scale: float = 1.0, device: str = "cpu"
 ) -> StoreContextKV:
-    """Random operands: strided rows of kv, caches whose heads are rows of slots, some slots and positions outside."""
+    """Random operands: strided rows of kv, caches whose heads are rows of slots, some slots and positions invalid."""
     with torch.device(device):
         return _make(form, dtype, N, index, scale)
 
@@ -89,8 +89,8 @@ def rows_inside(record: StoreContextKV) -> Tensor:
 
 
 def bound_of(record: StoreContextKV, truth: Tensor, of_k: bool) -> Tensor:
-    """The d squares of a norm are summed in fp32; it and the rotation round 8 times more, each by what is added there:
-    at most twice the largest number of the head, as |cos| and |sin| are at most 1. Then one rounding to the dtype."""
+    """A norm sums d squares in fp32. Norm and rotation round 8 more times, relative to what is added there: at most
+    twice the largest number of the head, as |cos| and |sin| are at most 1. One rounding to the dtype follows."""
     dtype, d = record.kv.dtype, record.k_cache.shape[2]
     unturned, _ = record._replace(cos_sin=record.cos_sin[:, :0]).values(rows_inside(record), torch.float64)
     size = 2 * unturned.abs().amax(-1, keepdim=True) if of_k else truth.abs()
@@ -156,7 +156,7 @@ def test_k_is_as_near_to_float64_as_sglangs_and_nearer_than_vllms(dtype: torch.d
     truth, _ = record.values(rows, torch.float64)
     store_context_kv(record)
     ours = record.k_cache[record.slots[rows].long()]
-    assert (ours != sglang(record)).float().mean() < 1e-3  # the order of the squares' sum
+    assert (ours != sglang(record)).float().mean() < 1e-3  # from the order in which squares are summed
     assert relative_rms(ours, truth) <= 1.001 * relative_rms(sglang(record), truth)
     assert relative_rms(ours, truth) < 0.8 * relative_rms(vllm(record), truth)
 

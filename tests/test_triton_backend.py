@@ -21,7 +21,7 @@ def no_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> str:
-    """What a CUDA tensor's op would run on a GPU of this capability."""
+    """The plan of an op on CUDA tensors, on a GPU of this capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     with environment_of():
         return str(plan.choose("norm_concat", torch.device("cuda")))
@@ -55,7 +55,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_split_kernels_take_one_width_that_16_byte_copies_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anything else is norm_concat and a library's product, or, where one plan serves all T, tiles of 8 warps."""
+    """Anything else takes norm_concat and a library's product or, where one plan serves all T, tiles of 8 warps."""
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
     aligned = plan.Problem("norm_concat_linear", torch.device("cuda"), 2, 4, torch.bfloat16, 4096, (4096,))
     unaligned = (aligned._replace(widths=(2888,)), aligned._replace(elements_aligned=False))
@@ -103,7 +103,7 @@ def test_codes_go_to_the_split_kernels_where_blocks_divide_a_chunk(
 
 
 def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every T, where a dense weight goes to a library; a step of the product has one scale where sums are scaled."""
+    """At every T, though a dense weight goes to a library. Where sums are scaled, a step has columns of one scale."""
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
     for columns in (32, 128):
         problem = CODES._replace(block_columns=columns)

@@ -54,7 +54,7 @@ def test_the_nearest_entry_in_log_space(T: int, nearest: int, directory: Path) -
 def test_a_residual_takes_stages_that_do_not_fit(directory: Path) -> None:
     tiles, _ = choose_tiles(H100, 64, *SIZES, has_residuals=False, directory=directory)
     with_residuals, _ = choose_tiles(H100, 64, *SIZES, has_residuals=True, directory=directory)
-    assert tiles.num_stages == 4 and with_residuals.num_stages == 3  # of 48 and 64 KB
+    assert tiles.num_stages == 4 and with_residuals.num_stages == 3  # stages of 48 and 64 KB
 
 
 def test_a_missing_shape_is_logged_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What a type checker finds of the installed package; of the tree itself, `make lint`."""
+"""What a type checker finds in the installed package; `make lint` checks the tree itself."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ ek.norm_concat([], norms="chunk")
 
 
 def test_installed_package_has_its_types(tmp_path: Path) -> None:
-    """In an environment of its own, without torch: what is torch's is Any there, and the rest is checked."""
+    """In an environment of its own, without torch: torch's types are Any there, and the rest is checked."""
     pytest.importorskip("mypy")
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv/bin/python"

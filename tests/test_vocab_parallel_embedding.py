@@ -17,7 +17,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DTYPE_IDS = ["bf16", "fp16", "fp32"]
 INDEX_DTYPES = [torch.int32, torch.int64]
 
-# (ids, of which original, ranks, padding): original ids only; added ids; padding that a rank holds nothing but.
+# (ids, of which original, ranks, padding): original ids only; added ids; ranks that have only padding.
 LAYOUTS = [(200, 200, 1, 64), (200, 190, 1, 64), (130, 130, 2, 64), (261, 256, 2, 64), (100, 90, 4, 8), (70, 70, 8, 64)]
 
 
@@ -26,7 +26,7 @@ def whole(V: int) -> ek.VocabShard:
 
 
 def awkward_ids(V: int, dtype: torch.dtype) -> Tensor:
-    """Every id once, shuffled, and ids of nobody between them."""
+    """Every id once and ids that no rank has, shuffled."""
     limits = torch.iinfo(dtype)
     nobody = [-1, -V, V, V + 1, V + 10_000, limits.min, limits.max]
     nobody += [2**40, -(2**40), 2**32, 2**32 + 5] if dtype == torch.int64 else []
@@ -72,7 +72,7 @@ def test_the_ranks_add_up_to_the_full_lookup(
 
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_rows_without_columns(scale: float | None, cpu_isa: str) -> None:
-    """Their memory is a null pointer, which the copy handed to memcpy: undefined, which shows in `make sanitize`."""
+    """Their memory is a null pointer, which the copy passed to memcpy: undefined behavior, seen by `make sanitize`."""
     shard = ek.VocabShard.build(64, tp_rank=0, tp_size=1)
     out = torch.empty(2, 0)
     assert ek.vocab_parallel_embedding(torch.tensor([3, 77]), torch.empty(64, 0), shard, scale=scale, out=out) is out

@@ -16,10 +16,10 @@ def pad(count, multiple):
 
 
 def transcribed_ranks(num_embeddings, org, tp_size, padding_size):
-    """The id of every row of every rank, None for padding; None where the padded table does not divide.
+    """The id of every row of every rank, None for padding; None alone where tp_size does not divide the padded table.
 
-    Section 7 of the design on lists: pad both halves, cut each in tp_size pieces. No clamping, so nothing here shares
-    an expression with VocabShard.
+    docs/design.md, Vocabulary shards, on lists: pad both halves, cut each into tp_size pieces. Nothing is clamped, so
+    nothing here shares an expression with VocabShard.
     """
     padding = padding_size if pad(org, padding_size) % tp_size == 0 else padding_size * tp_size
     original = list(range(org)) + [None] * (pad(org, padding) - org)

@@ -44,7 +44,7 @@ def test_every_failed_check_is_worded(call: BadCall, backend: str) -> None:
 @needs_compiled
 @pytest.mark.parametrize("call", [call for call in PUBLIC if call.op == "norm_concat_linear"], ids=lambda call: call.id)
 def test_a_failed_check_of_the_two_step_plan_is_worded(call: BadCall) -> None:
-    """There norm_concat's primitive checks the sources, and its name may not come out."""
+    """There norm_concat's primitive checks the sources; its name must not appear in the message."""
     with fused_up_to(-1):
         check_worded(call, "cpu")
 

@@ -55,7 +55,7 @@ def step3p7(**sizes: int) -> torch.nn.Module:
 
 
 def step3p7_with_mtp() -> torch.nn.Module:
-    """The composite model with three MTP layers, whose lists go on behind those of the decoder's layers."""
+    """The composite model with three MTP layers, whose entries in the lists follow those of the decoder's layers."""
     lists = {
         "layer_types": _WINDOWS + ["sliding_attention"] * 3,
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "dense", "dense", "dense"],
@@ -87,7 +87,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 def randomise(model: torch.nn.Module) -> torch.nn.Module:
-    """Every weight, since MtpModel leaves some as they come from the allocator; gains around their initial value."""
+    """Draws every weight, since MtpModel leaves some uninitialized; gains vary around their initial value."""
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         parameter.data = parameter.data + 0.3 * noise if "norm" in name else 0.1 * noise

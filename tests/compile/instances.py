@@ -1,7 +1,7 @@
 """Every instance of norm_concat_linear's CUDA kernels, and a model's times on an H200; no H200 has run any of them.
 
 `make instances` compiles for sm_90a, asks the launchers (in the emulation, where nothing runs) for the grid of each
-shape of models and T, prints the table and saves it in bench/results/cuda_instances.json. docs/benchmarking.md has the
+shape of a model and T, prints the table and saves it in bench/results/cuda_instances.json. docs/benchmarking.md has the
 model.
 """
 
@@ -23,36 +23,36 @@ from eagle_kernels.model_shapes import model_shapes
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = ROOT / "bench/results/cuda_instances.json"
 ROWS = (1, 8, 16, 32, 64, 128)
-FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # of csrc/cuda/norm_concat_linear.cu, in its order
-FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3}  # the forms that multiply them
+FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # enum Form of csrc/cuda/ranges.cuh, in its order
+FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3}  # the form that multiplies each
 SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 
-# An H200. What is no data sheet's is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
+# An H200. What no data sheet states is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
 SMS, CLOCK = 132, 1.755e9
 COPY, L2 = 4.3e12, 5.5e12  # bytes/s
 LATENCY = 1000 / CLOCK  # s
-ISSUE, SHARED, FLOPS = 4 * 0.7, 128, 0.62 * 4096  # instructions, bytes and FLOP of an SM in a clock
+ISSUE, SHARED, FLOPS = 4 * 0.7, 128, 0.62 * 4096  # per SM and clock: instructions, bytes and FLOP
 WGMMA_FLOPS = 0.75 * 4096  # by warpgroups, whose first operand comes from registers
 FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
-CLUSTER_BYTES = 32  # of an SM in a clock, from another's shared memory
-CLUSTER_SUM = LATENCY  # of two barriers and a read of the others' shared memory between them
-GPCS = (16,) * 6 + (18,) * 2  # SMs of each: a cluster's blocks are on those of one
-RECEIVED = 14 * 512 + 8 * 64 + 8  # bytes, of what a block of a cluster is sent
+CLUSTER_BYTES = 32  # per SM and clock, from another SM's shared memory
+CLUSTER_SUM = LATENCY  # two barriers, and between them a read of the others' shared memory
+GPCS = (16,) * 6 + (18,) * 2  # SMs of each GPC; a cluster's blocks are on one
+RECEIVED = 14 * 512 + 8 * 64 + 8  # bytes that a block receives from its cluster
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A template instance in bf16; sizes of a block."""
+    """A template instance in bf16; the sizes are those of a block."""
 
     name: str
     rows: int
     columns: int
     registers: int
-    shared: int  # bytes, of K = 3 chunks
-    in_flight: int  # bytes of the weight that are asked for ahead of the product
+    shared: int  # bytes, for K = 3 chunks
+    in_flight: int  # bytes of the weight requested ahead of the product
     instructions_per_byte: float  # of the weight, in the main loop
-    squares_per_byte: float  # of those, what sums the squares of x in each warp that has rows: of the fused kernel two
+    squares_per_byte: float  # of those, for squares of x, in warps that have rows (fused: two each)
     value_bytes: int = 2  # of the weight
     threads: int = 256
 
@@ -66,19 +66,19 @@ class Instance:
 
     @property
     def unit(self) -> int:
-        """Columns that ranges are counted in."""
+        """Ranges are multiples of this many columns."""
         fused = self.name.startswith("fused")
         return (256 if self.value_bytes == 1 else 128) if fused else 64 if self.value_bytes == 2 else 128
 
     @property
     def blocks(self) -> int:
-        """On an SM at once."""
+        """Blocks on an SM at once."""
         registers = math.ceil(self.registers / 8) * 8 * self.threads
         return min(SM_REGISTERS // registers, SM_SHARED // (self.shared + BLOCK_RESERVE), SM_THREADS // self.threads)
 
 
 def instances() -> dict[str, Instance]:
-    """By name: `fused`, and `split` with the rows, `wgmma` with columns x rows; and what the weight holds."""
+    """By name: `fused`, `split ROWS` or `wgmma COLUMNSxROWS`, then the form of the weight, then `residual`."""
     made = _wgmma_instances()
     binaries, cubin = compiled("norm_concat_linear", "90a")
     code = dict(instructions(cubin))
@@ -103,23 +103,23 @@ def instances() -> dict[str, Instance]:
 
 
 def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[tuple[float, float]]:
-    """Instructions of a warp, and those that sum squares, for a byte of the weight in each loop that multiplies: a
-    product of 16 x 8 reads 16 x 16 values of it, which as many products share as there are tiles of 8 rows."""
+    """A warp's instructions per byte of the weight in each loop that multiplies, and those that sum squares. A product
+    of 16 x 8 reads 16 x 16 values of the weight, which the products of all tiles of 8 rows share."""
     for issued, products, squares in _loops(code, "HMMA"):
         read = products * 256 * value_bytes / row_tiles
         yield issued / read, squares / read
 
 
 def _instructions(code: str, product: str) -> list[float]:
-    """Of a warp in each loop that multiplies."""
+    """Those of a warp in each loop that multiplies."""
     return [issued for issued, *_ in _loops(code, product)]
 
 
 def _loops(code: str, product: str) -> Iterator[tuple[float, int, int]]:
-    """Instructions of a warp, products, and instructions that sum squares in each loop that multiplies. Loops inside
-    that do not multiply are few blocks'. What a branch skips counts half where threads copy, the weight in half of the
-    warps and x in the others, and a quarter where a block of scales ends: of 128 columns, after 4 steps. Warpgroups
-    copy both in every warp."""
+    """A warp's instructions, products, and instructions that sum squares, in each innermost loop that multiplies. Loops
+    inside it that do not multiply are left out: few blocks run them. What a branch skips counts half where threads copy
+    (half of the warps the weight, the others x), and a quarter where a block of scales of 128 columns ends, after 4
+    steps. Warpgroups copy both in every warp."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
     loops, share, of_squares = [], dict.fromkeys(range(len(lines)), 1.0), set()
@@ -161,7 +161,7 @@ def _wgmma_instances() -> dict[str, Instance]:
         stage = 128 * (columns + rows * (2 // value_bytes) * (1 + residual)) + 1024
         two_blocks = warpgroups <= 2 and FORMS[form] != " e4m3 blocks" and 3 * stage <= 113 << 10
         stages = (228 // (2 if two_blocks else 1) - 1) * 1024 // stage
-        # Of a stage a warp multiplies 16 rows of the weight.
+        # In a stage a warp multiplies 16 rows of the weight.
         per_byte = min(_instructions(code[binary.name], "HGMMA")) / (16 * 128)
         name = f"wgmma {columns}x{rows}{FORMS[form]}" + (" residual" if residual else "")
         sizes = (rows, columns, binary.registers, stages * stage, (stages - 1) * columns * 128)
@@ -171,20 +171,20 @@ def _wgmma_instances() -> dict[str, Instance]:
 
 @dataclass(frozen=True)
 class Call:
-    """What a launcher asks for, by the model."""
+    """What a launcher asks for, and its time by the model."""
 
     instance: str
     blocks: int
-    waves: float  # of all SMs, at the instance's blocks on each
+    waves: float  # of all SMs, each with as many blocks as fit
     busy: float  # share of the SMs that have a block in the last wave
     ranges: int  # partial sums of an output; 1: none
     microseconds: float
-    of_floor: float  # against reading the weight at the copy rate, after one launch
+    of_floor: float  # relative to one launch and reading the weight at the copy rate
 
 
 def calls(known: dict[str, Instance]) -> dict[str, Call]:
-    """By `KxHxD T`, with gains: what the plan takes without a post norm, residuals or statistics; then by `KxHxD T
-    format` of codes."""
+    """By `KxHxD T`: calls with gains, without post norm, residuals or statistics; then calls of codes, by `KxHxD T
+    format`."""
     emulation = load()
     emulation.run_kernels(False)
     emulation.set_device(227 << 10, descending_warps=False, multiprocessors=SMS)
@@ -249,20 +249,20 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
     slots = instance.blocks * SMS
     if instance.one_launch:
         slots = sum(sms * instance.blocks // ranges for sms in GPCS) * ranges
-    # Copies in flight, waves of blocks after each other.
+    # The weight's copies, one wave of blocks after another.
     memory, left = 0.0, blocks
     while left > 0:
         resident = min(left, slots)
         memory += resident * of_block / min(COPY, resident * instance.in_flight / LATENCY)
         left -= resident
     through_l2 = (weight * math.ceil(T / instance.rows) + 2 * T * width * math.ceil(D / instance.columns)) / L2
-    # An SM's share, of the SM that has most, in blocks of the longest range: of a chunk that has fewest.
+    # Bytes of the weight on the SM with most blocks, each of the longest range, which is in a chunk with fewest ranges.
     longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges // K)) * instance.unit)
     most = max(math.ceil(blocks / SMS), math.ceil(blocks / slots)) * instance.columns * longest * instance.value_bytes
     multiply = most / instance.value_bytes * 2 * instance.rows / (WGMMA_FLOPS if instance.wgmma else FLOPS)
-    without_rows = max(0.0, 1 - math.ceil(T / 2) / 8)  # of the fused kernel's warps
+    without_rows = max(0.0, 1 - math.ceil(T / 2) / 8)  # the share of the fused kernel's warps that have none
     execute = most * (instance.instructions_per_byte - instance.squares_per_byte * without_rows) / ISSUE
-    # Both operands are written once; x is read by every warp of columns, the weight by every warp of rows.
+    # Both operands are written once; x is read by each warp along the columns, the weight by each warp along the rows.
     column_warps, row_warps = (8, 1)
     if instance.wgmma:  # x by each warpgroup, and once more for its squares
         column_warps = instance.columns // 64 + 1
@@ -274,7 +274,7 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
     shared = most / instance.value_bytes / instance.columns * values / SHARED
     partial = 0 if instance.one_launch else 4 * ranges * T * D
     end = CLUSTER_SUM if instance.one_launch else SECOND_LAUNCH + partial / L2
-    if instance.wgmma:  # of few rows that time is in the barriers'
+    if instance.wgmma:  # with fewer rows the barriers' time includes it
         end += min(T, instance.rows) * instance.columns * 4 * 2 / CLUSTER_BYTES / CLOCK
     slowest = max(memory, through_l2 + partial / L2, max(multiply, execute, shared) / CLOCK)
     seconds = FIRST_LAUNCH + LATENCY + slowest + end

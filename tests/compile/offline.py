@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 Arch = int | str
 NVIDIA_ARCHS = (80, 89, 90, 100, 120)
 ARCHS = (*NVIDIA_ARCHS, "gfx942")
-# Of one program, in bytes: CUDA programming guide, "technical specifications per compute capability"; CDNA3 ISA, LDS.
+# Bytes for one program: CUDA programming guide, "technical specifications per compute capability"; CDNA3 ISA, LDS.
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10, "gfx942": 64 << 10}
 TMEM_COLUMNS = 512
 
@@ -53,7 +53,7 @@ def launches(call: Callable[[], None], arch: Arch) -> list[Launch]:
         assert [_type_of(number) for number in numbers] == prepared_for, launch.kernel.fn.__name__
         seen.append(Launch(launch.kernel, launch.specialisation(launch.is_aligned(numbers)), grid))
 
-    launching.forget_prepared()  # of another arch
+    launching.forget_prepared()  # those of another arch
     patched = mock.patch.multiple(launching, has_pdl=lambda device: has_pdl(arch))
     with patched, mock.patch.object(launching.Launch, "__call__", record), ExitStack() as patches:
         for name, module in list(sys.modules.items()):
@@ -64,7 +64,7 @@ def launches(call: Callable[[], None], arch: Arch) -> list[Launch]:
 
 
 class _Address(int):
-    """Of a tensor, with its dtype."""
+    """The address of a tensor, with its dtype."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Address":
@@ -93,7 +93,7 @@ class Resources:
     tmem: int  # columns
     trap: bool  # the body Triton gives an sm_100 kernel that outgrows the tensor memory, without saying so
     loads: str  # global loads by width, `128-bit x4`
-    mma: str  # matrix instructions by flavour
+    mma: str  # matrix instructions by kind
 
     def faults(self, arch: Arch) -> list[str]:
         """Why this binary must not ship; empty where it may."""
@@ -125,7 +125,7 @@ def _count_nvidia(binary: object) -> Resources:
         cubin.flush()
         usage = nvidia_tool("cuobjdump", "--dump-resource-usage", cubin.name)
         registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-        # Nothing spills without a stack; to disassemble takes 0.3 s, three times as long as to compile.
+        # Nothing spills without a stack. Disassembling takes 0.3 s, three times as long as compiling.
         spills = len(re.findall(r"\b(?:STL|LDL)\b", nvidia_tool("nvdisasm", "-c", cubin.name))) if stack else 0
     return Resources(
         registers=registers,

@@ -15,14 +15,14 @@ from collections.abc import Hashable, Mapping
 from compile.offline import Launch
 
 _TILES = {"BLOCK", "BT", "BD", "BK", "SWAP"}
-_WIDTHS = {"H", "WIDTH", "WIDTHS"}  # of rows, bounds of loops: as many as there are presets
+_WIDTHS = {"H", "WIDTH", "WIDTHS"}  # widths of rows, bounds of loops: every preset has its own
 
 
 def representatives(launches: Mapping[str, Launch]) -> dict[str, Launch]:
     """The part of these launches, by case, that covers what all of them cover."""
     properties = properties_of(launches)
     covered, chosen = set(), {}
-    # Edges have more properties than the rest: taken first, they stand for most of it.
+    # Edges have the most properties: taken first, they cover most of what the rest has.
     for case in sorted(launches, key=lambda case: -len(properties[case])):
         if properties[case] - covered:
             covered |= properties[case]
@@ -60,7 +60,7 @@ def _plan(launch: Launch) -> tuple:
 
 
 def _width(launch: Launch) -> int:
-    """0 where no constant has it: the kernel is the same for all."""
+    """0 where no constant has it: the kernel is the same for all widths."""
     _, constants = _arguments(launch)
     return sum(constants.get("WIDTHS", ())) or constants.get("H", 0)
 

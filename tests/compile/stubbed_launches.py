@@ -32,7 +32,7 @@ def pretend_to_have_a_gpu() -> None:
     torch.version.cuda = "13.0"
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch._C._cuda_getDevice = lambda: None  # as CPU tensors say
+    torch._C._cuda_getDevice = lambda: None  # the index of a CPU tensor's device
     torch._C._cuda_getCurrentRawStream = lambda device: 0x5A0
     driver = CudaDriver()
     driver.get_current_device = lambda: 0
@@ -70,7 +70,7 @@ def checked_launch(self: launching.Launch, grid: tuple, numbers: Sequence, is_al
     kernel, (num_warps, _, _), types = self.kernel, self._options, list(flatten(self.types))
     expected = []
     for kind, number in zip(types, numbers, strict=True):
-        # A pointer to what is of another dtype: prepared for other operands.
+        # A pointer to another dtype means a launch prepared for other operands.
         assert kind in FORMATS or types_at[number] == kind, (kernel.fn.__name__, kind, types_at[number])
         expected.append(struct.pack(FORMATS.get(kind, "<Q"), number))
     aligned = [kernel.arg_names[path[0]] in self._aligned_together for path, kind in launching._leaves(self.types)
@@ -104,7 +104,7 @@ class Made(NamedTuple):
 
 
 def checked_call(self: launching.Launches, operands: tuple, integers: tuple, floats: tuple) -> bool:
-    """By the library where it can already, by Python, and by the library again: all three alike."""
+    """Launches by the library where it can already, by Python, and by the library again: all three must be alike."""
     products = [step for step in self._steps if getattr(step, "by_torch", None) is linear._library_matmul]
     before = by_library(self, operands, integers, floats)
     results = [operands[step.out].clone() for step in products]
@@ -151,7 +151,7 @@ def by_library(self: launching.Launches, operands: tuple, integers: tuple, float
 
 
 def products_of_the_cpu() -> tuple[int, ...]:
-    """In place of CUDA's; there is none of 16-bit operands into fp32."""
+    """In place of CUDA's; the CPU has none of 16-bit operands into fp32."""
     library = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD)
     functions = library.aoti_torch_cpu_mm_out, library.aoti_torch_cpu_addmm_out, mm_dtype
     return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
@@ -181,7 +181,7 @@ def calls() -> None:
         ek.capture_hidden(chunks[0], chunks[1], out=rows(T, H), sum_squares=torch.empty(T))
         ek.add_rms_norm(chunks[0], chunks[1], gain[0])
         ek.vocab_parallel_embedding(index, rows(64, H), shard, scale=2.5)
-        # The same signatures but for one thing.
+        # Signatures that differ from those above in one thing each.
         ek.norm_concat(chunks, norm_weight=gain.float(), eps=[1e-6, 1e-5, 0.5], norm_offset=1.0)
         ek.norm_concat([chunk.half() for chunk in chunks], norm_weight=gain.half(), eps=[1e-6, 1e-5, 0.5])
         ek.capture_hidden(chunks[0], None, out=rows(T, H), sum_squares=torch.empty(T))
@@ -241,7 +241,7 @@ def calls_of_all_settings() -> None:
 
 
 launch, seen, types_at, made = launching.Launch.__call__, set(), {}, []
-# Calls of `Launches` by (was launched, not by the library before Python had).
+# Calls of `Launches`, by (Python launched it, the library could not launch it before Python).
 counts = dict.fromkeys(((True, True), (True, False), (False, True), (False, False)), 0)
 launching.Launch.__call__, launching.Launches.__call__ = checked_launch, checked_call
 launching._torch_products = products_of_the_cpu
@@ -251,7 +251,7 @@ plan._triton_unsupported_reason = lambda device: None
 for module in (*OPS, "launch"):
     importlib.import_module(f"eagle_kernels.triton_kernels.{module}").address = recorded_address
 linear = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
-linear._library_matmul_fp32 = lambda *operands: None  # an overload of CUDA alone
+linear._library_matmul_fp32 = lambda *operands: None  # an overload that only CUDA has
 calls_of_all_settings()
 compiled = len(launching._binaries)
 counts |= dict.fromkeys(counts, 0)

@@ -24,14 +24,14 @@ MOST_REGISTERS = {
     "add_rms_norm": 64,
     "capture_hidden": 64,
     "norm_concat": 64,
-    "norm_concat_linear": 184,  # of its blocks of 128 rows, and of all on sm_89 and sm_120, an SM has one
-    "norm_concat_linear_wgmma": 184,  # of blocks of more than 128 an SM has one; see below
+    "norm_concat_linear": 184,  # an SM has one block of 128 rows, and on sm_89 and sm_120 one of any size
+    "norm_concat_linear_wgmma": 184,  # an SM has one block of more than 128 columns; see below
     "vocab_parallel_embedding": 40,
 }
-# Template instances: 3 dtypes, aligned or not, and of capture_hidden two kernels. Of norm_concat_linear 2 dtypes:
-# fused, with residuals or not, of 4 forms; split, 5 tiles, 4 more of e4m3 and of int8, 2 of scales in blocks; and the
-# kernel that sums, in 3 dtypes. By warpgroups 2, 3 or 4 of them, with residuals or not, or one, 2 dtypes; in bf16 3
-# forms of codes, with residuals or not.
+# Template instances: 3 dtypes, aligned or not; capture_hidden has two kernels. norm_concat_linear has 2 dtypes: fused,
+# with residuals or not, in 4 forms of the weight; split, in 5 tiles, 4 more for e4m3, 4 for int8 and 2 for scales in
+# blocks; and the kernel that sums, in 3 dtypes. wgmma has 2, 3 or 4 warpgroups, with residuals or not, or one, in 2
+# dtypes; in bf16 also 3 forms of codes with 2, 3 or 4, with residuals or not.
 INSTANCES = dict.fromkeys(MOST_REGISTERS, 6)
 INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 49, "norm_concat_linear_wgmma": 32}
 
@@ -101,8 +101,8 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
 
 @pytest.mark.slow
 def test_warpgroups_have_their_registers_and_wait_for_one_another_nowhere() -> None:
-    """128 of a thread where an SM has 512 threads of a block, or two blocks of 256; elsewhere the kernel ends at once.
-    What ptxas cannot hand over in time it serializes, and says so."""
+    """A thread has at most 128 where an SM has a block of 512 threads, or two of 256. On other GPUs the kernel ends at
+    once. Where ptxas cannot let wgmma run asynchronously it serializes the instructions, and says so."""
     binaries, cubin = compiled("norm_concat_linear_wgmma", "90a")
     assert max(binary.registers for binary in binaries if "ELi4ELb" in binary.name) <= 128
     dense = [binary for binary in binaries if "FormE0" in binary.name and "ELi2ELb" in binary.name]
@@ -128,10 +128,10 @@ def test_the_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -
         assert re.search(r"\bHMMA\.16816\.F32", code)
         assert set(re.findall(r"\bLDGSTS[\w.]*", code)) == {"LDGSTS.E.BYPASS.128"}
         assert len(re.findall(r"\bLDS\.128", code)) >= 12
-        # What is loaded into registers: a row's index, scales of codes, and of the fused kernel the bias.
+        # Loaded into registers are only a row's index, scales of codes and, in the fused kernel, the bias.
         loads = {"LDG.E", "LDG.E.64"} | ({"LDG.E.U16"} if fused else set()) | (set() if dense else {"LDG.E.U8"})
         assert set(re.findall(r"\bLDG\.[\w.]*", code)) <= loads
-        # What the blocks of a cluster send waits for no memory: that they have begun, squares, sums, and all are there.
+        # Blocks of a cluster wait for no memory: a barrier when all have begun, squares and sums sent, an mbarrier.
         sends = fused and arch != "80"
         assert len(re.findall(r"\bUCGABAR_ARV|\bUCGABAR_WAIT", code)) == 2 * sends, name
         assert len(re.findall(r"\bSTAS(?:\.128)?\b", code)) == 2 * sends and "MEMBAR.ALL.GPU" not in code, name
@@ -144,34 +144,34 @@ def test_warpgroups_multiply_from_registers_and_shared_memory() -> None:
     assert len(functions) == INSTANCES["norm_concat_linear_wgmma"]
     for name, code in functions.items():
         is_codes, blocks = "FormE0" not in name, "FormE2" in name
-        loops = 2 if "Float16" in name and "BFloat16" not in name else 3  # of gains
+        loops = 2 if "Float16" in name and "BFloat16" not in name else 3  # one for each way to apply the gain
         kind = "BF16" if "BFloat16" in name else "F32"
         products = re.findall(r"HGMMA\.64x64x16\.F32(?:\.BF16)? R\d+, R\d+, gdesc", code)
         assert len(products) == loops * (8 if is_codes else 4), name
         assert (kind != "BF16") == ("F32.BF16" not in code), name
         assert set(re.findall(r"\bLDGSTS[\w.]*", code)) == {"LDGSTS.E.BYPASS.128"}
-        # The weight as fragments; what is read of x is a thread's own.
+        # Of the weight, as fragments; of x a thread reads what it copied itself.
         assert set(re.findall(r"\bLDSM[\w.]*", code)) == {"LDSM.16.M88.4"}
         assert code.count("FENCE.VIEW.ASYNC") == loops and code.count("WARPGROUP.ARRIVE") == loops, name
-        # Of the first barrier one warp releases what the block has written, the others arrive alone.
+        # At the first barrier one warp releases what the block has written; the others arrive relaxed.
         assert {"UCGABAR_ARV", "UCGABAR_WAIT"} <= set(re.findall(r"\bUCGABAR_\w+", code)), name
         assert code.count("MEMBAR.ALL.GPU") == 1, name
         assert not re.search(r"\b(LDL|STL|ATOM\w*|RED)\b", code)
-        # Sums of stages are scaled behind a wait of their own.
+        # With scales in blocks, the sums of stages are scaled after a wait of their own.
         assert code.count("WARPGROUP.DEPBAR") == loops * (3 if blocks else 2), name
 
 
-# A uniform register as it is written, first behind the instruction's name and predicates.
+# The uniform register that an instruction writes: the first after its name and predicates.
 _WRITES = re.compile(r"^\s*/\*\w+\*/\s+(?:@\S+\s+)?(\S+)\s+(?:U?P\w+,\s*)*UR(\d+)", re.M)
 
 
 @pytest.mark.parametrize("arch", ["90a", "100a", "120"])
 @pytest.mark.parametrize("kernel", MOST_REGISTERS)
 def test_what_is_read_of_uniform_registers_has_been_written(kernel: str, arch: str) -> None:
-    """ptxas 12.8 and 13.0 encoded a cp.async with a cache policy as [R + UR0], desc[UR1], which nothing had written:
-    every kernel of the projection ended with an illegal instruction on its first GPU."""
+    """ptxas 12.8 and 13.0 encoded a cp.async with a cache policy as [R + UR0], desc[UR1], registers that nothing had
+    written: every kernel of the projection ended with an illegal instruction on its first GPU."""
     for name, code in instructions(compiled(kernel, arch)[1]):
-        # Of wgmma's four registers those for a, which is in others, are not read.
+        # wgmma names four uniform registers; those of operand a, which is in other registers, it does not read.
         read = set(map(int, re.findall(r"\bUR(\d+)\b", re.sub(r"gdesc\[UR\d+\]", "", code))))
         written = set()
         for instruction, register in _WRITES.findall(code):
@@ -182,7 +182,7 @@ def test_what_is_read_of_uniform_registers_has_been_written(kernel: str, arch: s
 
 # In SASS: a prefetch into L2, an asynchronous copy, griddepcontrol.wait, griddepcontrol.launch_dependents, a load.
 _ORDERED = re.compile(r"\b(CCTL\.E\.PF2|LDGSTS|ACQBULK|PREEXIT|LDG)\b")
-# What comes before the wait: of the weight.
+# What comes before the wait: prefetches and copies of the weight.
 _EARLY = {
     "norm_concat_linear_partial_kernel": ["CCTL.E.PF2", "LDGSTS"],
     "norm_concat_linear_wgmma_kernel": ["CCTL.E.PF2"],
@@ -196,7 +196,7 @@ def test_a_kernel_prefetches_waits_lets_the_next_start_and_only_then_loads(kerne
     for name, code in instructions(compiled(kernel, "90a")[1]):
         order = list(dict.fromkeys(_ORDERED.findall(code)))
         early = next((early for part, early in _EARLY.items() if part in name), [])
-        late = ["LDGSTS"] if "wgmma" in name else []  # its weight comes into L2 alone before the wait
+        late = ["LDGSTS"] if "wgmma" in name else []  # before the wait its weight is only prefetched
         assert order == [*early, "ACQBULK", "PREEXIT", "LDG", *late], name
         assert code.count("ACQBULK") == code.count("PREEXIT") == 1, name
         assert code.rfind("CCTL.E.PF2") < code.index("ACQBULK"), name

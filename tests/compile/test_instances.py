@@ -38,14 +38,14 @@ def test_every_instance_has_its_ring_in_flight(known: dict[str, instances.Instan
     split = [instance for name, instance in known.items() if name.startswith("split")]
     assert len(split) == 15 and len(known) == 23 + 25
     for instance in known.values():
-        # 64 rows of codes and their residuals leave room for three stages ahead, of half the bytes.
+        # Beside 64 rows and their residuals, codes have three stages ahead, each with half the bytes.
         least = 48 if instance.value_bytes == 1 and instance.name.endswith("residual") and instance.rows == 64 else 64
         assert instance.in_flight * instance.blocks >= least << 10, instance.name
 
 
 def test_the_model_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
-    """Of every shape within 1.25 of the floor, of weights of 90 MB and more within 1.09; nine of ten SMs have a block
-    of the last wave, unless a cluster has no room for another range."""
+    """Every shape is within 1.25 of the floor, weights of 90 MB and more within 1.09. Nine of ten SMs have a block of
+    the last wave, unless a cluster has no room for another range."""
     dense = {name: call for name, call in calls.items() if re.fullmatch(r"\S+ T=(1|8|16)", name)}
     assert len(dense) == 3 * len(instances.SHAPES)
     for name, call in dense.items():
@@ -57,8 +57,8 @@ def test_the_model_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
 def test_most_sms_have_work_of_more_rows(
     known: dict[str, instances.Instance], calls: dict[str, instances.Call]
 ) -> None:
-    """Nine of ten have a block of the last wave, or no split into even ranges of which they had is faster by the model
-    over 32 and 64 rows, which have one split."""
+    """Nine of ten SMs have a block of the last wave. Where they do not, no split into even ranges with which they would
+    is faster by the model, in the sum over 32 and 64 rows, which share one split."""
     few = [shape for shape in instances.SHAPES if calls["{}x{}x{} T=64".format(*shape)].busy < 0.9]
     assert len(few) == 8
     for K, H, D in few:
@@ -70,8 +70,8 @@ def test_most_sms_have_work_of_more_rows(
 
 
 def test_the_model_of_more_rows(calls: dict[str, instances.Call]) -> None:
-    """One launch, of weights of 90 MB and more within 1.08 of the floor at 32 rows and 1.23 at 64. More take the weight
-    twice, and no plan has them."""
+    """One launch; weights of 90 MB and more are within 1.08 of the floor at 32 rows and 1.23 at 64. More rows would
+    read the weight twice, and no plan has them."""
     limits = {"32": 1.08, "64": 1.23}
     large = [name for name in calls if re.fullmatch(r"\S+ T=(32|64)", name) and _bytes(name) >= 90e6]
     assert len(large) >= 2 * 8
@@ -81,8 +81,8 @@ def test_the_model_of_more_rows(calls: dict[str, instances.Call]) -> None:
 
 
 def test_the_model_of_codes_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
-    """One launch where a row has one scale, at 0.7 of the bf16 op's time where that has 90 MB and more: the more rows,
-    the more squares."""
+    """One launch where a row has one scale, at 0.7 of the bf16 op's time where the bf16 weight has 90 MB and more: the
+    more rows, the more squares."""
     limits = {"1": 0.67, "8": 0.70, "16": 0.73}
     for name, call in calls.items():
         if match := re.search(r"T=(1|8|16) (fp8|int8)_row", name):
@@ -96,8 +96,8 @@ def test_the_model_of_codes_of_up_to_16_rows(calls: dict[str, instances.Call]) -
 
 
 def test_the_model_of_codes(calls: dict[str, instances.Call]) -> None:
-    """Where bf16 has 90 MB and more, codes beat it up to 64 rows, of which they take 128 in two passes; not where their
-    blocks are a second wave of clusters. Widening takes longer than reading."""
+    """Where the bf16 weight has 90 MB and more, codes beat it up to 64 rows (128 take two passes), except where their
+    blocks need a second wave of clusters. Widening takes longer than reading."""
     of_codes = [name for name in calls if len(name.split()) == 3 and _bytes(name) >= 90e6]
     second_wave = ("3x5376x5376 T=64 fp8_b", "6x5376x5376 T=64 fp8_b", "6x7168x7168 T=64 fp8_b")
     kept = [name for name in of_codes if " T=128 " not in name and not name.startswith(second_wave)]
@@ -112,7 +112,7 @@ def _bytes(name: str) -> float:
 
 
 def test_fewer_copies_in_flight_take_longer(known: dict[str, instances.Instance]) -> None:
-    """The model has a say: a tenth of the copies and ten times the instructions are slower each."""
+    """The model is sensitive: a tenth of the copies in flight, or ten times the instructions, is slower."""
     good = known["split 32"]
     sizes = {"blocks": 384, "ranges": 12, "K": 3, "H": 4096, "D": 4096, "T": 32}
     time = instances.modelled(good, **sizes).microseconds

@@ -33,7 +33,7 @@ def test_the_driver_gets_every_argument_as_it_was_given(tmp_path: Path) -> None:
 
 
 def test_the_library_launches_on_the_current_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it leaves, and every call while another device is the current one, Python launches."""
+    """Python launches what the library leaves to it, and every call while another device is the current one."""
     from eagle_kernels.triton_kernels import launch as launching
 
     by_library, by_python, takes = [], [], [True]

@@ -23,7 +23,7 @@ from compile.offline import ARCHS, Arch, Launch, Row, launches, resources
 OPS = ("add_rms_norm", "capture_hidden", "norm_concat", "vocab_parallel_embedding")
 KERNELS = {op: importlib.import_module(f"eagle_kernels.triton_kernels.{op}") for op in OPS}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# 64 registers leave room for two programs of 16 warps on an SM of NVIDIA's, 128 for one. The presets must have two.
+# 64 registers leave room for two programs of 16 warps on an NVIDIA SM, 128 for one. The presets must have two.
 MOST_REGISTERS, MOST_REGISTERS_OF_A_FEATURE = 64, 128
 
 Calls = dict[str, Callable[[], None]]
@@ -94,7 +94,7 @@ def concat(
 
 
 def preset_calls(op: str) -> Calls:
-    """Every distinct call that the models of shapes.json make; the row count is in no binary."""
+    """Every distinct call that the models of shapes.json make; no binary depends on the row count."""
     models = model_shapes().values()
     widths = {model.target_hidden_size for model in models}
     widths |= {stage.D for model in models for stage in model.stages if stage.context is None}
@@ -163,7 +163,7 @@ FEATURES: dict[str, Calls] = {
 
 
 def launches_by_case(op: str, arch: Arch) -> dict[str, Launch]:
-    """Presets first: where a feature has the binary of a preset, it is the preset, whose limits are stricter."""
+    """Presets first: a binary that a preset and a feature share counts as the preset's, whose limits are stricter."""
     made = {}
     for case, call in (preset_calls(op) | FEATURES[op]).items():
         (made[case],) = launches(call, arch)
@@ -190,7 +190,7 @@ def test_resources(op: str, arch: Arch, selected: Callable, record_binary: Calla
 
 
 def test_an_embeddings_blocks_leave_few_lanes_idle() -> None:
-    """Of the widths of every model; 5376 columns are 3 blocks of 2048, and 512 are the least that a block has."""
+    """At most one in eight at the widths of every model: 5376 columns are 3 blocks of 2048. A block has 512 or more."""
     for case, call in preset_calls("vocab_parallel_embedding").items():
         (launch,) = launches(call, 90)
         constants = launch.specialisation.constants
@@ -201,7 +201,7 @@ def test_an_embeddings_blocks_leave_few_lanes_idle() -> None:
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("H", [896, 4096, 8192])
 def test_a_row_that_one_block_covers_is_read_once(H: int, arch: Arch) -> None:
-    """The kernels say two passes; the compiler merges the loads where nothing is written between them."""
+    """The kernels' source has two passes; the compiler merges their loads where nothing is written in between."""
     calls = {
         "add_rms_norm": lambda: add_norm(3, H),
         "norm_concat": lambda: concat(3, (H,) * 3, "chunk", residuals=(True,) * 3),
@@ -223,7 +223,7 @@ SAME: dict[str, list[Callable[[], None]]] = {
     "capture_hidden": [
         *(lambda T=T: capture(T, 4096) for T in SIZES),
         *(lambda s=s: capture(7, 4096, stride=s) for s in STRIDES),
-        lambda: capture(1, 4096, stride=5),  # a single row is never stepped over
+        lambda: capture(1, 4096, stride=5),  # the stride of a single row is not used
     ],
     "add_rms_norm": [
         *(lambda T=T: add_norm(T, 4096) for T in SIZES),
@@ -307,7 +307,7 @@ def test_a_binary_serves_two_calls_and_a_capture_compiles_none(monkeypatch: pyte
     with pytest.raises(RuntimeError, match=r"capture_hidden: .*not compiled"):
         capture(3, 4096, stride=4097)
     assert len(compiled) == 1 and len(launched) == len(SIZES) + 1
-    launching.forget_prepared()  # what would launch these binaries
+    launching.forget_prepared()  # prepared launches hold these binaries
 
 
 def test_a_launch_goes_to_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

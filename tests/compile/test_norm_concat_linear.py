@@ -63,8 +63,8 @@ def call(
     aligned: bool = True,
     format: str | None = None,
 ) -> list[Launch]:
-    """What a call would launch on an `arch`. gains: tensors that the gain comes in, 0 where it is folded; format: of a
-    quantized weight."""
+    """What a call would launch on an `arch`. gains: how many tensors the gain is in, 0 where it is folded into the
+    weight; format: that of a quantized weight."""
     T = source_rows or N
     chunks = [tensor(T, K * H, dtype=dtype)] if packed else [tensor(T, H, dtype=dtype, stride=stride) for _ in range(K)]
     gains = (K if norm == "chunk" else 1 if norm == "concat" else 0) if gains is None else gains
@@ -116,7 +116,7 @@ def quantized(format: str, D: int, W: int) -> QuantizedWeight:
 def preset_calls(arch: Arch) -> dict[str, list[Launch]]:
     """Every plan of every stage of every model, with its gain in the kernel and, where it has one, folded.
 
-    The finalise kernel of every preset on one arch only: it loops over H and adds vectors.
+    The finalise kernel is compiled on one arch only: it loops over H and adds vectors.
     """
     calls = {}
     for model in model_shapes().values():
@@ -205,7 +205,7 @@ def test_resources(
         mma = expected_mma(launch, arch)
         if mma not in found.mma or (not mma and found.mma):
             faults.append(f"{case}: matrix instructions are {found.mma!r}, expected {mma!r}")
-        # A step of codes has half of the bytes or fewer, which AMD's compiler loads in 1 to 8 at a time.
+        # A step of codes has at most half of the bytes, which AMD's compiler loads 1 to 8 at a time.
         narrow = isinstance(arch, str) and {"*u8", "*i8"} & set(specialisation.types)
         if "w_ptr" in specialisation.aligned and not (narrow or "128-bit" in found.loads or "dwordx4" in found.loads):
             faults.append(f"{case}: loads are {found.loads}")
@@ -216,7 +216,7 @@ def test_resources(
 @pytest.mark.parametrize("gains", [0, 3], ids=["folded", "gain"])
 @pytest.mark.parametrize("residuals", [(), (True,) * 3], ids=["", "residuals"])
 def test_no_buffer_feeds_both_wgmma_and_registers(residuals: tuple, gains: int, N: int) -> None:
-    """triton #6691: of a tile that does, the next copy overwrites what wgmma still reads, and the sums are wrong."""
+    """triton #6691: the next copy into such a buffer overwrites what wgmma still reads, and the sums are wrong."""
     launch = call(90, N, *SIZES, gains=gains, residuals=residuals)[0]
     text = compile_kernel(launch.kernel, launch.specialisation, GPUTarget("cuda", 90, 32)).asm["ttgir"]
     ring_of = {name: name for name in re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", text)}
@@ -270,7 +270,7 @@ def test_what_is_prepared_serves_its_signature_alone(monkeypatch: pytest.MonkeyP
 def test_operands_that_a_plan_is_not_for_are_refused() -> None:
     """Before anything is launched: the caller then asks for another plan."""
     assert call(90, 16, *SIZES, stride=4112) and call(90, 16, *SIZES, stride=4097) == []
-    assert call(90, 1, *SIZES, stride=4097)  # of a single row
+    assert call(90, 1, *SIZES, stride=4097)  # the stride of a single row is not used
 
 
 def test_arguments_have_the_types_that_the_kernels_have_names_for() -> None:
@@ -282,7 +282,7 @@ def test_arguments_have_the_types_that_the_kernels_have_names_for() -> None:
 
 
 def test_the_library_product_is_one_launch_before_and_one_after() -> None:
-    """norm_concat, then torch's product; a norm or an fp32 bias of the unrounded result is the finalise kernel."""
+    """norm_concat, then torch's product; a post norm or fp32 bias of its unrounded result takes the finalise kernel."""
     names = [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES)]
     assert names == ["_norm_concat"]
     assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, bias=BF16)] == ["_norm_concat"]
@@ -294,7 +294,7 @@ def test_the_library_product_is_one_launch_before_and_one_after() -> None:
 
 @pytest.mark.parametrize("statistics", [False, True])
 def test_loads_before_the_wait_go_past_l1(statistics: bool) -> None:
-    """The finalise kernel's statistics: L1 may still have what was there before the kernel that wrote the sources."""
+    """The finalise kernel reads sources before its wait: L1 may still have what was there before they were written."""
     features = {"residuals": (True, False, True), "indices": (torch.int64, None, torch.int32), "bias": FP32}
     for launch in call(90, 16, 3, 512, 256, statistics=statistics, source_rows=9, **features):
         ptx = compile_kernel(launch.kernel, launch.specialisation, GPUTarget("cuda", 90, 32)).asm["ptx"]

@@ -36,7 +36,7 @@ def width(launch: Launch) -> int:
 
 
 def operands(launch: Launch) -> int:
-    """Pointers, strides and numbers that the binary takes; of an absent one Triton's type is constexpr."""
+    """Pointers, strides and numbers that the binary takes; an absent one has Triton's type constexpr."""
     text = str(launch.specialisation.types)
     return text.count("'") // 2 - text.count("'constexpr'")
 

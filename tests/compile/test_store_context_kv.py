@@ -30,7 +30,7 @@ def test_resources(arch: Arch, selected: Callable, record_binary: Callable[[Row]
 
 
 def test_row_counts_and_strides_share_a_binary() -> None:
-    """Of any N, number of slots and strides: a capture of another T must not compile."""
+    """One binary for any N, number of slots and strides: a capture of another T must not compile."""
     form = FORMS["qwen3"]
     records = [make(form, torch.bfloat16, N) for N in (1, 2, 16, 33)]
     records.append(

@@ -23,7 +23,7 @@ class StaticCall:
     weights: list[Tensor] = field(default_factory=list)
 
     def refill(self, seed: int, poisoned_from: int | None = None) -> None:
-        """New contents in every input; from that row on NaN, and ids of nobody."""
+        """New contents in every input; from row `poisoned_from` on NaN, and ids that no rank has."""
         torch.manual_seed(seed)
         for rows in self.inputs:
             if rows.is_floating_point():

@@ -27,7 +27,7 @@ def test_a_sum_of_any_two_numbers_has_torchs_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("T", [0, 1, 33, 1000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_the_mean_of_streams(dtype: torch.dtype, T: int, H: int) -> None:
-    """Against the CPU's mean: torch orders the streams differently on a GPU, but for 4 of whole blocks of 1024."""
+    """Against the CPU's mean: on a GPU torch sums the streams in the same order only where H is a multiple of 1024."""
     hidden = torch.randn(T, 4, H, device="cuda").to(dtype)
     guarded = GuardedRows(T, H, dtype, "cuda")
     with UnchangedTensors([hidden]):

@@ -1,4 +1,4 @@
-"""norm_concat on a GPU: float64 truth for every case and preset, and rows that memory holds nothing around."""
+"""norm_concat on a GPU: float64 truth for every case and preset, bad rows, and offsets beyond 2^31."""
 
 import pytest
 import torch

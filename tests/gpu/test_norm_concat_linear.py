@@ -15,13 +15,13 @@ from guards import GuardedRows, UnchangedTensors, same_bits
 
 pytestmark = pytest.mark.usefixtures("gpu_backend")
 
-# Both sides of every plan's limit.
+# Both sides of each plan's limit on rows.
 ROWS = (1, 8, 9, 16, 17, 32, 48, 49, 128, 129, 1000)
 SIZES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 MODEL = (3, 4096, 4096)
 
 
-# What CASES leaves out of the kernel of warpgroups.
+# What CASES leaves out of the warpgroup kernel.
 OF_WARPGROUPS = [
     Case("bf16", (896,) * 2, 47, D=257, residuals="all", indices="table"),
     Case("fp16", (896,) * 2, 47, "concat", D=257, indices="shared"),
@@ -54,7 +54,7 @@ def make_call(N: int, K: int, H: int, D: int, data: str = "plain", dtype: torch.
 @pytest.mark.parametrize("data", ["plain", "outliers", "scales"])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_the_accuracy_rule_on_every_preset(sizes: tuple[int, int, int], data: str) -> None:
-    """Section 4's 1.05 of the engines' eager chain, with and without a gain, in every plan."""
+    """At most 1.05 times the error of the engines' eager chain, with and without a gain, in every plan."""
     H = sizes[1]
     chunks, weight, gain = make_call(max(ROWS), *sizes, data=data)
     for norm_weight in (gain, None):
@@ -143,7 +143,7 @@ class Static:
         ek.norm_concat_linear(**self.arguments())
 
     def refill(self, seed: int, real: int) -> None:
-        """New contents; every index beyond `real` leads to nobody or to a row of NaN."""
+        """New contents; indices from `real` on are out of range or those of a row of NaN."""
         torch.manual_seed(seed)
         for rows in (*self.inputs, *self.residuals):
             rows.normal_()
@@ -235,8 +235,8 @@ def test_streams_take_turns_with_the_workspace(post_norm: bool) -> None:
 
 @pytest.mark.parametrize("N", [8, 17, 128])
 def test_a_weight_that_the_previous_kernel_wrote_is_seen(N: int) -> None:
-    """Copies of the weight start before that kernel has ended only where it lets its successor start early, which no
-    kernel of torch's does."""
+    """Copies of the weight start before the previous kernel has ended only where that kernel lets its successor start
+    early, which no kernel of torch does."""
     chunks, weight, gain = make_call(N, *MODEL)
     weights = [weight, weight.flip(0).contiguous()]
     expected = [ek.norm_concat_linear(chunks, other, norm_weight=gain) for other in weights]

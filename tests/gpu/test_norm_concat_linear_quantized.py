@@ -42,7 +42,7 @@ def test_float64_truth(name: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
 def test_every_code_and_scale(name: str, dtype: torch.dtype, rows: int) -> None:
-    """x is the identity: the value of each, rounded once, NaN for NaN."""
+    """x is the identity, so each output is one code times its scale, rounded once; NaN stays NaN."""
     weight = weight_of_every_code(name, 64)
     expected = weight.dequantize(torch.float64).to(dtype).t().repeat(2, 1)
     on_gpu, identity = weight.to("cuda"), torch.eye(32, dtype=dtype).repeat(2, 1).cuda()
@@ -70,7 +70,7 @@ def test_a_rows_bits_do_not_depend_on_T(name: str, gpu_backend: str) -> None:
 
 
 @pytest.mark.parametrize("T", [1, 40, 100])
-@pytest.mark.parametrize("H", [2880, 2816])  # of which the second is a multiple of 128
+@pytest.mark.parametrize("H", [2880, 2816])  # only the second is a multiple of 128
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128"])
 def test_a_graph_replays_with_new_contents(name: str, H: int, T: int) -> None:
     chunks, weight, gain = make_call(name, T, H)

@@ -1,4 +1,4 @@
-"""vocab_parallel_embedding on a GPU: the table's bits on every rank, both roundings of a scale, ids of nobody."""
+"""vocab_parallel_embedding on a GPU: the table's bits on every rank, both roundings of a scale, ids out of range."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_every_bit_pattern_and_both_conventions_of_a_scale(dtype: torch.dtype, s
     for scale_dtype in {dtype, torch.float32}:
         normalizer = torch.tensor(scale, dtype=scale_dtype, device="cuda")
         out = ek.vocab_parallel_embedding(ids, table, whole(256), scale=normalizer)
-        # On a GPU, and there alone, torch rounds an fp32 tensor of no dimensions to the table's dtype first.
+        # On a GPU, unlike on a CPU, torch first rounds a 0-d fp32 tensor to the table's dtype; a float it does not.
         assert same_bits_or_nan(out, table[ids] * normalizer.item())
 
 

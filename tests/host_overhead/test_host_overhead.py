@@ -79,7 +79,7 @@ def test_out(op: Callable, device: str, measure: Callable) -> None:
 @pytest.mark.parametrize("form", ["out", "functional"])
 @pytest.mark.parametrize("T", [8, 16, 128, 200])
 def test_more_rows(T: int, form: str, device: str, measure: Callable) -> None:
-    """Each plan of a GPU: one launch (of 128 rows two, but for sm_90a), a launch and the library's product."""
+    """Each plan of a GPU: one kernel, two (the split kernels), or one and the library's product."""
     if device == "cpu":
         pytest.skip("on a CPU the kernel would be what is measured")
     chunks, weight, gain = [rows(device, T, H) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)
@@ -89,7 +89,7 @@ def test_more_rows(T: int, form: str, device: str, measure: Callable) -> None:
 
 @pytest.mark.parametrize("T", [8, 200])
 def test_epilogue(T: int, device: str, measure: Callable) -> None:
-    """Residuals and a post norm: all that the op takes."""
+    """With residuals and a post norm."""
     if device == "cpu":
         pytest.skip("on a CPU the kernel would be what is measured")
     chunks, residuals = ([rows(device, T, H) for _ in range(K)] for _ in range(2))
@@ -100,7 +100,7 @@ def test_epilogue(T: int, device: str, measure: Callable) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_bias(dtype: torch.dtype, device: str, measure: Callable) -> None:
-    """Behind the library's product: in it, or in a kernel that sees sums before they are rounded."""
+    """With the library's product: it adds a bf16 bias itself; an fp32 one is added by a kernel to unrounded sums."""
     if device == "cpu":
         pytest.skip("on a CPU the kernel would be what is measured")
     chunks, weight, gain = [rows(device, 200, H) for _ in range(K)], rows(device, H, K * H), rows(device, K, H)

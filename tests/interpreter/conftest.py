@@ -60,8 +60,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.fixture(scope="session", autouse=INTERPRETING)
 def quick_calls_between_jitted_functions() -> Iterator[None]:
-    """The interpreter patches triton.language at every launch, for the time of it, and once more at every call of a
-    jitted function by another, where there is nothing left to patch but once in each module: half of the time here."""
+    """The interpreter patches triton.language for the duration of each launch, and again at each call between jitted
+    functions, which only the first call into a module needs: the rest is half of the time of these tests."""
     from triton.runtime.interpreter import InterpretedFunction
 
     call, patched = InterpretedFunction.__call__, set()

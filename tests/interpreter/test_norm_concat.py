@@ -54,7 +54,7 @@ def test_a_concat_norm_has_the_same_bits_in_one_program_per_row(
 
 def test_without_norm_it_is_the_engines_cat_bit_for_bit(cpu_isa: str) -> None:
     chunks, residuals, _ = on_cpu.make_call(5, torch.bfloat16)
-    chunks[1][0] = -0.0  # a sum with a zero that is not there would make it 0
+    chunks[1][0] = -0.0  # adding a zero for the absent residual would make it +0
     out = ek.norm_concat(chunks, norm="none", residuals=[residuals[0], None, residuals[2]])
     assert same_bits(out, torch.cat([chunks[0] + residuals[0], chunks[1], chunks[2] + residuals[2]], -1))
 

@@ -20,7 +20,7 @@ from test_norm_concat_linear import check_infinite_gain_of_a_zero_row, check_zer
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory", "triton_backend"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities and NaN that are meant
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of intended infinities and NaN
 ]
 
 
@@ -40,16 +40,16 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def splittable(case: Case) -> Case | None:
-    """The case at a width that the split kernels take: no multiple of a block, but of 16."""
+    """The case at a width that the split kernels take, a multiple of 16 but not of a block."""
     if len(set(case.widths)) > 1 or case.layout == "strided" or case.view:
         return None
     return replace(case, widths=(80,) * case.K)
 
 
-# Every feature in one way of cutting, which is all that most of them see.
+# Every feature with one set of tiles: most features do not depend on the tiles.
 FEATURE_CASES = [case for case in dict.fromkeys(map(splittable, FEATURES)) if case is not None and case.T <= 33]
 
-# And in every way, the edges of the blocks, the types, and what passes through the tiles of the partial kernel.
+# With every set of tiles: the edges of blocks, the dtypes, and what passes through the tiles of the partial kernel.
 EDGE_CASES = [
     Case("bf16", (48,) * 1, 17, "concat", D=1),
     Case("bf16", (64,) * 8, 3, D=70),
@@ -116,7 +116,7 @@ def test_float64_truth_with_the_default_tiles(case: Case) -> None:
     check(case)
 
 
-# What an sm_90 gets without a tuned table, at the least and the most rows of each.
+# The tiles that an sm_90 gets without a tuned table, each with its fewest and its most rows.
 SHIPPED = {"32x64x64": (17, 32), "64x128x64": (33, 64), "128x128x64": (65, 128)}
 
 
@@ -160,7 +160,7 @@ def test_fp16_has_room_for_the_gain(magnitude: float, tiles: Tiles) -> None:
 
 @pytest.fixture
 def rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's tl.dot is np.matmul: OpenBLAS on Haswell and Zen sums a row by its place in a block."""
+    """einsum for the interpreter's tl.dot: in np.matmul OpenBLAS (Haswell, Zen) sums a row by its place in a block."""
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a, b, dtype=dtype))
 
 
@@ -255,7 +255,7 @@ def test_a_row_of_zeros_stays_zero_without_eps(tiles: Tiles) -> None:
 @pytest.mark.parametrize("at", ["begin", "end"])
 @pytest.mark.parametrize("H", [16, 80])
 def test_no_operand_is_read_beyond_its_end(H: int, at: str, tiles: Tiles) -> None:
-    """Every operand between pages that trap; indices reach for both sides. A failure is a segmentation fault."""
+    """Every operand lies between pages that trap; indices point past both ends. A failure is a segmentation fault."""
     indices = torch.tensor([0, -1, 6, 3, 2**40])
 
     def guarded(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -286,13 +286,13 @@ def test_explain_says_why() -> None:
 
 @pytest.mark.parametrize("widths", [(32, 64, 80), (64, 32, 96)])
 def test_chunks_of_several_aligned_widths(widths: tuple[int, ...], tiles: Tiles) -> None:
-    """The plan of the first one's width, which is their mean too in the second case, is refused and chosen anew."""
+    """The plan for the first chunk's width (in the second case the mean too) is refused, and another is chosen."""
     check(Case("bf16", widths, 5, D=40))
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(48)])
 def test_the_registered_op_takes_a_weight_that_is_trained(bias: torch.Tensor | None) -> None:
-    """As an exported program calls it: the public function's check for inference is not on its way."""
+    """An exported program calls it so: without the public function's check that no input requires grad."""
     chunks, gains, weight = [torch.randn(200, 64) for _ in range(2)], [torch.ones(64)] * 2, torch.randn(48, 128)
 
     def call() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels on quantized weights in the interpreter: every format, cut and dtype against float64."""
+"""The Triton kernels on quantized weights in the interpreter: every format, tiling and dtype against float64."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from guards import GuardedRows
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory", "triton_backend"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of NaN that are meant
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of intended NaN
 ]
 
 TILES = {
@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-# Every format and case in one cut, and every format in every cut: the cut turns with both.
+# Each pair of format and case has one set of tiles, rotated so that every format meets every set.
 CALLS = [
     pytest.param(format, case, list(TILES)[(i + j) % 3], id=f"{format}-{case.id}-{list(TILES)[(i + j) % 3]}")
     for i, format in enumerate(FORMATS)
@@ -61,8 +61,8 @@ def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.
 @pytest.mark.parametrize("off", [1, 16])
 @pytest.mark.parametrize("format", ["fp8_row", "fp8_block128", "mxfp4"])
 def test_operands_off_the_alignment(format: str, off: int) -> None:
-    """Codes whose rows begin off 16 bytes, and x off its 16 elements: the plan for aligned operands comes first, whose
-    launch refuses them."""
+    """Rows of codes that do not begin at multiples of 16 bytes, and rows of x not at 16 elements: the plan for aligned
+    operands comes first, and its launch refuses them."""
     call = operands(Case("bf16", (128,) * 2, 5, D=40))
     weight = ek.quantize(call.projection["weight"], format)
     _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
@@ -79,7 +79,7 @@ def test_operands_off_the_alignment(format: str, off: int) -> None:
 
 @pytest.mark.parametrize("format", ["fp8_row", "mxfp8", "mxfp4"])
 def test_every_code_and_scale(format: str) -> None:
-    """x is the identity: the value of each, rounded once."""
+    """x is the identity, so each output is one code times its scale, rounded once."""
     weight = weight_of_every_code(format, 64)
     expected = weight.dequantize(torch.bfloat16).t()
     result = ek.norm_concat_linear([torch.eye(32).bfloat16()], weight, norm="none")
@@ -89,7 +89,7 @@ def test_every_code_and_scale(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["fp8_row", "mxfp4", "nvfp4"])
 def test_a_code_times_a_large_gain_stays_in_fp16(format: str) -> None:
-    """448 * 300, and 6 * 448 * 300 of nvfp4, are beyond its 65504."""
+    """448 * 300, and 6 * 448 * 300 with nvfp4, exceed fp16's maximum of 65504."""
     call = operands(Case("fp16", (128,) * 2, 5, D=40))
     gain = torch.full((2, 128), 300.0).half()
     weight = ek.quantize(call.projection["weight"], format)

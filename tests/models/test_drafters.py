@@ -105,7 +105,7 @@ def test_a_projection_with_the_norm_behind_it_runs_where_it_is_hooked() -> None:
 
 
 def test_codes_are_those_that_are_read_of_the_engine() -> None:
-    """INT8 is what compressed-tensors and the methods of that name leave behind."""
+    """INT8 codes come from compressed-tensors and from the methods named int8."""
     of_sglang = import_module(f"{sglang.__name__}.unsupported")._QUANTIZED
     of_vllm = import_module(f"{vllm.__name__}.combine").QUANTIZED
     for rows, methods in ((SGLANG, of_sglang), (VLLM, of_vllm)):

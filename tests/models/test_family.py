@@ -57,7 +57,7 @@ def test_descriptions_use_known_words(family: object) -> None:
         assert stage.order in ORDERS and stage.hnorm_over in ("stream", "row")
         assert len(stage.names) == (4 if stage.streams else 3 if stage.normed else 1)
         assert stage.engines, "no engine serves it"
-        # A layer of streams hands on streams, and no other does.
+        # A layer of streams passes streams on, and no other does.
         assert {engine.chain == "streams" for engine in stage.engines.values()} == {stage.streams}
         for engine in (*stage.engines.values(), stage.transformers):
             assert engine.chain in CHAINS
@@ -112,7 +112,7 @@ def test_presets_have_the_family_s_facts(family: object) -> None:
 
 TYPES = [
     name for family in families().values() for name in family.model_types if name != "kimi_k25"
-]  # whose text part is DeepSeek V3
+]  # kimi_k25's text part is DeepSeek V3
 
 
 @pytest.mark.parametrize("model_type", dict.fromkeys(TYPES))

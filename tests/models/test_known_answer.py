@@ -1,4 +1,4 @@
-"""Drafters whose best accepted length is known, every draft; each classic mistake drops it, and none changes a token.
+"""Drafters whose best accepted length is known: every draft. Each classic mistake lowers it, and none changes a token.
 
 EAGLE-3 on Gemma 3 and DeepSeek V3, its layer 0, DeepSeek's MTP layer, and the three chained MTP layers of Step-3.5,
 with solved weights (`counting.py`) over real transformers decoders.
@@ -74,7 +74,8 @@ def eagle3(
     shards: Shards | None = None,
     id_shift: int = 0,
 ) -> Drafter:
-    """x(t) = S_N(t) from three shares; hidden = x(t) + P e(t + 1) = S_N(t + 1). Arguments are mistakes, but shards."""
+    """x(t) = S_N(t) from three shares; hidden = x(t) + P e(t + 1) = S_N(t + 1). Keyword arguments are mistakes, except
+    shards and the residual "beside the branch"."""
     torch.manual_seed(1)
     last, config = target.states[-1], target.decoder.config
     right = ek.capture_layers(config.model_type, config.num_hidden_layers, family.layer_ids)
@@ -123,7 +124,7 @@ def eagle3(
 def test_eagle3_accepts_every_draft(targets: dict[str, CountingTarget], name: str, residual: str, tp_size: int) -> None:
     target = targets[name]
     drafter = eagle3(target, FAMILIES[name], residual=residual, shards=vocab_shards(target.table, tp_size))
-    # Across the end of the vocabulary, and across every boundary between ranks.
+    # The count crosses the end of the vocabulary and every boundary between ranks.
     assert accepted(target, drafter, count=2 * V) == DRAFTS + 1
 
 
@@ -172,8 +173,8 @@ def layer_0(
     no_embedding: bool = False,
     **wrong: object,
 ) -> Drafter:
-    """residual + qkv([input_layernorm(e(t + 1)), hidden_norm(S_N(t))]) = S_N(t + 1): an attention that hands q, k and v
-    on side by side. Arguments are mistakes, but norm_before_residual and tp_size."""
+    """residual + qkv([input_layernorm(e(t + 1)), hidden_norm(S_N(t))]) = S_N(t + 1): an attention that returns q, k and
+    v side by side. Keyword arguments are mistakes, except norm_before_residual and tp_size."""
     torch.manual_seed(1)
     last = target.states[-1]
     gains = [torch.empty(H).uniform_(0.1, 2) for _ in range(2)]
@@ -257,7 +258,7 @@ def test_layer_0_with_the_other_residual_loses_half_of_what_it_accepts(targets: 
 def deepseek_mtp(
     target: CountingTarget, *, pre_norm: bool = False, shards: Shards | None = None, **wrong: object
 ) -> Drafter:
-    """eh_proj([enorm(e(t + 1)), hnorm(n(t))]) = S_N(t + 1); n is behind the final norm, as SGLang hands it on."""
+    """eh_proj([enorm(e(t + 1)), hnorm(n(t))]) = S_N(t + 1); n is the state after the final norm, as in SGLang."""
     torch.manual_seed(1)
     config = ek.MTPConfig.from_hf(target.decoder.config)
     weights = mtp_weights(target, config, target.normed, target.states[-1])
@@ -331,7 +332,7 @@ def test_deepseek_mtp_with_ceil_slices_loses_exactly_the_ids_they_misplace(targe
 class StepDrafter(Drafter):
     """Three MTP layers, each over all rows: rows stay, token ids rotate, hidden states go from layer to layer.
 
-    A layer is eh_proj and one branch: residual q(u), branch S_N(u) - q(u), and their sum is what goes on.
+    A layer is eh_proj and one branch: residual q(u), branch S_N(u) - q(u), and their sum is passed on.
     """
 
     target: CountingTarget = None
@@ -396,7 +397,7 @@ def test_step_chain_accepts_every_draft(targets: dict[str, CountingTarget]) -> N
 @pytest.mark.parametrize(
     ("mistake", "best"),
     [
-        # What layer 0 does is still right: its draft is accepted, those of the layers behind it are not.
+        # Layer 0 is still right: its draft is accepted, those of the later layers are not.
         pytest.param("not chained", 2, id="not-chained"),
         pytest.param("ids not rotated", 2, id="ids-not-rotated"),
         pytest.param("rows shifted", 2, id="rows-shifted"),

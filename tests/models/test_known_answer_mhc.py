@@ -1,8 +1,8 @@
-"""Drafters of a target with residual streams (mHC), whose best accepted length is known: each classic mistake drops it.
+"""Drafters of a target with residual streams (mHC) whose best accepted length is known; each classic mistake lowers it.
 
-The target is DeepSeek-V4's in small: its streams, their post, collapse and head after the formulas of SGLang 0.5.23
-`deepseek_v4` and vLLM 0.33 `kernels/mhc/torch.py`, V4.1's Engram in front of a layer, and branches that look at one
-token alone, so that a token has the same state wherever it stands. Weights are solved for, as in
+The target is a small DeepSeek-V4: its streams, their post, collapse and head by the formulas of SGLang 0.5.23
+`deepseek_v4` and vLLM 0.33 `kernels/mhc/torch.py`, V4.1's Engram before a layer, and branches that look at one token
+only, so that a token has the same state at every position. Weights are solved for, as in
 tests/models/test_known_answer.py.
 """
 
@@ -24,7 +24,7 @@ from eagle_kernels.byte_eagle3.decode import Drafter, speculate
 
 from counting import normalised, shares, solve
 
-# S*V rows of streams are independent, and so near H that a mistake is not averaged away.
+# The S*V rows of streams are independent, and their number is so close to H that a mistake is not averaged away.
 S, V, H, LAYERS, ENGRAM_LAYER = 4, 30, 192, 4, 2
 ROWS, DRAFTS = 64, 4
 EPS, LOST = 1e-6, 2.0  # of 5: a draft that is right by chance, or by half of its sources
@@ -61,7 +61,7 @@ class MHCTarget(torch.nn.Module):
         """pre-mix collapse, a branch, and post: X'[j] = sum_i comb[i, j] X[i] + post[j] x."""
         mixes = F.linear(normalised_row(streams), self.mixes[layer])
         pre, post, comb = mixes.sigmoid()[:, :S], 2 * mixes.sigmoid()[:, S : 2 * S], mixes[:, 2 * S :].view(-1, S, S)
-        comb = (comb + 4 * torch.eye(S)).softmax(-1)  # near the identity, as trained ones: streams stay apart
+        comb = (comb + 4 * torch.eye(S)).softmax(-1)  # near the identity, like trained ones: streams stay apart
         for _ in range(3):
             comb = comb / comb.sum(-2, keepdim=True)
             comb = comb / comb.sum(-1, keepdim=True)
@@ -108,9 +108,9 @@ def boundaries(target: MHCTarget, capture: Callable) -> Iterator[None]:
 
 
 def v4_mtp(target: MHCTarget, mistake: str = "") -> Drafter:
-    """x[s] = e_proj(enorm(e(t + 1))) + h_proj(hnorm(X(t)[s])), of which a decoder layer makes the streams X(t + 1).
+    """x[s] = e_proj(enorm(e(t + 1))) + h_proj(hnorm(X(t)[s])), from which a decoder layer makes the streams X(t + 1).
 
-    Each stream is a share of what the layer has to know, and so is the embedding's part of it.
+    Each x[s] is a share of what the layer has to know, and the embedding is a part of each share.
     """
     torch.manual_seed(1)
     gains = [0.5 + torch.rand(H) for _ in range(2)]
@@ -168,7 +168,7 @@ def test_v4_mtp_loses_its_drafts_after_a_mistake(target: MHCTarget, mistake: str
 
 
 def means_of(target: MHCTarget) -> dict[int, Tensor]:
-    """By boundary, the mean of each token's streams, behind the Engram where there is one."""
+    """By boundary, the mean of each token's streams, after the Engram where there is one."""
     means = {}
     with boundaries(target, lambda boundary, before, streams: means.update({boundary: streams.mean(1).double()})):
         target(torch.arange(V)[None], None)
@@ -193,7 +193,7 @@ def on_collapsed(target: MHCTarget, capture: Callable, project: Callable[[int], 
 
 
 def eagle3(target: MHCTarget, mistake: str = "") -> Drafter:
-    """x(t) = collapsed(t) out of the means of the streams at three boundaries, one of them behind the Engram."""
+    """x(t) = collapsed(t) from the means of the streams at three boundaries, one of them after the Engram."""
     torch.manual_seed(1)
     captured = [1, ENGRAM_LAYER, LAYERS]
     means = means_of(target)
@@ -224,10 +224,10 @@ LAYERS_OF_DSPARK, HEADS, HEAD_DIM = 2, 2, H // 2
 
 
 def dspark(target: MHCTarget, mistake: str = "") -> Drafter:
-    """The V of two draft layers, a share each of collapsed(t), out of the context that fc makes of three means.
+    """The V of two draft layers, each a share of collapsed(t), from the context that fc makes of three means.
 
-    main_proj and main_norm are DeepSeek-V4's, the norm of each layer's own Laguna's. The block of drafts, which attends
-    to the last context token alone here, goes on from what V says of it.
+    main_proj and main_norm are those of DeepSeek-V4, the norm in each layer is that of Laguna. The block of drafts
+    attends only to the last context token here, and continues from that token's V.
     """
     torch.manual_seed(1)
     captured = [1, ENGRAM_LAYER, LAYERS]
@@ -254,7 +254,7 @@ def dspark(target: MHCTarget, mistake: str = "") -> Drafter:
     stage.load_state_dict({name: value for name, value in state.items() if name in stage.state_dict()})
     buffer = ek.AuxHiddenStates(ROWS, 3, H, dtype=torch.float32)
     caches = [tuple(torch.zeros(ROWS, HEADS, HEAD_DIM) for _ in range(2)) for _ in range(LAYERS_OF_DSPARK)]
-    free = torch.arange(4 * ROWS).flip(0) % ROWS  # slots, of which each step takes the next
+    free = torch.arange(4 * ROWS).flip(0) % ROWS  # each step takes the next slots
     angles = torch.randn(ROWS, HEAD_DIM // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
 
@@ -293,5 +293,5 @@ def test_dspark_loses_its_drafts_after_a_mistake(target: MHCTarget, mistake: str
 
 
 def test_dspark_loses_drafts_in_the_slot_of_the_token_before(target: MHCTarget) -> None:
-    # 2.4 of 5: the embedding says of some tokens by itself which one follows, whatever the context.
+    # 2.4 of 5: for some tokens the embedding alone tells which one follows, whatever the context.
     assert accepted(target, dspark(target, "slot of the token before")) < 3

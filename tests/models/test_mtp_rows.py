@@ -1,7 +1,8 @@
 """Every MTP family, as each engine serves it, against plain torch written from the engines' sources, and against the
 MTP layer of transformers with the model's own norm.
 
-What stands here was read from SGLang 0.5.23 and vLLM 0.33 apart from the table: whoever edits a row edits this too.
+The references here were read from SGLang 0.5.23 and vLLM 0.33, not from the table: whoever edits a row edits its
+reference too.
 """
 
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def test_every_row_has_a_reference_and_every_engine_of_it() -> None:
 
 
 def configs(name: str) -> list[dict]:
-    """A config by each model type of the family; by its architectures, where it has no model type of its own."""
+    """A config for each model type of the family; for each architecture, where it has no model type of its own."""
     family, reference = CONCATS[name], REFERENCES[name]
     base = {"hidden_size": H, reference.eps: EPS, **dict(reference.config)}
     types = reference.types or family.model_types
@@ -145,7 +146,7 @@ def weights(reference: Reference, out_features: int, bias: bool) -> dict[str, Te
 def plain(
     reference: Reference, served: Served, tensors: dict, rows: Tensor, hidden: Tensor, positions: Tensor
 ) -> Tensor:
-    """The stage as the engines write it, in the dtype of its inputs."""
+    """The stage as the engines compute it, in the dtype of its inputs."""
     *norms, projection = reference.names.split()
     e, h = rows * reference.scale, hidden
     if "zero" in served:
@@ -188,7 +189,7 @@ MODEL_TYPES = [
 
 @pytest.mark.parametrize(("name", "model_type"), MODEL_TYPES, ids=[model_type for _, model_type in MODEL_TYPES])
 def test_the_stage_is_that_of_transformers(name: str, model_type: str) -> None:
-    """Its MtpLayer around no block, with the norm of the model; the fields are those of the model's own config."""
+    """transformers' MtpLayer around an empty block, with the model's norm and the fields of the model's config."""
     pytest.importorskip("transformers", minversion="5.23")
     from transformers.modeling_layers import MtpLayer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -223,7 +224,7 @@ def test_the_stage_is_that_of_transformers(name: str, model_type: str) -> None:
         eager = reference(embeds, hidden, None, None, None, None)
         truth = reference.double()(embeds.double(), hidden.double(), None, None, None, None)
     limit, _ = rms_limit(torch.float32, 2 * H, truth, eager)
-    # Norms that compute in fp32 whatever they are given make no float64 truth.
+    # A norm that always computes in fp32 gives no float64 truth.
     assert relative_rms(layer(hidden, embeds=embeds), truth) <= max(limit, 1e-6)
 
 

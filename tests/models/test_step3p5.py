@@ -19,7 +19,7 @@ def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Layer:
-    """One MTP layer with a decoder block that leaves its residual apart, as the engines' blocks do."""
+    """One MTP layer with a decoder block that returns its residual separately, as the engines' blocks do."""
 
     def __init__(self) -> None:
         self.stage = ek.MTPProjection(CONFIG, dtype=torch.bfloat16)
@@ -69,5 +69,5 @@ def test_three_layers_in_a_chain(norm_output: bool) -> None:
         tokens = (normed[last_rows] @ head.t()).argmax(-1)
         agreed.append(same_bits(chain.current(T), before_norm) and tokens.tolist() == drafted)
         ek.rotate_token_ids(ids, tokens, last_rows)
-    # Step-3.5 hands on the pre-norm sum: with norm_output every step but the first reads something else.
+    # Step-3.5 passes on the pre-norm sum: with norm_output every step but the first reads something else.
     assert all(agreed) != norm_output

@@ -1,6 +1,6 @@
-// The AMX tile unit in AVX-512-BF16, for processors that have the one and not the other: force-included, it takes the
-// place of the intrinsics. A product is vdpbf16ps, whose order, rounding and denormals are those of tdpbf16ps (Intel's
-// manual, both: denormals are zero, sums rounded to even, the even element of a pair first).
+// Emulates the AMX tile unit with AVX-512-BF16, for processors that have the latter alone. Force-included, it replaces
+// the intrinsics. A product is vdpbf16ps, whose order, rounding and denormals are those of tdpbf16ps (Intel's manual,
+// both: denormals are zero, sums rounded to even, the even element of a pair first).
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -25,7 +25,7 @@ inline void expect(bool condition, const char* what) {
   std::abort();
 }
 
-// Every tile 16 x 64 bytes; what was in them is gone, and is NaN here.
+// Every tile has 16 x 64 bytes. A tile loses its contents, which become NaN here.
 inline void load_config(const void* config) {
   const auto* bytes = static_cast<const uint8_t*>(config);
   expect(bytes[0] == 1, "palette 1");

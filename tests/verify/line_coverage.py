@@ -16,7 +16,7 @@ from verify.core import CORE
 from verify.results import EVERY_CORE, run_tests, save
 from verify.variant import ROOT, Variant, install, unoptimized
 
-# Of the suite, what neither starts an engine nor measures or compiles for long.
+# The part of the suite that starts no engine, measures nothing, and compiles nothing for long.
 TESTS = [
     *CORE,
     "tests/engines/test_eligibility.py",

@@ -1,4 +1,4 @@
-"""`make test-matrix`: one library, compiled beside one torch, in every torch, Triton and Python that is supported.
+"""`make test-matrix`: one library, compiled with one torch, in every torch, Triton and Python that is supported.
 
 An environment per row under MATRIX (default build/matrix), made on first use; a CUDA build of torch is 5 GB and runs on
 a machine without a GPU. The rows together cover each release, not each combination.
@@ -54,7 +54,7 @@ def check(cell: Cell, variant: Variant) -> dict:
 
 
 def environment_of(cell: Cell) -> Path:
-    """The Python of the cell's environment, which is made where it is missing or half made."""
+    """The Python of the cell's environment, which is made where it is missing or incomplete."""
     folder = ENVIRONMENTS / f"py{cell.python}-torch{cell.torch}"
     python, stamp = folder / "bin/python", folder / "cell.stamp"
     wanted = repr(asdict(cell))
@@ -69,7 +69,7 @@ def environment_of(cell: Cell) -> Path:
 
 
 def interpreter(version: str) -> str:
-    """Of this minor version: on PATH, or pyenv's."""
+    """The Python of this minor version: pyenv's newest, else the one on PATH."""
     pyenv = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
     found = os.fspath(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
     if found is None:

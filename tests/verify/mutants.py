@@ -3,11 +3,11 @@
 All C++ mutants are compiled once, each as `mutant == n ? fault : original`, and an environment variable picks one
 (mutant schemata; a build per mutant would take an hour). A Python mutant is a change in a copy of the package. Mutants
 run one per core, each up to the first test that fails; the test that found a mutant the last time runs first. Arguments
-are files whose mutants run; without any all do.
+are files whose mutants run; without arguments all run.
 
 The kernels of csrc/cuda run emulated (tests/cuda_host). Every synchronization call in their sources is also removed,
 one at a time: a test must see wrong numbers, the emulation complain, or ThreadSanitizer see a race. Calls that have no
-meaning in the emulation stay: `is_new`, which is for nvcc, and `let_next_kernel_start`, without which a kernel is
+meaning in the emulation stay: `is_new`, which is for nvcc, and `let_next_kernel_start`, without which a kernel is only
 slower.
 """
 
@@ -30,13 +30,13 @@ from verify.variant import ROOT, Variant, install, unoptimized
 VARIABLE = "EAGLE_KERNELS_MUTANT"
 FOLDER = ROOT / "build/mutants"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-# Which csrc the emulation compiles; a fault may make a warning, and there a warning is an error.
+# The csrc that the emulation compiles. -w because a fault may cause a warning, which the emulation makes an error.
 EMULATED = {
     "EAGLE_KERNELS_TEST_SOURCES": os.fspath(FOLDER / "source"),
     "EAGLE_KERNELS_TEST_FLAGS": f"-w -include {FOLDER / 'mutant.h'}",
 }
-# Seconds; a mutant that hangs is killed by that. The slowest tests take 130 alone and 200 beside other work: with 300 a
-# mutant that lives was once taken for a dead one.
+# Seconds, after which a mutant counts as hanging, and killed. The slowest tests take 130 alone and 200 beside other
+# work: with a limit of 300 a surviving mutant was once counted as killed.
 LONGEST = 900
 HEADER = f"""#pragma once
 #ifdef __cplusplus
@@ -55,8 +55,8 @@ class Mutant:
     file: str
     original: str
     fault: str
-    survives: str = ""  # why no test can or need find it
-    isa: str = ""  # which has the kernel; elsewhere it does not run
+    survives: str = ""  # why no test can find it, or need not
+    isa: str = ""  # the instruction set that has the kernel; on other CPUs the mutant does not run
     place: int = 0
 
 
@@ -87,7 +87,7 @@ _CODES = ["tests/test_norm_concat_linear_quantized.py"]
 _12_BITS = "tests/test_bf16_12bit.py"
 _EMULATED = "tests/cuda_host/test_{}.py".format
 _SCHEDULES = _EMULATED("schedules")
-# Which of its tests run what a file has; the others run files of no product.
+# By file: the tests of _SCHEDULES (-k) that run its kernels. Files without a product have those named "others".
 _KERNELS_OF = {
     "norm_concat_linear.cu": "products and not wgmma",
     "norm_concat_linear_wgmma.cu": "wgmma",
@@ -843,23 +843,24 @@ MUTANTS = (
     ),
 )
 
-# What orders the threads of csrc/cuda or waits for copies, products and kernels: found, so that a new call is one.
+# Calls that order the threads of csrc/cuda or wait for copies, products and kernels. They are searched for, so that a
+# new call becomes a mutant by itself.
 _SYNCHRONISATION = re.compile(
     r"(?:__syncthreads|sync_warp|sync_cluster|end_cluster|arrive_at_cluster|wait_for_cluster|received\.all\.wait"
     r"|wait_for_copies<[^>]*>|commit_copies|fence_async_proxy|fence_wgmma|commit_wgmma|wait_for_wgmma"
     r"|wait_for_previous_kernel)\([^()]*\)(?=;)"
 )
-# Calls that stay but wait for less, or order less.
+# Replacements that wait for less, or order less.
 _WEAKER = {"sync_cluster()": "end_cluster()", "wait_for_copies<K::kStages - 2>()": "wait_for_copies<K::kStages - 1>()"}
 
 
 def synchronisation() -> list[Mutant]:
-    """A mutant for each such call without it, and for some with less of it."""
+    """For every such call a mutant without it, and for those of _WEAKER one with the weaker call."""
     found = []
     for path in sorted((ROOT / "csrc/cuda").glob("*.cu*")):
         places: dict[str, int] = {}
         text = path.read_text(encoding="utf-8")
-        emulated_from = text.find('#include "device_host.h"')  # of device.cuh, which stands in for what is above
+        emulated_from = text.find('#include "device_host.h"')  # in device.cuh: it replaces what is above it
         for match in _SYNCHRONISATION.finditer(text):
             places[match[0]] = places.get(match[0], 0) + 1
             if match.start() < emulated_from:
@@ -873,7 +874,7 @@ MUTANTS += tuple(synchronisation())
 
 
 def main(files: list[str]) -> int:
-    """Those of these files, or all; the records of the others stay as they were saved."""
+    """Runs the mutants of these files, or all. Saved records of other files stay."""
     here = {"", *usable_isas()}
     chosen = [n for n, mutant in enumerate(MUTANTS) if (not files or mutant.file in files) and mutant.isa in here]
     variant, known = build(), {identity(record): record for record in load("mutants")["records"]}
@@ -892,7 +893,7 @@ def main(files: list[str]) -> int:
             raise SystemExit("mutants: the tests fail without a mutant, so that a failure says nothing of one")
     records: list[dict] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for file in dict.fromkeys(MUTANTS[number].file for number in chosen):  # a run that ends early keeps its files
+        for file in dict.fromkeys(MUTANTS[number].file for number in chosen):  # a run that ends early saves these
             numbers = [number for number in chosen if MUTANTS[number].file == file]
             killers = [known.get(identity(vars(MUTANTS[number])), {}).get("killed_by", "") for number in numbers]
             known |= {identity(record): record for record in pool.map(run, numbers, repeat(variant), killers)}
@@ -912,17 +913,18 @@ def build() -> Variant:
 
 
 def build_emulation(variant: Variant) -> None:
-    """The same of csrc/cuda, plain and under ThreadSanitizer, in whose processes no compiler may start."""
+    """The same for csrc/cuda, emulated, plain and under ThreadSanitizer, in whose processes no compiler may start."""
     code = "from cuda_host.build import build; build(''); build('thread')"
     subprocess.run([sys.executable, "-c", code], env=variant.environment() | EMULATED, check=True)
 
 
 def insert(source: Path) -> None:
-    """Every C++ mutant in the copy of the checkout; of two in one place the second is the first one's else."""
+    """Every C++ mutant in the copy of the checkout; of two in one place the first is in the second one's else."""
     for file in {mutant.file for mutant in MUTANTS if mutant.file.startswith("csrc/")}:
         text = (ROOT / file).read_text()
         numbered = [(number, mutant) for number, mutant in enumerate(MUTANTS) if mutant.file == file]
-        # Of the text as it is: a fault may name what another loses. Then from its end on.
+        # Found before any is replaced, as a fault may contain another original; replaced from the end, so that
+        # earlier positions stay valid.
         starts = {(mutant.original, mutant.place): _start(text, mutant) for _, mutant in numbered if mutant.place}
         of_one = dict.fromkeys((mutant.original, 0) for _, mutant in numbered if not mutant.place)
         for original, place in [*sorted(starts, key=starts.get, reverse=True), *of_one]:
@@ -943,9 +945,9 @@ def _start(text: str, mutant: Mutant) -> int:
 
 
 def run(number: int, variant: Variant, killed_by: str) -> dict:
-    """What the tests say of one mutant, up to the first that fails: the one that did the last time, then all."""
+    """Runs the tests on one mutant up to the first failure: first the test that failed the last time, then all."""
     mutant = MUTANTS[number]
-    # Rows are split over threads where there are two.
+    # With one thread rows would not be split over threads.
     environment = variant.environment() | variables_of(mutant.file) | {"OMP_NUM_THREADS": "2"}
     with tempfile.TemporaryDirectory() as folder:
         if mutant.file.startswith("csrc/"):
@@ -971,12 +973,13 @@ def run(number: int, variant: Variant, killed_by: str) -> dict:
 
 
 def trials(mutant: Mutant, killed_by: str) -> list[tuple[list[str], dict[str, str]]]:
-    """Tests and variables, in the order in which they have a chance at the mutant."""
+    """Tests and environment variables, in the order in which they are tried on the mutant."""
     known = [([killed_by], {})] if "::" in killed_by else []
     if mutant.place == 0:
         return [*known, (TESTS[mutant.file], {})]
     kernels = _KERNELS_OF.get(Path(mutant.file).name, "others")
-    # A race is one in any order. The report goes to the process's own stderr, which pytest's capture would take along.
+    # A race shows in any order of the threads: one is enough. The report goes to the process's own stderr, which
+    # pytest's default capture would swallow.
     racecheck = ["--capture=sys", _SCHEDULES, "-k", f"ascending and ({kernels})"]
     return [*known, ([_SCHEDULES, "-k", kernels], {}), (racecheck, _racecheck())]
 

@@ -28,7 +28,7 @@ class Outcome:
 def run_tests(
     python: os.PathLike | str, arguments: list[str], environment: dict[str, str], longest: float | None = None
 ) -> tuple[Outcome, str]:
-    """pytest in a process of its own, and its output. One that died, or ran for `longest` seconds: one failure."""
+    """pytest in its own process, and its output. A process that dies or runs for `longest` seconds is one failure."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
@@ -60,7 +60,7 @@ def save(name: str, records: list[dict], **totals: object) -> Path:
 
 
 def load(name: str) -> dict:
-    """What `save` kept of this machine's last run; no records where there was none."""
+    """What `save` wrote for this machine's last run; no records where there was none."""
     path = _path_of(name, read_environment("cpu"))
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"records": []}
 

@@ -1,8 +1,8 @@
 """`make sanitize`: the compiled library under AddressSanitizer with UndefinedBehaviorSanitizer, and under
 ThreadSanitizer, over the tests that call it; then the emulated CUDA kernels under both (tests/cuda_host).
 
-There is no suppression. A sanitizer does not see every access: masked loads and stores of AVX-512, and those of AMX
-tiles, are mere instructions to it. tests/guards.py puts their operands before pages that may not be read.
+Nothing is suppressed. A sanitizer does not see every access: masked loads and stores of AVX-512, and those of AMX
+tiles, are not instrumented. For these tests/guards.py puts operands between pages that trap.
 """
 
 import sys
@@ -12,10 +12,10 @@ from verify.core import COMPILED
 from verify.results import EVERY_CORE, as_record, run_tests, save
 from verify.variant import install, unoptimized
 
-# AddressSanitizer's checks as calls: g++ compiles the kernels of codes in 3 minutes, and in 8 with the checks in line.
+# AddressSanitizer's checks as calls: g++ compiles the kernels of codes in 3 minutes, in 8 with the checks inlined.
 COMPILES_FASTER = {"address": ["--param", "asan-instrumentation-with-call-threshold=0"], "thread": []}
 
-# A fault that they expect is not a report, and sizes beyond 2^31 take a sanitizer's memory many times over.
+# A fault at a page that traps is no sanitizer's report (beyond_its_end), and host overhead is measured, not checked.
 LEFT_OUT = "not beyond_its_end and not host_overhead"
 
 
@@ -34,7 +34,7 @@ def check_library(sanitizer: str) -> dict:
     flags = " ".join([*FLAGS[sanitizer], *COMPILES_FASTER[sanitizer], "-g1"])
     environment = install(f"sanitize-{sanitizer}", flags, edit=unoptimized).environment()
     environment |= under | {"OMP_NUM_THREADS": "4"}
-    # A report goes to the process's own stderr, which pytest's default capture would take with it.
+    # A report goes to the process's own stderr, which pytest's default capture would swallow.
     options = [*EVERY_CORE, "-x", "--max-worker-restart=0", "--capture=sys", "-k", LEFT_OUT]
     outcome, output = run_tests(sys.executable, [*options, *COMPILED], environment)
     if outcome.failed:

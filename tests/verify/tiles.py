@@ -10,7 +10,7 @@ from verify.results import EVERY_CORE, as_record, run_tests, save
 from verify.variant import install, unoptimized
 
 TILES = Path(__file__).with_name("emulated_tiles.h")
-# Measured times, not results, and a limit of the real machine's.
+# These measure times, which the emulation changes.
 LEFT_OUT = "not host_overhead"
 
 
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def grant_tiles(source: Path) -> None:
-    """The library takes the processor for one with tiles."""
+    """Makes the library take the processor for one with tiles."""
     unoptimized(source)
     isa = source / "csrc/cpu/isa.cpp"
     text, count = re.subn(

@@ -39,8 +39,8 @@ def install(name: str, flags: str = "", edit: Callable[[Path], None] = lambda so
 
 
 def unoptimized(source: Path) -> None:
-    """At -O3 an instrumented kernel file takes minutes to compile; checks, counters and faults are in the code before
-    that. A library without its symbols has reports without names."""
+    """-O1 and symbols. At -O3 an instrumented kernel file takes minutes to compile, and checks, counters and faults are
+    in the code before it is optimized. Reports of a stripped library have no names."""
     listfile = source / "CMakeLists.txt"
     text = listfile.read_text(encoding="utf-8")
     for old, new in ((" -O3 ", " -O1 "), ("LINKER:--strip-all", "")):
@@ -50,7 +50,7 @@ def unoptimized(source: Path) -> None:
 
 
 def _copy_checkout(target: Path) -> None:
-    """What git has or would have; only files that differ are written, so that ninja compiles only those again."""
+    """What git tracks or would add; only files that differ are written, so that ninja compiles only those again."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"))
     for stale in target.glob("csrc/**/*"):  # CMake finds files by their folder

@@ -1,11 +1,11 @@
-// libcuda.so.1 of a machine without a GPU, as far as Triton's launchers and torch go: everything succeeds, nothing
-// runs, and of the last launch it is known what was passed. An H200 to those who ask.
+// libcuda.so.1 for a machine without a GPU, as far as Triton's launchers and torch need it: every call succeeds,
+// nothing runs, and what the last launch passed can be read. It describes itself as an H200.
 #include <stdint.h>
 #include <string.h>
 
 enum { kMaxArguments = 256 };
 
-// What the next launch is expected to pass, told by stub_expect; what it passed, asked by the rest.
+// stub_expect sets what the next launch is expected to pass; the other stub functions read what it passed.
 static int num_expected, sizes[kMaxArguments], launches;
 static unsigned char values[kMaxArguments][8];
 static struct {
@@ -65,7 +65,7 @@ CUresult cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsi
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
   switch (attribute) {
-    case 8:  // shared memory of a block, without asking for more
+    case 8:  // shared memory of a block that does not opt in for more
       *value = 48 << 10;
       return 0;
     case 10:  // warp
@@ -92,7 +92,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
     case 82:  // registers of a multiprocessor
       *value = 1 << 16;
       return 0;
-    case 97:  // shared memory of a block that asks
+    case 97:  // shared memory of a block that opts in
       *value = 227 << 10;
       return 0;
     default:
@@ -131,7 +131,7 @@ CUresult cuPointerGetAttribute(void* value, int attribute, uint64_t pointer) {
   memcpy(value, &pointer, sizeof pointer);
   return 0;
 }
-// On six GPCs of 16 multiprocessors and two of 18, which have two blocks of half their shared memory.
+// As on six GPCs of 16 multiprocessors and two of 18; two blocks fit where each takes at most half the shared memory.
 CUresult cuOccupancyMaxActiveClusters(int* count, void* function, const LaunchConfig* config) {
   (void)function;
   const int* attribute = config->attributes;  // the dimensions of the cluster, behind an id and padding

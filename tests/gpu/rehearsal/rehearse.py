@@ -1,8 +1,8 @@
 """`make rehearsal`: bench/gpu_session.sh end to end without a GPU, over the stub of CUDA (runtime.c, driver.c).
 
-Every path, import and argument is that of the real session; kernels do nothing, so that no test of a value passes. What
-must not happen is anything else than a wrong value: such failures are listed, and are the exit status. On the way
-Triton compiles what the session will ask for, into the cache that `gpu_session.sh --pack` takes along.
+Every path, import and argument is that of the real session. Kernels do nothing, so every test of a value fails; any
+failure that is not a wrong value is listed, and makes the exit status 1. On the way Triton compiles what the session
+will ask for, into the cache that `gpu_session.sh --pack` takes along.
 """
 
 import json
@@ -19,21 +19,21 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 FOLDER = ROOT / "build" / "gpu_rehearsal"
 
-# What a wrong value looks like: an assertion, an expected error that did not come, or torch's own mask or argmax that
-# no kernel has computed and that indexes with what the memory held.
+# What a wrong value looks like: an assertion, an expected error that did not come, or an index from torch's own mask or
+# argmax, which no kernel has computed.
 _WRONG_VALUE = re.compile(
     r"^(AssertionError|assert |Failed: DID NOT|Tensor-likes|Scalars|numpy|RuntimeError: numel: integer multiplication"
     r"|IndexError: index -?\d+ is out of bounds)"
 )
 
 _UNFINISHED = ("cut", "not started")
-# Calls in a row that finish no command: one can be cut while Triton compiles for it, which the next finds compiled.
-# gpu-tests took 910 s of two idle cores with nothing compiled yet, 2800 of two busy ones, and a call has 570.
+# Calls in a row that may finish no command: one can be cut while Triton compiles, and the next finds that compiled.
+# With nothing compiled yet gpu-tests took 910 s on two idle cores and 2800 on two busy ones; a call has 570.
 _MOST_IDLE_CALLS = 3
 
 
 def main(arguments: list[str]) -> int:
-    """Options are the session's, which is called until nothing is left; what its folder holds is not done again."""
+    """Takes the session's options and calls it until nothing is left; what its folder has is not done again."""
     stub = build(FOLDER)
     environment = os.environ | {
         "LD_PRELOAD": str(stub),
@@ -71,7 +71,7 @@ def _save_host_costs(records: dict[str, dict]) -> None:
 
 
 def _relink() -> Path:
-    """The folder of this tree's library with CUDA kernels, without the CUDA runtime in it: it then takes the stub's."""
+    """The folder of this tree's library with CUDA kernels, linked without the CUDA runtime: it uses the stub's."""
     builds = sorted(ROOT.glob("build/cmake-*/build.ninja"), key=lambda path: path.stat().st_mtime, reverse=True)
     trees = [path.parent for path in builds if "cudart_static" in path.read_text()]
     if not trees:
@@ -85,14 +85,14 @@ def _relink() -> Path:
     link = re.sub(r"\S*libcudart_static\.a|-lcudart_static", "", link)
     link = re.sub(r"-o \S*libeagle_kernels\.so", f"-o {folder / 'libeagle_kernels.so'}", link)
     subprocess.run(link, shell=True, check=True, cwd=trees[0])
-    # In the place of that of alternatives, which differs in what is launched.
+    # Also in place of the library of alternatives, which differs in what it launches.
     (folder / "alternatives").mkdir(exist_ok=True)
     shutil.copy2(folder / "libeagle_kernels.so", folder / "alternatives")
     return folder
 
 
 def _unexpected(record: dict) -> list[str]:
-    """What failed of a stage for another reason than the missing results of kernels."""
+    """Failures of a stage with another cause than that kernels compute nothing."""
     if record["stage"] == "gpu-tests":
         failures = [failure for file in (record["result"] or {}).values() for failure in file["failed"]]
         kinds = [(failure["test"], failure["message"]) for failure in failures]

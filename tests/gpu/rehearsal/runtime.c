@@ -1,4 +1,4 @@
-// The CUDA runtime, cuBLAS and cuBLASLt of a machine without a GPU, preloaded into a torch with CUDA: memory is the
+// The CUDA runtime, cuBLAS and cuBLASLt for a machine without a GPU, preloaded into a torch with CUDA: memory is the
 // host's, copies and memsets happen, kernels and products do nothing. So every line of Python and C++ runs as it would
 // on a GPU, and only what kernels compute is missing. stub.py adds what is not here, as functions that return 0.
 #define _GNU_SOURCE
@@ -11,8 +11,8 @@
 #include <sys/mman.h>
 #include <time.h>
 
-static const size_t kMemory = (size_t)64 << 30;  // that the GPU says it has; pages that nothing touches take none
-// What is copied or set of more is left as it is: a rehearsal of the accuracy tests took 9 GB of the host's memory.
+static const size_t kMemory = (size_t)64 << 30;  // what the GPU claims to have; untouched pages take none
+// Larger memsets and copies to the GPU are skipped: they took 9 GB of host memory in a rehearsal of the accuracy tests.
 static const size_t kMostBytes = 1 << 20;
 static size_t used;
 static __thread int capturing;
@@ -89,7 +89,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* attributes, c
 }
 cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) { return *address = (void*)symbol, cudaSuccess; }
 
-// The device: driver.c knows it by attributes.
+// The device, whose attributes are in driver.c.
 
 int cuDeviceGetAttribute(int* value, int attribute, int device);
 
@@ -259,7 +259,7 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_b
 }
 cudaError_t __cudaGetKernel(void** kernel, const void* function) { return *kernel = (void*)function, cudaSuccess; }
 
-// cuBLAS and cuBLASLt, where a caller reads what it asked for.
+// Functions of cuBLAS and cuBLASLt whose results a caller reads.
 
 int cublasCreate_v2(void** blas) { return *blas = new_handle(), 0; }
 int cublasGetMathMode(void* blas, int* mode) { return (void)blas, *mode = 0, 0; }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-# torch's libraries that call CUDA, and what of it the stub answers; cuSPARSE, cuFFT and the like are never called here.
+# torch's libraries that call CUDA, and the names that the stub answers; cuSPARSE, cuFFT and others are never called.
 _CALLERS = ("libc10_cuda", "libtorch_cuda", "libtorch_cuda_linalg", "libtorch_python", "libcaffe2_nvrtc")
 _ANSWERED = re.compile(r"\b(?:__cuda|cuda[A-Z]|cublas|cu[A-Z])\w+")
 
@@ -40,7 +40,7 @@ def _symbols(which: str, library: Path) -> set[str]:
 
 
 def _include_flags() -> list[str]:
-    """Of the CUDA headers that torch's wheels bring; crt/ is Triton's."""
+    """For the CUDA headers in torch's wheels; crt/ comes from Triton's."""
     found = [sorted(Path(path).glob(name)) for name in ("nvidia/cu1*/include", "triton/backends/nvidia/include")
              for path in sys.path]  # fmt: skip
     return [f"-I{folder}" for folders in found for folder in folders]

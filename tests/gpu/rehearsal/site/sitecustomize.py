@@ -1,4 +1,4 @@
-"""In every Python of a rehearsal bench takes results as right, to go on with them: the stub's kernels compute none."""
+"""In every Python process of a rehearsal bench accepts all results and goes on: the stub's kernels compute none."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ _JUDGE = "eagle_kernels.bench.workloads"
 
 
 class _Patched:
-    """Finds the module of the verdicts as it would be found, and changes it once it is there."""
+    """Finds the module of the verdicts in the usual way, and patches it once it is loaded."""
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -27,7 +27,7 @@ class _Patched:
                 return {name: replace(verdict, error=0.0, bound=1.0) for name, verdict in judge(*arguments).items()}
 
             module.judge = take_as_right
-            # quantize refuses a weight that is not, and what its memory held says here whether it is.
+            # quantize refuses a weight that is not finite, which here depends on what its memory held before.
             module.torch.Tensor.isfinite = lambda tensor: module.torch.ones(1, dtype=module.torch.bool)
 
         spec.loader.exec_module = run_and_patch
