@@ -35,6 +35,12 @@ RULES = [
     pytest.param("gemma4_text", 30, [5, 17, 29], [6, 18, 30], id="output-gemma4-last-layer"),
     pytest.param("qwen3", 36, [2, 18, 33], [3, 19, 34], id="output-even-where-it-looks-like-boundaries"),
     pytest.param("qwen3_moe", 94, [1, 46, 90], [2, 47, 91], id="output-qwen3-235b"),
+    # SGLang's classes inherit the rule: `llama.py` has InternLM3's and IQuestCoder's, `ministral3.py` a subclass of
+    # Llama's, `bailing_moe.py` BailingMoeV2's. None of them overrides it.
+    pytest.param("internlm3", 48, [1, 23, 44], [2, 24, 45], id="output-internlm3"),
+    pytest.param("iquestcoder", 80, [1, 39, 76], [2, 40, 77], id="output-iquest-coder"),
+    pytest.param("ministral3", 34, [2, 17, 31], [3, 18, 32], id="output-ministral3"),
+    pytest.param("bailing_moe_v2", 32, [1, 15, 28], [2, 16, 29], id="output-ling-2"),
     pytest.param("minimax_m3_vl", 60, [1, 29, 56, 59], [2, 30, 57, 60], id="output-four-layers"),
     pytest.param("qwen3", 36, [33, 1, 17], [2, 18, 34], id="output-sorted"),
     pytest.param("qwen3", 36, (7,), [8], id="output-one-layer"),
@@ -124,7 +130,7 @@ def test_dflash_ids_of_muse_glimmer_have_to_be_explained():
 def test_model_types_are_those_of_transformers():
     configuration_auto = pytest.importorskip("transformers.models.auto.configuration_auto")
     # Remote-code configs, known to SGLang by these names.
-    remote = {"bailing_moe", "kimi_k2", "minimax_m3"}
+    remote = {"bailing_moe", "bailing_moe_v2", "kimi_k2", "minimax_m3"}
     with pytest.raises(ValueError, match="model_type") as caught:
         capture_layers("", 36)
     known = set(re.findall(r"'(\w+)'", str(caught.value).split("one of")[1].split("]")[0]))

@@ -46,8 +46,8 @@ LAYER_ID_RULES: dict[str, _Rule] = {
 # beside its text model's, to which it delegates.
 _OTHER_MODEL_TYPES = {
     "output": """
-        apertus bailing_moe llama llama4 llama4_text minimax_m2 mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe
-        qwen3 qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text
+        apertus bailing_moe bailing_moe_v2 internlm3 iquestcoder llama llama4 llama4_text ministral3 minimax_m2 mistral
+        phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen3 qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text
     """,
     "output-iff-first-is-1": "deepseek_v2",
     "boundary-iff-last-is-N": "gpt_oss",
