@@ -109,6 +109,13 @@ def as_deepseek_v4(checkpoints: Files, *left_out: str, numbers: str = "") -> Non
             checkpoints.weights[f"{path}.scale"] = torch.ones(1, 1).to(torch.float8_e8m0fnu)
 
 
+def in_a_thinker(checkpoints: Files) -> None:
+    """The target is the thinker of a Qwen3-Omni."""
+    text = checkpoints.target | {"model_type": "qwen3_omni_moe_text"}
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text}
+    checkpoints.target = {"model_type": "qwen3_omni_moe", "thinker_config": thinker}
+
+
 def as_w4a16(checkpoints: Files, *paths: str) -> None:
     """compressed-tensors' pack-quantized, in groups of 16."""
     for path in paths:
@@ -1233,7 +1240,7 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("load", ALL, "hidden_norm.weight has shape (64,), expected (48,)")],
     ),
     "DSpark that one engine serves": (
-        lambda c: c.drafter.update(architectures=["Qwen3OmniDSparkModel"]),
+        lambda c: (in_a_thinker(c), c.drafter.update(architectures=["Qwen3OmniDSparkModel"])),
         [("unserved", (SGLANG,), "has no Qwen3OmniDSparkModel")],
     ),
 }

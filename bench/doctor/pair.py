@@ -90,9 +90,12 @@ class Pair:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The target's text part."""
-        nested = self.target.get("text_config")
-        return nested if isinstance(nested, Mapping) else self.target
+        """The target's text part; Qwen3-Omni's is that of its thinker (transformers 5.23 `qwen3_omni_moe`)."""
+        text = self.target
+        for name in ("thinker_config", "text_config"):
+            nested = text.get(name)
+            text = nested if isinstance(nested, Mapping) else text
+        return text
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Header]]:
