@@ -18,34 +18,34 @@ import sanitizers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# Of csrc: `make mutants` has a copy of it, and flags for it.
+# The root of csrc: `make mutants` sets a changed copy, and flags for it.
 SOURCES = Path(os.environ.get("EAGLE_KERNELS_TEST_SOURCES", ROOT))
 TORCH = Path(torch.__file__).parent
 COMPILER = sanitizers.COMPILER
 
-# The host file of every op, and what they share; library.cpp is about the wheel's own library.
+# The host files of all ops, and what they share; library.cpp concerns the wheel's own library.
 HOSTS = [path for path in sorted(SOURCES.glob("csrc/*.cpp")) if path.stem not in ("library", "memory_bandwidth")]
 _DEVICE = [*sorted(SOURCES.glob("csrc/cuda/*.cu")), *sorted(SOURCES.glob("csrc/cuda/*.cpp"))]
 _SOURCES = [*_DEVICE, *HOSTS, *sorted(HERE.glob("*.cpp"))]
 _HEADERS = [*SOURCES.glob("csrc/**/*.h"), *SOURCES.glob("csrc/cuda/*.cuh"), *HERE.glob("**/*.h")]
 _FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-# A product and a sum stay two roundings, as written; nvcc contracts some of them.
+# A product and a sum are rounded separately, as written; nvcc contracts some of them.
 _FLAGS += ["-ffp-contract=off"]
 _FLAGS += [f"-I{SOURCES / 'csrc/cuda'}", f"-I{HERE}", "-isystem", str(TORCH / "include")]
 _FLAGS += os.environ.get("EAGLE_KERNELS_TEST_FLAGS", "").split()
 _FLAGS += ["-isystem", sysconfig.get_path("include")]
-# Of all but the module: torch 2.11's copy of pybind11 refuses to be included under it.
+# For all files but the module's: torch 2.11's copy of pybind11 cannot be included with this.
 _STABLE_FLAGS = ["-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
 _HOST_FLAGS = ["-include", str(HERE / "registration.h"), "-DEAGLE_KERNELS_WITH_CUDA", "-DEAGLE_KERNELS_ISAS=scalar"]
-# -Wno-psabi: a note on 128-byte aligned arguments.
+# -Wno-psabi silences a note on 128-byte aligned arguments.
 _DEVICE_FLAGS = [f"-I{HERE / 'runtime'}", "-Wno-psabi", "-DEAGLE_KERNELS_ALTERNATIVES"]
-# Between two CUDA threads nothing of the scheduler's own is an order: racecheck.h says what is.
+# What the scheduler itself does must not order two CUDA threads: racecheck.h states what does.
 _RACECHECK = {"fibers.cpp": ["-fno-sanitize=thread", "-DEAGLE_KERNELS_RACECHECK"]}
 
 
 @functools.cache
 def load(sanitizer: str = "") -> ModuleType:
-    """The emulation, whose `set_device` says what the emulated GPU is like; its ops are in
+    """The emulation, whose `set_device` configures the emulated GPU; its ops are in
     `torch.ops.eagle_kernels_emulated`."""
     name = "eagle_kernels_emulated"
     loader = importlib.machinery.ExtensionFileLoader(name, str(build(sanitizer)))
@@ -55,7 +55,7 @@ def load(sanitizer: str = "") -> ModuleType:
 
 
 def build(sanitizer: str) -> Path:
-    """Compiles what has changed since the last time."""
+    """Compiles what has changed since the last build."""
     flags = _FLAGS + sanitizers.FLAGS.get(sanitizer, [])
     folder = ROOT / "build" / "cuda_host"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Runs the CUDA kernels on the CPU: the sources of csrc/cuda compiled with g++ over an emulation of a GPU's threads.
 
-The tests are those of the CPU kernels where they can be, with the cuda backend forced and its primitives exchanged for
-the emulated ones.
+Where possible the tests are those of the CPU kernels, with the cuda backend forced and its primitives replaced by the
+emulated ones.
 """
 
 import os
@@ -16,7 +16,7 @@ from backends import environment_of
 from cuda_host.build import COMPILER, load
 from eagle_kernels import library, plan
 
-# The tests of the other backends, which the files here import and run again.
+# Tests of other backends, which the files here import and run again.
 pytest.register_assert_rewrite(
     "test_add_rms_norm",
     "test_capture_hidden",
@@ -26,7 +26,7 @@ pytest.register_assert_rewrite(
     "test_vocab_parallel_embedding",
 )
 
-COMPILED = library.primitives  # which `emulated` exchanges
+COMPILED = library.primitives  # which `emulated` replaces
 SHARED_MEMORY = 227 << 10  # of a block on sm_90 and sm_100
 
 
@@ -42,13 +42,13 @@ def emulation() -> ModuleType:
 def emulated(
     emulation: ModuleType, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[object]:
-    """The cuda backend on CPU tensors. Some tests run the warps of a block in descending order, which between two
-    barriers a GPU may, in some asynchronous copies land where they are waited for, and a third have both at random,
-    by the name of the test."""
+    """The cuda backend on CPU tensors. By the name of the test, warps of a block run in descending order (a GPU may run
+    them in any order between two barriers), asynchronous copies land where they are waited for, or, in a third of the
+    tests, both are random."""
     monkeypatch.setattr(library, "primitives", torch.ops.eagle_kernels_emulated)
     monkeypatch.setattr(plan, "_cuda_unsupported_reason", lambda device: None)
     monkeypatch.setattr(library, "cuda_archs", ("90a",))
-    # What the kernels take, beyond the rows for which a plan has them (tests/test_cuda_backend.py).
+    # All row counts that the kernels take, more than those for which plans choose them (tests/test_cuda_backend.py).
     one_pass = dict.fromkeys((plan.Kernel.WGMMA, plan.Kernel.SPLIT), library.MAX_CUDA_SPLIT_ROWS)
     monkeypatch.setattr(plan, "_ONE_PASS_ROWS", one_pass)
     order = len(request.node.name)
@@ -70,17 +70,17 @@ def cpu_isa(emulated: object, emulation: ModuleType, request: pytest.FixtureRequ
 
 @pytest.fixture
 def fused_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds of 16 rows, where a plan has the split kernels for more."""
+    """The fused kernel also for more than 16 rows, in rounds of 16, where plans choose the split kernels."""
     monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", library.MAX_CUDA_SPLIT_ROWS)
 
 
 @pytest.fixture
 def wgmma_at_every_T(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a plan has the fused kernel for few rows."""
+    """The wgmma kernel also for few rows, where plans choose the fused kernel."""
     monkeypatch.setattr(library, "MAX_CUDA_DECODE_ROWS", 0)
 
 
 @pytest.fixture
 def no_wgmma(emulated: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a library without code for sm_90a: the split kernels in its place."""
+    """As in a library without code for sm_90a: the split kernels run in place of wgmma."""
     monkeypatch.setattr(library, "cuda_archs", ("80", "90+ptx"))

@@ -1,7 +1,7 @@
-// The names of csrc/cuda/device.cuh on a CPU: a block's threads are fibers of one OS thread, blocks run one after the
-// other, and those of a cluster by turns. What a GPU would do wrong only sometimes is made to fail here every time:
-// shared memory starts as NaN, warps run to their next barrier in either order or in any (`set_warp_order`,
-// `set_random`), loads check their alignment, and global memory may only be touched after wait_for_previous_kernel.
+// Defines the names of csrc/cuda/device.cuh for a CPU: a block's threads are fibers of one OS thread; blocks run one
+// after the other, those of a cluster in turns. Mistakes that a GPU shows only sometimes fail here every time: shared
+// memory starts as NaN, warps run to their next barrier in ascending, descending or random order (`set_warp_order`,
+// `set_random`), loads check their alignment, and global memory may be touched only after wait_for_previous_kernel.
 #pragma once
 
 #include <cmath>
@@ -20,58 +20,58 @@
 struct Dim3 {
   int x = 1, y = 1;
 };
-// Of the fiber that runs; the scheduler sets them before it resumes one.
+// Those of the running fiber: the scheduler sets them before it resumes one.
 extern Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace eagle_kernels::cuda {
 
 namespace host {
 
-// Runs `thread` once per thread of every block of the grid; blocks of `cluster` neighbours in y run at the same time.
+// Runs `thread` once per thread of every block of the grid; `cluster` neighboring blocks in y run at the same time.
 void run(const std::function<void()>& thread, Dim3 grid, Dim3 block, int64_t shared_bytes, int cluster);
 
 // Warps run in ascending or descending order between barriers.
 void set_warp_order(bool descending);
-// Warps, their lanes and a cluster's blocks take random turns instead, and each copy lands or product ends early or
-// late by chance: what two fixed orders both hide. 0: they do not.
+// Instead, warps, their lanes and a cluster's blocks take random turns, and each copy lands, and each product ends,
+// early or late at random: this shows mistakes that both fixed orders hide. 0 turns it off.
 void set_random(uint32_t seed);
 
-// Of the running fiber. A collective of the warp: every lane leaves `bytes` and gets those of all 32. It orders what
-// the lanes do to memory where `orders` says so.
+// The functions below act for the running fiber. exchange is a collective of the warp: every lane gives `bytes` and
+// gets those of all 32. With `orders` it also orders the lanes' memory accesses.
 const char* exchange(const void* mine, size_t bytes, bool orders = false);
 char* shared_memory();
 void sync_block();
 void sync_cluster(bool orders);
 void arrive_at_cluster();
 void wait_for_cluster();
-// What is at `mine`, of this block's shared memory, in that of a block of the cluster.
+// The address in the shared memory of the cluster's block `rank` that corresponds to `mine` in this block's.
 const char* in_block(const void* mine, int rank);
 void wait_for_previous_kernel();
-// Fails where the address is not aligned, or global memory may not be touched yet.
+// Both fail where the address is not aligned, check_access also where global memory may not be touched yet.
 void check_access(const void* p, size_t bytes);
 void check_alignment(const void* p, size_t bytes);
-// Ends the emulation with an error that says where.
+// Ends the emulation with an error that names thread and block.
 [[noreturn]] void fail(const std::string& what);
 
-// 16 bytes that a thread copies into shared memory; from null: zeros.
+// 16 bytes that a thread copies into shared memory; zeros where `from` is null.
 struct Copy {
   void* to;
   const void* from;
 };
-// A GPU's copies land at any time between where they are asked for and where the thread waits for them; here all of
-// them at the first (`set_late_copies(false)`), which shows a buffer that is still read, or all at the second, which
-// shows a wait that is missing. True: the caller is to copy now.
+// On a GPU a copy lands at any time between its issue and the thread's wait. Here all land at their issue
+// (`set_late_copies(false)`), which shows a buffer that is still read, or all at the wait, which shows a wait that is
+// missing. lands_now returns whether the caller has to copy now.
 void set_late_copies(bool late);
 bool lands_now(const Copy& copy);
-// Those that were asked for before the end of the previous kernel, since the last call of this.
+// How many were issued before the end of the previous kernel, since the last call of this function.
 int64_t take_early_copies();
 void commit_copies();
-// The copies that land here: those of all groups but the latest.
+// The copies that land at a wait: those of all groups but the latest ones.
 std::vector<Copy> landing(size_t latest_groups);
 
-// What device.cuh says of a SentBarrier, known by its address in the shared memory of its block. Bytes that have been
-// counted wrongly, and what nobody has waited for, fail. What a thread sends, `bytes` of `words`, lands between where
-// it is sent and where a thread of that block waits. The caller says so with `landed` when it has stored it.
+// The SentBarrier of device.cuh, identified by its address in the shared memory of its block. A wrong count of bytes,
+// and bytes that nobody has waited for, fail. What a thread sends, `bytes` of `words`, lands when it is sent or when a
+// thread of that block waits. The caller calls `landed` after it has stored it.
 struct Sent {
   void* to;
   Words words;
@@ -81,14 +81,14 @@ void make_barrier(const void* barrier, uint32_t bytes);
 bool lands_now(const Sent& sent, const void* barrier, int rank);
 void landed(const void* barrier, int rank, uint32_t bytes);
 bool has_ended(const void* barrier);
-// What lands where a thread waits, in its own block; if there is nothing the thread waits until another has done
-// something.
+// What lands when a thread waits, in its own block. If there is nothing, the thread first waits until another thread
+// has changed the barrier.
 std::vector<Sent> landing(const void* barrier);
 int own_rank();
 
-// A wgmma that has not ended. A GPU multiplies at any time between where it is asked for and where the thread waits;
-// here at the first, which shows operands that are not there yet, or where copies land late at the second, which shows
-// those that are overwritten too early. Fails where what a thread's copies brought has not been fenced for it.
+// A wgmma that has not ended. A GPU multiplies at any time between its issue and the thread's wait; here at the issue,
+// which shows operands that are not there yet, or, where copies land late, at the wait, which shows operands that are
+// overwritten too early. multiplies_now fails where a thread has not fenced its stores and copies for wgmma.
 struct Product {
   void (*multiply)(const Product&);
   float (*sum)[4];
@@ -101,10 +101,10 @@ void fence_products();
 void commit_products();
 std::vector<Product> ending_products();
 void fence_async_proxy();
-void has_stored();  // ordinarily, so that wgmma may only see it behind such a fence
+void has_stored();  // an ordinary store, which wgmma sees only after such a fence
 uint32_t shared_address(const void* p);
 
-constexpr size_t kSlot = 64;  // bytes of a lane in an exchange
+constexpr size_t kSlot = 64;  // bytes per lane in an exchange
 
 }  // namespace host
 
@@ -147,7 +147,7 @@ uint32_t narrow(Pair values, T) {
   return narrow_one(values.first, T{}) | static_cast<uint32_t>(narrow_one(values.second, T{})) << 16;
 }
 
-// Exact products, so that one rounding is left where the sum is exact as well, as those of codes.cuh are.
+// The products are exact in fp32, so there is one rounding where the sum is exact too, as it is in codes.cuh.
 template <class T>
 uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c, T) {
   const Pair x = widen(a, T{}), y = widen(b, T{}), z = widen(c, T{});
@@ -174,7 +174,7 @@ void store(T* p, T value) {
   host::check_access(p, sizeof(T));
   *p = value;
 }
-// Not in fibers.cpp, which the sanitizers do not see.
+// Not in fibers.cpp, which ThreadSanitizer does not instrument.
 inline void land(const host::Copy& copy) {
   if (copy.from == nullptr) {
     std::memset(copy.to, 0, sizeof(Words));
@@ -229,7 +229,7 @@ template <int kLatest>
 void wait_for_copies() {
   for (const host::Copy& copy : host::landing(kLatest)) land(copy);
 }
-// A GPU ignores a prefetch of an address that is not there.
+// Nothing to check: a GPU ignores a prefetch of an invalid address.
 inline void prefetch(const void*) {}
 
 inline void wait_for_previous_kernel() { host::wait_for_previous_kernel(); }
@@ -250,7 +250,7 @@ inline Words load_words_from_block(const float* mine, int rank) {
   return words;
 }
 
-// An address in shared memory is how far it is from the block's first byte.
+// An address in shared memory is its offset from the block's first byte.
 inline uint32_t shared_address(const void* p) { return host::shared_address(p); }
 template <class T>
 T load_shared_as(uint32_t at) {
@@ -291,7 +291,7 @@ inline char* shared_memory() { return host::shared_memory(); }
 
 // PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type": with lane = 4 g + q, register i of A is row
 // g + 8 (i % 2), columns 2q + 8 (i / 2) and the next; register i of B is rows 2q + 8 i and the next, column g; C is
-// rows g and g + 8, columns 2q and the next. Products are exact in fp32; their sum goes by column.
+// rows g and g + 8, columns 2q and the next. Products are exact in fp32, and are summed by column.
 template <class T>
 void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, T) {
   const Pair own[6] = {widen(a0, T{}), widen(a1, T{}), widen(a2, T{}), widen(a3, T{}), widen(b0, T{}), widen(b1, T{})};
@@ -314,8 +314,8 @@ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, ui
 }
 
 // PTX ISA, "Register Fragments and Shared Memory Matrix Layouts" of wgmma.m64nNk16: a warp has 16 rows of a and of the
-// sum, in mma's fragments. b is in shared memory, a row of it in 128 bytes that change places as a box's do; a
-// descriptor of anything else fails.
+// sum, in mma's fragments. b is in shared memory, in rows of 128 bytes with the 128-byte swizzle; a descriptor of any
+// other layout fails.
 template <class T>
 void multiply_now(const host::Product& product) {
   constexpr uint64_t kSwizzled = uint64_t{1} << 62 | uint64_t{64} << 32;

@@ -38,7 +38,7 @@ struct Warp {
 
 // A SentBarrier.
 struct Arrivals {
-  int64_t bytes = 0;  // that are still to land
+  int64_t bytes = 0;  // still to land
   int64_t changes = 0;
   std::vector<Sent> late;
   Order order;
@@ -50,27 +50,27 @@ struct Fiber {
   void* fake_stack = nullptr;  // AddressSanitizer's
   void* thread = new_thread();  // ThreadSanitizer's
   State state = State::kReady;
-  int64_t exchanges = 0;  // that this lane has joined
-  bool waited = false;    // for the previous kernel
+  int64_t exchanges = 0;  // joined by this lane
+  bool waited = false;    // has waited for the previous kernel
   std::vector<Copy> copies;  // of the group that is not committed yet
   std::deque<std::vector<Copy>> groups;
-  bool fenced = true;     // what its copies have brought and it has stored, for wgmma
+  bool fenced = true;     // its stores and landed copies, for wgmma
   std::vector<Product> products;
-  bool has_fenced_products = false;  // since it waited for the last ones
+  bool has_fenced_products = false;  // has fenced since its last wait for products
   int uncommitted_products = 0;
   int asked_products = 0;
   const Arrivals* awaited = nullptr;
-  int64_t seen_changes = 0;  // of those
-  bool has_arrived = false;  // at the cluster
+  int64_t seen_changes = 0;  // of `awaited`
+  bool has_arrived = false;  // at arrive_at_cluster
 };
 
-// A block of the cluster that runs.
+// A block of the running cluster.
 struct Block {
   std::vector<Warp> warps;
   std::unique_ptr<char, decltype(&std::free)> shared;
   Order barrier;
   std::map<const void*, Arrivals> arrivals;
-  // The thread that came to the barrier, and to the one before it, with what it had not fenced; or -1.
+  // A thread that reached the barrier, and one that reached the barrier before it, without a fence; or -1.
   int unfenced = -1, unfenced_before = -1;
 };
 
@@ -78,11 +78,11 @@ bool descending_warps = false;
 bool late_copies = false;
 bool is_random = false;
 std::minstd_rand random_numbers;
-uint32_t late_products = 0;  // a bit for each wgmma of a thread: the threads of a warp multiply together
+uint32_t late_products = 0;  // one bit per wgmma, the same in all threads: those of a warp multiply together
 int64_t early_copies = 0;
 std::vector<std::unique_ptr<Fiber>> fibers;  // of the cluster's threads; kept between clusters, with their stacks
 std::vector<Block> blocks;
-int running = 0;           // thread of the cluster
+int running = 0;           // the running thread's index in the cluster
 int threads_of_block = 0;
 int64_t shared_bytes_of_block = 0;
 int first_block = 0;       // of the cluster, in y
@@ -101,7 +101,7 @@ Fiber& current() { return *fibers[running]; }
 Block& block_of(int thread) { return blocks[thread / threads_of_block]; }
 Warp& warp_of(int thread) { return block_of(thread).warps[thread % threads_of_block / kLanes]; }
 
-// AddressSanitizer has to be told of every change of stacks.
+// AddressSanitizer has to be told of every switch of stacks.
 void leave(void** fake_stack, const void* to_stack, size_t to_bytes) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(fake_stack, to_stack, to_bytes);
@@ -148,7 +148,7 @@ void resume(int thread) {
   if (!failure.empty()) throw std::runtime_error("emulated kernel: " + failure);
 }
 
-// Whether all threads of the cluster have arrived at it.
+// Whether all threads of the cluster have called arrive_at_cluster.
 bool has_begun() { return arrived_at_cluster == static_cast<int>(blocks.size()) * threads_of_block; }
 
 bool can_run(int thread) {
@@ -159,7 +159,7 @@ bool can_run(int thread) {
          (fiber.state == State::kInExchange && warp_of(thread).exchanges >= fiber.exchanges);
 }
 
-// In which `count` blocks, warps or lanes take turns, 32 at most.
+// The order in which `count` blocks, warps or lanes, at most 32, take turns.
 struct Turns {
   int of[kLanes];
   explicit Turns(int count) {
@@ -168,7 +168,7 @@ struct Turns {
   }
 };
 
-// Each warp of the block whose threads begin with this one, as far as it comes without the others.
+// Runs each warp of the block that begins with this thread, as far as it gets without the other warps.
 void run_warps(int first_thread) {
   const int count = threads_of_block / kLanes;
   const Turns warps(count);
@@ -187,7 +187,7 @@ void run_warps(int first_thread) {
   }
 }
 
-// As aligned as a kernel may ask for it, and NaN in every format.
+// With the largest alignment that a kernel may ask for, and NaN in every format.
 std::unique_ptr<char, decltype(&std::free)> new_shared_memory(int64_t bytes) {
   void* memory = nullptr;
   if (posix_memalign(&memory, 1024, static_cast<size_t>(bytes)) != 0) throw std::bad_alloc();
@@ -221,7 +221,7 @@ bool can_run(int begin, int end) {
   return false;
 }
 
-// Nothing may be sent to a block that has ended: the memory is another's then.
+// Nothing may land in a block that has ended: its memory is another block's then.
 void check_arrivals() {
   for (const Block& block : blocks) {
     for (const auto& [at, arrivals] : block.arrivals) {
@@ -232,8 +232,8 @@ void check_arrivals() {
   }
 }
 
-// Lets the threads [begin, end) go on where all of them that have not ended wait at the barrier: from sm_70 on those
-// that have are not waited for (CUDA C++ Programming Guide, "Independent Thread Scheduling").
+// Lets the threads [begin, end) go on if all of them that have not ended wait at the barrier, and returns whether:
+// since sm_70 it does not wait for ended threads (CUDA C++ Programming Guide, "Independent Thread Scheduling").
 bool passes(State barrier, int begin, int end) {
   const int waiting = count(barrier, begin, end);
   if (waiting == 0 || waiting + count(State::kDone, begin, end) != end - begin) return false;
@@ -272,8 +272,8 @@ void run_cluster(int cluster, int64_t shared_bytes) {
     fiber.has_arrived = false;
   }
   while (true) {
-    // Each block as far as it comes without the others: what it reads of one that has not run is NaN.
-    // In random turns not as far, so that one is sent what others have while it still multiplies.
+    // Runs each block as far as it gets without the others: what it reads from one that has not run is NaN. With
+    // random turns it may stop before that, so that other blocks send to it while it still multiplies.
     const Turns turns(cluster);
     bool may_go_on = false;
     for (int i = 0; i < cluster; ++i) {
@@ -303,10 +303,10 @@ Arrivals& arrivals_of(Block& block, const void* barrier) {
   return found->second;
 }
 
-// Whether what is asked for now comes as late as it may.
+// Whether what is issued now lands as late as possible.
 bool is_late() { return is_random ? random_numbers() % 2 == 0 : late_copies; }
 
-// For the test of the test: a wait or a fence that was forgotten.
+// These drop all waits or all fences: tests of the tests, which must notice a forgotten one.
 bool forgets_waits() {
   static const bool forgotten = std::getenv("EAGLE_KERNELS_TEST_NO_WAITS") != nullptr;
   return forgotten;
@@ -318,7 +318,7 @@ bool forgets_fences() {
 
 }  // namespace
 
-// No exception crosses a change of stacks: the fiber stops for good and the scheduler throws.
+// No exception may cross a switch of stacks: the fiber stops for good and the scheduler throws.
 [[noreturn]] void fail(const std::string& what) {
   failure = "thread " + std::to_string(running % threads_of_block) + " of block (" + std::to_string(blockIdx.x) + ", " +
             std::to_string(blockIdx.y) + "): " + what;
@@ -362,7 +362,7 @@ bool multiplies_now(const Product& product) {
   if (unfenced >= 0) fail("wgmma reads what thread " + std::to_string(unfenced) + " has not fenced");
   if (!current().has_fenced_products) fail("wgmma without a fence of its registers");
   ++current().uncommitted_products;
-  // Those of one sum end in their order.
+  // The products of one sum end in their order.
   const bool late = (late_products >> current().asked_products++ % 32 & 1) != 0 || !current().products.empty();
   if (late) current().products.push_back(product);
   return !late;
@@ -456,7 +456,7 @@ const char* exchange(const void* mine, size_t bytes, bool orders) {
   Warp& warp = warp_of(running);
   Fiber& fiber = current();
   char* slots = warp.slots[fiber.exchanges++ % 2];
-  // Byte by byte: ThreadSanitizer sees a call of memcpy here too, and lanes read one another's slots.
+  // Byte by byte: ThreadSanitizer would see a call of memcpy even here, and lanes read each other's slots.
   for (size_t i = 0; i < bytes; ++i) slots[lane * kSlot + i] = static_cast<const char*>(mine)[i];
   if (orders) warp.order.release();
   if (++warp.arrived == kLanes) {

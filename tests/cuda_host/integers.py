@@ -14,7 +14,7 @@ _CODES = {"none": 0, "chunk": 1, "concat": 2}
 
 @dataclass(frozen=True)
 class Call:
-    """One primitive on small integers; `run` takes the op namespace and moves the operands with `move`."""
+    """One primitive on small integers. `run` calls it in a namespace of ops, with the operands moved by `move`."""
 
     op: str
     dtype: torch.dtype
@@ -30,10 +30,10 @@ class Call:
         name += f"-{self.format}" if self.format else ""
         return f"{self.op}-{name}-T{self.T}-K{self.K}-H{self.H}-D{self.D}-{self.norm}"
 
-    format: str = ""  # of codes
+    format: str = ""  # of a quantized weight
 
     def operands(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        """Chunks of -2 and 2 (a mean square of 4), residuals, weight, indices with some out of range."""
+        """Chunks of -2 and 2 (a mean square of 4), residuals, weight, and indices of which some are out of range."""
         generator = torch.Generator().manual_seed(self.T * self.H + self.D)
 
         def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -45,7 +45,7 @@ class Call:
         return chunks, residuals, weight, integers(-1, self.T, self.T)
 
     def quantized(self) -> QuantizedWeight:
-        """The weight as codes, whose scales are powers of 2."""
+        """The weight as codes with scales that are powers of 2."""
         kind, (_, _, weight, _) = FORMATS[self.format], self.operands()
         rows, columns = scale_shape(kind, weight.shape)
         scales = 2.0 ** (torch.arange(rows * columns).view(rows, columns) % 3 - 1)

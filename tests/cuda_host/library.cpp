@@ -1,6 +1,6 @@
-// The Python module of the emulation: what the emulated GPUs are like, and what they were asked. Importing it registers
-// the CUDA primitives on CPU tensors, torch.ops.eagle_kernels_emulated. The host files, the launch layer, the launchers
-// and the kernels are those of the wheel (registration.h); the CUDA runtime below them is runtime.cpp.
+// The Python module of the emulation: configures the emulated GPUs and returns their launches. Importing it registers
+// the CUDA primitives for CPU tensors, in torch.ops.eagle_kernels_emulated. Host files, launch layer, launchers and
+// kernels are those of the wheel (registration.h); the CUDA runtime below them is runtime.cpp.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -35,7 +35,7 @@ Registers<float> multiply_warp(const Bits& a, const Bits& b) {
   return sums;
 }
 
-// `b` is what shared memory has.
+// `b` is the content of shared memory.
 Registers<float> multiply_warpgroup(const Bits& a, const std::vector<uint32_t>& b, uint64_t descriptor) {
   Registers<float> sums(128, std::vector<float>(32));
   const auto thread = [&] {

@@ -1,8 +1,8 @@
-// What orders the accesses of a GPU's threads, told to ThreadSanitizer: test_sanitized.py. Each thread of a block is a
+// Tells ThreadSanitizer what orders the accesses of a GPU's threads (test_sanitized.py). Each thread of a block is a
 // thread of its own to it, and the emulation's scheduler, which is not instrumented, orders nothing. A launch comes
-// after what was there before and before what follows; __syncthreads orders a block, sync_cluster a cluster, sync_warp
-// a warp. end_cluster and the other collectives order nothing: a shuffle, mma.sync and ldmatrix are no barriers of
-// memory (CUDA C++ Programming Guide, "Warp Shuffle Functions"). Blocks are not ordered.
+// after all that precedes it and before all that follows; __syncthreads orders a block, sync_cluster a cluster,
+// sync_warp a warp. end_cluster and the other collectives order nothing: a shuffle, mma.sync and ldmatrix are no memory
+// barriers (CUDA C++ Programming Guide, "Warp Shuffle Functions"). Blocks are not ordered with one another.
 #pragma once
 
 #if defined(EAGLE_KERNELS_RACECHECK)
@@ -32,13 +32,13 @@ inline void* running_on() { return __tsan_get_current_fiber(); }
 inline void* new_thread() { return __tsan_create_fiber(0); }
 inline void switch_to(void* thread) { __tsan_switch_to_fiber(thread, __tsan_switch_to_fiber_no_sync); }
 
-// Memory taken here is new to every block, wherever the allocator had it before.
+// Memory allocated in its scope is new to every block, even where the allocator reuses it.
 struct FreshMemory {
   FreshMemory() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
   ~FreshMemory() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
 };
 
-// For the test of the test: a barrier that orders nothing is one that was forgotten.
+// False in tests of the tests: barriers that order nothing are like forgotten ones, which must be noticed.
 inline const bool barriers_order = std::getenv("EAGLE_KERNELS_TEST_NO_BARRIERS") == nullptr;
 
 #else

@@ -1,4 +1,4 @@
-// The emulated GPUs: what the CUDA runtime and libtorch_cuda say of them, and every launch as it was asked for.
+// The emulated GPUs: what the CUDA runtime and libtorch_cuda answer for them, and a record of every launch.
 #include "runtime.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -28,7 +28,7 @@ bool kernels_run = true;
 
 constexpr int64_t kStreams = 1000;  // of a device; 0 is its default stream
 
-// A stream knows its device, as CUDA's does.
+// A stream encodes its device, as CUDA's knows its own.
 void* stream_of(int device) { return reinterpret_cast<void*>(device * kStreams + stream_number); }
 
 }  // namespace
@@ -126,7 +126,7 @@ extern "C" void* emulated_dlopen(const char* file, int) {
   return std::strcmp(file, "libtorch_cuda.so") == 0 ? &gpus : nullptr;
 }
 
-// As torch's allocator, of the current device and with what the memory held: NaN.
+// Like torch's allocator: on the current device, and uninitialized, which here is NaN.
 static int32_t raw_alloc(uint64_t bytes, void** memory) {
   if (current != device_of_tensors) return 1;
   *memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
@@ -139,7 +139,7 @@ static int32_t raw_delete(void* memory) {
   return 0;
 }
 
-// An overload of CUDA alone: 16-bit operands and sums in fp32.
+// For an overload of mm that only CUDA has: 16-bit operands and sums in fp32.
 struct Matrix {
   explicit Matrix(AtenTensorHandle tensor) {
     aoti_torch_get_data_ptr(tensor, &data);
@@ -192,7 +192,7 @@ extern "C" void* emulated_dlsym(void*, const char* name) {
   return found == known.end() ? nullptr : found->second;
 }
 
-// Under these names the host files ask libtorch (registration.h): its own tensors are on the CPU.
+// The host files call libtorch under these names (registration.h), since its own tensors are on the CPU.
 
 extern "C" int32_t emulated_get_device_index(void*, int32_t* index) {
   *index = device_of_tensors;

@@ -1,4 +1,4 @@
-// What tests say and ask of the emulated GPUs of runtime.cpp.
+// How tests configure and query the emulated GPUs of runtime.cpp.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ struct Gpu {
   bool operator==(const Gpu&) const = default;
 };
 
-// A launch as CUDA was asked for it; without a grid, a kernel that asked for shared memory.
+// A launch as it was requested; without a grid, a kernel's request for more shared memory.
 struct Launch {
   int device;
   int64_t stream;
@@ -24,10 +24,10 @@ struct Launch {
   int cluster;  // blocks, in y
   int64_t shared_bytes;
   bool pdl;
-  int64_t early_copies;  // of 16 bytes, asked for before the previous kernel has ended
+  int64_t early_copies;  // of 16 bytes, issued before the previous kernel has ended
 };
 
-// Makes the tensors those of a GPU like this, and returns its index.
+// Puts the tensors on a GPU like this, and returns its index.
 int use_gpu(const Gpu& gpu);
 void use_tensors_device(int index);
 // The current stream of every device.
@@ -35,7 +35,7 @@ void use_stream(int64_t number);
 void use_driver(int version);
 int current_device();
 void fail_next_launch(int error);
-// Whether kernels run, or are only asked for.
+// Whether kernels run, or launches are only recorded.
 void run_kernels(bool run);
 std::vector<Launch> take_launches();
 

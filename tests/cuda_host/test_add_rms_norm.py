@@ -19,7 +19,7 @@ from test_add_rms_norm import (  # noqa: F401
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-# 8200 columns are two steps of a block of 512 threads.
+# 8200 columns take two steps of a block of 512 threads.
 @pytest.mark.parametrize("data", list(on_cpu.DATA))
 @pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 1), (2, 8200), (3, 2880), (16, 64), (33, 101)])
 @pytest.mark.parametrize("dtype", on_cpu.DTYPES, ids=on_cpu.DTYPE_IDS)

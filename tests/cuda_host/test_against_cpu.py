@@ -49,6 +49,6 @@ def test_norm_concat_linear(dtype: torch.dtype, norm: str, emulated: object, mon
     chunks, options = make_call(norm, dtype)
     weight = (torch.randn(97, 3 * 136) / 20).to(dtype)
     cuda, cpu = on_both(monkeypatch, "norm_concat_linear", chunks, weight, **options, bias=torch.randn(97))
-    # Each operand's and the result's rounding, in both: three roundings of u/sqrt(3) at most, twice.
+    # In both, each operand and the result are rounded: at most three roundings of u/sqrt(3), twice.
     assert relative_rms(cuda, cpu.double()) < 6**0.5 * UNIT_ROUNDOFF[dtype] / 3**0.5
     assert (cuda == cpu).float().mean() > 0.3

@@ -51,7 +51,7 @@ def _concat(chunk: Tensor, residual: Tensor, gain: Tensor, out: Tensor) -> None:
     ek.norm_concat([chunk], norm_weight=[gain], residuals=[residual], out=out)
 
 
-# By op: the call, and its operands and outputs.
+# Op -> the call, and its operands and outputs.
 CALLS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "capture_hidden": (_capture, ("hidden", "residual", "out")),
     "add_rms_norm": (_add, ("hidden", "residual", "gain", "out", "out_sum")),
@@ -63,7 +63,7 @@ MOVES = [
     for op, (_, names) in CALLS.items()
     for name in names
     for how in ("address", "stride")
-    if (name, how) != ("gain", "stride")  # a vector has none
+    if (name, how) != ("gain", "stride")  # a vector has no stride of rows
 ]
 
 
@@ -110,9 +110,9 @@ def test_the_fused_product_leaves_it_to_another_plan(name: str, how: str, emulat
 def test_a_single_row_has_the_plan_of_several_where_one_serves_all_T(
     name: str, quantized: bool, emulation: ModuleType
 ) -> None:
-    """The stride of a single row, which no kernel reads, was left out: it had the split kernels, two rows another."""
+    """Plans ignored the stride of a single row, which no kernel reads: it got the split kernels, two rows did not."""
     operands = _operands(torch.bfloat16, "chunk", "residual", "weight")
-    H = 64  # as codes want it
+    H = 64  # a width that the kernels of codes take
     rows = {key: value[:, :H] for key, value in operands.items()}
     rows[name] = moved(rows[name], "stride")
     weight = ek.quantize(rows["weight"], "fp8_row") if quantized else rows["weight"].contiguous()

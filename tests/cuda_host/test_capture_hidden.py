@@ -22,8 +22,8 @@ from test_capture_hidden import (  # noqa: F401
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-# 64 and 2880 have aligned rows in the statistics' own test below; 8200 and 20000 take a block of 512 threads two and
-# three steps.
+# 64 and 2880 have aligned rows in the statistics' own test below; 8200 and 20000 take two and
+# three steps of a block of 512 threads.
 @pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 1), (2, 8200), (3, 2880), (7, 101), (33, 3), (1, 20000)])
 @pytest.mark.parametrize("dtype", on_cpu.DTYPES, ids=on_cpu.DTYPE_IDS)
 def test_slots_of_a_buffer_and_their_statistics(dtype: torch.dtype, T: int, H: int, cpu_isa: str) -> None:

@@ -8,12 +8,12 @@ import torch
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """Of small integers in bf16."""
+    """The bf16 bits of small integers."""
     return numbers.bfloat16().view(torch.int16).int() & 0xFFFF
 
 
 def _pairs(numbers: torch.Tensor) -> list[list[int]]:
-    """Registers of two numbers, the first in the low half."""
+    """Registers of two values each, the first in the lower half."""
     bits = _bits(numbers).long()
     return (bits[:, ::2] | bits[:, 1::2] << 16).tolist()
 
@@ -53,12 +53,12 @@ def test_mma(emulation: ModuleType) -> None:
         assert sums[lane] == [product[_row_of_c(lane, i), _column_of_c(lane, i)] for i in range(4)]
 
 
-# "128B swizzle": of 8 rows of 8 parts of 16 bytes, which part lies in each place.
+# "128B swizzle": for each of 8 rows, which of its 8 parts of 16 bytes lies in each place.
 _SWIZZLE = ("01234567", "10325476", "23016745", "32107654", "45670123", "54761032", "67452301", "76543210")
 
 
 def _swizzled(rows: torch.Tensor) -> list[int]:
-    """Words of shared memory that has rows of 64 numbers."""
+    """The words of shared memory that has these rows of 64 values, swizzled."""
     placed = torch.empty_like(rows)
     for row in range(rows.shape[0]):
         for place, part in enumerate(_SWIZZLE[row % 8]):
@@ -69,8 +69,8 @@ def _swizzled(rows: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("first_row", [0, 64])
 @pytest.mark.parametrize("step", range(4))
 def test_wgmma(emulation: ModuleType, step: int, first_row: int) -> None:
-    """m64n64k16, a in registers and b K-major in shared memory: "Register Fragments for wgmma.mma_async.m64nNk16", a
-    warp has 16 rows of them; "Matrix Descriptor Format"."""
+    """m64n64k16, a in registers and b K-major in shared memory: "Register Fragments for wgmma.mma_async.m64nNk16",
+    with 16 rows for each warp, and "Matrix Descriptor Format"."""
     a, b = _integers(64, 16), _integers(128, 64)
     of_a = torch.stack(
         [a[t // 32 * 16 + _row_of_a(t % 32, i), _column_of_a(t % 32, i)] for t in range(128) for i in range(8)]
@@ -78,7 +78,7 @@ def test_wgmma(emulation: ModuleType, step: int, first_row: int) -> None:
     address = first_row * 128 + step * 32
     descriptor = (
         (address & 0x3FFFF) >> 4  # bits 0 to 13: matrix-descriptor-encode(start address)
-        | 1024 >> 4 << 32  # bits 32 to 45: that of the stride dimension, from 8 rows to the next 8
+        | 1024 >> 4 << 32  # bits 32 to 45: the same of the stride from 8 rows to the next 8
         | 1 << 62  # bits 62 and 63: 1 for the 128-byte swizzle
     )
     assert emulation.matrix_descriptor(first_row * 128) + (step * 32 >> 4) == descriptor
@@ -90,10 +90,10 @@ def test_wgmma(emulation: ModuleType, step: int, first_row: int) -> None:
 
 
 def test_ldmatrix(emulation: ModuleType) -> None:
-    """.m8n8.x4.b16: threads 0 to 7 have the addresses of the first matrix's rows, 8 to 15 of the second's, ...; thread
-    t gets elements 2 (t % 4) and the next of row t / 4 of each."""
+    """.m8n8.x4.b16: threads 0 to 7 have the addresses of the first matrix's rows, 8 to 15 of the second's, ...; of each
+    matrix thread t gets elements 2 (t % 4) and the next of row t / 4."""
     matrices = _integers(4, 8, 8)
-    order = torch.randperm(32, generator=torch.Generator().manual_seed(1))  # rows lie anywhere
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(1))  # rows may lie anywhere
     memory = torch.empty(32, 8)
     memory[order] = matrices.view(32, 8)
     words = [word for words in _pairs(memory) for word in words]

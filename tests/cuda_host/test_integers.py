@@ -15,7 +15,7 @@ def test_integers_are_exact(call: Call, emulated: object) -> None:
     outputs = call.run(emulated)
     first = chunks[0].double()
     if call.op.startswith("norm_concat"):
-        # A mean square of 4, in every chunk and over all, but for rows that are out of range: those are zero.
+        # The mean square is 4 in every chunk and over all of them, except in rows out of range, which are zero.
         values = [c + r if call.norm == "none" else c / 2 for c, r in zip(chunks, residuals, strict=True)]
         x = torch.cat([gather_rows(value, indices) for value in values], -1).double()
         weight = call.quantized().dequantize(torch.float64) if call.format else weight

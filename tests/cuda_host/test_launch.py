@@ -17,7 +17,7 @@ HOPPER, ADA = {"capability": 90, "shared_bytes": 227 << 10}, {"capability": 89, 
 
 @pytest.fixture
 def gpu(emulation: ModuleType) -> Callable[..., int]:
-    """Puts the tensors on a GPU like this and returns its index; forgets what was launched before."""
+    """Puts the tensors on a GPU like this and returns its index; clears the recorded launches."""
 
     def use(**facts: int) -> int:
         index = emulation.set_device(descending_warps=False, **facts)
@@ -47,7 +47,7 @@ def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(
             (launch,) = emulation.take_launches()
             assert (launch.device, launch.stream) == (device, stream)
             assert (launch.grid, launch.threads, launch.rows, launch.cluster) == ([3, 1], 32, 1, 1)
-            assert emulation.current_device() == 0  # put back
+            assert emulation.current_device() == 0  # restored
 
 
 def test_only_hopper_and_later_start_before_the_previous_kernel_has_ended(
@@ -60,7 +60,7 @@ def test_only_hopper_and_later_start_before_the_previous_kernel_has_ended(
 
 
 def test_a_kernel_asks_once_on_each_device_for_more_than_48_KB(emulation: ModuleType, gpu: Callable[..., int]) -> None:
-    """The ring takes 83 KB. Sizes of its own: the kernel must not have asked in another test."""
+    """The ring takes 83 KB. No other test has these sizes: the kernel must not have asked before."""
     chunks = [torch.randn(8, 64).half() for _ in range(8)]
     gains, weight = [torch.rand(64).half() for _ in range(8)], torch.randn(4256, 512).half()
     shared = 226 << 10  # a GPU that no other test has
@@ -98,7 +98,7 @@ def test_rows_share_a_block_where_every_sm_has_two(
 
 
 def test_a_rows_bits_do_not_depend_on_the_rows_of_its_block(emulation: ModuleType, gpu: Callable[..., int]) -> None:
-    """Of 7 rows, in blocks of one and of three, whose last has two rows too many."""
+    """7 rows, in blocks of one and of three; the last block of three has two rows too many."""
     hidden, gain = torch.randn(7, 512).bfloat16(), torch.rand(512).bfloat16()
     ids = torch.tensor([3, -1, 6, 0, 2**40, 5, 1])
 
@@ -124,7 +124,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_of_its_block(emulation: ModuleTyp
 def test_before_a_library_product_there_is_one_launch_for_all_rows(
     emulation: ModuleType, gpu: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many rows as Triton would take in two rounds; nothing of it is imported."""
+    """With as many rows as Triton would take in two rounds; Triton is not imported."""
     gpu(**HOPPER)
     monkeypatch.setitem(sys.modules, "triton", None)
     chunks, weight = [torch.randn(4097, 16).bfloat16() for _ in range(2)], torch.randn(24, 32).bfloat16()
@@ -179,7 +179,7 @@ def test_an_error_of_the_launch_is_told_and_the_device_put_back(emulation: Modul
 
 
 def test_a_driver_older_than_the_runtime_is_named(emulation: ModuleType, gpu: Callable[..., int]) -> None:
-    """The plan keeps such a driver from here (tests/test_cuda_backend.py)."""
+    """Plans do not let such a driver get here (tests/test_cuda_backend.py)."""
     gpu(**HOPPER)
     emulation.set_driver(12090)
     with pytest.raises(RuntimeError, match="capture_hidden: CUDA has error 35"):

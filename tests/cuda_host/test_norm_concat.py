@@ -21,7 +21,7 @@ from test_norm_concat import (  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# 8200 columns are two steps of a block of 512 threads.
+# 8200 columns take two steps of a block of 512 threads.
 CASES = [case for case in NORM_CONCAT_CASES if case.T < 1000]
 CASES += [
     Case("bf16", (8200, 8200), 2, residuals="some", indices="each", norm_offset=1.0),

@@ -23,7 +23,7 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def product(case: Case, most_rows: int) -> Case | None:
-    """The case as the kernels that multiply take it: 72 columns, a block of 64 and a tail, and so many rows."""
+    """The case as the kernels that multiply take it: fewer rows, multiples of 8 or else 72 columns (64 and a tail)."""
     if case.dtype_name == "fp32" or case.layout == "strided" or case.data == "tiny":
         return None
     widths = tuple(H if H % 8 == 0 else 72 for H in case.widths)
@@ -36,12 +36,12 @@ FUSED_CASES = [case for case in PRODUCTS if not case.post_norm]
 FUSED_CASES += [
     Case("bf16", (8,) * 8, 3, D=70),
     Case("fp16", (80, 8, 264), 9, D=16, residuals="some", gain="list"),
-    # Ends between the halves of a block, where the code without masks stops: of the first and of the second in flight.
+    # Chunks that end inside a stage: inside the first one, and after several full ones.
     Case("bf16", (104, 40), 3, D=4300),
     Case("bf16", (568, 40), 3, gain="none"),
     Case("bf16", (72,) * 3, 16, "concat", D=17, layout="packed", residuals="all"),
 ]
-# The fused kernel's too: EAGLE_KERNELS_BATCH_INVARIANT=1 has one plan for all T.
+# With the fused kernel's cases: under EAGLE_KERNELS_BATCH_INVARIANT=1 one plan serves all T.
 SPLIT_CASES = [*(case for case in PRODUCTS if case.post_norm), *FUSED_CASES]
 SPLIT_CASES += [replace(case, T=T) for case in FUSED_CASES[-2:] for T in (33, 70, 128, 129)]
 SPLIT_CASES += [
@@ -50,10 +50,10 @@ SPLIT_CASES += [
     Case("bf16", (136,) * 3, 100, D=132, layout="packed", indices="shared", sum_squares=True),
 ]
 WGMMA_CASES = [case for case in SPLIT_CASES if not case.post_norm and 0 < case.T <= 128]
-# What they leave to norm_concat and a library product.
+# Calls that they leave to norm_concat and a library product.
 OTHER_CASES = [case for case in FEATURES if case.view or case.layout == "strided"]
 OTHER_CASES += [case for case in SIZES if case.widths[0] in (101, 1) and case.T < 100]
-# And what the second kernel of the split ones ends there, or the product itself.
+# And calls that the second split kernel finishes there (bias, post_norm), or the library product itself.
 OTHER_CASES += [case for case in FEATURES if (case.bias or case.post_norm) and (case.widths[0] == 101 or case.T > 128)]
 OTHER_CASES += [
     Case("bf16", (72,) * 2, 129, D=129, post_norm="dtype", bias="fp32", residuals="all", eps=(1e-6, 0.3)),
@@ -111,13 +111,13 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
     check(case)
 
 
-# By name, what picks each instance of the kernels' templates beside the dtype: launch_rows and norm_concat_linear_cuda
+# Name -> what selects an instance of the kernels' templates besides the dtype: launch_rows and norm_concat_linear_cuda
 # of csrc/cuda/norm_concat_linear.cu, launch_rows of norm_concat_linear_wgmma.cu.
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
-@pytest.mark.parametrize("multiprocessors", [1, 132])  # a range of a chunk, or two
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # one range per chunk, or two
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_float64_truth_of_every_instance(
@@ -134,7 +134,7 @@ def test_float64_truth_of_every_instance(
 
 
 @pytest.mark.parametrize(
-    ("widths", "ranges"),  # in units of 128 columns: of 3 each in 3, 3 and 2; 1 and 5 in 1 and 5; 2 and 9 in 1 and 7
+    ("widths", "ranges"),  # 3, 3, 3 units of 128 columns in 3, 3, 2 ranges; 1, 5 in 1, 5; 2, 9 in 1, 7
     [((264, 264, 264), 8), ((72, 520), 6), ((136, 1032), 8)],
 )
 def test_float64_truth_of_ranges_of_several_lengths(
@@ -149,9 +149,9 @@ def test_float64_truth_of_ranges_of_several_lengths(
 
 @pytest.mark.parametrize(
     ("K", "H", "D", "ranges"),
-    # Blocks of 64 columns times ranges, for 132 SMs with room for two: 112, 126, 192, 135, 192; 672, of which 196 are
-    # in the last of three waves of 34 clusters, where 6 ranges would leave 72 of 42; and 448, of which 210 are in the
-    # second, where 5 ranges would leave 60.
+    # Blocks of 64 columns times ranges, on 132 SMs with room for two each: 112, 126, 192, 135, 192; then 672, of which
+    # 196 are in the last of three waves of 34 clusters (6 ranges, in waves of 42 clusters, would leave 72 there); and
+    # 448, of which 210 are in the second wave (5 ranges would leave 60).
     [
         (3, 896, 896, 8),
         (3, 1152, 1152, 7),
@@ -197,10 +197,10 @@ def test_float64_truth_of_every_split_instance(dtype: str, flavour: str, T: int,
     check(case)
 
 
-@pytest.mark.parametrize("norm_offset", [0.0, 1.0, 0.5])  # of which the first two have an instruction in bf16
+@pytest.mark.parametrize("norm_offset", [0.0, 1.0, 0.5])  # bf16 has one instruction for each of the first two
 @pytest.mark.parametrize("T", [40, 101])
 @pytest.mark.parametrize(
-    ("columns", "D", "multiprocessors"),  # of blocks of 1, 2, 3 and 4 warpgroups, in 6, 2, 4 and 4 ranges
+    ("columns", "D", "multiprocessors"),  # blocks of 1, 2, 3 and 4 warpgroups, in 6, 2, 4 and 4 ranges
     [(64, 150, 132), (128, 70, 2), (192, 300, 8), (256, 400, 8)],
 )
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -215,7 +215,7 @@ def test_float64_truth_of_every_wgmma_instance(
     norm_offset: float,
     emulation: ModuleType,
 ) -> None:
-    """64 rows at a time, with residuals of two warpgroups or more."""
+    """64 rows at a time; with residuals, blocks of two warpgroups or more."""
     if flavour == "residuals":
         columns = max(columns, 128)
     for late_copies in (False, True):
@@ -230,8 +230,8 @@ def test_float64_truth_of_every_wgmma_instance(
 
 @pytest.mark.parametrize(
     ("K", "H", "D", "columns", "ranges"),
-    # Of 132 SMs blocks of 256 columns would leave 36 idle at D = 4096; of 192 there would be 22 clusters of 6, where
-    # GPCs of 16 SMs have room for 16.
+    # At D = 4096, blocks of 256 columns would leave 36 of 132 SMs idle; blocks of 192 would make 22 clusters of 6,
+    # where GPCs of 16 SMs have room for 16.
     [
         (3, 896, 896, 64, 6),
         (3, 1152, 1152, 64, 6),
@@ -247,7 +247,7 @@ def test_float64_truth_of_every_wgmma_instance(
 def test_warpgroups_and_ranges_share_the_columns_out(
     K: int, H: int, D: int, columns: int, ranges: int, emulation: ModuleType
 ) -> None:
-    """Whatever the rows: a row's bits depend on the ranges."""
+    """For any number of rows, since a row's bits depend on the ranges."""
     weight = torch.empty(D, K * H).bfloat16()
     emulation.run_kernels(False)
     try:
@@ -265,7 +265,7 @@ def test_warpgroups_and_ranges_share_the_columns_out(
 def test_a_library_of_alternatives_is_told_the_columns(
     columns: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the emulation is one: bench/gpu_session.sh times each beside what the model chooses, 128 here."""
+    """The emulation is such a library. bench/gpu_session.sh times each width next to the model's choice, 128 here."""
     monkeypatch.setenv("EAGLE_KERNELS_WGMMA_COLUMNS", str(columns))
     emulation.run_kernels(False)
     try:
@@ -300,7 +300,7 @@ def make_call(T: int, dtype: torch.dtype = torch.bfloat16, K: int = 3, H: int = 
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, kernel: Kernel) -> None:
-    """16 rows at a time; 32, 64 and 128 rows at a time, by warpgroups 64; in several rounds."""
+    """The fused kernel takes 16 rows at a time, the split ones 32, 64 or 128, wgmma 64; more in several rounds."""
     most, rows = (33, (1, 5, 9, 16, 17)) if kernel is Kernel.FUSED else (150, (1, 17, 33, 65, 129))
     if kernel is Kernel.WGMMA:
         most, rows = 128, (1, 17, 64, 65)
@@ -319,7 +319,7 @@ def test_a_rows_bits_do_not_depend_on_T_or_the_instance(dtype: str, norm: str, k
 
 @pytest.mark.usefixtures("no_wgmma")
 def test_a_gpu_with_less_shared_memory_multiplies_64_rows_at_a_time(emulation: ModuleType) -> None:
-    """128 take 199 KB; sm_89 and sm_120 have 99."""
+    """128 rows take 199 KB; sm_89 and sm_120 have 99 KB."""
     chunks, weight, gain = make_call(100, H=72)
     grids, results = [], []
     for shared in (SHARED_MEMORY, 99 << 10):
@@ -334,7 +334,7 @@ def test_a_gpu_with_less_shared_memory_multiplies_64_rows_at_a_time(emulation: M
 @pytest.mark.usefixtures("no_wgmma")
 @pytest.mark.parametrize(
     ("multiprocessors", "D", "expected"),
-    # By hand, with chunks of 9, 2 and 5 stages: blocks of the SM that has most, times the longest range and 3.
+    # By hand, for chunks of 9, 2 and 5 units: the least of (blocks of the busiest SM) * (longest range + 3).
     [(1, 37, 4), (5, 37, 4), (132, 37, 9), (1, 300, 4), (5, 300, 3), (9, 300, 3), (132, 300, 9)],
 )
 def test_the_ranges_share_the_work_out(multiprocessors: int, D: int, expected: int, emulation: ModuleType) -> None:
@@ -353,7 +353,7 @@ def test_the_ranges_share_the_work_out(multiprocessors: int, D: int, expected: i
 def test_the_weight_is_copied_before_the_previous_kernel_ends_unless_switched_off(
     early: str, emulation: ModuleType
 ) -> None:
-    """All of a small one, 16 bytes at a time. That x is not the emulation checks."""
+    """All of a small weight is, 16 bytes at a time. The emulation checks that x is not."""
     chunks, weight, _ = make_call(20, K=1, H=264, D=37)
     emulation.take_launches()
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
@@ -365,7 +365,7 @@ def test_the_weight_is_copied_before_the_previous_kernel_ends_unless_switched_of
 
 @pytest.mark.parametrize("early", ["0", "1"])
 def test_the_fused_kernel_copies_as_early(early: str, emulation: ModuleType) -> None:
-    """All of a small weight."""
+    """All of a small weight, too."""
     chunks, weight, _ = make_call(9, K=1, H=264, D=37)
     emulation.take_launches()
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
@@ -386,9 +386,9 @@ def test_a_gpu_without_wgmma_is_left_to_the_split_kernels(emulated: object, emul
 
 @pytest.mark.parametrize("late_copies", [False, True])
 def test_the_weight_beyond_a_chunk_is_in_no_sum(late_copies: bool, emulation: ModuleType) -> None:
-    """A range of 10 stages, three turns of the ring, whose last stage reaches into the next chunk, which is not finite
-    there, also where that chunk has no rows; the last chunk's reaches out of the weight. A block of 64 rows, and one of
-    6."""
+    """A range of 10 stages takes three turns of the ring. Its last stage reaches into the next chunk, where the weight
+    is not finite, also if that chunk has no rows; the last chunk's stage reaches beyond the weight. Blocks of 64 and of
+    6 rows of the weight."""
     emulation.set_device(SHARED_MEMORY, descending_warps=late_copies, late_copies=late_copies, multiprocessors=1)
     chunks, weight, gain = [torch.randn(11, H).bfloat16() for H in (1160, 72)], torch.randn(70, 1232).bfloat16(), None
     weight[3, 1160:], weight[5, 1231] = float("inf"), float("nan")
@@ -403,7 +403,7 @@ def test_the_weight_beyond_a_chunk_is_in_no_sum(late_copies: bool, emulation: Mo
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_folded_gain_gives_the_same_bits(dtype: str, T: int, kernel: Kernel) -> None:
     chunks, weight, gain = make_call(T, TYPES[dtype])
-    scale = 64.0 if dtype == "fp16" else 1.0  # the range that the kernel moves the product to
+    scale = 64.0 if dtype == "fp16" else 1.0  # by which the kernel scales the gain
     folded = (weight.float() * (gain.float() * scale).reshape(-1)).to(weight.dtype)
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     for gains in (gain.float(), list(gain)):
@@ -457,7 +457,7 @@ def test_a_zero_row_is_zero_whatever_the_gain(kernel: Kernel) -> None:
 def test_no_operand_is_read_or_written_beyond_its_end(
     dtype: str, N: int, H: int, D: int, at: str, kernel: Kernel
 ) -> None:
-    """Every operand between pages that trap; indices reach for both sides. A failure is a segmentation fault."""
+    """Operands lie between pages that trap; indices are out of range both ways. A failure is a segmentation fault."""
 
     def guarded(*shape: int, dtype: torch.dtype = TYPES[dtype]) -> Tensor:
         return between_forbidden_pages(torch.randn(shape).to(dtype), at)
@@ -483,7 +483,7 @@ def test_no_operand_is_read_or_written_beyond_its_end(
 
 @pytest.mark.parametrize("D", [4, 68, 132])
 def test_rows_without_a_gap_end_where_the_next_begins(D: int, kernel: Kernel) -> None:
-    """Four outputs at a time, which rows of another stride do not have; a block's last columns are of no output."""
+    """They are stored four outputs at a time, rows of another stride singly; a block's last columns have no output."""
     chunks, weight, gain = make_call(5, D=D)
     wide = torch.full((5, D + 3), float("nan")).bfloat16()
     ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=wide[:, :D])
@@ -591,7 +591,7 @@ def test_post_norm_sees_the_unrounded_product_of_a_library(rows: int, H: int) ->
     ids=str,
 )
 def test_two_steps_are_one_call_of_the_library(options: dict, launches: int, emulation: ModuleType) -> None:
-    """Its product rounds once with a bias of its own dtype; the kernels are norm_concat's and what else sees sums."""
+    """The library adds a bias of its own dtype and rounds once; we launch norm_concat and what needs fp32 sums."""
     _, weight, gain = make_call(1, H=64)
     vectors = {name: torch.rand(37).to(dtype) for name, dtype in options.items() if name != "norm"}
     norm = {"norm": "none"} if "norm" in options else {"norm_weight": gain}
@@ -606,5 +606,5 @@ test_the_mtp_stage_is_one_call = on_cpu.test_the_mtp_stage_is_one_call
 
 @pytest.fixture
 def projection(emulated: object) -> str:
-    """Tests that run on every way of the CPU backend run once here."""
+    """Tests that run on every path of the CPU backend run once here."""
     return "emulated"

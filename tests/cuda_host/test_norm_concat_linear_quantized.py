@@ -22,9 +22,9 @@ from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
 
 WEIGHTS = [name for name in on_cpu.WEIGHTS if "fp4" not in name]
-WITH_ONE_SCALE = [name for name in WEIGHTS if "block" not in name and name != "mxfp8"]  # a row
+WITH_ONE_SCALE = [name for name in WEIGHTS if "block" not in name and name != "mxfp8"]  # per row
 IN_BLOCKS = [name for name in WEIGHTS if "block" in name or name == "mxfp8"]
-IN_LARGE_BLOCKS = ["fp8_block128", "fp8_block128_e8m0"]  # those of shards have a scale for each row
+IN_LARGE_BLOCKS = ["fp8_block128", "fp8_block128_e8m0"]  # blocks of shards have a scale for each row
 FUSED, CASES = (
     list(dict.fromkeys(replace(case, D=min(case.D, 260)) for case in cases if case.T <= 130))
     for cases in (FUSED_CASES, SPLIT_CASES)
@@ -33,7 +33,7 @@ FUSED, CASES = (
 
 @pytest.fixture(autouse=True)
 def products(request: pytest.FixtureRequest, emulated: object, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those of warps, unless a test asks for those of warpgroups, by plans or at every T."""
+    """Products of warps (mma), unless a test asks for those of warpgroups (wgmma), as planned or at every T."""
     name = getattr(request, "param", "mma")
     if name == "mma":
         request.getfixturevalue("no_wgmma")
@@ -42,7 +42,7 @@ def products(request: pytest.FixtureRequest, emulated: object, monkeypatch: pyte
     return name
 
 
-# By the fused kernel, by the split ones, and by the one of warpgroups.
+# The fused kernel, the split kernels, and the wgmma kernel.
 by_all = pytest.mark.parametrize(("products", "T"), [("mma", 5), ("mma", 19), ("wgmma", 40)], indirect=["products"])
 by_wgmma = pytest.mark.parametrize("products", ["wgmma"], indirect=True)
 by_wgmma_at_every_T = pytest.mark.parametrize("products", ["wgmma-at-every-T"], indirect=True)
@@ -59,7 +59,7 @@ def with_weight(call: Operands, weight: QuantizedWeight) -> Operands:
 
 
 def width_of(T: int) -> int:
-    """Of a chunk, which no block of 128 columns divides; of few rows blocks of 64 do, as the fused kernel wants."""
+    """The width of a chunk, no multiple of 128; for few rows a multiple of 64, as the fused kernel needs."""
     return 192 if T <= 16 else 160
 
 
@@ -118,10 +118,10 @@ def test_float64_truth_of_blocks_in_one_launch(name: str, case: Case) -> None:
     check(replace(case, widths=tuple(-(-H // 64) * 64 for H in case.widths)), name, "fused")
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 132])  # a range of a chunk, or two
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # one range per chunk, or two
 @pytest.mark.parametrize(
     "widths", [(192, 192), (64, 832, 320)]
-)  # stages of 256 columns, whose tails lie in 1 to 3 warps
+)  # tails of stages of 256 columns in 1 to 3 warps
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["fp8_block128", "fp8_block128_e8m0"])
@@ -135,7 +135,7 @@ def test_float64_truth_of_every_instance_of_blocks_in_one_launch(
 
 
 def test_a_scale_of_a_column_of_blocks_is_in_its_rows_alone() -> None:
-    """Of a block that two chunks share, and of the last one, behind which a stage has columns of no scale."""
+    """For a column of blocks that two chunks share, and the last one, after which a stage has columns of no scale."""
     chunks, weight, gain = make_call("fp8_block128", 5, K=2, H=320, D=200)
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     for column in (2, 4):
@@ -158,7 +158,7 @@ def test_float64_truth_of_the_wgmma_kernel(name: str, case: Case, products: str)
     check(case, name, "fused wgmma")
 
 
-# By what picks each instance of the kernel's template beside the dtype: with_form and launch_rows of
+# What selects an instance of the kernel's template besides the dtype: with_form and launch_rows of
 # csrc/cuda/norm_concat_linear.cu, and whether the gain is multiplied in pairs.
 FORMS = ["fp8_row", "fp8_block128", "fp8_block32_e8m0", "int8_row"]
 FLAVOURS = {**FLAVOURS, "offset": {"norm_offset": 1.0}}
@@ -169,7 +169,7 @@ FLAVOURS = {**FLAVOURS, "offset": {"norm_offset": 1.0}}
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T: int) -> None:
-    """Of the 160 columns of a chunk the second step of the last stage is outside, and a block of 128 ends in the next
+    """The second step of a chunk's last stage is outside its 160 columns, and a block of 128 ends in the next
     chunk."""
     case = Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour])
     check(case, name, kernel_of(name, T, H=160))
@@ -178,7 +178,7 @@ def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T:
 @by_wgmma_at_every_T
 @pytest.mark.parametrize("T", [6, 40, 70])
 @pytest.mark.parametrize(
-    ("columns", "D", "multiprocessors"),  # of blocks of 2, 3 and 4 warpgroups
+    ("columns", "D", "multiprocessors"),  # blocks of 2, 3 and 4 warpgroups
     [(128, 70, 2), (192, 190, 2), (256, 600, 2)],
 )
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -186,7 +186,7 @@ def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T:
 def test_float64_truth_of_every_wgmma_instance(
     name: str, flavour: str, columns: int, D: int, multiprocessors: int, T: int, products: str, emulation: ModuleType
 ) -> None:
-    """Chunks of three stages and, of one scale a row, a part of a fourth. 70 rows are two rounds."""
+    """Chunks of three stages and, with one scale per row, a part of a fourth. 70 rows take two rounds."""
     H = 384 if "block" in name else 400
     for late_copies in (False, True):
         order = {"descending_warps": late_copies, "late_copies": late_copies}
@@ -212,7 +212,7 @@ def test_a_rows_bits_do_not_depend_on_T_of_the_wgmma_kernel(name: str, products:
 
 @by_wgmma_at_every_T
 def test_a_row_out_of_range_is_zero_whatever_the_gain(products: str, emulation: ModuleType) -> None:
-    """Over turns of the ring, 8 stages of 3: what 0 * inf left in a stage was squared in the next turn."""
+    """Over several turns, 8 stages in a ring of 3: the NaN of 0 * inf left in a stage was squared in the next turn."""
     emulation.set_device(SHARED_MEMORY, descending_warps=False, multiprocessors=1)
     chunks, weight, gain = make_call("fp8_row", 5, K=2, H=1024)
     gain[1, ::7] = float("inf")
@@ -224,8 +224,8 @@ def test_a_row_out_of_range_is_zero_whatever_the_gain(products: str, emulation: 
 
 @by_wgmma
 def test_blocks_that_end_inside_a_stage_are_left_to_the_split_kernels(products: str) -> None:
-    """By the widths, by the scales, and by fp16, in which x times its gain may be too large; of widths that differ the
-    primitive says so."""
+    """They end there because of the widths or the blocks of scales. fp16 is left to them too, as x times its gain may
+    overflow, and so are chunks of different widths."""
     for name, H, dtype, kernel in [
         ("fp8_block128", 256, torch.bfloat16, "fused wgmma"),
         ("fp8_block128", 160, torch.bfloat16, "split"),
@@ -249,7 +249,7 @@ def test_blocks_that_end_inside_a_stage_are_left_to_the_split_kernels(products: 
 def test_a_last_chunk_that_ends_inside_a_stage_has_the_kernel_that_explain_says(
     products: str, T: int, emulation: ModuleType
 ) -> None:
-    """Whose first chunk alone has a plan in one launch, and whose primitive takes it."""
+    """By its first chunk alone the call would run in one launch, and the primitive would take it."""
     chunks, weight = [torch.randn(T, H).bfloat16() for H in (128, 96)], on_cpu.random_weight("fp8_block128", 67, 224)
     assert "cuda/split" in str(ek.explain("norm_concat_linear", chunks, weight))
     emulation.take_launches()
@@ -312,7 +312,7 @@ def test_a_gain_in_pairs_gives_the_bits_of_one_in_fp32(name: str, T: int) -> Non
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
 @pytest.mark.parametrize("shift", [0, 64])
 def test_every_code_and_scale(shift: int, name: str, dtype: str, rows: int, products: str) -> None:
-    """x is the identity: the value of each, rounded once."""
+    """x is the identity, so outputs are the weight's values, rounded once."""
     weight = weight_of_every_code(name, shift)
     expected = weight.dequantize(torch.float64).to(TYPES[dtype]).t()
     identity = torch.eye(32, dtype=TYPES[dtype])
@@ -324,7 +324,7 @@ def test_every_code_and_scale(shift: int, name: str, dtype: str, rows: int, prod
 @by_all
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "int8_row"])
 def test_a_code_times_a_large_gain_stays_in_fp16(name: str, T: int) -> None:
-    """448 * 300 is beyond its 65504."""
+    """448 * 300 is beyond fp16's 65504."""
     chunks, weight, _ = make_call(name, T, torch.float16)
     out = ek.norm_concat_linear(chunks, weight, norm_weight=torch.full((3, width_of(T)), 300.0).half())
     ones = ek.norm_concat_linear(chunks, weight)
@@ -358,7 +358,7 @@ def test_a_nan_code_is_in_its_column_alone(name: str, T: int) -> None:
     ],
 )
 def test_a_scale_that_is_no_number_or_zero_is_in_its_columns_alone(name: str, scale: float, T: int) -> None:
-    """Those of the first row of scales, which 32 columns of the output share in fp8_block32."""
+    """The columns of the first row of scales, which 32 columns of the output share in fp8_block32."""
     chunks, weight, _ = make_call(name, T)
     clean = ek.norm_concat_linear(chunks, weight)
     scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.uint8)
@@ -399,8 +399,8 @@ def test_a_bad_row_stays_in_its_row(name: str, stale: float, T: int) -> None:
 def test_no_operand_is_read_or_written_beyond_its_end(
     name: str, H: int, D: int, N: int, at: str, products: str
 ) -> None:
-    """Codes, scales and sources between pages that trap; indices reach for both sides. A failure is a segmentation
-    fault."""
+    """Codes, scales and sources lie between pages that trap; indices are out of range both ways. A failure is a
+    segmentation fault."""
 
     def guarded(tensor: Tensor) -> Tensor:
         return between_forbidden_pages(tensor, at)
@@ -422,7 +422,7 @@ def _each(move: Callable[[Tensor], Tensor], value: Tensor | list[Tensor]) -> Ten
 
 @by_all
 def test_strided_codes_and_scales_are_taken(T: int, products: str) -> None:
-    """Rows of 16 bytes apart, NaN between them."""
+    """Slices of wider buffers, from column 16 on, with NaN between the rows."""
     for name in WEIGHTS:
         chunks, weight, gain = make_call(name, T)
         buffers = [torch.full((t.shape[0], t.shape[1] + 32), 0xFF if t.itemsize == 1 else torch.nan) for t in
@@ -447,7 +447,7 @@ def test_strided_codes_and_scales_are_taken(T: int, products: str) -> None:
 def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
     name: str, early: str, emulation: ModuleType, T: int, products: str
 ) -> None:
-    """All of a small weight, 16 bytes at a time; scales are not."""
+    """All codes of a small weight are, 16 bytes at a time; scales are not."""
     chunks, weight, _ = make_call(name, T, K=1, H=256)
     emulation.take_launches()
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):

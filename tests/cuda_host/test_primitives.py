@@ -21,7 +21,7 @@ def test_a_bad_call_is_refused_before_anything_is_written(call: BadCall, ops: ob
 
 
 PROJECTIONS = [call for call in ON_CUDA if call.op == "norm_concat_linear" and call.name != "cuda-post_norm"]
-# Of the kernels that multiply.
+# Refused only by the kernels that multiply.
 FUSED = ("cuda-fp32", "cuda-alignment")
 
 

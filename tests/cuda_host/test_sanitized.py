@@ -1,5 +1,5 @@
-"""The other files of this folder twice more. Under AddressSanitizer and UndefinedBehaviorSanitizer: reads beyond a
-tensor inside the allocator's block, unaligned access, overflow of an offset. Under ThreadSanitizer: two CUDA threads
+"""Runs the other files of this folder twice more. AddressSanitizer and UndefinedBehaviorSanitizer find reads beyond a
+tensor inside the allocator's block, unaligned access, overflow of an offset; ThreadSanitizer finds two CUDA threads
 that touch the same bytes with no barrier or end of a launch between them (racecheck.h)."""
 
 import os
@@ -13,7 +13,7 @@ from cuda_host.build import build
 from sanitizers import FLAGS, environment_under
 
 HERE = Path(__file__).parent
-# What takes long for its sizes and adds no kind of access, and what ends in a segmentation fault by itself.
+# Tests that take long for their sizes and add no kind of access, and those that fail by segmentation fault anyway.
 _LEFT_OUT = "torchs_bits or do_not_depend or any_ids or any_indices or every_bit_pattern or beyond_its_end or T129"
 _LEFT_OUT += " or H896 or H1152 or H2880 or H4096 or 20000 or outliers or scales"
 _LEFT_OUT += " or (linear_quantized and fp16)"
@@ -21,21 +21,21 @@ _LEFT_OUT += " or (wgmma_instance and (fp16 or offset or 0.5 or 0.0 or 2-6- or 2
 
 
 def run_under(sanitizer: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """A Python process that starts with the sanitizer in it."""
+    """Runs a Python process with the sanitizer preloaded."""
     if "EAGLE_KERNELS_TEST_SANITIZED" in os.environ:
         pytest.skip("this is the process that it starts")
     under = environment_under(sanitizer)
     if under is None:
         pytest.skip(f"no g++ with the {sanitizer} sanitizer on this machine")
-    # Not there: two threads that start compilers under ThreadSanitizer both fork, and OpenBLAS's handlers of a fork
-    # then wait for one another for ever.
+    # Built here, not in that process: two threads that start compilers under ThreadSanitizer both fork, and OpenBLAS's
+    # fork handlers then wait for each other forever.
     build(sanitizer)
     environment = os.environ | under | {"EAGLE_KERNELS_TEST_SANITIZED": sanitizer} | variables
     command = [sys.executable, *command]
     return subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
 
 
-# What takes long alone, so that workers share the processes.
+# The files that take long have processes of their own, so that workers share the load.
 _ALONE = ("test_norm_concat_linear.py", "test_norm_concat_linear_quantized.py")
 
 
@@ -53,7 +53,7 @@ def test_the_kernels_under_sanitizers(sanitizer: str, file: str) -> None:
 
 
 def test_the_sanitizers_see_an_access_beyond_a_tensor() -> None:
-    """The setup above proves something only if it would have failed."""
+    """The tests above prove something only if the sanitizers see such errors."""
     code = (
         "import torch; from cuda_host.build import load; load('address').set_device(1 << 17, descending_warps=False)\n"
         "ops = torch.ops.eagle_kernels_emulated\n"
@@ -90,7 +90,7 @@ _SWITCHES = {
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, forgotten: str) -> None:
     """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. A missing barrier
-    is a race; what nobody has waited for has not landed."""
+    is a race; a copy that nobody has waited for has not landed."""
     variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
     name, switches = _SWITCHES[kernel]
     code = _RING.format(kernel=name, switches=switches, late=forgotten == "waits")

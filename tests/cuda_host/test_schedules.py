@@ -1,8 +1,8 @@
-"""One call of each kernel for each kind of its main loop, with more stages than its ring, in fixed and random orders
-of warps and copies: these tests notice every synchronization call that is missing.
+"""One call per kernel and kind of main loop, with more stages than its ring has, in fixed and random orders of warps
+and copies: these tests notice every synchronization call that is missing.
 
-`make mutants` removes these calls one by one and runs this file, as it is and under ThreadSanitizer. A call whose
-removal no test here notices is redundant, or its test is missing."""
+`make mutants` removes these calls one by one and runs this file with and without ThreadSanitizer. A call whose removal
+no test here notices is redundant, or its test is missing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Product:
     has_wgmma: bool = True
 
 
-# More stages than a ring has, in a range each; in most kernels the last of them is where sums are next.
+# Each chunk is one range of more stages than a ring has; in most kernels its last stage lies where sums go next.
 WIDTHS, CODES_WIDTHS, BLOCKS_WIDTHS = (520, 520), (784, 784), (896, 896)
 PRODUCTS = {
     "fused": Product(Case("bf16", WIDTHS, 11, D=70), "fused"),
@@ -64,7 +64,7 @@ PRODUCTS = {
 
 @pytest.fixture
 def on_schedule(request: pytest.FixtureRequest, emulation: ModuleType, emulated: object) -> None:
-    """On one SM, where ranges are as few as they can be."""
+    """On one SM, for which plans have the fewest ranges."""
     emulation.set_device(SHARED_MEMORY, **SCHEDULES[request.param], multiprocessors=1)
 
 
@@ -102,7 +102,7 @@ def embed() -> None:
     assert same_bits(out, table[ids])
 
 
-# Rows of several warps.
+# Rows that take several warps.
 OTHERS: dict[str, Callable[[], None]] = {
     "capture": lambda: capture_hidden.test_slots_of_a_buffer_and_their_statistics(torch.bfloat16, 3, 1032, "emulated"),
     "mean": lambda: capture_hidden.test_the_mean_of_strided_streams(torch.bfloat16, 3, 1032, 4, "emulated"),

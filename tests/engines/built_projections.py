@@ -1,4 +1,4 @@
-"""The projections of the MTP families, and what the source of an engine's model builds them of."""
+"""The projections of the MTP families, and the classes that the source of an engine's model builds them from."""
 
 import ast
 
@@ -6,7 +6,7 @@ import pytest
 
 from eagle_kernels.models import families
 
-# Where a checkpoint has another name than the module.
+# Projections whose name in the checkpoint is not the module's attribute.
 _ATTRIBUTES = {"eagle_linear": "fc"}
 
 
@@ -21,7 +21,7 @@ def mtp_stages(engine: str) -> list:
 
 
 def built(source: str, projection: str) -> set[tuple[str, bool]]:
-    """(class, whether it is handed a quantization config) of each `self.<projection> = <class>(...)`."""
+    """(class, whether it gets a quantization config) of each `self.<projection> = <class>(...)`."""
     attribute, found = _ATTRIBUTES.get(projection, projection), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):

@@ -1,4 +1,4 @@
-"""A layer of a checkpoint as quantizers write it."""
+"""A layer of a checkpoint in the layouts that quantizers write."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ W4A16 = "pack-int4"  # compressed-tensors' pack-quantized, as DFlash2-W4A16 is
 
 
 def tensors_of(layer: str, weight: Tensor, layout: str) -> dict[str, Tensor]:
-    """layout: in LAYOUTS, or W4A16."""
+    """layout: a key of LAYOUTS, or W4A16."""
     return in_integers(layer, weight)[0] if layout == W4A16 else written(layer, weight, layout)[0]
 
 
 def in_integers(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """(its tensors by name, what they mean in float64): symmetric, 32 columns a scale."""
+    """(the layer's tensors by name, their dequantized weight in float64): symmetric, one scale for each 32 columns."""
     groups = weight.float().unflatten(1, (-1, 32))
     scales = (groups.abs().amax(2) / 7).bfloat16()
     scales = torch.where(scales == 0, 1.0, scales)
@@ -31,7 +31,7 @@ def in_integers(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def written(layer: str, weight: Tensor, layout: str) -> tuple[dict[str, Tensor], ek.QuantizedWeight]:
-    """(its tensors by name, what they mean)."""
+    """(the layer's tensors by name, the weight that they stand for)."""
     format, tensors_of, _, _ = LAYOUTS[layout]
     quantized = ek.quantize(weight, format)
     tensors = {f"{layer}.{name}": tensor.contiguous() for name, tensor in tensors_of(quantized).items()}

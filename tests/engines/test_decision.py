@@ -1,4 +1,4 @@
-"""Where a stage runs on the op: the row counts at which it was faster, none that lie beside a slower one."""
+"""Where a stage runs on the op: at the timed row counts where it was faster, and between two of these."""
 
 import itertools
 import time
@@ -67,7 +67,7 @@ def test_rows_up_to(max_rows: int, rows: tuple[int, ...]) -> None:
 
 
 def test_calls_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock of the test: calls of 3 and 2 seconds, slower by a second at every other sample."""
+    """With a fake clock: calls of 3 and 2 seconds, the first slower by a second in every other sample."""
     now, noise = [0.0], itertools.cycle((1.0, 0.0))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     called: list[tuple[str, int]] = []
@@ -83,7 +83,7 @@ def test_calls_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     like = torch.empty(0, dtype=torch.bfloat16)
     assert decision.seconds_per_call([call("a", 3.0), call("b", 2.0)], (1, 4), 8, like) == [[3.0, 3.0], [2.0, 2.0]]
-    # Once each to warm up, and three rounds: the clock is beyond the budget by then.
+    # One warm-up call each, then three rounds, after which the clock is past the budget.
     assert called == [("a", 1), ("b", 1)] * 4 + [("a", 4), ("b", 4)] * 4
 
 
@@ -91,7 +91,7 @@ def test_calls_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_many_bytes_are_read_before_a_call_whatever_the_default_dtype_is(
     monkeypatch: pytest.MonkeyPatch, default: torch.dtype
 ) -> None:
-    """vLLM loads with that of the model: half of them."""
+    """vLLM loads with the model's dtype as the default, which halved the bytes."""
     made, zeros, before = [], torch.zeros, torch.get_default_dtype()
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: made.append(zeros(*args, **kwargs)) or made[-1])
     torch.set_default_dtype(default)

@@ -14,11 +14,11 @@ K, H, D = 3, 8, 5
 
 
 class Unquantized:
-    """Stands for an engine's linear method that leaves the weight as it is."""
+    """Stands in for an engine's linear method that leaves the weight unchanged."""
 
 
 class Fp8(Unquantized):
-    """A subclass may repack the weight: only the exact type is known."""
+    """A subclass may repack the weight, so only the exact type is accepted."""
 
 
 class EngineLinear(nn.Module):

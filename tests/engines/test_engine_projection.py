@@ -1,4 +1,4 @@
-"""The projection on an engine's own modules: whatever class their parameters have, and wherever their memory is now."""
+"""The projection on an engine's own modules: with parameters of any class, and after a change of their memory."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_parameters_of_an_engine_are_plain_tensors_to_the_ops(mode: Any, rank: s
 
 
 class Forwarding(nn.Parameter):
-    """As vLLM's, whose `__torch_function__` has nothing of its own to do: one with an effect is in no graph."""
+    """Like vLLM's: its `__torch_function__` has no side effects, since one with side effects is in no graph."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The gate of a hook: it opens for the function that was read, in any layout and under any Python, and for no other."""
+"""The gate of a hook: it opens for the recorded function, in any layout and under any Python, and for no other."""
 
 import functools
 import re
@@ -33,7 +33,7 @@ class Drafter:
         with self.lock as held, self.other: del x[0], x[1:2, ...]
         return self.model.fc((*hidden_states, 1e-6, -1, None, ..., b"x", text), out=(1, 2))
 '''
-# Layout, quotes, parentheses, comments, docstring and annotations: nothing of it runs.
+# Differs in layout, quotes, parentheses, comments, docstring and annotations only, none of which runs.
 SAME = """
 class Drafter:
     def combine(self, hidden_states: "Tensor", *, chunks: int = 3) -> "Tensor":
@@ -59,7 +59,7 @@ HASH = "3a8ff17f5c874944"
 
 
 def method(source: str, folder: Path, name: str = "combine") -> Callable:
-    """Drafter's method of a module with this source, which inspect finds in a file."""
+    """The method of Drafter in a module with this source, written to a file where inspect finds it."""
     path = folder / "engine_with_hooks.py"
     path.write_text(source)
     module = types.ModuleType(path.stem)

@@ -1,4 +1,4 @@
-"""The layouts in which engines hold a quantized linear layer, read without a copy."""
+"""The layouts in which engines keep a quantized linear layer, read without a copy."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ METHODS = {f"{__name__}:Fp8"}
 
 
 class EngineLinear(nn.Module):
-    """A layer as an engine leaves it behind, of a weight that was quantized to a format."""
+    """A layer as an engine leaves it after loading, with a weight quantized to `format`."""
 
     def __init__(self, format: str, **changes: object) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_rows_are_read_with_their_padding() -> None:
 def test_what_the_layer_has_now_is_read(name: str) -> None:
     linear = EngineLinear("fp8_row")
     held, loaded = read(linear), linear.quantized.dequantize(torch.float64)
-    assert held.weight is held.weight  # not checked in every call
+    assert held.weight is held.weight  # cached: not built anew in each call
     linear.weight_scale.data.mul_(2)
     assert torch.equal(held.weight.dequantize(torch.float64), 2 * loaded)
     now = getattr(linear, name)
@@ -105,7 +105,7 @@ def test_a_parameter_of_vllms_own_class_is_asked_nothing_again(format: str) -> N
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row", "fp8_block32"])
 def test_a_compiled_model_reads_them_in_one_graph(format: str) -> None:
-    """Dynamo breaks a graph at an address that is compared, and vLLM compiles layer 0 and MTP layers in one."""
+    """Dynamo breaks a graph where addresses are compared, and vLLM compiles layer 0 and MTP layers in one graph."""
     linear, x = EngineLinear(format), torch.randn(5, W).bfloat16()
     projection, scales = EngineProjection(read(linear), 1), held_codes._scales_of(linear)
     torch._dynamo.reset()
@@ -117,12 +117,12 @@ def test_a_compiled_model_reads_them_in_one_graph(format: str) -> None:
 
 @pytest.mark.parametrize("name", ["weight_scale", "weight"])
 def test_new_memory_of_a_parameter_is_read(name: str) -> None:
-    """`param.data = new` left the codes of before in the op."""
+    """After `param.data = new` the op still read the old codes."""
     linear = EngineLinear("fp8_row")
     held, loaded = read(linear), linear.quantized.dequantize(torch.float64)
     assert held.weight is held.weight
     now = getattr(linear, name)
-    # Rows stay rows in memory: a copy by columns is another layout.
+    # Keeps each row contiguous in memory: a copy with contiguous columns is another layout.
     now.data = torch.empty_like(now, memory_format=torch.preserve_format).copy_(now.float().neg().to(now.dtype))
     assert torch.equal(held.weight.dequantize(torch.float64), -loaded)
 

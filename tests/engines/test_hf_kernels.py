@@ -21,7 +21,7 @@ LAYERS = ("RMSNorm", "GemmaRMSNorm", "Eagle3Projection", "MTPProjection")
 
 
 class Norm(nn.Module):
-    """What a model of transformers brings along, by the names that its layers use."""
+    """A norm of a transformers model, with the attribute names that its layers use."""
 
     def __init__(self, offset: float = 0.0) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_weights_loaded_later_are_read() -> None:
 
 
 def test_training_falls_back() -> None:
-    """The ops have no backward, and the layers say so."""
+    """The ops have no backward, which the layers declare."""
     model = kernelized(nn.Sequential(LlamaNorm()), mode=kernels.Mode.TRAINING)
     assert model[0].forward.__func__ is LlamaNorm.forward
     model(torch.randn(T, H).to(BF16)).sum().backward()
@@ -172,7 +172,7 @@ def test_a_layer_with_another_signature_is_refused() -> None:
 
 @torch.no_grad()
 def test_transformers_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole model: every norm of Llama replaced, logits as before up to one rounding per norm."""
+    """A whole model: every norm of Llama is replaced; the logits agree up to one rounding per norm."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

@@ -50,7 +50,7 @@ def ranks_of(whole: EngineProjection, size: int, all_reduce: Any = torch.clone) 
 
 
 def hidden_states(dtype: torch.dtype) -> Tensor:
-    """Chunks of different lengths: a piece normed by its own statistics would be far off."""
+    """Chunks of different lengths: a rank that normed its columns by their own statistics would be far off."""
     lengths = torch.tensor([1.0, 30.0, 0.1]).repeat_interleave(H)
     return (torch.randn(T, K * H, generator=torch.Generator().manual_seed(2)) * lengths).to(dtype)
 
@@ -94,7 +94,7 @@ def test_the_post_norm_follows_the_sum_and_out_is_written() -> None:
 
 
 def held_codes() -> HeldCodes:
-    """fc as an engine holds it in FP8."""
+    """fc as an engine keeps it in FP8."""
     quantized = ek.quantize(torch.randn(D, K * H), "fp8_row")
     weight, scales = (nn.Parameter(each, requires_grad=False) for each in (quantized.codes.t(), quantized.scales))
     sizes = {"output_size": D, "input_size": K * H, "weight_block_size": None}

@@ -1,4 +1,4 @@
-"""Quantized drafters in an engine's layers that have no scales: each layout becomes numbers, everything else passes."""
+"""Quantized drafters in engine layers without scales: each layout is dequantized, everything else passes unchanged."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ class Fp8(Unquantized): ...
 
 
 class EngineLinear(nn.Module):
-    """As vLLM and SGLang have them."""
+    """A linear layer with the attributes that it has in vLLM and SGLang."""
 
     def __init__(self, method: type, outputs: int = D, inputs: int = W, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ def linear() -> nn.Linear:
 
 
 def quantized(layout: str, path: str) -> tuple[dict[str, Tensor], Tensor]:
-    """(its tensors in a checkpoint, the weight in bf16)."""
+    """(the tensors of a random layer in a checkpoint, its dequantized weight in bf16)."""
     torch.manual_seed(0)
     tensors, weight = written(path, torch.randn(D, W) * torch.logspace(-2, 1, D).unsqueeze(1), layout)
     return tensors, weight.dequantize(torch.bfloat16)
 
 
 def loaded(model: nn.Module, weights: dict[str, Tensor], skipped: str = "nothing") -> dict[str, Tensor]:
-    """By an engine that looks at the device of every tensor, and copies those whose name has no `skipped` in it."""
+    """Loads like an engine that reads every tensor's device and copies those without `skipped` in their name."""
     got = {}
     for name, tensor in scales.scaled(model, weights.items(), {Unquantized}, "an engine", LOGGER):
         assert tensor.device.type == "cpu"
@@ -96,7 +96,7 @@ def test_a_projection_by_its_last_name(family: str, path: str) -> None:
 
 
 def test_layers_that_the_engine_merges() -> None:
-    """A drafter whose engine knows no quantization config has them all without scales (sglang#39087)."""
+    """Where the engine passes no quantization config on, none of a drafter's layers has scales (sglang#39087)."""
     layers = nn.ModuleList([nn.Module()])
     layers[0].qkv_proj, layers[0].o_proj = EngineLinear(Unquantized, 3 * D), EngineLinear(Unquantized)
     weights, expected = {}, {}
@@ -142,7 +142,7 @@ INTEGERS = {name: build for name, (_, build) in int4.LAYOUTS.items()}
 
 
 def saying(model: nn.Module, quantization: object) -> nn.Module:
-    """A drafter with a config of Hugging Face's, an object whose fields may be objects."""
+    """The drafter with a Hugging Face config: an object, whose fields may be objects too."""
     model.model.config = SimpleNamespace(quantization_config=quantization)
     return model
 
@@ -150,7 +150,7 @@ def saying(model: nn.Module, quantization: object) -> nn.Module:
 @pytest.mark.parametrize("layer", ["torch", "engine"])
 @pytest.mark.parametrize("layout", INTEGERS)
 def test_integers_in_groups_become_numbers(layout: str, layer: str) -> None:
-    """GPTQ's zeros are another number of each checkpoint_format: the config of the drafter says which."""
+    """What GPTQ's stored zeros mean depends on checkpoint_format, which the drafter's config states."""
     tensors, config, expected = INTEGERS[layout]()
     rows, columns = expected.shape
     fc = nn.Linear(columns, rows, bias=False, dtype=torch.float16)
@@ -171,7 +171,7 @@ DFLASH = {
 
 @pytest.mark.parametrize("layout", ["compressed-row", "modelopt-nvfp4", W4A16])
 def test_a_drafter_of_which_every_layer_is_quantized(layout: str, log: Callable) -> None:
-    """DFlash2-W4A16 in SGLang, whose DFlash model passes no quantization config on (sglang#39087)."""
+    """DFlash2-W4A16 in SGLang, whose DFlash model does not pass its quantization config on (sglang#39087)."""
     drafter = Drafter()
     for path in set(DFLASH.values()):
         rows = D * sum(other == path for other in DFLASH.values())
@@ -212,7 +212,7 @@ def test_integers_of_an_mtp_layer(layout: str, path: str) -> None:
 
 @pytest.mark.parametrize("layout", ["hf-block", "deepseek-block", "modelopt-nvfp4", "compressed-nvfp4"])
 def test_codes_and_scales_of_several_files_come_in_any_order(layout: str) -> None:
-    """A file has the scales of another's codes, before or behind them, and other layers in between."""
+    """The scales of one file's codes may be in another file, before or after them, with other layers in between."""
     weights, expected = {}, {}
     for path in ("fc", "mtp.0.fc", "model.fc"):
         tensors, expected[f"{path}.weight"] = quantized(layout, path)
@@ -225,7 +225,7 @@ def test_codes_and_scales_of_several_files_come_in_any_order(layout: str) -> Non
 
 
 def test_a_scale_of_another_load_is_an_error_of_the_codes() -> None:
-    """An engine that gets weights in buckets (RL) calls load_weights for each: neither loses the scale in silence."""
+    """An engine that gets weights in buckets (RL) calls load_weights for each: no scale may be lost silently."""
     tensors, _ = quantized("hf-block", "fc")
     scale = {"fc.weight_scale_inv": tensors.pop("fc.weight_scale_inv")}
     drafter = Drafter(fc=linear())
@@ -235,14 +235,14 @@ def test_a_scale_of_another_load_is_an_error_of_the_codes() -> None:
 
 
 def test_mistral_calls_fc_eagle_linear() -> None:
-    """The engines rename it behind the plugin, so that its codes had no layer there."""
+    """The engines rename it after the plugin has run, so its codes matched no layer there."""
     tensors, expected = quantized("mistral", "eagle_linear")
     got = loaded(Drafter(fc=EngineLinear(Unquantized)), tensors)
     assert list(got) == ["eagle_linear.weight"] and torch.equal(got["eagle_linear.weight"], expected)
 
 
 def test_integers_of_layers_that_the_engine_merges() -> None:
-    """GPTQ's codes have the rows of the weight as columns."""
+    """GPTQ stores codes transposed: the weight's rows are their columns."""
     tensors, config, expected = INTEGERS["gptq"]()
     rows, columns = expected.shape
     layers = nn.ModuleList([nn.Module()])
@@ -307,7 +307,7 @@ def test_integers_of_layers_that_the_engine_merges() -> None:
 def test_codes_that_cannot_be_read_are_an_error(
     layout: str, change: dict, quantization: dict | None, message: str
 ) -> None:
-    """They went on to the engine as numbers, with a warning, and no draft was accepted."""
+    """They reached the engine as dense values, with only a warning, and no draft was accepted."""
     tensors, _ = quantized(layout, "fc")
     tensors |= {f"fc.{name}": tensor for name, tensor in change.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -315,7 +315,7 @@ def test_codes_that_cannot_be_read_are_an_error(
         loaded(saying(Drafter(fc=linear()), quantization), tensors)
 
 
-# Of formats that engines read and this package does not: quant_method, and a layer's tensors.
+# Formats that engines read and this package does not -> quant_method, and a layer's tensors.
 UNREAD: dict[str, tuple[str, dict[str, Tensor]]] = {
     "bitsandbytes-nf4": ("bitsandbytes", {"weight": torch.zeros(D * W // 2, 1).byte()}),
     "bitsandbytes-int8": ("bitsandbytes", {"weight": torch.zeros(D, W).char(), "SCB": torch.ones(D)}),
@@ -333,7 +333,7 @@ UNREAD: dict[str, tuple[str, dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("format", UNREAD)
 def test_formats_that_only_engines_read_are_refused_where_the_layer_takes_numbers(format: str) -> None:
-    """They went on: an engine skips the names that a layer does not have, and leaves its weight as it was made."""
+    """They used to pass: an engine skips names that a layer does not have, and never loads its weight."""
     method, tensors = UNREAD[format]
     layers = nn.ModuleList([nn.Module()])
     layers[0].qkv_proj = EngineLinear(Unquantized, 3 * D)
@@ -358,7 +358,7 @@ def test_formats_that_only_engines_read_are_left_to_their_layers(format: str, lo
 
 @pytest.mark.parametrize("names", [("weight", "weight_scale"), ("qweight", "scales")], ids=["fp8", "gptq"])
 def test_codes_without_a_dimension_are_an_error(names: tuple[str, str]) -> None:
-    """Of a merged layer, whose rows are counted in the checkpoint, they were an IndexError."""
+    """In a merged layer, whose rows are counted in the checkpoint, they raised an IndexError."""
     layers = nn.ModuleList([nn.Module()])
     layers[0].qkv_proj = EngineLinear(Unquantized, 3 * D)
     codes, scale = names
@@ -379,7 +379,7 @@ def test_gptq_without_a_config_is_an_error() -> None:
 
 
 def test_a_model_that_cannot_be_read_is_refused_before_the_engine_reads_a_weight() -> None:
-    # Where the plugins still leave the weights to the engine: inside of the generator a failure would be the engine's.
+    # Here the plugins can still leave the weights to the engine; inside the generator the failure would be its own.
     model = Drafter(fc=linear())
     model.named_modules = lambda **_: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -570,7 +570,7 @@ def two_attentions() -> nn.Module:
     ],
 )
 def test_layers_that_the_engine_renames(there: str, path: str) -> None:
-    """Their codes went on to the engine as numbers, and no error said so."""
+    """Their codes reached the engine as dense values, without an error."""
 
     def drafter(method: type) -> nn.Module:
         root = at(there, EngineLinear(method))
@@ -591,7 +591,7 @@ KV_A, FUSED = "self_attn.kv_a_proj_with_mqa", "self_attn.fused_qkv_a_proj"
 
 
 def named(architecture: str, there: str) -> nn.Module:
-    """An engine's drafter of that name, with one layer that takes numbers."""
+    """An engine's drafter with this class name and one unquantized layer."""
     root = at(there, EngineLinear(Unquantized))
     root.__class__ = type(architecture, (nn.Module,), {})
     root.config = SimpleNamespace(num_hidden_layers=61)
@@ -622,8 +622,8 @@ def named(architecture: str, there: str) -> nn.Module:
 def test_a_scale_that_the_engine_reads_itself_is_left_to_it(
     architecture: str, there: str, path: str, layout: str, log: Callable
 ) -> None:
-    """vLLM pads kv_a_proj_with_mqa of a GLM-5-next without RoPE where it is in codes, and numbers did not load; wo_a is
-    in FP8 in checkpoints of other methods too, which the hook would refuse."""
+    """vLLM pads kv_a_proj_with_mqa of a GLM-5-next without RoPE only if it is in codes, so dense values did not load;
+    wo_a is in FP8 in checkpoints of other quant_methods too, which the hook would refuse."""
     tensors, _ = quantized(layout, path)
     drafter = named(architecture, there)
     drafter.config.quantization_config = {"quant_method": "w4afp8"}
@@ -651,7 +651,7 @@ def test_one_that_it_does_not_read_is_not(architecture: str, there: str, path: s
 
 @pytest.mark.parametrize("there", ["model.layers.{}.attn.wo_b", "stages.{}.self_attn.wo_b"], ids=["vllm", "sglang"])
 def test_each_of_several_stages_takes_what_its_own_layer_does(there: str) -> None:
-    """DeepSeek-V4's DSpark, of which the config leaves out one stage."""
+    """DeepSeek-V4's DSpark with one stage that the config leaves unquantized."""
     root = nn.Module()
     for stage, method in enumerate((Fp8, Unquantized, Fp8)):
         home, (*parents, name) = root, there.format(stage).split(".")
@@ -683,7 +683,7 @@ def test_each_of_several_stages_takes_what_its_own_layer_does(there: str) -> Non
     ],
 )
 def test_layers_of_the_target_are_not_those_of_a_nextn_model(layers: int, path: str, prefix: str, there: str) -> None:
-    """Nor kept until all weights are there: SGLang loads DeepSeek's NextN model out of the 61 layers of its target."""
+    """Nor are they kept until all weights are read: SGLang loads DeepSeek's NextN model from its target's 61 layers."""
     tensors, _ = quantized("hf-block", prefix + path)
     root = at(f"{there}.self_attn.o_proj", EngineLinear(Unquantized))
     root.config = SimpleNamespace(num_hidden_layers=layers)
@@ -707,7 +707,7 @@ def test_each_of_several_mtp_models_has_the_layer_of_its_index(index: int) -> No
 
 @pytest.mark.parametrize("head", [0, 1])
 def test_each_of_several_heads_has_the_layer_of_its_number(head: int) -> None:
-    """SGLang's dots3-note holds all of them in one model."""
+    """SGLang's dots3-note has all heads in one model."""
     root = at(f"model.heads.{head}.decoder.self_attn.o_proj", EngineLinear(Unquantized))
     root.config = SimpleNamespace(num_hidden_layers=45, num_nextn_predict_layers=2)
     for layer in range(44, 48):
@@ -720,7 +720,7 @@ def test_each_of_several_heads_has_the_layer_of_its_number(head: int) -> None:
 
 
 def test_experts_are_the_engine_s() -> None:
-    """It holds those of a layer as one module; of a target there are some 50000 to look for."""
+    """It has the experts of a layer as one module; a target has some 50000 expert tensors to look up."""
     tensors, _ = quantized("hf-block", "model.layers.61.mlp.experts.17.w2")
     root = at("model.decoder.mlp.shared_experts.down_proj", EngineLinear(Unquantized))
     root.config = SimpleNamespace(num_hidden_layers=61)
@@ -758,7 +758,7 @@ class Embedding(Norm):
 
 
 class PaddedEmbedding(Embedding):
-    """vLLM's: as a linear layer of the padded vocabulary."""
+    """vLLM's, which has the sizes of a linear layer with the padded vocabulary."""
 
     input_size, output_size = W, D + 56
 
@@ -767,8 +767,8 @@ class PaddedEmbedding(Embedding):
 @pytest.mark.parametrize("method", [UnquantizedEmbeddingMethod, None])
 @pytest.mark.parametrize("embedding", [Embedding, PaddedEmbedding])
 def test_codes_of_an_embedding_become_numbers(embedding: type, method: type | None, layout: str) -> None:
-    """vLLM builds lm_head of MiMo, Ernie, Qwen3-Next and EXAONE without a quantization config, loads it out of the
-    target's checkpoint and shares the target's in its place: an error here ended what had worked."""
+    """vLLM builds lm_head of MiMo, Ernie, Qwen3-Next and EXAONE without a quantization config, loads it from the
+    target's checkpoint, then replaces it with the target's: an error here broke drafters that had worked."""
     for name in ("lm_head", "model.embed_tokens"):
         tensors, expected = quantized(layout, name)
         got = loaded(at(name, embedding(method)), tensors)
@@ -777,7 +777,7 @@ def test_codes_of_an_embedding_become_numbers(embedding: type, method: type | No
 
 @pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
 def test_a_layer_that_has_two_names_is_found_by_both(name: str) -> None:
-    """lm_head of a Qwen4-Exp with tied embeddings is its embed_tokens in vLLM, which loads it by both names."""
+    """In vLLM, lm_head of a Qwen4-Exp with tied embeddings is its embed_tokens, and is loaded by both names."""
     root = at("model.embed_tokens", Embedding())
     root.lm_head = root.model.embed_tokens
     tensors, expected = quantized("hf-block", name)
@@ -787,7 +787,7 @@ def test_a_layer_that_has_two_names_is_found_by_both(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
 @pytest.mark.parametrize("module", [Embedding, PaddedEmbedding, Norm])
 def test_codes_that_cannot_be_read_are_an_error_of_the_engine_that_loads_them(module: type, dtype: torch.dtype) -> None:
-    """SGLang's NextN models skip lm_head and embed_tokens by their names, and so does vLLM's LongCat."""
+    """SGLang's NextN models and vLLM's LongCat skip lm_head and embed_tokens by name, which must not raise."""
     codes = {"lm_head.weight": torch.ones(D, W).to(dtype), "lm_head.weight_shift": torch.ones(D)}
     assert list(loaded(Drafter(lm_head=module(None)), codes, skipped="lm_head")) == ["lm_head.weight"]
     with pytest.raises(ValueError, match=r"^load_weights: .*lm_head\.weight"):

@@ -1,4 +1,4 @@
-"""The SGLang plugin on a stand-in for SGLang: what is hooked, what stays with the engine, and what is said about it.
+"""The SGLang plugin on a stand-in for SGLang: what is hooked, what stays with the engine, and what the log says.
 
 `tests/engines/sglang` runs the same hooks on SGLang's own classes and in the real engine (`make test-sglang`).
 """
@@ -55,7 +55,7 @@ ALL_HOOKS = {part: importlib.import_module(f"eagle_kernels.engines.sglang.{part}
 
 
 class Engine:
-    """SGLang's source tree as far as the hooks look, in files that a test may change before they are imported."""
+    """The part of SGLang's source tree that the hooks read, in files that a test may change before their import."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Engine:
         self.path(module).write_text(source.replace(before, after))
 
     def import_all(self) -> None:
-        """As SGLang's model registry: a module that fails to import is left out."""
+        """Like SGLang's model registry: a module that fails to import is left out."""
         for module in self.sources:
             try:
                 importlib.import_module(module)
@@ -111,7 +111,7 @@ def with_body(target: Target, engine: Engine) -> Target:
     path = engine.path(target.module)
     spec = importlib.util.spec_from_file_location(f"recorded_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # inspect reads a class's source by its module
+    sys.modules[spec.name] = module  # inspect finds a class's source through its module
     try:
         spec.loader.exec_module(module)
         value: object = module
@@ -124,7 +124,7 @@ def with_body(target: Target, engine: Engine) -> Target:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Engine]:
-    """SGLang as far as the hooks look, and the plugin as a fresh process has it."""
+    """The part of SGLang that the hooks read, and the plugin in the state of a fresh process."""
     engine = Engine(tmp_path)
     parts = {part: tuple(recorded(hook, engine) for hook in written) for part, written in ALL_HOOKS.items()}
     monkeypatch.setattr(sglang, "_hooks", parts.__getitem__)
@@ -161,7 +161,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 
 def load(engine: Engine) -> None:
-    """As SGLang: load_plugins first, the models' modules later."""
+    """In SGLang's order: load_plugins first, the models' modules later."""
     sglang.register()
     engine.import_all()
 
@@ -194,7 +194,7 @@ def is_hooked(hook: Hook) -> bool:
 
 
 def hooked_parts() -> set[str]:
-    """Parts all of whose hooks are in and active; one that is half in is an error."""
+    """The parts whose hooks are all installed and active; one that is half installed is an error."""
     for part, written in ALL_HOOKS.items():
         if hooks._parts.get(part) is not None and hooks._parts[part].on:
             assert all(map(is_hooked, written)), part
@@ -211,14 +211,14 @@ def test_every_part_is_hooked_and_reported(engine: Engine, caplog: pytest.LogCap
 
 
 def hooks_in_import_order(engine: Engine) -> list[str]:
-    """A part is active with the last of its modules."""
+    """A part becomes active when the last of its modules is imported."""
     order = list(engine.sources)
     last = {part: max(order.index(hook.target.module) for hook in written) for part, written in ALL_HOOKS.items()}
     return sorted(last, key=last.__getitem__)
 
 
 def test_registering_imports_nothing_of_the_engine(engine: Engine) -> None:
-    """Every process of the engine runs it, and most run no model: imports cost 3.8 s of CPU."""
+    """Every process of the engine calls register(), most of them run no model, and the imports cost 3.8 s of CPU."""
     import sglang as stand_in
 
     before = set(sys.modules)
@@ -229,7 +229,7 @@ def test_registering_imports_nothing_of_the_engine(engine: Engine) -> None:
 
 
 def test_a_module_that_was_imported_before(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """Others have the function by name by then."""
+    """Other modules have imported the function by name by then."""
     packing = "sglang.srt.layers.aux_hidden_states"
     original = importlib.import_module(packing).pack_aux_hidden_states
     user = types.ModuleType("imports_by_name")
@@ -244,7 +244,7 @@ def test_a_module_that_was_imported_before(engine: Engine, caplog: pytest.LogCap
 
 
 def test_the_loader_stays_the_modules_own(engine: Engine) -> None:
-    """Resources, source and reloads go by it."""
+    """Resources, source and reloads depend on it."""
     load(engine)
     module = sys.modules["sglang.srt.models.llama_eagle3"]
     assert type(module.__loader__).__name__ == "SourceFileLoader" and "exec_module" not in vars(module.__loader__)
@@ -294,7 +294,7 @@ def test_a_switch_that_does_not_exist_is_one_line(
 
 
 def next_version_cases() -> list:
-    """Each target of each hook, as a later SGLang may have changed it."""
+    """Each target of each hook, with each change that a later SGLang may have made to it."""
     cases = []
     for part, hook in ((part, hook) for part, written in ALL_HOOKS.items() for hook in written):
         target = hook.target
@@ -310,7 +310,7 @@ def next_version_cases() -> list:
 
 @pytest.mark.parametrize(("part", "where", "change"), next_version_cases())
 def test_the_next_version(engine: Engine, caplog: pytest.LogCaptureFixture, part: str, where: str, change: str) -> None:
-    """What a changed target belongs to stays off as a whole, in one line that names it; the rest works."""
+    """The whole part with a changed target stays off, with one log line that names it; the other parts work."""
     module, _, path = where.partition(":")
     change_source(engine, module, path, change)
     load(engine)
@@ -331,7 +331,7 @@ def depends(target: Target, where: str, change: str) -> bool:
         return True
     if target.where == where:
         return change == "renamed" or bool(target.parameters if change == "parameter" else target.bodies)
-    return bool(target.bodies) and where.startswith(f"{target.where}.")  # a class's body has those of its methods
+    return bool(target.bodies) and where.startswith(f"{target.where}.")  # a class's body contains those of its methods
 
 
 def change_source(engine: Engine, module: str, path: str, change: str) -> None:
@@ -356,7 +356,7 @@ def change_source(engine: Engine, module: str, path: str, change: str) -> None:
 
 
 def test_hooks_that_went_in_before_a_part_went_off_call_the_engine(engine: Engine) -> None:
-    """gemma3_causal is imported before gemma4_causal, whose function has another name."""
+    """gemma3_causal is imported before gemma4_causal, whose function is renamed here."""
     change_source(engine, "sglang.srt.models.gemma4_causal", "Gemma4ForCausalLM._shard_weight", "renamed")
     load(engine)
     first = "sglang.srt.models.gemma3_causal:Gemma3ForCausalLM._shard_weight"
@@ -367,7 +367,7 @@ def test_hooks_that_went_in_before_a_part_went_off_call_the_engine(engine: Engin
 
 
 def test_a_module_that_dies_on_import(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """Not an ImportError: a missing CUDA library raises OSError, a version check RuntimeError. SGLang leaves it out."""
+    """Not an ImportError: a missing CUDA library raises OSError, a version check RuntimeError. SGLang skips it."""
     module = "sglang.srt.models.deepseek_v2"
     engine.path(module).write_text("raise RuntimeError('no driver')")
     load(engine)
@@ -412,7 +412,7 @@ def test_no_failure_reaches_the_engine(
 
 
 def test_two_plugins_on_one_target(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """The registry of another plugin imports the module, and wraps what it finds there: ours."""
+    """Another plugin's registry imports the module and wraps the function that it finds there, which is ours."""
     sglang.register()
     model = importlib.import_module("sglang.srt.models.llama_eagle3").LlamaModel
     ours = model.forward
@@ -423,7 +423,7 @@ def test_two_plugins_on_one_target(engine: Engine, caplog: pytest.LogCaptureFixt
 
 
 def drafter(**changes: object) -> nn.Module:
-    """As much of llama_eagle3.LlamaModel as the hook reads."""
+    """The part of llama_eagle3.LlamaModel that the hook reads."""
     model = nn.Module()
     model.config = types.SimpleNamespace(hidden_size=D, eagle_config=changes.pop("eagle_config", None))
     model.fc = nn.Linear(K * H, D, bias=False, dtype=torch.bfloat16).requires_grad_(False)
@@ -498,12 +498,12 @@ def batch(rows: int, width: int, decodes: bool = False) -> object:
 
 
 def seen_behind(model: nn.Module, forward_batch: object) -> torch.Tensor:
-    """What SGLang's forward finds as hidden states, when the hook is done."""
+    """The hidden states that SGLang's forward gets from the hook."""
     return projection._forward(lambda *args: args[3].spec_info.hidden_states, model, None, None, forward_batch)
 
 
 def shares_of(ours: float, others: float = 2.0) -> list[float]:
-    """Times at the row counts of a decision: `ours` at 1, 4 and 16."""
+    """Times at the row counts of a decision: `ours` at 1, 4 and 16 rows, `others` beyond."""
     return [ours] * 3 + [others] * (len(decision.ROWS) - 3)
 
 
@@ -511,7 +511,7 @@ def shares_of(ours: float, others: float = 2.0) -> list[float]:
 def test_the_op_runs_where_it_is_faster(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: float
 ) -> None:
-    """At the first three row counts our op takes `ours` of SGLang's time, at the others twice."""
+    """At the first three row counts our op takes `ours` times SGLang's time, at the others twice as long."""
     rows = decision.ROWS
     shares = shares_of(ours)
     seconds = [[1e-3] * len(rows), [1e-3 * share for share in shares]]
@@ -530,7 +530,7 @@ def test_the_op_runs_where_it_is_faster(
 def test_a_backend_that_does_not_run_here(
     engine: Engine, caplog: pytest.LogCaptureFixture, backend: str, why: str, forced: bool
 ) -> None:
-    """EAGLE_KERNELS_BACKEND=triton on a CPU raised in the forward, after the plugin had logged that it runs."""
+    """EAGLE_KERNELS_BACKEND=triton on a CPU raised in the forward, after the plugin had logged that the stage runs."""
     stage.force = forced
     target = nn.Linear(H, H)
     target.layers_to_capture, target.config = [1, 2], types.SimpleNamespace(hidden_size=H)
@@ -573,7 +573,7 @@ def test_an_op_that_fails_later_leaves_the_block_to_sglang(
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_a_square_fc_is_applied_whatever_runs_it(engine: Engine, backend: str) -> None:
-    """K*Ht == Hd: SGLang compares widths and skips fc."""
+    """K*Ht == Hd: SGLang compares the widths and skips fc."""
     fc = nn.Linear(K * H, K * H, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     model = drafter(fc=fc, config=types.SimpleNamespace(hidden_size=K * H, eagle_config=None))
     stage.force = True
@@ -619,7 +619,7 @@ def test_what_is_not_row_parallel_runs_as_ever(
 
 
 class Predictor(nn.Module):
-    """As much of Step-3.5's MTP layer as the hook reads, and its forward."""
+    """The part of Step-3.5's MTP layer that the hook reads, and its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -635,7 +635,7 @@ Predictor.__module__, Predictor.__qualname__ = STEP.target.where.removesuffix(".
 
 
 class QKVParallelLinear(nn.Linear):
-    """Two of four ranks' rows; a bias that was not added comes beside the result."""
+    """The rows of two of four ranks; forward also returns the bias that it did not add."""
 
     quant_method, input_size, output_size, output_size_per_partition = UnquantizedLinearMethod(), 2 * H, 4 * D, 2 * D
 
@@ -647,7 +647,7 @@ class QKVParallelLinear(nn.Linear):
 
 
 class Layer(nn.Module):
-    """As much of an EAGLE-3 drafter's layer as the hook reads, and its forward up to the attention."""
+    """The part of an EAGLE-3 drafter's layer that the hook reads, and its forward up to the attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -657,7 +657,7 @@ class Layer(nn.Module):
         self.self_attn.qkv_proj = QKVParallelLinear().requires_grad_(False)
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.hidden_norm(hidden)  # first, and second in the cat
+        hidden = self.hidden_norm(hidden)  # normed first, but second in the cat
         embeds = self.input_layernorm(embeds)
         return self.self_attn.qkv_proj(torch.cat([embeds, hidden], dim=-1))[0]
 
@@ -679,7 +679,7 @@ def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
     inputs = {T: torch.randn(2, T, H, generator=torch.Generator().manual_seed(T)).bfloat16() for T in (1, 64)}
     own = {T: fused(*inputs[T]) for T in inputs}
     prepare(fused)
-    prepare(fused)  # weights that are loaded again
+    prepare(fused)  # the weights are loaded again
     call = projection.EngineProjection.__call__
 
     def watched(self: object, chunks: object) -> torch.Tensor:
@@ -697,7 +697,7 @@ def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
 def test_an_mtp_body_that_was_not_read_stays_with_sglang(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By itself: the rest of the part works."""
+    """Only that stage does: the rest of the part works."""
     monkeypatch.setattr(stage, "force", True)
     another = dataclasses.replace(STEP, body="0" * 16)
     for rows, fused in (((another,), False), ((another, STEP), True)):
@@ -710,7 +710,7 @@ def test_an_mtp_body_that_was_not_read_stays_with_sglang(
 
 
 class DFlashDraftModel(nn.Module):
-    """As much of a DFlash drafter as the hook reads."""
+    """The part of a DFlash drafter that the hook reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -748,7 +748,7 @@ def test_the_context_runs_the_op_where_it_is_faster(
     inputs = {T: torch.randn(T, K * H, generator=torch.Generator().manual_seed(T)).bfloat16() for T in (1, 64)}
     own = {T: drafter.project_target_hidden(inputs[T]) for T in inputs}
     context._prepare(drafter)
-    context._prepare(drafter)  # weights that are loaded again
+    context._prepare(drafter)  # the weights are loaded again
     project = context.EngineProjection.__call__
 
     def watched(self: object, packed: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def random_ids(batch: int = BATCH, length: int = LENGTH) -> torch.Tensor:
 
 
 def reported(model: torch.nn.Module, ids: torch.Tensor, **arguments: object) -> list[torch.Tensor]:
-    """The states at every boundary as the model reports them; its own list has the last one only past the norm."""
+    """The states at every boundary as the model reports them; its own list has the last one only after the norm."""
     before_norm = []
     norm = model.get_decoder().norm
     hook = norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0].clone()))
@@ -88,7 +88,7 @@ def test_a_chunked_prefill_and_decoding_share_one_buffer(gemma3: torch.nn.Module
 
 @pytest.fixture
 def read_addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where each tensor lay that was given to capture_hidden."""
+    """The address of each tensor given to capture_hidden."""
     addresses, original = [], buffers.capture_hidden
 
     def capture_hidden(hidden: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
@@ -132,7 +132,7 @@ def hooks_of(model: torch.nn.Module) -> list[int]:
 
 
 def test_the_model_is_restored_on_exit(model: torch.nn.Module) -> None:
-    model(random_ids(), output_hidden_states=True)  # transformers sets hooks of its own the first time
+    model(random_ids(), output_hidden_states=True)  # the first call sets hooks of transformers' own
     buffer, before = ek.AuxHiddenStates(ROWS, 2, H), hooks_of(model)
     with capture(model, [0, LAYERS], buffer):
         assert hooks_of(model) != before
@@ -226,7 +226,7 @@ def test_a_layer_that_never_runs_is_an_error() -> None:
 
 
 def test_rows_that_a_model_drops_on_the_way_are_an_error() -> None:
-    """Gemma 4 computes its KV-shared layers for the prompt's last rows only, unless every state is asked for."""
+    """Gemma 4 computes its KV-shared layers for the prompt's last rows only, unless all states are requested."""
     message = (
         "transformers.capture: boundary 2 has 2 rows, expected 14, because an earlier boundary has that many "
         "(logits_to_keep cuts rows in front of KV-shared layers)"
@@ -247,7 +247,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"block-{k}" for k in range(len(BLOCKS))])
 def test_each_block_of_the_page_runs_by_itself(block: str, tmp_path: Path) -> None:
-    """And prints what stands behind its prints."""
+    """And prints what the comments after its prints say."""
     if "from kernels " in block:
         pytest.importorskip("kernels")
     run = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)

@@ -36,7 +36,7 @@ def inference() -> Iterator[None]:
 
 
 class Recorded:
-    """What enters and leaves each MTP layer of the reference while it drafts."""
+    """The inputs and outputs of each MTP layer of the reference while it drafts."""
 
     def __init__(self, mtp: MtpModel) -> None:
         self.previous, self.projected, self.block, self.normed = [], [], [], []
@@ -80,7 +80,7 @@ def test_every_layer_of_the_chain_has_the_reference_s_inputs(models: tuple[torch
         truth = float64_projection(layer, table[current_ids], reference.previous[k])
         limit, _ = rms_limit(torch.bfloat16, 2 * H, truth, reference.projected[k])
         assert relative_rms(projected, truth) <= limit
-        # Two norms, each rounded at most twice, from states of the same bits.
+        # Two norms, each rounded at most twice, of bit-equal states.
         assert relative_rms(chain.current(LENGTH), reference.previous[k].double()) <= 2**-8
 
         # transformers' decoder layers add the residual themselves.

@@ -1,7 +1,7 @@
-"""The vLLM plugin's hooks on a stand-in for vLLM: what they replace, and what they leave alone and say why.
+"""The vLLM plugin's hooks on a stand-in for vLLM: what they replace, what they leave alone, and the reason they log.
 
-`tests/engines/vllm` runs them in the real engine, on its CPU runner; the V2 runner's speculators exist here only, and
-on a GPU.
+`tests/engines/vllm` runs them in the real engine, on its CPU runner; the V2 runner's speculators run only here
+and on a GPU.
 """
 
 import contextlib
@@ -33,14 +33,13 @@ PACKED_AWAY = "its weight is packed for the engine's own CPU product"
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
 EAGLE3, LAGUNA, DFLASH = "LlamaForCausalLMEagle3", "DFlashLagunaForCausalLM", "DFlashDraftModel"
 CODES = "norm_concat_linear on codes"
-VLLMS = (1.0, 1.0, 1.0, 1.0)  # seconds of its own calls
+VLLMS = (1.0, 1.0, 1.0, 1.0)  # seconds of vLLM's own calls
 
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """A stand-in vLLM in sys.modules, and the plugin as a fresh process has it, forced on. The V2 runner is not
-    imported yet. The gates know the bodies of the stand-in beside those of vLLM. The fused kernel is the faster one on
-    any CPU."""
+    """A stand-in vLLM in sys.modules, and the plugin in the state of a fresh process, forced on. The V2 runner is not
+    imported yet. The gates accept the stand-in's bodies besides vLLM's. The plan takes the fused kernel on any CPU."""
     loaded, defined = {}, stand_in.modules()
     check_body, known = gates.check_body, dict.fromkeys(stand_in.bodies(defined), ("the stand-in",))
     monkeypatch.setattr(
@@ -99,8 +98,8 @@ def build(
     lora_config: object = None,
     **config: object,
 ) -> nn.Module:
-    """What vLLM's loader does: class from the registry, construction, the weights, on CPU their layout, the model's
-    post-load hook."""
+    """What vLLM's loader does: take the class from the registry, construct it, load the weights, pack them on a CPU,
+    call the model's post-load hook."""
     hf_config = types.SimpleNamespace(**({"norm": "chunk"} | config))
     speculative = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
     model_class = vllm.models[architecture].load_model_cls()
@@ -129,7 +128,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that the plugin's projections call, in order, but for the probes at load."""
+    """The ops that the plugin's projections call, in order, without the probes at load."""
     from eagle_kernels.engines import projection
 
     called: list[str] = []
@@ -158,7 +157,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def runs(vllm: types.SimpleNamespace, ops: list[str], log: Callable) -> Callable:
-    """check(drafter, {rows: the op that runs them, or None}, how its line begins)."""
+    """check(drafter, {number of rows: the op that runs, or None}, the beginning of its log line)."""
 
     def check(drafter: nn.Module, ran: dict[int, str | None], line: str) -> None:
         ops.clear()
@@ -322,7 +321,7 @@ def test_updated_weights_are_the_ones_used(vllm: types.SimpleNamespace, ops: lis
 def test_kernels_are_compiled_at_load_on_a_gpu(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
 ) -> None:
-    """Both forms of input, up to the engine's batch; a GPU that cannot run them keeps the engine's path."""
+    """For both forms of input, at the engine's largest batch; a GPU that cannot run them keeps the engine's path."""
     from eagle_kernels.engines import projection
 
     warmed = []
@@ -348,7 +347,7 @@ def test_kernels_are_compiled_at_load_on_a_gpu(
 
 
 def test_a_probe_takes_64_mb_at_most(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """max_num_batched_tokens of 262,144 and K*H = 48 would be 50 MB in fp32, K*H = 12,288 would be 13 GB."""
+    """With max_num_batched_tokens of 262,144 it would take 50 MB in fp32 at K*H = 48, and 13 GB at K*H = 12,288."""
     from eagle_kernels.engines import projection
 
     warmed: list[int] = []
@@ -374,7 +373,7 @@ def test_forced_fc_stays_dense_where_the_fused_kernel_reads_it(
 
 
 def held_as_fp8(model: nn.Module) -> None:
-    """fc as vLLM holds an FP8 weight, and its product."""
+    """fc with an FP8 weight as vLLM keeps it, and its product."""
     fc = model.fc
     vars(fc).pop("_cpu_skip_gemm_dispatch", None)  # a layer that is quantized from the start is not kept dense
     quantized = ek.quantize(fc.weight.data, "fp8_row")
@@ -441,7 +440,7 @@ def test_codes_are_read_where_that_is_faster(
 
 
 def packed_in_blocks(model: nn.Module) -> None:
-    """fc as AMX's kernel of vLLM leaves it: the codes in another order, in a tensor of the shape that they had."""
+    """fc as vLLM's AMX kernel leaves it: the codes in another order, in a tensor of the same shape."""
     held_as_fp8(model)
     fc = model.fc
     fc.weight_block_size = [128, 128]
@@ -457,7 +456,7 @@ def packed_in_blocks(model: nn.Module) -> None:
 def test_fp8_blocks_that_a_cpu_packs_stay_and_norm_concat_runs(
     vllm: types.SimpleNamespace, ops: list[str], log: Callable
 ) -> None:
-    """Read as codes they failed the probe, which left all of the stage to vLLM."""
+    """Read as plain codes they failed the probe, which left the whole stage to vLLM."""
     drafter, hidden = build(vllm, change=packed_in_blocks), torch.randn(T, K * H)
     got = drafter.combine_hidden_states(hidden)
     assert ops == ["norm_concat"]
@@ -471,7 +470,7 @@ def combine() -> types.ModuleType:
 
 
 def is_dense(drafter: nn.Module) -> bool:
-    """Whether fc's weight is as it was loaded; else vLLM packed it."""
+    """Whether fc's weight is still as loaded, not packed by vLLM."""
     fc = drafter.model.fc
     kept = getattr(fc, "_cpu_skip_gemm_dispatch", False)
     assert kept == (fc.weight.numel() > 0) == (fc.cpu_linear is torch.nn.functional.linear)
@@ -480,7 +479,7 @@ def is_dense(drafter: nn.Module) -> bool:
 
 @pytest.fixture
 def decides(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Not forced, with a clock that gives each call a time per row count: vLLM's, norm_concat's, the one op's."""
+    """Not forced, with given seconds per row count for each call: vLLM's, norm_concat's, norm_concat_linear's."""
     monkeypatch.delenv("EAGLE_KERNELS_VLLM")
     timed: list[int] = []
 
@@ -559,7 +558,7 @@ def test_a_stage_runs_where_it_is_faster(
     line: str,
 ) -> None:
     timed = decides(VLLMS, norm_concat, whole)
-    for _ in range(2):  # a shape is timed once
+    for _ in range(2):  # the second is not timed: its shape is known
         drafter = build(vllm, packs=True)
         assert timed == [3] and is_dense(drafter) == dense
     runs(drafter, ran, line)
@@ -610,7 +609,7 @@ def test_a_weight_in_12_bits_is_kept_where_it_is_faster(
         drafter = build(vllm, packs=True)
         assert timed == [4] and is_dense(drafter) == dense
         runs(drafter, ran, line)
-        if not dense:  # packed anew: no old copy is in use
+        if not dense:  # after vLLM packs it again no old copy may be in use
             fc, hidden = drafter.model.fc, torch.randn(1, K * H)
             fc.weight = nn.Parameter(torch.randn(D, K * H))
             fc.quant_method.process_weights_after_loading(fc)
@@ -640,7 +639,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def test_a_weight_that_is_packed_anew_leaves_no_dense_copy_in_use(
     vllm: types.SimpleNamespace, decides: Callable, ops: list[str]
 ) -> None:
-    """A reload of the weights, behind which vLLM processes its layers again."""
+    """After a reload of the weights vLLM processes its layers again."""
     decides(VLLMS, (0.9,) * 4, (0.5, 0.5, 1.1, 1.1))
     drafter, hidden = build(vllm, packs=True), torch.randn(1, K * H)
     drafter.combine_hidden_states(hidden)
@@ -661,7 +660,7 @@ def test_where_vllm_packs_nothing_both_read_the_dense_weight(
     seconds: float,
     op: str | None,
 ) -> None:
-    """vLLM's last resort, for a CPU without oneDNN in its build."""
+    """vLLM's fallback for a CPU build without oneDNN."""
 
     def leave_dense(self: object, layer: nn.Module) -> None:
         layer.cpu_linear = torch.nn.functional.linear
@@ -679,7 +678,7 @@ def test_where_vllm_packs_nothing_both_read_the_dense_weight(
 def test_lora_around_a_dense_weight_is_part_of_the_product(
     vllm: types.SimpleNamespace, decides: Callable, ops: list[str]
 ) -> None:
-    """LoRA wraps fc after it was loaded and left dense: vLLM's layer runs, packed, behind norm_concat."""
+    """LoRA wraps fc after it was loaded and left dense: vLLM's layer runs, packed, after norm_concat."""
     decides(VLLMS, (0.9,) * 4, (0.5,) * 4)
     drafter, hidden = build(vllm, packs=True), torch.randn(T, K * H)
     assert is_dense(drafter)
@@ -701,14 +700,14 @@ def test_a_stage_that_is_vllms_keeps_vllms_layout(
     ops: list[str],
     switch: str | None,
 ) -> None:
-    """A weight left dense made vLLM's own product 14 to 24 % slower at H=4096, and 3.6 times at H=128."""
+    """Left dense, the weight made vLLM's own product 14 to 24 % slower at H=4096, and 3.6 times at H=128."""
     if switch is not None:
         monkeypatch.setenv(switch, "0")
     assert decides() == []
     drafter = build(vllm, packs=True, norm="none" if switch is None else "chunk")
     drafter.combine_hidden_states(torch.randn(T, K * H))
     assert not is_dense(drafter) and ops == []
-    assert drafter.combine_hidden_states.__func__ is vllm.Eagle3.combine_hidden_states  # no call of ours is in between
+    assert drafter.combine_hidden_states.__func__ is vllm.Eagle3.combine_hidden_states  # with no call of ours between
     (line,) = [line for line in log() if "combine_hidden_states" in line]
     packed_away = f"it has no norm, and its fc is vLLM's: {PACKED_AWAY}"
     assert line == f"{COMBINE} stays with vLLM: {packed_away if switch is None else 'EAGLE_KERNELS_VLLM_COMBINE=0'}"
@@ -732,7 +731,7 @@ def test_a_stage_that_gives_other_values_stays_with_vllm(
     packs: bool,
     forced: bool,
 ) -> None:
-    """A norm of a next version that means something else, in a method that is as it was."""
+    """A later version's norm computes something else, while the hooked method is unchanged."""
     monkeypatch.setattr(stand_in.RMSNorm, "forward", lambda self, x: x * self.weight)
     if forced:
         monkeypatch.setenv("EAGLE_KERNELS_VLLM", "force")
@@ -850,7 +849,7 @@ def build_unprobed(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch)
 def test_an_mtp_layer_is_fused_where_that_is_faster_at_all_row_counts(
     vllm: types.SimpleNamespace, decides: Callable, log: Callable, vllms: tuple, ours: tuple, runs: bool
 ) -> None:
-    """A graph is traced once for all of them."""
+    """A graph is traced once for all row counts."""
     timed = decides(vllms, ours)
     for _ in range(2):
         layer = build(vllm, "DeepSeekMTPModel").model.layers["61"]
@@ -865,7 +864,7 @@ def test_an_mtp_layer_is_fused_where_that_is_faster_at_all_row_counts(
 def test_an_mtp_projection_that_vllm_packs_waits_for_the_decision(
     vllm: types.SimpleNamespace, decides: Callable, runs: bool
 ) -> None:
-    """A ReplicatedLinear, as LongCat's: on a CPU vLLM drops the dense weight, which the op reads."""
+    """A ReplicatedLinear, like LongCat's: on a CPU vLLM drops the dense weight, which the op reads."""
     entry = vllm.models["DeepSeekMTPModel"]
     original = entry.model_class.__init__
 
@@ -895,7 +894,7 @@ def test_an_mtp_projection_that_vllm_packs_waits_for_the_decision(
 
 @pytest.fixture
 def two_ranks(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[list[float]]], None]:
-    """Tensor parallel with another rank, whose seconds are given: vLLM's, and ours."""
+    """Tensor parallelism with one other rank, whose seconds are given: vLLM's, then ours."""
     group = types.SimpleNamespace(world_size=2, cpu_group="gloo")
     monkeypatch.setattr(sys.modules["vllm.distributed"], "get_tp_group", lambda: group)
 
@@ -916,7 +915,7 @@ def test_ranks_agree_on_vllms_fastest_and_our_slowest(two_ranks: Callable) -> No
     timing = importlib.import_module("eagle_kernels.engines.vllm.timing")
     two_ranks([[5.0, 2.0], [3.0, 4.0]])
     assert timing.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[4.0, 2.0], [3.0, 5.0]]
-    two_ranks([[0.0, 0.0], [float("inf")] * 2])  # where it failed
+    two_ranks([[0.0, 0.0], [float("inf")] * 2])  # from a rank where the timing failed
     assert timing.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[0.0, 0.0], [float("inf")] * 2]
 
 
@@ -964,20 +963,20 @@ def test_zero_copy_writes_the_engines_buffer(v2: types.SimpleNamespace, ops: lis
     register()
     drafter = build(v2, norm=norm)
     wide = torch.randn(T, 2 * K * H)
-    aux = [wide[:, 2 * k * H : (2 * k + 1) * H] for k in range(K)]  # strided, as a sequence-parallel target gives them
+    aux = [wide[:, 2 * k * H : (2 * k + 1) * H] for k in range(K)]  # strided, like those of a sequence-parallel target
     speculator = v2.EagleSpeculator(drafter, T + 2)
     buffer = speculator.hidden_states.data_ptr()
     assert propose(speculator, aux, dummy_run=True) == ("attn", "slots", "sampled", True)
     assert_close(speculator.hidden_states[:T], engines_own(v2, drafter, torch.cat(aux, -1)))
-    # The engine's own copy is one of the buffer onto itself.
+    # The engine then copies the buffer onto itself.
     assert speculator.received.data_ptr() == speculator.hidden_states.data_ptr() == buffer
     assert speculator.hidden_states[T:].isnan().all()
     assert ops == (["norm_concat"] if norm == "both" else []) + ["norm_concat_linear"]
 
 
 def test_the_copy_behind_the_zero_copy_route_moves_nothing() -> None:
-    """The route rests on it: ATen returns from a copy of a tensor onto itself (64 MB: 4 us; elsewhere: 8 ms). Here all
-    of the tensor is memory that traps: a failure is a segmentation fault."""
+    """The route relies on it: ATen returns at once from a copy of a tensor onto itself (64 MB: 4 us; to another tensor:
+    8 ms). Here all memory of the tensor traps on access: a failure is a segmentation fault."""
     source = forbidden(4096, 64)
     source[:4095].copy_(source[:4095])
 
@@ -1002,7 +1001,7 @@ def test_zero_copy_leaves_the_rest_to_the_engine(
         propose(speculator, aux)
     assert_close(speculator.hidden_states, expected)
     assert speculator.received.data_ptr() != speculator.hidden_states.data_ptr()
-    # The engine concatenates and copies; the drafter's combine_hidden_states is on the ops all the same.
+    # The engine concatenates and copies; the drafter's combine_hidden_states still runs on the ops.
     assert ops == {"no-aux": [], "packed": ["norm_concat"]}.get(case, ["norm_concat_linear"])
 
 
@@ -1080,7 +1079,7 @@ def test_mtp_input_stage(vllm: types.SimpleNamespace, log: Callable, architectur
     arguments = (None, positions, hidden, embeds)
     assert_close(layer(*arguments), own_layer(*arguments))
     assert layer.eh_proj.projection.norm_offset == offset
-    for loaded in (own, fused):  # weights that come later
+    for loaded in (own, fused):  # new weights, loaded later
         torch.manual_seed(2)
         for parameter in loaded.parameters():
             parameter.data.copy_(torch.randn_like(parameter))
@@ -1102,7 +1101,7 @@ def pack(model: nn.Module) -> None:
 def test_a_layer_0_without_a_weight_of_that_name_stays_with_a_line(
     vllm: types.SimpleNamespace, log: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPTQ's is qweight, on a CPU an AttributeError in the log."""
+    """GPTQ's is qweight, which on a CPU was an AttributeError in the log."""
     build_linear = stand_in.QKVParallelLinear.__init__
 
     def packed(self: nn.Module, *sizes: int) -> None:
@@ -1130,7 +1129,7 @@ def test_layer_0(vllm: types.SimpleNamespace, log: Callable, norm_before_residua
     assert isinstance(layer.self_attn.qkv_proj, normed_linear().NormedLinear)
     own = type(layer)(norm_before_residual)
     arguments = (positions, embeds, hidden, None)
-    for seed in (1, 2):  # weights that come later
+    for seed in (1, 2):  # new weights, loaded later
         for loaded in (layer, own):
             torch.manual_seed(seed)
             for parameter in loaded.parameters():
@@ -1163,7 +1162,7 @@ def test_layer_0_has_the_faster_layout_of_its_weight(
 def test_layer_0_stays_with_the_engine(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, reason: str
 ) -> None:
-    """Its weight is then packed, as vLLM does it."""
+    """Its weight is then packed, as vLLM packs it."""
     from eagle_kernels.engines import projection
 
     attention = sys.modules[f"{MODELS}.qwen3"].Qwen3Attention
@@ -1206,7 +1205,7 @@ def caches(model: nn.Module, store: Callable, states: Tensor, positions: Tensor,
 
 
 def same_context(model: nn.Module, rows: int = T, slots: object = ...) -> bool:
-    """Whether the model writes what its own methods write, for the buffers that it has now."""
+    """Whether the model writes the same as vLLM's own methods, with its current buffers."""
     states, positions = torch.randn(rows, D), torch.randperm(32)[:rows]
     slots = torch.arange(rows) % 8 if slots is ... else slots
     got = caches(model, model.precompute_and_store_context_kv, states, positions, slots)
@@ -1240,16 +1239,16 @@ def test_the_context_of_dflash(
     before = len(ops)
     assert same_context(model, slots=slots) and ops[before:] == ["norm_concat_linear"]
     assert any(cache.kv_cache.any() for cache in model._attn_layers) == (slots is not None)
-    model._build_context_kv_buffers([], False)  # weights that come later
+    model._build_context_kv_buffers([], False)  # new weights, loaded later
     assert same_context(model, slots=slots) and len(ops) == before + 2
     assert f"{CONTEXT} runs {CONTEXT_OPS}; forced, not timed" in log()
 
 
 def test_interleaved_heads_and_a_cache_of_another_dtype(vllm: types.SimpleNamespace) -> None:
-    """RoPE in pairs of neighbours, and cos and sin in float64, which the op does not take."""
+    """RoPE on pairs of neighboring columns, and cos and sin in float64: the op takes neither."""
     register()
     model = build(vllm, DFLASH, lambda model: setattr(model, "_rope_is_neox", False)).model
-    assert "precompute_and_store_context_kv" not in vars(model)  # the stand-in rotates halves: found when it is loaded
+    assert "precompute_and_store_context_kv" not in vars(model)  # the stand-in rotates halves: the probe differs
     model = build(vllm, DFLASH, lambda model: setattr(model, "_rope_cos_sin_cache", torch.randn(32, 4).double())).model
     assert same_context(model)
 
@@ -1301,7 +1300,7 @@ def test_what_is_timed_are_both_methods(vllm: types.SimpleNamespace, monkeypatch
 def test_on_a_gpu_what_has_no_figures_stays_with_the_engine(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, ops: list
 ) -> None:
-    """The projection may be in the table of a GPU; of the keys' norm and rotation there is none."""
+    """A GPU's table may have the projection; there is none for the norm and rotation of the keys."""
     monkeypatch.delenv("EAGLE_KERNELS_VLLM")
     register()
     context = sys.modules["eagle_kernels.engines.vllm.context"]
@@ -1317,7 +1316,7 @@ def test_on_a_gpu_what_has_no_figures_stays_with_the_engine(
 def test_a_norm_with_one_gain_for_all_layers(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
 ) -> None:
-    """vLLM's on a CPU, and what it was on XPU (vllm#56431): also where the rest stays with vLLM."""
+    """vLLM's norm on a CPU, and formerly on XPU (vllm#56431): replaced even where the rest stays with vLLM."""
     right = stand_in.custom_ops.rms_norm
 
     def of_layer_0(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -1456,7 +1455,7 @@ TARGET = f"{MODELS}.llama_eagle3:{COMBINE}"
 def test_the_next_versions_drafter_is_named_and_left_alone(
     vllm: types.SimpleNamespace, log: Callable, ops: list[str], change: Callable, message: str
 ) -> None:
-    """The other drafters, and the MTP layers, are served."""
+    """The other drafters and the MTP layers still run on the ops."""
     change(vllm.Eagle3)
     vllm.root.__version__ = "0.34.0"
     register()
@@ -1530,7 +1529,7 @@ def test_the_next_versions_speculator_is_named_and_left_alone(
     (line,) = [line for line in log() if "EagleSpeculator" in line]
     assert line.startswith(f"no zero-copy route: {SPECULATORS}.eagle.speculator:EagleSpeculator.propose has another b")
     propose(v2.EagleSpeculator(drafter, T), aux)
-    assert ops == ["norm_concat_linear"]  # of combine_hidden_states
+    assert ops == ["norm_concat_linear"]  # by combine_hidden_states
 
 
 def test_a_next_version_without_our_key_in_its_compile_cache_keeps_its_graphs(
@@ -1604,7 +1603,7 @@ def untouched(vllm: types.SimpleNamespace) -> bool:
 
 @pytest.mark.parametrize("architecture", ["DeepSeekMTPModel", QWEN3, DFLASH])
 def test_what_is_fused_is_not_fused_again(vllm: types.SimpleNamespace, architecture: str) -> None:
-    """Weights that are loaded again find the projection as the first time left it."""
+    """A second load of the weights finds the projection that the first one installed."""
 
     def ours(model: nn.Module) -> list[object]:
         parts = [type(module) for module in model.modules()]
@@ -1615,7 +1614,7 @@ def test_what_is_fused_is_not_fused_again(vllm: types.SimpleNamespace, architect
     register()
     model = build(vllm, architecture)
     before = ours(model)
-    assert len(before) > 2 or before[-1] is not None  # the drafter itself, and what is fused in it
+    assert len(before) > 2 or before[-1] is not None  # the drafter itself and its fused parts
     model.process_weights_after_loading()
     assert ours(model) == before
 
@@ -1641,7 +1640,7 @@ def test_a_target_is_no_drafter(vllm: types.SimpleNamespace) -> None:
 def test_a_quantized_projection_is_loaded_with_its_scale(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, architecture: str, name: str, switch: str
 ) -> None:
-    """And again after an update of the weights; without the part vLLM takes the codes for numbers."""
+    """And again after an update of the weights; without the part vLLM loads the codes as dense values."""
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", switch)
     for added in ("NewMTPModel", "K3DSparkModel", "NewDSparkModel"):
         vllm.models[added] = stand_in.Entry(vllm.models["DeepSeekMTPModel"].load_model_cls())
@@ -1699,8 +1698,8 @@ def test_a_failing_registry_does_not_reach_the_engine(
 def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing without MTP layers and embeddings: combine_hidden_states is outside of the graphs."""
-    monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", "0")  # it hooks the same classes, and comes last
+    """It is empty without MTP layers and embeddings: combine_hidden_states is outside the graphs."""
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", "0")  # it hooks the same classes, after the other parts
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "0")
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_LAYER0", "0")
     register()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Parameter(nn.Parameter):
-    """Its `__torch_function__` sees every question about it, of those that ask torch for an answer."""
+    """Records every torch function that is called on it, property reads included."""
 
     seen: ClassVar[list[Any]] = []
 

@@ -1,6 +1,6 @@
-// What csrc/cuda asks of the CUDA runtime, under its names and numbers, over the emulated GPUs of runtime.cpp: so that
-// the launch layer of the wheel (launch.cuh, current_device.cpp) is what runs here. As strict as CUDA where that layer
-// could be wrong: shared memory that was not asked for, a stream of another device, an attribute that a GPU lacks.
+// The part of the CUDA runtime that csrc/cuda uses, with its names and numbers, on the emulated GPUs of runtime.cpp, so
+// that the wheel's own launch layer (launch.cuh, current_device.cpp) runs here. As strict as CUDA where that layer may
+// be wrong: shared memory that was not asked for, a stream of another device, an attribute that a GPU lacks.
 #pragma once
 
 #include <cstddef>

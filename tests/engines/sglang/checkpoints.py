@@ -1,8 +1,8 @@
 """Models whose best accepted length is known: targets that count (t -> t + 1 mod V) and drafters that know it.
 
-Every number t is a unit vector e_t of the hidden space, every layer does nothing but the ones named here, and one MLP
-turns e_t into e_{t+1}. A drafter reads its number from one place only, so an engine that puts something wrong there
-loses every draft: 1 accepted token a step in place of num_steps + 1.
+Every token t is a unit vector e_t of the hidden space, only the layers named here do anything, and one MLP turns e_t
+into e_{t+1}. A drafter reads its token from one place only, so an engine that puts something wrong there loses every
+draft: 1 accepted token a step instead of num_steps + 1.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor
 from engines import dflash_drafter, layer0_drafter
 from engines.quantized_layers import tensors_of
 
-# Both divide by 1, 2 and 3 ranks.
+# Both are divisible by 1, 2 and 3 ranks.
 H = 192
 HEADS = 6
 LAYERS = 7
@@ -32,7 +32,7 @@ def eye(V: int, width: int = H) -> Tensor:
 
 
 def shift_mlp(V: int, scale: float, prefix: str, width: int) -> dict[str, Tensor]:
-    """down(act(gate x) * up x) = scale * (e_{t+1} - e_t) for x = sqrt(width) e_t, by any act with act(64) = 64."""
+    """down(act(gate x) * up x) = scale * (e_{t+1} - e_t) for x = sqrt(width) e_t and any act with act(64) = 64."""
     root = width**0.5
     gate = torch.zeros(width, width)
     gate[:V, :V] = 64.0 / root
@@ -55,7 +55,7 @@ def idle_layer(prefix: str, width: int, inputs: int, norms: tuple[str, ...], gai
 def save(
     folder: Path, config: dict, weights: dict[str, Tensor], dtype: torch.dtype, layouts: Mapping[str, str] | None = None
 ) -> str:
-    """layouts: layer -> how a quantizer writes it, of `tensors_of`."""
+    """layouts: layer -> its `layout` for `tensors_of`, for quantized layers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
@@ -83,7 +83,7 @@ def base_config(V: int, dtype: torch.dtype, width: int = H) -> dict:
 
 
 def llama_target(folder: Path, V: int, dtype: torch.dtype) -> str:
-    """Counts in its head."""
+    """Its head counts."""
     config = base_config(V, dtype) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -101,7 +101,7 @@ def llama_target(folder: Path, V: int, dtype: torch.dtype) -> str:
 
 
 def gemma3_target(folder: Path, V: int, dtype: torch.dtype) -> str:
-    """Counts in the MLP of its last layer; the head is the embedding. Gains are 1 + w, the embedding is scaled by
+    """The MLP of its last layer counts; the head is the embedding. Gains are 1 + w, the embedding is scaled by
     sqrt(H), and a layer's MLP is normed before it is added: 1 + w = sqrt(2) keeps the stream at sqrt(H) e_t."""
     config = base_config(V, dtype) | {
         "architectures": ["Gemma3ForCausalLM"],
@@ -167,11 +167,11 @@ class Drafter:
     reads: str = "aux"
     norm: str = "none"  # none, chunk, concat, both
     layer_ids: tuple[int, ...] = (0, 2, 3)
-    chunk: int = 0  # which captured chunk holds the number; the others are multiplied by zero
+    chunk: int = 0  # which captured chunk names the token; the others are multiplied by zero
     width: int = H  # Hd; len(layer_ids) * H makes fc square
     stream_length: float = 1.0  # |captured|: 1 for the Llama target, sqrt(H) for Gemma
     layout: str = ""  # of a quantized fc
-    draft_V: int = 0  # names so many of the first tokens, the last one first; d2t is their distance
+    draft_V: int = 0  # size of its vocabulary, the first tokens in reverse order; d2t is their distance
     norm_output: bool = False
 
     def save(self, folder: Path, V: int, dtype: torch.dtype) -> str:
@@ -205,8 +205,8 @@ class Drafter:
         if Hd != H:
             weights["embed_tokens.weight"] = eye(V, Hd)
         if self.reads == "aux":
-            # x = e_t for the token before the drafter's input token; one MLP step names the input token, the head the
-            # one after it. A norm, like Gemma's scaled embedding, leaves e_t with the length sqrt(H).
+            # x = e_t for the token before the drafter's input token; the MLP steps to the input token, the head to the
+            # one after it. After a norm, and in Gemma's scaled embedding, e_t has the length sqrt(H).
             length = self.stream_length if self.norm == "none" else H**0.5
             weights["fc.weight"][:V, self.chunk * H : self.chunk * H + V] = torch.eye(V) / length
             weights |= shift_mlp(V, 1.0, "midlayer.mlp", Hd)
@@ -218,14 +218,14 @@ class Drafter:
                 weights |= layer0_drafter.latent_layer0("midlayer.", H, LATENT)
                 sizes = {name: size for name, size in asdict(LATENT).items() if name != "heads"}
                 config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3"} | sizes
-                # The one rotation that SGLang's latent attention has on a CPU; no column of it is used.
+                # The only rotation of SGLang's latent attention on a CPU; the rotated columns are not used.
                 yarn = {"factor": 1.0, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 1.0}
                 config["rope_parameters"] = {"rope_type": "deepseek_yarn", "rope_theta": 10000.0} | yarn
             weights["fc.weight"] = layer0_drafter.fc_weight(K, H, self.stream_length)
             weights["norm.weight"] = torch.full((H,), layer0_drafter.RMS)
         else:
-            # Attention sees its own position only, a key being its query's best match; the head names the next token.
-            # What the drafter hands to its next step is next to nothing.
+            # Each position attends to itself only, since its own key matches its query best; the head names the next
+            # token. The state that the drafter passes to its next step is close to zero.
             config["head_dim"] = H
             heads = torch.zeros(HEADS * H, 2 * Hd)
             heads[:V, :V] = torch.eye(V)
@@ -239,7 +239,7 @@ class Drafter:
 
 def mimo_target(folder: Path, V: int, dtype: torch.dtype, layout: str = "") -> str:
     """The Llama target in Qwen2's layers, with an MTP layer in the same checkpoint: `input_proj` of [hidden, embedding]
-    takes e_t of the hidden state, one MLP step makes e_{t+1} of it, and the target's head names the token behind that.
+    takes e_t from the hidden state, the MLP turns it into e_{t+1}, and the target's head names the token after that.
 
     layout: of a quantized `input_proj`.
     """
@@ -267,7 +267,7 @@ def mimo_target(folder: Path, V: int, dtype: torch.dtype, layout: str = "") -> s
 
 @dataclass(frozen=True)
 class MTPDrafter:
-    """The MTP layer of `mimo_target`, which SGLang loads out of the whole checkpoint."""
+    """The MTP layer of `mimo_target`, which SGLang loads from the whole checkpoint."""
 
     layout: str = ""
 
@@ -277,10 +277,10 @@ class MTPDrafter:
 
 @dataclass(frozen=True)
 class DFlashDrafter:
-    """`dflash_drafter`: its drafts are right where K and V of its context are. Embedding and head are the target's.
+    """`dflash_drafter`: its drafts are right only where K and V of its context are. Embedding, head: the target's.
 
-    layout: of a quantized fc, with a thousandth of a wrong token from each of the other captured states. hidden_norm
-    takes any length of a state, so a scale that is lost has to be another one there.
+    layout: of a quantized fc, which also adds a thousandth of a wrong token from each other captured state: hidden_norm
+    undoes a common factor, so the loss of the scales shows only if they differ.
     """
 
     layer_ids: tuple[int, ...] = (0, 2, 3)
@@ -300,7 +300,7 @@ class DFlashDrafter:
         weights = dflash_drafter.weights(H, HEADS, len(self.layer_ids), 1.0)
         if self.layout:
             right = weights["fc.weight"][:, :H]
-            right[:, V:] = 0  # of no token, and in the block of the next chunk's first columns
+            right[:, V:] = 0  # columns of no token, in one block with the next chunk's first columns
             wrong = right.roll(3, 0) / 1000
             weights["fc.weight"] = torch.cat([right, *[wrong] * (len(self.layer_ids) - 1)], 1)
         return save(folder, config, weights, dtype, {"fc": self.layout} if self.layout else {})

@@ -20,7 +20,7 @@ def main() -> None:
         device="cpu",
         skip_tokenizer_init=True,
         sampling_backend="pytorch",
-        # The pair that the server does not check against EAGLE, and that the stand-in of sgl_kernel serves.
+        # The combination that the server does not check against EAGLE and that the sgl_kernel stand-in implements.
         attention_backend="torch_native",
         prefill_attention_backend="intel_amx",
         decode_attention_backend="intel_amx",
@@ -28,8 +28,8 @@ def main() -> None:
         disable_overlap_schedule=True,
         grammar_backend="none",
         chunked_prefill_size=-1,
-        # Of the machine's memory: a neighbour that takes 2 GB while the model loads must not look like the model.
-        # What is allocated is max_total_tokens.
+        # Of the machine's memory: 2 GB that another process takes while the model loads must not count as the model's.
+        # The allocation follows max_total_tokens.
         mem_fraction_static=0.5,
         max_total_tokens=2048,
         max_running_requests=4,
@@ -43,7 +43,7 @@ def main() -> None:
     result = [
         {"tokens": output["output_ids"]}
         | (
-            {"captured": output["meta_info"]["hidden_states"][1:]}  # behind the prompt's
+            {"captured": output["meta_info"]["hidden_states"][1:]}  # without the prompt's
             if captures
             else {"accept_length": NEW_TOKENS / output["meta_info"]["spec_verify_ct"]}
         )

@@ -1,7 +1,7 @@
-"""A DFlash drafter in the real SGLang, whose drafts are right where K and V of its context are (`dflash_drafter`).
+"""A DFlash drafter in the real SGLang: its drafts are right only where K and V of its context are (`dflash_drafter`).
 
-On a CPU, which SGLang refuses to run DFlash on (`standins/dflash_on_cpu.py`): its path without Triton, where each layer
-makes K and V of what `project_target_hidden` returns.
+On a CPU, where SGLang refuses to run DFlash (`standins/dflash_on_cpu.py`): its path without Triton, where each layer
+computes K and V from what `project_target_hidden` returns.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_without_the_plugin(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4", W4A16])
 def test_a_quantized_fc_is_loaded_with_its_scale(tmp_path: Path, layout: str) -> None:
-    """sglang#39087: DFlash2-W4A16 and its kind."""
+    """sglang#39087: DFlash2-W4A16 and similar drafters."""
     run = case(drafter=checkpoints.DFlashDrafter(layout=layout)).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert run.ops["norm_concat_linear"] == PROBES + 5
@@ -53,13 +53,13 @@ def test_a_quantized_fc_without_the_plugin(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "accepted"), [(PROBES + 1, LOST), (1, BEST)], ids=["later", "at-load"])
 def test_a_broken_projection(tmp_path: Path, first: int, accepted: float) -> None:
-    """The negative control: the accepted length hangs on our op. One that is broken at load is found there."""
+    """The negative control: the accepted length depends on our op. An op that is broken at load is detected there."""
     run = case(("PROBE_CORRUPT", f"norm_concat_linear:{first}")).run(tmp_path)
     assert run.accept_lengths == [accepted] * 2
     assert ("gives other values than the engine" in run.log) == (first == 1)
 
 
-# In the place of our op, in the places of SGLang's layer.
+# Mistakes in place of our op, and in places of SGLang's layer.
 NO_HIDDEN_NORM = """
 from dataclasses import replace
 from eagle_kernels.engines.sglang.context import Context

@@ -14,7 +14,7 @@ from eagle_kernels.models.family import MTPStage
 from engines.built_projections import built, mtp_stages
 
 DRAFTER = re.compile(r"NextN$|MTP$|Eagle3?|DFlash|DSpark|Draft|AssistantForCausalLM$|AssistantModel$")
-# A part of the title of a row that each algorithm's drafters have.
+# Algorithm -> part of the title of its drafters' row.
 ALGORITHMS = {
     "EAGLE": "EAGLE-1",
     "EAGLE3": "EAGLE-3",
@@ -31,8 +31,8 @@ pytest.importorskip("sglang")
 
 
 def served_drafters() -> dict[str, str]:
-    """The names in `EntryClass` of every model file, by which SGLang's registry finds them, and its module; nothing is
-    imported. A drafter is known by its name or by that of a class it derives from."""
+    """Drafter -> module, from `EntryClass` of every model file, as SGLang's registry finds them; nothing is imported. A
+    drafter is recognized by its name or by that of a class it derives from."""
     found = importlib.util.find_spec("sglang")
     served: dict[str, str] = {}
     bases: dict[str, list[str]] = {}
@@ -75,9 +75,9 @@ def test_a_context_row_has_the_classes_with_the_method_that_is_hooked() -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.title) for row in SGLANG if len(row.targets) > 1])
 def test_an_mtp_architecture_is_built_of_the_class_that_is_hooked(row: Drafter) -> None:
-    """It is that class, or its module has the class and names it where it builds the model."""
+    """It is that class, or its module uses the class to build the model."""
     served = served_drafters()
-    one = len(row.architectures) == 1  # of layers of several classes
+    one = len(row.architectures) == 1  # with layers of several classes
     for architecture, target in zip(row.architectures * (len(row.targets) if one else 1), row.targets, strict=True):
         owner, _, _ = target.partition(":")[2].rpartition(".")
         module = importlib.import_module(f"sglang.srt.{target.partition(':')[0]}")
@@ -88,7 +88,7 @@ def test_an_mtp_architecture_is_built_of_the_class_that_is_hooked(row: Drafter) 
 
 @pytest.mark.parametrize(("stage", "architecture"), mtp_stages("sglang"))
 def test_a_projection_is_built_of_the_class_that_the_family_s_row_names(stage: MTPStage, architecture: str) -> None:
-    """With a quantization config where the row says so; DeepSeek's alone is another one for a format of its own."""
+    """With a quantization config where the row says so; only DeepSeek's module builds a second class, for Quark."""
     (row,) = [row for row in SGLANG if architecture in row.architectures]
     targets = row.targets[-1:] * len(row.architectures) if len(row.targets) != len(row.architectures) else row.targets
     of = dict(zip(row.architectures, targets, strict=False))

@@ -1,7 +1,7 @@
 """The real engine on a CPU: counting checkpoints reach their best accepted length, 4.0 at 3 steps, or lose every draft.
 
-`make test-sglang` runs them in an environment of its own. A run whose draft never fits accepts one token a step,
-16 / 15 = 1.07 of the 16 new tokens; the tokens themselves are the target's, and right, in any case.
+`make test-sglang` runs them in an environment of its own. A run whose drafts are all wrong accepts one token a step,
+16 / 15 = 1.07 for the 16 new tokens; the tokens themselves are the target's, and right, in any case.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from engines.sglang import checkpoints, run_engine
 
 HERE = Path(__file__).parent
 BEST, LOST = 4.0, pytest.approx(16 / 15)
-PROBES = 2  # calls of a projection when it is loaded: one packed tensor, and chunks with `out`
+PROBES = 2  # calls of a projection at load: with one packed tensor, and with chunks and `out`
 ROOT_H = checkpoints.H**0.5
 GEMMA_DRAFTER = checkpoints.Drafter(stream_length=ROOT_H)  # boundaries 1, 3, 4
 ONLY_EMBEDDING = checkpoints.Drafter(reads="embedding")
@@ -47,9 +47,9 @@ class Case:
     tp: int = 1
     topk: int = 1
     environment: tuple[tuple[str, str], ...] = ()
-    arguments: tuple[tuple[str, object], ...] = ()  # more of sglang.Engine
+    arguments: tuple[tuple[str, object], ...] = ()  # more arguments of sglang.Engine
     prompts: tuple[tuple[int, ...], ...] = tuple(map(tuple, run_engine.PROMPTS))
-    compiled: bool = False  # SGLang's CPU graph runner, which has no speculation: it captures and returns what it did
+    compiled: bool = False  # SGLang's CPU graph runner, which has no speculation: returns the captured states
 
     def run(self, folder: Path) -> Run:
         dtype = getattr(torch, self.dtype)
@@ -79,7 +79,7 @@ class Case:
             "OMP_NUM_THREADS": "1",
             "SGLANG_NCCL_SO_PATH": "none",  # the CUDA build of torch brings NCCL, which dies without a driver
             "EAGLE_KERNELS_SGLANG": "force",  # at these widths SGLang's own modules are faster
-            "EAGLE_KERNELS_SGLANG_LAYER0": "0",  # on in its own tests: the drafters of the others ignore what it gives
+            "EAGLE_KERNELS_SGLANG_LAYER0": "0",  # on in its own tests: other tests' drafters ignore its output
         }
         if not self.compiled:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # small helpers compile on their first call: 10 to 20 s a run
@@ -149,10 +149,10 @@ HELD_OUT = {
 
 @pytest.mark.parametrize("name", HELD_OUT)
 def test_nothing_changes_where_users_go(tmp_path: Path, name: str) -> None:
-    """The tokens are the target's in both, which `Case.run` looks at."""
+    """In both runs the tokens are the target's, which `Case.run` checks."""
     on = HELD_OUT[name].run(tmp_path / "on")
     without = dataclasses.replace(HELD_OUT[name], environment=off()).run(tmp_path / "off")
-    # With norm_output SGLang accepts one draft of three of this drafter, with the plugin and without.
+    # With norm_output SGLang accepts one of three drafts of this drafter, with the plugin and without.
     accepted = 2.0 if HELD_OUT[name].drafter.norm_output else BEST
     assert on.accept_lengths == without.accept_lengths == [accepted] * len(HELD_OUT[name].prompts), on.log[-3000:]
     assert on.ops["norm_concat_linear"] > PROBES and not without.ops
@@ -164,13 +164,13 @@ def test_row_parallel_ranks_draft_as_one(tmp_path: Path, norm: str, tp: int) -> 
     run = Case(checkpoints.Drafter(norm=norm, chunk=2), tp=tp, environment=row_parallel).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert f"columns {tp} ways); row-parallel on {tp} ranks, not timed" in run.log
-    # On every rank: probed alone and with the others, one prefill and 4 steps.
+    # On every rank: probes alone and together with the other ranks, one prefill and 4 steps.
     assert run.ops["norm_concat_linear"] == (2 * PROBES + 5) * tp
 
 
 @pytest.mark.parametrize(("first", "accepted"), [(PROBES + 1, LOST), (1, BEST)], ids=["later", "at-load"])
 def test_a_broken_projection(tmp_path: Path, first: int, accepted: float) -> None:
-    """The negative control: the accepted length hangs on our op. One that is broken at load is found there."""
+    """The negative control: the accepted length depends on our op. An op that is broken at load is detected there."""
     corrupt = (("PROBE_CORRUPT", f"norm_concat_linear:{first}"),)
     run = Case(checkpoints.Drafter(norm="chunk"), environment=corrupt).run(tmp_path)
     assert run.accept_lengths == [accepted] * 2
@@ -184,7 +184,7 @@ def test_switched_off_it_leaves_the_engine_alone(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_does_not_run_here_leaves_all_to_the_engine(tmp_path: Path) -> None:
-    """It raised in the first forward, and the scheduler died."""
+    """The first forward raised, and the scheduler died."""
     run = Case(checkpoints.Drafter(norm="chunk"), environment=(("EAGLE_KERNELS_BACKEND", "triton"),)).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert not run.ops and "llama_eagle3.LlamaModel stays with SGLang: norm_concat_linear: " in run.log
@@ -197,7 +197,7 @@ def test_another_plugin_on_the_same_class(tmp_path: Path) -> None:
     assert run.ops["hook"] > 0 and run.ops["norm_concat_linear"] == PROBES + 5
 
 
-# Model-Optimizer, compressed-tensors, Quark and Hugging Face's fp8; e2m1 codes of half the width kill SGLang's loader.
+# Model-Optimizer, compressed-tensors, Quark and Hugging Face's fp8; e2m1 codes of half the width crash SGLang's loader.
 QUANTIZED = ("modelopt-fp8", "modelopt-row", "hf-block", "compressed-int8", "modelopt-mxfp8")
 PACKED = ("quark-mxfp4", "modelopt-nvfp4", "compressed-nvfp4", W4A16)
 
@@ -224,7 +224,7 @@ def mtp(layout: str, *environment: tuple[str, str]) -> Case:
 
 @pytest.mark.parametrize("layout", ["", "hf-block", "modelopt-nvfp4"])
 def test_a_quantized_projection_of_an_mtp_layer(tmp_path: Path, layout: str) -> None:
-    """sglang#39254: MiMo's input_proj, an nn.Linear, out of the checkpoint of its target."""
+    """sglang#39254: MiMo's input_proj, an nn.Linear, loaded from its target's checkpoint."""
     run = mtp(layout).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert run.ops["norm_concat_linear"] > PROBES
@@ -232,7 +232,7 @@ def test_a_quantized_projection_of_an_mtp_layer(tmp_path: Path, layout: str) -> 
 
 
 def test_a_quantized_projection_of_an_mtp_layer_without_the_plugin(tmp_path: Path) -> None:
-    """MiMo's loader looks for a parameter of the scale's name."""
+    """MiMo's loader looks for a parameter with the scale's name."""
     run = mtp("hf-block", *off("SCALES")).run(tmp_path)
     assert not run.accept_lengths and "KeyError: 'model.input_proj.weight_scale_inv'" in run.log
 
@@ -241,7 +241,7 @@ def test_a_quantized_projection_of_an_mtp_layer_without_the_plugin(tmp_path: Pat
     ("environment", "accepted"), [pytest.param((), BEST, id="on"), pytest.param(off("PROJECTION"), LOST, id="off")]
 )
 def test_fc_as_wide_as_the_drafter(tmp_path: Path, environment: tuple, accepted: float) -> None:
-    """K*Ht == Hd: SGLang skips fc, since it compares widths."""
+    """K*Ht == Hd: SGLang skips fc, since it compares the widths."""
     run = Case(SQUARE, V=100, environment=environment).run(tmp_path)
     assert run.accept_lengths == [accepted] * 2
 
@@ -257,7 +257,7 @@ def test_gemma3_captures_its_residual(tmp_path: Path, environment: tuple, accept
 
 
 def test_captures_under_torch_compile(tmp_path: Path) -> None:
-    """The CPU graph runner compiles the decode model, hooks and all: Gemma's residual is in what it returns."""
+    """The CPU graph runner compiles the decode model, hooks included: the states it returns have Gemma's residual."""
     run = Case(GEMMA_DRAFTER, target="gemma3", dtype="float32", compiled=True).run(tmp_path)
     assert len(run.captured) == len(run_engine.PROMPTS), run.log[-3000:]
     assert "Capture target decode CPU graph end" in run.log
@@ -265,13 +265,13 @@ def test_captures_under_torch_compile(tmp_path: Path) -> None:
     for prompt, steps in zip(run_engine.PROMPTS, run.captured, strict=True):
         streams = torch.tensor(steps).view(len(steps), -1, checkpoints.H)
         tokens = prompt[-1] + 1 + torch.arange(len(steps))
-        # Every layer but the last one adds nothing: each boundary has sqrt(H) e_t of the token that it reads.
+        # Only the last layer adds anything: each boundary has sqrt(H) e_t of the token that it reads.
         expected = ROOT_H * torch.eye(checkpoints.H)[tokens].unsqueeze(1).expand_as(streams)
         assert torch.allclose(streams, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_stage_runs_where_it_is_faster(tmp_path: Path) -> None:
-    """Timed at load, on both ranks with one decision; at these widths SGLang's own modules may win."""
+    """Timed at load, with one decision on both ranks; at these widths SGLang's own modules may be faster."""
     run = Case(checkpoints.Drafter(norm="chunk"), tp=2, environment=(("EAGLE_KERNELS_SGLANG", "1"),)).run(tmp_path)
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     lines = {line.partition("eagle_kernels: ")[2] for line in run.log.splitlines() if "ms (SGLang " in line}
@@ -291,7 +291,7 @@ def test_gemma3_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
 
 
 def test_gemma3_vocabulary_that_does_not_divide_crashes_sglang(tmp_path: Path) -> None:
-    """ceil(100 / 2) = 50 rows, where the drafter's rank 0 looks for 64."""
+    """A rank gets ceil(100 / 2) = 50 rows, where the drafter's rank 0 expects 64."""
     run = Case(ONLY_EMBEDDING, target="gemma3", V=100, dtype="float32", tp=2, environment=off("VOCAB")).run(tmp_path)
     assert not run.accept_lengths
     assert "IndexError: index out of range in self" in run.log

@@ -1,4 +1,4 @@
-"""Layer 0 of EAGLE-3 drafters in the real SGLang, whose drafts are right where that layer is (`layer0_drafter`)."""
+"""Layer 0 of EAGLE-3 drafters in the real SGLang: the drafts are right only where that layer is (`layer0_drafter`)."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from engines.sglang.test_engine import BEST, LOST, PROBES, Case, off
 
 LAYERS = {"layer0": "LlamaDecoderLayer.qkv_proj", "latent": "Eagle3MLADecoderLayer.fused_qkv_a_proj_with_mqa"}
 ON = ("EAGLE_KERNELS_SGLANG_LAYER0", "1")
-# A step extends the drafter once and decodes it twice more; 16 tokens take 4 steps and a prefill.
+# A step runs one extend and two decodes of the drafter; 16 tokens take 4 steps and a prefill.
 CALLS = 5 + 2 * 4
 
 
@@ -31,7 +31,7 @@ def test_every_draft_is_accepted(tmp_path: Path, reads: str, topk: int, tp: int)
 
 
 def test_of_a_gpt_oss_target(tmp_path: Path) -> None:
-    """Its drafter is a Llama's. The captures are behind layers with sinks and a sliding window."""
+    """Its drafter is a Llama's. The captures come after layers with sinks and a sliding window."""
     on = case(target="gpt_oss").run(tmp_path / "on")
     without = case(*off("LAYER0"), target="gpt_oss").run(tmp_path / "off")
     assert on.accept_lengths == without.accept_lengths == [BEST] * 2, on.log[-3000:]
@@ -49,7 +49,7 @@ def test_without_the_hook(tmp_path: Path, reads: str) -> None:
 @pytest.mark.parametrize("reads", LAYERS)
 @pytest.mark.parametrize(("first", "accepted"), [(PROBES + 1, LOST), (1, BEST)], ids=["later", "at-load"])
 def test_a_broken_projection(tmp_path: Path, first: int, accepted: float, reads: str) -> None:
-    """The negative control: the accepted length hangs on our op. One that is broken at load is found there."""
+    """The negative control: the accepted length depends on our op. An op that is broken at load is detected there."""
     run = case(("PROBE_CORRUPT", f"norm_concat_linear:{first}"), reads=reads).run(tmp_path)
     assert run.accept_lengths == [accepted] * 2
     assert ("gives other values than the engine" in run.log) == (first == 1)

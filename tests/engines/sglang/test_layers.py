@@ -32,8 +32,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(scope="module", autouse=True)
 def hooked_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A published config and a group of one rank, as a scheduler has them, and every plugin loaded. The ops run also
-    where they are slower, as at these widths."""
+    """The published config and one-rank group that a scheduler has, with every plugin loaded. The ops also run where
+    they are slower, as at these widths."""
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -59,7 +59,7 @@ def hooked_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def model_of_gpus(hooked_sglang: None) -> None:
-    """Inkling's module, imported beside stand-ins for what it imports of CUTLASS."""
+    """Inkling's module, imported with stand-ins for what it imports from CUTLASS."""
     cute = "sglang.kernels.ops.attention.flash_attn.cute"
     absent = ["cutlass", "cutlass.cute", cute, f"{cute}.batch_invariance", f"{cute}.seqlen_info"]
     with pytest.MonkeyPatch.context() as patched:
@@ -107,7 +107,7 @@ def test_every_target_is_what_was_recorded(part: str, hook: Hook) -> None:
 
 
 def test_loading_the_plugin_imports_nothing_of_sglang() -> None:
-    """2,260 modules and 3.8 s of CPU in every process, when the registry imported what it hooks."""
+    """When the registry imported what it hooks, every process took 2,260 modules and 3.8 s of CPU."""
     script = """
 import sys
 from sglang.srt.plugins import load_plugins
@@ -130,7 +130,7 @@ def randomized(module: nn.Module) -> nn.Module:
 
 
 class Identity(nn.Module):
-    """In place of a decoder layer: hands on what the input stage made."""
+    """Replaces a decoder layer: returns the input stage's output."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def llama_drafter(monkeypatch: pytest.MonkeyPatch, **changes: object) -> nn.Modu
 
 
 def projected(forward: Callable, model: nn.Module, hidden: Tensor, mode: str = "EXTEND") -> Tensor:
-    """What the layers behind the input stage see."""
+    """What the layers after the input stage get."""
     model.norm = Behind()
     rows = torch.arange(hidden.shape[0])
     return forward(model, rows, rows, batch(hidden, mode))[0]
@@ -213,7 +213,7 @@ def test_llama_drafter(monkeypatch: pytest.MonkeyPatch, norms: dict) -> None:
     assert relative_rms(result, truth) <= 1.05 * relative_rms(expected, truth)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(projected(hooked, model, hidden), expected)
-    # Weights are read anew at every call: an update in place (RL) is seen at once.
+    # Weights are read in every call: an update in place (RL) takes effect at once.
     for parameter in model.fc.parameters():
         parameter.data.mul_(-2)
     assert torch.equal(projected(hooked, model, hidden), -2 * result)
@@ -233,7 +233,7 @@ def test_llama_drafter_as_wide_as_its_sources(monkeypatch: pytest.MonkeyPatch, m
 
 
 def load_weights_of(model: nn.Module, weights: dict[str, Tensor], *, is_drafter: bool) -> None:
-    """As SGLang's model runner does."""
+    """Loads weights as SGLang's model runner does."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     runner = types.SimpleNamespace(is_draft_worker=is_drafter)
@@ -246,8 +246,8 @@ def load_weights_of(model: nn.Module, weights: dict[str, Tensor], *, is_drafter:
 
 @pytest.mark.parametrize("is_drafter", [True, False])
 def test_a_dflash_drafter_whose_layers_are_all_quantized(is_drafter: bool) -> None:
-    """And are built without a quantization config, as its fc is with any (sglang#39087). A target's weights are not
-    looked at."""
+    """Its layers are built without a quantization config here; its fc always is (sglang#39087). A target's weights are
+    left alone."""
     from sglang.srt.models.dflash import DFlashDraftModel
 
     config = drafter_config(hidden_size=Ht, num_hidden_layers=1, block_size=4, head_dim=Ht // 2)
@@ -281,7 +281,7 @@ def test_llama_drafter_without_aux_states(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_kimi_drafter(monkeypatch: pytest.MonkeyPatch, tp_size: int) -> None:
-    """fc has this rank's columns, which SGLang gathers."""
+    """fc has this rank's output columns, which SGLang gathers."""
     from sglang.srt.models import kimi_k25_eagle3
 
     monkeypatch.setattr(kimi_k25_eagle3, "Eagle3MLADecoderLayer", Identity)
@@ -312,7 +312,7 @@ def step3p5_predictor() -> nn.Module:
 
 
 class HalfBlock(nn.Module):
-    """In place of the decoder layer."""
+    """Replaces the decoder layer."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class HalfBlock(nn.Module):
 
 
 def chain(predictors: list[nn.Module], ids: Tensor, hidden: Tensor) -> list[Tensor]:
-    """As multi_layer_eagle_worker_v2 runs it: a layer's states before its norm are the next layer's input."""
+    """As in multi_layer_eagle_worker_v2: a layer's states before its norm are the next layer's input."""
     outputs = []
     for predictor in predictors:
         normed, hidden = predictor(ids, ids, batch(hidden))
@@ -336,7 +336,7 @@ def unfused(predictor: nn.Module) -> None:
 
 
 def test_step3p5_chain_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In plain torch the fused stage rounds where SGLang's modules round; float64 judges the kernels below."""
+    """In plain torch the fused stage rounds where SGLang's modules do; the test below judges the kernels by float64."""
     from sglang.srt.models import step3p5_mtp
 
     monkeypatch.setattr(step3p5_mtp, "Step3p5DecoderLayer", HalfBlock)
@@ -350,7 +350,7 @@ def test_step3p5_chain_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
         unfused(predictor)
     own = chain(predictors, ids, hidden)
     assert all(map(torch.equal, fused, own))
-    # The kernels' sums run in another order: each output of the chain within one rounding step of most of SGLang's.
+    # The kernels sum in another order: most outputs of the chain are within one rounding step of SGLang's.
     for result, expected in zip(kernels, own, strict=True):
         assert relative_rms(result, expected.double()) < 2.0**-7
 
@@ -373,7 +373,7 @@ def test_step3p5_stage_is_as_accurate_as_sglang(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_step3p5_projection_wrapped_after_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrapper (LoRA) reads the concat itself: the norms must norm again."""
+    """A wrapper (LoRA) reads the concatenation itself, so the norms must run again."""
     from sglang.srt.models import step3p5_mtp
 
     class Wrapper(nn.Module):
@@ -424,7 +424,7 @@ class Stop(Exception):
 
 
 def seen_behind(linear: nn.Module, run: Callable[[], object]) -> Tensor:
-    """What a linear layer hands on in a forward that ends there."""
+    """The output of a linear layer in a forward, which is stopped there."""
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
@@ -442,7 +442,7 @@ S = 4  # residual streams
 
 
 def predictor_of(row: mtp.Predictor, gemma: bool) -> nn.Module:
-    """A class that is hooked, with the modules of its rows and what else SGLang's method reads before it projects."""
+    """A hooked class with the modules of its rows and what else SGLang's method reads before it projects."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear
 
@@ -479,7 +479,7 @@ def predictor_of(row: mtp.Predictor, gemma: bool) -> nn.Module:
 
 
 def run(predictor: nn.Module, row: mtp.Predictor, embeds: Tensor, hidden: Tensor) -> None:
-    """SGLang's method, with a batch as it is given one."""
+    """Calls SGLang's method with the kind of batch that it gets."""
     rows, method = torch.arange(T), getattr(predictor, row.method)
     forward_batch = batch(hidden)
     forward_batch.can_run_tbo = False
@@ -517,7 +517,7 @@ def of_streams(row: mtp.Predictor) -> bool:
     ],
 )
 def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
-    """Of every class that is hooked, in SGLang's own forward, with the gains of either norm."""
+    """Every hooked class in SGLang's own forward, with both kinds of gains."""
     predictor = predictor_of(row, gemma)
     owner = predictor.get_submodule(row.within)
     embeds, hidden = torch.randn(T, Ht), torch.randn(T, S * Ht if of_streams(row) else Ht)
@@ -545,7 +545,7 @@ def test_mtp_input_stage(row: mtp.Predictor, gemma: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "fp32"])
 def test_iquest_q1_rounds_behind_its_norms(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    """Hidden states of fp32 stay with SGLang, whose norm takes them as they are."""
+    """fp32 hidden states stay with SGLang, whose norm takes them unrounded."""
     (row,) = [row for row in mtp.PREDICTORS if row.norm is not None]
     predictor, embeds, hidden = predictor_of(row, False), torch.randn(T, Ht), torch.randn(T, Ht, dtype=dtype)
 
@@ -560,7 +560,7 @@ def test_iquest_q1_rounds_behind_its_norms(dtype: torch.dtype, caplog: pytest.Lo
 
 
 def test_inkling_norms_its_embedding_twice() -> None:
-    """The target's norm in front runs by itself."""
+    """The target's norm, which comes first, runs by itself."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     (row,) = [row for row in mtp.PREDICTORS if row.where.startswith("inkling")]
@@ -595,7 +595,7 @@ def test_fewer_states_than_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     decided = predictor.fc.forward.__self__
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert torch.equal(projected(), own)
-    # Decided by the first norm for both: at T rows it is not taken, at T - 2 it would be.
+    # The first norm decides for both: at its T rows the op does not run, at the T - 2 of the second it would.
     monkeypatch.setattr(decided, "decision", types.SimpleNamespace(runs_op=lambda rows: rows < T))
     monkeypatch.setattr(decided, "projection", None)
     assert torch.equal(projected(), own)
@@ -615,7 +615,7 @@ def test_an_mtp_row_with_another_body_stays_by_itself(
 
 
 def test_an_mtp_projection_that_sglang_holds_in_fp8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSeek-V4's, as SGLang holds it on sm_90: the op multiplies SGLang's codes. On CPU SGLang wants AMX."""
+    """DeepSeek-V4's, as SGLang keeps it on sm_90: the op reads SGLang's codes. On a CPU SGLang needs AMX for them."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     (row,) = [row for row in mtp.PREDICTORS if row.projection == "h_proj"]
@@ -639,7 +639,7 @@ def test_an_mtp_projection_that_sglang_holds_in_fp8_blocks(monkeypatch: pytest.M
 
 
 def test_a_quantized_mtp_projection_stays_with_sglang(caplog: pytest.LogCaptureFixture) -> None:
-    """In a layout that the op does not read."""
+    """If its layout is one that the op does not read."""
     (row,) = [row for row in mtp.PREDICTORS if row.projection == "h_proj"]
     predictor = predictor_of(row, False)
     predictor.h_proj.quant_method = types.SimpleNamespace()
@@ -650,7 +650,7 @@ def test_a_quantized_mtp_projection_stays_with_sglang(caplog: pytest.LogCaptureF
 
 
 def test_a_projection_that_ranks_share_stays_with_sglang(caplog: pytest.LogCaptureFixture) -> None:
-    """Nemotron-H gathers the columns of its ranks."""
+    """Nemotron-H gathers the ranks' columns."""
     row = next(row for row in mtp.PREDICTORS if "nemotron" in row.where)
     with on_rank(1, 2):
         predictor = predictor_of(row, False)
@@ -661,7 +661,7 @@ def test_a_projection_that_ranks_share_stays_with_sglang(caplog: pytest.LogCaptu
 
 
 def test_layer_0_with_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's forward of the layer, and of the attention what reads the projection."""
+    """SGLang's forward of the layer, and the part of its attention that reads the projection."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.linear import ReplicatedLinear
     from sglang.srt.models import kimi_k25_eagle3
@@ -698,7 +698,7 @@ def test_layer_0_with_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gemma(path: str, vocab_size: int, weight: nn.Parameter) -> object:
-    """A target's class with a table and nothing else."""
+    """A target of this class, with an embedding table and nothing else."""
     module, _, name = path.partition(":")
     target = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
     model = target.__new__(target)
@@ -738,7 +738,7 @@ def test_a_gemma_table_is_cut_as_the_drafter_pads_it(target: str, rows: int, dra
         embed, head = model.get_embed_and_head_for_draft(embedding)
         assert embed.data_ptr() == head.data_ptr() and embed.shape == embedding.weight.shape
         shares = embed.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        assert shares or rows != 256  # no copy where SGLang makes none
+        assert shares or rows != 256  # no copy where SGLang does not copy
         embedding.weight = nn.Parameter(embed, requires_grad=False)
         total += embedding._embed_local_shard(ids)
     expected = torch.zeros(draft_rows, 8)
@@ -766,7 +766,7 @@ def test_without_the_hook_ids_get_other_rows() -> None:
         embedding = VocabParallelEmbedding(100, 8)
     own = Gemma3ForCausalLM._shard_weight.__wrapped__(model, model.lm_head.weight, draft_embedding=embedding)
     assert own.shape[0] == 50 and embedding.weight.shape[0] == 64
-    assert torch.equal(own[64 - 50], model.lm_head.weight[64])  # and the drafter looks for id 64 in row 0
+    assert torch.equal(own[64 - 50], model.lm_head.weight[64])  # and the drafter expects id 64 in row 0
 
 
 def test_a_replicated_drafter_and_one_rank_get_the_table_itself() -> None:
@@ -795,7 +795,7 @@ def test_copies_follow_the_target_when_it_is_loaded_again(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def dflash_drafter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
-    """A drafter of a class of SGLang's, loaded but for its layers."""
+    """A drafter of one of SGLang's classes, loaded except for its layers."""
     from sglang.srt.models import dflash, lilicorr
     from transformers import Qwen3Config
 
@@ -834,7 +834,7 @@ def test_dflash_context_is_as_accurate_as_sglang(dflash_drafter: Callable, name:
 
 
 def dspark_minimax(tp_size: int, gemma: bool) -> nn.Module:
-    """A drafter of MiniMax-M3's class on rank 0, but for its layers."""
+    """A drafter of MiniMax-M3's class on rank 0, without its layers."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.linear import ColumnParallelLinear
     from sglang.srt.models.dspark_minimax import DSparkMiniMaxDraftModel
@@ -871,13 +871,13 @@ def test_dspark_context_is_as_accurate_as_sglang(kind: str) -> None:
     context._prepare(drafter)
     project = drafter.project_target_hidden
     assert isinstance(project, context.Context)
-    hidden = (0.05 * torch.randn(64, K * Ht)).to(BF16)  # eps counts
+    hidden = (0.05 * torch.randn(64, K * Ht)).to(BF16)  # small, so that eps matters
     fc, norm, _, _ = project.read(drafter)
     gain = norm.weight.double() + float(kind.endswith("gemma"))
     truth = F.rms_norm(F.linear(hidden.double(), fc.weight.double()), (Ht,), gain, 1e-3)
     own = project.own(hidden)
     assert relative_rms(project(hidden), truth) <= 1.05 * relative_rms(own, truth) < 0.02
-    assert project.decision.always  # not SGLang's own in ours' place
+    assert project.decision.always  # ours did not fall back to SGLang's own
 
 
 def test_dspark_context_that_ranks_share_stays_with_sglang() -> None:
@@ -891,13 +891,13 @@ def test_dflash_states_that_do_not_fit_are_sglangs_to_refuse(dflash_drafter: Cal
     drafter = dflash_drafter("DFlashDraftModel")
     with pytest.raises(ValueError, match="DFLASH target_hidden feature dim mismatch"):
         drafter.project_target_hidden(torch.randn(T, Ht))
-    drafter.fc = nn.Linear(K * Ht, Ht, bias=False)  # a wrapper since
+    drafter.fc = nn.Linear(K * Ht, Ht, bias=False)  # replaced after loading, as by a wrapper
     expected = drafter.hidden_norm(drafter.fc(hidden := torch.randn(T, K * Ht)))
     assert torch.equal(drafter.project_target_hidden(hidden), expected)
 
 
 class Watched(nn.Module):
-    """A target whose layers capture as SGLang's do: a list per forward, packed behind it."""
+    """A target whose layers capture as SGLang's do: a list per forward, packed after it."""
 
     def __init__(self, boundaries: list[int], packer: bool) -> None:
         super().__init__()
@@ -944,7 +944,7 @@ def test_captures_are_packed(buffer_rows: int | None, packer: bool) -> None:
     forward_batch.aux_hidden_states_buffer = buffer
     packed = pack_aux_hidden_states(model([stream.clone() for stream in streams], forward_batch))
     assert torch.equal(packed, expected)
-    assert (packed is buffer) == (buffer_rows == T)  # a decode graph's own; another size is left alone
+    assert (packed is buffer) == (buffer_rows == T)  # a decode graph's buffer; one of another size is left alone
     assert buffer_rows != T + 1 or buffer.isnan().all()
     assert capture.claim() is None
 
@@ -963,7 +963,7 @@ def test_a_capture_that_does_not_fit_its_slot_stays_a_list() -> None:
     from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 
     model = watched([1, 4, 5])
-    streams = [torch.randn(T, Ht), torch.randn(Ht, T).t(), torch.randn(T, Ht)]  # the op wants rows
+    streams = [torch.randn(T, Ht), torch.randn(Ht, T).t(), torch.randn(T, Ht)]  # the op needs contiguous rows
     expected = torch.cat(streams, -1)
     assert torch.equal(pack_aux_hidden_states(model(streams, batch(torch.empty(0)))), expected)
 

@@ -1,4 +1,4 @@
-"""Stand-ins, which only import, for modules that those of vLLM's models import and that are not here."""
+"""Import-only stand-ins for missing modules that the modules of vLLM's models import."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("to
 
 @pytest.fixture(autouse=True, scope="session")
 def no_amx_without_its_kernels() -> Iterator[None]:
-    """Where a processor has AMX, the wheel for GPUs, told to run on a CPU, takes kernels that it does not have."""
+    """On a processor with AMX, vLLM's GPU wheel would select CPU kernels that it does not have."""
     with pytest.MonkeyPatch.context() as patched:
         if not hasattr(torch.ops._C, "convert_weight_packed"):
             patched.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -24,8 +24,8 @@ def no_amx_without_its_kernels() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models_of_gpus() -> None:
-    """The modules of dots3-note and Inkling, imported beside stand-ins for FlashAttention and, where vLLM is the wheel
-    for CPUs, DeepGEMM and numba."""
+    """The modules of dots3-note and Inkling, imported with stand-ins for FlashAttention and, where vLLM is the CPU
+    wheel, DeepGEMM and numba."""
     absent = ["vllm_flash_attn", "vllm_flash_attn.flash_attn_interface", "third_party.deep_gemm"]
     with pytest.MonkeyPatch.context() as patched:
         for name in (*(f"vllm.{name}" for name in absent), "numba"):

@@ -1,6 +1,6 @@
-"""A DFlash drafter in the real vLLM, whose drafts are right where K and V of its context are (`dflash_drafter`).
+"""A DFlash drafter in the real vLLM: its drafts are right only where K and V of its context are (`dflash_drafter`).
 
-From the captured layers to accepted tokens it is vLLM's code on a CPU: proposer, cache, non-causal attention, head.
+From captured layers to accepted tokens vLLM's own code runs, on a CPU: proposer, cache, non-causal attention, head.
 """
 
 import re
@@ -41,14 +41,14 @@ def test_same_tokens_with_and_without(engine: Engine, tp: int) -> None:
     assert on.accepted_length == off.accepted_length == BEST
     assert off.calls == [] and f"{RUNS}; forced, not timed" in on.lines
     assert len(on.calls) == tp
-    # Of two layers in each of five steps.
+    # Two layers in each of five steps.
     assert all(calls["store_context_kv"] >= 10 and calls["norm_concat_linear"] >= 5 for calls in on.calls)
 
 
 @pytest.mark.parametrize("switch", ["force", "1"])
 def test_each_layer_norms_its_keys_with_its_own_gain(engine: Engine, switch: str) -> None:
-    """vLLM's norm on a CPU takes a gain for each layer, and reads the first (vllm#56431 is that of XPU): without the
-    plugin layer 1 of this drafter looks away from every key that it is to look at."""
+    """vLLM's norm on a CPU takes a gain for each layer but reads only the first (vllm#56431 is that on XPU): without
+    the plugin layer 1 of this drafter attends away from every key that it should attend to."""
     off = engine.run(request_of(engine), EAGLE_KERNELS_VLLM="0")
     on = engine.run(request_of(engine), EAGLE_KERNELS_VLLM=switch)
     assert on.tokens == off.tokens == EXPECTED

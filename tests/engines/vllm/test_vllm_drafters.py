@@ -1,4 +1,4 @@
-"""docs/models.md has every drafter of the real vLLM's registry, and what it says of their classes is so."""
+"""docs/models.md has every drafter of the real vLLM's registry, and is right about their classes."""
 
 import importlib.util
 import inspect
@@ -20,7 +20,7 @@ from engines.built_projections import built, mtp_stages
 registry = pytest.importorskip("vllm.model_executor.models.registry")
 
 pytestmark = pytest.mark.usefixtures("models_of_gpus")
-# Of 0.32; 0.33 serves them no more.
+# In 0.32; 0.33 no longer serves them.
 GONE = {"MedusaModel"}
 
 
@@ -42,7 +42,7 @@ def served_class(architecture: str) -> type[torch.nn.Module]:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.where.rpartition(":")[2]) for row in mtp.LAYERS])
 def test_an_mtp_architecture_is_built_of_the_layer_that_is_hooked(row: mtp.Layer) -> None:
-    """The module of the model has the layer's class, and names it where it builds its layers."""
+    """The model's module defines the layer's class, and uses it to build its layers."""
     of_033 = [architecture for architecture in row.architectures if architecture not in registry.ModelRegistry.models]
     if of_033:
         pytest.skip(f"{', '.join(of_033)} is of vLLM 0.33")
@@ -54,15 +54,15 @@ def test_an_mtp_architecture_is_built_of_the_layer_that_is_hooked(row: mtp.Layer
 
 
 def served_class_of_a_gpu(architecture: str, module: str) -> type[torch.nn.Module]:
-    """vLLM serves another class of DeepSeek V3.2 on a CPU, and none of V4."""
+    """On a CPU vLLM serves another class for DeepSeek V3.2, and none for V4."""
     _, name = registry._SPECULATIVE_DECODING_MODELS[architecture]
     return getattr(sys.modules[module], name, None) or served_class(architecture)
 
 
 @pytest.mark.parametrize(("stage", "architecture"), mtp_stages("vllm"))
 def test_a_projection_is_built_of_the_class_that_the_family_s_row_names(stage: MTPStage, architecture: str) -> None:
-    """With a quantization config and compiled where the row says so; in the source, since some have no class on CPU."""
-    if importlib.import_module("vllm").__version__.startswith("0.32"):  # a build for CPUs has another distribution
+    """With a quantization config, and compiled, where the row says so. Reads the source: some have no class on CPU."""
+    if importlib.import_module("vllm").__version__.startswith("0.32"):  # the CPU build's distribution has another name
         pytest.skip("the table is of vLLM 0.33")
     hooked = {name: row.where.partition(":")[0] for row in mtp.LAYERS for name in row.architectures}
     own = f"vllm.model_executor.models.{registry._SPECULATIVE_DECODING_MODELS[architecture][0]}"
@@ -74,7 +74,7 @@ def test_a_projection_is_built_of_the_class_that_the_family_s_row_names(stage: M
 
 @pytest.mark.parametrize("architecture", context.ARCHITECTURES)
 def test_a_context_architecture_has_the_methods_that_are_hooked(architecture: str) -> None:
-    """In the class of its model, which it names or inherits."""
+    """In its model's class, which the drafter names or inherits."""
     model = served_class(architecture)
     base = resolve(context.PROJECT.where.rpartition(".")[0])[2]
     of_module = [one for one in vars(sys.modules[model.__module__]).values() if isinstance(one, type)]
@@ -92,7 +92,7 @@ def recorded(model: type, target: Target) -> bool:
 @pytest.mark.parametrize("architecture", combine.ARCHITECTURES)
 def test_a_combine_architecture_has_the_method_that_is_hooked(architecture: str) -> None:
     drafter = served_class(architecture)
-    if ".cpu." in drafter.__module__:  # of DeepSeek V4, where it only raises
+    if ".cpu." in drafter.__module__:  # DeepSeek V4's, whose method only raises
         drafter = resolve(f"{drafter.__module__.replace('.cpu.', '.nvidia.')}:{drafter.__name__}")[2]
     method = drafter.combine_hidden_states
     method = getattr(method, "eagle_kernels_original", method)
@@ -112,7 +112,7 @@ def test_the_ids_of_dspark_stages_mean_what_vllm_takes_them_for(model_type: str)
 
 @pytest.mark.parametrize("name", ["dflash2.DFlash2", "dspark.DSpark", "lilicorr.LiLiCorr", "xpress.XPress"])
 def test_the_speculators_of_dflash_store_as_the_one_that_is_hooked(name: str) -> None:
-    """0.32 stores in `propose`, and has no XPress."""
+    """vLLM 0.32 stores in `propose`, and has no XPress."""
     if getattr(resolve(speculator.DFLASH.where.rpartition(".")[0])[2], "_store_hidden_states", None) is None:
         pytest.skip("the zero-copy route of DFlash needs vLLM 0.33")
     module, _, prefix = name.partition(".")

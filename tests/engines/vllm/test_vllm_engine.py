@@ -15,7 +15,7 @@ from engines.quantized_layers import W4A16
 
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
 RUNS = f"{COMBINE} runs norm_concat_linear"
-# The drafter's best: 3 draft tokens and the target's own. One per step means that no draft token was right.
+# The best accepted length: 3 draft tokens and the target's own. At 1 no draft token was right.
 BEST, WORST = 4.0, 1.0
 
 
@@ -29,8 +29,8 @@ def request_of(engine: Engine, K: int, norm: str, **more: object) -> dict:
     return {"target": write_target(engine.folder / "target"), "drafter": drafter, **more}
 
 
-# Compiling takes most of a minute on a quiet machine, and the projection is outside of what is compiled: there, two
-# cases hold every value of every column.
+# Compiling takes most of a minute on an idle machine, and the projection is outside the compiled part: two compiled
+# cases cover every value of K, norm and tp.
 CASES = [(K, norm, tp, False) for K in (3, 4) for norm in ("chunk", "concat") for tp in (1, 2)]
 CASES += [(3, "chunk", 1, True), (4, "concat", 2, True)]
 
@@ -54,7 +54,7 @@ def test_same_tokens_with_and_without(engine: Engine, K: int, norm: str, tp: int
 
 LONG, SIX = [list(range(40))], [list(range(n, 2 * n)) for n in range(3, 9)]
 SHARED = [[*range(48), 48 + n] for n in range(3)]
-# (K, norm and more of the drafter), of the request, environment.
+# (K, norm, more of the drafter), more of the request, environment.
 HELD_OUT = {
     "K1-odd-vocabulary-chunked-prefill": (
         (1, "chunk", {"vocabulary": 131}),
@@ -86,14 +86,14 @@ def test_nothing_changes_where_users_go(engine: Engine, name: str) -> None:
     on = engine.run(request, **environment)
     assert on.results == off.results
     assert on.accepted_length == 1 + request.get("num_speculative_tokens", 3)
-    # A rank of row-parallel ones norms all columns, and multiplies its own.
+    # A row-parallel rank norms all columns and multiplies its own.
     is_row_parallel = "EAGLE_KERNELS_VLLM_ROW_PARALLEL" in environment
     ops = {"norm_concat", "norm_concat_linear"} if is_row_parallel else {"norm_concat_linear"}
     assert [set(calls) for calls in on.calls] == [ops] * request.get("tp", 1)
 
 
-# vLLM 0.32 on CPU expands temperatures to drafts by a C++ function for int64, into a copy of its output that it drops:
-# the temperatures are what the memory held before, and one seed draws other tokens each time.
+# On a CPU vLLM 0.32 expands temperatures to one per draft with a C++ function for int64, which writes to a copy of the
+# output that is then dropped: the temperatures are uninitialized memory, and one seed draws other tokens each time.
 EXPANDED = """
 def register():
     from vllm.v1.sample import rejection_sampler
@@ -116,7 +116,7 @@ def test_a_seed_draws_the_same_tokens(engine: Engine) -> None:
 
 
 def test_engine_core_in_a_process_of_its_own(engine: Engine) -> None:
-    """vLLM's default, and the plugin is loaded in both processes; the other runs keep the core in theirs."""
+    """vLLM's default, with the plugin loaded in both processes; the other runs have the core in the main process."""
     run = engine.run(request_of(engine, 3, "chunk"), VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
     assert run.lines == [f"{RUNS} (K=3, chunk norm); forced, not timed"]
@@ -124,18 +124,18 @@ def test_engine_core_in_a_process_of_its_own(engine: Engine) -> None:
 
 
 def test_weight_updates_take_effect(engine: Engine) -> None:
-    """Each update that breaks the drafter is followed by the one that mends it: no weight is served from a copy. They
-    are negative controls too: acceptance depends on what the projection gives."""
+    """Each update that breaks the drafter is followed by one that repairs it, so no weight comes from a stale copy. The
+    updates are negative controls too: acceptance depends on the projection's output."""
     negated_gains = {f"fc_norm.{k}.weight": (-1.0, 0) for k in range(3)}
     updates = [negated_gains, {"fc.weight": (-1.0, 0)}, {"fc.weight": (1.0, 5)}, {"fc.weight": (1.0, -5)}]
     run = engine.run(request_of(engine, 3, "chunk", updates=updates))
     assert [result["tokens"] for result in run.results] == [EXPECTED] * 5
-    # A negated hidden state is right about one token: silu lets a trace of it through to the next column.
+    # With a negated hidden state one draft token is still right: silu lets a trace of it through to the next column.
     assert [result["accepted_length"] for result in run.results] == [BEST, 2.0, BEST, WORST, BEST]
 
 
 def test_packed_fc_stays_with_the_engine_behind_the_norms(engine: Engine) -> None:
-    """Where the fused kernel would not pay, vLLM packs fc, and the norms and their cat run on norm_concat."""
+    """Where the fused kernel would be slower, vLLM packs fc, and the norms and their cat run on norm_concat."""
     run = engine.run(request_of(engine, 3, "chunk"), EAGLE_KERNELS_CPU_ISA="scalar")
     assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
     assert run.lines == [
@@ -158,7 +158,7 @@ FIGURES = r"T=1 \S+ ms \(vLLM \S+\), T=4 .*, T=16 .*, T=64 .*, T=256 .*, T=\d+ \
 
 @pytest.mark.parametrize(("norm", "tp"), [("chunk", 1), ("concat", 2)])
 def test_a_stage_is_timed_when_it_is_loaded(engine: Engine, norm: str, tp: int) -> None:
-    """What is decided depends on the machine; that all ranks decide alike, and the tokens, do not."""
+    """The decision depends on the machine; that all ranks make the same one, and the tokens, do not."""
     run = engine.run(request_of(engine, 3, norm, tp=tp), EAGLE_KERNELS_VLLM="1")
     assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
     (line,) = run.lines
@@ -291,7 +291,7 @@ def test_a_changed_target_is_named_and_left_alone(engine: Engine) -> None:
 
 def test_chunk_count_of_the_top_level_layer_ids(engine: Engine) -> None:
     """vllm#54526: a Llama drafter's fc is sized for 3 chunks where only the top-level layer ids say 4, as the
-    speculators format writes them, and the engine dies loading it. With the plugin the drafter has 4."""
+    speculators format writes them, and the engine dies loading it. With the plugin it is sized for 4."""
     folder: Path = engine.folder / "drafter-ids-only"
     drafter = write_drafter(folder, 4, "chunk", num_aux_hidden_states=None)
     request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
@@ -315,7 +315,7 @@ def test_embedding_shards(engine: Engine, compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_deepseek_mtp(engine: Engine, compiled: bool) -> None:
-    """Off first: a compiled graph that was cached without the plugin is not run with it."""
+    """Off first: a compiled graph that was cached without the plugin must not run with it."""
     target = write_deepseek(engine.folder / "deepseek")
     request = {"target": target, "method": "mtp", "load_format": "dummy", "num_speculative_tokens": 1}
     off = engine.run(request | {"compiled": compiled}, EAGLE_KERNELS_VLLM="0")
@@ -350,7 +350,7 @@ def test_a_quantized_eh_proj_without_the_plugin(engine: Engine) -> None:
 
 
 def test_an_fc_that_vllm_holds_as_fp8(engine: Engine) -> None:
-    """The op multiplies vLLM's own codes."""
+    """The op reads vLLM's own codes."""
     folder = engine.folder / "drafter-held-fp8"
     drafter = write_drafter(folder, 3, "chunk", "compressed-row", quantization_config=fp8_config("fc"))
     run = engine.run({"target": write_target(engine.folder / "target"), "drafter": drafter})

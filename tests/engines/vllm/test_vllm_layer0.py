@@ -1,4 +1,4 @@
-"""Layer 0 of EAGLE-3 drafters in the real vLLM, whose drafts are right where that layer is (`layer0_drafter`)."""
+"""Layer 0 of EAGLE-3 drafters in the real vLLM: their drafts are right only where that layer is (`layer0_drafter`)."""
 
 import re
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def request_of(engine: Engine, norm_before_residual: bool = False, **more: objec
 
 
 def run_without_and_with(engine: Engine, request: dict, layer: str) -> Run:
-    """The second run. Off first: a graph that was cached without the part is not run with it."""
+    """The run with it, after one without: a graph that was cached without the part must not run with it."""
     off = engine.run(request, EAGLE_KERNELS_VLLM_LAYER0="0")
     on = engine.run(request, **ON)
     assert on.tokens == off.tokens == EXPECTED
@@ -59,19 +59,19 @@ def test_same_tokens_with_and_without(engine: Engine, norm_before_residual: bool
     request = request_of(engine, norm_before_residual, tp=tp, compiled=compiled)
     on = run_without_and_with(engine, request, LAYER)
     assert len(on.calls) == tp
-    # A step drafts three tokens.
+    # Each step drafts three tokens.
     assert all(set(calls) == {"norm_concat_linear"} and calls["norm_concat_linear"] >= 15 for calls in on.calls)
 
 
 def test_of_a_gpt_oss_target(engine: Engine) -> None:
-    """Its drafter is a Llama's. The first capture is behind a layer with sinks and a sliding window."""
+    """Its drafter is a Llama's. The first capture comes after a layer with sinks and a sliding window."""
     request = request_of(engine) | {"target": write_gpt_oss_target(engine.folder / "gpt-oss")}
     on = run_without_and_with(engine, request, LAYER)
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
 def test_of_a_qwen3_drafter(engine: Engine) -> None:
-    """Its layer is a class of its own, whose attention norms queries and keys."""
+    """Its layer has a class of its own, whose attention norms queries and keys."""
     architecture = "Eagle3Qwen3ForCausalLM"
     drafter = write_layer0_drafter(engine.folder / "qwen3", norm_before_residual=True, architecture=architecture)
     request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
@@ -80,7 +80,7 @@ def test_of_a_qwen3_drafter(engine: Engine) -> None:
 
 
 def latent_request_of(engine: Engine, norm_before_residual: bool, **more: object) -> dict:
-    """vLLM's CPU has no block size for a target without latent attention and a drafter with it."""
+    """On a CPU vLLM has no block size that fits a target without latent attention and a drafter with it."""
     folder = engine.folder / f"latent-{norm_before_residual}"
     drafter = write_latent_drafter(folder, norm_before_residual=norm_before_residual)
     target = write_counting_deepseek(engine.folder / "deepseek", None, layers=3)
@@ -89,14 +89,14 @@ def latent_request_of(engine: Engine, norm_before_residual: bool, **more: object
 
 @FORMS
 def test_with_latent_attention(engine: Engine, norm_before_residual: bool, tp: int, compiled: bool) -> None:
-    """Every rank has the whole projection, which no head owns."""
+    """Every rank has the whole projection: its rows belong to no head."""
     request = latent_request_of(engine, norm_before_residual, tp=tp, compiled=compiled)
     on = run_without_and_with(engine, request, "DeepseekV2Eagle3DecoderLayer.fused_qkv_a_proj")
     assert [calls["norm_concat_linear"] >= 15 for calls in on.calls] == [True] * tp
 
 
 def test_weight_updates_take_effect(engine: Engine) -> None:
-    """No gain and no weight is served from a copy: each update that breaks the layer is followed by its mending."""
+    """No gain comes from a stale copy: each update that breaks the layer is followed by one that repairs it."""
     layer = "layers.0."
     names = (f"{layer}hidden_norm.weight", f"{layer}input_layernorm.weight")
     updates = [{name: (-1.0, 0)} for name in names for _ in range(2)]

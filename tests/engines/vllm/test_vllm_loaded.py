@@ -1,6 +1,6 @@
 """The plugin on drafters that vLLM's own loader has loaded from a checkpoint: registry, construction, weights, their
-layout, and vLLM's methods on what came out. No engine runs, so that vLLM 0.33 does this without a GPU too, whose wheel
-has no kernels for CPU (`make test-vllm`)."""
+layout, and vLLM's methods on the result. No engine runs, so these also work without a GPU in vLLM 0.33, whose wheel has
+no kernels for CPUs (`make test-vllm`)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +61,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """The plugin's lines: vLLM sets up its loggers anew while it loads."""
+    """The plugin's log lines, recorded here because vLLM sets its loggers up anew while it loads."""
     eligibility.clear_logged()
     decision.clear()
     lines: list[str] = []
@@ -92,7 +92,7 @@ def load(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         )
         config = arguments.create_engine_config()
         plugin.register()
-        # As vLLM's CPU worker has it: on CPU torch knows no accelerator to empty the cache of.
+        # As in vLLM's CPU worker: on a CPU torch has no accelerator whose cache it could empty.
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
         with set_current_vllm_config(config):
             return get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
@@ -123,7 +123,7 @@ def test_a_loaded_drafter(load: Callable, log: Callable, tmp_path: Path, norm: s
         assert runs in line and "forced" in line
     else:
         assert (runs in line or "is not faster" in line) and "T=1 " in line
-    # In the layer is the dense weight where the op reads it at all row counts, else what vLLM makes of it.
+    # The layer keeps the dense weight where the op reads it at all row counts, else vLLM's own layout.
     fc = drafter.model.fc
     whole = stage is not None and stage.projection.has_norm and stage.projection.fc_unsupported is None
     assert cpu_packing.is_kept_dense(fc) <= whole and (fc.weight.numel() > 0 or not whole)
@@ -151,7 +151,7 @@ def test_layer_0_with_latent_attention(
 
 
 def test_layer_0_with_a_bias(load: Callable, log: Callable, tmp_path: Path) -> None:
-    """gpt-oss's: vLLM packs it in place, so that it cannot stay dense on a CPU."""
+    """Like gpt-oss's. Packing changes a bias in place, so on a CPU both layouts cannot exist side by side."""
     written = write_layer0_drafter(tmp_path, norm_before_residual=False, attention_bias=True)
     layer = load("force", written, layer0="1").model.layers[0]
     because = "its weight is packed for the engine's own CPU product"
@@ -165,9 +165,9 @@ def test_layer_0_with_a_bias(load: Callable, log: Callable, tmp_path: Path) -> N
 def runs_as_vllms_own(
     layer: nn.Module, projection: str, norm_before_residual: bool, log: Callable, quantized: Tensor | None = None
 ) -> None:
-    """vLLM's forward of the layer up to what its attention splits, and the residual that it adds to.
+    """Compares vLLM's forward of the layer, up to the tensor that its attention splits, and its residual with float64.
 
-    quantized: the numbers that the layer's codes stand for.
+    quantized: the layer's dequantized weight.
     """
     linear, norms = getattr(layer.self_attn, projection), (layer.input_layernorm, layer.hidden_norm)
     assert isinstance(linear, normed_linear.NormedLinear)
@@ -192,7 +192,7 @@ def runs_as_vllms_own(
 
 
 def test_the_logits_of_a_loaded_drafter_are_vllms(load: Callable, tmp_path: Path) -> None:
-    """Its LogitsProcessor and lm_head, behind states that went through the op."""
+    """Its LogitsProcessor and lm_head, after states that went through the op."""
     drafter = load("force", write_drafter(tmp_path, K, "chunk"))
     hidden = drafter.combine_hidden_states(torch.randn(T, K * H).bfloat16())
     with torch.inference_mode():
@@ -201,7 +201,7 @@ def test_the_logits_of_a_loaded_drafter_are_vllms(load: Callable, tmp_path: Path
 
 
 def test_a_loaded_mtp_layer(load: Callable, log: Callable, tmp_path: Path) -> None:
-    """vLLM's forward around the stage, up to the decoder layer: its attention has no kernels here in 0.33."""
+    """vLLM's forward around the stage, up to the decoder layer, whose attention has no kernels here in 0.33."""
     predictor = load("force", None, write_deepseek(tmp_path), load_format="dummy")
     (layer,) = predictor.model.layers.values()
     assert isinstance(layer.eh_proj, normed_linear.NormedLinear)
@@ -224,7 +224,7 @@ def test_a_loaded_mtp_layer(load: Callable, log: Callable, tmp_path: Path) -> No
 def test_a_quantized_projection_is_loaded_with_its_scale(
     load: Callable, log: Callable, tmp_path: Path, layout: str
 ) -> None:
-    """fc of which the config says nothing, and eh_proj, which is a plain nn.Linear."""
+    """fc, which the config does not mention, and eh_proj, which is a plain nn.Linear."""
     dense = load("force", write_drafter(tmp_path / "dense", K, "none"))
     drafter = load("force", write_drafter(tmp_path / "quantized", K, "none", layout))
     hidden = torch.randn(T, K * H).bfloat16()
@@ -242,7 +242,7 @@ def test_a_quantized_projection_is_loaded_with_its_scale(
 @pytest.mark.parametrize("switch", ["force", "1"])
 @pytest.mark.parametrize("norm", ["chunk", "none"])
 def test_an_fc_that_vllm_holds_as_fp8(load: Callable, log: Callable, tmp_path: Path, switch: str, norm: str) -> None:
-    """The op reads vLLM's codes, and keeps the 16 bits of activations that vLLM rounds to FP8."""
+    """The op reads vLLM's codes, and keeps activations in 16 bits, which vLLM rounds to FP8."""
     quantization = {"quantization_config": fp8_config("fc")}
     drafter = load(switch, write_drafter(tmp_path, K, norm, "compressed-row", **quantization))
     fc, stage = drafter.model.fc, drafter.eagle_kernels_stage()
@@ -271,7 +271,7 @@ def test_layer_0_that_vllm_holds_as_fp8(load: Callable, log: Callable, tmp_path:
     linear.weight.copy_(torch.randn(linear.weight.shape))
     linear.weight_scale.copy_(0.5 + torch.rand(linear.weight_scale.shape))
     x = torch.randn(T, 2 * H).bfloat16()
-    with torch.inference_mode():  # as vLLM compiles the drafter; an address that is compared would break the graph
+    with torch.inference_mode():  # as vLLM compiles the drafter; comparing addresses would break the graph
         assert torch.equal(torch.compile(linear, fullgraph=True, backend="eager")(x)[0], linear(x)[0])
     runs_as_vllms_own(layer, "qkv_proj", True, log, linear.weight.double().t() * linear.weight_scale.double())
 

@@ -1,4 +1,4 @@
-"""The plugin on vLLM's own classes, one at a time: what an engine on CPU does not reach (the V2 runner's speculators,
+"""The plugin on vLLM's own classes, one at a time: what an engine on a CPU does not reach (the V2 runner's speculators,
 Step-3.5, all tensor-parallel ranks in one process)."""
 
 import importlib
@@ -48,7 +48,7 @@ T, K, H, D = 6, 3, 64, 48
 needs_033 = pytest.mark.skipif(
     importlib.util.find_spec("vllm.models.muse_spark") is None, reason="Muse Spark and Beam are of vLLM 0.33"
 )
-STORES = hasattr(DFlashSpeculator, "_store_hidden_states")  # 0.32 has the same lines inside of propose
+STORES = hasattr(DFlashSpeculator, "_store_hidden_states")  # 0.32 has the same lines inside propose
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def stop(*args: object, **kwargs: object) -> None:
 
 
 GEMMA = ("Step3p5", "Qwen", "MiniMaxM3")
-# What vLLM builds its projection of, and whether a bias comes beside the result; torch's nn.Linear of the others.
+# The class of vLLM's projection, and whether it returns (result, bias); for all others it is torch's nn.Linear.
 LINEARS: dict[str, tuple[type, bool]] = {
     "MiMoV2": (ReplicatedLinear, True),
     "LongCat": (ReplicatedLinear, True),
@@ -104,13 +104,13 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """As vLLM's kernels have it: fp32 throughout, the gain too."""
+    """As vLLM's kernels compute it: in fp32 throughout, gain included."""
     return F.rms_norm(x.float(), x.shape[-1:], gain.float(), eps)
 
 
 def eh_norm(positions: Tensor, embeds: Tensor, hidden: Tensor, enorm: Tensor, hnorm: Tensor, eps: float) -> Tensor:
     """vLLM 0.33 models/deepseek_v32/common/kernels.py:1149-1163, models/glm5next/nvidia/ops/fused_eh_norm.py:35-49,
-    models/kimi_k3/common/mtp.py:33-55: one rounding, when it is stored."""
+    models/kimi_k3/common/mtp.py:33-55: one rounding, at the store."""
     embeds = torch.where((positions == 0)[:, None], 0.0, embeds.float())
     return torch.cat([rms(embeds, enorm, eps), rms(hidden, hnorm, eps)], -1).to(hidden.dtype)
 
@@ -131,7 +131,7 @@ def dual_norm(
     embed_table: Tensor | None = None,
     pre_norm_weight: Tensor | None = None,
 ) -> Tensor:
-    """vLLM 0.33 models/inkling/nvidia/ops/norm.py:292-314: what the first norm of the embedding makes is rounded."""
+    """vLLM 0.33 models/inkling/nvidia/ops/norm.py:292-314: the embedding is rounded after its first norm."""
     embeds = embed_rmsnorm(input_ids, embed_table, pre_norm_weight, eps) if embeds is None else embeds
     return torch.cat([rms(hidden, hidden_norm, eps), rms(embeds, embed_norm, eps)], -1).to(hidden.dtype)
 
@@ -167,7 +167,7 @@ KERNELS: dict[str, Callable] = {
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of vLLM's that no CPU runs, as their formulas, and which of them ran."""
+    """Replaces vLLM's GPU kernels with their formulas; returns the names of those that ran."""
     ran: list[str] = []
 
     def counted(name: str) -> Callable:
@@ -191,26 +191,26 @@ LAYERS = [row for row in mtp.LAYERS if VERSION in str(row.forward.bodies)]
 
 
 def mtp_layer(row: mtp.Layer) -> nn.Module:
-    """The norms and the projections of a class of vLLM's, with random weights."""
+    """A layer of one of vLLM's classes with its norms and projections, and random weights."""
     layer_class = resolve(row.where)[2]
     norm = resolve(row.norm[0])[2] if row.norm[0] else RMSNorm
     norm = GemmaRMSNorm if norm is RMSNorm and layer_class.__name__.startswith(GEMMA) else norm
     layer = layer_class.__new__(layer_class)
     nn.Module.__init__(layer)
     owners = [nn.Module(), nn.Module()] if row.within else [layer]
-    # Kernels of two norms take the first one's.
+    # Kernels that fuse two norms take the eps of the first.
     eps = (1e-2, 1e-2) if row.fused_norms is not None else (1e-6, 1e-2)
     for owner, (names, projection) in itertools.product(owners, ((row.norms, row.projection), *row.more)):
         for name, each in zip(names, eps, strict=False):
             owner.add_module(name, norm(H, each))
         owner.add_module(projection, linear_of(layer_class.__name__, len(names) * H, H))
-    if row.within:  # of Inkling
+    if row.within:  # Inkling
         owners[1].forward = lambda combined, positions: owners[1].input_proj(combined)
         layer.add_module(row.within, nn.ModuleDict(zip("01", owners, strict=True)))
         layer.num_mtp_layers, layer.backbone_embed_norm, layer.chain_norm = 2, norm(H, 1e-2), None
-    layer.has_start_projections = True  # of Nemotron-H
-    layer.hc_count, layer.hidden_size = 1, H  # of Qwen4-Exp
-    layer.hc_mult, layer._eh_plan, layer.fp32_residual_connection = S, None, True  # of V4, V3.2 and Step-5
+    layer.has_start_projections = True  # for Nemotron-H
+    layer.hc_count, layer.hidden_size = 1, H  # for Qwen4-Exp
+    layer.hc_mult, layer._eh_plan, layer.fp32_residual_connection = S, None, True  # for V4, V3.2 and Step-5
     layer.mtp_block = types.SimpleNamespace(use_sequence_parallel=False)
     layer.__dict__["config"] = types.SimpleNamespace(hidden_size=H)
     for parameter in layer.parameters():
@@ -223,12 +223,12 @@ def mtp_layer(row: mtp.Layer) -> nn.Module:
 
 
 def owner_of(layer: nn.Module, row: mtp.Layer) -> nn.Module:
-    """Of Inkling the second depth."""
+    """The module that has the row's norms and projection: for Inkling the second depth."""
     return getattr(layer, row.within)["1"] if row.within else layer
 
 
 def projected(layer: nn.Module, linear: nn.Module, embeds: Tensor, hidden: Tensor, **more: object) -> Tensor:
-    """What vLLM's forward hands to what is behind the projection."""
+    """The output of the projection in vLLM's forward."""
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
@@ -237,7 +237,7 @@ def projected(layer: nn.Module, linear: nn.Module, embeds: Tensor, hidden: Tenso
 
     hook = linear.register_forward_hook(keep)
     layer.do_not_compile = True
-    layer.embed_input_ids = layer.__dict__.get("embed_input_ids", lambda ids: embeds)  # of the EAGLE-1 models
+    layer.embed_input_ids = layer.__dict__.get("embed_input_ids", lambda ids: embeds)  # for the EAGLE-1 models
     layer.__dict__.setdefault("embed_tokens", lambda ids: embeds)
     arguments = {"inputs_embeds": embeds.clone(), "positions": torch.arange(T), "input_ids": None}
     arguments |= {
@@ -253,7 +253,7 @@ def projected(layer: nn.Module, linear: nn.Module, embeds: Tensor, hidden: Tenso
     return seen[0]
 
 
-# The targets whose forward makes the embedding zero at position 0, and those that have the hidden state first.
+# The models whose forward zeroes the embedding at position 0, and those whose hidden state comes first.
 MASKS = {"DeepSeekMTPModel", "OpenPanguMTPModel", "Glm4MoeMTPModel", "Glm4MoeLiteMTPModel", "GlmOcrMTPModel"}
 MASKS |= {"HYV3MTPModel", "MiMoMTPModel", "ErnieMTPModel", "BailingMoeV25MTPModel", "DeepseekV32MTPModel"}
 MASKS |= {"Glm5NextMTPModel", "Dots3NoteMTPModel", "KimiK3MTPModel", "MiniMaxM3MTP", "DeepSeekV4MTPModel"}
@@ -276,7 +276,7 @@ def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, called: list[str], row
     one_rank(monkeypatch)
     layer = mtp_layer(row)
     owner = owner_of(layer, row)
-    # Rows of a wider buffer.
+    # The hidden states are rows of a wider buffer.
     embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, H + 8).bfloat16()[:, :H]
     linear, norms = getattr(owner, row.projection), [getattr(owner, name) for name in row.norms]
     before, names = projected(layer, linear, embeds, hidden), list(layer.state_dict())
@@ -296,7 +296,7 @@ def test_mtp_input_stage(monkeypatch: pytest.MonkeyPatch, called: list[str], row
 
 @pytest.mark.parametrize("name", ["DeepseekV32MTPModel", "Dots3NoteMTPModel"])
 def test_an_mtp_stage_that_gathers_its_embedding(monkeypatch: pytest.MonkeyPatch, called: list[str], name: str) -> None:
-    """Of a table that each rank has whole vLLM's kernel reads the rows, and so does the op."""
+    """Where each rank has the whole table, vLLM's kernel gathers the rows itself, and so does the op."""
     one_rank(monkeypatch)
     forced(monkeypatch)
     (row,) = [row for row in LAYERS if name in row.architectures]
@@ -318,7 +318,7 @@ def test_an_mtp_stage_that_gathers_its_embedding(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("backbone", [False, True], ids=["raw", "normed-twice"])
 def test_inkling_gathers_its_embedding(monkeypatch: pytest.MonkeyPatch, called: list[str], backbone: bool) -> None:
-    """The target's norm of the embedding is rounded, as vLLM's kernel rounds it."""
+    """The output of the target's embedding norm is rounded, as in vLLM's kernel."""
     one_rank(monkeypatch)
     forced(monkeypatch)
     (row,) = [row for row in LAYERS if row.within]
@@ -349,7 +349,7 @@ def v4_layer(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, mtp.Layer]:
 
 
 def test_the_mtp_stage_of_streams(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
-    """DeepSeek V4's: the norm of each stream and h_proj, that of the embedding and e_proj, and vLLM's sum."""
+    """DeepSeek V4's: each stream's norm and h_proj, the embedding's norm and e_proj, and vLLM's sum of the two."""
     layer, row = v4_layer(monkeypatch)
     embeds, hidden = torch.randn(T, H).bfloat16(), torch.randn(T, S * H).bfloat16()
 
@@ -370,7 +370,7 @@ def test_the_mtp_stage_of_streams(monkeypatch: pytest.MonkeyPatch, called: list[
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_no_sum_over_ranks_has_rows_of_several(monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool) -> None:
-    """V4 gives each rank some rows of both chunks in front of the projections, where its experts want them so."""
+    """V4 gives each rank some rows of both chunks before the projections, if its experts need them that way."""
     layer, row = v4_layer(monkeypatch)
     layer.mtp_block.use_sequence_parallel = sequence_parallel
     monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp", "row_parallel"}), True, ()))
@@ -382,7 +382,7 @@ def test_no_sum_over_ranks_has_rows_of_several(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_two_projections_of_streams_go_together(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
-    """vLLM's kernel norms for both."""
+    """One kernel of vLLM makes the norms of both."""
     layer, row = v4_layer(monkeypatch)
     layer.h_proj.weight.data = layer.h_proj.weight.data.t()
     packed: list[nn.Module] = []
@@ -397,7 +397,7 @@ def test_the_two_projections_of_streams_go_together(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["w", "1+w"])
 @pytest.mark.parametrize("fp32_residual", [False, True], ids=["bf16", "fp32"])
 def test_step_5(monkeypatch: pytest.MonkeyPatch, fp32_residual: bool, zero_centered: bool) -> None:
-    """Its norms' offset is a flag; the hidden state of fp32 is rounded first, as vLLM rounds it."""
+    """The offset of its norms is a flag; an fp32 hidden state is rounded first, as vLLM rounds it."""
     one_rank(monkeypatch)
     forced(monkeypatch)
     row = next((row for row in LAYERS if row.architectures == ("Step5MTP",)), None)
@@ -431,11 +431,11 @@ def test_an_op_that_fails_leaves_the_kernel_of_vllms(
     assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
     monkeypatch.setattr(EngineProjection, "__call__", stop)
     for linear, vllms in zip(linears, before, strict=True):
-        assert relative_rms(projected(layer, linear, embeds, hidden), vllms) < 0.01  # of bf16
+        assert relative_rms(projected(layer, linear, embeds, hidden), vllms) < 0.01  # bf16
 
 
 def test_what_vllm_does_between_the_kernel_and_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSeek V3.2's and GLM-5's."""
+    """In DeepSeek V3.2 and GLM-5."""
     one_rank(monkeypatch)
     forced(monkeypatch)
     (row,) = [row for row in LAYERS if "DeepseekV32MTPModel" in row.architectures]
@@ -455,7 +455,7 @@ def test_what_vllm_does_between_the_kernel_and_the_projection(monkeypatch: pytes
 
 
 def test_an_mtp_projection_that_ranks_share_stays_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM gathers its columns."""
+    """vLLM gathers the ranks' columns."""
     one_rank(monkeypatch)
     (row,) = [row for row in LAYERS if row.architectures == ("Qwen3NextMTP",)]
     layer = mtp_layer(row)
@@ -468,7 +468,7 @@ def test_an_mtp_projection_that_ranks_share_stays_with_vllm(monkeypatch: pytest.
 
 @pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.VLLM_COMPILE])
 def test_a_model_is_compiled_where_vllm_compiles_a_class_of_it(mode: CompilationMode) -> None:
-    """The engine's mode does not say it: GLM-4's MTP layers and twenty other families' run eagerly in any mode."""
+    """The engine's mode does not tell: the MTP layers of GLM-4 and twenty other families run eagerly in any mode."""
 
     class Eager(nn.Module):
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -495,7 +495,7 @@ def test_a_layer_of_nemotron_h_that_is_not_the_first_has_no_stage(monkeypatch: p
 
 
 def test_vllms_own_class_of_parameters_goes_straight_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `__torch_function__` sees nothing: questions about it took most of a call."""
+    """Its `__torch_function__` is never called: such calls took most of a projection's time."""
     one_rank(monkeypatch)
     fc = ReplicatedLinear(K * H, D, return_bias=False, disable_tp=True, params_dtype=torch.bfloat16, prefix="fc")
     norms = nn.ModuleList(RMSNorm(H) for _ in range(K)).bfloat16()
@@ -527,7 +527,7 @@ def test_vllms_own_class_of_parameters_goes_straight_to_the_kernels(monkeypatch:
     ],
 )
 def test_combine_hidden_states(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
-    """vLLM's own method of each class that is hooked, on the modules that it reads. DFlash's has no norm."""
+    """vLLM's own method of each hooked class, on the modules that it reads. DFlash's has no norm."""
     one_rank(monkeypatch)
     drafter_class = combine.hooked(resolve(target.where.rpartition(".")[0])[2])
     drafter = drafter_class.__new__(drafter_class)
@@ -583,7 +583,7 @@ def test_combine_hidden_states_of_dspark(monkeypatch: pytest.MonkeyPatch, method
     combine.cpu_packing.keep_dense(fc)
     fc.quant_method.process_weights_after_loading(fc)
     monkeypatch.setattr(combine, "_switches", EngineSwitches(frozenset({"combine", "zero_copy"}), True, ()))
-    hidden = (0.05 * torch.randn(T, K * H)).bfloat16()  # eps counts
+    hidden = (0.05 * torch.randn(T, K * H)).bfloat16()  # small, so that eps matters
     own = super(combine.FusedCombine, drafter).combine_hidden_states(hidden)
     exact = F.rms_norm(hidden.double() @ fc.weight.double().t(), (D,), norm.weight.double(), 1e-2)
     stage = drafter.eagle_kernels_stage()
@@ -593,7 +593,7 @@ def test_combine_hidden_states_of_dspark(monkeypatch: pytest.MonkeyPatch, method
     ours = drafter.combine_hidden_states(hidden)
     assert len(calls) == 1
     assert relative_rms(ours, exact) <= 1.05 * relative_rms(own, exact) < 0.02
-    # The speculator hands the captured layers over as they are.
+    # The speculator passes the captured layers as they are.
     out = torch.empty(T, D, dtype=torch.bfloat16)
     chunks = [chunk.contiguous() for chunk in hidden.chunk(K, -1)]
     assert drafter.eagle_kernels_projection().forward(chunks, out) is out
@@ -602,13 +602,13 @@ def test_combine_hidden_states_of_dspark(monkeypatch: pytest.MonkeyPatch, method
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """vLLM's, whose wheel for GPUs has none for CPU tensors: a row of a weight [L, d] for each of L blocks."""
+    """vLLM's, which its GPU wheel lacks for CPU tensors: one row of a weight [L, d] for each of L blocks."""
     gains = weight if weight.dim() == 1 else weight.view(len(weight), *[1] * (x.dim() - 2), -1)
     out.copy_(F.rms_norm(x.float(), x.shape[-1:], None, eps) * gains.float())
 
 
 class Rope(nn.Module):
-    """What vLLM's drafters read of their rotary embedding."""
+    """The part of a rotary embedding that vLLM's drafters read."""
 
     def __init__(self, head_size: int, rotated: int, is_neox_style: bool) -> None:
         super().__init__()
@@ -632,7 +632,7 @@ class Written:
 def rotary_embedding(
     positions: Tensor, query: Tensor, key: None, head_size: int, cos_sin: Tensor, is_neox: bool
 ) -> None:
-    """vLLM's on a CPU, whose wheel for GPUs has none: in place, on [N, n*d]."""
+    """vLLM's on a CPU, which its GPU wheel lacks: in place, on [N, n*d]."""
     heads = query.view(len(query), -1, head_size)
     turned, rest = heads.split((cos_sin.shape[1], head_size - cos_sin.shape[1]), -1)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)
@@ -643,7 +643,7 @@ def rotary_embedding(
 
 
 def dflash_model(model_class: type, has_bias: bool, rotated: int, is_neox: bool) -> qwen3_dflash.DFlashQwen3Model:
-    """Three layers of two heads of K and V of 16 columns, as vLLM stacks them."""
+    """Three layers with two heads of 16 columns for K and V, stacked as in vLLM."""
     L, n, d = 3, 2, 16
     model = model_class.__new__(model_class)
     nn.Module.__init__(model)
@@ -691,9 +691,9 @@ GEMMA_DSPARK = gemma4_dspark.Gemma4DSparkModel
 def test_the_context_of_dflash(
     monkeypatch: pytest.MonkeyPatch, model_class: type, has_bias: bool, rotated: int, is_neox: bool, one_gain: bool
 ) -> None:
-    """vLLM's own method beside ours, on its own buffers: no further from float64, K's norm, rotation and all.
+    """Ours next to vLLM's own method, on vLLM's buffers: no further from float64, K's norm and rotation included.
 
-    one_gain: vLLM's norm of a CPU, which takes the first gain for all layers (vllm#56431).
+    one_gain: with vLLM's CPU norm, which applies the first gain to all layers (vllm#56431).
     """
 
     def of_first_gain(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -739,7 +739,7 @@ def test_the_context_of_dflash(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_projection_of_gemma_4_alone(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
-    """What a GPU runs: V is K behind a norm without a gain."""
+    """The part that a GPU runs: V is K after a norm without a gain."""
     monkeypatch.setattr(qwen3_dflash.ops, "rms_norm", rms_norm)
     model = dflash_model(GEMMA_DSPARK, has_bias, 16, True)
     states, (L, n, d) = torch.randn(T, H).bfloat16(), (3, 2, 16)
@@ -754,7 +754,7 @@ def test_the_projection_of_gemma_4_alone(monkeypatch: pytest.MonkeyPatch, has_bi
 @needs_033
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_the_context_of_muse_spark(monkeypatch: pytest.MonkeyPatch, zero_centered: bool) -> None:
-    """hidden_norm, each layer's norm and K and V; behind them vLLM's own norm, rotation and write."""
+    """hidden_norm, each layer's norm, K and V; after them vLLM's own norm, rotation and write."""
     module = importlib.import_module(context.MUSE_PROJECT.module)
     monkeypatch.setattr(module.MuseSpark1xRMSNorm, "supports_fused_kernel", lambda self, x: False)
     model, (L, n, d) = module.MuseSparkDSparkModel.__new__(module.MuseSparkDSparkModel), (3, 2, 16)
@@ -809,7 +809,7 @@ def test_muse_spark_with_a_norm_that_the_op_does_not_have_stays_with_vllm(monkey
 @needs_033
 @pytest.mark.parametrize("slots", [None, torch.arange(T), [torch.arange(T)] * 3], ids=["profiling", "one", "each"])
 def test_the_context_of_beam(monkeypatch: pytest.MonkeyPatch, slots: Tensor | list | None) -> None:
-    """What vLLM's own kernel is given, which norms, rotates and writes."""
+    """The input of vLLM's own kernel, which norms, rotates and writes."""
     module = importlib.import_module(context.BEAM_STORE.module)
     monkeypatch.setattr(module.ops, "rms_norm", rms_norm)
     model, (L, n, d) = module.DFlash2BeamModel.__new__(module.DFlash2BeamModel), (3, 2, 16)
@@ -856,7 +856,7 @@ def drafter() -> types.SimpleNamespace:
 
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real classes with the zero-copy route, and as they were afterwards."""
+    """Installs the zero-copy route in the real classes, and restores them afterwards."""
     monkeypatch.setattr(EagleSpeculator, "propose", EagleSpeculator.propose)
     if STORES:
         monkeypatch.setattr(DFlashSpeculator, "_store_hidden_states", DFlashSpeculator._store_hidden_states)
@@ -866,7 +866,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def propose(drafter: types.SimpleNamespace, aux: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """vLLM's propose up to the dispatch of the drafter's graph, which reads the buffer that is returned here."""
+    """Runs vLLM's propose up to the dispatch of the drafter's graph; returns the buffer that the graph reads."""
 
     monkeypatch.setattr(v2, "prepare_prefill_inputs", lambda *args: None)
     monkeypatch.setattr(v2, "dispatch_cg_and_sync_dp", stop)
@@ -882,7 +882,7 @@ def propose(drafter: types.SimpleNamespace, aux: list[Tensor], monkeypatch: pyte
         dp_size=1,
         dp_rank=0,
     )
-    # 0.32 keeps the length itself, 0.33 reads it of the config each time.
+    # 0.32 stores the length, 0.33 reads it from the config each time.
     if isinstance(getattr(EagleSpeculator, "max_model_len", None), property):
         self.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(max_model_len=64))
     else:
@@ -935,7 +935,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ranks(tp: int, V: int, org: int) -> list[VocabParallelEmbedding]:
-    """The layer of each rank, each with its part of the same table, before any all-reduce."""
+    """The layer of each rank, with its part of one table, without the all-reduce."""
     table = torch.randn(org, H, generator=torch.Generator().manual_seed(3))
     layers = []
     for rank in range(tp):
@@ -953,7 +953,7 @@ def ranks(tp: int, V: int, org: int) -> list[VocabParallelEmbedding]:
 def test_embedding_shards_are_bit_equal(
     tp: int, V: int, org: int, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    """vLLM's own vocabulary tests are not in its wheel; this covers what they do (indices, masks, 4 sizes of group)."""
+    """vLLM's own vocabulary tests are not in its wheel; this covers what they test (indices, masks, 4 group sizes)."""
     own = ranks(tp, V, org)
     request.getfixturevalue("registered")
     ours = ranks(tp, V, org)
@@ -978,7 +978,7 @@ def test_lm_heads_are_no_embeddings() -> None:
 
 @pytest.mark.parametrize("build", [ParallelLMHead, VocabParallelEmbedding])
 def test_codes_of_a_padded_vocabulary_become_numbers(build: type) -> None:
-    """vLLM gives both the sizes of a linear layer, padded to 128 rows here, of which the checkpoint has 100."""
+    """In vLLM both have the sizes of a linear layer, padded here to 128 rows; the checkpoint has 100."""
     group = types.SimpleNamespace(rank_in_group=0, world_size=1)
     layer = build(100, H, **({"disable_tp": True} if build is ParallelLMHead else {"parallel_group": group}))
     model = nn.ModuleDict({"lm_head": layer})
@@ -997,5 +997,5 @@ def test_a_class_that_another_plugin_registered_stays(
     monkeypatch.setattr(embedding.LOGGER.parent, "propagate", True)
     embedding.register()
     assert custom_op.op_registry_oot == {embedding.NAME: theirs}
-    (message,) = {record.getMessage() for record in caplog.records}  # vLLM's loggers pass a record on twice
+    (message,) = {record.getMessage() for record in caplog.records}  # vLLM's loggers propagate a record twice
     assert "VocabParallelEmbedding stays with another_plugin.VocabParallelEmbedding" in message

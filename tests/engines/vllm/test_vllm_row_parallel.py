@@ -29,7 +29,7 @@ def test_ranks_draft_as_one(engine: Engine, K: int, norm: str, tp: int) -> None:
 
 
 def test_mtp_ranks_draft_as_one(engine: Engine) -> None:
-    """With the ranks' own drafts as the measure: dummy weights accept few, and differ by shard."""
+    """Compared with vLLM's own ranks: with dummy weights few drafts are accepted, and the weights differ by shard."""
     request = {"target": write_deepseek(engine.folder / "deepseek"), "method": "mtp", "load_format": "dummy", "tp": 2}
     request["num_speculative_tokens"] = 1
     off = engine.run(request, EAGLE_KERNELS_VLLM="0")

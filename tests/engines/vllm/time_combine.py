@@ -1,9 +1,10 @@
 """Times a drafter's combine_hidden_states in vLLM on CPU, with the plugin and without: `make bench-vllm`.
 
-vLLM's own method on vLLM's own modules, its weight packed as vLLM packs it, and a drafter of the plugin, which decides
-at load what runs (`engines/decision.py`). They take turns, and 256 MB are read before each call, as an engine reads its
-target's weights there: no call finds its own in a cache. Where the plugin left the weight packed both read the same:
-two copies of 100 MB were up to 13 % apart by where they lie. `product` is vLLM's product alone, without norms and cat.
+Compares vLLM's own method on vLLM's own modules, its weight packed as vLLM packs it, with a drafter of the plugin,
+which decides at load what runs (`engines/decision.py`). They take turns, and 256 MB are read before each call, as an
+engine reads its target's weights there, so that no call finds its weight in a cache. Where the plugin left the weight
+packed both read the same copy: two copies of 100 MB differed by up to 13 % by their addresses. `product` is vLLM's
+product alone, without norms and cat.
 
 `python time_combine.py bench/results` runs a process per number of threads; `--threads 2` prints the records of one.
 """
@@ -24,7 +25,7 @@ from types import SimpleNamespace
 
 K, DTYPE = 3, "bf16"
 NORMS, WIDTHS, ROWS, THREADS = ("chunk", "concat", "none"), (128, 2048, 4096), (1, 4, 16, 512), (1, 2)
-# Of a row of the table: 72 of them take 6 minutes.
+# For one row of the table; all 72 take 6 minutes.
 SECONDS, MIN_ROUNDS, MAX_ROUNDS = 4.0, 15, 300
 
 
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def output_of(threads: int) -> str:
-    """OpenMP reads the number of threads once, and so does vLLM's library."""
+    """In a process of its own: OpenMP and vLLM's library read the number of threads only once."""
     command = [sys.executable, os.fspath(Path(__file__)), "--threads", str(threads)]
     variables = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
     done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True)
@@ -91,7 +92,7 @@ def rows_of(norm: str, H: int) -> Iterator[dict]:
         calls = {"off": off.combine_hidden_states, "on": on.combine_hidden_states, "product": off.model.fc}
         torch.testing.assert_close(calls["on"](x), calls["off"](x), rtol=0.05, atol=0.1)
         times: dict[str, list[float]] = {name: [] for name in calls}
-        names = list(calls)  # in any order: behind the same one always, one may be 20 us of 100 slower
+        names = list(calls)  # shuffled: always after the same one, one may take 20 us more of 100
         start = time.perf_counter()
         while len(times["on"]) < MIN_ROUNDS or (
             len(times["on"]) < MAX_ROUNDS and time.perf_counter() - start < SECONDS
@@ -108,7 +109,7 @@ def rows_of(norm: str, H: int) -> Iterator[dict]:
 
 
 def drafter_class(norm: str, H: int) -> type:
-    """vLLM's method on what it reads of a drafter's model, without the model's layers."""
+    """vLLM's method on the modules that it reads in a drafter's model, without the model's layers."""
     import torch
     from torch import nn
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -133,7 +134,7 @@ def drafter_class(norm: str, H: int) -> type:
 
 
 def loaded(drafter_class: type) -> object:
-    """What vLLM's loader does behind the weights."""
+    """What vLLM's loader does after it has loaded the weights."""
     hf_config = SimpleNamespace(num_aux_hidden_states=K)
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config)),
@@ -147,7 +148,7 @@ def loaded(drafter_class: type) -> object:
 
 
 def vllms_own(drafter: object) -> SimpleNamespace:
-    """vLLM's method on the modules of a drafter that the plugin left as vLLM has them."""
+    """vLLM's method on a drafter's modules, which the plugin left in vLLM's layout."""
     method = type(drafter).__mro__[2].combine_hidden_states
     return SimpleNamespace(model=drafter.model, combine_hidden_states=functools.partial(method, drafter))
 

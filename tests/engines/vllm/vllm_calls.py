@@ -1,7 +1,7 @@
 """A vLLM plugin for tests: every call of an op of eagle_kernels appends a line to $EAGLE_KERNELS_CALLS/<pid>.
 
-It counts the compiled primitives, below torch.compile and in every process: a call that Dynamo traces runs the
-registered op, another one goes straight to its primitive, and both end there.
+It counts calls of the compiled primitives, below torch.compile and in every process: a call that Dynamo traces runs the
+registered op, any other goes straight to the primitive, and both end in the primitive.
 """
 
 import os

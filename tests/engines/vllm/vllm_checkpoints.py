@@ -1,9 +1,9 @@
 """Checkpoints whose best result is known: a target that counts (token t is followed by t + 1 mod V) and an EAGLE-3
-drafter that counts along, if its projection gives it the hidden state it was captured.
+drafter that counts along if its projection recovers the captured hidden state.
 
 H = V and embeddings are one-hot, c = sqrt(H): every boundary of the target is c * e_t. Chunk k of the drafter's fc
 picks the columns congruent to k mod K and undoes the gains, so that every chunk is needed; its MLP turns c * e_t into
-c * e_{t+1}. With n draft tokens every one is accepted: n + 1 tokens a step, and 1 where the projection is wrong.
+c * e_{t+1}. All n draft tokens are accepted, n + 1 tokens a step; 1 if the projection is wrong.
 """
 
 import json
@@ -17,7 +17,7 @@ from engines import dflash_drafter, layer0_drafter
 from engines.layer0_drafter import Latent
 from engines.quantized_layers import tensors_of
 
-# These divide by 1, 2 and 3 ranks.
+# Divisible by 1, 2 and 3 ranks.
 V = H = 192
 LAYERS, HEADS, INTERMEDIATE = 3, 6, 192
 C = H**0.5
@@ -66,7 +66,7 @@ def _save(
     quantized: tuple[str, str | None] = ("", None),
     d2t: torch.Tensor | None = None,
 ) -> str:
-    """quantized: (a layer, how a quantizer writes it)."""
+    """quantized: (a layer, its layout in the checkpoint)."""
     layer, layout = quantized
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -132,8 +132,8 @@ def write_drafter(
     layers: int = LAYERS,
     **more: object,
 ) -> str:
-    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none". layout: of a quantized fc. draft_vocabulary: the
-    drafter names so many of the first tokens, the last one first, and d2t is their distance."""
+    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none". layout: of a quantized fc. draft_vocabulary: size
+    of the drafter's vocabulary, the first tokens in reverse order; d2t holds their distance from the target's."""
     torch.manual_seed(1)
     layer_ids = list(range(layers + 1))[-K:]
     tokens = _next(torch.eye(vocabulary, H))
@@ -173,7 +173,7 @@ def write_layer0_drafter(
     attention_bias: bool = False,
     **more: object,
 ) -> str:
-    """Its drafts are right where layer 0 is. attention_bias: of zeros. Qwen 3's queries and keys are normed."""
+    """Its drafts are right only where layer 0 is. attention_bias: of zeros. Qwen 3's queries and keys are normed."""
     K = 3
     weights = {"fc.weight": layer0_drafter.fc_weight(K, H, C), "lm_head.weight": _next(torch.eye(V))}
     weights |= layer0_drafter.layer0("midlayer.", H, HEADS, norm_before_residual)
@@ -188,7 +188,7 @@ def write_layer0_drafter(
 
 
 def write_latent_drafter(folder: Path, *, norm_before_residual: bool) -> str:
-    """The same with the attention of DeepSeek and Kimi."""
+    """The same with the latent attention of DeepSeek and Kimi."""
     K, config = 3, _deepseek_config()
     config |= {
         "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -208,7 +208,7 @@ def write_latent_drafter(folder: Path, *, norm_before_residual: bool) -> str:
 
 
 def write_dflash_drafter(folder: Path, one_gain: bool = False) -> str:
-    """Its drafts are right where K and V of its context are. Embedding and head are the target's."""
+    """Its drafts are right only where K and V of its context are. Embedding and head are the target's."""
     K = 3
     flash = {"target_layer_ids": list(range(K)), "mask_token_id": V - 1}
     config = _config("DFlashDraftModel", dflash_drafter.LAYERS, rope_theta=dflash_drafter.THETA, dflash_config=flash)
@@ -216,8 +216,8 @@ def write_dflash_drafter(folder: Path, one_gain: bool = False) -> str:
 
 
 def fp8_config(layer: str) -> dict:
-    """quantization_config of compressed-tensors for one layer, e4m3 with a scale for each row. On a CPU vLLM has no
-    kernel for one scale of a whole weight, nor for blocks without AMX."""
+    """quantization_config of compressed-tensors for one layer: e4m3 with a scale for each row. On a CPU vLLM has no
+    kernel for one scale per weight, nor, without AMX, for blocks."""
     e4m3 = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = e4m3 | {"strategy": "channel", "dynamic": False}
     activations = e4m3 | {"strategy": "token", "dynamic": True}
@@ -231,14 +231,14 @@ def fp8_config(layer: str) -> dict:
 
 
 def fc_weight(K: int, gains: torch.Tensor, norm: str) -> torch.Tensor:
-    """[H, K*H]: column c of the output from chunk c mod K, its gain undone."""
+    """[H, K*H]: takes column c of the output from chunk c mod K and undoes its gain."""
     gains = torch.ones(K, H) if norm == "none" else gains
     picks = [torch.diag((torch.arange(H) % K == k).float() / gains[k]) for k in range(K)]
     return torch.cat(picks, 1)
 
 
 def _deepseek_config(layers: int = 2) -> dict:
-    """Of a DeepSeek V3 with one MTP layer. 576 is the one head width that vLLM's MLA has on CPU."""
+    """Of a DeepSeek V3 with one MTP layer. 576 is the only head width of vLLM's MLA on a CPU."""
     config = _config("DeepseekV3ForCausalLM", layers) | {
         "model_type": "deepseek_v3",
         "num_nextn_predict_layers": 1,
@@ -264,15 +264,15 @@ def _deepseek_config(layers: int = 2) -> dict:
 
 
 def write_deepseek(folder: Path) -> str:
-    """Its weights are vLLM's dummies, the same in every run."""
+    """Its weights are vLLM's dummy weights, the same in every run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_deepseek_config(), indent=1))
     return str(folder)
 
 
 def write_counting_deepseek(folder: Path, layout: str | None, layers: int = 2) -> str:
-    """Target and MTP layer count. eh_proj moves the input token's c * e_t back to t - 1, and the MLP forward again by
-    adding a step of length c, which is nothing beside codes without their scale. layout: of a quantized eh_proj."""
+    """Target and MTP layer count. eh_proj moves the input token's c * e_t back to t - 1; the MLP moves it forward again
+    by adding a step of length c, negligible next to codes without their scale. layout: of a quantized eh_proj."""
     config = _deepseek_config(layers)
     heads, rank, rope = config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]

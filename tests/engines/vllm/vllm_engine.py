@@ -15,8 +15,8 @@ TOKENS = 20
 EXPECTED = [[(prompt[-1] + 1 + i) for i in range(TOKENS)] for prompt in PROMPTS]
 
 ENVIRONMENT = {
-    "EAGLE_KERNELS_VLLM": "force",  # a test of what an op gives wants it to run; tests of the decision say "1"
-    "EAGLE_KERNELS_VLLM_LAYER0": "0",  # on in its own tests: the drafters of the others ignore what it gives
+    "EAGLE_KERNELS_VLLM": "force",  # tests of an op's results need it to run; tests of the decision set "1"
+    "EAGLE_KERNELS_VLLM_LAYER0": "0",  # on in its own tests: other tests' drafters ignore its output
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -27,10 +27,10 @@ ENVIRONMENT = {
 
 @dataclass
 class Run:
-    """What one engine process tree did."""
+    """The results of one engine process tree."""
 
     results: list[dict]
-    calls: list[Counter]  # per process that called an op
+    calls: list[Counter]  # one per process that called an op
     log: str
     returncode: int = 0
 
@@ -54,7 +54,7 @@ class Engine:
     """Starts engines below one folder, which holds their checkpoints, plugins and compile cache."""
 
     folder: Path
-    plugins: dict[str, str] = field(default_factory=dict)  # module -> source, beside the one that counts calls
+    plugins: dict[str, str] = field(default_factory=dict)  # module -> source, besides the one that counts calls
 
     def run(self, request: dict, *, may_fail: bool = False, plugins: dict[str, str] | None = None, **env: str) -> Run:
         calls = self.folder / "calls"

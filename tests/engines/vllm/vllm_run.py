@@ -1,8 +1,8 @@
 """One engine from start to end in a process of its own: `python vllm_run.py request.json` prints one line of JSON.
 
-The request holds target, drafter, num_speculative_tokens, tp, compiled, prompts, max_tokens, `engine`, more arguments
-of LLM, `sampling`, those of SamplingParams, and `updates` of the drafter's weights: after each of them the prompts run
-again.
+The request has target, drafter, num_speculative_tokens, tp, compiled, prompts, max_tokens, `engine` (more arguments of
+LLM), `sampling` (arguments of SamplingParams) and `updates` of the drafter's weights; the prompts run again after each
+update.
 """
 
 import json
@@ -54,7 +54,7 @@ def drafts_and_accepted(llm: object) -> tuple[float, float]:
 
 def update_weights(worker: object, update: dict[str, tuple[float, int]]) -> None:
     """What a trainer does to a running drafter: new values through the model's own load_weights. Here each weight is
-    multiplied by a factor, and its rows move on by a number."""
+    multiplied by a factor, and its rows are rolled by a number."""
     import torch
 
     drafter = worker.model_runner.drafter.model

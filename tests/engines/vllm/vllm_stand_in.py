@@ -1,6 +1,6 @@
 """The part of vLLM that the plugin touches, in plain torch: names, signatures and arithmetic of vLLM 0.32 and 0.33.
 
-`modules()` defines everything anew, so that a test may break what it likes; `bodies` are those of the functions here.
+`modules()` defines everything anew, so that a test may change any of it; `bodies` hashes the functions here.
 """
 
 import types
@@ -33,7 +33,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class UnquantizedLinearMethod:
-    """On CPU vLLM packs a weight once it is loaded, here as its transpose, unless it is asked not to."""
+    """On a CPU vLLM packs a weight after loading, here as its transpose, unless asked not to."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.cpu_linear = F.linear
@@ -59,7 +59,7 @@ class ReplicatedLinear(nn.Module):
 
 
 class Loaded(nn.Module):
-    """A model, whose weights come from its checkpoint."""
+    """A model that loads its weights from a checkpoint."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         parameters, names = dict(self.named_parameters()), set()
@@ -131,7 +131,7 @@ def _laguna() -> type[nn.Module]:
 
 
 class Cache:
-    """An attention layer with its backend and cache, whose layout is neither K's nor V's. `impl` writes both."""
+    """An attention layer with its backend and a cache, whose layout is neither K's nor V's. `impl` writes both."""
 
     def __init__(self) -> None:
         self.impl, self.kv_cache = self, torch.zeros(2, 4, 8, 2)
@@ -141,7 +141,7 @@ class Cache:
 
 
 def _rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """vLLM's on a GPU: of a weight [L, d] each of L blocks of x has its own."""
+    """vLLM's on a GPU: each of L blocks of x has its own row of a weight [L, d]."""
     gains = weight if weight.dim() == 1 else weight.view(len(weight), *[1] * (x.dim() - 2), -1)
     out.copy_(F.rms_norm(x, x.shape[-1:], None, eps) * gains)
 
@@ -247,7 +247,7 @@ def _mtp(name: str, layer_name: str, norm: type[nn.Module]) -> tuple[type[nn.Mod
 
 
 class QKVParallelLinear(ReplicatedLinear):
-    """The rows of this rank's heads, half of all; a bias that was not added comes beside the result."""
+    """The rows of this rank's heads, half of all; forward also returns the bias that it did not add."""
 
     return_bias = True
 
@@ -355,7 +355,7 @@ def _speculators() -> tuple[type, type]:
 
 
 def _compile_factors() -> tuple[dict[str, Callable[[], str]], Callable[[], dict[str, str]]]:
-    """vLLM's environment variables, and those in the key of its compile caches."""
+    """vLLM's environment variables, and the function that gives the key of its compile caches."""
     variables: dict[str, Callable[[], str]] = {}
 
     def compile_factors() -> dict[str, str]:
@@ -365,7 +365,7 @@ def _compile_factors() -> tuple[dict[str, Callable[[], str]], Callable[[], dict[
 
 
 def modules() -> dict[str, dict[str, object]]:
-    """Module name -> members; each class says it is from the module it is in."""
+    """Module name -> members; each class has the name of its module as `__module__`."""
     eagle, dflash = _speculators()
     qwen3, qwen3_layer, qwen3_attention = _layer0()
     homes = {
@@ -412,7 +412,7 @@ def modules() -> dict[str, dict[str, object]]:
 
 
 def bodies(defined: dict[str, dict[str, object]]) -> set[str]:
-    """The hashes of every function that stands for one of vLLM's."""
+    """The hashes of all functions that stand in for vLLM's."""
     classes = [member for members in defined.values() for member in members.values() if isinstance(member, type)]
     functions = [member for one in classes for member in vars(one).values() if isinstance(member, types.FunctionType)]
     return {gates.body_hash(function) for function in functions}

@@ -1,4 +1,4 @@
-"""What DFlash lacks on a CPU, in plain torch. SGLang refuses it there by name; what it runs on an NPU runs here too.
+"""What DFlash lacks on a CPU, in plain torch. SGLang refuses DFlash there by name; its NPU path runs here too.
 
 A test tool, never installed. Everything else is SGLang's: worker, draft block, context K and V, pool, verification.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class _Platform:
-    """One of another package, which SGLang asks whether DFlash runs."""
+    """A platform of another package, which SGLang asks whether DFlash is supported."""
 
     def is_out_of_tree(self) -> bool:
         return True
@@ -50,7 +50,7 @@ def let_it_run() -> None:
 
     speculative_hook.current_platform = _Platform()
     choices.add_draft_attention_backend_choices(["intel_amx"])
-    DFlashVerifyInput.tree_topk = 1  # which that backend asks of EAGLE's input: a chain, no tree
+    DFlashVerifyInput.tree_topk = 1  # that backend reads it from EAGLE's input: a chain, not a tree
     torch.Tensor.record_stream = lambda self, stream: None  # a CPU has no streams
     kernel = types.ModuleType("sglang.kernels.ops.attention.table_qk_norm_rope")
     kernel.table_qk_norm_rope_ = _table_qk_norm_rope

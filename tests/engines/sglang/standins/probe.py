@@ -1,14 +1,14 @@
 """A second SGLang plugin, for the tests: writes a line per call of our ops, and breaks one on request.
 
-PROBE_FILE takes the lines `op shape`; PROBE_CORRUPT=op:n has the result of an op become zero from its n-th call on (the
+PROBE_FILE takes the lines `op shape`; PROBE_CORRUPT=op:n sets the result of an op to zero from its n-th call on (the
 negative control); PROBE_HOOK names a hook target to wrap as well, as another plugin might; PROBE_DFLASH=1 lets DFlash
-run; PROBE_MISTAKE is Python that is run in front of all.
+run; PROBE_MISTAKE is Python code that runs when the plugin is loaded.
 """
 
 import os
 from collections import Counter
 
-# Where the schema of an op's primitive has `out`.
+# The index of `out` in the arguments of an op's primitive.
 _OUT = {
     "norm_concat_linear": -1,
     "norm_concat": -1,
@@ -24,7 +24,7 @@ def _write(line: str) -> None:
 
 
 class _Watched:
-    """`library.primitives`, in which every call of an op ends."""
+    """Wraps `library.primitives`, where every call of an op ends."""
 
     def __init__(self, primitives: object) -> None:
         self._primitives = primitives

@@ -1,6 +1,6 @@
-"""Plain torch in place of SGLang's CPU kernels, which PyPI does not have: what EAGLE decoding on a CPU calls, no more.
+"""Plain torch in place of SGLang's CPU kernels, which PyPI does not have: only what EAGLE decoding on a CPU calls.
 
-A test tool, never installed. Each function follows the contract of the Triton kernel beside its call site in SGLang
+A test tool, never installed. Each function follows the contract of the Triton kernel next to its call site in SGLang
 0.5.23 (`sglang/kernels/ops/speculative`, `layers/attention/intel_amx_backend.py`); any other name raises when called.
 """
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> object:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, logit_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """[Tq, heads, d] from the keys and values of one request; visible is [Tq, Tk]; sinks [heads], one more score."""
+    """[Tq, heads, d] from the keys and values of one request; visible is [Tq, Tk]; sinks [heads] is one more score."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(repeats, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -36,7 +36,7 @@ def _attend(
 
 
 def _in_window(q_positions: Tensor, k_positions: Tensor, window: int, is_causal: bool = True) -> Tensor:
-    """A window above 0 counts the query's own position."""
+    """A window above 0 includes the query's own position."""
     if not is_causal:
         return torch.ones(q_positions.shape[0], k_positions.shape[0], dtype=torch.bool)
     distance = q_positions.unsqueeze(1) - k_positions.unsqueeze(0)
@@ -75,10 +75,10 @@ def _extend_attention(
         positions = torch.arange(length)
         visible = _in_window(positions[length - new :], positions, window, is_causal)
         if tree_mask is not None:
-            # QLEN_ONLY: which of the new tokens each one descends from; the prefix is visible to all.
+            # QLEN_ONLY: the mask says which new tokens each one descends from; the prefix is visible to all.
             visible[:, length - new :] = tree_mask.view(-1, new, new)[b]
         rows = slice(start, start + new)
-        # Latent attention without a prefix has keys and values of all heads, and one latent in the cache.
+        # Latent attention without a prefix gets keys and values of all heads, but the cache has one latent.
         of_heads = k is not None and new == length
         keys, values = (k[rows], v[rows]) if of_heads else (key_buffer[slots], value_buffer[slots])
         attended = _attend(q[rows], keys, values, visible, scale, logit_cap, sinks)
@@ -119,10 +119,10 @@ def _decode_attention(
         out[rows] = attended.to(out.dtype)
 
 
-# A drafter with latent attention waits for a GPU once it has the target's embedding.
+# A drafter with latent attention synchronizes with a GPU after it got the target's embedding.
 torch.cuda.synchronize = lambda device=None: None
 
-# Models of Qwen 3.5 and 4 look these up when they are imported.
+# The modules of Qwen 3.5 and 4 look these up at import.
 for _name in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -131,11 +131,11 @@ for _name in (
 ):
     setattr(torch.ops.sgl_kernel, _name, __getattr__(_name))
 
-# Under torch.compile each is a graph break: they read the data of their arguments.
+# Under torch.compile each is a graph break, since it reads the values of its arguments.
 torch.ops.sgl_kernel.extend_attention_cpu = torch.compiler.disable(_extend_attention)
 torch.ops.sgl_kernel.decode_attention_cpu = torch.compiler.disable(_decode_attention)
 
-# SGLang's CPU graph runner registers fake kernels of 55 ops, called or not: each has to be defined.
+# SGLang's CPU graph runner registers fake kernels for 55 ops, used or not: each has to be defined.
 _fragment = torch.library.Library("sgl_kernel", "FRAGMENT")
 _register_fake = torch.library.register_fake
 
@@ -156,7 +156,7 @@ torch.library.register_fake = _define_and_register_fake
 def build_draft_decode_metadata_cpu(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, topk: int, num_steps: int, pool_len: int
 ) -> Tensor:
-    """A row of slots per candidate: the prefix, then this candidate's own draft slots."""
+    """A row of slots per candidate: the prefix, then the candidate's own draft slots."""
     expanded = req_to_token[req_pool_indices].repeat_interleave(topk, 0)
     for b, length in enumerate(seq_lens.tolist()):
         for candidate in range(topk):
@@ -253,8 +253,8 @@ def build_tree_kernel_efficient_cpu(
         selected = selected_index[b].tolist()
 
         def parent(token: int, selected: list[int] = selected, b: int = b) -> int | None:
-            """The tree's node above node `token`; node 0 is the root. None where it was not chosen, as may be between
-            equal scores: those below a candidate of probability 0. SGLang's kernel ignores such a token."""
+            """The parent of node `token` in the tree; node 0 is the root. None where it was not chosen, as can happen
+            among equal scores, below a candidate of probability 0. SGLang's kernel ignores such a token."""
             group = selected[token - 1] // topk
             if group == 0:
                 return 0

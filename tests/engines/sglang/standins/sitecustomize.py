@@ -18,7 +18,7 @@ class _AnyName(type):
 
 
 class _Empty(types.ModuleType):
-    """A module, class or function that holds any name and does nothing."""
+    """A module, class or function that has every attribute and does nothing."""
 
     __path__: tuple[str, ...] = ()
     __version__ = "0.0.0"  # transformers parses it
