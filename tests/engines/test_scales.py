@@ -459,6 +459,7 @@ def two_attentions() -> nn.Module:
         pytest.param("model.layers.0.self_attn.o_proj", "layers.0.attention.wo", id="mistral-o"),
         pytest.param("model.layers.0.mlp.gate_up_proj", "layers.0.feed_forward.w3", id="mistral-up"),
         pytest.param("model.layers.0.mlp.down_proj", "layers.0.feed_forward.w2", id="mistral-down"),
+        pytest.param("lm_head", "output", id="mistral-head"),
         pytest.param(
             "layers.0.mlp.down_proj", "model.dspark.layers.0.block_sparse_moe.down_proj", id="sglang-minimax-dspark"
         ),
@@ -496,6 +497,12 @@ def two_attentions() -> nn.Module:
             "model.layers.1.ffn.shared_experts.gate_up_proj", "mtp.1.ffn.shared_experts.w1", id="v4-dspark-up"
         ),
         pytest.param("model.markov_head.markov_w1", "mtp.2.markov_head.markov_w1", id="vllm-v4-dspark-markov"),
+        pytest.param("model.markov_head.markov_w1", "mtp.2.markov_head.embed", id="vllm-v4.1-dspark-markov-embedding"),
+        pytest.param("model.markov_head.markov_w2", "mtp.2.markov_head.head", id="vllm-v4.1-dspark-markov-head"),
+        *(
+            pytest.param(f"model.xpress_head.mlp_{part}", f"xpress_head.mlp.{part}_proj", id=f"vllm-xpress-{part}")
+            for part in ("gate", "up", "down")
+        ),
         pytest.param("model.decoder.self_attn.wqkv_a", "mtp.0.attn.wq_a", id="sglang-v4-wq"),
         pytest.param("model.decoder.self_attn.wkv", "mtp.0.attn.wkv", id="sglang-v4-wkv"),
         pytest.param("model.decoder.self_attn.wo_b", "mtp.0.attn.wo_b", id="sglang-v4-wo-b"),

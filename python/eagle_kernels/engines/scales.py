@@ -57,6 +57,13 @@ _OTHER_NAMES = {
     **{"output": "head", "lm_head": "head", "head": "lm_head", "unembed": "lm_head"},
     **{"gate_proj": "attn_gate", "gate_up_projection": "gate_up_lowrank", "gate_down_projection": "gate_down_lowrank"},
 }
+# Names that mean another layer in other checkpoints, with as much of the path as tells the two apart.
+_OTHER_PATHS = {
+    "output": "lm_head",  # Mistral Large 3: both engines' `mistral_large_3`
+    "markov_head.embed": "markov_head.markov_w1",  # DeepSeek-V4.1: vLLM's `models/deepseek_v41/nvidia/dspark`
+    "markov_head.head": "markov_head.markov_w2",
+    **{f"xpress_head.mlp.{part}_proj": f"xpress_head.mlp_{part}" for part in ("gate", "up", "down")},  # `qwen3_xpress`
+}
 # Unquantized layers whose codes in square FP8 blocks the engine dequantizes itself: the drafter's class -> the layer
 # and the names of the scales that the engine knows.
 _READ_BY_ENGINE = {
@@ -67,6 +74,7 @@ _READ_BY_ENGINE = {
 _CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
 # Renames that the engines' own load_weights applies after us, like those above. Each may follow on those before it.
 _RENAMES = (
+    *((re.compile(rf"(?<![^.]){re.escape(theirs)}$"), ours) for theirs, ours in _OTHER_PATHS.items()),
     (re.compile(r"^(?:model\.)?language_model\.(?:model\.)?"), ""),  # GLM-OCR, GLM-5-next, Nemotron-H
     (re.compile(r"^backbone\.(?=embeddings$)"), ""),  # Nemotron-H: other layers there are its target's
     (re.compile(r"^(?:model\.)?llm\.(?=(?:un)?embed$)"), ""),  # Inkling in SGLang
@@ -268,7 +276,9 @@ class _Layers:
         """The last name of every path for which `of` may find a layer."""
         names = {layer.path.rpartition(".")[2] for layer in self.by_tail.values() if layer}
         names.update(part for merged, parts in _MERGED_BY_ANY.items() if merged in names for part in parts)
-        return names | {other for other, name in _OTHER_NAMES.items() if name in names}
+        others = {other for other, name in _OTHER_NAMES.items() if name in names}
+        paths = (theirs for theirs, ours in _OTHER_PATHS.items() if ours.rpartition(".")[2] in names)
+        return names.union(others, (theirs.rpartition(".")[2] for theirs in paths))
 
     @functools.cached_property
     def has_experts(self) -> bool:
