@@ -656,6 +656,31 @@ def test_one_that_it_does_not_read_is_not(architecture: str, there: str, path: s
     assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected)
 
 
+@pytest.mark.parametrize("layout", ["compressed-int8", "compressed-row", "modelopt-mxfp8", "modelopt-nvfp4"])
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "rows"),
+    [
+        pytest.param("Glm5NextMTP", (D, 8), D + 8, id="without-rope"),
+        pytest.param("Glm5NextMTP", (D - 8, 8), D, id="with-rope"),
+        pytest.param("Glm5NextMTP", (D, None), D, id="without-the-field"),
+        pytest.param("DeepSeekMTP", (D, 8), D, id="another-drafter"),
+    ],
+)
+def test_rows_that_the_engine_adds_to_codes_alone_are_added(
+    architecture: str, ranks: tuple, rows: int, layout: str
+) -> None:
+    """vLLM gives a GLM-5-next without RoPE the missing rows of kv_a_proj_with_mqa where it reads FP8 blocks; what the
+    hook made of other codes did not load."""
+    tensors, expected = quantized(layout, path := f"model.layers.61.{KV_A}")
+    drafter = named(architecture, f"model.layers.61.mtp_block.{FUSED}")
+    drafter.config.kv_lora_rank, drafter.config.qk_rope_head_dim = ranks
+    (weight,) = loaded(drafter, tensors).values()
+    assert weight.shape == (rows, W) and torch.equal(weight[:D], expected) and not weight[D:].any()
+    tensors, expected = quantized(layout, path.replace("kv_a_proj_with_mqa", "q_a_proj"))
+    (weight,) = loaded(drafter, tensors).values()
+    assert torch.equal(weight, expected)
+
+
 @pytest.mark.parametrize("there", ["model.layers.{}.attn.wo_b", "stages.{}.self_attn.wo_b"], ids=["vllm", "sglang"])
 def test_each_of_several_stages_takes_what_its_own_layer_does(there: str) -> None:
     """DeepSeek-V4's DSpark with one stage that the config leaves unquantized."""

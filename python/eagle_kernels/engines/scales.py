@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import DTYPES, error, shape_error
@@ -71,6 +72,10 @@ _READ_BY_ENGINE = {
     # vLLM pads the rows of a checkpoint without RoPE to the layer's only if they are codes; dense ones would not load.
     "Glm5NextMTP": ("kv_a_proj_with_mqa", ("weight_scale_inv", "weight_scale")),
 }
+# Layers that get rows of zeros only where the engine dequantizes them itself: the drafter's class -> the layer and the
+# fields of the config whose sum is its rows. vLLM's `models/glm5next/common/mtp`: without RoPE the rows of the latter
+# are not in the checkpoint.
+_PADDED = {"Glm5NextMTP": ("kv_a_proj_with_mqa", ("kv_lora_rank", "qk_rope_head_dim"))}
 _CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
 # Renames that the engines' own load_weights applies after us, like those above. Each may follow on those before it.
 _RENAMES = (
@@ -131,7 +136,7 @@ def scaled(
         unquantized: the exact types of quant_method of unquantized layers; a torch nn.Linear is one as well.
         engine: its name, for the log.
     """
-    drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), logger)
+    drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), _padded_rows(model), logger)
     return _scaled(weights, _Layers(_layers_by_tail(model, unquantized), (*_RENAMES, *_renames_of(model))), drafter)
 
 
@@ -162,6 +167,7 @@ class _Drafter:
     name: str
     engine: str
     quantization: Mapping[str, Any] | None
+    rows: Mapping[str, int]  # by the names of layers whose numbers are padded to them
     logger: logging.Logger
 
     def is_read_by_engine(self, path: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -188,6 +194,12 @@ def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
         if isinstance(said, Mapping):
             return said
     return None
+
+
+def _padded_rows(model: nn.Module) -> dict[str, int]:
+    layer, fields = _PADDED.get(type(model).__name__, ("", ()))
+    sizes = [get_field(getattr(model, "config", None), name) for name in fields]
+    return {layer: sum(sizes)} if all(isinstance(size, int) for size in sizes) else {}
 
 
 def _renames_of(model: nn.Module) -> Iterator[tuple[re.Pattern, str]]:
@@ -350,7 +362,10 @@ def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _
     shape = layer.shape_of(tensors)
     weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
     kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
-    name = f"{path.rpartition('.')[2]} of {drafter.name} of {drafter.engine}"
-    message = f"{name} is {kind} in the checkpoint and has no scales there: dequantized to {layer.dtype}"
+    name = path.rpartition(".")[2]
+    where = f"{name} of {drafter.name} of {drafter.engine}"
+    message = f"{where} is {kind} in the checkpoint and has no scales there: dequantized to {layer.dtype}"
     log_once(drafter.logger, logging.INFO, message)
-    return weight.dequantize(layer.dtype) if isinstance(weight, QuantizedWeight) else weight.to(layer.dtype)
+    numbers = weight.dequantize(layer.dtype) if isinstance(weight, QuantizedWeight) else weight.to(layer.dtype)
+    missing = drafter.rows.get(name, 0) - len(numbers)
+    return F.pad(numbers, (0, 0, 0, missing)) if missing > 0 else numbers
