@@ -119,9 +119,7 @@ def test_float64_truth_of_blocks_in_one_launch(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])  # one range per chunk, or two
-@pytest.mark.parametrize(
-    "widths", [(192, 192), (64, 832, 320)]
-)  # tails of stages of 256 columns in 1 to 3 warps
+@pytest.mark.parametrize("widths", [(192, 192), (64, 832, 320)])  # tails of stages of 256 columns in 1 to 3 warps
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["fp8_block128", "fp8_block128_e8m0"])
