@@ -197,7 +197,10 @@ def _quantization_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def _padded_rows(model: nn.Module) -> dict[str, int]:
-    layer, fields = _PADDED.get(type(model).__name__, ("", ()))
+    """{layer: its rows}, for a drafter of `_PADDED` whose config has their number."""
+    if type(model).__name__ not in _PADDED:
+        return {}
+    layer, fields = _PADDED[type(model).__name__]
     sizes = [get_field(getattr(model, "config", None), name) for name in fields]
     return {layer: sum(sizes)} if all(isinstance(size, int) for size in sizes) else {}
 
