@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_kernels.model_shapes import model_shapes
-from eagle_kernels.tuned_configs import CONFIGS, Gpu, Tiles, choose_tiles
+from eagle_kernels.tuned_configs import CONFIGS, SPLIT_ROWS, Gpu, Tiles, choose_tiles
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 90, 227 << 10)
 GPUS = [
@@ -89,3 +89,14 @@ def test_the_heuristic_on_every_preset(dtype: torch.dtype, gpu: Gpu, tmp_path: P
                     assert tiles.num_stages >= 2 and tiles.num_stages * stage_bytes <= gpu.shared_memory
                     programs = stage.K * tiles.splits * -(-stage.D // tiles.BD)
                     assert programs >= 128 and (tiles.splits == 1 or programs < 512)
+
+
+@pytest.mark.parametrize("dtype", SPLIT_ROWS, ids=str)
+def test_split_only_has_tiles_for_every_row_count(dtype: torch.dtype, tmp_path: Path) -> None:
+    facts = {"has_residuals": False, "directory": tmp_path}
+    most, _ = choose_tiles(H100, SPLIT_ROWS[dtype], 3, 4096, 4096, dtype, **facts)
+    for T in (SPLIT_ROWS[dtype] + 1, 10**6):
+        assert choose_tiles(H100, T, 3, 4096, 4096, dtype, **facts)[0] is None
+        tiles, reason = choose_tiles(H100, T, 3, 4096, 4096, dtype, split_only=True, **facts)
+        assert tiles == most
+        assert reason.startswith(f"T={SPLIT_ROWS[dtype]} <= ")

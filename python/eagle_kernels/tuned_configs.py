@@ -78,6 +78,8 @@ def choose_tiles(
     if split_only:
         rows = {tuned: tiles for tuned, tiles in rows.items() if tiles is not None}
     if not rows:
+        if split_only:  # more rows run these tiles too
+            T = min(T, SPLIT_ROWS[dtype])
         tiles = heuristic(gpu, T, K, H, D, dtype)
         limit = f"> {SPLIT_ROWS[dtype]}" if tiles is None else f"<= {tiles.BT}"
         reason = f"T={T} {limit} by the heuristic, without a tuned table for {gpu.name}"

@@ -58,6 +58,21 @@ def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.
     allow_independent_roundings(expected).check(guarded.view)
 
 
+def test_fp32_rows_beyond_the_split_plans() -> None:
+    """Without a tuned table, fp32 has no split plan of its own for 17 rows: a bare AssertionError."""
+    case = Case("fp32", (128,) * 2, 17, D=40)
+    call = operands(case)
+    weight = ek.quantize(call.projection["weight"], "fp8_row")
+    _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
+    call = replace(call, projection=call.projection | {"weight": weight})
+    plan = ek.explain("norm_concat_linear", call.chunks, **call.sources, **call.projection)
+    assert str(plan).startswith("norm_concat_linear_quantized: triton/split 16x64x32"), plan
+    guarded = GuardedRows(call.N, case.D, case.dtype)
+    call.norm_concat_linear(out=guarded.view)
+    guarded.check_around()
+    allow_independent_roundings(expected).check(guarded.view)
+
+
 @pytest.mark.parametrize("off", [1, 16])
 @pytest.mark.parametrize("format", ["fp8_row", "fp8_block128", "mxfp4"])
 def test_operands_off_the_alignment(format: str, off: int) -> None:
