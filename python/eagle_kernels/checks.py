@@ -4,6 +4,7 @@ TypeError for types and dtypes, ValueError for shapes and values, RuntimeError f
 first write, so a call that raises leaves `out` and every buffer as they were.
 """
 
+import inspect
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,16 +30,24 @@ def shape_error(op: str, name: str, tensor: Tensor, expected: str, because: str 
 
 
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
-    """Any integer (Python's, numpy's) as an int; a bool is refused."""
+    """Any integer of 64 bits (Python's, numpy's) as an int; a bool is refused."""
     try:
         number = operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # RuntimeError: a meta tensor
         number = None
     if number is None or isinstance(value, bool):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", "an int")
+    if not -(2**63) <= number < 2**63:  # torch's sizes are such
+        raise error(ValueError, op, f"{name} is beyond 64 bits", "an int of 64 bits")
     if at_least is not None and number < at_least:
         raise error(ValueError, op, f"{name} is {number}", f"at least {at_least}")
     return number
+
+
+def check_sizes(op: str, config: object, *names: str) -> None:
+    """The fields of a frozen config that are at least 1, which become Python's ints: a product of numpy's may wrap."""
+    for name in names:
+        object.__setattr__(config, name, check_int(op, name, getattr(config, name), at_least=1))
 
 
 def check_number(op: str, name: str, value: Any, expected: str = "a number") -> float:
@@ -60,6 +69,36 @@ def check_bool(op: str, name: str, value: object) -> bool:
     return value
 
 
+def check_type(op: str, name: str, value: object, kind: type, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
+
+
+def check_factory(op: str, dtype: object, device: Any) -> None:
+    """What a constructor allocates with; None is torch's default."""
+    if dtype is not None and dtype not in DTYPES:
+        raise error(TypeError, op, f"dtype is {dtype!r}", " or ".join(map(str, DTYPES)))
+    if device is not None:
+        as_device(op, device)
+
+
+def as_device(op: str, device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (TypeError, ValueError, RuntimeError) as failure:
+        is_name = isinstance(device, (str, int))
+        kind, because = (ValueError, f"torch says: {failure}") if is_name else (TypeError, "")
+        raise error(kind, op, f"device is {device!r}", "a torch.device or the name of one", because) from None
+
+
+def bind(op: str, signature: inspect.Signature, args: tuple, kwargs: dict, partial: bool = False) -> Any:
+    """The arguments of a call by name; `partial`: some may be missing."""
+    try:
+        return (signature.bind_partial if partial else signature.bind)(*args, **kwargs)
+    except TypeError as failure:
+        raise error(TypeError, op, str(failure), f"some of {list(signature.parameters)}") from None
+
+
 def check_eps(op: str, name: str, value: float) -> None:
     """An eps is added to a mean square in fp32, so it has to be finite there and not negative."""
     if not 0 <= value <= _MAX_FP32:
@@ -74,15 +113,16 @@ def check_width(op: str, num_chunks: int, hidden_size: int) -> None:
 
 
 def check_sequence(op: str, name: str, value: Any, expected: str = "a tensor or a sequence of tensors") -> list:
-    """Any iterable but a string, as a list."""
+    """Any iterable but a string, as a list. What a generator raises is the caller's and comes out as it is."""
     if type(value) is list:
         return [*value]
     try:
-        if not isinstance(value, str):
-            return list(value)
-    except TypeError:
-        pass
-    raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
+        values = None if isinstance(value, str) else iter(value)
+    except (TypeError, RuntimeError):  # RuntimeError: a nested tensor
+        values = None
+    if values is None:
+        raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
+    return list(values)
 
 
 def check_tensor(op: str, name: str, value: object) -> None:

@@ -3,16 +3,28 @@
 import functools
 import importlib
 import inspect
+from typing import Any
 
 from . import ops
-from .checks import error
+from .checks import bind, error
 from .ops import __all__ as _OPS
 from .plan import Plan
 
 
 @functools.cache
-def _parameters(op: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(ops, op)).parameters)
+def _signature(op: str) -> inspect.Signature:
+    return inspect.signature(getattr(ops, op))
+
+
+@functools.cache
+def _needed(op: str) -> tuple[str, ...]:
+    """The arguments without which there is no plan."""
+    parameters = inspect.signature(_module(op).plan).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
+
+def _module(op: str) -> Any:
+    return importlib.import_module(f".ops.{op}", __package__)
 
 
 def explain(op: str, *args: object, **kwargs: object) -> Plan:
@@ -25,15 +37,21 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 
     Raises:
         ValueError: an op that does not exist.
-        TypeError: an argument that the op does not have.
+        TypeError: an argument that the op does not have, or none where the plan depends on it.
+        TypeError, ValueError: as the op, for those arguments.
         RuntimeError: a backend forced by EAGLE_KERNELS_BACKEND that cannot run the call.
 
     >>> print(explain("norm_concat_linear", chunks, weight))
     norm_concat_linear: cpu/fused amx_bf16, because T=16 <= 512: one pass over the weight is the bound
     """
-    if op not in _OPS:
+    if not isinstance(op, str) or op not in _OPS:
         raise error(ValueError, "explain", f"op is {op!r}", f"one of {_OPS}")
-    known = _parameters(op)
+    signature = _signature(op)
+    known = signature.parameters
     if unknown := [name for name in kwargs if name not in known]:
         raise error(TypeError, op, f"{', '.join(unknown)} is no argument", f"some of {list(known)}")
-    return importlib.import_module(f".ops.{op}", __package__).plan(*args, **kwargs)
+    arguments = bind(op, signature, args, kwargs, partial=True).arguments
+    needed = _needed(op)
+    if missing := [name for name in needed if name not in arguments]:
+        raise error(TypeError, op, f"{', '.join(missing)} is missing", " and ".join(needed), "the plan depends on it")
+    return _module(op).plan(**arguments)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .checks import error
+from .checks import bind, check_int, check_sequence, check_tensor, error
 
 # The arguments with one row or entry per row of the call; ops and modules share their names.
 _MATRICES = ("chunks", "residuals", "hidden", "residual", "embeds", "out", "out_sum")
@@ -31,21 +31,28 @@ def warmup(op: str | nn.Module, *args: object, rows: Iterable[int] | None = None
         rows: the row counts to come, for example range(1, 129); by default 1 to the rows of the arguments.
 
     Raises:
-        ValueError: an op that does not exist, or more rows than the arguments have.
+        TypeError, ValueError: an op that does not exist, arguments that it does not take, or more rows than they have.
         RuntimeError: a CUDA graph is being captured.
 
     >>> warmup("norm_concat_linear", aux.packed(128), fc.weight, norm_weight=gains, out=static_out, rows=range(1, 129))
     """
-    if isinstance(op, str) and op not in ops.__all__:
+    function: Any
+    if isinstance(op, nn.Module):
+        name, function, signature = type(op).__name__, op, inspect.signature(op.forward)
+    elif isinstance(op, str) and op in ops.__all__:
+        name, function = op, getattr(ops, op)
+        signature = inspect.signature(function)
+    else:
         raise error(ValueError, "warmup", f"op is {op!r}", f"a module or one of {ops.__all__}")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise error(RuntimeError, "warmup", "the current stream is being captured", "a call before the capture")
-    function = getattr(ops, op) if isinstance(op, str) else op
-    call = inspect.signature(function if isinstance(op, str) else op.forward).bind(*args, **kwargs)
-    given = dict(call.arguments)
-    max_rows = _row_count(given)
+    call = bind(name, signature, args, kwargs)
+    given = {argument: _tensors(name, argument, value) for argument, value in call.arguments.items()}
+    call.arguments.update(given)
+    max_rows = _row_count(name, given)
+    counts = range(1, max_rows + 1) if rows is None else _row_counts(rows)
     # The most rows first: the workspace then grows once.
-    requested = sorted(set(range(1, max_rows + 1) if rows is None else rows), reverse=True)
+    requested = sorted(set(counts), reverse=True)
     if requested and requested[0] > max_rows:
         raise error(
             ValueError,
@@ -63,15 +70,32 @@ def warmup(op: str | nn.Module, *args: object, rows: Iterable[int] | None = None
         torch.cuda.synchronize()
 
 
-def _row_count(given: dict[str, Any]) -> int:
+def _tensors(op: str, name: str, value: Any) -> Any:
+    """An argument with rows as tensors that can be cut: a list, read once, where it is another sequence."""
+    if name not in _ROW_ARGUMENTS or value is None:
+        return value
+    if isinstance(value, Tensor):
+        check_tensor(op, name, value)
+        return value
+    values = check_sequence(op, name, value, "a tensor or a sequence of tensors or None")
+    for k, entry in enumerate(values):
+        if entry is not None:
+            check_tensor(op, f"{name}[{k}]", entry)
+    return values
+
+
+def _row_counts(rows: Iterable[int]) -> list[int]:
+    counts = check_sequence("warmup", "rows", rows, "row counts, for example range(1, 129)")
+    return [check_int("warmup", f"rows[{k}]", count, at_least=0) for k, count in enumerate(counts)]
+
+
+def _row_count(op: str, given: dict[str, Any]) -> int:
     """N of the call: 1 for single rows [H]."""
-    index = next((index for index in _as_list(given.get("indices")) if index is not None), None)
-    if index is not None:
-        return index.shape[0]
-    if "ids" in given:
-        return given["ids"].shape[0]
-    first = _as_list(given.get("chunks", given.get("hidden")))[0]
-    return 1 if first.dim() == 1 else first.shape[0]
+    for name in ("indices", "ids", "chunks", "hidden"):
+        first = next((tensor for tensor in _as_list(given.get(name)) if tensor is not None), None)
+        if first is not None:
+            return 1 if first.dim() <= (name in _MATRICES) else first.shape[0]
+    raise error(TypeError, op, "there are no chunks, hidden or ids", "a tensor whose rows are counted")
 
 
 def _leading_rows(given: dict[str, Any], T: int) -> dict[str, Any]:
@@ -81,7 +105,7 @@ def _leading_rows(given: dict[str, Any], T: int) -> dict[str, Any]:
     def cut(name: str, value: Any, k: int = 0) -> Any:
         if isinstance(value, list | tuple):
             return [cut(name, entry, k) for k, entry in enumerate(value)]
-        if value is None or (value.dim() == 1 and name in _MATRICES):  # a single row [H] has nothing to cut
+        if value is None or value.dim() <= (name in _MATRICES):  # a single row [H] has nothing to cut
             return value
         if name in ("chunks", "residuals", "hidden") and indices and indices[k if len(indices) > 1 else 0] is not None:
             return value

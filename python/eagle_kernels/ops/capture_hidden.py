@@ -117,6 +117,7 @@ class CaptureHidden(NamedTuple):
 
 def plan(hidden: Tensor, *_args: object, **_kwargs: object) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
+    checks.check_tensor(OP, "hidden", hidden)
     return choose(OP, hidden.device)
 
 

@@ -152,9 +152,13 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **
     sources = Sources.of_call(OP, chunks, arguments | {"eps": eps})
     sources.check(OP)
     matrices = sources.as_matrices()
-    if isinstance(weight, QuantizedWeight):
-        return quantized.plan_of(matrices, weight, matrices.rows, arguments.get("post_norm_weight") is not None)
-    projection = Projection(weight, arguments.get("bias"), arguments.get("post_norm_weight"), post_norm_eps)
+    bias, post_norm_weight = arguments.get("bias"), arguments.get("post_norm_weight")
+    with torch.no_grad():  # nothing runs: the weight may require grad
+        if isinstance(weight, QuantizedWeight):
+            quantized.QuantizedProjection(weight, bias, post_norm_weight, post_norm_eps).check(sources)
+            return quantized.plan_of(matrices, weight, matrices.rows, post_norm_weight is not None)
+        projection = Projection(weight, bias, post_norm_weight, post_norm_eps)
+        projection.check(sources)
     return _plan(matrices, projection, matrices.rows)
 
 

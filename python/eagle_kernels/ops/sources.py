@@ -375,7 +375,8 @@ def _eps_list(op: str, eps: Any) -> list[float]:
         return [*eps]
     if is_number(eps):
         return [checks.check_number(op, "eps", eps, "a number or a sequence of numbers")]
-    return [checks.check_number(op, f"eps[{k}]", value) for k, value in enumerate(eps)]
+    values = checks.check_sequence(op, "eps", eps, "a number or a sequence of numbers")
+    return [checks.check_number(op, f"eps[{k}]", value) for k, value in enumerate(values)]
 
 
 def _check_eps(op: str, name: str, eps: list[float], norm: str, num_chunks: int) -> None:
