@@ -80,21 +80,23 @@ class ContextKVConfig:
 
     def __post_init__(self) -> None:
         op = "ContextKVConfig"
-        for name in ("num_chunks", "target_hidden_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
-            checks.check_int(op, name, getattr(self, name), at_least=1)
+        checks.check_sizes(
+            op, self, "num_chunks", "target_hidden_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"
+        )
         checks.check_width(op, self.num_chunks, self.target_hidden_size)
         checks.check_width(op, 1, self.hidden_size)
         checks.check_width(op, self.num_layers, self.kv_width)
         for name in ("bias", "chunk_norm", "layer_norm", "interleaved", "capture_after_engram"):
             checks.check_bool(op, name, getattr(self, name))
-        checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
-        checks.check_number(op, "norm_offset", self.norm_offset)
+        for name in ("norm_offset", "eps"):  # floats, as the ops' records take them
+            object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
+        checks.check_eps(op, "eps", self.eps)
         for name, words in (("k_norm", _K_NORMS), ("values", _VALUES)):
             if (word := getattr(self, name)) not in words:
                 raise checks.error(ValueError, op, f"{name} is {word!r}", " or ".join(map(repr, words)))
         if self.head_dim > MAX_HEAD_DIM:
             raise checks.error(ValueError, op, f"head_dim is {self.head_dim}", f"at most {MAX_HEAD_DIM}")
-        checks.check_int(op, "rotary_begin", self.rotary_begin, at_least=0)
+        object.__setattr__(self, "rotary_begin", checks.check_int(op, "rotary_begin", self.rotary_begin, at_least=0))
         if self.norm_width is None:
             object.__setattr__(self, "norm_width", self.head_dim)
         if self.rotary_dim is None:
@@ -301,6 +303,8 @@ class ContextKV(LoadsProjections):
         self, config: ContextKVConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        checks.check_type(OP, "config", config, ContextKVConfig, "a ContextKVConfig: ContextKVConfig.from_hf makes one")
+        checks.check_factory(OP, dtype, device)
         self.config = config
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         H, L = config.hidden_size, config.num_layers
@@ -454,10 +458,18 @@ class ContextKV(LoadsProjections):
         if cos_sin.dim() != 2 or cos_sin.shape[1] != config.rotated_columns:
             raise checks.shape_error(OP, "cos_sin", cos_sin, f"(P, rotary_dim) = (*, {config.rotated_columns})")
         norm_width = 0 if config.k_norm == "none" else config.normed_columns
-        for layer, (slot, (k_cache, v_cache)) in enumerate(zip(of_layer, caches, strict=True)):
+        pairs = []
+        for layer, cache in enumerate(caches):  # before the first one is written
+            try:
+                k_cache, v_cache = cache
+            except (TypeError, ValueError, RuntimeError):  # no sequence, not two entries, a tensor without rows
+                got = f"caches[{layer}] is a {type(cache).__name__}"
+                raise checks.error(TypeError, OP, got, "a pair (K, V)") from None
             if (v_cache is None) != (config.values == "none"):
                 got = f"caches[{layer}] has {'no V' if v_cache is None else 'a V'}"
                 raise checks.error(ValueError, OP, got, "the opposite", f"the config says values {config.values!r}")
+            pairs.append((k_cache, v_cache))
+        for layer, (slot, (k_cache, v_cache)) in enumerate(zip(of_layer, pairs, strict=True)):
             if slot is None:
                 continue
             gain = parameter_of(self.k_norm[layer]) if config.k_norm == "weight" else None

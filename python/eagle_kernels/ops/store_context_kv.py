@@ -81,11 +81,13 @@ class StoreContextKV(NamedTuple):
         kv, k_cache = self.kv, self.k_cache
         checks.check_rows(OP, "kv", kv)
         checks.check_matrix(OP, "kv", kv)
-        for name, cache in (("k_cache", k_cache), ("v_cache", self.v_cache)):
-            if cache is not None:
-                checks.check_operand(OP, name, cache, kv, "kv")
-                if cache.dim() != 3 or cache.shape[2] > MAX_HEAD_DIM:
-                    raise checks.shape_error(OP, name, cache, f"(slots, n, d) with d at most {MAX_HEAD_DIM}")
+        caches = [("k_cache", k_cache)]
+        if self.v_cache is not None:
+            caches.append(("v_cache", self.v_cache))
+        for name, cache in caches:
+            checks.check_operand(OP, name, cache, kv, "kv")
+            if cache.dim() != 3 or cache.shape[2] > MAX_HEAD_DIM:
+                raise checks.shape_error(OP, name, cache, f"(slots, n, d) with d at most {MAX_HEAD_DIM}")
         _, n, d = k_cache.shape
         if self.v_cache is not None and self.v_cache.shape != k_cache.shape:
             raise checks.shape_error(OP, "v_cache", self.v_cache, str(tuple(k_cache.shape)), "k_cache has that shape")
