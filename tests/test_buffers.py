@@ -128,7 +128,7 @@ def test_sizes_are_positive(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64, "bf16"], ids=str)
 def test_the_stream_has_a_dtype_of_the_ops(dtype: object) -> None:
-    expected = f"HiddenStates: dtype is {dtype}, expected torch.bfloat16 or torch.float16 or torch.float32$"
+    expected = f"HiddenStates: dtype is {dtype!r}, expected torch.bfloat16 or torch.float16 or torch.float32$"
     with pytest.raises(TypeError, match=f"^Aux{expected}"):
         ek.AuxHiddenStates(1, 2, 3, dtype=dtype)
     with pytest.raises(TypeError, match=f"^Chained{expected}"):

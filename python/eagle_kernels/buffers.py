@@ -53,13 +53,12 @@ class AuxHiddenStates:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("num_chunks", num_chunks), ("hidden_size", hidden_size)):
-            checks.check_int("AuxHiddenStates", name, value, at_least=1)
-        checks.check_width("AuxHiddenStates", num_chunks, hidden_size)
-        _check_dtype("AuxHiddenStates", dtype)
-        self.max_tokens = max_tokens
-        self.num_chunks = num_chunks
-        self.hidden_size = hidden_size
+        op = "AuxHiddenStates"
+        self.max_tokens = max_tokens = checks.check_int(op, "max_tokens", max_tokens, at_least=1)
+        self.num_chunks = num_chunks = checks.check_int(op, "num_chunks", num_chunks, at_least=1)
+        self.hidden_size = hidden_size = checks.check_int(op, "hidden_size", hidden_size, at_least=1)
+        checks.check_width(op, num_chunks, hidden_size)
+        checks.check_factory(op, dtype, device)
         self.buffer = torch.zeros(max_tokens, num_chunks * hidden_size, dtype=dtype, device=device)
         self.sum_squares = torch.zeros(max_tokens, num_chunks, dtype=torch.float32, device=device)
         self._views: dict[tuple[int, int, torch.Size], _SlotViews] = {}
@@ -142,7 +141,7 @@ class CaptureStep:
     """
 
     def __init__(self, buffer: AuxHiddenStates, rows: int, row: int = 0) -> None:
-        checks.check_int("AuxHiddenStates.step", "rows", rows, at_least=0)
+        rows = checks.check_int("AuxHiddenStates.step", "rows", rows, at_least=0)
         _check_range("AuxHiddenStates.step", row, rows, buffer.max_tokens)
         self.buffer = buffer
         self.rows = rows
@@ -206,13 +205,12 @@ class ChainedHiddenStates:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("hidden_size", hidden_size)):
-            checks.check_int("ChainedHiddenStates", name, value, at_least=1)
-        checks.check_width("ChainedHiddenStates", 1, hidden_size)
-        _check_dtype("ChainedHiddenStates", dtype)
-        self.max_tokens = max_tokens
-        self.hidden_size = hidden_size
-        self.norm_output = norm_output
+        op = "ChainedHiddenStates"
+        self.max_tokens = max_tokens = checks.check_int(op, "max_tokens", max_tokens, at_least=1)
+        self.hidden_size = hidden_size = checks.check_int(op, "hidden_size", hidden_size, at_least=1)
+        self.norm_output = checks.check_bool(op, "norm_output", norm_output)
+        checks.check_width(op, 1, hidden_size)
+        checks.check_factory(op, dtype, device)
         self.buffer = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
         self.other = torch.zeros_like(self.buffer)
 
@@ -260,7 +258,8 @@ def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor
         next_ids: [R], the token drafted for each request, dtype of ids.
         last_rows: [R] int32 / int64, the row of each request's last token.
 
-    Raises TypeError / ValueError for a dtype or shape that does not fit; ids then stay as they are.
+    Raises TypeError / ValueError for a dtype or shape that does not fit, and on the CPU for a row that is not in ids,
+    which then stay as they are.
 
     Source: SGLang 0.5.23 `multi_layer_eagle_utils.rotate_input_ids`.
     """
@@ -272,18 +271,16 @@ def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor
     if last_rows.shape != next_ids.shape:
         raise checks.shape_error(op, "last_rows", last_rows, str(tuple(next_ids.shape)), "next_ids has that shape")
     # ids is written last: on the CPU an index that is out of range raises before ids changes.
-    return ids.copy_(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids))
+    try:
+        return ids.copy_(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids))
+    except IndexError:
+        raise checks.error(ValueError, op, "last_rows has another row", f"rows in [0, {ids.shape[0]})") from None
 
 
 def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden", *, or_streams: bool = False) -> None:
     checks.check_tensor(op, name, hidden)
     if hidden.dim() not in ((2, 3) if or_streams else (2,)) or hidden.shape[-1] != hidden_size:
         raise checks.shape_error(op, name, hidden, f"(T, H) = (*, {hidden_size})")
-
-
-def _check_dtype(op: str, dtype: object) -> None:
-    if dtype not in checks.DTYPES:
-        raise checks.error(TypeError, op, f"dtype is {dtype}", " or ".join(map(str, checks.DTYPES)))
 
 
 def _check_range(op: str, row: int, rows: int, max_tokens: int) -> int:

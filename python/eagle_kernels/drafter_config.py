@@ -206,11 +206,9 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         op = "Eagle3Config"
-        for name in ("num_chunks", "target_hidden_size", "hidden_size"):
-            checks.check_int(op, name, getattr(self, name), at_least=1)
-        for name in ("vocab_size", "draft_vocab_size"):
-            if getattr(self, name) is not None:
-                checks.check_int(op, name, getattr(self, name), at_least=1)
+        checks.check_sizes(op, self, "num_chunks", "target_hidden_size", "hidden_size")
+        vocabularies = ("vocab_size", "draft_vocab_size")
+        checks.check_sizes(op, self, *(name for name in vocabularies if getattr(self, name) is not None))
         for name in ("chunk_norm", "concat_norm", "bias", "projection", "norm_output", "norm_before_residual"):
             checks.check_bool(op, name, getattr(self, name))
         checks.check_width(op, self.num_chunks, self.target_hidden_size)

@@ -45,16 +45,21 @@ class Eagle3QKVConfig:
 
     def __post_init__(self) -> None:
         op = "Eagle3QKVConfig"
-        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
-            checks.check_int(op, name, getattr(self, name), at_least=1)
-        for k, size in enumerate(self.latent or ()):
-            checks.check_int(op, f"latent[{k}]", size, at_least=1)
+        checks.check_sizes(op, self, "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+        if self.latent is not None:
+            latent = checks.check_sequence(op, "latent", self.latent, "two ints")
+            latent = [checks.check_int(op, f"latent[{k}]", size, at_least=1) for k, size in enumerate(latent)]
+            if len(latent) != 2:
+                raise checks.error(ValueError, op, f"latent has {len(latent)} entries", "2, of q_a_proj and kv_a_proj")
+            object.__setattr__(self, "latent", tuple(latent))
         for name in ("bias", "norm_before_residual"):
             checks.check_bool(op, name, getattr(self, name))
         checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
         if self.num_heads % self.num_kv_heads:
             got, expected = f"num_heads is {self.num_heads}", f"a multiple of num_kv_heads = {self.num_kv_heads}"
             raise checks.error(ValueError, op, got, expected)
+        checks.check_width(op, 2, self.hidden_size)
+        checks.check_width(op, 1, sum(end for _, end in self.rows(0, 1).values()))
 
     @classmethod
     def from_hf(cls, config: object) -> Eagle3QKVConfig:
@@ -145,8 +150,10 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
         device: torch.device | str | None = None,
     ) -> None:
         op = "Eagle3QKVProjection"
-        checks.check_int(op, "tp_size", tp_size, at_least=1)
-        if not 0 <= checks.check_int(op, "tp_rank", tp_rank) < tp_size:
+        expected = "an Eagle3QKVConfig: Eagle3QKVConfig.from_hf makes one"
+        checks.check_type(op, "config", config, Eagle3QKVConfig, expected)
+        tp_size = checks.check_int(op, "tp_size", tp_size, at_least=1)
+        if not 0 <= (tp_rank := checks.check_int(op, "tp_rank", tp_rank)) < tp_size:
             raise checks.error(ValueError, op, f"tp_rank is {tp_rank}", f"one in [0, {tp_size})")
         heads, kv_heads = config.num_heads, config.num_kv_heads
         if config.latent is None and (heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads)):

@@ -19,6 +19,7 @@ from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
+from .ops.vocab_parallel_embedding import check_table
 from .packable_linear import ORDER_BY_ROWS, PackableLinear, unsupported_reason
 from .quantized_linear import LoadsProjections, QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard, shard_vocab_weight
@@ -77,10 +78,13 @@ class Eagle3Projection(LoadsProjections):
         self, config: Eagle3Config, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        op = "Eagle3Projection"
+        checks.check_type(op, "config", config, Eagle3Config, "an Eagle3Config: Eagle3Config.from_hf makes one")
+        checks.check_factory(op, dtype, device)
         if not config.projection:
             raise checks.error(
                 ValueError,
-                "Eagle3Projection",
+                op,
                 "config.projection is False",
                 "True",
                 "a drafter without aux states has no fc",
@@ -197,6 +201,12 @@ class Eagle3Projection(LoadsProjections):
         return out.copy_(projected)
 
 
+def _check_group(op: str, group: Any) -> None:
+    # A rank that is not in a group gets an int for it from torch.distributed.new_group.
+    if group is not None and not (hasattr(group, "rank") and hasattr(group, "size")):
+        raise checks.error(TypeError, op, f"process_group is a {type(group).__name__}", "a ProcessGroup of this rank")
+
+
 class VocabParallelEmbedding(nn.Module):
     """An embedding table split over the ranks of a group by `VocabShard`; each rank gathers its rows, then all-reduce.
 
@@ -225,6 +235,11 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        op = "VocabParallelEmbedding"
+        embedding_dim = checks.check_int(op, "embedding_dim", embedding_dim, at_least=1)
+        checks.check_width(op, 1, embedding_dim)
+        checks.check_factory(op, dtype, device)
+        _check_group(op, process_group)
         shard = VocabShard.build(
             num_embeddings,
             tp_rank=0 if process_group is None else process_group.rank(),
@@ -244,6 +259,9 @@ class VocabParallelEmbedding(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> VocabParallelEmbedding:
         """Share a table that exists, for example the target's, without a copy: weight is this rank's [rows, H]."""
+        op = "VocabParallelEmbedding.from_weight"
+        check_table(op, weight, shard)
+        _check_group(op, process_group)
         embedding = cls.__new__(cls)
         nn.Module.__init__(embedding)
         embedding._share(weight, shard, scale, process_group)
@@ -257,6 +275,8 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
         self.scale_tensor: Tensor | None
         self.register_buffer("scale_tensor", scale if isinstance(scale, Tensor) else None, persistent=False)
+        if scale is not None and not isinstance(scale, Tensor):
+            scale = checks.check_number("VocabParallelEmbedding", "scale", scale, "a number or a 0-d tensor")
         self.scale = None if isinstance(scale, Tensor) else scale
 
     def forward(self, ids: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -57,22 +57,22 @@ class MTPConfig:
 
     def __post_init__(self) -> None:
         op = "MTPConfig"
-        checks.check_int(op, "hidden_size", self.hidden_size, at_least=1)
         if self.out_features is None:
             object.__setattr__(self, "out_features", self.hidden_size)
-        checks.check_int(op, "out_features", self.out_features, at_least=1)
+        checks.check_sizes(op, self, "hidden_size", "out_features")
         checks.check_width(op, 2, self.hidden_size)
+        checks.check_width(op, 1, self.out_features)
         for name in ("normed", "bias", "round_embedding_scale", "embedding_prenormed", "mask_position_zero"):
             checks.check_bool(op, name, getattr(self, name))
         for name in ("norm_offset", "enorm_eps", "hnorm_eps"):  # floats, as `Sources.of_module` takes them
             object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
         for name in ("enorm_eps", "hnorm_eps"):
             checks.check_eps(op, name, getattr(self, name))
-        if (
-            self.embedding_scale is not None
-            and not 0 < checks.check_number(op, "embedding_scale", self.embedding_scale) < math.inf
-        ):
-            raise checks.error(ValueError, op, f"embedding_scale is {self.embedding_scale}", "above 0 and finite")
+        if self.embedding_scale is not None:
+            scale = checks.check_number(op, "embedding_scale", self.embedding_scale)
+            if not 0 < scale < math.inf:
+                raise checks.error(ValueError, op, f"embedding_scale is {scale}", "above 0 and finite")
+            object.__setattr__(self, "embedding_scale", scale)
         for name, words in (("order", ORDERS), ("chain", CHAINS)):
             if (word := getattr(self, name)) not in words:
                 raise checks.error(ValueError, op, f"{name} is {word!r}", " or ".join(map(repr, words)))
@@ -107,7 +107,6 @@ class MTPConfig:
         hidden_size = width
         if backbone is not None:
             hidden_size = checks.check_int(_FROM_HF, "backbone_hidden_size", backbone, at_least=1)
-        checks.check_width(_FROM_HF, 2, hidden_size)  # before its square root, which raises beyond the range of a float
         # Where a family's field has another name, transformers' own config may still call it rms_norm_eps (MiMo-V2).
         eps = _number(text, stage.eps_field, _number(text, "rms_norm_eps", 1e-6))
         scale = hidden_size**0.5 if stage.embedding_scaled else None

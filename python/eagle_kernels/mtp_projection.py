@@ -44,8 +44,10 @@ class EmbeddingHiddenProjection(LoadsProjections):
         self, config: MTPConfig, max_tokens: int | None, dtype: torch.dtype | None, device: torch.device | str | None
     ) -> None:
         super().__init__()
+        op = type(self).__name__
+        checks.check_factory(op, dtype, device)
         self.config = config
-        self.max_tokens = max_tokens
+        self.max_tokens = None if max_tokens is None else checks.check_int(op, "max_tokens", max_tokens, at_least=1)
         self._static_buffers: dict[tuple, Tensor] = {}
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         *norms, projection = self.NAMES
@@ -163,6 +165,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
         if ids is None:
             torch.arange(positions.shape[0], out=masked, device=masked.device)
         else:
+            checks.check_device(type(self).__name__, "ids", ids, positions.device, "positions")
             masked.copy_(ids)
         return masked.masked_fill_(positions == 0, -1)
 
@@ -215,6 +218,7 @@ class MTPProjection(EmbeddingHiddenProjection):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        checks.check_type("MTPProjection", "config", config, MTPConfig, "an MTPConfig: MTPConfig.from_hf makes one")
         super().__init__(config, max_tokens, dtype, device)
 
     def load_checkpoint(

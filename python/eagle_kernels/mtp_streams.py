@@ -47,7 +47,7 @@ class MTPStreamsConfig(MTPConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         op = "MTPStreamsConfig"
-        checks.check_int(op, "num_streams", self.num_streams, at_least=1)
+        checks.check_sizes(op, self, "num_streams")
         checks.check_width(op, self.num_streams, max(self.hidden_size, self.out_features))
         if self.hnorm_over not in ("stream", "row"):
             raise checks.error(ValueError, op, f"hnorm_over is {self.hnorm_over!r}", "'stream' or 'row'")
@@ -118,6 +118,8 @@ class MTPStreamsProjection(MTPProjection):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        expected = "an MTPStreamsConfig: MTPStreamsConfig.from_hf makes one"
+        checks.check_type("MTPStreamsProjection", "config", config, MTPStreamsConfig, expected)
         super().__init__(config, max_tokens=max_tokens, dtype=dtype, device=device)
         if config.hnorm_over == "row":
             width = config.num_streams * config.hidden_size
@@ -167,6 +169,9 @@ class MTPStreamsProjection(MTPProjection):
         op, S, H = "MTPStreamsProjection", self.config.num_streams, self.config.hidden_size
         streams = _rows_of_streams(op, "hidden", hidden, S, H)
         self._check_sources(streams, ids, table, embeds, positions)
+        for name, places in (("ids", ids), ("positions", positions), ("indices", indices)):
+            if isinstance(places, Tensor):  # read here, before the op checks them
+                checks.check_device(op, name, places, streams.device, "hidden")
         out_rows = None if out is None else _rows_of_streams(op, "out", out, S, self.config.out_features)
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         count = chunk.shape[0] if index is None else index.shape[0]

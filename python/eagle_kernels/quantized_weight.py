@@ -199,6 +199,7 @@ class QuantizedWeight:
         return "codes" if kind == E4M3 or (kind == E8M0 and dtype != torch.float16) else "blocks"
 
     def to(self, device: torch.device | str, copy: bool = False) -> QuantizedWeight:
+        device = checks.as_device(f"{OP}.to", device)  # .to(dtype) would convert codes without their scales
         moved = (None if tensor is None else tensor.to(device, copy=copy) for tensor in self.tensors)
         codes, scales, global_scale = moved
         assert codes is not None and scales is not None
@@ -346,7 +347,7 @@ def _checked_global_scale(value: object, codes: Tensor) -> Tensor | None:
         return None
     if not isinstance(value, Tensor):
         number = checks.check_number(OP, "global_scale", value)
-        if abs(number) > torch.finfo(torch.float32).max:
+        if not abs(number) <= torch.finfo(torch.float32).max:
             raise checks.error(ValueError, OP, f"global_scale is {number}", "a number that is finite in torch.float32")
         value = torch.tensor(number, dtype=torch.float32, device=codes.device)
     checks.check_tensor(OP, "global_scale", value)
@@ -395,6 +396,8 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
         raise checks.error(ValueError, op, f"format is {format!r}", f"one of {list(WEIGHT_FORMATS)}")
     checks.check_tensor(op, "weight", weight)
     checks.check_dtype(op, "weight", weight, checks.DTYPES)
+    if weight.is_meta:
+        raise checks.error(ValueError, op, "weight is on meta", "a device where it has values")
     if weight.dim() != 2 or 0 in weight.shape:
         raise checks.shape_error(op, "weight", weight, "(D, W), neither of them 0")
     D, W = weight.shape

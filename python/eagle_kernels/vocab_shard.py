@@ -75,7 +75,9 @@ class VocabShard:
         tp_size = checks.check_int(op, "tp_size", tp_size, at_least=1)
         tp_rank = checks.check_int(op, "tp_rank", tp_rank, at_least=0)
         padding_size = checks.check_int(op, "padding_size", padding_size, at_least=1)
-        org = checks.check_int(op, "org_num_embeddings", org_num_embeddings or num_embeddings, at_least=1)
+        org = num_embeddings
+        if org_num_embeddings is not None:
+            org = checks.check_int(op, "org_num_embeddings", org_num_embeddings, at_least=0) or num_embeddings
         if tp_rank >= tp_size:
             raise checks.error(ValueError, op, f"tp_rank is {tp_rank}", f"below tp_size = {tp_size}")
         if org > num_embeddings:
@@ -159,8 +161,7 @@ def shard_vocab_weight(full_weight: Tensor, shard: VocabShard) -> Tensor:
     """
     op = "shard_vocab_weight"
     checks.check_tensor(op, "full_weight", full_weight)
-    if not isinstance(shard, VocabShard):
-        raise checks.error(TypeError, op, f"shard is a {type(shard).__name__}", "a VocabShard")
+    checks.check_type(op, "shard", shard, VocabShard, "a VocabShard")
     if full_weight.dim() != 2 or full_weight.shape[0] != shard.num_embeddings:
         raise checks.shape_error(
             op, "full_weight", full_weight, f"({shard.num_embeddings}, H)", f"the shard has {shard.num_embeddings} ids"

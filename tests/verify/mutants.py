@@ -582,7 +582,7 @@ MUTANTS = (
     Mutant(QUANTIZED_WEIGHT, "rows == 1 and W % columns", "W % columns"),
     Mutant(QUANTIZED_WEIGHT, "weight.dim() != 2 or 0 in weight.shape", "weight.dim() != 2"),
     Mutant(QUANTIZED_WEIGHT, "(mantissa == 0.5).int()", "(mantissa > 0).int()"),
-    Mutant(QUANTIZED_WEIGHT, "abs(number) > torch.finfo(torch.float32).max", "False"),
+    Mutant(QUANTIZED_WEIGHT, "not abs(number) <= torch.finfo(torch.float32).max", "False"),
     Mutant(QUANTIZED_WEIGHT, "return _one_for_zero(largest / format.max), None", "return largest / format.max, None"),
     Mutant(QUANTIZED_WEIGHT, "largest.amax() / (format.max * 448.0)", "largest.amax() / format.max"),
     Mutant(

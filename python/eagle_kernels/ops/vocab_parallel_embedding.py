@@ -60,7 +60,8 @@ def vocab_parallel_embedding(
         record = VocabParallelEmbedding(ids, weight, *shard.bounds, scale, scale_tensor, out)
         run(record, choose(OP, ids.device), (out,))
         return out
-    _check_shard(ids, weight, shard)
+    checks.check_tensor(OP, "ids", ids)
+    check_table(OP, weight, shard)
     # `check_arguments` ignores `out`, which may be shaped like ids of several dimensions, or None.
     record = VocabParallelEmbedding(ids.reshape(-1), weight, *shard.bounds, scale, scale_tensor, out)  # type: ignore[arg-type]
     record.check_arguments()
@@ -82,15 +83,14 @@ def _fits(weight: object, shard: object) -> bool:
     )
 
 
-def _check_shard(ids: Tensor, weight: Tensor, shard: VocabShard) -> None:
-    checks.check_tensor(OP, "ids", ids)
-    checks.check_tensor(OP, "weight", weight)
-    if not isinstance(shard, VocabShard):
-        raise checks.error(TypeError, OP, f"shard is a {type(shard).__name__}", "a VocabShard")
+def check_table(op: str, weight: Tensor, shard: VocabShard) -> None:
+    """Raise where the weight is not the shard's rows; the zero padding at their end may be missing."""
+    checks.check_tensor(op, "weight", weight)
+    checks.check_type(op, "shard", shard, VocabShard, "a VocabShard")
     used = shard.used_rows
     if weight.dim() != 2 or not used <= weight.shape[0] <= shard.rows:
         because = f"rank {shard.tp_rank} of {shard.tp_size} holds {used} ids' rows"
-        raise checks.shape_error(OP, "weight", weight, f"(rows, H) = ({shard.rows}, *)", because)
+        raise checks.shape_error(op, "weight", weight, f"(rows, H) = ({shard.rows}, *)", because)
 
 
 def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -147,6 +147,7 @@ class VocabParallelEmbedding(NamedTuple):
         checks.check_last_dim_contiguous(OP, "weight", weight)
         self._check_bounds()
         if scale_tensor is not None:
+            checks.check_tensor(OP, "scale", scale_tensor)
             checks.check_dtype(OP, "scale", scale_tensor, checks.DTYPES)
             if scale_tensor.dim() != 0:
                 raise checks.shape_error(OP, "scale", scale_tensor, "a 0-d tensor or a float")
@@ -184,6 +185,7 @@ class VocabParallelEmbedding(NamedTuple):
 
 def plan(ids: Tensor, *_args: object, **_kwargs: object) -> Plan:
     """The plan of a call with these arguments; see `eagle_kernels.explain`."""
+    checks.check_tensor(OP, "ids", ids)
     return choose(OP, ids.device)
 
 
