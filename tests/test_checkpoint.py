@@ -280,6 +280,20 @@ def test_what_is_no_file_is_named(put: Callable, because: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("dtype", "shape"), [("F32", [2**63, 0]), ("F32", [0, 2**64 - 1]), ("F6_E2M3", [D, K * H])], ids=str
+)
+def test_a_tensor_that_torch_cannot_have_is_named(dtype: str, shape: list[int], tmp_path: Path) -> None:
+    """torch's TypeError of an int64 that overflows, and the SafetensorError of a dtype."""
+    size = shape[0] * shape[1] * 6 // 8
+    header = json.dumps({"fc.weight": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(size)
+    (tmp_path / "x.safetensors").write_bytes(content)
+    message = f"fc.weight is {dtype} of shape {shape}, expected a dtype and sizes that torch has"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
+        eagle3_layer().load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("weights", "message"),
     [
         (5, "weights is a int, expected a safetensors file or folder, or tensors by name"),

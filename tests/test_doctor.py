@@ -1818,6 +1818,44 @@ def test_an_unreadable_folder_is_a_usage_error(
     assert message in json.loads(capsys.readouterr().out)["error"]
 
 
+def with_empty_tensor(file: Path, name: str, shape: list[int]) -> None:
+    """Put a tensor into the file whose shape has no element, whatever its other sizes."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def test_a_size_that_no_memory_has_is_a_finding(tmp_path: Path) -> None:
+    """A row of it was allocated: a RuntimeError, or all memory."""
+    checkpoints = Checkpoints()
+    del checkpoints.weights["fc.weight"]
+    folders = checkpoints.save(tmp_path)
+    with_empty_tensor(tmp_path / "drafter/model.safetensors", "fc.weight", [0, 2**62])
+    found = [finding.text for finding in examine(*folders).findings if finding.trap == "load"]
+    message = f"fc.weight has shape (0, {2**62}), expected ({D}, {K * H}), because it is (D, K*H) with K = 3 and H = 64"
+    assert found == [f"Eagle3Projection.load_checkpoint: {message}"]
+
+
+@pytest.mark.parametrize("shape", [[2**63, 0], [0, 2**64 - 1]])
+def test_a_size_beyond_torch_s_is_a_usage_error(
+    shape: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = list(map(str, Checkpoints().save(tmp_path)))
+    with_empty_tensor(tmp_path / "drafter/model.safetensors", "fc.extra", shape)
+    assert cli.main(["doctor", *folders, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error == f"doctor: fc.extra is F32 of shape {shape}, expected sizes that torch has"
+
+
+def test_a_width_in_a_config_takes_no_memory() -> None:
+    """Its norms have stand-ins of that width: 12 GB of 2**31 - 1 columns."""
+    stand_in = pair.Header((2**40,), "BF16").stand_in()
+    assert stand_in.shape == (2**40,) and stand_in.untyped_storage().nbytes() == 2
+
+
 @pytest.mark.parametrize("pattern", ["a{99999999999}", "(" * 5000])
 def test_a_pattern_that_cannot_be_compiled_names_no_layer(pattern: str, tmp_path: Path) -> None:
     """re raises an OverflowError and a RecursionError for these, which ended doctor."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_kernels.checkpoint import Opened, open_tensors
+from eagle_kernels.checkpoint import Opened, open_tensors, read_tensor
 from eagle_kernels.quantization_config import config_of
 
 OP = "doctor"
@@ -60,8 +60,8 @@ class Header(NamedTuple):
     read: Callable[[], Tensor] | None = None  # only of a tensor in _READ
 
     def stand_in(self) -> Tensor:
-        """The tensor itself if it is in `_READ`; else one of this shape and dtype in the memory of one row, for loaders
-        that look at nothing else. Where they do look at values, these are valid: scales are 1.
+        """The tensor itself if it is in `_READ`; else one of this shape and dtype in the memory of one row or less, for
+        loaders that look at nothing else. Where they do look at values, these are valid: scales are 1.
         """
         if self.dtype not in _DTYPES:
             raise ValueError(f"{OP}: a tensor is {self.dtype}, expected one of {list(_DTYPES)}")
@@ -69,6 +69,8 @@ class Header(NamedTuple):
             return self.read()
         dtype = _DTYPES[self.dtype]
         fill = torch.zeros if dtype in (torch.int32, torch.int64) else torch.ones
+        if 0 in self.shape or len(self.shape) < 2:  # sizes that no memory may have: [0, 2**62], a width of a config
+            return fill((), dtype=dtype).expand(self.shape)
         if len(self.shape) == 2:
             return fill(self.shape[1], dtype=dtype).expand(self.shape)
         return fill(self.shape, dtype=dtype)
@@ -170,8 +172,11 @@ def _headers(folder: Path) -> dict[str, Header]:
         raise ValueError(f"{OP}: {files[0]} is in GGUF, expected .safetensors files, because {reads}")
     for name, file in open_tensors(OP, folder).items():
         tensor = file.get_slice(name)
-        read = partial(file.get_tensor, name) if name.rpartition(".")[2] in _READ else None
-        headers[name] = Header(tuple(tensor.get_shape()), tensor.get_dtype(), read)
+        shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        if max(shape, default=0) >= 2**63:  # safetensors counts in uint64, and a size of 0 beside it makes it valid
+            raise ValueError(f"{OP}: {name} is {dtype} of shape {list(shape)}, expected sizes that torch has")
+        read = partial(read_tensor, OP, file, name) if name.rpartition(".")[2] in _READ else None
+        headers[name] = Header(shape, dtype, read)
     return headers
 
 

@@ -453,7 +453,19 @@ def _open(op: str, weights: _Weights) -> _Readers:
     if not isinstance(weights, (str, os.PathLike)):
         got = f"weights is a {type(weights).__name__}"
         raise checks.error(TypeError, op, got, "a safetensors file or folder, or tensors by name")
-    return {name: partial(handle.get_tensor, name) for name, handle in open_tensors(op, Path(weights)).items()}
+    return {name: partial(read_tensor, op, handle, name) for name, handle in open_tensors(op, Path(weights)).items()}
+
+
+def read_tensor(op: str, file: Any, name: str) -> Tensor:
+    """A tensor of an opened safetensors file, whose dtype and sizes may be ones that torch does not have."""
+    from safetensors import SafetensorError
+
+    try:
+        return file.get_tensor(name)
+    except (SafetensorError, TypeError):  # F6_E2M3; a size beyond int64, beside one of 0
+        header = file.get_slice(name)
+        got = f"{name} is {header.get_dtype()} of shape {header.get_shape()}"
+        raise checks.error(ValueError, op, got, "a dtype and sizes that torch has") from None
 
 
 def open_tensors(op: str, path: Path) -> dict[str, Any]:
