@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -263,6 +264,15 @@ def test_a_name_that_its_file_does_not_have_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("x.safetensors", "a safetensors file"),
+        ("model.safetensors.index.json", "the index of a sharded checkpoint"),
+        ("config.json", "JSON"),
+        ("hf_quant_config.json", "JSON"),
+    ],
+)
+@pytest.mark.parametrize(
     ("put", "because"),
     [
         (lambda file: file.mkdir(), "it is a folder"),
@@ -271,11 +281,36 @@ def test_a_name_that_its_file_does_not_have_is_an_error(tmp_path: Path) -> None:
     ],
     ids=["folder", "link", "pipe"],
 )
-def test_what_is_no_file_is_named(put: Callable, because: str, tmp_path: Path) -> None:
-    """Opening a pipe waited for its writer."""
-    put(tmp_path / "x.safetensors")
-    message = f"'{tmp_path}/x.safetensors' cannot be read, expected a safetensors file, because {because}"
+def test_what_is_no_file_is_named(put: Callable, because: str, name: str, expected: str, tmp_path: Path) -> None:
+    """Opening a pipe waited for its writer, and an unreadable index or config was taken for a missing one."""
+    save_file(eagle3_weights(), tmp_path / "model.safetensors")
+    put(tmp_path / name)
+    message = f"'{tmp_path / name}' cannot be read, expected {expected}, because {because}"
     with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
+        eagle3_layer(chunk_norm=True).load_checkpoint(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_no_missing_one() -> None:
+    """safetensors raises a FileNotFoundError of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "x.safetensors")
+        save_file(eagle3_weights(), file)
+        os.chmod(folder, 0o755)
+        file.chmod(0)
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may read it
+        try:
+            with pytest.raises(PermissionError, match=re.escape(str(file))):
+                eagle3_layer().load_checkpoint(folder)
+        finally:
+            os.seteuid(user)
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
+    """safetensors' OSError names no file."""
+    (tmp_path / "x.safetensors").symlink_to("/proc/self/mem")
+    message = f"'{tmp_path}/x.safetensors' cannot be read, expected a safetensors file, because No such device"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}"):
         eagle3_layer().load_checkpoint(tmp_path)
 
 

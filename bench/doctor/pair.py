@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_kernels import checks
 from eagle_kernels.checkpoint import Opened, open_tensors, read_tensor
 from eagle_kernels.quantization_config import config_of
 
@@ -182,8 +183,7 @@ def _headers(folder: Path) -> dict[str, Header]:
 
 def _config(folder: Path) -> Mapping[str, Any]:
     file = folder / "config.json"
-    if file.is_fifo() or file.is_char_device():  # opening a pipe waits for a writer that never comes
-        raise ValueError(f"{OP}: {file} is a pipe or device, expected a file")
+    checks.check_file(OP, file, "a model's config")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -474,6 +474,7 @@ def open_tensors(op: str, path: Path) -> dict[str, Any]:
     Where two files have a name, the index decides, as it does in engines; without an index this is an error.
     """
     index = path / "model.safetensors.index.json"
+    checks.check_file(op, index, "the index of a sharded checkpoint")
     file_of = _files_of_index(op, index) if index.is_file() else {}
     handles: dict[str, tuple[Path, Any]] = {}
     elsewhere: dict[str, Path] = {}
@@ -506,17 +507,17 @@ def _open_files(op: str, path: Path, files: set[Path]) -> Iterator[tuple[Path, A
     if not files:
         raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
     for file in sorted(files):
-        if file.exists() and not file.is_file():  # opening a pipe would wait, and a folder's error names no path
-            because = "it is a folder" if file.is_dir() else "it is neither a file nor a folder"
-            raise checks.error(ValueError, op, f"{str(file)!r} cannot be read", "a safetensors file", because)
-        if file.is_symlink() and not file.exists():
-            because = f"it is a link to {os.readlink(file)!r}, which is not there"
-            raise checks.error(ValueError, op, f"{str(file)!r} cannot be read", "a safetensors file", because)
+        checks.check_file(op, file, "a safetensors file")
+        file.open("rb").close()  # safetensors says of a file that may not be read that there is none
         try:
             yield file, safe_open(file, framework="pt")
         except SafetensorError as failure:
             raise checks.error(
                 ValueError, op, f"{str(file)!r} is damaged", "a safetensors file", str(failure)
+            ) from None
+        except OSError as failure:  # mmap's on a file system without it, which names no file
+            raise checks.error(
+                ValueError, op, f"{str(file)!r} cannot be read", "a safetensors file", str(failure)
             ) from None
 
 

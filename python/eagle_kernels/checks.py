@@ -6,7 +6,9 @@ first write, so a call that raises leaves `out` and every buffer as they were.
 
 import inspect
 import operator
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,6 +125,16 @@ def check_sequence(op: str, name: str, value: Any, expected: str = "a tensor or 
     if values is None:
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     return list(values)
+
+
+def check_file(op: str, file: Path, expected: str) -> None:
+    """A file, or nothing at all: a pipe would be waited for, and a broken link pass for a file that is not there."""
+    if file.is_file() or not (file.exists() or file.is_symlink()):
+        return
+    because = "it is a folder" if file.is_dir() else "it is neither a file nor a folder"
+    if not file.exists():
+        because = f"it is a link to {os.readlink(file)!r}, which is not there"
+    raise error(ValueError, op, f"{str(file)!r} cannot be read", expected, because)
 
 
 def check_tensor(op: str, name: str, value: object) -> None:

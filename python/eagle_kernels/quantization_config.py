@@ -232,7 +232,8 @@ def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
 
 def _section(op: str, file: Path, paths: Sequence[tuple[str, ...]]) -> Mapping[str, Any] | None:
     """The object at the first of these paths of keys that a JSON file has."""
-    if not file.is_file():
+    checks.check_file(op, file, "JSON")
+    if not file.exists():
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
