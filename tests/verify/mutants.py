@@ -344,7 +344,7 @@ MUTANTS = (
     Mutant(DOT_PRODUCT, "k + kBlockK < op.source.width ? kBlockK : op.source.width - k", "op.source.width - k"),
     Mutant(DOT_PRODUCT, "d + kColumns <= end", "d + kColumns <= end + 1"),
     Mutant(DOT_PRODUCT, "packed_rows<T>(op) + i * width + k", "packed_rows<T>(op) + i * width"),
-    Mutant(FLOAT_PRODUCT, "i % kDotBlockColumns<float>", "(i + 1) % kDotBlockColumns<float>"),
+    Mutant(FLOAT_PRODUCT, "i % kTogether", "(i + 1) % kTogether"),
     Mutant(FLOAT_PRODUCT, "any_is_nan(place(i, k), count)", "any_is_nan(place(i, 0), count)"),
     Mutant(
         FLOAT_PRODUCT,
@@ -658,7 +658,7 @@ MUTANTS = (
     Mutant(QUANTIZATION_CONFIG, 'if any(_matches(name, path) for name in _list(config.get("ignore"))):', "if False:"),
     Mutant(QUANTIZATION_CONFIG, "{**inline, _HF_FILE: beside}", "inline"),
     Mutant(QUANTIZATION_CONFIG, "{**config, **own}", "config"),
-    Mutant(QUANTIZATION_CONFIG, "if not file.is_file():", "if False:"),
+    Mutant(QUANTIZATION_CONFIG, "if not file.exists():", "if False:"),
     Mutant(QUANTIZATION_CONFIG, "except (ValueError, RecursionError) as failure:", "except ValueError as failure:"),
     Mutant(QUANTIZATION_CONFIG, "section.get(key) if isinstance(section, dict) else None", "section.get(key)"),
     Mutant(QUANTIZATION_CONFIG, "if section is not None:", "if False:"),
