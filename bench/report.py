@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import math
-import sys
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from .workloads import DENSE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # 2: the timer of each record, and the rate of the matrix product beside those of copy and read.
 SCHEMA_VERSION = 2
@@ -37,14 +38,19 @@ _RATES = ("copy_gbps", "read_gbps", "matmul_tflops")
 FIGURES = ("median_ms", "min_ms", "p20_ms", "p80_ms", "rounds", "bytes", "gbps", "tflops", "floor_ms", *_RATES)
 STATUSES = ("ok", "wrong", "skipped", "failed")
 
-# What the fields of a record may be; those that are in _OPTIONAL too may be None: not measured.
-_TEXTS = ("op", "preset", "stage", "norm", "dtype", "timer", "variant", "status", "reason", "plan", "copies_limited_by")
-_COUNTS = ("K", "H", "D", "V", "T", "S", "n", "d", "rounds", "copies", "rotated_bytes")
-_POSITIVE = ("median_ms", "min_ms", "p20_ms", "p80_ms", "bytes", "gbps", *_RATES[:2], "add_gbps", "memory_gbps")
-_NUMBERS = ("tflops", "floor_ms", "matmul_tflops", "error", "error_bound", "speedup", "speedup_low", "speedup_high")
+# What the fields of records and environment may be; those that are in _OPTIONAL too may be None: not measured.
+_TEXTS = (
+    *("op", "preset", "stage", "norm", "dtype", "timer", "variant", "status", "reason", "plan", "copies_limited_by"),
+    *("device_slug", "torch", "date", "commit", "cpu_model", "cpu_isa", "gpu", "driver", "cuda"),
+)
+_COUNTS = ("K", "H", "D", "V", "T", "S", "n", "d", "rounds", "copies", "rotated_bytes", "threads", "cpu_cores")
+_POSITIVE = ("median_ms", "min_ms", "p20_ms", "p80_ms", "bytes", "gbps", *_RATES, "add_gbps", "memory_gbps")
+_NUMBERS = ("tflops", "floor_ms", "error", "error_bound", "speedup", "speedup_low", "speedup_high")
 _OPTIONAL = ("add_gbps", "memory_gbps", "matmul_tflops", "error")
 _TIMER_ORDER = tuple(timer for timers in TIMERS.values() for timer in timers)
 _FLAGS = ("is_ours", "cold", "array_exceeds_cache")
+# The logarithm of a ratio of two numbers within these limits is a float.
+_SMALLEST, _LARGEST = 1e-100, 1e100
 
 # Fields of the environment that the line above a table needs.
 _SHOWN = {
@@ -131,19 +137,19 @@ def _expected(name: str, value: Any) -> str | None:
         return None if value in choices[name] else f"one of {', '.join(choices[name])}"
     if name == "variant":
         return None if isinstance(value, str) and (is_ours(value) or value in BASELINES) else "a form or a baseline"
-    if name in _TEXTS:
-        return None if isinstance(value, str) else "text"
+    if name in _TEXTS:  # JSON may have half of a UTF-16 pair, which no font draws
+        return None if isinstance(value, str) and re.search("[\ud800-\udfff]", value) is None else "text"
     if name in _FLAGS:
         return None if isinstance(value, bool) else "true or false"
     if name in _OPTIONAL and value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_number = is_number and abs(value) <= sys.float_info.max  # isfinite raises for an int beyond it
     if name in _COUNTS:
-        return None if is_number and isinstance(value, int) and value >= 1 else "a count"
+        return None if is_number and isinstance(value, int) and 1 <= value < 2**63 else "a count"
     if name in _POSITIVE:
-        return None if is_number and value > 0 else "a number above 0"
-    return None if name not in _NUMBERS or (is_number and value >= 0) else "a number of at least 0"
+        is_inside = is_number and _SMALLEST <= value <= _LARGEST
+        return None if is_inside else f"a number from {_SMALLEST} to {_LARGEST}"
+    return None if name not in _NUMBERS or (is_number and 0 <= value <= _LARGEST) else f"a number from 0 to {_LARGEST}"
 
 
 def _load_shown(path: Path) -> dict:
@@ -152,8 +158,11 @@ def _load_shown(path: Path) -> dict:
     environment = run["environment"]
     if (device := environment.get("device")) not in tuple(_SHOWN):  # a list would be no key
         raise UnreadableResult(f"{path}: the environment has device {device!r}, expected cpu or cuda")
-    if absent := [name for name in _SHOWN[environment["device"]] if name not in environment]:
+    if absent := [name for name in _SHOWN[device] if name not in environment]:
         raise UnreadableResult(f"{path}: the environment has no {', '.join(absent)}")
+    for name in _SHOWN[device]:
+        if (expected := _expected(name, environment[name])) is not None:
+            raise UnreadableResult(f"{path}: the environment has {name} {environment[name]!r}, expected {expected}")
     return run
 
 
@@ -486,6 +495,7 @@ _MARKERS = "osD^vPX*"
 _COLOURS = tuple(f"C{number}" for number in range(10))  # matplotlib's names of its ten
 _OUR_COLOURS = ("black", "0.5", "0.7")
 _MAX_TICKS = 14
+_Group = tuple[str, str | None, list[list[dict]]]  # title, name of ours, timed rows
 
 
 @dataclass(frozen=True)
@@ -500,11 +510,21 @@ def draw(runs: Sequence[dict], path: Path) -> None:
     On the left the speedup over each baseline, on the right the share of the roofline of the same run. A few shapes are
     a line each; many are drawn as their geometric mean, in a band from the worst to the best.
     """
-    from matplotlib.figure import Figure  # 0.3 s, and not installed everywhere
+    import matplotlib  # 0.3 s, and not installed everywhere
 
     groups = list(_groups(runs))
     if not groups:
         raise ValueError("there is nothing to plot: no row was timed")
+    image = io.BytesIO()
+    with matplotlib.rc_context({"text.parse_math": False}):  # "$" in a name would begin a formula
+        # Without the date, so that the same run draws the same bytes.
+        _figure(runs, groups).savefig(image, format="png", metadata={"Software": None})
+    write_bytes(path, image.getvalue())
+
+
+def _figure(runs: Sequence[dict], groups: Sequence[_Group]) -> "Figure":
+    from matplotlib.figure import Figure
+
     width, height = _PANEL
     # A Figure without pyplot: no window system is looked for, and nothing stays in memory.
     figure = Figure(figsize=(2 * width, height * len(groups)), layout="constrained", dpi=120)
@@ -522,10 +542,7 @@ def draw(runs: Sequence[dict], path: Path) -> None:
     shapes = dict.fromkeys(_shape(row) for _, _, group in groups for row in group)
     names = textwrap.fill(", ".join(shapes), 150, break_on_hyphens=False)
     figure.suptitle(f"{'; '.join(devices)}\n{names}", fontsize=10)
-    image = io.BytesIO()
-    # Without the date, so that the same run draws the same bytes.
-    figure.savefig(image, format="png", metadata={"Software": None})
-    write_bytes(path, image.getvalue())
+    return figure
 
 
 def _device(env: dict) -> str:
@@ -533,8 +550,8 @@ def _device(env: dict) -> str:
     return f"{machine}, torch {env['torch']}, {env['date']}"
 
 
-def _groups(runs: Sequence[dict]) -> Iterable[tuple[str, str | None, list[list[dict]]]]:
-    """(title, name of ours, timed rows) of every row of panels."""
+def _groups(runs: Sequence[dict]) -> Iterable[_Group]:
+    """What is in every row of panels."""
     timed = [
         (run["environment"]["device_slug"], row)
         for run in runs
@@ -683,7 +700,10 @@ def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_plot(arguments: argparse.Namespace) -> int:
-    path = arguments.out or arguments.results[0].with_suffix(".png")
+    first = arguments.results[0]
+    if not first.name:  # "." and "/" have no suffix to replace
+        arguments.parser.error(f"{first}: Is a directory")
+    path = arguments.out or first.with_suffix(".png")
     check_writable(arguments.parser, "--out", path)
     try:
         draw([_load_shown(result) for result in arguments.results], path)

@@ -103,11 +103,15 @@ def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> Non
 @pytest.mark.parametrize(
     "field, value, expected",
     [
-        ("median_ms", "2.0", "median_ms '2.0', expected a number above 0"),
-        ("p80_ms", 0, "p80_ms 0, expected a number above 0"),
-        ("gbps", None, "gbps None, expected a number above 0"),
-        ("tflops", True, "tflops True, expected a number of at least 0"),
+        ("median_ms", "2.0", "median_ms '2.0', expected a number from 1e-100 to 1e+100"),
+        ("median_ms", 5e-324, "median_ms 5e-324, expected a number from 1e-100 to 1e+100"),
+        ("p80_ms", 0, "p80_ms 0, expected a number from 1e-100 to 1e+100"),
+        ("gbps", None, "gbps None, expected a number from 1e-100 to 1e+100"),
+        ("matmul_tflops", 0, "matmul_tflops 0, expected a number from 1e-100 to 1e+100"),
+        ("tflops", True, "tflops True, expected a number from 0 to 1e+100"),
+        ("floor_ms", 10**308, "floor_ms 1000"),
         ("T", 8.5, "T 8.5, expected a count"),
+        ("T", 2**63, f"T {2**63}, expected a count"),
         ("H", 10**400, "H 1000"),
         ("status", [], "status [], expected one of ok, "),
         ("is_ours", "yes", "is_ours 'yes', expected true or false"),
@@ -115,6 +119,7 @@ def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> Non
         ("timer", "wall", "timer 'wall', expected one of clock, graph, eager"),
         ("variant", 3, "variant 3, expected a form or a baseline"),
         ("preset", None, "preset None, expected text"),
+        ("preset", "\ud800", "preset '\\ud800', expected text"),
     ],
 )
 def test_a_field_of_another_kind_is_named(
@@ -156,6 +161,9 @@ def test_an_environment_without_its_machine_is_named(
         ({}, "the environment has device None, expected cpu or cuda"),
         ({"device": ["cpu"]}, "the environment has device ['cpu'], expected cpu or cuda"),
         ({"device": "cuda", "gpu": "H100"}, "the environment has no device_slug, torch, date, commit, driver, cuda"),
+        (ENVIRONMENT | {"device_slug": []}, "the environment has device_slug [], expected text"),
+        (ENVIRONMENT | {"device_slug": "x", "cpu_model": "\ud800"}, "has cpu_model '\\ud800', expected text"),
+        (ENVIRONMENT | {"device_slug": "x", "threads": "2"}, "the environment has threads '2', expected a count"),
     ):
         report.save(path, environment, ["bench"], RECORDS)
         with pytest.raises(SystemExit):
@@ -175,6 +183,13 @@ def test_a_plot_names_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert said[0].splitlines()[-1] == "tiny:eagle3"
     names = " ".join(said[1].splitlines()[1:]).split(", ")
     assert names == [*(f"model{number}:eagle3" for number in range(9)), "K=3 H=64 D=32", "K=3 H=128 D=32"]
+
+
+def test_a_name_is_no_formula(tmp_path: Path) -> None:
+    """matplotlib's ParseSyntaxException, in five lines."""
+    pytest.importorskip("matplotlib")
+    records = [entry | {"preset": "$x^{$"} for entry in RECORDS]
+    report.draw([{"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": records}], tmp_path / "x.png")
 
 
 def test_missing_run_is_named(tmp_path: Path) -> None:
