@@ -65,8 +65,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    numbers = range(arguments.cases) if arguments.case is None else [arguments.case]
-    say(f"random calls against float64, seed {arguments.seed}, {len(numbers)} for each line")
+    cases = arguments.cases if arguments.case is None else 1
+    numbers = range(cases) if arguments.case is None else [arguments.case]
+    say(f"random calls against float64, seed {arguments.seed}, {cases} for each line")
     say("worst: its relative RMS error / bound")
     say(_LINE.format(op="op", backend="backend", isa="cpu isa", worst="worst", verdict="calls"))
     failed = paths = 0

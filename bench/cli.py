@@ -108,6 +108,9 @@ def build_parser(file_completion: object = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 is success, 1 a wrong result, a regression or an output that could not be written, 2 a bad
     argument, 130 an interrupted run."""
+    if sys.stdout is None:  # a shell's `>&-`
+        print("eagle-kernels: standard output was not written: it is closed", file=sys.stderr)
+        return 1
     try:
         return _run(argv)
     except BrokenPipeError:  # `| head` closed the pipe: not an error of ours

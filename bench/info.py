@@ -4,8 +4,10 @@
 """
 
 import argparse
+import ast
 import datetime
 import importlib.metadata
+import inspect
 import itertools
 import json
 import os
@@ -306,7 +308,9 @@ def _found_devices() -> Iterator[tuple[str, str]]:
 
 def _environment() -> Iterator[dict[str, str]]:
     """The table of `environment.py`, with the active setting beside each variable."""
-    rows = [line.split("|")[1:-1] for line in (environment.__doc__ or "").splitlines() if line.startswith("| EAGLE_")]
+    # python -OO keeps no docstring.
+    page = environment.__doc__ or ast.get_docstring(ast.parse(inspect.getsource(environment))) or ""
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| EAGLE_")]
     for name, values, meaning in ([cell.strip() for cell in row] for row in rows):
         field = name.removeprefix("EAGLE_KERNELS_").lower()
         # The switches of the engines' plugins are read when an engine loads one.

@@ -67,9 +67,10 @@ def check_writable(parser: argparse.ArgumentParser, option: str, path: Path) -> 
     """A usage error where `write_text` could not write this file; makes its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
+        is_other = path.exists() and not path.is_file()
+    except OSError as failure:  # a name of 300 characters too
         parser.error(f"argument {option}: {path}: {failure.strerror}")
-    if path.exists() and not path.is_file():  # /dev/full would be replaced
+    if is_other:  # /dev/full would be replaced
         parser.error(f"argument {option}: {path} is no regular file")
     if not os.access(path.parent, os.W_OK):
         parser.error(f"argument {option}: {path} cannot be written")
@@ -81,7 +82,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         Unwritable: the disk is full, or the folder gone.
     """
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(errors="backslashreplace"))  # names of files need not be UTF-8
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -972,6 +972,9 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         (["plot", "a.json", "--out", "/proc/none/x.png"], "argument --out: /proc/none/x.png: ", []),
         (["completion", "fish"], "invalid choice: 'fish'", ["bash", "zsh", "tcsh"]),
         (["plot", "/proc/none.json"], "/proc/none.json: No such file", []),
+        (["plot", "."], "plot: error: .: Is a directory", []),
+        (["plot", "/"], "plot: error: /: Is a directory", []),
+        (["plot", "a.json", "--out", f"{'x' * 300}.png"], ".png: File name too long", []),
         (["compare", "/proc/a.json", "/proc/b.json"], "/proc/a.json: No such file", []),
         (["compare", "a", "b", "--tolerance", "few%"], "'few' is not a number of at least 0", []),
         ([*BENCH, "--threads", "0"], "'0' is not a number of at least 1", []),
@@ -982,6 +985,7 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         (["check", "--backend", "mps"], "backend 'mps' is unknown, known are: ", environment.BACKENDS),
         (["check", "--isa", "sse"], "instruction set 'sse' is unknown, known are: ", environment.CPU_ISAS),
         (["check", "--backend", "cuda"], "nothing to check: no usable backend", []),
+        (["check", "--backend", "cuda", "--cases", str(10**30)], "nothing to check: no usable backend", []),
         (["report", "/proc/none.json"], "/proc/none.json: No such file", []),
         (["draw"], "invalid choice: 'draw'", []),
         ([], "required", []),
@@ -1090,6 +1094,13 @@ def test_info_as_json(capsys: pytest.CaptureFixture) -> None:
     assert all(planned["runs"] and planned["reason"] for planned in plans)
 
 
+def test_info_without_docstrings() -> None:
+    """The variables were an empty list."""
+    command = [sys.executable, "-OO", "-m", "eagle_kernels.bench.cli", "info", "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    assert json.loads(done.stdout)["environment"] == list(info._environment())
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
 def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("shtab")
@@ -1150,6 +1161,21 @@ def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
         1,
         "eagle-kernels: standard output was not written: No space left on device\n",
     )
+
+
+def test_a_closed_output_is_one_sentence() -> None:
+    run = subprocess.run(
+        ["sh", "-c", '"$0" -m eagle_kernels.bench.cli list >&-', sys.executable], stderr=subprocess.PIPE, text=True
+    )
+    assert (run.returncode, run.stderr) == (1, "eagle-kernels: standard output was not written: it is closed\n")
+
+
+def test_markdown_of_a_result_whose_name_is_no_text(tiny_machine: None, tmp_path: Path) -> None:
+    """A UnicodeEncodeError once all was measured."""
+    result, page = tmp_path / "\udcff.json", tmp_path / "run.md"
+    arguments = [*BENCH, "--preset", "tiny", "--tokens", "1", "--min-time", "0"]
+    assert main([*arguments, "--json", str(result), "--markdown", str(page)]) == 0
+    assert "\\udcff.json" in page.read_text()
 
 
 def test_a_result_that_cannot_be_saved_is_one_sentence(
