@@ -636,6 +636,25 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (without_fc(c), c.target.update(hidden_size=D), c.drafter.update(target_hidden_size=D)),
         [("hidden-size", ALL, "the states are 48 wide and the drafter 64, and use_aux_hidden_state False leaves out")],
     ),
+    "layer ids of a drafter without fc": (
+        lambda c: (without_fc(c), c.drafter["eagle_config"].update({IDS: [2, 6, 9]})),
+        [
+            ("engine-layers", (SGLANG, V1), f"use_aux_hidden_state is False, and eagle_config.{IDS} is [2, 6, 9]"),
+            ("config", ALL, "use_aux_hidden_state is False, expected K = 3 chunks, because eagle_config."),
+        ],
+    ),
+    "one layer id of a drafter without fc": (
+        lambda c: (without_fc(c), c.drafter.update({IDS: [6]})),
+        [("engine-layers", (SGLANG, V1), f"captures no layer, since use_aux_hidden_state is False, and {IDS} is [6]")],
+    ),
+    "no fc, as a field that no engine reads says": (
+        lambda c: (without_fc(c), c.drafter.update(use_aux_hidden_state=False, eagle_config={IDS: [6]})),
+        [
+            ("layers", ALL, "use_aux_hidden_state is False, but not in eagle_config, where engines look for it"),
+            ("engine-layers", (V1,), "captures the boundaries [6], and the config means [7]"),
+            ("engine-layers", (V2,), "captures the boundaries [2, 6, 9], and the config means [7]"),
+        ],
+    ),
     "a model type without a rule": (
         lambda c: c.target.update({"model_type": "mamba9"}),
         [("layers", ALL, "capture_layers: model_type is 'mamba9', expected one of")],

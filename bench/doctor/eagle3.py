@@ -5,6 +5,7 @@ What the engines read is taken from SGLang 0.5.23 (`llama_eagle3`, `spec_aux_hid
 """
 
 import re
+from collections.abc import Mapping
 from functools import partial
 
 from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
@@ -34,6 +35,7 @@ LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hid
 def examine(pair: Pair, trained_by: str | None) -> None:
     """Look for every trap of an EAGLE-3 drafter; `trained_by` as in `Eagle3Config.from_hf`."""
     pair.facts["drafter"] = "EAGLE-3"
+    _look_at_unread_ids(pair)
     try:
         config = Eagle3Config.from_hf(pair.drafter, trained_by=trained_by)
     except (TypeError, ValueError) as wrong:
@@ -111,6 +113,26 @@ def _engines(pair: Pair) -> dict[str, tuple[list[int] | None, bool, int]]:
     }
 
 
+def _reads_last_state(pair: Pair) -> bool:
+    """Whether engines take the drafter for one without fc: they look for use_aux_hidden_state in eagle_config alone."""
+    nested = pair.drafter.get("eagle_config")
+    return isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False
+
+
+def _look_at_unread_ids(pair: Pair) -> None:
+    """Report layer ids that `use_aux_hidden_state` makes an engine ignore.
+
+    Source: SGLang 0.5.23 `spec_aux_hidden_state`, `configure_aux_hidden_state_capture`; vLLM 0.33 `gpu_model_runner`.
+    """
+    if not _reads_last_state(pair):
+        return
+    places = {IDS: pair.drafter, f"eagle_config.{IDS}": pair.drafter["eagle_config"]}
+    for name, section in places.items():
+        if ids := section.get(IDS):
+            text = f"captures no layer, since use_aux_hidden_state is False, and {name} is {ids}"
+            pair.find("engine-layers", text, SGLANG, VLLM_V1)
+
+
 def _look_at_last_state(pair: Pair, config: Eagle3Config) -> None:
     """For a drafter without fc (nvidia/gpt-oss-120b-Eagle3-short-context): engines capture no layer."""
     pair.facts["K"] = config.num_chunks
@@ -121,8 +143,11 @@ def _look_at_last_state(pair: Pair, config: Eagle3Config) -> None:
 
 
 def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
-    if (get_field(pair.drafter, "eagle_config") or {}).get("use_aux_hidden_state") is False:  # read only there
+    if _reads_last_state(pair):
         return _look_at_last_state(pair, config)
+    if not config.projection:
+        text = "use_aux_hidden_state is False, but not in eagle_config, where engines look for it: they capture layers"
+        pair.find("layers", text)
     layers = pair.text.get("num_hidden_layers")
     if not isinstance(layers, int):
         return pair.find("layers", f"the target's config has no num_hidden_layers: got {layers!r}")
