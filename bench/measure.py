@@ -529,11 +529,11 @@ class Ceilings:
         On a CPU at least the rate of fp32, in which 16 bits can always be multiplied: where no instruction multiplies
         bf16, torch's product of bf16 takes four times as long as that of fp32 (34 GFLOP/s on an AMD EPYC with AVX2).
         """
-        if dtype not in self._matmul:
+        dtypes = {dtype, torch.float32} if self._device == "cpu" else {dtype}
+        for missing in dtypes - self._matmul.keys():
             seconds = _SECONDS[self._device] if seconds is None else seconds
-            dtypes = {dtype, torch.float32} if self._device == "cpu" else {dtype}
-            self._matmul[dtype] = max(self._measure_matmul(each, seconds) for each in dtypes)
-        return self._matmul[dtype]
+            self._matmul[missing] = max(self._matmul_rate(missing, *size, seconds) for size in _MATMUL[self._device])
+        return max(self._matmul[each] for each in dtypes)
 
     def _part(self) -> tuple[torch.Tensor, torch.Tensor]:
         begin = next(self._next_part)
@@ -572,9 +572,6 @@ class Ceilings:
             torch.ops.eagle_kernels_C.add_stream(source, other, *walk, target)
 
         return Variant(f"add {walk}", call, 1)
-
-    def _measure_matmul(self, dtype: torch.dtype, seconds: float) -> float:
-        return max(self._matmul_rate(dtype, *size, seconds) for size in _MATMUL[self._device])
 
     def _matmul_rate(self, dtype: torch.dtype, rows: int, columns: int, depth: int, seconds: float) -> float:
         # Random: on zeros the multipliers draw less power and clocks go up (894 against 788 TFLOP/s on an H200).

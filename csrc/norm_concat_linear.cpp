@@ -394,7 +394,8 @@ void multiply_and_end_on_cuda(const NormConcatLinear& op, const Tensor& x, const
   cuda::expect_success(kOp, norm_concat_linear_epilogue_cuda(op, device.get()));
 }
 
-// norm_concat and torch's own product. There are no more normed rows than rows of the sources.
+// norm_concat and torch's own product, all rows at once: unless indices repeat rows, the normed rows take no more
+// memory than the sources.
 void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output& out) {
   refuse_many_chunks(kOp, op);
   const int64_t rows = op.num_rows, width = op.source.width;
