@@ -207,7 +207,9 @@ class _FrozenProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.gains = nn.ParameterList([nn.Parameter(gain, requires_grad=False) for gain in gains])
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        # A copy: Inductor's C++ GEMM template (torch 2.13) packs a frozen weight from the start of its storage, so each
+        # view of one tensor got the product with the first.
+        self.weight = nn.Parameter(weight.clone(), requires_grad=False)
         self.post_gain = None if post_gain is None else nn.Parameter(post_gain, requires_grad=False)
         self.norm, self.eps = norm, eps
 
@@ -226,7 +228,7 @@ def frozen_projections(arguments: Sequence[tuple]) -> list[Callable[[Sequence[Te
         module = _FrozenProjection(gains, weight, *settings)
         modules.append(_freeze(module, chunks, len(modules)))
         if len(modules) == 1:
-            started = time.perf_counter()  # the first one tunes and compiles; the others find its code in the cache
+            started = time.perf_counter()  # the first one compiles; the others find its C++ code in the cache
         elif (time.perf_counter() - started) * len(modules) / (len(modules) - 1) > COMPILE_BUDGET:
             break
     return modules
@@ -238,7 +240,13 @@ def _freeze(module: nn.Module, chunks: Sequence[Tensor], number: int) -> Callabl
     forward = types.FunctionType(code, type(module).forward.__globals__)
     module.__class__ = type(f"FrozenProjection{number}", (type(module),), {"forward": forward})
     function = torch.compile(module, dynamic=False)
-    settings = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    settings = {
+        "freezing": True,
+        "max_autotune": True,
+        "max_autotune_gemm_backends": "CPP,ATEN",
+        # A graph from this cache has the packed weight of the module that put it there (torch 2.13).
+        "fx_graph_cache": False,
+    }
     with _quiet_compilation(), torch._inductor.config.patch(settings):
         function(chunks)
     return function

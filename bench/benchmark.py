@@ -300,29 +300,38 @@ class Runner:
     def _skipped(self, base: dict, names: Sequence[str], reason: str) -> list[dict]:
         return [_unmeasured(base, timer, name, "skipped", reason) for timer in self.timers for name in names]
 
-    def _measure(self, workload: Workload, names: Sequence[str], rotation: Rotation, base: dict) -> list[dict]:
-        self.note(f"{workload.row}: {rotation.copies} copies")
-        workload.allocate(rotation.copies)
-        variants, failures = self._build(workload, names)
-        records = [
+    def _failed(self, base: dict, failures: dict[str, str]) -> list[dict]:
+        return [
             _unmeasured(base, timer, name, "failed", reason)
             for timer in self.timers
             for name, reason in failures.items()
         ]
+
+    def _measure(self, workload: Workload, names: Sequence[str], rotation: Rotation, base: dict) -> list[dict]:
+        self.note(f"{workload.row}: {rotation.copies} copies")
+        workload.allocate(rotation.copies)
+        variants, failures = self._build(workload, names)
         if not variants:
-            return records
+            return self._failed(base, failures)
         fewest = min(variants, key=lambda variant: variant.copies)
         copies = fewest.copies
         if copies < rotation.copies:
             rotation = rotation.reduced(copies, f"the time to make more modules of {fewest.name}")
         self.note(f"{workload.row}: checking")
         verdicts = judge(workload, variants)
-        if not all(verdict.is_right for verdict in verdicts.values()):
+        wrong = [name for name, verdict in verdicts.items() if not verdict.is_right]
+        if any(map(is_ours, wrong)):
             return [
                 _unmeasured(base, timer, name, "wrong", "") | _accuracy(verdict)
                 for timer in self.timers
                 for name, verdict in verdicts.items()
-            ] + records
+            ] + self._failed(base, failures)
+        # torch.compile or another package may be wrong on this machine, which is no fault of the row's other columns.
+        failures |= {name: f"wrong result: {report.error_text(_accuracy(verdicts[name]))}" for name in wrong}
+        variants = [variant for variant in variants if variant.name not in wrong]
+        records = self._failed(base, failures)
+        if not variants:
+            return records
         self.ceilings.matmul(workload.row.dtype)  # before anything of the row is timed
         timed = []
         for timer in self.timers:

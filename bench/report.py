@@ -412,13 +412,13 @@ def _speedup_text(record: dict) -> str:
 def _no_times_reason(row: Sequence[dict]) -> str:
     wrong = [record for record in row if record["status"] == "wrong"]
     if wrong:
-        errors = [f"{record['variant']} {_error(record)}" for record in wrong]
+        errors = [f"{record['variant']} {error_text(record)}" for record in wrong]
         return f"WRONG RESULT, no times: {', '.join(errors)}"
     reasons = dict.fromkeys(record["reason"] for record in row if record["status"] == "skipped")
     return f"skipped: {'; '.join(reasons)}" if reasons else "nothing was timed"
 
 
-def _error(record: dict) -> str:
+def error_text(record: dict) -> str:
     error, bound = (record.get(name) for name in ("error", "error_bound"))
     return ", ".join(
         f"{name} {'no number' if value is None else f'{value:.2e}'}"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import benchmark, cli, cli_types, info, measure, report, workloads
+from eagle_kernels.bench import baselines, benchmark, cli, cli_types, info, measure, report, workloads
 from eagle_kernels.bench.baselines import BASELINES, FOREIGN, QUANTIZED
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
@@ -25,6 +25,7 @@ from eagle_kernels.bench.ops import WORKLOADS, workload_of
 from eagle_kernels.bench.report import load
 
 import eagle_kernels as ek
+from accuracy import relative_rms
 from eagle_kernels import environment, library, ops, plan
 from eagle_kernels.model_shapes import ContextCache, InputStage, ModelShape, model_shapes
 
@@ -771,6 +772,39 @@ def test_bench_gate_keeps_times_of_wrong_results_back(
     assert main([*BENCH, "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--json", str(path)]) == 1
     assert "WRONG RESULT, no times: op error" in capsys.readouterr().out
     assert all(record["status"] == "wrong" and "median_ms" not in record for record in load(path)["records"])
+
+
+def test_bench_leaves_out_a_baseline_with_a_wrong_result(
+    tiny_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workloads, "compiled", lambda chain, arguments: lambda copy: 2 * chain(*arguments[copy]))
+    path = tmp_path / "run.json"
+    command = [*BENCH, "--preset", "tiny", "--tokens", "4", "--baselines", "eager,compile", "--min-time", "0"]
+    assert main([*command, "--json", str(path)]) == 0
+    assert "compile failed: wrong result: error 1.00e+00, bound" in " ".join(capsys.readouterr().out.split())
+    by_name = {record["variant"]: record for record in load(path)["records"]}
+    assert {name: record["status"] for name, record in by_name.items()} == {
+        "op": "ok",
+        "layer": "ok",
+        "eager": "ok",
+        "compile": "failed",
+    }
+    assert "median_ms" not in by_name["compile"]
+
+
+@pytest.mark.slow
+def test_frozen_projections_have_weights_of_their_own() -> None:
+    # Weights of one storage, whose packed forms Inductor confuses where nothing is done about it.
+    weights = (torch.randn(2, 64, 96) / 96**0.5).bfloat16().unbind()
+    chunks, gains = torch.randn(3, 8, 32).bfloat16().unbind(), torch.rand(3, 32).bfloat16().unbind()
+    arguments = [(chunks, gains, weight, "chunk", 1e-6, None) for weight in weights]
+    with torch.no_grad():
+        modules = baselines.frozen_projections(arguments)
+        for module, (_, _, weight, *settings) in zip(modules, arguments, strict=True):
+            truth = baselines.projection(
+                [chunk.double() for chunk in chunks], [gain.double() for gain in gains], weight.double(), *settings
+            )
+            assert relative_rms(module(chunks), truth) < 2**-7
 
 
 def test_bench_skips_what_does_not_fit(

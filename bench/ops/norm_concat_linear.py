@@ -50,8 +50,9 @@ class NormConcatLinear(Workload):
             self.read_bytes = num_bytes(row.weight, (row.stage.D, row.width))
 
     def footprint(self, names: Sequence[str]) -> Footprint:
-        # Inductor keeps a folded and a packed weight per module, `prepacked` oneDNN's layout beside the dense one.
-        extra = 2 * ("inductor-max" in names and self.row.device == "cpu") + ("prepacked" in names)
+        # A frozen module has a copy of the weight, a folded and a packed one, `prepacked` oneDNN's layout beside the
+        # dense one.
+        extra = 3 * ("inductor-max" in names and self.row.device == "cpu") + ("prepacked" in names)
         extra += self.row.weight != DENSE
         concats = sum(name in _WITH_CONCAT for name in names) * self.row.T * self.row.width * self.item
         in_float64 = self.weight_bytes // self.item * 8
