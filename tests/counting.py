@@ -43,8 +43,8 @@ class CountingTarget(nn.Module):
     def get_decoder(self) -> nn.Module:
         return self.decoder
 
-    def forward(self, ids: Tensor, past_key_values: object) -> SimpleNamespace:
-        states = self.decoder(ids, past_key_values=past_key_values, use_cache=True).last_hidden_state
+    def forward(self, ids: Tensor, mask: None, positions: None, cache: object) -> SimpleNamespace:
+        states = self.decoder(ids, mask, positions, cache, use_cache=True).last_hidden_state
         return SimpleNamespace(logits=states @ self.head.T)
 
 

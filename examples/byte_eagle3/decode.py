@@ -69,7 +69,8 @@ def speculate(target: nn.Module, drafter: Drafter, prompt: list[int], count: int
     drafts: list[int] = []
     with drafter.capture():
         while True:
-            logits = target(torch.tensor([unread + drafts]), past_key_values=target_cache).logits[0]
+            # By position: from transformers 5.24 on past_key_values is named cache.
+            logits = target(torch.tensor([unread + drafts]), None, None, target_cache).logits[0]
             choices = logits[len(unread) - 1 :].argmax(-1).tolist()
             correct = 0
             while correct < len(drafts) and drafts[correct] == choices[correct]:

@@ -74,9 +74,9 @@ class DraftLayer(nn.Module):
         """
         attended, _ = self.self_attn(
             torch.cat([self.input_layernorm(embeds), self.hidden_norm(x)], -1),
-            position_embeddings=self.rotary(x, positions, "full_attention"),
-            attention_mask=mask[None, None],
-            past_key_values=cache,
+            self.rotary(x, positions, "full_attention"),
+            mask[None, None],
+            cache,  # by position, as in decode.py
         )
         hidden = x + attended
         hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))

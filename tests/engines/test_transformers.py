@@ -43,12 +43,13 @@ def random_ids(batch: int = BATCH, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(VOCABULARY, (batch, length))
 
 
-def reported(model: torch.nn.Module, ids: torch.Tensor, **arguments: object) -> list[torch.Tensor]:
+def reported(model: torch.nn.Module, ids: torch.Tensor, cache: object = None) -> list[torch.Tensor]:
     """The states at every boundary as the model reports them; its own list has the last one only after the norm."""
     before_norm = []
     norm = model.get_decoder().norm
     hook = norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0].clone()))
-    states = list(model(ids, output_hidden_states=True, **arguments).hidden_states)
+    # By position: from transformers 5.24 on past_key_values is named cache.
+    states = list(model(ids, None, None, cache, output_hidden_states=True).hidden_states)
     hook.remove()
     assert torch.equal(norm(before_norm[0]), states[-1])
     return [*states[:-1], before_norm[0]]
@@ -81,7 +82,7 @@ def test_a_chunked_prefill_and_decoding_share_one_buffer(gemma3: torch.nn.Module
     # The last chunk of the prefill is ragged; a decode step then overwrites the first rows.
     for begin, stop, row in ((0, 2048, 0), (2048, 2348, 2048), (2348, 2350, 0)):
         with capture(gemma3, boundaries, buffer, row=row):
-            states = reported(gemma3, ids[:, begin:stop], past_key_values=cache)
+            states = reported(gemma3, ids[:, begin:stop], cache)
         expected[row : row + stop - begin] = torch.cat([states[boundary][0] for boundary in boundaries], -1)
         assert same_bits(buffer.buffer, expected)
 

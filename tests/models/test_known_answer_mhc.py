@@ -76,7 +76,7 @@ class MHCTarget(torch.nn.Module):
     def final_norm(self, collapsed: Tensor) -> Tensor:
         return F.rms_norm(collapsed, (H,), self.norm, EPS)
 
-    def forward(self, ids: Tensor, past_key_values: object) -> SimpleNamespace:
+    def forward(self, ids: Tensor, *_: object) -> SimpleNamespace:
         streams = self.streams_of(ids[0])
         self.on_boundary(LAYERS, streams, streams)
         return SimpleNamespace(logits=(self.final_norm(self.collapse(streams)) @ self.head.T)[None])
@@ -171,7 +171,7 @@ def means_of(target: MHCTarget) -> dict[int, Tensor]:
     """By boundary, the mean of each token's streams, after the Engram where there is one."""
     means = {}
     with boundaries(target, lambda boundary, before, streams: means.update({boundary: streams.mean(1).double()})):
-        target(torch.arange(V)[None], None)
+        target(torch.arange(V)[None])
     return means
 
 
