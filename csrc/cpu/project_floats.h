@@ -16,9 +16,11 @@ namespace {
 
 // Max rows for which a bf16 weight is read in place, and codes are widened in registers. K=3, H=D=4096, AVX2, two cores
 // of an AMD EPYC, minima in ms, bf16 at T = 8, 16, 32 and 64: 6.3, 12.8, 25.1 and 50.8 in place; 7.6, 12.7, 24.4 and
-// 46.8 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64).
+// 46.8 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64). Codes at
+// T = 3, 4 and 8: int8_row 2.7, 3.4 and 6.3 in registers, 4.5, 5.8 and 6.7 in L1; mxfp4 4.1, 5.3 and 9.5, 5.6, 6.3 and
+// 8.9.
 constexpr int64_t kMostRowsInPlace = 8;
-constexpr int64_t kMostRowsOfCodes = kDotTile<float>.rows;
+constexpr int64_t kMostRowsOfCodes = kWidenedTile.rows;
 
 constexpr float kLargeScale = 0x1p118f;  // times 448 it is finite, and so is 2^128 * 448 / kLargeUnit
 constexpr float kLargeUnit = 512.0f;
@@ -75,7 +77,7 @@ struct RowsOfNumbers {
         const int64_t place = d % kTogether;
         bool& is_nan = has_nan[place];
         const float unit = is_nan ? __builtin_nanf("") : scales_numbers ? units[place] : kRunUnit<Number>;
-        const float scale = scales_numbers ? 1.0f : load_scales(d, 0, Part{1})[0];
+        const float scale = scales_numbers ? 1.0f : load_scales(scale_place(d), Part{1})[0];
         for (int64_t i = 0; i < op.num_rows; ++i) {
           float& total = totals[i * totals_stride + (d - begin)];
           total = total * unit * scale;
@@ -92,16 +94,13 @@ struct RowsOfNumbers {
     return (op.scales.block_rows == 1 ? d : d / op.scales.block_rows) * op.scales.row_stride;
   }
 
-  // The scales of row d from block `first` on, as many as `span` has, times the global scale.
+  // As many scales as `span` has, times the global scale.
   template <class Span>
-  Float load_scales(int64_t d, int64_t first, Span span) const {
-    const int64_t place = scale_place(d) + first;
+  Float load_scales(int64_t place, Span span) const {
     if (op.scales.type == ScaleType::kFloat32) {
       return load(static_cast<const float*>(op.scales.data) + place, span) * global();
     }
-    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-    const auto bytes = load_lanes<Bytes>(static_cast<const uint8_t*>(op.scales.data) + place, span);
-    const UInt codes = __builtin_convertvector(bytes, UInt);
+    const UInt codes = extend(load_lanes<UByte>(static_cast<const uint8_t*>(op.scales.data) + place, span));
     return (op.scales.type == ScaleType::kFloat8E8M0 ? value_of(codes, Float8E8M0{}) : value_of(codes, Float8E4M3{})) *
            global();
   }
@@ -131,16 +130,15 @@ struct RowsOfNumbers {
   // Writes the scales times `unit`, one for each 2^scale_shift columns. A block has a multiple of 128 columns, or a
   // power of two.
   void read_scales_of_row(int64_t d, int64_t k, int64_t count, float unit, float* place) const {
-    const int64_t size = op.scales.block_columns;
+    const int64_t size = op.scales.block_columns, row = scale_place(d);
     if (size < 128) {
-      const auto read = [&](int64_t i, auto span) {
-        store(place + i, load_scales(d, (k >> scale_shift) + i, span) * unit, Whole{});
-      };
+      const int64_t first = row + (k >> scale_shift);
+      const auto read = [&](int64_t i, auto span) { store(place + i, load_scales(first + i, span) * unit, Whole{}); };
       return for_each_vector((count + size - 1) >> scale_shift, read);
     }
     const int64_t runs = 128 >> scale_shift;
     for (int64_t i = 0, block = k / size, left = size - k % size; i * 128 < count; ++i) {
-      const Float scale = Float{} + load_scales(d, block, Part{1})[0] * unit;
+      const Float scale = Float{} + load_scales(row + block, Part{1})[0] * unit;
       for (int64_t run = 0; run < runs; run += kLanes) store(place + i * runs + run, scale, Whole{});
       left -= 128;
       if (left == 0) ++block, left = size;
@@ -194,8 +192,7 @@ struct RowsAsFloats : RowsOfNumbers<Number> {
       Float run[kRunVectors];
       const float scale = scale_of(k);
       if (k + kRunNumbers <= count) {
-        widen_run(numbers, run, Number{});
-        unrolled<kRunVectors>([&](auto v) { run[v] *= scale; });
+        widen_scaled_run(numbers, scale, run, Number{});
       } else {
         widen_last<Number>(numbers, count - k, scale, run);
       }
@@ -237,18 +234,19 @@ struct CodeTile {
     Run run;
     if constexpr (std::is_same_v<Span, Part>) {
       widen_last<Code>(place, span.count, scale, run.lanes);
+    } else if constexpr (kScalesNumbers) {
+      widen_scaled_run(place, scale, run.lanes, Code{});
     } else {
       widen_run(place, run.lanes, Code{});
-      if constexpr (kScalesNumbers) unrolled<kRunVectors>([&](auto v) { run.lanes[v] *= scale; });
     }
     return run;
   }
 };
 
-template <class Code, bool kScalesNumbers>
+template <class Code, bool kScalesNumbers, DotTile kTileOfCodes>
 struct RowsOfCodes : RowsOfNumbers<Code> {
   using Element = float;
-  static constexpr DotTile kTile = kDotTile<float>;
+  static constexpr DotTile kTile = kTileOfCodes;
 
   explicit RowsOfCodes(const NormConcatLinear& op) : RowsOfNumbers<Code>(op) {}
 
@@ -259,13 +257,23 @@ struct RowsOfCodes : RowsOfNumbers<Code> {
   }
 };
 
+template <class T, class Code, bool kScalesNumbers>
+void project_codes_in_registers(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  // Each column of a tile is a chain of sums: four keep one row busier than three (int8_row, T = 1: 1.8 ms and 2.3).
+  if (op.num_rows <= kDotTile<float>.rows) {
+    dot_project<T, RowsOfCodes<Code, kScalesNumbers, kDotTile<float>>>(op, panel_begin, panel_end);
+  } else {
+    dot_project<T, RowsOfCodes<Code, kScalesNumbers, kWidenedTile>>(op, panel_begin, panel_end);
+  }
+}
+
 template <class T, class Code>
 void project_codes_by_floats(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   if (op.num_rows > kMostRowsOfCodes) return dot_project<T, RowsAsFloats<Code>>(op, panel_begin, panel_end);
   if (op.scales.block_columns < op.source.width) {
-    return dot_project<T, RowsOfCodes<Code, true>>(op, panel_begin, panel_end);
+    return project_codes_in_registers<T, Code, true>(op, panel_begin, panel_end);
   }
-  dot_project<T, RowsOfCodes<Code, false>>(op, panel_begin, panel_end);
+  project_codes_in_registers<T, Code, false>(op, panel_begin, panel_end);
 }
 
 }  // namespace

@@ -232,6 +232,12 @@ inline void widen_run(const uint8_t* numbers, Float* run, Number) {
   }
 }
 
+template <class Number>
+inline void widen_scaled_run(const uint8_t* numbers, float scale, Float* run, Number) {
+  widen_run(numbers, run, Number{});
+  unrolled<kRunVectors>([&](auto v) { run[v] *= scale; });
+}
+
 #if defined(__AVX2__)
 inline __m128i load_16_bytes(const uint8_t* bytes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)); }
 inline __m128i load_8_bytes(const uint8_t* bytes) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)); }
@@ -253,32 +259,35 @@ inline void widen_run(const uint8_t* codes, Float* run, Float8E4M3) {
   run[1] = (Float)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
 }
 
-// Whether any of `count` e4m3 codes is NaN: 0x7f is the largest signed byte, 0xff the largest unsigned one.
+// Whether any of `count` e4m3 codes is NaN: 0xff with the sign set. Two maxima, because each waits for the one before.
 inline bool any_is_nan(const uint8_t* codes, int64_t count) {
+  const __m256i sign = _mm256_set1_epi8(-128);
+  __m256i largest[2]{};
   int64_t k = 0;
-  __m256i largest{}, unsigned_largest{};
-  for (; k + 32 <= count; k += 32) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + k));
-    largest = _mm256_max_epi8(largest, bytes);
-    unsigned_largest = _mm256_max_epu8(unsigned_largest, bytes);
+  for (; k + 64 <= count; k += 64) {
+    unrolled<2>([&](auto half) {
+      const auto* bytes = reinterpret_cast<const __m256i*>(codes + k + 32 * half);
+      largest[half] = _mm256_max_epu8(largest[half], _mm256_or_si256(_mm256_loadu_si256(bytes), sign));
+    });
   }
-  const __m256i positive = _mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7f));
-  const __m256i negative = _mm256_cmpeq_epi8(unsigned_largest, _mm256_set1_epi8(-1));
-  bool any = _mm256_movemask_epi8(_mm256_or_si256(positive, negative)) != 0;
+  const __m256i is_nan = _mm256_cmpeq_epi8(_mm256_max_epu8(largest[0], largest[1]), _mm256_set1_epi8(-1));
+  bool any = _mm256_movemask_epi8(is_nan) != 0;
   for (; k < count; ++k) any |= (codes[k] & 0x7f) == 0x7f;
   return any;
 }
 
-template <>
-constexpr float kRunUnit<Float4E2M1> = 0.5f;
-inline void widen_run(const uint8_t* codes, Float* run, Float4E2M1) {
-  const __m128i pairs = load_8_bytes(codes), index = _mm_set1_epi8(15);
-  const __m128i low = _mm_and_si128(pairs, index), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), index);
-  const __m128i doubled = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
-  const __m128i values = _mm_shuffle_epi8(doubled, _mm_unpacklo_epi8(low, high));
-  run[0] = float_of_int8(values);
-  run[1] = float_of_int8(_mm_unpackhi_epi64(values, values));
+// The scale multiplies the table. The shuffle reads three bits of each index, the magnitude; the fourth is the sign.
+inline void widen_scaled_run(const uint8_t* codes, float scale, Float* run, Float4E2M1) {
+  const __m256 magnitudes = (__m256)(load(kCodeTable<Float4E2M1>.values, Whole{}) * scale);
+  unrolled<2>([&](auto v) {
+    int32_t eight;
+    __builtin_memcpy(&eight, codes + 4 * v, sizeof eight);
+    const __m256i index = _mm256_srlv_epi32(_mm256_set1_epi32(eight), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(index, 28), _mm256_set1_epi32(INT32_MIN));
+    run[v] = (Float)_mm256_xor_si256((__m256i)_mm256_permutevar8x32_ps(magnitudes, index), sign);
+  });
 }
+inline void widen_run(const uint8_t* codes, Float* run, Float4E2M1 code) { widen_scaled_run(codes, 1.0f, run, code); }
 #endif
 #endif
 
