@@ -16,9 +16,9 @@ namespace {
 
 // Max rows for which a bf16 weight is read in place, and codes are widened in registers. K=3, H=D=4096, AVX2, two cores
 // of an AMD EPYC, minima in ms, bf16 at T = 8, 16, 32 and 64: 6.3, 12.8, 25.1 and 50.8 in place; 7.6, 12.7, 24.4 and
-// 46.8 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64). Codes at
-// T = 3, 4 and 8: int8_row 2.7, 3.4 and 6.3 in registers, 4.5, 5.8 and 6.7 in L1; mxfp4 4.1, 5.3 and 9.5, 5.6, 6.3 and
-// 8.9.
+// 46.8 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64). Codes
+// at T = 3, 4 and 8: int8_row 2.7, 3.4 and 6.3 in registers, and 4.5, 5.8 and 6.7 in L1; mxfp4 4.1, 5.3 and 9.5, and
+// 5.6, 6.3 and 8.9.
 constexpr int64_t kMostRowsInPlace = 8;
 constexpr int64_t kMostRowsOfCodes = kWidenedTile.rows;
 

@@ -43,9 +43,9 @@ struct Float16 {
   uint16_t bits;
 };
 
-// GCC 12 compiles __builtin_convertvector to five instructions for those of UShort, and to 18 for UByte.
+// GCC 12 compiles __builtin_convertvector to five instructions for UShort, and to 18 for UByte (AVX2 only: nothing with
+// AVX-512 reads bytes this way).
 #if defined(__AVX512F__)
-inline UInt extend(UByte bits) { return (UInt)_mm512_cvtepu8_epi32((__m128i)bits); }
 inline UInt extend(UShort bits) { return (UInt)_mm512_cvtepu16_epi32((__m256i)bits); }
 inline UShort truncate(UInt bits) { return (UShort)_mm512_cvtepi32_epi16((__m512i)bits); }
 #elif defined(__AVX2__)

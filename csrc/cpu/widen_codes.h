@@ -232,6 +232,7 @@ inline void widen_run(const uint8_t* numbers, Float* run, Number) {
   }
 }
 
+// Each number times `scale`.
 template <class Number>
 inline void widen_scaled_run(const uint8_t* numbers, float scale, Float* run, Number) {
   widen_run(numbers, run, Number{});

@@ -368,12 +368,7 @@ MUTANTS = (
     Mutant(WIDEN_CODES, "(codes[k] & 0x7f) == 0x7f", "codes[k] == 0x7f", isa="avx2"),
     Mutant(WIDEN_CODES, "_mm256_max_epu8(largest[0], largest[1])", "largest[0]", isa="avx2"),
     Mutant(WIDEN_CODES, "_mm256_max_epu8(largest[0], largest[1])", "largest[1]", isa="avx2"),
-    Mutant(
-        WIDEN_CODES,
-        "_mm256_or_si256(_mm256_loadu_si256(bytes), sign)",
-        "_mm256_loadu_si256(bytes)",
-        isa="avx2",
-    ),
+    Mutant(WIDEN_CODES, "_mm256_or_si256(_mm256_loadu_si256(bytes), sign)", "_mm256_loadu_si256(bytes)", isa="avx2"),
     Mutant(WIDEN_CODES, "_mm256_set1_epi16(~0x4000)", "_mm256_set1_epi16(~0)", isa="avx2"),
     Mutant(WIDEN_CODES, "codes + 4 * v", "codes", isa="avx2"),
     Mutant(WIDEN_CODES, "_mm256_slli_epi32(index, 28)", "_mm256_slli_epi32(index, 27)", isa="avx2"),
