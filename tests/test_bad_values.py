@@ -101,9 +101,9 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         f"norm_concat: missing a required argument: 'chunks', {ARGUMENTS}",
     ),
     (
-        lambda: ek.warmup("norm_concat", [rows()], norn="none"),
+        lambda: ek.warmup("norm_concat", [rows()], norn="none", epsilon=1e-6),
         TypeError,
-        f"norm_concat: got an unexpected keyword argument 'norn', {ARGUMENTS}",
+        f"norm_concat: norn, epsilon is no argument, {ARGUMENTS}",
     ),
     *(
         (lambda op=op, bad=bad: ek.warmup(op, bad), TypeError, f"{name}: {message}")

@@ -23,44 +23,105 @@
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
-#if defined(__AMX_BF16__)
-bool on_tiles(const NormConcatLinear& op) {
-  if (op.source.dtype != DType::kBFloat16) return false;
-  if (op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12) return true;
-  return op.codes_kernel != CodesKernel::kFewRows && amx_reads_codes(op);
-}
+// Each class is one way to do the passes over the workspace (norm_concat_linear.h); with_projection chooses.
+
+// Sums along K*H: what no class below takes.
+template <class T>
+struct Dots {
+  static int64_t workspace(const NormConcatLinear& op) { return dot_workspace<T>(op) + totals_workspace(op); }
+  static int64_t row_groups(const NormConcatLinear& op) { return op.num_rows; }
+  static void pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
+    dot_pack<T>(op, row_begin, row_end, packed_width<T>(op));
+  }
+  static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (op.weight_type == WeightType::kBFloat16In12) {
+        return dot_project<T, RowsIn12Bits<T>>(op, panel_begin, panel_end);
+      }
+    }
+#if !defined(__AVX512F__)
+    if (op.weight_type != WeightType::kChunks) {
+      return with_code(op.weight_type,
+                       [&](auto code) { project_codes_by_floats<T, decltype(code)>(op, panel_begin, panel_end); });
+    }
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (op.num_rows > kMostRowsInPlace) return dot_project<T, RowsAsFloats<T>>(op, panel_begin, panel_end);
+    }
+#endif
+    dot_project<T, RowsInPlace<T>>(op, panel_begin, panel_end);
+  }
+};
+
+#if defined(__AVX512F__)
+// A weight of codes. bf16 in 12 bits is none: its rows are widened to bf16 (RowsIn12Bits).
+template <class T>
+struct Strips {
+  static bool takes(const NormConcatLinear& op) {
+    return op.weight_type != WeightType::kChunks && op.weight_type != WeightType::kBFloat16In12;
+  }
+  static int64_t workspace(const NormConcatLinear& op) { return strips_workspace<T>(op) + totals_workspace(op); }
+  static int64_t row_groups(const NormConcatLinear& op) { return strips_groups(op); }
+  static void pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
+    strips_pack<T>(op, group_begin, group_end);
+  }
+  static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+    with_code(op.weight_type, [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
+  }
+};
 #endif
 
 #if defined(__AVX512BF16__)
-bool multiplies_few_rows(const NormConcatLinear& op) {
-  return op.codes_kernel == CodesKernel::kFewRows && op.source.dtype == DType::kBFloat16;
-}
+struct FewRowsOfCodes {
+  static bool takes(const NormConcatLinear& op) {
+    return op.codes_kernel == CodesKernel::kFewRows && op.source.dtype == DType::kBFloat16;
+  }
+  static int64_t workspace(const NormConcatLinear& op) { return codes_workspace(op); }
+  static int64_t row_groups(const NormConcatLinear& op) { return op.num_rows; }
+  static void pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
+    codes_pack(op, row_begin, row_end);
+  }
+  static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+    codes_project(op, panel_begin, panel_end);
+  }
+};
 #endif
 
+#if defined(__AMX_BF16__)
+struct Tiles {
+  static bool takes(const NormConcatLinear& op) {
+    if (op.source.dtype != DType::kBFloat16) return false;
+    if (op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12) return true;
+    return op.codes_kernel != CodesKernel::kFewRows && amx_reads_codes(op);
+  }
+  static int64_t workspace(const NormConcatLinear& op) { return amx_workspace(op); }
+  static int64_t row_groups(const NormConcatLinear& op) { return num_groups(op); }
+  static void pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
+    for (int64_t group = group_begin; group < group_end; ++group) amx_pack_group(op, group);
+  }
+  static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+    if (op.weight_type == WeightType::kChunks) return amx_project(op, panel_begin, panel_end);
+    if (op.weight_type == WeightType::kBFloat16In12) return amx_project_bf16_12bit(op, panel_begin, panel_end);
+    with_code(op.weight_type, [&](auto code) { amx_project_codes<decltype(code)>(op, panel_begin, panel_end); });
+  }
+};
+#endif
+
+// f(projection) for the one that multiplies this weight.
+template <class F>
+void with_projection(const NormConcatLinear& op, F f) {
+#if defined(__AMX_BF16__)
+  if (Tiles::takes(op)) return f(Tiles{});
+#endif
+#if defined(__AVX512BF16__)
+  if (FewRowsOfCodes::takes(op)) return f(FewRowsOfCodes{});
+#endif
+  with_dtype(op.source.dtype, [&](auto type) {
+    using T = decltype(type);
 #if defined(__AVX512F__)
-// Whether the weight is codes. bf16 in 12 bits does not count: its rows are widened to bf16 (RowsIn12Bits).
-bool is_in_strips(const NormConcatLinear& op) {
-  return op.weight_type != WeightType::kChunks && op.weight_type != WeightType::kBFloat16In12;
-}
+    if (Strips<T>::takes(op)) return f(Strips<T>{});
 #endif
-
-template <class T>
-void project_rows(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    if (op.weight_type == WeightType::kBFloat16In12) {
-      return dot_project<T, RowsIn12Bits<T>>(op, panel_begin, panel_end);
-    }
-  }
-#if !defined(__AVX512F__)
-  if (op.weight_type != WeightType::kChunks) {
-    return with_code(op.weight_type,
-                     [&](auto code) { project_codes_by_floats<T, decltype(code)>(op, panel_begin, panel_end); });
-  }
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    if (op.num_rows > kMostRowsInPlace) return dot_project<T, RowsAsFloats<T>>(op, panel_begin, panel_end);
-  }
-#endif
-  dot_project<T, RowsInPlace<T>>(op, panel_begin, panel_end);
+    f(Dots<T>{});
+  });
 }
 
 template <class T>
@@ -84,55 +145,21 @@ using namespace cpu::EAGLE_KERNELS_ISA;
 
 template <>
 int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
-#if defined(__AMX_BF16__)
-  if (on_tiles(op)) return amx_workspace(op);
-#endif
-#if defined(__AVX512BF16__)
-  if (multiplies_few_rows(op)) return codes_workspace(op);
-#endif
   int64_t bytes = 0;
-  with_dtype(op.source.dtype, [&](auto type) {
-    using T = decltype(type);
-    bytes = dot_workspace<T>(op);
-#if defined(__AVX512F__)
-    if (is_in_strips(op)) bytes = strips_workspace<T>(op);
-#endif
-  });
-  return bytes + totals_workspace(op);
+  with_projection(op, [&](auto projection) { bytes = projection.workspace(op); });
+  return bytes;
 }
 
 template <>
 int64_t norm_concat_linear_row_groups<kIsa>(const NormConcatLinear& op) {
-#if defined(__AMX_BF16__)
-  if (on_tiles(op)) return num_groups(op);
-#endif
-#if defined(__AVX512BF16__)
-  if (multiplies_few_rows(op)) return op.num_rows;
-#endif
-#if defined(__AVX512F__)
-  if (is_in_strips(op)) return strips_groups(op);
-#endif
-  return op.num_rows;
+  int64_t groups = 0;
+  with_projection(op, [&](auto projection) { groups = projection.row_groups(op); });
+  return groups;
 }
 
 template <>
 void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
-#if defined(__AMX_BF16__)
-  if (on_tiles(op)) {
-    for (int64_t group = group_begin; group < group_end; ++group) amx_pack_group(op, group);
-    return;
-  }
-#endif
-#if defined(__AVX512BF16__)
-  if (multiplies_few_rows(op)) return codes_pack(op, group_begin, group_end);
-#endif
-  with_dtype(op.source.dtype, [&](auto type) {
-    using T = decltype(type);
-#if defined(__AVX512F__)
-    if (is_in_strips(op)) return strips_pack<T>(op, group_begin, group_end);
-#endif
-    dot_pack<T>(op, group_begin, group_end, packed_width<T>(op));
-  });
+  with_projection(op, [&](auto projection) { projection.pack(op, group_begin, group_end); });
 }
 
 template <>
@@ -140,26 +167,7 @@ int64_t norm_concat_linear_panels<kIsa>(const NormConcatLinear& op) { return num
 
 template <>
 void norm_concat_linear_project<kIsa>(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-#if defined(__AMX_BF16__)
-  if (on_tiles(op)) {
-    if (op.weight_type == WeightType::kChunks) return amx_project(op, panel_begin, panel_end);
-    if (op.weight_type == WeightType::kBFloat16In12) return amx_project_bf16_12bit(op, panel_begin, panel_end);
-    return with_code(op.weight_type, [&](auto code) { amx_project_codes<decltype(code)>(op, panel_begin, panel_end); });
-  }
-#endif
-#if defined(__AVX512BF16__)
-  if (multiplies_few_rows(op)) return codes_project(op, panel_begin, panel_end);
-#endif
-  with_dtype(op.source.dtype, [&](auto type) {
-    using T = decltype(type);
-#if defined(__AVX512F__)
-    if (is_in_strips(op)) {
-      return with_code(op.weight_type,
-                       [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
-    }
-#endif
-    project_rows<T>(op, panel_begin, panel_end);
-  });
+  with_projection(op, [&](auto projection) { projection.project(op, panel_begin, panel_end); });
 }
 
 template <>

@@ -95,10 +95,14 @@ def as_device(op: str, device: Any) -> torch.device:
 
 def bind(op: str, signature: inspect.Signature, args: tuple, kwargs: dict, partial: bool = False) -> Any:
     """The arguments of a call by name; `partial`: some may be missing."""
+    known = signature.parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    if not takes_any and (unknown := [name for name in kwargs if name not in known]):
+        raise error(TypeError, op, f"{', '.join(unknown)} is no argument", f"some of {list(known)}")
     try:
         return (signature.bind_partial if partial else signature.bind)(*args, **kwargs)
     except TypeError as failure:
-        raise error(TypeError, op, str(failure), f"some of {list(signature.parameters)}") from None
+        raise error(TypeError, op, str(failure), f"some of {list(known)}") from None
 
 
 def check_eps(op: str, name: str, value: float) -> None:

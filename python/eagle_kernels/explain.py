@@ -47,9 +47,6 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     if not isinstance(op, str) or op not in _OPS:
         raise error(ValueError, "explain", f"op is {op!r}", f"one of {_OPS}")
     signature = _signature(op)
-    known = signature.parameters
-    if unknown := [name for name in kwargs if name not in known]:
-        raise error(TypeError, op, f"{', '.join(unknown)} is no argument", f"some of {list(known)}")
     arguments = bind(op, signature, args, kwargs, partial=True).arguments
     needed = _needed(op)
     if missing := [name for name in needed if name not in arguments]:

@@ -280,8 +280,13 @@ MUTANTS = (
     Mutant("csrc/cpu/norm_concat_linear.cpp", "value(d, span) * rstd * gain", "value(d, span) * gain"),
     Mutant(
         "csrc/cpu/norm_concat_linear.cpp",
-        "bytes + totals_workspace(op)",
-        "bytes",
+        "dot_workspace<T>(op) + totals_workspace(op)",
+        "dot_workspace<T>(op)",
+    ),
+    Mutant(
+        "csrc/cpu/norm_concat_linear.cpp",
+        "strips_workspace<T>(op) + totals_workspace(op)",
+        "strips_workspace<T>(op)",
     ),
     Mutant(SIMD, "bits + 0x7fff + ((bits >> 16) & 1)", "bits + 0x8000"),
     Mutant(SIMD, "value != value ? UInt{} + 0x7fc0 : rounded", "rounded"),
