@@ -1,9 +1,9 @@
 """What the driver says of the GPU: sizes, clocks, and how many clusters of each instance's blocks run at once.
 
-The model of docs/benchmarking.md, and `clusters_at_once` of csrc/cuda/ranges.cuh after it, suppose GPCs of 16 SMs and
-of 18. The standard library and libcuda are enough: the kernel that is asked about is PTX that does nothing, so that
-shared memory and threads limit its clusters, as they do those of the instances. Nothing is raised: a refusal by the
-driver, or a machine without one, becomes a sentence of the result.
+`clusters_at_once` of csrc/cuda/ranges.cuh counts on what an H100 said. The standard library and libcuda are enough: the
+kernel that is asked about is PTX that does nothing, so that shared memory and threads limit its clusters, as they do
+those of the instances. Nothing is raised: a refusal by the driver, or a machine without one, becomes a sentence of the
+result.
 """
 
 import ctypes

@@ -53,6 +53,7 @@
 
 #include <bit>
 #include <cstring>
+#include <limits>
 
 #include "codes.cuh"
 #include "launch.cuh"
@@ -710,18 +711,17 @@ int units_of_widest(const Concat& source, int unit) {
 // chunk, then, while the cluster has room, one more for the chunk whose ranges are longest. Reading an SM's share of
 // the weight takes 1, multiplying it 0.5, with codes 1.1. A block alone reads 2.6 times as fast as that, which gives
 // the cost of idle slots, in the last wave and in each cluster whose ranges differ in length. How fast a few SMs alone
-// can read is not in the model: nine of ten SMs should have a block, and among splits of equal time those win where
-// that holds in the last wave too. T is not in the model, so that no sum depends on it.
+// can read is not in the model: nine of ten SMs should have a block, and a split where that holds in the last wave too
+// may take 2 % longer. T is not in the model, so that no sum depends on it.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns);
   const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : 1.1;
   const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
   const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
-  SplitRanges ranges = one_range_each(op.source), best{};
+  SplitRanges ranges = one_range_each(op.source), best = ranges, best_that_fills = ranges;
   const int all_units = units_of(op.source, ranges, unit);
-  double least = 0;
-  bool best_fills = false;
+  double least = std::numeric_limits<double>::infinity(), least_that_fills = least;
   for (;; ++ranges.count) {
     const LongestRange longest = longest_range(op.source, ranges, unit);
     const int64_t slots = clusters_at_once(device, ranges.count, 2) * ranges.count;
@@ -733,13 +733,13 @@ SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
     const double idle = waves * idle_in_cluster + (last > 0 ? static_cast<double>(slots - last) / slots : 0.0);
     const double time =
         std::max(share, multiply * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + of_block / 2.6 * idle;
-    const bool fills = last == 0 || last >= 0.9 * multiprocessors;
-    if (best.count == 0 || time < least || (fills && !best_fills && time <= 1.001 * least)) {
-      best = ranges;
-      best_fills = fills;
-      least = time;
+    if (time < least) best = ranges, least = time;
+    if ((last == 0 || last >= 0.9 * multiprocessors) && time < least_that_fills) {
+      best_that_fills = ranges, least_that_fills = time;
     }
-    if (ranges.count == kMaxCluster || longest.units == 1) return best;
+    if (ranges.count == kMaxCluster || longest.units == 1) {
+      return least_that_fills <= 1.02 * least ? best_that_fills : best;
+    }
     ++ranges.of_chunk[longest.chunk];
   }
 }

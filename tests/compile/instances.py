@@ -36,7 +36,6 @@ WGMMA_FLOPS = 0.75 * 4096  # by warpgroups, whose first operand comes from regis
 FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
 CLUSTER_BYTES = 32  # per SM and clock, from another SM's shared memory
 CLUSTER_SUM = LATENCY  # two barriers, and between them a read of the others' shared memory
-GPCS = (16,) * 6 + (18,) * 2  # SMs of each GPC; a cluster's blocks are on one
 RECEIVED = 14 * 512 + 8 * 64 + 8  # bytes that a block receives from its cluster
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 
@@ -248,7 +247,7 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
     of_block = weight / blocks
     slots = instance.blocks * SMS
     if instance.one_launch:
-        slots = sum(sms * instance.blocks // ranges for sms in GPCS) * ranges
+        slots = load().clusters_at_once(SMS, ranges, instance.blocks) * ranges
     # The weight's copies, one wave of blocks after another.
     memory, left = 0.0, blocks
     while left > 0:

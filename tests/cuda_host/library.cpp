@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "device.cuh"
+#include "ranges.cuh"
 #include "runtime.h"
 
 namespace eagle_kernels::cuda::host {
@@ -67,6 +68,12 @@ Bits load_matrices_at(const std::vector<uint32_t>& rows, const std::vector<uint3
   return words;
 }
 
+int64_t clusters_at_once(int multiprocessors, int cluster, int blocks_on_an_sm) {
+  Device device{};
+  device.multiprocessors = multiprocessors;
+  return eagle_kernels::cuda::clusters_at_once(device, cluster, blocks_on_an_sm);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(eagle_kernels_emulated, m) {
@@ -87,6 +94,7 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
   m.def("multiply_warpgroup", &multiply_warpgroup, "wgmma.m64n64k16 of registers and of described shared memory.");
   m.def("matrix_descriptor", &matrix_descriptor, "Of rows in shared memory that have 128 bytes, swizzled.");
   m.def("load_matrices", &load_matrices_at, "ldmatrix.x4 of the threads' addresses and of shared memory.");
+  m.def("clusters_at_once", &clusters_at_once, "That a GPU is taken to run, by multiprocessors, size, blocks on one.");
   py::class_<Launch>(m, "Launch")
       .def_readonly("device", &Launch::device)
       .def_readonly("stream", &Launch::stream)

@@ -1,7 +1,10 @@
 """The launch layer of the wheel over the emulated CUDA runtime: device, stream, attributes, errors."""
 
+import itertools
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,6 +15,7 @@ from guards import same_bits
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
+ROOT = Path(__file__).resolve().parents[2]
 HOPPER, ADA = {"capability": 90, "shared_bytes": 227 << 10}, {"capability": 89, "shared_bytes": 99 << 10}
 
 
@@ -48,6 +52,24 @@ def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(
             assert (launch.device, launch.stream) == (device, stream)
             assert (launch.grid, launch.threads, launch.rows, launch.cluster) == ([3, 1], 32, 1, 1)
             assert emulation.current_device() == 0  # restored
+
+
+def test_as_many_clusters_run_at_once_as_on_an_h100(emulation: ModuleType) -> None:
+    """The splits of every GPU with as many SMs stand on these counts, which its driver gave."""
+    device = json.loads((ROOT / "bench/results/nvidia-h100-80gb-hbm3/device.json").read_text(encoding="utf-8"))
+    sms = device["attributes"]["multiprocessors"]
+    for row in device["clusters"]:
+        blocks = row["at_once"]["1"] // sms
+        for size in range(1, 9):
+            assert emulation.clusters_at_once(sms, size, blocks) == row["at_once"][str(size)], (row, size)
+    assert {row["at_once"]["1"] // sms for row in device["clusters"]} == {1, 2}
+
+
+@pytest.mark.parametrize("sms", [1, 2, 16, 18, 78, 114, 144, 148])
+def test_other_gpus_have_room_for_no_more_blocks_than_they_have(sms: int, emulation: ModuleType) -> None:
+    for size, blocks in itertools.product(range(1, 9), (1, 2)):
+        at_once = emulation.clusters_at_once(sms, size, blocks)
+        assert at_once == 1 or 1 < at_once <= sms * blocks // size, (size, blocks)
 
 
 def test_only_hopper_and_later_start_before_the_previous_kernel_has_ended(

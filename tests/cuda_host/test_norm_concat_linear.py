@@ -149,15 +149,16 @@ def test_float64_truth_of_ranges_of_several_lengths(
 
 @pytest.mark.parametrize(
     ("K", "H", "D", "ranges"),
-    # Blocks of 64 columns times ranges, on 132 SMs with room for two each: 112, 126, 192, 135, 192; then 672, of which
-    # 196 are in the last of three waves of 34 clusters (6 ranges, in waves of 42 clusters, would leave 72 there); and
-    # 448, of which 210 are in the second wave (5 ranges would leave 60).
+    # Blocks of 64 columns times ranges, on 132 SMs with room for two each: 112, 126, 192, 135, 192; at D = 5120, where
+    # three ranges would be 80 clusters and an H100 has room for 79, 640; then three waves of 32 clusters (6 ranges, in
+    # waves of 39, would leave 108 of 576 blocks in the third) and two (5 ranges would leave 85 of 320 in the second).
     [
         (3, 896, 896, 8),
         (3, 1152, 1152, 7),
         (3, 2048, 2048, 6),
         (3, 2880, 2880, 3),
         (3, 4096, 4096, 3),
+        (3, 5120, 5120, 8),
         (3, 6144, 6144, 7),
         (5, 4096, 4096, 7),
         (8, 64, 64, 8),
@@ -231,17 +232,18 @@ def test_float64_truth_of_every_wgmma_instance(
 @pytest.mark.parametrize(
     ("K", "H", "D", "columns", "ranges"),
     # At D = 4096, blocks of 256 columns would leave 36 of 132 SMs idle; blocks of 192 would make 22 clusters of 6,
-    # where GPCs of 16 SMs have room for 16.
+    # where an H100 has room for 17. With two chunks, 16 clusters of 8 would need room for one more than there is.
     [
         (3, 896, 896, 64, 6),
         (3, 1152, 1152, 64, 6),
         (3, 2048, 2048, 128, 6),
         (3, 2880, 2880, 128, 6),
         (3, 4096, 4096, 128, 6),
+        (2, 4096, 4096, 128, 4),
         (3, 5120, 5120, 128, 3),
         (3, 7168, 7168, 192, 3),
         (2, 7168, 7168, 256, 4),
-        (6, 5376, 5376, 128, 6),
+        (6, 5376, 5376, 192, 6),
     ],
 )
 def test_warpgroups_and_ranges_share_the_columns_out(
