@@ -436,7 +436,7 @@ def render(path: Path | None, run: dict) -> str:
     lines = [
         f"{machine(env)}; torch {env['torch']}; {env['date']}, commit {env['commit']}. Times are medians (p20 - p80).",
         "",
-        *(markdown(records) if len(list(blocks(records))) <= _MAX_TABLES else _summary(records)),
+        *_tables(records),
         *(f"- {line}" for line in footer(records)),
     ]
     if path is not None:
@@ -448,10 +448,40 @@ def render(path: Path | None, run: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _tables(records: Sequence[dict]) -> Iterator[str]:
+    tables = list(blocks(records))
+    if len(tables) <= _MAX_TABLES:
+        return markdown(records)
+    but_for_the_weight = {(record["timer"], *block_key(record | {"weight": DENSE})) for record in records}
+    return _of_weights(records) if len(but_for_the_weight) == 1 else _summary(records)
+
+
 def machine(env: dict) -> str:
     if env["device"] == "cuda":
         return f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}"
     return f"{env['cpu_model']}, {env['threads']} of {env['cpu_cores']} cores, {env['cpu_isa']}"
+
+
+def _of_weights(records: Sequence[dict]) -> Iterator[str]:
+    """The table of one op and shape whose weight has several formats: a line per format and T, the figures of the first
+    of ours, its speedups over our other forms (`dense`: the weight before it was quantized) and over the baselines."""
+    variants = dict.fromkeys(record["variant"] for record in records if record["is_ours"])
+    variants |= dict.fromkeys(name for row in rows(records) for name in headline_baselines(row))
+    ours, *others = variants
+    titles = ["weight", "T", f"{ours} ms", "MB", "GB/s", "% memory", *(f"vs {name}" for name in others)]
+    yield f"**{title(records[0] | {'weight': DENSE})}**"
+    yield ""
+    yield "| " + " | ".join(titles) + " |"
+    yield "| --- |" + " ---: |" * (len(titles) - 1)
+    for row in rows(records):
+        first = next((record for record in row if record["variant"] == ours and record["status"] == "ok"), None)
+        figures = [_no_times_reason(row), *[""] * (len(titles) - 3)]
+        if first is not None:
+            figures = [_three_digits(first["median_ms"]), f"{first['bytes'] / 1e6:.1f}", f"{first['gbps']:.1f}"]
+            factors = [speedup(row, ours, name) for name in others]
+            figures += [f"{100 * memory_share(first):.0f}", *("-" if f is None else f"{f:.2f}x" for f in factors)]
+        yield "| " + " | ".join([row[0]["weight"], str(row[0]["T"]), *figures]) + " |"
+    yield ""
 
 
 def _summary(records: Sequence[dict]) -> Iterator[str]:

@@ -231,6 +231,21 @@ def test_many_shapes_are_a_line_each() -> None:
     assert "| model6:eagle3 | 3 | 64 | 32 | 2.00x | 8.00x |" in text
 
 
+def test_the_weights_of_one_shape_share_a_table() -> None:
+    """With the bytes of a call and its share of what memory gives."""
+    formats = ("fp8_tensor", "fp8_row", "fp8_block128", "int8_row", "mxfp8", "mxfp4", "nvfp4")
+    dense = record("dense", 3.0) | {"is_ours": True}
+    records = [entry | {"weight": name} for name in formats for entry in (RECORDS[0], dense, *RECORDS[1:])]
+    records[-2] = records[-2] | {"status": "skipped"}
+    lines = report.render(None, {"environment": ENVIRONMENT, "records": records}).splitlines()
+    assert "**norm_concat_linear, tiny:eagle3, bf16: K=3 H=64 D=32, norm chunk**" in lines
+    assert "| weight | T | op ms | MB | GB/s | % memory | vs dense | vs eager |" in lines
+    assert "| fp8_row | 8 | 2.00 | 1.0 | 10.0 | 25 | 1.50x | 2.00x |" in lines
+    assert "| fp8_row | 64 | 2.00 | 1.0 | 10.0 | 25 | - | 8.00x |" in lines
+    assert "| nvfp4 | 64 | skipped: too large |  |  |  |  |  |" in lines
+    assert sum(line.startswith("| ") for line in lines) == 2 + 2 * len(formats)
+
+
 def test_baselines_alone_are_shown_as_a_share_of_the_roofline() -> None:
     records = [record("linear", 2.0) | {"preset": f"model{number}"} for number in range(7)]
     text = report.render(None, {"environment": ENVIRONMENT, "records": records})
