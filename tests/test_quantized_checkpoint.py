@@ -747,3 +747,11 @@ def test_a_layer_quantizes_itself(format: str, caplog: pytest.LogCaptureFixture)
         layer.quantize(format)
     with pytest.raises(TypeError, match=f"^Eagle3Projection.prepack: fc.weight is {format}, expected bf16 or fp16"):
         layer.prepack()
+
+
+def test_quantizing_where_no_kernel_reads_codes_is_a_warning(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A call took 33 times as long as that of the dense weight, and nothing said so."""
+    eagle3().quantize("int8_row")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    expected = "Eagle3Projection.quantize: every call will dequantize the int8_row weight: no kernel reads codes on cpu"
+    assert warnings == ([f"eagle_kernels: {expected}"] if backend == "reference" else [])

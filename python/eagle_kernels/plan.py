@@ -234,10 +234,16 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     if backend == "cpu":
         return _cpu_codes(problem, isa)
     rejected: list[str] = []
+    of_many_rows = None  # CUDA's plan, where Triton's is better
     if backend == "cuda":
+        rows, most = problem.rows, library.MAX_CUDA_SPLIT_ROWS
         if (unsupported := _cuda_codes_unsupported_reason(problem)) is None:
             kernel, why = _cuda_product(problem)
-            return Plan(problem.op, "cuda", kernel, f"the codes are widened as they are multiplied; {why}")
+            chosen = Plan(problem.op, "cuda", kernel, f"the codes are widened as they are multiplied; {why}")
+            if SETTINGS.batch_invariant or rows <= most:
+                return chosen
+            unsupported = f"T={rows} > {most}: the split kernels would widen the codes {-(-rows // 64)} times or more"
+            of_many_rows = chosen
         rejected.append(f"cuda: {unsupported}")
         if (unsupported := unsupported_reason("triton", problem.device)) is None:
             backend = "triton"
@@ -248,6 +254,8 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
             plan = _split_codes(problem)
             return replace(plan, reason="; ".join([*rejected, plan.reason]))
         rejected.append(f"triton: {unsupported}")
+    if of_many_rows is not None:
+        return replace(of_many_rows, reason=f"{rejected[-1]}; {of_many_rows.reason}")
     because = "; ".join(rejected) or reason
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {because}")
 
@@ -257,8 +265,7 @@ _CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32
 
 
 def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
-    """Why CUDA's kernels cannot read the codes, or should not; None where they can."""
-    rows, most = problem.rows, library.MAX_CUDA_SPLIT_ROWS
+    """Why CUDA's kernels cannot read the codes; None where they can."""
     if problem.code_bits != 8:
         return f"no cuda kernel reads codes of {problem.code_bits} bits"
     shared = problem.block_columns
@@ -269,8 +276,6 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
     step = _CUDA_STEP_COLUMNS if problem.in_blocks else _CUDA_CODES_OF_A_COPY
     if odd := [H for H in problem.widths if H % step]:
         return f"H={max(odd)} is no multiple of {step}"
-    if rows > most and not SETTINGS.batch_invariant:
-        return f"T={rows} > {most}: the split kernels would widen the codes {-(-rows // 64)} times or more"
     return cuda_product_unsupported_reason(problem)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import bf16_12bit, checks
 from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
 from .quantized_checkpoint import OF_WEIGHT
-from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quantize
+from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quantize, warn_of_dequantizing
 
 _LOAD = "load_state_dict"
 
@@ -152,6 +152,8 @@ def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     if format == COMPRESSED and weight.device.type != "cpu":
         because = "no kernel reads 12 bits a number elsewhere"
         raise checks.error(RuntimeError, op, f"the weight is on {weight.device}", f"on cpu for {format}", because)
+    if not can_read_codes(weight.device):
+        warn_of_dequantizing(op, format, f"no kernel reads codes on {weight.device.type}")
     return QuantizedLinear(quantize(weight.detach(), format), linear.bias)
 
 

@@ -310,6 +310,10 @@ def log_dequantized(op: str, name: str, kind: str, dtype: torch.dtype, because: 
     _LOGGER.info("eagle_kernels: %s: %s is %s, dequantized to %s: %s", op, name, kind, dtype, because)
 
 
+def warn_of_dequantizing(op: str, kind: str, because: str) -> None:
+    _LOGGER.warning("eagle_kernels: %s: every call will dequantize the %s weight: %s", op, kind, because)
+
+
 def _gather_rows(scales: Tensor, rows: Tensor) -> Tensor:
     bits = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype  # ATen cannot gather e8m0
     return scales.view(bits)[rows].view(scales.dtype)

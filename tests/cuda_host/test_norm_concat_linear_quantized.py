@@ -461,7 +461,7 @@ def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
     [
         ("fp8_row", {"H": 72}, "H=72 is no multiple of 16"),
         ("fp8_block128", {"H": 144}, "H=144 is no multiple of 32"),
-        ("fp8_row", {"T": 129}, "T=129 > 128: the split kernels would widen the codes 3 times or more"),
+        ("fp8_block128", {"H": 144, "T": 129}, "H=144 is no multiple of 32"),
         ("int8_row", {"dtype": torch.float32}, "tensor cores multiply 16-bit types"),
         ("nvfp4", {}, "no cuda kernel reads codes of 4 bits"),
         ("mxfp4", {}, "no cuda kernel reads codes of 4 bits"),
@@ -474,6 +474,18 @@ def test_what_they_do_not_take_goes_elsewhere_and_explain_says_why(name: str, ch
     assert said.startswith(f"{expected}cuda: {reason}; triton: ")
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128"])
+def test_many_rows_that_triton_does_not_take_are_not_dequantized(name: str) -> None:
+    """As blocks of 128 columns do not divide chunks of 2880."""
+    chunks, weight, gain = make_call(name, 129, H=160)
+    said = str(ek.explain("norm_concat_linear", chunks, weight, norm_weight=gain))
+    assert said.startswith("norm_concat_linear_quantized: cuda/split, because triton: "), said
+    assert "; the codes are widened as they are multiplied; T=129: " in said
+    out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
         assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
 
 
