@@ -257,23 +257,36 @@ def test_results_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     result = {"schema_version": 2, "environment": {"device_slug": "nvidia-h100"}, "records": []}
     tables = {"NVIDIA_H100.json": {"norm_concat_linear": []}}
     failed = {"test_x.py": {"tests": 2, "skipped": 0, "failed": [{"test": "test_x::test_y", "message": "4 and not 5"}]}}
-    curve = {"run": result, "variants": {"late": result, "split": None}, "ncu": ""}
+    curve = {"run": result, "variants": {"late": result, "split": None}, "ncu": '"ID","Kernel Name"\n'}
+    host = {"date": "2026-01-01", "microseconds": {"test_out[norm_concat-cuda]": {"median": 9.5}}}
     said = {"library": None, "run": result, "device": {"clusters": [{"threads": 512, "at_once": {"6": 18}}]}}
-    kept_by = {"library": said, "op-table": result, "decode-curve": curve, "tune": tables, "host-cost": None}
+    kept_by = {
+        "library": said,
+        "op-table": result,
+        "decode-curve": curve,
+        "tune": tables,
+        "host-cost": host,
+        "sanitizer": None,
+    }
     for name, kept in (kept_by | {"gpu-tests": failed}).items():
         status = "failed" if name == "gpu-tests" else "done"
-        record = {"schema_version": 2, "stage": name, "status": status, "output_tail": "", "result": kept}
+        record = {"schema_version": 2, "stage": name, "status": status, "output_tail": "0 errors", "result": kept}
         stages.write_json(tmp_path / "back" / f"{name}.json", record)
     assert session.main(["--collect", str(tmp_path / "back")]) == 0
     assert json.loads((tmp_path / "bench/results/nvidia-h100/op-table.json").read_text()) == result
-    for curve in ("decode-curve", "decode-curve-late"):
-        assert json.loads((tmp_path / f"bench/results/nvidia-h100/{curve}.json").read_text()) == result
+    for name in ("decode-curve", "decode-curve-late"):
+        assert json.loads((tmp_path / f"bench/results/nvidia-h100/{name}.json").read_text()) == result
     assert not (tmp_path / "bench/results/nvidia-h100/decode-curve-split.json").exists()
     kept = json.loads((tmp_path / "bench/results/nvidia-h100/device.json").read_text())
     assert kept == {"environment": result["environment"], **said["device"]}
     tests = json.loads((tmp_path / "bench/results/nvidia-h100/gpu_tests.json").read_text())
     counts = {"command": "test_x.py", "tests": 2, "skipped": 0}
     assert tests == {"environment": result["environment"], "records": [counts]}
+    of_device, environment = tmp_path / "bench/results/nvidia-h100", {"environment": result["environment"]}
+    assert json.loads((of_device / "host_calls.json").read_text()) == environment | host
+    sanitized = {"status": "done", "output_tail": "0 errors"}
+    assert json.loads((of_device / "sanitizer.json").read_text()) == environment | sanitized
+    assert (of_device / "decode-curve-ncu.csv").read_text() == curve["ncu"]
     assert (tmp_path / "python/eagle_kernels/configs/NVIDIA_H100.json").exists()
     printed = capsys.readouterr().out
     assert "gpu-tests: failed: 2 tests, 0 skipped, 1 failed\n  test_x::test_y: 4 and not 5\n" in printed

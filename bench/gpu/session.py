@@ -151,7 +151,7 @@ def _run(command: Command, log: Path, environment: dict, limit: float, save: Cal
 
 
 def collect(folder: Path) -> int:
-    """Runs into bench/results/<device>/, tuned tables into the package; `make report` then shows them."""
+    """What stages saved into bench/results/<device>/, tuned tables into the package; `make report` then shows them."""
     library = (read_json(folder / "library.json") or {}).get("result") or {}
     environment = (library.get("run") or {}).get("environment")
     for stage in STAGES:
@@ -161,8 +161,14 @@ def collect(folder: Path) -> int:
             continue
         result = record["result"] or {}
         runs = _runs(stage.name, result)
-        if stage.name == "gpu-tests" and environment is not None:
-            runs["gpu_tests"] = {"environment": environment, "records": _counts(result)}
+        if environment is not None:
+            facts = _facts(stage.name, record).items()
+            runs |= {name: {"environment": environment, **found} for name, found in facts}
+            if result.get("ncu"):
+                target = ROOT / "bench" / "results" / environment["device_slug"] / f"{stage.name}-ncu.csv"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(result["ncu"], encoding="utf-8")
+                print(f"{stage.name}: {target.relative_to(ROOT)}")
         for name, run in runs.items():
             target = ROOT / "bench" / "results" / run["environment"]["device_slug"] / f"{name}.json"
             write_json(target, run)
@@ -186,6 +192,16 @@ def _runs(stage: str, result: dict) -> dict[str, dict]:
     if stage == "library" and result.get("run") and result.get("device"):
         runs = {"device": {"environment": result["run"]["environment"], **result["device"]}}
     return {name: run for name, run in runs.items() if run}
+
+
+def _facts(stage: str, record: dict) -> dict[str, dict]:
+    """{file name: content} of what is no run of the benchmark and has no environment of its own."""
+    result = record["result"] or {}
+    if stage == "gpu-tests":
+        return {"gpu_tests": {"records": _counts(result)}}
+    if stage == "sanitizer" and record["status"] in ("done", "failed"):
+        return {"sanitizer": {"status": record["status"], "output_tail": record["output_tail"]}}
+    return {"host_calls": result} if stage == "host-cost" and result else {}
 
 
 def _counts(result: dict) -> list[dict]:

@@ -26,7 +26,7 @@ from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 RESULTS = Path("bench/results")
 VLLM_COMBINE = "vllm_combine.json"
 NO_BENCH_RUNS: tuple[str, ...] = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
-NO_BENCH_RUNS += ("device.json", "gpu_tests.json", "probes.json")
+NO_BENCH_RUNS += ("device.json", "gpu_tests.json", "host_calls.json", "probes.json", "sanitizer.json")
 _VARIANT = "decode-curve-"  # then the setting; has tables after those of `decode-curve`, but no plot and no headline
 # The formats of an op's weight. Gains of norms are not listed: they have the input's dtype or fp32.
 _WEIGHTS = {
