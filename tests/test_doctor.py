@@ -18,6 +18,7 @@ from eagle_kernels.bench.doctor import examine, pair
 
 from eagle_kernels.engines import scales
 from engines.test_scales import at
+from test_int4_checkpoint import says_transformers
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -264,6 +265,24 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "EAGLE-3 in GPTQ with act order": (
         Checkpoints,
         lambda c: in_gptq(c, groups=5),
+        {"fc": "I32 with scales"},
+    ),
+    "EAGLE-3 in GPTQ with transformers' config": (
+        Checkpoints,
+        lambda c: (in_gptq(c, groups=6), with_integers(c, says_transformers("GPTQConfig", desc_act=True))),
+        {"fc": "I32 with scales"},
+    ),
+    "EAGLE-3 in AWQ with transformers' config": (
+        Checkpoints,
+        lambda c: (in_awq(c), with_integers(c, says_transformers("AwqConfig"))),
+        {"fc": "I32 with scales"},
+    ),
+    "EAGLE-3 in GPTQ of auto-round": (
+        Checkpoints,
+        lambda c: (
+            in_gptq(c, groups=6),
+            with_integers(c, {"quant_method": "auto-round", "packing_format": "auto_round", "group_size": 32}),
+        ),
         {"fc": "I32 with scales"},
     ),
     "EAGLE-3 in NVFP4": (Checkpoints, lambda c: in_nvfp4(c), {"fc": "U8 with weight_scale, weight_scale_2"}),
@@ -514,7 +533,7 @@ def test_a_pair_that_fits_has_no_finding(case: str, tmp_path: Path, capsys: pyte
     change(checkpoints)
     folders = list(map(str, checkpoints.save(tmp_path)))
     # SGLang falls into a trap with these formats.
-    asked = ["--engine", "vllm"] if any(name in case for name in ("FP4", "FP8", "GPTQ")) else []
+    asked = ["--engine", "vllm"] if any(name in case for name in ("FP4", "FP8", "GPTQ", "AWQ")) else []
     assert cli.main(["doctor", *folders, *asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {name: found["facts"].get(name) for name in facts} == facts
@@ -552,6 +571,17 @@ def in_gptq(checkpoints: Files, groups: int) -> None:
     checkpoints.weights |= {"fc.qzeros": torch.zeros(groups, D // 8, dtype=torch.int32)}
     checkpoints.weights |= {"fc.g_idx": torch.arange(K * H, dtype=torch.int32) % groups}
     checkpoints.drafter["quantization_config"] = {"quant_method": "gptq", "bits": 4, "desc_act": True}
+
+
+def in_awq(checkpoints: Files) -> None:
+    del checkpoints.weights["fc.weight"]
+    checkpoints.weights |= {"fc.qweight": torch.zeros(K * H, D // 8, dtype=torch.int32)}
+    checkpoints.weights |= {"fc.scales": torch.ones(6, D).half()}
+    checkpoints.weights |= {"fc.qzeros": torch.zeros(6, D // 8, dtype=torch.int32)}
+
+
+def with_integers(checkpoints: Files, quantization: dict) -> None:
+    checkpoints.drafter["quantization_config"] = quantization
 
 
 def without_scale(checkpoints: Checkpoints) -> None:
@@ -797,6 +827,20 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "GPTQ of another group size": (
         lambda c: (in_gptq(c, groups=5), c.drafter["quantization_config"].update(group_size=64)),
         [("load", ALL, "fc.qweight has 5 groups in 192 columns, expected 3, because the checkpoint says group"), KEPT],
+    ),
+    "GPTQ of which the config contradicts itself": (
+        lambda c: (
+            in_gptq(c, groups=6),
+            c.drafter["quantization_config"].update(checkpoint_format="gptq", format="gptq_v2"),
+        ),
+        [("load", ALL, "the checkpoint says checkpoint_format 'gptq' and format 'gptq_v2', expected the same"), KEPT],
+    ),
+    "another packing of auto-round": (
+        lambda c: (
+            in_gptq(c, groups=6),
+            with_integers(c, {"quant_method": "auto-round", "packing_format": "auto_round:mlx"}),
+        ),
+        [("load", ALL, "the checkpoint says packing_format 'auto_round:mlx', expected 'auto_round:auto_gptq'"), KEPT],
     ),
     "fp8 without its scale": (
         without_scale,

@@ -85,6 +85,34 @@ def awq() -> tuple[dict, dict, Tensor]:
     return tensors, {"quant_method": "awq", "version": "gemm", "bits": 4}, truth
 
 
+def says_transformers(config: str, **arguments: object) -> dict:
+    """The config that transformers writes, with the keys of every release and tool that it serves."""
+    transformers = pytest.importorskip("transformers")
+    return getattr(transformers, config)(bits=4, group_size=GROUP, **arguments).to_dict()
+
+
+def auto_round(packing: str | None, written: tuple[dict, dict, Tensor]) -> tuple[dict, dict, Tensor]:
+    """auto-round's config for tensors of GPTQ or AWQ; it writes a g_idx for gptqmodel only."""
+    tensors, _, truth = written
+    if packing != "auto_round:gptqmodel":
+        tensors.pop("g_idx", None)
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "autoround_version": "0.9.7"}
+    return tensors, config if packing is None else config | {"packing_format": packing}, truth
+
+
+def with_config(written: tuple[dict, dict, Tensor], config: dict) -> tuple[dict, dict, Tensor]:
+    return written[0], config, written[2]
+
+
+# auto-round's names for GPTQ's tensors, and checkpoint_format of those with the same zeros.
+AUTO_ROUND = {
+    None: "gptq",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:exllamav2": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+}
 LAYOUTS: dict[str, tuple[str, Callable[[], tuple[dict, dict, Tensor]]]] = {
     "pack-symmetric": ("pack-quantized int4", lambda: compressed(symmetric=True)),
     "pack-zeros": ("pack-quantized int4", compressed),
@@ -96,6 +124,29 @@ LAYOUTS: dict[str, tuple[str, Callable[[], tuple[dict, dict, Tensor]]]] = {
     "gptq-act-order": ("gptq int4", lambda: gptq(act_order=True)),
     "gptq-int8": ("gptq int8", lambda: gptq(8)),
     "awq": ("awq int4", awq),
+    "gptq-transformers": ("gptq int4", lambda: with_config(gptq(), says_transformers("GPTQConfig"))),
+    "gptq-v2-transformers": (
+        "gptq int4",
+        lambda: with_config(gptq(version="gptq_v2"), says_transformers("GPTQConfig", format="gptq_v2")),
+    ),
+    "gptq-v2-by-format": (
+        "gptq int4",
+        lambda: with_config(gptq(version="gptq_v2"), {"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}),
+    ),
+    "awq-transformers": ("awq int4", lambda: with_config(awq(), says_transformers("AwqConfig"))),
+    "awq-gptqmodel": (
+        "awq int4",
+        lambda: with_config(awq(), {"quant_method": "awq", "format": "gemm", "checkpoint_format": "gemm"}),
+    ),
+    **{
+        f"auto-round-{packing}": (
+            "gptq int4",
+            lambda packing=packing, same=same: auto_round(packing, gptq(version=same)),
+        )
+        for packing, same in AUTO_ROUND.items()
+    },
+    "auto-round-auto_round:auto_awq": ("awq int4", lambda: auto_round("auto_round:auto_awq", awq())),
+    "auto-round-auto_round:awq": ("awq int4", lambda: auto_round("auto_round:awq", awq())),
 }
 
 
@@ -265,13 +316,52 @@ BROKEN = {
     ),
     "gemv": (
         change("awq", lambda t, c: c.update(version="gemv")),
-        "the checkpoint says version 'gemv' of awq, expected 'gemm', because its other versions have other orders of "
-        "bits",
+        "the checkpoint says version 'gemv', expected 'gemm', because fc.qweight is awq, of which nothing else is read",
+    ),
+    "gemv-of-gptqmodel": (
+        change("awq", lambda t, c: c.update(version=None, format="gemv", checkpoint_format="gemv")),
+        "the checkpoint says format 'gemv', expected 'gemm', because fc.qweight is awq, of which nothing else is read",
     ),
     "marlin": (
         change("gptq", lambda t, c: c.update(checkpoint_format="marlin")),
-        "the checkpoint says checkpoint_format 'marlin', expected 'gptq' or 'gptq_v2', because other formats have "
-        "other orders of bits",
+        "the checkpoint says checkpoint_format 'marlin', expected 'gptq' or 'gptq_v2', because fc.qweight is gptq, of "
+        "which nothing else is read",
+    ),
+    "bitblas-by-format": (
+        change("gptq", lambda t, c: c.update(format="bitblas")),
+        "the checkpoint says format 'bitblas', expected 'gptq' or 'gptq_v2', because fc.qweight is gptq, of which "
+        "nothing else is read",
+    ),
+    "two-versions": (
+        change("gptq-named", lambda t, c: c.update(format="gptq_v2")),
+        "the checkpoint says checkpoint_format 'gptq' and format 'gptq_v2', expected the same of both, because one "
+        "stores zeros less 1, the other as they are",
+    ),
+    "format-without-a-method": (
+        change("gptq", lambda t, c: (c.pop("quant_method"), c.update(format="gptq"))),
+        "fc.qweight is gptq, expected no format, because the checkpoint says format gptq",
+    ),
+    "another-packing-of-auto-round": (
+        change("auto-round-auto_round", lambda t, c: c.update(packing_format="auto_round:fp8_static")),
+        "the checkpoint says packing_format 'auto_round:fp8_static', expected 'auto_round:auto_gptq' or "
+        "'auto_round:gptq' or 'auto_round' or 'auto_round:exllamav2' or 'auto_round:gptqmodel', because fc.qweight is "
+        "gptq, of which nothing else is read",
+    ),
+    "awq-that-auto-round-calls-gptq": (
+        change("auto-round-auto_round:auto_awq", lambda t, c: c.update(packing_format="auto_round:auto_gptq")),
+        "the checkpoint says packing_format 'auto_round:auto_gptq', expected 'auto_round:auto_awq' or "
+        "'auto_round:awq', because fc.qweight is awq, of which nothing else is read",
+    ),
+    "a-packing-that-is-no-string": (
+        change("auto-round-auto_round", lambda t, c: c.update(packing_format=["auto_round"])),
+        "the checkpoint says packing_format ['auto_round'], expected 'auto_round:auto_gptq' or 'auto_round:gptq' or "
+        "'auto_round' or 'auto_round:exllamav2' or 'auto_round:gptqmodel', because fc.qweight is gptq, of which "
+        "nothing else is read",
+    ),
+    "gptqmodel-of-auto-round-0.5": (
+        change("auto-round-auto_round:gptqmodel", lambda t, c: c.update(autoround_version="0.5.1")),
+        "the checkpoint says packing_format 'auto_round:gptqmodel' of auto-round 0.5.1, expected one of 0.6 or later, "
+        "because 0.5 stored its zeros less 1",
     ),
     "gptq-without-a-config": (
         change("gptq", lambda t, c: None, config=False),

@@ -1,5 +1,5 @@
-"""Integers packed into int32 as compressed-tensors, AutoAWQ and GPTQ write them. No kernel reads them, so they are
-dequantized when they are loaded.
+"""Integers packed into int32 as compressed-tensors, AutoAWQ, GPTQ and auto-round write them. No kernel reads them, so
+they are dequantized when they are loaded.
 
     W[d, c] = (q[d, c] - zero[d, group]) * scale[d, group]
 
@@ -8,8 +8,13 @@ q is unsigned, with b = 4 or 8 bits. The first number of an int32 is in its lowe
 | who | codes | zeros | numbers of an int32 | zero |
 |---|---|---|---|---|
 | compressed-tensors `pack-quantized` | [D, W*b/32] | [D*b/32, groups] | in order | as stored, or 2^(b-1) |
-| GPTQ | [W*b/32, D] | [groups, D*b/32] | in order | stored + 1; `gptq_v2` as stored |
+| GPTQ | [W*b/32, D] | [groups, D*b/32] | in order | stored + 1, or as stored |
 | AutoAWQ `gemm`, b = 4 | [W, D/8] | [groups, D/8] | 0 2 4 6 1 3 5 7 | as stored |
+
+The config's `checkpoint_format` or `format` says which zeros GPTQ's are: `gptq` is stored + 1, `gptq_v2` as stored.
+AWQ's `version`, `format` and `checkpoint_format` say `gemm`. auto-round's `packing_format` says `auto_round:auto_gptq`
+(stored + 1), `auto_round`, `auto_round:exllamav2`, `auto_round:gptqmodel` (as stored) or `auto_round:auto_awq`
+(`gemm`). Without a key zeros are stored + 1 for GPTQ's layout, as in vLLM and auto-round. Other values are refused.
 
 compressed-tensors has scales [D, groups] and the names weight_packed, weight_scale and weight_zero_point; the others
 have scales [groups, D] and the names qweight, scales and qzeros.
@@ -20,7 +25,9 @@ consecutive columns, and the last one may have fewer. Where there are several gr
 
 Sources: compressed-tensors 0.20 `compressors/pack_quantized` (`pack_to_int32`, and its zeros along dim 0), AutoAWQ
 `awq/utils/packing_utils.py` (`AWQ_ORDER`, `dequantize_gemm`), AutoGPTQ
-`nn_modules/qlinear/qlinear_cuda_old.py` (`pack`), vLLM `csrc/quantization/gptq/q_gemm.cu` (`zero_offset`).
+`nn_modules/qlinear/qlinear_cuda_old.py` (`pack`), vLLM `csrc/quantization/gptq/q_gemm.cu` (`zero_offset`), auto-round
+0.9.7 `export_to_autoround/export.py` (`dynamic_import_quant_linear_for_packing`), `qlinear_torch.py`,
+`qlinear_torch_zp.py`, `inference/convert_model.py` (`auto_round:gptq` and `auto_round:awq` are short names).
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .quantization_config import check_format, section_of
+from .quantization_config import check_format, method_of, section_of
 from .quantized_weight import log_dequantized
 
 PACKED, TRANSPOSED = "weight_packed", "qweight"
@@ -42,6 +49,22 @@ OF_PACKED = (PACKED, "weight_scale", "weight_zero_point", "weight_g_idx")
 OF_TRANSPOSED = (TRANSPOSED, "scales", "qzeros", "g_idx")
 # An int32 of AutoAWQ has numbers of 8 rows of the weight: for each row, the place of its 4 bits.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# Of each layout the keys that name a packing, and how much less than the zero each packing stores; the first is what it
+# is where no key says.
+_PACKINGS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
+    "gptq": (("checkpoint_format", "format"), {"gptq": 1, "gptq_v2": 0}),
+    "awq": (("version", "format", "checkpoint_format"), {"gemm": 0}),
+}
+_AUTO_ROUND = {
+    "gptq": {
+        "auto_round:auto_gptq": 1,
+        "auto_round:gptq": 1,
+        "auto_round": 0,
+        "auto_round:exllamav2": 0,
+        "auto_round:gptqmodel": 0,
+    },
+    "awq": {"auto_round:auto_awq": 0, "auto_round:awq": 0},
+}
 
 
 @dataclass(frozen=True)
@@ -126,9 +149,10 @@ def packed_of(
         if stated != [D, W]:
             raise checks.error(ValueError, op, f"{names['weight_shape']} is {stated}", str([D, W]), f"W is {meaning}")
     size, in_order = _checked_groups(op, name, layout, bits, names, groups, W, config)
+    less = _stored_less(op, name, layout, config)
     group_of = _groups(op, names, tensor, by_row, W, scales_name, size, in_order)
     return Packed(
-        layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), config), group_of
+        layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), less), group_of
     )
 
 
@@ -156,13 +180,6 @@ def _checked_groups(
     Raises where the config means another packing than the tensors have.
     """
     check_format(op, name, [layout], config)
-    version = config.get("version")
-    if layout == "awq" and version is not None and str(version).lower() != "gemm":
-        because = "its other versions have other orders of bits"
-        raise checks.error(ValueError, op, f"the checkpoint says version {version!r} of awq", "'gemm'", because)
-    if layout == "gptq" and config.get("checkpoint_format") not in (None, "gptq", "gptq_v2"):
-        got = f"the checkpoint says checkpoint_format {config['checkpoint_format']!r}"
-        raise checks.error(ValueError, op, got, "'gptq' or 'gptq_v2'", "other formats have other orders of bits")
     if layout == "gptq" and not config:
         because = "its checkpoint_format says whether zeros are stored less 1"
         raise checks.error(
@@ -190,6 +207,34 @@ def _checked_groups(
     if layout == "pack-quantized" and section.get("symmetric") is False and "weight_zero_point" not in names:
         raise checks.error(ValueError, op, f"weights has {name}", "weight_zero_point beside it", says("symmetric"))
     return stated, says("desc_act") if section.get("desc_act") is False else None
+
+
+def _stored_less(op: str, name: str, layout: str, config: Mapping[str, Any]) -> int:
+    """How much less than the zero is stored. Raises where the config names a packing that is not read."""
+    if layout not in _PACKINGS:
+        return 0
+    keys, packings = _PACKINGS[layout]
+    if method_of(config) == "auto-round":
+        keys, packings = ("packing_format",), _AUTO_ROUND[layout]
+    stated: dict[str, int] = {}
+    for key in keys:
+        if (value := config.get(key)) is None:
+            continue
+        says = f"{key} {value!r}"
+        packing = value.lower() if isinstance(value, str) else ""
+        if packing not in packings:
+            expected, because = " or ".join(map(repr, packings)), f"{name} is {layout}, of which nothing else is read"
+            raise checks.error(ValueError, op, f"the checkpoint says {says}", expected, because)
+        version = str(config.get("autoround_version"))
+        # 0.5 packed it like auto_gptq and read it like gptqmodel.
+        if packing == "auto_round:gptqmodel" and version.startswith("0.5."):
+            got, because = f"the checkpoint says {says} of auto-round {version}", "0.5 stored its zeros less 1"
+            raise checks.error(ValueError, op, got, "one of 0.6 or later", because)
+        stated[says] = packings[packing]
+    if len(set(stated.values())) > 1:
+        got = f"the checkpoint says {' and '.join(stated)}"
+        raise checks.error(ValueError, op, got, "the same of both", "one stores zeros less 1, the other as they are")
+    return next(iter(stated.values()), next(iter(packings.values())))
 
 
 def _groups(
@@ -243,9 +288,9 @@ def _zeros(
     layout: str,
     bits: int,
     shape: tuple[int, int],
-    config: Mapping[str, Any],
+    less: int,
 ) -> Tensor:
-    """The zeros [D, groups]; for symmetric pack-quantized one number."""
+    """The zeros [D, groups], of which each was stored `less`; for symmetric pack-quantized one number."""
     D, groups = shape
     parameter = "weight_zero_point" if layout == "pack-quantized" else "qzeros"
     if layout == "pack-quantized" and parameter not in names:
@@ -259,7 +304,7 @@ def _zeros(
         return _in_awq_order(packed).t()
     zeros = _unpack(packed.t() if layout == "pack-quantized" else packed, bits)[:, :D].t()
     # A stored 2^b - 1 may mean a zero of 2^b, or one of 0 that wrapped around: 2^b here, as in AutoGPTQ and vLLM.
-    return zeros + 1 if layout == "gptq" and config.get("checkpoint_format") != "gptq_v2" else zeros
+    return zeros + less
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:

@@ -7,6 +7,7 @@
 | Model-Optimizer | quant_algo, group_size, quantized_layers; in `quantization` and in hf_quant_config.json too |
 | compressed-tensors | format, and the weights' arguments of the layer's group in config_groups |
 | GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
+| GPTQ, AWQ, auto-round | format among others, which name a packing (`int4_checkpoint`) |
 
 The tensors determine the format. A key that means another one is an error; a missing key says nothing. Whether `ignore`
 or `exclude_modules` leaves the layer out is not compared: the names there are those of an engine or a trainer.
@@ -85,6 +86,12 @@ class _Claim(NamedTuple):
     says: str  # the keys, for the message
 
 
+def method_of(config: Mapping[str, Any]) -> object:
+    """quant_method, in lower case where it is a string."""
+    method = config.get("quant_method")
+    return method.lower() if isinstance(method, str) else method
+
+
 def unread_format(config: Mapping[str, Any] | None) -> str | None:
     """The config's name of a format that engines read and this package does not, such as bitsandbytes; None for another
     format, and where the config does not say."""
@@ -136,7 +143,8 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
     for where, section in (("quantization.", config.get("quantization")), (f"{_HF_FILE}: ", config.get(_HF_FILE))):
         yield from _of_algorithm(_mapping(section), path, where)
     compression, group = config.get("format"), _group_of(config, path)
-    if compression is not None:
+    # GPTQ and AWQ have a `format` too; transformers 5 writes it beside their older keys.
+    if compression is not None and method_of(config) in (None, "compressed-tensors"):
         formats = _COMPRESSIONS.get(compression, ()) if isinstance(compression, str) else ()
         yield _Claim(formats, f"format {compression}")
     if group is None:
