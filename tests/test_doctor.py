@@ -261,6 +261,17 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: with_config(c, {"quant_method": "fp8"}),
         {"fc": "F8_E4M3 with weight_scale"},
     ),
+    "EAGLE-3 in Hugging Face's static FP8": (
+        Checkpoints,
+        lambda c: (
+            with_config(c, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}),
+            renamed(c, "fc.weight_scale", "fc.weight_scale_inv"),
+            c.weights.update({"fc.activation_scale": torch.ones(())}),
+            c.weights.update({f"{UP}.weight": torch.ones(96, 64).to(FP8), f"{UP}.weight_scale_inv": torch.ones(())}),
+            c.weights.update({f"{UP}.activation_scale": torch.ones(())}),
+        ),
+        {"fc": "F8_E4M3 with weight_scale_inv", UP: "F8_E4M3 with weight_scale_inv"},
+    ),
     # Its groups are those of g_idx, and no group size divides the columns.
     "EAGLE-3 in GPTQ with act order": (
         Checkpoints,
@@ -807,6 +818,25 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("fc-quantized", (V1, V2), "quantizes fc as the drafter's quantization_config says, and there is none"),
         ],
     ),
+    "int8 with one scale": (
+        lambda c: (
+            with_config(c, of_group("Linear")),
+            c.drafter["quantization_config"]["config_groups"]["group_0"].update(weights={"num_bits": 8}),
+            c.weights.update({"fc.weight": torch.ones(D, K * H, dtype=torch.int8)}),
+        ),
+        [IN_NUMBERS],
+    ),
+    "e5m2": (
+        lambda c: (
+            quantized(c),
+            c.weights.update({"fc.weight": c.weights["fc.weight"].to(torch.float8_e5m2)}),
+        ),
+        [
+            ("load", ALL, "fc.weight is torch.float8_e5m2, expected codes in torch.float8_e4m3fn, torch.int8 or"),
+            ("fc-quantized", (SGLANG,), "; this package's plugin refuses them"),
+            ("fc-quantized", (V1, V2), "and there is none: it fails to load; this package's plugin refuses them"),
+        ],
+    ),
     "fp8 with its config": (
         lambda c: with_config(c, {"quant_method": "fp8"}),
         [("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")],
@@ -1039,6 +1069,26 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [
             ("layer-quantized", (V1, V2), "and that leaves mtp.0.attn.wo_a out: codes have no place there"),
             ("layer-quantized", (SGLANG, V1, V2), "and that leaves mtp.0.attn.wo_b out: codes have no place there"),
+        ],
+    ),
+    "DeepSeek-V4 in NVFP4 that leaves its MTP layer in FP8": (
+        lambda c: (
+            as_deepseek_v4(c),
+            c.target.update(
+                quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["mtp*"]}
+            ),
+        ),
+        # Each engine's, and none of what this package reads: no tensor is "fp8_block128, expected nvfp4".
+        [
+            ("quantized", (SGLANG, V1, V2), "and that leaves e_proj out: codes have no place there without this"),
+            ("quantized", (SGLANG, V1, V2), "and that leaves h_proj out: codes have no place there without this"),
+            *(
+                ("layer-quantized", (V1, V2) if "wo_a" in name else (SGLANG, V1, V2), f"leaves mtp.0.{name} out")
+                for name in (
+                    *(f"attn.{part}" for part in ("wkv", "wo_a", "wo_b", "wq_a", "wq_b")),
+                    *(f"ffn.shared_experts.{part}" for part in ("w1", "w2", "w3")),
+                )
+            ),
         ],
     ),
     "layers of DeepSeek-V4's DSpark that its config leaves out": (
@@ -1720,6 +1770,7 @@ def test_each_trap_is_found(trap: str, tmp_path: Path, capsys: pytest.CaptureFix
 # For each trap what the finding says of the plugin, and what the plugin does with the codes where the engine's layer is
 # not quantized.
 SAID = {
+    "e5m2": ("; this package's plugin refuses them", "refused"),
     "fp8 with its config": (" without this package's plugin", "numbers"),
     "GPTQ": (" without this package's plugin", "numbers"),
     "bitsandbytes": ("; this package's plugin refuses them", "refused"),

@@ -38,6 +38,10 @@ def per_tensor(q: QuantizedWeight) -> dict[str, Tensor]:
     return {"weight": q.codes, "weight_scale": q.scales.reshape(()), "input_scale": torch.tensor(0.1)}
 
 
+def hf_static(q: QuantizedWeight) -> dict[str, Tensor]:
+    return {"weight": q.codes, "weight_scale_inv": q.scales.reshape(()), "activation_scale": torch.tensor(0.1)}
+
+
 def mistral(q: QuantizedWeight) -> dict[str, Tensor]:
     return {"weight": q.codes, "qscale_weight": q.scales.reshape(1), "qscale_act": torch.tensor([0.5])}
 
@@ -90,6 +94,12 @@ def compressed_nvfp4(q: QuantizedWeight) -> dict[str, Tensor]:
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # format, tensors, stem, quantization_config of config.json
 LAYOUTS: dict[str, tuple[str, Callable, str, dict | None]] = {
+    "hf-static": (
+        "fp8_tensor",
+        hf_static,
+        "model.fc",
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    ),
     "hf-fp8": ("fp8_tensor", per_tensor, "model.fc", {"quant_method": "fp8", "activation_scheme": "static"}),
     "modelopt-fp8": ("fp8_tensor", per_tensor, "fc", {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "mistral": ("fp8_tensor", mistral, "eagle_linear", None),
@@ -259,6 +269,11 @@ BROKEN = {
     "no-scale": (
         change("hf-block", lambda w: w.pop("model.fc.weight_scale_inv")),
         "weights has model.fc.weight in torch.float8_e4m3fn, expected its scale beside it: one of ['weight_scale', "
+        "'weight_scale_inv', 'scale', 'qscale_weight']",
+    ),
+    "left-out-without-scale": (
+        change("compressed-row", lambda w: w.pop("fc.weight_scale"), ALGORITHM | {"ignore": ["fc"]}),
+        "weights has fc.weight in torch.float8_e4m3fn, expected its scale beside it: one of ['weight_scale', "
         "'weight_scale_inv', 'scale', 'qscale_weight']",
     ),
     "scale-alone": (
@@ -463,6 +478,18 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         None,
         "mxfp4, {} config_groups.a.weights type float, num_bits 4, group_size 32",
     ),
+    "another-layer-is-left-out": (
+        "compressed-row",
+        {"quant_algo": "NVFP4", "ignore": ["lm_head", "c", "*.fc.*", "mtp*", "re:.*fc2", 7]},
+        None,
+        "nvfp4, {} quant_algo NVFP4",
+    ),
+    "left-out-but-listed": (
+        "compressed-row",
+        {"quant_algo": "NVFP4", "ignore": ["fc"], "quantized_layers": {"fc": {"quant_algo": "FP8"}}},
+        None,
+        "fp8_tensor, {} quantized_layers.fc.quant_algo FP8",
+    ),
     "group-size": (
         "modelopt-nvfp4",
         {"quant_algo": "NVFP4", "group_size": 32},
@@ -546,6 +573,66 @@ def test_a_config_that_agrees(layout: str, config: dict, beside: dict | None, tm
     weight, weights, _ = quantized_fc(layout)
     save_with(tmp_path, weights, config, beside)
     assert eagle3().load_checkpoint(tmp_path).fc.format == weight.format
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+COMPRESSED_NVFP4 = {
+    **{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+    "config_groups": {"a": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 4, "group_size": 16}}},
+}
+# Configs of other formats that leave out the layer `fc` or `model.fc`, in each spelling: the two files' sections.
+LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
+    "modelopt": (NVFP4 | {"ignore": ["lm_head", "fc*"]}, None),
+    "modelopt-prefix": (NVFP4 | {"ignore": ["model.fc*"]}, None),
+    "modelopt-anywhere": (NVFP4 | {"exclude_modules": ["*fc"]}, None),
+    "modelopt-name": (NVFP4 | {"exclude_modules": ["model.language_model.fc"]}, None),
+    "modelopt-nested": ({"quant_method": "modelopt", "quantization": NVFP4 | {"exclude_modules": ["*fc*"]}}, None),
+    "modelopt-beside": (NVFP4 | {"ignore": ["*fc*"]}, {"quant_algo": "NVFP4", "exclude_modules": ["*fc*"]}),
+    "modelopt-only-beside": (NVFP4, {"quant_algo": "NVFP4", "exclude_modules": ["fc"]}),
+    "modelopt-file": (None, {"quant_algo": "NVFP4", "exclude_modules": ["fc*"]}),
+    "compressed": (COMPRESSED_NVFP4 | {"ignore": ["lm_head", "fc"]}, None),
+    "compressed-prefix": (COMPRESSED_NVFP4 | {"ignore": ["model.fc"]}, None),
+    "compressed-pattern": (COMPRESSED_NVFP4 | {"ignore": ["re:fc.*"]}, None),
+    "compressed-anywhere": (COMPRESSED_NVFP4 | {"ignore": ["re:(", "re:.*fc$"]}, None),
+    "hugging-face": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.fc"]}, None),
+    "hugging-face-blocks": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["fc"]},
+        None,
+    ),
+    "ignored-layers": ({"quant_method": "mxfp8", "ignored_layers": ["fc"]}, None),
+    "quark": ({"quant_method": "mxfp4", "exclude": ["re:model.fc"]}, None),
+    "gptq": ({"quant_method": "gptq", "dynamic": {"-:.*fc": {}}}, None),
+}
+
+
+@pytest.mark.parametrize("layout", ["hf-block", "deepseek-block", "compressed-row"])  # model.fc, fc and fc
+@pytest.mark.parametrize("case", LEAVES_OUT)
+def test_a_layer_that_the_config_leaves_out_is_what_its_tensors_are(case: str, layout: str, tmp_path: Path) -> None:
+    """NVFP4 checkpoints keep their MTP layers in FP8 (vllm#43455): "is fp8_block128, expected nvfp4"."""
+    weight, weights, _ = quantized_fc(layout)
+    save_with(tmp_path, weights, *LEAVES_OUT[case])
+    loaded = eagle3().load_checkpoint(tmp_path).fc.quantized
+    assert loaded.format == weight.format
+    assert torch.equal(loaded.dequantize(torch.float64), weight.dequantize(torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_with_one_scale_has_it_in_each_row(shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> None:
+    """compressed-tensors' strategy `tensor`, which was refused: expected (136, 1) of int8_row."""
+    torch.manual_seed(2)
+    codes, scale = torch.randint(-127, 128, (D, W)).to(torch.int8), torch.full(shape, 0.0123, dtype=dtype)
+    weights = weights_of({"weight": codes, "weight_scale": scale}, "fc")
+    save_with(tmp_path, weights, in_group(num_bits=8), None)
+    layer = eagle3().load_checkpoint(tmp_path)
+    truth = codes.double() * scale.double().item()
+    assert layer.fc.format == "int8_row"
+    assert torch.equal(layer.fc.quantized.dequantize(torch.float64), truth)
+    x = torch.randn(3, W).bfloat16()
+    normed = torch.nn.functional.rms_norm(x.double().reshape(3, K, H), (H,), None, layer.config.eps)
+    gains = torch.stack([weights[f"model.fc_norm.{k}.weight"].double() for k in range(K)])
+    expected = (normed * gains).reshape(3, W) @ truth.t()
+    assert ((layer(x).double() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 2**-7
 
 
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}
@@ -640,7 +727,7 @@ def test_what_is_not_read_beside_a_weight_is_refused(module: str, companion: str
         layer.load_checkpoint(weights)
 
 
-@pytest.mark.parametrize("companion", ["input_scale", "input_zero_point", "qscale_act", "k_scale"])
+@pytest.mark.parametrize("companion", ["input_scale", "activation_scale", "input_zero_point", "qscale_act", "k_scale"])
 @pytest.mark.parametrize("module", MODULES)
 def test_what_belongs_to_activations_is_left_alone(module: str, companion: str) -> None:
     make, named, stem = MODULES[module]

@@ -23,7 +23,7 @@ SGLANG, VLLM_V1, VLLM_V2 = "SGLang 0.5.23", "vLLM 0.33, V1 runner", "vLLM 0.33, 
 ENGINES = {"sglang": (SGLANG,), "vllm": (VLLM_V1, VLLM_V2)}
 DENSE = ("BF16", "F16", "F32")
 # safetensors' names of the dtypes that a drafter's tensors have.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -64,11 +64,11 @@ class Header(NamedTuple):
         """The tensor itself if it is in `_READ`; else one of this shape and dtype in the memory of one row or less, for
         loaders that look at nothing else. Where they do look at values, these are valid: scales are 1.
         """
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"{OP}: a tensor is {self.dtype}, expected one of {list(_DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{OP}: a tensor is {self.dtype}, expected one of {list(DTYPES)}")
         if self.read is not None:
             return self.read()
-        dtype = _DTYPES[self.dtype]
+        dtype = DTYPES[self.dtype]
         fill = torch.zeros if dtype in (torch.int32, torch.int64) else torch.ones
         if 0 in self.shape or len(self.shape) < 2:  # sizes that no memory may have: [0, 2**62], a width of a config
             return fill((), dtype=dtype).expand(self.shape)

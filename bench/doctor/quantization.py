@@ -1,23 +1,22 @@
 """What each engine makes of a weight that is quantized, or that the drafter's quantization_config says is quantized."""
 
-import fnmatch
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from eagle_kernels.quantization_config import unread_format
-from eagle_kernels.quantized_checkpoint import UNREAD_CODES
+import torch
 
-from .pair import DENSE, ENGINES, Header, Pair
+from eagle_kernels.quantization_config import leaves_out, names_layer, unread_format
+from eagle_kernels.quantized_checkpoint import UNREAD_CODES
+from eagle_kernels.quantized_weight import FORMATS
+
+from .pair import DENSE, DTYPES, ENGINES, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
-_LEFT_OUT = (
-    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
-    "llm_int8_skip_modules",
-)
 _CODES = ("weight", "weight_packed", "qweight", "blocks", *UNREAD_CODES)
 _NUMBERS = (*DENSE, "F64")
+# Dtypes of codes that this package reads, integers in groups among them; e5m2 is none.
+_READ = {format.codes for format in FORMATS.values()} | {torch.int32}
 _WITHOUT = " without this package's plugin"
 _REFUSED = "; this package's plugin refuses them"
 _EXPERTS = "; this package's plugin leaves experts to it"
@@ -85,9 +84,12 @@ def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], 
 
 def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """(what is wrong, the engines) for each way in which engines misread the codes at `path`."""
-    stored = codes_of(parameters_of(pair, path))
+    parameters = parameters_of(pair, path)
+    stored = codes_of(parameters)
+    if stored is None:
+        return
     skipped = "its scales: codes are taken for numbers"
-    is_read = unread_format(pair.quantization) is None
+    is_read = unread_format(pair.quantization) is None and DTYPES.get(parameters[stored].dtype) in _READ
     without = _EXPERTS if is_of_experts(pair, path) else _WITHOUT if is_read else _REFUSED
     if stored != "weight":
         skipped = f"its {stored}: the weight stays what it was made with"
@@ -103,7 +105,7 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
     config, says = pair.quantization, f"quantizes {name} as the drafter's quantization_config says"
     if config is None:
         yield f"{says}, and there is none: it fails to load{without}", takes
-    elif _leaves_out(config, path):
+    elif leaves_out(config, path):
         yield f"{says}, and that leaves {name} out: codes have no place there{without}", takes
     elif not _is_in_group(config, path):
         yield f"{says}, and none of its config_groups has {name}: codes have no place there{without}", takes
@@ -119,7 +121,7 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
         if _is_in_group(config, path) and not any(_is_in_group(config, name, is_whole) for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
         return None
-    if _leaves_out(config, path) and all(_covers(config, name, is_whole) for name in names):
+    if leaves_out(config, path) and all(_covers(config, name, is_whole) for name in names):
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
 
@@ -135,7 +137,7 @@ def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
     if method in ("gptq", "gptqmodel", "awq"):
         return TAKES_CONFIG if config.get("lm_head") else HEAD
     if method == "compressed-tensors":  # "Linear" does not match an lm_head
-        return TAKES_CONFIG if any(_names(entry, path) for entry in _targets(config)) else HEAD
+        return TAKES_CONFIG if any(names_layer(entry, path) for entry in _targets(config)) else HEAD
     return HEAD if method in _OF_LINEAR_LAYERS else TAKES_CONFIG
 
 
@@ -181,8 +183,8 @@ def codes_of(parameters: Collection[str]) -> str | None:
 
 
 def _covers(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
-    """Whether a checkpoint of this config has codes at `path`; `is_whole` as in `_names`."""
-    if _leaves_out(config, path, is_whole):
+    """Whether a checkpoint of this config has codes at `path`; `is_whole` as in `names_layer`."""
+    if leaves_out(config, path, is_whole):
         return False
     algorithm, method = config.get("quant_algo"), config.get("quant_method")
     if isinstance(algorithm, str):
@@ -196,7 +198,7 @@ def _is_in_group(config: Mapping[str, Any], path: str, is_whole: bool = False) -
     """Whether one of config_groups has the layer; True for a config without such groups."""
     if config.get("quant_method") != "compressed-tensors":
         return True
-    return any(entry == "Linear" or _names(entry, path, is_whole) for entry in _targets(config))
+    return any(entry == "Linear" or names_layer(entry, path, is_whole) for entry in _targets(config))
 
 
 def _targets(config: Mapping[str, Any]) -> list[str]:
@@ -205,30 +207,5 @@ def _targets(config: Mapping[str, Any]) -> list[str]:
     return [entry for group in groups if isinstance(group, Mapping) for entry in _texts(group.get("targets"))]
 
 
-def _leaves_out(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
-    entries = [entry for key in _LEFT_OUT for entry in _texts(config.get(key))]
-    # GPTQModel's: "-:" precedes the pattern of layers that are left out.
-    entries += [f"re:{pattern[2:]}" for pattern in _texts(config.get("dynamic")) if pattern.startswith("-:")]
-    return any(_names(entry, path, is_whole) for entry in entries)
-
-
 def _texts(value: object) -> list[str]:
     return [entry for entry in value if isinstance(entry, str)] if isinstance(value, (list, dict)) else []
-
-
-def _names(entry: str, path: str, is_whole: bool = False) -> bool:
-    """Whether a config's entry is this layer, a part of the model that contains it, or a pattern that matches it.
-
-    is_whole: `path` is the engine's own name, and an entry that is no pattern must equal it.
-    """
-    if is_whole and not entry.startswith("re:"):
-        return entry == path
-    paths = (path,) if is_whole else (path, f"model.{path}")  # the checkpoint's, and the one that an engine gives it
-    if entry.startswith("re:"):
-        try:
-            return any(re.match(entry[3:], each) for each in paths)
-        except (re.error, OverflowError, RecursionError):  # a{99999999999}, thousands of parentheses
-            return False
-    if any(character in entry for character in "*?["):
-        return any(fnmatch.fnmatchcase(each, entry) for each in paths)
-    return any(f".{entry}." in f".{each}." for each in paths)

@@ -9,14 +9,16 @@
 | GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
 | GPTQ, AWQ, auto-round | format among others, which name a packing (`int4_checkpoint`) |
 
-The tensors determine the format. A key that means another one is an error; a missing key says nothing. Whether `ignore`
-or `exclude_modules` leaves the layer out is not compared: the names there are those of an engine or a trainer.
+The tensors determine the format. A key that means another one is an error; a missing key says nothing. Keys of the
+whole checkpoint say nothing of a layer that the config leaves out (`leaves_out`), whose codes may be in another format:
+NVFP4 checkpoints keep MTP layers in FP8 (vllm#43455).
 
 Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`; compressed-tensors `CompressionFormat`.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,6 +81,14 @@ _COMPRESSIONS = {
 # Quark's dtypes of weights that are read here.
 _QUARK = ("fp8_e4m3", "fp8_e4m3fn", "int8", "fp4")
 _STRATEGIES = {"tensor": ("fp8_tensor",), "channel": ("fp8_row",), "block": _FP8[2:], "group": ("mxfp8",)}
+# Lists of layers that are not in the checkpoint's format: Hugging Face's, vLLM's for fp8, Model-Optimizer's and
+# compressed-tensors', Model-Optimizer's in hf_quant_config.json, Quark's, bitsandbytes'.
+_LEFT_OUT = (
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
+    "llm_int8_skip_modules",
+)
+# What a list may have before a layer's name and a file may not, or the other way round.
+_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
 
 class _Claim(NamedTuple):
@@ -122,6 +132,35 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
     return fits[0]
 
 
+def leaves_out(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
+    """Whether the config lists the layer as not in the checkpoint's format; `is_whole` as in `names_layer`."""
+    entries: list[object] = []
+    for section in (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE))):
+        entries += [entry for key in _LEFT_OUT for entry in _list(section.get(key))]
+    # GPTQModel's: "-:" precedes the pattern of layers that are left out.
+    patterns = [pattern for pattern in _mapping(config.get("dynamic")) if pattern.startswith("-:")]
+    entries += [f"re:{pattern.removeprefix('-:')}" for pattern in patterns]
+    return any(names_layer(entry, path, is_whole) for entry in entries if isinstance(entry, str))
+
+
+def names_layer(entry: str, path: str, is_whole: bool = False) -> bool:
+    """Whether a config's entry is this layer, a part of the model that contains it, or a pattern that matches it.
+
+    is_whole: `path` is the engine's own name, and an entry that is no pattern must equal it.
+    """
+    if is_whole:
+        return _is_matched(entry, path) if entry.startswith("re:") else entry == path
+    bare = path
+    while bare.startswith(("model.", "language_model.")):
+        bare = bare.partition(".")[2]
+    paths = (path, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+    if entry.startswith("re:"):
+        return any(_is_matched(entry, each) for each in paths)
+    if any(character in entry for character in "*?["):
+        return any(fnmatch.fnmatchcase(each, entry) for each in paths)
+    return any(f".{entry}." in f".{each}." for each in paths)
+
+
 def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]:
     """(prefix of its keys in messages, section) of what a config says of a layer's integers: bits, groups and zeros."""
     if (group := _group_of(config, path)) is not None:
@@ -134,17 +173,19 @@ def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, 
 
 
 def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
+    is_left_out = leaves_out(config, path)
     method, block = config.get("quant_method"), config.get("weight_block_size")
-    if isinstance(block, list):
+    if isinstance(block, list) and not is_left_out:
         yield _Claim(_of_blocks(block), f"weight_block_size {block}")
-    if method is not None and not (method == "fp8" and isinstance(block, list)):
+    if method is not None and not is_left_out and not (method == "fp8" and isinstance(block, list)):
         yield _Claim(_METHODS.get(method.lower(), ()) if isinstance(method, str) else (), f"quant_method {method}")
-    yield from _of_algorithm(config, path, "")
+    yield from _of_algorithm(config, path, "", is_left_out)
     for where, section in (("quantization.", config.get("quantization")), (f"{_HF_FILE}: ", config.get(_HF_FILE))):
-        yield from _of_algorithm(_mapping(section), path, where)
+        yield from _of_algorithm(_mapping(section), path, where, is_left_out)
     compression, group = config.get("format"), _group_of(config, path)
     # GPTQ and AWQ have a `format` too; transformers 5 writes it beside their older keys.
-    if compression is not None and method_of(config) in (None, "compressed-tensors"):
+    of_compression = compression is not None and method_of(config) in (None, "compressed-tensors")
+    if of_compression and not is_left_out:
         formats = _COMPRESSIONS.get(compression, ()) if isinstance(compression, str) else ()
         yield _Claim(formats, f"format {compression}")
     if group is None:
@@ -161,11 +202,12 @@ def _of_blocks(size: list) -> tuple[str, ...]:
     return next((formats for block, formats in _BLOCKS.items() if list(block) == size), ())
 
 
-def _of_algorithm(config: Mapping[str, Any], path: str, where: str) -> Iterator[_Claim]:
+def _of_algorithm(config: Mapping[str, Any], path: str, where: str, is_left_out: bool) -> Iterator[_Claim]:
     layers = _mapping(config.get("quantized_layers"))
     name = next((name for name in layers if isinstance(layers[name], Mapping) and _matches(name, path)), None)
     own = {} if name is None else layers[name]
-    for section, place in ((config, where), (own, f"{where}quantized_layers.{name}.")):
+    of_all = {} if is_left_out else config
+    for section, place in ((of_all, where), (own, f"{where}quantized_layers.{name}.")):
         algorithm, size = section.get("quant_algo"), section.get("group_size")
         if algorithm is None:
             continue
@@ -200,7 +242,7 @@ def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, A
         for name, group in _mapping(config.get("config_groups")).items()
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     }
-    if any(_matches(name, path) for name in _list(config.get("ignore"))):
+    if leaves_out(config, path):
         return None
     targets = {name: _list(group.get("targets", ["Linear"])) for name, group in groups.items()}
     own = [name for name in groups if any(_matches(target, path) for target in targets[name])]
@@ -214,8 +256,13 @@ def _matches(name: object, path: str) -> bool:
         return False
     if not name.startswith("re:"):
         return name == path or path.endswith(f".{name}") or name.endswith(f".{path}")
+    return _is_matched(name, path)
+
+
+def _is_matched(entry: str, path: str) -> bool:
+    """Whether the pattern after `re:` matches the path."""
     try:
-        return re.match(name.removeprefix("re:"), path) is not None
+        return re.match(entry.removeprefix("re:"), path) is not None
     except (re.error, OverflowError, RecursionError):  # a{99999999999}, thousands of parentheses
         return False
 

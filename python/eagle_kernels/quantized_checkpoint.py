@@ -37,6 +37,7 @@ UNREAD_CODES = ("q_weight", "trellis", "W_q", "codes", "_weight_qdata")
 # Ignored: scales of activations and KV caches, which stay in 16 bits here, and what the codes' own shape says.
 _UNREAD = (
     *("input_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale", "k_scale", "v_scale"),
+    "activation_scale",  # Hugging Face's input_scale
     "weight_shape",
 )
 
@@ -181,6 +182,8 @@ def _recognize(
     columns = W // 2 if code.dtype == torch.uint8 else W
     if tuple(code.shape) != (D, columns):
         raise checks.shape_error(op, codes_name, code, str((D, columns)), f"it is {meaning}")
+    if code.dtype == torch.int8 and code.numel() and scale.dtype == torch.float32 and scale.numel() == 1:
+        scale = scale.reshape(1, 1).repeat(D, 1)  # compressed-tensors' strategy tensor; kernels have int8 by rows only
     sizes = {}
     for name, format in kinds.items():
         dtypes = (*format.scales, torch.uint8) if E8M0 in format.scales else format.scales

@@ -13,7 +13,7 @@ import test_int4_checkpoint as int4
 from eagle_kernels.engines import eligibility, scales
 from eagle_kernels.models import families
 from engines.quantized_layers import W4A16, in_integers, written
-from test_quantized_checkpoint import LAYOUTS
+from test_quantized_checkpoint import LAYOUTS, LEAVES_OUT
 
 LOGGER = logging.getLogger("eagle_kernels.engines.scales")
 D, W = 136, 192
@@ -145,6 +145,28 @@ def saying(model: nn.Module, quantization: object) -> nn.Module:
     """The drafter with a Hugging Face config: an object, whose fields may be objects too."""
     model.model.config = SimpleNamespace(quantization_config=quantization)
     return model
+
+
+@pytest.mark.parametrize("case", [case for case, (config, beside) in LEAVES_OUT.items() if config and not beside])
+@pytest.mark.parametrize("path", ["fc", "model.fc"])
+def test_codes_of_a_layer_that_the_config_leaves_out(path: str, case: str) -> None:
+    """An engine builds it without a quantization method, and its codes are of another format than the config's."""
+    tensors, expected = quantized("hf-block", path)
+    got = loaded(saying(Drafter(fc=linear()), LEAVES_OUT[case][0]), tensors)
+    assert list(got) == [f"{path}.weight"] and torch.equal(got[f"{path}.weight"], expected)
+
+
+def test_codes_of_a_layer_that_the_config_does_not_leave_out() -> None:
+    tensors, _ = quantized("hf-block", "fc")
+    message = "load_weights: fc.weight is fp8_block128, expected nvfp4, because the checkpoint says quant_algo NVFP4"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        loaded(saying(Drafter(fc=linear()), {"quant_algo": "NVFP4", "ignore": ["lm_head", "mtp*"]}), tensors)
+
+
+def test_int8_with_one_scale_becomes_numbers() -> None:
+    codes, scale = torch.randint(-127, 128, (D, W)).to(torch.int8), torch.tensor(0.0123)
+    got = loaded(Drafter(fc=linear()), {"fc.weight": codes, "fc.weight_scale": scale})["fc.weight"]
+    assert torch.equal(got, (codes.double() * scale.double()).float().bfloat16())
 
 
 @pytest.mark.parametrize("layer", ["torch", "engine"])
