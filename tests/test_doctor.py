@@ -251,6 +251,16 @@ LEFT = "which this package does not read: load_checkpoint refuses it, the plugin
 # For each kind of drafter a pair without a finding, and facts of it.
 FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "EAGLE-3": (Checkpoints, lambda c: None, {"drafter": "EAGLE-3", "boundaries": [2, 6, 9], "fc": "BF16"}),
+    "EAGLE-3 with a calibrated range": (
+        Checkpoints,
+        lambda c: c.weights.update({"fc.input_quantizer._amax": torch.ones(())}),
+        {"fc": "BF16"},
+    ),
+    "MTP with a calibrated range": (
+        MTPCheckpoints,
+        lambda c: c.weights.update({f"{LAYER}.eh_proj.input_quantizer._amax": torch.ones(())}),
+        {"eh_proj": "BF16"},
+    ),
     "EAGLE-3 without fc": (
         Checkpoints,
         without_fc,
@@ -617,6 +627,8 @@ SGLANG, V1, V2 = pair.SGLANG, pair.VLLM_V1, pair.VLLM_V2
 ALL: tuple[str, ...] = ()
 IN_NUMBERS = ("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")
 KEPT = ("fc-quantized", (SGLANG,), "skips its qweight: the weight stays what it was made with (sglang#39087)")
+LORA, ROWS = "lora_A.weight", torch.ones(4, H)
+TRANSFORM = {"config_groups": {"v": {"type": "hadamard", "apply": [{"targets": ["re:.*fc$"], "location": "input"}]}}}
 CONTEXT_LAYERS = ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv"))
 # The change, and (trap, engines, a part of the text) of each finding.
 EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
@@ -993,6 +1005,18 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.weights.update({"fc.weight_scale": torch.ones(1)}),
         [("load", ALL, "fc.weight is torch.bfloat16, expected codes for fc.weight_scale, because a scale belongs")],
     ),
+    "a scale inside fc": (
+        lambda c: c.weights.update({"fc.input_quantizer._pre_quant_scale": torch.ones(K * H)}),
+        [("load", ALL, "weights has fc.input_quantizer._pre_quant_scale beside fc.weight, expected only")],
+    ),
+    "LoRA of Mistral's fc": (
+        lambda c: (renamed(c, "fc.weight", "eagle_linear.weight"), c.weights.update({f"eagle_linear.{LORA}": ROWS})),
+        [("load", ALL, f"weights has eagle_linear.{LORA} beside eagle_linear.weight, expected only")],
+    ),
+    "a transform of fc": (
+        lambda c: with_config(c, of_group("Linear") | {"transform_config": TRANSFORM}),
+        [("load", ALL, "fc.weight is of a layer with a transform, expected one without, because"), IN_NUMBERS],
+    ),
     "two scales": (
         lambda c: (
             with_config(c, {"quant_method": "fp8"}),
@@ -1159,6 +1183,10 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.weights.pop(f"{LAYER}.enorm.weight"),
         [("load", ALL, "MTPProjection.load_checkpoint: weights has no enorm.weight")],
     ),
+    "MTP with LoRA": (
+        lambda c: c.weights.update({f"{LAYER}.eh_proj.{LORA}": ROWS}),
+        [("load", ALL, f"weights has {LAYER}.eh_proj.{LORA} beside {LAYER}.eh_proj.weight, expected only")],
+    ),
     "MTP of another width": (
         lambda c: c.weights.update({f"{LAYER}.eh_proj.weight": torch.ones(H, H)}),
         [("load", ALL, "model.layers.12.eh_proj.weight has shape (64, 64), expected (128, 256)")],
@@ -1267,6 +1295,10 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("kv-quantized", (SGLANG, V1, V2), "builds v_proj quantized"),
         ],
     ),
+    "DFlash with LoRA": (
+        lambda c: c.weights.update({f"layers.1.self_attn.k_proj.{LORA}": ROWS}),
+        [("load", ALL, f"weights has layers.1.self_attn.k_proj.{LORA} beside layers.1.self_attn.k_proj.weight")],
+    ),
     "DFlash in W4A16 without a scale": (
         lambda c: (as_w4a16(c, *CONTEXT_LAYERS), c.weights.pop("layers.1.self_attn.k_proj.weight_scale")),
         [
@@ -1363,6 +1395,10 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "a layer without a scale": (
         lambda c: c.weights.pop(f"{UP}.weight_scale_inv"),
         [("load", ALL, f"weights has {UP}.weight in torch.float8_e4m3fn, expected its scale beside it")],
+    ),
+    "a layer with LoRA": (
+        lambda c: c.weights.update({f"{UP}.{LORA}": ROWS}),
+        [("load", ALL, f"weights has {UP}.{LORA} beside {UP}.weight, expected only")],
     ),
     "a layer with a scale of another shape": (
         lambda c: c.weights.update({f"{UP}.weight_scale_inv": torch.ones(3, 1)}),

@@ -145,6 +145,10 @@ CHECKPOINTS = {
         lambda w: w.update({"midlayer.self_attn.k_proj.weight": torch.ones(16, 2 * H).to(torch.float8_e4m3fn)}),
         "weights has midlayer.self_attn.k_proj.weight in torch.float8_e4m3fn, expected its scale beside it",
     ),
+    "LoRA": (
+        lambda w: w.update({"midlayer.self_attn.k_proj.lora_A.weight": torch.ones(4, 2 * H)}),
+        "weights has midlayer.self_attn.k_proj.lora_A.weight beside midlayer.self_attn.k_proj.weight, expected only ",
+    ),
     "AWQ": (
         lambda w: w.update({"midlayer.self_attn.k_proj.pre_quant_scale": torch.ones(2 * H)}),
         "weights has midlayer.self_attn.k_proj.pre_quant_scale beside midlayer.self_attn.k_proj.weight, expected only ",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import eagle_kernels as ek
 from backends import environment_of, needs_packing
 from eagle_kernels.quantized_weight import FORMATS
+from guards import UnchangedTensors
 
 K, H, D, T = 3, 72, 40, 9
 
@@ -297,6 +298,25 @@ def test_a_table_that_is_shared_without_its_padding_loads_again() -> None:
     embedding.load_state_dict({"weight": full})
     assert torch.equal(embedding.weight, full)
     embedding.load_state_dict(embedding.state_dict())
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("rows", [100, 128], ids=["full", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64], ids=["fp8", "int8", "int64"])
+def test_embedding_refuses_codes(dtype: torch.dtype, rows: int, assign: bool) -> None:
+    """It copied them as numbers, without their scale."""
+    embedding = ek.VocabParallelEmbedding(100, H, dtype=torch.bfloat16)
+    weight, codes = embedding.weight, torch.ones(rows, H).to(dtype)
+    got = (
+        f"weight has dtype {dtype}, expected a floating-point dtype of 16 bits or more, because codes need their scale"
+    )
+    with UnchangedTensors([weight]), pytest.raises(RuntimeError, match=f"load_state_dict: target.{got}"):
+        torch.nn.ModuleDict({"target": embedding}).load_state_dict(
+            {"target.weight": codes}, strict=False, assign=assign
+        )
+    assert embedding.weight is weight
+    with pytest.raises(TypeError, match=f"^VocabParallelEmbedding.from_weight: {got}$"):
+        ek.VocabParallelEmbedding.from_weight(codes, embedding.shard)
 
 
 def test_embedding_scale_follows_each_convention() -> None:

@@ -709,11 +709,19 @@ def dense_weights(module: str) -> dict[str, Tensor]:
     return weights
 
 
+# The last four are of modules inside the layer: Model-Optimizer's quantizer, a transform, LoRA.
+COMPANIONS = [
+    *("pre_quant_scale", "smooth_scale", "weight_zp", "absmax", "weight_zero_point"),
+    *("input_quantizer._pre_quant_scale", "v_input.weight", "lora_A.weight", "lora_B.default.weight"),
+]
+
+
 @pytest.mark.parametrize("is_quantized", [True, False], ids=["codes", "dense"])
-@pytest.mark.parametrize("companion", ["pre_quant_scale", "smooth_scale", "weight_zp", "absmax", "weight_zero_point"])
+@pytest.mark.parametrize("companion", COMPANIONS)
 @pytest.mark.parametrize("module", MODULES)
 def test_what_is_not_read_beside_a_weight_is_refused(module: str, companion: str, is_quantized: bool) -> None:
-    """MTPProjection ignored Model-Optimizer's pre_quant_scale, which multiplies every column."""
+    """MTPProjection ignored Model-Optimizer's pre_quant_scale, which multiplies every column; every module ignored
+    names with a further dot."""
     make, named, stem = MODULES[module]
     weights, name = dense_weights(module), named(stem)
     for projection in {name, name.replace(".h_proj", ".e_proj")} if is_quantized else ():
@@ -727,11 +735,76 @@ def test_what_is_not_read_beside_a_weight_is_refused(module: str, companion: str
         layer.load_checkpoint(weights)
 
 
-@pytest.mark.parametrize("companion", ["input_scale", "activation_scale", "input_zero_point", "qscale_act", "k_scale"])
+RANGES = ["input_quantizer._amax", "weight_quantizer.0._amax"]
+OF_ACTIVATIONS = ["input_scale", "activation_scale", "input_zero_point", "qscale_act", "k_scale", *RANGES]
+
+
+@pytest.mark.parametrize("companion", OF_ACTIVATIONS)
 @pytest.mark.parametrize("module", MODULES)
 def test_what_belongs_to_activations_is_left_alone(module: str, companion: str) -> None:
     make, named, stem = MODULES[module]
     make().load_checkpoint(dense_weights(module) | {f"{named(stem)}.{companion}": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("eagle_linear.lora_A.weight", "weights has eagle_linear.lora_A.weight beside eagle_linear.weight"),
+        ("eagle_linear.base_layer.weight", "weights has eagle_linear.base_layer.weight beside eagle_linear.weight"),
+    ],
+)
+def test_modules_inside_mistral_s_fc_are_refused(name: str, message: str) -> None:
+    weights = weights_of({"weight": torch.ones(D, W)}, "eagle_linear") | {name: torch.ones(4, W)}
+    with pytest.raises(ValueError, match=f"^Eagle3Projection.load_checkpoint: {re.escape(message)}, expected only "):
+        eagle3().load_checkpoint(weights)
+
+
+def at(targets: object, location: str = "input", **more: object) -> dict:
+    """compressed-tensors' config_groups of one transform."""
+    apply = [{"targets": targets, "location": location, **more}]
+    return {"config_groups": {"v": {"type": "hadamard", "apply": apply}}}
+
+
+TRANSFORMS: dict[str, tuple[object, bool]] = {  # and whether one runs at fc and eh_proj
+    "linear": (at(["Linear"]), True),
+    "output": (at(["Linear"], "output"), True),
+    "one-target": (at("re:.*(fc|eh_proj)$"), True),
+    "no-target": (at(None), True),
+    "no-groups": ({"v": "hadamard"}, True),
+    "no-object": (["hadamard"], True),
+    "apply-is-no-list": ({"config_groups": {"v": {"apply": "hadamard"}}}, True),
+    "other-layer": (at(["re:.*q_proj$"]), False),
+    "ignored": (at(["Linear"], ignore=["re:.*fc$", "eh_proj"]), False),
+    "in-the-weight": (at(["Linear"], "weight_input", inverse=True), False),
+    "nothing": ({"config_groups": {}}, False),
+    "none": (None, False),
+}
+
+
+@pytest.mark.parametrize("is_quantized", [True, False], ids=["codes", "dense"])
+@pytest.mark.parametrize("module", ["eagle3", "mtp"])
+@pytest.mark.parametrize("case", TRANSFORMS)
+def test_a_layer_with_a_transform_is_refused(case: str, module: str, is_quantized: bool, tmp_path: Path) -> None:
+    """A rotated weight was multiplied by an input that is not rotated: its matrix may be beside another layer."""
+    (transform, is_refused), (make, named, stem) = TRANSFORMS[case], MODULES[module]
+    weights, name = dense_weights(module), f"{named(stem)}.weight"
+    if is_quantized:
+        weight = ek.quantize(weights[name], "fp8_row")
+        weights |= {name: weight.codes, f"{name}_scale": weight.scales}
+    config = {"quant_method": "compressed-tensors", "transform_config": transform}
+    save_with(tmp_path, weights, config, None)
+    layer = make()
+    if not is_refused:
+        layer.load_checkpoint(tmp_path)
+        return
+    op, where = f"{type(layer).__name__}.load_checkpoint", ""
+    if isinstance(transform, dict) and "config_groups" in transform:
+        where = ".config_groups.v"
+    because = f"because the checkpoint says transform_config{where}"
+    message = f"{op}: {name} is of a layer with a transform, expected one without, {because}"
+    expected = pytest.raises(ValueError, match=f"^{re.escape(message)}$")
+    with UnchangedTensors(list(layer.state_dict().values())), expected:
+        layer.load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["ended", "too-deep"])

@@ -17,6 +17,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 
 K, H, D = 3, 64, 136  # 136 rows: no block divides them
 W = K * H
+EXPECTED_NUMBERS = "expected a floating-point dtype of 16 bits or more"
 
 
 def eagle3(format: str | None = None, seed: int = 0, bias: bool = False) -> ek.Eagle3Projection:
@@ -179,6 +180,38 @@ def test_every_dense_projection_refuses_codes(make: Callable) -> None:
         RuntimeError, match=rf"load_state_dict: {name}\.weight has dtype torch.float8_e4m3fn, expected a "
     ):
         layer.load_state_dict(state)
+
+
+GAINS = {"eagle3": (eagle3, "fc_norm.1.weight"), "mtp": (mtp, "hnorm.weight"), "context": (context, "k_norm.0.weight")}
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int32], ids=["fp8", "int8", "int32"])
+@pytest.mark.parametrize("own", [None, "int8_row"])
+@pytest.mark.parametrize("module", GAINS)
+def test_a_gain_in_codes_changes_nothing(module: str, own: str | None, dtype: torch.dtype, assign: bool) -> None:
+    """torch cast the codes of a gain to numbers, where load_checkpoint refused them."""
+    make, name = GAINS[module]
+    layer = nn.ModuleDict({"drafter": make(own)})
+    state = {each: tensor + 1 if "norm" in each else tensor for each, tensor in layer.state_dict().items()}
+    state[f"drafter.{name}"] = state[f"drafter.{name}"].to(dtype)
+    message = f"load_state_dict: drafter.{name} has dtype {dtype}, {EXPECTED_NUMBERS}, because codes need their scale"
+    before = layer.state_dict()
+    with UnchangedTensors(list(before.values())), pytest.raises(RuntimeError, match=re.escape(message)):
+        layer.load_state_dict(state, strict=False, assign=assign)
+    assert all(tensor.data_ptr() == before[each].data_ptr() for each, tensor in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("own", [None, "int8_row"])
+@pytest.mark.parametrize("is_alone", [True, False], ids=["fc", "layer"])
+def test_a_bias_in_codes_changes_nothing(is_alone: bool, own: str | None) -> None:
+    layer = eagle3(own, bias=True)
+    module, name = (layer.fc, "bias") if is_alone else (layer, "fc.bias")
+    state = {each: tensor + 1 if "norm" in each else tensor for each, tensor in module.state_dict().items()}
+    state[name] = state[name].to(torch.int8)
+    message = re.escape(f"load_state_dict: {name} has dtype torch.int8, {EXPECTED_NUMBERS}")
+    with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(RuntimeError, match=message):
+        module.load_state_dict(state)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "dense"])

@@ -163,6 +163,7 @@ def _unreadable(pair: Pair, path: str) -> str | None:
     if len(shape) > 2:
         return experts.unreadable(pair, path, stored, config)
     names = {parameter: pair.name_of(path, parameter) for parameter in parameters if parameter != "bias"}
+    names |= pair.inside[path]
     readers = pair.readers(names.values())
     said: list[str] = []
     for meant in _shapes(stored, parameters, config or {}, path):

@@ -50,7 +50,8 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
         )
     held_in = {name: _held_in(pair, served) for engine, served in stage.engines.items() for name in ENGINES[engine]}
     for stems in layers.values():
-        _look_at_layer(pair, configs, list(stems))
+        inside = [name for path in {name.rpartition(".")[0] for name in stems} for name in pair.inside[path].values()]
+        _look_at_layer(pair, configs, [*stems, *inside])
         for path, stem in {name.rpartition(".")[0]: stem for name, stem in stems.items()}.items():
             if stem in stage.projections:
                 look_at_codes(pair, path, stem, held_in, "quantized")

@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle_kernels import checks
 from eagle_kernels.checkpoint import Opened, open_tensors, read_tensor
 from eagle_kernels.quantization_config import config_of
+from eagle_kernels.quantized_checkpoint import tensors_inside
 
 OP = "doctor"
 SGLANG, VLLM_V1, VLLM_V2 = "SGLang 0.5.23", "vLLM 0.33, V1 runner", "vLLM 0.33, V2 runner"
@@ -112,6 +113,11 @@ class Pair:
             if path:  # d2t belongs to no layer
                 layers.setdefault(path, {})[parameter] = header
         return layers
+
+    @cached_property
+    def inside(self) -> dict[str, dict[str, str]]:
+        """{path of a layer: the names of the tensors of modules inside it, by what follows the path}."""
+        return tensors_inside(self.layers, self.headers)
 
     def name_of(self, path: str, parameter: str) -> str:
         """The name in the file of a tensor of `layers`."""

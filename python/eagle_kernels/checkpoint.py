@@ -21,7 +21,7 @@ from torch import Tensor
 from . import checks
 from .models import families
 from .quantization_config import config_of
-from .quantized_checkpoint import OF_WEIGHT, UNREAD_CODES, check_is_read, read_projection
+from .quantized_checkpoint import OF_WEIGHT, UNREAD_CODES, check_is_read, read_projection, tensors_inside
 from .quantized_weight import QuantizedWeight, columns_unsupported_reason, concat_columns, log_dequantized
 
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict but for the projection's weight, and that
@@ -62,12 +62,11 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
     projection: dict[str, str] = {}
     for name in readers:
         ours = eagle3_name(name)
-        stem, _, parameter = ours.rpartition(".")
-        if stem == "fc" and parameter != "bias":
-            _claim(op, projection, parameter, name, ours)
+        if ours.startswith("fc.") and ours != "fc.bias":
+            _claim(op, projection, ours.removeprefix("fc."), name, ours)
         elif ours in expected:
             _claim(op, found, ours, name)
-        elif stem == "fc" or _is_norm_before_fc(stem):
+        elif ours == "fc.bias" or _is_norm_before_fc(ours.rpartition(".")[0]):
             says = f"the config says K = {config.num_chunks}, chunk_norm {config.chunk_norm}, "
             says += f"concat_norm {config.concat_norm}, bias {config.bias}"
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", says)
@@ -83,8 +82,8 @@ def norms_before_fc(names: Iterable[str]) -> list[str]:
 
 def eagle3_name(name: str) -> str:
     """Our name for a weight of an EAGLE-3 drafter's checkpoint."""
-    stem, _, parameter = name.removeprefix("model.").rpartition(".")
-    return f"{_LEGACY_NAMES.get(stem, stem)}.{parameter}"
+    module, dot, rest = name.removeprefix("model.").partition(".")
+    return f"{_LEGACY_NAMES.get(module, module)}{dot}{rest}"
 
 
 def _is_norm_before_fc(stem: str) -> bool:
@@ -123,6 +122,7 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
         if ours not in expected:
             because = "bias is False" if ours.endswith(".bias") else "normed is False"
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", because)
+    projection = _with_inside(projection, readers)
     meaning = f"(D, 2H) with H = {config.hidden_size}"
     return _read(op, readers, expected, found, ("eh_proj", projection, shape, meaning), _config_beside(op, weights))
 
@@ -164,7 +164,7 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     parts: dict[str, Tensor | QuantizedWeight] = {}  # by the file's name
     for stem in ("e_proj", "h_proj"):
         expected = norms | {f"{stem}.weight": shape}
-        projection = (stem, stage.get(stem, {}), shape, meaning)
+        projection = (stem, _with_inside(stage.get(stem, {}), readers), shape, meaning)
         norms_read, part = _read(op, readers, expected, found, projection, quantization)
         state |= norms_read
         parts[_codes_of(stage[stem])] = part
@@ -194,6 +194,7 @@ def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
     for name, (begin, end) in layer.rows.items():
         stem, rows = f"{prefix}self_attn.{name}", layer.all_rows[name][1]
         names = {other.rpartition(".")[2]: other for other in readers if other.rpartition(".")[0] == stem}
+        names = _with_inside(names, readers)
         bias = names.pop("bias", None)
         if bias is not None and not has_bias:
             raise checks.error(ValueError, op, f"weights has {bias}", "none", "bias is False")
@@ -250,7 +251,7 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
             tensors = modules.get(stem, {})
             if "bias" in tensors and not config.bias:
                 raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
-            projection = {name: tensors[name] for name in tensors if name != "bias"}
+            projection = _with_inside({name: tensors[name] for name in tensors if name != "bias"}, readers)
             check_is_read(op, projection, lambda name: readers[name](), quantization)
             first = next((tensors[name] for name in ("weight", "weight_packed", "scales") if name in tensors), None)
             begin, all_rows = _rows_of_rank(op, readers, first or f"{stem}.weight", config, tp_rank, tp_size)
@@ -267,7 +268,8 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
     if fc is None:
         raise checks.error(ValueError, op, "weights has no fc", f"one of {list(_CONTEXT_NAMES['fc'])}")
     shape, meaning = (H, config.num_chunks * Ht), f"(H, K*Ht) with K = {config.num_chunks} and Ht = {Ht}"
-    return state, read_projection(op, top[fc], lambda name: readers[name](), shape, meaning, quantization)
+    projection = _with_inside(top[fc], readers)
+    return state, read_projection(op, projection, lambda name: readers[name](), shape, meaning, quantization)
 
 
 def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
@@ -403,6 +405,12 @@ def _split(name: str) -> tuple[str, str]:
         before, dot, last = prefix.rpartition(".")
         return f"{before}{dot}layers.{stem.rpartition('.')[2]}.", last
     return prefix + dot, last
+
+
+def _with_inside(parameters: dict[str, str], names: Iterable[str]) -> dict[str, str]:
+    """The file's names of a projection's parameters, and of those of modules inside it."""
+    inside = tensors_inside({name.rpartition(".")[0] for name in parameters.values()}, names)
+    return {**parameters, **{rest: name for found in inside.values() for rest, name in found.items()}}
 
 
 def _claim(op: str, found: dict[str, str], key: str, name: str, ours: str = "") -> None:

@@ -31,6 +31,14 @@ def shape_error(op: str, name: str, tensor: Tensor, expected: str, because: str 
     return error(ValueError, op, f"{name} has shape {tuple(tensor.shape)}", expected, because)
 
 
+def codes_error(op: str, name: str, tensor: object, because: str = "codes need their scale") -> Exception | None:
+    """The error of a tensor whose dtype is that of codes or integers: torch would cast them to numbers. Else None."""
+    if not isinstance(tensor, Tensor) or (tensor.itemsize > 1 and tensor.is_floating_point()):
+        return None
+    got = f"{name} has dtype {tensor.dtype}"
+    return error(TypeError, op, got, "a floating-point dtype of 16 bits or more", because)
+
+
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
     """Any integer of 64 bits (Python's, numpy's) as an int; a bool is refused."""
     try:

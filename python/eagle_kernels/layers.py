@@ -21,7 +21,7 @@ from .ops.projection import Projection
 from .ops.sources import Sources
 from .ops.vocab_parallel_embedding import check_table
 from .packable_linear import ORDER_BY_ROWS, PackableLinear, unsupported_reason
-from .quantized_linear import LoadsProjections, QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import LOAD, LoadsProjections, QuantizedLinear, load_projection, quantize_linear
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
@@ -261,6 +261,8 @@ class VocabParallelEmbedding(nn.Module):
         """Share a table that exists, for example the target's, without a copy: weight is this rank's [rows, H]."""
         op = "VocabParallelEmbedding.from_weight"
         check_table(op, weight, shard)
+        if wrong := checks.codes_error(op, "weight", weight):
+            raise wrong
         _check_group(op, process_group)
         embedding = cls.__new__(cls)
         nn.Module.__init__(embedding)
@@ -298,9 +300,12 @@ class VocabParallelEmbedding(nn.Module):
                 rows.copy_(dense)
         return rows
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         name = prefix + "weight"
         loaded = state_dict.get(name)
+        if wrong := checks.codes_error(LOAD, name, loaded):
+            args[-1].append(str(wrong))
+            return
         # A table that was shared without padding has V rows itself, and takes the full table as it is.
         if (
             isinstance(loaded, Tensor)

@@ -5,7 +5,7 @@
 | all | quant_method |
 | Hugging Face fp8 | weight_block_size |
 | Model-Optimizer | quant_algo, group_size, quantized_layers; in `quantization` and in hf_quant_config.json too |
-| compressed-tensors | format, and the weights' arguments of the layer's group in config_groups |
+| compressed-tensors | format, and the weights' arguments of the layer's group in config_groups; transform_config |
 | GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
 | GPTQ, AWQ, auto-round | format among others, which name a packing (`int4_checkpoint`) |
 
@@ -170,6 +170,34 @@ def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, 
         if isinstance(own, Mapping) and not pattern.startswith("-:") and _matches(f"re:{pattern.lstrip('+:')}", path):
             return f"dynamic.{pattern}.", {**config, **own}
     return "", config
+
+
+def check_untransformed(op: str, name: str, config: Mapping[str, Any]) -> None:
+    """Refuse the named weight where compressed-tensors' transform_config changes the layer's input or output in each
+    call. Transforms of the weight itself are in the file's numbers already."""
+    if (key := _transform_of(config, name.rpartition(".")[0])) is not None:
+        because = f"the checkpoint says {key}"
+        raise checks.error(ValueError, op, f"{name} is of a layer with a transform", "one without", because)
+
+
+def _transform_of(config: Mapping[str, Any], path: str) -> str | None:
+    """The key of a transform that runs at a layer, or of one that does not say where; None where there is none."""
+    transforms = config.get("transform_config")
+    groups = _mapping(transforms).get("config_groups")
+    if not isinstance(groups, Mapping):
+        return "transform_config" if transforms else None
+    for name, group in groups.items():
+        entries = _mapping(group).get("apply")
+        for entry in entries if isinstance(entries, list) else [entries]:
+            targets, ignored = (
+                [names] if isinstance(names, str) else _list(names)
+                for names in (_mapping(entry).get("targets"), _mapping(entry).get("ignore"))
+            )
+            is_target = not targets or "Linear" in targets or any(_matches(target, path) for target in targets)
+            is_offline = _mapping(entry).get("location") in ("weight_input", "weight_output")
+            if is_target and not is_offline and not any(_matches(each, path) for each in ignored):
+                return f"transform_config.config_groups.{name}"
+    return None
 
 
 def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:

@@ -15,14 +15,15 @@ them says is compared with that. Codes are never read without their scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bf16_12bit, checks, int4_checkpoint
-from .quantization_config import check_format, section_of, unread_format
+from .quantization_config import check_format, check_untransformed, section_of, unread_format
 from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, scale_shape
 
 _CODES = ("weight", "weight_packed")
@@ -40,6 +41,18 @@ _UNREAD = (
     "activation_scale",  # Hugging Face's input_scale
     "weight_shape",
 )
+_RANGE = re.compile(r"\w+_quantizer(\.\d+)?\._amax")  # Model-Optimizer's calibrated ranges, ignored as well
+
+
+def tensors_inside(paths: Collection[str], names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """For each layer's path the names of tensors of modules inside it, by what follows the path: `lora_A.weight`."""
+    inside: dict[str, dict[str, str]] = {path: {} for path in paths}
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path := path.rpartition(".")[0]:
+            if path in inside:
+                inside[path][name[len(path) + 1 :]] = name
+    return inside
 
 
 def read_projection(
@@ -53,7 +66,8 @@ def read_projection(
     """The weight [D, W] from its tensors; dense where it is not quantized, or is integers that no kernel reads.
 
     Args:
-        names: the file's names of all the projection's tensors but its bias, by parameter (what follows the last dot).
+        names: the file's names of all the projection's tensors but its bias, by what follows its path: `weight`, and
+            `lora_A.weight` of a module inside it.
         read: returns the tensor of a name.
         config: the checkpoint's `quantization_config`.
 
@@ -62,6 +76,7 @@ def read_projection(
     check_is_read(op, names, read, config)
     is_integers = int4_checkpoint.is_packed(names, read)
     codes_name = _check_names(op, names, is_integers)
+    check_untransformed(op, codes_name, config or {})
     if is_integers:
         return int4_checkpoint.packed_of(op, names, read, shape, meaning, config or {}).dequantize(op, codes_name)
     codes = read(codes_name)
@@ -108,7 +123,7 @@ def check_projection(
     """Raise what `read_projection` raises, but dequantize nothing: the weight may take gigabytes."""
     if int4_checkpoint.is_packed(names, read):
         check_is_read(op, names, read, config)
-        _check_names(op, names, is_integers=True)
+        check_untransformed(op, _check_names(op, names, is_integers=True), config or {})
         int4_checkpoint.packed_of(op, names, read, shape, meaning, config or {})
     else:
         read_projection(op, names, read, shape, meaning, config)
@@ -142,7 +157,7 @@ def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
         transposed = int4_checkpoint.TRANSPOSED in names
         read = int4_checkpoint.OF_TRANSPOSED if transposed else int4_checkpoint.OF_PACKED
     for parameter, name in names.items():
-        if parameter not in (*read, *_UNREAD):
+        if parameter not in (*read, *_UNREAD) and _RANGE.fullmatch(parameter) is None:
             because = "what it makes of them would be lost"
             raise checks.error(ValueError, op, f"weights has {name} beside {codes[0]}", f"only {list(read)}", because)
     return codes[0]

@@ -13,7 +13,7 @@ from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_code
 from .quantized_checkpoint import OF_WEIGHT
 from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quantize, warn_of_dequantizing
 
-_LOAD = "load_state_dict"
+LOAD = "load_state_dict"
 
 
 class _LoadsWhole(nn.Module):
@@ -25,7 +25,8 @@ class _LoadsWhole(nn.Module):
 
     def wrong_in(self, state_dict: dict, prefix: str) -> Exception | None:
         names = [name for name in OF_WEIGHT if prefix + name in state_dict]
-        return self._mismatch(state_dict, prefix, names) if names else None
+        wrong = self._mismatch(state_dict, prefix, names) if names else None
+        return wrong or checks.codes_error(LOAD, f"{prefix}bias", state_dict.get(f"{prefix}bias"))
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         wrong = self.wrong_in(state_dict, prefix)
@@ -36,13 +37,16 @@ class _LoadsWhole(nn.Module):
 
 
 class LoadsProjections(nn.Module):
-    """A module that refuses a state_dict whose projections do not fit before anything is written: torch would load its
-    norms first."""
+    """A module that refuses a state_dict whose projections do not fit, or whose gains are codes, before anything is
+    written: torch would load its norms first."""
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for name, child in self._modules.items():
             if isinstance(child, _LoadsWhole) and (wrong := child.wrong_in(state_dict, f"{prefix}{name}.")):
                 raise RuntimeError(str(wrong))  # as torch raises what a layer reports
+        for name, _ in self.named_parameters(remove_duplicate=False):
+            if wrong := checks.codes_error(LOAD, prefix + name, state_dict.get(prefix + name)):
+                raise RuntimeError(str(wrong))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -52,12 +56,11 @@ class DenseLinear(_LoadsWhole, nn.Linear):
     def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
         weight = state_dict.get(prefix + "weight")
         because = "the layer is dense: load_checkpoint makes it a quantized one"
-        if isinstance(weight, Tensor) and (weight.itemsize == 1 or not weight.is_floating_point()):
-            got = f"{prefix}weight has dtype {weight.dtype}"
-            return checks.error(TypeError, _LOAD, got, "a floating-point dtype of 16 bits or more", because)
+        if wrong := checks.codes_error(LOAD, f"{prefix}weight", weight, because):
+            return wrong
         if scales := [name for name in names if name != "weight"]:
             got = f"state_dict has {prefix}{scales[0]}"
-            return checks.error(ValueError, _LOAD, got, f"{prefix}weight alone", because)
+            return checks.error(ValueError, LOAD, got, f"{prefix}weight alone", because)
         return None
 
 
@@ -103,20 +106,20 @@ class QuantizedLinear(_LoadsWhole):
         because = f"the layer is {self.format}"
         if own.keys() != {*names}:
             got = f"state_dict has {[prefix + name for name in names]}"
-            return checks.error(ValueError, _LOAD, got, str([prefix + name for name in own]), because)
+            return checks.error(ValueError, LOAD, got, str([prefix + name for name in own]), because)
         for name, buffer in own.items():
             given = state_dict[prefix + name]
             if not isinstance(given, Tensor):
-                return checks.error(TypeError, _LOAD, f"{prefix}{name} is a {type(given).__name__}", "a torch.Tensor")
+                return checks.error(TypeError, LOAD, f"{prefix}{name} is a {type(given).__name__}", "a torch.Tensor")
             if given.dtype != buffer.dtype:
                 got = f"{prefix}{name} has dtype {given.dtype}"
-                return checks.error(TypeError, _LOAD, got, str(buffer.dtype), because)
+                return checks.error(TypeError, LOAD, got, str(buffer.dtype), because)
             if self.format == COMPRESSED and name == "weight_scale":
                 if not bf16_12bit.is_exponents_shape(tuple(given.shape), self.out_features):
                     expected = f"({self.out_features}, {bf16_12bit.TABLE_BYTES} + 4 E)"
-                    return checks.shape_error(_LOAD, prefix + name, given, expected, because)
+                    return checks.shape_error(LOAD, prefix + name, given, expected, because)
             elif given.shape != buffer.shape:
-                return checks.shape_error(_LOAD, prefix + name, given, str(tuple(buffer.shape)), because)
+                return checks.shape_error(LOAD, prefix + name, given, str(tuple(buffer.shape)), because)
         return None
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:

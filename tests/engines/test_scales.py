@@ -310,6 +310,26 @@ def test_integers_of_layers_that_the_engine_merges() -> None:
             "weights has fc.pre_quant_scale beside fc.weight, expected ",
             id="companion",
         ),
+        *(
+            pytest.param(
+                "modelopt-nvfp4",
+                {inside: torch.ones(W)},
+                None,
+                f"weights has fc.{inside} beside fc.weight, expected ",
+                id=inside,
+            )
+            for inside in ("input_quantizer._pre_quant_scale", "v_input.weight", "lora_A.weight")
+        ),
+        pytest.param(
+            "compressed-row",
+            {},
+            {
+                "quant_method": "compressed-tensors",
+                "transform_config": {"config_groups": {"v": {"apply": [{"targets": ["Linear"], "location": "input"}]}}},
+            },
+            "fc.weight is of a layer with a transform, expected one without, because the checkpoint says transform_",
+            id="transform",
+        ),
         pytest.param(
             "modelopt-nvfp4",
             {"weight_scale_2": None},
@@ -335,6 +355,13 @@ def test_codes_that_cannot_be_read_are_an_error(
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(ValueError, match=f"^{re.escape(f'load_weights: {message}')}"):
         loaded(saying(Drafter(fc=linear()), quantization), tensors)
+
+
+def test_a_calibrated_range_inside_a_layer_is_left_alone() -> None:
+    tensors, expected = quantized("modelopt-nvfp4", "fc")
+    amax = {"fc.input_quantizer._amax": torch.ones(())}
+    got = loaded(Drafter(fc=linear()), amax | tensors)
+    assert torch.equal(got["fc.weight"], expected) and got["fc.input_quantizer._amax"] is amax.popitem()[1]
 
 
 # Formats that engines read and this package does not -> quant_method, and a layer's tensors.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..checks import DTYPES, error, shape_error
 from ..drafter_config import get_field
 from ..models import families
-from ..quantized_checkpoint import UNREAD_CODES, check_is_read, read_projection
+from ..quantized_checkpoint import UNREAD_CODES, check_is_read, read_projection, tensors_inside
 from ..quantized_weight import QuantizedWeight
 from .eligibility import log_once
 
@@ -144,18 +144,21 @@ def _scaled(
     weights: Iterable[tuple[str, Tensor]], layers: "_Layers", drafter: "_Drafter"
 ) -> Iterator[tuple[str, Tensor]]:
     held: dict[str, dict[str, Tensor]] = {}
+    others: list[str] = []
     for name, tensor in weights:
         path, _, parameter = name.rpartition(".")
         is_dense = parameter == "bias" or (parameter == "weight" and tensor.dtype in DTYPES)
         if not is_dense and layers.of(path) is not None:
             held.setdefault(path, {})[parameter] = tensor
         else:
+            others.append(name)
             yield name, tensor
+    inside = tensors_inside(held, others)
     for path, tensors in held.items():
         layer = layers.of(path)
         if layer is not None and _has_codes(tensors, layer) and not drafter.is_read_by_engine(path, tensors):
             try:
-                tensors = {"weight": _numbers(path, tensors, layer, drafter)}
+                tensors = {"weight": _numbers(path, tensors, inside[path], layer, drafter)}
             except (ValueError, TypeError) as failure:
                 tensors = {"weight": _unreadable(failure)}
         for parameter, tensor in tensors.items():
@@ -351,7 +354,9 @@ def _unreadable(failure: Exception) -> Tensor:
     return torch.empty(0).as_subclass(Unreadable)
 
 
-def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _Drafter) -> Tensor:
+def _numbers(
+    path: str, tensors: Mapping[str, Tensor], inside: Mapping[str, str], layer: _Layer, drafter: _Drafter
+) -> Tensor:
     if layer.columns is None:
         name = next(parameter for parameter in tensors if parameter in _CODES)
         because = "the engine's layer has no quantization method"
@@ -363,7 +368,7 @@ def _numbers(path: str, tensors: Mapping[str, Tensor], layer: _Layer, drafter: _
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
     check_is_read(OP, names, read, drafter.quantization)
     shape = layer.shape_of(tensors)
-    weight = read_projection(OP, names, read, shape, "the engine's layer", drafter.quantization)
+    weight = read_projection(OP, {**names, **inside}, read, shape, "the engine's layer", drafter.quantization)
     kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
     name = path.rpartition(".")[2]
     where = f"{name} of {drafter.name} of {drafter.engine}"
