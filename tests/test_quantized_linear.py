@@ -40,15 +40,249 @@ def context(format: str | None = None) -> ek.ContextKV:
     return layer if format is None else layer.quantize(format)
 
 
-@pytest.mark.parametrize("format", [*FORMATS, "bf16_12bit"])
-def test_a_saved_state_dict_loads_as_a_checkpoint(format: str, tmp_path: Path) -> None:
-    """nvfp4's global scale came back as its reciprocal: it was saved under compressed-tensors' name for a divisor."""
-    for make, prefix in ((eagle3, ""), (mtp, "model.layers.61.")):
-        layer, file = make(format), tmp_path / "model.safetensors"
-        save_file({prefix + name: tensor for name, tensor in layer.state_dict().items()}, file)
-        loaded = make().load_checkpoint(file).state_dict()
-        assert loaded.keys() == layer.state_dict().keys()
-        assert all(same_bits(loaded[name], tensor) for name, tensor in layer.state_dict().items())
+def context_with_norms(format: str | None = None) -> ek.ContextKV:
+    """Whose kv_proj stays dense."""
+    config = ek.ContextKVConfig(K, H, H, 2, 2, 32, bias=True, chunk_norm=True, layer_norm=True)
+    layer = ek.ContextKV(config, dtype=torch.bfloat16)
+    return layer if format is None else layer.quantize(format)
+
+
+def qkv(format: str | None = None) -> ek.Eagle3QKVProjection:
+    """The second of two ranks."""
+    config = ek.Eagle3QKVConfig(H, 4, 2, 32, bias=True)
+    layer = ek.Eagle3QKVProjection(config, tp_rank=1, tp_size=2, dtype=torch.bfloat16)
+    return layer if format is None else layer.quantize(format)
+
+
+def streams(format: str | None = None, width: int = H, rows: int = D) -> ek.MTPStreamsProjection:
+    layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(width, rows), dtype=torch.bfloat16)
+    return layer if format is None else layer.quantize(format)
+
+
+MODULES: dict[str, tuple[Callable, str]] = {
+    "eagle3": (eagle3, "model."),
+    "mtp": (mtp, "model.layers.61."),
+    "streams": (streams, "mtp.0."),
+    "context": (context, ""),
+    "context-norms": (context_with_norms, "model."),
+    "qkv": (qkv, "model."),
+}
+
+
+def with_random_weights(layer: nn.Module) -> nn.Module:
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    return layer
+
+
+def output_of(layer: nn.Module) -> torch.Tensor:
+    torch.manual_seed(7)
+    if isinstance(layer, ek.Eagle3Projection):
+        return layer([torch.randn(3, H).bfloat16() for _ in range(K)])
+    if isinstance(layer, ek.ContextKV):
+        return layer.project(layer.combine([torch.randn(3, H).bfloat16() for _ in range(K)]))
+    width = layer.config.hidden_size
+    streams = layer.config.num_streams if isinstance(layer, ek.MTPStreamsProjection) else 1
+    out = layer(torch.randn(3, streams * width).bfloat16(), embeds=torch.randn(3, width).bfloat16())
+    return out[0] if isinstance(out, tuple) else out
+
+
+def assert_restored(layer: nn.Module, saved: nn.Module) -> None:
+    state, expected = layer.state_dict(), saved.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(state[name].dtype == tensor.dtype for name, tensor in expected.items())
+    assert all(same_bits(state[name], tensor) for name, tensor in expected.items())
+    assert same_bits(output_of(layer), output_of(saved))
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("format", [None, *FORMATS, "bf16_12bit"])
+def test_a_saved_state_dict_loads_as_a_checkpoint(module: str, format: str | None, tmp_path: Path) -> None:
+    """nvfp4's global scale came back as its reciprocal: it was saved under compressed-tensors' name for a divisor. And
+    the modules that join a checkpoint's projections refused their own names."""
+    make, prefix = MODULES[module]
+    saved, file = with_random_weights(make()), tmp_path / "model.safetensors"
+    if format is not None:
+        saved.quantize(format)
+    save_file({prefix + name: tensor for name, tensor in saved.state_dict().items()}, file)
+    for own in {None, "int8_row", format}:
+        assert_restored(make(own).load_checkpoint(file), saved)
+
+
+def streams_of_two(format: str, width: int = H, rows: int = D) -> ek.MTPStreamsProjection:
+    """From e_proj and h_proj that were quantized apart."""
+    torch.manual_seed(3)
+    weights = {f"mtp.0.{name}.weight": torch.rand(width) for name in ("enorm", "hnorm")}
+    for size, name in enumerate(("e_proj", "h_proj"), 1):
+        part = ek.quantize(torch.randn(rows, width).bfloat16() * size, format)
+        weights |= {f"mtp.0.{name}.weight": part.codes, f"mtp.0.{name}.weight_scale": part.scales}
+        weights |= {} if part.global_scale is None else {f"mtp.0.{name}.weight_scale_2": part.global_scale}
+    return streams(width=width, rows=rows).load_checkpoint(weights)
+
+
+@pytest.mark.parametrize(("width", "rows"), [(H, D), (32, D), (128, 128), (128, 1)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_two_projections_side_by_side_are_saved_and_restored(format: str, width: int, rows: int) -> None:
+    """Scales of whole rows became two columns, which only the checkpoint's e_proj and h_proj brought back."""
+    saved = streams_of_two(format, width, rows)
+    for own in (None, "int8_row", format):
+        assert_restored(streams(own, width, rows).load_checkpoint(dict(saved.state_dict())), saved)
+    assert_restored(saved.load_checkpoint(dict(saved.state_dict())), streams_of_two(format, width, rows))
+    again = streams_of_two(format, width, rows)
+    with_random_weights(again.enorm)
+    again.load_state_dict(saved.state_dict())
+    assert_restored(again, saved)
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row"])
+def test_a_reload_of_two_projections_writes_where_the_weight_is(format: str) -> None:
+    layer, update = streams_of_two(format), streams_of_two(format)
+    with torch.no_grad():
+        update.eh_proj.weight_scale.mul_(3)
+    places = {name: tensor.data_ptr() for name, tensor in layer.state_dict().items()}
+    layer.load_checkpoint(dict(update.state_dict()))
+    assert {name: tensor.data_ptr() for name, tensor in layer.state_dict().items()} == places
+    assert_restored(layer, update)
+
+
+@pytest.mark.parametrize(
+    ("own", "saved", "message"),
+    [
+        (streams, lambda: streams_of_two("int8_row"), "the layer is dense: load_checkpoint makes it a quantized one"),
+        (qkv, lambda: qkv("fp8_row"), "the layer is dense: load_checkpoint makes it a quantized one"),
+        (
+            lambda: streams("int8_row"),
+            lambda: streams_of_two("int8_row"),
+            "eh_proj.weight_scale has shape (136, 2), expected (136, 1), because the layer is int8_row: "
+            "MTPStreamsProjection.load_checkpoint takes either",
+        ),
+        (
+            lambda: streams_of_two("fp8_tensor"),
+            lambda: streams("fp8_tensor"),
+            "eh_proj.weight_scale has shape (1, 1), expected (1, 2), because the layer is fp8_tensor: "
+            "MTPStreamsProjection.load_checkpoint takes either",
+        ),
+    ],
+    ids=["streams-dense", "qkv-dense", "one-weight", "two-weights"],
+)
+def test_load_state_dict_says_that_load_checkpoint_restores_it(own: Callable, saved: Callable, message: str) -> None:
+    layer, other = own(), saved()
+    with UnchangedTensors(list(layer.state_dict().values())), pytest.raises(RuntimeError, match=re.escape(message)):
+        layer.load_state_dict(other.state_dict())
+    assert_restored(layer.load_checkpoint(dict(other.state_dict())), other)
+
+
+_BOTH = "expected one of them, because the first is of a saved state_dict, the second of a checkpoint"
+
+
+def changed(name: str, change: Callable) -> Callable:
+    return lambda state: state.update({name: change(state[name].clone())})
+
+
+def nan_at_the_second(scales: torch.Tensor) -> torch.Tensor:
+    scales[5, 1] = float("nan")
+    return scales
+
+
+BROKEN: dict[str, tuple[Callable, Callable, str]] = {
+    "streams-both": (
+        streams,
+        lambda state: state.update({"h_proj.weight": torch.ones(D, H)}),
+        f"weights has eh_proj.weight and h_proj.weight, {_BOTH}",
+    ),
+    "qkv-both": (
+        qkv,
+        lambda state: state.update({"midlayer.self_attn.k_proj.weight": torch.ones(64, 2 * H)}),
+        f"weights has qkv_proj.weight and midlayer.self_attn.k_proj.weight, {_BOTH}",
+    ),
+    "qkv-both-norms": (
+        qkv,
+        lambda state: state.update({"model.layers.0.hidden_norm.weight": torch.ones(H)}),
+        f"weights has qkv_proj.weight and model.layers.0.hidden_norm.weight, {_BOTH}",
+    ),
+    "context-both": (
+        context,
+        lambda state: state.update({"layers.1.self_attn.v_proj.weight": torch.ones(64, H)}),
+        f"weights has kv_proj.weight and layers.1.self_attn.v_proj.weight, {_BOTH}",
+    ),
+    "context-both-fc": (
+        context,
+        lambda state: state.update({"context_proj.weight": torch.ones(H, W)}),
+        f"weights has kv_proj.weight and context_proj.weight, {_BOTH}",
+    ),
+    "twice": (
+        qkv,
+        lambda state: state.update({"model.hidden_norm.weight": torch.ones(H)}),
+        "weights has hidden_norm.weight and model.hidden_norm.weight, expected one of them",
+    ),
+    "streams-no-norm": (streams, lambda state: state.pop("hnorm.weight"), "weights has no hnorm.weight, expected all"),
+    "context-no-fc": (context, lambda state: state.pop("fc.weight"), "weights has no fc.weight, expected all of "),
+    "qkv-no-bias": (qkv, lambda state: state.pop("qkv_proj.bias"), "weights has no qkv_proj.bias, expected all of "),
+    "context-norm": (
+        context,
+        lambda state: state.update({"aux_norm.0.weight": torch.ones(H)}),
+        "weights has aux_norm.0.weight, expected only ['fc.weight', 'hidden_norm.weight', 'k_norm.0.weight', "
+        "'k_norm.1.weight', 'kv_proj.weight'], because the config has no other",
+    ),
+    "context-bias": (
+        context,
+        lambda state: state.update({"kv_proj.bias": torch.ones(256)}),
+        "weights has kv_proj.bias, expected only ['fc.weight', ",
+    ),
+    "context-rows": (
+        context,
+        changed("kv_proj.weight", lambda weight: weight[1:]),
+        "kv_proj.weight has shape (255, 64), expected (256, 64), because it is (L*W, H) with L = 2 and W = 128",
+    ),
+    "qkv-rank": (
+        qkv,
+        changed("qkv_proj.weight", lambda weight: torch.cat([weight, weight])),
+        "qkv_proj.weight has shape (256, 128), expected (128, 128), because it is (R, 2H) with H = 64",
+    ),
+    "codes-without-scale": (
+        lambda: qkv("fp8_row"),
+        lambda state: state.pop("qkv_proj.weight_scale"),
+        "weights has qkv_proj.weight in torch.float8_e4m3fn, expected its scale beside it",
+    ),
+    "nan-of-h_proj": (
+        lambda: streams_of_two("int8_row"),
+        changed("eh_proj.weight_scale", nan_at_the_second),
+        "eh_proj.weight_scale[:, 1:2] is NaN at [5, 0], expected numbers",
+    ),
+    "three-columns": (
+        lambda: streams_of_two("int8_row"),
+        changed("eh_proj.weight_scale", lambda scales: scales[:, [0, 1, 1]]),
+        "eh_proj.weight_scale is torch.float32 of shape (136, 3), expected (136, 1) of int8_row",
+    ),
+    "columns-that-no-kernel-reads": (
+        lambda: streams("int8_row", 48),
+        changed("eh_proj.weight_scale", lambda scales: scales[:, [0, 0]]),
+        "eh_proj.weight_scale is torch.float32 of shape (136, 2), expected (136, 1) of int8_row",
+    ),
+    "two-columns-of-one-projection": (
+        lambda: qkv("int8_row"),
+        changed("qkv_proj.weight_scale", lambda scales: scales[:, [0, 0]]),
+        "qkv_proj.weight_scale is torch.float32 of shape (128, 2), expected (128, 1) of int8_row",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "change", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_saved_state_dict_that_does_not_fit_is_refused(make: Callable, change: Callable, message: str) -> None:
+    layer, state = make(), dict(with_random_weights(make()).state_dict())
+    change(state)
+    worded = pytest.raises(ValueError, match=rf"^{type(layer).__name__}\.load_checkpoint: {re.escape(message)}")
+    with UnchangedTensors(list(layer.state_dict().values())), worded:
+        layer.load_checkpoint(state)
+
+
+def test_the_codes_of_rows_with_norms_of_their_own_become_numbers() -> None:
+    """No call reads codes in parts; a kv_proj of codes in that module has no weight to multiply."""
+    layer, saved = context_with_norms(), with_random_weights(context_with_norms())
+    codes = ek.quantize(saved.kv_proj.weight, "fp8_row")
+    state = saved.state_dict() | {"kv_proj.weight": codes.codes, "kv_proj.weight_scale": codes.scales}
+    layer.load_checkpoint(state)
+    assert torch.equal(layer.kv_proj.weight, codes.dequantize())
 
 
 def under_the_old_name(layer: ek.Eagle3Projection) -> dict[str, torch.Tensor]:

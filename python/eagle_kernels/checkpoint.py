@@ -22,7 +22,14 @@ from . import checks
 from .models import families
 from .quantization_config import config_of
 from .quantized_checkpoint import OF_WEIGHT, UNREAD_CODES, check_is_read, read_projection, tensors_inside
-from .quantized_weight import QuantizedWeight, columns_unsupported_reason, concat_columns, log_dequantized
+from .quantized_weight import (
+    FORMATS,
+    QuantizedWeight,
+    columns_unsupported_reason,
+    concat_columns,
+    log_dequantized,
+    scale_shape,
+)
 
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict but for the projection's weight, and that
 _Readers = dict[str, Callable[[], Tensor]]
@@ -142,7 +149,7 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     """What an MTPStreamsProjection loads; its eh_proj is e_proj and h_proj side by side."""
     op, config = "MTPStreamsProjection.load_checkpoint", layer.config
     readers, quantization = _open(op, weights), _config_beside(op, weights)
-    own_stem = _mtp_stems(streams=True)
+    own_stem = _mtp_stems(streams=True) | {"eh_proj": "eh_proj"}  # of a saved state_dict
     stages: dict[str, dict[str, dict[str, str]]] = {}  # by prefix and stem, the file's name of each parameter
     for name in readers:
         prefix, stem = _split(name)
@@ -154,6 +161,13 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
         got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer of streams"
         raise checks.error(ValueError, op, got, "one", "layer says which, its names say where")
     stage = next(iter(stages.values()))
+    if "eh_proj" in stage:
+        apart = [name for stem in ("e_proj", "h_proj") for name in stage.get(stem, {}).values()]
+        _check_one_kind(op, [*stage["eh_proj"].values()], apart)
+        own = {f"{stem}.{parameter}": name for stem, tensors in stage.items() for parameter, name in tensors.items()}
+        meanings = {"eh_proj": f"(D, 2H) with H = {config.hidden_size}"}
+        saved, weights_read = _own_state(op, readers, own, layer, meanings, quantization, _read_side_by_side)
+        return saved, weights_read["eh_proj"]
     shape, meaning = (config.out_features, config.hidden_size), f"(D, H) with H = {config.hidden_size}"
     norms: dict[str, tuple[int, ...]] = {
         f"{name}.weight": tuple(getattr(layer, name).weight.shape) for name in ("enorm", "hnorm")
@@ -176,10 +190,55 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     return state, torch.cat([_numbers(op, name, part, dtype, because).to(dtype) for name, part in parts.items()], 1)
 
 
-def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
-    """The state_dict of an Eagle3QKVProjection: the rank's rows of the checkpoint's separate projections, joined."""
+def _read_side_by_side(
+    op: str,
+    names: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    shape: tuple[int, int],
+    meaning: str,
+    config: Mapping[str, Any] | None,
+) -> Tensor | QuantizedWeight:
+    """`read_projection` of a saved eh_proj: two columns of scales, which no format has, are e_proj's and h_proj's."""
+    D, W = shape
+    has_scales = names.keys() >= {"weight", "weight_scale"}
+    if has_scales and _is_side_by_side(read(names["weight"]), read(names["weight_scale"]), shape):
+        halves = [read_projection(op, *_half(names, read, k), (D, W // 2), meaning, config) for k in (0, 1)]
+        codes = [half for half in halves if isinstance(half, QuantizedWeight)]
+        if columns_unsupported_reason(codes) is None:
+            return concat_columns(codes)
+    return read_projection(op, names, read, shape, meaning, config)
+
+
+def _is_side_by_side(codes: object, scales: object, shape: tuple[int, int]) -> bool:
+    if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or tuple(codes.shape) != shape:
+        return False
+    kinds = [kind for kind in FORMATS.values() if kind.codes == codes.dtype and scales.dtype in kind.scales]
+    of_halves = {(1, 2), (shape[0], 2)} - {scale_shape(kind, shape) for kind in kinds}
+    return bool(kinds) and tuple(scales.shape) in of_halves
+
+
+def _half(
+    names: Mapping[str, str], read: Callable[[str], Tensor], number: int
+) -> tuple[dict[str, str], Callable[[str], Tensor]]:
+    """The codes and scales of the first or second half of the columns; for errors their names say which."""
+    of_half, tensors = dict(names), {}
+    for parameter in ("weight", "weight_scale"):
+        whole = read(names[parameter])
+        begin, end = (whole.shape[1] * k // 2 for k in (number, number + 1))
+        of_half[parameter] = f"{names[parameter]}[:, {begin}:{end}]"
+        tensors[of_half[parameter]] = whole[:, begin:end]
+    return of_half, lambda name: tensors[name] if name in tensors else read(name)
+
+
+def eagle3_qkv_projection(weights: _Weights, layer: Any) -> _Loaded:
+    """What an Eagle3QKVProjection loads: the rank's rows of the checkpoint's separate projections, joined."""
     op = "Eagle3QKVProjection.load_checkpoint"
     readers, quantization, dtype = _open(op, weights), _config_beside(op, weights), layer.hidden_norm.weight.dtype
+    apart = re.compile(rf"(.*\.)?(midlayer|layers\.0)\.(hidden_norm|self_attn\.({'|'.join(layer.rows)}))\.\w+")
+    if own := _own_names(op, readers, layer, "qkv_proj", filter(apart.fullmatch, readers)):
+        meanings = {"qkv_proj": f"(R, 2H) with H = {layer.config.hidden_size}"}
+        saved, weights_read = _own_state(op, readers, own, layer, meanings, quantization)
+        return saved, weights_read["qkv_proj"]
     layers = [name.removesuffix("hidden_norm.weight") for name in readers if name.endswith("hidden_norm.weight")]
     layers = [prefix for prefix in layers if re.fullmatch(r"(.*\.)?(midlayer|layers\.0)\.", prefix)]
     if len(layers) != 1:
@@ -206,7 +265,8 @@ def eagle3_qkv_projection(weights: _Weights, layer: Any) -> dict[str, Tensor]:
         parts.setdefault("qkv_proj.weight", []).append(weight[begin:end])
         if has_bias:
             parts.setdefault("qkv_proj.bias", []).append(_whole(op, readers, f"{stem}.bias", (rows,))[begin:end])
-    return state | {name: torch.cat(rows) for name, rows in parts.items()}
+    state |= {name: torch.cat(rows) for name, rows in parts.items()}
+    return state, state.pop("qkv_proj.weight")
 
 
 # The names of ContextKV's modules in DFlash, Kimi K3, DeepSeek-V4 and Muse Glimmer, in this order. For a layer's norm
@@ -225,16 +285,31 @@ _CONTEXT_LAYER = re.compile(r"(?P<prefix>(?:.*\.)?(?:layers|mtp)\.)(?P<number>\d
 _Modules = dict[str, dict[str, str]]  # {module: {parameter: the tensor's name in the file}}
 
 
-def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Loaded:
-    """What a ContextKV loads: this rank's heads of k_proj and v_proj of all layers as one kv_proj, dense."""
+def context_kv(
+    weights: _Weights, layer: Any, tp_rank: int, tp_size: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor | QuantizedWeight]]:
+    """What a ContextKV loads: a state_dict but for the weights of fc and kv_proj, and these, by name.
+
+    kv_proj has this rank's heads of k_proj and v_proj of all layers, dense unless the file is a saved state_dict.
+    """
     op, config = "ContextKV.load_checkpoint", layer.config
     readers, quantization = _open(op, weights), _config_beside(op, weights)
+    H, Ht = config.hidden_size, config.target_hidden_size
+    of_fc = f"(H, K*Ht) with K = {config.num_chunks} and Ht = {Ht}"
+    apart = context_modules(readers)
+    others = (name for name in readers if name.rpartition(".")[0] in apart and _own_root(name) not in layer._modules)
+    if own := _own_names(op, readers, layer, "kv_proj", others):
+        of_kv = f"(L*W, H) with L = {config.num_layers} and W = {config.kv_width}"
+        saved, weights_read = _own_state(op, readers, own, layer, {"fc": of_fc, "kv_proj": of_kv}, quantization)
+        if config.layer_norm:
+            because, dtype = "each layer's rows have a norm of their own", layer.hidden_norm.weight.dtype
+            weights_read["kv_proj"] = _numbers(op, "kv_proj.weight", weights_read["kv_proj"], dtype, because)
+        return saved, weights_read
     top, layers = _context_modules(op, readers, config.num_layers)
 
     def norm(modules: _Modules, names: tuple[str, ...], width: int) -> Tensor:
         return _whole(op, readers, _named(modules, names, "weight"), (width,))
 
-    H, Ht = config.hidden_size, config.target_hidden_size
     state = {"hidden_norm.weight": norm(top, _CONTEXT_NAMES["hidden_norm"], H)}
     for k in range(len(layer.aux_norm)):
         state[f"aux_norm.{k}.weight"] = norm(top, (f"aux_hidden_norms.{k}",), Ht)
@@ -267,9 +342,10 @@ def context_kv(weights: _Weights, layer: Any, tp_rank: int, tp_size: int) -> _Lo
     fc = next((stem for stem in _CONTEXT_NAMES["fc"] if stem in top), None)
     if fc is None:
         raise checks.error(ValueError, op, "weights has no fc", f"one of {list(_CONTEXT_NAMES['fc'])}")
-    shape, meaning = (H, config.num_chunks * Ht), f"(H, K*Ht) with K = {config.num_chunks} and Ht = {Ht}"
+    shape = (H, config.num_chunks * Ht)
     projection = _with_inside(top[fc], readers)
-    return state, read_projection(op, projection, lambda name: readers[name](), shape, meaning, quantization)
+    weight = read_projection(op, projection, lambda name: readers[name](), shape, of_fc, quantization)
+    return state, {"fc": weight, "kv_proj": state.pop("kv_proj.weight")}
 
 
 def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
@@ -427,6 +503,7 @@ def _read(
     found: dict[str, str],
     projection: tuple[str, dict[str, str], tuple[int, int], str],
     config: Mapping[str, Any] | None,
+    read: Callable[..., Tensor | QuantizedWeight] = read_projection,
 ) -> _Loaded:
     stem, names, shape, meaning = projection
     for ours in expected:
@@ -438,7 +515,74 @@ def _read(
         if tuple(tensor.shape) != expected[ours]:
             raise checks.shape_error(op, found[ours], tensor, str(expected[ours]))
         checks.check_dtype(op, found[ours], tensor, checks.DTYPES)
-    return state, read_projection(op, names, lambda name: readers[name](), shape, meaning, config)
+    return state, read(op, names, lambda name: readers[name](), shape, meaning, config)
+
+
+def _own_names(op: str, readers: _Readers, layer: Any, projection: str, apart: Iterable[str]) -> dict[str, str]:
+    """The file's names of a saved state_dict by the module's, which `model.` may precede; {} for any other file.
+
+    Only a saved state_dict has the joined `projection`; `apart` are a checkpoint's names for what it is joined from.
+    """
+    paths = {name: name.removeprefix("model.").rpartition(".")[0] for name in readers}
+    joined = [name for name, path in paths.items() if path == projection]
+    _check_one_kind(op, joined, apart)
+    names: dict[str, str] = {}
+    for name in readers if joined else ():
+        if _own_root(name) in layer._modules:
+            _claim(op, names, name.removeprefix("model."), name)
+    return names
+
+
+def _own_root(name: str) -> str:
+    return name.removeprefix("model.").partition(".")[0]
+
+
+def _check_one_kind(op: str, joined: Iterable[str], apart: Iterable[str]) -> None:
+    ours, theirs = next(iter(joined), None), next(iter(apart), None)
+    if ours is not None and theirs is not None:
+        because = "the first is of a saved state_dict, the second of a checkpoint"
+        raise checks.error(ValueError, op, f"weights has {ours} and {theirs}", "one of them", because)
+
+
+def _own_state(
+    op: str,
+    readers: _Readers,
+    names: Mapping[str, str],
+    layer: Any,
+    meanings: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    read: Callable[..., Tensor | QuantizedWeight] = read_projection,
+) -> tuple[dict[str, Tensor], dict[str, Tensor | QuantizedWeight]]:
+    """What a module loads from a saved state_dict, but for the projections' weights, and these.
+
+    Args:
+        names: the file's name of each tensor, by the module's.
+        meanings: what the shape of each projection's weight is, by the projection's name.
+    """
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in layer.state_dict().items()
+        if name.rpartition(".")[0] not in meanings or name.endswith(".bias")
+    }
+    found: dict[str, str] = {}
+    tensors: dict[str, dict[str, str]] = {stem: {} for stem in meanings}
+    for ours, name in names.items():
+        stem, _, parameter = ours.rpartition(".")
+        if stem in meanings and parameter != "bias":
+            tensors[stem][parameter] = name
+        elif ours in shapes:
+            found[ours] = name
+        else:
+            expected = sorted([*shapes, *(f"{projection}.weight" for projection in meanings)])
+            raise checks.error(ValueError, op, f"weights has {name}", f"only {expected}", "the config has no other")
+    state: dict[str, Tensor] = {}
+    weights: dict[str, Tensor | QuantizedWeight] = {}
+    for stem, meaning in meanings.items():
+        linear = getattr(layer, stem)
+        shape = (linear.out_features, linear.in_features)
+        projection = (stem, tensors[stem], shape, meaning)
+        state, weights[stem] = _read(op, readers, shapes | {f"{stem}.weight": shape}, found, projection, config, read)
+    return state, weights
 
 
 def _config_beside(op: str, weights: _Weights) -> Mapping[str, Any] | None:

@@ -29,7 +29,7 @@ from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
 from .ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
-from .quantized_linear import DenseLinear, LoadsProjections, QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import DenseLinear, LoadsProjections, QuantizedLinear, load_projections, quantize_linear
 
 OP = "ContextKV"
 _K_NORMS, _VALUES = ("weight", "unit", "none"), ("own", "k", "none")
@@ -339,7 +339,8 @@ class ContextKV(LoadsProjections):
 
         weights: a safetensors file or folder, or tensors by name: those of a drafter, or of a target whose checkpoint
         has the DSpark stages (`mtp.{l}`). A quantized fc stays quantized; K and V of all layers are one weight here, so
-        they are dequantized.
+        they are dequantized. A saved state_dict of a stage has one rank's heads, and is restored as it is, whatever
+        tp_rank and tp_size are.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, another number of layers or
         heads, a shape that does not fit, a bias that the config does not have.
@@ -350,11 +351,9 @@ class ContextKV(LoadsProjections):
         checks.check_int(op, "tp_size", tp_size, at_least=1)
         if not 0 <= checks.check_int(op, "tp_rank", tp_rank) < tp_size:
             raise checks.error(ValueError, op, f"tp_rank is {tp_rank}", f"one in [0, {tp_size})")
-        state, weight = checkpoint.context_kv(weights, self, tp_rank, tp_size)
-        if isinstance(self.kv_proj, QuantizedLinear):
-            norm = self.hidden_norm.weight
-            self.kv_proj = self._dense_kv_proj(dtype=norm.dtype, device=norm.device)
-        load_projection(op, self, "fc", state, weight, self._dense_fc)
+        state, projections = checkpoint.context_kv(weights, self, tp_rank, tp_size)
+        dense = {"fc": self._dense_fc, "kv_proj": self._dense_kv_proj}
+        load_projections(op, self, state, {name: (weight, dense[name]) for name, weight in projections.items()})
         return self
 
     def quantize(self, format: str) -> ContextKV:

@@ -15,7 +15,7 @@ from .layers import VocabParallelEmbedding, parameter_of
 from .mtp_config import MTPConfig
 from .mtp_projection import EmbeddingHiddenProjection
 from .ops import norm_concat
-from .quantized_linear import DenseLinear, QuantizedLinear
+from .quantized_linear import DenseLinear, QuantizedLinear, load_projections
 
 _FROM_HF = "Eagle3QKVConfig.from_hf"
 
@@ -170,18 +170,16 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
 
         weights: a safetensors file or folder, or tensors by name. The layer is `midlayer` or `layers.0`, after any
         prefix. Quantized weights are dequantized, since q, k and v are one weight here, and the log says so; after
-        `quantize`, loading makes qkv_proj dense again.
+        `quantize`, loading makes qkv_proj dense again. A saved state_dict has one rank's rows and is restored as it is,
+        quantized or not.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, a shape that does not fit, a
         bias that the config does not have, codes without their scale.
         """
         from . import checkpoint  # an import of 6 ms, which only loading needs
 
-        state = checkpoint.eagle3_qkv_projection(weights, self)
-        if isinstance(self.qkv_proj, QuantizedLinear):
-            norm = self.hidden_norm.weight
-            self.qkv_proj = self._dense(dtype=norm.dtype, device=norm.device)
-        self.load_state_dict(state)
+        state, weight = checkpoint.eagle3_qkv_projection(weights, self)
+        load_projections("Eagle3QKVProjection.load_checkpoint", self, state, {"qkv_proj": (weight, self._dense)})
         return self
 
     def forward(

@@ -21,7 +21,7 @@ from .ops.projection import Projection
 from .ops.sources import Sources
 from .ops.vocab_parallel_embedding import check_table
 from .packable_linear import ORDER_BY_ROWS, PackableLinear, unsupported_reason
-from .quantized_linear import LOAD, LoadsProjections, QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import LOAD, LoadsProjections, QuantizedLinear, load_projections, quantize_linear
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
@@ -121,7 +121,7 @@ class Eagle3Projection(LoadsProjections):
         from . import checkpoint  # an import of 6 ms, which only loading needs
 
         state, weight = checkpoint.eagle3_projection(weights, self)
-        load_projection("Eagle3Projection.load_checkpoint", self, "fc", state, weight, self._dense_fc)
+        load_projections("Eagle3Projection.load_checkpoint", self, state, {"fc": (weight, self._dense_fc)})
         return self
 
     def quantize(self, format: str) -> Eagle3Projection:

@@ -15,7 +15,7 @@ from .layers import VocabParallelEmbedding, parameter_of, project_onto
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
 from .ops.sources import Sources
-from .quantized_linear import DenseLinear, LoadsProjections, QuantizedLinear, load_projection, quantize_linear
+from .quantized_linear import DenseLinear, LoadsProjections, QuantizedLinear, load_projections, quantize_linear
 from .vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class MTPProjection(EmbeddingHiddenProjection):
         from . import checkpoint  # an import of 6 ms, which only loading needs
 
         state, weight = checkpoint.mtp_projection(weights, self, layer)
-        load_projection("MTPProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense)
+        load_projections("MTPProjection.load_checkpoint", self, state, {"eh_proj": (weight, self._dense)})
         return self
 
     def forward(

@@ -26,7 +26,7 @@ from .mtp_config import ENGINES, MTPConfig, family_of_streams
 from .mtp_projection import MTPProjection
 from .ops.norm_concat import concatenate
 from .ops.sources import Sources
-from .quantized_linear import load_projection
+from .quantized_linear import load_projections
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,15 @@ class MTPStreamsProjection(MTPProjection):
         e_proj, h_proj, enorm and hnorm (DeepSeek-V4, in FP8 with `.scale` too), or fc_embedding, fc_hidden,
         pre_fc_norm_embedding and pre_fc_norm_hidden (Qwen4-Exp), after any prefix (`mtp.0.`); `layer` picks the one
         with `mtp.{layer}.` or `layers.{layer}.` in it. The codes of both become one weight; where that is impossible
-        (nvfp4, two formats, a block that would have columns of both) they are dequantized, and the log says so.
+        (nvfp4, two formats, a block that would have columns of both) they are dequantized, and the log says so. A saved
+        state_dict, with eh_proj in their place, is restored as it is, quantized or not.
 
         Raises ValueError that names the weight, before anything is copied.
         """
         from . import checkpoint  # an import of 6 ms, which only loading needs
 
         state, weight = checkpoint.mtp_streams_projection(weights, self, layer)
-        load_projection("MTPStreamsProjection.load_checkpoint", self, "eh_proj", state, weight, self._dense)
+        load_projections("MTPStreamsProjection.load_checkpoint", self, state, {"eh_proj": (weight, self._dense)})
         return self
 
     def forward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -119,6 +119,9 @@ class QuantizedLinear(_LoadsWhole):
                     expected = f"({self.out_features}, {bf16_12bit.TABLE_BYTES} + 4 E)"
                     return checks.shape_error(LOAD, prefix + name, given, expected, because)
             elif given.shape != buffer.shape:
+                if {tuple(given.shape), tuple(buffer.shape)} == {(buffer.shape[0], 1), (buffer.shape[0], 2)}:
+                    # One weight, and e_proj and h_proj side by side.
+                    because += ": MTPStreamsProjection.load_checkpoint takes either"
                 return checks.shape_error(LOAD, prefix + name, given, str(tuple(buffer.shape)), because)
         return None
 
@@ -160,14 +163,26 @@ def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     return QuantizedLinear(quantize(weight.detach(), format), linear.bias)
 
 
-def load_projection(
-    op: str, module: Any, name: str, state: dict[str, Tensor], weight: Tensor | QuantizedWeight, dense: Callable
+def load_projections(
+    op: str,
+    module: Any,
+    state: dict[str, Tensor],
+    projections: Mapping[str, tuple[Tensor | QuantizedWeight, Callable]],
 ) -> None:
-    """Load a module's `state` and the `weight` of its projection `name`; the old and new weights may each be quantized.
+    """Load a module's `state` and the weight of each of its projections; the old and new ones may each be quantized.
 
-    Tensors of the same dtypes and shapes are copied in place, so that a captured CUDA graph reads the new weight. Where
-    no kernel of the module's device reads codes, they are dequantized here, once.
+    `projections` has by name the weight and what makes a dense layer for it. Tensors of the same dtypes and shapes are
+    copied in place, so that a captured CUDA graph reads the new weight. Where no kernel of the module's device reads
+    codes, they are dequantized here, once.
     """
+    loaded: dict[str, Tensor] = {}
+    for name, (weight, dense) in projections.items():
+        loaded |= _fitted(op, module, name, weight, dense)
+    module.load_state_dict(loaded | state)
+
+
+def _fitted(op: str, module: Any, name: str, weight: Tensor | QuantizedWeight, dense: Callable) -> dict[str, Tensor]:
+    """The state_dict of a projection with this weight, after the module has got a layer that takes it."""
     current = getattr(module, name)
     # A packed weight is no parameter, but may be the only tensor that the module has.
     numbers = next(module.parameters(), getattr(current, "packed", None))
@@ -183,9 +198,8 @@ def load_projection(
         if not (isinstance(current, QuantizedLinear) and current.has_tensors_like(weight)):
             codes = QuantizedLinear(weight.to(device, copy=True), current.bias)
             setattr(module, name, codes)
-        module.load_state_dict(codes.state_dict(prefix=f"{name}.") | state)
-        return
+        return codes.state_dict(prefix=f"{name}.")
     if isinstance(current, QuantizedLinear):
         dtype = next((p.dtype for p in module.parameters()), weight.dtype)  # that of the norms
         setattr(module, name, dense(dtype=dtype, device=device))
-    module.load_state_dict(state | {f"{name}.weight": weight})
+    return {f"{name}.weight": weight}
