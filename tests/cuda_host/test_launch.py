@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import eagle_kernels as ek
+from backends import environment_of
 from guards import same_bits
 
 pytestmark = pytest.mark.usefixtures("emulated")
@@ -52,6 +53,53 @@ def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(
             assert (launch.device, launch.stream) == (device, stream)
             assert (launch.grid, launch.threads, launch.rows, launch.cluster) == ([3, 1], 32, 1, 1)
             assert emulation.current_device() == 0  # restored
+
+
+def calls_by_plan() -> dict[str, Callable[[], object]]:
+    """A call of each kernel, and of each plan of the projection."""
+    torch.manual_seed(0)
+    rows = [torch.randn(200, 128).bfloat16() for _ in range(2)]
+    gain, ids, shard = torch.rand(128).bfloat16(), torch.arange(5), ek.VocabShard.build(200, tp_rank=0, tp_size=1)
+    weight, post = torch.randn(72, 256).bfloat16(), torch.rand(72).bfloat16()
+    codes = ek.quantize(weight, "fp8_row")
+
+    def linear(T: int, weight: torch.Tensor | ek.QuantizedWeight = weight, **options: object) -> torch.Tensor:
+        return ek.norm_concat_linear([chunk[:T] for chunk in rows], weight, norm_weight=[gain, gain], **options)
+
+    def in_one_plan() -> torch.Tensor:
+        with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT="1"):
+            return linear(40)
+
+    return {
+        "norm_concat": lambda: ek.norm_concat(rows),
+        "vocab_parallel_embedding": lambda: ek.vocab_parallel_embedding(ids, rows[0], shard),
+        "add_rms_norm": lambda: ek.add_rms_norm(rows[0], rows[1], gain)[0],
+        "fused": lambda: linear(3),
+        "wgmma": lambda: linear(40),
+        "split": in_one_plan,
+        "library": lambda: linear(200),
+        "epilogue": lambda: linear(200, post_norm_weight=post),
+        "fused codes": lambda: linear(3, codes),
+        "wgmma codes": lambda: linear(40, codes),
+    }
+
+
+@pytest.mark.parametrize("plan", calls_by_plan())
+def test_every_kernel_goes_to_the_tensors_device_and_stream(
+    plan: str, emulation: ModuleType, gpu: Callable[..., int]
+) -> None:
+    """With its workspace; the current device is put back."""
+    call, results = calls_by_plan()[plan], []
+    devices = [gpu(**HOPPER), gpu(**HOPPER | {"shared_bytes": 225 << 10})]
+    for device, stream in itertools.product((*devices, devices[0]), (0, 7)):
+        emulation.set_index(device)
+        emulation.set_stream(stream)
+        results.append(call())
+        launches = emulation.take_launches()
+        assert {(launch.device, launch.stream) for launch in launches if launch.threads} == {(device, stream)}
+        assert {launch.device for launch in launches} == {device}
+        assert emulation.current_device() == 0
+        assert same_bits(results[0], results[-1])
 
 
 def test_as_many_clusters_run_at_once_as_on_an_h100(emulation: ModuleType) -> None:
