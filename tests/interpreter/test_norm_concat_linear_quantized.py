@@ -45,32 +45,41 @@ CALLS = [
 @pytest.mark.parametrize(("format", "case", "tiles"), CALLS)
 def test_float64_truth(format: str, case: Case, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "choose_tiles", lambda *sizes, **facts: (TILES[tiles], "the test wants it"))
+    plan, weight = check(case, format)
+    BK = min(TILES[tiles].BK, weight.block[1]) if weight.scaled_where(case.dtype) == "blocks" else TILES[tiles].BK
+    assert plan.tiles == TILES[tiles]._replace(BK=BK), plan
+
+
+def check(case: Case, format: str) -> tuple[plans.Plan, ek.QuantizedWeight]:
+    """Against float64; returns the plan and the weight."""
     call = operands(case)
     weight = ek.quantize(call.projection["weight"], format)
     _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
     guarded = GuardedRows(call.N, case.D, case.dtype)
     call = replace(call, projection=call.projection | {"weight": weight})
     plan = ek.explain("norm_concat_linear", call.chunks, **call.sources, **call.projection)
-    BK = min(TILES[tiles].BK, weight.block[1]) if weight.scaled_where(case.dtype) == "blocks" else TILES[tiles].BK
-    assert (plan.backend, plan.tiles) == ("triton", TILES[tiles]._replace(BK=BK)), plan
+    assert plan.backend == "triton", plan
     call.norm_concat_linear(out=guarded.view)
     guarded.check_around()
     allow_independent_roundings(expected).check(guarded.view)
+    return plan, weight
+
+
+# The tiles that codes get without a tuned table, beyond those of few rows.
+SHIPPED = {17: (32, 64), 33: (64, 128), 65: (64, 128)}
+
+
+@pytest.mark.parametrize("N", SHIPPED)
+@pytest.mark.parametrize("format", FORMATS)
+def test_float64_truth_with_the_tiles_of_more_rows(format: str, N: int) -> None:
+    plan, _ = check(Case("bf16", (128,) * 2, N, D=200), format)
+    assert SHIPPED[N] == (plan.tiles.BT, plan.tiles.BD), plan
 
 
 def test_fp32_rows_beyond_the_split_plans() -> None:
     """Without a tuned table, fp32 has no split plan of its own for 17 rows: a bare AssertionError."""
-    case = Case("fp32", (128,) * 2, 17, D=40)
-    call = operands(case)
-    weight = ek.quantize(call.projection["weight"], "fp8_row")
-    _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
-    call = replace(call, projection=call.projection | {"weight": weight})
-    plan = ek.explain("norm_concat_linear", call.chunks, **call.sources, **call.projection)
+    plan, _ = check(Case("fp32", (128,) * 2, 17, D=40), "fp8_row")
     assert str(plan).startswith("norm_concat_linear_quantized: triton/split 16x64x32"), plan
-    guarded = GuardedRows(call.N, case.D, case.dtype)
-    call.norm_concat_linear(out=guarded.view)
-    guarded.check_around()
-    allow_independent_roundings(expected).check(guarded.view)
 
 
 @pytest.mark.parametrize("off", [1, 16])
