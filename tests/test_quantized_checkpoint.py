@@ -602,6 +602,12 @@ LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
     "ignored-layers": ({"quant_method": "mxfp8", "ignored_layers": ["fc"]}, None),
     "quark": ({"quant_method": "mxfp4", "exclude": ["re:model.fc"]}, None),
     "gptq": ({"quant_method": "gptq", "dynamic": {"-:.*fc": {}}}, None),
+    # Formats that engines alone read.
+    "unread": ({"quant_method": "w4afp8", "modules_to_not_convert": ["fc"]}, None),
+    "unread-quark": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}, "exclude": ["*fc"]},
+        None,
+    ),
 }
 
 

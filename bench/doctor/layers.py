@@ -151,7 +151,7 @@ def _unreadable(pair: Pair, path: str) -> str | None:
     parameters = parameters_of(pair, path)
     stored = codes_of(parameters)
     assert stored is not None
-    if unread_format(pair.quantization) is not None:
+    if unread_format(pair.quantization, path) is not None:
         return None
     shape, name = parameters[stored].shape, pair.name_of(path, stored)
     if kind_of(path) == "norm" or len(shape) < 2:

@@ -89,7 +89,7 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
     if stored is None:
         return
     skipped = "its scales: codes are taken for numbers"
-    is_read = unread_format(pair.quantization) is None and DTYPES.get(parameters[stored].dtype) in _READ
+    is_read = unread_format(pair.quantization, path) is None and DTYPES.get(parameters[stored].dtype) in _READ
     without = _EXPERTS if is_of_experts(pair, path) else _WITHOUT if is_read else _REFUSED
     if stored != "weight":
         skipped = f"its {stored}: the weight stays what it was made with"
@@ -149,7 +149,7 @@ def is_modelopt_fp4(config: Mapping[str, Any] | None) -> bool:
 
 def described(pair: Pair, path: str) -> str:
     """The weight's dtype and scales: F8_E4M3 with weight_scale."""
-    parameters, format = parameters_of(pair, path), unread_format(pair.quantization)
+    parameters, format = parameters_of(pair, path), unread_format(pair.quantization, path)
     scales = sorted(each for each in parameters if "scale" in each and "input" not in each and "act" not in each)
     stored = codes_of(parameters)
     if stored is None:

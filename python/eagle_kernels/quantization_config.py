@@ -102,11 +102,11 @@ def method_of(config: Mapping[str, Any]) -> object:
     return method.lower() if isinstance(method, str) else method
 
 
-def unread_format(config: Mapping[str, Any] | None) -> str | None:
+def unread_format(config: Mapping[str, Any] | None, path: str | None = None) -> str | None:
     """The config's name of a format that engines read and this package does not, such as bitsandbytes; None for another
-    format, and where the config does not say."""
+    format, where the config does not say, and where it leaves out the layer at `path`."""
     method = _mapping(config).get("quant_method")
-    if not isinstance(method, str):
+    if not isinstance(method, str) or (path is not None and leaves_out(_mapping(config), path)):
         return None
     if method.lower() not in _METHODS:
         return method

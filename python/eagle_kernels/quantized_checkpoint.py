@@ -133,11 +133,14 @@ def check_is_read(
     op: str, names: Mapping[str, str], read: Callable[[str], Tensor], config: Mapping[str, Any] | None
 ) -> None:
     """Refuse codes whose config names a format that only engines read: by shape they would pass for another format."""
-    format = unread_format(config)
-    is_dense = names.keys() == {"weight"} and getattr(read(names["weight"]), "dtype", None) in checks.DTYPES
-    if format is None or is_dense or not names:
+    if not names:
         return
-    name = next((names[parameter] for parameter in (*_CODES, *UNREAD_CODES) if parameter in names), min(names.values()))
+    parameter = next((parameter for parameter in (*_CODES, *UNREAD_CODES) if parameter in names), min(names))
+    name = names[parameter]
+    format = unread_format(config, name.removesuffix(f".{parameter}"))
+    is_dense = names.keys() == {"weight"} and getattr(read(names["weight"]), "dtype", None) in checks.DTYPES
+    if format is None or is_dense:
+        return
     expected = f"numbers or codes in one of {list(FORMATS)}"
     raise checks.error(
         ValueError, op, f"{name} is in {format}", expected, "the checkpoint's quantization_config says it"
