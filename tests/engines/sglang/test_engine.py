@@ -197,8 +197,10 @@ def test_another_plugin_on_the_same_class(tmp_path: Path) -> None:
     assert run.ops["hook"] > 0 and run.ops["norm_concat_linear"] == PROBES + 5
 
 
-# Model-Optimizer, compressed-tensors, Quark and Hugging Face's fp8; e2m1 codes of half the width crash SGLang's loader.
+# Model-Optimizer, compressed-tensors, Quark, Hugging Face's fp8, DeepSeek V4 and V4.1, Mistral; e2m1 codes of half the
+# width crash SGLang's loader.
 QUANTIZED = ("modelopt-fp8", "modelopt-row", "hf-block", "compressed-int8", "modelopt-mxfp8")
+QUANTIZED += ("deepseek-block", "deepseek-v4.1", "mistral")
 PACKED = ("quark-mxfp4", "modelopt-nvfp4", "compressed-nvfp4", W4A16)
 
 

@@ -327,8 +327,10 @@ def test_deepseek_mtp(engine: Engine, compiled: bool) -> None:
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
 
 
-# Model-Optimizer, LongCat's and Hugging Face's blocks, compressed-tensors, Quark (GLM-5-MXFP4), Hy3, DFlash2-W4A16.
+# Model-Optimizer, LongCat's and Hugging Face's blocks, compressed-tensors, Quark (GLM-5-MXFP4), Hy3, DFlash2-W4A16,
+# DeepSeek V4, Mistral.
 LAYOUTS = ("modelopt-fp8", "hf-block", "compressed-int8", "quark-mxfp4", "modelopt-nvfp4", W4A16)
+LAYOUTS += ("deepseek-block", "mistral")
 
 
 def mtp_request(engine: Engine, layout: str | None) -> dict:
