@@ -453,7 +453,8 @@ def _tables(records: Sequence[dict]) -> Iterator[str]:
     if len(tables) <= _MAX_TABLES:
         return markdown(records)
     but_for_the_weight = {(record["timer"], *block_key(record | {"weight": DENSE})) for record in records}
-    return _of_weights(records) if len(but_for_the_weight) == 1 else _summary(records)
+    has_ours = any(record["is_ours"] for record in records)
+    return _of_weights(records) if len(but_for_the_weight) == 1 and has_ours else _summary(records)
 
 
 def machine(env: dict) -> str:
@@ -465,9 +466,8 @@ def machine(env: dict) -> str:
 def _of_weights(records: Sequence[dict]) -> Iterator[str]:
     """The table of one op and shape whose weight has several formats: a line per format and T, the figures of the first
     of ours, its speedups over our other forms (`dense`: the weight before it was quantized) and over the baselines."""
-    variants = dict.fromkeys(record["variant"] for record in records if record["is_ours"])
-    variants |= dict.fromkeys(name for row in rows(records) for name in headline_baselines(row))
-    ours, *others = variants
+    ours, *others = sorted(_variants(records, True), key=lambda name: name == "dense")  # in order, but for `dense`
+    others += dict.fromkeys(name for row in rows(records) for name in headline_baselines(row))
     titles = ["weight", "T", f"{ours} ms", "MB", "GB/s", "% memory", *(f"vs {name}" for name in others)]
     yield f"**{title(records[0] | {'weight': DENSE})}**"
     yield ""

@@ -246,6 +246,12 @@ def test_the_weights_of_one_shape_share_a_table() -> None:
     assert sum(line.startswith("| ") for line in lines) == 2 + 2 * len(formats)
 
 
+def test_weights_of_baselines_alone_have_no_table_of_their_own() -> None:
+    formats = ("fp8_tensor", "fp8_row", "fp8_block128", "int8_row", "mxfp8", "mxfp4", "nvfp4")
+    records = [record("dequantize", 2.0) | {"weight": name} for name in formats]
+    assert "| weight |" not in report.render(None, {"environment": ENVIRONMENT, "records": records})
+
+
 def test_baselines_alone_are_shown_as_a_share_of_the_roofline() -> None:
     records = [record("linear", 2.0) | {"preset": f"model{number}"} for number in range(7)]
     text = report.render(None, {"environment": ENVIRONMENT, "records": records})

@@ -365,8 +365,8 @@ BROKEN = {
     ),
     "gptq-without-a-config": (
         change("gptq", lambda t, c: None, config=False),
-        "fc.qweight is gptq, expected a config.json with quantization_config beside it, because its checkpoint_format "
-        "says whether zeros are stored less 1",
+        "fc.qweight is gptq, expected a config.json beside it whose quantization_config is GPTQ's, because its "
+        "checkpoint_format says whether zeros are stored less 1",
     ),
     "another-method": (
         change("awq", lambda t, c: c.update(quant_method="gptq")),
@@ -468,4 +468,28 @@ def test_a_g_idx_of_zeros_is_no_order(desc_act: bool | None, tmp_path: Path) -> 
     tensors, config, truth = gptq()
     tensors["g_idx"].zero_()
     save(tmp_path, tensors, config if desc_act is None else config | {"desc_act": desc_act})
+    assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["fc"]},
+        {"quant_method": "fp8", "version": "0.9", "modules_to_not_convert": ["fc"]},
+        {"quant_method": "gptq", "bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2", "dynamic": {"-:fc": {}}},
+    ],
+    ids=lambda config: config["quant_method"],
+)
+@pytest.mark.parametrize("layout", ["pack-symmetric", "pack-zeros", "awq", "gptq-v2"])
+def test_a_layer_that_the_config_leaves_out_is_what_its_tensors_are(layout: str, config: dict, tmp_path: Path) -> None:
+    """GPTQ's do not say how zeros are stored: they were taken for stored less 1."""
+    tensors, _, truth = LAYOUTS[layout][1]()
+    save(tmp_path, tensors, config)
+    if layout == "gptq-v2" and config["quant_method"] != "gptq":
+        expected = (
+            "fc.qweight is gptq, expected a config.json beside it whose quantization_config is GPTQ's, because its "
+        )
+        with pytest.raises(ValueError, match=f"{expected}checkpoint_format says whether zeros are stored less 1"):
+            layer().load_checkpoint(tmp_path)
+        return
     assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())

@@ -593,6 +593,7 @@ LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
     "compressed": (COMPRESSED_NVFP4 | {"ignore": ["lm_head", "fc"]}, None),
     "compressed-prefix": (COMPRESSED_NVFP4 | {"ignore": ["model.fc"]}, None),
     "compressed-pattern": (COMPRESSED_NVFP4 | {"ignore": ["re:fc.*"]}, None),
+    "compressed-longer": (COMPRESSED_NVFP4 | {"format": None, "ignore": ["eagle3.fc", "eagle3.model.fc"]}, None),
     "compressed-anywhere": (COMPRESSED_NVFP4 | {"ignore": ["re:(", "re:.*fc$"]}, None),
     "hugging-face": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.fc"]}, None),
     "hugging-face-blocks": (

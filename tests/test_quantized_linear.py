@@ -190,6 +190,11 @@ BROKEN: dict[str, tuple[Callable, Callable, str]] = {
         lambda state: state.update({"h_proj.weight": torch.ones(D, H)}),
         f"weights has eh_proj.weight and h_proj.weight, {_BOTH}",
     ),
+    "streams-inside": (
+        streams,
+        lambda state: state.update({"eh_proj.input_quantizer._pre_quant_scale": torch.ones(2 * H)}),
+        "weights has eh_proj.input_quantizer._pre_quant_scale beside eh_proj.weight, expected only ",
+    ),
     "qkv-both": (
         qkv,
         lambda state: state.update({"midlayer.self_attn.k_proj.weight": torch.ones(64, 2 * H)}),

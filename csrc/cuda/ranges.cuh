@@ -235,15 +235,15 @@ inline bool has_residual(const Arguments& arguments) {
   return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
 }
 
-// Clusters that run at the same time. A cluster's blocks are on the SMs of one GPC. The counts of an H100
-// (bench/results/nvidia-h100-80gb-hbm3/device.json) are those of GPCs of 18, 18, five times 16 and 8 SMs, with 8 more
-// SMs for clusters of two at most. Another GPU of 132 SMs may have room for more, but must split alike, because a row's
-// bits depend on the split; six GPCs of 16 and two of 18 would have it for 84 clusters of 3 blocks, two on an SM, where
-// an H100 has it for 79.
+// Clusters that run at the same time. A cluster's blocks are on the SMs of one GPC: of 16 SMs, some of 18. The counts
+// of an H100, which has 132 SMs (bench/results/nvidia-h100-80gb-hbm3/device.json), are those of GPCs of 18, 18, five
+// times 16 and 8, with 8 more SMs for clusters of two at most. Another GPU of 132 SMs may have room for more, but must
+// split alike, because a row's bits depend on the split; six GPCs of 16 and two of 18 would have it for 84 clusters of
+// 3 blocks, two on an SM, where an H100 has it for 79.
 inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
   const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
   const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);
-  const int halved = gpcs > 1 && larger < gpcs ? 1 : 0, halves = cluster > 2 ? halved : 2 * halved;
+  const int halved = device.multiprocessors == 132 ? 1 : 0, halves = cluster > 2 ? halved : 2 * halved;
   const auto of_gpc = [&](int size) { return size * blocks_on_an_sm / cluster; };
   const int whole = gpcs - larger - halved;
   return std::max(1, whole * of_gpc(sms) + larger * of_gpc(sms + 2) + halves * of_gpc(sms / 2));

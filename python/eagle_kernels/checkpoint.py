@@ -164,6 +164,7 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     if "eh_proj" in stage:
         apart = [name for stem in ("e_proj", "h_proj") for name in stage.get(stem, {}).values()]
         _check_one_kind(op, [*stage["eh_proj"].values()], apart)
+        stage["eh_proj"] = _with_inside(stage["eh_proj"], readers)
         own = {f"{stem}.{parameter}": name for stem, tensors in stage.items() for parameter, name in tensors.items()}
         meanings = {"eh_proj": f"(D, 2H) with H = {config.hidden_size}"}
         saved, weights_read = _own_state(op, readers, own, layer, meanings, quantization, _read_side_by_side)
@@ -567,7 +568,7 @@ def _own_state(
     found: dict[str, str] = {}
     tensors: dict[str, dict[str, str]] = {stem: {} for stem in meanings}
     for ours, name in names.items():
-        stem, _, parameter = ours.rpartition(".")
+        stem, _, parameter = ours.partition(".")
         if stem in meanings and parameter != "bias":
             tensors[stem][parameter] = name
         elif ours in shapes:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .quantization_config import check_format, method_of, section_of
+from .quantization_config import check_format, leaves_out, method_of, section_of
 from .quantized_weight import log_dequantized
 
 PACKED, TRANSPOSED = "weight_packed", "qweight"
@@ -49,6 +49,7 @@ OF_PACKED = (PACKED, "weight_scale", "weight_zero_point", "weight_g_idx")
 OF_TRANSPOSED = (TRANSPOSED, "scales", "qzeros", "g_idx")
 # An int32 of AutoAWQ has numbers of 8 rows of the weight: for each row, the place of its 4 bits.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_OF_A_TOOL = ("quant_method", "checkpoint_format", "format", "packing_format", "autoround_version")
 # Of each layout the keys that name a packing, and how much less than the zero each packing stores; the first is what it
 # is where no key says.
 _PACKINGS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
@@ -132,6 +133,10 @@ def packed_of(
     codes = tensor(TRANSPOSED if transposed else PACKED)
     checks.check_dtype(op, name, codes, (torch.int32,))
     layout, bits = _layout_of(op, name, codes, transposed, shape, meaning)
+    if leaves_out(config, name.rpartition(".")[0]):
+        # It says nothing of this layer, but a tool stores the zeros of all layers alike.
+        is_of_tool = layout == "gptq" and method_of(config) in ("gptq", "gptqmodel", "auto-round")
+        config = {key: config[key] for key in _OF_A_TOOL if key in config} if is_of_tool else {}
     scales_name = names.get(scales_parameter := "scales" if transposed else "weight_scale", scales_parameter)
     scales = tensor(scales_parameter)
     checks.check_dtype(op, scales_name, scales, checks.DTYPES)
@@ -182,9 +187,8 @@ def _checked_groups(
     check_format(op, name, [layout], config)
     if layout == "gptq" and not config:
         because = "its checkpoint_format says whether zeros are stored less 1"
-        raise checks.error(
-            ValueError, op, f"{name} is gptq", "a config.json with quantization_config beside it", because
-        )
+        meant = "a config.json beside it whose quantization_config is GPTQ's"
+        raise checks.error(ValueError, op, f"{name} is gptq", meant, because)
     where, section = section_of(config, name.rpartition(".")[0])
 
     def says(key: str) -> str:

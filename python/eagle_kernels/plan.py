@@ -234,7 +234,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     if backend == "cpu":
         return _cpu_codes(problem, isa)
     rejected: list[str] = []
-    of_many_rows = None  # CUDA's plan, where Triton's is better
+    of_many_rows = None  # CUDA's plan, to which Triton's is preferred
     if backend == "cuda":
         rows, most = problem.rows, library.MAX_CUDA_SPLIT_ROWS
         if (unsupported := _cuda_codes_unsupported_reason(problem)) is None:
@@ -243,7 +243,8 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
             if SETTINGS.batch_invariant or rows <= most:
                 return chosen
             unsupported = f"T={rows} > {most}: the split kernels would widen the codes {-(-rows // 64)} times or more"
-            of_many_rows = chosen
+            if rows <= _MOST_ROWS_OF_CODES:
+                of_many_rows = chosen
         rejected.append(f"cuda: {unsupported}")
         if (unsupported := unsupported_reason("triton", problem.device)) is None:
             backend = "triton"
@@ -259,6 +260,11 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     because = "; ".join(rejected) or reason
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {because}")
 
+
+# With more rows, one dequantization is taken to cost less than widening the codes for every 64 rows anew (no GPU has
+# timed it), and the fp32 sums of the split kernels take more memory than the dequantized weight (K=3, H=D=2880, T=4096:
+# 434 MB and 50).
+_MOST_ROWS_OF_CODES = 512
 
 # csrc/cuda/norm_concat_linear.cu: a copy has 16 codes, and the columns of one step of the product share a scale.
 _CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32

@@ -163,6 +163,8 @@ def names_layer(entry: str, path: str, is_whole: bool = False) -> bool:
 
 def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]:
     """(prefix of its keys in messages, section) of what a config says of a layer's integers: bits, groups and zeros."""
+    if leaves_out(config, path):
+        return "", {}
     if (group := _group_of(config, path)) is not None:
         name, weights = group
         return f"config_groups.{name}.weights.", weights
@@ -270,7 +272,8 @@ def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, A
         for name, group in _mapping(config.get("config_groups")).items()
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     }
-    if leaves_out(config, path):
+    # Here `ignore` may also begin with parts that the file's name lacks.
+    if leaves_out(config, path) or any(_matches(name, path) for name in _list(config.get("ignore"))):
         return None
     targets = {name: _list(group.get("targets", ["Linear"])) for name, group in groups.items()}
     own = [name for name in groups if any(_matches(target, path) for target in targets[name])]

@@ -158,9 +158,10 @@ def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     if format == COMPRESSED and weight.device.type != "cpu":
         because = "no kernel reads 12 bits a number elsewhere"
         raise checks.error(RuntimeError, op, f"the weight is on {weight.device}", f"on cpu for {format}", because)
-    if not can_read_codes(weight.device):
+    quantized = quantize(weight.detach(), format)
+    if not can_read_codes(weight.device, quantized.code_bits):
         warn_of_dequantizing(op, format, f"no kernel reads codes on {weight.device.type}")
-    return QuantizedLinear(quantize(weight.detach(), format), linear.bias)
+    return QuantizedLinear(quantized, linear.bias)
 
 
 def load_projections(
@@ -188,7 +189,7 @@ def _fitted(op: str, module: Any, name: str, weight: Tensor | QuantizedWeight, d
     numbers = next(module.parameters(), getattr(current, "packed", None))
     device = (current._buffers["weight"] if numbers is None else numbers).device
     is_compressed = isinstance(weight, QuantizedWeight) and weight.format == COMPRESSED
-    if isinstance(weight, QuantizedWeight) and (not can_read_codes(device) or (is_compressed and device.type != "cpu")):
+    if isinstance(weight, QuantizedWeight) and not can_read_codes(device, weight.code_bits):
         dtype = torch.bfloat16 if numbers is None else numbers.dtype
         because = f"no kernel reads {'12 bits a number' if is_compressed else 'codes'} on {device.type}"
         log_dequantized(op, f"{name}.weight", weight.format, dtype, because)

@@ -17,6 +17,8 @@ from cases import Case, Operands, operands, weight_of_every_code
 from cuda_host.conftest import SHARED_MEMORY
 from cuda_host.test_norm_concat_linear import FLAVOURS, FUSED_CASES, SPLIT_CASES, TYPES
 from eagle_kernels import QuantizedWeight, plan
+from eagle_kernels.ops import norm_concat_linear_quantized as codes_op
+from eagle_kernels.tuned_configs import Gpu
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
@@ -487,6 +489,55 @@ def test_many_rows_that_triton_does_not_take_are_not_dequantized(name: str) -> N
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
         assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
+@pytest.mark.parametrize("T", [200, 513])
+def test_what_triton_refuses_at_the_call_runs_as_explain_says(
+    T: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first plan supposes chunks of one width, which Triton takes. The weight was dequantized, though the second
+    plan was CUDA's."""
+    monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: None)
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
+    monkeypatch.setattr(codes_op, "check", lambda record, primitive: record.check())
+    monkeypatch.setattr(codes_op, "_ran_triton", lambda record, plan: False)
+    ran: list[str] = []
+    monkeypatch.setattr(codes_op.NormConcatLinearQuantized, "reference", lambda record: ran.append("reference"))
+    monkeypatch.setattr(plan, "_PREFERENCE", {"cpu": plan._PREFERENCE["cuda"]})
+    chunks, weight = [torch.empty(T, H).bfloat16() for H in (128, 256, 128)], on_cpu.random_weight("fp8_row", 67, 512)
+    emulation.run_kernels(False)
+    emulation.take_launches()
+    try:
+        with environment_of(EAGLE_KERNELS_BACKEND="auto"):
+            chosen = ek.explain("norm_concat_linear", chunks, weight)
+            ek.norm_concat_linear(chunks, weight)
+    finally:
+        emulation.run_kernels(True)
+    ran += ["cuda"] * any(launch.threads for launch in emulation.take_launches())
+    assert ran == [chosen.backend] == ["cuda" if T <= 512 else "reference"], chosen
+
+
+@pytest.mark.parametrize(
+    ("without", "bits", "reads"),
+    [
+        ((), 8, True),
+        ((), 4, True),
+        ((), 12, False),
+        (("triton",), 8, True),
+        (("triton",), 4, False),
+        (("cuda",), 8, True),
+        (("cuda", "triton"), 8, False),
+    ],
+)
+def test_a_gpu_reads_codes_with_either_backend(
+    without: tuple[str, ...], bits: int, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's kernels read 8 bits without Triton; such codes were dequantized when they were loaded."""
+    monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: "none" if backend in without else None)
+    with environment_of(EAGLE_KERNELS_BACKEND="auto"):
+        assert codes_op.can_read_codes(torch.device("cuda"), bits) is reads
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert not codes_op.can_read_codes(torch.device("cuda"), bits)
 
 
 def test_codes_off_alignment_go_elsewhere() -> None:

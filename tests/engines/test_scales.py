@@ -422,7 +422,7 @@ def test_codes_without_a_dimension_are_an_error(names: tuple[str, str]) -> None:
 def test_gptq_without_a_config_is_an_error() -> None:
     tensors, _, expected = INTEGERS["gptq"]()
     fc = nn.Linear(expected.shape[1], expected.shape[0], bias=False)
-    message = "load_weights: fc.qweight is gptq, expected a config.json with quantization_config beside it"
+    message = "load_weights: fc.qweight is gptq, expected a config.json beside it whose quantization_config is GPTQ's"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         loaded(Drafter(fc=fc), {f"fc.{name}": tensor for name, tensor in tensors.items()})
 

@@ -149,11 +149,14 @@ def _choose(
     return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), *scaling, code_bits, format == "int8_row")
 
 
-def can_read_codes(device: torch.device) -> bool:
-    """Whether this device has a kernel that reads codes, where the sizes suit it."""
+def can_read_codes(device: torch.device, code_bits: int) -> bool:
+    """Whether this device has a kernel that reads such codes, where the sizes suit it."""
     if device.type == "cpu":
         return choose(PRIMITIVE, device, 1).kernel is Kernel.FUSED
-    return device.type == "cuda" and plans.unsupported_reason("triton", device) is None
+    backend, _ = plans.choose_backend(PRIMITIVE, device)
+    if backend == "reference" or code_bits == 12:
+        return False
+    return (backend == "cuda" and code_bits == 8) or plans.unsupported_reason("triton", device) is None
 
 
 def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -> Tensor:
@@ -194,9 +197,14 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
         check(record, PRIMITIVE)
     else:
         record.check()
-    # The second plan is for exactly these operands, and may be of another backend.
-    if not (_ran_triton(record, plan) or _ran_triton(record, plan_of(sources, weight, rows, has_post_norm))):
-        record.reference()
+    if not _ran_triton(record, plan):
+        # This plan is for exactly these operands, and may be of another backend.
+        plan = plan_of(sources, weight, rows, has_post_norm)
+        if plan.backend in COMPILED:
+            kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
+            library.primitives.norm_concat_linear_quantized_out(*_for_primitive(sources, projection, out, kernel))
+        elif not _ran_triton(record, plan):
+            record.reference()
     increment_version((out,))
     return out
 
