@@ -242,9 +242,10 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
             chosen = Plan(problem.op, "cuda", kernel, f"the codes are widened as they are multiplied; {why}")
             if SETTINGS.batch_invariant or rows <= most:
                 return chosen
-            unsupported = f"T={rows} > {most}: the split kernels would widen the codes {-(-rows // 64)} times or more"
+            widened = f"widen the codes {-(-rows // 64)} times or more"
+            unsupported = f"T={rows} > {most}: the split kernels would {widened}"
             if rows <= _MOST_ROWS_OF_CODES:
-                of_many_rows = chosen
+                of_many_rows = replace(chosen, reason=f"T={rows} <= {_MOST_ROWS_OF_CODES}: its kernels {widened}")
         rejected.append(f"cuda: {unsupported}")
         if (unsupported := unsupported_reason("triton", problem.device)) is None:
             backend = "triton"

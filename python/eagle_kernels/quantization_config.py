@@ -272,7 +272,8 @@ def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, A
         for name, group in _mapping(config.get("config_groups")).items()
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     }
-    # Here `ignore` may also begin with parts that the file's name lacks.
+    # Here an entry of `ignore` may be longer than the file's name. `leaves_out` does not take those: engines do not
+    # either, and doctor reports them.
     if leaves_out(config, path) or any(_matches(name, path) for name in _list(config.get("ignore"))):
         return None
     targets = {name: _list(group.get("targets", ["Linear"])) for name, group in groups.items()}

@@ -55,46 +55,51 @@ def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(
             assert emulation.current_device() == 0  # restored
 
 
-def calls_by_plan() -> dict[str, Callable[[], object]]:
-    """A call of each kernel, and of each plan of the projection."""
-    torch.manual_seed(0)
-    rows = [torch.randn(200, 128).bfloat16() for _ in range(2)]
-    gain, ids, shard = torch.rand(128).bfloat16(), torch.arange(5), ek.VocabShard.build(200, tp_rank=0, tp_size=1)
-    weight, post = torch.randn(72, 256).bfloat16(), torch.rand(72).bfloat16()
-    codes = ek.quantize(weight, "fp8_row")
-
-    def linear(T: int, weight: torch.Tensor | ek.QuantizedWeight = weight, **options: object) -> torch.Tensor:
-        return ek.norm_concat_linear([chunk[:T] for chunk in rows], weight, norm_weight=[gain, gain], **options)
-
-    def in_one_plan() -> torch.Tensor:
-        with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT="1"):
-            return linear(40)
-
-    return {
-        "norm_concat": lambda: ek.norm_concat(rows),
-        "vocab_parallel_embedding": lambda: ek.vocab_parallel_embedding(ids, rows[0], shard),
-        "add_rms_norm": lambda: ek.add_rms_norm(rows[0], rows[1], gain)[0],
-        "fused": lambda: linear(3),
-        "wgmma": lambda: linear(40),
-        "split": in_one_plan,
-        "library": lambda: linear(200),
-        "epilogue": lambda: linear(200, post_norm_weight=post),
-        "fused codes": lambda: linear(3, codes),
-        "wgmma codes": lambda: linear(40, codes),
-    }
+def projected(T: int, **options: object) -> torch.Tensor:
+    """A projection whose plan depends on T and the options; `weight` is a format of codes."""
+    weight, gain = torch.randn(72, 256).bfloat16(), torch.rand(2, 128).bfloat16()
+    codes = options.pop("weight", None)
+    chunks = [torch.randn(T, 128).bfloat16() for _ in range(2)]
+    return ek.norm_concat_linear(chunks, ek.quantize(weight, codes) if codes else weight, norm_weight=gain, **options)
 
 
-@pytest.mark.parametrize("plan", calls_by_plan())
+def in_one_plan() -> torch.Tensor:
+    with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        return projected(40)
+
+
+def embedded() -> torch.Tensor:
+    shard = ek.VocabShard.build(200, tp_rank=0, tp_size=1)
+    return ek.vocab_parallel_embedding(torch.arange(5), torch.randn(200, 128).bfloat16(), shard)
+
+
+# A call of each kernel, and of each plan of the projection.
+CALLS: dict[str, Callable[[], torch.Tensor]] = {
+    "norm_concat": lambda: ek.norm_concat([torch.randn(9, 128).bfloat16()] * 2),
+    "vocab_parallel_embedding": embedded,
+    "add_rms_norm": lambda: ek.add_rms_norm(*[torch.randn(9, 128).bfloat16()] * 2, torch.rand(128).bfloat16())[0],
+    "fused": lambda: projected(3),
+    "wgmma": lambda: projected(40),
+    "split": in_one_plan,
+    "library": lambda: projected(200),
+    "epilogue": lambda: projected(200, post_norm_weight=torch.rand(72).bfloat16()),
+    "fused codes": lambda: projected(3, weight="fp8_row"),
+    "wgmma codes": lambda: projected(40, weight="fp8_row"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_every_kernel_goes_to_the_tensors_device_and_stream(
-    plan: str, emulation: ModuleType, gpu: Callable[..., int]
+    name: str, emulation: ModuleType, gpu: Callable[..., int]
 ) -> None:
     """With its workspace; the current device is put back."""
-    call, results = calls_by_plan()[plan], []
+    results = []
     devices = [gpu(**HOPPER), gpu(**HOPPER | {"shared_bytes": 225 << 10})]
     for device, stream in itertools.product((*devices, devices[0]), (0, 7)):
         emulation.set_index(device)
         emulation.set_stream(stream)
-        results.append(call())
+        torch.manual_seed(0)
+        results.append(CALLS[name]())
         launches = emulation.take_launches()
         assert {(launch.device, launch.stream) for launch in launches if launch.threads} == {(device, stream)}
         assert {launch.device for launch in launches} == {device}
