@@ -1,7 +1,7 @@
 """Compiles, loads and allocates ahead of time what a range of row counts will need."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,17 +36,19 @@ def warmup(op: str | nn.Module, *args: object, rows: Iterable[int] | None = None
 
     >>> warmup("norm_concat_linear", aux.packed(128), fc.weight, norm_weight=gains, out=static_out, rows=range(1, 129))
     """
-    function: Any
     if isinstance(op, nn.Module):
-        name, function, signature = type(op).__name__, op, inspect.signature(op.forward)
+        warm_up(type(op).__name__, op, args, kwargs, rows)
     elif isinstance(op, str) and op in ops.__all__:
-        name, function = op, getattr(ops, op)
-        signature = inspect.signature(function)
+        warm_up(op, getattr(ops, op), args, kwargs, rows)
     else:
         raise error(ValueError, "warmup", f"op is {op!r}", f"a module or one of {ops.__all__}")
+
+
+def warm_up(name: str, function: Callable, args: tuple, kwargs: dict, rows: Iterable[int] | None = None) -> None:
+    """`warmup` of any callable whose arguments have an op's names; a module's are those of its `forward`."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise error(RuntimeError, "warmup", "the current stream is being captured", "a call before the capture")
-    call = bind(name, signature, args, kwargs)
+    call = bind(name, inspect.signature(getattr(function, "forward", function)), args, kwargs)
     given = {argument: _tensors(name, argument, value) for argument, value in call.arguments.items()}
     call.arguments.update(given)
     max_rows = _row_count(name, given)

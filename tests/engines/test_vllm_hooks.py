@@ -318,18 +318,30 @@ def test_updated_weights_are_the_ones_used(vllm: types.SimpleNamespace, ops: lis
     assert ops == ["norm_concat_linear"] * 2
 
 
+def warm_ups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor | list[Tensor], dict[str, Tensor]]]:
+    """The chunks and keyword arguments of the warm-ups at load that a GPU has; they run."""
+    from eagle_kernels.engines import projection
+
+    warmed, warm_up = [], projection.warm_up
+
+    def recorded(name: str, function: Callable, args: tuple, kwargs: dict[str, Tensor]) -> None:
+        warmed.append((args[0], kwargs))
+        warm_up(name, function, args, kwargs)
+
+    monkeypatch.setattr(projection, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(projection, "warm_up", recorded)
+    return warmed
+
+
 def test_kernels_are_compiled_at_load_on_a_gpu(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
 ) -> None:
     """For both forms of input, at the engine's largest batch; a GPU that cannot run them keeps the engine's path."""
-    from eagle_kernels.engines import projection
-
-    warmed = []
-    monkeypatch.setattr(projection, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(projection, "warmup", lambda stage, chunks, **out: warmed.append((chunks, out)))
+    warmed = warm_ups(monkeypatch)
     register()
     build(vllm)
     build(vllm, "DeepSeekMTPModel")
+    assert "stays with vLLM" not in log()
     shapes = [[tuple(c.shape) for c in (chunks if isinstance(chunks, list) else [chunks])] for chunks, _ in warmed]
     rows = 4 * T
     assert shapes == [[(rows, K * H)], [(rows, H)] * K, [(rows, 2 * H)], [(rows, H)] * 2]
@@ -339,7 +351,7 @@ def test_kernels_are_compiled_at_load_on_a_gpu(
     def no_kernels(*args: object, **kwargs: object) -> None:
         raise RuntimeError("the GPU has compute capability 7.5")
 
-    monkeypatch.setattr(projection, "warmup", no_kernels)
+    monkeypatch.setattr("eagle_kernels.engines.projection.warm_up", no_kernels)
     drafter, hidden = build(vllm), torch.randn(T, K * H)
     assert torch.equal(drafter.combine_hidden_states(hidden), engines_own(vllm, drafter, hidden))
     because = "norm_concat_linear does not run here: the GPU has compute capability 7.5"
@@ -348,15 +360,11 @@ def test_kernels_are_compiled_at_load_on_a_gpu(
 
 def test_a_probe_takes_64_mb_at_most(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """With max_num_batched_tokens of 262,144 it would take 50 MB in fp32 at K*H = 48, and 13 GB at K*H = 12,288."""
-    from eagle_kernels.engines import projection
-
-    warmed: list[int] = []
-    monkeypatch.setattr(projection, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(projection, "warmup", lambda stage, chunks, **out: warmed.append(len(chunks)))
-    monkeypatch.setattr(projection, "PROBED_BYTES", 7 * K * H * 4 + 3)
+    warmed = warm_ups(monkeypatch)
+    monkeypatch.setattr("eagle_kernels.engines.projection.PROBED_BYTES", 7 * K * H * 4 + 3)
     register()
     build(vllm)
-    assert warmed[0] == 7
+    assert len(warmed[0][0]) == 7
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -21,7 +21,7 @@ from ..ops.norm_concat_linear import project
 from ..ops.projection import Projection
 from ..ops.sources import Sources
 from ..quantized_weight import QuantizedWeight
-from ..warmup import warmup
+from ..warmup import warm_up
 from .decision import Call, normal_rows
 from .held_codes import HeldCodes
 
@@ -160,10 +160,10 @@ _MAX_DIFFERENCE = 0.05
 
 
 def probe(projection: EngineProjection, width: int, like: Tensor, rows: int, engine: Call | None = None) -> None:
-    """Run the projection of [N, width] once as the engine will call it; raise ProbeError where that fails.
+    """Run the projection of [N, width] as the engine will call it; raise ProbeError where that fails.
 
-    On a GPU this compiles every kernel that any N up to `rows` runs: a first request would be too late, and in the
-    capture of a CUDA graph an uncompiled kernel raises.
+    Every N is run, up to `rows` on a GPU: this compiles all kernels. A first request would be too late, and in the
+    capture of a CUDA graph an uncompiled kernel raises. On CPU, where nothing is compiled, N goes up to 4.
 
     Args:
         like: a tensor with the dtype and device of the engine's hidden states.
@@ -198,14 +198,9 @@ def run_probe(projection: EngineProjection, packed: Tensor, engine: Call | None)
     num_chunks = projection.num_chunks or 1
     # The same memory as K contiguous chunks, as captured layers are.
     chunks = list(packed.view(num_chunks, packed.shape[0], -1))
-    if _on_gpu(packed.device):
-        # Like a module it has `forward`, all that warmup needs.
-        module: Any = projection
-        warmup(module, packed)
-        warmup(module, chunks, out=torch.empty_like(projection.forward(chunks)))
     got = projection.forward(packed)
-    if projection.fc_unsupported is None:
-        projection.forward(chunks, out=torch.empty_like(got))
+    warm_up(projection.op, projection.forward, (packed,), {})
+    warm_up(projection.op, projection.forward, (chunks,), {"out": torch.empty_like(got)})
     if engine is None:
         return
     expected = engine(packed)

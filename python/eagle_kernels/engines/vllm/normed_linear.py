@@ -11,7 +11,7 @@ vLLM's own.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...checks import DTYPES
 from ...environment import EngineSwitches
 from ...plan import cpu_isa
-from ...warmup import warmup
+from ...warmup import warm_up
 from .. import decision
 from ..decision import Call, Decision
 from ..eligibility import linear_unsupported_reason, log_once
@@ -320,11 +320,11 @@ def _probe_gathered(projection: EngineProjection, gathered: int, rows: int) -> N
     """Run the projection once with one chunk's rows gathered, for each dtype of token ids; `probe` runs it without."""
     like, width = projection.like, parameter_of(projection.fc).shape[1]
     rows = max(1, min(rows, PROBED_BYTES // (width * like.element_size()), rows if like.is_cuda else 4))
-    chunks, module = list(decision.normal_rows(rows, width, like).view(2, rows, -1)), cast(Any, projection)
+    chunks = list(decision.normal_rows(rows, width, like).view(2, rows, -1))
     for dtype in (torch.int32, torch.int64):
         indices: list[Tensor | None] = [None, None]
         indices[gathered] = torch.arange(rows, dtype=dtype, device=like.device)
-        warmup(module, chunks, indices=indices)
+        warm_up(projection.op, projection.forward, (chunks,), {"indices": indices})
 
 
 def fuse(stages: Sequence[Stage]) -> bool:
