@@ -1,7 +1,7 @@
 """A vLLM plugin for tests: every call of an op of eagle_kernels appends a line to $EAGLE_KERNELS_CALLS/<pid>.
 
 It counts calls of the compiled primitives, below torch.compile and in every process: a call that Dynamo traces runs the
-registered op, any other goes straight to the primitive, and both end in the primitive.
+registered op, any other goes straight to the primitive, and both end in the primitive. Probes at load are not counted.
 """
 
 import os
@@ -11,6 +11,7 @@ from typing import TextIO
 OPS = {"norm_concat_linear", "norm_concat_linear_quantized", "norm_concat"}
 OPS |= {"vocab_parallel_embedding", "store_context_kv"}
 _log: TextIO | None = None
+_probing = False
 
 
 class _Counted:
@@ -23,7 +24,7 @@ class _Counted:
         primitive, op = getattr(self._primitives, name), name.removesuffix("_out")
 
         def call(*args: object) -> object:
-            if op in OPS:
+            if op in OPS and not _probing:
                 _log.write(f"{op}\n")
             return primitive(*args)
 
@@ -36,6 +37,18 @@ def register() -> None:
     if folder is None or _log is not None:
         return
     from eagle_kernels import library
+    from eagle_kernels.engines import projection
 
+    probe = projection.run_probe
+
+    def uncounted(*args: object) -> None:
+        global _probing
+        _probing = True
+        try:
+            probe(*args)
+        finally:
+            _probing = False
+
+    projection.run_probe = uncounted
     _log = (Path(folder) / str(os.getpid())).open("a", buffering=1)
     library.primitives = _Counted(library.primitives)
