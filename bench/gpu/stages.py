@@ -34,6 +34,7 @@ _TEST_FILES = {
         "test_store_context_kv.py",
         "test_vocab_parallel_embedding.py",
         "test_add_rms_norm.py",
+        "test_plugins.py",
     ),
 }
 _MOST_WORKERS = 14  # of the tests; a CUDA context takes 0.5 GB

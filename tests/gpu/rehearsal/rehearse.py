@@ -41,6 +41,9 @@ def main(arguments: list[str]) -> int:
         "PYTHONPATH": str(HERE / "site"),
         "PATH": os.pathsep.join([str(HERE / "bin"), os.environ["PATH"]]),
         "PYTHON": sys.executable,
+        # A failed assertion would print its tensors: of what no kernel has written, torch's printing took minutes and
+        # all memory, and the session was cut before its last test.
+        "PYTEST_ADDOPTS": "--assert=plain",
     }
     out = FOLDER / "out"
     command = ["bash", "bench/gpu_session.sh", "--out", str(out), "--library", str(_relink()), *arguments]
