@@ -276,7 +276,7 @@ def _read_curve() -> dict:
     text = counters.read_text(encoding="utf-8", errors="replace") if counters.exists() else ""
     names = (*_VARIANTS, *_OF_ALTERNATIVES)
     variants = {variant: read_json(WORK / f"decode-curve-{variant}.json") for variant in names}
-    return {"run": read_json(WORK / "decode-curve.json"), "variants": variants, "ncu": text[-400_000:]}
+    return {"run": read_json(WORK / "decode-curve.json"), "variants": variants, "ncu": text[:400_000]}
 
 
 def _restore_curve(result: dict) -> None:

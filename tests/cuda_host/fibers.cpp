@@ -472,6 +472,7 @@ const char* exchange(const void* mine, size_t bytes, bool orders) {
 char* shared_memory() { return block_of(running).shared.get(); }
 
 void sync_block() {
+  if (!barriers_order && !kRacecheck) return;
   Order& barrier = block_of(running).barrier;
   if (!current().fenced) block_of(running).unfenced = running % threads_of_block;
   if (barriers_order) barrier.release();

@@ -70,7 +70,7 @@ def test_the_sanitizers_see_an_access_beyond_a_tensor() -> None:
 
 _RING = (
     "import torch; from cuda_host.build import load\n"
-    "load('thread').set_device(1 << 17, descending_warps=False, late_copies={late}, multiprocessors=1)\n"
+    "load('{sanitizer}').set_device(1 << 17, descending_warps=False, multiprocessors=1, {order})\n"
     "ops = torch.ops.eagle_kernels_emulated\n"
     "x, weight, out = torch.ones(40, 520).bfloat16(), torch.ones(40, 520).bfloat16(), torch.zeros(40, 40).bfloat16()\n"
     "sources = ([x], 1, 0, [], [0.0], 0.0, None, None, None)\n"
@@ -93,7 +93,8 @@ def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, for
     is a race; a copy that nobody has waited for has not landed."""
     variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
     name, switches = _SWITCHES[kernel]
-    code = _RING.format(kernel=name, switches=switches, late=forgotten == "waits")
+    order = f"late_copies={forgotten == 'waits'}"
+    code = _RING.format(kernel=name, switches=switches, sanitizer="thread", order=order)
     run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), **variables)
     said_of_waits = {
         "fused": "shared memory of a block that has ended",
@@ -109,8 +110,25 @@ def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, for
         assert run.stdout == said, run.stderr[-6000:]
 
 
+@pytest.mark.usefixtures("emulation")
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("kernel", _SWITCHES)
+def test_a_random_order_of_warps_shows_forgotten_barriers(kernel: str, seed: int, forgotten: bool) -> None:
+    """Without a sanitizer: the sum is wrong, or the emulation ends the kernel."""
+    if "EAGLE_KERNELS_TEST_SANITIZED" in os.environ:
+        pytest.skip("this is the process under a sanitizer")
+    name, switches = _SWITCHES[kernel]
+    code = _RING.format(kernel=name, switches=switches, sanitizer="", order=f"random={seed}")
+    variables = {"EAGLE_KERNELS_TEST_NO_BARRIERS": "1"} if forgotten else {}
+    environment = os.environ | {"PYTHONPATH": os.fspath(HERE.parent)} | variables
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (run.stdout == "fine\n") != forgotten, run.stdout + run.stderr[-4000:]
+    assert not forgotten or run.stdout == "wrong\n" or "of block (" in run.stderr, run.stderr[-4000:]
+
+
 def test_what_wgmma_reads_without_a_fence_is_seen() -> None:
-    code = _RING.format(kernel="wgmma", switches="", late=False)
+    code = _RING.format(kernel="wgmma", switches="", sanitizer="thread", order="")
     run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), EAGLE_KERNELS_TEST_NO_FENCES="1")
     assert "has not fenced" in run.stderr, run.stderr[-4000:]
 
