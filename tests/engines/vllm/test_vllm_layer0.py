@@ -139,5 +139,6 @@ def test_it_is_timed_when_it_is_loaded(engine: Engine) -> None:
 def test_it_stays_with_vllm_on_a_backend_that_does_not_run_here(engine: Engine) -> None:
     run = engine.run(request_of(engine), **ON, EAGLE_KERNELS_BACKEND="triton")
     assert (run.tokens, run.accepted_length, run.calls) == (EXPECTED, BEST, [])
-    because = "its weight is packed for the engine's own"
-    assert [line for line in run.lines if line.startswith(f"{LAYER} stays with vLLM: {because}")]
+    # vLLM packs the weight where the CPU has AVX-512; it is looked at before the backend.
+    reasons = "its weight is packed for the engine's own", "norm_concat_linear: EAGLE_KERNELS_BACKEND is 'triton', "
+    assert [line for line in run.lines if line.startswith(tuple(f"{LAYER} stays with vLLM: {it}" for it in reasons))]

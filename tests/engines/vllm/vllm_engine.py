@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -65,18 +66,21 @@ class Engine:
         path = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
         (self.folder / "request.json").write_text(json.dumps(_DEFAULTS | request))
         environment = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(self.folder / "cache"), "PYTHONPATH": path}
-        done = subprocess.run(
-            [sys.executable, HERE / "vllm_run.py", self.folder / "request.json"],
-            env=environment | {"EAGLE_KERNELS_CALLS": str(calls)} | env,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        log = done.stdout + done.stderr
-        found = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
-        assert may_fail or (done.returncode == 0 and found), log[-6000:]
+        command = [sys.executable, HERE / "vllm_run.py", self.folder / "request.json"]
+        environment |= {"EAGLE_KERNELS_CALLS": str(calls)} | env
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as engine:
+            try:
+                output, errors = engine.communicate(timeout=900)
+            except subprocess.TimeoutExpired:
+                # Its workers too: on a busy machine they went on, and their calls counted as those of the next run.
+                os.killpg(engine.pid, signal.SIGKILL)
+                raise
+        log = output + errors
+        found = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
+        assert may_fail or (engine.returncode == 0 and found), log[-6000:]
         counted = [Counter(file.read_text().split()) for file in calls.iterdir()]
-        return Run(json.loads(found[1]) if found else [], [count for count in counted if count], log, done.returncode)
+        return Run(json.loads(found[1]) if found else [], [count for count in counted if count], log, engine.returncode)
 
     def _install(self, plugins: dict[str, str]) -> str:
         """A folder for PYTHONPATH with each module and a distribution that names its register() as a vLLM plugin."""
