@@ -116,8 +116,6 @@ def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, for
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_random_order_of_warps_shows_forgotten_barriers(kernel: str, seed: int, forgotten: bool) -> None:
     """Without a sanitizer: the sum is wrong, or the emulation ends the kernel."""
-    if "EAGLE_KERNELS_TEST_SANITIZED" in os.environ:
-        pytest.skip("this is the process under a sanitizer")
     name, switches = _SWITCHES[kernel]
     code = _RING.format(kernel=name, switches=switches, sanitizer="", order=f"random={seed}")
     variables = {"EAGLE_KERNELS_TEST_NO_BARRIERS": "1"} if forgotten else {}

@@ -170,13 +170,18 @@ def probe(projection: EngineProjection, width: int, like: Tensor, rows: int, eng
         engine: the engine's own stage, whose result has to agree with ours.
     """
     check_backend(projection.op, like.device, projection.num_chunks or 1)
-    rows = max(1, min(rows, PROBED_BYTES // (width * like.element_size())))
     try:
-        run_probe(projection, normal_rows(rows if _on_gpu(like.device) else min(rows, 4), width, like), engine)
+        run_probe(projection, rows_to_probe(rows, width, like), engine)
     except ProbeError:
         raise
     except Exception as failure:  # of a kernel, a compiler, or the engine's own module
         raise ProbeError(f"{projection.op} does not run here: {failure}") from failure
+
+
+def rows_to_probe(rows: int, width: int, like: Tensor) -> Tensor:
+    """[N, width] of normal values; N is the engine's `rows` on a GPU and up to 4 on CPU, of PROBED_BYTES at most."""
+    most = min(PROBED_BYTES // (width * like.element_size()), rows if _on_gpu(like.device) else 4)
+    return normal_rows(max(1, min(rows, most)), width, like)
 
 
 def check_backend(op: str, device: torch.device, num_chunks: int = 1) -> None:

@@ -24,7 +24,7 @@ from .. import decision
 from ..decision import Call, Decision
 from ..eligibility import linear_unsupported_reason, log_once
 from ..held_codes import HeldCodes
-from ..projection import PROBED_BYTES, EngineProjection, ProbeError, check_backend, parameter_of, probe
+from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe, rows_to_probe
 from . import LOGGER, cpu_packing, replicas
 from .combine import read_codes, rms_norm_unsupported_reason
 from .registry import Config, leaving_to_vllm
@@ -317,13 +317,12 @@ class Stage:
 
 @torch.inference_mode()
 def _probe_gathered(projection: EngineProjection, gathered: int, rows: int) -> None:
-    """Run the projection once with one chunk's rows gathered, for each dtype of token ids; `probe` runs it without."""
-    like, width = projection.like, parameter_of(projection.fc).shape[1]
-    rows = max(1, min(rows, PROBED_BYTES // (width * like.element_size()), rows if like.is_cuda else 4))
-    chunks = list(decision.normal_rows(rows, width, like).view(2, rows, -1))
+    """Run the projection with one chunk's rows gathered, for each dtype of token ids; `probe` runs it without."""
+    packed = rows_to_probe(rows, parameter_of(projection.fc).shape[1], projection.like)
+    chunks = list(packed.view(2, len(packed), -1))
     for dtype in (torch.int32, torch.int64):
         indices: list[Tensor | None] = [None, None]
-        indices[gathered] = torch.arange(rows, dtype=dtype, device=like.device)
+        indices[gathered] = torch.arange(len(packed), dtype=dtype, device=packed.device)
         warm_up(projection.op, projection.forward, (chunks,), {"indices": indices})
 
 
