@@ -1000,7 +1000,7 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         ([*BENCH, "--plot", "run.svg"], "'run.svg' is not a name that ends in .png", []),
         ([*BENCH, "--plot", "/proc/none/x.png"], "argument --plot: ", []),
         ([*BENCH, "--json", "/dev/full"], "argument --json: /dev/full is no regular file", []),
-        ([*BENCH, "--json", "/tmp/x", "--csv", "/tmp/x"], "argument --csv: /tmp/x is the file of --json too", []),
+        ([*BENCH, "--json", "one.x", "--csv", "one.x"], "argument --csv: one.x is the file of --json too", []),
         (["roofline", "--device", "cpu", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
         (["host", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
         (["plot", "a.json", "--out", "/proc/none/x.png"], "argument --out: /proc/none/x.png: ", []),
