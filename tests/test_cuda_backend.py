@@ -126,6 +126,8 @@ def test_which_kernel_takes_how_many_rows() -> None:
             assert str(planned(T)) == f"norm_concat_linear: cuda/fused wgmma, because T={T}: {one_pass}"
         faster = "the library's product is faster there"
         assert str(planned(49)) == f"norm_concat_linear: cuda/norm_concat + linear, because T=49 > 48: {faster}"
+        of_small = [planned(T, H=H).kernel for H, T in ((344, 64), (336, 64), (336, 65))]
+        assert of_small == [plan.Kernel.TWO_STEP, plan.Kernel.WGMMA, plan.Kernel.TWO_STEP]
         assert planned(4, torch.float32).backend == "triton"
         assert "tensor cores multiply 16-bit types" in planned(4, torch.float32).reason
         assert planned(4, H=2888).kernel is plan.Kernel.FUSED
@@ -221,7 +223,19 @@ def planned_codes(T: int = 4, H: int = 4096, block_columns: int | None = None, *
         ({"block_columns": 16}, "16 columns share a scale, and the kernels shift by a power of two from 32 up"),
         ({"block_columns": 4096, "has_int8": True}, "no cuda kernel reads int8 whose scales are of blocks"),
         ({"has_int8": True}, None),
-        ({"code_bits": 4, "block_columns": 32}, "no cuda kernel reads codes of 4 bits"),
+        ({"code_bits": 12}, "no cuda kernel reads codes of 12 bits"),
+        (
+            {"code_bits": 4, "block_columns": 32, "H": 4128},
+            "H=4128 is no multiple of 128, the columns of four scales, which are copied together",
+        ),
+        (
+            {"code_bits": 4, "block_columns": 16, "dtype": torch.float16},
+            "codes times their scales may leave the range of torch.float16",
+        ),
+        (
+            {"code_bits": 4, "block_columns": 16, "scales_aligned": False},
+            "four scales are copied together, and their address or row stride is no multiple of 4 bytes",
+        ),
         ({"dtype": torch.float32}, "tensor cores multiply 16-bit types"),
         ({"bytes_aligned": False}, "an address or a row stride is no multiple of 16 bytes"),
     ],
@@ -262,12 +276,38 @@ def test_codes_in_blocks_of_64_rows_and_columns_or_more_are_one_launch() -> None
             assert planned_codes(**changed).kernel is kernel, changed
 
 
-def test_codes_of_more_than_32_rows_go_to_warpgroups() -> None:
+def test_scales_that_multiply_codes() -> None:
+    """Those of 4 bits on every path; MXFP8's in the fused kernel, where its four scales are copied together."""
+    fused, split = plan.Kernel.FUSED, plan.Kernel.SPLIT
+    mxfp8 = {"block_rows": 1, "block_columns": 32, "has_e8m0": True}
+    with environment_of():
+        for changed, kernel in (
+            ({"code_bits": 4, "block_columns": 16, "H": 4160}, fused),
+            ({"code_bits": 4, "block_columns": 32}, fused),
+            ({"code_bits": 4, "block_columns": 32, "has_residuals": True}, fused),
+            ({"code_bits": 4, "block_columns": 32, "has_post_norm": True}, split),
+            ({"code_bits": 4, "block_columns": 32, "T": 17}, split),
+            ({"code_bits": 4, "block_columns": 32, "T": 128}, split),
+            (mxfp8, fused),
+            (mxfp8 | {"T": 17}, split),
+            (mxfp8 | {"has_e8m0": False}, split),
+            (mxfp8 | {"block_rows": 32}, split),
+            (mxfp8 | {"has_residuals": True}, split),
+            (mxfp8 | {"scales_aligned": False}, split),
+            (mxfp8 | {"dtype": torch.float16}, split),
+            (mxfp8 | {"H": 4160}, split),
+        ):
+            chosen = planned_codes(**changed)
+            assert (chosen.backend, chosen.kernel) == ("cuda", kernel), changed
+
+
+def test_codes_of_more_rows_go_to_warpgroups() -> None:
     """bf16 rows, and codes with one scale per row or in blocks that end where a stage of 128 columns ends."""
     split, wgmma = plan.Kernel.SPLIT, plan.Kernel.WGMMA
     with environment_of():
         for changed, kernel in (
-            ({"T": 32}, split),
+            ({"T": 17}, wgmma),
+            ({"T": 32, "block_columns": 128}, split),
             ({"T": 33}, wgmma),
             ({"T": 33, "H": 4112}, wgmma),
             ({"T": 33, "dtype": torch.float16}, split),

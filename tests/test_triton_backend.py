@@ -71,6 +71,7 @@ def test_the_split_kernels_take_one_width_that_16_byte_copies_divide(monkeypatch
         assert [plan.triton_projection(problem).tiles.num_warps for problem in unaligned] == [8, 8]
 
 
+OF_FP16 = "codes times their scales may leave the range of torch.float16"
 CODES = plan.Problem("norm_concat_linear_quantized", torch.device("cuda"), 2, 4, torch.bfloat16, 4096, (4096,))
 
 
@@ -92,8 +93,8 @@ def test_codes_go_to_the_split_kernels_where_blocks_divide_a_chunk(
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
     monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: None)
     problem = CODES._replace(**({"block_columns": 2 * 4096} | changed))
-    for backend, rejected in (("triton", ""), ("cuda", "cuda: no cuda kernel reads codes of 4 bits; ")):
-        chosen = plan.quantized_projection(problem._replace(code_bits=4), backend, "", "")
+    for backend, rejected in (("triton", ""), ("cuda", f"cuda: {OF_FP16}; ")):
+        chosen = plan.quantized_projection(problem._replace(code_bits=4, dtype=torch.float16), backend, "", "")
         if reason is None:
             assert (chosen.backend, chosen.kernel) == ("triton", plan.Kernel.SPLIT)
             assert chosen.reason.startswith(f"{rejected}the codes are widened as they are multiplied")
@@ -126,6 +127,7 @@ def test_codes_take_tiles_where_a_table_prefers_a_library(monkeypatch: pytest.Mo
 
 def test_codes_without_triton_are_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    chosen = plan.quantized_projection(CODES._replace(block_columns=128, code_bits=4), "cuda", "", "")
+    problem = CODES._replace(block_columns=32, code_bits=4, dtype=torch.float16)
+    chosen = plan.quantized_projection(problem, "cuda", "", "")
     assert (chosen.backend, chosen.kernel) == ("reference", plan.Kernel.TORCH)
-    assert chosen.reason.endswith("cuda: no cuda kernel reads codes of 4 bits; triton: triton is not installed")
+    assert chosen.reason.endswith(f"cuda: {OF_FP16}; triton: triton is not installed")

@@ -13,6 +13,7 @@ namespace eagle_kernels::cuda {
 
 struct Float8E4M3 {};
 struct Int8 {};
+struct Float4E2M1 {};
 
 // The codes of 8 columns, a byte each.
 struct alignas(8) Codes {
@@ -42,6 +43,50 @@ template <class Code, class T>
 __device__ __forceinline__ Words widen(const Codes& codes, Code, T) {
   return {widen_pair(codes.first, 0, Code{}, T{}), widen_pair(codes.first, 1, Code{}, T{}),
           widen_pair(codes.second, 0, Code{}, T{}), widen_pair(codes.second, 1, Code{}, T{})};
+}
+
+// The codes of 8 columns in four bits each. Word i of the result has columns i and i + 4, which takes one shift and one
+// mask for both; `paired` brings x into this order. With sign, exponent and mantissa in the places of bf16's, a code is
+// too small by 2^126, a subnormal one too.
+__device__ __forceinline__ Words widen_small(uint32_t codes, Float4E2M1) {
+  const uint32_t sign = 0x80008000u, magnitude = 0x01c001c0u;
+  return {(codes << 12 & sign) | (codes << 6 & magnitude), (codes << 8 & sign) | (codes << 2 & magnitude),
+          (codes << 4 & sign) | (codes >> 2 & magnitude), (codes & sign) | (codes >> 6 & magnitude)};
+}
+__device__ __forceinline__ Words paired(const Words& w) {
+  return {permute_bytes(w.x, w.z, 0x5410u), permute_bytes(w.x, w.z, 0x7632u), permute_bytes(w.y, w.w, 0x5410u),
+          permute_bytes(w.y, w.w, 0x7632u)};
+}
+
+__device__ __forceinline__ Words multiply_each(const Words& w, uint32_t pair) {
+  return {multiply(w.x, pair, BFloat16{}), multiply(w.y, pair, BFloat16{}), multiply(w.z, pair, BFloat16{}),
+          multiply(w.w, pair, BFloat16{})};
+}
+
+// Byte `i` of four scales as a pair of bf16: of e4m3 times 2^116, with 480 for a NaN, and of e8m0 itself.
+__device__ __forceinline__ uint32_t pair_of_e4m3(uint32_t scales, uint32_t i) {
+  const uint32_t halves = permute_bytes(scales, 0, 0x8080u + i * 0x1111u);
+  const uint32_t scale = multiply(halves << 4 & 0x87f087f0u, 0x7b807b80u, BFloat16{});
+  return multiply(scale, 0x79807980u, BFloat16{});
+}
+__device__ __forceinline__ uint32_t pair_of_e8m0(uint32_t scales, uint32_t i) {
+  const uint32_t codes = permute_bytes(scales, 0, 0x4040u + i * 0x0101u);
+  const bool is_first_or_last = ((codes + 0x00010001u) & 0x00fe00feu) == 0;  // 2^-127 is subnormal, 255 is NaN
+  return codes << 7 | (is_first_or_last ? 0x00400040u : 0u);
+}
+
+// The codes of 8 columns times their scale, byte `i` of `scales`, for Form::kNvfp4 to kMxfp8; all products are exact.
+// Those of nvfp4 are too small by 2^10: with 2^126 its scales would leave bf16's range.
+constexpr float kNvfp4Unscale = 1024.0f;
+__device__ __forceinline__ Words widen_scaled_nvfp4(uint32_t codes, uint32_t scales, uint32_t i) {
+  return multiply_each(widen_small(codes, Float4E2M1{}), pair_of_e4m3(scales, i));
+}
+__device__ __forceinline__ Words widen_scaled_mxfp4(uint32_t codes, uint32_t scales, uint32_t i) {
+  const Words values = multiply_each(widen_small(codes, Float4E2M1{}), 0x7e807e80u);
+  return multiply_each(values, pair_of_e8m0(scales, i));
+}
+__device__ __forceinline__ Words widen_scaled_mxfp8(const Codes& codes, uint32_t scales, uint32_t i) {
+  return multiply_each(widen(codes, Float8E4M3{}, BFloat16{}), pair_of_e8m0(scales, i));
 }
 
 // Bits by which has_nan finds a NaN among the codes; those of several words may be or'ed. Adding 1 flips a code's

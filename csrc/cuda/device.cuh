@@ -158,6 +158,11 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool insi
 // have the uniform part of the address and the policy, an illegal instruction on an H100.
 __device__ __forceinline__ void copy_early(uint32_t to, const void* from, bool inside) { copy_async(to, from, inside); }
 __device__ __forceinline__ void copy_early(void* to, const void* from, bool inside) { copy_async(to, from, inside); }
+// Four bytes, through L1: cp.async has no way past it for fewer than 16.
+__device__ __forceinline__ void copy_word_early(void* to, const void* from, bool inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 4 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLatest>
 __device__ __forceinline__ void wait_for_copies() {

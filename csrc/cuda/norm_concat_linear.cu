@@ -46,6 +46,9 @@
 // steps share one scale, which multiplies their sums after the second (0.192 instructions; 0.4 with a scale for each
 // row of the weight).
 //
+// Codes whose scales are of 16 or 32 columns of one row (NVFP4, MXFP4, and MXFP8 in the fused kernel) are multiplied by
+// them as they are widened, which in bf16 is exact. These scales pass through the ring with the weight.
+//
 // Sums run by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends only
 // on the chunks' widths, D, the blocks of scales and the GPU's number of SMs, so a row's bits depend neither on the
 // other rows nor on how many there are.
@@ -109,6 +112,7 @@ struct Received {
 template <Form kForm, int kRows, bool kResidual, End kEnd>
 struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kEnd != End::kSplit;
+  static constexpr bool kFourBits = has_four_bits(kForm), kScaledCodes = has_scaled_codes(kForm);
   static constexpr int kColumns = kFused ? kFusedColumns : kSplitColumns;
   static constexpr int kRowWarps = kRows == 128 ? 2 : 1;
   static constexpr int kStepWarps = kFused ? 4 : 1;  // share the steps of a stage
@@ -118,13 +122,19 @@ struct Tile {
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
   static constexpr int kBlocks = kRows == 128 ? 1 : kSharedBlocks;
   static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
-  // With residuals three stages of 256 columns of codes would take 101 KB.
-  static constexpr int kStageColumns = kSourceRows > 32 ? 64 : kFused && kResidual ? 128 : kUnitColumns;
-  static constexpr int kRowBytes = 2 * kStageColumns, kWeightRowBytes = kIsCodes ? kStageColumns : kRowBytes;
+  // With residuals three stages of 256 columns of codes would take 101 KB. Four scales of 32 columns are copied
+  // together, so a stage has 128 or more.
+  static constexpr int kNarrow = kScaledCodes ? 128 : 64;
+  static constexpr int kStageColumns = kSourceRows > 32 ? kNarrow : kFused && kResidual ? 128 : kUnitColumns;
+  static constexpr int kRowBytes = 2 * kStageColumns;
+  static constexpr int kWeightRowBytes = kFourBits ? kStageColumns / 2 : kIsCodes ? kStageColumns : kRowBytes;
   static constexpr int kParts = kRowBytes / 16, kWeightParts = kWeightRowBytes / 16;  // of a row in a stage
   static constexpr int kWeightBytes = kColumns * kWeightRowBytes;
   static constexpr int kGainBytes = 4 * kStageColumns;
-  static constexpr int kStageBytes = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
+  static constexpr int kScaledColumns = kForm == Form::kNvfp4 ? 16 : 32;  // of one scale
+  static constexpr int kRowScales = kScaledCodes ? kStageColumns / kScaledColumns : 0;
+  static constexpr int kScalesAt = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
+  static constexpr int kStageBytes = kScalesAt + kColumns * kRowScales;
   static constexpr int kPointerBytes = kSourceRows * sizeof(void*);
   // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 128 rows are for sm_90 and sm_100 only.
   static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : 99 << 10;
@@ -148,6 +158,13 @@ __device__ __forceinline__ int place(int row, int part) {
 template <int kRowBytes>
 __device__ __forceinline__ int place_codes(int row, int part) {
   return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 2 * 2 : row % 4 * 2)) * 16;
+}
+
+// The same for codes of four bits: a lane reads 4 bytes, and all lanes eight rows.
+template <int kRowBytes>
+__device__ __forceinline__ int place_four_bits(int row, int part) {
+  static_assert(kRowBytes == 64 || kRowBytes == 128);
+  return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 4 : row % 8)) * 16;
 }
 
 // The packs of four outputs that this block finishes, over all its shares.
@@ -226,6 +243,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
   using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
   constexpr int kStageColumns = K::kStageColumns, kRowBytes = K::kRowBytes, kParts = K::kParts;
+  constexpr int kPerWeight = K::kFourBits ? 2 : 1;  // columns of a Weight
   const NormConcatLinear& op = arguments.op;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
@@ -252,14 +270,18 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   constexpr int kCopyRows = kCopyThreads / kParts;
   constexpr int kWeightCopyRows = kCopyThreads / K::kWeightParts;
   const int weight_row = threadIdx.x % kCopyThreads / K::kWeightParts, weight_part = threadIdx.x % K::kWeightParts;
-  const int weight_column = weight_part * (16 / static_cast<int>(sizeof(Weight)));
+  const int weight_column = weight_part * (16 / static_cast<int>(sizeof(Weight))) * kPerWeight;
   const Weight* weight = static_cast<const Weight*>(op.weight) + (first_output + weight_row) * op.weight_row_stride +
-                         chunk.column + weight_column;
+                         (chunk.column + weight_column) / kPerWeight;
   const int outputs = static_cast<int>(op.num_columns - first_output);
-  // A thread's rows are a multiple of four apart, so that all are swizzled alike: 12 instructions per stage fewer.
-  static_assert(kWeightCopyRows % 4 == 0);
-  const int weight_place = K::kIsCodes ? place_codes<K::kWeightRowBytes>(weight_row, weight_part)
-                                       : place<kRowBytes>(weight_row, weight_part);
+  // A thread's rows are a multiple of four (in four bits: eight) apart, so that all are swizzled alike: 12 instructions
+  // per stage fewer.
+  static_assert(kWeightCopyRows % (K::kFourBits ? 8 : 4) == 0);
+  const int weight_place = [&] {
+    if constexpr (K::kFourBits) return place_four_bits<K::kWeightRowBytes>(weight_row, weight_part);
+    return K::kIsCodes ? place_codes<K::kWeightRowBytes>(weight_row, weight_part)
+                       : place<kRowBytes>(weight_row, weight_part);
+  }();
   [[maybe_unused]] Received& received = *reinterpret_cast<Received*>(ring + K::kReceivedAt);
   [[maybe_unused]] const int packs =
       static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows) * kPacksOfRow;
@@ -278,8 +300,22 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
         const int row = i * kWeightCopyRows;
-        copy_early(stage + weight_place + row * K::kWeightRowBytes, weight + row * op.weight_row_stride + column,
-                   inside && row < outputs - weight_row);
+        copy_early(stage + weight_place + row * K::kWeightRowBytes,
+                   weight + row * op.weight_row_stride + column / kPerWeight, inside && row < outputs - weight_row);
+      }
+      if constexpr (K::kScaledCodes) {
+        constexpr int kWords = K::kRowScales / 4, kRowsAtOnce = kCopyThreads / kWords;  // four scales are a word
+        const int row = static_cast<int>(threadIdx.x) / kWords, word = static_cast<int>(threadIdx.x) % kWords;
+        const int first = column + word * 4 * K::kScaledColumns;
+        const char* scales = static_cast<const char*>(op.scales.data) + (first_output + row) * op.scales.row_stride +
+                             (static_cast<int>(chunk.column) + first) / K::kScaledColumns;
+#pragma unroll
+        for (int i = 0; i < (kColumns + kRowsAtOnce - 1) / kRowsAtOnce; ++i) {
+          const int ahead = i * kRowsAtOnce;
+          if (kRowsAtOnce > kColumns && row >= kColumns) break;
+          copy_word_early(stage + K::kScalesAt + (row + ahead) * K::kRowScales + word * 4,
+                          scales + ahead * op.scales.row_stride, first < width && row + ahead < outputs);
+        }
       }
     } else if (block < end) {
       char* stage = ring + slot * K::kStageBytes + K::kWeightBytes;
@@ -321,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
         const int row = i * kWeightCopyRows;
-        if (row < outputs - weight_row) prefetch(weight + row * op.weight_row_stride + column);
+        if (row < outputs - weight_row) prefetch(weight + row * op.weight_row_stride + column / kPerWeight);
       }
     }
   };
@@ -373,6 +409,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     }
   };
 
+  using CodesOfLane = std::conditional_t<K::kFourBits, uint32_t, Codes>;
+  [[maybe_unused]] const auto widen_scaled = [](const CodesOfLane& codes, uint32_t scales, uint32_t i) {
+    if constexpr (kForm == Form::kNvfp4) return widen_scaled_nvfp4(codes, scales, i);
+    if constexpr (kForm == Form::kMxfp4) return widen_scaled_mxfp4(codes, scales, i);
+    if constexpr (kForm == Form::kMxfp8) return widen_scaled_mxfp8(codes, scales, i);
+  };
   float sum[K::kColumnTiles][K::kRowTiles][4] = {}, squares[2] = {};
   [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // scaled, of earlier blocks of columns
   [[maybe_unused]] const auto add_scaled = [&] {
@@ -418,12 +460,16 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // Offsets at which a lane reads a stage of codes in each of its steps, kept in registers: ptxas recomputed them in
   // every stage, 19 instructions of 449 with scales of blocks, 22 of 372 with one for a row.
   constexpr bool kKeepsPlaces = K::kIsCodes && K::kFused && !kResidual;
+  [[maybe_unused]] const auto codes_at = [](int row, int part) {
+    if constexpr (K::kFourBits) return place_four_bits<K::kWeightRowBytes>(row, part / 4) + part % 4 * 4;
+    return place_codes<K::kWeightRowBytes>(row, part / 2) + part % 2 * 8;
+  };
   [[maybe_unused]] uint32_t codes_place[K::kSteps], x_place[K::kSteps];
   if constexpr (kKeepsPlaces) {
 #pragma unroll
     for (int at_step = 0; at_step < K::kSteps; ++at_step) {
       const int part = (step_warp * K::kSteps + at_step) * 4 + q, row = column_warp * 2 * K::kColumnTiles * 8 + g;
-      codes_place[at_step] = place_codes<K::kWeightRowBytes>(row, part / 2) + part % 2 * 8;
+      codes_place[at_step] = codes_at(row, part);
       x_place[at_step] = place<kRowBytes>(g, part);
       is_new(codes_place[at_step]);
       is_new(x_place[at_step]);
@@ -455,6 +501,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
         const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
         if constexpr (!kPairs) {
           gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
+          if constexpr (K::kFourBits && !kGainOnX) {
+            const float inner[6] = {factor[4], factor[1], factor[5], factor[2], factor[6], factor[3]};
+            std::memcpy(factor + 1, inner, sizeof inner);
+          }
         }
         // Without a gain x is multiplied by 1: 402 instructions in a stage, 479 with a branch for every row of x.
         [[maybe_unused]] Words pairs_of_x{0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
@@ -470,18 +520,26 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
           const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
           Words row;
           if constexpr (K::kIsCodes) {
-            const uint32_t from = kKeepsPlaces ? codes_place[at_step] + m * 8 * K::kWeightRowBytes
-                                               : place_codes<K::kWeightRowBytes>(tile_row, part / 2) + part % 2 * 8;
-            const Codes codes = *reinterpret_cast<const Codes*>(stage + from);
-            nan[m] |= nan_bits(codes, Code{});
-            row = widen(codes, Code{}, T{});
+            const uint32_t from =
+                kKeepsPlaces ? codes_place[at_step] + m * 8 * K::kWeightRowBytes : codes_at(tile_row, part);
+            const CodesOfLane codes = *reinterpret_cast<const CodesOfLane*>(stage + from);
+            if constexpr (!K::kFourBits) nan[m] |= nan_bits(codes, Code{});
+            if constexpr (K::kScaledCodes) {
+              const int own = part * 8 / K::kScaledColumns, word = step * kStepColumns / K::kScaledColumns / 4;
+              const char* scales_of_row = stage + K::kScalesAt + tile_row * K::kRowScales;
+              const uint32_t scales = reinterpret_cast<const uint32_t*>(scales_of_row)[word];
+              if constexpr (kForm == Form::kNvfp4) nan[m] |= nan_bits(scales, Float8E4M3{});
+              row = widen_scaled(codes, scales, own % 4);
+            } else {
+              row = widen(codes, Code{}, T{});
+            }
           } else {
             row = at(stage, tile_row, part);
           }
           if constexpr (!kPairs && !kGainOnX) {
             row = scaled<T>(row, factor);
           } else if (!kGainOnX && kCodeGainScale<T> == 1 && gain != nullptr) {
-            row = times(row, *words);
+            row = times(row, K::kFourBits ? paired(*words) : *words);
           }
 #pragma unroll
           for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
@@ -491,6 +549,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
           Words x = kKeepsPlaces ? x_at(x_stage + x_place[at_step] + n * 8 * kRowBytes).words[0]
                                  : x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
           if constexpr (kGainOnX) x = kPairs ? times(x, pairs_of_x) : scaled<T>(x, factor);
+          if constexpr (K::kFourBits) x = paired(x);
 #pragma unroll
           for (int m = 0; m < K::kColumnTiles; ++m) {
             const auto &low = w[m][0], &high = w[m][1];
@@ -540,7 +599,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   if constexpr (K::kIsCodes) {
     const bool exact = kCodeGainScale<T> == 1 && !gain_is_float32 && offset == 0;
     exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
-    if constexpr (!kBlocks) {  // not earlier: two more registers spill on sm_100
+    if constexpr (K::kScaledCodes) {
+      const float by = op.scales.global == nullptr ? 1.0f : load(op.scales.global);
+#pragma unroll
+      for (float& of_row : row_scale) of_row = kForm == Form::kNvfp4 ? by * kNvfp4Unscale : by;
+    } else if constexpr (!kBlocks) {  // not earlier: two more registers spill on sm_100
       find_scales();
       load_scales(0);
     }
@@ -709,14 +772,15 @@ int units_of_widest(const Concat& source, int unit) {
 
 // The fused kernel's ranges with the least time by the model of docs/benchmarking.md. Candidates: one range for every
 // chunk, then, while the cluster has room, one more for the chunk whose ranges are longest. Reading an SM's share of
-// the weight takes 1, multiplying it 0.5, with codes 1.1. A block alone reads 2.6 times as fast as that, which gives
-// the cost of idle slots, in the last wave and in each cluster whose ranges differ in length. How fast a few SMs alone
-// can read is not in the model: nine of ten SMs should have a block, and a split where that holds in the last wave too
-// may take 2 % longer. T is not in the model, so that no sum depends on it.
+// the weight takes 1, multiplying it 0.5, with codes 1.1, in four bits 3. A block alone reads 2.6 times as fast as
+// that, which gives the cost of idle slots, in the last wave and in each cluster whose ranges differ in length. How
+// fast a few SMs alone can read is not in the model: nine of ten SMs should have a block, and a split where that holds
+// in the last wave too may take 2 % longer. T is not in the model, so that no sum depends on it.
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns);
-  const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : 1.1;
+  const bool has_four_bits = op.weight_type == WeightType::kFloat4E2M1;
+  const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : has_four_bits ? 3.0 : 1.1;
   const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
   const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
   SplitRanges ranges = one_range_each(op.source), best = ranges, best_that_fills = ranges;
@@ -758,7 +822,8 @@ int launch_rows(const Arguments& arguments, const Device& device) {
   const bool residual = has_residual(arguments);
   constexpr int kMany = kForm == Form::kE4M3Blocks ? 32 : 64;  // two sets of sums of 64 rows spill
   if (residual) {
-    return rows > 32 ? launch_partial<T, kForm, kMany, true>(arguments, device)
+    constexpr int kManyAdded = has_scaled_codes(kForm) ? 32 : kMany;  // with 64 the ring would have two stages
+    return rows > 32 ? launch_partial<T, kForm, kManyAdded, true>(arguments, device)
                      : launch_partial<T, kForm, 32, true>(arguments, device);
   }
   if constexpr (kForm == Form::kDense) {
@@ -794,8 +859,14 @@ int launch_finalize(const Arguments& arguments, const Device& device) {
 
 template <class T>
 int launch_both(const Arguments& arguments, const Device& device) {
-  const int error =
-      with_form(arguments.op, [&](auto form) { return launch_rows<T, decltype(form)::value>(arguments, device); });
+  const int error = with_form(arguments.op, [&](auto form) -> int {
+    constexpr Form kForm = decltype(form)::value;
+    if constexpr (has_scaled_codes(kForm) && std::is_same_v<T, Float16>) {
+      return cudaErrorNotSupported;
+    } else {
+      return launch_rows<T, kForm>(arguments, device);
+    }
+  });
   return error != 0 ? error : launch_finalize<T>(arguments, device);
 }
 
@@ -808,6 +879,7 @@ using namespace cuda;
 
 bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
   const bool is_codes = record.weight_type != WeightType::kChunks;
+  const int per_byte = record.weight_type == WeightType::kFloat4E2M1 ? 2 : 1;
   Alignment alignment(2), weight(is_codes ? 1 : 2);
   weight.add(record.weight, record.weight_row_stride, record.num_columns);
   for (int64_t k = 0; k < record.source.num_chunks; ++k) {
@@ -816,22 +888,31 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
     alignment.add(chunk.residual, chunk.residual_row_stride, chunk.rows);
     alignment.add(chunk.gain.data);
     alignment.add_width(chunk.width);
-    if (is_codes) weight.add(static_cast<const char*>(record.weight) + chunk.column + chunk.width);
+    if (is_codes) weight.add(static_cast<const char*>(record.weight) + (chunk.column + chunk.width) / per_byte);
   }
   return alignment.holds() && weight.holds();
 }
 
 int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
   constexpr int kTile = kFusedColumns;  // rows of the weight, and a warp's columns of a stage
-  if (!device.hopper || !has_scale_of_tiles(op, kTile, kTile)) return cudaErrorNotSupported;
+  if (!device.hopper) return cudaErrorNotSupported;
   Arguments arguments{op, {}, cluster_ranges(op, device), nullptr, 0, nullptr, scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
+  const bool residual = has_residual(arguments);
+  if (op.weight_type == WeightType::kFloat8E4M3 && has_scales_of_codes(op) && !residual) {
+    return launch_fused<BFloat16, Form::kMxfp8, false>(arguments, device);
+  }
+  if (op.weight_type != WeightType::kFloat4E2M1 && !has_scale_of_tiles(op, kTile, kTile)) return cudaErrorNotSupported;
   const auto launch_type = [&](auto type) {
     using T = decltype(type);
     return with_form(op, [&](auto form) -> int {
       constexpr Form kForm = decltype(form)::value;
-      return has_residual(arguments) ? launch_fused<T, kForm, true>(arguments, device)
-                                     : launch_fused<T, kForm, false>(arguments, device);
+      if constexpr (has_scaled_codes(kForm) && std::is_same_v<T, Float16>) {
+        return cudaErrorNotSupported;
+      } else {
+        return residual ? launch_fused<T, kForm, true>(arguments, device)
+                        : launch_fused<T, kForm, false>(arguments, device);
+      }
     });
   };
   return op.source.dtype == DType::kBFloat16 ? launch_type(BFloat16{}) : launch_type(Float16{});
@@ -861,6 +942,7 @@ SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const De
 }
 
 bool norm_concat_linear_reads_codes(const NormConcatLinear& op) {
+  if (op.weight_type == WeightType::kFloat4E2M1) return has_scales_of_codes(op);
   const bool has_bytes = op.weight_type == WeightType::kFloat8E4M3 || op.weight_type == WeightType::kInt8;
   if (!has_bytes || op.scales.type == ScaleType::kFloat8E4M3) return false;
   if (!has_blocks(op)) return true;

@@ -517,10 +517,15 @@ int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const Device& devi
   const bool is_bfloat16 = op.source.dtype == DType::kBFloat16;
   return with_form(op, [&](auto form) -> int {
     constexpr Form kForm = decltype(form)::value;
-    if (is_bfloat16) return launch_columns<BFloat16, kForm>(split.warpgroups, arguments, device);
-    // With codes the gain is multiplied into x, which may overflow fp16.
-    if constexpr (kForm == Form::kDense) return launch_columns<Float16, kForm>(split.warpgroups, arguments, device);
-    return cudaErrorNotSupported;
+    if constexpr (has_scaled_codes(kForm)) {
+      return cudaErrorNotSupported;
+    } else if constexpr (kForm == Form::kDense) {
+      return is_bfloat16 ? launch_columns<BFloat16, kForm>(split.warpgroups, arguments, device)
+                         : launch_columns<Float16, kForm>(split.warpgroups, arguments, device);
+    } else {
+      // With codes the gain is multiplied into x, which may overflow fp16.
+      return is_bfloat16 ? launch_columns<BFloat16, kForm>(split.warpgroups, arguments, device) : cudaErrorNotSupported;
+    }
   });
 }
 

@@ -16,7 +16,10 @@ namespace eagle_kernels::cuda {
 constexpr int kMaxCluster = 8;  // blocks, on every GPU that has clusters
 
 // What the weight is. A scale per row of codes multiplies the finished sums; scales of blocks, the sums of each block.
-enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8 };
+// In the last three a scale of 16 or 32 columns multiplies the codes of a row, exactly in bf16, which rows then are of.
+enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8, kNvfp4, kMxfp4, kMxfp8 };
+constexpr bool has_scaled_codes(Form form) { return form >= Form::kNvfp4; }
+constexpr bool has_four_bits(Form form) { return form == Form::kNvfp4 || form == Form::kMxfp4; }
 
 struct Arguments {
   NormConcatLinear op;
@@ -216,15 +219,38 @@ inline bool has_scale_of_tiles(const NormConcatLinear& op, int rows, int columns
          std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, begins_one);
 }
 
+// Whether the scales can multiply the codes of a row: four scales are copied together.
+inline bool has_scales_of_codes(const NormConcatLinear& op) {
+  const Scales& scales = op.scales;
+  const bool nvfp4 = op.weight_type == WeightType::kFloat4E2M1 && scales.type == ScaleType::kFloat8E4M3 &&
+                     scales.block_columns == 16;
+  const bool mx = (op.weight_type == WeightType::kFloat4E2M1 || op.weight_type == WeightType::kFloat8E4M3) &&
+                  scales.type == ScaleType::kFloat8E8M0 && scales.block_columns == 32;
+  const auto in_fours = [&](const Chunk& chunk) {
+    return chunk.column % (4 * scales.block_columns) == 0 && chunk.width % (4 * scales.block_columns) == 0;
+  };
+  const Chunk* chunks = op.source.chunks;
+  // The stride of a single row is arbitrary and never used.
+  const uintptr_t stride = op.num_columns > 1 ? static_cast<uintptr_t>(scales.row_stride) : 0;
+  const uintptr_t bytes = reinterpret_cast<uintptr_t>(scales.data) | stride;
+  return (nvfp4 || mx) && scales.block_rows == 1 && op.source.dtype == DType::kBFloat16 && bytes % 4 == 0 &&
+         std::all_of(chunks, chunks + op.source.num_chunks, in_fours);
+}
+
 // For Arguments::scale_shift; with one scale per row all columns share it.
 inline int scale_shift_of(const NormConcatLinear& op) {
   return has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31;
 }
 
-// Calls f(std::integral_constant<Form, ...>{}) with the form of the weight.
+// Calls f(std::integral_constant<Form, ...>{}) with the form of the weight. It is never kMxfp8: the scales of those
+// codes can multiply sums as well.
 template <class F>
 int with_form(const NormConcatLinear& op, const F& f) {
   using std::integral_constant;
+  if (op.weight_type == WeightType::kFloat4E2M1) {
+    return op.scales.block_columns == 16 ? f(integral_constant<Form, Form::kNvfp4>{})
+                                         : f(integral_constant<Form, Form::kMxfp4>{});
+  }
   if (op.weight_type == WeightType::kChunks) return f(integral_constant<Form, Form::kDense>{});
   if (op.weight_type == WeightType::kInt8) return f(integral_constant<Form, Form::kInt8>{});
   return has_blocks(op) ? f(integral_constant<Form, Form::kE4M3Blocks>{}) : f(integral_constant<Form, Form::kE4M3>{});

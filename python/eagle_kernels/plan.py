@@ -85,6 +85,8 @@ class Problem(NamedTuple):
     scales_sums: bool = False  # scales multiply the sums over a block's columns, not the codes
     code_bits: int = 8
     has_int8: bool = False  # codes are int8
+    has_e8m0: bool = False  # scales are powers of two
+    scales_aligned: bool = True  # the address of the scales and their row stride are multiples of 4 bytes
 
 
 def cached(function: Callable) -> Callable:
@@ -273,9 +275,11 @@ _CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32
 
 def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
     """Why CUDA's kernels cannot read the codes; None where they can."""
-    if problem.code_bits != 8:
-        return f"no cuda kernel reads codes of {problem.code_bits} bits"
     shared = problem.block_columns
+    if problem.code_bits == 12:
+        return "no cuda kernel reads codes of 12 bits"
+    if problem.code_bits == 4:
+        return _cuda_scaled_codes_unsupported_reason(problem) or cuda_product_unsupported_reason(problem)
     if problem.in_blocks and problem.has_int8:
         return "no cuda kernel reads int8 whose scales are of blocks"
     if problem.in_blocks and (shared < _CUDA_STEP_COLUMNS or shared & (shared - 1)):
@@ -288,6 +292,18 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
 
 # Processors that multiply bf16 have a second kernel for codes, which sums along K*H (csrc/cpu/project_codes.h).
 DOTS_ISAS = ("avx512_bf16", "amx_bf16")
+
+
+def _cuda_scaled_codes_unsupported_reason(problem: Problem) -> str | None:
+    """Why CUDA's kernels cannot multiply codes by their scales as they widen them; None where they can."""
+    together = 4 * problem.block_columns
+    if problem.dtype != torch.bfloat16:
+        return f"codes times their scales may leave the range of {problem.dtype}"
+    if odd := [H for H in problem.widths if H % together]:
+        return f"H={max(odd)} is no multiple of {together}, the columns of four scales, which are copied together"
+    if not problem.scales_aligned:
+        return "four scales are copied together, and their address or row stride is no multiple of 4 bytes"
+    return None
 
 
 def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> bool:
@@ -413,6 +429,8 @@ def cuda_projection(problem: Problem) -> Plan:
     if reason is None:
         kernel, why = _cuda_product(problem)
         most = _ONE_PASS_ROWS.get(kernel, rows)
+        if kernel is Kernel.WGMMA and problem.num_chunks * max(problem.widths) * problem.columns <= _SMALL_WEIGHT:
+            most = max(most, _ONE_PASS_ROWS_OF_SMALL)
         if rows <= most or SETTINGS.batch_invariant:
             return Plan(problem.op, "cuda", kernel, why)
         return Plan(problem.op, "cuda", Kernel.TWO_STEP, f"T={rows} > {most}: the library's product is faster there")
@@ -430,6 +448,8 @@ def cuda_projection(problem: Problem) -> Plan:
 # 11.7 / 11.1. By the split kernels, which other GPUs run, at 17 and 32 rows: 4096 52.0 / 44.2, 53.6 / 45.0. With up to
 # 16 rows the split kernels have not been timed.
 _ONE_PASS_ROWS = {Kernel.WGMMA: 48, Kernel.SPLIT: 16}
+# Of a weight of so few numbers; K=3, H=D=896 has 2.4 M.
+_ONE_PASS_ROWS_OF_SMALL, _SMALL_WEIGHT = 64, 4 << 20
 
 
 def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
@@ -439,11 +459,13 @@ def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
         return Kernel.SPLIT, "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
     if problem.has_post_norm:
         return Kernel.SPLIT, "a post norm needs all D columns of a row in one place"
-    if rows > (_FEW_ROWS_OF_CODES if problem.block_columns else decode) and _wgmma_takes(problem):
+    few = _FEW_ROWS_OF_CODES[problem.in_blocks] if problem.block_columns else decode
+    if rows > few and _wgmma_takes(problem):
         return Kernel.WGMMA, f"T={rows}: one pass over the weight, whose products are those of warpgroups"
     if rows <= decode and has_clusters(problem.device):
         sizes = (problem.block_rows, problem.block_columns, *problem.widths)
-        if not problem.in_blocks or all(size % _FUSED_CODES == 0 for size in sizes):
+        in_tiles = not problem.in_blocks or all(size % _FUSED_CODES == 0 for size in sizes)
+        if in_tiles or _fused_scales_codes(problem):
             return Kernel.FUSED, f"T={rows} <= {decode}: one pass over the weight is the bound"
         return Kernel.SPLIT, f"a tile of {_FUSED_CODES} rows and columns of the fused kernel has one scale"
     return Kernel.SPLIT, f"T={rows}: one pass over the weight, then over its sums"
@@ -452,10 +474,21 @@ def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
 # csrc/cuda/norm_concat_linear.cu: rows and columns of the weight in a tile of the fused kernel, which has one scale.
 _FUSED_CODES = 64
 
-# csrc/cuda/norm_concat_linear_wgmma.cu: the columns of a stage of codes share a scale. Every block of output columns
-# permutes x anew, which does not pay up to 32 rows where some SMs have more blocks than others (modelled at K=3,
-# H=D=7168: 62 us, and 52 by the split kernels; at 64 rows 63 and 68).
-_WGMMA_CODES, _FEW_ROWS_OF_CODES = 128, 32
+# csrc/cuda/norm_concat_linear_wgmma.cu: the columns of a stage of codes share a scale.
+_WGMMA_CODES = 128
+# So many rows of codes are left to the other kernels, by whether scales are of blocks. By the model 17 to 32 rows are
+# too (K=3, H=D=4096: 20 us, and 22 by warpgroups), but where an H100 timed codes with one scale a row, warpgroups won;
+# with scales of blocks they did not in every shape. No run of that is saved.
+_FEW_ROWS_OF_CODES = {False: 16, True: 32}
+
+
+def _fused_scales_codes(problem: Problem) -> bool:
+    """Whether the fused kernel multiplies the codes by their scales: those of 4 bits, and MXFP8's without residuals,
+    beside which its ring would have no room for scales."""
+    if problem.code_bits == 4:
+        return True
+    is_mxfp8 = problem.has_e8m0 and (problem.block_rows, problem.block_columns) == (1, 32)
+    return is_mxfp8 and not problem.has_residuals and _cuda_scaled_codes_unsupported_reason(problem) is None
 
 
 def _wgmma_takes(problem: Problem) -> bool:

@@ -19,12 +19,16 @@ from compile.test_cuda import compiled, instructions, nvcc_version
 from cuda_host.build import load
 from eagle_kernels.library import MAX_CUDA_DECODE_ROWS
 from eagle_kernels.model_shapes import model_shapes
+from eagle_kernels.quantized_weight import FORMATS as FORMATS_OF_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = ROOT / "bench/results/cuda_instances.json"
 ROWS = (1, 8, 16, 32, 64, 128)
-FORMS = ("", " e4m3", " e4m3 blocks", " int8")  # enum Form of csrc/cuda/ranges.cuh, in its order
-FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3}  # the form that multiplies each
+# enum Form of csrc/cuda/ranges.cuh, in its order
+FORMS = ("", " e4m3", " e4m3 blocks", " int8", " nvfp4", " mxfp4", " mxfp8")
+# The form that multiplies each format; MXFP8's beyond 16 rows is e4m3 blocks.
+FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3, "nvfp4": 4, "mxfp4": 5, "mxfp8": 6}
+SCALED_COLUMNS = {4: 16, 5: 32, 6: 32}  # of the forms whose scales pass through the ring
 SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 
 # An H200. What no data sheet states is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
@@ -52,7 +56,7 @@ class Instance:
     in_flight: int  # bytes of the weight requested ahead of the product
     instructions_per_byte: float  # of the weight, in the main loop
     squares_per_byte: float  # of those, for squares of x, in warps that have rows (fused: two each)
-    value_bytes: int = 2  # of the weight
+    value_bytes: float = 2  # of the weight
     threads: int = 256
 
     @property
@@ -67,7 +71,7 @@ class Instance:
     def unit(self) -> int:
         """Ranges are multiples of this many columns."""
         fused = self.name.startswith("fused")
-        return (256 if self.value_bytes == 1 else 128) if fused else 64 if self.value_bytes == 2 else 128
+        return (256 if self.value_bytes < 2 else 128) if fused else 64 if self.value_bytes == 2 else 128
 
     @property
     def blocks(self) -> int:
@@ -87,12 +91,14 @@ def instances() -> dict[str, Instance]:
         rows, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
         form, fused = (int(re.search(rf"{kind}E(\d)", binary.name)[1]) for kind in ("4Form", "3End"))
         name = ("fused" if fused else f"split {rows}") + FORMS[form]
-        columns, value_bytes, source_rows = 64 if fused else 128, 1 if form else 2, rows * (1 + residual)
-        stage_columns = 256 if fused and form and not residual else 128 if fused or (form and source_rows == 32) else 64
-        stage = stage_columns * (columns * value_bytes + source_rows * 2 + 4)
+        columns, value_bytes, source_rows = 64 if fused else 128, _value_bytes(form), rows * (1 + residual)
+        wide = fused or (form and source_rows == 32) or form in SCALED_COLUMNS
+        stage_columns = 256 if fused and form and not residual else 128 if wide else 64
+        stage = int(stage_columns * (columns * value_bytes + source_rows * 2 + 4))
+        stage += columns * stage_columns // SCALED_COLUMNS[form] if form in SCALED_COLUMNS else 0
         beside = source_rows * 8 + (RECEIVED if fused else 0)
         stages = ((200 if rows == 128 else 99) * 1024 - beside) // stage
-        in_flight = (stages - 1) * columns * stage_columns * value_bytes
+        in_flight = int((stages - 1) * columns * stage_columns * value_bytes)
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
         per_byte, squares = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
         sizes = (rows, columns, binary.registers, stages * stage + beside, in_flight)
@@ -101,7 +107,11 @@ def instances() -> dict[str, Instance]:
     return made
 
 
-def _per_byte(code: str, row_tiles: int, value_bytes: int) -> Iterator[tuple[float, float]]:
+def _value_bytes(form: int) -> float:
+    return 2 if form == 0 else 0.5 if form in (4, 5) else 1
+
+
+def _per_byte(code: str, row_tiles: int, value_bytes: float) -> Iterator[tuple[float, float]]:
     """A warp's instructions per byte of the weight in each loop that multiplies, and those that sum squares. A product
     of 16 x 8 reads 16 x 16 values of the weight, which the products of all tiles of 8 rows share."""
     for issued, products, squares in _loops(code, "HMMA"):
@@ -192,8 +202,9 @@ def calls(known: dict[str, Instance]) -> dict[str, Call]:
         dense = {f"{K}x{H}x{D} T={T}": _call(known, emulation, K, H, D, T) for K, H, D, T in sizes}
         return dense | {
             f"{K}x{H}x{D} T={T} {format}": _call_on_codes(known, emulation, K, H, D, T, format)
-            for format in FORMATS
+            for format, form in FORMATS.items()
             for K, H, D, T in sizes
+            if form not in (4, 5) or H % (4 * SCALED_COLUMNS[form]) == 0  # the rest is Triton's
         }
     finally:
         emulation.run_kernels(True)
@@ -220,21 +231,25 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
 
 def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int, D: int, T: int, format: str) -> Call:
     x = torch.empty(T, K * H, dtype=torch.bfloat16)
-    codes = torch.empty(D, K * H, dtype=torch.int8 if format == "int8_row" else torch.float8_e4m3fn)
-    block = (128, 128) if format == "fp8_block128" else (1, K * H)
-    scales, gain = torch.empty(-(-D // block[0]), -(-K * H // block[1])), x.new_empty(K, H)
+    kind, form = FORMATS_OF_WEIGHTS[format], FORMATS[format]
+    block = (kind.block[0], kind.block[1] or K * H)
+    codes = torch.empty(D, K * H // kind.columns_per_code, dtype=kind.codes)
+    scales = torch.empty(-(-D // block[0]), -(-K * H // block[1]), dtype=kind.scales[0])
+    gain = x.new_empty(K, H)
     arguments = ([x], K, 1, [gain], [1e-6], 0.0, None, None, None, codes, scales, None, *block, None, None, 0.0)
     emulation.take_launches()
     in_blocks = format == "fp8_block128"
-    kernel = "split" if T > MAX_CUDA_DECODE_ROWS or (in_blocks and H % 64) else "fused"
-    if T > 32 and not (in_blocks and H % 128):
+    kernel = "split" if T > MAX_CUDA_DECODE_ROWS or (in_blocks and H % 64) or (form == 6 and H % 128) else "fused"
+    if (32 if in_blocks else MAX_CUDA_DECODE_ROWS) < T and form <= 3 and not (in_blocks and H % 128):
         kernel = "wgmma"
+    if kernel == "split" and form == 6:
+        form = 2
     torch.ops.eagle_kernels_emulated.norm_concat_linear_quantized_out(
         *arguments, ("split", "fused", "wgmma").index(kernel), True, x.new_empty(T, D)
     )
     launch = next(launch for launch in emulation.take_launches() if launch.threads)
     blocks, ranges = launch.grid
-    pattern = {"wgmma": r"wgmma \d+x64", "fused": "fused", "split": r"split \d+"}[kernel] + FORMS[FORMATS[format]]
+    pattern = {"wgmma": r"wgmma \d+x64", "fused": "fused", "split": r"split \d+"}[kernel] + FORMS[form]
     named = (i for name, i in known.items() if re.fullmatch(pattern, name))
     (instance,) = (i for i in named if (i.shared, i.threads) == (launch.shared_bytes, launch.threads))
     return modelled(instance, blocks * ranges, ranges, K, H, D, T)
@@ -313,6 +328,8 @@ def table(known: dict[str, Instance], made: dict[str, Call]) -> str:
         of = f" of {format}" if format else ""
         lines += ["", f"modelled us{of} on an H200 (and times the floor) at T = " + ", ".join(map(str, ROWS))]
         for K, H, D in SHAPES:
+            if f"{K}x{H}x{D} T=1 {format}".rstrip() not in made:
+                continue
             of_shape = [made[f"{K}x{H}x{D} T={T} {format}".rstrip()] for T in ROWS]
             cells = "".join(f"{call.microseconds:>8.1f} ({call.of_floor:.2f})" for call in of_shape)
             lines.append(f"{f'{K}x{H}x{D}':14}{cells}")

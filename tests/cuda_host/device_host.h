@@ -53,10 +53,11 @@ void check_alignment(const void* p, size_t bytes);
 // Ends the emulation with an error that names thread and block.
 [[noreturn]] void fail(const std::string& what);
 
-// 16 bytes that a thread copies into shared memory; zeros where `from` is null.
+// What a thread copies into shared memory; zeros where `from` is null.
 struct Copy {
   void* to;
   const void* from;
+  size_t bytes;
 };
 // On a GPU a copy lands at any time between its issue and the thread's wait. Here all land at their issue
 // (`set_late_copies(false)`), which shows a buffer that is still read, or all at the wait, which shows a wait that is
@@ -177,9 +178,9 @@ void store(T* p, T value) {
 // Not in fibers.cpp, which ThreadSanitizer does not instrument.
 inline void land(const host::Copy& copy) {
   if (copy.from == nullptr) {
-    std::memset(copy.to, 0, sizeof(Words));
+    std::memset(copy.to, 0, copy.bytes);
   } else {
-    std::memcpy(copy.to, copy.from, sizeof(Words));
+    std::memcpy(copy.to, copy.from, copy.bytes);
   }
 }
 inline void land(const host::Sent& sent) { std::memcpy(sent.to, &sent.words, sent.bytes); }
@@ -208,12 +209,14 @@ inline void send_to_block(float* mine, const SentBarrier& barrier, const Words& 
 inline void send_to_block(float* mine, const SentBarrier& barrier, float value, int rank) {
   send(mine, barrier, {float_to_bits(value), 0, 0, 0}, sizeof value, rank);
 }
-inline void copy_early(void* to, const void* from, bool inside) {
-  host::check_alignment(to, sizeof(Words));
-  if (inside) host::check_alignment(from, sizeof(Words));
-  const host::Copy copy{to, inside ? from : nullptr};
+inline void copy_bytes_early(void* to, const void* from, bool inside, size_t bytes) {
+  host::check_alignment(to, bytes);
+  if (inside) host::check_alignment(from, bytes);
+  const host::Copy copy{to, inside ? from : nullptr, bytes};
   if (host::lands_now(copy)) land(copy);
 }
+inline void copy_early(void* to, const void* from, bool inside) { copy_bytes_early(to, from, inside, sizeof(Words)); }
+inline void copy_word_early(void* to, const void* from, bool inside) { copy_bytes_early(to, from, inside, 4); }
 inline void copy_early(uint32_t to, const void* from, bool inside) {
   copy_early(host::shared_memory() + to, from, inside);
 }

@@ -13,7 +13,7 @@ import eagle_kernels as ek
 import test_norm_concat_linear_quantized as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
-from cases import Case, Operands, operands, weight_of_every_code
+from cases import Case, Operands, check_every_value, operands, weight_of_every_code
 from cuda_host.conftest import SHARED_MEMORY
 from cuda_host.test_norm_concat_linear import FLAVOURS, FUSED_CASES, SPLIT_CASES, TYPES
 from eagle_kernels import QuantizedWeight, plan
@@ -27,6 +27,8 @@ WEIGHTS = [name for name in on_cpu.WEIGHTS if "fp4" not in name]
 WITH_ONE_SCALE = [name for name in WEIGHTS if "block" not in name and name != "mxfp8"]  # per row
 IN_BLOCKS = [name for name in WEIGHTS if "block" in name or name == "mxfp8"]
 IN_LARGE_BLOCKS = ["fp8_block128", "fp8_block128_e8m0"]  # blocks of shards have a scale for each row
+IN_FOUR_BITS = ["nvfp4", "mxfp4"]
+TOGETHER = {"nvfp4": 64, "mxfp4": 128, "mxfp8": 128}  # columns of four scales
 FUSED, CASES = (
     list(dict.fromkeys(replace(case, D=min(case.D, 260)) for case in cases if case.T <= 130))
     for cases in (FUSED_CASES, SPLIT_CASES)
@@ -40,7 +42,7 @@ def products(request: pytest.FixtureRequest, emulated: object, monkeypatch: pyte
     if name == "mma":
         request.getfixturevalue("no_wgmma")
     elif name == "wgmma-at-every-T":
-        monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", 0)
+        monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", {False: 0, True: 0})
     return name
 
 
@@ -68,8 +70,9 @@ def width_of(T: int) -> int:
 def kernel_of(name: str, T: int, products: str = "mma", H: int | None = None) -> str:
     H = H or width_of(T)
     if T <= 16:
-        return "fused" if name in WITH_ONE_SCALE or (name in IN_LARGE_BLOCKS and H % 64 == 0) else "split"
-    return "fused wgmma" if name in WITH_ONE_SCALE and products == "wgmma" and T > 32 else "split"
+        in_tiles = name in IN_LARGE_BLOCKS and H % 64 == 0
+        return "fused" if name in WITH_ONE_SCALE or in_tiles or H % TOGETHER.get(name, H + 1) == 0 else "split"
+    return "fused wgmma" if name in WITH_ONE_SCALE and products == "wgmma" else "split"
 
 
 def explained(call: Operands) -> str:
@@ -447,15 +450,19 @@ def test_strided_codes_and_scales_are_taken(T: int, products: str) -> None:
 def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
     name: str, early: str, emulation: ModuleType, T: int, products: str
 ) -> None:
-    """All codes of a small weight are, 16 bytes at a time; scales are not."""
+    """All codes of a small weight are, 16 bytes at a time; scales are not, but those that multiply codes, in fours."""
     chunks, weight, _ = make_call(name, T, K=1, H=256)
     emulation.take_launches()
     with environment_of(EAGLE_KERNELS_BACKEND="cuda", EAGLE_KERNELS_EARLY_WEIGHT=early):
         ek.norm_concat_linear(chunks, weight)
     copies = [launch.early_copies for launch in emulation.take_launches() if launch.threads]
-    kernel = kernel_of(name, T, products)
+    kernel = kernel_of(name, T, products, H=256)
     rounds = {"fused": 1, "split": -(-T // 32), "fused wgmma": 0}[kernel]
-    assert copies == [67 * 256 // 16 * rounds * int(early)] + [0] * (kernel == "split")
+    of_scales = 67 * 256 // TOGETHER[name] if name in TOGETHER and kernel == "fused" else 0
+    assert copies == [(67 * 256 // 16 + of_scales) * rounds * int(early)] + [0] * (kernel == "split")
+
+
+IN_FOURS = "the columns of four scales, which are copied together"
 
 
 @pytest.mark.parametrize(
@@ -465,8 +472,9 @@ def test_codes_are_copied_before_the_previous_kernel_ends_unless_switched_off(
         ("fp8_block128", {"H": 144}, "H=144 is no multiple of 32"),
         ("fp8_block128", {"H": 144, "T": 129}, "H=144 is no multiple of 32"),
         ("int8_row", {"dtype": torch.float32}, "tensor cores multiply 16-bit types"),
-        ("nvfp4", {}, "no cuda kernel reads codes of 4 bits"),
-        ("mxfp4", {}, "no cuda kernel reads codes of 4 bits"),
+        ("nvfp4", {"H": 160}, f"H=160 is no multiple of 64, {IN_FOURS}"),
+        ("mxfp4", {"H": 192}, f"H=192 is no multiple of 128, {IN_FOURS}"),
+        ("nvfp4", {"dtype": torch.float16}, "codes times their scales may leave the range of torch.float16"),
     ],
 )
 def test_what_they_do_not_take_goes_elsewhere_and_explain_says_why(name: str, changed: dict, reason: str) -> None:
@@ -524,7 +532,7 @@ def test_what_triton_refuses_at_the_call_runs_as_explain_says(
         ((), 4, True),
         ((), 12, False),
         (("triton",), 8, True),
-        (("triton",), 4, False),
+        (("triton",), 4, True),
         (("cuda",), 8, True),
         (("cuda", "triton"), 8, False),
     ],
@@ -538,6 +546,137 @@ def test_a_gpu_reads_codes_with_either_backend(
         assert codes_op.can_read_codes(torch.device("cuda"), bits) is reads
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
         assert not codes_op.can_read_codes(torch.device("cuda"), bits)
+
+
+def scaled_in_fours(case: Case, name: str) -> Case:
+    step = TOGETHER[name]
+    return replace(case, widths=tuple(-(-H // step) * step for H in case.widths))
+
+
+SCALED = list(TOGETHER)
+OF_BF16 = [case for case in CASES if case.dtype_name == "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}-{case.id}") for name, case in zip(itertools.cycle(IN_FOUR_BITS), OF_BF16)],
+)
+def test_float64_truth_of_four_bits(name: str, case: Case) -> None:
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        check(scaled_in_fours(case, name), name, "split")
+
+
+@pytest.mark.usefixtures("fused_at_every_T")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, id=f"{name}-{case.id}")
+        for name, case in zip(itertools.cycle(SCALED), FUSED)
+        if case.dtype_name == "bf16" and (case.residuals == "" or name != "mxfp8")
+    ],
+)
+def test_float64_truth_of_scaled_codes_in_one_launch(name: str, case: Case) -> None:
+    check(scaled_in_fours(case, name), name, "fused")
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # one range per chunk, or several
+@pytest.mark.parametrize("T", [3, 24, 40])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("name", SCALED)
+def test_float64_truth_of_every_instance_of_scaled_codes(
+    name: str, flavour: str, T: int, multiprocessors: int, emulation: ModuleType
+) -> None:
+    """Of unlike chunks, the first and the last end inside a stage of 256 columns."""
+    if name == "mxfp8" and (T > 16 or flavour == "residuals"):
+        pytest.skip("the split kernels scale its sums")
+    widths = tuple(units * TOGETHER[name] for units in (1, 6, 3))
+    for late_copies in (False, True):
+        order = {"descending_warps": late_copies, "late_copies": late_copies}
+        emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
+        case = Case("bf16", widths, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour])
+        check(case, name, kernel_of(name, T, H=TOGETHER[name]))
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("shift", [0, 64])
+@pytest.mark.parametrize("name", SCALED)
+def test_every_code_times_every_scale(name: str, shift: int, rows: int) -> None:
+    """x is the identity, so outputs are the weight's values. A byte of two e2m1 codes has each with each."""
+    weight = weight_of_every_code(name, shift, 128)
+    expected = weight.dequantize(torch.float64).bfloat16().t()
+    identity = torch.eye(128, dtype=torch.bfloat16)
+    result = torch.cat([ek.norm_concat_linear([x], weight, norm="none") for x in identity.split(rows)])
+    check_every_value(result, expected, multiplies_codes=True)
+
+
+@pytest.mark.parametrize("T", [5, 19])
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_codes_keep_to_their_rows(name: str, T: int) -> None:
+    """The bits of a row depend on no other, on no gain's dtype and on no number of rows; a bad scale or code is in its
+    column of the output alone."""
+    H = 3 * TOGETHER[name]
+    chunks, weight, gain = make_call(name, T, H=H)
+    clean = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    assert same_bits(clean, ek.norm_concat_linear(chunks, weight, norm_weight=gain.float()))
+    for rows in (1, 3):
+        few = ek.norm_concat_linear([chunk[-rows:] for chunk in chunks], weight, norm_weight=gain)
+        assert T > 16 or same_bits(few, clean[-rows:])
+    assert weight.scales.dtype.itemsize == 1
+    for place, row in enumerate(on_cpu.BAD_ROWS):
+        weight.scales.view(torch.uint8)[row, place] = 0x7F if name == "nvfp4" else 0xFF
+    on_cpu.check_columns(clean, ek.norm_concat_linear(chunks, weight, norm_weight=gain), float("nan"))
+    chunks, weight, gain = make_call(name, T, H=H)
+    clean = ek.norm_concat_linear(chunks, weight)
+    chunks[1][4, 50] = float("inf")
+    dirty = ek.norm_concat_linear(chunks, weight)
+    kept = [row for row in range(T) if row != 4]
+    assert same_bits(clean[kept], dirty[kept]) and not dirty[4].isfinite().any()
+
+
+@pytest.mark.parametrize("name", IN_FOUR_BITS)
+def test_a_rows_bits_do_not_depend_on_T_in_four_bits(name: str) -> None:
+    chunks, weight, gain = make_call(name, 70, H=2 * TOGETHER[name])
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+        for residuals in (None, [chunk.flip(0) for chunk in chunks]):
+            whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain, residuals=residuals)
+            for T in (1, 31, 40):
+                last = None if residuals is None else [residual[-T:] for residual in residuals]
+                rows = ek.norm_concat_linear([chunk[-T:] for chunk in chunks], weight, norm_weight=gain, residuals=last)
+                assert same_bits(rows, whole[-T:]), T
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+@pytest.mark.parametrize(("D", "N"), [(129, 11), (35, 19), (1, 40)])
+@pytest.mark.parametrize("has_residuals", [False, True])
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_codes_are_read_within_their_ends(name: str, has_residuals: bool, D: int, N: int, at: str) -> None:
+    """The last stage of a chunk has half of its columns."""
+    chunks, weight, gain = make_call(name, N, K=2, H=3 * TOGETHER[name], D=D)
+    tensors = [None if tensor is None else between_forbidden_pages(tensor, at) for tensor in weight.tensors]
+    inside = QuantizedWeight.of_tensors(*tensors, weight.format, weight.block)
+    residuals = chunks[::-1] if has_residuals else None
+    out = between_forbidden_pages(torch.empty(N, D).bfloat16(), at)
+    ek.norm_concat_linear(chunks, inside, norm_weight=gain, residuals=residuals, out=out)
+    assert same_bits(out, ek.norm_concat_linear(chunks, weight, norm_weight=gain, residuals=residuals))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_that_cannot_be_copied_in_fours_are_left_to_others_and_explain_says_so(name: str) -> None:
+    chunks, weight, gain = make_call(name, 5, H=2 * TOGETHER[name])
+    expected = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    D, columns = weight.scales.shape
+    for offset, wider in ((1, 8), (4, 1), (4, 4)):
+        buffer = torch.full((D, columns + offset + wider), 0xFF, dtype=torch.uint8)
+        view = buffer[:, offset : offset + columns].view(weight.scales.dtype)
+        view.view(torch.uint8).copy_(weight.scales.view(torch.uint8))
+        moved = QuantizedWeight.of_tensors(weight.codes, view, weight.global_scale, name, weight.block)
+        said = str(ek.explain("norm_concat_linear", chunks, moved, norm_weight=gain))
+        in_fours = (offset, wider) == (4, 4)
+        assert ("cuda/fused," in said) == in_fours, said
+        assert in_fours or name == "mxfp8" or "their address or row stride is no multiple of 4 bytes" in said
+        out = ek.norm_concat_linear(chunks, moved, norm_weight=gain)
+        torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-6)
+        assert not in_fours or same_bits(out, expected)
 
 
 def test_codes_off_alignment_go_elsewhere() -> None:

@@ -84,7 +84,7 @@ def test_products(
     if not product.has_wgmma:
         request.getfixturevalue("no_wgmma")
     if "wgmma" in product.kernel:
-        monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", 0)
+        monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", {False: 0, True: 0})
     emulation.take_launches()
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         if product.codes:

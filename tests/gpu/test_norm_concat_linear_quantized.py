@@ -9,7 +9,7 @@ import eagle_kernels as ek
 import test_norm_concat_linear_quantized as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
-from cases import Case, operands, weight_of_every_code
+from cases import Case, check_every_value, operands, weight_of_every_code
 from guards import GuardedRows, same_bits
 
 pytestmark = pytest.mark.usefixtures("gpu_backend")
@@ -20,6 +20,9 @@ CASES = [
     Case("bf16", (160,) * 3, 40, "concat", D=150, gain="fp32", norm_offset=1.0, residuals="some"),
     Case("fp16", (2880,) * 2, 70, D=300, indices="shared", bias="fp32"),
     Case("bf16", (4096,) * 3, 8, D=4096, post_norm="dtype"),
+    Case("bf16", (2816, 128, 384), 16, D=2880, gain="fp32", residuals="some"),
+    Case("bf16", (4096,) * 3, 1, "concat", D=4096),
+    Case("bf16", (2816,) * 3, 40, D=150, gain="none"),
     Case("bf16", (4096,) * 3, 128, D=500, gain="none", residuals="all"),
     Case("bf16", (4096,) * 3, 300, D=500),
 ]
@@ -40,15 +43,15 @@ def test_float64_truth(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
-def test_every_code_and_scale(name: str, dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("width", [32, 128])  # by the second, CUDA's kernels multiply codes by their scales
+@pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8", "nvfp4", "mxfp4"])
+def test_every_code_and_scale(name: str, width: int, dtype: torch.dtype, rows: int) -> None:
     """x is the identity, so each output is one code times its scale, rounded once; NaN stays NaN."""
-    weight = weight_of_every_code(name, 64)
+    weight = weight_of_every_code(name, 64, width)
     expected = weight.dequantize(torch.float64).to(dtype).t().repeat(2, 1)
-    on_gpu, identity = weight.to("cuda"), torch.eye(32, dtype=dtype).repeat(2, 1).cuda()
+    on_gpu, identity = weight.to("cuda"), torch.eye(width, dtype=dtype).repeat(2, 1).cuda()
     result = torch.cat([ek.norm_concat_linear([x], on_gpu, norm="none") for x in identity.split(rows)]).cpu()
-    assert torch.equal(result.isnan(), expected.isnan())
-    assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+    check_every_value(result, expected, multiplies_codes=name == "mxfp4")
 
 
 def make_call(name: str, T: int, H: int = 2880, D: int = 2880) -> tuple:
@@ -58,9 +61,11 @@ def make_call(name: str, T: int, H: int = 2880, D: int = 2880) -> tuple:
 
 
 @pytest.mark.parametrize("gpu_backend", ["cuda"], indirect=True)
-@pytest.mark.parametrize("name", ["fp8_row", "fp8_block32", "int8_row"])
-def test_a_rows_bits_do_not_depend_on_T(name: str, gpu_backend: str) -> None:
-    chunks, weight, gain = make_call(name, 300)
+@pytest.mark.parametrize(
+    ("name", "H"), [("fp8_row", 2880), ("fp8_block32", 2880), ("int8_row", 2880), ("nvfp4", 2880), ("mxfp4", 2816)]
+)
+def test_a_rows_bits_do_not_depend_on_T(name: str, H: int, gpu_backend: str) -> None:
+    chunks, weight, gain = make_call(name, 300, H)
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND=gpu_backend):
         whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
         for T in (1, 8, 16, 17, 32, 33, 64, 65, 128, 129):
@@ -71,7 +76,7 @@ def test_a_rows_bits_do_not_depend_on_T(name: str, gpu_backend: str) -> None:
 
 @pytest.mark.parametrize("T", [1, 40, 100])
 @pytest.mark.parametrize("H", [2880, 2816])  # only the second is a multiple of 128
-@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128"])
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "nvfp4", "mxfp4"])
 def test_a_graph_replays_with_new_contents(name: str, H: int, T: int) -> None:
     chunks, weight, gain = make_call(name, T, H)
     out = torch.empty(T, 2880, dtype=torch.bfloat16, device="cuda")

@@ -16,8 +16,8 @@ from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register_with_out, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
-from ..quantized_weight import QuantizedWeight
-from ..triton_kernels.alignment import alignment
+from ..quantized_weight import E8M0, QuantizedWeight
+from ..triton_kernels.alignment import alignment, row_stride
 from .call import check, triton_kernels
 from .norm_concat import ARGUMENTS
 from .projection import OP, Projection, check_epilogue, eps_name, expected_weight, project_formula
@@ -120,8 +120,13 @@ def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tenso
 
 def plan_of(sources: Sources, weight: QuantizedWeight, rows: int, has_post_norm: bool) -> Plan:
     operands = *sources.chunks, *sources.residuals, *sources.gains, weight.codes
-    aligned = alignment(*operands, of_single_rows=plans.SETTINGS.batch_invariant)
+    aligned = *alignment(*operands, of_single_rows=plans.SETTINGS.batch_invariant), _in_fours(weight.scales)
     return _choose(sources, weight, weight.codes.shape, rows, has_post_norm, sources.widths, *aligned)
+
+
+def _in_fours(scales: Tensor) -> bool:
+    """Whether four scales of a byte can be copied together."""
+    return (scales.data_ptr() | row_stride(scales) * scales.element_size()) % 4 == 0
 
 
 _code_bits: dict[str, int] = {}  # by format: weight.code_bits takes 0.4 us
@@ -136,7 +141,8 @@ def _choose(
     widths: tuple[int, ...],
     *aligned: bool,
 ) -> Plan:
-    """`of_codes`: the shape of the codes. `aligned`: the result of `alignment`; all is aligned where it is left out."""
+    """`of_codes`: the shape of the codes. `aligned`: the result of `alignment` and of `_in_fours`; all is aligned where
+    they are left out."""
     chunks, num_chunks, _, _, _, _, residuals, _, _ = sources
     device, dtype, (columns, code_bytes) = chunks[0].device, chunks[0].dtype, of_codes
     (block_rows, block_columns), format = weight.block, weight.format
@@ -146,7 +152,9 @@ def _choose(
     scales_sums = in_blocks and weight.scaled_where(dtype) == "blocks"
     sizes = (num_chunks, rows, dtype, columns, widths, bool(residuals), has_post_norm)
     scaling = block_rows, block_columns, in_blocks, scales_sums
-    return choose(PRIMITIVE, device, *sizes, *(aligned or (True, True)), *scaling, code_bits, format == "int8_row")
+    bytes_aligned, elements_aligned, scales_aligned = aligned or (True, True, True)
+    of_codes = code_bits, format == "int8_row", weight.scales.dtype == E8M0, scales_aligned
+    return choose(PRIMITIVE, device, *sizes, bytes_aligned, elements_aligned, *scaling, *of_codes)
 
 
 def can_read_codes(device: torch.device, code_bits: int) -> bool:
@@ -156,7 +164,7 @@ def can_read_codes(device: torch.device, code_bits: int) -> bool:
     backend, _ = plans.choose_backend(PRIMITIVE, device)
     if backend == "reference" or code_bits == 12:
         return False
-    return (backend == "cuda" and code_bits == 8) or plans.unsupported_reason("triton", device) is None
+    return backend == "cuda" or plans.unsupported_reason("triton", device) is None
 
 
 def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -> Tensor:
