@@ -209,17 +209,19 @@ def test_rows_near_the_smallest_normal_number(isa: str, name: str, dtype: str) -
     check(Case(dtype, (592, 592), 13, D=130, data="tiny", gain="none"), name)
 
 
-@pytest.mark.parametrize("W", [136, 144])
-def test_an_infinite_scale_of_a_block_leaves_a_sum_infinite(W: int) -> None:
-    """For some numbers of rows the zeros past a row's last code were multiplied by the infinite scale: NaN."""
-    scales = torch.ones(3, 2)
-    scales[1, 1], scales[2, 1] = INF, 2e38
-    weight = QuantizedWeight(torch.ones(384, W).to(E4M3), scales, "fp8_block128")
+@pytest.mark.parametrize(("block", "W"), [(128, 136), (128, 144), (128, 648), (32, 40), (32, 522)])
+def test_an_infinite_scale_of_a_block_leaves_a_sum_infinite(block: int, W: int) -> None:
+    """The zeros past a row's last code were multiplied by the infinite scale: NaN, in one kernel for some numbers of
+    rows, in the one that sums along K*H for all."""
+    scales = torch.ones(3, -(-W // block))
+    scales[1, -1], scales[2, -1] = INF, 2e38
+    weight = QuantizedWeight(torch.ones(3 * block, W).to(E4M3), scales, f"fp8_block{block}")
     for T in (1, 2, 3, 40):
-        call = operands(Case("bf16", (W,), T, "none", D=384))
+        call = operands(Case("bf16", (W,), T, "none", D=3 * block))
         call = dataclasses.replace(call, chunks=[torch.ones(T, W).bfloat16()])
         out = projected(call, weight)
-        assert (out[:, :128] == W).all() and (out[:, 128:] == INF).all()
+        exact = torch.tensor(float(W)).bfloat16()
+        assert (out[:, :block] == exact).all() and (out[:, block:] == INF).all()
 
 
 @pytest.mark.parametrize("W", [8, 24, 40])

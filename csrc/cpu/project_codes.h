@@ -163,13 +163,14 @@ struct ScaleReader {
   static constexpr int64_t kSum = kSumLines<Code, kSharing>, kSums = kLines<Code> / kSum;
 
   ScaleType type;
-  int64_t block_columns, num_blocks, next_rows;
+  int64_t width, block_columns, num_blocks, next_rows;
   int64_t first = 0;   // the unit's first block
   uint32_t there = 0;  // mask: of the 32 from there on, those that the row has
   UInt block_of_lane[kSums];  // counted from `first`, in both halves
 
   explicit ScaleReader(const NormConcatLinear& op)
       : type(op.scales.type),
+        width(op.source.width),
         block_columns(op.scales.block_columns),
         num_blocks((op.source.width - 1) / op.scales.block_columns + 1),
         next_rows(kBlockColumns / op.scales.block_rows * op.scales.row_stride) {
@@ -181,14 +182,9 @@ struct ScaleReader {
     first = k / block_columns;
     const int64_t left = num_blocks - first;
     there = left >= 2 * kLanes ? ~0u : (1u << left) - 1;
-    if (k != 0 && (kUnitColumns % block_columns == 0 || block_columns % kUnitColumns == 0)) return;  // as in unit 0
-    for (int64_t sum = 0; sum < kSums; ++sum) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t place = sum * kSum * kLanes + source_of<kGroupLines<Code, kSharing>>(lane);
-        const int64_t column = k % block_columns + place * kLineColumns<Code> / kLanes;
-        block_of_lane[sum][lane] = static_cast<uint32_t>(column / block_columns) * 0x10001;
-      }
-    }
+    const bool as_in_unit_0 = kUnitColumns % block_columns == 0 || block_columns % kUnitColumns == 0;
+    if (k == 0 || !as_in_unit_0) find_blocks(k % block_columns);
+    if (k + kUnitColumns > width) leave_out_lanes(static_cast<uint32_t>(width - k), static_cast<uint32_t>(left));
   }
 
   [[gnu::always_inline]] UnitScales read(const uint8_t* row) const {
@@ -205,6 +201,43 @@ struct ScaleReader {
   }
 
  private:
+  static constexpr int64_t place_of(int64_t sum, int64_t lane) {
+    return sum * kSum * kLanes + source_of<kGroupLines<Code, kSharing>>(lane);
+  }
+  // The lanes' first columns in a unit; with 8-bit codes the order is that of order_line.
+  struct FirstColumns {
+    alignas(kCacheLine) uint32_t of_lane[kSums][kLanes] = {};
+    constexpr FirstColumns() {
+      for (int64_t sum = 0; sum < kSums; ++sum) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          const int64_t place = place_of(sum, lane);
+          const int64_t column = kCodesPerByte<Code> > 1 ? place * 8 : place / 4 * 16 + place % 4 * 2;
+          of_lane[sum][lane] = static_cast<uint32_t>(column);
+        }
+      }
+    }
+  };
+  static constexpr FirstColumns kFirstColumns{};
+
+  void find_blocks(int64_t begin) {
+    for (int64_t sum = 0; sum < kSums; ++sum) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t column = begin + place_of(sum, lane) * kLineColumns<Code> / kLanes;
+        block_of_lane[sum][lane] = static_cast<uint32_t>(column / block_columns) * 0x10001;
+      }
+    }
+  }
+
+  // Lanes that begin at this column or later are past the row's end: they get the scale behind the last block, which is
+  // read as 0. With the last block's scale, 0 * infinity would be NaN.
+  void leave_out_lanes(uint32_t columns, uint32_t blocks) {
+    for (int64_t sum = 0; sum < kSums; ++sum) {
+      UInt first_columns;
+      __builtin_memcpy(&first_columns, kFirstColumns.of_lane[sum], sizeof first_columns);
+      block_of_lane[sum] = first_columns < columns ? block_of_lane[sum] : UInt{} + blocks * 0x10001;
+    }
+  }
+
   __m512i load_floats(const uint8_t* row, int64_t begin) const {
     const auto mask = static_cast<__mmask16>(there >> begin);
     return _mm512_maskz_loadu_epi32(mask, row + (first + begin) * sizeof(float));

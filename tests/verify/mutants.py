@@ -759,9 +759,10 @@ MUTANTS = (
             ("_mm512_cmpeq_epu16_mask(magnitudes, _mm512_set1_epi16(0x7f))", "__mmask32{0}"),
             ("_mm512_slli_epi16(codes, 8)", "codes"),
             ("left >= 2 * kLanes ? ~0u : (1u << left) - 1", "~0u"),
-            ("k % block_columns + place * kLineColumns<Code> / kLanes", "place * kLineColumns<Code> / kLanes"),
+            ("find_blocks(k % block_columns)", "find_blocks(0)"),
             ("lane % 4 / 2 * kLanes + lane / 4 * 4 + lane % 2 * 2", "lane"),
             ("*op.scales.global", "1.0f"),
+            ("k + kUnitColumns > width", "false"),
         )
     ),
     Mutant(WIDEN_12_BITS, "exception.column() < column", "exception.column() <= column"),
