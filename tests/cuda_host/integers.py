@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_kernels.plan import Kernel
 from eagle_kernels.quantized_weight import FORMATS, QuantizedWeight, scale_shape
 
 _CODES = {"none": 0, "chunk": 1, "concat": 2}
@@ -28,9 +29,23 @@ class Call:
     def id(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         name += f"-{self.format}" if self.format else ""
+        name += "-split" if self.split else ""
         return f"{self.op}-{name}-T{self.T}-K{self.K}-H{self.H}-D{self.D}-{self.norm}"
 
     format: str = ""  # of a quantized weight
+    split: bool = False  # the product by the split kernels, whatever T is
+
+    @property
+    def kernel(self) -> Kernel:
+        """Which kernel it runs: not all GPUs have the fused ones."""
+        if self.op != "norm_concat_linear":
+            return Kernel.SINGLE
+        if self.format:
+            by_warpgroups = self.T > 32 and self.dtype == torch.bfloat16 and self.format.endswith("_row")
+            return Kernel.WGMMA if by_warpgroups else Kernel.SPLIT
+        if self.split:
+            return Kernel.SPLIT
+        return Kernel.WGMMA if self.T > 16 else Kernel.FUSED
 
     def operands(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         """Chunks of -2 and 2 (a mean square of 4), residuals, weight, and indices of which some are out of range."""
@@ -60,17 +75,17 @@ class Call:
             quantized = self.quantized()
             codes, scales = move(quantized.codes), move(quantized.scales)
             epilogue = (None, None, 0.0)
-            by_warpgroups = self.T > 32 and self.dtype == torch.bfloat16 and self.format.endswith("_row")
-            kernel = 2 * by_warpgroups  # csrc/norm_concat_linear.h, CodesKernel
+            kernel = 2 if self.kernel is Kernel.WGMMA else 0  # csrc/norm_concat_linear.h, CodesKernel
             ops.norm_concat_linear_quantized_out(
                 *sources, codes, scales, None, *quantized.block, *epilogue, kernel, True, out
             )
             return [out]
         if self.op == "norm_concat_linear":
-            if self.T > 16:
+            if self.kernel is Kernel.WGMMA:
                 ops.norm_concat_linear_wgmma_out(*sources, weight, None, None, 0.0, out)
             else:
-                ops.norm_concat_linear_fused_out(*sources, weight, None, None, 0.0, True, out)
+                run = ops.norm_concat_linear_split_out if self.split else ops.norm_concat_linear_fused_out
+                run(*sources, weight, None, None, 0.0, True, out)
             return [out]
         if self.op == "norm_concat":
             ops.norm_concat_out(*sources, out)
@@ -93,6 +108,12 @@ CALLS = [
         Call("norm_concat_linear", dtype, T, 3, 136, D, norm)
         for dtype in _DTYPES
         for T, D in ((3, 37), (13, 37), (3, 4300), (40, 150), (101, 260))
+        for norm in _CODES
+    ),
+    *(
+        Call("norm_concat_linear", dtype, T, 3, 136, D, norm, split=True)
+        for dtype in _DTYPES
+        for T, D in ((13, 37), (40, 150), (101, 260))
         for norm in _CODES
     ),
     *(

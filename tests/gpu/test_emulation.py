@@ -17,8 +17,13 @@ from guards import same_bits
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
 def test_the_same_bits_as_the_emulation(call: Call) -> None:
-    if (reason := plan.unsupported_reason("cuda", torch.device("cuda"))) is not None:
+    device = torch.device("cuda")
+    if (reason := plan.unsupported_reason("cuda", device)) is not None:
         pytest.skip(f"cuda: {reason}")
+    if call.kernel is plan.Kernel.FUSED and not plan.has_clusters(device):
+        pytest.skip("the GPU has no clusters, and the fused kernel refuses it")
+    if call.kernel is plan.Kernel.WGMMA and not plan.has_wgmma(device):
+        pytest.skip("the GPU or the library has no wgmma, and that kernel refuses it")
     if COMPILER is None:
         pytest.skip("no g++ on this machine")
     load().set_device(227 << 10, descending_warps=False)

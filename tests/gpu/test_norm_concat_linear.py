@@ -83,12 +83,15 @@ def test_the_same_bits_every_time(N: int) -> None:
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
 def test_a_rows_bits_do_not_depend_on_T_within_a_plan(norm: str) -> None:
+    """Not where the plan hands the product to cuBLAS: on a GPU with wgmma from 49 rows on, on others from 17."""
     chunks, weight, gain = make_call(128, 2, 2880, 2880)
     options = {"norm": norm, "norm_weight": gain.reshape(-1) if norm == "concat" else gain}
     rows_of_plan: dict[tuple, list[int]] = {}
     for N in range(1, 129):
         plan = ek.explain("norm_concat_linear", [chunk[:N] for chunk in chunks], weight, **options)
-        rows_of_plan.setdefault((plan.kernel, plan.tiles), []).append(N)
+        if plan.kernel is not Kernel.TWO_STEP:
+            rows_of_plan.setdefault((plan.kernel, plan.tiles), []).append(N)
+    assert rows_of_plan
     for rows in rows_of_plan.values():
         whole = ek.norm_concat_linear([chunk[: rows[-1]] for chunk in chunks], weight, **options)
         for N in rows:
@@ -108,11 +111,17 @@ def test_one_plan_for_all_T_on_request(sizes: tuple[int, int, int], gpu_backend:
 
 
 def test_a_folded_gain_gives_the_same_bits() -> None:
-    chunks, weight, gain = make_call(128, *MODEL)
+    """In one pass over the weight, where each gain is multiplied into the weight; norm_concat multiplies x by it."""
+    chunks, weight, gain = make_call(max(ROWS), *MODEL)
     folded = (weight.float() * gain.float().reshape(-1)).to(weight.dtype)
-    for N in (1, 8, 17, 64, 128):
+    compared = []
+    for N in ROWS:
         rows = [chunk[:N] for chunk in chunks]
+        if ek.explain("norm_concat_linear", rows, weight, norm_weight=gain).kernel is Kernel.TWO_STEP:
+            continue
+        compared.append(N)
         assert same_bits(ek.norm_concat_linear(rows, weight, norm_weight=gain), ek.norm_concat_linear(rows, folded)), N
+    assert compared[:4] == [1, 8, 9, 16]
 
 
 @pytest.mark.parametrize("N", [1, 16, 33, 128, 300])
@@ -215,10 +224,11 @@ def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.Monkey
     assert [buffer.data_ptr() for buffer in workspace._buffers[weight.device.index]] == buffers
 
 
-@pytest.mark.parametrize("post_norm", [False, True])  # which only the split kernels have
-def test_streams_take_turns_with_the_workspace(post_norm: bool) -> None:
+@pytest.mark.parametrize("post_norm", [False, True])  # only the split kernels and the last of two steps have it
+@pytest.mark.parametrize("rows", [(16, 12), (128, 100)], ids=str)
+def test_streams_take_turns_with_the_workspace(rows: tuple[int, int], post_norm: bool) -> None:
     """Calls on two streams at once: each result must be the one that a call alone gives."""
-    calls = [make_call(N, *MODEL) for N in (128, 100)]
+    calls = [make_call(N, *MODEL) for N in rows]
     options = {"post_norm_weight": calls[0][2][0]} if post_norm else {}
     expected = [ek.norm_concat_linear(chunks, weight, norm_weight=gain, **options) for chunks, weight, gain in calls]
     torch.cuda.synchronize()
@@ -247,7 +257,7 @@ def test_a_weight_that_the_previous_kernel_wrote_is_seen(N: int) -> None:
         assert same_bits(out, expected[turn % 2]), turn
 
 
-@pytest.mark.parametrize("post_norm", [False, True])  # which only the split kernels have
+@pytest.mark.parametrize("post_norm", [False, True])  # at 8 rows by the split kernels, at 40 in two steps
 @pytest.mark.parametrize("N", [8, 40])
 def test_a_chain_of_dependent_launches_in_a_graph(N: int, post_norm: bool) -> None:
     """Each op reads what the one before it just wrote, and the workspace is used again at once: programmatic dependent
