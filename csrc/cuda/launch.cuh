@@ -18,7 +18,7 @@ struct Shape {
   int64_t threads;  // per row of a block
   int64_t shared_bytes;
   int64_t rows = 1;  // of a block
-  int64_t cluster = 0;  // blocks in y of a cluster, on sm_90 and later; 0: no clusters
+  int64_t cluster = 1;  // blocks in y of a cluster, on sm_90 and later; 1: no clusters
 };
 
 template <auto kernel, class Record>
@@ -40,7 +40,7 @@ int launch(const Shape& shape, const Record& record, const Device& device) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (shape.cluster > 0) {
+  if (shape.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {1, static_cast<unsigned>(shape.cluster), 1};
   }

@@ -157,14 +157,21 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
   store_outputs(static_cast<T*>(op.out) + row * op.out_row_stride, output, op.num_columns, total, stores_words<T>(op));
 }
 
-// What the blocks of the cluster have at the same address, loaded when it is used.
+// What the blocks of the cluster have at the same address, loaded when it is used. A block that is alone has no cluster
+// (norm_concat_linear.cu, finish_fused) and loads its own.
 struct WordsOfBlocks {
   const float* mine;
-  __device__ __forceinline__ Words operator[](int rank) const { return load_words_from_block(mine, rank); }
+  bool is_alone;
+  __device__ __forceinline__ Words operator[](int rank) const {
+    return rank == 0 && is_alone ? *reinterpret_cast<const Words*>(mine) : load_words_from_block(mine, rank);
+  }
 };
 struct SquaresOfBlocks {
   const float* mine;
-  __device__ __forceinline__ float operator[](int rank) const { return load_from_block(mine, rank); }
+  bool is_alone;
+  __device__ __forceinline__ float operator[](int rank) const {
+    return rank == 0 && is_alone ? *mine : load_from_block(mine, rank);
+  }
 };
 
 // Every block of a cluster sums a share of the outputs over all ranges. Shares are dealt out by warps, so that every
@@ -177,14 +184,19 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
   const NormConcatLinear& op = arguments.op;
   const int blocks = static_cast<int>(gridDim.y), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
-  const bool has_norm = op.source.norm != Norm::kNone;
+  const bool has_norm = op.source.norm != Norm::kNone, is_alone = blocks == 1;
   const int packs = rows * (kColumns / kOutputColumns), step = static_cast<int>(blockDim.x) * blocks;
-  sync_cluster();
+  if (is_alone) {
+    __syncthreads();
+  } else {
+    sync_cluster();
+  }
   for (int first = (warp * blocks + static_cast<int>(blockIdx.y)) * 32; first < packs; first += step) {
     const bool stores = first + lane < packs;
     const int pack = stores ? first + lane : packs - 1;
     const int token = pack / (kColumns / kOutputColumns), column = pack % (kColumns / kOutputColumns) * kOutputColumns;
-    const float *own = sums.products + token * kStride + column, *own_squares = sums.squares + token;
+    const WordsOfBlocks words_of{sums.products + token * kStride + column, is_alone};
+    const SquaresOfBlocks squares_of{sums.squares + token, is_alone};
     const auto finish = [&](const auto& words, const auto& squares) {
       finish_pack<T>(arguments, first_row + token, first_output + column, stores, words, squares, gain_unscale);
     };
@@ -195,15 +207,15 @@ __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int
 #pragma unroll
       for (int rank = 0; rank < kMaxCluster; ++rank) {
         if (rank >= blocks) break;
-        words[rank] = load_words_from_block(own, rank);
-        squares[rank] = has_norm ? load_from_block(own_squares, rank) : 0.0f;
+        words[rank] = words_of[rank];
+        squares[rank] = has_norm ? squares_of[rank] : 0.0f;
       }
       finish(words, squares);
     } else {
-      finish(WordsOfBlocks{own}, SquaresOfBlocks{own_squares});
+      finish(words_of, squares_of);
     }
   }
-  end_cluster();
+  if (!is_alone) end_cluster();
 }
 
 // Whether several scales lie along a row of the weight.

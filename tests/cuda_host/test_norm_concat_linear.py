@@ -147,6 +147,51 @@ def test_float64_truth_of_ranges_of_several_lengths(
         assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
 
 
+# One range of one chunk: a block that has its outputs to itself.
+ALONE = [
+    Case("bf16", (64,), 1, "chunk", D=70),
+    Case("fp16", (64,), 16, "concat", D=132, residuals="all"),
+    Case("bf16", (64,), 11, "none", D=64),
+    Case("bf16", (264,), 17, "chunk", D=70, bias="dtype", norm_offset=1.0, indices="shared"),
+    Case("fp16", (264,), 40, "concat", D=200, gain="fp32"),
+    Case("bf16", (264,), 9, "none", D=37, residuals="all"),
+    Case("bf16", (264,), 5, "chunk", D=70, sum_squares=True),
+]
+
+
+@pytest.mark.parametrize("name", ["fused", "fused wgmma"])
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.id)
+def test_float64_truth_of_a_block_that_is_alone(
+    case: Case, name: str, emulation: ModuleType, request: pytest.FixtureRequest
+) -> None:
+    """It sends nothing and waits at no barrier of a cluster, of which compute-sanitizer refused the former on an H100;
+    the emulation refuses both. With two SMs or more some of these would be several ranges."""
+    request.getfixturevalue("wgmma_at_every_T" if "wgmma" in name else "fused_at_every_T")
+    for late_copies in (False, True):
+        order = {"descending_warps": late_copies, "late_copies": late_copies}
+        emulation.set_device(SHARED_MEMORY, **order, multiprocessors=1)
+        emulation.take_launches()
+        assert explained(case).startswith(f"norm_concat_linear: cuda/{name}, because ")
+        check(case)
+        launch = emulation.take_launches()[-1]
+        assert (launch.grid[1], launch.cluster) == (1, 1)
+
+
+@pytest.mark.parametrize("norm", ["chunk", "none"])
+def test_a_block_that_is_alone_has_the_bits_of_a_cluster(norm: str, kernel: Kernel, emulation: ModuleType) -> None:
+    """One whose second chunk is zero, and adds zeros."""
+    if kernel is Kernel.SPLIT:
+        pytest.skip("its blocks form no clusters")
+    emulation.set_device(SHARED_MEMORY, descending_warps=True, multiprocessors=1)
+    (chunk, zeros), weight, gain = make_call(9, K=2)
+    gains = gain if norm == "chunk" else None
+    emulation.take_launches()
+    alone = ek.norm_concat_linear([chunk], weight[:, :136], norm=norm, norm_weight=None if gains is None else gain[:1])
+    both = ek.norm_concat_linear([chunk, zeros.zero_()], weight, norm=norm, norm_weight=gains)
+    assert [launch.cluster for launch in emulation.take_launches() if launch.threads] == [1, 2]
+    assert same_bits(alone, both)
+
+
 @pytest.mark.parametrize(
     ("K", "H", "D", "ranges"),
     # Blocks of 64 columns times ranges, on 132 SMs with room for two each: 112, 126, 192, 135, 192; at D = 5120, where

@@ -72,10 +72,10 @@ _RING = (
     "import torch; from cuda_host.build import load\n"
     "load('{sanitizer}').set_device(1 << 17, descending_warps=False, multiprocessors=1, {order})\n"
     "ops = torch.ops.eagle_kernels_emulated\n"
-    "x, weight, out = torch.ones(40, 520).bfloat16(), torch.ones(40, 520).bfloat16(), torch.zeros(40, 40).bfloat16()\n"
-    "sources = ([x], 1, 0, [], [0.0], 0.0, None, None, None)\n"
+    "x, weight, out = torch.ones(40, 520).bfloat16(), torch.ones(40, 1040).bfloat16(), torch.zeros(40, 40).bfloat16()\n"
+    "sources = ([x, x], 2, 0, [], [0.0], 0.0, None, None, None)\n"
     "ops.norm_concat_linear_{kernel}_out(*sources, weight, None, None, 0.0, {switches}out)\n"
-    "print('fine' if (out == 520).all() else 'wrong')\n"
+    "print('fine' if (out == 1040).all() else 'wrong')\n"
 )
 
 
@@ -89,8 +89,8 @@ _SWITCHES = {
 @pytest.mark.parametrize("forgotten", ["nothing", "barriers", "waits"])
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, forgotten: str) -> None:
-    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. A missing barrier
-    is a race; a copy that nobody has waited for has not landed."""
+    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. Two chunks make a cluster
+    of its blocks. A missing barrier is a race; a copy that nobody has waited for has not landed."""
     variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
     name, switches = _SWITCHES[kernel]
     order = f"late_copies={forgotten == 'waits'}"
