@@ -390,7 +390,9 @@ class Runner:
             samples = samples_of[variant.name]
             record = base | {"timer": timer, "variant": variant.name, "is_ours": is_ours(variant.name), "status": "ok"}
             record |= _figures(samples, workload, rates) | _accuracy(verdicts[variant.name])
-            record["ceiling"] = "streams" if beside else "torch"
+            record["ceiling"] = "streams" if beside else "torch" if rates.fastest is None else "fastest stream"
+            if rates.fastest_stream is not None:
+                record["fastest_stream"] = rates.fastest_stream
             record["array_exceeds_cache"] = self.ceilings.exceeds_cache
             if record["is_ours"]:
                 with variant.active():
@@ -529,6 +531,8 @@ class _Session:
         clocks = info.format_clocks(environment["clocks_after"])
         say("\n" + wrap(f"clocks at the end: {clocks}; load average {load_now:.2f}{busy}"))
         say(wrap("times are medians; speedup: of the first column over this one, ~ where its 95 % interval holds 1"))
+        for line in report.ceiling_lines(records):
+            say(wrap(line))
         for record in filter(report.is_above_ceiling, records):
             say(wrap(f"ABOVE THE CEILING: {report.ceiling_sentence(record)}"))
         say(f"repro: eagle-kernels {shlex.join(arguments.argv)}")  # in one line, to be copied
@@ -597,6 +601,8 @@ def _run_roofline(arguments: argparse.Namespace) -> int:
         rates = measured[dtype] = ceilings.measure(cli_types.DTYPES[dtype], arguments.min_time)
         copy, read = rates.copy * 1e-9, rates.read * 1e-9
         say(f"\n{dtype}: copy {copy:.1f} GB/s, read {read:.1f} GB/s, matmul {rates.matmul * 1e-12:.2f} TFLOP/s")
+        if rates.fastest is not None:
+            say(wrap(f"memory: the fastest stream, {rates.fastest_stream}: {rates.fastest * 1e-9:.1f} GB/s"))
         _print_floors(arguments, stages, dtype, rates)
     if arguments.json is not None:
         ceilings_by_dtype = {dtype: asdict(rates) for dtype, rates in measured.items()}

@@ -24,14 +24,14 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle_kernels import library
+from eagle_kernels import library, plan
 
 Call = Callable[[int], Any]  # runs a variant on the copy of the inputs with this number
 
@@ -397,8 +397,9 @@ _MATMUL = {"cuda": ((8192, 8192, 8192),), "cpu": ((512, 4096, 4096), (512, 512, 
 # What a thread streams in one call of a ceiling: 4 ms at 15 GB/s. With 32 MB, starting the threads takes 2 %.
 _THREAD_BYTES = 64 << 20
 
-# A GPU's copy reaches its rate from some 500 MB on.
-_GPU_BYTES = 1 << 29
+# A GPU's copy reaches its rate from some 500 MB on. What a fill leaves in L2 counts as written to memory: 50 MB on an
+# H100, a tenth of 512 MB and a fortieth of this.
+_GPU_BYTES = 1 << 31
 
 # (streams, run_bytes, ahead_bytes): the walks of project_dot.h and project_amx.h (6 and 16 runs of a weight's row, the
 # next ones prefetched), and walks that may be faster on other machines. AMD EPYC, 2 cores with neighbors, chrt -f 10,
@@ -440,13 +441,16 @@ class Traffic:
 class Rates:
     """Bytes per second, counting what is read and what is written; floating-point operations per second.
 
-    `add` is the rate of two reads for each write; None where it was not measured.
+    `add` is the rate of two reads for each write; None where it was not measured. `fastest` is that of the fastest
+    stream of a GPU, whose reads and writes share a bus, and `fastest_stream` says which that is; None elsewhere.
     """
 
     copy: float
     read: float
     matmul: float
     add: float | None = None
+    fastest: float | None = None
+    fastest_stream: str | None = None
 
     def memory_seconds(self, traffic: Traffic) -> float:
         """What the streams of this run take for these bytes.
@@ -456,7 +460,11 @@ class Rates:
         measured at a share of zero (read), a third (add) and a half (copy), and linear between these and beyond. Where
         reads and writes overlap, the true curve sags below such a line: without `add`, capture_hidden, which has a
         third, would be at 102 % of its ceiling. Beyond a half the true curve rises faster than the line.
+
+        On a GPU the fastest of all streams bounds every mix.
         """
+        if self.fastest is not None:
+            return traffic.total / self.fastest
         share = traffic.written / max(traffic.total, 1)
         ends = [(0.0, 1 / self.read), (1 / 2, 1 / self.copy)]
         if self.add is not None and share < 1 / 2:
@@ -469,12 +477,27 @@ class Rates:
         return max(self.memory_seconds(traffic), flops / self.matmul if flops else 0.0)
 
 
+@dataclass(frozen=True)
+class Stream:
+    """What is timed before the rows: a "copy", "read" or "fill" of some bytes."""
+
+    kind: str
+    variant: Variant
+    bytes: int
+
+
+def _call_of(run: Callable[..., None], *arguments: object) -> Call:
+    return lambda _: run(*arguments)
+
+
 class Ceilings:
     """What this machine's memory and matrix units can do, measured in the same run as the ops compared with it.
 
     On a CPU the memory is streamed by the compiled kernels, with the fastest of several walks, in calls interleaved
-    with the row's: same threads, allocator, page size and priority. On a GPU, and without compiled kernels, torch
-    copies and reduces before the row.
+    with the row's: same threads, allocator, page size and priority. Without compiled kernels torch copies and reduces
+    before the row. On a GPU torch copies and reduces, and Triton's kernels copy, read and fill in several block sizes;
+    the fastest of each kind is timed before every row, and the fastest of these is the ceiling: one stream alone may
+    be slower than an op, as torch's copy is on an H100 (triton_kernels/memory_bandwidth.py).
     """
 
     def __init__(self, device: str, cache_bytes: int, cache_factor: float, available_bytes: int) -> None:
@@ -497,6 +520,7 @@ class Ceilings:
         self._next_part = itertools.cycle(range(0, count * self._part_size, self._part_size))
         self._matmul: dict[torch.dtype, float] = {}
         self._beside: tuple[Variant, ...] | None = None
+        self._before: list[Stream] | None = None
 
     def beside(self) -> tuple[Variant, ...]:
         """Copies, additions and reads to time in the rounds of a row; none where `measure` has to run before it."""
@@ -510,12 +534,16 @@ class Ceilings:
         self.matmul(dtype, seconds)
         if variants := self.beside():
             return self.rates(dtype, time_variants(self._timer, variants, 1, seconds))
-        # Of torch's reductions on a CPU, max over int32 streams fastest (32 GB/s where sum of fp32 reaches 30).
-        calls = (lambda _: self._target.copy_(self._source), lambda _: self._source.max())
-        copy, read = time_variants(self._timer, [Variant("", call, 1) for call in calls], 1, seconds)
+        if self._before is None:
+            self._before = self._fastest_of_each_kind()
+        before = self._rates_of(self._before, seconds)
+        rate = {stream.kind: each for stream, each in before}
         # Reads and writes share a bus: memory that copies this fast could read this fast.
-        copy_rate = 2 * self.array_bytes / copy.median
-        return Rates(copy_rate, max(self.array_bytes / read.median, copy_rate), self.matmul(dtype))
+        rates = Rates(rate["copy"], max(rate["read"], rate["copy"]), self.matmul(dtype))
+        if self._device == "cpu":
+            return rates
+        stream, fastest = max(before, key=lambda pair: pair[1])
+        return replace(rates, fastest=fastest, fastest_stream=stream.variant.name)
 
     def rates(self, dtype: torch.dtype, samples: Sequence[Samples]) -> Rates:
         """What samples of `beside` say: of each kind, the faster one."""
@@ -538,6 +566,41 @@ class Ceilings:
     def _part(self) -> tuple[torch.Tensor, torch.Tensor]:
         begin = next(self._next_part)
         return self._source[begin : begin + self._part_size], self._target[begin : begin + self._part_size]
+
+    def _rates_of(self, streams: Sequence[Stream], seconds: float) -> list[tuple[Stream, float]]:
+        samples = time_variants(self._timer, [stream.variant for stream in streams], 1, seconds)
+        return [(stream, stream.bytes / taken.median) for stream, taken in zip(streams, samples, strict=True)]
+
+    def _fastest_of_each_kind(self) -> list[Stream]:
+        """Of torch's streams, and on a GPU of Triton's."""
+        # Of torch's reductions on a CPU, max over int32 streams fastest (32 GB/s where sum of fp32 reaches 30).
+        copy = Variant("copy by torch", lambda _: self._target.copy_(self._source), 1)
+        read = Variant("read by torch", lambda _: self._source.max(), 1)
+        streams = [Stream("copy", copy, 2 * self.array_bytes), Stream("read", read, self.array_bytes)]
+        if self._device == "cpu":
+            return streams
+        if plan.unsupported_reason("triton", self._source.device) is None:
+            streams += self._triton_streams()
+        fastest: dict[str, tuple[float, Stream]] = {}
+        for stream, rate in self._rates_of(streams, _SECONDS[self._device]):
+            if rate > fastest.get(stream.kind, (0.0, stream))[0]:
+                fastest[stream.kind] = rate, stream
+        return [stream for _, stream in fastest.values()]
+
+    def _triton_streams(self) -> Iterator[Stream]:
+        from eagle_kernels.triton_kernels import memory_bandwidth as triton_streams  # imports Triton
+
+        source, target, size = self._source, self._target, self.array_bytes
+        for block in triton_streams.BLOCKS:
+            sums = source.new_empty(triton_streams.programs(source, block))
+            streams: tuple[tuple[str, int, Callable[..., None], tuple[torch.Tensor, ...]], ...] = (
+                ("copy", 2 * size, triton_streams.copy, (source, target)),
+                ("read", size, triton_streams.read, (source, sums)),
+                ("fill", size, triton_streams.fill, (target,)),
+            )
+            for kind, moved, run, tensors in streams:
+                name = f"{kind} by Triton, {block.words} words in {block.num_warps} warps"
+                yield Stream(kind, Variant(name, _call_of(run, *tensors, block), 1), moved)
 
     def _streams(self) -> tuple[Variant, ...]:
         """Copying, adding and reading, each with the two fastest of its walks.

@@ -41,6 +41,7 @@ STATUSES = ("ok", "wrong", "skipped", "failed")
 # What the fields of records and environment may be; those that are in _OPTIONAL too may be None: not measured.
 _TEXTS = (
     *("op", "preset", "stage", "norm", "dtype", "timer", "variant", "status", "reason", "plan", "copies_limited_by"),
+    *("ceiling", "fastest_stream"),
     *("device_slug", "torch", "date", "commit", "cpu_model", "cpu_isa", "gpu", "driver", "cuda"),
 )
 _COUNTS = ("K", "H", "D", "V", "T", "S", "n", "d", "rounds", "copies", "rotated_bytes", "threads", "cpu_cores")
@@ -253,6 +254,21 @@ def ceiling_sentence(record: dict) -> str:
     )
 
 
+def ceiling_lines(records: Sequence[dict]) -> Iterator[str]:
+    """What "memory" is a share of where no stream runs beside the rows: the fastest before each row, with its rate."""
+    rates: dict[str, list[float]] = {}
+    for record in records:
+        if stream := record.get("fastest_stream"):
+            rates.setdefault(stream, []).append(_memory_gbps(record))
+    for stream, of_rows in rates.items():
+        yield f"memory: share of the fastest stream before each row: {stream}, {_span(of_rows)} GB/s"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def headline_baselines(row: Sequence[dict]) -> list[str]:
     """The baselines of means and curves: not `eager` where `eager-out` was timed, the fair one of the two; and not
     `dequantize`, a call without a kernel for codes, which nobody would choose."""
@@ -437,7 +453,7 @@ def render(path: Path | None, run: dict) -> str:
         f"{machine(env)}; torch {env['torch']}; {env['date']}, commit {env['commit']}. Times are medians (p20 - p80).",
         "",
         *_tables(records),
-        *(f"- {line}" for line in footer(records)),
+        *(f"- {line}" for line in (*footer(records), *ceiling_lines(records))),
     ]
     if path is not None:
         source = path.as_posix()

@@ -138,6 +138,50 @@ def test_a_part_comes_back_after_all_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert count == 6 and all(len(set(read[at : at + count])) == count for at in range(len(read) - count))
 
 
+def test_the_ceiling_of_a_gpu_is_the_fastest_of_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's copy and reduction alone a row of ours was above it. A GPU that is not here: times are planted."""
+    pytest.importorskip("triton")
+    timed: list[list[str]] = []
+    gbps = {"copy by torch": 2400, "read by torch": 2800, "copy": 2500, "read": 3100, "fill": 2700}
+
+    def planted(timer: str, variants: list[measure.Variant], copies: int, seconds: float) -> list[Samples]:
+        timed.append([variant.name for variant in variants])
+        assert timer == "graph"
+        kinds = [variant.name.partition(" by Triton")[0] for variant in variants]
+        # The third block size is the fastest of each kind.
+        slower = [1.0 if "Triton" not in variant.name or "8 warps" in variant.name else 1.1 for variant in variants]
+        moved = [size * (2 if kind.startswith("copy") else 1) for kind in kinds]
+        pairs = zip(moved, kinds, slower, strict=True)
+        return [Samples((bytes_ / (gbps[kind] * 1e9) * slow,)) for bytes_, kind, slow in pairs]
+
+    ceilings = measure.Ceilings("cpu", 1 << 16, 1.25, 1 << 40)
+    size = ceilings.array_bytes
+    for name, value in {
+        "_device": "cuda",
+        "_timer": "graph",
+        "are_streams": False,
+        "_matmul": {torch.float16: 1.0},
+    }.items():
+        monkeypatch.setattr(ceilings, name, value)
+    monkeypatch.setattr(measure, "time_variants", planted)
+    monkeypatch.setattr(measure.plan, "unsupported_reason", lambda backend, device: None)
+    rates = ceilings.measure(torch.float16)
+    assert [round(rate * 1e-9) for rate in (rates.copy, rates.read, rates.fastest)] == [2500, 3100, 3100]
+    assert rates.fastest_stream == "read by Triton, 8192 words in 8 warps"
+    traffic = Traffic(10**9, 10**9)
+    assert rates.memory_seconds(traffic) == pytest.approx(2 / 3100)
+    # All once, then the best of each kind before every row.
+    assert len(timed[0]) == 2 + 3 * 4 and len(timed[1]) == 3
+    ceilings.measure(torch.float16)
+    assert timed[2:] == [timed[1]] and all("8 warps" in name for name in timed[1])
+
+    # A GPU without Triton has torch's two.
+    monkeypatch.setattr(measure.plan, "unsupported_reason", lambda backend, device: "triton is not installed")
+    monkeypatch.setattr(ceilings, "_before", None)
+    rates = ceilings.measure(torch.float16)
+    assert rates.fastest_stream == "read by torch" and len(timed[-1]) == 2
+
+
 def test_the_ceiling_of_a_product_is_the_best_of_sizes_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an instruction for bf16 torch's bf16 product is slow, and a row was at 463 % of that ceiling."""
     rates = {(torch.bfloat16, 64): 3e9, (torch.bfloat16, 32): 4e9, (torch.float32, 64): 9e9, (torch.float32, 32): 7e9}

@@ -883,7 +883,13 @@ def test_roofline(
     # 2 * (D*K*H + T*(K*H + D)) bytes at 25 GB/s and 2*T*K*H*D operations at 1 TFLOP/s
     assert re.search(r"K=3 H=4096 D=4096\n +1 +100\.7 +0\.10 +4028\.0  memory", printed)
     assert re.search(r" 4096 +234\.9 +412\.32 +412316\.9  matmul", printed)
-    assert json.loads(path.read_text())["rates"]["bf16"] == {"copy": 20e9, "read": 25e9, "matmul": 1e12, "add": None}
+    saved = {"copy": 20e9, "read": 25e9, "matmul": 1e12, "add": None, "fastest": None, "fastest_stream": None}
+    assert json.loads(path.read_text())["rates"]["bf16"] == saved
+    rates = measure.Rates(copy=20e9, read=25e9, matmul=1e12, fastest=30e9, fastest_stream="read by Triton")
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "memory: the fastest stream, read by Triton: 30.0 GB/s" in printed
+    assert re.search(r"K=3 H=4096 D=4096\n +1 +100\.7 +0\.10 +3356\.5  memory", printed)
 
 
 @pytest.mark.parametrize("command", [["bench"], ["roofline"], ["tune"]], ids=lambda command: command[0])
