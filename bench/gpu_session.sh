@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Half an hour on a GPU in one command, without network or an installed package: builds or loads the library, then tests
-# and measures in order of value. docs/benchmarking.md says how to use it; `gpu_session.sh --help` lists the options.
+# A quarter of an hour on a GPU in one command, without network or an installed package: builds or loads the library,
+# then tests and measures in order of value. docs/benchmarking.md says how to use it; `gpu_session.sh --help` lists the options.
 #
 #   bench/gpu_session.sh --pack            at home: puts the built library where it can be carried along
 #   bench/gpu_session.sh --out RESULTS     on the GPU; the same command again resumes where the last call stopped

@@ -187,7 +187,9 @@ def test_the_whole_command_on_a_stand_in(
     # From a GPU session's folder to the pages, in a folder of its own: no real page may have a run without a GPU.
     root, kept = tmp_path / "checkout", {"stage": "op-table", "status": "done", "output_tail": "", "result": None}
     (tmp_path / "back").mkdir()
-    (tmp_path / "back" / "op-table.json").write_text(json.dumps(kept | {"result": json.loads(path.read_text())}))
+    (tmp_path / "back" / "op-table.json").write_text(
+        json.dumps(kept | {"result": {"run": json.loads(path.read_text())}})
+    )
     monkeypatch.setattr(session, "ROOT", root)
     assert session.main(["--collect", str(tmp_path / "back")]) == 0
     monkeypatch.chdir(root)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--out", type=Path, default=ROOT / "build" / "gpu_results", help="a JSON per stage (default %(default)s)")
     add("--done", type=Path, metavar="FOLDER", help="the --out of an earlier call, when it is not this one's")
-    add("--seconds", type=float, default=570, help="for the whole call (default 570)")
+    add("--seconds", type=float, default=275, help="for the whole call (default 275)")
     add("--stages", default=",".join(names), help="which, in this order (default all)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the stages out on tiny sizes")
     add(
@@ -185,8 +185,8 @@ def collect(folder: Path) -> int:
 
 def _runs(stage: str, result: dict) -> dict[str, dict]:
     """{file name: content} of the benchmark's runs and of the device in a stage's result."""
-    runs: dict[str, dict | None] = {stage: result} if stage in ("op-table", "sweeps") else {}
-    if stage == "decode-curve":
+    runs: dict[str, dict | None] = {stage: result} if stage == "sweeps" else {}
+    if stage in ("decode-curve", "op-table"):
         variants = {f"{stage}-{variant}": run for variant, run in result.get("variants", {}).items()}
         runs = {stage: result.get("run"), **variants}
     if stage == "library" and result.get("run") and result.get("device"):

@@ -89,8 +89,8 @@ _SWITCHES = {
 @pytest.mark.parametrize("forgotten", ["nothing", "barriers", "waits"])
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, forgotten: str) -> None:
-    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. Two chunks make a cluster
-    of its blocks. A missing barrier is a race; a copy that nobody has waited for has not landed."""
+    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. Two chunks make a
+    cluster of its blocks. A missing barrier is a race; a copy that nobody has waited for has not landed."""
     variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
     name, switches = _SWITCHES[kernel]
     order = f"late_copies={forgotten == 'waits'}"
