@@ -131,3 +131,16 @@ def test_codes_without_triton_are_dequantized(monkeypatch: pytest.MonkeyPatch) -
     chosen = plan.quantized_projection(problem, "cuda", "", "")
     assert (chosen.backend, chosen.kernel) == ("reference", plan.Kernel.TORCH)
     assert chosen.reason.endswith(f"cuda: {OF_FP16}; triton: triton is not installed")
+
+
+def test_a_workspace_made_in_inference_mode_can_be_written_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's products: "Inplace update to inference tensor outside InferenceMode is not allowed"."""
+    pytest.importorskip("triton")
+    workspace = importlib.import_module("eagle_kernels.triton_kernels.workspace")
+    monkeypatch.setattr(workspace, "_buffers", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with torch.inference_mode():
+        buffer = workspace._grow("norm_concat_linear", 4, torch.device("cpu"))
+        product = workspace.matrix_in(buffer, torch.float32, 2, 2, 2)
+    torch.mm(torch.ones(2, 3), torch.ones(3, 2), out=product)
+    assert (buffer == 3).all()

@@ -42,7 +42,8 @@ def matrix_in(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int, row_s
 
 
 def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int, row_stride: int, first: int) -> Tensor:
-    return buffer.view(dtype).as_strided((rows, columns), (row_stride, 1), first)
+    with torch.inference_mode(False):  # as in `_grow`
+        return buffer.view(dtype).as_strided((rows, columns), (row_stride, 1), first)
 
 
 _kept_view = functools.lru_cache(maxsize=64)(_view)
@@ -58,7 +59,8 @@ def _grow(op: str, numel: int, device: torch.device) -> Tensor:
             "it must not grow during a CUDA graph capture",
         )
     smallest = 2 * buffers[-1].numel() if buffers else 0
-    buffers.append(torch.empty(max(numel, smallest), dtype=torch.float32, device=device))
+    with torch.inference_mode(False):  # torch's products cannot write an inference tensor outside of it
+        buffers.append(torch.empty(max(numel, smallest), dtype=torch.float32, device=device))
     return buffers[-1]
 
 
