@@ -257,6 +257,27 @@ def test_codes_go_to_the_kernels_of_bf16(changed: dict, reason: str | None) -> N
             assert chosen.backend in ("triton", "reference") and f"cuda: {reason}; " in chosen.reason
 
 
+@needs_triton
+def test_codes_of_more_than_128_rows_are_dequantized_once() -> None:
+    """By Triton, where that is exact in 16 bits or, above 320 rows, in two numbers. Without it CUDA widens the codes of
+    up to 512 rows, as it does where the split kernels of Triton do not take them."""
+    once = "the codes are dequantized once for the library's product"
+    blocks = {"block_columns": 128, "scales_sums": True}
+    with environment_of():
+        for changed in ({"T": 129}, {"T": 5000}, {"T": 129, "code_bits": 4}, {"T": 321, **blocks}):
+            chosen = planned_codes(**changed)
+            assert (chosen.backend, chosen.kernel) == ("triton", plan.Kernel.TWO_STEP), chosen
+            assert chosen.reason.startswith("cuda: ") and chosen.reason.endswith(f"; T={changed['T']} > 128: {once}")
+        assert planned_codes(320, **blocks).kernel is plan.Kernel.SPLIT
+        assert planned_codes(320, H=4128, **blocks).backend == "cuda"
+        assert planned_codes(513, dtype=torch.float16, H=4128, **blocks).backend == "reference"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(importlib.util, "find_spec", lambda name: None)
+            plan.clear()
+            assert planned_codes(512).backend == "cuda" and planned_codes(513).backend == "reference"
+        plan.clear()
+
+
 def test_codes_in_blocks_of_64_rows_and_columns_or_more_are_one_launch() -> None:
     fused, split = plan.Kernel.FUSED, plan.Kernel.SPLIT
     with environment_of():

@@ -104,16 +104,71 @@ def test_codes_go_to_the_split_kernels_where_blocks_divide_a_chunk(
 
 
 def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every T, though a dense weight goes to a library. Where sums are scaled, a step has columns of one scale."""
+    """Up to 128 rows, and at every T where one plan serves all, though a dense weight goes to a library. Where sums are
+    scaled, at up to 320 rows too, and a step has columns of one scale."""
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
+
+    def tiles_of(**changed: object) -> Tiles | None:
+        return plan.quantized_projection(problem._replace(**changed), "triton", "", "").tiles
+
     for columns in (32, 128):
         problem = CODES._replace(block_columns=columns)
-        tiles = {T: plan.quantized_projection(problem._replace(rows=T), "triton", "", "").tiles for T in (64, 65, 5000)}
-        assert tiles[64] == tiles[65] == tiles[5000]
+        tiles = tiles_of(rows=64)
+        assert tiles == tiles_of(rows=65) == tiles_of(rows=128)
         assert plan.triton_projection(problem._replace(rows=5000)).tiles is None
-        assert tiles[64].BK > 32
-        scaled = plan.quantized_projection(problem._replace(rows=64, scales_sums=True), "triton", "", "").tiles
-        assert min(columns, tiles[64].BK) == scaled.BK
+        assert tiles.BK > 32
+        scaled = tiles_of(rows=64, scales_sums=True)
+        assert min(columns, tiles.BK) == scaled.BK
+        assert scaled == tiles_of(rows=320, scales_sums=True)
+        with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+            assert tiles_of(rows=1) == tiles_of(rows=5000)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"rows": 128}, "the codes are widened"),
+        ({"rows": 129}, None),
+        ({"rows": 5000, "code_bits": 4}, None),
+        ({"rows": 129, "dtype": torch.float16}, None),
+        # What only the split kernels ask for.
+        ({"rows": 129, "widths": (2048, 4100)}, None),
+        ({"rows": 129, "elements_aligned": False, "bytes_aligned": False}, None),
+        ({"rows": 129, "widths": (4112,), "block_columns": 32}, None),
+        ({"rows": 321, "scales_sums": True, "block_columns": 128}, None),
+        ({"rows": 320, "scales_sums": True, "block_columns": 128}, "T=320 <= 320: a code times the scale of its block"),
+        (
+            {"rows": 5000, "scales_sums": True, "block_columns": 128, "dtype": torch.float16},
+            "a code times the scale of its block may leave the range of torch.float16",
+        ),
+        ({"rows": 129, "dtype": torch.float32}, "the numbers have 16 bits, and the rows 32"),
+    ],
+    ids=str,
+)
+def test_codes_of_many_rows_are_dequantized_once(
+    changed: dict, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the library's product, which needs exact numbers of 16 bits; `explain` says why others are not."""
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
+    problem = CODES._replace(block_columns=2 * 4096)._replace(**changed)
+    chosen = plan.quantized_projection(problem, "triton", "", "")
+    if reason is None:
+        assert (chosen.backend, chosen.kernel, chosen.tiles) == ("triton", plan.Kernel.TWO_STEP, None)
+        once = "the codes are dequantized once for the library's product"
+        assert chosen.reason == f"T={problem.rows} > 128: {once}"
+    else:
+        assert chosen.kernel is plan.Kernel.SPLIT
+        assert chosen.reason.startswith(reason if problem.rows <= 128 else f"dequantizing once: {reason}"), chosen
+    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+        assert plan.quantized_projection(problem, "triton", "", "").kernel is not plan.Kernel.TWO_STEP
+
+
+def test_an_amd_gpu_dequantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.mm with out_dtype raises there."""
+    monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("AMD Instinct", "gfx942", 64 << 10))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    chosen = plan.quantized_projection(CODES._replace(rows=300, block_columns=2 * 4096), "triton", "", "")
+    assert chosen.kernel is plan.Kernel.SPLIT and "on AMD's GPUs" in chosen.reason
 
 
 def test_codes_take_tiles_where_a_table_prefers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""norm_concat_linear in Triton: two launches that stream the weight once, or norm_concat and a library product.
+"""norm_concat_linear in Triton: two launches that stream the weight once, or norm_concat and a library product, which
+for codes is of the numbers that dequantize.py writes.
 
     partial[k, s, n] = value_k[n][columns of split s] @ (gain_k * weight_k)[:, the same columns]^T
     out[n]           = round(post_norm(sum_k rstd_k[n] * sum_s partial[k, s, n] + bias))         s and k ascending
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import norm_concat
+from . import dequantize, norm_concat
 from .codes import e2m1_to_fp32, e4m3_to_fp32, load_block_scales, load_scales
 from .dialect import dot, let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import (
@@ -54,9 +55,9 @@ OP = "norm_concat_linear"
 # [1e-6, 1023], and the finalise kernel divides by it exactly.
 _GAIN_SCALE = {torch.bfloat16: 1.0, torch.float16: 64.0, torch.float32: 1.0}
 
-# More rows run in several rounds, which bounds the workspace: 100 MB of normed rows, or 8 MB of partial sums per split
-# and source, at K*H = 12288 and D = 4096. So many rows get a split plan under EAGLE_KERNELS_BATCH_INVARIANT=1, with a
-# QuantizedWeight, or from a tuned table.
+# More rows run in several rounds, which bounds the workspace: 100 MB of normed rows and 67 MB for each product in fp32,
+# or 8 MB of partial sums per split and source, at K*H = 12288 and D = 4096. So many rows get a split plan under
+# EAGLE_KERNELS_BATCH_INVARIANT=1, with codes that are not dequantized once, or from a tuned table.
 _LIBRARY_ROWS = 4096
 _SPLIT_ROWS = 512
 
@@ -239,6 +240,9 @@ def _norm_concat_linear_finalise(
     eps,
     partial_ptr,
     partial_row_stride,
+    scale_ptr,
+    scale_row_stride,
+    global_scale_ptr,
     bias_ptr,
     post_gain_ptr,
     post_eps,
@@ -250,11 +254,14 @@ def _norm_concat_linear_finalise(
     WIDTHS: tl.constexpr,
     GAIN_SCALE: tl.constexpr,
     SPLITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BD: tl.constexpr,
     BH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BD columns of one row. Grid (N, D / BD); with a post norm BD covers D."""
+    """One program: BD columns of one row. Grid (N, D / BD); with a post norm BD covers D. The scales are those of the
+    weight's rows and of all of it, where no kernel before this one has applied them."""
     n = tl.program_id(0).to(tl.int64)
     N = tl.num_programs(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -296,6 +303,11 @@ def _norm_concat_linear_finalise(
         projected += source_sum
     if NORM == "concat":
         projected *= rstd_of(all_squares / (len(WIDTHS) * WIDTHS[0]) + eps[0]) * (1 / GAIN_SCALE)
+    if scale_ptr is not None:
+        scale_row = d.to(tl.int64) // BLOCK_ROWS if BLOCK_ROWS else d * 0
+        projected *= load_scales(scale_ptr + scale_row * scale_row_stride, d < D, SCALES)
+    if global_scale_ptr is not None:
+        projected *= tl.load(global_scale_ptr)
     if bias_ptr is not None:
         projected += to_fp32(tl.load(bias_ptr + d, mask=d < D, other=0.0))
     if post_gain_ptr is not None:
@@ -344,7 +356,10 @@ def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
 def _run_round(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
     if plan.tiles is not None:
         return _split_product(sources, projection, out, plan)
-    _library_product(sources, projection, out)
+    if isinstance(projection[0], Tensor):
+        _library_product(sources, projection, out)
+    else:
+        _dequantized_product(sources, projection, out)
     return True
 
 
@@ -428,7 +443,7 @@ def _prepare_split(
         D,
         {"NORM": norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
         tiles.finalise_columns,
-        weight + len([kind for kind in weight_types if kind.startswith("*")]),
+        weight + _count_tensors(weight_types),
         device,
     )
     widths = (width // sources.entries,) * sources.entries
@@ -501,9 +516,24 @@ def _weight_of(
     return types, origins, constants, 0.0625 if format == "nvfp4" else 0.25
 
 
+def _count_tensors(types: tuple[str, ...]) -> int:
+    return len([kind for kind in types if kind.startswith("*")])
+
+
 def _padded(D: int) -> int:
     """A row stride of the partial sums with which their loads and stores are 16 bytes wide for every D."""
     return cdiv(D, 16) * 16
+
+
+class _Scaling(NamedTuple):
+    """Types, origins and constants of the finalise kernel's scales."""
+
+    types: tuple[str, str, str]
+    origins: list[Origin]
+    constants: dict[str, object]
+
+
+_UNSCALED = _Scaling((NONE, I64, NONE), [constant(0)], {"SCALES": "", "BLOCK_ROWS": 0})
 
 
 def _finalise(
@@ -519,6 +549,7 @@ def _finalise(
     columns: int,
     bias: int,
     device: torch.device,
+    scaling: _Scaling = _UNSCALED,
 ) -> Step:
     """The finalise kernel. `source_types` are the types of its first arguments, up to eps. Bias, post gain and out are
     the operands from `bias` on."""
@@ -526,8 +557,8 @@ def _finalise(
     epilogue = pointer_to(bias_dtype), pointer_to(post_gain_dtype), FP32, FP32, pointer_to(dtype), I64, I64
     launch = Launch(
         _norm_concat_linear_finalise,
-        (*source_types, pointer_to(torch.float32), I64, *epilogue),
-        constants | {"BD": BD, "BH": _STATISTICS_BLOCK},
+        (*source_types, pointer_to(torch.float32), I64, *scaling.types, *epilogue),
+        constants | scaling.constants | {"BD": BD, "BH": _STATISTICS_BLOCK},
         device,
         aligned=_PARTIAL,
         aligned_together=_ROWS,
@@ -535,7 +566,8 @@ def _finalise(
     )
     vectors = [address_of(bias + i) for i, given in enumerate((bias_dtype, post_gain_dtype)) if given is not None]
     result = address_of(bias + 2), row_stride_of(bias + 2), constant(D)
-    numbers = [*source_origins, sums, constant(_padded(D)), *vectors, post_eps, _NORM_OFFSET, *result]
+    padded = constant(_padded(D))
+    numbers = [*source_origins, sums, padded, *scaling.origins, *vectors, post_eps, _NORM_OFFSET, *result]
     return Step(launch, (_ROW_COUNT, constant(cdiv(D, BD)), constant(1)), numbers)
 
 
@@ -552,7 +584,7 @@ def _prepare_library(
     device: torch.device,
 ) -> Launches:
     """norm_concat, torch's product and, for a post norm or a bias of another dtype, the finalise kernel."""
-    D, width = shape
+    width = shape[1]
     weight, bias, _, out, normed, product = range(sources.sum_squares + 1, sources.sum_squares + 7)
     steps: list[Step | Product] = []
     if not is_concatenated:
@@ -561,9 +593,26 @@ def _prepare_library(
     if post_gain_dtype is None and bias_dtype in (None, sources.dtype):
         return Launches(device, [*steps, Product(_library_matmul, x, weight, bias if bias_dtype else None, out)])
     steps.append(Product(_library_matmul_fp32, x, weight, None, product))
-    constants = {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": 1}
+    finalise = _finalise_product(sources, num_eps, shape, bias_dtype, post_gain_dtype, product, bias, device)
+    return Launches(device, [*steps, finalise])
+
+
+def _finalise_product(
+    sources: Signature,
+    num_eps: int,
+    shape: tuple[int, int],
+    bias_dtype: torch.dtype | None,
+    post_gain_dtype: torch.dtype | None,
+    product: int,
+    bias: int,
+    device: torch.device,
+    num_matrices: int = 1,
+    scaling: _Scaling = _UNSCALED,
+) -> Step:
+    """The finalise kernel after products in fp32: one, or those of `num_matrices` matrices, which it adds."""
+    D, width = shape
     post_eps = floating(1 + num_eps)
-    finalise = _finalise(
+    return _finalise(
         (*[NONE] * 7, I64, (FP32,)),
         [constant(0), post_eps],  # not read where NORM is "none"
         address_of(product),
@@ -572,23 +621,23 @@ def _prepare_library(
         bias_dtype,
         post_gain_dtype,
         D,
-        constants,
+        {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": num_matrices},
         _FINALISE_COLUMNS,
         bias,
         device,
+        scaling,
     )
-    return Launches(device, [*steps, finalise])
 
 
 def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     """norm_concat into the workspace and torch's product, which writes `out` where nothing is left to do after it."""
-    chunks, _, norm, _, eps, _, residuals, indices, _ = sources
+    _, _, norm, _, eps, _, _, _, _ = sources
     weight, bias, post_gain, post_eps = projection
     (N, D), (_, width), dtype, device = out.shape, weight.shape, weight.dtype, out.device
     bias_dtype = None if bias is None else bias.dtype
-    is_concatenated = norm == "none" and len(chunks) == 1 and not residuals and not indices  # by capture_hidden
+    is_concatenated = _is_concatenated(sources)
     product_row_stride = 0 if post_gain is None and (bias is None or bias_dtype == dtype) else _padded(D)
-    normed_numel = cdiv(N * width * dtype.itemsize, 256) * 64  # counted in fp32 numbers, rounded up to 256 bytes
+    normed_numel = _numel_of(N * width, dtype)
     normed = product = None
     if product_row_stride or not is_concatenated:
         buffer = workspace(OP, normed_numel + N * product_row_stride, device)
@@ -611,6 +660,103 @@ def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     launches((*operands, weight, bias, post_gain, out, normed, product), integers, (*floats, post_eps))
 
 
+def _is_concatenated(sources: Any) -> bool:
+    """Whether the rows are those of the product already, written by capture_hidden."""
+    chunks, _, norm, _, _, _, residuals, indices, _ = sources
+    return norm == "none" and len(chunks) == 1 and not residuals and not indices
+
+
+def _numel_of(numel: int, dtype: torch.dtype) -> int:
+    """What so many numbers take of the workspace, counted in fp32 numbers and rounded up to 256 bytes."""
+    return cdiv(numel * dtype.itemsize, 256) * 64
+
+
+@prepared
+def _prepare_dequantized(
+    sources: Signature,
+    norm: str,
+    num_eps: int,
+    widths: tuple[int, ...],
+    codes: tuple,
+    shape: tuple[int, int],
+    slice_rows: int,
+    bias_dtype: torch.dtype | None,
+    post_gain_dtype: torch.dtype | None,
+    is_concatenated: bool,
+    device: torch.device,
+) -> Launches:
+    """norm_concat; for each slice of the weight's rows its numbers, in one matrix or two, and torch's products of them;
+    the finalise kernel."""
+    D, width = shape
+    weight = sources.sum_squares + 1
+    types, origins, constants, _ = _weight_of(codes, shape, sources.dtype, weight)
+    bias = weight + _count_tensors(types)
+    normed, sums, first = range(bias + 3, bias + 6)
+    scaled = constants["SCALED"]
+    num_matrices = 2 if scaled == "blocks" else 1
+    steps: list[Step | Product] = []
+    if not is_concatenated:
+        steps.append(norm_concat.step_of(sources, norm, num_eps, widths, width, device, normed))
+    x = 0 if is_concatenated else normed
+    for begin in range(0, D, slice_rows):
+        rows = range(begin, min(begin + slice_rows, D))
+        matrices = range(first, first + 2 * num_matrices, 2)  # each is followed by its part of the sums
+        step = dequantize.step_of(types[:4], origins[:4], constants, sources.dtype, rows, width, matrices, device)
+        steps += [step, *(Product(_library_matmul_fp32, x, matrix, None, matrix + 1) for matrix in matrices)]
+        first = matrices.stop
+    of_rows = scaled == "rows"
+    scaling = _Scaling(
+        (types[2] if of_rows else NONE, I64, types[4]),
+        [*(origins[2:4] if of_rows else [constant(0)]), *origins[4:]],
+        {"SCALES": constants["SCALES"], "BLOCK_ROWS": constants["BLOCK_ROWS"]} if of_rows else _UNSCALED.constants,
+    )
+    of_epilogue = num_eps, shape, bias_dtype, post_gain_dtype, sums, bias, device
+    return Launches(device, [*steps, _finalise_product(sources, *of_epilogue, num_matrices, scaling)])
+
+
+def _dequantized_product(sources: Any, projection: Any, out: Tensor) -> None:
+    """As `_library_product`, with the numbers of a QuantizedWeight. The product is in fp32 even if nothing follows it:
+    cuBLAS may split a product along K*H, and adds the parts of one in 16 bits in 16 bits."""
+    _, _, norm, _, eps, _, _, _, _ = sources
+    weight, bias, post_gain, post_eps = projection
+    shape = D, width = weight.shape
+    N, dtype, device = out.shape[0], out.dtype, out.device
+    codes, tensors = _describe_codes(weight, dtype)
+    num_matrices = 2 if weight.scaled_where(dtype) == "blocks" else 1
+    slice_rows = dequantize.rows_of_slice(shape, num_matrices)
+    row_stride, matrix_numel = _padded(D), _numel_of(slice_rows * width, dtype)
+    first_sum = num_matrices * matrix_numel
+    first_normed = first_sum + _numel_of(num_matrices * N * row_stride, torch.float32)
+    buffer = workspace(OP, first_normed + _numel_of(N * width, dtype), device)
+    per_fp32 = 4 // dtype.itemsize
+    views = [
+        matrix_in(buffer, dtype, N, width, width, first_normed * per_fp32),
+        matrix_in(buffer, torch.float32, num_matrices * N, D, row_stride, first_sum),
+    ]
+    for begin in range(0, D, slice_rows):
+        rows = min(slice_rows, D - begin)
+        for i in range(num_matrices):
+            sums = first_sum + i * N * row_stride + begin
+            views.append(matrix_in(buffer, dtype, rows, width, width, i * matrix_numel * per_fp32))
+            views.append(matrix_in(buffer, torch.float32, N, rows, row_stride, sums))
+    signature, operands = describe(sources)
+    launches = _prepare_dequantized(
+        signature,
+        norm,
+        len(eps),
+        norm_concat.widths_of(sources, width),
+        codes,
+        shape,
+        slice_rows,
+        None if bias is None else bias.dtype,
+        None if post_gain is None else post_gain.dtype,
+        _is_concatenated(sources),
+        device,
+    )
+    integers, floats = norm_concat.numbers_of(sources, N)
+    launches((*operands, *tensors, bias, post_gain, out, *views), integers, (*floats, post_eps))
+
+
 def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if torch.is_grad_enabled() and _is_trained(x, weight, bias, out):
         with torch.no_grad():
@@ -629,7 +775,7 @@ def _is_trained(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def _library_matmul_fp32(x: Tensor, weight: Tensor, _: Tensor | None, out: Tensor) -> None:
-    """The product in fp32, for a bias or a norm that needs it unrounded."""
+    """The product in fp32, for a scale, a bias or a norm that needs it unrounded."""
     if torch.is_grad_enabled() and _is_trained(x, weight, None, out):
         with torch.no_grad():
             return _library_matmul_fp32(x, weight, _, out)

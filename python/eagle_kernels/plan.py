@@ -254,6 +254,11 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
         else:
             rejected.append(f"triton: {unsupported}")
     if backend == "triton":
+        if problem.rows > library.MAX_CUDA_SPLIT_ROWS and not SETTINGS.batch_invariant:
+            if (unsupported := _dequantizing_unsupported_reason(problem)) is None:
+                once = f"T={problem.rows} > {library.MAX_CUDA_SPLIT_ROWS}: the codes are dequantized once for the "
+                return Plan(problem.op, "triton", Kernel.TWO_STEP, "; ".join([*rejected, f"{once}library's product"]))
+            rejected.append(f"dequantizing once: {unsupported}")
         if (unsupported := _split_codes_unsupported_reason(problem)) is None:
             plan = _split_codes(problem)
             return replace(plan, reason="; ".join([*rejected, plan.reason]))
@@ -264,10 +269,30 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     return Plan(problem.op, "reference", Kernel.TORCH, f"the weight is dequantized in every call: {because}")
 
 
-# With more rows, one dequantization is taken to cost less than widening the codes for every 64 rows anew (no GPU has
-# timed it), and the fp32 sums of the split kernels take more memory than the dequantized weight (K=3, H=D=2880, T=4096:
-# 434 MB and 50).
+# Where Triton does not take the codes, the reference dequantizes them in every call of more rows. That is taken to cost
+# less than widening them for every 64 rows anew (no saved run has timed it), and the fp32 sums of the split kernels
+# take more memory than the dequantized weight (K=3, H=D=2880, T=4096: 434 MB and 50).
 _MOST_ROWS_OF_CODES = 512
+
+# Up to so many rows, codes with an fp32 scale for each block are widened as they are multiplied: dequantized, they take
+# two matrices and two products. A heuristic: no saved run has timed either.
+MOST_ROWS_OF_SCALED_SUMS = 320
+
+
+def _dequantizing_unsupported_reason(problem: Problem) -> str | None:
+    """Why Triton does not dequantize the codes once, for the library's product in fp32; None where it does."""
+    if problem.code_bits == 12:
+        return "no kernel of it reads numbers of 12 bits"
+    if torch.version.hip is not None:
+        return "torch has no product of 16-bit numbers into fp32 on AMD's GPUs"
+    if problem.dtype == torch.float32:
+        return "the numbers have 16 bits, and the rows 32"
+    if problem.scales_sums and problem.dtype == torch.float16:
+        return "a code times the scale of its block may leave the range of torch.float16"
+    if problem.scales_sums and problem.rows <= MOST_ROWS_OF_SCALED_SUMS:
+        return f"T={problem.rows} <= {MOST_ROWS_OF_SCALED_SUMS}: a code times the scale of its block takes two numbers"
+    return None
+
 
 # csrc/cuda/norm_concat_linear.cu: a copy has 16 codes, and the columns of one step of the product share a scale.
 _CUDA_CODES_OF_A_COPY, _CUDA_STEP_COLUMNS = 16, 32
@@ -362,8 +387,8 @@ def _split_codes(problem: Problem) -> Plan:
 _DIFFERENT_WIDTHS = "the chunks differ in width, and the split kernels take one width"
 _UNALIGNED = "an address, a row stride or H is no multiple of 16, and the split kernels copy 16 bytes"
 
-# Calls with more rows run the plan for this many too: dequantizing the weight would cost each call more. With the tiles
-# for 128 rows the kernel for codes with one scale a row spills on sm_120.
+# Calls with more rows that are not dequantized once run the plan for this many too. With the tiles for 128 rows the
+# kernel for codes with one scale a row spills on sm_120.
 _MOST_TUNED_ROWS = 64
 
 

@@ -200,7 +200,13 @@ def calls() -> None:
         store_context_kv(record)
         store_context_kv(record._replace(kv=rows(T, H)))
         store_context_kv(record._replace(kv=rows(T, H), k_norm_weight=torch.rand(H // 2), v_cache=None))
-    ek.norm_concat_linear(chunks, ek.quantize(weight, "fp8_row"), norm_weight=gain, out=out)
+    for format in ("fp8_row", "fp8_block128", "mxfp4", "nvfp4"):
+        ek.norm_concat_linear(chunks, ek.quantize(weight, format), norm_weight=gain, out=out)
+    # Two products of each of three slices, the most that the library launches.
+    codes, many = ek.quantize(weight, "fp8_block32"), [rows(330, H) for _ in range(K)]
+    dequantize._MOST_BYTES = 2 * 2 * 32 * K * H
+    ek.norm_concat_linear(many, codes, norm_weight=gain, out=rows(330, D), bias=torch.rand(D))
+    dequantize._MOST_BYTES = 128 << 20
 
 
 def linear_calls(
@@ -250,6 +256,7 @@ plan._triton_unsupported_reason = lambda device: None
 
 for module in (*OPS, "launch"):
     importlib.import_module(f"eagle_kernels.triton_kernels.{module}").address = recorded_address
+dequantize = importlib.import_module("eagle_kernels.triton_kernels.dequantize")
 linear = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
 linear._library_matmul_fp32 = lambda *operands: None  # an overload that only CUDA has
 calls_of_all_settings()

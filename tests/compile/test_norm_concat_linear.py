@@ -28,11 +28,13 @@ from compile.offline import ARCHS, SHARED_LIMIT, Arch, Launch, Row, launches, re
 from eagle_kernels.tuned_configs import Gpu
 
 kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
+dequantize = importlib.import_module("eagle_kernels.triton_kernels.dequantize")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAN_ROWS = {"16 rows": 16, "32 rows": 32, "64 rows": 64, "128 rows": 128, "library": 129}
 SIZES = (3, 4096, 4096)
 PARTIAL, FINALISE = "_norm_concat_linear_partial", "_norm_concat_linear_finalise"
+DEQUANTIZE = "_dequantize"
 
 
 def tensor(*shape: int, dtype: torch.dtype, stride: int | None = None) -> Tensor:
@@ -62,9 +64,10 @@ def call(
     eps: tuple[float, ...] = (1e-6,),
     aligned: bool = True,
     format: str | None = None,
+    fp32_scales: bool = False,
 ) -> list[Launch]:
     """What a call would launch on an `arch`. gains: how many tensors the gain is in, 0 where it is folded into the
-    weight; format: that of a quantized weight."""
+    weight; format: that of a quantized weight, whose scales are of its last dtype, or of its first, fp32."""
     T = source_rows or N
     chunks = [tensor(T, K * H, dtype=dtype)] if packed else [tensor(T, H, dtype=dtype, stride=stride) for _ in range(K)]
     gains = (K if norm == "chunk" else 1 if norm == "concat" else 0) if gains is None else gains
@@ -80,7 +83,7 @@ def call(
         [None if kind is None else tensor(N, dtype=kind) for kind in indices],
         tensor(T, K, dtype=FP32) if statistics else None,
     )
-    weight = tensor(D, K * H, dtype=dtype) if format is None else quantized(format, D, K * H)
+    weight = tensor(D, K * H, dtype=dtype) if format is None else quantized(format, D, K * H, fp32_scales)
     epilogue = (None if bias is None else tensor(D, dtype=bias), tensor(D, dtype=dtype) if post_norm else None, 1e-6)
     projection = Projection(weight, *epilogue) if format is None else QuantizedProjection(weight, *epilogue)
     problem = plan.Problem(
@@ -106,10 +109,10 @@ def call(
     return launches(lambda: kernels.run(sources, projection, out, chosen), arch)
 
 
-def quantized(format: str, D: int, W: int) -> QuantizedWeight:
+def quantized(format: str, D: int, W: int, fp32_scales: bool) -> QuantizedWeight:
     kind = FORMATS[format]
     codes = tensor(D, W // kind.columns_per_code, dtype=kind.codes)
-    scales = tensor(*scale_shape(kind, (D, W)), dtype=kind.scales[-1])
+    scales = tensor(*scale_shape(kind, (D, W)), dtype=kind.scales[0 if fp32_scales else -1])
     return QuantizedWeight(codes, scales, format, tensor(1, dtype=FP32) if format == "nvfp4" else None)
 
 
@@ -144,6 +147,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "fp8_block128 residuals": {"format": "fp8_block128", "residuals": (True, True, True)},
     "mxfp8 fp16": {"format": "mxfp8", "dtype": FP16},
     "nvfp4 folded": {"format": "nvfp4", "gains": 0},
+    "nvfp4 fp16": {"format": "nvfp4", "dtype": FP16, "bias": FP32},
+    "int8_row post norm": {"format": "int8_row", "post_norm": True},
 }
 
 
@@ -157,6 +162,11 @@ def feature_calls(arch: Arch) -> dict[str, list[Launch]]:
         # Only EAGLE_KERNELS_BATCH_INVARIANT=1 splits unaligned rows, and it has one plan.
         patch.setattr(plan, "SETTINGS", replace(plan.SETTINGS, batch_invariant=True))
         calls["unaligned"] = call(arch, 7, 3, 2001, 4095, aligned=False, residuals=(True, True, True))
+    for format in ("fp8_block32", "fp8_block128"):
+        calls[f"{format} of fp32 321 rows"] = call(arch, 321, *SIZES, format=format, fp32_scales=True)
+    for format in ("fp8_row", "int8_row", "mxfp8", "nvfp4"):  # the last three with a width of whole blocks
+        H = 2001 if format.endswith("row") else 2000
+        calls[f"{format} unaligned"] = call(arch, 129, 2, H, 4095, stride=4097, format=format)
     calls["fp32 16 rows"] = call(arch, 16, 3, 4096, 4096, dtype=FP32, residuals=(True, True, True))
     calls["fp32 folded"] = call(arch, 16, 3, 4096, 4096, dtype=FP32, gains=0)
     calls["K=8"] = call(arch, 16, 8, 2880, 2880, residuals=(True,) * 8, indices=(torch.int64,) * 8)
@@ -183,7 +193,7 @@ def distinct_launches(calls: dict[str, list[Launch]]) -> dict[str, Launch]:
     for case, made in calls.items():
         for launch in made:
             name = launch.kernel.fn.__name__
-            if name in (PARTIAL, FINALISE):
+            if name in (PARTIAL, FINALISE, DEQUANTIZE):
                 seen.setdefault((launch.kernel, launch.specialisation), (f"{case} {name}", launch))
     return dict(seen.values())
 
@@ -290,6 +300,20 @@ def test_the_library_product_is_one_launch_before_and_one_after() -> None:
         assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, **after)] == ["_norm_concat", FINALISE]
     assert call(90, 300, *SIZES, "none", packed=True) == []
     assert len(call(90, 10000, *SIZES)) == 3  # rounds
+
+
+def test_codes_of_many_rows_are_written_before_the_product() -> None:
+    """norm_concat, the numbers of each slice of the weight's rows, and the finalise kernel, which has their scales."""
+    many = {"N": 300, "K": 3, "format": "fp8_row"}
+    names = [launch.kernel.fn.__name__ for launch in call(90, H=4096, D=4096, **many)]
+    assert names == ["_norm_concat", DEQUANTIZE, FINALISE]
+    names = [launch.kernel.fn.__name__ for launch in call(90, H=7168, D=7168, **many)]
+    assert names == ["_norm_concat", *[DEQUANTIZE] * 3, FINALISE]
+    made = call(90, H=4096, D=4096, norm="none", packed=True, **many)
+    assert [launch.kernel.fn.__name__ for launch in made] == [DEQUANTIZE, FINALISE]
+    assert made[0].grid == (3 * 4096 // 128, 4096 // 32, 1)
+    assert made[0].specialisation == call(90, 300, 3, 2880, 2881, format="fp8_row")[1].specialisation
+    assert len(specialisations([call(90, N, *SIZES, format="mxfp4") for N in (129, 130, 1024, 5000)])) == 3
 
 
 @pytest.mark.parametrize("statistics", [False, True])

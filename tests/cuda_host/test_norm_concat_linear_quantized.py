@@ -512,7 +512,8 @@ def test_what_triton_refuses_at_the_call_runs_as_explain_says(
     ran: list[str] = []
     monkeypatch.setattr(codes_op.NormConcatLinearQuantized, "reference", lambda record: ran.append("reference"))
     monkeypatch.setattr(plan, "_PREFERENCE", {"cpu": plan._PREFERENCE["cuda"]})
-    chunks, weight = [torch.empty(T, H).bfloat16() for H in (128, 256, 128)], on_cpu.random_weight("fp8_row", 67, 512)
+    chunks = [torch.empty(T, H).half() for H in (128, 256, 128)]
+    weight = on_cpu.random_weight("fp8_block128", 67, 512)  # with rows of fp16 it is not dequantized once
     emulation.run_kernels(False)
     emulation.take_launches()
     try:

@@ -10,6 +10,7 @@ import test_norm_concat_linear_quantized as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import Case, check_every_value, operands, weight_of_every_code
+from eagle_kernels import plan
 from guards import GuardedRows, same_bits
 
 pytestmark = pytest.mark.usefixtures("gpu_backend")
@@ -39,6 +40,27 @@ def test_float64_truth(name: str, case: Case) -> None:
     replace(call, projection=call.projection | {"weight": weight}).norm_concat_linear(out=guarded.view)
     guarded.check_around()
     allow_independent_roundings(expected).check(guarded.view)
+
+
+@pytest.mark.parametrize("norm", ["chunk", "none"])
+@pytest.mark.parametrize("T", [200, 1030])
+@pytest.mark.parametrize("name", on_cpu.WEIGHTS)
+def test_float64_truth_of_many_rows(name: str, T: int, norm: str) -> None:
+    """Codes that are dequantized once, and with fp32 scales of blocks at 200 rows those that are widened 64 rows at a
+    time. In two steps x is rounded where eager rounds it, so the bound is eager's."""
+    case = Case("bf16", (2880,) * 3, T, norm, D=500, bias="fp32" if norm == "none" else "")
+    call = operands(case, "cuda")
+    torch.manual_seed(0)
+    weight = on_cpu.random_weight(name, case.D, sum(case.widths)).to("cuda")
+    _, expected = expect(replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)}))
+    call = replace(call, projection=call.projection | {"weight": weight})
+    guarded = GuardedRows(call.N, case.D, case.dtype, "cuda")
+    chosen = ek.explain("norm_concat_linear", call.chunks, **call.sources, **call.projection)
+    is_widened = T == 200 and weight.scaled_where(case.dtype) == "blocks"
+    assert (chosen.kernel is plan.Kernel.TWO_STEP) == (not is_widened), chosen
+    call.norm_concat_linear(out=guarded.view)
+    guarded.check_around()
+    (allow_independent_roundings(expected) if is_widened else expected).check(guarded.view)
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
@@ -74,7 +96,7 @@ def test_a_rows_bits_do_not_depend_on_T(name: str, H: int, gpu_backend: str) -> 
             assert same_bits(out, ek.norm_concat_linear([c[:T] for c in chunks], weight, norm_weight=gain.float())), T
 
 
-@pytest.mark.parametrize("T", [1, 40, 100])
+@pytest.mark.parametrize("T", [1, 40, 100, 400])
 @pytest.mark.parametrize("H", [2880, 2816])  # only the second is a multiple of 128
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "nvfp4", "mxfp4"])
 def test_a_graph_replays_with_new_contents(name: str, H: int, T: int) -> None:

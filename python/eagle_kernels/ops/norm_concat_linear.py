@@ -51,7 +51,8 @@ def norm_concat_linear(
         chunks, norm, norm_weight, norm_offset, residuals, indices, sum_squares, num_chunks: as in `norm_concat`.
             A chunk with its own index can be an embedding table [V, H]: the MTP input stage is then this one op.
         weight: [D, K*H], the chunks' dtype; row stride free, last stride 1. Or a QuantizedWeight of that shape: its
-            codes are widened as they are multiplied and scaled in fp32, without a rounded copy of the weight.
+            codes are widened as they are multiplied and scaled in fp32, or for many rows on a GPU written as numbers of
+            16 bits and scaled in fp32, without a rounded copy of the weight.
         eps: one float for every norm; or K floats for "chunk". With post_norm_weight a sequence has one more, the
             last, for the post norm.
         bias: [D], the chunks' dtype or fp32.
