@@ -247,10 +247,14 @@ def test_the_curve_has_every_variant_beside_the_product(tmp_path: Path, monkeypa
     assert plain["EAGLE_KERNELS_BATCH_INVARIANT=1", "decode-curve-split"] == of_split
     assert [tokens for tokens, columns, _ in plain["", "op-table"] if "two-step" in columns] == [[48, 64, 128]]
     (tmp_path / "alternatives").mkdir()
-    names = {n: (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", f"decode-curve-columns-{n}") for n in (64, 128, 192, 256)}
-    assert curve() == plain | {name: [([17, 32, 48], ["cuda", "linear"], True)] for name in names.values()}
-    setting = names[128][0].partition("=")[0]
-    assert f'getenv("{setting}")' in (ROOT / "csrc/cuda/norm_concat_linear_wgmma.cu").read_text()
+    columns, ranges = "EAGLE_KERNELS_WGMMA_COLUMNS", "EAGLE_KERNELS_FUSED_RANGES"
+    of_columns = {(f"{columns}={n}", f"decode-curve-columns-{n}"): ["cuda", "linear"] for n in (64, 128, 192, 256)}
+    of_ranges = {(f"{ranges}={n}", f"decode-curve-ranges-{n}"): ["cuda", "none"] for n in (3, 4, 5, 6, 7, 8)}
+    alternatives = {name: [([17, 32, 48], timed, True)] for name, timed in of_columns.items()}
+    alternatives |= {name: [([1, 16], timed, True)] for name, timed in of_ranges.items()}
+    assert curve() == plain | alternatives
+    for setting, file in ((columns, "norm_concat_linear_wgmma.cu"), (ranges, "norm_concat_linear.cu")):
+        assert f'getenv("{setting}")' in (ROOT / "csrc/cuda" / file).read_text()
 
 
 def test_formats_and_the_other_ops_have_tables_of_their_own() -> None:

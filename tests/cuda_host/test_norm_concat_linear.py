@@ -324,6 +324,21 @@ def test_a_library_of_alternatives_is_told_the_columns(
         emulation.run_kernels(True)
 
 
+@pytest.mark.parametrize("ranges", [3, 4, 5, 6, 7, 8])
+def test_a_library_of_alternatives_is_told_the_ranges(
+    ranges: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model chooses 3 here."""
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(ranges))
+    emulation.run_kernels(False)
+    try:
+        emulation.take_launches()
+        ek.norm_concat_linear([torch.empty(1, 4096).bfloat16()] * 3, torch.empty(4096, 3 * 4096).bfloat16())
+        assert emulation.take_launches()[-1].grid == [64, ranges]
+    finally:
+        emulation.run_kernels(True)
+
+
 KERNELS = {
     "fused": {},
     "fused wgmma": {},
