@@ -130,7 +130,7 @@ def test_a_stage_goes_on_with_the_command_that_was_cut(
 
     def files(commands: list[list[str]]) -> Stage:
         return Stage(
-            "files", 2, lambda device: [[sys.executable, "-c", *command] for command in commands], goes_on=True
+            "files", 5, lambda device: [[sys.executable, "-c", *command] for command in commands], goes_on=True
         )
 
     first = run([files(programs)], tmp_path / "out")["files"]
