@@ -73,7 +73,9 @@ constexpr int64_t kMaxSplitRows = 128;
 
 // The fused kernel, on sm_90 and later, takes chunks of a 16-bit type and no post norm. The weight is of that type, or
 // of codes that norm_concat_linear_reads_codes, with one scale per row or blocks of a multiple of 64 rows and of
-// 64 columns, where every chunk begins at a multiple of 64 columns. Operands must be norm_concat_linear_is_aligned.
+// 64 columns, where every chunk begins at a multiple of 64 columns; or of 4-bit codes; or of e4m3 with scales in e8m0
+// of 32 columns of a row, without residuals and where the conditions of 4-bit codes hold. Operands must be
+// norm_concat_linear_is_aligned.
 int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // The kernel of warpgroups, where the library has code for sm_90a and the GPU runs it, takes any number of rows in
@@ -103,7 +105,8 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& op);
 
 // Whether the kernels take these codes and blocks: codes of 8 bits, with scales in fp32 or e8m0. Codes of e4m3 may have
 // several scales per row, in blocks of 32, 64, 128, ... columns, if the width of every chunk is a multiple of a step of
-// the product.
+// the product. Codes of e2m1 with rows of bf16, with scales of 16 columns in e4m3 or of 32 in e8m0, if every chunk has
+// the columns of a multiple of four scales, and address and row stride of the scales are multiples of 4.
 bool norm_concat_linear_reads_codes(const NormConcatLinear& op);
 
 }  // namespace eagle_kernels

@@ -56,8 +56,9 @@ OP = "norm_concat_linear"
 _GAIN_SCALE = {torch.bfloat16: 1.0, torch.float16: 64.0, torch.float32: 1.0}
 
 # More rows run in several rounds, which bounds the workspace: 100 MB of normed rows and 67 MB for each product in fp32,
-# or 8 MB of partial sums per split and source, at K*H = 12288 and D = 4096. So many rows get a split plan under
-# EAGLE_KERNELS_BATCH_INVARIANT=1, with codes that are not dequantized once, or from a tuned table.
+# or 8 MB of partial sums per split and source, at K*H = 12288 and D = 4096; codes that are dequantized once take up to
+# 134 MB more (`dequantize.py`). So many rows get a split plan under EAGLE_KERNELS_BATCH_INVARIANT=1, with codes that
+# are not dequantized once, or from a tuned table.
 _LIBRARY_ROWS = 4096
 _SPLIT_ROWS = 512
 

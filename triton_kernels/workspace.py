@@ -42,11 +42,14 @@ def matrix_in(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int, row_s
 
 
 def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int, row_stride: int, first: int) -> Tensor:
-    with torch.inference_mode(False):  # as in `_grow`
-        return buffer.view(dtype).as_strided((rows, columns), (row_stride, 1), first)
+    if torch.is_inference_mode_enabled():  # as in `_grow`; entering the context takes as long as the view
+        with torch.inference_mode(False):
+            return _view(buffer, dtype, rows, columns, row_stride, first)
+    return buffer.view(dtype).as_strided((rows, columns), (row_stride, 1), first)
 
 
-_kept_view = functools.lru_cache(maxsize=64)(_view)
+# A call of codes in several slices has up to 30 views, of which most depend on the number of rows.
+_kept_view = functools.lru_cache(maxsize=512)(_view)
 
 
 def _grow(op: str, numel: int, device: torch.device) -> Tensor:

@@ -229,7 +229,8 @@ struct ScaleReader {
   }
 
   // Lanes that begin at this column or later are past the row's end: they get the scale behind the last block, which is
-  // read as 0. With the last block's scale, 0 * infinity would be NaN.
+  // read as 0 (of at most 32: a unit has 16 blocks of 8-bit codes at most, and rows of 4-bit codes end with a block).
+  // With the last block's scale, 0 * infinity would be NaN.
   void leave_out_lanes(uint32_t columns, uint32_t blocks) {
     for (int64_t sum = 0; sum < kSums; ++sum) {
       UInt first_columns;

@@ -75,8 +75,9 @@ __device__ __forceinline__ uint32_t pair_of_e8m0(uint32_t scales, uint32_t i) {
   return codes << 7 | (is_first_or_last ? 0x00400040u : 0u);
 }
 
-// The codes of 8 columns times their scale, byte `i` of `scales`, for Form::kNvfp4 to kMxfp8; all products are exact.
-// Those of nvfp4 are too small by 2^10: with 2^126 its scales would leave bf16's range.
+// The codes of 8 columns times their scale, byte `i` of `scales`, for Form::kNvfp4 to kMxfp8. Products within bf16's
+// range are exact; a weight beyond it is infinite, as it would be in bf16. Those of nvfp4 are too small by 2^10: with
+// 2^126 its scales would leave that range.
 constexpr float kNvfp4Unscale = 1024.0f;
 __device__ __forceinline__ Words widen_scaled_nvfp4(uint32_t codes, uint32_t scales, uint32_t i) {
   return multiply_each(widen_small(codes, Float4E2M1{}), pair_of_e4m3(scales, i));

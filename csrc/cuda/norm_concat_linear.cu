@@ -3,7 +3,8 @@
 //
 // A block computes some columns of the output over a range of columns of one chunk. The weight and x pass through a
 // ring of stages in shared memory. A block has 48 KB of the weight in flight ahead of the product (32 with residuals
-// in the fused kernel or at 64 rows, 24 to 48 of codes), and an SM of Hopper has two blocks; a block of 128 rows has
+// in the fused kernel or at 64 rows, 24 to 48 of codes, 16 to 32 of four bits), and an SM of Hopper has two blocks; a
+// block of 128 rows has
 // 80 KB in flight and the SM to itself. It needs more shared memory than any GPU but sm_90 and sm_100 has: the others
 // multiply 64 rows twice. Half of the warps copy the weight and half copy x, since a thread's copies complete in order:
 // those of the weight start before the previous kernel has ended (or, where that kernel may write the weight, the
@@ -47,7 +48,7 @@
 // row of the weight).
 //
 // Codes whose scales are of 16 or 32 columns of one row (NVFP4, MXFP4, and MXFP8 in the fused kernel) are multiplied by
-// them as they are widened, which in bf16 is exact. These scales pass through the ring with the weight.
+// them as they are widened, which is exact within bf16's range. These scales pass through the ring with the weight.
 //
 // Sums run by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends only
 // on the chunks' widths, D, the blocks of scales and the GPU's number of SMs, so a row's bits depend neither on the

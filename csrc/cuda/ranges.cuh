@@ -16,7 +16,7 @@ namespace eagle_kernels::cuda {
 constexpr int kMaxCluster = 8;  // blocks, on every GPU that has clusters
 
 // What the weight is. A scale per row of codes multiplies the finished sums; scales of blocks, the sums of each block.
-// In the last three a scale of 16 or 32 columns multiplies the codes of a row, exactly in bf16, which rows then are of.
+// In the last three a scale of 16 or 32 columns multiplies the codes of a row, in bf16, which rows then are of.
 enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8, kNvfp4, kMxfp4, kMxfp8 };
 constexpr bool has_scaled_codes(Form form) { return form >= Form::kNvfp4; }
 constexpr bool has_four_bits(Form form) { return form == Form::kNvfp4 || form == Form::kMxfp4; }

@@ -533,7 +533,7 @@ def test_what_triton_refuses_at_the_call_runs_as_explain_says(
         ((), 4, True),
         ((), 12, False),
         (("triton",), 8, True),
-        (("triton",), 4, True),
+        (("triton",), 4, False),
         (("cuda",), 8, True),
         (("cuda", "triton"), 8, False),
     ],

@@ -159,13 +159,14 @@ def _choose(
 
 
 def can_read_codes(device: torch.device, code_bits: int) -> bool:
-    """Whether this device has a kernel that reads such codes, where the sizes suit it."""
+    """Whether this device has a kernel that reads such codes, where the sizes suit it. CUDA's read 4 bits for rows of
+    bf16 alone, and not for all widths of chunks, which a layer that loads a weight does not know."""
     if device.type == "cpu":
         return choose(PRIMITIVE, device, 1).kernel is Kernel.FUSED
     backend, _ = plans.choose_backend(PRIMITIVE, device)
     if backend == "reference" or code_bits == 12:
         return False
-    return backend == "cuda" or plans.unsupported_reason("triton", device) is None
+    return (backend == "cuda" and code_bits == 8) or plans.unsupported_reason("triton", device) is None
 
 
 def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -> Tensor:
