@@ -13,7 +13,6 @@ namespace eagle_kernels::cuda {
 
 struct Float8E4M3 {};
 struct Int8 {};
-struct Float4E2M1 {};
 
 // The codes of 8 columns, a byte each.
 struct alignas(8) Codes {
@@ -48,7 +47,7 @@ __device__ __forceinline__ Words widen(const Codes& codes, Code, T) {
 // The codes of 8 columns in four bits each. Word i of the result has columns i and i + 4, which takes one shift and one
 // mask for both; `paired` brings x into this order. With sign, exponent and mantissa in the places of bf16's, a code is
 // too small by 2^126, a subnormal one too.
-__device__ __forceinline__ Words widen_small(uint32_t codes, Float4E2M1) {
+__device__ __forceinline__ Words widen_small(uint32_t codes) {
   const uint32_t sign = 0x80008000u, magnitude = 0x01c001c0u;
   return {(codes << 12 & sign) | (codes << 6 & magnitude), (codes << 8 & sign) | (codes << 2 & magnitude),
           (codes << 4 & sign) | (codes >> 2 & magnitude), (codes & sign) | (codes >> 6 & magnitude)};
@@ -80,10 +79,10 @@ __device__ __forceinline__ uint32_t pair_of_e8m0(uint32_t scales, uint32_t i) {
 // 2^126 its scales would leave that range.
 constexpr float kNvfp4Unscale = 1024.0f;
 __device__ __forceinline__ Words widen_scaled_nvfp4(uint32_t codes, uint32_t scales, uint32_t i) {
-  return multiply_each(widen_small(codes, Float4E2M1{}), pair_of_e4m3(scales, i));
+  return multiply_each(widen_small(codes), pair_of_e4m3(scales, i));
 }
 __device__ __forceinline__ Words widen_scaled_mxfp4(uint32_t codes, uint32_t scales, uint32_t i) {
-  const Words values = multiply_each(widen_small(codes, Float4E2M1{}), 0x7e807e80u);
+  const Words values = multiply_each(widen_small(codes), 0x7e807e80u);
   return multiply_each(values, pair_of_e8m0(scales, i));
 }
 __device__ __forceinline__ Words widen_scaled_mxfp8(const Codes& codes, uint32_t scales, uint32_t i) {

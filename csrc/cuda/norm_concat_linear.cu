@@ -797,8 +797,8 @@ int units_of_widest(const Concat& source, int unit) {
 SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
   const int multiprocessors = device.multiprocessors;
   const int64_t outputs = blocks_of_outputs(op, kFusedColumns);
-  const bool has_four_bits = op.weight_type == WeightType::kFloat4E2M1;
-  const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : has_four_bits ? 3.0 : 1.1;
+  const bool four_bits = op.weight_type == WeightType::kFloat4E2M1;
+  const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : four_bits ? 3.0 : 1.1;
   const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
   const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
   SplitRanges ranges = one_range_each(op.source), best = ranges, best_that_fills = ranges;

@@ -315,10 +315,6 @@ def _cuda_codes_unsupported_reason(problem: Problem) -> str | None:
     return cuda_product_unsupported_reason(problem)
 
 
-# Processors that multiply bf16 have a second kernel for codes, which sums along K*H (csrc/cpu/project_codes.h).
-DOTS_ISAS = ("avx512_bf16", "amx_bf16")
-
-
 def _cuda_scaled_codes_unsupported_reason(problem: Problem) -> str | None:
     """Why CUDA's kernels cannot multiply codes by their scales as they widen them; None where they can."""
     together = 4 * problem.block_columns
@@ -329,6 +325,10 @@ def _cuda_scaled_codes_unsupported_reason(problem: Problem) -> str | None:
     if not problem.scales_aligned:
         return "four scales are copied together, and their address or row stride is no multiple of 4 bytes"
     return None
+
+
+# Processors that multiply bf16 have a second kernel for codes, which sums along K*H (csrc/cpu/project_codes.h).
+DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 
 
 def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> bool:
