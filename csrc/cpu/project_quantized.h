@@ -187,6 +187,7 @@ struct PanelScales {
   const uint8_t* rows[kPanelColumns];
   ScaleType type;
   bool of_numbers;  // they scale numbers, and `global` the sums
+  bool is_one_row;  // of scales, which is that of every column
   float global;
 
   PanelScales() = default;
@@ -199,6 +200,7 @@ struct PanelScales {
       const int64_t row = column / op.scales.block_rows * op.scales.row_stride;
       rows[i] = static_cast<const uint8_t*>(op.scales.data) + row * size;
     }
+    is_one_row = rows[0] == rows[kPanelColumns - 1];
     global = op.scales.global == nullptr ? 1.0f : *op.scales.global;
   }
 
@@ -214,6 +216,11 @@ struct PanelScales {
   void load_floats(int64_t first, int64_t count, Float (*scales)[kStripVectors]) const {
     for (int64_t i = 0; i < count; ++i) {
       float values[kPanelColumns];
+      if (is_one_row) {
+        __builtin_memcpy(values, rows[0] + (first + i) * sizeof(float), sizeof(float));
+        for (Float& scale : scales[i]) scale = Float{} + values[0] * global;
+        continue;
+      }
       for (int64_t column = 0; column < kPanelColumns; ++column) {
         __builtin_memcpy(values + column, rows[column] + (first + i) * sizeof(float), sizeof(float));
       }
