@@ -357,6 +357,20 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["model.fc"]}),
         {"fc": "BF16"},
     ),
+    "an fc that auto-round leaves out": (
+        Checkpoints,
+        lambda c: c.drafter.update(
+            quantization_config={"quant_method": "auto-round", "bits": 4, "extra_config": {"fc": {"bits": 16}}}
+        ),
+        {"fc": "BF16"},
+    ),
+    "an fc in no block that auto-round quantized": (
+        Checkpoints,
+        lambda c: c.drafter.update(
+            quantization_config={"quant_method": "auto-round", "bits": 4, "block_name_to_quantize": "model.layers"}
+        ),
+        {"fc": "BF16"},
+    ),
     "an fc that a pattern leaves out": (
         Checkpoints,
         lambda c: c.drafter.update(quantization_config={"quant_algo": "FP8", "exclude_modules": ["lm_head", "*fc*"]}),
@@ -924,6 +938,21 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "codes that GPTQModel leaves out": (
         lambda c: with_config(c, {"quant_method": "fp8", "dynamic": {"-:.*fc": {}}}),
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out")],
+    ),
+    "codes that auto-round leaves out": (
+        lambda c: with_config(c, {"quant_method": "auto-round", "block_name_to_quantize": "model.layers"}),
+        [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out: codes have no place there")],
+    ),
+    "numbers that auto-round does not leave out": (
+        lambda c: c.drafter.update(quantization_config={"quant_method": "auto-round", "bits": 4}),
+        [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
+    ),
+    "codes in a block that vLLM calls otherwise": (
+        lambda c: (
+            in_gptq(c, groups=6),
+            with_integers(c, {"quant_method": "auto-round", "block_name_to_quantize": "fc"}),
+        ),
+        [KEPT, ("layer-quantized", (V1, V2), "calls fc model.fc, which is in no block of the config: codes have no")],
     ),
     "numbers that the config says are codes": (
         lambda c: c.drafter.update(quantization_config={"quant_method": "fp8"}),

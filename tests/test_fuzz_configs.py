@@ -57,11 +57,19 @@ CONTEXT_FIELDS = {
     **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), IDS | GARBAGE),
     **dict.fromkeys(("attention_bias", "attention_k_eq_v", "use_gemma_norm", "dflash_config"), FLAGS),
 }
+OVERRIDES = st.fixed_dictionaries({}, optional={"bits": st.sampled_from([4, 16]) | GARBAGE, "data_type": GARBAGE})
+OVERRIDES |= GARBAGE
 QUANTIZATION_FIELDS = {
     "quant_algo": st.sampled_from(["FP8", "fp8_pb_wo", "NVFP4", "MIXED_PRECISION"]) | GARBAGE,
-    "quant_method": st.sampled_from(["fp8", "modelopt", "compressed-tensors", "quark", "bitsandbytes"]) | GARBAGE,
+    "quant_method": st.sampled_from(["fp8", "modelopt", "compressed-tensors", "quark", "bitsandbytes"])
+    | st.just("auto-round")
+    | GARBAGE,
     "global_quant_config": st.fixed_dictionaries({"weight": GARBAGE | st.fixed_dictionaries({"dtype": GARBAGE})})
     | GARBAGE,
+    "extra_config": st.dictionaries(st.sampled_from(["fc", ".*fc", "((("]) | st.text(max_size=3), OVERRIDES) | GARBAGE,
+    "block_name_to_quantize": st.lists(st.sampled_from(["fc", "model.layers"]) | GARBAGE, max_size=3) | GARBAGE,
+    "data_type": st.sampled_from(["int", "fp", "mx_fp"]) | GARBAGE,
+    "rotation_config": GARBAGE,
     "weight_block_size": st.lists(st.sampled_from([1, 32, 128]) | GARBAGE, max_size=3) | GARBAGE,
 }
 

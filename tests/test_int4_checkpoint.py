@@ -275,6 +275,37 @@ BROKEN = {
         change("gptq", lambda t, c: c.update(dynamic={"+:.*fc": {"bits": 8}})),
         "fc.qweight has 4 bits a code, expected 8, because the checkpoint says dynamic.+:.*fc.bits 8",
     ),
+    "another-width-of-this-layer-of-auto-round": (
+        change("auto-round-auto_round", lambda t, c: c.update(extra_config={"model.fc": {"bits": 8}})),
+        "fc.qweight has 4 bits a code, expected 8, because the checkpoint says extra_config.model.fc.bits 8",
+    ),
+    "another-group-size-of-the-others": (
+        change(
+            "auto-round-auto_round", lambda t, c: c.update(group_size=64, extra_config={"fc": {"group_size": None}})
+        ),
+        "fc.qweight has 4 groups in 128 columns, expected 2, because the checkpoint says group_size 64",
+    ),
+    "in-a-block-of-auto-round": (
+        change("auto-round-auto_round", lambda t, c: c.update(bits=8, block_name_to_quantize=[["model.f"], 3])),
+        "fc.qweight has 4 bits a code, expected 8, because the checkpoint says bits 8",
+    ),
+    "blocks-of-another-tool": (
+        change("gptq", lambda t, c: c.update(bits=8, block_name_to_quantize="model.layers")),
+        "fc.qweight has 4 bits a code, expected 8, because the checkpoint says bits 8",
+    ),
+    "integers-as-nvfp4": (
+        change("auto-round-auto_round", lambda t, c: c.update(extra_config={".*fc": {"data_type": "nv_fp"}})),
+        "fc.qweight is gptq, expected nvfp4, because the checkpoint says extra_config..*fc.data_type nv_fp, bits 4",
+    ),
+    "rotated": (
+        change("auto-round-auto_round", lambda t, c: c.update(rotation_config={"hadamard_type": "hadamard"})),
+        "fc.qweight is of a layer with a transform, expected one without, because the checkpoint says rotation_config",
+    ),
+    "rotated-by-itself": (
+        change("auto-round-auto_round", lambda t, c: c.update(extra_config={"fc": {"rotation_config": {"a": 1}}})),
+        "fc.qweight is of a layer with a transform, expected one without, because the checkpoint says "
+        "extra_config.fc.rotation_config",
+    ),
     "packed-as-nvfp4": (
         change("pack-zeros", lambda t, c: c.update(format="nvfp4-pack-quantized")),
         "fc.weight_packed is pack-quantized, expected nvfp4, because the checkpoint says format nvfp4-pack-quantized",
@@ -421,6 +452,36 @@ def test_what_is_broken_is_named_and_copies_nothing(case: str, tmp_path: Path) -
             "gptq", {"bits": 8, "group_size": 16, "dynamic": {"+:fc": {"bits": 4, "group_size": 32}}}, id="own"
         ),
         pytest.param("gptq", {"desc_act": False}, id="in-order"),
+        pytest.param(
+            "auto-round-auto_round:auto_gptq",
+            {"bits": 8, "group_size": 16, "extra_config": {"fc": {"bits": 4, "group_size": 32, "act_bits": None}}},
+            id="own-of-auto-round",
+        ),
+        pytest.param(
+            "auto-round-auto_round",
+            {"bits": 8, "extra_config": {"model.layers": {"bits": 2}, ".*fc.*": {"bits": 4}, "f": {"bits": 3}, "x": 4}},
+            id="own-by-a-pattern-of-auto-round",
+        ),
+        pytest.param(
+            "auto-round-auto_round",
+            {"extra_config": {".*fc.*": {"bits": 8}, "model.fc": {"bits": 4}}},
+            id="own-name-before-a-pattern",
+        ),
+        pytest.param(
+            "auto-round-auto_round:auto_awq",
+            {"bits": 8, "data_type": "nv_fp", "extra_config": {"fc": {"bits": 16, "data_type": "float"}}},
+            id="left-out-by-auto-round",
+        ),
+        pytest.param(
+            "auto-round-auto_round:gptqmodel",
+            {"bits": 8, "data_type": "mx_fp", "block_name_to_quantize": "model.layers,mtp.layers"},
+            id="in-no-block-of-auto-round",
+        ),
+        pytest.param(
+            "auto-round-auto_round",
+            {"bits": 8, "to_quant_block_names": ["layers"], "extra_config": {"fc": {"bits": 4, "data_type": "int"}}},
+            id="in-no-block-and-named",
+        ),
         pytest.param("awq", {"w_bit": 4, "q_group_size": GROUP}, id="awq"),
         pytest.param("gptq", {"dynamic": {"-:fc": {}, "+:lm_head": {"bits": 8}}}, id="of-other-layers"),
         pytest.param("pack-symmetric", in_group(symmetric=True, actorder="weight"), id="group"),

@@ -514,6 +514,24 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"fc": {"quant_algo": "FP8"}}},
         "fp8_tensor, {} quantized_layers.fc.quant_algo FP8",
     ),
+    "data-type": (
+        "compressed-row",
+        {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "extra_config": {"fc": {"bits": 8}}},
+        None,
+        "mxfp8, {} data_type mx_fp, extra_config.fc.bits 8",
+    ),
+    "data-type-of-integers": (
+        "modelopt-nvfp4",
+        {"quant_method": "auto-round", "data_type": "int", "bits": 4},
+        None,
+        "pack-quantized or gptq or awq, {} data_type int, bits 4",
+    ),
+    "unknown-data-type": (
+        "compressed-row",
+        {"quant_method": "auto-round", "data_type": "gguf"},
+        None,
+        "no format, {} data_type gguf",
+    ),
     "two-files": (
         "compressed-row",
         {"quant_method": "fp8"},
@@ -603,6 +621,9 @@ LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
     "ignored-layers": ({"quant_method": "mxfp8", "ignored_layers": ["fc"]}, None),
     "quark": ({"quant_method": "mxfp4", "exclude": ["re:model.fc"]}, None),
     "gptq": ({"quant_method": "gptq", "dynamic": {"-:.*fc": {}}}, None),
+    "auto-round": ({"quant_method": "auto-round", "data_type": "nv_fp", "extra_config": {"fc": {"bits": 16}}}, None),
+    "auto-round-pattern": ({"quant_method": "Auto-Round", "bits": 4, "extra_config": {"c$": {"bits": 32}}}, None),
+    "auto-round-blocks": ({"quant_method": "auto-round", "data_type": "int", "to_quant_block_names": "layers"}, None),
     # Formats that engines alone read.
     "unread": ({"quant_method": "w4afp8", "modules_to_not_convert": ["fc"]}, None),
     "unread-quark": (

@@ -181,7 +181,7 @@ def _shapes(
 ) -> list[tuple[int, int]]:
     """Possible [D, W] of the weight; several where neither codes nor config say how many bits a code has."""
     rows, columns = parameters[stored].shape
-    section = section_of(config, path)[1]
+    section = section_of(config, path).values
     stated = next((value for key in ("bits", "num_bits", "w_bit") if isinstance(value := section.get(key), int)), 0)
     packed = [32 // bits for bits in ([stated] if 0 < stated <= 32 else [4, 8])]  # codes in an int32
     if stored == "qweight":

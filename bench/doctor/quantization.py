@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from eagle_kernels.quantization_config import leaves_out, names_layer, unread_format
+from eagle_kernels.quantization_config import Naming, leaves_out, names_layer, unread_format
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
 from .pair import DENSE, DTYPES, ENGINES, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
-_STORED = ("awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
+_STORED = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
 _CODES = ("weight", "weight_packed", "qweight", "blocks", *UNREAD_CODES)
 _NUMBERS = (*DENSE, "F64")
 # Dtypes of codes that this package reads, integers in groups among them; e5m2 is none.
@@ -116,12 +116,16 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
     config = pair.quantization
     if config is None:
         return None
-    is_whole = in_vllm and config.get("quant_method") in _WHOLE_NAMES
+    naming: Naming = "whole" if in_vllm and config.get("quant_method") in _WHOLE_NAMES else "part"
     if holds_codes(pair, path):
-        if _is_in_group(config, path) and not any(_is_in_group(config, name, is_whole) for name in names):
+        if _is_in_group(config, path) and not any(_is_in_group(config, name, naming) for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
+        # Other methods' lists name the parts of a merged layer, so that no entry of theirs matches the engine's name.
+        is_named = config.get("quant_method") != "auto-round" or leaves_out(config, path)
+        if not is_named and all(leaves_out(config, name, naming) for name in names):
+            return f"calls {path} {names[0]}, which is in no block of the config: codes have no place there{_WITHOUT}"
         return None
-    if leaves_out(config, path) and all(_covers(config, name, is_whole) for name in names):
+    if leaves_out(config, path) and all(_covers(config, name, naming) for name in names):
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
 
@@ -182,23 +186,23 @@ def codes_of(parameters: Collection[str]) -> str | None:
     return next((name for name in _CODES if name in parameters), None)
 
 
-def _covers(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
-    """Whether a checkpoint of this config has codes at `path`; `is_whole` as in `names_layer`."""
-    if leaves_out(config, path, is_whole):
+def _covers(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
+    """Whether a checkpoint of this config has codes at `path`."""
+    if leaves_out(config, path, naming):
         return False
     algorithm, method = config.get("quant_algo"), config.get("quant_method")
     if isinstance(algorithm, str):
         return algorithm.upper() != "MIXED_PRECISION"  # which lists its layers
     if method == "compressed-tensors":
-        return _is_in_group(config, path, is_whole)
+        return _is_in_group(config, path, naming)
     return method in _STORED
 
 
-def _is_in_group(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
+def _is_in_group(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
     """Whether one of config_groups has the layer; True for a config without such groups."""
     if config.get("quant_method") != "compressed-tensors":
         return True
-    return any(entry == "Linear" or names_layer(entry, path, is_whole) for entry in _targets(config))
+    return any(entry == "Linear" or names_layer(entry, path, naming) for entry in _targets(config))
 
 
 def _targets(config: Mapping[str, Any]) -> list[str]:

@@ -189,10 +189,11 @@ def _checked_groups(
         because = "its checkpoint_format says whether zeros are stored less 1"
         meant = "a config.json beside it whose quantization_config is GPTQ's"
         raise checks.error(ValueError, op, f"{name} is gptq", meant, because)
-    where, section = section_of(config, name.rpartition(".")[0])
+    of_layer = section_of(config, name.rpartition(".")[0])
+    section = of_layer.values
 
     def says(key: str) -> str:
-        return f"the checkpoint says {where}{key} {section[key]!r}"
+        return f"the checkpoint says {of_layer.place(key)}{key} {section[key]!r}"
 
     for key in ("bits", "num_bits", "w_bit"):
         if section.get(key) not in (None, bits):

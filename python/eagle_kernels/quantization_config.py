@@ -7,13 +7,16 @@
 | Model-Optimizer | quant_algo, group_size, quantized_layers; in `quantization` and in hf_quant_config.json too |
 | compressed-tensors | format, and the weights' arguments of the layer's group in config_groups; transform_config |
 | GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
+| auto-round | bits, group_size, data_type; a layer's entry in `extra_config` overrides them; block_name_to_quantize |
 | GPTQ, AWQ, auto-round | format among others, which name a packing (`int4_checkpoint`) |
 
 The tensors determine the format. A key that means another one is an error; a missing key says nothing. Keys of the
 whole checkpoint say nothing of a layer that the config leaves out (`leaves_out`), whose codes may be in another format:
 NVFP4 checkpoints keep MTP layers in FP8 (vllm#43455).
 
-Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`; compressed-tensors `CompressionFormat`.
+Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`; compressed-tensors `CompressionFormat`;
+auto-round 0.16 `inference/convert_model.py` (`get_layer_config`), vLLM 0.32 `inc/config_parser.py`, SGLang 0.5.23
+`auto_round.py`; transformers 5.24 `quantizers_utils.py` (`should_convert_module`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from . import checks
 from .quantized_weight import E4M3, FORMATS
@@ -67,6 +70,13 @@ _BLOCKS: dict[tuple[int, int], tuple[str, ...]] = {
     (32, 32): ("fp8_block32",),
     (1, 32): ("mxfp8",),
 }
+# auto-round's data_type, by its beginning.
+_DATA_TYPES = {
+    "int": ("int8_row", _PACKED, _GPTQ, _AWQ),
+    "fp": _FP8,
+    "mx_fp": ("mxfp8", "mxfp4"),
+    "nv_fp": ("nvfp4",),
+}
 # compressed-tensors' format.
 _COMPRESSIONS = {
     "int-quantized": ("int8_row",),
@@ -87,13 +97,32 @@ _LEFT_OUT = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
     "llm_int8_skip_modules",
 )
+# What no module's name has and a pattern may.
+_OF_PATTERNS = frozenset("*+?^$()[]{}|\\")
+# auto-round's transforms of the input.
+_ROTATIONS = ("rotation_config", "spinquant_config")
 # What a list may have before a layer's name and a file may not, or the other way round.
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+
+# Whose name of a layer is looked for: the file's, or an engine's, of which an entry may be a part, or has to be the
+# whole unless it is a pattern.
+Naming = Literal["file", "part", "whole"]
 
 
 class _Claim(NamedTuple):
     formats: tuple[str, ...]  # that the keys can mean
     says: str  # the keys, for the message
+
+
+class Section(NamedTuple):
+    """What a config says of a layer's numbers: bits, groups and zeros."""
+
+    values: Mapping[str, Any]
+    own: Collection[str] = ()  # the keys that stand in the layer's own entry
+    entry: str = ""  # before these in messages
+
+    def place(self, key: str) -> str:
+        return self.entry if key in self.own else ""
 
 
 def method_of(config: Mapping[str, Any]) -> object:
@@ -132,28 +161,57 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
     return fits[0]
 
 
-def leaves_out(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
-    """Whether the config lists the layer as not in the checkpoint's format; `is_whole` as in `names_layer`."""
+def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
+    """Whether the config says that the layer is not in the checkpoint's format."""
     entries: list[object] = []
     for section in (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE))):
         entries += [entry for key in _LEFT_OUT for entry in _list(section.get(key))]
     # GPTQModel's: "-:" precedes the pattern of layers that are left out.
     patterns = [pattern for pattern in _mapping(config.get("dynamic")) if pattern.startswith("-:")]
     entries += [f"re:{pattern.removeprefix('-:')}" for pattern in patterns]
-    return any(names_layer(entry, path, is_whole) for entry in entries if isinstance(entry, str))
+    if any(names_layer(entry, path, naming) for entry in entries if isinstance(entry, str)):
+        return True
+    if method_of(config) != "auto-round":
+        return False
+    if (override := _override_of(config, path)) is None:
+        return not _is_in_blocks(config, _paths(path) if naming == "file" else (path,))
+    bits = override[1].get("bits")
+    return isinstance(bits, int) and bits >= 16
 
 
-def names_layer(entry: str, path: str, is_whole: bool = False) -> bool:
-    """Whether a config's entry is this layer, a part of the model that contains it, or a pattern that matches it.
+def _override_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
+    """(its place, content) of a layer's own entry in `dynamic`, or for auto-round in `extra_config`: there under the
+    layer's name, or else the first that names a part of the model or, as a pattern, is found in the name.
 
-    is_whole: `path` is the engine's own name, and an entry that is no pattern must equal it.
+    SGLang matches patterns of extra_config with whole names: those that auto-round writes begin and end with `.*`.
     """
-    if is_whole:
+    if method_of(config) != "auto-round":
+        dynamic = _mapping(config.get("dynamic")).items()
+        patterns = {pattern: own for pattern, own in dynamic if isinstance(own, Mapping) and pattern[:2] != "-:"}
+        names = [pattern for pattern in patterns if _matches(f"re:{pattern.lstrip('+:')}", path)]
+        return (f"dynamic.{names[0]}.", patterns[names[0]]) if names else None
+    entries = {name: own for name, own in _mapping(config.get("extra_config")).items() if isinstance(own, Mapping)}
+    wanted = {name: name if _OF_PATTERNS.isdisjoint(name) else f"re:.*(?:{name})" for name in entries}
+    names = [name for name in entries if _matches(name, path)]
+    names += [name for name, pattern in wanted.items() if names_layer(pattern, path)]
+    return (f"extra_config.{names[0]}.", entries[names[0]]) if names else None
+
+
+def _is_in_blocks(config: Mapping[str, Any], paths: Sequence[str]) -> bool:
+    """Whether a layer's name begins with that of a block that auto-round quantized."""
+    blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names")
+    if isinstance(blocks, str):
+        blocks = blocks.split(",")
+    nested = [each if isinstance(each, list) else [each] for each in _list(blocks)]
+    names = [name.strip() for each in nested for name in each if isinstance(name, str)]
+    return not names or any(each.startswith(name) for name in names for each in paths)
+
+
+def names_layer(entry: str, path: str, naming: Naming = "file") -> bool:
+    """Whether a config's entry is this layer, a part of the model that contains it, or a pattern that matches it."""
+    if naming == "whole":
         return _is_matched(entry, path) if entry.startswith("re:") else entry == path
-    bare = path
-    while bare.startswith(("model.", "language_model.")):
-        bare = bare.partition(".")[2]
-    paths = (path, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+    paths = _paths(path)
     if entry.startswith("re:"):
         return any(_is_matched(entry, each) for each in paths)
     if any(character in entry for character in "*?["):
@@ -161,17 +219,25 @@ def names_layer(entry: str, path: str, is_whole: bool = False) -> bool:
     return any(f".{entry}." in f".{each}." for each in paths)
 
 
-def section_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]:
-    """(prefix of its keys in messages, section) of what a config says of a layer's integers: bits, groups and zeros."""
+def _paths(path: str) -> tuple[str, ...]:
+    """A layer's name in the file, and what a config may call it."""
+    bare = path
+    while bare.startswith(("model.", "language_model.")):
+        bare = bare.partition(".")[2]
+    return (path, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+
+
+def section_of(config: Mapping[str, Any], path: str) -> Section:
     if leaves_out(config, path):
-        return "", {}
+        return Section({})
     if (group := _group_of(config, path)) is not None:
         name, weights = group
-        return f"config_groups.{name}.weights.", weights
-    for pattern, own in _mapping(config.get("dynamic")).items():
-        if isinstance(own, Mapping) and not pattern.startswith("-:") and _matches(f"re:{pattern.lstrip('+:')}", path):
-            return f"dynamic.{pattern}.", {**config, **own}
-    return "", config
+        return Section(weights, weights, f"config_groups.{name}.weights.")
+    if (override := _override_of(config, path)) is None:
+        return Section(config)
+    place, entry = override
+    own = {key: value for key, value in entry.items() if value is not None}
+    return Section({**config, **own}, own, place)
 
 
 def check_untransformed(op: str, name: str, config: Mapping[str, Any]) -> None:
@@ -184,6 +250,10 @@ def check_untransformed(op: str, name: str, config: Mapping[str, Any]) -> None:
 
 def _transform_of(config: Mapping[str, Any], path: str) -> str | None:
     """The key of a transform that runs at a layer, or of one that does not say where; None where there is none."""
+    if method_of(config) == "auto-round":
+        section = section_of(config, path)
+        if (rotation := next((key for key in _ROTATIONS if section.values.get(key)), None)) is not None:
+            return f"{section.place(rotation)}{rotation}"
     transforms = config.get("transform_config")
     groups = _mapping(transforms).get("config_groups")
     if not isinstance(groups, Mapping):
@@ -209,6 +279,8 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
         yield _Claim(_of_blocks(block), f"weight_block_size {block}")
     if method is not None and not is_left_out and not (method == "fp8" and isinstance(block, list)):
         yield _Claim(_METHODS.get(method.lower(), ()) if isinstance(method, str) else (), f"quant_method {method}")
+    if method_of(config) == "auto-round":
+        yield from _of_data_type(section_of(config, path))
     yield from _of_algorithm(config, path, "", is_left_out)
     for where, section in (("quantization.", config.get("quantization")), (f"{_HF_FILE}: ", config.get(_HF_FILE))):
         yield from _of_algorithm(_mapping(section), path, where, is_left_out)
@@ -230,6 +302,19 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
 
 def _of_blocks(size: list) -> tuple[str, ...]:
     return next((formats for block, formats in _BLOCKS.items() if list(block) == size), ())
+
+
+def _of_data_type(section: Section) -> Iterator[_Claim]:
+    data_type, bits = section.values.get("data_type"), section.values.get("bits")
+    if not isinstance(data_type, str):
+        return
+    formats = next((formats for start, formats in _DATA_TYPES.items() if data_type.startswith(start)), ())
+    said = f"{section.place('data_type')}data_type {data_type}"
+    if isinstance(bits, int):
+        # Of a packing, the codes' own shape says how many bits one has.
+        formats = tuple(format for format in formats if format not in FORMATS or FORMATS[format].bits == bits)
+        said += f", {section.place('bits')}bits {bits}"
+    yield _Claim(formats, said)
 
 
 def _of_algorithm(config: Mapping[str, Any], path: str, where: str, is_left_out: bool) -> Iterator[_Claim]:

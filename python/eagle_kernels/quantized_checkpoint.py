@@ -105,9 +105,9 @@ def read_projection(
         place = missing.nonzero()[0].tolist()
         raise checks.error(ValueError, op, f"{scale_name} is NaN at {place}", "numbers", "what it scales would be lost")
     format = check_format(op, codes_name, fits, config or {})
-    where, section = section_of(config or {}, codes_name.rpartition(".")[0])
-    if format == "int8_row" and section.get("symmetric") is False:
-        says = f"the checkpoint says {where}symmetric False"
+    section = section_of(config or {}, codes_name.rpartition(".")[0])
+    if format == "int8_row" and section.values.get("symmetric") is False:
+        says = f"the checkpoint says {section.place('symmetric')}symmetric False"
         raise checks.error(ValueError, op, f"{codes_name} is int8_row", "int8 without zeros", says)
     return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
 

@@ -56,6 +56,10 @@ class Format(NamedTuple):
         return 2 if self.codes == torch.uint8 else 1
 
     @property
+    def bits(self) -> int:
+        return 8 // self.columns_per_code
+
+    @property
     def columns_of_a_row(self) -> int | None:
         """Columns of one row that share a scale; None where several rows or all columns share one."""
         return self.block[1] if self.block[0] == 1 and self.block[1] != _ALL else None
@@ -167,7 +171,7 @@ class QuantizedWeight:
 
     @property
     def code_bits(self) -> int:
-        return 8 // FORMATS[self.format].columns_per_code
+        return FORMATS[self.format].bits
 
     @property
     def nbytes(self) -> int:
