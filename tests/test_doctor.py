@@ -935,6 +935,30 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             )
         ],
     ),
+    "an fc that only a pattern leaves out": (
+        lambda c: c.drafter.update(
+            quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head", ".*fc"]}
+        ),
+        [
+            (
+                "fc-quantized",
+                (V1, V2),
+                "builds fc quantized: it takes the pattern in modules_to_not_convert that leaves it out for a name",
+            )
+        ],
+    ),
+    "layers that only a pattern leaves out": (
+        lambda c: (
+            c.drafter.update(
+                quantization_config={"quant_method": "awq", "modules_to_not_convert": ["fc", r".*mlp\.(gate|up)_proj"]}
+            ),
+            c.weights.update({f"midlayer.mlp.{name}.weight": torch.ones(96, 64) for name in ("gate_proj", "up_proj")}),
+        ),
+        [
+            ("layer-quantized", (SGLANG, V1, V2), f"builds midlayer.mlp.{name} quantized: it takes the pattern in")
+            for name in ("gate_proj", "up_proj")
+        ],
+    ),
     "codes that GPTQModel leaves out": (
         lambda c: with_config(c, {"quant_method": "fp8", "dynamic": {"-:.*fc": {}}}),
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out")],

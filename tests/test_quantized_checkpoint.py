@@ -484,6 +484,18 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         None,
         "nvfp4, {} quant_algo NVFP4",
     ),
+    "another-layer-is-left-out-by-a-pattern": (
+        "compressed-row",
+        ALGORITHM | {"modules_to_not_convert": ["f+", "c", "f.", ".*f", "fd|eh_proj", "(?:fc", "modelxfc", "", ".", 7]},
+        None,
+        "nvfp4, {} quant_algo NVFP4",
+    ),
+    "a-list-of-names": (
+        "compressed-row",
+        ALGORITHM | {"ignore": [".*fc", "(fc)"], "exclude_modules": ["fc+"], "ignored_layers": ["(eh_proj|fc)"]},
+        None,
+        "nvfp4, {} quant_algo NVFP4",
+    ),
     "left-out-but-listed": (
         "compressed-row",
         {"quant_algo": "NVFP4", "ignore": ["fc"], "quantized_layers": {"fc": {"quant_algo": "FP8"}}},
@@ -620,9 +632,14 @@ LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
     ),
     "ignored-layers": ({"quant_method": "mxfp8", "ignored_layers": ["fc"]}, None),
     "quark": ({"quant_method": "mxfp4", "exclude": ["re:model.fc"]}, None),
+    # transformers' patterns, and a glob that is none.
+    **{
+        f"modules-to-not-convert-{pattern}": (ALGORITHM | {"modules_to_not_convert": ["lm_head", pattern]}, None)
+        for pattern in (".*fc", "(eh_proj|fc)", r"model\.fc$", "model.[ef]c", "*fc", "model.*", "fc.", "re:.*fc")
+    },
     "gptq": ({"quant_method": "gptq", "dynamic": {"-:.*fc": {}}}, None),
     "auto-round": ({"quant_method": "auto-round", "data_type": "nv_fp", "extra_config": {"fc": {"bits": 16}}}, None),
-    "auto-round-pattern": ({"quant_method": "Auto-Round", "bits": 4, "extra_config": {"c$": {"bits": 32}}}, None),
+    "auto-round-part": ({"quant_method": "Auto-Round", "data_type": "int", "extra_config": {"c$": {"bits": 32}}}, None),
     "auto-round-blocks": ({"quant_method": "auto-round", "data_type": "int", "to_quant_block_names": "layers"}, None),
     # Formats that engines alone read.
     "unread": ({"quant_method": "w4afp8", "modules_to_not_convert": ["fc"]}, None),

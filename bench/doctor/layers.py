@@ -10,7 +10,19 @@ from eagle_kernels.quantized_checkpoint import check_projection
 
 from . import experts
 from .pair import OP, VLLM_V1, Header, Pair
-from .quantization import NORM, codes_of, described, holds_codes, is_of_experts, misnamed, misread, parameters_of
+from .quantization import (
+    NO_PATTERN,
+    NORM,
+    TAKES_CONFIG,
+    codes_of,
+    described,
+    holds_codes,
+    is_left_out_by_a_pattern,
+    is_of_experts,
+    misnamed,
+    misread,
+    parameters_of,
+)
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
@@ -37,12 +49,13 @@ def is_read_by_sglang(path: str) -> bool:
 
 
 def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Mapping[str, str]]) -> None:
-    """Report codes in these layers of the file that cannot be read, and engines that misread them.
+    """Report codes in these layers of the file that cannot be read, and engines that misread them or expect them.
 
     Args:
         held_in: for a path, what each engine holds the layer in, as in `look_at_codes`; an engine that takes its
             target's weight there is left out.
     """
+    paths = set(paths)
     layers = _alike(path for path in paths if holds_codes(pair, path))
     wrong = []
     for pattern, alike in layers.items():
@@ -53,6 +66,14 @@ def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Ma
             places = {engine: NORM if kind_of(path) == "norm" else place for engine, place in held_in(path).items()}
             for text, engines in misread(pair, path, path, places):
                 wrong.append(_Wrong("layer-quantized", tuple(engines), path, text))
+    _report(pair, wrong, layers)
+    in_numbers = (path for path in paths if _OF_LAYER.search(path) and not holds_codes(pair, path))
+    layers = _alike(path for path in in_numbers if is_left_out_by_a_pattern(pair, path))
+    wrong = []
+    for path in (path for alike in layers.values() for path in alike):
+        takes = tuple(engine for engine, place in held_in(path).items() if place == TAKES_CONFIG)
+        if takes:
+            wrong.append(_Wrong("layer-quantized", takes, path, f"builds {path} quantized: {NO_PATTERN}"))
     _report(pair, wrong, layers)
 
 

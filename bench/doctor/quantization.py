@@ -19,6 +19,7 @@ _NUMBERS = (*DENSE, "F64")
 _READ = {format.codes for format in FORMATS.values()} | {torch.int32}
 _WITHOUT = " without this package's plugin"
 _REFUSED = "; this package's plugin refuses them"
+NO_PATTERN = "it takes the pattern in modules_to_not_convert that leaves it out for a name"
 _EXPERTS = "; this package's plugin leaves experts to it"
 # The engines that have a quant_method, where the default is wrong: both engines have the methods that this package
 # reads, none has the others.
@@ -76,6 +77,8 @@ def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], 
         if takes and pair.quantization is not None and _covers(pair.quantization, path):
             text = f"builds {name} quantized, as quantization_config says of it, and {path}.weight is {weight.dtype}"
             pair.find(trap, text, *takes)
+        elif takes and is_left_out_by_a_pattern(pair, path):
+            pair.find(trap, f"builds {name} quantized: {NO_PATTERN}", *takes)
         return
     pair.facts[name] = described(pair, path)
     for text, engines in misread(pair, path, name, held_in):
@@ -125,9 +128,20 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
         if not is_named and all(leaves_out(config, name, naming) for name in names):
             return f"calls {path} {names[0]}, which is in no block of the config: codes have no place there{_WITHOUT}"
         return None
+    if is_left_out_by_a_pattern(pair, path):  # by whatever name
+        return None
     if leaves_out(config, path) and all(_covers(config, name, naming) for name in names):
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
+
+
+def is_left_out_by_a_pattern(pair: Pair, path: str) -> bool:
+    """Whether engines build a layer quantized that modules_to_not_convert leaves out: they take its entries for names.
+
+    Source: `is_layer_skipped` of SGLang 0.5.23 and vLLM 0.32, `is_layer_skipped_awq`.
+    """
+    config = pair.quantization
+    return config is not None and leaves_out(config, path) and _covers(config, path, "part")
 
 
 def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:

@@ -97,6 +97,9 @@ _LEFT_OUT = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
     "llm_int8_skip_modules",
 )
+# Those of them whose entries transformers takes for patterns: they match the begin of a name, up to the end of a part.
+_PATTERN_LISTS = ("modules_to_not_convert", "llm_int8_skip_modules")
+_END_OF_A_PART = r"(?:(?<=\.)|(?=\.|$))"
 # What no module's name has and a pattern may.
 _OF_PATTERNS = frozenset("*+?^$()[]{}|\\")
 # auto-round's transforms of the input.
@@ -162,10 +165,17 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
 
 
 def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
-    """Whether the config says that the layer is not in the checkpoint's format."""
+    """Whether the config says that the layer is not in the checkpoint's format.
+
+    An entry of modules_to_not_convert may be a pattern in transformers 5 and auto-round; to engines it is a name.
+    """
     entries: list[object] = []
     for section in (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE))):
         entries += [entry for key in _LEFT_OUT for entry in _list(section.get(key))]
+        if naming == "file":
+            listed = [entry for key in _PATTERN_LISTS for entry in _list(section.get(key)) if isinstance(entry, str)]
+            patterns = [entry for entry in listed if not _OF_PATTERNS.isdisjoint(entry)]
+            entries += [f"re:(?:{pattern}){_END_OF_A_PART}" for pattern in patterns]
     # GPTQModel's: "-:" precedes the pattern of layers that are left out.
     patterns = [pattern for pattern in _mapping(config.get("dynamic")) if pattern.startswith("-:")]
     entries += [f"re:{pattern.removeprefix('-:')}" for pattern in patterns]
@@ -216,7 +226,8 @@ def names_layer(entry: str, path: str, naming: Naming = "file") -> bool:
         return any(_is_matched(entry, each) for each in paths)
     if any(character in entry for character in "*?["):
         return any(fnmatch.fnmatchcase(each, entry) for each in paths)
-    return any(f".{entry}." in f".{each}." for each in paths)
+    # AWQ's lists have "model.layers.0." too: its loaders look for the text, which without a dot is in layer 01's name.
+    return any(f".{entry.strip('.')}." in f".{each}." for each in paths)
 
 
 def _paths(path: str) -> tuple[str, ...]:
