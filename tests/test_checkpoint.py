@@ -138,6 +138,17 @@ EAGLE3_ERRORS = [
         id="post-norm-of-dflash",
     ),
     pytest.param(
+        with_chunk_norm(lambda w: w.update({"model.fc_norm.1.norm.weight": torch.ones(H)})),
+        f"weights has model.fc_norm.1.norm.weight, expected only {ALL}, {SAYS}",
+        id="a-module-inside-a-norm",
+    ),
+    pytest.param(
+        lambda: (eagle3_layer(), {"fc.weight": torch.ones(D, K * H), "input_norm.m.weight": torch.ones(K * H)}),
+        "weights has input_norm.m.weight, expected only ['fc.weight'], because the config says K = 3, "
+        "chunk_norm False, concat_norm False, bias False",
+        id="a-nested-norm-the-config-forgot",
+    ),
+    pytest.param(
         lambda: (eagle3_layer(), renamed(eagle3_weights(), legacy)),
         "weights has aux_norm_low.weight, expected only ['fc.weight'], because the config says K = 3, "
         "chunk_norm False, concat_norm False, bias False",
@@ -433,6 +444,13 @@ MTP_ERRORS = [
         lambda w: None,
         "weights has enorm.weight, expected only ['eh_proj.weight'], because normed is False",
         id="norms-the-config-forgot",
+    ),
+    pytest.param(
+        {"normed": False},
+        lambda w: [w.update({f"{name}.norm.weight": w.pop(f"{name}.weight")}) for name in ("enorm", "hnorm")],
+        "weights has enorm.norm.weight, expected a norm to have its weight alone, because what the tensor makes of it "
+        "would be lost",
+        id="nested-norms-the-config-forgot",
     ),
     pytest.param(
         {},

@@ -755,6 +755,15 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.weights.update({"fc.bias": torch.ones(D)}),
         [("fc-bias", ALL, "fc.bias is there, and the config's bias is False")],
     ),
+    "modules inside norms": (
+        lambda c: c.weights.update(
+            {"fc_norm.0.norm.weight": torch.ones(H), "midlayer.hidden_norm.norm.weight": torch.ones(D)}
+        ),
+        [
+            ("norms", ALL, "'fc_norm.0.norm.weight', 'fc_norm.0.weight', 'fc_norm.1.weight', "),
+            ("norms", ALL, "the file has midlayer.hidden_norm.norm.weight, and a norm has its weight alone"),
+        ],
+    ),
     "a norm less": (lambda c: c.weights.pop("fc_norm.1.weight"), [("norms", ALL, "an engine that skips one loses")]),
     "norms that the config forgot": (
         lambda c: c.drafter.pop("fc_norm"),
@@ -1140,6 +1149,10 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 }
 
 MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "a module inside a norm of MTP": (
+        lambda c: c.weights.update({f"{LAYER}.hnorm.norm.weight": torch.ones(2 * H)}),
+        [("load", ALL, f"weights has {LAYER}.hnorm.norm.weight, expected a norm to have its weight alone")],
+    ),
     "layers of DeepSeek-V4 that its config leaves out": (
         # SGLang reads wo_a itself, and tok_emb is the target's in both engines.
         lambda c: as_deepseek_v4(c, *(f"mtp.0.{name}" for name in ("attn.wo_a", "attn.wo_b", "emb.tok_emb"))),
@@ -1268,6 +1281,10 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 }
 
 EAGLE_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "a module inside a norm that the config does not have": (
+        lambda c: c.weights.update({"hnorm.norm.weight": torch.ones(H)}),
+        [("load", ALL, "weights has hnorm.norm.weight, expected a norm to have its weight alone")],
+    ),
     "Mistral's EAGLE without a config of its codes": (
         lambda c: c.drafter.pop("quantization_config"),
         [

@@ -780,6 +780,46 @@ def test_what_is_not_read_beside_a_weight_is_refused(module: str, companion: str
         layer.load_checkpoint(weights)
 
 
+NORMS = {
+    "mtp": "model.layers.61.enorm",
+    "streams": "mtp.0.hnorm",
+    "context": "hidden_norm",
+    "context-k": "layers.0.self_attn.k_norm",
+    "qkv": "midlayer.hidden_norm",
+}
+
+
+def qkv_weights() -> tuple[ek.Eagle3QKVProjection, dict[str, Tensor]]:
+    config = ek.Eagle3QKVConfig(hidden_size=H, num_heads=4, num_kv_heads=2, head_dim=16)
+    rows = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+    weights = {f"midlayer.self_attn.{name}.weight": torch.randn(size, 2 * H) for name, size in rows.items()}
+    weights |= {f"midlayer.{name}.weight": torch.ones(H) for name in ("input_layernorm", "hidden_norm")}
+    return ek.Eagle3QKVProjection(config, dtype=torch.bfloat16), weights
+
+
+@pytest.mark.parametrize("companion", ["bias", "weight_scale", "norm.weight", "lora_A.default.weight", "input_scale"])
+@pytest.mark.parametrize("module", NORMS)
+def test_what_is_not_read_beside_a_norm_is_refused(module: str, companion: str) -> None:
+    """All of these were ignored, but for a bias in MTPProjection."""
+    layer, weights = qkv_weights() if module == "qkv" else (MODULES[module][0](), dense_weights(module))
+    name = f"{NORMS[module]}.{companion}"
+    layer.load_checkpoint(weights)
+    weights[name] = torch.full((4,), 7.0)
+    if companion == "input_scale":
+        layer.load_checkpoint(weights)
+        return
+    expected = pytest.raises(ValueError, match=f"load_checkpoint: weights has {re.escape(name)}, expected ")
+    with UnchangedTensors(list(layer.state_dict().values())), expected:
+        layer.load_checkpoint(weights)
+
+
+def test_a_norm_before_fc_that_the_config_forgot_is_refused() -> None:
+    """Laguna's norms, in a drafter whose config has none: the context was computed without them."""
+    message = "weights has aux_hidden_norms.0.weight, expected 0 norms before fc, because chunk_norm is False"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'ContextKV.load_checkpoint: {message}')}$"):
+        context().load_checkpoint(dense_weights("context") | {"aux_hidden_norms.0.weight": torch.ones(H)})
+
+
 RANGES = ["input_quantizer._amax", "weight_quantizer.0._amax"]
 OF_ACTIVATIONS = ["input_scale", "activation_scale", "input_zero_point", "qscale_act", "k_scale", *RANGES]
 

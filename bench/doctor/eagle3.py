@@ -30,6 +30,7 @@ _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 # `kimi_k25_eagle3`: the only fc in SGLang that takes a quantization config, except one of modelopt_fp4.
 _MLA_FC = {"Eagle3DeepseekV2ForCausalLM"}
 LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.weight")
+_BESIDE_LAYER_0_NORM = re.compile(LAYER_0_NORM.pattern.replace("weight", r"(bias|\w+\..+)"))
 
 
 def examine(pair: Pair, trained_by: str | None) -> None:
@@ -217,6 +218,9 @@ def _look_at_norms(pair: Pair, config: Eagle3Config) -> None:
         text = f"the file has {found or 'no norms in front of fc'}, and the config means {[*wanted] or 'none'}"
         pair.find("norms", f"{text}: an engine that skips one loses acceptance, and says nothing")
     for name, header in pair.headers.items():
+        if _BESIDE_LAYER_0_NORM.fullmatch(name):
+            text = f"the file has {name}, and a norm has its weight alone: an engine that skips it says nothing"
+            pair.find("norms", text)
         ours = eagle3_name(name)
         width = D if ours == "norm.weight" or LAYER_0_NORM.fullmatch(name) else wanted.get(ours)
         if width is not None and (header.shape != (width,) or header.dtype not in DENSE):

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from eagle_kernels import MTPConfig, MTPProjection, MTPStreamsConfig, MTPStreamsProjection
-from eagle_kernels.checkpoint import mtp_layers, mtp_projection, mtp_streams_projection
+from eagle_kernels.checkpoint import mtp_layers, mtp_norms_inside, mtp_projection, mtp_streams_projection
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 from .layers import is_read_by_sglang, kind_of, look_at_layers, look_at_merged
@@ -49,8 +49,10 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
             "load", f"the drafter's files have no {' and no '.join(stage.projections)}, the stage of {family.title}"
         )
     held_in = {name: _held_in(pair, served) for engine, served in stage.engines.items() for name in ENGINES[engine]}
-    for stems in layers.values():
+    inside_norms = mtp_norms_inside(pair.headers, streams=stage.streams)
+    for prefix, stems in layers.items():
         inside = [name for path in {name.rpartition(".")[0] for name in stems} for name in pair.inside[path].values()]
+        inside += inside_norms.get(prefix, {})
         _look_at_layer(pair, configs, [*stems, *inside])
         for path, stem in {name.rpartition(".")[0]: stem for name, stem in stems.items()}.items():
             if stem in stage.projections:

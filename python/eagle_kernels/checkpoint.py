@@ -21,7 +21,14 @@ from torch import Tensor
 from . import checks
 from .models import families
 from .quantization_config import config_of
-from .quantized_checkpoint import OF_WEIGHT, UNREAD_CODES, check_is_read, read_projection, tensors_inside
+from .quantized_checkpoint import (
+    OF_WEIGHT,
+    UNREAD_CODES,
+    check_is_read,
+    is_of_activations,
+    read_projection,
+    tensors_inside,
+)
 from .quantized_weight import (
     FORMATS,
     QuantizedWeight,
@@ -53,7 +60,7 @@ _LEGACY_NAMES = {
 }
 # Norms at the top level of a drafter that are not in front of fc: the final norm, and the target's (speculators).
 _OTHER_NORMS = ("norm", "verifier_norm")
-_NORM = re.compile(r"\w*norm\w*(\.\d+)?")
+_NORM = re.compile(r"(?P<norm>\w*norm\w*)\..+")
 
 # Other parts of a model use these names too: a prefix with no other name is a stage only if all its modules are there.
 _GENERIC = {"fc", "input_proj", "embed_norm", "hidden_norm"}
@@ -73,7 +80,7 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
             _claim(op, projection, ours.removeprefix("fc."), name, ours)
         elif ours in expected:
             _claim(op, found, ours, name)
-        elif ours == "fc.bias" or _is_norm_before_fc(ours.rpartition(".")[0]):
+        elif ours == "fc.bias" or _is_of_norm_before_fc(ours):
             says = f"the config says K = {config.num_chunks}, chunk_norm {config.chunk_norm}, "
             says += f"concat_norm {config.concat_norm}, bias {config.bias}"
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", says)
@@ -82,9 +89,8 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
 
 
 def norms_before_fc(names: Iterable[str]) -> list[str]:
-    """The weights of norms before fc among a drafter's weights, under our names."""
-    ours = map(eagle3_name, names)
-    return sorted(name for name in ours if _is_norm_before_fc(name.rpartition(".")[0]))
+    """The tensors of norms before fc among a drafter's weights, under our names."""
+    return sorted(filter(_is_of_norm_before_fc, map(eagle3_name, names)))
 
 
 def eagle3_name(name: str) -> str:
@@ -93,8 +99,10 @@ def eagle3_name(name: str) -> str:
     return f"{_LEGACY_NAMES.get(module, module)}{dot}{rest}"
 
 
-def _is_norm_before_fc(stem: str) -> bool:
-    return _NORM.fullmatch(stem) is not None and stem not in _OTHER_NORMS
+def _is_of_norm_before_fc(ours: str) -> bool:
+    """Whether it is a tensor of such a norm, or of a module inside one, which is never read."""
+    match = _NORM.fullmatch(ours)
+    return match is not None and match["norm"] not in _OTHER_NORMS
 
 
 def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
@@ -116,15 +124,20 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
         got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer"
         expected_one = "one" if number is None else f"one with layers.{number}."
         raise checks.error(ValueError, op, got, expected_one, "layer says which, its names say where")
+    ((prefix, stage),) = stages.items()
     found: dict[str, str] = {}
     projection: dict[str, str] = {}
-    for name, stem in next(iter(stages.values())).items():
+    unread = mtp_norms_inside(readers).get(prefix, {})
+    for name, stem in stage.items():
         parameter = name.rpartition(".")[2]
         ours = f"{own_stem[stem]}.{parameter}"
         if own_stem[stem] == "eh_proj" and parameter != "bias":
             _claim(op, projection, parameter, name, ours)
         elif parameter in ("weight", "bias"):
             _claim(op, found, ours, name)
+        else:
+            unread[name] = parameter
+    _check_norms_alone(op, unread)
     for ours, name in found.items():
         if ours not in expected:
             because = "bias is False" if ours.endswith(".bias") else "normed is False"
@@ -145,6 +158,23 @@ def mtp_layers(names: Iterable[str], streams: bool = False) -> dict[str, dict[st
     return layers
 
 
+def mtp_norms_inside(names: Iterable[str], streams: bool = False) -> dict[str, dict[str, str]]:
+    """By the prefix of an MTP layer: tensors of modules inside its norms, each with what follows the norm's path."""
+    known = _mtp_stems(streams)
+    norms = {stem for stem, ours in known.items() if ours in ("enorm", "hnorm")}
+    inside: dict[str, dict[str, str]] = {}
+    for name in names:
+        path = name.rpartition(".")[0]
+        if norms.isdisjoint(path.split(".")) or _split(name)[1] in known:
+            continue
+        while path := path.rpartition(".")[0]:
+            prefix, stem = _split(f"{path}.weight")
+            if stem in norms:
+                inside.setdefault(prefix, {})[name] = name[len(path) + 1 :]
+                break
+    return inside
+
+
 def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
     """What an MTPStreamsProjection loads; its eh_proj is e_proj and h_proj side by side."""
     op, config = "MTPStreamsProjection.load_checkpoint", layer.config
@@ -160,7 +190,11 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     if len(stages) != 1:
         got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer of streams"
         raise checks.error(ValueError, op, got, "one", "layer says which, its names say where")
-    stage = next(iter(stages.values()))
+    ((prefix, stage),) = stages.items()
+    unread = mtp_norms_inside(readers, streams=True).get(prefix, {})
+    for norm in ("enorm", "hnorm"):
+        unread |= {name: parameter for parameter, name in stage.get(norm, {}).items() if parameter != "weight"}
+    _check_norms_alone(op, unread)
     if "eh_proj" in stage:
         apart = [name for stem in ("e_proj", "h_proj") for name in stage.get(stem, {}).values()]
         _check_one_kind(op, [*stage["eh_proj"].values()], apart)
@@ -249,7 +283,7 @@ def eagle3_qkv_projection(weights: _Weights, layer: Any) -> _Loaded:
     H, has_bias = layer.config.hidden_size, layer.config.bias
     state = {}
     for norm in ("input_layernorm", "hidden_norm"):
-        state[f"{norm}.weight"] = _whole(op, readers, f"{prefix}{norm}.weight", (H,))
+        state[f"{norm}.weight"] = _gain(op, readers, f"{prefix}{norm}.weight", H)
     parts: dict[str, list[Tensor]] = {}
     for name, (begin, end) in layer.rows.items():
         stem, rows = f"{prefix}self_attn.{name}", layer.all_rows[name][1]
@@ -309,11 +343,16 @@ def context_kv(
     top, layers = _context_modules(op, readers, config.num_layers)
 
     def norm(modules: _Modules, names: tuple[str, ...], width: int) -> Tensor:
-        return _whole(op, readers, _named(modules, names, "weight"), (width,))
+        return _gain(op, readers, _named(modules, names, "weight"), width)
 
     state = {"hidden_norm.weight": norm(top, _CONTEXT_NAMES["hidden_norm"], H)}
-    for k in range(len(layer.aux_norm)):
-        state[f"aux_norm.{k}.weight"] = norm(top, (f"aux_hidden_norms.{k}",), Ht)
+    aux = [f"aux_hidden_norms.{k}" for k in range(len(layer.aux_norm))]
+    for k, stem in enumerate(aux):
+        state[f"aux_norm.{k}.weight"] = norm(top, (stem,), Ht)
+    for stem, tensors in top.items():
+        if stem.startswith("aux_hidden_norms.") and stem not in aux:
+            expected, because = f"{len(aux)} norms before fc", f"chunk_norm is {config.chunk_norm}"
+            raise checks.error(ValueError, op, f"weights has {next(iter(tensors.values()))}", expected, because)
     rows: dict[str, list[Tensor]] = {}
     for number, modules in enumerate(layers):
         if config.layer_norm:
@@ -450,6 +489,22 @@ def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Ten
     if tuple(tensor.shape) != shape:
         raise checks.shape_error(op, name, tensor, str(shape))
     return tensor
+
+
+def _gain(op: str, readers: _Readers, name: str, width: int) -> Tensor:
+    """The weight of a norm, which has no other tensor and no module inside it."""
+    gain, path = _whole(op, readers, name, (width,)), name.removesuffix("weight")
+    others = (other for other in readers if other.startswith(path) and other != name)
+    _check_norms_alone(op, {other: other.removeprefix(path) for other in others})
+    return gain
+
+
+def _check_norms_alone(op: str, unread: Mapping[str, str]) -> None:
+    """Refuse tensors of norms that are not read, given with what follows the norm's path: a bias, LoRA's matrices."""
+    for name, parameter in unread.items():
+        if not is_of_activations(parameter):
+            expected, because = "a norm to have its weight alone", "what the tensor makes of it would be lost"
+            raise checks.error(ValueError, op, f"weights has {name}", expected, because)
 
 
 def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:

@@ -44,6 +44,11 @@ _UNREAD = (
 _RANGE = re.compile(r"\w+_quantizer(\.\d+)?\._amax")  # Model-Optimizer's calibrated ranges, ignored as well
 
 
+def is_of_activations(parameter: str) -> bool:
+    """Whether a tensor, by what follows its layer's path, says nothing of the layer's numbers."""
+    return parameter in _UNREAD or _RANGE.fullmatch(parameter) is not None
+
+
 def tensors_inside(paths: Collection[str], names: Iterable[str]) -> dict[str, dict[str, str]]:
     """For each layer's path the names of tensors of modules inside it, by what follows the path: `lora_A.weight`."""
     inside: dict[str, dict[str, str]] = {path: {} for path in paths}
@@ -160,7 +165,7 @@ def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
         transposed = int4_checkpoint.TRANSPOSED in names
         read = int4_checkpoint.OF_TRANSPOSED if transposed else int4_checkpoint.OF_PACKED
     for parameter, name in names.items():
-        if parameter not in (*read, *_UNREAD) and _RANGE.fullmatch(parameter) is None:
+        if parameter not in read and not is_of_activations(parameter):
             because = "what it makes of them would be lost"
             raise checks.error(ValueError, op, f"weights has {name} beside {codes[0]}", f"only {list(read)}", because)
     return codes[0]
