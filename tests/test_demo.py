@@ -110,7 +110,7 @@ def test_demo_prints_what_each_mistake_costs(capsys: pytest.CaptureFixture, monk
 
 def test_demo_prints_what_each_format_costs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "_STAGE_SECONDS", 0.0)
-    formats = "fp8_row,fp8_block128,int8_row,nvfp4"
+    formats = "fp8_row,fp8_block32,fp8_block128,int8_row,nvfp4"
     assert main(["demo", "--tokens", str(COUNT), "--weights", formats]) == 0
     printed = capsys.readouterr().out
     assert "equal to plain greedy decoding, token for token" in printed
