@@ -4,30 +4,51 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
-from test_int4_checkpoint import pack
+from test_int4_checkpoint import AWQ_ORDER, pack
 from test_quantized_checkpoint import LAYOUTS
 
 W4A16 = "pack-int4"  # compressed-tensors' pack-quantized, as DFlash2-W4A16 is
+GPTQ, AWQ = "gptq", "awq"
+IN_GROUPS = {W4A16: torch.bfloat16, GPTQ: torch.float16, AWQ: torch.float16}  # the dtype of their scales
+GROUP = 32  # columns that share a scale, in all three
 
 
 def tensors_of(layer: str, weight: Tensor, layout: str) -> dict[str, Tensor]:
-    """layout: a key of LAYOUTS, or W4A16."""
-    return in_integers(layer, weight)[0] if layout == W4A16 else written(layer, weight, layout)[0]
+    """layout: a key of LAYOUTS or IN_GROUPS."""
+    return (in_integers if layout in IN_GROUPS else written)(layer, weight, layout)[0]
 
 
-def in_integers(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """(the layer's tensors by name, their dequantized weight in float64): symmetric, one scale for each 32 columns."""
-    groups = weight.float().unflatten(1, (-1, 32))
-    scales = (groups.abs().amax(2) / 7).bfloat16()
+def in_integers(layer: str, weight: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:
+    """(the layer's tensors by name, their dequantized weight in float64): zeros are 8, but for AWQ 6 to 9."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    most = 6 if layout == AWQ else 7
+    scales = (groups.abs().amax(2) / most).to(IN_GROUPS[layout])
     scales = torch.where(scales == 0, 1.0, scales)
-    q = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7)
-    tensors = {
-        "weight_packed": pack(q.flatten(1).int() + 8, 4),
-        "weight_scale": scales.bfloat16(),
-        "weight_shape": torch.tensor(weight.shape),
-    }
+    q = (groups / scales.float().unsqueeze(2)).round().clamp(-most, most)
+    zeros = torch.full(scales.shape, 8)
+    if layout == AWQ:  # the zero of another row or group would give other numbers
+        zeros = 6 + (torch.arange(len(zeros))[:, None] + torch.arange(zeros.shape[1])) % 4
+    codes = (q.int() + zeros.unsqueeze(2)).flatten(1)
+    if layout == W4A16:
+        tensors = {"weight_packed": pack(codes, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    elif layout == GPTQ:
+        tensors = {"qweight": pack(codes, 4).t(), "qzeros": pack(zeros.t() - 1, 4), "scales": scales.t()}
+        tensors["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    else:
+        tensors = {"qweight": pack(codes.t(), 4, AWQ_ORDER), "qzeros": pack(zeros.t(), 4, AWQ_ORDER)}
+        tensors["scales"] = scales.t()
     meant = (q.double() * scales.double().unsqueeze(2)).flatten(1)
-    return {f"{layer}.{name}": tensor for name, tensor in tensors.items()}, meant
+    return {f"{layer}.{name}": tensor.contiguous() for name, tensor in tensors.items()}, meant
+
+
+def config_of(layout: str) -> dict:
+    """quantization_config of a layout of IN_GROUPS, as its tool writes it."""
+    grouped = {"quant_method": layout, "bits": 4, "group_size": GROUP}
+    return {
+        W4A16: {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        GPTQ: {**grouped, "desc_act": False, "sym": True},
+        AWQ: {**grouped, "zero_point": True, "version": "gemm"},
+    }[layout]
 
 
 def written(layer: str, weight: Tensor, layout: str) -> tuple[dict[str, Tensor], ek.QuantizedWeight]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import test_int4_checkpoint as int4
 from eagle_kernels.engines import eligibility, scales
 from eagle_kernels.models import families
-from engines.quantized_layers import W4A16, in_integers, written
+from engines.quantized_layers import IN_GROUPS, config_of, in_integers, written
 from test_quantized_checkpoint import LAYOUTS, LEAVES_OUT
 
 LOGGER = logging.getLogger("eagle_kernels.engines.scales")
@@ -191,7 +191,7 @@ DFLASH = {
 }
 
 
-@pytest.mark.parametrize("layout", ["compressed-row", "modelopt-nvfp4", W4A16])
+@pytest.mark.parametrize("layout", ["compressed-row", "modelopt-nvfp4", *IN_GROUPS])
 def test_a_drafter_of_which_every_layer_is_quantized(layout: str, log: Callable) -> None:
     """DFlash2-W4A16 in SGLang, whose DFlash model does not pass its quantization config on (sglang#39087)."""
     drafter = Drafter()
@@ -208,17 +208,17 @@ def test_a_drafter_of_which_every_layer_is_quantized(layout: str, log: Callable)
     weights, expected = {}, {}
     for path in DFLASH:
         numbers = torch.randn(D, W)
-        if layout == W4A16:
-            tensors, meant = in_integers(path, numbers)
+        if layout in IN_GROUPS:
+            tensors, meant = in_integers(path, numbers, layout)
         else:
             tensors, codes = written(path, numbers, layout)
             meant = codes.dequantize(torch.bfloat16)
         weights |= tensors
         expected[f"{path}.weight"] = meant.float().bfloat16()
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"} if layout == W4A16 else None
+    config = config_of(layout) if layout in IN_GROUPS else None
     got = loaded(saying(drafter, config), weights)
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
-    kind = "integers in groups" if layout == W4A16 else LAYOUTS[layout][0]
+    kind = "integers in groups" if config else LAYOUTS[layout][0]
     assert f"fc of Drafter of an engine is {kind} in the checkpoint and has no scales there" in "".join(log())
 
 

@@ -12,7 +12,7 @@ from vllm_checkpoints import fp8_config, write_counting_deepseek, write_deepseek
 from vllm_engine import EXPECTED, Engine
 
 from backends import needs_packing
-from engines.quantized_layers import W4A16
+from engines.quantized_layers import AWQ, GPTQ, W4A16, config_of
 
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
 RUNS = f"{COMBINE} runs norm_concat_linear"
@@ -363,7 +363,73 @@ def test_an_fc_that_vllm_holds_as_fp8(engine: Engine) -> None:
     assert [set(calls) for calls in run.calls] == [{"norm_concat_linear_quantized"}]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Whatever the quantization_config leaves to them, vLLM 0.32 reads GPTQ's layers from the file's header, and takes every
+# linear layer for AWQ's, dense or not, but for those named.
+ONLY_FC = {GPTQ: {}, AWQ: {"modules_to_not_convert": ["layers.", "lm_head"]}}
+
+
+@pytest.mark.parametrize("layout", ONLY_FC)
+def test_an_fc_that_vllm_holds_as_integers(engine: Engine, layout: str) -> None:
+    """vLLM reads these on a CPU as they are meant: fc stays with it, behind the norms and their cat."""
+    quantization = {"quantization_config": config_of(layout) | ONLY_FC[layout]}
+    drafter = write_drafter(engine.folder / f"drafter-held-{layout}", 3, "chunk", layout, **quantization)
+    request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
+    off = engine.run(request, EAGLE_KERNELS_VLLM="0")
+    on = engine.run(request)
+    assert on.tokens == off.tokens == EXPECTED
+    assert on.accepted_length == off.accepted_length == BEST
+    method = {GPTQ: "AutoGPTQLinearMethod", AWQ: "AutoAWQMarlinLinearMethod"}[layout]
+    runs = f"{COMBINE} runs norm_concat (K=3, chunk norm), its fc stays with vLLM: its quant_method is {method}"
+    assert on.lines == [f"{runs}; forced, not timed"]
+    assert off.calls == [] and [set(calls) for calls in on.calls] == [{"norm_concat"}]
+
+
+@pytest.mark.parametrize("layout", [GPTQ, AWQ])
+def test_a_drafter_all_of_integers(engine: Engine, layout: str) -> None:
+    """vLLM looks for GPTQ's layers by the names in the file: its `layers.3` is `midlayer` there, so that its decoder
+    layer is unquantized and has no parameter for the codes. The plugin dequantizes them."""
+    folder, quantization = engine.folder / f"drafter-whole-{layout}", {"quantization_config": config_of(layout)}
+    drafter = write_drafter(folder, 3, "chunk", layout, whole=True, **quantization)
+    request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
+    off = engine.run(request, may_fail=True, EAGLE_KERNELS_VLLM="0")
+    if layout == AWQ:
+        assert (off.tokens, off.accepted_length) == (EXPECTED, BEST)
+    else:
+        assert off.returncode != 0 and "no module or parameter named 'layers.0.mlp.down_proj.qweight'" in off.log
+    on = engine.run(request)
+    assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
+    loaded = {line.partition(" of ")[0] for line in on.lines if "has no scales there" in line}
+    of_layer = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert loaded == (of_layer if layout == GPTQ else set())
+    assert [set(calls) for calls in on.calls] == [{"norm_concat"}]
+
+
+@pytest.mark.parametrize(("layout", "first"), [(GPTQ, "g_idx"), (AWQ, "qweight")])
+def test_an_eh_proj_of_integers(engine: Engine, layout: str, first: str) -> None:
+    """A plain nn.Linear: vLLM has no parameter for its tensors, and ends at the first one."""
+    folder, quantization = engine.folder / f"counting-deepseek-{layout}", {"quantization_config": config_of(layout)}
+    request = mtp_request(engine, None) | {"target": write_counting_deepseek(folder, layout, **quantization)}
+    off = engine.run(request, may_fail=True, EAGLE_KERNELS_VLLM="0")
+    assert off.returncode != 0 and f"KeyError: 'model.layers.2.eh_proj.{first}'" in off.log
+    on = engine.run(request)
+    assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
+    loaded = "eh_proj of DeepSeekMTP of vLLM is integers in groups in the checkpoint and has no scales there"
+    runs = "DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear; forced, not timed"
+    assert on.lines == [f"{loaded}: dequantized to torch.bfloat16", runs]
+    assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]
+
+
+def test_a_gptq_fc_of_which_the_config_says_nothing_is_refused(engine: Engine) -> None:
+    """Only the config says whether its zeros are stored less 1. vLLM alone has no parameter for its codes."""
+    drafter = write_drafter(engine.folder / "drafter-gptq", 3, "chunk", GPTQ)
+    request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
+    off = engine.run(request, may_fail=True, EAGLE_KERNELS_VLLM="0")
+    assert off.returncode != 0 and "There is no module or parameter named 'fc." in off.log
+    on = engine.run(request, may_fail=True)
+    assert on.returncode != 0 and "load_weights: fc.qweight is gptq, expected a config.json beside it" in on.log
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, AWQ])
 def test_a_quantized_fc_of_which_the_config_says_nothing(engine: Engine, layout: str) -> None:
     drafter = write_drafter(engine.folder / f"drafter-{layout}", 3, "chunk", layout)
     run = engine.run({"target": write_target(engine.folder / "target"), "drafter": drafter})

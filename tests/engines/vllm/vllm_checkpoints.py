@@ -7,8 +7,10 @@ c * e_{t+1}. All n draft tokens are accepted, n + 1 tokens a step; 1 if the proj
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -63,16 +65,16 @@ def _save(
     folder: Path,
     config: dict,
     weights: dict[str, torch.Tensor],
-    quantized: tuple[str, str | None] = ("", None),
+    layouts: Mapping[str, str | None] = MappingProxyType({}),
     d2t: torch.Tensor | None = None,
 ) -> str:
-    """quantized: (a layer, its layout in the checkpoint)."""
-    layer, layout = quantized
+    """layouts: layer -> its `layout` for `tensors_of`; None where it is dense."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     saved = {name: weight.bfloat16().contiguous() for name, weight in weights.items()}
-    if layout is not None:
-        saved |= tensors_of(layer, saved.pop(f"{layer}.weight"), layout)
+    for layer, layout in layouts.items():
+        if layout is not None:
+            saved |= tensors_of(layer, saved.pop(f"{layer}.weight"), layout)
     if d2t is not None:
         saved["d2t"] = d2t
     save_file(saved, folder / "model.safetensors")
@@ -130,10 +132,12 @@ def write_drafter(
     vocabulary: int = V,
     draft_vocabulary: int | None = None,
     layers: int = LAYERS,
+    whole: bool = False,
     **more: object,
 ) -> str:
-    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none". layout: of a quantized fc. draft_vocabulary: size
-    of the drafter's vocabulary, the first tokens in reverse order; d2t holds their distance from the target's."""
+    """norm: "chunk" (fc_norm), "concat" (norm_before_fc) or "none". layout: of a quantized fc, and with `whole` of the
+    decoder layer's projections too. draft_vocabulary: size of the drafter's vocabulary, the first tokens in reverse
+    order; d2t holds their distance from the target's."""
     torch.manual_seed(1)
     layer_ids = list(range(layers + 1))[-K:]
     tokens = _next(torch.eye(vocabulary, H))
@@ -162,7 +166,10 @@ def write_drafter(
         weights["lm_head.weight"] = tokens[:draft_vocabulary].flip(0)
         d2t = draft_vocabulary - 1 - 2 * torch.arange(draft_vocabulary)
     config = {name: value for name, value in config.items() if value is not None}
-    return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights, ("fc", layout), d2t)
+    layouts = {"fc": layout}
+    if whole:
+        layouts |= {name.removesuffix(".weight"): layout for name in weights if name.endswith("_proj.weight")}
+    return _save(folder, _config("LlamaForCausalLMEagle3", 1, **config), weights, layouts, d2t)
 
 
 def write_layer0_drafter(
@@ -270,10 +277,10 @@ def write_deepseek(folder: Path) -> str:
     return str(folder)
 
 
-def write_counting_deepseek(folder: Path, layout: str | None, layers: int = 2) -> str:
+def write_counting_deepseek(folder: Path, layout: str | None, layers: int = 2, **more: object) -> str:
     """Target and MTP layer count. eh_proj moves the input token's c * e_t back to t - 1; the MLP moves it forward again
     by adding a step of length c, negligible next to codes without their scale. layout: of a quantized eh_proj."""
-    config = _deepseek_config(layers)
+    config = _deepseek_config(layers) | more
     heads, rank, rope = config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
     attention = {
@@ -299,4 +306,4 @@ def write_counting_deepseek(folder: Path, layout: str | None, layers: int = 2) -
     weights[f"{layer}.eh_proj.weight"] = torch.cat([torch.eye(H).roll(-1, 0), torch.zeros(H, H)], 1)
     weights[f"{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     weights[f"{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    return _save(folder, config, weights, (f"{layer}.eh_proj", layout))
+    return _save(folder, config, weights, {f"{layer}.eh_proj": layout})
