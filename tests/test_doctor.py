@@ -397,6 +397,12 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             "vLLM 0.33, V1 runner": "Linear, never quantized; the next step reads: normed; zeros at position 0",
         },
     ),
+    # It was taken for EAGLE-3, whose layer 0 has this norm as well.
+    "MTP behind all layers of its target": (
+        MTPCheckpoints,
+        lambda c: c.weights.update({f"model.layers.{n}.input_layernorm.weight": torch.ones(2 * H) for n in range(N)}),
+        {"drafter": "MTP of DeepSeek V3, R1", "eh_proj": "BF16"},
+    ),
     "MTP whose layer is in FP8 blocks": (
         MTPCheckpoints,
         lambda c: (

@@ -5,6 +5,7 @@ It reads configs and the headers of the safetensors files; it needs no weights a
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ _EAGLE3 = {
 }
 # Fields that only an EAGLE-3 drafter has in its config.
 _EAGLE3_FIELDS = ("eagle_config", "draft_vocab_size", eagle3.IDS)
+# Tensors that only its file has. A target, whose MTP layers are in its own file, has a layers.0.input_layernorm too.
+_EAGLE3_TENSORS = re.compile(r"(model\.)?(midlayer\.(input_layernorm|hidden_norm)|layers\.0\.hidden_norm)\.weight")
 # Names of projections that no EAGLE-3 drafter has: a file that has one belongs to another kind of drafter.
 _PROJECTIONS = {name for family in families().values() if family.mtp for name in family.mtp.projections} - {"fc"}
 
@@ -67,7 +70,7 @@ def _examination(pair: Pair, trained_by: str | None) -> Callable[[Pair], None]:
         return partial(context_kv.examine, architecture=context)
     if any(pair.drafter.get(name) is not None for name in _EAGLE3_FIELDS):
         return of_eagle3
-    if any(eagle3.LAYER_0_NORM.fullmatch(name) for name in pair.headers):
+    if any(_EAGLE3_TENSORS.fullmatch(name) for name in pair.headers):
         return of_eagle3
     # A target's MTP layers, or EAGLE-1, where vLLM puts "Eagle" in front of the architecture in the drafter's config.
     for candidates, must_have_stage in ((names, False), (tuple(f"Eagle{name}" for name in names), True)):
