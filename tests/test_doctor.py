@@ -282,15 +282,13 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         ),
         {"fc": "F8_E4M3 with weight_scale_inv", UP: "F8_E4M3 with weight_scale_inv"},
     ),
-    # Its groups are those of g_idx, and no group size divides the columns.
-    "EAGLE-3 in GPTQ with act order": (
-        Checkpoints,
-        lambda c: in_gptq(c, groups=5),
-        {"fc": "I32 with scales"},
-    ),
     "EAGLE-3 in GPTQ with transformers' config": (
         Checkpoints,
-        lambda c: (in_gptq(c, groups=6), with_integers(c, says_transformers("GPTQConfig", desc_act=True))),
+        lambda c: (
+            in_gptq(c, groups=6),
+            c.weights.pop("fc.g_idx"),
+            with_integers(c, says_transformers("GPTQConfig")),
+        ),
         {"fc": "I32 with scales"},
     ),
     "EAGLE-3 in AWQ with transformers' config": (
@@ -646,6 +644,11 @@ def as_wide_as_the_drafter(checkpoints: Checkpoints) -> None:
 SGLANG, V1, V2 = pair.SGLANG, pair.VLLM_V1, pair.VLLM_V2
 ALL: tuple[str, ...] = ()
 IN_NUMBERS = ("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")
+OUT_OF_ORDER = (
+    "engine-format",
+    (V1, V2),
+    "refuses the config: desc_act is true, and it reads no groups of columns that are out of order",
+)
 KEPT = ("fc-quantized", (SGLANG,), "skips its qweight: the weight stays what it was made with (sglang#39087)")
 LORA, ROWS = "lora_A.weight", torch.ones(4, H)
 TRANSFORM = {"config_groups": {"v": {"type": "hadamard", "apply": [{"targets": ["re:.*fc$"], "location": "input"}]}}}
@@ -891,18 +894,36 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [KEPT],
     ),
+    # Its groups are those of g_idx, and no group size divides the columns: `load_checkpoint` reads it.
+    "GPTQ with act order": (lambda c: in_gptq(c, groups=5), [OUT_OF_ORDER, KEPT]),
+    "GPTQ of another group size": (
+        lambda c: (in_gptq(c, groups=5), c.drafter["quantization_config"].update(group_size=64, desc_act=False)),
+        [("load", ALL, "fc.qweight has 5 groups in 192 columns, expected 3, because the checkpoint says group"), KEPT],
+    ),
+    "GPTQ with one group of all columns, in any order": (
+        lambda c: (in_gptq(c, groups=1), c.drafter["quantization_config"].update(group_size=-1)),
+        [KEPT],
+    ),
+    "GPTQ with zeros": (
+        lambda c: (
+            in_gptq(c, groups=6),
+            c.weights.pop("fc.g_idx"),
+            c.drafter["quantization_config"].update(desc_act=False, sym=False),
+        ),
+        [("engine-format", (V1, V2), "refuses the config: sym is false, and it reads no zeros of GPTQ"), KEPT],
+    ),
     "GPTQ with a group too many": (
         lambda c: (in_gptq(c, groups=5), c.weights["fc.g_idx"].add_(1)),
-        [("load", ALL, "fc.g_idx has groups 1 to 5, expected 0 to 4, because fc.scales has 5"), KEPT],
-    ),
-    "GPTQ of another group size": (
-        lambda c: (in_gptq(c, groups=5), c.drafter["quantization_config"].update(group_size=64)),
-        [("load", ALL, "fc.qweight has 5 groups in 192 columns, expected 3, because the checkpoint says group"), KEPT],
+        [
+            OUT_OF_ORDER,
+            ("load", ALL, "fc.g_idx has groups 1 to 5, expected 0 to 4, because fc.scales has 5"),
+            KEPT,
+        ],
     ),
     "GPTQ of which the config contradicts itself": (
         lambda c: (
             in_gptq(c, groups=6),
-            c.drafter["quantization_config"].update(checkpoint_format="gptq", format="gptq_v2"),
+            c.drafter["quantization_config"].update(checkpoint_format="gptq", format="gptq_v2", desc_act=False),
         ),
         [("load", ALL, "the checkpoint says checkpoint_format 'gptq' and format 'gptq_v2', expected the same"), KEPT],
     ),

@@ -9,7 +9,7 @@ from eagle_kernels.quantization_config import Naming, leaves_out, names_layer, u
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
-from .pair import DENSE, DTYPES, ENGINES, Header, Pair
+from .pair import DENSE, DTYPES, ENGINES, VLLM_V1, VLLM_V2, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
@@ -57,6 +57,17 @@ def look_at_method(pair: Pair) -> None:
     lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
     if lacking:
         pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
+    if method == "gptq" and (because := _gptq_refused_by_vllm(pair.quantization)) is not None:
+        pair.find("engine-format", f"refuses the config: {because}", VLLM_V1, VLLM_V2)
+
+
+def _gptq_refused_by_vllm(config: Mapping[str, Any]) -> str | None:
+    """Source: vLLM 0.32 and 0.33 `auto_gptq.AutoGPTQConfig`, `gptq_utils.normalize_and_validate_gptq_desc_act`."""
+    if config.get("desc_act") is True and config.get("group_size") != -1:
+        return "desc_act is true, and it reads no groups of columns that are out of order"
+    if config.get("sym") is False:
+        return "sym is false, and it reads no zeros of GPTQ"
+    return None
 
 
 def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], trap: str) -> None:
