@@ -894,6 +894,40 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [KEPT],
     ),
+    # `tests/engines/vllm` has both: vLLM ends with an error.
+    "GPTQ of which vLLM calls a layer by another name": (
+        lambda c: (
+            in_gptq(c, groups=6),
+            c.weights.pop("fc.g_idx"),
+            c.drafter["quantization_config"].update(desc_act=False),
+            c.weights.update({f"{UP}.qweight": torch.zeros(8, 96, dtype=torch.int32)}),
+            c.weights.update({f"{UP}.scales": torch.ones(2, 96), f"{UP}.qzeros": torch.zeros(2, 12).int()}),
+        ),
+        [
+            KEPT,
+            (
+                "layer-quantized",
+                (V1, V2),
+                f"calls {UP} model.layers.{N}.mlp.gate_up_proj, and looks that up among the file's names: codes have "
+                "no place there without this package's plugin",
+            ),
+        ],
+    ),
+    "AWQ of which vLLM calls an unquantized layer by another name": (
+        lambda c: (
+            in_awq(c),
+            with_integers(c, {"quant_method": "awq", "bits": 4}),
+            c.weights.update({f"{UP}.weight": torch.ones(96, 64).bfloat16()}),
+        ),
+        [
+            KEPT,
+            (
+                "layer-quantized",
+                (V1, V2),
+                f"builds {UP} quantized: it calls it model.layers.{N}.mlp.gate_up_proj, which none of the file's",
+            ),
+        ],
+    ),
     # Its groups are those of g_idx, and no group size divides the columns: `load_checkpoint` reads it.
     "GPTQ with act order": (lambda c: in_gptq(c, groups=5), [OUT_OF_ORDER, KEPT]),
     "GPTQ of another group size": (

@@ -130,6 +130,8 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
     config = pair.quantization
     if config is None:
         return None
+    if in_vllm and (text := _misread_from_header(pair, config, path, names[0])) is not None:
+        return text
     naming: Naming = "whole" if in_vllm and config.get("quant_method") in _WHOLE_NAMES else "part"
     if holds_codes(pair, path):
         if _is_in_group(config, path) and not any(_is_in_group(config, name, naming) for name in names):
@@ -144,6 +146,23 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
     if leaves_out(config, path) and all(_covers(config, name, naming) for name in names):
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
+
+
+def _misread_from_header(pair: Pair, config: Mapping[str, Any], path: str, name: str) -> str | None:
+    """What goes wrong where a GPTQ or AWQ config lists no layers: vLLM then lists those that the file has in codes
+    (GPTQ) or in numbers (AWQ), by the file's names, and looks for each inside its own.
+
+    Source: `maybe_update_config` of vLLM 0.32 and 0.33 `auto_gptq`, `auto_awq`.
+    """
+    method, in_codes = config.get("quant_method"), holds_codes(pair, path)
+    lists = {"gptq": "modules_in_block_to_quantize", "awq": "modules_to_not_convert"}
+    if method not in lists or config.get(lists[method]) or in_codes != (method == "gptq") or leaves_out(config, path):
+        return None
+    if any(listed in name for listed in pair.layers if holds_codes(pair, listed) == in_codes):
+        return None
+    if in_codes:
+        return f"calls {path} {name}, and looks that up among the file's names: codes have no place there{_WITHOUT}"
+    return f"builds {path} quantized: it calls it {name}, which none of the file's unquantized layers is called"
 
 
 def is_left_out_by_a_pattern(pair: Pair, path: str) -> bool:

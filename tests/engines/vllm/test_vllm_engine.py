@@ -404,6 +404,16 @@ def test_a_drafter_all_of_integers(engine: Engine, layout: str) -> None:
     assert [set(calls) for calls in on.calls] == [{"norm_concat"}]
 
 
+def test_an_unquantized_layer_that_an_awq_config_does_not_list(engine: Engine) -> None:
+    """By the same names vLLM builds the decoder layer for AWQ, with the plugin too; `doctor` finds it."""
+    quantization = {"quantization_config": config_of(AWQ)}
+    drafter = write_drafter(engine.folder / "drafter-awq-unlisted", 3, "chunk", AWQ, **quantization)
+    request = {"target": write_target(engine.folder / "target"), "drafter": drafter}
+    for switch in ("0", "force"):
+        run = engine.run(request, may_fail=True, EAGLE_KERNELS_VLLM=switch)
+        assert run.returncode != 0 and "no module or parameter named 'layers.0.mlp.down_proj.weight'" in run.log
+
+
 @pytest.mark.parametrize(("layout", "first"), [(GPTQ, "g_idx"), (AWQ, "qweight")])
 def test_an_eh_proj_of_integers(engine: Engine, layout: str, first: str) -> None:
     """A plain nn.Linear: vLLM has no parameter for its tensors, and ends at the first one."""
