@@ -215,14 +215,15 @@ struct PanelScales {
 
   void load_floats(int64_t first, int64_t count, Float (*scales)[kStripVectors]) const {
     for (int64_t i = 0; i < count; ++i) {
+      const int64_t place = (first + i) * sizeof(float);
       float values[kPanelColumns];
       if (is_one_row) {
-        __builtin_memcpy(values, rows[0] + (first + i) * sizeof(float), sizeof(float));
+        __builtin_memcpy(values, rows[0] + place, sizeof(float));
         for (Float& scale : scales[i]) scale = Float{} + values[0] * global;
         continue;
       }
       for (int64_t column = 0; column < kPanelColumns; ++column) {
-        __builtin_memcpy(values + column, rows[column] + (first + i) * sizeof(float), sizeof(float));
+        __builtin_memcpy(values + column, rows[column] + place, sizeof(float));
       }
       for (int64_t v = 0; v < kStripVectors; ++v) scales[i][v] = load(values + v * kLanes, Whole{}) * global;
     }

@@ -401,6 +401,7 @@ MUTANTS = (
     Mutant(CODES_PRODUCT, "column / op.scales.block_rows * op.scales.row_stride", "column * op.scales.row_stride"),
     Mutant(CODES_PRODUCT, "op.scales.global == nullptr ? 1.0f : *op.scales.global", "1.0f"),
     Mutant(CODES_PRODUCT, "(first + i) * sizeof(float)", "first * sizeof(float)"),
+    Mutant(CODES_PRODUCT, "rows[0] == rows[kPanelColumns - 1]", "rows[0] == rows[1]"),
     Mutant(CODES_PRODUCT, "load(values + v * kLanes, Whole{}) * global", "load(values + v * kLanes, Whole{})"),
     Mutant(CODES_PRODUCT, "count == 4", "true"),
     Mutant(
@@ -752,6 +753,8 @@ MUTANTS = (
         Mutant(AMX_CODES, original, fault, isa="amx_bf16")
         for original, fault in (
             ("largest[i] - smallest <= kMost", "true"),
+            ("groups > 0", "false"),
+            ("kTwoGroups ? 2 : 1", "1"),
             ("any == 0", "true"),
             ("exponent < 127", "true"),
             ("shared == kTileK ? 0 : 1", "0"),
