@@ -246,6 +246,7 @@ def without_fc(checkpoints: Files) -> None:
 
 
 UP = "midlayer.mlp.up_proj"
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
 # For each kind of drafter a pair without a finding, and facts of it.
@@ -353,6 +354,26 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "an fc that the config leaves out": (
         Checkpoints,
         lambda c: c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["model.fc"]}),
+        {"fc": "BF16"},
+    ),
+    "a dense fc in GPTQ of which the config lists no layers": (
+        Checkpoints,
+        lambda c: c.drafter.update(quantization_config=GPTQ),
+        {"fc": "BF16"},
+    ),
+    "a dense fc in GPTQ of which the config lists other layers": (
+        Checkpoints,
+        lambda c: c.drafter.update(quantization_config={**GPTQ, "modules_in_block_to_quantize": [["mlp.up_proj"]]}),
+        {"fc": "BF16"},
+    ),
+    "ranges of activations in norms": (
+        Checkpoints,
+        lambda c: c.weights.update(
+            {
+                f"{norm}.input_quantizer._amax": torch.ones(())
+                for norm in ("fc_norm.1", "midlayer.hidden_norm", "midlayer.input_layernorm")
+            }
+        ),
         {"fc": "BF16"},
     ),
     "an fc that auto-round leaves out": (
@@ -766,11 +787,16 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "modules inside norms": (
         lambda c: c.weights.update(
-            {"fc_norm.0.norm.weight": torch.ones(H), "midlayer.hidden_norm.norm.weight": torch.ones(D)}
+            {
+                "fc_norm.0.norm.weight": torch.ones(H),
+                "midlayer.hidden_norm.norm.weight": torch.ones(D),
+                "midlayer.hidden_norm.weight_scale": torch.ones(()),
+            }
         ),
         [
             ("norms", ALL, "'fc_norm.0.norm.weight', 'fc_norm.0.weight', 'fc_norm.1.weight', "),
             ("norms", ALL, "the file has midlayer.hidden_norm.norm.weight, and a norm has its weight alone"),
+            ("norms", ALL, "the file has midlayer.hidden_norm.weight_scale, and a norm has its weight alone"),
         ],
     ),
     "a norm less": (lambda c: c.weights.pop("fc_norm.1.weight"), [("norms", ALL, "an engine that skips one loses")]),

@@ -13,6 +13,7 @@ from torch import Tensor
 import eagle_kernels as ek
 from backends import needs_packing
 from eagle_kernels import plan
+from eagle_kernels.quantization_config import leaves_out
 from eagle_kernels.quantized_weight import FORMATS, QuantizedWeight
 from guards import UnchangedTensors, same_bits
 
@@ -641,6 +642,18 @@ LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
     "auto-round": ({"quant_method": "auto-round", "data_type": "nv_fp", "extra_config": {"fc": {"bits": 16}}}, None),
     "auto-round-part": ({"quant_method": "Auto-Round", "data_type": "int", "extra_config": {"c$": {"bits": 32}}}, None),
     "auto-round-blocks": ({"quant_method": "auto-round", "data_type": "int", "to_quant_block_names": "layers"}, None),
+    "auto-round-blocks-pattern": (
+        {
+            "quant_method": "auto-round",
+            **{
+                "data_type": "int",
+                "bits": 4,
+                "block_name_to_quantize": "layers",
+                "extra_config": {".*fc": {"sym": True}},
+            },
+        },
+        None,
+    ),
     # Formats that engines alone read.
     "unread": ({"quant_method": "w4afp8", "modules_to_not_convert": ["fc"]}, None),
     "unread-quark": (
@@ -648,6 +661,16 @@ LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
         None,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_found"),
+    [("model.fc", True), ("fc", True), (".*fc", True), ("drafter.model.fc", False), ("model", False)],
+)
+def test_an_entry_of_extra_config_that_engines_find(entry: str, is_found: bool) -> None:
+    config = {"quant_method": "auto-round", "bits": 4, "extra_config": {entry: {"bits": 16}}}
+    assert leaves_out(config, "fc")
+    assert leaves_out(config, "model.fc", "part") is is_found
 
 
 @pytest.mark.parametrize("layout", ["hf-block", "deepseek-block", "compressed-row"])  # model.fc, fc and fc
@@ -781,9 +804,11 @@ def test_what_is_not_read_beside_a_weight_is_refused(module: str, companion: str
 
 
 NORMS = {
+    "eagle3": "fc_norm.1",
     "mtp": "model.layers.61.enorm",
     "streams": "mtp.0.hnorm",
     "context": "hidden_norm",
+    "context-aux": "aux_hidden_norms.0",
     "context-k": "layers.0.self_attn.k_norm",
     "qkv": "midlayer.hidden_norm",
 }
@@ -797,15 +822,25 @@ def qkv_weights() -> tuple[ek.Eagle3QKVProjection, dict[str, Tensor]]:
     return ek.Eagle3QKVProjection(config, dtype=torch.bfloat16), weights
 
 
-@pytest.mark.parametrize("companion", ["bias", "weight_scale", "norm.weight", "lora_A.default.weight", "input_scale"])
+@pytest.mark.parametrize(
+    "companion",
+    ["bias", "weight_scale", "norm.weight", "lora_A.default.weight", "input_scale", "input_quantizer._amax"],
+)
 @pytest.mark.parametrize("module", NORMS)
 def test_what_is_not_read_beside_a_norm_is_refused(module: str, companion: str) -> None:
     """All of these were ignored, but for a bias in MTPProjection."""
-    layer, weights = qkv_weights() if module == "qkv" else (MODULES[module][0](), dense_weights(module))
+    if module == "qkv":
+        layer, weights = qkv_weights()
+    elif module == "context-aux":
+        config = ek.ContextKVConfig(K, H, H, 1, 2, 32, chunk_norm=True)
+        layer = ek.ContextKV(config, dtype=torch.bfloat16)
+        weights = dense_weights("context") | {f"aux_hidden_norms.{k}.weight": torch.ones(H) for k in range(K)}
+    else:
+        layer, weights = MODULES[module][0](), dense_weights(module)
     name = f"{NORMS[module]}.{companion}"
     layer.load_checkpoint(weights)
     weights[name] = torch.full((4,), 7.0)
-    if companion == "input_scale":
+    if companion.startswith("input_"):
         layer.load_checkpoint(weights)
         return
     expected = pytest.raises(ValueError, match=f"load_checkpoint: weights has {re.escape(name)}, expected ")

@@ -11,6 +11,7 @@ from functools import partial
 from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
 from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, norms_before_fc
 from eagle_kernels.drafter_config import get_field
+from eagle_kernels.quantized_checkpoint import is_of_activations
 
 from .layers import kind_of, look_at_layers, look_at_merged, look_at_names, names_in_vllm, names_without_layer
 from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
@@ -29,8 +30,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 # `kimi_k25_eagle3`: the only fc in SGLang that takes a quantization config, except one of modelopt_fp4.
 _MLA_FC = {"Eagle3DeepseekV2ForCausalLM"}
-LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.weight")
-_BESIDE_LAYER_0_NORM = re.compile(LAYER_0_NORM.pattern.replace("weight", r"(bias|\w+\..+)"))
+_OF_LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.(?P<parameter>.+)")
 
 
 def examine(pair: Pair, trained_by: str | None) -> None:
@@ -66,9 +66,8 @@ def _names_in_sglang(path: str) -> list[str]:
 
 def _is_seen(name: str) -> bool:
     ours = eagle3_name(name)
-    return (
-        ours.startswith("fc.") or ours == "norm.weight" or bool(norms_before_fc([name]) or LAYER_0_NORM.fullmatch(name))
-    )
+    is_norm = ours == "norm.weight" or bool(norms_before_fc([name])) or _in_layer_0_norm(name) == "weight"
+    return ours.startswith("fc.") or is_norm
 
 
 def _held_in(pair: Pair, config: Eagle3Config, path: str) -> dict[str, str]:
@@ -208,6 +207,12 @@ def _look_at_fc(pair: Pair, config: Eagle3Config) -> None:
     return None
 
 
+def _in_layer_0_norm(name: str) -> str | None:
+    """What follows the path of a norm of layer 0; None for a tensor that is none of its."""
+    match = _OF_LAYER_0_NORM.fullmatch(name)
+    return match and match["parameter"]
+
+
 def _look_at_norms(pair: Pair, config: Eagle3Config) -> None:
     H, D, K = config.target_hidden_size, config.hidden_size, config.num_chunks
     found = norms_before_fc(pair.headers)
@@ -218,11 +223,12 @@ def _look_at_norms(pair: Pair, config: Eagle3Config) -> None:
         text = f"the file has {found or 'no norms in front of fc'}, and the config means {[*wanted] or 'none'}"
         pair.find("norms", f"{text}: an engine that skips one loses acceptance, and says nothing")
     for name, header in pair.headers.items():
-        if _BESIDE_LAYER_0_NORM.fullmatch(name):
+        parameter = _in_layer_0_norm(name)
+        if parameter not in (None, "weight") and not is_of_activations(parameter):
             text = f"the file has {name}, and a norm has its weight alone: an engine that skips it says nothing"
             pair.find("norms", text)
         ours = eagle3_name(name)
-        width = D if ours == "norm.weight" or LAYER_0_NORM.fullmatch(name) else wanted.get(ours)
+        width = D if ours == "norm.weight" or parameter == "weight" else wanted.get(ours)
         if width is not None and (header.shape != (width,) or header.dtype not in DENSE):
             text = f"{name} is {list(header.shape)} of {header.dtype}, expected {[width]} of {' or '.join(DENSE)}"
             pair.find("norms", text)

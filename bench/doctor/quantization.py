@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eagle_kernels.quantization_config import Naming, leaves_out, names_layer, unread_format
+from eagle_kernels.quantization_config import Naming, leaves_out, method_of, names_layer, unread_format
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
@@ -63,6 +63,8 @@ def look_at_method(pair: Pair) -> None:
 
 def _gptq_refused_by_vllm(config: Mapping[str, Any]) -> str | None:
     """Source: vLLM 0.32 and 0.33 `auto_gptq.AutoGPTQConfig`, `gptq_utils.normalize_and_validate_gptq_desc_act`."""
+    if config.get("bits", 4) not in (4, 8):
+        return f"bits is {config['bits']}, and it reads 4 and 8"
     if config.get("desc_act") is True and config.get("group_size") != -1:
         return "desc_act is true, and it reads no groups of columns that are out of order"
     if config.get("sym") is False:
@@ -85,6 +87,8 @@ def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], 
     if weight.dtype in _NUMBERS:
         pair.facts[name] = weight.dtype
         takes = [engine for engine, place in held_in.items() if place == TAKES_CONFIG]
+        if _vllm_finds_numbers(pair, path):
+            takes = [engine for engine in takes if engine not in (VLLM_V1, VLLM_V2)]
         if takes and pair.quantization is not None and _covers(pair.quantization, path):
             text = f"builds {name} quantized, as quantization_config says of it, and {path}.weight is {weight.dtype}"
             pair.find(trap, text, *takes)
@@ -137,7 +141,7 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
         if _is_in_group(config, path) and not any(_is_in_group(config, name, naming) for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
         # Other methods' lists name the parts of a merged layer, so that no entry of theirs matches the engine's name.
-        is_named = config.get("quant_method") != "auto-round" or leaves_out(config, path)
+        is_named = method_of(config) != "auto-round" or leaves_out(config, path)
         if not is_named and all(leaves_out(config, name, naming) for name in names):
             return f"calls {path} {names[0]}, which is in no block of the config: codes have no place there{_WITHOUT}"
         return None
@@ -154,15 +158,39 @@ def _misread_from_header(pair: Pair, config: Mapping[str, Any], path: str, name:
 
     Source: `maybe_update_config` of vLLM 0.32 and 0.33 `auto_gptq`, `auto_awq`.
     """
-    method, in_codes = config.get("quant_method"), holds_codes(pair, path)
-    lists = {"gptq": "modules_in_block_to_quantize", "awq": "modules_to_not_convert"}
-    if method not in lists or config.get(lists[method]) or in_codes != (method == "gptq") or leaves_out(config, path):
+    in_codes = holds_codes(pair, path)
+    if not _is_without_list(config) or in_codes != (method_of(config) == "gptq") or leaves_out(config, path):
         return None
     if any(listed in name for listed in pair.layers if holds_codes(pair, listed) == in_codes):
         return None
     if in_codes:
         return f"calls {path} {name}, and looks that up among the file's names: codes have no place there{_WITHOUT}"
     return f"builds {path} quantized: it calls it {name}, which none of the file's unquantized layers is called"
+
+
+def _vllm_finds_numbers(pair: Pair, path: str) -> bool:
+    """Whether vLLM knows of a layer in numbers that it is: from the file's header, or from GPTQ's list of layers.
+
+    Source: `maybe_update_config` as above, `is_layer_gptq_quantized`. Names that differ are for `misnamed`.
+    """
+    config = pair.quantization
+    method = None if config is None else method_of(config)
+    if config is None or method not in ("gptq", "awq"):
+        return False
+    if _is_without_list(config):
+        # A header without codes of any layer says nothing to GPTQ's.
+        return method == "awq" or any(header.dtype not in DENSE for header in pair.headers.values())
+    if method == "awq":
+        return False
+    listed = config["modules_in_block_to_quantize"]
+    names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
+    return not any(isinstance(name, str) and name in path for name in names)
+
+
+def _is_without_list(config: Mapping[str, Any]) -> bool:
+    lists = {"gptq": "modules_in_block_to_quantize", "awq": "modules_to_not_convert"}
+    key = next((key for method, key in lists.items() if method_of(config) == method), None)
+    return key is not None and not (isinstance(config.get(key), list) and config[key])
 
 
 def is_left_out_by_a_pattern(pair: Pair, path: str) -> bool:
@@ -234,7 +262,7 @@ def _covers(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bo
     """Whether a checkpoint of this config has codes at `path`."""
     if leaves_out(config, path, naming):
         return False
-    algorithm, method = config.get("quant_algo"), config.get("quant_method")
+    algorithm, method = config.get("quant_algo"), method_of(config)
     if isinstance(algorithm, str):
         return algorithm.upper() != "MIXED_PRECISION"  # which lists its layers
     if method == "compressed-tensors":

@@ -60,7 +60,7 @@ _LEGACY_NAMES = {
 }
 # Norms at the top level of a drafter that are not in front of fc: the final norm, and the target's (speculators).
 _OTHER_NORMS = ("norm", "verifier_norm")
-_NORM = re.compile(r"(?P<norm>\w*norm\w*)\..+")
+_NORM = re.compile(r"(?P<norm>\w*norm\w*)(\.\d+)?\.(?P<parameter>.+)")
 
 # Other parts of a model use these names too: a prefix with no other name is a stage only if all its modules are there.
 _GENERIC = {"fc", "input_proj", "embed_norm", "hidden_norm"}
@@ -102,7 +102,7 @@ def eagle3_name(name: str) -> str:
 def _is_of_norm_before_fc(ours: str) -> bool:
     """Whether it is a tensor of such a norm, or of a module inside one, which is never read."""
     match = _NORM.fullmatch(ours)
-    return match is not None and match["norm"] not in _OTHER_NORMS
+    return match is not None and match["norm"] not in _OTHER_NORMS and not is_of_activations(match["parameter"])
 
 
 def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
@@ -350,7 +350,7 @@ def context_kv(
     for k, stem in enumerate(aux):
         state[f"aux_norm.{k}.weight"] = norm(top, (stem,), Ht)
     for stem, tensors in top.items():
-        if stem.startswith("aux_hidden_norms.") and stem not in aux:
+        if stem.startswith("aux_hidden_norms.") and not f"{stem}.".startswith(tuple(f"{each}." for each in aux)):
             expected, because = f"{len(aux)} norms before fc", f"chunk_norm is {config.chunk_norm}"
             raise checks.error(ValueError, op, f"weights has {next(iter(tensors.values()))}", expected, because)
     rows: dict[str, list[Tensor]] = {}

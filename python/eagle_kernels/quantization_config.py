@@ -25,6 +25,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -167,7 +168,7 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
 def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
     """Whether the config says that the layer is not in the checkpoint's format.
 
-    An entry of modules_to_not_convert may be a pattern in transformers 5 and auto-round; to engines it is a name.
+    An entry of modules_to_not_convert may be a pattern to transformers 5; to engines it is a name.
     """
     entries: list[object] = []
     for section in (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE))):
@@ -183,28 +184,48 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
         return True
     if method_of(config) != "auto-round":
         return False
-    if (override := _override_of(config, path)) is None:
-        return not _is_in_blocks(config, _paths(path) if naming == "file" else (path,))
-    bits = override[1].get("bits")
-    return isinstance(bits, int) and bits >= 16
+    override = _override_of(config, path, naming)
+    bits = None if override is None else override.values.get("bits")
+    if isinstance(bits, int):
+        return bits >= 16
+    # A name without bits has those of the config; a pattern changes nothing of whether its layers are quantized.
+    is_by_name = override is not None and _OF_PATTERNS.isdisjoint(override.name)
+    return not is_by_name and not _is_in_blocks(config, _paths(path).names if naming == "file" else (path,))
 
 
-def _override_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
-    """(its place, content) of a layer's own entry in `dynamic`, or for auto-round in `extra_config`: there under the
-    layer's name, or else the first that names a part of the model or, as a pattern, is found in the name.
+class _Override(NamedTuple):
+    place: str  # before its keys in messages
+    name: str
+    values: Mapping[str, Any]
+
+
+def _override_of(config: Mapping[str, Any], path: str, naming: Naming = "file") -> _Override | None:
+    """A layer's own entry in `dynamic`, or for auto-round in `extra_config`: there under the layer's name, which may
+    begin with more than the entry, or else the first that names a part of the model (not to engines) or, as a pattern,
+    is found in the name.
 
     SGLang matches patterns of extra_config with whole names: those that auto-round writes begin and end with `.*`.
     """
     if method_of(config) != "auto-round":
-        dynamic = _mapping(config.get("dynamic")).items()
-        patterns = {pattern: own for pattern, own in dynamic if isinstance(own, Mapping) and pattern[:2] != "-:"}
-        names = [pattern for pattern in patterns if _matches(f"re:{pattern.lstrip('+:')}", path)]
-        return (f"dynamic.{names[0]}.", patterns[names[0]]) if names else None
+        for pattern, own in _mapping(config.get("dynamic")).items():
+            is_own = isinstance(own, Mapping) and pattern[:2] != "-:"
+            if is_own and _matches(f"re:{pattern.lstrip('+:')}", path):
+                return _Override(f"dynamic.{pattern}.", pattern, own)
+        return None
     entries = {name: own for name, own in _mapping(config.get("extra_config")).items() if isinstance(own, Mapping)}
-    wanted = {name: name if _OF_PATTERNS.isdisjoint(name) else f"re:.*(?:{name})" for name in entries}
-    names = [name for name in entries if _matches(name, path)]
-    names += [name for name, pattern in wanted.items() if names_layer(pattern, path)]
-    return (f"extra_config.{names[0]}.", entries[names[0]]) if names else None
+
+    def names() -> Iterator[str]:
+        if path in entries:
+            yield path
+        yield from (name for name in entries if path.endswith(f".{name}"))
+        plain = [name for name in entries if _OF_PATTERNS.isdisjoint(name)]
+        if naming == "file":
+            yield from (name for name in plain if name.endswith(f".{path}") or names_layer(name, path))
+        patterns = (name for name in entries if not _OF_PATTERNS.isdisjoint(name))
+        yield from (name for name in patterns if names_layer(f"re:.*(?:{name})", path, naming))
+
+    name = next(names(), None)
+    return None if name is None else _Override(f"extra_config.{name}.", name, entries[name])
 
 
 def _is_in_blocks(config: Mapping[str, Any], paths: Sequence[str]) -> bool:
@@ -223,19 +244,27 @@ def names_layer(entry: str, path: str, naming: Naming = "file") -> bool:
         return _is_matched(entry, path) if entry.startswith("re:") else entry == path
     paths = _paths(path)
     if entry.startswith("re:"):
-        return any(_is_matched(entry, each) for each in paths)
+        return any(_is_matched(entry, each) for each in paths.names)
     if any(character in entry for character in "*?["):
-        return any(fnmatch.fnmatchcase(each, entry) for each in paths)
+        return any(fnmatch.fnmatchcase(each, entry) for each in paths.names)
     # AWQ's lists have "model.layers.0." too: its loaders look for the text, which without a dot is in layer 01's name.
-    return any(f".{entry.strip('.')}." in f".{each}." for each in paths)
+    return f".{entry.strip('.')}." in paths.text
 
 
-def _paths(path: str) -> tuple[str, ...]:
+class _Paths(NamedTuple):
+    names: tuple[str, ...]
+    text: str  # all of them, each between dots
+
+
+# Kept: with the 600 entries that a model of experts may have, an MTP layer of 768 was examined for 50 s.
+@lru_cache(maxsize=4096)
+def _paths(path: str) -> _Paths:
     """A layer's name in the file, and what a config may call it."""
     bare = path
     while bare.startswith(("model.", "language_model.")):
         bare = bare.partition(".")[2]
-    return (path, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+    names = (path, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+    return _Paths(names, "\n".join(f".{each}." for each in names))
 
 
 def section_of(config: Mapping[str, Any], path: str) -> Section:
@@ -246,9 +275,8 @@ def section_of(config: Mapping[str, Any], path: str) -> Section:
         return Section(weights, weights, f"config_groups.{name}.weights.")
     if (override := _override_of(config, path)) is None:
         return Section(config)
-    place, entry = override
-    own = {key: value for key, value in entry.items() if value is not None}
-    return Section({**config, **own}, own, place)
+    own = {key: value for key, value in override.values.items() if value is not None}
+    return Section({**config, **own}, own, override.place)
 
 
 def check_untransformed(op: str, name: str, config: Mapping[str, Any]) -> None:
@@ -389,10 +417,18 @@ def _matches(name: object, path: str) -> bool:
 
 def _is_matched(entry: str, path: str) -> bool:
     """Whether the pattern after `re:` matches the path."""
+    pattern = _compiled(entry.removeprefix("re:"))
+    return pattern is not None and pattern.match(path) is not None
+
+
+# More than the 512 that `re` keeps.
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    """None for what is no pattern."""
     try:
-        return re.match(entry.removeprefix("re:"), path) is not None
+        return re.compile(pattern)
     except (re.error, OverflowError, RecursionError):  # a{99999999999}, thousands of parentheses
-        return False
+        return None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -363,8 +363,8 @@ def test_an_fc_that_vllm_holds_as_fp8(engine: Engine) -> None:
     assert [set(calls) for calls in run.calls] == [{"norm_concat_linear_quantized"}]
 
 
-# Whatever the quantization_config leaves to them, vLLM 0.32 reads GPTQ's layers from the file's header, and takes every
-# linear layer for AWQ's, dense or not, but for those named.
+# Where the config lists no layers vLLM 0.32 reads them from the file's header: GPTQ's, which are those in codes, and
+# those that are not AWQ's, by names that the decoder layer has in the file alone.
 ONLY_FC = {GPTQ: {}, AWQ: {"modules_to_not_convert": ["layers.", "lm_head"]}}
 
 
