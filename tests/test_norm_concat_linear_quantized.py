@@ -5,6 +5,7 @@ weight, what the bits of a row's result depend on, what memory is touched, where
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,20 @@ def test_float64_truth_in_each_dtype(name: str, dtype: str) -> None:
 def test_float64_truth_of_odd_widths(widths: tuple[int, ...], D: int, name: str, dtype: str) -> None:
     for T in (5, 17):
         check(Case(dtype, widths, T, D=D), name, is_strided=True)
+
+
+@pytest.mark.parametrize("T", [3, 17])
+@pytest.mark.parametrize("rows", [7, 24, 33])
+def test_blocks_that_end_inside_a_panel(rows: int, T: int) -> None:
+    """No format has them, but the primitive takes them: the columns of a panel share one row of scales, or do not."""
+    D, widths = 67, (96, 160)
+    call = operands(Case("bf16", widths, T, D=D))
+    codes = random_weight("fp8_row", D, sum(widths)).codes
+    scales = torch.rand(-(-D // rows), 2) / 448
+    dense = codes.double() * scales.double().repeat_interleave(rows, 0)[:D].repeat_interleave(128, 1)
+    _, expected = expect(dataclasses.replace(call, projection=call.projection | {"weight": dense}))
+    weight = SimpleNamespace(block=(rows, 128), tensors=(codes, scales, None), shape=(D, sum(widths)))
+    expected.check(projected(call, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
