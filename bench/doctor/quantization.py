@@ -19,6 +19,8 @@ _NUMBERS = (*DENSE, "F64")
 _READ = {format.codes for format in FORMATS.values()} | {torch.int32}
 _WITHOUT = " without this package's plugin"
 _REFUSED = "; this package's plugin refuses them"
+# GPTQ's list of layers in codes, and AWQ's of those in numbers.
+_LISTS = {"gptq": "modules_in_block_to_quantize", "awq": "modules_to_not_convert"}
 NO_PATTERN = "it takes the pattern in modules_to_not_convert that leaves it out for a name"
 _EXPERTS = "; this package's plugin leaves experts to it"
 # The engines that have a quant_method, where the default is wrong: both engines have the methods that this package
@@ -174,22 +176,21 @@ def _vllm_finds_numbers(pair: Pair, path: str) -> bool:
     Source: `maybe_update_config` as above, `is_layer_gptq_quantized`. Names that differ are for `misnamed`.
     """
     config = pair.quantization
-    method = None if config is None else method_of(config)
-    if config is None or method not in ("gptq", "awq"):
+    if config is None:
         return False
     if _is_without_list(config):
         # A header without codes of any layer says nothing to GPTQ's.
-        return method == "awq" or any(header.dtype not in DENSE for header in pair.headers.values())
-    if method == "awq":
+        return method_of(config) == "awq" or any(header.dtype not in DENSE for header in pair.headers.values())
+    if method_of(config) != "gptq":
         return False
-    listed = config["modules_in_block_to_quantize"]
+    listed = config[_LISTS["gptq"]]
     names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
     return not any(isinstance(name, str) and name in path for name in names)
 
 
 def _is_without_list(config: Mapping[str, Any]) -> bool:
-    lists = {"gptq": "modules_in_block_to_quantize", "awq": "modules_to_not_convert"}
-    key = next((key for method, key in lists.items() if method_of(config) == method), None)
+    """Whether a GPTQ or AWQ config lists no layers."""
+    key = next((key for method, key in _LISTS.items() if method_of(config) == method), None)
     return key is not None and not (isinstance(config.get(key), list) and config[key])
 
 

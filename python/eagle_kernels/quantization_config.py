@@ -256,7 +256,7 @@ class _Paths(NamedTuple):
     text: str  # all of them, each between dots
 
 
-# Kept: with the 600 entries that a model of experts may have, an MTP layer of 768 was examined for 50 s.
+# Kept, since every entry is compared with them: doctor took 51 s for 768 layers of experts by 600 entries.
 @lru_cache(maxsize=4096)
 def _paths(path: str) -> _Paths:
     """A layer's name in the file, and what a config may call it."""
