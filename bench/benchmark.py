@@ -275,6 +275,10 @@ class Runner:
         factor = info.CACHE_FACTORS[device]
         self.ceilings = Ceilings(device, cache_bytes, factor, info.available_bytes(device))
 
+    def variant(self, workload: Workload, name: str) -> Variant:
+        """The column of this name."""
+        return workload.variant(name)
+
     @torch.no_grad()
     def measure(self, workload: Workload, names: Sequence[str]) -> list[dict]:
         """One record per timer and column."""
@@ -350,7 +354,7 @@ class Runner:
         for name in names:
             self.note(f"{workload.row}: preparing {name}")
             try:
-                variant = workload.variant(name)
+                variant = self.variant(workload, name)
                 with variant.active():
                     variant.call(0)
             except torch.OutOfMemoryError:

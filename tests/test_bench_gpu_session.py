@@ -9,16 +9,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from eagle_kernels.bench import cli
+from eagle_kernels.bench.gpu import alternatives, package, session, stages
 from eagle_kernels.bench.gpu import device as device_facts
-from eagle_kernels.bench.gpu import package, session, stages
 from eagle_kernels.bench.gpu.stages import Stage
 
 from cases import CASES, operands
-from eagle_kernels import library
+from eagle_kernels import library, plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -184,7 +185,7 @@ def test_a_cut_stage_that_cannot_go_on_stays_cut(work: Path, tmp_path: Path, mon
     assert run([stage("tests", "print('again')")], tmp_path)["tests"]["status"] == "cut"
 
 
-CLIS = ("eagle_kernels.bench.cli", stages._ALTERNATIVES_NAME)  # the word before a call's arguments
+CLI = "eagle_kernels.bench.cli"  # the word before a call's arguments
 
 
 def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,10 +198,9 @@ def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monke
     assert sum(each.limit for each in stages.STAGES) == 3 * 275  # a machine is lent for 900 s
     for device in ("cuda", "cpu"):
         for command in (command for each in stages.STAGES for command in each.commands(device)):
-            program = next((name for name in CLIS if name in command), None)
-            if program is None:
+            if CLI not in command:
                 continue
-            arguments = parser.parse_args(command[command.index(program) + 1 :])
+            arguments = parser.parse_args(command[command.index(CLI) + 1 :])
             assert arguments.command in ("info", "bench", "tune")
     files = [file for of_command in stages._TEST_FILES.values() for file in of_command]
     assert sorted(files) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
@@ -220,51 +220,69 @@ def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monke
 
 
 def test_the_curve_has_every_variant_beside_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows: each setting of the fused kernel. More rows: the two steps, which no setting makes a plan choose, and
-    the columns of the warpgroups' blocks, which only the library of alternatives can vary."""
+    """Few rows: each setting of the fused kernel. More rows: the two steps, which no setting makes a plan choose."""
     parser = cli.build_parser()
     monkeypatch.setattr(stages, "ALTERNATIVES", tmp_path / "alternatives")
-
-    def curve() -> dict[str, list]:
-        """By settings and file: T, columns, and whether the library of alternatives runs."""
-        found = {}
-        for command in stages._decode_curve("cuda") + stages._op_table("cuda"):
-            if (program := next((name for name in CLIS if name in command), None)) is None:
-                continue  # ncu's, where it is installed
-            arguments = parser.parse_args(command[command.index(program) + 1 :])
-            settings = " ".join(word for word in command if word.startswith("EAGLE_KERNELS_"))
-            if arguments.json is not None:
-                columns = [*arguments.backends, *arguments.baselines]
-                runs = found.setdefault((settings, arguments.json.stem), [])
-                runs.append((arguments.tokens, columns, program != CLIS[0]))
-        return found
-
+    found: dict[tuple[str, str], list] = {}  # by settings and file: T and columns
+    for command in stages._decode_curve("cuda") + stages._op_table("cuda"):
+        if CLI not in command:
+            continue  # ncu's, where it is installed
+        arguments = parser.parse_args(command[command.index(CLI) + 1 :])
+        settings = " ".join(word for word in command if word.startswith("EAGLE_KERNELS_"))
+        columns = [*arguments.backends, *arguments.baselines]
+        found.setdefault((settings, arguments.json.stem), []).append((arguments.tokens, columns))
     few, more = [1, 2, 4, 8, 9, 12, 16], [17, 24, 32, 40, 48, 64]
-    plain = curve()
-    assert plain["", "decode-curve"] == [
-        (few, ["cuda", "triton", "linear"], False),
-        (more, ["cuda", "two-step", "linear"], False),
-    ]
-    assert plain["EAGLE_KERNELS_EARLY_WEIGHT=0", "decode-curve-late"] == [(few, ["cuda", "linear"], False)]
-    of_split = [([17, 32, 64, 128], ["cuda", "linear"], False)]
-    assert plain["EAGLE_KERNELS_BATCH_INVARIANT=1", "decode-curve-split"] == of_split
-    assert [tokens for tokens, columns, _ in plain["", "op-table"] if "two-step" in columns] == [[48, 64, 128]]
+    assert found["", "decode-curve"] == [(few, ["cuda", "triton", "linear"]), (more, ["cuda", "two-step", "linear"])]
+    assert found["EAGLE_KERNELS_EARLY_WEIGHT=0", "decode-curve-late"] == [(few, ["cuda", "linear"])]
+    of_split = [([17, 32, 64, 128], ["cuda", "linear"])]
+    assert found["EAGLE_KERNELS_BATCH_INVARIANT=1", "decode-curve-split"] == of_split
+    assert [tokens for tokens, columns in found["", "op-table"] if "two-step" in columns] == [[48, 64, 128]]
+
+
+def test_alternatives_are_timed_where_their_library_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "ALTERNATIVES", tmp_path / "alternatives")
+    without = stages._decode_curve("cuda")
     (tmp_path / "alternatives").mkdir()
-    columns, ranges = "EAGLE_KERNELS_WGMMA_COLUMNS", "EAGLE_KERNELS_FUSED_RANGES"
-    of_columns = {(f"{columns}={n}", f"decode-curve-columns-{n}"): ["cuda", "linear"] for n in (64, 128, 192, 256)}
-    of_ranges = {(f"{ranges}={n}", f"decode-curve-ranges-{n}"): ["cuda", "none"] for n in (3, 4, 5, 6, 7, 8)}
-    alternatives = {name: [([17, 32, 48], timed, True)] for name, timed in of_columns.items()}
-    alternatives |= {name: [([1, 16], timed, True)] for name, timed in of_ranges.items()}
-    assert curve() == plain | alternatives
-    for setting, file in ((columns, "norm_concat_linear_wgmma.cu"), (ranges, "norm_concat_linear.cu")):
-        assert f'getenv("{setting}")' in (ROOT / "csrc/cuda" / file).read_text()
+    (command,) = [each for each in stages._decode_curve("cuda") if each not in without]
+    assert command[2:] == [stages._ALTERNATIVES_NAME, "build/gpu_work/decode-curve-alternatives.json"]
+
+
+def test_every_setting_is_one_that_the_library_or_a_plan_reads() -> None:
+    """Inside a setting the variable is there and the plan is made anew; after it nothing is left."""
+    plans = []
+    workload = SimpleNamespace(plan=lambda: plans.append((plan.SETTINGS, plan.MOST_ROWS_OF_SCALED_SUMS)))
+    before, most = dict(os.environ), plan.MOST_ROWS_OF_SCALED_SUMS
+    names = {column.partition(":")[2] for question in alternatives._QUESTIONS for column in question.columns}
+    sources = "".join(path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cu"))
+    for name in sorted(names - {""}):
+        with alternatives._set(name, workload):
+            new = {key: value for key, value in os.environ.items() if before.get(key) != value}
+        assert dict(os.environ) == before and most == plan.MOST_ROWS_OF_SCALED_SUMS
+        kind, _, number = name.partition("-")
+        if kind == "split":
+            assert new == {"EAGLE_KERNELS_BATCH_INVARIANT": "1"} and plans[-1][0].batch_invariant
+        elif kind == "dequantized":
+            assert not new and plans[-1][1] == 0
+        else:
+            ((variable, value),) = new.items()
+            assert value == number and f'getenv("{variable}")' in sources
+    assert not plan.SETTINGS.batch_invariant
+
+
+def test_alternatives_have_a_range_for_every_chunk() -> None:
+    rows = [(row, question) for question in alternatives._QUESTIONS for row in question.rows()]
+    assert len(rows) > 100 and {row.stage.K for row, _ in rows} == {2, 3, 4}
+    for row, question in rows:
+        timed = [name for name in question.columns if alternatives._differs(row.stage, name)]
+        ranges = [int(name.rpartition("-")[2]) for name in timed if name.startswith("op:ranges")]
+        assert timed[0] == "op" and (not ranges or ranges == list(range(row.stage.K, 9)))
 
 
 def test_formats_and_the_other_ops_have_tables_of_their_own() -> None:
     """Each in a file that is rewritten after every row, so that a session that ends early has left one."""
     parser, tables = cli.build_parser(), {}
     for command in stages._op_table("cuda"):
-        arguments = parser.parse_args(command[command.index(CLIS[0]) + 1 :])
+        arguments = parser.parse_args(command[command.index(CLI) + 1 :])
         tables.setdefault(arguments.json.stem, []).append(arguments)
     (codes,), (memory,) = tables["op-table-codes"], tables["op-table-memory"]
     assert codes.weights == ["fp8_row", "fp8_block128", "int8_row", "mxfp8", "mxfp4", "nvfp4"]
@@ -448,10 +466,10 @@ def test_the_library_of_alternatives_is_carried(
     monkeypatch.setattr(package, "_provide_library", lambda package, *rest: (package / "libeagle_kernels.so").touch())
     environment = package.prepare_package("cpu")
     assert (tmp_path / "site/eagle_kernels/libeagle_kernels.so").read_bytes() == b""
-    command = [sys.executable, str(tmp_path / "alternatives"), "info", "--json"]
+    command = [sys.executable, str(tmp_path / "alternatives"), "alternatives.json"]
     told = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
-    kernels = json.loads(told.stdout)["build"]["compiled kernels"]
-    assert kernels == f"loaded from {tmp_path / 'alternatives/eagle_kernels/libeagle_kernels.so'}"
+    assert told.stdout == f"alternatives of {tmp_path / 'alternatives/eagle_kernels/libeagle_kernels.so'}\n"
+    assert "no CUDA device: " in told.stderr or torch.cuda.is_available()
 
     shutil.rmtree(built / "alternatives")
     pack()

@@ -55,7 +55,7 @@ def prepare_package(device: str, library: Path | None = None) -> dict[str, str]:
 
 
 def _provide_alternatives(folders: Sequence[Path]) -> None:
-    """A second package with the library of alternatives, where one is carried along: `python ALTERNATIVES` is its CLI.
+    """A second package with the library of alternatives, where one is carried along: `python ALTERNATIVES` times them.
     Whether it loads is left to the commands, since trying takes as long as a row."""
     shutil.rmtree(ALTERNATIVES, ignore_errors=True)
     libraries = [folder / _OF_ALTERNATIVES / _LIBRARY for folder in folders]
@@ -67,7 +67,7 @@ def _provide_alternatives(folders: Sequence[Path]) -> None:
     linked = ALTERNATIVES / "eagle_kernels" / _LIBRARY
     linked.unlink(missing_ok=True)
     linked.symlink_to(library)
-    main = "from eagle_kernels.bench.cli import main\n\nraise SystemExit(main())\n"
+    main = "from eagle_kernels.bench.gpu.alternatives import main\n\nmain()\n"
     (ALTERNATIVES / "__main__.py").write_text(main)
 
 

@@ -144,32 +144,28 @@ def _sanitizer(device: str) -> list[Command]:
     return [["bash", "tests/gpu/sanitize.sh", "--tools", tool, *cases] for tool in ("memcheck", "racecheck")]
 
 
-# Other settings of the kernels, each in a run of its own with the same baseline: (setting, what is timed). For few rows
-# the fused kernel, for more the split kernels in place of warpgroups, and what the library of alternatives makes
-# settings, since only a GPU can say whether models choose well: the columns of the warpgroups' blocks (split_of) and
-# the ranges of the fused kernel (cluster_ranges), these of codes and of the dense weight.
+# Other settings of the kernels, each in a run of its own with the same baseline: (setting, what is timed).
 _FEW_ROWS = "1,2,4,8,9,12,16"
 _MORE_ROWS = "17,24,32,40,48,64"
 _DENSE = ("--forms", "op", "--baselines", "linear", "--tokens")
-_CODES = ("--forms", "op,dense", "--baselines", "none", "--weights", "fp8_row,nvfp4", "--tokens")
 _VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "late": ("EAGLE_KERNELS_EARLY_WEIGHT=0", (*_DENSE, _FEW_ROWS)),
     "split": ("EAGLE_KERNELS_BATCH_INVARIANT=1", (*_DENSE, "17,32,64,128")),
 }
-_OF_ALTERNATIVES: dict[str, tuple[str, tuple[str, ...]]] = {
-    f"columns-{n}": (f"EAGLE_KERNELS_WGMMA_COLUMNS={n}", (*_DENSE, "17,32,48")) for n in (64, 128, 192, 256)
-} | {f"ranges-{n}": (f"EAGLE_KERNELS_FUSED_RANGES={n}", (*_CODES, "1,16")) for n in range(3, 9)}
 
 
 def _decode_curve(device: str) -> list[Command]:
     """Both backends beside the library's product alone; for more rows also the two steps that plans take for still
-    more; ncu's counters of one call of each kernel and of the product, whose kernel they name; then the variants."""
+    more; what the library of alternatives makes settings (alternatives.py), since only a GPU can say whether models
+    choose well; ncu's counters of one call of each kernel and of the product, whose kernel they name; the variants."""
     what = ["--preset", "llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "--min-time", "0.05"]
     what += [] if device == "cpu" else ["--timer", "graph,spaced"]
     cuda = "auto" if device == "cpu" else "cuda"
     both = [*what, "--forms", "op", "--backends", "auto" if device == "cpu" else "cuda,triton", "--baselines", "linear"]
     more = [*what, "--forms", "op", "--backends", cuda, "--baselines", "two-step,linear", "--tokens", _MORE_ROWS]
     commands = [_bench(device, "decode-curve", *arguments) for arguments in ([*both, "--tokens", _FEW_ROWS], more)]
+    if device == "cuda" and ALTERNATIVES.exists():
+        commands.append(_cli(f"{WORK_NAME}/decode-curve-alternatives.json", program=(_ALTERNATIVES_NAME,)))
     if device == "cuda" and (ncu := shutil.which("ncu")):
         # The card's clocks stay as they are. ncu empties the caches before each kernel, and prints a line for each of
         # its metrics.
@@ -177,11 +173,8 @@ def _decode_curve(device: str) -> list[Command]:
         # Without the advice of ncu's rules: it was most of an output that outgrew what the stage keeps.
         log = ["--apply-rules", "no", "--csv", "--log-file", f"{WORK_NAME}/ncu.csv"]
         commands.append([ncu, *profiled, *log, sys.executable, "-m", "eagle_kernels.bench.gpu.counters"])
-    programs = [(_VARIANTS, _CLI), *([(_OF_ALTERNATIVES, (_ALTERNATIVES_NAME,))] if ALTERNATIVES.exists() else [])]
-    for variants, program in programs:
-        for variant, (setting, timed) in variants.items():
-            command = _bench(device, f"decode-curve-{variant}", *what, "--backends", cuda, *timed, program=program)
-            commands.append(["env", setting, *command])
+    for variant, (setting, timed) in _VARIANTS.items():
+        commands.append(["env", setting, *_bench(device, f"decode-curve-{variant}", *what, "--backends", cuda, *timed)])
     return commands
 
 
@@ -199,8 +192,8 @@ def _op_table(device: str) -> list[Command]:
     many = ["--baselines", "eager,slices,two-step,linear", "--tokens", "48,64,128"]
     more = ["--forms", "op", "--baselines", "eager,linear", "--preset", "llama3.1-8b", "deepseek-v3"]
     return [
-        _bench(device, "op-table", *linear, *few, "--min-time", "0.05"),
         *(_bench(device, f"op-table-{name}", *what, "--min-time", "0.05") for name, what in _tables(device).items()),
+        _bench(device, "op-table", *linear, *few, "--min-time", "0.05"),
         _bench(device, "op-table", *linear, *many, "--min-time", "0.05"),
         _bench(device, "op-table", *more, "--tokens", "129,256,512,4096", "--min-time", "0.05"),
     ]
@@ -303,7 +296,7 @@ def _failure(case: xml.etree.ElementTree.Element, report: xml.etree.ElementTree.
 def _read_curve() -> dict:
     counters = WORK / "ncu.csv"
     text = counters.read_text(encoding="utf-8", errors="replace") if counters.exists() else ""
-    names = (*_VARIANTS, *_OF_ALTERNATIVES)
+    names = (*_VARIANTS, "alternatives")
     variants = {variant: read_json(WORK / f"decode-curve-{variant}.json") for variant in names}
     return {"run": read_json(WORK / "decode-curve.json"), "variants": variants, "ncu": text[:400_000]}
 

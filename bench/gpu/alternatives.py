@@ -1,0 +1,121 @@
+"""What plans and models of the GPU choose, timed beside what they could have chosen: columns of one row in one process.
+
+`python build/gpu_alternatives JSON`, the package with the library of alternatives (package.py), goes on with the rows
+that the file lacks. A column `op:ranges-4` is the op with that setting; `op` alone is what the package runs.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from eagle_kernels.bench import cli_types, info, report
+from eagle_kernels.bench.benchmark import Runner, row_record
+from eagle_kernels.bench.measure import Variant
+from eagle_kernels.bench.ops import workload_of
+from eagle_kernels.bench.workloads import DENSE, Row, Workload
+
+from eagle_kernels import library, plan
+from eagle_kernels.model_shapes import InputStage
+
+_RANGES = tuple(f"op:ranges-{n}" for n in range(2, 9))
+_COLUMNS = tuple(f"op:columns-{n}" for n in (64, 128, 192, 256))
+_CODES = ("fp8_row", "fp8_block128", "nvfp4", "mxfp8")
+_FEW_SHAPES = ("llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "gemma3-27b")
+_SHAPES = (
+    *_FEW_SHAPES,
+    *("deepseek-v3", "deepseek-v3:mtp", "llama4-scout", "qwen3-next-80b:mtp", "step3.5-flash:mtp"),
+    *("qwen3-30b-a3b", "gemma3-1b", "gemma3-4b", "gemma3-12b", "llama3.3-70b:eagle3_narrow", "minimax-m3"),
+)
+
+
+@dataclass(frozen=True)
+class _Question:
+    presets: Sequence[str]
+    weights: Sequence[str]
+    tokens: Sequence[int]
+    columns: Sequence[str]
+
+    def rows(self) -> Iterator[Row]:
+        for name in self.presets:
+            ((preset, stage, V),) = cli_types.presets(name)
+            for weight in self.weights:
+                for T in self.tokens:
+                    norm = cli_types.norm_of(stage)
+                    yield Row("norm_concat_linear", preset, stage, norm, V, T, torch.bfloat16, "cuda", weight)
+
+
+# In order of value.
+_QUESTIONS = (
+    _Question(_SHAPES, (*_CODES[:3], DENSE), (1,), ("op", *_RANGES)),
+    _Question(_FEW_SHAPES, _CODES[:2], (17, 24, 32, 64), ("op", "op:split", *_COLUMNS[1:])),
+    _Question(_FEW_SHAPES, (DENSE,), (17, 32, 48), ("op", "two-step", "op:split", *_COLUMNS)),
+    _Question(_FEW_SHAPES[:2], _CODES, (160, 256, 320), ("op", "op:split", "op:dequantized")),
+    _Question(_FEW_SHAPES, (*_CODES, DENSE), (16,), ("op", *_RANGES)),
+)
+
+
+def main() -> None:
+    print(f"alternatives of {library.COMPILED_LIBRARY}", flush=True)
+    if (reason := info.unsupported_reason("cuda")) is not None:
+        raise SystemExit(f"no CUDA device: {reason}")
+    path = Path(sys.argv[1])
+    torch.manual_seed(0)
+    environment = info.read_environment("cuda")
+    records = report.load(path)["records"] if path.exists() else []
+    done = {_key(record) for record in records}
+    runner = _Runner("cuda", environment["cache_bytes"], min_time=0.01, timers=("graph", "spaced"))
+    for question in _QUESTIONS:
+        for row in question.rows():
+            if _key(row_record(row)) not in done:
+                names = [name for name in question.columns if _differs(row.stage, name)]
+                measured = runner.measure(workload_of(row, runner.cache_bytes), names)
+                records += measured
+                report.save(path, environment, sys.argv[1:], records)
+                print(f"{row}: {', '.join(map(_text, measured))}", flush=True)
+
+
+def _text(record: dict) -> str:
+    time = f"{record['median_ms'] * 1e3:.2f}" if record["status"] == "ok" else record["status"]
+    return f"{record['variant']} {record['timer']} {time}"
+
+
+def _key(record: dict) -> tuple:
+    return tuple(record[name] for name in report.ROW_FIELDS if name != "timer")
+
+
+def _differs(stage: InputStage, name: str) -> bool:
+    """Whether a setting says something about this shape: every chunk has a range."""
+    kind, _, number = name.rpartition("-")
+    return kind != "op:ranges" or int(number) >= stage.K
+
+
+class _Runner(Runner):
+    def variant(self, workload: Workload, name: str) -> Variant:
+        form, _, setting = name.partition(":")
+        variant = workload.variant(form)
+        return replace(variant, name=name, active=lambda: _set(setting, workload)) if setting else variant
+
+
+@contextlib.contextmanager
+def _set(setting: str, workload: Workload) -> Iterator[None]:
+    """The variables of a setting, which the library reads in each call; then a plan of its own, made before a call is
+    timed."""
+    kind, _, number = setting.partition("-")
+    name = {"ranges": "FUSED_RANGES", "columns": "WGMMA_COLUMNS", "split": "BATCH_INVARIANT"}.get(kind)
+    most = plan.MOST_ROWS_OF_SCALED_SUMS
+    if name is None:
+        plan.MOST_ROWS_OF_SCALED_SUMS = 0
+    else:
+        os.environ[f"EAGLE_KERNELS_{name}"] = number or "1"
+    try:
+        plan.clear()
+        workload.plan()
+        yield
+    finally:
+        plan.MOST_ROWS_OF_SCALED_SUMS = most
+        os.environ.pop(f"EAGLE_KERNELS_{name}", None)
+        plan.clear()
