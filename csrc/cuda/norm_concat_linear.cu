@@ -90,24 +90,21 @@ constexpr int kSharedBlocks = 1;
 constexpr int kSharedBlocks = 2;
 #endif
 
-enum class End { kSplit, kFused };  // how the sums of the ranges are added up
+// How the sums of the ranges are added up. With kFusedInThrees an SM has three blocks of the fused kernel in place of two,
+// for a dense weight: clusters leave fewer slots empty in some shapes, and in a third of the memory codes would have one
+// stage in flight.
+enum class End { kSplit, kFused, kFusedInThrees };
 
 // A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. The fused
-// kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn. A block receives most in a cluster
-// of seven: two shares from each.
+// kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn.
 constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
-constexpr int kMostReceived = 14;
-static_assert([] {
-  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
-    if (blocks * ((kShares + blocks - 1) / blocks) > kMostReceived) return false;
-  }
-  return true;
-}());
+constexpr int kMaxParts = kMaxCluster, kMostReceived = 16;
+__host__ __device__ constexpr int shares_of_block(int blocks) { return (kShares + blocks - 1) / blocks; }
 
 // What a block receives from its cluster, itself included.
 struct Received {
-  float shares[kMostReceived][kShareValues];  // [sending blocks, shares from each]
-  float squares[kMaxCluster][kMaxDecodeRows];
+  float shares[kMostReceived][kShareValues];  // [parts, shares of a block]
+  float squares[kMaxParts][kMaxDecodeRows];
   SentBarrier all;
 };
 
@@ -122,12 +119,13 @@ struct Tile {
   static constexpr int kColumnTiles = kColumns / 16 / kColumnWarps;  // of a warp, 16 columns each
   static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
-  static constexpr int kBlocks = kRows == 128 ? 1 : kSharedBlocks;
+  static constexpr bool kInThrees = kEnd == End::kFusedInThrees;
+  static constexpr int kBlocks = kRows == 128 ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
   static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
   // With residuals three stages of 256 columns of codes would take 101 KB. Four scales of 32 columns are copied
   // together, so a stage has 128 or more.
   static constexpr int kNarrow = kScaledCodes ? 128 : 64;
-  static constexpr int kStageColumns = kSourceRows > 32 ? kNarrow : kFused && kResidual ? 128 : kUnitColumns;
+  static constexpr int kStageColumns = kSourceRows > 32 ? kNarrow : kFused && kResidual && !kFourBits ? 128 : kUnitColumns;
   static constexpr int kRowBytes = 2 * kStageColumns;
   static constexpr int kWeightRowBytes = kFourBits ? kStageColumns / 2 : kIsCodes ? kStageColumns : kRowBytes;
   static constexpr int kParts = kRowBytes / 16, kWeightParts = kWeightRowBytes / 16;  // of a row in a stage
@@ -137,9 +135,13 @@ struct Tile {
   static constexpr int kRowScales = kScaledCodes ? kStageColumns / kScaledColumns : 0;
   static constexpr int kScalesAt = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
   static constexpr int kStageBytes = kScalesAt + kColumns * kRowScales;
-  static constexpr int kPointerBytes = kSourceRows * sizeof(void*);
-  // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 128 rows are for sm_90 and sm_100 only.
-  static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : 99 << 10;
+  static constexpr int kChunks = kFused ? 2 : 1;  // of a range
+  // Between two chunks the block's sums take the place of a stage.
+  static_assert(!kFused || kStageBytes >= kStepWarps * kRows * kColumns * 4);
+  static constexpr int kPointerBytes = kChunks * kSourceRows * sizeof(void*);
+  // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 75 KB what three can have there. 128 rows are
+  // for sm_90 and sm_100 only.
+  static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : kInThrees ? 75 << 10 : 99 << 10;
   static constexpr int kEndBytes = kFused ? sizeof(Received) : 0;
   static constexpr int kStages = (kMostBytes - kPointerBytes - kEndBytes) / kStageBytes;
   static constexpr int kReceivedAt = kStages * kStageBytes + kPointerBytes;
@@ -178,23 +180,22 @@ __device__ __forceinline__ int own_packs(int packs) {
   return own;
 }
 
-// Adds up the sums of a block's warps, sends each share to the block that finishes it, and computes outputs from the
-// sums that this block receives. A block that is alone stores them itself: compute-sanitizer's memcheck reports the
-// st.async of a cluster of one block (K=1 in one range, on an H100) as an invalid access. Overwrites the ring.
-template <class T, class K>
-__device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
-                                             int packs, const float (&sum)[K::kColumnTiles][K::kRowTiles][4],
-                                             float squares, Received& received) {
+// Adds up the sums of a block's warps, those of its part number `part`, in memory that no stage is in, and sends each
+// share to the block that finishes it. A block that is alone stores them itself: compute-sanitizer's memcheck reports
+// the st.async of a cluster of one block (K=1 in one range, on an H100) as an invalid access.
+template <class K>
+__device__ __forceinline__ void send_sums(int part, int packs, char* memory,
+                                          const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares,
+                                          Received& received) {
   constexpr int kRows = 8 * K::kRowTiles, kOutputs = kRows * K::kColumns;
   static_assert(kRows == 2 * kWarps && kRows == kMaxDecodeRows && K::kColumns == kPacksOfRow * kOutputColumns);
   static_assert(kOutputs == kThreads * kOutputColumns);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
   const int column_warp = warp % K::kColumnWarps, step_warp = warp / K::kColumnWarps;
-  const int blocks = static_cast<int>(gridDim.y), rank = static_cast<int>(blockIdx.y);
-  const int shares = (kShares + blocks - 1) / blocks;  // of a block
+  const int blocks = static_cast<int>(gridDim.y);
   const bool is_alone = blocks == 1;
-  float* of_warps = reinterpret_cast<float*>(shared_memory());  // [kStepWarps, kRows, kColumns]
+  float* of_warps = reinterpret_cast<float*>(memory);  // [kStepWarps, kRows, kColumns]
 #pragma unroll
   for (int distance = 8; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
   __syncthreads();
@@ -205,7 +206,7 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
     of_warps[step_warp * kOutputs + (n * 8 + 2 * q + i % 2) * K::kColumns + column] = sum[m][n][i];
   }
   if (lane % 16 < blocks) {
-    float* to = received.squares[rank] + 2 * warp + lane / 16;
+    float* to = received.squares[part] + 2 * warp + lane / 16;
     if (is_alone) {
       *to = squares;
     } else {
@@ -213,24 +214,30 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
     }
   }
   __syncthreads();
-  if (static_cast<int>(threadIdx.x) < packs) {
-    float total[kOutputColumns] = {};
+  if (static_cast<int>(threadIdx.x) >= packs) return;
+  float total[kOutputColumns] = {};
 #pragma unroll
-    for (int w = 0; w < K::kStepWarps; ++w) {
-      const Words words = reinterpret_cast<const Words*>(of_warps + w * kOutputs)[threadIdx.x];
+  for (int w = 0; w < K::kStepWarps; ++w) {
+    const Words words = reinterpret_cast<const Words*>(of_warps + w * kOutputs)[threadIdx.x];
 #pragma unroll
-      for (int i = 0; i < kOutputColumns; ++i) total[i] += bits_to_float(word(words, i));
-    }
-    const Words words{float_to_bits(total[0]), float_to_bits(total[1]), float_to_bits(total[2]),
-                      float_to_bits(total[3])};
-    float* to = received.shares[rank * shares + warp / blocks] + lane * kOutputColumns;
-    if (is_alone) {
-      *reinterpret_cast<Words*>(to) = words;
-    } else {
-      send_to_block(to, received.all, words, warp % blocks);
-    }
+    for (int i = 0; i < kOutputColumns; ++i) total[i] += bits_to_float(word(words, i));
   }
+  const Words words{float_to_bits(total[0]), float_to_bits(total[1]), float_to_bits(total[2]), float_to_bits(total[3])};
+  float* to = received.shares[part * shares_of_block(blocks) + warp / blocks] + lane * kOutputColumns;
   if (is_alone) {
+    *reinterpret_cast<Words*>(to) = words;
+  } else {
+    send_to_block(to, received.all, words, warp % blocks);
+  }
+}
+
+// Computes outputs from the sums that this block receives.
+template <class T, class K>
+__device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
+                                             int packs, Received& received) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int blocks = static_cast<int>(gridDim.y), rank = static_cast<int>(blockIdx.y);
+  if (blocks == 1) {
     __syncthreads();
   } else {
     received.all.wait();
@@ -240,13 +247,14 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
   const bool stores = first + lane < packs;
   const int pack = stores ? first + lane : packs - 1;
   const int token = pack / kPacksOfRow, column = pack % kPacksOfRow * kOutputColumns;
-  Words words[kMaxCluster];
-  float squares_of[kMaxCluster];
+  Words words[kMaxParts];
+  float squares_of[kMaxParts];
 #pragma unroll
-  for (int from = 0; from < kMaxCluster; ++from) {
-    if (from >= blocks) break;
-    words[from] = reinterpret_cast<const Words*>(received.shares[from * shares + warp])[pack % 32];
-    squares_of[from] = received.squares[from][token];
+  for (int part = 0; part < kMaxParts; ++part) {
+    if (part >= arguments.ranges.count) break;
+    const float* share = received.shares[part * shares_of_block(blocks) + warp];
+    words[part] = reinterpret_cast<const Words*>(share)[pack % 32];
+    squares_of[part] = received.squares[part][token];
   }
   finish_pack<T>(arguments, first_row + token, first_output + column, stores, words, squares_of,
                  1 / K::template kGainFactor<T>);
@@ -271,17 +279,30 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const int64_t first_row = static_cast<int64_t>(blockIdx.x % rounds) * kRows;
   const int64_t first_output = static_cast<int64_t>(blockIdx.x / rounds) * kColumns;
 
-  int k = 0, range = blockIdx.y;
-  for (; range >= arguments.ranges.of_chunk[k]; ++k) range -= arguments.ranges.of_chunk[k];
-  const Chunk& chunk = arguments.chunks[k];
-  const int width = static_cast<int>(chunk.width);
-  const int units = (width + K::kUnitColumns - 1) / K::kUnitColumns;
-  const int ranges = arguments.ranges.of_chunk[k];
+  // Stages [begin, end) of the range, counted from the first column of its chunk; those from `next` on are of the next
+  // chunk.
   constexpr int kStagesOfUnit = K::kUnitColumns / kStageColumns;
-  const int begin = units * range / ranges * kStagesOfUnit, end = units * (range + 1) / ranges * kStagesOfUnit;
+  const auto units_of_chunk = [&](int k) {
+    return static_cast<int>(arguments.chunks[k].width + K::kUnitColumns - 1) / K::kUnitColumns;
+  };
+  int first_chunk = 0, begin = 0, end = 0, next = 0;
+  if constexpr (K::kFused) {
+    const BlockRange& range = arguments.of_block[blockIdx.y];
+    first_chunk = range.chunk, begin = range.begin * kStagesOfUnit, end = range.end * kStagesOfUnit;
+    next = units_of_chunk(first_chunk) * kStagesOfUnit;
+  } else {
+    int range = blockIdx.y;
+    for (; range >= arguments.ranges.of_chunk[first_chunk]; ++first_chunk) {
+      range -= arguments.ranges.of_chunk[first_chunk];
+    }
+    const int units = units_of_chunk(first_chunk), ranges = arguments.ranges.of_chunk[first_chunk];
+    begin = units * range / ranges * kStagesOfUnit, next = end = units * (range + 1) / ranges * kStagesOfUnit;
+  }
+  const bool has_next = K::kFused && end > next;
+  const int first_width = static_cast<int>(arguments.chunks[first_chunk].width);
 
   char* ring = shared_memory();
-  const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);  // [kSourceRows], null: zeros
+  const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);  // [kChunks, kSourceRows], null: zeros
   const bool copies_weight = threadIdx.x < kCopyThreads;
   const int copy_row = threadIdx.x % kCopyThreads / kParts, copy_part = threadIdx.x % kParts;
   constexpr int kCopyRows = kCopyThreads / kParts;
@@ -289,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const int weight_row = threadIdx.x % kCopyThreads / K::kWeightParts, weight_part = threadIdx.x % K::kWeightParts;
   const int weight_column = weight_part * (16 / static_cast<int>(sizeof(Weight))) * kPerWeight;
   const Weight* weight = static_cast<const Weight*>(op.weight) + (first_output + weight_row) * op.weight_row_stride +
-                         (chunk.column + weight_column) / kPerWeight;
+                         (arguments.chunks[first_chunk].column + weight_column) / kPerWeight;
   const int outputs = static_cast<int>(op.num_columns - first_output);
   // A thread's rows are a multiple of four (in four bits: eight) apart, so that all are swizzled alike: 12 instructions
   // per stage fewer.
@@ -305,20 +326,22 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // A warp has two tiles of 8 rows of x and four of the weight, so the gain is cheaper on x; it is one rounding either
   // way. In fp16 x times a gain may overflow.
   constexpr bool kGainOnX = K::kFused && K::kIsCodes && std::is_same_v<T, BFloat16>;
-  const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
-  const char* gain = static_cast<const char*>(chunk.gain.data);
 
   // Copies this thread's part of a block of columns; past the range the group is empty, so that groups count stages.
   const auto copy_block = [&](int block, int slot) {
-    const int column = block * kStageColumns;
+    const bool is_next = K::kFused && block >= next;
+    const Chunk& chunk = arguments.chunks[is_next ? first_chunk + 1 : first_chunk];
+    const int column = (is_next ? block - next : block) * kStageColumns, width = static_cast<int>(chunk.width);
     if (block < end && copies_weight) {
       char* stage = ring + slot * K::kStageBytes;
       const bool inside = column + weight_column < width;
+      const int ahead_of_first = is_next ? first_width + column : column;
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
         const int row = i * kWeightCopyRows;
         copy_early(stage + weight_place + row * K::kWeightRowBytes,
-                   weight + row * op.weight_row_stride + column / kPerWeight, inside && row < outputs - weight_row);
+                   weight + row * op.weight_row_stride + ahead_of_first / kPerWeight,
+                   inside && row < outputs - weight_row);
       }
       if constexpr (K::kScaledCodes) {
         constexpr int kWords = K::kRowScales / 4, kRowsAtOnce = kCopyThreads / kWords;  // four scales are a word
@@ -337,14 +360,16 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     } else if (block < end) {
       char* stage = ring + slot * K::kStageBytes + K::kWeightBytes;
       const bool inside = column + copy_part * kPack < width;
+      const T** const of_chunk = is_next ? sources + K::kSourceRows : sources;
 #pragma unroll
       for (int i = 0; i < K::kSourceRows / kCopyRows; ++i) {
         const int row = copy_row + i * kCopyRows;
-        const T* source = sources[row];
+        const T* source = of_chunk[row];
         copy_async(stage + place<kRowBytes>(row, copy_part), source + column + copy_part * kPack,
                    inside && source != nullptr);
       }
-      const int gains = gain_is_float32 ? 4 : 8;  // in 16 bytes
+      const char* gain = static_cast<const char*>(chunk.gain.data);
+      const int gains = chunk.gain.dtype == DType::kFloat32 ? 4 : 8;  // in 16 bytes
       const int part = static_cast<int>(threadIdx.x) - kCopyThreads;
       if (part * gains < kStageColumns) {
         const int first = column + part * gains;
@@ -369,12 +394,13 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // Prefetches what the ring takes first into L2, which is coherent: the previous kernel may still write the weight.
   const auto prefetch_weight = [&] {
     for (int block = begin; block < end && block < begin + K::kStages - 1; ++block) {
-      const int column = block * kStageColumns;
-      if (column + weight_column >= width) continue;
+      const bool is_next = K::kFused && block >= next;
+      const int column = (is_next ? block - next : block) * kStageColumns;
+      if (column + weight_column >= arguments.chunks[is_next ? first_chunk + 1 : first_chunk].width) continue;
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
-        const int row = i * kWeightCopyRows;
-        if (row < outputs - weight_row) prefetch(weight + row * op.weight_row_stride + column / kPerWeight);
+        const int row = i * kWeightCopyRows, ahead = is_next ? first_width + column : column;
+        if (row < outputs - weight_row) prefetch(weight + row * op.weight_row_stride + ahead / kPerWeight);
       }
     }
   };
@@ -382,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   if (K::kFused && gridDim.y > 1) {
     if (threadIdx.x == kThreads - 1) {
       const int bytes = own_packs(packs) * sizeof(Words) + sizeof received.squares[0];
-      received.all.make(static_cast<uint32_t>(gridDim.y) * bytes);
+      received.all.make(static_cast<uint32_t>(arguments.ranges.count) * bytes);
     }
     arrive_at_cluster();
   }
@@ -393,14 +419,16 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (threadIdx.x < kRows) {
-    const int64_t out_row = first_row + threadIdx.x;
+  if (threadIdx.x < (has_next ? 2 * kRows : kRows)) {
+    const int of_chunk = threadIdx.x / kRows, of_rows = threadIdx.x % kRows;
+    const Chunk& chunk = arguments.chunks[first_chunk + of_chunk];
+    const int64_t out_row = first_row + of_rows;
     const int64_t row = out_row < op.num_rows ? source_row(chunk, out_row) : -1;
-    sources[threadIdx.x] = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride;
+    const T** to = sources + of_chunk * K::kSourceRows + of_rows;
+    *to = row < 0 ? nullptr : static_cast<const T*>(chunk.x) + row * chunk.x_row_stride;
     if constexpr (kResidual) {
       const bool present = row >= 0 && chunk.residual != nullptr;
-      sources[kRows + threadIdx.x] =
-          present ? static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride : nullptr;
+      to[kRows] = present ? static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride : nullptr;
     }
   }
   __syncthreads();
@@ -427,6 +455,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     }
   };
 
+
   using CodesOfLane = std::conditional_t<K::kFourBits, uint32_t, Codes>;
   [[maybe_unused]] const auto widen_scaled = [](const CodesOfLane& codes, uint32_t scales, uint32_t i) {
     if constexpr (kForm == Form::kNvfp4) return widen_scaled_nvfp4(codes, scales, i);
@@ -434,6 +463,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     if constexpr (kForm == Form::kMxfp8) return widen_scaled_mxfp8(codes, scales, i);
   };
   float sum[K::kColumnTiles][K::kRowTiles][4] = {}, squares[2] = {};
+  bool own_squares = false;
   [[maybe_unused]] float total[K::kColumnTiles][K::kRowTiles][4] = {};  // scaled, of earlier blocks of columns
   [[maybe_unused]] const auto add_scaled = [&] {
 #pragma unroll
@@ -445,36 +475,13 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // Scales of blocks: the split kernels load one for every row of the weight where a block of columns ends. In the
   // fused kernel the rows of a tile and a warp's columns of a stage share one, which is loaded a stage ahead.
   constexpr bool kBlocks = kForm == Form::kE4M3Blocks, kScaledStages = kBlocks && K::kFused;
-  if constexpr (kBlocks && !K::kFused) {
-    find_scales();
-    load_scales(static_cast<int>(chunk.column) + begin * kStageColumns);
-  }
   [[maybe_unused]] uint32_t scales_of_tile = 0;
-  [[maybe_unused]] const int column_of_warp = static_cast<int>(chunk.column) + step_warp * K::kSteps * kStepColumns;
-  [[maybe_unused]] const int end_of_scales = static_cast<int>(chunk.column) + width;
-  [[maybe_unused]] float global_scale = 1, next_scale = 0;
-  [[maybe_unused]] const auto load_next_scale = [&](int block) {
-    const int column = column_of_warp + block * kStageColumns;
-    const bool inside = column < end_of_scales;  // no branch: with one ptxas keeps less in registers
-    const uint32_t at = scales_of_tile + (inside ? column >> arguments.scale_shift : 0);
-    const float scale = load_scale(op.scales.type, op.scales.data, at);
-    next_scale = inside ? global_scale * scale : 0.0f;
-  };
+  [[maybe_unused]] float global_scale = 1;
   if constexpr (kScaledStages) {
     scales_of_tile = static_cast<uint32_t>(first_output / op.scales.block_rows * op.scales.row_stride);
     if (op.scales.global != nullptr) global_scale = load(op.scales.global);
     is_new(scales_of_tile);  // keeps the division out of the loop
-    load_next_scale(begin);
   }
-  // Without a gain the weight is still multiplied by 1: mma.sync wants four consecutive registers, and a value that is
-  // either loaded or a product is moved there for every mma.sync (0.128 moves per byte of the weight at 64 rows).
-  const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
-  const float scale = gain == nullptr ? 1.0f : K::template kGainFactor<T>;
-  // In the fused kernel each warp squares two rows, and warps past the last row skip that: it is 19 of 166 instructions
-  // in its loop, 38 of 350 with codes.
-  const bool own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
-                           (K::kFused ? first_row + 2 * warp < op.num_rows
-                                      : first_output == 0 && column_warp < K::kRowTiles / 2);
   // Offsets at which a lane reads a stage of codes in each of its steps, kept in registers: ptxas recomputed them in
   // every stage, 19 instructions of 449 with scales of blocks, 22 of 372 with one for a row.
   constexpr bool kKeepsPlaces = K::kIsCodes && K::kFused && !kResidual;
@@ -497,154 +504,198 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // instructions.
   [[maybe_unused]] uint32_t square_place = place<kRowBytes>(2 * warp + lane / 16, lane % 16);
   if constexpr (K::kFused) is_new(square_place);
-  // kPairs: there is no gain, or its factors are exact in T and one instruction multiplies a pair. A third loop, for no
-  // gain, costs the others registers, and 15 % more instructions.
-  const auto multiply_range = [&](auto pairs) {
-    constexpr bool kPairs = decltype(pairs)::value;
-    for (int block = begin, slot = 0; block < end; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
-      wait_for_copies<K::kStages - 2>();
-      __syncthreads();
-      copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
-      [[maybe_unused]] const float stage_scale = next_scale;
-      if constexpr (kScaledStages) load_next_scale(block + 1);
-      const char* stage = ring + slot * K::kStageBytes;
-      const char* x_stage = stage + K::kWeightBytes;
-      const char* gains = x_stage + K::kSourceRows * kRowBytes;
-      // Unrolled steps overlap, and spill for 64 rows on sm_100 and with scales of blocks and residuals.
-#pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : K::kSteps)
-      for (int at_step = 0; at_step < K::kSteps; ++at_step) {
-        const int step = step_warp * K::kSteps + at_step;
-        const int part = step * 4 + q;
-        [[maybe_unused]] float factor[8];
-        const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
-        if constexpr (!kPairs) {
-          gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
-          if constexpr (K::kFourBits && !kGainOnX) {
-            const float inner[6] = {factor[4], factor[1], factor[5], factor[2], factor[6], factor[3]};
-            std::memcpy(factor + 1, inner, sizeof inner);
-          }
-        }
-        // Without a gain x is multiplied by 1: 402 instructions in a stage, 479 with a branch for every row of x.
-        [[maybe_unused]] Words pairs_of_x{0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-        if (kGainOnX && kPairs && gain != nullptr) pairs_of_x = *words;
-        const auto times = [](const Words& row, const Words& by) -> Words {
-          return {multiply(row.x, by.x, T{}), multiply(row.y, by.y, T{}), multiply(row.z, by.z, T{}),
-                  multiply(row.w, by.w, T{})};
-        };
-        // Fragments of the two mma.sync of 16 columns each: rows g and g + 8 of each tile.
-        uint32_t w[K::kColumnTiles][2][4];
-#pragma unroll
-        for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-          const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
-          Words row;
-          if constexpr (K::kIsCodes) {
-            const uint32_t from =
-                kKeepsPlaces ? codes_place[at_step] + m * 8 * K::kWeightRowBytes : codes_at(tile_row, part);
-            const CodesOfLane codes = *reinterpret_cast<const CodesOfLane*>(stage + from);
-            if constexpr (!K::kFourBits) nan[m] |= nan_bits(codes, Code{});
-            if constexpr (K::kScaledCodes) {
-              const int own = part * 8 / K::kScaledColumns, word = step * kStepColumns / K::kScaledColumns / 4;
-              const char* scales_of_row = stage + K::kScalesAt + tile_row * K::kRowScales;
-              const uint32_t scales = reinterpret_cast<const uint32_t*>(scales_of_row)[word];
-              if constexpr (kForm == Form::kNvfp4) nan[m] |= nan_bits(scales, Float8E4M3{});
-              row = widen_scaled(codes, scales, own % 4);
-            } else {
-              row = widen(codes, Code{}, T{});
-            }
-          } else {
-            row = at(stage, tile_row, part);
-          }
-          if constexpr (!kPairs && !kGainOnX) {
-            row = scaled<T>(row, factor);
-          } else if (!kGainOnX && kCodeGainScale<T> == 1 && gain != nullptr) {
-            row = times(row, K::kFourBits ? paired(*words) : *words);
-          }
-#pragma unroll
-          for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
-        }
-#pragma unroll
-        for (int n = 0; n < K::kRowTiles; ++n) {
-          Words x = kKeepsPlaces ? x_at(x_stage + x_place[at_step] + n * 8 * kRowBytes).words[0]
-                                 : x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
-          if constexpr (kGainOnX) x = kPairs ? times(x, pairs_of_x) : scaled<T>(x, factor);
-          if constexpr (K::kFourBits) x = paired(x);
-#pragma unroll
-          for (int m = 0; m < K::kColumnTiles; ++m) {
-            const auto &low = w[m][0], &high = w[m][1];
-            mma(sum[m][n], low[0], low[1], low[2], low[3], x.x, x.y, T{});
-            mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
-          }
-        }
-        if constexpr (kBlocks && !K::kFused) {
-          // Widths are multiples of a step's columns. The sums of the range's last block are added after the loop.
-          const int next = block * kStageColumns + (step + 1) * kStepColumns;
-          if (next >= width || next >= end * kStageColumns) break;
-          const int column = static_cast<int>(chunk.column) + next;
-          if ((column >> arguments.scale_shift) << arguments.scale_shift == column) {
-            add_scaled();
-            std::memset(sum, 0, sizeof sum);
-            load_scales(column);
-          }
-        }
-      }
-      if constexpr (kScaledStages) {
-#pragma unroll
-        for (float& of_row : row_scale) of_row = stage_scale;
-        add_scaled();
-        std::memset(sum, 0, sizeof sum);
-      }
-      if (!own_squares) continue;
-      if constexpr (K::kFused) {
-        // Two rows per warp, every 16th part per lane.
-        static_assert(kParts % 16 == 0);
-#pragma unroll
-        for (int part = 0; part < kParts; part += 16) {
-          squares[0] += sum_of_squares(widen(x_at(x_stage + square_place + part * 16)));
-        }
-      } else {
-        // A warp reads two tiles of rows a second time: only the blocks of the first outputs do.
+  int block = begin, slot = 0;
 #pragma unroll 1
-        for (int part = q; part < kParts; part += 4) {
+  for (int of_range = 0; of_range <= static_cast<int>(has_next); ++of_range) {
+    const Chunk& chunk = arguments.chunks[first_chunk + of_range];
+    const int width = static_cast<int>(chunk.width);
+    const int origin = of_range == 0 ? 0 : next, last = of_range == 0 && has_next ? next : end;
+    const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
+    const char* gain = static_cast<const char*>(chunk.gain.data);
+
+    if constexpr (kBlocks && !K::kFused) {
+      find_scales();
+      load_scales(static_cast<int>(chunk.column) + begin * kStageColumns);
+    }
+    [[maybe_unused]] const int column_of_warp = static_cast<int>(chunk.column) + step_warp * K::kSteps * kStepColumns;
+    [[maybe_unused]] const int end_of_scales = static_cast<int>(chunk.column) + width;
+    [[maybe_unused]] float next_scale = 0;
+    [[maybe_unused]] const auto load_next_scale = [&](int block) {
+      const int column = column_of_warp + (block - origin) * kStageColumns;
+      const bool inside = column < end_of_scales;  // no branch: with one ptxas keeps less in registers
+      const uint32_t at = scales_of_tile + (inside ? column >> arguments.scale_shift : 0);
+      const float scale = load_scale(op.scales.type, op.scales.data, at);
+      next_scale = inside ? global_scale * scale : 0.0f;
+    };
+    if constexpr (kScaledStages) load_next_scale(block);
+    // Without a gain the weight is still multiplied by 1: mma.sync wants four consecutive registers, and a value that is
+    // either loaded or a product is moved there for every mma.sync (0.128 moves per byte of the weight at 64 rows).
+    const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
+    const float scale = gain == nullptr ? 1.0f : K::template kGainFactor<T>;
+    // In the fused kernel each warp squares two rows, and warps past the last row skip that: it is 19 of 166 instructions
+    // in its loop, 38 of 350 with codes.
+    own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
+                  (K::kFused ? first_row + 2 * warp < op.num_rows
+                             : first_output == 0 && column_warp < K::kRowTiles / 2);
+    // kPairs: there is no gain, or its factors are exact in T and one instruction multiplies a pair. A third loop, for no
+    // gain, costs the others registers, and 15 % more instructions.
+    const auto multiply_range = [&](auto pairs) {
+      constexpr bool kPairs = decltype(pairs)::value;
+      for (; block < last; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
+        wait_for_copies<K::kStages - 2>();
+        __syncthreads();
+        copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
+        [[maybe_unused]] const float stage_scale = next_scale;
+        if constexpr (kScaledStages) load_next_scale(block + 1);
+        const char* stage = ring + slot * K::kStageBytes;
+        const char* x_stage = stage + K::kWeightBytes;
+        const char* gains = x_stage + K::kSourceRows * kRowBytes;
+        // Unrolled steps overlap, and spill for 64 rows on sm_100 and with scales of blocks and residuals.
+#pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : K::kSteps)
+        for (int at_step = 0; at_step < K::kSteps; ++at_step) {
+          const int step = step_warp * K::kSteps + at_step;
+          const int part = step * 4 + q;
+          [[maybe_unused]] float factor[8];
+          const Words* words = reinterpret_cast<const Words*>(gains) + (gain_is_float32 ? 2 * part : part);
+          if constexpr (!kPairs) {
+            gain_factors<T>(words[0], words[gain_is_float32], gain_is_float32, offset, scale, factor);
+            if constexpr (K::kFourBits && !kGainOnX) {
+              const float inner[6] = {factor[4], factor[1], factor[5], factor[2], factor[6], factor[3]};
+              std::memcpy(factor + 1, inner, sizeof inner);
+            }
+          }
+          // Without a gain x is multiplied by 1: 402 instructions in a stage, 479 with a branch for every row of x.
+          [[maybe_unused]] Words pairs_of_x{0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+          if (kGainOnX && kPairs && gain != nullptr) pairs_of_x = *words;
+          const auto times = [](const Words& row, const Words& by) -> Words {
+            return {multiply(row.x, by.x, T{}), multiply(row.y, by.y, T{}), multiply(row.z, by.z, T{}),
+                    multiply(row.w, by.w, T{})};
+          };
+          // Fragments of the two mma.sync of 16 columns each: rows g and g + 8 of each tile.
+          uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int row = (row_warp * K::kRowTiles + 2 * column_warp + i) * 8 + g;
-            squares[i] += sum_of_squares(widen(x_of(x_stage, row, part)));
+          for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+            const int tile_row = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
+            Words row;
+            if constexpr (K::kIsCodes) {
+              const uint32_t from =
+                  kKeepsPlaces ? codes_place[at_step] + m * 8 * K::kWeightRowBytes : codes_at(tile_row, part);
+              const CodesOfLane codes = *reinterpret_cast<const CodesOfLane*>(stage + from);
+              if constexpr (!K::kFourBits) nan[m] |= nan_bits(codes, Code{});
+              if constexpr (K::kScaledCodes) {
+                const int own = part * 8 / K::kScaledColumns, word = step * kStepColumns / K::kScaledColumns / 4;
+                const char* scales_of_row = stage + K::kScalesAt + tile_row * K::kRowScales;
+                const uint32_t scales = reinterpret_cast<const uint32_t*>(scales_of_row)[word];
+                if constexpr (kForm == Form::kNvfp4) nan[m] |= nan_bits(scales, Float8E4M3{});
+                row = widen_scaled(codes, scales, own % 4);
+              } else {
+                row = widen(codes, Code{}, T{});
+              }
+            } else {
+              row = at(stage, tile_row, part);
+            }
+            if constexpr (!kPairs && !kGainOnX) {
+              row = scaled<T>(row, factor);
+            } else if (!kGainOnX && kCodeGainScale<T> == 1 && gain != nullptr) {
+              row = times(row, K::kFourBits ? paired(*words) : *words);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
+          }
+#pragma unroll
+          for (int n = 0; n < K::kRowTiles; ++n) {
+            Words x = kKeepsPlaces ? x_at(x_stage + x_place[at_step] + n * 8 * kRowBytes).words[0]
+                                   : x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
+            if constexpr (kGainOnX) x = kPairs ? times(x, pairs_of_x) : scaled<T>(x, factor);
+            if constexpr (K::kFourBits) x = paired(x);
+#pragma unroll
+            for (int m = 0; m < K::kColumnTiles; ++m) {
+              const auto &low = w[m][0], &high = w[m][1];
+              mma(sum[m][n], low[0], low[1], low[2], low[3], x.x, x.y, T{});
+              mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
+            }
+          }
+          if constexpr (kBlocks && !K::kFused) {
+            // Widths are multiples of a step's columns. The sums of the range's last block are added after the loop.
+            const int ahead = block * kStageColumns + (step + 1) * kStepColumns;
+            if (ahead >= width || ahead >= end * kStageColumns) break;
+            const int column = static_cast<int>(chunk.column) + ahead;
+            if ((column >> arguments.scale_shift) << arguments.scale_shift == column) {
+              add_scaled();
+              std::memset(sum, 0, sizeof sum);
+              load_scales(column);
+            }
+          }
+        }
+        if constexpr (kScaledStages) {
+#pragma unroll
+          for (float& of_row : row_scale) of_row = stage_scale;
+          add_scaled();
+          std::memset(sum, 0, sizeof sum);
+        }
+        if (!own_squares) continue;
+        if constexpr (K::kFused) {
+          // Two rows per warp, every 16th part per lane.
+          static_assert(kParts % 16 == 0);
+#pragma unroll
+          for (int part = 0; part < kParts; part += 16) {
+            squares[0] += sum_of_squares(widen(x_at(x_stage + square_place + part * 16)));
+          }
+        } else {
+          // A warp reads two tiles of rows a second time: only the blocks of the first outputs do.
+#pragma unroll 1
+          for (int part = q; part < kParts; part += 4) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int row = (row_warp * K::kRowTiles + 2 * column_warp + i) * 8 + g;
+              squares[i] += sum_of_squares(widen(x_of(x_stage, row, part)));
+            }
           }
         }
       }
-    }
-  };
-  if constexpr (K::kIsCodes) {
-    const bool exact = kCodeGainScale<T> == 1 && !gain_is_float32 && offset == 0;
-    exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
-    if constexpr (K::kScaledCodes) {
-      const float by = op.scales.global == nullptr ? 1.0f : load(op.scales.global);
+    };
+    if constexpr (K::kIsCodes) {
+      const bool exact = kCodeGainScale<T> == 1 && !gain_is_float32 && offset == 0;
+      exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
+      if constexpr (K::kScaledCodes) {
+        const float by = op.scales.global == nullptr ? 1.0f : load(op.scales.global);
 #pragma unroll
-      for (float& of_row : row_scale) of_row = kForm == Form::kNvfp4 ? by * kNvfp4Unscale : by;
-    } else if constexpr (!kBlocks) {  // not earlier: two more registers spill on sm_100
-      find_scales();
-      load_scales(0);
-    }
+        for (float& of_row : row_scale) of_row = kForm == Form::kNvfp4 ? by * kNvfp4Unscale : by;
+      } else if constexpr (!kBlocks) {  // not earlier: two more registers spill on sm_100
+        find_scales();
+        load_scales(0);
+      }
 #pragma unroll
-    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-      if constexpr (kScaledStages) row_scale[m] = 0;
-      float count = has_nan(nan[m]) ? 1.0f : 0.0f;
-      count += __shfl_xor_sync(~0u, count, 1);
-      count += __shfl_xor_sync(~0u, count, 2);
-      if (count > 0) row_scale[m] = bits_to_float(0x7fffffff);
+      for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
+        if constexpr (kScaledStages) row_scale[m] = 0;
+        float count = has_nan(nan[m]) ? 1.0f : 0.0f;
+        count += __shfl_xor_sync(~0u, count, 1);
+        count += __shfl_xor_sync(~0u, count, 2);
+        if (count > 0) row_scale[m] = bits_to_float(0x7fffffff);
+      }
+      add_scaled();
+      std::memcpy(sum, total, sizeof sum);
+    } else if constexpr (K::kFused) {
+      // Products of pairs save 84 instructions in a warp's step of 2 KB.
+      const bool exact = kGainScale<T> == 1 && !gain_is_float32 && offset == 0;
+      exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
+    } else {
+      multiply_range(std::false_type{});
     }
-    add_scaled();
-    std::memcpy(sum, total, sizeof sum);
-  } else if constexpr (K::kFused) {
-    // Products of pairs save 84 instructions in a warp's step of 2 KB.
-    const bool exact = kGainScale<T> == 1 && !gain_is_float32 && offset == 0;
-    exact || gain == nullptr ? multiply_range(std::true_type{}) : multiply_range(std::false_type{});
-  } else {
-    multiply_range(std::false_type{});
+    if constexpr (K::kFused) {
+      // Between two chunks in the place of the stage that was multiplied last, which nothing is copied to before the next
+      // barrier.
+      char* memory = of_range == 0 && has_next ? ring + (slot == 0 ? K::kStages - 1 : slot - 1) * K::kStageBytes : ring;
+      send_sums<K>(arguments.of_block[blockIdx.y].part + of_range, packs, memory, sum, squares[0], received);
+      squares[0] = 0;
+      std::memset(sum, 0, sizeof sum);
+      std::memset(total, 0, sizeof total);
+      std::memset(nan, 0, sizeof nan);
+    }
   }
 
   if constexpr (K::kFused) {
-    finish_fused<T, K>(arguments, first_row, first_output, packs, sum, squares[0], received);
+    finish_fused<T, K>(arguments, first_row, first_output, packs, received);
     return;
   }
   const int64_t of_range = static_cast<int64_t>(blockIdx.y) * op.num_rows;
@@ -788,46 +839,87 @@ int units_of_widest(const Concat& source, int unit) {
   return static_cast<int>((widest + unit - 1) / unit);
 }
 
-// The fused kernel's ranges with the least time by the model of docs/benchmarking.md. Candidates: one range for every
-// chunk, then, while the cluster has room, one more for the chunk whose ranges are longest. Reading an SM's share of
-// the weight takes 1, multiplying it 0.5, with codes 1.1, in four bits 3. A block alone reads 2.6 times as fast as
-// that, which gives the cost of idle slots, in the last wave and in each cluster whose ranges differ in length. How
-// fast a few SMs alone can read is not in the model: nine of ten SMs should have a block, and a split where that holds
-// in the last wave too may take 2 % longer. T is not in the model, so that no sum depends on it.
-SplitRanges cluster_ranges(const NormConcatLinear& op, const Device& device) {
-  const int multiprocessors = device.multiprocessors;
-  const int64_t outputs = blocks_of_outputs(op, kFusedColumns);
-  const bool four_bits = op.weight_type == WeightType::kFloat4E2M1;
-  const double multiply = op.weight_type == WeightType::kChunks ? 0.5 : four_bits ? 3.0 : 1.1;
-  const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
-  const double share = static_cast<double>(op.num_columns) * op.source.width / multiprocessors;
-  SplitRanges ranges = one_range_each(op.source), best = ranges, best_that_fills = ranges;
-  const int all_units = units_of(op.source, ranges, unit);
-  double least = std::numeric_limits<double>::infinity(), least_that_fills = least;
-  for (;; ++ranges.count) {
-#ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
-    const char* wanted = std::getenv("EAGLE_KERNELS_FUSED_RANGES");
-    if (wanted != nullptr && std::atoi(wanted) == ranges.count) return ranges;
-#endif
-    const LongestRange longest = longest_range(op.source, ranges, unit);
-    const int64_t slots = clusters_at_once(device, ranges.count, 2) * ranges.count;
-    const int64_t blocks = outputs * ranges.count, last = blocks > slots ? blocks % slots : 0;
-    const double of_block = static_cast<double>(kFusedColumns) * longest.units * unit;
-    const double most = of_block * ((blocks + multiprocessors - 1) / multiprocessors);
-    const double waves = std::max(1.0, static_cast<double>(blocks) / slots);
-    const double idle_in_cluster = 1 - static_cast<double>(all_units) / (ranges.count * longest.units);
-    const double idle = waves * idle_in_cluster + (last > 0 ? static_cast<double>(slots - last) / slots : 0.0);
-    const double time =
-        std::max(share, multiply * most) / std::min(1.0, blocks / (0.9 * multiprocessors)) + of_block / 2.6 * idle;
-    if (time < least) best = ranges, least = time;
-    if ((last == 0 || last >= 0.9 * multiprocessors) && time < least_that_fills) {
-      best_that_fills = ranges, least_that_fills = time;
-    }
-    if (ranges.count == kMaxCluster || longest.units == 1) {
-      return least_that_fills <= 1.02 * least ? best_that_fills : best;
-    }
-    ++ranges.of_chunk[longest.chunk];
+// Cuts the concat into `count` ranges of as many units. False where one would have columns of more than two chunks, or
+// where a block has no room for the parts that it receives.
+bool cut_evenly(Arguments& arguments, int unit, int count) {
+  const Concat& source = arguments.op.source;
+  int first[kMaxChunks + 1] = {};  // unit of each chunk
+  const int num_chunks = static_cast<int>(source.num_chunks);
+  for (int k = 0; k < num_chunks; ++k) {
+    first[k + 1] = first[k] + static_cast<int>((source.chunks[k].width + unit - 1) / unit);
   }
+  const int all = first[num_chunks];
+  if (all < count) return false;
+  SplitRanges parts{};
+  int k = 0;
+  std::fill(arguments.of_block, arguments.of_block + kMaxCluster, BlockRange{});
+  for (int block = 0; block < count; ++block) {
+    const int begin = all * block / count, end = all * (block + 1) / count;
+    while (first[k + 1] <= begin) ++k;
+    const bool has_next = end > first[k + 1];
+    if (has_next && end > first[k + 2]) return false;
+    arguments.of_block[block] = {k, begin - first[k], end - first[k], parts.count};
+    ++parts.of_chunk[k];
+    parts.of_chunk[k + 1 < kMaxChunks ? k + 1 : k] += has_next;
+    parts.count += 1 + has_next;
+  }
+  arguments.ranges = parts;
+  return parts.count <= kMaxParts && parts.count * shares_of_block(count) <= kMostReceived;
+}
+
+// One range for every chunk.
+bool cut_by_chunk(Arguments& arguments, int unit) {
+  const Concat& source = arguments.op.source;
+  arguments.ranges = one_range_each(source);
+  for (int k = 0; k < kMaxCluster; ++k) {
+    const int units = k < source.num_chunks ? static_cast<int>((source.chunks[k].width + unit - 1) / unit) : 0;
+    arguments.of_block[k] = {k, 0, units, k};
+  }
+  return true;
+}
+
+struct Cut {
+  int ranges, blocks_on_an_sm;
+};
+
+// Cuts the concat into the fused kernel's ranges: so that clusters run at once, since those that wait cost as much as a
+// wave of their own, and so that the SM with most blocks has the fewest units. On an H200 a unit takes it 0.36 us with
+// two blocks, 0.33 with three (with codes 0.5 and 0.6), blocks fill an SM before they take the next one, and a wave takes
+// 4 to 6 us more than its units. 3x4096x4096 takes 29.2 us in 64 clusters of three, two blocks on an SM, 28.2 in clusters
+// of five in threes, and 43.6 in clusters of four, of which 62 have room. Room for one more cluster stays free: where
+// clusters fill all, one waits. T is not in it, so that no sum depends on it.
+Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_too) {
+  const NormConcatLinear& op = arguments.op;
+  const int64_t clusters = blocks_of_outputs(op, kFusedColumns);
+  const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
+  const auto cut = [&](int ranges) { return ranges == 0 ? cut_by_chunk(arguments, unit) : cut_evenly(arguments, unit, ranges); };
+  constexpr int kUnitsOfWave = 12;
+  Cut best{};
+  double least = std::numeric_limits<double>::infinity();
+  for (int blocks = 2; blocks <= (in_threes_too ? 3 : 2); ++blocks) {
+#ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
+    const char* wanted_blocks = std::getenv("EAGLE_KERNELS_FUSED_BLOCKS");
+    if (wanted_blocks != nullptr && in_threes_too && std::atoi(wanted_blocks) != blocks) continue;
+#endif
+    for (int ranges = 0; ranges <= kMaxCluster; ++ranges) {
+      if (!cut(ranges)) continue;
+#ifdef EAGLE_KERNELS_ALTERNATIVES
+      const char* wanted = std::getenv("EAGLE_KERNELS_FUSED_RANGES");
+      if (wanted != nullptr && std::atoi(wanted) == ranges) return {ranges, blocks};
+#endif
+      int count = 0, longest = 0;
+      for (const BlockRange& range : arguments.of_block) {
+        count += range.end > range.begin;
+        longest = std::max(longest, range.end - range.begin);
+      }
+      const int64_t at_once = clusters_at_once(device, count, blocks), waves = clusters / at_once + 1;
+      const double units = static_cast<double>(waves) * (longest * blocks * (blocks == 3 ? 0.92 : 1.0) + kUnitsOfWave);
+      if (units < least) best = {ranges, blocks}, least = units;
+    }
+  }
+  cut(best.ranges);
+  if (best.ranges == 0) best.ranges = static_cast<int>(op.source.num_chunks);
+  return best;
 }
 
 template <class T, Form kForm, int kRows, bool kResidual>
@@ -858,14 +950,23 @@ int launch_rows(const Arguments& arguments, const Device& device) {
 }
 
 template <class T, Form kForm, bool kResidual>
-int launch_fused(const Arguments& arguments, const Device& device) {
+int launch_fused(Arguments& arguments, const Device& device) {
   constexpr int kRows = kMaxDecodeRows;
   const NormConcatLinear& op = arguments.op;
-  const int64_t rounds = (op.num_rows + kRows - 1) / kRows, ranges = arguments.ranges.count;
-  Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), ranges, kThreads,
-              Tile<kForm, kRows, kResidual, End::kFused>::kSharedBytes};
-  shape.cluster = ranges;
-  return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual, End::kFused>>(shape, arguments, device);
+  const int64_t rounds = (op.num_rows + kRows - 1) / kRows;
+  constexpr bool kInThreesToo = kForm == Form::kDense && !kResidual;
+  const Cut cut = cut_for_cluster(arguments, device, kInThreesToo);
+  const auto launch_end = [&](auto end) {
+    constexpr End kEnd = decltype(end)::value;
+    Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), cut.ranges, kThreads,
+                Tile<kForm, kRows, kResidual, kEnd>::kSharedBytes};
+    shape.cluster = cut.ranges;
+    return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual, kEnd>>(shape, arguments, device);
+  };
+  if constexpr (kInThreesToo) {
+    if (cut.blocks_on_an_sm == 3) return launch_end(std::integral_constant<End, End::kFusedInThrees>{});
+  }
+  return launch_end(std::integral_constant<End, End::kFused>{});
 }
 
 template <class T>
@@ -918,7 +1019,7 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
 int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
   constexpr int kTile = kFusedColumns;  // rows of the weight, and a warp's columns of a stage
   if (!device.hopper) return cudaErrorNotSupported;
-  Arguments arguments{op, {}, cluster_ranges(op, device), nullptr, 0, nullptr, scale_shift_of(op)};
+  Arguments arguments{op, {}, {}, {}, nullptr, 0, nullptr, scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   const bool residual = has_residual(arguments);
   if (op.weight_type == WeightType::kFloat8E4M3 && has_scales_of_codes(op) && !residual) {
@@ -977,7 +1078,7 @@ bool norm_concat_linear_reads_codes(const NormConcatLinear& op) {
 int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const Device& device) {
   const int64_t stride = blocks_of_outputs(op) * kSplitColumns;
   float* partial = static_cast<float*>(op.workspace);
-  Arguments arguments{op, {}, ranges, partial, stride, partial + ranges.count * op.num_rows * stride,
+  Arguments arguments{op, {}, ranges, {}, partial, stride, partial + ranges.count * op.num_rows * stride,
                       scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   return op.source.dtype == DType::kBFloat16 ? launch_both<BFloat16>(arguments, device)
@@ -985,7 +1086,7 @@ int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges&
 }
 
 int norm_concat_linear_epilogue_cuda(const NormConcatLinear& op, const Device& device) {
-  Arguments arguments{op, {}, {{1}, 1, 0}, static_cast<float*>(op.workspace), epilogue_row_stride(op), nullptr, 31};
+  Arguments arguments{op, {}, {{1}, 1, 0}, {}, static_cast<float*>(op.workspace), epilogue_row_stride(op), nullptr, 31};
   Concat& source = arguments.op.source;
   source.norm = Norm::kNone;
   source.num_chunks = 1;

@@ -512,7 +512,7 @@ using namespace cuda;
 int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const Device& device) {
   if (!device.wgmma || !has_scale_of_tiles(op, 1, stage_columns(true))) return cudaErrorNotSupported;
   const Split split = split_of(op, device);
-  Arguments arguments{op, {}, split.ranges, nullptr, 0, nullptr, scale_shift_of(op)};
+  Arguments arguments{op, {}, split.ranges, {}, nullptr, 0, nullptr, scale_shift_of(op)};
   std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
   const bool is_bfloat16 = op.source.dtype == DType::kBFloat16;
   return with_form(op, [&](auto form) -> int {

@@ -21,10 +21,18 @@ enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8, kNvfp4, kMxfp4, kMxfp8 };
 constexpr bool has_scaled_codes(Form form) { return form >= Form::kNvfp4; }
 constexpr bool has_four_bits(Form form) { return form == Form::kNvfp4 || form == Form::kMxfp4; }
 
+// What a block of a cluster multiplies in the fused kernel: units [begin, end), counted from the first column of a chunk.
+// Beyond that chunk's last unit they are the next one's. Each chunk's part of a range has sums of its own, the first of
+// which are number `part` of the concat.
+struct BlockRange {
+  int chunk, begin, end, part;
+};
+
 struct Arguments {
   NormConcatLinear op;
   Chunk chunks[kMaxChunks];
-  SplitRanges ranges;
+  SplitRanges ranges;  // the fused kernel's parts
+  BlockRange of_block[kMaxCluster];
   float* partial;          // [ranges.count, num_rows, partial_stride]
   int64_t partial_stride;  // columns of whole blocks
   float* squares;          // [ranges.count, num_rows]
@@ -81,7 +89,7 @@ struct BlockSums {
 constexpr int kPacksOfRow = 16;
 
 // Each lane finishes a pack: it adds up the sums of all ranges, words[rank], and the squares of its row, squares[rank],
-// in the order of ranges and chunks. Lanes that store nothing work on another's pack. Lane k of a half computes the
+// in the order of ranges and chunks (in the fused kernel those of parts). Lanes that store nothing work on another's pack. Lane k of a half computes the
 // scale of chunk k: loads, a root and two divisions, which for three chunks in turn take three times as long.
 template <class T, class WordsOfRanges, class SquaresOfRanges>
 __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t row, int64_t output, bool stores,
@@ -274,14 +282,16 @@ inline bool has_residual(const Arguments& arguments) {
 }
 
 // Clusters that run at the same time. A cluster's blocks are on the SMs of one GPC: of 16 SMs, some of 18. The counts
-// of an H100, which has 132 SMs (bench/results/nvidia-h100-80gb-hbm3/device.json), are those of GPCs of 18, 18, five
-// times 16 and 8, with 8 more SMs for clusters of two at most. Another GPU of 132 SMs may have room for more, but must
-// split alike, because a row's bits depend on the split; six GPCs of 16 and two of 18 would have it for 84 clusters of
-// 3 blocks, two on an SM, where an H100 has it for 79.
+// of an H100 and an H200, which have 132 SMs (bench/results/*/device.json), are those of GPCs of 18, 18, five times 16
+// and 8, with 8 more SMs for clusters of two at most. Another GPU of 132 SMs may have room for more, but must split
+// alike, because a row's bits depend on the split; six GPCs of 16 and two of 18 would have it for 84 clusters of 3
+// blocks, two on an SM, where these have it for 79. With three on an SM the GPC of 8 SMs is not counted on: 60 clusters
+// of six, which need it, take two waves on an H200.
 inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
   const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
   const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);
-  const int halved = device.multiprocessors == 132 ? 1 : 0, halves = cluster > 2 ? halved : 2 * halved;
+  const int halved = device.multiprocessors == 132 ? 1 : 0;
+  const int halves = cluster <= 2 ? 2 * halved : blocks_on_an_sm == 3 ? 0 : halved;
   const auto of_gpc = [&](int size) { return size * blocks_on_an_sm / cluster; };
   const int whole = gpcs - larger - halved;
   return std::max(1, whole * of_gpc(sms) + larger * of_gpc(sms + 2) + halves * of_gpc(sms / 2));

@@ -40,7 +40,7 @@ WGMMA_FLOPS = 0.75 * 4096  # by warpgroups, whose first operand comes from regis
 FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
 CLUSTER_BYTES = 32  # per SM and clock, from another SM's shared memory
 CLUSTER_SUM = LATENCY  # two barriers, and between them a read of the others' shared memory
-RECEIVED = 14 * 512 + 8 * 64 + 8  # bytes that a block receives from its cluster
+RECEIVED = 16 * 512 + 8 * 64 + 8  # bytes that a block receives from its cluster
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 
 
@@ -89,15 +89,18 @@ def instances() -> dict[str, Instance]:
         if "8BFloat16" not in binary.name or "finalize" in binary.name:
             continue
         rows, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
-        form, fused = (int(re.search(rf"{kind}E(\d)", binary.name)[1]) for kind in ("4Form", "3End"))
-        name = ("fused" if fused else f"split {rows}") + FORMS[form]
+        form, end = (int(re.search(rf"{kind}E(\d)", binary.name)[1]) for kind in ("4Form", "3End"))
+        fused = end > 0
+        name = (f"split {rows}", "fused", "fused in threes")[end] + FORMS[form]
         columns, value_bytes, source_rows = 64 if fused else 128, _value_bytes(form), rows * (1 + residual)
         wide = fused or (form and source_rows == 32) or form in SCALED_COLUMNS
-        stage_columns = 256 if fused and form and not residual else 128 if wide else 64
+        stage_columns = 128 if wide else 64
+        if fused and form and (value_bytes < 1 or not residual):
+            stage_columns = 256
         stage = int(stage_columns * (columns * value_bytes + source_rows * 2 + 4))
         stage += columns * stage_columns // SCALED_COLUMNS[form] if form in SCALED_COLUMNS else 0
-        beside = source_rows * 8 + (RECEIVED if fused else 0)
-        stages = ((200 if rows == 128 else 99) * 1024 - beside) // stage
+        beside = 2 * source_rows * 8 + RECEIVED if fused else source_rows * 8
+        stages = ((200 if rows == 128 else (99, 99, 75)[end]) * 1024 - beside) // stage
         in_flight = int((stages - 1) * columns * stage_columns * value_bytes)
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
         per_byte, squares = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
@@ -218,7 +221,7 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     emulation.take_launches()
     if T <= MAX_CUDA_DECODE_ROWS:
         ops.norm_concat_linear_fused_out(*arguments, True, x.new_empty(T, D))
-        names = ("fused",)
+        names = ("fused", "fused in threes")
     else:
         ops.norm_concat_linear_wgmma_out(*arguments, x.new_empty(T, D))
         names = tuple(name for name in known if re.fullmatch(r"wgmma \d+x64", name))
@@ -270,8 +273,11 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
         memory += resident * of_block / min(COPY, resident * instance.in_flight / LATENCY)
         left -= resident
     through_l2 = (weight * math.ceil(T / instance.rows) + 2 * T * width * math.ceil(D / instance.columns)) / L2
-    # Bytes of the weight on the SM with most blocks, each of the longest range, which is in a chunk with fewest ranges.
-    longest = min(H, math.ceil(math.ceil(H / instance.unit) / (ranges // K)) * instance.unit)
+    # Bytes of the weight on the SM with most blocks, each of the longest range. Ranges of the fused kernel cut the concat
+    # evenly, those of warpgroups each chunk: there the longest is in a chunk with fewest.
+    units = math.ceil(H / instance.unit)
+    of_longest = math.ceil(units / (ranges // K)) if instance.wgmma else math.ceil(K * units / ranges)
+    longest = min(K * H, of_longest * instance.unit)
     most = max(math.ceil(blocks / SMS), math.ceil(blocks / slots)) * instance.columns * longest * instance.value_bytes
     multiply = most / instance.value_bytes * 2 * instance.rows / (WGMMA_FLOPS if instance.wgmma else FLOPS)
     without_rows = max(0.0, 1 - math.ceil(T / 2) / 8)  # the share of the fused kernel's warps that have none
