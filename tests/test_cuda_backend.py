@@ -259,17 +259,26 @@ def test_codes_go_to_the_kernels_of_bf16(changed: dict, reason: str | None) -> N
 
 @needs_triton
 def test_codes_of_more_than_128_rows_are_dequantized_once() -> None:
-    """By Triton, where that is exact in 16 bits or, above 320 rows, in two numbers. Without it CUDA widens the codes of
-    up to 512 rows, as it does where the split kernels of Triton do not take them."""
+    """By Triton, where that is exact in 16 bits or, above 192 rows, in two numbers; codes that are multiplied by their
+    scales from 65 rows on. Without it CUDA widens the codes of up to 512 rows, as it does where the split kernels of
+    Triton do not take them."""
     once = "the codes are dequantized once for the library's product"
     blocks = {"block_columns": 128, "scales_sums": True}
+    scaled = {"block_columns": 32, "block_rows": 1, "has_e8m0": True}
     with environment_of():
-        for changed in ({"T": 129}, {"T": 5000}, {"T": 129, "code_bits": 4}, {"T": 321, **blocks}):
+        for changed, most in (
+            ({"T": 129}, 128),
+            ({"T": 5000}, 128),
+            ({"T": 65, "code_bits": 4, **scaled}, 64),
+            ({"T": 65, **scaled}, 64),
+            ({"T": 193, **blocks}, 192),
+        ):
+            assert planned_codes(**changed | {"T": most}).backend == "cuda"
             chosen = planned_codes(**changed)
             assert (chosen.backend, chosen.kernel) == ("triton", plan.Kernel.TWO_STEP), chosen
-            assert chosen.reason.startswith("cuda: ") and chosen.reason.endswith(f"; T={changed['T']} > 128: {once}")
-        assert planned_codes(320, **blocks).kernel is plan.Kernel.SPLIT
-        assert planned_codes(320, H=4128, **blocks).backend == "cuda"
+            assert chosen.reason.startswith("cuda: ") and chosen.reason.endswith(f"; T={changed['T']} > {most}: {once}")
+        assert planned_codes(192, **blocks).kernel is plan.Kernel.WGMMA
+        assert planned_codes(192, H=4128, **blocks).kernel is plan.Kernel.SPLIT
         assert planned_codes(513, dtype=torch.float16, H=4128, **blocks).backend == "reference"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -308,7 +317,7 @@ def test_scales_that_multiply_codes() -> None:
             ({"code_bits": 4, "block_columns": 32, "has_residuals": True}, fused),
             ({"code_bits": 4, "block_columns": 32, "has_post_norm": True}, split),
             ({"code_bits": 4, "block_columns": 32, "T": 17}, split),
-            ({"code_bits": 4, "block_columns": 32, "T": 128}, split),
+            ({"code_bits": 4, "block_columns": 32, "T": 64}, split),
             (mxfp8, fused),
             (mxfp8 | {"T": 17}, split),
             (mxfp8 | {"has_e8m0": False}, split),

@@ -105,7 +105,7 @@ def test_codes_go_to_the_split_kernels_where_blocks_divide_a_chunk(
 
 def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 128 rows, and at every T where one plan serves all, though a dense weight goes to a library. Where sums are
-    scaled, at up to 320 rows too, and a step has columns of one scale."""
+    scaled, at up to 192 rows too, and a step has columns of one scale."""
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
 
     def tiles_of(**changed: object) -> Tiles | None:
@@ -119,7 +119,7 @@ def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytes
         assert tiles.BK > 32
         scaled = tiles_of(rows=64, scales_sums=True)
         assert min(columns, tiles.BK) == scaled.BK
-        assert scaled == tiles_of(rows=320, scales_sums=True)
+        assert scaled == tiles_of(rows=192, scales_sums=True)
         with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
             assert tiles_of(rows=1) == tiles_of(rows=5000)
 
@@ -135,8 +135,10 @@ def test_codes_are_multiplied_in_the_tiles_of_at_most_64_rows(monkeypatch: pytes
         ({"rows": 129, "widths": (2048, 4100)}, None),
         ({"rows": 129, "elements_aligned": False, "bytes_aligned": False}, None),
         ({"rows": 129, "widths": (4112,), "block_columns": 32}, None),
-        ({"rows": 321, "scales_sums": True, "block_columns": 128}, None),
-        ({"rows": 320, "scales_sums": True, "block_columns": 128}, "T=320 <= 320: a code times the scale of its block"),
+        ({"rows": 193, "scales_sums": True, "block_columns": 128}, None),
+        ({"rows": 192, "scales_sums": True, "block_columns": 128}, "the codes are widened"),
+        ({"rows": 64, "block_columns": 32, "in_blocks": True}, "the codes are widened"),
+        ({"rows": 65, "block_columns": 32, "in_blocks": True}, None),
         (
             {"rows": 5000, "scales_sums": True, "block_columns": 128, "dtype": torch.float16},
             "a code times the scale of its block may leave the range of torch.float16",
@@ -155,10 +157,11 @@ def test_codes_of_many_rows_are_dequantized_once(
     if reason is None:
         assert (chosen.backend, chosen.kernel, chosen.tiles) == ("triton", plan.Kernel.TWO_STEP, None)
         once = "the codes are dequantized once for the library's product"
-        assert chosen.reason == f"T={problem.rows} > 128: {once}"
+        assert chosen.reason == f"T={problem.rows} > {plan._most_rows_of_codes(problem)}: {once}"
     else:
         assert chosen.kernel is plan.Kernel.SPLIT
-        assert chosen.reason.startswith(reason if problem.rows <= 128 else f"dequantizing once: {reason}"), chosen
+        is_read = reason == "the codes are widened"
+        assert chosen.reason.startswith(reason if is_read else f"dequantizing once: {reason}"), chosen
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
         assert plan.quantized_projection(problem, "triton", "", "").kernel is not plan.Kernel.TWO_STEP
 

@@ -37,8 +37,8 @@ def test_every_row_count_the_most_first(calls: list[dict]) -> None:
 
 
 def test_many_rows_are_thinned_out(calls: list[dict]) -> None:
-    ek.warmup("norm_concat_linear", [torch.randn(1500, 16)], torch.randn(4, 16), rows=range(200, 1500))
-    assert [call["rows"] for call in calls] == [1499, 1024, 512, *range(320, 199, -1)]
+    ek.warmup("norm_concat_linear", [torch.randn(1500, 16)], torch.randn(4, 16), rows=range(150, 1500))
+    assert [call["rows"] for call in calls] == [1499, 1024, 512, 256, *range(192, 149, -1)]
 
 
 def test_what_an_index_gathers_stays_whole(calls: list[dict]) -> None:

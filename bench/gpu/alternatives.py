@@ -1,7 +1,8 @@
 """What plans and models of the GPU choose, timed beside what they could have chosen: columns of one row in one process.
 
 `python build/gpu_alternatives JSON`, the package with the library of alternatives (package.py), goes on with the rows
-that the file lacks. A column `op:ranges-4` is the op with that setting; `op` alone is what the package runs.
+that the file lacks. A column `op:blocks-3+ranges-4` is the op with these settings; `op` alone is what the package runs,
+as is a setting that the kernel cannot have.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ from eagle_kernels.bench.ops import workload_of
 from eagle_kernels.bench.workloads import DENSE, Row, Workload
 
 from eagle_kernels import library, plan
-from eagle_kernels.model_shapes import InputStage
 
 _RANGES = tuple(f"op:ranges-{n}" for n in range(2, 9))
+_IN_BLOCKS = tuple(f"op:blocks-{blocks}+ranges-{n}" for blocks in (2, 3) for n in range(2, 9))
 _COLUMNS = tuple(f"op:columns-{n}" for n in (64, 128, 192, 256))
 _CODES = ("fp8_row", "fp8_block128", "nvfp4", "mxfp8")
 _FEW_SHAPES = ("llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "gemma3-27b")
@@ -50,11 +51,14 @@ class _Question:
 
 # In order of value.
 _QUESTIONS = (
-    _Question(_SHAPES, (*_CODES[:3], DENSE), (1,), ("op", *_RANGES)),
+    _Question(_SHAPES, (DENSE,), (1,), ("op", *_IN_BLOCKS, "linear")),
+    _Question(_SHAPES, _CODES[:1], (1,), ("op", *_RANGES)),
+    _Question(_FEW_SHAPES, _CODES[1:3], (1,), ("op", *_RANGES)),
     _Question(_FEW_SHAPES, _CODES[:2], (17, 24, 32, 64), ("op", "op:split", *_COLUMNS[1:])),
     _Question(_FEW_SHAPES, (DENSE,), (17, 32, 48), ("op", "two-step", "op:split", *_COLUMNS)),
     _Question(_FEW_SHAPES[:2], _CODES, (160, 256, 320), ("op", "op:split", "op:dequantized")),
-    _Question(_FEW_SHAPES, (*_CODES, DENSE), (16,), ("op", *_RANGES)),
+    _Question(_FEW_SHAPES, (DENSE,), (16,), ("op", *_IN_BLOCKS)),
+    _Question(_FEW_SHAPES, _CODES, (16,), ("op", *_RANGES)),
 )
 
 
@@ -71,8 +75,7 @@ def main() -> None:
     for question in _QUESTIONS:
         for row in question.rows():
             if _key(row_record(row)) not in done:
-                names = [name for name in question.columns if _differs(row.stage, name)]
-                measured = runner.measure(workload_of(row, runner.cache_bytes), names)
+                measured = runner.measure(workload_of(row, runner.cache_bytes), question.columns)
                 records += measured
                 report.save(path, environment, sys.argv[1:], records)
                 print(f"{row}: {', '.join(map(_text, measured))}", flush=True)
@@ -87,12 +90,6 @@ def _key(record: dict) -> tuple:
     return tuple(record[name] for name in report.ROW_FIELDS if name != "timer")
 
 
-def _differs(stage: InputStage, name: str) -> bool:
-    """Whether a setting says something about this shape: every chunk has a range."""
-    kind, _, number = name.rpartition("-")
-    return kind != "op:ranges" or int(number) >= stage.K
-
-
 class _Runner(Runner):
     def variant(self, workload: Workload, name: str) -> Variant:
         form, _, setting = name.partition(":")
@@ -100,22 +97,31 @@ class _Runner(Runner):
         return replace(variant, name=name, active=lambda: _set(setting, workload)) if setting else variant
 
 
+# What the library of alternatives and plans read from the environment.
+_VARIABLES = {
+    "ranges": "FUSED_RANGES",
+    "blocks": "FUSED_BLOCKS",
+    "columns": "WGMMA_COLUMNS",
+    "split": "BATCH_INVARIANT",
+}
+
+
 @contextlib.contextmanager
-def _set(setting: str, workload: Workload) -> Iterator[None]:
-    """The variables of a setting, which the library reads in each call; then a plan of its own, made before a call is
-    timed."""
-    kind, _, number = setting.partition("-")
-    name = {"ranges": "FUSED_RANGES", "columns": "WGMMA_COLUMNS", "split": "BATCH_INVARIANT"}.get(kind)
+def _set(settings: str, workload: Workload) -> Iterator[None]:
+    """The variables of the settings, which the library reads in each call; then a plan of its own, made before a call
+    is timed."""
+    parts = [part.partition("-") for part in settings.split("+") if part != "dequantized"]
+    variables = {f"EAGLE_KERNELS_{_VARIABLES[kind]}": number or "1" for kind, _, number in parts}
     most = plan.MOST_ROWS_OF_SCALED_SUMS
-    if name is None:
-        plan.MOST_ROWS_OF_SCALED_SUMS = 0
-    else:
-        os.environ[f"EAGLE_KERNELS_{name}"] = number or "1"
     try:
+        os.environ.update(variables)
+        if settings == "dequantized":
+            plan.MOST_ROWS_OF_SCALED_SUMS = 0
         plan.clear()
         workload.plan()
         yield
     finally:
         plan.MOST_ROWS_OF_SCALED_SUMS = most
-        os.environ.pop(f"EAGLE_KERNELS_{name}", None)
+        for name in variables:
+            os.environ.pop(name)
         plan.clear()

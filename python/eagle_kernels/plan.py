@@ -238,7 +238,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     rejected: list[str] = []
     of_many_rows = None  # CUDA's plan, to which Triton's is preferred
     if backend == "cuda":
-        rows, most = problem.rows, library.MAX_CUDA_SPLIT_ROWS
+        rows, most = problem.rows, _most_rows_of_codes(problem)
         if (unsupported := _cuda_codes_unsupported_reason(problem)) is None:
             kernel, why = _cuda_product(problem)
             chosen = Plan(problem.op, "cuda", kernel, f"the codes are widened as they are multiplied; {why}")
@@ -254,9 +254,9 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
         else:
             rejected.append(f"triton: {unsupported}")
     if backend == "triton":
-        if problem.rows > library.MAX_CUDA_SPLIT_ROWS and not SETTINGS.batch_invariant:
+        if problem.rows > (most := _most_rows_of_codes(problem)) and not SETTINGS.batch_invariant:
             if (unsupported := _dequantizing_unsupported_reason(problem)) is None:
-                once = f"T={problem.rows} > {library.MAX_CUDA_SPLIT_ROWS}: the codes are dequantized once for the "
+                once = f"T={problem.rows} > {most}: the codes are dequantized once for the "
                 return Plan(problem.op, "triton", Kernel.TWO_STEP, "; ".join([*rejected, f"{once}library's product"]))
             rejected.append(f"dequantizing once: {unsupported}")
         if (unsupported := _split_codes_unsupported_reason(problem)) is None:
@@ -274,9 +274,18 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
 # take more memory than the dequantized weight (K=3, H=D=2880, T=4096: 434 MB and 50).
 _MOST_ROWS_OF_CODES = 512
 
-# Up to so many rows, codes with an fp32 scale for each block are widened as they are multiplied: dequantized, they take
-# two matrices and two products. A heuristic: no saved run has timed either.
-MOST_ROWS_OF_SCALED_SUMS = 320
+# The most rows of codes that are widened as they are multiplied. An H200 takes, K=3, H=D=4096, in us by the split
+# kernels / dequantized once: with an fp32 scale for each block, which takes two matrices and two products, 138 / 162 at
+# 160 rows, 219 / 182 at 256. Codes that are multiplied by their scales: nvfp4 52 at 64 rows, 89 at 96 and, dequantized,
+# 84 at 160; mxfp8 83, 122 and 88. With a scale for each row, by warpgroups, 65 at 96 rows, dequantized 88 at 160
+# (bench/results/nvidia-h200/decode-curve-alternatives.json). No other GPU has timed them.
+MOST_ROWS_OF_SCALED_SUMS, _MOST_ROWS_OF_SCALED_CODES, _MOST_ROWS_OF_SCALED_ROWS = 192, 64, 128
+
+
+def _most_rows_of_codes(problem: Problem) -> int:
+    if problem.scales_sums:
+        return MOST_ROWS_OF_SCALED_SUMS
+    return _MOST_ROWS_OF_SCALED_CODES if problem.in_blocks else _MOST_ROWS_OF_SCALED_ROWS
 
 
 def _dequantizing_unsupported_reason(problem: Problem) -> str | None:
@@ -289,8 +298,6 @@ def _dequantizing_unsupported_reason(problem: Problem) -> str | None:
         return "the numbers have 16 bits, and the rows 32"
     if problem.scales_sums and problem.dtype == torch.float16:
         return "a code times the scale of its block may leave the range of torch.float16"
-    if problem.scales_sums and problem.rows <= MOST_ROWS_OF_SCALED_SUMS:
-        return f"T={problem.rows} <= {MOST_ROWS_OF_SCALED_SUMS}: a code times the scale of its block takes two numbers"
     return None
 
 
@@ -501,9 +508,9 @@ _FUSED_CODES = 64
 
 # csrc/cuda/norm_concat_linear_wgmma.cu: the columns of a stage of codes share a scale.
 _WGMMA_CODES = 128
-# So many rows of codes are left to the other kernels, by whether scales are of blocks. By the model 17 to 32 rows are
-# too (K=3, H=D=4096: 20 us, and 22 by warpgroups), but where an H100 timed codes with one scale a row, warpgroups won;
-# with scales of blocks they did not in every shape. No run of that is saved.
+# So many rows of codes are left to the other kernels, by whether scales are of blocks. With a scale for each row an
+# H200 takes 28.3 us for 17 rows of 3x4096x4096, 36.1 by the split kernels; 3x2880x2880 20.4 and 23.8. With scales of
+# blocks the split kernels take 38.1 for 32 rows of 4096, warpgroups 38.2 for 48.
 _FEW_ROWS_OF_CODES = {False: 16, True: 32}
 
 

@@ -273,8 +273,8 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
         memory += resident * of_block / min(COPY, resident * instance.in_flight / LATENCY)
         left -= resident
     through_l2 = (weight * math.ceil(T / instance.rows) + 2 * T * width * math.ceil(D / instance.columns)) / L2
-    # Bytes of the weight on the SM with most blocks, each of the longest range. Ranges of the fused kernel cut the concat
-    # evenly, those of warpgroups each chunk: there the longest is in a chunk with fewest.
+    # Bytes of the weight on the SM with most blocks, each of the longest range. Ranges of the fused kernel cut the
+    # concat evenly, those of warpgroups each chunk: there the longest is in a chunk with fewest.
     units = math.ceil(H / instance.unit)
     of_longest = math.ceil(units / (ranges // K)) if instance.wgmma else math.ceil(K * units / ranges)
     longest = min(K * H, of_longest * instance.unit)

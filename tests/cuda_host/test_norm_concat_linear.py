@@ -117,32 +117,53 @@ FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": 
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
-@pytest.mark.parametrize("multiprocessors", [1, 132])  # one range per chunk, or two
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # one range of both chunks, or two of each
+@pytest.mark.parametrize("blocks", [2, 3])  # on an SM
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_float64_truth_of_every_instance(
-    dtype: str, flavour: str, multiprocessors: int, norm: str, emulation: ModuleType
+    dtype: str,
+    flavour: str,
+    blocks: int,
+    multiprocessors: int,
+    norm: str,
+    emulation: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_BLOCKS", str(blocks))
     for late_copies in (False, True):
         order = {"descending_warps": late_copies, "late_copies": late_copies}
         emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
         emulation.take_launches()
         check(Case(dtype, (136,) * 2, 11, norm, D=70, norm_offset=1.0, **FLAVOURS[flavour]))
         launch = emulation.take_launches()[-1]
-        ranges = 2 if multiprocessors == 1 else 4
+        ranges = 1 if multiprocessors == 1 else 4
         assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
+        assert (launch.shared_bytes < 76 << 10) == (blocks == 3 and "residuals" not in FLAVOURS[flavour])
 
 
 @pytest.mark.parametrize(
-    ("widths", "ranges"),  # 3, 3, 3 units of 128 columns in 3, 3, 2 ranges; 1, 5 in 1, 5; 2, 9 in 1, 7
-    [((264, 264, 264), 8), ((72, 520), 6), ((136, 1032), 8)],
+    ("widths", "ranges"),
+    # Chunks of 3, 3 and 3 units of 128 columns, whose ranges begin at units 0, 1, 3, 5, 7; 1 and 5; 2 and 9; ten units
+    # in one block; and four chunks of which each block has two.
+    [
+        ((264, 264, 264), 5),
+        ((72, 520), 6),
+        ((136, 1032), 6),
+        ((264, 264, 264), 2),
+        ((600, 600), 1),
+        ((136, 264, 264, 136), 2),
+        ((136, 264, 264, 136), 4),
+    ],
 )
-def test_float64_truth_of_ranges_of_several_lengths(
-    widths: tuple[int, ...], ranges: int, emulation: ModuleType
+@pytest.mark.parametrize("flavour", ["gain", "residuals"])
+def test_float64_truth_of_ranges_across_chunks(
+    widths: tuple[int, ...], ranges: int, flavour: str, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for norm in ("chunk", "concat"):
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(ranges))
+    for norm in ("chunk", "concat", "none"):
         emulation.take_launches()
-        check(Case("bf16", widths, 11, norm, D=70, norm_offset=1.0, gain="list"))
+        check(Case("bf16", widths, 11, norm, D=70, norm_offset=1.0, **{"gain": "list", **FLAVOURS[flavour]}))
         launch = emulation.take_launches()[-1]
         assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
 
@@ -178,7 +199,9 @@ def test_float64_truth_of_a_block_that_is_alone(
 
 
 @pytest.mark.parametrize("norm", ["chunk", "none"])
-def test_a_block_that_is_alone_has_the_bits_of_a_cluster(norm: str, kernel: Kernel, emulation: ModuleType) -> None:
+def test_a_block_that_is_alone_has_the_bits_of_a_cluster(
+    norm: str, kernel: Kernel, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One whose second chunk is zero, and adds zeros."""
     if kernel is Kernel.SPLIT:
         pytest.skip("its blocks form no clusters")
@@ -187,6 +210,7 @@ def test_a_block_that_is_alone_has_the_bits_of_a_cluster(norm: str, kernel: Kern
     gains = gain if norm == "chunk" else None
     emulation.take_launches()
     alone = ek.norm_concat_linear([chunk], weight[:, :136], norm=norm, norm_weight=None if gains is None else gain[:1])
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", "2")
     both = ek.norm_concat_linear([chunk, zeros.zero_()], weight, norm=norm, norm_weight=gains)
     assert [launch.cluster for launch in emulation.take_launches() if launch.threads] == [1, 2]
     assert same_bits(alone, both)
@@ -194,18 +218,20 @@ def test_a_block_that_is_alone_has_the_bits_of_a_cluster(norm: str, kernel: Kern
 
 @pytest.mark.parametrize(
     ("K", "H", "D", "ranges"),
-    # Blocks of 64 columns times ranges, on 132 SMs with room for two each: 112, 126, 192, 135, 192; at D = 5120, where
-    # three ranges would be 80 clusters and an H100 has room for 79, 640; then three waves of 32 clusters (6 ranges, in
-    # waves of 39, would leave 108 of 576 blocks in the third) and two (5 ranges would leave 85 of 320 in the second).
+    # Clusters of 64 columns on 132 SMs. With two blocks on an SM there is room for 132 clusters of two, 79 of three, 62
+    # of four, 47 of five, 39 of six; with three (from 4096 on, of which five ranges have 20 units each) for 116 of
+    # three, 86 of four and 65 of five. At 8192 three of two blocks would wait.
     [
-        (3, 896, 896, 8),
-        (3, 1152, 1152, 7),
+        (3, 896, 896, 6),
+        (3, 1152, 1152, 6),
         (3, 2048, 2048, 6),
-        (3, 2880, 2880, 3),
-        (3, 4096, 4096, 3),
-        (3, 5120, 5120, 8),
-        (3, 6144, 6144, 7),
-        (5, 4096, 4096, 7),
+        (3, 2880, 2880, 5),
+        (3, 3840, 3840, 4),
+        (3, 4096, 4096, 5),
+        (3, 5120, 5120, 4),
+        (3, 6144, 6144, 3),
+        (3, 8192, 8192, 2),
+        (5, 4096, 4096, 5),
         (8, 64, 64, 8),
     ],
 )
@@ -324,11 +350,11 @@ def test_a_library_of_alternatives_is_told_the_columns(
         emulation.run_kernels(True)
 
 
-@pytest.mark.parametrize("ranges", [3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("ranges", [2, 3, 4, 5, 6])  # seven would have nine parts
 def test_a_library_of_alternatives_is_told_the_ranges(
     ranges: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model chooses 3 here."""
+    """The model chooses 5 here."""
     monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(ranges))
     emulation.run_kernels(False)
     try:

@@ -79,25 +79,30 @@ _RING = (
 )
 
 
+# The kernel, its switches, and how many ranges the blocks of a cluster share out: of three the second has the end of
+# a chunk and the beginning of the next.
 _SWITCHES = {
-    "split": ("split", "True, "),
-    "wgmma": ("wgmma", ""),
-    "fused": ("fused", "True, "),
+    "split": ("split", "True, ", None),
+    "wgmma": ("wgmma", "", None),
+    "fused": ("fused", "True, ", "2"),
+    "fused across chunks": ("fused", "True, ", "3"),
 }
 
 
 @pytest.mark.parametrize("forgotten", ["nothing", "barriers", "waits"])
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, forgotten: str) -> None:
-    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. Two chunks make a
-    cluster of its blocks. A missing barrier is a race; a copy that nobody has waited for has not landed."""
+    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. A missing barrier is a
+    race; a copy that nobody has waited for has not landed."""
     variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
-    name, switches = _SWITCHES[kernel]
+    name, switches, ranges = _SWITCHES[kernel]
+    variables |= {"EAGLE_KERNELS_FUSED_RANGES": ranges} if ranges else {}
     order = f"late_copies={forgotten == 'waits'}"
     code = _RING.format(kernel=name, switches=switches, sanitizer="thread", order=order)
     run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), **variables)
     said_of_waits = {
         "fused": "shared memory of a block that has ended",
+        "fused across chunks": "shared memory of a block that has ended",
         "wgmma": "a thread has ended before its products",
     }
     if forgotten == "waits" and kernel in said_of_waits:
@@ -116,9 +121,10 @@ def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, for
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_random_order_of_warps_shows_forgotten_barriers(kernel: str, seed: int, forgotten: bool) -> None:
     """Without a sanitizer: the sum is wrong, or the emulation ends the kernel."""
-    name, switches = _SWITCHES[kernel]
+    name, switches, ranges = _SWITCHES[kernel]
     code = _RING.format(kernel=name, switches=switches, sanitizer="", order=f"random={seed}")
     variables = {"EAGLE_KERNELS_TEST_NO_BARRIERS": "1"} if forgotten else {}
+    variables |= {"EAGLE_KERNELS_FUSED_RANGES": ranges} if ranges else {}
     environment = os.environ | {"PYTHONPATH": os.fspath(HERE.parent)} | variables
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (run.stdout == "fine\n") != forgotten, run.stdout + run.stderr[-4000:]

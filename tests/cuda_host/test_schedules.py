@@ -39,15 +39,20 @@ class Product:
     kernel: str
     codes: str = ""
     has_wgmma: bool = True
+    ranges: int = 2
 
 
-# Each chunk is one range of more stages than a ring has; in most kernels its last stage lies where sums go next.
+# Each chunk is one range of more stages than a ring has; in most kernels its last stage lies where sums go next. Of
+# three ranges the second has the end of a chunk and the beginning of the next.
 WIDTHS, CODES_WIDTHS, BLOCKS_WIDTHS = (520, 520), (784, 784), (896, 896)
 PRODUCTS = {
     "fused": Product(Case("bf16", WIDTHS, 11, D=70), "fused"),
     "fused-fp16": Product(Case("fp16", WIDTHS, 11, "concat", D=70, residuals="some"), "fused"),
     "fused-codes": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row"),
     "fused-blocks": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128"),
+    "fused-across": Product(Case("bf16", WIDTHS, 11, D=70), "fused", ranges=3),
+    "fused-codes-across": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row", ranges=3),
+    "fused-blocks-across": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128", ranges=3),
     "split": Product(Case("bf16", WIDTHS, 19, D=70), "split", has_wgmma=False),
     "split-of-64": Product(Case("fp16", WIDTHS, 40, D=70, residuals="some"), "split", has_wgmma=False),
     "split-of-128": Product(Case("bf16", WIDTHS, 70, "concat", D=70), "split", has_wgmma=False),
@@ -86,6 +91,7 @@ def test_products(
     if "wgmma" in product.kernel:
         monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", {False: 0, True: 0})
     emulation.take_launches()
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(product.ranges))
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         if product.codes:
             quantized.check(product.case, product.codes, product.kernel)
@@ -93,7 +99,7 @@ def test_products(
             assert dense.explained(product.case).startswith(f"norm_concat_linear: cuda/{product.kernel}, because ")
             dense.check(product.case)
     launch = next(launch for launch in emulation.take_launches() if launch.threads)
-    assert launch.grid[1] == len(product.case.widths)
+    assert launch.grid[1] == product.ranges
 
 
 def embed() -> None:
