@@ -264,7 +264,7 @@ def test_every_setting_is_one_that_the_library_or_a_plan_reads() -> None:
             assert not new and plans[-1][1] == 0
         else:
             assert [part.partition("-")[2] for part in name.split("+")] == [new[variable] for variable in sorted(new)]
-            assert all(f'getenv("{variable}")' in sources for variable in new)
+            assert all(f'"{variable}"' in sources for variable in new)
     assert not plan.SETTINGS.batch_invariant
 
 

@@ -1,14 +1,14 @@
 // out = post_norm(norm_concat(...) @ weight^T + bias) for up to 128 rows in one pass over the weight. One kernel
 // multiplies; it ends in one of two ways, fused or split.
 //
-// A block computes some columns of the output over a range of columns of one chunk. The weight and x pass through a
-// ring of stages in shared memory. A block has 48 KB of the weight in flight ahead of the product (32 with residuals
-// in the fused kernel or at 64 rows, 24 to 48 of codes, 16 to 32 of four bits), and an SM of Hopper has two blocks; a
-// block of 128 rows has
-// 80 KB in flight and the SM to itself. It needs more shared memory than any GPU but sm_90 and sm_100 has: the others
-// multiply 64 rows twice. Half of the warps copy the weight and half copy x, since a thread's copies complete in order:
-// those of the weight start before the previous kernel has ended (or, where that kernel may write the weight, the
-// weight is prefetched into L2), those of x after.
+// A block computes some columns of the output over a range of columns of the concat: of one chunk, in the fused kernel
+// also of the end of one and the beginning of the next. The weight and x pass through a ring of stages in shared
+// memory. A block has 48 KB of the weight in flight ahead of the product (32 with residuals in the fused kernel or at
+// 64 rows, 24 to 48 of codes, 16 to 32 of four bits), and an SM of Hopper has two blocks; or 32 KB, and the SM three. A
+// block of 128 rows has 80 KB in flight and the SM to itself. It needs more shared memory than any GPU but sm_90 and
+// sm_100 has: the others multiply 64 rows twice. Half of the warps copy the weight and half copy x, since a thread's
+// copies complete in order: those of the weight start before the previous kernel has ended (or, where that kernel may
+// write the weight, the weight is prefetched into L2), those of x after.
 //
 // Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The blocks of all ranges of the same 64
 // output columns form a cluster. They send one another their sums (st.async), and each block finishes a share of the
@@ -51,8 +51,8 @@
 // them as they are widened, which is exact within bf16's range. These scales pass through the ring with the weight.
 //
 // Sums run by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends only
-// on the chunks' widths, D, the blocks of scales and the GPU's number of SMs, so a row's bits depend neither on the
-// other rows nor on how many there are.
+// on the chunks' widths, D, the form of the weight, whether there are residuals, and the GPU (its number of SMs, the
+// shared memory of a block), so a row's bits depend neither on the other rows nor on how many there are.
 #include "../norm_concat_linear.h"
 
 #include <bit>
@@ -90,16 +90,26 @@ constexpr int kSharedBlocks = 1;
 constexpr int kSharedBlocks = 2;
 #endif
 
-// How the sums of the ranges are added up. With kFusedInThrees an SM has three blocks of the fused kernel in place of two,
-// for a dense weight: clusters leave fewer slots empty in some shapes, and in a third of the memory codes would have one
-// stage in flight.
+// How the sums of the ranges are added up. With kFusedInThrees an SM has three blocks of the fused kernel in place of
+// two, for a dense weight: clusters leave fewer slots empty in some shapes. In a third of the memory codes would have
+// one stage in flight.
 enum class End { kSplit, kFused, kFusedInThrees };
+constexpr int kBytesOfThree = 75 << 10;  // what each of three blocks on an SM of Hopper can have
 
 // A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. The fused
 // kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn.
 constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
-constexpr int kMaxParts = kMaxCluster, kMostReceived = 16;
 __host__ __device__ constexpr int shares_of_block(int blocks) { return (kShares + blocks - 1) / blocks; }
+
+// Of a block. Two chunks in one block, or four in two, are 16 shares; ranges of one chunk at most 14, in a cluster of
+// seven.
+constexpr int kMaxParts = kMaxCluster, kMostReceived = 16;
+static_assert(kMaxChunks <= kMaxParts && [] {
+  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+    if (blocks * shares_of_block(blocks) > kMostReceived) return false;
+  }
+  return true;
+}());
 
 // What a block receives from its cluster, itself included.
 struct Received {
@@ -122,10 +132,11 @@ struct Tile {
   static constexpr bool kInThrees = kEnd == End::kFusedInThrees;
   static constexpr int kBlocks = kRows == 128 ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
   static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
-  // With residuals three stages of 256 columns of codes would take 101 KB. Four scales of 32 columns are copied
+  // With residuals three stages of 256 columns of 8-bit codes would take 108 KB. Four scales of 32 columns are copied
   // together, so a stage has 128 or more.
   static constexpr int kNarrow = kScaledCodes ? 128 : 64;
-  static constexpr int kStageColumns = kSourceRows > 32 ? kNarrow : kFused && kResidual && !kFourBits ? 128 : kUnitColumns;
+  static constexpr int kOfRows = kFused && kResidual && !kFourBits ? 128 : kUnitColumns;
+  static constexpr int kStageColumns = kSourceRows > 32 ? kNarrow : kOfRows;
   static constexpr int kRowBytes = 2 * kStageColumns;
   static constexpr int kWeightRowBytes = kFourBits ? kStageColumns / 2 : kIsCodes ? kStageColumns : kRowBytes;
   static constexpr int kParts = kRowBytes / 16, kWeightParts = kWeightRowBytes / 16;  // of a row in a stage
@@ -139,9 +150,8 @@ struct Tile {
   // Between two chunks the block's sums take the place of a stage.
   static_assert(!kFused || kStageBytes >= kStepWarps * kRows * kColumns * 4);
   static constexpr int kPointerBytes = kChunks * kSourceRows * sizeof(void*);
-  // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 75 KB what three can have there. 128 rows are
-  // for sm_90 and sm_100 only.
-  static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : kInThrees ? 75 << 10 : 99 << 10;
+  // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 128 rows are for sm_90 and sm_100 only.
+  static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : kInThrees ? kBytesOfThree : 99 << 10;
   static constexpr int kEndBytes = kFused ? sizeof(Received) : 0;
   static constexpr int kStages = (kMostBytes - kPointerBytes - kEndBytes) / kStageBytes;
   static constexpr int kReceivedAt = kStages * kStageBytes + kPointerBytes;
@@ -180,9 +190,9 @@ __device__ __forceinline__ int own_packs(int packs) {
   return own;
 }
 
-// Adds up the sums of a block's warps, those of its part number `part`, in memory that no stage is in, and sends each
-// share to the block that finishes it. A block that is alone stores them itself: compute-sanitizer's memcheck reports
-// the st.async of a cluster of one block (K=1 in one range, on an H100) as an invalid access.
+// Adds up the sums of a block's warps, those of part number `part` of the concat, in memory that no stage is in, and
+// sends each share to the block that finishes it. A block that is alone stores them itself: compute-sanitizer's
+// memcheck reports the st.async of a cluster of one block (K=1 in one range, on an H100) as an invalid access.
 template <class K>
 __device__ __forceinline__ void send_sums(int part, int packs, char* memory,
                                           const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares,
@@ -299,10 +309,19 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     begin = units * range / ranges * kStagesOfUnit, next = end = units * (range + 1) / ranges * kStagesOfUnit;
   }
   const bool has_next = K::kFused && end > next;
-  const int first_width = static_cast<int>(arguments.chunks[first_chunk].width);
+  struct Place {
+    bool is_next;
+    int column, ahead;  // of its chunk, and ahead of the first chunk's first column
+  };
+  const auto place_of = [&](int block) -> Place {
+    const bool is_next = has_next && block >= next;
+    const int column = (is_next ? block - next : block) * kStageColumns;
+    return {is_next, column, is_next ? column + static_cast<int>(arguments.chunks[first_chunk].width) : column};
+  };
 
   char* ring = shared_memory();
-  const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);  // [kChunks, kSourceRows], null: zeros
+  // [kChunks, kSourceRows], null: zeros
+  const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);
   const bool copies_weight = threadIdx.x < kCopyThreads;
   const int copy_row = threadIdx.x % kCopyThreads / kParts, copy_part = threadIdx.x % kParts;
   constexpr int kCopyRows = kCopyThreads / kParts;
@@ -329,19 +348,17 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 
   // Copies this thread's part of a block of columns; past the range the group is empty, so that groups count stages.
   const auto copy_block = [&](int block, int slot) {
-    const bool is_next = K::kFused && block >= next;
-    const Chunk& chunk = arguments.chunks[is_next ? first_chunk + 1 : first_chunk];
-    const int column = (is_next ? block - next : block) * kStageColumns, width = static_cast<int>(chunk.width);
+    const auto [is_next, column, ahead] = place_of(block);
+    const Chunk& chunk = arguments.chunks[first_chunk + is_next];
+    const int width = static_cast<int>(chunk.width);
     if (block < end && copies_weight) {
       char* stage = ring + slot * K::kStageBytes;
       const bool inside = column + weight_column < width;
-      const int ahead_of_first = is_next ? first_width + column : column;
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
         const int row = i * kWeightCopyRows;
         copy_early(stage + weight_place + row * K::kWeightRowBytes,
-                   weight + row * op.weight_row_stride + ahead_of_first / kPerWeight,
-                   inside && row < outputs - weight_row);
+                   weight + row * op.weight_row_stride + ahead / kPerWeight, inside && row < outputs - weight_row);
       }
       if constexpr (K::kScaledCodes) {
         constexpr int kWords = K::kRowScales / 4, kRowsAtOnce = kCopyThreads / kWords;  // four scales are a word
@@ -351,10 +368,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
                              (static_cast<int>(chunk.column) + first) / K::kScaledColumns;
 #pragma unroll
         for (int i = 0; i < (kColumns + kRowsAtOnce - 1) / kRowsAtOnce; ++i) {
-          const int ahead = i * kRowsAtOnce;
+          const int below = i * kRowsAtOnce;
           if (kRowsAtOnce > kColumns && row >= kColumns) break;
-          copy_word_early(stage + K::kScalesAt + (row + ahead) * K::kRowScales + word * 4,
-                          scales + ahead * op.scales.row_stride, first < width && row + ahead < outputs);
+          copy_word_early(stage + K::kScalesAt + (row + below) * K::kRowScales + word * 4,
+                          scales + below * op.scales.row_stride, first < width && row + below < outputs);
         }
       }
     } else if (block < end) {
@@ -394,12 +411,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // Prefetches what the ring takes first into L2, which is coherent: the previous kernel may still write the weight.
   const auto prefetch_weight = [&] {
     for (int block = begin; block < end && block < begin + K::kStages - 1; ++block) {
-      const bool is_next = K::kFused && block >= next;
-      const int column = (is_next ? block - next : block) * kStageColumns;
-      if (column + weight_column >= arguments.chunks[is_next ? first_chunk + 1 : first_chunk].width) continue;
+      const auto [is_next, column, ahead] = place_of(block);
+      if (column + weight_column >= arguments.chunks[first_chunk + is_next].width) continue;
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
-        const int row = i * kWeightCopyRows, ahead = is_next ? first_width + column : column;
+        const int row = i * kWeightCopyRows;
         if (row < outputs - weight_row) prefetch(weight + row * op.weight_row_stride + ahead / kPerWeight);
       }
     }
@@ -528,17 +544,17 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       next_scale = inside ? global_scale * scale : 0.0f;
     };
     if constexpr (kScaledStages) load_next_scale(block);
-    // Without a gain the weight is still multiplied by 1: mma.sync wants four consecutive registers, and a value that is
-    // either loaded or a product is moved there for every mma.sync (0.128 moves per byte of the weight at 64 rows).
+    // Without a gain the weight is still multiplied by 1: mma.sync wants four consecutive registers, and a value that
+    // is either loaded or a product is moved there for every mma.sync (0.128 moves per byte of the weight at 64 rows).
     const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
     const float scale = gain == nullptr ? 1.0f : K::template kGainFactor<T>;
-    // In the fused kernel each warp squares two rows, and warps past the last row skip that: it is 19 of 166 instructions
-    // in its loop, 38 of 350 with codes.
+    // In the fused kernel each warp squares two rows, and warps past the last row skip that: it is 19 of 188
+    // instructions in its loop, 38 of 360 with codes.
     own_squares = op.source.norm != Norm::kNone && chunk.sum_squares == nullptr &&
                   (K::kFused ? first_row + 2 * warp < op.num_rows
                              : first_output == 0 && column_warp < K::kRowTiles / 2);
-    // kPairs: there is no gain, or its factors are exact in T and one instruction multiplies a pair. A third loop, for no
-    // gain, costs the others registers, and 15 % more instructions.
+    // kPairs: there is no gain, or its factors are exact in T and one instruction multiplies a pair. A third loop, for
+    // no gain, costs the others registers, and 15 % more instructions.
     const auto multiply_range = [&](auto pairs) {
       constexpr bool kPairs = decltype(pairs)::value;
       for (; block < last; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
@@ -683,9 +699,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       multiply_range(std::false_type{});
     }
     if constexpr (K::kFused) {
-      // Between two chunks in the place of the stage that was multiplied last, which nothing is copied to before the next
-      // barrier.
-      char* memory = of_range == 0 && has_next ? ring + (slot == 0 ? K::kStages - 1 : slot - 1) * K::kStageBytes : ring;
+      // In the place of the stage that was multiplied last: nothing is copied there before the next barrier.
+      char* memory = ring + (slot == 0 ? K::kStages - 1 : slot - 1) * K::kStageBytes;
       send_sums<K>(arguments.of_block[blockIdx.y].part + of_range, packs, memory, sum, squares[0], received);
       squares[0] = 0;
       std::memset(sum, 0, sizeof sum);
@@ -826,99 +841,111 @@ int64_t blocks_of_outputs(const NormConcatLinear& op, int columns = kSplitColumn
 // Cuts every chunk into ranges of at most `length` units.
 SplitRanges ranges_of(const Concat& source, int unit, int length) {
   SplitRanges ranges{};
-  for (int64_t k = 0; k < source.num_chunks; ++k) {
-    const int units = static_cast<int>((source.chunks[k].width + unit - 1) / unit);
-    ranges.count += ranges.of_chunk[k] = (units + length - 1) / length;
+  for (int k = 0; k < source.num_chunks; ++k) {
+    ranges.count += ranges.of_chunk[k] = (units_of_chunk(source, k, unit) + length - 1) / length;
   }
   return ranges;
 }
 
 int units_of_widest(const Concat& source, int unit) {
-  int64_t widest = 0;
-  for (int64_t k = 0; k < source.num_chunks; ++k) widest = std::max(widest, source.chunks[k].width);
-  return static_cast<int>((widest + unit - 1) / unit);
+  int widest = 0;
+  for (int k = 0; k < source.num_chunks; ++k) widest = std::max(widest, units_of_chunk(source, k, unit));
+  return widest;
 }
 
-// Cuts the concat into `count` ranges of as many units. False where one would have columns of more than two chunks, or
-// where a block has no room for the parts that it receives.
+// Cuts the concat into `count` ranges, which differ by a unit at most. False where one would have columns of more than
+// two chunks, or where a block has no room for the parts that it receives.
 bool cut_evenly(Arguments& arguments, int unit, int count) {
   const Concat& source = arguments.op.source;
   int first[kMaxChunks + 1] = {};  // unit of each chunk
-  const int num_chunks = static_cast<int>(source.num_chunks);
-  for (int k = 0; k < num_chunks; ++k) {
-    first[k + 1] = first[k] + static_cast<int>((source.chunks[k].width + unit - 1) / unit);
-  }
-  const int all = first[num_chunks];
+  for (int k = 0; k < source.num_chunks; ++k) first[k + 1] = first[k] + units_of_chunk(source, k, unit);
+  const int all = first[source.num_chunks];
   if (all < count) return false;
   SplitRanges parts{};
-  int k = 0;
-  std::fill(arguments.of_block, arguments.of_block + kMaxCluster, BlockRange{});
-  for (int block = 0; block < count; ++block) {
+  for (int block = 0, k = 0; block < count; ++block) {
     const int begin = all * block / count, end = all * (block + 1) / count;
     while (first[k + 1] <= begin) ++k;
     const bool has_next = end > first[k + 1];
     if (has_next && end > first[k + 2]) return false;
     arguments.of_block[block] = {k, begin - first[k], end - first[k], parts.count};
     ++parts.of_chunk[k];
-    parts.of_chunk[k + 1 < kMaxChunks ? k + 1 : k] += has_next;
+    if (has_next) ++parts.of_chunk[k + 1];
     parts.count += 1 + has_next;
   }
   arguments.ranges = parts;
   return parts.count <= kMaxParts && parts.count * shares_of_block(count) <= kMostReceived;
 }
 
-// One range for every chunk.
-bool cut_by_chunk(Arguments& arguments, int unit) {
+// Cuts every chunk into ranges of its own, `count` in all: one each, then one more for the chunk whose ranges are
+// longest. False where there are not as many.
+bool cut_each_chunk(Arguments& arguments, int unit, int count) {
   const Concat& source = arguments.op.source;
-  arguments.ranges = one_range_each(source);
-  for (int k = 0; k < kMaxCluster; ++k) {
-    const int units = k < source.num_chunks ? static_cast<int>((source.chunks[k].width + unit - 1) / unit) : 0;
-    arguments.of_block[k] = {k, 0, units, k};
+  SplitRanges ranges = one_range_each(source);
+  if (ranges.count > count) return false;
+  for (; ranges.count < count; ++ranges.count) {
+    const LongestRange longest = longest_range(source, ranges, unit);
+    if (longest.units == 1) return false;
+    ++ranges.of_chunk[longest.chunk];
   }
+  for (int block = 0, k = 0; k < source.num_chunks; ++k) {
+    const int units = units_of_chunk(source, k, unit), of_chunk = ranges.of_chunk[k];
+    for (int range = 0; range < of_chunk; ++range, ++block) {
+      arguments.of_block[block] = {k, units * range / of_chunk, units * (range + 1) / of_chunk, block};
+    }
+  }
+  arguments.ranges = ranges;
   return true;
 }
 
 struct Cut {
   int ranges, blocks_on_an_sm;
+  bool evenly;
 };
 
 // Cuts the concat into the fused kernel's ranges: so that clusters run at once, since those that wait cost as much as a
 // wave of their own, and so that the SM with most blocks has the fewest units. On an H200 a unit takes it 0.36 us with
-// two blocks, 0.33 with three (with codes 0.5 and 0.6), blocks fill an SM before they take the next one, and a wave takes
-// 4 to 6 us more than its units. 3x4096x4096 takes 29.2 us in 64 clusters of three, two blocks on an SM, 28.2 in clusters
-// of five in threes, and 43.6 in clusters of four, of which 62 have room. Room for one more cluster stays free: where
+// two blocks (of codes 0.5), 0.33 with three, blocks fill an SM before they take the next one, and a wave takes 4 to 6
+// us more than its units. 3x4096x4096 takes 29.2 us in 64 clusters of three, two blocks on an SM, 28.2 in clusters of
+// five in threes, and 43.6 in clusters of four, of which 62 have room. Room for one more cluster stays free: where
 // clusters fill all, one waits. T is not in it, so that no sum depends on it.
 Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_too) {
+  constexpr int kUnitsOfWave = 12;
   const NormConcatLinear& op = arguments.op;
   const int64_t clusters = blocks_of_outputs(op, kFusedColumns);
   const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
-  const auto cut = [&](int ranges) { return ranges == 0 ? cut_by_chunk(arguments, unit) : cut_evenly(arguments, unit, ranges); };
-  constexpr int kUnitsOfWave = 12;
-  Cut best{};
-  double least = std::numeric_limits<double>::infinity();
-  for (int blocks = 2; blocks <= (in_threes_too ? 3 : 2); ++blocks) {
-#ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
-    const char* wanted_blocks = std::getenv("EAGLE_KERNELS_FUSED_BLOCKS");
-    if (wanted_blocks != nullptr && in_threes_too && std::atoi(wanted_blocks) != blocks) continue;
-#endif
-    for (int ranges = 0; ranges <= kMaxCluster; ++ranges) {
-      if (!cut(ranges)) continue;
-#ifdef EAGLE_KERNELS_ALTERNATIVES
-      const char* wanted = std::getenv("EAGLE_KERNELS_FUSED_RANGES");
-      if (wanted != nullptr && std::atoi(wanted) == ranges) return {ranges, blocks};
-#endif
-      int count = 0, longest = 0;
-      for (const BlockRange& range : arguments.of_block) {
-        count += range.end > range.begin;
-        longest = std::max(longest, range.end - range.begin);
+  const auto cut = [&](const Cut& into) {
+    return into.evenly ? cut_evenly(arguments, unit, into.ranges) : cut_each_chunk(arguments, unit, into.ranges);
+  };
+  // With the blocks and ranges that somebody wants; 0 of them: any.
+  const auto best_cut = [&](int wanted_blocks, int wanted_ranges) {
+    Cut best{};
+    double least = std::numeric_limits<double>::infinity();
+    for (int blocks = 2; blocks <= (in_threes_too ? 3 : 2); ++blocks) {
+      if (wanted_blocks != 0 && wanted_blocks != blocks) continue;
+      for (int ranges = 1; ranges <= kMaxCluster; ++ranges) {
+        if (wanted_ranges != 0 && wanted_ranges != ranges) continue;
+        for (const bool evenly : {true, false}) {
+          const Cut tried{ranges, blocks, evenly};
+          if (!cut(tried)) continue;
+          int longest = 0;
+          for (int block = 0; block < ranges; ++block) {
+            longest = std::max(longest, arguments.of_block[block].end - arguments.of_block[block].begin);
+          }
+          const int64_t waves = clusters / clusters_at_once(device, ranges, blocks) + 1;
+          const double of_wave = longest * blocks * (blocks == 3 ? 0.92 : 1.0) + kUnitsOfWave;
+          if (const double units = static_cast<double>(waves) * of_wave; units < least) best = tried, least = units;
+        }
       }
-      const int64_t at_once = clusters_at_once(device, count, blocks), waves = clusters / at_once + 1;
-      const double units = static_cast<double>(waves) * (longest * blocks * (blocks == 3 ? 0.92 : 1.0) + kUnitsOfWave);
-      if (units < least) best = {ranges, blocks}, least = units;
     }
-  }
-  cut(best.ranges);
-  if (best.ranges == 0) best.ranges = static_cast<int>(op.source.num_chunks);
+    return best;
+  };
+  Cut best{};
+#ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
+  const auto wanted = [](const char* name) { return std::getenv(name) == nullptr ? 0 : std::atoi(std::getenv(name)); };
+  best = best_cut(in_threes_too ? wanted("EAGLE_KERNELS_FUSED_BLOCKS") : 0, wanted("EAGLE_KERNELS_FUSED_RANGES"));
+#endif
+  if (best.ranges == 0) best = best_cut(0, 0);
+  cut(best);
   return best;
 }
 
@@ -955,7 +982,7 @@ int launch_fused(Arguments& arguments, const Device& device) {
   const NormConcatLinear& op = arguments.op;
   const int64_t rounds = (op.num_rows + kRows - 1) / kRows;
   constexpr bool kInThreesToo = kForm == Form::kDense && !kResidual;
-  const Cut cut = cut_for_cluster(arguments, device, kInThreesToo);
+  const Cut cut = cut_for_cluster(arguments, device, kInThreesToo && 3 * kBytesOfThree <= device.shared_memory);
   const auto launch_end = [&](auto end) {
     constexpr End kEnd = decltype(end)::value;
     Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), cut.ranges, kThreads,

