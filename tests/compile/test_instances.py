@@ -36,7 +36,7 @@ def test_the_saved_table_is_current(
 
 def test_every_instance_has_its_ring_in_flight(known: dict[str, instances.Instance]) -> None:
     split = [instance for name, instance in known.items() if name.startswith("split")]
-    assert len(split) == 21 and len(known) == 34 + 25
+    assert len(split) == 21 and len(known) == 34 + 26
     for instance in known.values():
         residual = instance.name.endswith("residual")
         # Beside 64 rows and their residuals, codes have three stages ahead, each with half the bytes.
@@ -49,13 +49,15 @@ def test_every_instance_has_its_ring_in_flight(known: dict[str, instances.Instan
 
 def test_the_model_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
     """Every shape is within 1.25 of the floor, weights of 90 MB and more within 1.09. Nine of ten SMs have a block of
-    the last wave, unless a cluster has no room for another range."""
+    the last wave, unless a cluster has no room for another range, or an H200 took as long with more: 5.5 us in 84 and
+    112 blocks at 896, 7.3 in 108 and 7.4 in 126 at 1152."""
+    as_long = ("3x896x896 ", "3x1152x1152 ")
     dense = {name: call for name, call in calls.items() if re.fullmatch(r"\S+ T=(1|8|16)", name)}
     assert len(dense) == 3 * len(instances.SHAPES)
     for name, call in dense.items():
         assert call.instance.startswith("fused")
         assert call.of_floor <= (1.09 if _bytes(name) >= 90e6 else 1.25), (name, call)
-        assert call.busy >= 0.9 or call.ranges == 8, (name, call)
+        assert call.busy >= 0.9 or call.ranges == 8 or name.startswith(as_long), (name, call)
 
 
 def test_most_sms_have_work_of_more_rows(
@@ -84,26 +86,49 @@ def test_the_model_of_more_rows(calls: dict[str, instances.Call]) -> None:
         assert call.instance.startswith("wgmma") and call.of_floor <= limits[T], (name, call)
 
 
-def test_the_model_of_codes_of_up_to_16_rows(calls: dict[str, instances.Call]) -> None:
-    """One launch where a row has one scale, at 0.7 of the bf16 op's time where the bf16 weight has 90 MB and more: the
-    more rows, the more squares."""
-    limits = {"1": 0.67, "8": 0.70, "16": 0.73}
-    for name, call in calls.items():
-        if match := re.search(r"T=(1|8|16) (fp8|int8)_row", name):
-            assert call.instance.startswith("fused ")
-            dense = calls[name.rpartition(" ")[0]]
-            assert _bytes(name) < 90e6 or call.microseconds <= limits[match[1]] * dense.microseconds, (
-                name,
-                call,
-                dense,
-            )
+def test_codes_of_up_to_16_rows_take_one_launch(calls: dict[str, instances.Call]) -> None:
+    """Where a row has one scale. How long they take the model does not know: of 2x7168x7168 in fp8_row it expects 28 us
+    in eight ranges and more in two, where an H200 takes 49.5 and 34.2."""
+    of_rows = [call for name, call in calls.items() if re.search(r"T=(1|8|16) (fp8|int8)_row", name)]
+    assert len(of_rows) == 6 * len(instances.SHAPES)
+    assert all(call.instance.startswith("fused ") for call in of_rows)
+
+
+def _timed() -> dict[tuple[str, str, int, int], float]:
+    """us of an H200 for one row, by shape, weight, blocks on an SM and ranges: where every chunk has as many of two
+    blocks on an SM, since those runs cut no concat evenly, and of a dense weight those of three."""
+    times = {}
+    for blocks, file in ((2, "decode-curve-alternatives"), (3, "decode-curve-alternatives-in-threes")):
+        saved = instances.ROOT / "bench/results/nvidia-h200" / f"{file}.json"
+        for record in json.loads(saved.read_text(encoding="utf-8"))["records"]:
+            column = re.fullmatch(r"op:ranges-(\d)", record["variant"])
+            if column is None or (record["T"], record["timer"]) != (1, "graph"):
+                continue
+            weight, ranges = record["weight"], int(column[1])
+            if ranges % record["K"] == 0 if blocks == 2 else weight == "dense":
+                shape = "{K}x{H}x{D}".format(**record)
+                times[shape, weight, blocks, ranges] = record["median_ms"] * 1e3
+    return times
+
+
+def test_the_cut_is_the_fastest_that_an_h200_timed(calls: dict[str, instances.Call]) -> None:
+    """Within 5 %, of the cuts that it timed. Others, which the fit to these times expects to be faster, nothing has."""
+    timed, found = _timed(), []
+    for shape, weight in dict.fromkeys(key[:2] for key in timed):
+        call = calls[f"{shape} T=1" + ("" if weight == "dense" else f" {weight}")]
+        chosen = (shape, weight, 3 if "in threes" in call.instance else 2, call.ranges)
+        if chosen in timed:
+            least = min(time for key, time in timed.items() if key[:2] == chosen[:2])
+            assert timed[chosen] <= 1.05 * least, (chosen, timed[chosen], least)
+            found.append(chosen)
+    assert len(found) >= 16, found
 
 
 def test_the_model_of_codes(calls: dict[str, instances.Call]) -> None:
-    """Where the bf16 weight has 90 MB and more, codes beat it up to 64 rows (128 take two passes), except where their
-    blocks need a second wave of clusters, or leave SMs idle to have only one. Widening takes longer than reading. Codes
-    that are multiplied by their scales beat it up to 32 rows."""
-    of_codes = [name for name in calls if len(name.split()) == 3 and _bytes(name) >= 90e6]
+    """Where the bf16 weight has 90 MB and more, codes beat it at 32 and 64 rows (128 take two passes), except where
+    their blocks need a second wave of clusters, or leave SMs idle to have only one. Widening takes longer than reading.
+    Codes that are multiplied by their scales beat it at 32 rows."""
+    of_codes = [name for name in calls if re.search(r" T=(32|64) \w", name) and _bytes(name) >= 90e6]
     by_clusters = (
         *(f"{shape} T=64 fp8_b" for shape in ("3x5120x5120", "3x5376x5376", "6x7168x7168")),
         "6x5376x5376 T=64",
@@ -112,11 +137,9 @@ def test_the_model_of_codes(calls: dict[str, instances.Call]) -> None:
     kept = [
         name
         for name in of_codes
-        if " T=128 " not in name
-        and not name.startswith(by_clusters)
-        and not (" T=64 " in name and name.endswith(("nvfp4", "mxfp4", "mxfp8")))
+        if not name.startswith(by_clusters) and not (" T=64 " in name and name.endswith(("nvfp4", "mxfp4", "mxfp8")))
     ]
-    assert len(of_codes) >= 8 * 36 and len(kept) >= 8 * 27
+    assert len(of_codes) >= 8 * 12 and len(kept) >= 8 * 9
     for name in kept:
         assert calls[name].microseconds < calls[name.rpartition(" ")[0]].microseconds, name
 
