@@ -28,7 +28,7 @@ VLLM_COMBINE = "vllm_combine.json"
 NO_BENCH_RUNS: tuple[str, ...] = ("host.json", "host_launches.json", "fuzz.json", "soak.json", VLLM_COMBINE)
 NO_BENCH_RUNS += ("device.json", "gpu_tests.json", "host_calls.json", "probes.json", "sanitizer.json")
 # Of these a page shows a few numbers: rows of twelve columns fill no table.
-NO_BENCH_RUNS += ("decode-curve-alternatives.json", "decode-curve-alternatives-in-threes.json")
+NO_BENCH_RUNS += tuple(f"decode-curve-alternatives{which}.json" for which in ("", "-in-threes", "-cut"))
 _VARIANT = "decode-curve-"  # then the setting; has tables after those of `decode-curve`, but no plot and no headline
 # The formats of an op's weight. Gains of norms are not listed: they have the input's dtype or fp32.
 _WEIGHTS = {

@@ -222,13 +222,13 @@ def test_a_block_that_is_alone_has_the_bits_of_a_cluster(
     ("K", "H", "D", "ranges"),
     # Clusters of 64 columns on 132 SMs. With two blocks on an SM there is room for 132 clusters of two, 79 of three, 62
     # of four, 47 of five, 39 of six; with three (from 4096 on, of which five ranges have 20 units each) for 116 of
-    # three, 86 of four and 65 of five. At 8192 three of two blocks would wait.
+    # three, 86 of four, 65 of five and 58 of six: 2880 and 3840 take them, since two blocks leave room for three more.
     [
         (3, 896, 896, 6),
         (3, 1152, 1152, 6),
         (3, 2048, 2048, 6),
-        (3, 2880, 2880, 5),
-        (3, 3840, 3840, 4),
+        (3, 2880, 2880, 6),
+        (3, 3840, 3840, 5),
         (3, 4096, 4096, 5),
         (3, 5120, 5120, 4),
         (3, 6144, 6144, 3),
