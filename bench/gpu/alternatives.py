@@ -21,7 +21,6 @@ from eagle_kernels.bench.workloads import DENSE, Row, Workload
 
 from eagle_kernels import library, plan
 
-_RANGES = tuple(f"op:ranges-{n}" for n in range(2, 9))
 _IN_BLOCKS = tuple(f"op:blocks-{blocks}+ranges-{n}" for blocks in (2, 3) for n in range(2, 9))
 _COLUMNS = tuple(f"op:columns-{n}" for n in (64, 128, 192, 256))
 _CODES = ("fp8_row", "fp8_block128", "nvfp4", "mxfp8")
@@ -52,13 +51,13 @@ class _Question:
 # In order of value.
 _QUESTIONS = (
     _Question(_SHAPES, (DENSE,), (1,), ("op", *_IN_BLOCKS, "linear")),
-    _Question(_SHAPES, _CODES[:1], (1,), ("op", *_RANGES)),
-    _Question(_FEW_SHAPES, _CODES[1:3], (1,), ("op", *_RANGES)),
+    _Question(_SHAPES, _CODES[:1], (1,), ("op", *_IN_BLOCKS)),
+    _Question(_FEW_SHAPES, _CODES[1:3], (1,), ("op", *_IN_BLOCKS)),
     _Question(_FEW_SHAPES, _CODES[:2], (17, 24, 32, 64), ("op", "op:split", *_COLUMNS[1:])),
     _Question(_FEW_SHAPES, (DENSE,), (17, 32, 48), ("op", "two-step", "op:split", *_COLUMNS)),
     _Question(_FEW_SHAPES[:2], _CODES, (160, 256, 320), ("op", "op:split", "op:dequantized")),
     _Question(_FEW_SHAPES, (DENSE,), (16,), ("op", *_IN_BLOCKS)),
-    _Question(_FEW_SHAPES, _CODES, (16,), ("op", *_RANGES)),
+    _Question(_FEW_SHAPES, _CODES, (16,), ("op", *_IN_BLOCKS)),
 )
 
 

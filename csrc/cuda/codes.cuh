@@ -98,6 +98,9 @@ __device__ __forceinline__ uint32_t nan_bits(const Codes& codes, Code) {
   return nan_bits(codes.first, Code{}) | nan_bits(codes.second, Code{});
 }
 __device__ __forceinline__ bool has_nan(uint32_t bits) { return (bits & 0x80808080u) != 0; }
+// The same in bits that no other of eight rows has: those of several rows may be or'ed, and shifted left by `row` they
+// are has_nan's again.
+__device__ __forceinline__ uint32_t nan_bits_of_row(uint32_t bits, int row) { return (bits & 0x80808080u) >> row; }
 
 // The scale at an offset from the first, fp32 or e8m0; the overload below multiplies it by the global one.
 __device__ __forceinline__ float load_scale(ScaleType type, const void* scales, int64_t offset) {

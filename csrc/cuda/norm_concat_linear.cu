@@ -4,11 +4,11 @@
 // A block computes some columns of the output over a range of columns of the concat: of one chunk, in the fused kernel
 // also of the end of one and the beginning of the next. The weight and x pass through a ring of stages in shared
 // memory. A block has 48 KB of the weight in flight ahead of the product (32 with residuals in the fused kernel or at
-// 64 rows, 24 to 48 of codes, 16 to 32 of four bits), and an SM of Hopper has two blocks; or 32 KB, and the SM three. A
-// block of 128 rows has 80 KB in flight and the SM to itself. It needs more shared memory than any GPU but sm_90 and
-// sm_100 has: the others multiply 64 rows twice. Half of the warps copy the weight and half copy x, since a thread's
-// copies complete in order: those of the weight start before the previous kernel has ended (or, where that kernel may
-// write the weight, the weight is prefetched into L2), those of x after.
+// 64 rows, 24 to 48 of codes, 16 to 32 of four bits), and an SM of Hopper has two blocks; or 32 KB (16 of codes), and
+// the SM three. A block of 128 rows has 80 KB in flight and the SM to itself. It needs more shared memory than any GPU
+// but sm_90 and sm_100 has: the others multiply 64 rows twice. Half of the warps copy the weight and half copy x, since
+// a thread's copies complete in order: those of the weight start before the previous kernel has ended (or, where that
+// kernel may write the weight, the weight is prefetched into L2), those of x after.
 //
 // Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The blocks of all ranges of the same 64
 // output columns form a cluster. They send one another their sums (st.async), and each block finishes a share of the
@@ -91,8 +91,8 @@ constexpr int kSharedBlocks = 2;
 #endif
 
 // How the sums of the ranges are added up. With kFusedInThrees an SM has three blocks of the fused kernel in place of
-// two, for a dense weight: clusters leave fewer slots empty in some shapes. In a third of the memory codes would have
-// one stage in flight.
+// two: clusters leave fewer slots empty in some shapes. Codes of eight bits have one stage in flight there, and at
+// 3x5376x5376 still take 34.6 us of an H200, where two blocks with two stages in flight take 41.0.
 enum class End { kSplit, kFused, kFusedInThrees };
 constexpr int kBytesOfThree = 75 << 10;  // what each of three blocks on an SM of Hopper can have
 
@@ -455,7 +455,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // Scales and NaN bits of the rows of the weight whose sums this lane has; rows past the last take the last one's.
   [[maybe_unused]] int64_t scale_row[2 * K::kColumnTiles];
   [[maybe_unused]] float row_scale[2 * K::kColumnTiles];
-  [[maybe_unused]] uint32_t nan[2 * K::kColumnTiles] = {};
+  // With scales of blocks and three blocks on an SM the bits of all rows are in one: 24 bytes would be spilled.
+  constexpr bool kNansInOne = kForm == Form::kE4M3Blocks && K::kInThrees;
+  [[maybe_unused]] uint32_t nan[kNansInOne ? 1 : 2 * K::kColumnTiles] = {};
   [[maybe_unused]] const auto find_scales = [&] {
 #pragma unroll
     for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
@@ -597,7 +599,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
               const uint32_t from =
                   kKeepsPlaces ? codes_place[at_step] + m * 8 * K::kWeightRowBytes : codes_at(tile_row, part);
               const CodesOfLane codes = *reinterpret_cast<const CodesOfLane*>(stage + from);
-              if constexpr (!K::kFourBits) nan[m] |= nan_bits(codes, Code{});
+              if constexpr (kNansInOne) {
+                nan[0] |= nan_bits_of_row(nan_bits(codes, Code{}), m);
+              } else if constexpr (!K::kFourBits) {
+                nan[m] |= nan_bits(codes, Code{});
+              }
               if constexpr (K::kScaledCodes) {
                 const int own = part * 8 / K::kScaledColumns, word = step * kStepColumns / K::kScaledColumns / 4;
                 const char* scales_of_row = stage + K::kScalesAt + tile_row * K::kRowScales;
@@ -684,7 +690,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 #pragma unroll
       for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
         if constexpr (kScaledStages) row_scale[m] = 0;
-        float count = has_nan(nan[m]) ? 1.0f : 0.0f;
+        float count = has_nan(kNansInOne ? nan[0] << m : nan[m]) ? 1.0f : 0.0f;
         count += __shfl_xor_sync(~0u, count, 1);
         count += __shfl_xor_sync(~0u, count, 2);
         if (count > 0) row_scale[m] = bits_to_float(0x7fffffff);
@@ -902,25 +908,51 @@ struct Cut {
   bool evenly;
 };
 
+// What an H200 takes, fitted to bench/results/nvidia-h200/decode-curve-alternatives*.json (one row), in us: for a unit
+// of 16 KB on an SM with 1, 2 or 3 blocks, and once more where a block has columns of two chunks.
+struct UsOfUnits {
+  float on_an_sm[3], second_part[3];
+};
+constexpr UsOfUnits kUsOfDense{{0.54f, 0.36f, 0.33f}, {}}, kUsOfCodes{{0.79f, 0.54f, 0.55f}, {1.6f, 1.6f, 2.5f}};
+constexpr float kUsOfWave = 5, kUsToRead = 16384 / 4.4e6f;  // the latter a unit, where all SMs read
+
 // Cuts the concat into the fused kernel's ranges: so that clusters run at once, since those that wait cost as much as a
-// wave of their own, and so that the SM with most blocks has the fewest units. On an H200 a unit takes it 0.36 us with
-// two blocks (of codes 0.5), 0.33 with three, blocks fill an SM before they take the next one, and a wave takes 4 to 6
-// us more than its units. 3x4096x4096 takes 29.2 us in 64 clusters of three, two blocks on an SM, 28.2 in clusters of
-// five in threes, and 43.6 in clusters of four, of which 62 have room. Room for another cluster stays free,
-// with two blocks on an SM for three: 45 clusters of five, of which 47 have room, take 26.2 us at 3x2880x2880, where 45
-// of six in threes take 17.5. T is not in it, so that no sum depends on it.
+// wave of their own, and so that the SM with most blocks has the fewest units. Blocks fill an SM before they take the
+// next one, but for clusters of up to two, which take a free one. Room for a few clusters stays free: 45 clusters of
+// five, of which 47 have room, take 26.2 us at 3x2880x2880 with two blocks on an SM, where 45 of six in threes take
+// 17.5, and 60 of six in threes, of which 62 have room, take as long as two waves. 60 of four, of which 62 have room,
+// run at once. T is not in it, so that no sum depends on it.
 Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_too) {
-  constexpr int kUnitsOfWave = 12;
   const NormConcatLinear& op = arguments.op;
+  const bool is_codes = op.weight_type != WeightType::kChunks;
   const int64_t clusters = blocks_of_outputs(op, kFusedColumns);
-  const int unit = fused_unit_columns(op.weight_type != WeightType::kChunks);
+  const int unit = fused_unit_columns(is_codes);
+  const UsOfUnits& us_of = is_codes ? kUsOfCodes : kUsOfDense;
+  int units = 0;
+  for (int k = 0; k < op.source.num_chunks; ++k) units += units_of_chunk(op.source, k, unit);
   const auto cut = [&](const Cut& into) {
     return into.evenly ? cut_evenly(arguments, unit, into.ranges) : cut_each_chunk(arguments, unit, into.ranges);
+  };
+  // Of the call, cut so.
+  const auto us_of_call = [&](const Cut& into) {
+    int longest = 0;
+    for (int block = 0; block < into.ranges; ++block) {
+      longest = std::max(longest, arguments.of_block[block].end - arguments.of_block[block].begin);
+    }
+    const int spare = into.ranges < 5 ? 2 : 3;
+    const int64_t at_once = clusters_at_once(device, into.ranges, into.blocks_on_an_sm);
+    const int64_t waves = (clusters + spare - 1) / at_once + 1;
+    const bool alone = into.ranges <= 2 && clusters * into.ranges <= device.multiprocessors;
+    const int blocks = alone ? 1 : into.blocks_on_an_sm;
+    const float busiest = static_cast<float>(longest * blocks) * us_of.on_an_sm[blocks - 1];
+    const float to_read = static_cast<float>(clusters * units) * kUsToRead;
+    const float second_part = arguments.ranges.count > into.ranges ? us_of.second_part[blocks - 1] : 0;
+    return static_cast<float>(waves) * (std::max(busiest, to_read) + second_part + kUsOfWave);
   };
   // With the blocks and ranges that somebody wants; 0 of them: any.
   const auto best_cut = [&](int wanted_blocks, int wanted_ranges) {
     Cut best{};
-    double least = std::numeric_limits<double>::infinity();
+    float least = std::numeric_limits<float>::infinity();
     for (int blocks = 2; blocks <= (in_threes_too ? 3 : 2); ++blocks) {
       if (wanted_blocks != 0 && wanted_blocks != blocks) continue;
       for (int ranges = 1; ranges <= kMaxCluster; ++ranges) {
@@ -928,14 +960,7 @@ Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_t
         for (const bool evenly : {true, false}) {
           const Cut tried{ranges, blocks, evenly};
           if (!cut(tried)) continue;
-          int longest = 0;
-          for (int block = 0; block < ranges; ++block) {
-            longest = std::max(longest, arguments.of_block[block].end - arguments.of_block[block].begin);
-          }
-          const int64_t spare = blocks == 3 ? 1 : 3;
-          const int64_t waves = (clusters + spare - 1) / clusters_at_once(device, ranges, blocks) + 1;
-          const double of_wave = longest * blocks * (blocks == 3 ? 0.92 : 1.0) + kUnitsOfWave;
-          if (const double units = static_cast<double>(waves) * of_wave; units < least) best = tried, least = units;
+          if (const float us = us_of_call(tried); us < least) best = tried, least = us;
         }
       }
     }
@@ -983,7 +1008,8 @@ int launch_fused(Arguments& arguments, const Device& device) {
   constexpr int kRows = kMaxDecodeRows;
   const NormConcatLinear& op = arguments.op;
   const int64_t rounds = (op.num_rows + kRows - 1) / kRows;
-  constexpr bool kInThreesToo = kForm == Form::kDense && !kResidual;
+  // With residuals nobody has timed it; fp16 times codes with scales of blocks would spill 116 bytes on sm_100.
+  constexpr bool kInThreesToo = !kResidual && !(kForm == Form::kE4M3Blocks && std::is_same_v<T, Float16>);
   const Cut cut = cut_for_cluster(arguments, device, kInThreesToo && 3 * kBytesOfThree <= device.shared_memory);
   const auto launch_end = [&](auto end) {
     constexpr End kEnd = decltype(end)::value;

@@ -252,7 +252,8 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
     )
     launch = next(launch for launch in emulation.take_launches() if launch.threads)
     blocks, ranges = launch.grid
-    pattern = {"wgmma": r"wgmma \d+x64", "fused": "fused", "split": r"split \d+"}[kernel] + FORMS[form]
+    kinds = {"wgmma": r"wgmma \d+x64", "fused": "fused( in threes)?", "split": r"split \d+"}
+    pattern = kinds[kernel] + FORMS[form]
     named = (i for name, i in known.items() if re.fullmatch(pattern, name))
     (instance,) = (i for i in named if (i.shared, i.threads) == (launch.shared_bytes, launch.threads))
     return modelled(instance, blocks * ranges, ranges, K, H, D, T)

@@ -29,12 +29,12 @@ MOST_REGISTERS = {
     "vocab_parallel_embedding": 40,
 }
 # Template instances: 3 dtypes, aligned or not; capture_hidden has two kernels. norm_concat_linear has 2 dtypes: fused,
-# with residuals or not, in 4 forms of the weight; split, in 5 tiles, 4 more for e4m3, 4 for int8 and 2 for scales in
-# blocks; and the kernel that sums, in 3 dtypes. In bf16 alone, nvfp4 and mxfp4 are fused, with residuals or not, and
-# split, in 3 tiles; mxfp8 is fused. wgmma has 2, 3 or 4 warpgroups, with residuals or not, or one, in 2 dtypes; in bf16
-# also 3 forms of codes with 2, 3 or 4, with residuals or not.
+# with residuals, or not for two or three blocks on an SM, in 4 forms of the weight, less one; split, in 5 tiles, 4 more
+# for e4m3, 4 for int8 and 2 for scales in blocks; and the kernel that sums, in 3 dtypes. In bf16 alone, nvfp4 and mxfp4
+# are fused in the same ways, and split, in 3 tiles; mxfp8 is fused in two of them. wgmma has 2, 3 or 4 warpgroups, with
+# residuals or not, or one, in 2 dtypes; in bf16 also 3 forms of codes with 2, 3 or 4, with residuals or not.
 INSTANCES = dict.fromkeys(MOST_REGISTERS, 6)
-INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 62, "norm_concat_linear_wgmma": 32}
+INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 70, "norm_concat_linear_wgmma": 32}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -97,9 +97,9 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
     assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
     if kernel == "norm_concat_linear" and arch in ("80", "90a", "100a"):
         two_on_an_sm = [binary for binary in binaries if "Li128E" not in binary.name]
-        assert len(two_on_an_sm) == 60 and max(binary.registers for binary in two_on_an_sm) <= 128
+        assert len(two_on_an_sm) == 68 and max(binary.registers for binary in two_on_an_sm) <= 128
         three_on_an_sm = [binary for binary in binaries if "3EndE2E" in binary.name]
-        assert len(three_on_an_sm) == 2 and max(binary.registers for binary in three_on_an_sm) <= 80
+        assert len(three_on_an_sm) == 10 and max(binary.registers for binary in three_on_an_sm) <= 80
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
 def test_the_weight_passes_through_shared_memory_16_bytes_at_a_time(arch: str) -> None:
     functions = dict(instructions(compiled("norm_concat_linear", arch)[1]))
     partial = {name: code for name, code in functions.items() if "partial_kernel" in name}
-    assert len(partial) == 59
+    assert len(partial) == 67
     for name, code in partial.items():
         fused, dense = "Li16E" in name, "FormE0E" in name
         assert re.search(r"\bHMMA\.16816\.F32", code)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -36,7 +37,7 @@ def test_the_saved_table_is_current(
 
 def test_every_instance_has_its_ring_in_flight(known: dict[str, instances.Instance]) -> None:
     split = [instance for name, instance in known.items() if name.startswith("split")]
-    assert len(split) == 21 and len(known) == 34 + 26
+    assert len(split) == 21 and len(known) == 40 + 26
     for instance in known.values():
         residual = instance.name.endswith("residual")
         # Beside 64 rows and their residuals, codes have three stages ahead, each with half the bytes.
@@ -44,6 +45,9 @@ def test_every_instance_has_its_ring_in_flight(known: dict[str, instances.Instan
         # In four bits two stages ahead of 64 rows, or of 32 and their residuals, have half of that again.
         if instance.value_bytes == 0.5 and (residual or instance.rows == 64):
             least = 32
+        # An H200 takes less with three blocks of codes on an SM than with two that have 64 KB ahead.
+        if instance.value_bytes < 2 and "in threes" in instance.name:
+            least = 48
         assert instance.in_flight * instance.blocks >= least << 10, instance.name
 
 
@@ -95,19 +99,25 @@ def test_codes_of_up_to_16_rows_take_one_launch(calls: dict[str, instances.Call]
 
 
 def _timed() -> dict[tuple[str, str, int, int], float]:
-    """us of an H200 for one row, by shape, weight, blocks on an SM and ranges: where every chunk has as many of two
-    blocks on an SM, since those runs cut no concat evenly, and of a dense weight those of three."""
-    times = {}
-    for blocks, file in ((2, "decode-curve-alternatives"), (3, "decode-curve-alternatives-in-threes")):
+    """us of an H200 for one row, by shape, weight, blocks on an SM and ranges, of the fastest run. Of those with two
+    blocks that cut no concat evenly, the cuts in which every chunk has as many ranges; of those with three, the ranges
+    for which a block had the memory."""
+    runs = (
+        ("decode-curve-alternatives", lambda ranges, K: ranges % K == 0),
+        ("decode-curve-alternatives-in-threes", lambda ranges, K: ranges <= 6),
+        ("decode-curve-alternatives-cut", lambda ranges, K: True),
+    )
+    times: dict[tuple[str, str, int, int], float] = {}
+    for file, is_cut in runs:
         saved = instances.ROOT / "bench/results/nvidia-h200" / f"{file}.json"
         for record in json.loads(saved.read_text(encoding="utf-8"))["records"]:
-            column = re.fullmatch(r"op:ranges-(\d)", record["variant"])
+            column = re.fullmatch(r"op:(?:blocks-(\d)\+)?ranges-(\d)", record["variant"])
             if column is None or (record["T"], record["timer"]) != (1, "graph"):
                 continue
-            weight, ranges = record["weight"], int(column[1])
-            if ranges % record["K"] == 0 if blocks == 2 else weight == "dense":
-                shape = "{K}x{H}x{D}".format(**record)
-                times[shape, weight, blocks, ranges] = record["median_ms"] * 1e3
+            blocks, ranges = int(column[1] or (3 if "threes" in file else 2)), int(column[2])
+            if is_cut(ranges, record["K"]):
+                key = "{K}x{H}x{D}".format(**record), record["weight"], blocks, ranges
+                times[key] = min(times.get(key, math.inf), record["median_ms"] * 1e3)
     return times
 
 
@@ -115,13 +125,15 @@ def test_the_cut_is_the_fastest_that_an_h200_timed(calls: dict[str, instances.Ca
     """Within 5 %, of the cuts that it timed. Others, which the fit to these times expects to be faster, nothing has."""
     timed, found = _timed(), []
     for shape, weight in dict.fromkeys(key[:2] for key in timed):
-        call = calls[f"{shape} T=1" + ("" if weight == "dense" else f" {weight}")]
+        call = calls.get(f"{shape} T=1" + ("" if weight == "dense" else f" {weight}"))
+        if call is None:
+            continue
         chosen = (shape, weight, 3 if "in threes" in call.instance else 2, call.ranges)
         if chosen in timed:
             least = min(time for key, time in timed.items() if key[:2] == chosen[:2])
             assert timed[chosen] <= 1.05 * least, (chosen, timed[chosen], least)
             found.append(chosen)
-    assert len(found) >= 16, found
+    assert len(found) >= 40, found
 
 
 def test_the_model_of_codes(calls: dict[str, instances.Call]) -> None:

@@ -107,20 +107,21 @@ def test_every_kernel_goes_to_the_tensors_device_and_stream(
         assert same_bits(results[0], results[-1])
 
 
-def test_as_many_clusters_run_at_once_as_on_an_h100(emulation: ModuleType) -> None:
-    """The splits of every GPU with as many SMs stand on these counts, which its driver gave."""
-    device = json.loads((ROOT / "bench/results/nvidia-h100-80gb-hbm3/device.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("gpu", "counts"), [("nvidia-h100-80gb-hbm3", {1, 2}), ("nvidia-h200", {1, 2, 3})])
+def test_as_many_clusters_run_at_once_as_its_driver_says(gpu: str, counts: set[int], emulation: ModuleType) -> None:
+    """The splits of every GPU with as many SMs stand on these counts."""
+    device = json.loads((ROOT / "bench/results" / gpu / "device.json").read_text(encoding="utf-8"))
     sms = device["attributes"]["multiprocessors"]
     for row in device["clusters"]:
         blocks = row["at_once"]["1"] // sms
         for size in range(1, 9):
             assert emulation.clusters_at_once(sms, size, blocks) == row["at_once"][str(size)], (row, size)
-    assert {row["at_once"]["1"] // sms for row in device["clusters"]} == {1, 2}
+    assert {row["at_once"]["1"] // sms for row in device["clusters"]} == counts
 
 
 @pytest.mark.parametrize("sms", [1, 2, 16, 18, 78, 114, 144, 148])
 def test_other_gpus_have_room_for_no_more_blocks_than_they_have(sms: int, emulation: ModuleType) -> None:
-    for size, blocks in itertools.product(range(1, 9), (1, 2)):
+    for size, blocks in itertools.product(range(1, 9), (1, 2, 3)):
         at_once = emulation.clusters_at_once(sms, size, blocks)
         assert at_once == 1 or 1 < at_once <= sms * blocks // size, (size, blocks)
 

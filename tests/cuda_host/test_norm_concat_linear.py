@@ -219,36 +219,42 @@ def test_a_block_that_is_alone_has_the_bits_of_a_cluster(
 
 
 @pytest.mark.parametrize(
-    ("K", "H", "D", "ranges"),
+    ("K", "H", "D", "dense", "fp8_row"),  # blocks on an SM, and ranges
     # Clusters of 64 columns on 132 SMs. With two blocks on an SM there is room for 132 clusters of two, 79 of three, 62
-    # of four, 47 of five, 39 of six; with three (from 4096 on, of which five ranges have 20 units each) for 116 of
-    # three, 86 of four, 65 of five and 58 of six: 2880 and 3840 take them, since two blocks leave room for three more.
+    # of four, 47 of five, 39 of six; with three for 124 of three, 92 of four, 69 of five and 62 of six.
     [
-        (3, 896, 896, 6),
-        (3, 1152, 1152, 6),
-        (3, 2048, 2048, 6),
-        (3, 2880, 2880, 6),
-        (3, 3840, 3840, 5),
-        (3, 4096, 4096, 5),
-        (3, 5120, 5120, 4),
-        (3, 6144, 6144, 3),
-        (3, 8192, 8192, 2),
-        (5, 4096, 4096, 5),
-        (8, 64, 64, 8),
+        (3, 896, 896, (2, 6), (2, 6)),
+        (3, 1152, 1152, (2, 6), (2, 6)),
+        (3, 2048, 2048, (2, 6), (2, 6)),
+        (3, 2560, 2560, (2, 5), (2, 5)),
+        (3, 2880, 2880, (3, 6), (3, 6)),  # with two on an SM 45 clusters of five would leave room for two, and wait
+        (3, 3840, 3840, (2, 4), (2, 4)),
+        (2, 4096, 4096, (3, 5), (2, 2)),  # clusters of two have an SM for each block
+        (3, 4096, 4096, (3, 5), (2, 3)),  # codes take longer where a range has columns of two chunks
+        (3, 5120, 5120, (3, 4), (3, 4)),
+        (3, 6144, 6144, (3, 3), (3, 3)),
+        (2, 7168, 7168, (2, 2), (2, 2)),
+        (3, 8192, 8192, (2, 2), (2, 2)),
+        (5, 4096, 4096, (3, 5), (3, 5)),
+        (8, 64, 64, (2, 8), (2, 8)),
     ],
 )
 def test_a_cluster_shares_the_ranges_of_its_columns_out(
-    K: int, H: int, D: int, ranges: int, emulation: ModuleType
+    K: int, H: int, D: int, dense: tuple[int, int], fp8_row: tuple[int, int], emulation: ModuleType
 ) -> None:
     chunks, weight = [torch.empty(1, H).bfloat16() for _ in range(K)], torch.empty(D, K * H).bfloat16()
-    emulation.run_kernels(False)
-    emulation.take_launches()
-    try:
-        ek.norm_concat_linear(chunks, weight)
-    finally:
-        emulation.run_kernels(True)
-    launch = emulation.take_launches()[-1]
-    assert (launch.grid, launch.cluster, launch.pdl) == ([-(-D // 64), ranges], ranges, True)
+    codes = ek.QuantizedWeight(torch.empty(D, K * H, dtype=torch.float8_e4m3fn), torch.empty(D, 1), "fp8_row")
+    for of, expected in ((weight, dense), (codes, fp8_row)):
+        emulation.run_kernels(False)
+        emulation.take_launches()
+        try:
+            ek.norm_concat_linear(chunks, of)
+        finally:
+            emulation.run_kernels(True)
+        launch = emulation.take_launches()[-1]
+        blocks, ranges = expected
+        assert (launch.grid, launch.cluster, launch.pdl) == ([-(-D // 64), ranges], ranges, True)
+        assert (launch.shared_bytes < 76 << 10) == (blocks == 3)
 
 
 def test_a_gpu_without_clusters_is_left_to_the_split_kernels(emulated: object, emulation: ModuleType) -> None:

@@ -37,17 +37,22 @@ FUSED, CASES = (
 
 @pytest.fixture(autouse=True)
 def products(request: pytest.FixtureRequest, emulated: object, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Products of warps (mma), unless a test asks for those of warpgroups (wgmma), as planned or at every T."""
+    """Products of warps (mma), with three blocks of the fused kernel on an SM where a test asks for them, unless it
+    asks for those of warpgroups (wgmma), as planned or at every T."""
     name = getattr(request, "param", "mma")
-    if name == "mma":
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_BLOCKS", "3" if name == "mma-in-threes" else "2")
+    if name.startswith("mma"):
         request.getfixturevalue("no_wgmma")
     elif name == "wgmma-at-every-T":
         monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", {False: 0, True: 0})
     return name
 
 
-# The fused kernel, the split kernels, and the wgmma kernel.
-by_all = pytest.mark.parametrize(("products", "T"), [("mma", 5), ("mma", 19), ("wgmma", 40)], indirect=["products"])
+# The fused kernel, with two blocks on an SM and with three, the split kernels, and the wgmma kernel.
+by_all = pytest.mark.parametrize(
+    ("products", "T"), [("mma", 5), ("mma-in-threes", 5), ("mma", 19), ("wgmma", 40)], indirect=["products"]
+)
+by_mma = pytest.mark.parametrize("products", ["mma", "mma-in-threes"], indirect=True)
 by_wgmma = pytest.mark.parametrize("products", ["wgmma"], indirect=True)
 by_wgmma_at_every_T = pytest.mark.parametrize("products", ["wgmma-at-every-T"], indirect=True)
 
@@ -123,18 +128,28 @@ def test_float64_truth_of_blocks_in_one_launch(name: str, case: Case) -> None:
     check(replace(case, widths=tuple(-(-H // 64) * 64 for H in case.widths)), name, "fused")
 
 
+@by_mma
 @pytest.mark.parametrize("multiprocessors", [1, 132])  # one range per chunk, or two
 @pytest.mark.parametrize("widths", [(192, 192), (64, 832, 320)])  # tails of stages of 256 columns in 1 to 3 warps
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["fp8_block128", "fp8_block128_e8m0"])
 def test_float64_truth_of_every_instance_of_blocks_in_one_launch(
-    name: str, dtype: str, flavour: str, widths: tuple[int, ...], multiprocessors: int, emulation: ModuleType
+    name: str,
+    dtype: str,
+    flavour: str,
+    widths: tuple[int, ...],
+    multiprocessors: int,
+    products: str,
+    emulation: ModuleType,
 ) -> None:
     for late_copies in (False, True):
         order = {"descending_warps": late_copies, "late_copies": late_copies}
         emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
+        emulation.take_launches()
         check(Case(dtype, widths, 11, "concat", D=150, **FLAVOURS[flavour]), name, "fused")
+        in_threes = emulation.take_launches()[-1].shared_bytes < 76 << 10
+        assert in_threes == (products == "mma-in-threes" and dtype == "bf16" and flavour != "residuals")
 
 
 def test_a_scale_of_a_column_of_blocks_is_in_its_rows_alone() -> None:
@@ -167,11 +182,13 @@ FORMS = ["fp8_row", "fp8_block128", "fp8_block32_e8m0", "int8_row"]
 FLAVOURS = {**FLAVOURS, "offset": {"norm_offset": 1.0}}
 
 
-@pytest.mark.parametrize("T", [3, 24, 40])
+@pytest.mark.parametrize(
+    ("products", "T"), [("mma", 3), ("mma-in-threes", 3), ("mma", 24), ("mma", 40)], indirect=["products"]
+)
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", FORMS)
-def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T: int) -> None:
+def test_float64_truth_of_every_instance(name: str, dtype: str, flavour: str, T: int, products: str) -> None:
     """The second step of a chunk's last stage is outside its 160 columns, and a block of 128 ends in the next
     chunk."""
     case = Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour])
@@ -285,9 +302,10 @@ def test_a_rows_bits_do_not_depend_on_T_or_the_instance(name: str, dtype: str) -
                 assert same_bits(call(T), whole[-T:]), T
 
 
+@by_mma
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", FORMS)
-def test_a_rows_bits_do_not_depend_on_T_up_to_16(name: str, dtype: str) -> None:
+def test_a_rows_bits_do_not_depend_on_T_up_to_16(name: str, dtype: str, products: str) -> None:
     chunks, weight, gain = make_call(name, 16, TYPES[dtype])
     residuals = [chunk.flip(0) for chunk in chunks]
     for given in (None, residuals):
@@ -309,7 +327,9 @@ def test_a_gain_in_pairs_gives_the_bits_of_one_in_fp32(name: str, T: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("products", "rows"), [("mma", 16), ("mma", 32), ("wgmma-at-every-T", 32)], indirect=["products"]
+    ("products", "rows"),
+    [("mma", 16), ("mma-in-threes", 16), ("mma", 32), ("wgmma-at-every-T", 32)],
+    indirect=["products"],
 )
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row", "mxfp8"])
@@ -581,11 +601,13 @@ def test_float64_truth_of_scaled_codes_in_one_launch(name: str, case: Case) -> N
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])  # one range per chunk, or several
-@pytest.mark.parametrize("T", [3, 24, 40])
+@pytest.mark.parametrize(
+    ("products", "T"), [("mma", 3), ("mma-in-threes", 3), ("mma", 24), ("mma", 40)], indirect=["products"]
+)
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("name", SCALED)
 def test_float64_truth_of_every_instance_of_scaled_codes(
-    name: str, flavour: str, T: int, multiprocessors: int, emulation: ModuleType
+    name: str, flavour: str, T: int, multiprocessors: int, products: str, emulation: ModuleType
 ) -> None:
     """Of unlike chunks, the first and the last end inside a stage of 256 columns."""
     if name == "mxfp8" and (T > 16 or flavour == "residuals"):
@@ -595,13 +617,16 @@ def test_float64_truth_of_every_instance_of_scaled_codes(
         order = {"descending_warps": late_copies, "late_copies": late_copies}
         emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
         case = Case("bf16", widths, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour])
+        emulation.take_launches()
         check(case, name, kernel_of(name, T, H=TOGETHER[name]))
+        in_threes = emulation.take_launches()[-1].shared_bytes < 76 << 10
+        assert T > 16 or in_threes == (products == "mma-in-threes" and flavour != "residuals")
 
 
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize(("products", "rows"), [("mma", 16), ("mma-in-threes", 16), ("mma", 32)], indirect=["products"])
 @pytest.mark.parametrize("shift", [0, 64])
 @pytest.mark.parametrize("name", SCALED)
-def test_every_code_times_every_scale(name: str, shift: int, rows: int) -> None:
+def test_every_code_times_every_scale(name: str, shift: int, rows: int, products: str) -> None:
     """x is the identity, so outputs are the weight's values. A byte of two e2m1 codes has each with each."""
     weight = weight_of_every_code(name, shift, 128)
     expected = weight.dequantize(torch.float64).bfloat16().t()
@@ -610,9 +635,9 @@ def test_every_code_times_every_scale(name: str, shift: int, rows: int) -> None:
     check_every_value(result, expected, multiplies_codes=True)
 
 
-@pytest.mark.parametrize("T", [5, 19])
+@pytest.mark.parametrize(("products", "T"), [("mma", 5), ("mma-in-threes", 5), ("mma", 19)], indirect=["products"])
 @pytest.mark.parametrize("name", SCALED)
-def test_scaled_codes_keep_to_their_rows(name: str, T: int) -> None:
+def test_scaled_codes_keep_to_their_rows(name: str, T: int, products: str) -> None:
     """The bits of a row depend on no other, on no gain's dtype and on no number of rows; a bad scale or code is in its
     column of the output alone."""
     H = 3 * TOGETHER[name]

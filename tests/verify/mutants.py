@@ -846,6 +846,10 @@ MUTANTS = (
             ("norm_concat_linear.cu", "global_scale * scale", "scale"),
             ("norm_concat_linear.cu", "first_row + 2 * warp < op.num_rows", "first_row + 2 * warp + 1 < op.num_rows"),
             ("norm_concat_linear.cu", "count > 0", "false"),
+            ("norm_concat_linear.cu", "kNansInOne ? nan[0] << m : nan[m]", "nan[0]"),
+            ("norm_concat_linear.cu", "arguments.ranges.count > into.ranges", "false"),
+            ("norm_concat_linear.cu", "clusters * into.ranges <= device.multiprocessors", "false"),
+            ("norm_concat_linear.cu", "std::max(busiest, to_read)", "std::min(busiest, to_read)"),
             ("norm_concat_linear.cu", "1 / K::template kGainFactor<T>", "1.0f"),
             (
                 "norm_concat_linear.cu",
@@ -891,6 +895,7 @@ MUTANTS = (
             ("source_row.cuh", "row >= 0 && row < chunk.rows", "row >= 0 && row <= chunk.rows"),
             ("codes.cuh", "code == 0 || code == 255 ? 0x00400000u : 0u", "0u"),
             ("codes.cuh", "(codes + 0x01010101u) ^ codes", "0u"),
+            ("codes.cuh", "(bits & 0x80808080u) >> row", "(bits & 0x80808080u) >> 0 * row"),
             ("codes.cuh", "codes << 8 & sign", "codes << 12 & sign"),
             ("codes.cuh", "codes >> 2 & magnitude", "codes << 2 & magnitude"),
             ("codes.cuh", "((codes + 0x00010001u) & 0x00fe00feu) == 0", "false"),
