@@ -43,9 +43,14 @@ EAGLE_KERNELS_EXPORT int64_t eagle_kernels_max_cuda_split_rows() { return cuda::
 #if defined(EAGLE_KERNELS_WITH_CUDA)
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_runtime_version() { return cuda::runtime_version(); }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_driver_version() { return cuda::driver_version(); }
+EAGLE_KERNELS_EXPORT bool eagle_kernels_wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns,
+                                                   int64_t multiprocessors) {
+  return cuda::wgmma_pays(num_chunks, width, num_columns, static_cast<int32_t>(multiprocessors));
+}
 #else
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_runtime_version() { return 0; }
 EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_driver_version() { return 0; }
+EAGLE_KERNELS_EXPORT bool eagle_kernels_wgmma_pays(int64_t, int64_t, int64_t, int64_t) { return false; }
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) { m.def("set_cpu_isa(int cap) -> int"); }

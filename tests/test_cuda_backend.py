@@ -26,6 +26,7 @@ def hopper_with_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "cuda_archs", WHEEL)
     monkeypatch.setattr(library, "CUDA_RUNTIME_VERSION", 13000)
     monkeypatch.setattr(library, "cuda_driver_version", lambda: 13000)
+    monkeypatch.setattr(library, "wgmma_pays", lambda num_chunks, width, columns, multiprocessors: width < 5120)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
     plan.clear()
@@ -126,6 +127,9 @@ def test_which_kernel_takes_how_many_rows() -> None:
             assert str(planned(T)) == f"norm_concat_linear: cuda/fused wgmma, because T={T}: {one_pass}"
         faster = "the library's product is faster there"
         assert str(planned(49)) == f"norm_concat_linear: cuda/norm_concat + linear, because T=49 > 48: {faster}"
+        reason = f"norm_concat_linear: cuda/norm_concat + linear, because T=17 > 16: {faster}"
+        assert str(planned(17, H=5120)) == reason
+        assert planned(16, H=5120).kernel is plan.Kernel.FUSED
         of_small = [planned(T, H=H).kernel for H, T in ((344, 64), (336, 64), (336, 65))]
         assert of_small == [plan.Kernel.TWO_STEP, plan.Kernel.WGMMA, plan.Kernel.TWO_STEP]
         assert planned(4, torch.float32).backend == "triton"

@@ -421,26 +421,37 @@ __global__ void __launch_bounds__(Tile<kForm, kWarpgroups, kResidual>::kThreads,
 struct Split {
   int warpgroups;
   SplitRanges ranges;
+  double time;  // of a dense weight in us, without what every call takes
 };
 
+// What an H200 takes for a stage of a dense weight, in us between those for 17 and 48 rows, by warpgroups: of a block
+// alone on its SM, or with one or two of them of two (bench/results/nvidia-h200/decode-curve-alternatives*.json).
+constexpr double kUsOfStage[] = {0.55, 0.755, 0.645, 0.73};
+double us_to_read(const NormConcatLinear& op) {
+  return 2.0 * static_cast<double>(op.num_columns * op.source.width) / 4.4e6;
+}
+
 // The columns of a block, 64 (neither with codes nor with residuals), 128, 192 or 256, and the ranges, as many as a
-// cluster has room for, with the least time by the model of docs/benchmarking.md. Its unit is the time of reading the
-// weight. Through L2 pass the weight and, for each block of columns, 64 rows of x, at 1.28 times the copy rate. An SM
-// has one block, or two of up to 128 columns; nine of ten SMs should have one. All blocks of a cluster wait for its
-// longest range, and are on the SMs of one GPC: 16 SMs with one block each have two clusters of 6. The instructions of
-// the SM with the most work take half of the unit, with codes more than all of it because of those for x, which more
-// columns share in a block of 256. T and the rows of a block are not in the model: every T has the same ranges.
+// cluster has room for, with the least time. T and the rows of a block are not in it: every T has the same ranges.
+//
+// A dense weight takes as long as the longest range, or as reading it. Clusters that do not run at once take a wave of
+// their own, and room for one stays free: 16 of six, of which 17 have room, run at once on an H200. Where clusters of
+// 192 columns leave 42 SMs idle, at 3x2880x2880, they still take 20.2 us, and those of 128 columns 22.5.
+//
+// Codes take what the model of docs/benchmarking.md says. Its unit is the time of reading the weight. Through L2 pass
+// the weight and, for each block of columns, 64 rows of x, at 1.28 times the copy rate. An SM has one block, or two of
+// up to 128 columns; nine of ten SMs should have one. The instructions of the SM with the most work take more than the
+// unit because of those for x, which more columns share in a block of 256.
 Split split_of(const NormConcatLinear& op, const Device& device) {
   constexpr double kCopyOverL2 = 4.3 / 5.5, kBusy = 0.9;
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int unit = stage_columns(is_codes);
-  const double x_bytes = 2.0 * kRows / (is_codes ? 1 : 2);  // per byte of a row of the weight
+  const double x_bytes = 2.0 * kRows;  // per byte of a row of codes
   const auto has_residual = [](const Chunk& chunk) { return chunk.residual != nullptr; };
   const bool residuals = std::any_of(op.source.chunks, op.source.chunks + op.source.num_chunks, has_residual);
   const bool one_block_of_codes = has_blocks(op) || residuals;
   const double share = static_cast<double>(op.num_columns) * op.source.width / device.multiprocessors;
   Split best{};
-  double least = 0;
   for (int warpgroups = is_codes || residuals ? 2 : 1; warpgroups <= 4; ++warpgroups) {
 #ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
     const char* wanted = std::getenv("EAGLE_KERNELS_WGMMA_COLUMNS");
@@ -448,25 +459,27 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
 #endif
     const int columns = 64 * warpgroups, on_an_sm = warpgroups <= 2 && !(is_codes && one_block_of_codes) ? 2 : 1;
     const int64_t outputs = (op.num_columns + columns - 1) / columns;
-    const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);
-    const double execute = !is_codes ? 0.5 : warpgroups == 4 ? 1.1 : 1.4;
     SplitRanges ranges = one_range_each(op.source);
     const int units = units_of(op.source, ranges, unit);
     for (;; ++ranges.count) {
       const LongestRange longest = longest_range(op.source, ranges, unit);
-      const int64_t blocks = outputs * ranges.count;
-      const int64_t slots = clusters_at_once(device, ranges.count, on_an_sm) * ranges.count;
-      const int64_t waves = (blocks + slots - 1) / slots;
-      const double busy = waves == 1 ? std::min(1.0, static_cast<double>(blocks) / device.multiprocessors)
-                                     : static_cast<double>(blocks) / (waves * device.multiprocessors * on_an_sm);
-      const double even = static_cast<double>(units) / (ranges.count * longest.units);
-      const int64_t of_an_sm = std::max((blocks + device.multiprocessors - 1) / device.multiprocessors, waves);
-      const double most = static_cast<double>(of_an_sm) * columns * longest.units * unit / share;
-      const double time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
-      if (best.warpgroups == 0 || time < 0.999 * least) {
-        best = {warpgroups, ranges};
-        least = time;
+      const int64_t at_once = clusters_at_once(device, ranges.count, on_an_sm);
+      double time = 0;
+      if (is_codes) {
+        const int64_t blocks = outputs * ranges.count, waves = (outputs + at_once - 1) / at_once;
+        const double busy = waves == 1 ? std::min(1.0, static_cast<double>(blocks) / device.multiprocessors)
+                                       : static_cast<double>(blocks) / (waves * device.multiprocessors * on_an_sm);
+        const double even = static_cast<double>(units) / (ranges.count * longest.units);
+        const int64_t of_an_sm = std::max((blocks + device.multiprocessors - 1) / device.multiprocessors, waves);
+        const double most = static_cast<double>(of_an_sm) * columns * longest.units * unit / share;
+        const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);
+        const double execute = warpgroups == 4 ? 1.1 : 1.4;
+        time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
+      } else {
+        const int64_t waves = outputs / at_once + 1;
+        time = std::max(waves * longest.units * kUsOfStage[warpgroups - 1], us_to_read(op));
       }
+      if (best.warpgroups == 0 || time < 0.999 * best.time) best = {warpgroups, ranges, time};
       if (ranges.count == kMaxCluster || longest.units == 1) break;
       ++ranges.of_chunk[longest.chunk];
     }
@@ -503,6 +516,22 @@ int launch_columns(int warpgroups, const Arguments& arguments, const Device& dev
 }
 
 }  // namespace
+
+// With up to 48 rows an H200 takes 5 us and the time of the split, or norm_concat and a library's product: 10 and that
+// of reading. At 3x5120x5120, where the longest range takes 52 us and reading 36, 17 rows took 55.4 and 47.5.
+bool wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns, int32_t multiprocessors) {
+  Chunk chunks[kMaxChunks];
+  for (Chunk& chunk : chunks) chunk.width = width;
+  NormConcatLinear op{};
+  op.source.chunks = chunks;
+  op.source.num_chunks = num_chunks;
+  op.source.width = num_chunks * width;
+  op.num_columns = num_columns;
+  Device device{};
+  device.multiprocessors = multiprocessors;
+  return split_of(op, device).time <= us_to_read(op) + 5;
+}
+
 }  // namespace eagle_kernels::cuda
 
 namespace eagle_kernels {

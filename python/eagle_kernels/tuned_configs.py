@@ -43,11 +43,12 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the choice of tiles depends on."""
+    """What the choices of kernels and tiles depend on."""
 
     name: str
     arch: int | str  # 90 for sm_90; "gfx942"
     shared_memory: int  # bytes that one program may have
+    multiprocessors: int = 132  # of an H100 and an H200
 
 
 @functools.cache
@@ -58,7 +59,8 @@ def gpu_of(device: torch.device) -> Gpu:
     arch: int | str = properties.major * 10 + properties.minor
     if torch.version.hip is not None:
         arch = properties.gcnArchName.partition(":")[0]
-    return Gpu(properties.name, arch, getattr(properties, "shared_memory_per_block_optin", 64 << 10))
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+    return Gpu(properties.name, arch, shared_memory, properties.multi_processor_count)
 
 
 def choose_tiles(

@@ -95,6 +95,7 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
   m.def("matrix_descriptor", &matrix_descriptor, "Of rows in shared memory that have 128 bytes, swizzled.");
   m.def("load_matrices", &load_matrices_at, "ldmatrix.x4 of the threads' addresses and of shared memory.");
   m.def("clusters_at_once", &clusters_at_once, "That a GPU is taken to run, by multiprocessors, size, blocks on one.");
+  m.def("wgmma_pays", &eagle_kernels::cuda::wgmma_pays, "By the number of chunks, their width, D, multiprocessors.");
   py::class_<Launch>(m, "Launch")
       .def_readonly("device", &Launch::device)
       .def_readonly("stream", &Launch::stream)

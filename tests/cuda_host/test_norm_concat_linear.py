@@ -309,26 +309,29 @@ def test_float64_truth_of_every_wgmma_instance(
 
 
 @pytest.mark.parametrize(
-    ("K", "H", "D", "columns", "ranges"),
-    # At D = 4096, blocks of 256 columns would leave 36 of 132 SMs idle; blocks of 192 would make 22 clusters of 6,
-    # where an H100 has room for 17. With two chunks, 16 clusters of 8 would need room for one more than there is.
+    ("K", "H", "D", "columns", "ranges", "pays"),
+    # Blocks of 192 and 256 columns have an SM to themselves: there is room for 17 clusters of six, 22 of five, 30 of
+    # four and 39 of three, of those of up to 128 columns for twice as many; one of them stays free.
     [
-        (3, 896, 896, 64, 6),
-        (3, 1152, 1152, 64, 6),
-        (3, 2048, 2048, 128, 6),
-        (3, 2880, 2880, 128, 6),
-        (3, 4096, 4096, 128, 6),
-        (2, 4096, 4096, 128, 4),
-        (3, 5120, 5120, 128, 3),
-        (3, 7168, 7168, 192, 3),
-        (2, 7168, 7168, 256, 4),
-        (6, 5376, 5376, 192, 6),
+        (3, 896, 896, 64, 6, True),
+        (3, 1152, 1152, 64, 6, True),
+        (3, 2048, 2048, 64, 6, True),
+        (2, 2048, 2048, 192, 8, True),
+        (3, 2880, 2880, 192, 6, True),
+        (3, 4096, 4096, 256, 6, True),
+        (2, 4096, 4096, 256, 6, True),
+        (3, 5120, 5120, 192, 3, False),
+        (5, 4096, 4096, 256, 5, False),
+        (3, 7168, 7168, 192, 3, True),
+        (2, 7168, 7168, 128, 4, True),
+        (6, 5376, 5376, 192, 6, False),
     ],
 )
 def test_warpgroups_and_ranges_share_the_columns_out(
-    K: int, H: int, D: int, columns: int, ranges: int, emulation: ModuleType
+    K: int, H: int, D: int, columns: int, ranges: int, pays: bool, emulation: ModuleType
 ) -> None:
-    """For any number of rows, since a row's bits depend on the ranges."""
+    """For any number of rows, since a row's bits depend on the ranges. Plans take it where it pays."""
+    assert emulation.wgmma_pays(K, H, D, 132) == pays
     weight = torch.empty(D, K * H).bfloat16()
     emulation.run_kernels(False)
     try:

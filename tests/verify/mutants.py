@@ -883,6 +883,8 @@ MUTANTS = (
             ("norm_concat_linear_wgmma.cu", "output < op.num_columns ? output : op.num_columns - 1", "output"),
             ("norm_concat_linear_wgmma.cu", "count > 0 ? bits_to_float(0x7fffffff) : 0.0f", "0.0f"),
             ("norm_concat_linear_wgmma.cu", "kBlocks && step == 0", "false"),
+            ("norm_concat_linear_wgmma.cu", "waves * longest.units * kUs", "(1 + 0 * waves) * longest.units * kUs"),
+            ("norm_concat_linear_wgmma.cu", "us_to_read(op) + 5", "us_to_read(op) + 50"),
             ("norm_concat_linear_wgmma.cu", "1 / kGainFactor", "1.0f"),
             ("vocab_parallel_embedding.cu", "id >= op.org_begin && id < op.org_end", "id < op.org_end"),
             (
