@@ -69,8 +69,8 @@ namespace cuda {
 constexpr int64_t kMaxDecodeRows = 16;
 // The same for the split kernels, which are two launches.
 constexpr int64_t kMaxSplitRows = 128;
-// Whether the kernel of warpgroups, with 17 to 48 rows, takes less than norm_concat and a library's product: of a dense
-// weight, with chunks of one width, at most kMaxChunks.
+// Whether the kernel of warpgroups, with 17 to 48 rows, takes an H200 less than norm_concat and a library's product: of
+// a dense weight, with chunks of one width, at most kMaxChunks.
 bool wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns, int32_t multiprocessors);
 }  // namespace cuda
 

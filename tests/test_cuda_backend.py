@@ -26,7 +26,6 @@ def hopper_with_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "cuda_archs", WHEEL)
     monkeypatch.setattr(library, "CUDA_RUNTIME_VERSION", 13000)
     monkeypatch.setattr(library, "cuda_driver_version", lambda: 13000)
-    monkeypatch.setattr(library, "wgmma_pays", lambda num_chunks, width, columns, multiprocessors: width < 5120)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
     plan.clear()
@@ -66,6 +65,25 @@ def test_which_gpus_a_build_serves(
     if archs and not runs:
         assert f"this build has kernels for {', '.join(archs)}" in reason
         assert f"compute capability {capability[0]}.{capability[1]}" in reason
+
+
+@needs_triton
+def test_two_steps_where_an_h200_has_no_good_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dense weight, and chunks of one width; a small one is read in one pass, and other GPUs have not timed it."""
+    asked = []
+    monkeypatch.setattr(library, "wgmma_pays", lambda *sizes: asked.append(sizes) or sizes[1] < 5120)
+    with environment_of():
+        assert planned(17, H=5120).kernel is plan.Kernel.WGMMA and not asked
+        plan.clear()
+        monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA H200", 90, 227 << 10, 132))
+        faster = "T=17 > 16: the library's product is faster there"
+        assert str(planned(17, H=5120)) == f"norm_concat_linear: cuda/norm_concat + linear, because {faster}"
+        assert asked == [(3, 5120, 4096, 132)]
+        assert planned(17).kernel is plan.Kernel.WGMMA and len(asked) == 2
+        assert planned(16, H=5120).kernel is plan.Kernel.FUSED
+        unlike = plan.Problem("norm_concat_linear", CUDA, 3, 17, torch.bfloat16, 4096, (5120, 6144))
+        assert plan.choose(*unlike).kernel is plan.Kernel.WGMMA
+        assert planned(17, H=336).kernel is plan.Kernel.WGMMA and len(asked) == 2
 
 
 @pytest.mark.parametrize("op", ["capture_hidden", "add_rms_norm", "norm_concat", "vocab_parallel_embedding"])
@@ -127,9 +145,6 @@ def test_which_kernel_takes_how_many_rows() -> None:
             assert str(planned(T)) == f"norm_concat_linear: cuda/fused wgmma, because T={T}: {one_pass}"
         faster = "the library's product is faster there"
         assert str(planned(49)) == f"norm_concat_linear: cuda/norm_concat + linear, because T=49 > 48: {faster}"
-        reason = f"norm_concat_linear: cuda/norm_concat + linear, because T=17 > 16: {faster}"
-        assert str(planned(17, H=5120)) == reason
-        assert planned(16, H=5120).kernel is plan.Kernel.FUSED
         of_small = [planned(T, H=H).kernel for H, T in ((344, 64), (336, 64), (336, 65))]
         assert of_small == [plan.Kernel.TWO_STEP, plan.Kernel.WGMMA, plan.Kernel.TWO_STEP]
         assert planned(4, torch.float32).backend == "triton"

@@ -51,8 +51,8 @@
 // them as they are widened, which is exact within bf16's range. These scales pass through the ring with the weight.
 //
 // Sums run by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends only
-// on the chunks' widths, D, the form of the weight, whether there are residuals, and the GPU (its number of SMs, the
-// shared memory of a block), so a row's bits depend neither on the other rows nor on how many there are.
+// on the chunks' widths, D, the types of weight and chunks, whether there are residuals, and the GPU (its number of
+// SMs, the shared memory of a block), so a row's bits depend neither on the other rows nor on how many there are.
 #include "../norm_concat_linear.h"
 
 #include <bit>

@@ -173,8 +173,8 @@ def cuda_driver_version() -> int:
 
 
 def wgmma_pays(num_chunks: int, width: int, num_columns: int, multiprocessors: int) -> bool:
-    """Whether one pass over a dense weight by warpgroups takes 17 to 48 rows less than norm_concat and a product; False
-    in a library without CUDA kernels."""
+    """Whether 17 to 48 rows take an H200 less in one pass over a dense weight by warpgroups than in norm_concat and the
+    library's product; False in a library without CUDA kernels."""
     return _exported("eagle_kernels_wgmma_pays", num_chunks, width, num_columns, multiprocessors)
 
 

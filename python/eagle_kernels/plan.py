@@ -482,18 +482,20 @@ def cuda_projection(problem: Problem) -> Plan:
 _ONE_PASS_ROWS = {Kernel.WGMMA: 48, Kernel.SPLIT: 16}
 # Of a weight of so few numbers: K=3, H=D=896 has 2.4 M, and the next one that was timed 25 M.
 _ONE_PASS_ROWS_OF_SMALL, _SMALL_WEIGHT = 64, 4 << 20
+_TIMED_GPU = "NVIDIA H200"
 
 
 def _most_rows_of_wgmma(problem: Problem, most: int) -> int:
-    num_chunks, width, columns = problem.num_chunks, max(problem.widths), problem.columns
-    if num_chunks * width * columns <= _SMALL_WEIGHT:
+    width, gpu = max(problem.widths), gpu_of(problem.device)
+    if problem.num_chunks * width * problem.columns <= _SMALL_WEIGHT:
         return max(most, _ONE_PASS_ROWS_OF_SMALL)
-    if problem.block_columns:
-        return most
     # Of the splits that a GPU has clusters for, none may be good: 17 rows of H=D=5120 take an H200 55.4 us in the best
-    # one and 47.5 in two steps, 5376 58.0 and 49.5. Other shapes take 1.7 to 5.8 us less in one pass.
-    pays = library.wgmma_pays(num_chunks, width, columns, gpu_of(problem.device).multiprocessors)
-    return most if pays else library.MAX_CUDA_DECODE_ROWS
+    # one and 47.5 in two steps, 5376 58.0 and 49.5. Other shapes take 1.7 to 5.8 us less in one pass. Other GPUs, which
+    # read at other rates, have not timed such shapes.
+    is_timed = gpu.name == _TIMED_GPU and problem.block_columns == 0 and len(problem.widths) == 1
+    if is_timed and not library.wgmma_pays(problem.num_chunks, width, problem.columns, gpu.multiprocessors):
+        return library.MAX_CUDA_DECODE_ROWS
+    return most
 
 
 def _cuda_product(problem: Problem) -> tuple[Kernel, str]:

@@ -51,7 +51,6 @@ def emulated(
     # All row counts that the kernels take, more than those for which plans choose them (tests/test_cuda_backend.py).
     one_pass = dict.fromkeys((plan.Kernel.WGMMA, plan.Kernel.SPLIT), library.MAX_CUDA_SPLIT_ROWS)
     monkeypatch.setattr(plan, "_ONE_PASS_ROWS", one_pass)
-    monkeypatch.setattr(library, "wgmma_pays", lambda *sizes: True)
     order = len(request.node.name)
     seed = zlib.crc32(request.node.nodeid.encode()) if order % 3 == 0 else 0
     emulation.set_device(SHARED_MEMORY, descending_warps=order % 2 == 1, late_copies=order // 2 % 2 == 1, random=seed)

@@ -9,6 +9,7 @@ import eagle_kernels as ek
 from accuracy import DATA, allow_independent_roundings, expect, relative_rms
 from backends import environment_of
 from cases import CASES, Case, operands
+from eagle_kernels import library
 from eagle_kernels.model_shapes import model_shapes
 from eagle_kernels.plan import Kernel
 from guards import GuardedRows, UnchangedTensors, same_bits
@@ -79,6 +80,12 @@ def test_the_same_bits_every_time(N: int) -> None:
     first = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     for _ in range(20):
         assert same_bits(first, ek.norm_concat_linear(chunks, weight, norm_weight=gain))
+
+
+def test_which_shapes_have_a_good_split_for_warpgroups() -> None:
+    """What plans ask the library. That of alternatives says so of a width that is to be timed, whatever the shape."""
+    assert [library.wgmma_pays(3, H, H, 132) for H in (4096, 5120, 7168)] == [True, False, True]
+    assert [library.wgmma_pays(3, H, D, 132) for H, D in ((4096, 5120), (5120, 4096))] == [False, True]
 
 
 @pytest.mark.parametrize("norm", ["chunk", "concat"])
