@@ -465,6 +465,7 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
       const LongestRange longest = longest_range(op.source, ranges, unit);
       const int64_t at_once = clusters_at_once(device, ranges.count, on_an_sm);
       double time = 0;
+      bool has_room = true;
       if (is_codes) {
         const int64_t blocks = outputs * ranges.count, waves = (outputs + at_once - 1) / at_once;
         const double busy = waves == 1 ? std::min(1.0, static_cast<double>(blocks) / device.multiprocessors)
@@ -477,9 +478,10 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
         time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
       } else {
         const int64_t waves = outputs / at_once + 1;
+        has_room = ranges.count <= on_an_sm * device.multiprocessors;  // on a GPU of one SM, in tests
         time = std::max(waves * longest.units * kUsOfStage[warpgroups - 1], us_to_read(op));
       }
-      if (best.warpgroups == 0 || time < 0.999 * best.time) best = {warpgroups, ranges, time};
+      if (best.warpgroups == 0 || (has_room && time < 0.999 * best.time)) best = {warpgroups, ranges, time};
       if (ranges.count == kMaxCluster || longest.units == 1) break;
       ++ranges.of_chunk[longest.chunk];
     }

@@ -40,6 +40,7 @@ class Product:
     codes: str = ""
     has_wgmma: bool = True
     ranges: int = 2
+    blocks: int = 2  # of the fused kernel on an SM
 
 
 # Each chunk is one range of more stages than a ring has; in most kernels its last stage lies where sums go next. Of
@@ -53,6 +54,9 @@ PRODUCTS = {
     "fused-across": Product(Case("bf16", WIDTHS, 11, D=70), "fused", ranges=3),
     "fused-codes-across": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row", ranges=3),
     "fused-blocks-across": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128", ranges=3),
+    "threes-across": Product(Case("bf16", WIDTHS, 11, D=70), "fused", ranges=3, blocks=3),
+    "threes-codes-across": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row", ranges=3, blocks=3),
+    "threes-blocks-across": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128", ranges=3, blocks=3),
     "split": Product(Case("bf16", WIDTHS, 19, D=70), "split", has_wgmma=False),
     "split-of-64": Product(Case("fp16", WIDTHS, 40, D=70, residuals="some"), "split", has_wgmma=False),
     "split-of-128": Product(Case("bf16", WIDTHS, 70, "concat", D=70), "split", has_wgmma=False),
@@ -92,6 +96,7 @@ def test_products(
         monkeypatch.setattr(plan, "_FEW_ROWS_OF_CODES", {False: 0, True: 0})
     emulation.take_launches()
     monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(product.ranges))
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_BLOCKS", str(product.blocks))
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         if product.codes:
             quantized.check(product.case, product.codes, product.kernel)
@@ -100,6 +105,7 @@ def test_products(
             dense.check(product.case)
     launch = next(launch for launch in emulation.take_launches() if launch.threads)
     assert launch.grid[1] == product.ranges
+    assert product.kernel != "fused" or (launch.shared_bytes < 76 << 10) == (product.blocks == 3)
 
 
 def embed() -> None:
