@@ -283,7 +283,7 @@ def test_float64_truth_of_every_split_instance(dtype: str, flavour: str, T: int,
 @pytest.mark.parametrize("norm_offset", [0.0, 1.0, 0.5])  # bf16 has one instruction for each of the first two
 @pytest.mark.parametrize("T", [40, 101])
 @pytest.mark.parametrize(
-    ("columns", "D", "multiprocessors"),  # blocks of 1, 2, 3 and 4 warpgroups, in 6, 2, 4 and 4 ranges
+    ("columns", "D", "multiprocessors"),  # blocks of 1, 2, 3 and 4 warpgroups
     [(64, 150, 132), (128, 70, 2), (192, 300, 8), (256, 400, 8)],
 )
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -297,10 +297,12 @@ def test_float64_truth_of_every_wgmma_instance(
     T: int,
     norm_offset: float,
     emulation: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """64 rows at a time; with residuals, blocks of two warpgroups or more."""
     if flavour == "residuals":
         columns = max(columns, 128)
+    monkeypatch.setenv("EAGLE_KERNELS_WGMMA_COLUMNS", str(columns))
     for late_copies in (False, True):
         order = {"descending_warps": late_copies, "late_copies": late_copies}
         emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
