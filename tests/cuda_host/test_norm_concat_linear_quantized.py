@@ -14,7 +14,7 @@ import test_norm_concat_linear_quantized as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import Case, Operands, check_every_value, operands, weight_of_every_code
-from cuda_host.conftest import SHARED_MEMORY
+from cuda_host.conftest import SHARED_MEMORY, is_in_threes
 from cuda_host.test_norm_concat_linear import FLAVOURS, FUSED_CASES, SPLIT_CASES, TYPES
 from eagle_kernels import QuantizedWeight, plan
 from eagle_kernels.ops import norm_concat_linear_quantized as codes_op
@@ -148,7 +148,7 @@ def test_float64_truth_of_every_instance_of_blocks_in_one_launch(
         emulation.set_device(SHARED_MEMORY, **order, multiprocessors=multiprocessors)
         emulation.take_launches()
         check(Case(dtype, widths, 11, "concat", D=150, **FLAVOURS[flavour]), name, "fused")
-        in_threes = emulation.take_launches()[-1].shared_bytes < 76 << 10
+        in_threes = is_in_threes(emulation.take_launches()[-1])
         assert in_threes == (products == "mma-in-threes" and dtype == "bf16" and flavour != "residuals")
 
 
@@ -196,7 +196,7 @@ def test_float64_truth_of_every_instance(
     kernel = kernel_of(name, T, H=160)
     emulation.take_launches()
     check(Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour]), name, kernel)
-    in_threes = emulation.take_launches()[-1].shared_bytes < 76 << 10
+    in_threes = is_in_threes(emulation.take_launches()[-1])
     assert kernel != "fused" or in_threes == (products == "mma-in-threes" and flavour != "residuals")
 
 
@@ -624,7 +624,7 @@ def test_float64_truth_of_every_instance_of_scaled_codes(
         case = Case("bf16", widths, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour])
         emulation.take_launches()
         check(case, name, kernel_of(name, T, H=TOGETHER[name]))
-        in_threes = emulation.take_launches()[-1].shared_bytes < 76 << 10
+        in_threes = is_in_threes(emulation.take_launches()[-1])
         assert T > 16 or in_threes == (products == "mma-in-threes" and flavour != "residuals")
 
 
