@@ -56,6 +56,7 @@
 #include "../norm_concat_linear.h"
 
 #include <bit>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -941,14 +942,14 @@ Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_t
       longest = std::max(longest, arguments.of_block[block].end - arguments.of_block[block].begin);
     }
     const int spare = into.ranges < 5 ? 2 : 3;
-    const int64_t at_once = clusters_at_once(device, into.ranges, into.blocks_on_an_sm);
-    const int64_t waves = (clusters + spare - 1) / at_once + 1;
+    const auto at_once = static_cast<float>(clusters_at_once(device, into.ranges, into.blocks_on_an_sm));
+    const float waves = std::floor(static_cast<float>(clusters + spare - 1) / at_once) + 1;  // without room infinite
     const bool alone = into.ranges <= 2 && clusters * into.ranges <= device.multiprocessors;
     const int blocks = alone ? 1 : into.blocks_on_an_sm;
     const float busiest = static_cast<float>(longest * blocks) * us_of.on_an_sm[blocks - 1];
     const float to_read = static_cast<float>(clusters * units) * kUsToRead;
     const float second_part = arguments.ranges.count > into.ranges ? us_of.second_part[blocks - 1] : 0;
-    return static_cast<float>(waves) * (std::max(busiest, to_read) + second_part + kUsOfWave);
+    return waves * (std::max(busiest, to_read) + second_part + kUsOfWave);
   };
   // With the blocks and ranges that somebody wants; 0 of them: any.
   const auto best_cut = [&](int wanted_blocks, int wanted_ranges) {
@@ -961,7 +962,7 @@ Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_t
         for (const bool evenly : {true, false}) {
           const Cut tried{ranges, blocks, evenly};
           if (!cut(tried)) continue;
-          if (const float us = us_of_call(tried); us < least) best = tried, least = us;
+          if (const float us = us_of_call(tried); us < least || best.ranges == 0) best = tried, least = us;
           // Chunk by chunk the longest range is no shorter.
           if (!is_codes || arguments.ranges.count == ranges) break;
         }

@@ -15,6 +15,7 @@
 //
 // Sums run by column within a range, then over ranges and chunks. The ranges depend on the chunks' widths, D, the type
 // of the weight, whether there are residuals, and the GPU's number of SMs (split_of), not on the rows.
+#include <cmath>
 #include <cstdlib>
 
 #include "../norm_concat_linear.h"
@@ -463,25 +464,23 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
     const int units = units_of(op.source, ranges, unit);
     for (;; ++ranges.count) {
       const LongestRange longest = longest_range(op.source, ranges, unit);
-      const int64_t at_once = clusters_at_once(device, ranges.count, on_an_sm);
-      double time = 0;
-      bool has_room = true;
+      const double of_room = static_cast<double>(outputs) / clusters_at_once(device, ranges.count, on_an_sm);
+      double time = 0;  // without room for a cluster infinite
       if (is_codes) {
-        const int64_t blocks = outputs * ranges.count, waves = (outputs + at_once - 1) / at_once;
-        const double busy = waves == 1 ? std::min(1.0, static_cast<double>(blocks) / device.multiprocessors)
-                                       : static_cast<double>(blocks) / (waves * device.multiprocessors * on_an_sm);
+        const double blocks = static_cast<double>(outputs * ranges.count), waves = std::ceil(of_room);
+        const double busy = waves == 1 ? std::min(1.0, blocks / device.multiprocessors)
+                                       : blocks / (waves * device.multiprocessors * on_an_sm);
         const double even = static_cast<double>(units) / (ranges.count * longest.units);
-        const int64_t of_an_sm = std::max((blocks + device.multiprocessors - 1) / device.multiprocessors, waves);
-        const double most = static_cast<double>(of_an_sm) * columns * longest.units * unit / share;
+        const double of_an_sm = std::max(std::ceil(blocks / device.multiprocessors), waves);
+        const double most = of_an_sm * columns * longest.units * unit / share;
         const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);
         const double execute = warpgroups == 4 ? 1.1 : 1.4;
         time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
       } else {
-        const int64_t waves = outputs / at_once + 1;
-        has_room = ranges.count <= on_an_sm * device.multiprocessors;  // on a GPU of one SM, in tests
+        const double waves = std::floor(of_room) + 1;
         time = std::max(waves * longest.units * kUsOfStage[warpgroups - 1], us_to_read(op));
       }
-      if (best.warpgroups == 0 || (has_room && time < 0.999 * best.time)) best = {warpgroups, ranges, time};
+      if (best.warpgroups == 0 || time < 0.999 * best.time) best = {warpgroups, ranges, time};
       if (ranges.count == kMaxCluster || longest.units == 1) break;
       ++ranges.of_chunk[longest.chunk];
     }

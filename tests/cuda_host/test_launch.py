@@ -123,7 +123,7 @@ def test_as_many_clusters_run_at_once_as_its_driver_says(gpu: str, counts: set[i
 def test_other_gpus_have_room_for_no_more_blocks_than_they_have(sms: int, emulation: ModuleType) -> None:
     for size, blocks in itertools.product(range(1, 9), (1, 2, 3)):
         at_once = emulation.clusters_at_once(sms, size, blocks)
-        assert at_once == 1 or 1 < at_once <= sms * blocks // size, (size, blocks)
+        assert at_once <= sms * blocks // size and (at_once > 0) == (size <= min(sms, 16) * blocks), (size, blocks)
 
 
 def test_only_hopper_and_later_start_before_the_previous_kernel_has_ended(
