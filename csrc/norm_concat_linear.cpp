@@ -94,7 +94,7 @@ constexpr cpu::PerIsa kCpu([](auto isa) {
 
 // Not a tensor: torch's allocator takes memory from the same place, but through a dispatcher call of 2 us.
 struct Workspace {
-  static constexpr std::align_val_t kAlignment{64};
+  static constexpr std::align_val_t kAlignment{4096};
 
   explicit Workspace(int64_t bytes) : data(operator new(static_cast<size_t>(bytes), kAlignment)) {}
   ~Workspace() { operator delete(data, kAlignment); }

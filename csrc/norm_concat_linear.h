@@ -43,7 +43,7 @@ struct NormConcatLinear {
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too
   void* out;              // [N, D]
   int64_t out_row_stride;
-  // On CPU norm_concat_linear_workspace bytes, 64-byte aligned; on CUDA fp32 sums of the split kernels or of a library.
+  // On CPU norm_concat_linear_workspace bytes, 4096-byte aligned; on CUDA fp32 sums of the split kernels or a library.
   void* workspace;
   // On CUDA the weight may be read while the previous kernel runs, provided that one does not write it.
   bool early_weight;

@@ -447,6 +447,27 @@ def test_wide_weights(name: str) -> None:
         check(Case("bf16", (W,), T, D=D), name, is_strided=T % 2 == 1)
 
 
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "int8_row", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("T", "W", "D"), [(17, 96, 2200), (40, 7968, 67), (64, 4512, 67), (530, 1120, 545)])
+def test_blocks_along_both_sides_of_the_weight(T: int, W: int, D: int, name: str) -> None:
+    """More panels and more columns than the tile unit multiplies in one block, and odd numbers of stretches of 128
+    columns and of groups of 16 rows."""
+    check(Case("bf16", (W,), T, D=D), name)
+
+
+@pytest.mark.parametrize("T", [1, 8, 16, 40, 64])
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "mxfp8"])
+def test_a_few_codes_that_are_not_normal(name: str, T: int) -> None:
+    """Zeros and subnormal codes of e4m3 in one row of 70: rows without them are widened another way."""
+    call = operands(Case("bf16", (1120,), T, D=67))
+    weight = random_weight(name, 67, 1120)
+    codes = weight.codes.view(torch.uint8)
+    rare = (torch.rand(codes.shape) < 1e-4) * torch.randint(1, 9, codes.shape)
+    codes.copy_(torch.where(rare > 0, codes & 0x80 | (rare - 1), torch.where(codes & 0x78 == 0, codes | 8, codes)))
+    truth = dataclasses.replace(call, projection=call.projection | {"weight": weight.dequantize(torch.float64)})
+    expect(truth)[1].check(projected(call, weight))
+
+
 def test_blocks_of_any_width() -> None:
     """Any width that the contract of scales allows; blocks of 384 columns do not begin where units of 512 do."""
     for columns in (16, 32, 64, 128, 256, 384, 512, 1024):

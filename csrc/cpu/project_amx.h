@@ -2,9 +2,8 @@
 //
 // The weight is the left operand because the unit reads that one row-major, as it is in memory: a tile is 16 weight
 // rows of 64 bytes. The rows are the right operand, whose pairs along K must be interleaved; the pack pass lays them
-// out once: [stretch along K][16-row group][steps of 32 columns][16 pairs][16 rows][2], each [16][16][2] block one
-// tile. Rows beyond N and columns beyond K*H are zero there. For a bf16 weight one stretch has all steps; for codes a
-// stretch is short, and the packed rows that it multiplies are contiguous (T = 64: 4.2 ms; 4.8 otherwise).
+// out once: [16-row group][steps of 32 columns][16 pairs][16 rows][2], each [16][16][2] block one tile; for codes in
+// stretches along K (in_half_pages). Rows beyond N and columns beyond K*H are zero there.
 #pragma once
 
 #include "project_codes.h"
@@ -31,6 +30,13 @@ constexpr int64_t kTileGroups = 4;
 constexpr int64_t kBlockGroups = 32;
 constexpr int64_t kBlockTiles = 1024;
 constexpr int64_t kBlockPanels = 8;
+
+// Codes pass through L2 too and put the packed rows out: up to 256 rows blocks are half as long there, and they have
+// more panels, so that the rows come from L3 less often (fp8_row, T = 64: 4.7 ms; in blocks as above 5.4). With 512
+// rows shorter blocks take longer (mxfp4: 33.8 ms; 31.2 as above). The sums stay 512 KB.
+constexpr int64_t kCodesBlockTiles = 512;
+constexpr int64_t kLeastCodesBlockSteps = 32;
+constexpr int64_t kMostCodesBlockPanels = 32;
 
 // Rows of a packed tile. With codes 4 or 8 where that is enough: all packed rows are read from L2 for each panel, and
 // padded to 16 rows they may be as many lines as the panel's codes (fp8_row, T = 4: 2.05 ms; padded 2.15).
@@ -71,33 +77,79 @@ inline int64_t num_steps(const NormConcatLinear& op) {
 inline int64_t block_groups(const NormConcatLinear& op) {
   return num_groups(op) < kBlockGroups ? num_groups(op) : kBlockGroups;
 }
+inline int64_t block_tiles(const NormConcatLinear& op) {
+  if (op.weight_type == WeightType::kChunks) return kBlockTiles;
+  const int64_t least = kLeastCodesBlockSteps * block_groups(op);
+  return least < kCodesBlockTiles ? kCodesBlockTiles : least;
+}
+inline int64_t block_panels(const NormConcatLinear& op) {
+  if (op.weight_type == WeightType::kChunks) return kBlockPanels;
+  const int64_t panels = kBlockGroups * kBlockPanels / block_groups(op);
+  return panels < kMostCodesBlockPanels ? panels : kMostCodesBlockPanels;
+}
 
 // A stretch has 128 columns, which are 8 KB of a panel in bf16: two stretches and the packed rows they multiply, 16 KB
 // at T = 64, stay in L1 (fp8, T = 8 and 64, in ms: 4 steps 2.0 and 4.3, 8 2.2 and 4.8, 16 2.7 and 5.5).
-constexpr int64_t kCodesStretchSteps = 4;
-inline int64_t stretch_steps(const NormConcatLinear& op) {
-  return op.weight_type == WeightType::kChunks ? num_steps(op) : kCodesStretchSteps;
+constexpr int64_t kStretchSteps = 4;
+
+// A load waits for every earlier store to an address with the same lower 12 bits, which may be its own as long as only
+// those are compared. While a stretch is multiplied the next one is widened, so what is loaded has one half of each
+// page, the lower one for stretches with even numbers, and what is stored has the other one (fp8_row, T = 8 and 64, in
+// ms: 2.35 and 5.4; anywhere 2.43 and 5.8).
+constexpr int64_t kPage = 4096;
+constexpr int64_t kHalfPage = kPage / 2;
+
+// Where a byte is in pages of which only the lower (0) or the upper halves (1) are used.
+inline int64_t in_half_pages(int64_t half, int64_t byte) {
+  return byte / kHalfPage * kPage + half * kHalfPage + byte % kHalfPage;
 }
+
+// Packed rows for codes: [stretch][pair of groups][step][group of the pair], or without the pairs where there is one
+// group.
+inline int64_t pair_groups(const NormConcatLinear& op) { return num_groups(op) > 1 ? 2 : 1; }
+inline int64_t num_pairs(const NormConcatLinear& op) { return (num_groups(op) + 1) / 2; }
+inline int64_t step_bytes(const NormConcatLinear& op) { return pair_groups(op) * packed_tile_size(op) * 2; }
 
 // Workspace: the fp32 rows (post norm only), the packed rows, the sums of each panel, in bytes from its beginning.
 inline int64_t packed_offset(const NormConcatLinear& op) {
-  return op.post_norm_gain.data == nullptr ? 0 : fp32_rows_bytes(op);
+  return op.post_norm_gain.data == nullptr ? 0 : round_up(fp32_rows_bytes(op), kPage);
+}
+inline int64_t amx_packed_bytes(const NormConcatLinear& op) {
+  if (op.weight_type == WeightType::kChunks) return num_groups(op) * num_steps(op) * kTileSize * sizeof(BFloat16);
+  const int64_t of_a_half = round_up(num_steps(op), 2 * kStretchSteps) / 2 * num_pairs(op) * step_bytes(op);
+  return 2 * round_up(of_a_half, kHalfPage);
+}
+// Floats. For codes the sums of four groups have both halves of two pages.
+inline int64_t panel_sums_size(const NormConcatLinear& op) {
+  const int64_t groups = block_groups(op);
+  return (op.weight_type == WeightType::kChunks ? groups : round_up(groups, 4)) * 2 * kSumSize;
 }
 inline int64_t sums_offset(const NormConcatLinear& op, int64_t panel) {
-  const int64_t tiles = num_groups(op) * round_up(num_steps(op), stretch_steps(op));
-  const int64_t sums = panel * block_groups(op) * 2 * kSumSize;
-  return packed_offset(op) + tiles * kTileSize * sizeof(BFloat16) + sums * sizeof(float);
+  return round_up(packed_offset(op) + amx_packed_bytes(op), kPage) + panel * panel_sums_size(op) * sizeof(float);
 }
 inline int64_t amx_workspace(const NormConcatLinear& op) { return sums_offset(op, num_panels(op)); }
 
 inline BFloat16* packed_tile(const NormConcatLinear& op, int64_t group, int64_t step) {
-  auto* tiles = reinterpret_cast<BFloat16*>(static_cast<char*>(op.workspace) + packed_offset(op));
-  const int64_t steps = stretch_steps(op), stretch = step / steps;
-  return tiles + ((stretch * num_groups(op) + group) * steps + step % steps) * packed_tile_size(op);
+  char* packed = static_cast<char*>(op.workspace) + packed_offset(op);
+  int64_t byte = (group * num_steps(op) + step) * kTileSize * sizeof(BFloat16);
+  if (op.weight_type != WeightType::kChunks) {
+    const int64_t stretch = step / kStretchSteps, groups = pair_groups(op);
+    const int64_t steps = (stretch / 2 * num_pairs(op) + group / groups) * kStretchSteps + step % kStretchSteps;
+    byte = in_half_pages(stretch % 2, (steps * groups + group % groups) * packed_tile_size(op) * 2);
+  }
+  return reinterpret_cast<BFloat16*>(packed + byte);
 }
-// [group][2 halves of 16 columns][16 columns][16 rows]
+
+// [group][2 halves of 16 columns][16 columns][16 rows]. For codes at T = 64, of the two pairs of groups the first is
+// stored and the second loaded in stretches with even numbers, and the other way round in odd ones (in_half_pages).
 inline float* panel_sums(const NormConcatLinear& op, int64_t panel) {
   return reinterpret_cast<float*>(static_cast<char*>(op.workspace) + sums_offset(op, panel));
+}
+inline int64_t group_sums(const NormConcatLinear& op, int64_t group) {
+  constexpr int64_t kBytes = 2 * kSumSize * sizeof(float);
+  if (op.weight_type == WeightType::kChunks) return group * 2 * kSumSize;
+  const int64_t pair = group / 2;
+  return in_half_pages((pair + 1) % 2, (pair / 2 * 2 + group % 2) * kBytes) / static_cast<int64_t>(sizeof(float));
 }
 
 // Collects the normed columns of 16 rows, whatever the widths of the chunks, and lays every full tile out.
@@ -307,10 +359,11 @@ inline void multiply_edge(const NormConcatLinear& op, Block block, const BFloat1
 inline void finish_panel(const NormConcatLinear& op, int64_t panel, int64_t group, int64_t groups, const float* sums,
                          const Float* scales) {
   const bool has_post_norm = op.post_norm_gain.data != nullptr;
-  for (int64_t g = group; g < group + groups; ++g, sums += 2 * kSumSize) {
+  for (int64_t g = group; g < group + groups; ++g) {
+    const float* of_group = sums + group_sums(op, g - group);
     __m512i lines[2][kTile];
     for (int half = 0; half < 2; ++half) {
-      for (int d = 0; d < kTile; ++d) lines[half][d] = _mm512_load_si512(sums + half * kSumSize + d * kTile);
+      for (int d = 0; d < kTile; ++d) lines[half][d] = _mm512_load_si512(of_group + half * kSumSize + d * kTile);
       transpose(lines[half]);
     }
     for (int64_t i = g * kTile; i < (g + 1) * kTile && i < op.num_rows; ++i) {
@@ -341,18 +394,18 @@ void for_each_block(const NormConcatLinear& op, int64_t panel_begin, int64_t pan
   const int64_t steps = num_steps(op);
   // The next panels reuse the sums, which are finished by then.
   float* sums = panel_sums(op, panel_begin);
-  const int64_t panel_sums_size = block_groups(op) * 2 * kSumSize;
+  const int64_t most_panels = block_panels(op);
   for (int64_t group = 0; group < num_groups(op); group += kBlockGroups) {
     const int64_t groups = num_groups(op) - group < kBlockGroups ? num_groups(op) - group : kBlockGroups;
-    const int64_t blocks = (groups * steps - 1) / kBlockTiles + 1;
+    const int64_t blocks = (groups * steps - 1) / block_tiles(op) + 1;
     const int64_t block_steps = round_up((steps + blocks - 1) / blocks, unit_steps);
-    for (int64_t begin = panel_begin; begin < panel_end; begin += kBlockPanels) {
-      const int64_t panels = panel_end - begin < kBlockPanels ? panel_end - begin : kBlockPanels;
+    for (int64_t begin = panel_begin; begin < panel_end; begin += most_panels) {
+      const int64_t panels = panel_end - begin < most_panels ? panel_end - begin : most_panels;
       for (int64_t step = 0; step < steps; step += block_steps) {
         const int64_t count = steps - step < block_steps ? steps - step : block_steps;
         multiply(Block{group, groups, step, count, begin, panels}, sums);
       }
-      for (int64_t i = 0; i < panels; ++i) finish(begin + i, group, groups, sums + i * panel_sums_size);
+      for (int64_t i = 0; i < panels; ++i) finish(begin + i, group, groups, sums + i * panel_sums_size(op));
     }
   }
 }
@@ -369,7 +422,7 @@ inline void amx_project(const NormConcatLinear& op, int64_t panel_begin, int64_t
       const int64_t whole_end = block.end_step() < whole_steps ? block.end_step() : whole_steps;
       const int64_t direct_end = count < kTile || whole_end < block.step ? block.step : whole_end;
       const int64_t half = column / kTile - 2 * block.panel;
-      float* place = sums + half / 2 * block_groups(op) * 2 * kSumSize + half % 2 * kSumSize;
+      float* place = sums + half / 2 * panel_sums_size(op) + half % 2 * kSumSize;
       Block part = block;
       if (block.step < direct_end) {
         const bool is_last = column + kTile >= end, goes_on = block.end_step() < num_steps(op);

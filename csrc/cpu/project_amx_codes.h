@@ -17,7 +17,6 @@
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
-constexpr int64_t kStretchSteps = kCodesStretchSteps;
 constexpr int64_t kStretch = kStretchSteps * kTileK;
 static_assert(kStretch == kStripWidth);
 
@@ -56,8 +55,9 @@ struct NumberBytes {
 
 // Widens 128 columns of a row of 8-bit codes to bf16; those from `left` on are zero. Unpacking takes 8 bytes of each
 // quarter: where columns must keep their order (kInOrder), the codes are put in place for that before. Returns whether
-// all numbers of e4m3 are normal, asked once for both lines, since a comparison also takes the unit for shuffles.
-template <class Code, bool kInOrder>
+// some numbers of e4m3 are rare, which is to say zero, subnormal or NaN: those are right only if kRare. Both lines are
+// compared at once, since a comparison also takes the unit for shuffles.
+template <class Code, bool kInOrder, bool kRare>
 [[gnu::always_inline]] inline bool widen_bytes(const uint8_t* codes, int64_t left, __m512i (&lines)[kStretchSteps]) {
   const auto codes_of = [&](int64_t line) __attribute__((always_inline)) {
     const int64_t count = left - 64 * line;
@@ -73,19 +73,20 @@ template <class Code, bool kInOrder>
     lines[3] = _mm512_unpackhi_epi8(second.low, second.high);
   };
   const __m512i first = codes_of(0), second = codes_of(1);
+  if constexpr (kRare) {
+    unpack(CodeLine<Code>(first), CodeLine<Code>(second));
+  } else {
+    unpack(NumberBytes(first, Code{}), NumberBytes(second, Code{}));
+  }
   if constexpr (std::is_same_v<Code, Float8E4M3>) {
     // The magnitudes of 0 and subnormal numbers are less than 8, that of NaN is 127.
     const auto rarity = [](__m512i codes) {
       return _mm512_sub_epi8(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(16));
     };
     const __m512i rarest = _mm512_max_epu8(rarity(first), rarity(second));
-    if (_mm512_cmpge_epu8_mask(rarest, _mm512_set1_epi8(static_cast<char>(0xfe - 16))) != 0) {
-      unpack(CodeLine<Code>(first), CodeLine<Code>(second));
-      return false;
-    }
+    return _mm512_cmpge_epu8_mask(rarest, _mm512_set1_epi8(static_cast<char>(0xfe - 16))) != 0;
   }
-  unpack(NumberBytes(first, Code{}), NumberBytes(second, Code{}));
-  return true;
+  return false;
 }
 
 // Widens 64 columns of e2m1, in their order.
@@ -117,14 +118,18 @@ struct Place {
   int64_t panel, step;
 };
 
-// A stretch of a panel in bf16, zero past the end of its rows. Rows past the weight's last one keep old values:
-// nobody reads their sums.
-struct Stretch {
-  alignas(kCacheLine) BFloat16 tiles[kStretchSteps][2][kTile][kTileK] = {};
+// Two stretches of a panel in bf16, zero past the end of its rows, each in one half of four pages (in_half_pages). Rows
+// past the weight's last one keep old values: nobody reads their sums.
+struct Stretches {
+  alignas(kPage) BFloat16 tiles[kStretchSteps][2][2][kTile][kTileK] = {};
+
+  BFloat16* operator[](int64_t half) { return tiles[0][half][0][0]; }
 };
+constexpr int64_t kStepSize = kPage / sizeof(BFloat16);  // from a step's tiles to the next one's
 
 // Widens numbers as they are. Each class of lines has a Panel, which is what is read of the scales once per panel:
-// whether sums go along whole rows, and the scales of those sums.
+// whether sums go along whole rows, and the scales of those sums. widen returns whether numbers are rare (widen_bytes);
+// such a row is widened again.
 template <class Code, bool kInOrder>
 struct PlainLines {
   struct Panel : PanelScales {
@@ -137,14 +142,17 @@ struct PlainLines {
   };
   PlainLines(const NormConcatLinear&, const Panel&, Place) {}
 
-  void widen(const uint8_t* codes, int64_t left, int64_t, __m512i (&lines)[kStretchSteps]) const {
+  template <bool kRare>
+  [[gnu::always_inline]] bool widen(const uint8_t* codes, int64_t left, int64_t,
+                                    __m512i (&lines)[kStretchSteps]) const {
     if constexpr (std::is_same_v<Code, Float4E2M1>) {
       unrolled<kStretchSteps / 2>([&](auto pair) {
         constexpr int64_t kBegin = pair * 2 * kTileK;
         if (left > kBegin) widen_e2m1(codes + bytes_of<Code>(kBegin), left - kBegin, lines + 2 * pair);
       });
+      return false;
     } else {
-      widen_bytes<Code, kInOrder>(codes, left, lines);
+      return widen_bytes<Code, kInOrder, kRare>(codes, left, lines);
     }
   }
 };
@@ -179,7 +187,8 @@ class ScaledLines {
   ScaledLines(const NormConcatLinear& op, const Panel& panel, Place place)
       : rows_(panel.rows[0] + place.step * kTileK / kBlock), row_stride_(op.scales.row_stride) {}
 
-  [[gnu::always_inline]] void widen(const uint8_t* codes, int64_t left, int64_t row,
+  template <bool>
+  [[gnu::always_inline]] bool widen(const uint8_t* codes, int64_t left, int64_t row,
                                     __m512i (&lines)[kStretchSteps]) const {
     const __mmask64 there = left >= kStretch ? ~0ull : (1ull << left / 2) - 1;
     const __m512i line = _mm512_maskz_loadu_epi8(there, codes);
@@ -199,6 +208,7 @@ class ScaledLines {
       const __m512i codes_of_words = _mm512_srlv_epi16(bytes, shifts);
       lines[i] = _mm512_permutexvar_epi16(or_masked(second, codes_of_words, _mm512_set1_epi16(15)), table);
     });
+    return false;
   }
 
  private:
@@ -323,7 +333,8 @@ class RatioLines {
     }
   }
 
-  [[gnu::always_inline]] void widen(const uint8_t* codes, int64_t left, int64_t row,
+  template <bool kRare>
+  [[gnu::always_inline]] bool widen(const uint8_t* codes, int64_t left, int64_t row,
                                     __m512i (&lines)[kStretchSteps]) const {
     const uint32_t* less = less_[row];
     if constexpr (std::is_same_v<Code, Float4E2M1>) {
@@ -337,15 +348,17 @@ class RatioLines {
         const __m512i numbers = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * i), table);
         lines[i] = _mm512_subs_epu16(numbers, less_of_lane);
       });
+      return false;
     } else {
-      const bool all_normal = widen_bytes<Code, true>(codes, left, lines);
+      const bool is_rare = widen_bytes<Code, true, kRare>(codes, left, lines);
       unrolled<kStretchSteps>([&](auto i) __attribute__((always_inline)) {
-        if (std::is_same_v<Code, Float8E4M3> && all_normal) {
+        if (std::is_same_v<Code, Float8E4M3> && !kRare) {
           lines[i] = _mm512_subs_epu16(lines[i], _mm512_set1_epi32(less[i]));
         } else {
           lines[i] = (__m512i)scaled((UInt)lines[i], Float{} + ratio(less[i]));
         }
       });
+      return is_rare;
     }
   }
 
@@ -380,16 +393,18 @@ class ExactLines {
   };
   ExactLines(const NormConcatLinear&, Panel& panel, Place place) : panel_(panel), begin_(place.step * kTileK) {}
 
-  [[gnu::always_inline]] void widen(const uint8_t* codes, int64_t left, int64_t row,
+  template <bool>
+  [[gnu::always_inline]] bool widen(const uint8_t* codes, int64_t left, int64_t row,
                                     __m512i (&lines)[kStretchSteps]) const {
     widen_group(codes, ExponentTables(panel_.of_row[row]), lines);
-    if (left >= kStretch) return;
+    if (left >= kStretch) return false;
     // Past the width there may be a NaN, which zeros of the packed rows would not cancel.
     unrolled<kStretchSteps>([&](auto i) {
       const int64_t count = left - i * kTileK;
       const __mmask32 there = count >= kTileK ? ~0u : count > 0 ? (1u << count) - 1 : 0;
       lines[i] = _mm512_maskz_mov_epi16(there, lines[i]);
     });
+    return false;
   }
 
   // A panel is widened once, from its beginning to its end, so of_row.begin only moves forward.
@@ -397,7 +412,7 @@ class ExactLines {
     RowExponents& of_row = panel_.of_row[row];
     for (; of_row.begin != of_row.end && of_row.begin->column() < begin_ + kStretch; ++of_row.begin) {
       const int64_t column = of_row.begin->column() - begin_;
-      if (column >= 0) line[column / kTileK * 2 * kTileSize + column % kTileK] = of_row.begin->number();
+      if (column >= 0) line[column / kTileK * kStepSize + column % kTileK] = of_row.begin->number();
     }
   }
 
@@ -410,11 +425,11 @@ class ExactLines {
 template <class Code, class Lines>
 class Widening {
  public:
-  Widening(const NormConcatLinear& op, const Lines& lines, Place place, Place later, Stretch& stretch)
+  Widening(const NormConcatLinear& op, const Lines& lines, Place place, Place later, BFloat16* stretch)
       : lines_(lines),
         row_stride_(op.weight_row_stride),
         left_(op.source.width - place.step * kTileK),
-        tiles_(stretch.tiles[0][0][0]) {
+        tiles_(stretch) {
     const auto* weight = static_cast<const uint8_t*>(op.weight);
     const int64_t columns = op.num_columns - place.panel * kPanelColumns;
     const auto codes_at = [&](Place from) {
@@ -426,6 +441,7 @@ class Widening {
   }
 
   void widen_until(int64_t row) {
+    widen_rare();
     if (row > rows_) row = rows_;
     if (left_ >= kStretch) {
       widen_rows(row, std::true_type{});
@@ -433,8 +449,29 @@ class Widening {
       widen_rows(row, std::false_type{});
     }
   }
+  void finish(int64_t row) {
+    widen_until(row);
+    widen_rare();
+  }
 
  private:
+  // Rows with rare numbers are asked for only now, when the answer has long been known: a wrong guess, which there is
+  // for one in 70 rows of normally distributed numbers, then costs little of what runs beside (fp8_row, T = 64: 4.8 ms;
+  // asked at once 5.4).
+  void widen_rare() {
+    if (rare_ != 0) widen_rare_rows();
+  }
+  [[gnu::noinline]] void widen_rare_rows() {
+    for (; rare_ != 0; rare_ &= rare_ - 1) {
+      const int64_t row = __builtin_ctz(rare_);
+      __m512i lines[kStretchSteps] = {};
+      lines_.template widen<true>(codes_ + row * row_stride_, left_ < kStretch ? left_ : kStretch, row, lines);
+      store_lines(tiles_ + row * kTileK, lines);
+    }
+  }
+  static void store_lines(BFloat16* line, const __m512i (&lines)[kStretchSteps]) {
+    unrolled<kStretchSteps>([&](auto step) { _mm512_store_si512(line + step * kStepSize, lines[step]); });
+  }
   // The members are copied: otherwise a store of a line might change them, and they would be loaded anew for each row
   // (fp8_row, T = 8: 2.11 ms; copied 2.01).
   template <class IsWhole>
@@ -442,38 +479,43 @@ class Widening {
     const int64_t stride = row_stride_, left = IsWhole::value ? kStretch : left_;
     const uint8_t *codes = codes_ + row_ * stride, *ahead = ahead_ + row_ * stride;
     BFloat16* line = tiles_ + row_ * kTileK;
+    uint32_t rare = 0;
     for (int64_t row = row_; row < end; ++row, codes += stride, ahead += stride, line += kTileK) {
       for (int64_t byte = 0; byte < bytes_of<Code>(kStretch); byte += kCacheLine) {
         __builtin_prefetch(ahead + byte);
       }
       __m512i lines[kStretchSteps] = {};
-      lines_.widen(codes, left, row, lines);
-      unrolled<kStretchSteps>([&](auto step) { _mm512_store_si512(line + step * 2 * kTileSize, lines[step]); });
+      const bool is_rare = lines_.template widen<false>(codes, left, row, lines);
+      rare |= static_cast<uint32_t>(is_rare) << row;
+      store_lines(line, lines);
       if constexpr (std::is_same_v<Lines, ExactLines>) lines_.put_exceptions(row, line);
     }
+    rare_ = rare;
     if (end > row_) row_ = end;
   }
 
   const Lines lines_;
   int64_t row_stride_, left_, rows_, row_ = 0;
+  uint32_t rare_ = 0;  // a bit for each row
   const uint8_t *codes_, *ahead_;
   BFloat16* tiles_;
 };
 
 // Tiles 0 and 1 are the sums of a panel's two halves by a group of rows, 2 and 3 those by the next group.
+constexpr int64_t kSumsOfGroup = kPage / sizeof(float);  // from a group's to those of the next one (group_sums)
 template <bool kTwoGroups>
 void load_sums(const float* sums) {
   _tile_loadd(0, sums, kSumBytes);
   _tile_loadd(1, sums + kSumSize, kSumBytes);
-  if constexpr (kTwoGroups) _tile_loadd(2, sums + 2 * kSumSize, kSumBytes);
-  if constexpr (kTwoGroups) _tile_loadd(3, sums + 3 * kSumSize, kSumBytes);
+  if constexpr (kTwoGroups) _tile_loadd(2, sums + kSumsOfGroup, kSumBytes);
+  if constexpr (kTwoGroups) _tile_loadd(3, sums + kSumsOfGroup + kSumSize, kSumBytes);
 }
 template <bool kTwoGroups>
 void store_sums(float* sums) {
   _tile_stored(0, sums, kSumBytes);
   _tile_stored(1, sums + kSumSize, kSumBytes);
-  if constexpr (kTwoGroups) _tile_stored(2, sums + 2 * kSumSize, kSumBytes);
-  if constexpr (kTwoGroups) _tile_stored(3, sums + 3 * kSumSize, kSumBytes);
+  if constexpr (kTwoGroups) _tile_stored(2, sums + kSumsOfGroup, kSumBytes);
+  if constexpr (kTwoGroups) _tile_stored(3, sums + kSumsOfGroup + kSumSize, kSumBytes);
 }
 inline void zero_sums() {
   _tile_zero(0);
@@ -485,13 +527,14 @@ inline void zero_sums() {
 // Those sums += panel . rows, for some steps of a stretch. beside() runs between the loads and the products of a step:
 // its stores then precede the products, for which the next step's loads need not wait (int8, T = 64: 3.5 ms; else 3.6).
 template <bool kTwoGroups, class Beside>
-void multiply_stretch(const BFloat16* panel, const BFloat16* rows, int64_t steps, int64_t tile_size, Beside beside) {
-  const int64_t row_bytes = tile_size / kTile * 2;
-  for (int64_t step = 0; step < steps; ++step, panel += 2 * kTileSize, rows += tile_size) {
+void multiply_stretch(const BFloat16* panel, const BFloat16* rows, const int64_t* row_steps, int64_t steps,
+                      int64_t row_bytes, Beside beside) {
+  for (int64_t step = 0; step < steps; ++step, panel += kStepSize) {
+    const BFloat16* right = rows + row_steps[step];
     _tile_loadd(4, panel, kTileBytes);
-    _tile_loadd(6, rows, row_bytes);
+    _tile_loadd(6, right, row_bytes);
     _tile_loadd(5, panel + kTileSize, kTileBytes);
-    if constexpr (kTwoGroups) _tile_loadd(7, rows + kStretchSteps * kTileSize, kTileBytes);
+    if constexpr (kTwoGroups) _tile_loadd(7, right + kTileSize, kTileBytes);
     beside();
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 5, 6);
@@ -504,10 +547,12 @@ void multiply_stretch(const BFloat16* panel, const BFloat16* rows, int64_t steps
 
 // totals = (or +=) the sums of a panel by some groups, each column times its scale.
 inline void add_scaled(int64_t groups, const float* sums, const float* scales, bool first, float* totals) {
-  for (int64_t i = 0; i < groups * kPanelColumns; ++i, sums += kTile, totals += kTile) {
-    Float total = load(sums, Whole{}) * scales[i % kPanelColumns];
-    if (!first) total += load(totals, Whole{});
-    store(totals, total, Whole{});
+  for (int64_t group = 0; group < groups; ++group, sums += kSumsOfGroup, totals += kSumsOfGroup) {
+    for (int64_t column = 0; column < kPanelColumns; ++column) {
+      Float total = load(sums + column * kTile, Whole{}) * scales[column];
+      if (!first) total += load(totals + column * kTile, Whole{});
+      store(totals + column * kTile, total, Whole{});
+    }
   }
 }
 
@@ -516,7 +561,7 @@ inline void add_scaled(int64_t groups, const float* sums, const float* scales, b
 struct UnscaledSums {
   // Zero at first: the unit stores nothing for rows that a packed tile lacks, but what is there is scaled all the same,
   // and slowly if it is subnormal (fp8_block128, T = 8, with what was on the stack: 10.7 ms instead of 2.2).
-  alignas(kCacheLine) float sums[4 * kSumSize] = {};
+  alignas(kCacheLine) float sums[kSumsOfGroup + 2 * kSumSize] = {};
   Float scales[kStripVectors];
   int64_t groups = 0;
   bool first;
@@ -544,18 +589,21 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
   constexpr int64_t kAheadSteps = (kAheadBytes + kStretchBytes - 1) / kStretchBytes * kStretchSteps;
   constexpr bool kByRatios = std::is_same_v<Lines, RatioLines<Code>>;
   const int64_t shared = op.scales.block_columns, block_steps = shared > kStretch ? kStretchSteps : shared / kTileK;
-  Stretch stretches[2];
-  typename Lines::Panel panels[kBlockPanels];
+  Stretches stretches;
+  typename Lines::Panel panels[kMostCodesBlockPanels];
   UnscaledSums unscaled;
+  int64_t row_steps[kStretchSteps];  // where a step's packed rows are, from those of the stretch's first step
+  for (int64_t i = 0; i < kStretchSteps; ++i) row_steps[i] = packed_tile(op, 0, i) - packed_tile(op, 0, 0);
+  const int64_t row_bytes = 4 * tile_rows(op);
 
   const auto multiply = [&](const Block& block, float* block_sums) {
     const auto is_inside = [&](Place place) {
       return place.panel < block.end_panel() && place.step < block.end_step();
     };
-    const auto widening = [&](Place place, Stretch& stretch) {
+    const auto widening = [&](Place place, BFloat16* stretch) {
       // Past the last panel nothing is widened.
       typename Lines::Panel& panel = panels[is_inside(place) ? place.panel - block.panel : 0];
-      if (place.step == block.step && is_inside(place)) panel = typename Lines::Panel(op, place.panel);
+      if (place.step == 0 && is_inside(place)) panel = typename Lines::Panel(op, place.panel);
       const Place later = place_behind(op, block, place, kAheadSteps);
       return Widening<Code, Lines>(op, Lines(op, panel, place), place, later, stretch);
     };
@@ -564,14 +612,14 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
     // that the last ones of a stretch are the first ones of the next (fp8_row, T = 64: 4.2 ms; otherwise 4.4).
     const int64_t pairs = (block.groups + 1) / 2;
     int64_t turn = 0;
-    const auto add_steps = [&](const Stretch& stretch, Place place, int64_t steps, const Float* scales, bool first,
+    const auto add_steps = [&](const BFloat16* stretch, Place place, int64_t steps, const Float* scales, bool first,
                                float* totals, auto beside) {
       const bool begins = place.step == block.step, ends = place.step + steps == block.end_step();
       for (int64_t i = 0; i < pairs; ++i) {
         const int64_t g = 2 * (turn == 0 ? i : pairs - 1 - i);
-        const BFloat16* numbers = stretch.tiles[place.step % kStretchSteps][0][0];
-        const BFloat16* rows = packed_tile(op, block.group + g, place.step);
-        float* total = totals + g * 2 * kSumSize;
+        const BFloat16* numbers = stretch + place.step % kStretchSteps * kStepSize;
+        const BFloat16* rows = packed_tile(op, block.group + g, place.step / kStretchSteps * kStretchSteps);
+        float* total = totals + group_sums(op, g);
         const auto run = [&](auto two_groups) {
           constexpr bool kTwoGroups = decltype(two_groups)::value;
           if (first || scales != nullptr) {
@@ -583,7 +631,8 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
             beside();
             unscaled.add();
           };
-          multiply_stretch<kTwoGroups>(numbers, rows, steps, packed_tile_size(op), beside_and_add);
+          multiply_stretch<kTwoGroups>(numbers, rows, row_steps + place.step % kStretchSteps, steps, row_bytes,
+                                       beside_and_add);
           if (scales != nullptr) {
             store_sums<kTwoGroups>(unscaled.sums);
             __builtin_memcpy(unscaled.scales, scales, sizeof unscaled.scales);
@@ -597,16 +646,16 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
       }
     };
-    widening({block.panel, block.step}, stretches[0]).widen_until(kPanelColumns);
+    widening({block.panel, block.step}, stretches[0]).finish(kPanelColumns);
     for (int64_t panel = block.panel; panel < block.end_panel(); ++panel) {
-      float* totals = block_sums + (panel - block.panel) * block_groups(op) * 2 * kSumSize;
+      float* totals = block_sums + (panel - block.panel) * panel_sums_size(op);
       const typename Lines::Panel& scales = panels[panel - block.panel];
       const auto read_scales = [&](int64_t step, Float (*of_sums)[kStripVectors]) {
         scales.read(step * kTileK / shared, 1, of_sums);
         return of_sums[0];
       };
       for (int64_t step = block.step; step < block.end_step(); step += kStretchSteps, turn ^= 1) {
-        Stretch& stretch = stretches[turn];
+        BFloat16* stretch = stretches[turn];
         const Place here{panel, step};
         const int64_t steps = block.end_step() - step < kStretchSteps ? block.end_step() - step : kStretchSteps;
         const Place next = place_behind(op, block, here, steps);
@@ -621,11 +670,10 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
         } else if constexpr (kByRatios) {
           const int64_t left = op.source.width - step * kTileK, columns = left < kStretch ? left : kStretch;
           for (int64_t i = 0; i * shared < columns; ++i) {
-            Widening<Code, Lines>(op, Lines(op, i), here, here, stretch).widen_until(kPanelColumns);
+            Widening<Code, Lines>(op, Lines(op, i), here, here, stretch).finish(kPanelColumns);
             const Float* scale = read_scales(step + i * block_steps, of_sums);
             add_steps(stretch, here, steps, scale, step + i == 0, totals, [] {});
           }
-          widen_next.widen_until(next_rows);
         } else {
           for (int64_t part = step; part < step + steps; part += block_steps) {
             const int64_t part_steps = step + steps - part < block_steps ? step + steps - part : block_steps;
@@ -633,18 +681,19 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
             add_steps(stretch, {panel, part}, part_steps, scale, part == 0, totals, beside);
           }
         }
+        widen_next.finish(next_rows);
       }
       unscaled.add();
     }
   };
   const auto finish = [&](int64_t panel, int64_t group, int64_t groups, const float* totals) {
-    const typename Lines::Panel& scales = panels[(panel - panel_begin) % kBlockPanels];
+    const typename Lines::Panel& scales = panels[(panel - panel_begin) % block_panels(op)];
     if (!scales.has_whole_sums) return finish_panel(op, panel, group, groups, totals, nullptr);
     Float of_columns[1][kStripVectors];
     scales.read_whole(of_columns);
     finish_panel(op, panel, group, groups, totals, of_columns[0]);
   };
-  for_each_block(op, panel_begin, panel_end, kStretchSteps, multiply, finish);
+  for_each_block(op, panel_begin, panel_end, 2 * kStretchSteps, multiply, finish);
 }
 
 inline void amx_project_bf16_12bit(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
