@@ -247,6 +247,7 @@ def without_fc(checkpoints: Files) -> None:
 
 UP = "midlayer.mlp.up_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
 # For each kind of drafter a pair without a finding, and facts of it.
@@ -323,7 +324,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             c.weights.update({"lm_head.scales": torch.ones(3, DRAFTED).half()}),
             c.weights.update({"lm_head.qzeros": torch.zeros(3, DRAFTED // 8, dtype=torch.int32)}),
             c.weights.pop("lm_head.weight"),
-            c.drafter.update(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 16}),
+            c.drafter.update(quantization_config=GPTQ | {"group_size": 16}),
             c.drafter["quantization_config"].update(lm_head=True, dynamic={"-:.*fc": {}}),
         ),
         {"lm_head": "I32 with scales"},
@@ -630,7 +631,7 @@ def in_gptq(checkpoints: Files, groups: int) -> None:
     checkpoints.weights |= {"fc.scales": torch.ones(groups, D).half()}
     checkpoints.weights |= {"fc.qzeros": torch.zeros(groups, D // 8, dtype=torch.int32)}
     checkpoints.weights |= {"fc.g_idx": torch.arange(K * H, dtype=torch.int32) % groups}
-    checkpoints.drafter["quantization_config"] = {"quant_method": "gptq", "bits": 4, "desc_act": True}
+    checkpoints.drafter["quantization_config"] = GPTQ | {"desc_act": True}
 
 
 def in_awq(checkpoints: Files) -> None:
@@ -913,12 +914,24 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "GPTQ": (
         lambda c: (
-            with_config(c, {"quant_method": "gptq"}),
+            with_config(c, GPTQ | {"group_size": 48}),
             c.weights.update({"fc.qweight": torch.zeros(K * H // 8, D, dtype=torch.int32)}),
             c.weights.update({"fc.scales": torch.ones(4, D), "fc.qzeros": torch.zeros(4, D // 8, dtype=torch.int32)}),
             [c.weights.pop(name) for name in ("fc.weight", "fc.weight_scale")],
         ),
         [KEPT],
+    ),
+    "GPTQ of which the config lacks keys": (
+        lambda c: (
+            in_gptq(c, groups=6),
+            c.weights.pop("fc.g_idx"),
+            with_integers(c, {"quant_method": "gptq", "bits": 4, "desc_act": False}),
+        ),
+        [("engine-format", (V1, V2), "refuses the config: it lacks group_size and sym"), KEPT],
+    ),
+    "AWQ of which the config lacks keys": (
+        lambda c: (in_awq(c), with_integers(c, {"quant_method": "awq", "w_bit": 4, "q_group_size": 32})),
+        [("engine-format", (V1, V2), "refuses the config: it lacks zero_point"), KEPT],
     ),
     # `tests/engines/vllm` has both: vLLM ends with an error.
     "GPTQ of which vLLM calls a layer by another name": (
@@ -942,7 +955,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "AWQ of which vLLM calls an unquantized layer by another name": (
         lambda c: (
             in_awq(c),
-            with_integers(c, {"quant_method": "awq", "bits": 4}),
+            with_integers(c, AWQ),
             c.weights.update({f"{UP}.weight": torch.ones(96, 64).bfloat16()}),
         ),
         [
@@ -954,8 +967,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ),
         ],
     ),
-    # Its groups are those of g_idx, and no group size divides the columns: `load_checkpoint` reads it.
-    "GPTQ with act order": (lambda c: in_gptq(c, groups=5), [OUT_OF_ORDER, KEPT]),
+    "GPTQ with act order": (lambda c: in_gptq(c, groups=6), [OUT_OF_ORDER, KEPT]),
     "GPTQ of another group size": (
         lambda c: (in_gptq(c, groups=5), c.drafter["quantization_config"].update(group_size=64, desc_act=False)),
         [("load", ALL, "fc.qweight has 5 groups in 192 columns, expected 3, because the checkpoint says group"), KEPT],
@@ -973,10 +985,10 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("engine-format", (V1, V2), "refuses the config: sym is false, and it reads no zeros of GPTQ"), KEPT],
     ),
     "GPTQ with a group too many": (
-        lambda c: (in_gptq(c, groups=5), c.weights["fc.g_idx"].add_(1)),
+        lambda c: (in_gptq(c, groups=6), c.weights["fc.g_idx"].add_(1)),
         [
             OUT_OF_ORDER,
-            ("load", ALL, "fc.g_idx has groups 1 to 5, expected 0 to 4, because fc.scales has 5"),
+            ("load", ALL, "fc.g_idx has groups 1 to 6, expected 0 to 5, because fc.scales has 6"),
             KEPT,
         ],
     ),
@@ -1045,9 +1057,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "layers that only a pattern leaves out": (
         lambda c: (
-            c.drafter.update(
-                quantization_config={"quant_method": "awq", "modules_to_not_convert": ["fc", r".*mlp\.(gate|up)_proj"]}
-            ),
+            c.drafter.update(quantization_config=AWQ | {"modules_to_not_convert": ["fc", r".*mlp\.(gate|up)_proj"]}),
             c.weights.update({f"midlayer.mlp.{name}.weight": torch.ones(96, 64) for name in ("gate_proj", "up_proj")}),
         ),
         [
@@ -1183,7 +1193,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "GPTQ without its scales": (
         lambda c: (
-            c.drafter.update(quantization_config={"quant_method": "gptq"}),
+            c.drafter.update(quantization_config=GPTQ),
             c.weights.update({"fc.qweight": torch.zeros(K * H // 8, D, dtype=torch.int32)}),
             c.weights.pop("fc.weight"),
         ),

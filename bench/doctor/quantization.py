@@ -59,13 +59,26 @@ def look_at_method(pair: Pair) -> None:
     lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
     if lacking:
         pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
-    if method == "gptq" and (because := _gptq_refused_by_vllm(pair.quantization)) is not None:
+    if method in _VLLM_NEEDS and (because := _refused_by_vllm(method, pair.quantization)) is not None:
         pair.find("engine-format", f"refuses the config: {because}", VLLM_V1, VLLM_V2)
 
 
-def _gptq_refused_by_vllm(config: Mapping[str, Any]) -> str | None:
+# The keys of a config that vLLM does not read without, or their other names. Source: `from_config` of vLLM 0.32 and 0.33
+# `auto_gptq` and `auto_awq`.
+_VLLM_NEEDS = {
+    "gptq": (("bits",), ("group_size",), ("desc_act",), ("sym",)),
+    "awq": (("bits", "w_bit"), ("group_size", "q_group_size"), ("zero_point",)),
+}
+
+
+def _refused_by_vllm(method: str, config: Mapping[str, Any]) -> str | None:
     """Source: vLLM 0.32 and 0.33 `auto_gptq.AutoGPTQConfig`, `gptq_utils.normalize_and_validate_gptq_desc_act`."""
-    if config.get("bits", 4) not in (4, 8):
+    lacking = [names[0] for names in _VLLM_NEEDS[method] if not any(name in config for name in names)]
+    if lacking:
+        return f"it lacks {' and '.join(lacking)}"
+    if method != "gptq":
+        return None
+    if config["bits"] not in (4, 8):
         return f"bits is {config['bits']}, and it reads 4 and 8"
     if config.get("desc_act") is True and config.get("group_size") != -1:
         return "desc_act is true, and it reads no groups of columns that are out of order"

@@ -768,7 +768,7 @@ MUTANTS = (
             ("static_cast<uint32_t>(is_rare) << row", "static_cast<uint32_t>(is_rare)"),
             ("static_cast<char>(0xfe - 16)", "static_cast<char>(0xff - 16)"),
             ("place.step == 0 && is_inside(place)", "place.step == 0"),
-            ("% block_panels(op)", "% 8"),
+            ("(panel - panel_begin) % block_panels(op)", "(panel - panel_begin) % 8"),
             ("first || scales != nullptr", "first"),
             ("i + 1 < pairs || ends", "ends"),
             ("i > 0 || begins", "begins"),
@@ -787,7 +787,7 @@ MUTANTS = (
             ("_mm512_slli_epi16(codes, 8)", "codes"),
             ("left >= 2 * kLanes ? ~0u : (1u << left) - 1", "~0u"),
             ("find_blocks(k % block_columns)", "find_blocks(0)"),
-            ("lane % 4 / 2 * kLanes + lane / 4 * 4 + lane % 2 * 2", "lane"),
+            ("source_of<kGroup>(lane)", "lane"),
             ("*op.scales.global", "1.0f"),
             ("k + kUnitColumns > width", "false"),
         )
