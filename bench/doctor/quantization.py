@@ -63,7 +63,7 @@ def look_at_method(pair: Pair) -> None:
         pair.find("engine-format", f"refuses the config: {because}", VLLM_V1, VLLM_V2)
 
 
-# The keys of a config that vLLM does not read without, or their other names. Source: `from_config` of vLLM 0.32 and 0.33
+# The keys without which vLLM reads no config, each by all its names. Source: `from_config` of vLLM 0.32 and 0.33
 # `auto_gptq` and `auto_awq`.
 _VLLM_NEEDS = {
     "gptq": (("bits",), ("group_size",), ("desc_act",), ("sym",)),
