@@ -929,6 +929,10 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [("engine-format", (V1, V2), "refuses the config: it lacks group_size and sym"), KEPT],
     ),
+    "AWQ of another width": (
+        lambda c: (c.drafter.update(quantization_config=AWQ | {"bits": 8, "modules_to_not_convert": ["fc", "midlayer"]})),
+        [("engine-format", (V1, V2), "refuses the config: bits is 8, and it reads 4")],
+    ),
     "AWQ of which the config lacks keys": (
         lambda c: (in_awq(c), with_integers(c, {"quant_method": "awq", "w_bit": 4, "q_group_size": 32})),
         [("engine-format", (V1, V2), "refuses the config: it lacks zero_point"), KEPT],
@@ -982,7 +986,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.pop("fc.g_idx"),
             c.drafter["quantization_config"].update(desc_act=False, sym=False),
         ),
-        [("engine-format", (V1, V2), "refuses the config: sym is false, and it reads no zeros of GPTQ"), KEPT],
+        [("engine-format", (V1, V2), "refuses the config: sym is not true, and it reads no zeros of GPTQ"), KEPT],
     ),
     "GPTQ with a group too many": (
         lambda c: (in_gptq(c, groups=6), c.weights["fc.g_idx"].add_(1)),

@@ -76,14 +76,15 @@ def _refused_by_vllm(method: str, config: Mapping[str, Any]) -> str | None:
     lacking = [names[0] for names in _VLLM_NEEDS[method] if not any(name in config for name in names)]
     if lacking:
         return f"it lacks {' and '.join(lacking)}"
-    if method != "gptq":
+    bits = (4, 8) if method == "gptq" else (4,)
+    if (got := next(config[name] for name in _VLLM_NEEDS[method][0] if name in config)) not in bits:
+        return f"bits is {got}, and it reads {' and '.join(map(str, bits))}"
+    if method == "awq":
         return None
-    if config["bits"] not in (4, 8):
-        return f"bits is {config['bits']}, and it reads 4 and 8"
     if config.get("desc_act") is True and config.get("group_size") != -1:
         return "desc_act is true, and it reads no groups of columns that are out of order"
-    if config.get("sym") is False:
-        return "sym is false, and it reads no zeros of GPTQ"
+    if config["sym"] is not True:
+        return "sym is not true, and it reads no zeros of GPTQ"
     return None
 
 

@@ -33,7 +33,7 @@ constexpr int64_t kBlockPanels = 8;
 
 // Codes pass through L2 too and put the packed rows out: up to 256 rows blocks are half as long there, and they have
 // more panels, so that the rows come from L3 less often (fp8_row, T = 64: 4.7 ms; in blocks as above 5.4). With 512
-// rows shorter blocks take longer (mxfp4: 33.8 ms; 31.2 as above). The sums stay 512 KB.
+// rows shorter blocks take longer (mxfp4: 33.8 ms; 31.2 as above). The sums are 512 KB at most.
 constexpr int64_t kCodesBlockTiles = 512;
 constexpr int64_t kLeastCodesBlockSteps = 32;
 constexpr int64_t kMostCodesBlockPanels = 32;
@@ -95,7 +95,8 @@ constexpr int64_t kStretchSteps = 4;
 // A load waits for every earlier store to an address with the same lower 12 bits, which may be its own as long as only
 // those are compared. While a stretch is multiplied the next one is widened, so what is loaded has one half of each
 // page, the lower one for stretches with even numbers, and what is stored has the other one (fp8_row, T = 8 and 64, in
-// ms: 2.35 and 5.4; anywhere 2.43 and 5.8).
+// ms: 2.35 and 5.4; anywhere 2.43 and 5.8). Where a panel has an odd number of stretches, this holds for every other
+// panel: the stretches go on in turn in the two halves.
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHalfPage = kPage / 2;
 
