@@ -930,7 +930,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("engine-format", (V1, V2), "refuses the config: it lacks group_size and sym"), KEPT],
     ),
     "AWQ of another width": (
-        lambda c: (c.drafter.update(quantization_config=AWQ | {"bits": 8, "modules_to_not_convert": ["fc", "midlayer"]})),
+        lambda c: c.drafter.update(quantization_config=AWQ | {"bits": 8, "modules_to_not_convert": ["fc", "midlayer"]}),
         [("engine-format", (V1, V2), "refuses the config: bits is 8, and it reads 4")],
     ),
     "AWQ of which the config lacks keys": (
