@@ -76,12 +76,12 @@ def _refused_by_vllm(method: str, config: Mapping[str, Any]) -> str | None:
     lacking = [names[0] for names in _VLLM_NEEDS[method] if not any(name in config for name in names)]
     if lacking:
         return f"it lacks {' and '.join(lacking)}"
-    bits = (4, 8) if method == "gptq" else (4,)
-    if (got := next(config[name] for name in _VLLM_NEEDS[method][0] if name in config)) not in bits:
-        return f"bits is {got}, and it reads {' and '.join(map(str, bits))}"
+    bits = config.get("bits", config.get("w_bit"))
     if method == "awq":
-        return None
-    if config.get("desc_act") is True and config.get("group_size") != -1:
+        return None if bits == 4 else f"bits is {bits}, and it reads 4"
+    if bits not in (4, 8):
+        return f"bits is {bits}, and it reads 4 and 8"
+    if config["desc_act"] is True and config["group_size"] != -1:
         return "desc_act is true, and it reads no groups of columns that are out of order"
     if config["sym"] is not True:
         return "sym is not true, and it reads no zeros of GPTQ"

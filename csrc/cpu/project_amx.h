@@ -109,7 +109,6 @@ inline int64_t in_half_pages(int64_t half, int64_t byte) {
 // group.
 inline int64_t pair_groups(const NormConcatLinear& op) { return num_groups(op) > 1 ? 2 : 1; }
 inline int64_t num_pairs(const NormConcatLinear& op) { return (num_groups(op) + 1) / 2; }
-inline int64_t step_bytes(const NormConcatLinear& op) { return pair_groups(op) * packed_tile_size(op) * 2; }
 
 // Workspace: the fp32 rows (post norm only), the packed rows, the sums of each panel, in bytes from its beginning.
 inline int64_t packed_offset(const NormConcatLinear& op) {
@@ -117,8 +116,8 @@ inline int64_t packed_offset(const NormConcatLinear& op) {
 }
 inline int64_t amx_packed_bytes(const NormConcatLinear& op) {
   if (op.weight_type == WeightType::kChunks) return num_groups(op) * num_steps(op) * kTileSize * sizeof(BFloat16);
-  const int64_t of_a_half = round_up(num_steps(op), 2 * kStretchSteps) / 2 * num_pairs(op) * step_bytes(op);
-  return 2 * round_up(of_a_half, kHalfPage);
+  const int64_t tiles_of_a_half = round_up(num_steps(op), 2 * kStretchSteps) / 2 * num_pairs(op) * pair_groups(op);
+  return 2 * round_up(tiles_of_a_half * packed_tile_size(op) * 2, kHalfPage);
 }
 // Floats. For codes the sums of four groups have both halves of two pages.
 inline int64_t panel_sums_size(const NormConcatLinear& op) {

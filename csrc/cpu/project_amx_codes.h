@@ -449,6 +449,7 @@ class Widening {
       widen_rows(row, std::false_type{});
     }
   }
+  // For the last rows: those of earlier calls that have rare numbers are widened again in the next call.
   void finish(int64_t row) {
     widen_until(row);
     widen_rare();
