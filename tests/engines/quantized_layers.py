@@ -9,8 +9,10 @@ from test_quantized_checkpoint import LAYOUTS
 
 W4A16 = "pack-int4"  # compressed-tensors' pack-quantized, as DFlash2-W4A16 is
 GPTQ, AWQ = "gptq", "awq"
-IN_GROUPS = {W4A16: torch.bfloat16, GPTQ: torch.float16, AWQ: torch.float16}  # the dtype of their scales
-GROUP = 32  # columns that share a scale, in all three
+AUTO_GPTQ, AUTO_AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"  # auto-round's, with the tensors of those
+# The dtype of their scales.
+IN_GROUPS = {W4A16: torch.bfloat16, **dict.fromkeys((GPTQ, AWQ, AUTO_GPTQ, AUTO_AWQ), torch.float16)}
+GROUP = 32  # columns that share a scale, in all of them
 
 
 def tensors_of(layer: str, weight: Tensor, layout: str) -> dict[str, Tensor]:
@@ -21,17 +23,18 @@ def tensors_of(layer: str, weight: Tensor, layout: str) -> dict[str, Tensor]:
 def in_integers(layer: str, weight: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:
     """(the layer's tensors by name, their dequantized weight in float64): zeros are 8, but for AWQ 6 to 9."""
     groups = weight.float().unflatten(1, (-1, GROUP))
-    most = 6 if layout == AWQ else 7
+    is_awq = layout in (AWQ, AUTO_AWQ)
+    most = 6 if is_awq else 7
     scales = (groups.abs().amax(2) / most).to(IN_GROUPS[layout])
     scales = torch.where(scales == 0, 1.0, scales)
     q = (groups / scales.float().unsqueeze(2)).round().clamp(-most, most)
     zeros = torch.full(scales.shape, 8)
-    if layout == AWQ:  # the zero of another row or group would give other numbers
+    if is_awq:  # the zero of another row or group would give other numbers
         zeros = 6 + (torch.arange(len(zeros))[:, None] + torch.arange(zeros.shape[1])) % 4
     codes = (q.int() + zeros.unsqueeze(2)).flatten(1)
     if layout == W4A16:
         tensors = {"weight_packed": pack(codes, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
-    elif layout == GPTQ:
+    elif not is_awq:
         tensors = {"qweight": pack(codes, 4).t(), "qzeros": pack(zeros.t() - 1, 4), "scales": scales.t()}
         tensors["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
     else:
@@ -44,10 +47,13 @@ def in_integers(layer: str, weight: Tensor, layout: str) -> tuple[dict[str, Tens
 def config_of(layout: str) -> dict:
     """quantization_config of a layout of IN_GROUPS, as its tool writes it."""
     grouped = {"quant_method": layout, "bits": 4, "group_size": GROUP}
+    by_auto_round = grouped | {"quant_method": "auto-round", "data_type": "int", "packing_format": layout}
     return {
         W4A16: {"quant_method": "compressed-tensors", "format": "pack-quantized"},
         GPTQ: {**grouped, "desc_act": False, "sym": True},
         AWQ: {**grouped, "zero_point": True, "version": "gemm"},
+        AUTO_GPTQ: {**by_auto_round, "sym": True},
+        AUTO_AWQ: {**by_auto_round, "sym": False},
     }[layout]
 
 

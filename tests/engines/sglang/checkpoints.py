@@ -171,6 +171,8 @@ class Drafter:
     width: int = H  # Hd; len(layer_ids) * H makes fc square
     stream_length: float = 1.0  # |captured|: 1 for the Llama target, sqrt(H) for Gemma
     layout: str = ""  # of a quantized fc
+    whole: bool = False  # the decoder layer's projections are quantized too
+    quantization: Mapping[str, object] | None = None  # quantization_config
     draft_V: int = 0  # size of its vocabulary, the first tokens in reverse order; d2t is their distance
     norm_output: bool = False
 
@@ -191,6 +193,8 @@ class Drafter:
         }
         if Hd != H:
             config["target_hidden_size"] = H
+        if self.quantization:
+            config["quantization_config"] = self.quantization
         norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         weights = idle_layer("midlayer", Hd, 2 * Hd, norms, 1.0)
         weights |= {"lm_head.weight": eye(V, Hd).roll(1, 0), "norm.weight": torch.ones(Hd)}
@@ -234,7 +238,9 @@ class Drafter:
             attention = {"q_proj": 4 * heads, "k_proj": 4 * heads, "v_proj": heads, "o_proj": first}
             weights |= {f"midlayer.self_attn.{name}.weight": weight for name, weight in attention.items()}
             weights["norm.weight"] = torch.full((Hd,), 1e-3)
-        return save(folder, config, weights, dtype, {"fc": self.layout} if self.layout else {})
+        quantized = ("fc.weight", "_proj.weight") if self.whole else ("fc.weight",)
+        layers = [name.removesuffix(".weight") for name in weights if self.layout and name.endswith(quantized)]
+        return save(folder, config, weights, dtype, dict.fromkeys(layers, self.layout))
 
 
 def mimo_target(folder: Path, V: int, dtype: torch.dtype, layout: str = "") -> str:

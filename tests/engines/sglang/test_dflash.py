@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines.quantized_layers import W4A16
+from engines.quantized_layers import AWQ, W4A16
 from engines.sglang import checkpoints
 from engines.sglang.test_engine import BEST, LOST, PROBES, Case, off
 
@@ -37,7 +37,7 @@ def test_without_the_plugin(tmp_path: Path) -> None:
     assert not run.ops
 
 
-@pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4", W4A16])
+@pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4", W4A16, AWQ])
 def test_a_quantized_fc_is_loaded_with_its_scale(tmp_path: Path, layout: str) -> None:
     """sglang#39087: DFlash2-W4A16 and similar drafters."""
     run = case(drafter=checkpoints.DFlashDrafter(layout=layout)).run(tmp_path)

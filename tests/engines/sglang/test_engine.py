@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from engines.quantized_layers import W4A16
+from engines.quantized_layers import AUTO_AWQ, AUTO_GPTQ, AWQ, GPTQ, W4A16, config_of
 from engines.sglang import checkpoints, run_engine
 
 HERE = Path(__file__).parent
@@ -202,7 +202,7 @@ def test_another_plugin_on_the_same_class(tmp_path: Path) -> None:
 # width crash SGLang's loader.
 QUANTIZED = ("modelopt-fp8", "modelopt-row", "hf-block", "compressed-int8", "modelopt-mxfp8")
 QUANTIZED += ("deepseek-block", "deepseek-v4.1", "mistral")
-PACKED = ("quark-mxfp4", "modelopt-nvfp4", "compressed-nvfp4", W4A16)
+PACKED = ("quark-mxfp4", "modelopt-nvfp4", "compressed-nvfp4", W4A16, AWQ)
 
 
 @pytest.mark.parametrize("layout", QUANTIZED + PACKED)
@@ -220,12 +220,45 @@ def test_a_quantized_fc_without_the_plugin(tmp_path: Path, layout: str) -> None:
     assert run.accept_lengths == [LOST] * 2, run.log[-3000:]
 
 
+# GPTQ's config has all linear layers in codes, since on a CPU SGLang leaves none out; the others have fc alone. Without
+# its own CPU kernels SGLang takes its AWQ for GPUs, which has fp16 only.
+BLOCKS = {"block_name_to_quantize": "fc"}
+IN_INTEGERS = {
+    GPTQ: checkpoints.Drafter(norm="chunk", layout=GPTQ, whole=True, quantization=config_of(GPTQ)),
+    AWQ: checkpoints.Drafter(
+        norm="chunk", layout=AWQ, quantization=config_of(AWQ) | {"modules_to_not_convert": ["_proj"]}
+    ),
+    AUTO_GPTQ: checkpoints.Drafter(norm="chunk", layout=AUTO_GPTQ, quantization=config_of(AUTO_GPTQ) | BLOCKS),
+    AUTO_AWQ: checkpoints.Drafter(norm="chunk", layout=AUTO_AWQ, quantization=config_of(AUTO_AWQ) | BLOCKS),
+}
+
+
+@pytest.mark.parametrize("layout", IN_INTEGERS)
+def test_an_fc_of_integers(tmp_path: Path, layout: str) -> None:
+    """SGLang has no parameter for the codes of a plain nn.Linear and skips them by name: its weight stays what it was
+    made with. A decoder layer in codes, which has a quantization method, stays with SGLang."""
+    case = Case(IN_INTEGERS[layout], dtype="float16" if layout == AWQ else "bfloat16")
+    without = dataclasses.replace(case, environment=off("SCALES")).run(tmp_path / "off")
+    # A draft of a random fc may be right.
+    assert len(without.accept_lengths) == 2 and max(without.accept_lengths) < 2, without.log[-3000:]
+    run = case.run(tmp_path / "on")
+    assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
+    assert run.ops["norm_concat_linear"] == PROBES + 5
+    assert run.log.count("is integers in groups in the checkpoint and has no scales there") == 1
+
+
+def test_a_gptq_fc_of_which_the_config_says_nothing_is_refused(tmp_path: Path) -> None:
+    """Only the config says whether its zeros are stored less 1. SGLang alone skips its codes and loses every draft."""
+    run = Case(checkpoints.Drafter(norm="chunk", layout=GPTQ)).run(tmp_path)
+    assert not run.accept_lengths and "load_weights: fc.qweight is gptq, expected a config.json beside it" in run.log
+
+
 def mtp(layout: str, *environment: tuple[str, str]) -> Case:
     arguments = (("speculative_algorithm", "EAGLE"),)
     return Case(checkpoints.MTPDrafter(layout), target="mimo", environment=environment, arguments=arguments)
 
 
-@pytest.mark.parametrize("layout", ["", "hf-block", "modelopt-nvfp4"])
+@pytest.mark.parametrize("layout", ["", "hf-block", "modelopt-nvfp4", AWQ])
 def test_a_quantized_projection_of_an_mtp_layer(tmp_path: Path, layout: str) -> None:
     """sglang#39254: MiMo's input_proj, an nn.Linear, loaded from its target's checkpoint."""
     run = mtp(layout).run(tmp_path)

@@ -12,7 +12,7 @@ from vllm_checkpoints import fp8_config, write_counting_deepseek, write_deepseek
 from vllm_engine import EXPECTED, Engine
 
 from backends import needs_packing
-from engines.quantized_layers import AWQ, GPTQ, W4A16, config_of
+from engines.quantized_layers import AUTO_AWQ, AUTO_GPTQ, AWQ, GPTQ, W4A16, config_of
 
 COMBINE = "Eagle3LlamaForCausalLM.combine_hidden_states"
 RUNS = f"{COMBINE} runs norm_concat_linear"
@@ -364,8 +364,9 @@ def test_an_fc_that_vllm_holds_as_fp8(engine: Engine) -> None:
 
 
 # Where the config lists no layers vLLM 0.32 reads them from the file's header: GPTQ's, which are those in codes, and
-# those that are not AWQ's, by names that the decoder layer has in the file alone.
+# those that are not AWQ's, by names that the decoder layer has in the file alone. auto-round's it does not.
 ONLY_FC = {GPTQ: {}, AWQ: {"modules_to_not_convert": ["layers.", "lm_head"]}}
+ONLY_FC |= {layout: {"block_name_to_quantize": "model.fc"} for layout in (AUTO_GPTQ, AUTO_AWQ)}
 
 
 @pytest.mark.parametrize("layout", ONLY_FC)
@@ -378,7 +379,7 @@ def test_an_fc_that_vllm_holds_as_integers(engine: Engine, layout: str) -> None:
     on = engine.run(request)
     assert on.tokens == off.tokens == EXPECTED
     assert on.accepted_length == off.accepted_length == BEST
-    method = {GPTQ: "AutoGPTQLinearMethod", AWQ: "AutoAWQMarlinLinearMethod"}[layout]
+    method = {GPTQ: "AutoGPTQLinearMethod", AWQ: "AutoAWQMarlinLinearMethod"}.get(layout, "INCLinearMethod")
     runs = f"{COMBINE} runs norm_concat (K=3, chunk norm), its fc stays with vLLM: its quant_method is {method}"
     assert on.lines == [f"{runs}; forced, not timed"]
     assert off.calls == [] and [set(calls) for calls in on.calls] == [{"norm_concat"}]
@@ -414,10 +415,11 @@ def test_an_unquantized_layer_that_an_awq_config_does_not_list(engine: Engine) -
         assert run.returncode != 0 and "no module or parameter named 'layers.0.mlp.down_proj.weight'" in run.log
 
 
-@pytest.mark.parametrize(("layout", "first"), [(GPTQ, "g_idx"), (AWQ, "qweight")])
+@pytest.mark.parametrize(("layout", "first"), [(GPTQ, "g_idx"), (AWQ, "qweight"), (AUTO_GPTQ, "g_idx")])
 def test_an_eh_proj_of_integers(engine: Engine, layout: str, first: str) -> None:
     """A plain nn.Linear: vLLM has no parameter for its tensors, and ends at the first one."""
-    folder, quantization = engine.folder / f"counting-deepseek-{layout}", {"quantization_config": config_of(layout)}
+    folder, only = engine.folder / f"counting-deepseek-{layout}", {"block_name_to_quantize": "eh_proj"}
+    quantization = {"quantization_config": config_of(layout) | (only if layout == AUTO_GPTQ else {})}
     request = mtp_request(engine, None) | {"target": write_counting_deepseek(folder, layout, **quantization)}
     off = engine.run(request, may_fail=True, EAGLE_KERNELS_VLLM="0")
     assert off.returncode != 0 and f"KeyError: 'model.layers.2.eh_proj.{first}'" in off.log

@@ -119,6 +119,24 @@ def _decode_attention(
         out[rows] = attended.to(out.dtype)
 
 
+def _dequantized_gptq(codes: Tensor, zeros: Tensor, scales: Tensor, algorithm: int) -> tuple[Tensor, Tensor, Tensor]:
+    """SGLang's packs GPTQ's and AWQ's 4-bit codes anew; here the weight, [D, W] in fp32, takes the place of GPTQ's."""
+    assert algorithm == 1, "GPTQ"
+    shifts = torch.arange(0, 32, 4)
+    numbers = (codes.unsqueeze(1) >> shifts.view(-1, 1) & 15).flatten(0, 1)
+    zeros_of_groups = (zeros.unsqueeze(-1) >> shifts & 15).flatten(1) + 1
+    columns = codes.shape[0] * 8 // scales.shape[0]
+    weight = (numbers - zeros_of_groups.repeat_interleave(columns, 0)) * scales.float().repeat_interleave(columns, 0)
+    return weight.t(), zeros, scales
+
+
+def _multiply_gptq(x: Tensor, weight: Tensor, zeros: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+
+
+torch.ops.sgl_kernel.convert_weight_packed_scale_zp = _dequantized_gptq
+torch.ops.sgl_kernel.int4_scaled_mm_cpu = _multiply_gptq
+
 # A drafter with latent attention synchronizes with a GPU after it got the target's embedding.
 torch.cuda.synchronize = lambda device=None: None
 
