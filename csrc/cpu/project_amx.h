@@ -233,6 +233,9 @@ class TileSession {
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
     for (int i : {0, 1, 2, 3, 6, 7}) config.row_bytes[i] = static_cast<uint16_t>(4 * rows);
+    // To GCC before 12.4 and 13.3 the intrinsic reads 8 bytes only (PR target/114098): where this is not inlined it
+    // drops what is stored in the others, and the first tile instruction is illegal.
+    __asm__ volatile("" : : "m"(config));
     _tile_loadconfig(&config);
   }
   ~TileSession() { _tile_release(); }
