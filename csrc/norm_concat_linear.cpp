@@ -4,14 +4,11 @@
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
-#include <array>
-#include <memory>
-#include <new>
-
 #include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/norm_concat.h"
 #include "cpu/parallel.h"
+#include "cpu/workspace.h"
 #include "cuda/current_device.h"
 #include "norm_concat.h"
 #include "python_call.h"
@@ -92,22 +89,11 @@ constexpr cpu::PerIsa kCpu([](auto isa) {
   };
 });
 
-// Not a tensor: torch's allocator takes memory from the same place, but through a dispatcher call of 2 us.
-struct Workspace {
-  static constexpr std::align_val_t kAlignment{4096};
-
-  explicit Workspace(int64_t bytes) : data(operator new(static_cast<size_t>(bytes), kAlignment)) {}
-  ~Workspace() { operator delete(data, kAlignment); }
-  Workspace(const Workspace&) = delete;
-
-  void* data;
-};
-
 void run_on_cpu(NormConcatLinear record, const View&, const Output&) {
   if (record.num_rows == 0 || record.num_columns == 0) return;
   const CpuKernels& kernels = kCpu.active();
-  const Workspace workspace(kernels.workspace(record));
-  record.workspace = workspace.data;
+  const cpu::Workspace workspace(kernels.workspace(record));
+  record.workspace = workspace.data();
   const int64_t groups = kernels.row_groups(record), panels = kernels.panels(record);
   const int64_t width = record.source.width;
   cpu::parallel_over(groups, record.num_rows * width / groups,
@@ -242,9 +228,9 @@ Tensor transposed(const NormConcatLinear& op, const View& weight) {
 void run_two_steps_on_cpu(const NormConcatLinear& op, const View& weight, const Output& out) {
   const int64_t rows = op.num_rows, width = op.source.width;
   check(op.bias.data == nullptr && op.post_norm_gain.data == nullptr, kOp, "bias", "CPU");
-  const Workspace workspace(rows * width * weight.element_size);
-  cpu::norm_concat({op.source, rows, workspace.data, width});
-  const Tensor normed = matrix(workspace.data, rows, width, width, weight);
+  const cpu::Workspace workspace(rows * width * weight.element_size);
+  cpu::norm_concat({op.source, rows, workspace.data(), width});
+  const Tensor normed = matrix(workspace.data(), rows, width, width, weight);
   expect_success(aoti_torch_cpu_mm_out(matrix_of(out).get(), normed.get(), transposed(op, weight).get()));
 }
 

@@ -1,6 +1,8 @@
 """norm_concat_linear: float64 truth, what the bits of a row's result depend on, and what memory it touches."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -378,3 +380,31 @@ def test_out_allocates_nothing_that_outlives_the_call() -> None:
         ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
     kept = sum(event.self_cpu_memory_usage for event in profile.key_averages())
     assert kept <= 0, os.linesep.join(map(str, profile.key_averages()))
+
+
+FAULTS = """
+import resource, torch, eagle_kernels as ek
+
+chunks = [torch.randn(64, 2048, dtype=torch.bfloat16) for _ in range(3)]
+weight, gain = torch.randn(512, 3 * 2048, dtype=torch.bfloat16), torch.ones(3, 2048, dtype=torch.bfloat16)
+out = torch.empty(64, 512, dtype=torch.bfloat16)
+
+def faults_of(calls):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults_of(3)
+print(faults_of(20))
+"""
+
+
+@needs_compiled
+def test_a_call_faults_no_pages_in() -> None:
+    """The workspace is kept for the next call. Each call faulted all its pages in, some 200 here, where malloc returns
+    blocks of this size to the system: always with its threshold fixed, otherwise it depends on what was freed before."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    run = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 20 * 10
