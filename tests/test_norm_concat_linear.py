@@ -403,7 +403,7 @@ print(faults_of(20))
 @needs_compiled
 def test_a_call_faults_no_pages_in() -> None:
     """The workspace is kept for the next call. Each call faulted all its pages in, some 200 here, where malloc returns
-    blocks of this size to the system: always with its threshold fixed, otherwise it depends on what was freed before."""
+    blocks of this size to the system: always with a fixed threshold, else it depends on what was freed before."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     run = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
