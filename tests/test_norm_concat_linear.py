@@ -194,6 +194,27 @@ def test_bits_do_not_depend_on_T_or_threads(dtype: torch.dtype, projection: str)
 
 
 @needs_compiled
+@pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
+@pytest.mark.parametrize("format", ["", "fp8_row", "mxfp4"])
+@pytest.mark.parametrize("T", [16, 37])
+def test_threads_may_share_a_group_of_rows(T: int, format: str, norm: str) -> None:
+    """On the tile unit 16 rows are packed together, 2048 columns a part; chunks end within parts."""
+    chunks, weight, gain = make_call(T, torch.bfloat16, H=2880, D=65)
+    norm_weight = {"chunk": gain, "concat": gain.flatten(), "none": None}[norm]
+    arguments = {"norm": norm, "norm_weight": norm_weight, "indices": [torch.arange(T).roll(1) - 1] * 3}
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            results.append(
+                ek.norm_concat_linear(chunks, ek.quantize(weight, format) if format else weight, **arguments)
+            )
+    finally:
+        torch.set_num_threads(before)
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@needs_compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 def test_bits_do_not_depend_on_T_over_many_blocks(dtype: torch.dtype) -> None:
     """K*H beyond one block of the sum (4096 at most), more than 512 rows and more than 512 columns."""

@@ -94,9 +94,9 @@ struct Tiles {
     return op.codes_kernel != CodesKernel::kFewRows && amx_reads_codes(op);
   }
   static int64_t workspace(const NormConcatLinear& op) { return amx_workspace(op); }
-  static int64_t row_groups(const NormConcatLinear& op) { return num_groups(op); }
+  static int64_t row_groups(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }
   static void pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
-    for (int64_t group = group_begin; group < group_end; ++group) amx_pack_group(op, group);
+    amx_pack(op, group_begin, group_end);
   }
   static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
     if (op.weight_type == WeightType::kChunks) return amx_project(op, panel_begin, panel_end);
