@@ -10,9 +10,9 @@ namespace eagle_kernels::cpu {
 
 // Not a tensor: torch's allocator takes memory from the same place, but through a dispatcher call of 2 us.
 //
-// A thread keeps its largest workspace for its next calls. malloc may return memory of this size to the system, and then
-// each call faults all its pages in again (bf16, T = 64 and 128, minima in ms: 417 and 833 faults, 5.4 and 8.9; kept 4.8
-// and 7.8).
+// A thread keeps its largest workspace for its next calls. malloc may return memory of this size to the system, and
+// then each call faults all its pages in again (bf16, T = 64 and 128, minima in ms: 417 and 833 faults, 5.4 and 8.9;
+// kept 4.8 and 7.8).
 class Workspace {
  public:
   explicit Workspace(int64_t bytes) : memory_(bytes <= kept_.bytes ? std::exchange(kept_, Memory()) : Memory(bytes)) {}
