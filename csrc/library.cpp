@@ -10,6 +10,7 @@
 
 #include "concat.h"
 #include "cpu/dispatch.h"
+#include "cpu/workspace.h"
 #include "cuda/current_device.h"
 #include "export.h"
 #include "norm_concat_linear.h"
@@ -24,6 +25,9 @@ int64_t set_cpu_isa(int64_t cap) {
   cpu::active_isa = static_cast<cpu::Isa>(isa);
   return isa;
 }
+
+// Workspaces of up to so many bytes are kept; returns the number before. The calling thread's is freed.
+int64_t keep_workspaces(int64_t most) { return cpu::Workspace::keep(most); }
 
 }  // namespace
 
@@ -53,10 +57,14 @@ EAGLE_KERNELS_EXPORT int64_t eagle_kernels_cuda_driver_version() { return 0; }
 EAGLE_KERNELS_EXPORT bool eagle_kernels_wgmma_pays(int64_t, int64_t, int64_t, int64_t) { return false; }
 #endif
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) { m.def("set_cpu_isa(int cap) -> int"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
+  m.def("set_cpu_isa(int cap) -> int");
+  m.def("keep_workspaces(int most) -> int");
+}
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+  m.impl("keep_workspaces", TORCH_BOX(&keep_workspaces));
 }
 
 }  // namespace eagle_kernels

@@ -71,8 +71,8 @@ void norm_concat_linear_out(const std::vector<View>& chunks, int64_t num_chunks,
 
 struct CpuKernels {
   int64_t (*workspace)(const NormConcatLinear&);
-  int64_t (*row_groups)(const NormConcatLinear&);
-  void (*pack)(const NormConcatLinear&, int64_t group_begin, int64_t group_end);
+  int64_t (*pack_units)(const NormConcatLinear&);
+  void (*pack)(const NormConcatLinear&, int64_t unit_begin, int64_t unit_end);
   int64_t (*panels)(const NormConcatLinear&);
   void (*project)(const NormConcatLinear&, int64_t panel_begin, int64_t panel_end);
   void (*post_norm)(const NormConcatLinear&, int64_t row_begin, int64_t row_end);
@@ -81,7 +81,7 @@ struct CpuKernels {
 constexpr cpu::PerIsa kCpu([](auto isa) {
   return CpuKernels{
       .workspace = norm_concat_linear_workspace<isa>,
-      .row_groups = norm_concat_linear_row_groups<isa>,
+      .pack_units = norm_concat_linear_pack_units<isa>,
       .pack = norm_concat_linear_pack<isa>,
       .panels = norm_concat_linear_panels<isa>,
       .project = norm_concat_linear_project<isa>,
@@ -94,9 +94,9 @@ void run_on_cpu(NormConcatLinear record, const View&, const Output&) {
   const CpuKernels& kernels = kCpu.active();
   const cpu::Workspace workspace(kernels.workspace(record));
   record.workspace = workspace.data();
-  const int64_t groups = kernels.row_groups(record), panels = kernels.panels(record);
+  const int64_t units = kernels.pack_units(record), panels = kernels.panels(record);
   const int64_t width = record.source.width;
-  cpu::parallel_over(groups, record.num_rows * width / groups,
+  cpu::parallel_over(units, record.num_rows * width / units,
                      [&](int64_t begin, int64_t end) { kernels.pack(record, begin, end); });
   cpu::parallel_over(panels, record.num_rows * record.num_columns * width / panels,
                      [&](int64_t begin, int64_t end) { kernels.project(record, begin, end); });

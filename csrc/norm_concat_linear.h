@@ -54,9 +54,9 @@ struct NormConcatLinear {
 template <cpu::Isa isa>
 int64_t norm_concat_linear_workspace(const NormConcatLinear& op);
 template <cpu::Isa isa>
-int64_t norm_concat_linear_row_groups(const NormConcatLinear& op);
+int64_t norm_concat_linear_pack_units(const NormConcatLinear& op);
 template <cpu::Isa isa>
-void norm_concat_linear_pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end);
+void norm_concat_linear_pack(const NormConcatLinear& op, int64_t unit_begin, int64_t unit_end);
 template <cpu::Isa isa>
 int64_t norm_concat_linear_panels(const NormConcatLinear& op);
 template <cpu::Isa isa>

@@ -95,7 +95,7 @@ def test_a_forked_child_with_one_thread_gives_the_same_bits() -> None:
 @needs_compiled
 @pytest.mark.parametrize("dtype", soak_calls.DTYPES.values(), ids=soak_calls.DTYPES)
 def test_what_a_call_leaves_in_its_workspace_is_not_read(dtype: torch.dtype) -> None:
-    """289 columns are packed as 304 or more, and the allocator gives a call the memory of the one before."""
+    """289 columns are packed as 304 or more, and a call gets the workspace of the one before."""
     weights = {width: torch.randn(40, width).to(dtype) for width in (289, 304)}
     rows, nan = torch.randn(3, 289).to(dtype), torch.full((3, 304), float("nan"), dtype=dtype)
     for variables in soak_calls.PATHS.values():

@@ -29,7 +29,7 @@ namespace {
 template <class T>
 struct Dots {
   static int64_t workspace(const NormConcatLinear& op) { return dot_workspace<T>(op) + totals_workspace(op); }
-  static int64_t row_groups(const NormConcatLinear& op) { return op.num_rows; }
+  static int64_t pack_units(const NormConcatLinear& op) { return op.num_rows; }
   static void pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
     dot_pack<T>(op, row_begin, row_end, packed_width<T>(op));
   }
@@ -60,9 +60,9 @@ struct Strips {
     return op.weight_type != WeightType::kChunks && op.weight_type != WeightType::kBFloat16In12;
   }
   static int64_t workspace(const NormConcatLinear& op) { return strips_workspace<T>(op) + totals_workspace(op); }
-  static int64_t row_groups(const NormConcatLinear& op) { return strips_groups(op); }
-  static void pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
-    strips_pack<T>(op, group_begin, group_end);
+  static int64_t pack_units(const NormConcatLinear& op) { return strips_groups(op); }
+  static void pack(const NormConcatLinear& op, int64_t unit_begin, int64_t unit_end) {
+    strips_pack<T>(op, unit_begin, unit_end);
   }
   static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
     with_code(op.weight_type, [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
@@ -76,7 +76,7 @@ struct FewRowsOfCodes {
     return op.codes_kernel == CodesKernel::kFewRows && op.source.dtype == DType::kBFloat16;
   }
   static int64_t workspace(const NormConcatLinear& op) { return codes_workspace(op); }
-  static int64_t row_groups(const NormConcatLinear& op) { return op.num_rows; }
+  static int64_t pack_units(const NormConcatLinear& op) { return op.num_rows; }
   static void pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end) {
     codes_pack(op, row_begin, row_end);
   }
@@ -94,9 +94,9 @@ struct Tiles {
     return op.codes_kernel != CodesKernel::kFewRows && amx_reads_codes(op);
   }
   static int64_t workspace(const NormConcatLinear& op) { return amx_workspace(op); }
-  static int64_t row_groups(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }
-  static void pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
-    amx_pack(op, group_begin, group_end);
+  static int64_t pack_units(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }
+  static void pack(const NormConcatLinear& op, int64_t unit_begin, int64_t unit_end) {
+    amx_pack(op, unit_begin, unit_end);
   }
   static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
     if (op.weight_type == WeightType::kChunks) return amx_project(op, panel_begin, panel_end);
@@ -151,15 +151,15 @@ int64_t norm_concat_linear_workspace<kIsa>(const NormConcatLinear& op) {
 }
 
 template <>
-int64_t norm_concat_linear_row_groups<kIsa>(const NormConcatLinear& op) {
-  int64_t groups = 0;
-  with_projection(op, [&](auto projection) { groups = projection.row_groups(op); });
-  return groups;
+int64_t norm_concat_linear_pack_units<kIsa>(const NormConcatLinear& op) {
+  int64_t units = 0;
+  with_projection(op, [&](auto projection) { units = projection.pack_units(op); });
+  return units;
 }
 
 template <>
-void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
-  with_projection(op, [&](auto projection) { projection.pack(op, group_begin, group_end); });
+void norm_concat_linear_pack<kIsa>(const NormConcatLinear& op, int64_t unit_begin, int64_t unit_end) {
+  with_projection(op, [&](auto projection) { projection.pack(op, unit_begin, unit_end); });
 }
 
 template <>

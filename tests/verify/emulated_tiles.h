@@ -15,6 +15,7 @@ namespace emulated_tiles {
 
 struct Unit {
   alignas(64) uint8_t tiles[8][16][64];
+  int rows[8], row_bytes[8];
   bool is_configured = false;
 };
 inline thread_local Unit unit;
@@ -25,12 +26,16 @@ inline void expect(bool condition, const char* what) {
   std::abort();
 }
 
-// Every tile has 16 x 64 bytes. A tile loses its contents, which become NaN here.
+// A tile loses its contents, which become NaN here.
 inline void load_config(const void* config) {
   const auto* bytes = static_cast<const uint8_t*>(config);
   expect(bytes[0] == 1, "palette 1");
   for (int tile = 0; tile < 8; ++tile) {
-    expect(bytes[16 + 2 * tile] == 64 && bytes[17 + 2 * tile] == 0 && bytes[48 + tile] == 16, "tiles of 16 x 64 bytes");
+    unit.rows[tile] = bytes[48 + tile];
+    unit.row_bytes[tile] = bytes[16 + 2 * tile] | bytes[17 + 2 * tile] << 8;
+    const int rows = unit.rows[tile], row_bytes = unit.row_bytes[tile];
+    expect(rows > 0 && rows <= 16, "1 to 16 rows of a tile");
+    expect(row_bytes > 0 && row_bytes <= 64 && row_bytes % 4 == 0, "rows of 1 to 16 words");
   }
   unit.is_configured = true;
   std::memset(unit.tiles, 0xff, sizeof unit.tiles);
@@ -41,25 +46,34 @@ inline uint8_t (&rows_of(int tile))[16][64] {
   expect(unit.is_configured, "an instruction without a configuration is a fault");
   return unit.tiles[tile];
 }
+inline void zero(int tile) { std::memset(rows_of(tile), 0, sizeof unit.tiles[0]); }
+// What is written to a tile is zero beyond its configured size.
 inline void load(int tile, const void* base, int64_t stride) {
-  auto& rows = rows_of(tile);
-  for (int row = 0; row < 16; ++row) std::memcpy(rows[row], static_cast<const uint8_t*>(base) + row * stride, 64);
+  zero(tile);
+  for (int row = 0; row < unit.rows[tile]; ++row) {
+    std::memcpy(unit.tiles[tile][row], static_cast<const uint8_t*>(base) + row * stride, unit.row_bytes[tile]);
+  }
 }
 inline void store(int tile, void* base, int64_t stride) {
   const auto& rows = rows_of(tile);
-  for (int row = 0; row < 16; ++row) std::memcpy(static_cast<uint8_t*>(base) + row * stride, rows[row], 64);
+  for (int row = 0; row < unit.rows[tile]; ++row) {
+    std::memcpy(static_cast<uint8_t*>(base) + row * stride, rows[row], unit.row_bytes[tile]);
+  }
 }
-inline void zero(int tile) { std::memset(rows_of(tile), 0, sizeof unit.tiles[0]); }
 inline void multiply(int sums, int left, int right) {
   auto &to = rows_of(sums), &a = rows_of(left), &b = rows_of(right);
-  for (int row = 0; row < 16; ++row) {
+  const int pairs = unit.row_bytes[left] / 4;
+  const bool fit = unit.rows[left] == unit.rows[sums] && unit.row_bytes[right] == unit.row_bytes[sums];
+  expect(fit && unit.rows[right] == pairs, "tiles whose sizes fit, otherwise a product is a fault");
+  const __mmask16 columns = static_cast<__mmask16>((1u << unit.row_bytes[sums] / 4) - 1);
+  for (int row = 0; row < unit.rows[sums]; ++row) {
     __m512 sum = _mm512_loadu_ps(to[row]);
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < pairs; ++k) {
       int32_t pair;
       std::memcpy(&pair, a[row] + 4 * k, 4);
       sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(b[k]), (__m512bh)_mm512_set1_epi32(pair));
     }
-    _mm512_storeu_ps(to[row], sum);
+    _mm512_storeu_ps(to[row], _mm512_maskz_mov_ps(columns, sum));
   }
 }
 

@@ -65,7 +65,9 @@ DOT_PRODUCT = "csrc/cpu/project_dot.h"
 CODES_PRODUCT = "csrc/cpu/project_quantized.h"
 FLOAT_PRODUCT = "csrc/cpu/project_floats.h"
 WIDEN_CODES = "csrc/cpu/widen_codes.h"
+AMX = "csrc/cpu/project_amx.h"
 AMX_CODES = "csrc/cpu/project_amx_codes.h"
+WORKSPACE = "csrc/cpu/workspace.h"
 DOT_CODES = "csrc/cpu/project_codes.h"
 WIDEN_12_BITS = "csrc/cpu/widen_bf16_12bit.h"
 BF16_12BIT = "python/eagle_kernels/bf16_12bit.py"
@@ -110,7 +112,9 @@ TESTS = {
     CODES_PRODUCT: _CODES,
     FLOAT_PRODUCT: [*_CODES, "tests/test_norm_concat_linear.py"],
     WIDEN_CODES: _CODES,
+    AMX: ["tests/test_norm_concat_linear.py", *_CODES],
     AMX_CODES: [*_CODES, _12_BITS],
+    WORKSPACE: ["tests/test_norm_concat_linear.py"],
     DOT_CODES: _CODES,
     WIDEN_12_BITS: [_12_BITS],
     BF16_12BIT: [_12_BITS],
@@ -743,6 +747,17 @@ MUTANTS = (
         survives="an equal function: the index of the only block is 0 after a division too",
     ),
     Mutant(TRITON("norm_concat_linear"), '0.0625 if format == "nvfp4" else 0.25', "1.0"),
+    Mutant(WORKSPACE, "memory_.bytes > kept_.bytes", "false"),
+    *(
+        Mutant(AMX, original, fault, isa="amx_bf16")
+        for original, fault in (
+            ("column / kTileK", "0"),
+            ("begin > chunk.column ? begin - chunk.column : 0", "0"),
+            ("op.num_rows > 4 ? 8 : 4", "4"),
+            ("left < kWidth ? left : kWidth", "kWidth"),
+            ("count < kTile || whole_end < block.step", "whole_end < block.step"),
+        )
+    ),
     Mutant(
         AMX_CODES,
         "any == 0",

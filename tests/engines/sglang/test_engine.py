@@ -248,7 +248,7 @@ def test_an_fc_of_integers(tmp_path: Path, layout: str) -> None:
 
 
 def test_a_gptq_fc_of_which_the_config_says_nothing_is_refused(tmp_path: Path) -> None:
-    """Only the config says whether its zeros are stored less 1. SGLang alone skips its codes and loses every draft."""
+    """Only the config says whether its zeros are stored less 1."""
     run = Case(checkpoints.Drafter(norm="chunk", layout=GPTQ)).run(tmp_path)
     assert not run.accept_lengths and "load_weights: fc.qweight is gptq, expected a config.json beside it" in run.log
 

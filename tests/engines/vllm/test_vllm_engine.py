@@ -364,7 +364,7 @@ def test_an_fc_that_vllm_holds_as_fp8(engine: Engine) -> None:
 
 
 # Where the config lists no layers vLLM 0.32 reads them from the file's header: GPTQ's, which are those in codes, and
-# those that are not AWQ's, by names that the decoder layer has in the file alone. auto-round's it does not.
+# those that are not AWQ's, by names that the decoder layer has in the file alone. auto-round's config lists its blocks.
 ONLY_FC = {GPTQ: {}, AWQ: {"modules_to_not_convert": ["layers.", "lm_head"]}}
 ONLY_FC |= {layout: {"block_name_to_quantize": "model.fc"} for layout in (AUTO_GPTQ, AUTO_AWQ)}
 
@@ -415,11 +415,13 @@ def test_an_unquantized_layer_that_an_awq_config_does_not_list(engine: Engine) -
         assert run.returncode != 0 and "no module or parameter named 'layers.0.mlp.down_proj.weight'" in run.log
 
 
-@pytest.mark.parametrize(("layout", "first"), [(GPTQ, "g_idx"), (AWQ, "qweight"), (AUTO_GPTQ, "g_idx")])
+@pytest.mark.parametrize(
+    ("layout", "first"), [(GPTQ, "g_idx"), (AWQ, "qweight"), (AUTO_GPTQ, "g_idx"), (AUTO_AWQ, "qweight")]
+)
 def test_an_eh_proj_of_integers(engine: Engine, layout: str, first: str) -> None:
     """A plain nn.Linear: vLLM has no parameter for its tensors, and ends at the first one."""
     folder, only = engine.folder / f"counting-deepseek-{layout}", {"block_name_to_quantize": "eh_proj"}
-    quantization = {"quantization_config": config_of(layout) | (only if layout == AUTO_GPTQ else {})}
+    quantization = {"quantization_config": config_of(layout) | (only if layout in (AUTO_GPTQ, AUTO_AWQ) else {})}
     request = mtp_request(engine, None) | {"target": write_counting_deepseek(folder, layout, **quantization)}
     off = engine.run(request, may_fail=True, EAGLE_KERNELS_VLLM="0")
     assert off.returncode != 0 and f"KeyError: 'model.layers.2.eh_proj.{first}'" in off.log
