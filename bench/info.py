@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import eagle_kernels
-from eagle_kernels import environment, library, ops, plan
+from eagle_kernels import environment, huge_pages, library, ops, plan
 from eagle_kernels.model_shapes import model_shapes
 from eagle_kernels.plan import Plan
 from eagle_kernels.version import __version__
@@ -196,11 +196,8 @@ def _slug(text: str) -> str:
 
 
 def _huge_pages() -> str:
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return "unknown"
-    return text.partition("[")[2].partition("]")[0]
+    asks = ", and torch asks for them" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else ""
+    return huge_pages.mode() + asks
 
 
 def _commit() -> str:

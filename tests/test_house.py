@@ -32,7 +32,7 @@ ROOM_OF = {
     **dict.fromkeys(("drafter_config", "mtp_config", "model_shapes"), "data"),
     **dict.fromkeys(("checkpoint", "quantized_checkpoint", "int4_checkpoint", "quantization_config"), "data"),
     **dict.fromkeys(("plan", "tuned_configs", "dispatch", "library", "checks", "environment"), "ground"),
-    **dict.fromkeys(("version", "vocab_shard", "quantized_weight", "bf16_12bit"), "ground"),
+    **dict.fromkeys(("version", "vocab_shard", "quantized_weight", "bf16_12bit", "huge_pages"), "ground"),
 }
 
 # The files that define an op, and the files of others that call it.

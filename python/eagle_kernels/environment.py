@@ -5,6 +5,7 @@
 | EAGLE_KERNELS_BACKEND | auto, cuda, triton, cpu, reference | force one backend; an unsupported choice is an error |
 | EAGLE_KERNELS_BATCH_INVARIANT | 0, 1 | one plan for all T: a row's bits do not depend on how many rows run with it |
 | EAGLE_KERNELS_EARLY_WEIGHT | 0, 1 | 0: no CUDA kernel copies the weight before the previous one has ended |
+| EAGLE_KERNELS_HUGE_PAGES | 0, 1 | 0: weights on a CPU stay in the pages that they were allocated in |
 | EAGLE_KERNELS_CPU_ISA | auto, scalar, avx2, avx512, avx512_bf16, amx_bf16 | cap the CPU kernels' instruction set |
 | EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG | 0, 1, force | 0: the plugin is off; force: on also where it is slower |
 | EAGLE_KERNELS_VLLM_<PART>, EAGLE_KERNELS_SGLANG_<PART> | 0, 1 | one part of it; docs/reference.md lists the parts |
@@ -31,6 +32,7 @@ class Settings:
     cpu_isa: str | None
     triton_interpret: bool
     early_weight: bool = True
+    huge_pages: bool = True
     wrong: str | None = None  # the message about an invalid value; every call raises it
 
 
@@ -57,6 +59,7 @@ def _read_settings() -> Settings:
         batch_invariant=_choice("EAGLE_KERNELS_BATCH_INVARIANT", ("0", "1")) == "1",
         cpu_isa=_choice("EAGLE_KERNELS_CPU_ISA", CPU_ISAS),
         early_weight=_choice("EAGLE_KERNELS_EARLY_WEIGHT", ("0", "1")) != "0",
+        huge_pages=_choice("EAGLE_KERNELS_HUGE_PAGES", ("0", "1")) != "0",
         # Triton's spellings of true.
         triton_interpret=os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class PackableLinear(DenseLinear):
         if was_packed and unsupported_reason(self.weight) is None:
             self.pack()
 
-    def _apply(self, fn: object, recurse: bool = True) -> PackableLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackableLinear:
         # .to() and .cuda() cannot move a blocked weight: unpack, move, and pack again where oneDNN can read it.
         was_packed = self.packed is not None
         self.unpack()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import bf16_12bit, checks
+from .huge_pages import use_huge_pages
 from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
 from .quantized_checkpoint import OF_WEIGHT
 from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quantize, warn_of_dequantizing
@@ -32,8 +33,17 @@ class _LoadsWhole(nn.Module):
         wrong = self.wrong_in(state_dict, prefix)
         if wrong is None:
             super()._load_from_state_dict(state_dict, prefix, *args)
+            self._use_huge_pages()
         else:
             args[-1].append(str(wrong))  # torch raises these, even with strict=False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._use_huge_pages()
+        return self
+
+    def _use_huge_pages(self) -> None:
+        use_huge_pages(*self._parameters.values(), *self._buffers.values())
 
 
 class LoadsProjections(nn.Module):
@@ -161,6 +171,7 @@ def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     quantized = quantize(weight.detach(), format)
     if not can_read_codes(weight.device, quantized.code_bits):
         warn_of_dequantizing(op, format, f"no kernel reads codes on {weight.device.type}")
+    use_huge_pages(quantized)
     return QuantizedLinear(quantized, linear.bias)
 
 

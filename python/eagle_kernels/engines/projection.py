@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from .. import layers, library, plan
 from ..dispatch import OPERANDS
+from ..huge_pages import use_huge_pages
 from ..ops import norm_concat_linear_quantized as quantized
 from ..ops.norm_concat import concatenate
 from ..ops.norm_concat_linear import project
@@ -201,6 +202,7 @@ _INSTALL = "`pip install --no-deps .` in a checkout of eagle-kernels builds and 
 @torch.inference_mode()
 def run_probe(projection: EngineProjection, packed: Tensor, engine: Call | None) -> None:
     num_chunks = projection.num_chunks or 1
+    use_huge_pages(parameter_of(projection.fc, "weight", None))
     # The same memory as K contiguous chunks, as captured layers are.
     chunks = list(packed.view(num_chunks, packed.shape[0], -1))
     got = projection.forward(packed)

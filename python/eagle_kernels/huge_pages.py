@@ -1,0 +1,77 @@
+"""Weights in huge pages, where Linux has them: 2 MB instead of 4 KB on x86.
+
+A weight that streams through a core has the address of each of its pages looked up in memory, in a virtual machine in
+two tables, and meanwhile its reads wait. K = 3, H = D = 4096 on a Xeon with AMX (virtual machine, two cores, medians in
+ms, in pages of 4 KB and of 2 MB): bf16 at T = 8 and 64 4.4 and 7.5, 3.8 and 5.0; fp8_row 3.0 and 5.9, 2.1 and 4.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import plan
+from .dispatch import OPERANDS
+from .quantized_weight import QuantizedWeight
+
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_MADV_COLLAPSE = 25  # since Linux 6.1, on every architecture; `mmap` has no name for it
+
+
+def mode() -> str:
+    """When Linux gives huge pages out: always, madvise or never; unknown where it does not say."""
+    try:
+        text = (_SETTINGS / "enabled").read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0]
+
+
+def use_huge_pages(*weights: Tensor | QuantizedWeight | None) -> None:
+    """Have Linux put weights into huge pages, as far as a tensor fills whole ones: addresses and values stay.
+
+    It happens now from Linux 6.1 on (100 MB in 0.2 s), before that in the background. Nothing happens to tensors that
+    are not on a CPU, under EAGLE_KERNELS_HUGE_PAGES=0, and where Linux is set to give no huge pages or has none left.
+    """
+    if not plan.SETTINGS.huge_pages or (found := _madvise_and_page()) is None:
+        return
+    madvise, page = found
+    parts = (weight.tensors if isinstance(weight, QuantizedWeight) else (weight,) for weight in weights)
+    for tensor in itertools.chain.from_iterable(parts):
+        # Other subclasses have no address, or are not what is read.
+        if tensor is None or type(tensor) not in OPERANDS or not tensor.is_cpu or tensor.layout is not torch.strided:
+            continue
+        begin = -(-tensor.data_ptr() // page) * page
+        end = (tensor.data_ptr() + _span(tensor)) // page * page
+        if begin < end:
+            for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):  # an older Linux refuses the second
+                madvise(begin, end - begin, advice)
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.element_size()
+
+
+@functools.cache
+def _madvise_and_page() -> tuple[Any, int] | None:
+    """libc's madvise and the size of a huge page; None without them."""
+    if not hasattr(mmap, "MADV_HUGEPAGE") or mode() not in ("always", "madvise"):
+        return None
+    try:
+        page = int((_SETTINGS / "hpage_pmd_size").read_text())
+        madvise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return madvise, page
