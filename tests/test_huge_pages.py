@@ -2,34 +2,43 @@
 
 import ctypes
 import fcntl
+import mmap
+import os
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eagle_kernels as ek
 from backends import environment_of
 from eagle_kernels import huge_pages
+from eagle_kernels.engines import decision
 from eagle_kernels.engines.projection import EngineProjection, run_probe
+from eagle_kernels.engines.sglang import stage
 from eagle_kernels.huge_pages import use_huge_pages
 from guards import same_bits
+
+pytestmark = pytest.mark.usefixtures("turned_on")
 
 PAGE = 2 << 20
 SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def _shows_huge_pages() -> bool:
-    """Whether this is a Linux that gives out huge pages, moves memory when it is asked to, and says where they are."""
+    """Whether this is a Linux that gives out huge pages only on request, does so at once, and says where they are."""
     release = re.match(r"(\d+)\.(\d+)", Path("/proc/sys/kernel/osrelease").read_text()) if SIZE.exists() else None
     is_new = release is not None and tuple(map(int, release.groups())) >= (6, 7)
-    return is_new and huge_pages.mode() in ("always", "madvise") and int(SIZE.read_text()) == PAGE
+    is_asked = huge_pages.mode() == "madvise" and os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "0"
+    return is_new and is_asked and int(SIZE.read_text()) == PAGE
 
 
 needs_huge_pages = pytest.mark.skipif(
-    not _shows_huge_pages(), reason="Linux 6.7 or later, which may give out huge pages of 2 MB"
+    not _shows_huge_pages(), reason="Linux 6.7 or later that gives out huge pages, of 2 MB, only on request"
 )
 
 
@@ -60,6 +69,12 @@ def weight() -> Tensor:
     return torch.randn(D, WIDTH).bfloat16()
 
 
+@pytest.fixture
+def turned_on() -> Iterator[None]:
+    with environment_of(EAGLE_KERNELS_HUGE_PAGES="1"):
+        yield
+
+
 @needs_huge_pages
 def test_whole_pages_move_with_their_values() -> None:
     tensor = weight()
@@ -74,10 +89,10 @@ def test_whole_pages_move_with_their_values() -> None:
 
 
 @needs_huge_pages
-def test_only_the_pages_that_a_view_fills_alone() -> None:
+def test_only_pages_that_lie_within_a_view() -> None:
     tensor = weight()
     rows = PAGE // (tensor.shape[1] * tensor.element_size())
-    use_huge_pages(tensor[:rows], tensor[::2][:0], tensor[:, :8][:2], None)  # each fills no whole page
+    use_huge_pages(tensor[:rows], tensor[::2][:0], tensor[:, :8][:2], None)  # within each lies no whole page
     assert pages_of(tensor) == 0
     use_huge_pages(tensor[: 3 * rows])
     assert 0 < pages_of(tensor) <= 3
@@ -91,12 +106,53 @@ def test_it_can_be_turned_off() -> None:
     assert pages_of(tensor) == 0
 
 
-def test_what_has_no_address_is_left_alone() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class Subclass(Tensor):
+    pass
 
+
+def without_memory() -> Iterator[Tensor]:
+    freed = torch.empty(PAGE)
+    freed.untyped_storage().resize_(0)
     with FakeTensorMode():
-        fake = weight()
-    use_huge_pages(fake, torch.empty(1 << 22, device="meta"), weight().to_sparse(), torch.empty(0))
+        fake = torch.empty(4 * PAGE)
+    yield from (freed, fake, torch.empty(4 * PAGE, device="meta"), torch._efficientzerotensor(4 * PAGE), torch.empty(0))
+    yield from (
+        torch.randn(99, 99).to_sparse(),
+        torch.randn(999, 999).to_mkldnn(),
+        torch.empty(4 * PAGE).as_subclass(Subclass),
+    )
+    yield torch.nested.nested_tensor([torch.randn(3, PAGE), torch.randn(2, PAGE)])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What Linux would be asked, on any machine."""
+    calls: list[tuple] = []
+    monkeypatch.setattr(huge_pages, "_madvise_and_page", lambda: (lambda *call: calls.append(call), PAGE))
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
+    return calls
+
+
+def test_nothing_is_asked_of_what_has_no_memory_of_a_cpu(asked: list[tuple]) -> None:
+    use_huge_pages(*without_memory())
+    assert asked == []
+    use_huge_pages(tensor := torch.empty(4 * PAGE))
+    begin, size, advice = asked[0]
+    assert begin % PAGE == 0 and tensor.data_ptr() <= begin < begin + size <= tensor.data_ptr() + 16 * PAGE
+    assert advice == 14 and asked[1] == (begin, size, 25)
+
+
+def test_nothing_is_asked_inside_a_transform_or_a_trace(asked: list[tuple]) -> None:
+    def doubled(x: Tensor) -> Tensor:
+        use_huge_pages(x)
+        return 2 * x
+
+    x = torch.randn(4 * PAGE)
+    torch.func.vmap(doubled)(x.view(2, -1))
+    torch.func.grad(lambda x: doubled(x).sum())(x)
+    torch.func.jvp(doubled, (x,), (x,))
+    torch.compile(doubled, backend="eager", fullgraph=True)(x)
+    assert asked == []
 
 
 @pytest.fixture
@@ -136,9 +192,25 @@ def test_warmup_moves_the_weight_of_an_op_and_of_a_module(projection: ek.Eagle3P
     assert pages_of(projection.fc.weight) == whole_pages(projection.fc.weight) > 0
 
 
+@pytest.fixture
+@torch.no_grad()
+def of_an_engine() -> EngineProjection:
+    return EngineProjection(torch.nn.Linear(WIDTH, D, bias=False, dtype=torch.bfloat16), 3)
+
+
 @needs_huge_pages
 @torch.no_grad()
-def test_an_engines_weight_moves_when_its_projection_is_probed() -> None:
-    fc = torch.nn.Linear(WIDTH, D, bias=False, dtype=torch.bfloat16)
-    run_probe(EngineProjection(fc, 3), torch.randn(2, WIDTH).bfloat16(), None)
-    assert pages_of(fc.weight) == whole_pages(fc.weight) > 0
+def test_an_engines_weight_moves_when_its_projection_is_probed(of_an_engine: EngineProjection) -> None:
+    run_probe(of_an_engine, torch.randn(2, WIDTH).bfloat16(), None)
+    assert pages_of(of_an_engine.fc.weight) == whole_pages(of_an_engine.fc.weight) > 0
+
+
+@needs_huge_pages
+@torch.no_grad()
+def test_so_it_does_where_the_shape_has_been_timed_before(
+    of_an_engine: EngineProjection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = [[1.0] * len(decision.ROWS)] * 2
+    monkeypatch.setattr(decision, "once", lambda key, settle: timed)
+    stage._decide("fc", of_an_engine, of_an_engine.fc)
+    assert pages_of(of_an_engine.fc.weight) == whole_pages(of_an_engine.fc.weight) > 0

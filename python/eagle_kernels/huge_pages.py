@@ -18,61 +18,76 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import plan
-from .dispatch import OPERANDS
+from .dispatch import is_plain
 from .quantized_weight import QuantizedWeight
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_COLLAPSE = 25  # since Linux 6.1, on every architecture; `mmap` has no name for it
+_MADV_COLLAPSE = 25  # since Linux 6.1; `mmap` has no name for it
 
 
 def mode() -> str:
     """When Linux gives huge pages out: always, madvise or never; unknown where it does not say."""
     try:
-        text = (_SETTINGS / "enabled").read_text()
+        chosen = _chosen(_SETTINGS / "enabled")
+        of_size = _SETTINGS / f"hugepages-{_page_bytes() >> 10}kB" / "enabled"  # since Linux 6.8
+        own = _chosen(of_size) if of_size.exists() else "inherit"
     except OSError:
         return "unknown"
-    return text.partition("[")[2].partition("]")[0]
+    return chosen if own == "inherit" else own
+
+
+def _chosen(path: Path) -> str:
+    return path.read_text().partition("[")[2].partition("]")[0]
+
+
+def _page_bytes() -> int:
+    return int((_SETTINGS / "hpage_pmd_size").read_text())
 
 
 def use_huge_pages(*weights: Tensor | QuantizedWeight | None) -> None:
-    """Have Linux put weights into huge pages, as far as a tensor fills whole ones: addresses and values stay.
+    """Have Linux put weights into huge pages, those between a tensor's first element and its last: addresses and values
+    stay.
 
-    It happens now from Linux 6.1 on (100 MB in 0.2 s), before that in the background. Nothing happens to tensors that
-    are not on a CPU, under EAGLE_KERNELS_HUGE_PAGES=0, and where Linux is set to give no huge pages or has none left.
+    It happens now from Linux 6.1 on (100 MB in 0.2 s), before that in the background. Nothing happens, and nothing is
+    raised, for tensors that have no memory of a CPU, under EAGLE_KERNELS_HUGE_PAGES=0, and where Linux is set to give
+    no huge pages or has none left.
     """
-    if not plan.SETTINGS.huge_pages or (found := _madvise_and_page()) is None:
+    if is_compiling() or not plan.SETTINGS.huge_pages or (found := _madvise_and_page()) is None:
         return
     madvise, page = found
     parts = (weight.tensors if isinstance(weight, QuantizedWeight) else (weight,) for weight in weights)
     for tensor in itertools.chain.from_iterable(parts):
-        # Other subclasses have no address, or are not what is read.
-        if tensor is None or type(tensor) not in OPERANDS or not tensor.is_cpu or tensor.layout is not torch.strided:
-            continue
-        begin = -(-tensor.data_ptr() // page) * page
-        end = (tensor.data_ptr() + _span(tensor)) // page * page
+        first, last = _memory_of(tensor)
+        begin, end = -(-first // page) * page, last // page * page
         if begin < end:
             for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):  # an older Linux refuses the second
                 madvise(begin, end - begin, advice)
 
 
-def _span(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if tensor.numel() == 0:
-        return 0
+@torch.no_grad()
+def _memory_of(tensor: Tensor | None) -> tuple[int, int]:
+    """The addresses of a tensor's first element and behind its last one; (0, 0) where it has none on a CPU."""
+    if tensor is None or not is_plain(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return 0, 0
+    storage, first = tensor.untyped_storage(), tensor.data_ptr()
+    # One that was freed, and a zero that autograd has made, have sizes but no memory.
+    if first == 0 or tensor.numel() == 0 or storage.nbytes() == 0:
+        return 0, 0
     strides = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.element_size()
+    span = (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.element_size()
+    return first, first + span
 
 
 @functools.cache
 def _madvise_and_page() -> tuple[Any, int] | None:
-    """libc's madvise and the size of a huge page; None without them."""
+    """libc's madvise and the bytes of a huge page; None without them."""
     if not hasattr(mmap, "MADV_HUGEPAGE") or mode() not in ("always", "madvise"):
         return None
     try:
-        page = int((_SETTINGS / "hpage_pmd_size").read_text())
-        madvise = ctypes.CDLL(None).madvise
+        page, madvise = _page_bytes(), ctypes.CDLL(None).madvise
     except (OSError, AttributeError):
         return None
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -95,6 +95,10 @@ class EngineProjection:
 
     __call__ = forward
 
+    def use_huge_pages(self) -> None:
+        """Of the weight that fc has now, on a CPU; `probe` does this, and not for each weight of one shape."""
+        use_huge_pages(parameter_of(self.fc, "weight", None))
+
     def normed(self, chunks: Sequence[Tensor] | Tensor, indices: Sequence[Tensor | None] | None = None) -> Tensor:
         """What fc reads, [N, K*H]."""
         return concatenate(self._sources("norm_concat", self._first_of_two_norms(chunks), *self._norm, indices))
@@ -202,7 +206,7 @@ _INSTALL = "`pip install --no-deps .` in a checkout of eagle-kernels builds and 
 @torch.inference_mode()
 def run_probe(projection: EngineProjection, packed: Tensor, engine: Call | None) -> None:
     num_chunks = projection.num_chunks or 1
-    use_huge_pages(parameter_of(projection.fc, "weight", None))
+    projection.use_huge_pages()
     # The same memory as K contiguous chunks, as captured layers are.
     chunks = list(packed.view(num_chunks, packed.shape[0], -1))
     got = projection.forward(packed)

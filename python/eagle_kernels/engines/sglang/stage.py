@@ -89,6 +89,7 @@ def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
         if not shipped.never:
             check()
         return shipped
+    projection.use_huge_pages()
 
     def measure() -> list[list[float]]:
         check()

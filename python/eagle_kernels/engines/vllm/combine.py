@@ -315,6 +315,9 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: Engi
                 compressed = quantize(parameter_of(kept), COMPRESSED)
                 candidates.append(replace(projection, fc=replace(kept, weight=compressed)))
 
+    for candidate in candidates:
+        candidate.use_huge_pages()
+
     def measure() -> list[list[float]]:
         for candidate in candidates:
             probe(candidate, fc.input_size, like, drafter._max_rows, engine)

@@ -211,6 +211,7 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
             probe(projection, width, weight, max_rows, engine)
         return projection, shipped
     check_backend(projection.op, weight.device)
+    projection.use_huge_pages()
     rows = decision.rows_up_to(max_rows)
 
     def measure() -> list[list[float]]:
