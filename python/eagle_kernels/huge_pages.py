@@ -72,9 +72,9 @@ def _memory_of(tensor: Tensor | None) -> tuple[int, int]:
     """The addresses of a tensor's first element and behind its last one; (0, 0) where it has none on a CPU."""
     if tensor is None or not is_plain(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
         return 0, 0
-    storage, first = tensor.untyped_storage(), tensor.data_ptr()
-    # One that was freed, and a zero that autograd has made, have sizes but no memory.
-    if first == 0 or tensor.numel() == 0 or storage.nbytes() == 0:
+    first = tensor.data_ptr()
+    # 0 for memory that was freed, and for a zero that autograd has made: both have sizes.
+    if first == 0 or tensor.numel() == 0:
         return 0, 0
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     span = (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.element_size()

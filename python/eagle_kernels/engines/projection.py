@@ -96,7 +96,7 @@ class EngineProjection:
     __call__ = forward
 
     def use_huge_pages(self) -> None:
-        """Of the weight that fc has now, on a CPU; `probe` does this, and not for each weight of one shape."""
+        """Move fc's weight, on a CPU. `probe` does it too, but a shape that was timed is not probed again."""
         use_huge_pages(parameter_of(self.fc, "weight", None))
 
     def normed(self, chunks: Sequence[Tensor] | Tensor, indices: Sequence[Tensor | None] | None = None) -> Tensor:
