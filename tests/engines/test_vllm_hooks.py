@@ -902,6 +902,33 @@ def test_an_mtp_projection_that_vllm_packs_waits_for_the_decision(
     assert_close(layer(*arguments), own.layers["61"](*arguments))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "packs", "weight_of"),
+    [
+        pytest.param(EAGLE3, True, lambda model: model.fc.weight, id="fc"),
+        pytest.param("DeepSeekMTPModel", False, lambda model: model.layers["61"].eh_proj.weight, id="eh_proj"),
+    ],
+)
+def test_each_weight_of_a_timed_shape_goes_into_huge_pages(
+    vllm: types.SimpleNamespace,
+    decides: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    packs: bool,
+    weight_of: Callable[[nn.Module], Tensor],
+) -> None:
+    """Those after the first are not probed, which would put them there too."""
+    from eagle_kernels.engines import projection
+
+    asked: list[int] = []
+    monkeypatch.setattr(projection, "use_huge_pages", lambda weight: asked.append(weight.data_ptr()))
+    decides(VLLMS, (0.9,) * 4, (0.8,) * 4)
+    for _ in range(2):
+        asked.clear()
+        model = build(vllm, architecture, packs=packs).model
+        assert weight_of(model).data_ptr() in asked
+
+
 @pytest.fixture
 def two_ranks(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[list[float]]], None]:
     """Tensor parallelism with one other rank, whose seconds are given: vLLM's, then ours."""
