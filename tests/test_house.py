@@ -201,3 +201,18 @@ def test_remarks_cite_what_the_tree_has() -> None:
         assert not re.search(r"\.md section \d", text), path
         for heading in re.findall(r"docs/design\.md, ([A-Z]\w*(?: \w+)*)", " ".join(text.split())):
             assert any(heading.startswith(known) for known in headings), f"{path.name} cites the heading {heading}"
+
+
+def test_the_functions_below_torchs_public_api_are_listed() -> None:
+    listed = set(re.findall(r"`([\w.]+)`", (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")))
+    used = {
+        f"torch._C.{name}"
+        for path in sources("python", "triton_kernels")
+        for name in re.findall(r"torch\._C(?:\.|, \")([\w.]*\w)", path.read_text(encoding="utf-8"))
+    }
+    shims = re.compile(r"aoti_torch_(?:cpu|cuda)_\w*\w|aoti_torch_get_current_cuda_stream")
+    for path in sources("csrc", suffixes=(".h", ".cpp", ".cu", ".cuh")):
+        used |= set(shims.findall(path.read_text(encoding="utf-8")))
+    assert {"torch._C._nn.linear", "torch._C._cuda_getDevice", "aoti_torch_cuda_mm_out"} <= used
+    of_torch = {name for name in listed if name.startswith(("torch._C.", "aoti_torch_"))}
+    assert used == of_torch

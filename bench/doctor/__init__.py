@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from eagle_kernels.checkpoint import mtp_layers
+from eagle_kernels.checks import error
 from eagle_kernels.context_kv import VARIANTS
 from eagle_kernels.models import families, find_family
 from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
@@ -61,7 +62,7 @@ def _examination(pair: Pair, trained_by: str | None) -> Callable[[Pair], None]:
     if speculators is not None:
         if speculators in ("eagle3", "peagle"):
             return of_eagle3
-        raise ValueError(f"{OP}: the drafter is speculators' {speculators!r}, expected 'eagle3' or 'peagle' of theirs")
+        raise error(ValueError, OP, f"the drafter is speculators' {speculators!r}", "'eagle3' or 'peagle' of theirs")
     if not _EAGLE3.isdisjoint(names):
         return of_eagle3
     context = next((name for name in names if name in VARIANTS), None)
@@ -82,7 +83,7 @@ def _examination(pair: Pair, trained_by: str | None) -> Callable[[Pair], None]:
     if names or own:
         has = f", and its files have {', '.join(own)}" if own else ""
         got = f"the drafter's architectures are {list(names)}, its model_type {pair.drafter.get('model_type')!r}{has}"
-        raise ValueError(f"{OP}: {got}, expected an EAGLE, MTP, DFlash or DSpark drafter of docs/models.md")
+        raise error(ValueError, OP, got, "an EAGLE, MTP, DFlash or DSpark drafter of docs/models.md")
     return of_eagle3
 
 

@@ -66,7 +66,7 @@ class Header(NamedTuple):
         loaders that look at nothing else. Where they do look at values, these are valid: scales are 1.
         """
         if self.dtype not in DTYPES:
-            raise ValueError(f"{OP}: a tensor is {self.dtype}, expected one of {list(DTYPES)}")
+            raise checks.error(ValueError, OP, f"a tensor is {self.dtype}", f"one of {list(DTYPES)}")
         if self.read is not None:
             return self.read()
         dtype = DTYPES[self.dtype]
@@ -167,7 +167,8 @@ def read(target: Path, drafter: Path) -> Pair:
     try:
         return Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter))
     except OSError as failure:
-        raise ValueError(f"{OP}: {target} or {drafter} cannot be read, because {failure}") from None
+        got = f"{target} or {drafter} cannot be read"
+        raise checks.error(ValueError, OP, got, "files that can", str(failure)) from None
     except ModuleNotFoundError as missing:
         raise ValueError(str(missing)) from None
 
@@ -176,12 +177,13 @@ def _headers(folder: Path) -> dict[str, Header]:
     headers = {}
     if (files := sorted(folder.glob("*.gguf"))) and not any(folder.glob("*.safetensors")):
         reads = "SGLang alone reads it, and the plugins leave it to it"
-        raise ValueError(f"{OP}: {files[0]} is in GGUF, expected .safetensors files, because {reads}")
+        raise checks.error(ValueError, OP, f"{files[0]} is in GGUF", ".safetensors files", reads)
     for name, file in open_tensors(OP, folder).items():
         tensor = file.get_slice(name)
         shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
         if max(shape, default=0) >= 2**63:  # safetensors counts in uint64, and a size of 0 beside it makes it valid
-            raise ValueError(f"{OP}: {name} is {dtype} of shape {list(shape)}, expected sizes that torch has")
+            got = f"{name} is {dtype} of shape {list(shape)}"
+            raise checks.error(ValueError, OP, got, "sizes that torch has")
         read = partial(read_tensor, OP, file, name) if name.rpartition(".")[2] in _READ else None
         headers[name] = Header(shape, dtype, read)
     return headers
@@ -193,9 +195,9 @@ def _config(folder: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{OP}: {file} is missing, expected a model's folder") from None
+        raise checks.error(ValueError, OP, f"{file} is missing", "a model's folder") from None
     except (ValueError, RecursionError) as failure:
-        raise ValueError(f"{OP}: {file} is damaged, expected JSON, because {failure}") from None
+        raise checks.error(ValueError, OP, f"{file} is damaged", "JSON", str(failure)) from None
     if not isinstance(content, dict):
-        raise ValueError(f"{OP}: {file} is a {type(content).__name__}, expected an object")
+        raise checks.error(ValueError, OP, f"{file} is a {type(content).__name__}", "an object")
     return content

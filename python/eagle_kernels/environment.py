@@ -12,7 +12,7 @@
 
 TRITON_INTERPRET=1, a variable of Triton's, lets the triton backend run CPU tensors in Triton's interpreter, for tests.
 
-The build reads two more, in `setup.py`: EAGLE_KERNELS_BUILD and EAGLE_KERNELS_CUDA_ARCHS.
+The build reads others, in `setup.py`: docs/reference.md has them all.
 """
 
 import os
