@@ -326,7 +326,8 @@ def weight_of_every_code(format: str, shift: int, width: int = 32) -> ek.Quantiz
     scales = torch.full((256, 1), 3.0)
     if kind.scales[0].itemsize == 1:
         scales = codes.roll(shift, 0).repeat(1, width // kind.block[1]).view(kind.scales[0])
-    return ek.QuantizedWeight(codes.repeat(1, width // kind.columns_per_code).view(kind.codes), scales, format)
+    codes = codes.repeat(1, width // kind.columns_per_code).view(kind.codes)
+    return ek.QuantizedWeight(codes, scales, format, 1.0 if format == "nvfp4" else None)
 
 
 def check_every_value(result: Tensor, expected: Tensor, multiplies_codes: bool) -> None:

@@ -53,7 +53,7 @@ class Checkpoints(Files):
         self.weights = {f"fc_norm.{k}.weight": torch.ones(H) for k in range(K)}
         self.weights |= {"fc.weight": torch.ones(D, K * H).bfloat16(), "lm_head.weight": torch.ones(DRAFTED, D)}
         self.weights |= {"d2t": torch.zeros(DRAFTED, dtype=torch.int64), "norm.weight": torch.ones(D)}
-        self.weights |= {"midlayer.hidden_norm.weight": torch.ones(D)}
+        self.weights |= {f"midlayer.{norm}.weight": torch.ones(D) for norm in ("input_layernorm", "hidden_norm")}
 
 
 class MTPCheckpoints(Files):
@@ -108,6 +108,31 @@ def as_deepseek_v4(checkpoints: Files, *left_out: str, numbers: str = "") -> Non
         checkpoints.weights[f"{path}.weight"] = weight.bfloat16() if path == numbers else weight.to(FP8)
         if path != numbers:
             checkpoints.weights[f"{path}.scale"] = torch.ones(1, 1).to(torch.float8_e8m0fnu)
+
+
+def with_dspark(checkpoints: Files) -> None:
+    """A DSpark stage instead of the MTP layer of `as_deepseek_v4`, with main_proj in numbers."""
+    checkpoints.target.update(dspark_target_layer_ids=[1, 4, 8], n_mtp_layers=1, num_attention_heads=3, head_dim=16)
+    checkpoints.target.update(num_key_value_heads=1, qk_rope_head_dim=8)
+    checkpoints.weights |= {"mtp.0.attn.wkv.weight": torch.ones(16, 2 * H).to(FP8)}
+    checkpoints.weights |= {"mtp.0.main_proj.weight": torch.ones(2 * H, 6 * H).bfloat16()}
+    checkpoints.weights |= {"mtp.0.main_norm.weight": torch.ones(2 * H), "mtp.0.attn.kv_norm.weight": torch.ones(16)}
+
+
+def as_qwen35(checkpoints: Files, in_codes: bool) -> None:
+    """The MTP layer of Qwen 3.5 in Model-Optimizer's NVFP4, its fc in codes or in numbers."""
+    text = {"model_type": "qwen3_5_text", "hidden_size": 2 * H, "num_hidden_layers": N, "vocab_size": V}
+    config = {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    checkpoints.target.clear()
+    checkpoints.target.update(model_type="qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"])
+    checkpoints.target.update(text_config=text, quantization_config=config)
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    checkpoints.weights = {f"mtp.{name}.weight": torch.ones(2 * H) for name in norms}
+    checkpoints.weights["mtp.fc.weight"] = torch.ones(2 * H, 4 * H).bfloat16()
+    if in_codes:
+        checkpoints.weights["mtp.fc.weight"] = torch.zeros(2 * H, 2 * H, dtype=torch.uint8)
+        checkpoints.weights |= {"mtp.fc.weight_scale": torch.ones(2 * H, H // 4).to(FP8)}
+        checkpoints.weights |= {"mtp.fc.weight_scale_2": torch.ones(())}
 
 
 def in_a_thinker(checkpoints: Files) -> None:
@@ -242,7 +267,8 @@ def without_fc(checkpoints: Files) -> None:
     checkpoints.drafter.update(hidden_size=H, target_hidden_size=H, fc_norm=False)
     checkpoints.drafter["eagle_config"] = {IDS: [], "use_aux_hidden_state": False}
     checkpoints.weights = {"lm_head.weight": torch.ones(DRAFTED, H), "d2t": checkpoints.weights["d2t"]}
-    checkpoints.weights |= {f"{name}.weight": torch.ones(H) for name in ("norm", "midlayer.hidden_norm")}
+    norms = ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm")
+    checkpoints.weights |= {f"{norm}.weight": torch.ones(H) for norm in norms}
 
 
 UP = "midlayer.mlp.up_proj"
@@ -329,6 +355,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         ),
         {"lm_head": "I32 with scales"},
     ),
+    "MTP of Qwen 3.5 in NVFP4 without its fc": (MTPCheckpoints, lambda c: as_qwen35(c, in_codes=False), {"fc": "BF16"}),
     "EAGLE-3 in FP8 of fbgemm": (
         Checkpoints,
         lambda c: (
@@ -660,7 +687,8 @@ def in_blocks(checkpoints: Files, path: str) -> None:
 def as_wide_as_the_drafter(checkpoints: Checkpoints) -> None:
     checkpoints.drafter["hidden_size"] = K * H
     checkpoints.weights["fc.weight"] = torch.ones(K * H, K * H)
-    checkpoints.weights |= {name: torch.ones(K * H) for name in ("norm.weight", "midlayer.hidden_norm.weight")}
+    norms = ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm")
+    checkpoints.weights |= {f"{norm}.weight": torch.ones(K * H) for norm in norms}
 
 
 SGLANG, V1, V2 = pair.SGLANG, pair.VLLM_V1, pair.VLLM_V2
@@ -677,6 +705,28 @@ TRANSFORM = {"config_groups": {"v": {"type": "hadamard", "apply": [{"targets": [
 CONTEXT_LAYERS = ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv"))
 # The change, and (trap, engines, a part of the text) of each finding.
 EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "norms that are missing": (
+        lambda c: [c.weights.pop(f"{norm}.weight") for norm in ("norm", "midlayer.hidden_norm")],
+        [
+            (
+                "norms",
+                ALL,
+                "the file has no midlayer.hidden_norm.weight and no norm.weight: engines norm with a gain of 1",
+            )
+        ],
+    ),
+    "numbers that Model-Optimizer's nested config says are codes": (
+        lambda c: c.drafter.update(
+            quantization_config={"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}
+        ),
+        [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
+    ),
+    "numbers that Quark's config says are codes": (
+        lambda c: c.drafter.update(
+            quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
+        ),
+        [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
+    ),
     "ids of outputs": (
         lambda c: c.drafter.update({"eagle_config": {IDS: [1, 5, 8]}}),
         [
@@ -1282,15 +1332,32 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ),
         ],
     ),
+    "fc of Qwen 3.5 in NVFP4": (
+        lambda c: as_qwen35(c, in_codes=True),
+        [
+            ("quantized", (SGLANG,), "holds fc in a plain nn.Linear"),
+            ("quantized", (V1, V2), "holds fc in a linear layer without a quantization method, skips its scales"),
+        ],
+    ),
+    "captured layers of DeepSeek-V4.1 that have an Engram": (
+        lambda c: (
+            as_deepseek_v4(c, "mtp.0.main_proj"),
+            with_dspark(c),
+            c.target.update(model_type="deepseek_v41", architectures=["DeepseekV41ForCausalLM"]),
+            c.target.update(engram_layer_ids=[2, 4, 8]),
+        ),
+        [
+            (
+                "engine-layers",
+                ALL,
+                "SGLang captures the layers [4, 8] after the injection of their Engram, vLLM before it",
+            )
+        ],
+    ),
     "layers of DeepSeek-V4's DSpark that its config leaves out": (
         lambda c: (
             as_deepseek_v4(c, "mtp.0.main_proj", "mtp.0.attn.wo_a", "mtp.0.attn.wo_b"),
-            c.target.update(dspark_target_layer_ids=[1, 4, 8], n_mtp_layers=1, num_attention_heads=3, head_dim=16),
-            c.target.update(num_key_value_heads=1, qk_rope_head_dim=8),
-            c.weights.update({"mtp.0.attn.wkv.weight": torch.ones(16, 2 * H).to(FP8)}),
-            c.weights.update({"mtp.0.main_proj.weight": torch.ones(2 * H, 6 * H).bfloat16()}),
-            c.weights.update({"mtp.0.main_norm.weight": torch.ones(2 * H)}),
-            c.weights.update({"mtp.0.attn.kv_norm.weight": torch.ones(16)}),
+            with_dspark(c),
         ),
         [
             ("layer-quantized", (V1, V2), "and that leaves mtp.0.attn.wo_a out: codes have no place there"),
@@ -1678,7 +1745,7 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (
             c.drafter.update(target_hidden_size=None, hidden_size=H),
             c.weights.update({"fc.weight": torch.ones(H, K * H), "norm.weight": torch.ones(H)}),
-            c.weights.update({"midlayer.hidden_norm.weight": torch.ones(H)}),
+            c.weights.update({f"midlayer.{norm}.weight": torch.ones(H) for norm in ("input_layernorm", "hidden_norm")}),
             c.weights.update({"embed_tokens.weight": torch.ones(V, H).to(FP8)}),
             c.weights.update({"embed_tokens.weight_scale_inv": torch.ones(8, 1)}),
         ),
@@ -2076,7 +2143,8 @@ UNKNOWN: dict[str, tuple[Callable[[Files], object], str]] = {
 def of_nobody(checkpoints: Files) -> None:
     """Removes what says that it is an EAGLE-3 drafter."""
     checkpoints.drafter.clear()
-    del checkpoints.weights["midlayer.hidden_norm.weight"]
+    for norm in ("input_layernorm", "hidden_norm"):
+        del checkpoints.weights[f"midlayer.{norm}.weight"]
 
 
 @pytest.mark.parametrize("case", UNKNOWN)

@@ -495,6 +495,7 @@ def test_a_call_is_planned_by_its_blocks(isa: str) -> None:
         weight = random_weight(name, 32, 256)
         for T in (1, 2, 5, 8, 16):
             chosen = ek.explain("norm_concat_linear", torch.randn(T, 256).bfloat16(), weight, num_chunks=1)
+            assert str(chosen).startswith(f"norm_concat_linear x {name}: cpu/"), chosen
             in_dots = isa in plan.DOTS_ISAS and plan.runs_in_dots(isa, T, columns, weight.code_bits)
             assert (chosen.kernel is plan.Kernel.DOTS) == in_dots, (name, T)
 

@@ -357,6 +357,25 @@ BROKEN = {
         change("modelopt-nvfp4", lambda w: w["fc.weight_scale_2"].fill_(0)),
         "fc.weight_scale_2 is 0.0, expected a finite number above 0",
     ),
+    "tiny-second-scale": (
+        change("modelopt-nvfp4", lambda w: w.update({"fc.weight_scale_2": torch.tensor(1e-46, dtype=torch.float64)})),
+        "fc.weight_scale_2 is 1e-46, expected a number nearer to 1, because in fp32 the codes would be multiplied by "
+        "0.0",
+    ),
+    "tiny-divisor": (
+        change("compressed-nvfp4", lambda w: w.update({"fc.weight_global_scale": torch.tensor([2.0**-135])})),
+        f"fc.weight_global_scale is {2.0**-135}, expected a number nearer to 1, because in fp32 the codes would be "
+        "multiplied by inf",
+    ),
+    "second-scale-of-8-bits": (
+        change("modelopt-nvfp4", lambda w: w.update({"fc.weight_scale_2": torch.ones(1).to(torch.float8_e4m3fn)})),
+        "fc.weight_scale_2 is torch.float8_e4m3fn of shape (1,), expected one number",
+    ),
+    "scale-as-it-is-stored": (
+        change("quark-mxfp4", lambda w: w.update({"fc.weight_scale": torch.ones(D, W // 32).bfloat16()})),
+        f"fc.weight_scale is torch.bfloat16 of shape ({D}, {W // 32}), expected torch.float8_e4m3fn or "
+        "torch.float8_e8m0fnu, because fc.weight is torch.uint8",
+    ),
     "second-scale-of-two-numbers": (
         change("modelopt-nvfp4", lambda w: w.update({"fc.weight_scale_2": torch.ones(2)})),
         "fc.weight_scale_2 is torch.float32 of shape (2,), expected one number",
@@ -545,6 +564,53 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         None,
         "no format, {} data_type gguf",
     ),
+    "one-side-of-blocks": (
+        "hf-block",
+        {"quant_method": "fp8", "weight_block_size": 64},
+        None,
+        "no format, {} weight_block_size 64",
+    ),
+    "blocks-as-text": (
+        "hf-block",
+        in_group(type="float", num_bits=8, strategy="block", block_structure="64x64"),
+        None,
+        "no format, {} config_groups.a.weights type float, num_bits 8, strategy block, block_structure 64x64",
+    ),
+    "quark": (
+        "compressed-row",
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
+        None,
+        "mxfp4, {} global_quant_config.weight dtype fp4, group_size 32",
+    ),
+    "quark-scheme": (
+        "compressed-row",
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+        None,
+        "fp8_tensor, {} global_quant_config.weight dtype fp8_e4m3, qscheme per_tensor",
+    ),
+    "quark-blocks": (
+        "hf-block",
+        {
+            "quant_method": "quark",
+            "layer_quant_config": {
+                "*fc": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [32, 32]}}
+            },
+        },
+        None,
+        "fp8_block32, {} layer_quant_config.*fc.weight dtype fp8_e4m3, qscheme per_block, block_size [32, 32]",
+    ),
+    "quark-two-scales": (
+        "quark-mxfp4",
+        {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp4"}, {"dtype": "fp8_e4m3"}]}},
+        None,
+        "nvfp4, {} global_quant_config.weight dtype fp4",
+    ),
+    "quark-group-of-integers": (
+        "compressed-int8",
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_group"}}},
+        None,
+        "no format, {} global_quant_config.weight dtype int8, qscheme per_group",
+    ),
     "two-files": (
         "compressed-row",
         {"quant_method": "fp8"},
@@ -586,7 +652,35 @@ def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) 
             None,
             id="block",
         ),
+        pytest.param(
+            "hf-block",
+            in_group(type="float", num_bits=8, strategy="block", block_structure="128x128"),
+            None,
+            id="block-as-text",
+        ),
         pytest.param("modelopt-nvfp4", in_group(type="float", num_bits=4, group_size=16), None, id="nvfp4"),
+        # Names that Model-Optimizer's export gives to formats of one layer.
+        pytest.param("compressed-int8", {"quant_method": "modelopt", "quant_algo": "W8A16"}, None, id="w8a16"),
+        pytest.param("quark-mxfp4", {"quant_method": "modelopt", "quant_algo": "MXFP4"}, None, id="mxfp4"),
+        pytest.param("quark-mxfp4", {"quant_algo": "w4a8_mxfp4_fp8"}, None, id="w4a8-mxfp4"),
+        pytest.param("hf-block", {"quant_algo": "fp8_pb_real"}, None, id="fp8-blocks"),
+        pytest.param("modelopt-fp8", {"quant_method": "modelopt_fp8"}, None, id="modelopt-fp8"),
+        pytest.param(
+            "quark-mxfp4",
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
+                "layer_quant_config": {"*.mlp.*": {"weight": {"dtype": "int4"}}, "*fc": {"weight": {"dtype": "fp4"}}},
+            },
+            None,
+            id="quark-layer",
+        ),
+        pytest.param(
+            "compressed-row",
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": ["fp4"], "qscheme": {}}}},
+            None,
+            id="quark-says-nothing",
+        ),
         pytest.param("modelopt-nvfp4", {"quant_algo": "NVFP4", "group_size": 16}, None, id="group-size"),
         pytest.param("hf-fp8", {"quant_method": "fp8"}, {"quant_algo": "FP8"}, id="two-files"),
         pytest.param(

@@ -289,6 +289,12 @@ def test_numbers_are_of_16_bits_or_more(format: str, dtype: torch.dtype) -> None
 FP8 = torch.zeros(4, 64).to(torch.float8_e4m3fn)
 ERRORS: list = [
     (lambda: QuantizedWeight(FP8, torch.ones(1), "fp9"), "format is 'fp9', expected one of"),
+    (
+        lambda: QuantizedWeight(
+            torch.zeros(4, 8, dtype=torch.uint8), torch.ones(4, 1).to(torch.float8_e4m3fn), "nvfp4"
+        ),
+        "global_scale is None, expected a number or a tensor, because nvfp4 has two scales",
+    ),
     (lambda: QuantizedWeight([1], torch.ones(1), "fp8_row"), "codes is a list, expected a torch.Tensor"),
     (
         lambda: QuantizedWeight(FP8, torch.ones(1), "int8_row"),

@@ -81,6 +81,8 @@ def examine(pair: Pair, architecture: str) -> None:
         config = ContextKVConfig.from_hf(pair.drafter, target_hidden_size=width)
     except (TypeError, ValueError) as wrong:
         return pair.find("config", str(wrong))
+    if config.capture_after_engram:  # as SGLang does for the family, where a layer has an Engram
+        _look_at_engrams(pair)
     pair.facts |= {"K": config.num_chunks, "H": width, "D": config.hidden_size, "draft layers": config.num_layers}
     layer = ContextKV(config, device="meta")
     pair.look_at_loading(partial(context_kv, pair.opened(pair.headers), layer, 0, 1))
@@ -158,6 +160,14 @@ def _look_at_layers(pair: Pair, algorithm: str) -> None:
         return pair.find("layers", str(wrong))
     pair.facts["layer ids"] = f"{first} in {place}"
     return None
+
+
+def _look_at_engrams(pair: Pair) -> None:
+    """Source: SGLang 0.5.23 `deepseek_v4`, vLLM 0.33 `deepseek_v41`, `common/engram.py`."""
+    captured, engrams = next(iter(_layer_ids(pair).values()), []), pair.text.get("engram_layer_ids")
+    if isinstance(engrams, list) and (both := [each for each in captured if each in engrams]):
+        text = f"SGLang captures the layers {both} after the injection of their Engram, vLLM before it"
+        pair.find("engine-layers", f"{text}: the drafter reads right states in the engine that it was trained for")
 
 
 def _layer_ids(pair: Pair) -> dict[str, list]:

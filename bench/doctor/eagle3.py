@@ -30,7 +30,9 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 # `kimi_k25_eagle3`: the only fc in SGLang that takes a quantization config, except one of modelopt_fp4.
 _MLA_FC = {"Eagle3DeepseekV2ForCausalLM"}
-_OF_LAYER_0_NORM = re.compile(r"(model\.)?(midlayer|layers\.0)\.(input_layernorm|hidden_norm)\.(?P<parameter>.+)")
+_OF_LAYER_0_NORM = re.compile(
+    r"(model\.)?(midlayer|layers\.0)\.(?P<norm>input_layernorm|hidden_norm)\.(?P<parameter>.+)"
+)
 
 
 def examine(pair: Pair, trained_by: str | None) -> None:
@@ -222,6 +224,14 @@ def _look_at_norms(pair: Pair, config: Eagle3Config) -> None:
     if found != sorted(wanted):
         text = f"the file has {found or 'no norms in front of fc'}, and the config means {[*wanted] or 'none'}"
         pair.find("norms", f"{text}: an engine that skips one loses acceptance, and says nothing")
+    of_layer_0 = {match["norm"] for match in map(_OF_LAYER_0_NORM.fullmatch, pair.headers) if match}
+    missing = [f"midlayer.{norm}.weight" for norm in ("input_layernorm", "hidden_norm") if norm not in of_layer_0]
+    if not any(eagle3_name(name).startswith("norm.") for name in pair.headers):
+        missing.append("norm.weight")
+    if missing:
+        pair.find(
+            "norms", f"the file has no {' and no '.join(missing)}: engines norm with a gain of 1, and say nothing"
+        )
     for name, header in pair.headers.items():
         parameter = _in_layer_0_norm(name)
         if parameter not in (None, "weight") and not is_of_activations(parameter):

@@ -21,6 +21,9 @@ _NOT_IN_FP4 = _TAKE_QUARK | {
     *("BailingMoeForCausalLMNextN", "Qwen3_5ForCausalLMMTP"),
 }
 
+# vLLM builds fc of these in numbers where the target is in modelopt_fp4 (vllm#38832): `qwen3_5_mtp`, `qwen3_next_mtp`.
+_FC_NOT_IN_FP4 = {"Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP"}
+
 
 def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[str, Any]) -> None:
     """Look for every trap of the stage, in each MTP layer that the file has."""
@@ -100,6 +103,8 @@ def _summary(stage: EngineStage, config: MTPConfig) -> str:
 
 
 def _held_in(pair: Pair, stage: EngineStage) -> str:
+    if is_modelopt_fp4(pair.quantization) and not _FC_NOT_IN_FP4.isdisjoint(stage.architectures):
+        return UNQUANTIZED
     is_quark = pair.quantization is not None and pair.quantization.get("quant_method") == "quark"
     takes_config = stage.quantized or (is_quark and not _TAKE_QUARK.isdisjoint(stage.architectures))
     return TAKES_CONFIG if takes_config else PLAIN

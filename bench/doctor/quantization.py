@@ -5,7 +5,15 @@ from typing import Any
 
 import torch
 
-from eagle_kernels.quantization_config import Naming, leaves_out, method_of, names_layer, unread_format
+from eagle_kernels.quantization_config import (
+    Naming,
+    algorithm_of,
+    leaves_out,
+    method_of,
+    names_layer,
+    of_quark,
+    unread_format,
+)
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
@@ -223,7 +231,7 @@ def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
     Source: `get_quant_method` of SGLang 0.5.23 and vLLM 0.33, by whether it asks for a ParallelLMHead.
     """
     method = None if config is None else config.get("quant_method")
-    if config is None or isinstance(config.get("quant_algo"), str):
+    if config is None or algorithm_of(config) is not None:
         return TAKES_CONFIG
     if method in ("gptq", "gptqmodel", "awq"):
         return TAKES_CONFIG if config.get("lm_head") else HEAD
@@ -235,7 +243,7 @@ def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
 def is_modelopt_fp4(config: Mapping[str, Any] | None) -> bool:
     """Whether both engines call it modelopt_fp4, with which some drafters are built in numbers, whatever their files
     have."""
-    return config is not None and str(config.get("quant_algo")).upper() in ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+    return config is not None and algorithm_of(config) in ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
 
 
 def described(pair: Pair, path: str) -> str:
@@ -277,11 +285,13 @@ def _covers(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bo
     """Whether a checkpoint of this config has codes at `path`."""
     if leaves_out(config, path, naming):
         return False
-    algorithm, method = config.get("quant_algo"), method_of(config)
-    if isinstance(algorithm, str):
-        return algorithm.upper() != "MIXED_PRECISION"  # which lists its layers
+    algorithm, method = algorithm_of(config), method_of(config)
+    if algorithm is not None:
+        return algorithm != "MIXED_PRECISION"  # which lists its layers
     if method == "compressed-tensors":
         return _is_in_group(config, path, naming)
+    if method == "quark":
+        return bool(of_quark(config, path)[1])
     return method in _STORED
 
 

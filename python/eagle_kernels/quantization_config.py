@@ -4,6 +4,7 @@
 |---|---|
 | all | quant_method |
 | Hugging Face fp8 | weight_block_size |
+| Quark | a weight's dtype, qscheme, block_size, group_size in layer_quant_config, or else in global_quant_config |
 | Model-Optimizer | quant_algo, group_size, quantized_layers; in `quantization` and in hf_quant_config.json too |
 | compressed-tensors | format, and the weights' arguments of the layer's group in config_groups; transform_config |
 | GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
@@ -14,7 +15,8 @@ The tensors determine the format. A key that means another one is an error; a mi
 whole checkpoint say nothing of a layer that the config leaves out (`leaves_out`), whose codes may be in another format:
 NVFP4 checkpoints keep MTP layers in FP8 (vllm#43455).
 
-Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`; compressed-tensors `CompressionFormat`;
+Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`, `quark.py` (`_find_matched_config`);
+Model-Optimizer `export/quant_utils.py` (`process_layer_quant_config`); compressed-tensors `CompressionFormat`;
 auto-round 0.16 `inference/convert_model.py` (`get_layer_config`), vLLM 0.32 `inc/config_parser.py`, SGLang 0.5.23
 `auto_round.py`; transformers 5.24 `quantizers_utils.py` (`should_convert_module`).
 """
@@ -40,6 +42,8 @@ _HF_FILE = "hf_quant_config.json"
 _INLINE = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",))
 _FP8 = ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32")
 _E4M3 = tuple(name for name, format in FORMATS.items() if format.codes == E4M3)
+# By the columns that share a scale.
+_E2M1: dict[int | None, tuple[str, ...]] = {16: ("nvfp4",), 32: ("mxfp4",), None: ("nvfp4", "mxfp4")}
 _METHODS: dict[str, tuple[str, ...]] = {
     "fp8": _FP8,
     "fbgemm_fp8": ("fp8_row",),
@@ -50,6 +54,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "mxfp4": ("mxfp4",),
     **dict.fromkeys(("modelopt", "modelopt_mixed", "quark"), tuple(FORMATS)),
     **dict.fromkeys(("modelopt_fp4", "petit_nvfp4"), ("nvfp4",)),
+    "modelopt_fp8": _FP8[:3],
     "modelopt_mxfp8": ("mxfp8",),
     "compressed-tensors": (*FORMATS, _PACKED),
     **dict.fromkeys(("gptq", "gptqmodel"), (_GPTQ,)),
@@ -60,7 +65,9 @@ _METHODS: dict[str, tuple[str, ...]] = {
 _ALGORITHMS = {
     "FP8": ("fp8_tensor",),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_row",),
-    "FP8_PB_WO": ("fp8_block128",),
+    **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), ("fp8_block128",)),
+    "W8A16": ("int8_row",),
+    **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), ("mxfp4",)),
     "NVFP4": ("nvfp4",),
     "W4A16_NVFP4": ("nvfp4",),
     "MXFP8": ("mxfp8",),
@@ -89,6 +96,8 @@ _COMPRESSIONS = {
     "mxfp4-pack-quantized": ("mxfp4",),
     "mixed-precision": (*FORMATS, _PACKED),
 }
+# What a message quotes of Quark's entry for a weight.
+_OF_QUARK = ("dtype", "qscheme", "group_size", "block_size")
 # Quark's dtypes of weights that are read here.
 _QUARK = ("fp8_e4m3", "fp8_e4m3fn", "int8", "fp4")
 _STRATEGIES = {"tensor": ("fp8_tensor",), "channel": ("fp8_row",), "block": _FP8[2:], "group": ("mxfp8",)}
@@ -143,10 +152,8 @@ def unread_format(config: Mapping[str, Any] | None, path: str | None = None) -> 
         return None
     if method.lower() not in _METHODS:
         return method
-    weight = _mapping(_mapping(config).get("global_quant_config")).get("weight") if method.lower() == "quark" else None
-    # A list of two is NVFP4, or int4 over FP8.
-    dtypes = [_mapping(each).get("dtype") for each in (weight if isinstance(weight, list) else [weight])]
-    unread = [dtype for dtype in dtypes if isinstance(dtype, str) and dtype not in _QUARK]
+    _, weights = of_quark(_mapping(config), path)
+    unread = [weight["dtype"] for weight in weights if weight["dtype"] not in _QUARK]
     return f"{method} {unread[0]}" if unread else None
 
 
@@ -163,6 +170,29 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
             raise checks.error(ValueError, op, f"{name} is {fits[0]}", expected, f"the checkpoint says {claim.says}")
         fits = meant
     return fits[0]
+
+
+def algorithm_of(config: Mapping[str, Any]) -> str | None:
+    """Model-Optimizer's quant_algo, in upper case: its own, that in `quantization`, or that of hf_quant_config.json."""
+    sections = (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE)))
+    found = (section.get("quant_algo") for section in sections)
+    return next((algorithm.upper() for algorithm in found if isinstance(algorithm, str)), None)
+
+
+def of_quark(config: Mapping[str, Any], path: str | None = None) -> tuple[str, list[Mapping[str, Any]]]:
+    """(where Quark's config says it, what it says of a layer's weight), of every layer without a path: two entries are
+    codes and their scales, none are numbers. Nothing for a config of another method."""
+    if method_of(config) != "quark":
+        return "", []
+    place, section = "global_quant_config", config.get("global_quant_config")
+    if path is not None:
+        layers, names = _mapping(config.get("layer_quant_config")), _paths(path).names
+        own = (entry for entry in layers if _matches(entry, path) or fnmatch.filter(names, entry))
+        if (entry := next(own, None)) is not None:
+            place, section = f"layer_quant_config.{entry}", layers[entry]
+    weight = _mapping(section).get("weight")
+    weights = weight if isinstance(weight, list) else [weight]
+    return place, [each for each in map(_mapping, weights) if isinstance(each.get("dtype"), str)]
 
 
 def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
@@ -314,10 +344,14 @@ def _transform_of(config: Mapping[str, Any], path: str) -> str | None:
 def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
     is_left_out = leaves_out(config, path)
     method, block = config.get("quant_method"), config.get("weight_block_size")
-    if isinstance(block, list) and not is_left_out:
+    if block is not None and not is_left_out:
         yield _Claim(_of_blocks(block), f"weight_block_size {block}")
-    if method is not None and not is_left_out and not (method == "fp8" and isinstance(block, list)):
+    if method is not None and not is_left_out and not (method == "fp8" and block is not None):
         yield _Claim(_METHODS.get(method.lower(), ()) if isinstance(method, str) else (), f"quant_method {method}")
+    place, entries = of_quark(config, path)
+    if entries and not is_left_out:
+        said = ", ".join(f"{key} {entries[0][key]}" for key in _OF_QUARK if entries[0].get(key) is not None)
+        yield _Claim(_of_quark_weight(entries), f"{place}.weight {said}")
     if method_of(config) == "auto-round":
         yield from _of_data_type(section_of(config, path))
     yield from _of_algorithm(config, path, "", is_left_out)
@@ -339,8 +373,25 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
         yield _Claim(meant, f"config_groups.{name}.weights {values}")
 
 
-def _of_blocks(size: list) -> tuple[str, ...]:
-    return next((formats for block, formats in _BLOCKS.items() if list(block) == size), ())
+def _of_blocks(size: object) -> tuple[str, ...]:
+    if not isinstance(size, Sequence):
+        return ()
+    return next((formats for block, formats in _BLOCKS.items() if list(block) == list(size)), ())
+
+
+def _of_quark_weight(entries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    weight = entries[0]
+    dtype, scheme, size = weight["dtype"], weight.get("qscheme"), weight.get("group_size")
+    if dtype == "fp4":
+        if len(entries) > 1:  # e4m3 for the scales
+            return ("nvfp4",)
+        return _E2M1.get(size, ()) if isinstance(size, int | None) else ()
+    if dtype == "int8":
+        return () if scheme == "per_group" else ("int8_row",)
+    if scheme == "per_block":
+        return _of_blocks(weight.get("block_size")) if weight.get("block_size") is not None else _FP8[2:]
+    of_e4m3 = {"per_tensor": ("fp8_tensor",), "per_channel": ("fp8_row",), "per_group": ("mxfp8",), None: _E4M3}
+    return of_e4m3.get(scheme, ()) if isinstance(scheme, str | None) else ()
 
 
 def _of_data_type(section: Section) -> Iterator[_Claim]:
@@ -382,11 +433,12 @@ def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
         return {8: ("int8_row", _PACKED), 4: (_PACKED,)}.get(bits, ()) if isinstance(bits, int) else ()
     if bits == 8:
         structure = weights.get("block_structure")
-        if strategy == "block" and isinstance(structure, list):
-            return _of_blocks(structure)
+        if strategy == "block" and structure is not None:  # once "128x128"
+            parts = structure.split("x") if isinstance(structure, str) else structure
+            is_text = isinstance(structure, str) and all(part.isdecimal() for part in parts)
+            return _of_blocks([int(part) for part in parts] if is_text else parts)
         return _STRATEGIES.get(strategy, _E4M3) if isinstance(strategy, str) else _E4M3
-    e2m1 = {16: ("nvfp4",), 32: ("mxfp4",), None: ("nvfp4", "mxfp4")}
-    return e2m1.get(size, ()) if bits == 4 and isinstance(size, int | None) else ()
+    return _E2M1.get(size, ()) if bits == 4 and isinstance(size, int | None) else ()
 
 
 def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:

@@ -101,7 +101,8 @@ def read_projection(
         expected = f"its scale beside it: one of {list(_SCALES)}"
         raise checks.error(ValueError, op, f"weights has {codes_name} in {codes.dtype}", expected)
     scale_name = scale_names[0]
-    scales = _widened(op, scale_name, read(scale_name))
+    scales = read(scale_name)
+    checks.check_tensor(op, scale_name, scales)
     if _is_compressed(codes, scales, shape):
         check_format(op, codes_name, [COMPRESSED], config or {})
         return QuantizedWeight.of_tensors(codes, scales, None, COMPRESSED, (1, shape[1]))
@@ -140,7 +141,8 @@ def check_is_read(
     """Refuse codes whose config names a format that only engines read: by shape they would pass for another format."""
     if not names:
         return
-    parameter = next((parameter for parameter in (*_CODES, *UNREAD_CODES) if parameter in names), min(names))
+    codes = (*_CODES, int4_checkpoint.TRANSPOSED, *UNREAD_CODES)
+    parameter = next((parameter for parameter in codes if parameter in names), min(names))
     name = names[parameter]
     format = unread_format(config, name.removesuffix(f".{parameter}"))
     is_dense = names.keys() == {"weight"} and getattr(read(names["weight"]), "dtype", None) in checks.DTYPES
@@ -179,9 +181,8 @@ def _is_compressed(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> boo
     return is_bytes and sizes and bf16_12bit.is_exponents_shape(tuple(scales.shape), D)
 
 
-def _widened(op: str, name: str, scales: Tensor) -> Tensor:
+def _widened(scales: Tensor) -> Tensor:
     """Scales in fp32, where compressed-tensors has bf16, and 2-D, where Model-Optimizer has [rows, 1, columns, 1]."""
-    checks.check_tensor(op, name, scales)
     if scales.dtype in (torch.bfloat16, torch.float16):
         scales = scales.float()
     if scales.dim() == 4 and scales.shape[1] == scales.shape[3] == 1:
@@ -193,8 +194,8 @@ def _recognize(
     op: str, codes: tuple[str, Tensor], scales: tuple[str, Tensor], shape: tuple[int, int], meaning: str
 ) -> tuple[list[str], Tensor, Tensor]:
     """(the formats that fit, which mean the same, codes, scales) of tensors that fit each other."""
-    (codes_name, code), (scale_name, scale) = codes, scales
-    D, W = shape
+    (codes_name, code), (scale_name, stored) = codes, scales
+    scale, (D, W) = _widened(stored), shape
     if code.dtype == torch.int8 and tuple(code.shape) == (D, W // 2) and scale.dtype in (torch.uint8, E8M0):
         code = code.view(torch.uint8)  # DeepSeek's pairs of e2m1
     kinds = {name: format for name, format in FORMATS.items() if format.codes == code.dtype}
@@ -217,7 +218,7 @@ def _recognize(
         fits = [name for name, (rows, columns) in sizes.items() if scale.numel() == rows * columns]
     if fits:
         return fits, code, scale.view(E8M0) if scale.dtype == torch.uint8 else scale
-    got = f"{scale_name} is {scale.dtype} of shape {tuple(scale.shape)}"
+    got = f"{scale_name} is {stored.dtype} of shape {tuple(stored.shape)}"
     if not sizes:
         of_scales = sorted({str(dtype) for format in kinds.values() for dtype in format.scales})
         raise checks.error(ValueError, op, got, " or ".join(of_scales), f"{codes_name} is {code.dtype}")
@@ -246,9 +247,13 @@ def _global_scale(
         raise checks.error(ValueError, op, f"weights has {name} beside {codes_name}", _MULTIPLIER, because)
     scale = read(name)
     checks.check_tensor(op, name, scale)
-    if scale.numel() != 1 or not scale.dtype.is_floating_point:
+    if scale.numel() != 1 or scale.dtype not in (*checks.DTYPES, torch.float64):
         raise checks.error(ValueError, op, f"{name} is {scale.dtype} of shape {tuple(scale.shape)}", "one number")
     value = scale.double().reshape(())
     if not value.isfinite() or value <= 0:
         raise checks.error(ValueError, op, f"{name} is {value.item()}", "a finite number above 0")
-    return (value if given[0] == _MULTIPLIER else 1 / value).float()
+    multiplier = (value if given[0] == _MULTIPLIER else 1 / value).float()
+    if multiplier == 0 or not multiplier.isfinite():
+        because = f"in fp32 the codes would be multiplied by {multiplier.item()}"
+        raise checks.error(ValueError, op, f"{name} is {value.item()}", "a number nearer to 1", because)
+    return multiplier

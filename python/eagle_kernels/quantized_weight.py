@@ -87,8 +87,8 @@ class QuantizedWeight:
     Args:
         codes, scales: as in the module's table; row strides free, last stride 1.
         format: a key of the table.
-        global_scale: fp32, one element or a float; multiplies everything. For nvfp4: ModelOpt's weight_scale_2, or 1 /
-            weight_global_scale of compressed-tensors.
+        global_scale: fp32, one element or a float; multiplies everything. nvfp4 needs it: ModelOpt's weight_scale_2, or
+            1 / weight_global_scale of compressed-tensors.
         shard_rows: the number of rows of each weight that an engine or a checkpoint has merged into this one along D,
             each with its own scales: block rows begin anew in each shard (2048 + 576 rows of fp8_block128 have 16 + 5),
             and fp8_tensor has one scale per shard. Where a shard ends within a block, scales are expanded to one row
@@ -121,6 +121,9 @@ class QuantizedWeight:
             because = f"{block[1]} columns share a scale"
             raise checks.shape_error(OP, "codes", codes, f"(D, W/2) with W a multiple of {block[1]}", because)
         scales, block = self._checked_scales(format, block, shard_rows)
+        if self.format == "nvfp4" and self.global_scale is None:
+            because = "nvfp4 has two scales, and 1.0 says that the second is 1"
+            raise checks.error(ValueError, OP, "global_scale is None", "a number or a tensor", because)
         global_scale = _checked_global_scale(self.global_scale, codes)
         self.__dict__.update(scales=scales, block=block, global_scale=global_scale)  # frozen: setattr raises
 

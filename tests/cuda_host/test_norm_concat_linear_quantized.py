@@ -94,7 +94,7 @@ def check(case: Case, name: str, kernel: str) -> None:
     guarded = GuardedRows(1 if one_row else call.N, case.D, case.dtype)
     view = guarded.view[0] if one_row else guarded.view
     call = with_weight(call, weight)
-    assert explained(call).startswith(f"norm_concat_linear_quantized: cuda/{kernel}, because ")
+    assert explained(call).startswith(f"norm_concat_linear x {weight.format}: cuda/{kernel}, because ")
     with UnchangedTensors([*call.tensors(), *(tensor for tensor in weight.tensors if tensor is not None)]):
         assert call.norm_concat_linear(out=view) is view
     guarded.check_around()
@@ -261,7 +261,7 @@ def test_blocks_that_end_inside_a_stage_are_left_to_the_split_kernels(products: 
     ]:
         chunks, weight, gain = make_call(name, 33, dtype, H=H)
         said = str(ek.explain("norm_concat_linear", chunks, weight, norm_weight=gain))
-        assert said.startswith(f"norm_concat_linear_quantized: cuda/{kernel}, because "), (name, H, said)
+        assert said.startswith(f"norm_concat_linear x {weight.format}: cuda/{kernel}, because "), (name, H, said)
     chunks = [torch.randn(33, H).bfloat16() for H in (256, 160, 96)]
     weight = on_cpu.random_weight("fp8_block128", 67, 512)
     assert "cuda/split" in str(ek.explain("norm_concat_linear", chunks, weight))
@@ -505,7 +505,8 @@ IN_FOURS = "the columns of four scales, which are copied together"
 def test_what_they_do_not_take_goes_elsewhere_and_explain_says_why(name: str, changed: dict, reason: str) -> None:
     chunks, weight, gain = make_call(name, **{"T": 3} | changed)
     said = str(ek.explain("norm_concat_linear", chunks, weight, norm_weight=gain))
-    expected = "norm_concat_linear_quantized: reference/plain torch, because the weight is dequantized in every call: "
+    because = "because the weight is dequantized in every call: "
+    expected = f"norm_concat_linear x {weight.format}: reference/plain torch, {because}"
     assert said.startswith(f"{expected}cuda: {reason}; triton: ")
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     with environment_of(EAGLE_KERNELS_BACKEND="reference"):
@@ -517,7 +518,7 @@ def test_many_rows_that_triton_does_not_take_are_not_dequantized(name: str, T: i
     """As blocks of 128 columns do not divide chunks of 2880."""
     chunks, weight, gain = make_call(name, T, H=160)
     said = str(ek.explain("norm_concat_linear", chunks, weight, norm_weight=gain))
-    assert said.startswith("norm_concat_linear_quantized: cuda/split, because triton: "), said
+    assert said.startswith(f"norm_concat_linear x {weight.format}: cuda/split, because triton: "), said
     assert said.endswith(f"; T={T} <= 512: its kernels widen the codes {-(-T // 64)} times or more")
     out = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):

@@ -9,6 +9,7 @@ Triton's split kernels round (norm_offset + gain) * weight instead of x: also on
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -157,7 +158,8 @@ def plan(chunks: Sequence[Tensor] | Tensor, weight: Tensor | QuantizedWeight, **
     with torch.no_grad():  # nothing runs: the weight may require grad
         if isinstance(weight, QuantizedWeight):
             quantized.QuantizedProjection(weight, bias, post_norm_weight, post_norm_eps).check(sources)
-            return quantized.plan_of(matrices, weight, matrices.rows, post_norm_weight is not None)
+            planned = quantized.plan_of(matrices, weight, matrices.rows, post_norm_weight is not None)
+            return replace(planned, op=f"{OP} x {weight.format}")
         projection = Projection(weight, bias, post_norm_weight, post_norm_eps)
         projection.check(sources)
     return _plan(matrices, projection, matrices.rows)
