@@ -924,7 +924,7 @@ constexpr float kUsOfWave = 5, kUsToRead = 16384 / 4.4e6f;
 // five, of which 47 have room, take 26.2 us at 3x2880x2880 with two blocks on an SM, where 45 of six in threes take
 // 17.5, and 60 of six in threes, of which 62 have room, take as long as two waves. 60 of four, of which 62 have room,
 // run at once. T is not in it, so that no sum depends on it.
-Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_too) {
+Cut cut_for_cluster(Arguments& arguments, const Device& device, int max_blocks_on_an_sm) {
   const NormConcatLinear& op = arguments.op;
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int64_t clusters = blocks_of_outputs(op, kFusedColumns);
@@ -955,7 +955,7 @@ Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_t
   const auto best_cut = [&](int wanted_blocks, int wanted_ranges) {
     Cut best{};
     float least = std::numeric_limits<float>::infinity();
-    for (int blocks = 2; blocks <= (in_threes_too ? 3 : 2); ++blocks) {
+    for (int blocks = std::min(2, max_blocks_on_an_sm); blocks <= max_blocks_on_an_sm; ++blocks) {
       if (wanted_blocks != 0 && wanted_blocks != blocks) continue;
       for (int ranges = 1; ranges <= kMaxCluster; ++ranges) {
         if (wanted_ranges != 0 && wanted_ranges != ranges) continue;
@@ -973,7 +973,8 @@ Cut cut_for_cluster(Arguments& arguments, const Device& device, bool in_threes_t
   Cut best{};
 #ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
   const auto wanted = [](const char* name) { return std::getenv(name) == nullptr ? 0 : std::atoi(std::getenv(name)); };
-  best = best_cut(in_threes_too ? wanted("EAGLE_KERNELS_FUSED_BLOCKS") : 0, wanted("EAGLE_KERNELS_FUSED_RANGES"));
+  const int wanted_blocks = max_blocks_on_an_sm == 3 ? wanted("EAGLE_KERNELS_FUSED_BLOCKS") : 0;
+  best = best_cut(wanted_blocks, wanted("EAGLE_KERNELS_FUSED_RANGES"));
 #endif
   if (best.ranges == 0) best = best_cut(0, 0);
   cut(best);
@@ -1014,7 +1015,11 @@ int launch_fused(Arguments& arguments, const Device& device) {
   const int64_t rounds = (op.num_rows + kRows - 1) / kRows;
   // With residuals nobody has timed it; fp16 times codes with scales of blocks would spill 116 bytes on sm_100.
   constexpr bool kInThreesToo = !kResidual && !(kForm == Form::kE4M3Blocks && std::is_same_v<T, Float16>);
-  const Cut cut = cut_for_cluster(arguments, device, kInThreesToo && 3 * kBytesOfThree <= device.shared_memory);
+  // What a block may have is nearly all that an SM has: 227 KB of sm_90 and sm_100, 99 KB of sm_120.
+  const int max_blocks = kInThreesToo && 3 * kBytesOfThree <= device.shared_memory                            ? 3
+                         : 2 * Tile<kForm, kRows, kResidual, End::kFused>::kSharedBytes <= device.shared_memory ? 2
+                                                                                                                 : 1;
+  const Cut cut = cut_for_cluster(arguments, device, max_blocks);
   const auto launch_end = [&](auto end) {
     constexpr End kEnd = decltype(end)::value;
     Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), cut.ranges, kThreads,

@@ -49,6 +49,12 @@ SPLIT_CASES += [
     Case("fp16", (200, 72), 130, "concat", D=260, gain="fp32", residuals="some"),
     Case("bf16", (136,) * 3, 100, D=132, layout="packed", indices="shared", sum_squares=True),
 ]
+# More rows than one round takes.
+SPLIT_CASES += [
+    Case("bf16", (72,) * 2, 513, D=17, residuals="some", sum_squares=True),
+    Case("fp16", (72, 40), 1030, "concat", D=20, indices="some", index_dtype=torch.int32),
+    Case("bf16", (72,) * 2, 600, D=37, layout="packed", residuals="all", post_norm="dtype", bias="dtype"),
+]
 WGMMA_CASES = [case for case in SPLIT_CASES if not case.post_norm and 0 < case.T <= 128]
 # Calls that they leave to norm_concat and a library product.
 OTHER_CASES = [case for case in FEATURES if case.view or case.layout == "strided"]
@@ -379,6 +385,32 @@ def test_a_library_of_alternatives_is_told_the_ranges(
         emulation.take_launches()
         ek.norm_concat_linear([torch.empty(1, 4096).bfloat16()] * 3, torch.empty(4096, 3 * 4096).bfloat16())
         assert emulation.take_launches()[-1].grid == [64, ranges]
+    finally:
+        emulation.run_kernels(True)
+
+
+def test_an_sm_without_room_for_two_blocks_is_cut_for_one(emulation: ModuleType) -> None:
+    """As of sm_120: cut for two on each of 170 SMs, into 4 ranges, the 64 clusters would run in two waves."""
+    emulation.set_device(descending_warps=False, capability=120, multiprocessors=170, shared_bytes=99 << 10)
+    emulation.run_kernels(False)
+    try:
+        emulation.take_launches()
+        ek.norm_concat_linear([torch.empty(1, 4096).bfloat16()] * 3, torch.empty(4096, 3 * 4096).bfloat16())
+        launch = emulation.take_launches()[-1]
+        assert launch.grid == [64, 2] and emulation.clusters_at_once(170, 2, 1) >= 64
+    finally:
+        emulation.run_kernels(True)
+
+
+def test_more_than_512_rows_take_the_split_kernels_several_rounds(emulation: ModuleType) -> None:
+    """Their sums of all rows at once would take gigabytes."""
+    emulation.run_kernels(False)
+    try:
+        with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1", EAGLE_KERNELS_BACKEND="cuda"):
+            emulation.take_launches()
+            ek.norm_concat_linear([torch.empty(1200, 64).bfloat16()] * 3, torch.empty(64, 3 * 64).bfloat16())
+        launches = [launch for launch in emulation.take_launches() if launch.threads]
+        assert len(launches) == 6 and [launch.grid[0] for launch in launches[1::2]] == [512, 512, 176]
     finally:
         emulation.run_kernels(True)
 

@@ -879,7 +879,7 @@ MUTANTS = (
             ("ranges.cuh", "output >= op.num_columns", "false"),
             ("ranges.cuh", "of < 0", "false"),
             ("ranges.cuh", "(warp * blocks + static_cast<int>(blockIdx.y)) * 32", "warp * 32"),
-            ("ranges.cuh", "scale, first_lane + k", "scale, k"),
+            ("ranges.cuh", "__shfl_sync(~0u, scale, first_lane + k)", "__shfl_sync(~0u, scale, k)"),
             ("ranges.cuh", "leaves_out ? 0.0f : of_chunk[i] * by", "of_chunk[i] * by"),
             ("ranges.cuh", "column + i < columns", "true"),
             ("ranges.cuh", "op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows", "kRows"),
