@@ -69,7 +69,7 @@ def run_stages(
     records = []
     for stage in stages:
         earlier = _earlier(stage, [out, *([done] if done else [])])
-        if earlier is not None and (earlier["status"] in ("done", "failed") or not stage.goes_on):
+        if earlier is not None and earlier["status"] in ("done", "failed"):
             record = earlier
         else:
             if earlier is not None and earlier.get("result"):

@@ -79,14 +79,16 @@ _EIGHT_SHAPES = (*_TUNED, "deepseek-v3", "deepseek-v3:mtp", "qwen2.5-0.5b", "gem
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that run one after the other for at most `limit` seconds together, and their result, which is kept."""
+    """Commands that run one after the other for at most `limit` seconds together, and their result, which is kept.
+
+    A later call resumes with the first command that a cut one did not finish.
+    """
 
     name: str
     limit: float
     commands: Callable[[str], list[Command]]  # for a device
     result: Callable[[], object] = lambda: None
     needs: str | None = None  # a program without which the stage is skipped
-    goes_on: bool = False  # a later call resumes with the first command that a cut one did not finish
     restore: Callable[[dict], None] = lambda result: None  # puts a cut call's result where its commands look
 
 
@@ -336,19 +338,18 @@ def _host_summary() -> dict | None:
 
 # 825 s in all, three calls of 275; at most eight stages, since no more files come back from a lent machine.
 STAGES = (
-    Stage("library", 60, _library, _read_library, goes_on=True, restore=_restore_run_of("first-calls")),
+    Stage("library", 60, _library, _read_library, restore=_restore_run_of("first-calls")),
     Stage(
         "gpu-tests",
         180,
         _gpu_tests,
         _read_tests,
-        goes_on=True,
         restore=lambda result: write_json(WORK / "gpu-tests.json", result),
     ),
-    Stage("sanitizer", 90, _sanitizer, needs="compute-sanitizer", goes_on=True),
-    Stage("decode-curve", 140, _decode_curve, _read_curve, goes_on=True, restore=_restore_run_of("decode-curve")),
-    Stage("op-table", 220, _op_table, _read_op_table, goes_on=True, restore=_restore_run_of("op-table")),
-    Stage("tune", 60, _tune, _read_tables, goes_on=True, restore=_restore_tables),
+    Stage("sanitizer", 90, _sanitizer, needs="compute-sanitizer"),
+    Stage("decode-curve", 140, _decode_curve, _read_curve, restore=_restore_run_of("decode-curve")),
+    Stage("op-table", 220, _op_table, _read_op_table, restore=_restore_run_of("op-table")),
+    Stage("tune", 60, _tune, _read_tables, restore=_restore_tables),
     Stage("host-cost", 30, _host_cost, _host_summary),
-    Stage("sweeps", 45, _sweeps, _run_of("sweeps"), goes_on=True, restore=_restore_run("sweeps")),
+    Stage("sweeps", 45, _sweeps, _run_of("sweeps"), restore=_restore_run("sweeps")),
 )
