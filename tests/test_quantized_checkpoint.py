@@ -750,6 +750,10 @@ LEAVES_OUT: dict[str, tuple[dict | None, dict | None]] = {
     ),
     # Formats that engines alone read.
     "unread": ({"quant_method": "w4afp8", "modules_to_not_convert": ["fc"]}, None),
+    "quark-of-another-dtype": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}, "exclude": ["*fc"]},
+        None,
+    ),
     "unread-quark": (
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}, "exclude": ["*fc"]},
         None,

@@ -1,10 +1,14 @@
 """What `make sanitize`, `test-matrix`, `mutants` and `coverage` are made of; the targets themselves run for minutes."""
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from sanitizers import COMPILER
 from verify import core, line_coverage, mutants, variant
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +36,18 @@ def test_two_mutants_of_one_place_are_both_in_the_copy(tmp_path: Path) -> None:
     for number, mutant in enumerate(mutants.MUTANTS):
         if mutant.file.startswith("csrc/"):
             assert f"mutant == {number} ? ({mutant.fault}) :" in (tmp_path / mutant.file).read_text()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ compiles the faults")
+def test_every_fault_in_csrc_cuda_compiles(tmp_path: Path) -> None:
+    """One that did not ended `make mutants` for all files of csrc/cuda, and nothing else noticed."""
+    shutil.copytree(ROOT / "csrc", tmp_path / "source/csrc")
+    mutants.insert(tmp_path / "source")
+    (tmp_path / "mutant.h").write_text(mutants.HEADER)
+    environment = os.environ | mutants.of_emulation(tmp_path) | {"PYTHONPATH": os.fspath(ROOT / "tests")}
+    command = [sys.executable, "-c", "from cuda_host.build import check_syntax; check_syntax()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_missing_lines_are_ranges() -> None:

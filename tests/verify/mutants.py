@@ -30,11 +30,16 @@ from verify.variant import ROOT, Variant, install, unoptimized
 VARIABLE = "EAGLE_KERNELS_MUTANT"
 FOLDER = ROOT / "build/mutants"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-# The csrc that the emulation compiles. -w because a fault may cause a warning, which the emulation makes an error.
-EMULATED = {
-    "EAGLE_KERNELS_TEST_SOURCES": os.fspath(FOLDER / "source"),
-    "EAGLE_KERNELS_TEST_FLAGS": f"-w -include {FOLDER / 'mutant.h'}",
-}
+
+
+def of_emulation(folder: Path) -> dict[str, str]:
+    """Variables that have the emulation compile the csrc in folder/source. -w because a fault may cause a warning,
+    which the emulation makes an error."""
+    flags = f"-w -include {folder / 'mutant.h'}"
+    return {"EAGLE_KERNELS_TEST_SOURCES": os.fspath(folder / "source"), "EAGLE_KERNELS_TEST_FLAGS": flags}
+
+
+EMULATED = of_emulation(FOLDER)
 # Seconds, after which a mutant counts as hanging, and killed. The slowest tests take 130 alone and 200 beside other
 # work: with a limit of 300 a surviving mutant was once counted as killed.
 LONGEST = 900
@@ -659,17 +664,31 @@ MUTANTS = (
     Mutant(QUANTIZED_CHECKPOINT, "if len(given) != 1:", "if not given:"),
     Mutant(
         QUANTIZED_CHECKPOINT,
-        "if scale.numel() != 1 or not scale.dtype.is_floating_point:",
-        "if not scale.dtype.is_floating_point:",
+        "if scale.numel() != 1 or scale.dtype not in (*checks.DTYPES, torch.float64):",
+        "if scale.dtype not in (*checks.DTYPES, torch.float64):",
     ),
     Mutant(
-        QUANTIZED_CHECKPOINT, "if scale.numel() != 1 or not scale.dtype.is_floating_point:", "if scale.numel() != 1:"
+        QUANTIZED_CHECKPOINT,
+        "if scale.numel() != 1 or scale.dtype not in (*checks.DTYPES, torch.float64):",
+        "if scale.numel() != 1 or not scale.dtype.is_floating_point:",
     ),
+    Mutant(QUANTIZED_CHECKPOINT, "multiplier == 0 or not multiplier.isfinite()", "multiplier == 0"),
+    Mutant(QUANTIZED_CHECKPOINT, "multiplier == 0 or not multiplier.isfinite()", "not multiplier.isfinite()"),
+    Mutant(QUANTIZED_CHECKPOINT, 'got = f"{scale_name} is {stored.dtype}', 'got = f"{scale_name} is {scale.dtype}'),
+    Mutant(QUANTIZED_WEIGHT, 'if self.format == "nvfp4" and self.global_scale is None:', "if False:"),
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "not value.isfinite()"),
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "value <= 0"),
     Mutant(QUANTIZED_CHECKPOINT, "value if given[0] == _MULTIPLIER else 1 / value", "value"),
     Mutant(QUANTIZATION_CONFIG, "        if not meant:\n", "        if False:\n"),
-    Mutant(QUANTIZATION_CONFIG, "algorithm.upper()", "algorithm"),
+    Mutant(QUANTIZATION_CONFIG, "_ALGORITHMS.get(algorithm.upper(), ())", "_ALGORITHMS.get(algorithm, ())"),
+    Mutant(QUANTIZATION_CONFIG, "if block is not None and not is_left_out:", "if isinstance(block, list):"),
+    Mutant(QUANTIZATION_CONFIG, "if entries and not is_left_out:", "if False:"),
+    Mutant(QUANTIZATION_CONFIG, "if entries and not is_left_out:", "if entries:"),
+    Mutant(QUANTIZATION_CONFIG, "_matches(entry, path) or fnmatch.filter(names, entry)", "_matches(entry, path)"),
+    Mutant(QUANTIZATION_CONFIG, "if len(entries) > 1:", "if False:"),
+    Mutant(QUANTIZATION_CONFIG, 'return () if scheme == "per_group" else ("int8_row",)', 'return ("int8_row",)'),
+    Mutant(QUANTIZATION_CONFIG, "if isinstance(scheme, str | None) else ()", ""),
+    Mutant(QUANTIZATION_CONFIG, "_of_blocks([int(part) for part in parts] if is_text else parts)", "_of_blocks(parts)"),
     Mutant(QUANTIZATION_CONFIG, "if method is not None and not is_left_out and not (", "if False and not ("),
     Mutant(QUANTIZATION_CONFIG, "is_left_out = leaves_out(config, path)", "is_left_out = False"),
     Mutant(QUANTIZATION_CONFIG, "of_all = {} if is_left_out else config", "of_all = config"),
@@ -901,7 +920,11 @@ MUTANTS = (
             ("norm_concat_linear_wgmma.cu", "output < op.num_columns ? output : op.num_columns - 1", "output"),
             ("norm_concat_linear_wgmma.cu", "count > 0 ? bits_to_float(0x7fffffff) : 0.0f", "0.0f"),
             ("norm_concat_linear_wgmma.cu", "kBlocks && step == 0", "false"),
-            ("norm_concat_linear_wgmma.cu", "waves * longest.units * kUs", "(1 + 0 * waves) * longest.units * kUs"),
+            (
+                "norm_concat_linear_wgmma.cu",
+                "waves * longest.units * kUsOfStage[warpgroups - 1]",
+                "(1 + 0 * waves) * longest.units * kUsOfStage[warpgroups - 1]",
+            ),
             ("norm_concat_linear_wgmma.cu", "us_to_read(op) + 5", "us_to_read(op) + 50"),
             ("norm_concat_linear_wgmma.cu", "1 / kGainFactor", "1.0f"),
             ("vocab_parallel_embedding.cu", "id >= op.org_begin && id < op.org_end", "id < op.org_end"),
