@@ -39,11 +39,6 @@ SLICES = ("slices", *FOREIGN)
 # Baselines for quantized weights.
 QUANTIZED = ("dequantize", "int8pack", "torchao")
 
-# eager: torch's kernels. eager-out: the same without an allocation. slices: a norm kernel per chunk that writes its
-# slice of the concat, then the product. two-step: all norms in one kernel, then the product. linear: the product alone,
-# over a concat that was normed before: the ceiling of what fusing a norm can win at large T.
-BASELINES = ("eager", "eager-out", "slices", "two-step", "linear", "compile", "inductor-max", *QUANTIZED, *FOREIGN)
-
 MEANINGS = {
     "eager": "the engines' chain in plain torch",
     "eager-out": "the same with preallocated outputs and intermediates, for the ops that move memory, on a CPU",
@@ -59,6 +54,7 @@ MEANINGS = {
     "flashinfer": "slices, with FlashInfer's norm",
     "vllm": "slices, with vLLM's norm",
 }
+BASELINES = tuple(MEANINGS)
 
 # Seconds that the modules of one row may take to compile; above it, fewer copies are made.
 COMPILE_BUDGET = 60.0

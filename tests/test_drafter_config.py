@@ -372,7 +372,7 @@ def test_specforge_feeds_back_the_pre_norm_state():
     config = LLAMA_DRAFT | {"norm_output": True}
     assert Eagle3Config.from_hf(config).norm_output
     assert not Eagle3Config.from_hf(config, trained_by="specforge").norm_output
-    message = "Eagle3Config.from_hf: trained_by is 'eagle', expected None, 'specforge' or 'speculators'"
+    message = "Eagle3Config.from_hf: trained_by is 'eagle', expected None or 'specforge'"
     with pytest.raises(ValueError, match=f"^{message}$"):
         Eagle3Config.from_hf(config, trained_by="eagle")
 

@@ -96,7 +96,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="folder of the target: its config.json")
     parser.add_argument("drafter", type=Path, help="folder of the drafter: config.json and safetensors files")
     parser.add_argument("--engine", choices=list(ENGINES), help="leave out what only the others fall into")
-    parser.add_argument("--trained-by", choices=["specforge", "speculators"], help="who wrote the drafter's config")
+    parser.add_argument("--trained-by", choices=["specforge"], help="who wrote the drafter's config")
     parser.add_argument("--json", action="store_true", help="the same, or the error, as one JSON object on stdout")
 
 

@@ -252,6 +252,15 @@ def check_no_overlap(op: str, name: str, written: Tensor, others: Iterable[tuple
             raise error(ValueError, op, f"{name} overlaps {other_name}", "disjoint memory", because)
 
 
+def byte_range(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element and behind its last one, gaps included; (0, 0) where it has none."""
+    if tensor.numel() == 0:
+        return 0, 0
+    begin = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
 def _streams(tensor: Tensor) -> Sequence[Tensor]:
     """Each stream [T, H] of a tensor [T, S, H] that is not dense; else the tensor itself."""
     return tensor.unbind(1) if tensor.dim() == 3 and not tensor.is_contiguous() else (tensor,)

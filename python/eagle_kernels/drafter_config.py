@@ -252,10 +252,8 @@ class Eagle3Config:
         they look (vLLM's two runners too), so each silently takes a default where another reads a value.
         """
         check_config(_FROM_HF, "config", config)
-        if trained_by not in (None, "specforge", "speculators"):
-            raise checks.error(
-                ValueError, _FROM_HF, f"trained_by is {trained_by!r}", "None, 'specforge' or 'speculators'"
-            )
+        if trained_by not in (None, "specforge"):
+            raise checks.error(ValueError, _FROM_HF, f"trained_by is {trained_by!r}", "None or 'specforge'")
         speculators = get_field(config, "speculators_model_type")
         if speculators not in (None, "eagle3", "peagle"):
             raise checks.error(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import plan
+from .checks import byte_range
 from .dispatch import is_plain
 from .quantized_weight import QuantizedWeight
 
@@ -72,13 +73,8 @@ def _memory_of(tensor: Tensor | None) -> tuple[int, int]:
     """The addresses of a tensor's first element and behind its last one; (0, 0) where it has none on a CPU."""
     if tensor is None or not is_plain(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
         return 0, 0
-    first = tensor.data_ptr()
-    # 0 for memory that was freed, and for a zero that autograd has made: both have sizes.
-    if first == 0 or tensor.numel() == 0:
-        return 0, 0
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    span = (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.element_size()
-    return first, first + span
+    # The address is 0 for memory that was freed, and for a zero that autograd has made: both have sizes.
+    return (0, 0) if tensor.data_ptr() == 0 else byte_range(tensor)
 
 
 @functools.cache

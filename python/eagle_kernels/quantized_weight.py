@@ -418,7 +418,7 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
         return compressed
     kind = FORMATS[format]
     rows, columns = kind.block[0] or D, kind.block[1] or W
-    if kind.block[1] in (16, 32) and rows == 1 and W % columns:
+    if kind.columns_of_a_row is not None and W % columns:
         raise checks.shape_error(op, "weight", weight, f"(D, W) with W a multiple of {columns}", f"of {format}")
     wide = weight.float().contiguous()  # the codes get its strides, and need a last stride of 1
     if not wide.isfinite().all():

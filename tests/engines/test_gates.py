@@ -144,9 +144,9 @@ def test_a_target_is_found(engine_module: types.ModuleType) -> None:
 
 
 def test_parameters_may_go_on(engine_module: types.ModuleType) -> None:
-    gates.find_target(COMBINE, ["self", ...])
+    gates.Target(COMBINE, ["self", ...]).find()
     with pytest.raises(gates.TargetError, match="takes"):
-        gates.find_target(COMBINE, ["self", "aux", ...])
+        gates.Target(COMBINE, ["self", "aux", ...]).find()
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_parameters_may_go_on(engine_module: types.ModuleType) -> None:
 def test_a_target_that_changed_is_named(engine_module: types.ModuleType, target: str, message: str) -> None:
     parameters = ["self", "aux"] if message.startswith(f"{COMBINE} takes") else None
     with pytest.raises(gates.TargetError, match=re.escape(message)):
-        gates.find_target(target, parameters)
+        gates.Target(target, parameters).find()
 
 
 @pytest.mark.parametrize("replaced", [7, dict], ids=["constant", "builtin"])
 def test_what_is_no_function_is_named(engine_module: types.ModuleType, replaced: object) -> None:
     engine_module.Drafter.combine = replaced
     with pytest.raises(gates.TargetError, match=f"{COMBINE} is no function with parameters"):
-        gates.find_target(COMBINE, ["self"])
+        gates.Target(COMBINE, ["self"]).find()
 
 
 def test_another_body_is_named(engine_module: types.ModuleType) -> None:

@@ -949,19 +949,19 @@ def two_ranks(vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def test_ranks_agree_on_vllms_fastest_and_our_slowest(two_ranks: Callable) -> None:
-    timing = importlib.import_module("eagle_kernels.engines.vllm.timing")
+    ranks = importlib.import_module("eagle_kernels.engines.vllm.tensor_parallel")
     two_ranks([[5.0, 2.0], [3.0, 4.0]])
-    assert timing.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[4.0, 2.0], [3.0, 5.0]]
+    assert ranks.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[4.0, 2.0], [3.0, 5.0]]
     two_ranks([[0.0, 0.0], [float("inf")] * 2])  # from a rank where the timing failed
-    assert timing.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[0.0, 0.0], [float("inf")] * 2]
+    assert ranks.agreed_seconds(lambda: [[4.0, 3.0], [2.0, 5.0]], 2, 2) == [[0.0, 0.0], [float("inf")] * 2]
 
 
 def test_a_rank_that_fails_tells_the_others_first(two_ranks: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = importlib.import_module("eagle_kernels.engines.vllm.timing")
+    ranks = importlib.import_module("eagle_kernels.engines.vllm.tensor_parallel")
     sent: list[list] = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op, group: sent.append(tensor.tolist()))
     with pytest.raises(RuntimeError, match="no more"):
-        timing.agreed_seconds(failing, 3, 1)
+        ranks.agreed_seconds(failing, 3, 1)
     assert sent == [[[0.0], [-float("inf")], [-float("inf")]]]
 
 

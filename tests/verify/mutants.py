@@ -607,7 +607,7 @@ MUTANTS = (
     Mutant(QUANTIZED_WEIGHT, "if value.numel() != 1:", "if value.numel() > 2:"),
     Mutant(QUANTIZED_WEIGHT, "torch.stack((codes & 15, codes >> 4), -1)", "torch.stack((codes >> 4, codes & 15), -1)"),
     Mutant(QUANTIZED_WEIGHT, "if not wide.isfinite().all():", "if wide.isnan().any():"),
-    Mutant(QUANTIZED_WEIGHT, "rows == 1 and W % columns", "W % columns"),
+    Mutant(QUANTIZED_WEIGHT, "kind.columns_of_a_row is not None and W % columns", "W % columns"),
     Mutant(QUANTIZED_WEIGHT, "weight.dim() != 2 or 0 in weight.shape", "weight.dim() != 2"),
     Mutant(QUANTIZED_WEIGHT, "(mantissa == 0.5).int()", "(mantissa > 0).int()"),
     Mutant(QUANTIZED_WEIGHT, "not abs(number) <= torch.finfo(torch.float32).max", "False"),

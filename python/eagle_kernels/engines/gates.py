@@ -50,11 +50,6 @@ class Target:
             check_body(self.where, function, self.bodies)
 
 
-def find_target(target: str, parameters: Sequence[object] | None = None) -> tuple[Any, str, Any]:
-    """`Target.find` of a target without a recorded body."""
-    return Target(target, parameters).find()
-
-
 def resolve(where: str) -> tuple[Any, str, Any]:
     """(owner, name, value) of "package.module:Class.attribute", whatever it is; TargetError where it is not there."""
     module, _, path = where.partition(":")

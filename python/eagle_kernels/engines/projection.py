@@ -4,8 +4,10 @@
 (RL): every call reads them from the engine's modules, nothing is packed or folded, nothing can be stale.
 """
 
+import contextlib
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,8 @@ from ..ops.sources import Sources
 from ..quantized_weight import QuantizedWeight
 from ..warmup import warm_up
 from .decision import Call, normal_rows
+from .eligibility import log_once
+from .gates import TargetError
 from .held_codes import HeldCodes
 
 
@@ -157,11 +161,21 @@ class ProbeError(Exception):
     """Our op does not run here, or not as the engine's own code does; the message says why."""
 
 
+@contextlib.contextmanager
+def leaving_to(engine: str, logger: logging.Logger, name: str) -> Iterator[None]:
+    """Whatever fails inside is logged with the name of what stays with the engine, which runs its own code."""
+    try:
+        yield
+    except Exception as failure:
+        because = failure if isinstance(failure, TargetError | ProbeError) else repr(failure)
+        log_once(logger, logging.WARNING, f"{name} stays with {engine}: {because}")
+
+
 # Beyond some hundred rows the plan does not change and no further kernel is compiled (`warmup`), so probing more rows
 # than fit into these bytes would only take memory: 805 MB for 16,384 rows of K*H = 12,288 in bf16.
 PROBED_BYTES = 64 << 20
 # In bf16, norms and products of the same formula differ by 0.4 % (vLLM rounds a normed value twice, we once).
-_MAX_DIFFERENCE = 0.05
+MAX_DIFFERENCE = 0.05
 
 
 def probe(projection: EngineProjection, width: int, like: Tensor, rows: int, engine: Call | None = None) -> None:
@@ -216,7 +230,7 @@ def run_probe(projection: EngineProjection, packed: Tensor, engine: Call | None)
         return
     expected = engine(packed)
     difference = relative_difference(got, expected)
-    if not difference <= _MAX_DIFFERENCE:  # also where ours is NaN
+    if not difference <= MAX_DIFFERENCE:  # also where ours is NaN
         raise ProbeError(f"{projection.op} gives other values than the engine: {difference:.2g} of their size apart")
 
 

@@ -298,11 +298,8 @@ def _check_indices(op: str, indices: list[Tensor | None], chunks: list[Tensor], 
         if index is None:
             continue
         name = f"indices[{k}]"
-        checks.check_tensor(op, name, index)
-        checks.check_dtype(op, name, index, (torch.int32, torch.int64))
+        checks.check_ids(op, name, index)
         checks.check_device(op, name, index, chunks[0].device, "chunks[0]")
-        if index.dim() != 1:
-            raise checks.shape_error(op, name, index, "(N,)")
         checks.check_last_dim_contiguous(op, name, index)
         if length is not None and index.shape[0] != length:
             raise checks.shape_error(op, name, index, f"({length},)", "all chunks give the same N rows")

@@ -18,6 +18,7 @@ from ..dispatch import is_plain
 from ..library import register, registered_ops
 from ..plan import Plan, choose
 from .call import run
+from .sources import rstd_of
 
 OP = "store_context_kv"
 MAX_HEAD_DIM = 1024  # csrc/store_context_kv.h
@@ -138,10 +139,10 @@ class StoreContextKV(NamedTuple):
         heads = self.kv[rows].to(dtype).unflatten(1, (-1, d))
         k, v = heads[:, :n], heads[:, n:]
         if self.v_is_k:
-            v = k * _rstd(k, self.eps)
+            v = k * rstd_of(k.square().mean(-1, keepdim=True), self.eps)
         if self.norm_width:
             normed, others = k.split((self.norm_width, d - self.norm_width), -1)
-            normed = normed * _rstd(normed, self.eps)
+            normed = normed * rstd_of(normed.square().mean(-1, keepdim=True), self.eps)
             if self.k_norm_weight is not None:
                 normed = normed * (self.norm_offset + self.k_norm_weight.to(dtype))
             k = torch.cat((normed, others), -1)
@@ -171,23 +172,10 @@ def _run_record(record: StoreContextKV) -> None:
     run(record, plan(record.kv.device), record.outputs)
 
 
-def _rstd(x: Tensor, eps: float) -> Tensor:
-    """1/rms, but 0 where eps = 0 meets a row of zeros, which then stays zero."""
-    mean_square = x.square().mean(-1, keepdim=True) + eps
-    return torch.where(mean_square == 0, 0, mean_square.rsqrt())
-
-
 def _touch(a: Tensor, b: Tensor) -> bool:
     """Whether the byte ranges of a and b overlap, gaps between rows included: no cache lies between a GEMM's rows."""
-    (a_begin, a_end), (b_begin, b_end) = _byte_range(a), _byte_range(b)
+    (a_begin, a_end), (b_begin, b_end) = checks.byte_range(a), checks.byte_range(b)
     return a_begin < b_end and b_begin < a_end
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 register(

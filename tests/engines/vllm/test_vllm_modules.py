@@ -375,7 +375,7 @@ def test_no_sum_over_ranks_has_rows_of_several(monkeypatch: pytest.MonkeyPatch, 
     layer.mtp_block.use_sequence_parallel = sequence_parallel
     monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp", "row_parallel"}), True, ()))
     asked: list[str] = []
-    monkeypatch.setattr(normed_linear.replicas, "split", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(normed_linear.tensor_parallel, "split", lambda name, *_: asked.append(name))
     assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
     names = [f"{type(layer).__name__}.{projection}" for projection in ("e_proj", "h_proj")]
     assert asked == ([] if sequence_parallel else names)

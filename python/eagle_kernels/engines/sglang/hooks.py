@@ -10,13 +10,12 @@ imported (names, parameters, bodies). If one is not what was recorded, the part'
 in, call SGLang's own code from then on. SGLang imports all model modules before it builds a model.
 """
 
-import contextlib
 import functools
 import importlib.abc
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -24,9 +23,10 @@ from typing import Any
 
 from ..eligibility import log_once
 from ..gates import Target, TargetError
-from ..projection import ProbeError
+from ..projection import leaving_to
 
 LOGGER = logging.getLogger("sglang.eagle_kernels")
+leaving_to_sglang = functools.partial(leaving_to, "SGLang", LOGGER)
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,6 @@ class Part:
             return result if changed is None else changed
 
         return around if hook.kind == "AROUND" else after
-
-
-@contextlib.contextmanager
-def leaving_to_sglang(name: str) -> Iterator[None]:
-    """Whatever fails inside is logged with the name of what stays with SGLang, and goes no further."""
-    try:
-        yield
-    except Exception as failure:
-        because = failure if isinstance(failure, TargetError | ProbeError) else repr(failure)
-        log_once(LOGGER, logging.WARNING, f"{name} stays with SGLang: {because}")
 
 
 def hook_all(parts: Mapping[str, Sequence[Hook]]) -> None:

@@ -26,9 +26,8 @@ from ..eligibility import linear_unsupported_reason, log_once, norm_unsupported_
 from ..gates import Target, TargetError
 from ..held_codes import HeldCodes
 from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe
-from . import LOGGER, cpu_packing, replicas, speculator
-from .registry import hook_models, leaving_to_vllm
-from .timing import agreed_seconds
+from . import LOGGER, cpu_packing, speculator, tensor_parallel
+from .registry import BOTH, batch_invariant_reason, hook_models, leaving_to_vllm
 
 EAGLE3 = (
     "LlamaForCausalLMEagle3",
@@ -234,12 +233,11 @@ def _sentence(stage: Stage) -> str:
 
 def _read(drafter: Any) -> tuple[EngineProjection | None, str | None]:
     """The projection on the drafter's modules, or why there is none. Reads no data."""
-    import vllm.envs
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    if vllm.envs.VLLM_BATCH_INVARIANT:
-        return None, "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
+    if (unsupported := batch_invariant_reason()) is not None:
+        return None, unsupported
     modules = drafter._read_modules(drafter.model)
     if modules is None:
         return None, "it has no fc (use_aux_hidden_state is False)"
@@ -267,7 +265,7 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
     like = torch.empty(0, dtype=fc.params_dtype, device=next(fc.parameters()).device)
     engine = super(FusedCombine, drafter).combine_hidden_states
     if "row_parallel" in _switches.parts:
-        split = replicas.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
+        split = tensor_parallel.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
         if split is not None:
             return Stage(*split)
     held = read_codes(projection.fc)
@@ -327,7 +325,7 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: Engi
     weight = (fc.input_size, fc.output_size, like.dtype, type(fc.quant_method), candidates[0].fc_unsupported)
     ways = (candidate.kind for candidate in candidates)
     key = (drafter.eagle_kernels_name, *norms, *weight, *ways, rows, torch.get_num_threads(), cpu_isa())
-    seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 1 + len(candidates), len(rows)))
+    seconds: Any = decision.once(key, lambda: tensor_parallel.agreed_seconds(measure, 1 + len(candidates), len(rows)))
     theirs, *ours = map(tuple, seconds)
     in_front = Decision(rows, theirs, ours[0])
     if len(candidates) == 1:
@@ -402,7 +400,6 @@ def _read_kimi_k3(model: Any) -> dict:
 
 
 _MODELS = "vllm.model_executor.models"
-_BOTH = ("0.32.0", "0.33.0")
 
 
 @dataclass(frozen=True)
@@ -423,7 +420,7 @@ class Method:
         return (self.target,) if self.of_model is None else (self.target, self.of_model)
 
 
-def _target(owner: str, body: str, versions: tuple[str, ...] = _BOTH, states: str = "hidden_states") -> Target:
+def _target(owner: str, body: str, versions: tuple[str, ...] = BOTH, states: str = "hidden_states") -> Target:
     return Target(f"{owner}.combine_hidden_states", ("self", states), {body: versions})
 
 

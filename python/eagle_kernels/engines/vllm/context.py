@@ -30,29 +30,28 @@ from ...ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_
 from ..decision import Call, Decision, normal_rows
 from ..eligibility import log_once
 from ..gates import Target
-from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, relative_difference
+from ..projection import MAX_DIFFERENCE, EngineProjection, ProbeError, check_backend, parameter_of, relative_difference
 from . import LOGGER, normed_linear
 from .combine import BEAM, DFLASH, LAGUNA, rms_norm_unsupported_reason
-from .registry import hook_models, leaving_to_vllm, when_loaded
+from .registry import BOTH, batch_invariant_reason, hook_models, leaving_to_vllm, when_loaded
 
 MUSE_SPARK = ("MuseSparkDSparkModel",)
 ARCHITECTURES = (*DFLASH, *LAGUNA, *BEAM, *MUSE_SPARK)
 _MODEL = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model"
-_BOTH = ("0.32.0", "0.33.0")
 _STORE = ("self", "context_states", "context_positions", "context_slot_mapping")
 PROJECT = Target(
     f"{_MODEL}._project_context_kv",
     ("self", "context_states", "num_ctx", "num_layers", "num_kv_heads", "head_dim"),
     # The second body is Laguna's and the third one Gemma 4's, here and below.
-    {"f10fe7949ed550be": _BOTH, "9443ea4a4d1692e9": _BOTH, "e58269d8a7657297": _BOTH},
+    {"f10fe7949ed550be": BOTH, "9443ea4a4d1692e9": BOTH, "e58269d8a7657297": BOTH},
 )
 BUFFERS = Target(
     f"{_MODEL}._build_context_kv_buffers",
     ("self", "layers_attn", "has_bias"),
-    {"b2455c0fd0aa3b44": _BOTH, "9148c8bd88c15a2e": _BOTH, "aefc519877b8fb84": _BOTH},
+    {"b2455c0fd0aa3b44": BOTH, "9148c8bd88c15a2e": BOTH, "aefc519877b8fb84": BOTH},
 )
-NORMALIZE = Target(f"{_MODEL}._normalize_context_k", ("self", "all_k"), {"12dac2d398bd3680": _BOTH})
-STORE = Target(f"{_MODEL}.precompute_and_store_context_kv", _STORE, {"80ad4d7dc101bc18": _BOTH})
+NORMALIZE = Target(f"{_MODEL}._normalize_context_k", ("self", "all_k"), {"12dac2d398bd3680": BOTH})
+STORE = Target(f"{_MODEL}.precompute_and_store_context_kv", _STORE, {"80ad4d7dc101bc18": BOTH})
 _BEAM_MODEL = "vllm.models.beam.nvidia.dflash2:DFlash2BeamModel"
 _OF_033 = ("0.33.0",)
 BEAM_STORE = Target(f"{_BEAM_MODEL}.precompute_and_store_context_kv", _STORE, {"7608ba69498d17bf": _OF_033})
@@ -414,11 +413,8 @@ class Context(_Stage):
         for expected, got in zip(recorder.written[:half], recorder.written[half:], strict=True):
             # vLLM's RoPE rounds to the model's dtype three times more.
             difference = max(map(relative_difference, got, expected))
-            if not difference <= _MAX_DIFFERENCE:
+            if not difference <= MAX_DIFFERENCE:
                 raise ProbeError(f"{self.runs} give other values than vLLM: {difference:.2g} of their size apart")
-
-
-_MAX_DIFFERENCE = 0.05
 
 
 class _Recorder:
@@ -534,10 +530,8 @@ def _projected_by_layer(
 
 
 def _unsupported_reason(model: Any) -> str | None:
-    import vllm.envs
-
-    if vllm.envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
+    if (unsupported := batch_invariant_reason()) is not None:
+        return unsupported
     if (stacked := _stacked(model)) is None:
         return "vLLM has not stacked its weights"
     weight = stacked.weight

@@ -18,11 +18,10 @@ from ..gates import Target
 from . import LOGGER
 from .combine import EAGLE3
 from .normed_linear import Stage, fuse
-from .registry import Config, hook_models, when_loaded
+from .registry import BOTH, Config, hook_models, when_loaded
 
 ARCHITECTURES = EAGLE3
 _MODELS = "vllm.model_executor.models"
-_BOTH = ("0.32.0", "0.33.0")
 _ATTENTION = ("self", "positions", "hidden_states")
 
 
@@ -42,17 +41,17 @@ class Layer:
         # They say which residual hidden_norm leaves.
         norms = {"_norm_before_residual": "e5d88550cf4b3c59", "_norm_after_residual": "b77236a117ae54c7"}
         parameters = ("self", "hidden_states")
-        return (*self.forwards, *[Target(f"{self.layer}.{name}", parameters, {norms[name]: _BOTH}) for name in norms])
+        return (*self.forwards, *[Target(f"{self.layer}.{name}", parameters, {norms[name]: BOTH}) for name in norms])
 
 
 def _layer(layer: str, body: str, *attention: Target, projection: str = "qkv_proj") -> Layer:
     parameters = ("self", "positions", "embeds", "hidden_states", "residual")
     where = f"{_MODELS}.{layer}"
-    return Layer(where, (Target(f"{where}.forward", parameters, {body: _BOTH}), *attention), projection)
+    return Layer(where, (Target(f"{where}.forward", parameters, {body: BOTH}), *attention), projection)
 
 
 def _attention(where: str, body: str, *more: str) -> Target:
-    return Target(where, (*_ATTENTION, *more), {body: _BOTH})
+    return Target(where, (*_ATTENTION, *more), {body: BOTH})
 
 
 LAYERS = (

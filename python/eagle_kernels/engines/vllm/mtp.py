@@ -18,10 +18,9 @@ from ..eligibility import log_once
 from ..gates import Target, TargetError, resolve
 from . import LOGGER, fused_norms
 from .normed_linear import FusedNorms, Stage, fuse
-from .registry import Config, hook_models, when_loaded
+from .registry import BOTH, Config, hook_models, when_loaded
 
 _MODELS = "vllm.model_executor.models"
-_BOTH = ("0.32.0", "0.33.0")
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,11 @@ class Layer:
 def _layer(architectures: str, where: str, body: str, takes: str, *names: Any) -> Layer:
     parameters = ("self", *takes.split(), ...)
     where = where if where.startswith("vllm.") else f"{_MODELS}.{where}"
-    return Layer(tuple(architectures.split()), Target(f"{where}.forward", parameters, {body: _BOTH}), *names)
+    return Layer(tuple(architectures.split()), Target(f"{where}.forward", parameters, {body: BOTH}), *names)
 
 
 def _kernel(where: str, body: str) -> Target:
-    return Target(where, None, {body: _BOTH})
+    return Target(where, None, {body: BOTH})
 
 
 _EMBED_EH_NORM = _kernel("vllm.model_executor.layers.fused_embed_norm:fused_embed_eh_norm", "9e908b0a5500ea95")
@@ -243,7 +242,7 @@ LAYERS = (
         Target(
             f"{_INKLING}.mtp:InklingMultiTokenPredictor.fused_input_cat",
             ("self", "layer", "previous_hidden", "input_ids", "inputs_embeds"),
-            {"2b06be3a985ac684": _BOTH},
+            {"2b06be3a985ac684": BOTH},
         ),
         ("hidden_norm", "embed_norm"),
         "input_proj",

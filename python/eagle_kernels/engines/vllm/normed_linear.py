@@ -25,10 +25,9 @@ from ..decision import Call, Decision
 from ..eligibility import linear_unsupported_reason, log_once
 from ..held_codes import HeldCodes
 from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe, rows_to_probe
-from . import LOGGER, cpu_packing, replicas
+from . import LOGGER, cpu_packing, tensor_parallel
 from .combine import read_codes, rms_norm_unsupported_reason
-from .registry import Config, leaving_to_vllm
-from .timing import agreed_seconds
+from .registry import Config, batch_invariant_reason, leaving_to_vllm
 
 fused: set[str] = set()  # the layers that run on the op; part of the key of vLLM's compile caches
 
@@ -199,7 +198,7 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
     columns, width = parameter_of(projection.fc).shape
     weight, codes, engine = projection.like, projection.codes, candidate.engine
     if "row_parallel" in candidate.switches.parts:
-        split = replicas.split(name, projection, weight, max_rows, engine)
+        split = tensor_parallel.split(name, projection, weight, max_rows, engine)
         if split is not None:
             return split
     if candidate.switches.force:
@@ -219,7 +218,7 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
         return decision.seconds_per_call(candidate.calls(), rows, width, weight)
 
     key = (name, width, columns, weight.dtype, codes, candidate.compiled, rows, torch.get_num_threads(), cpu_isa())
-    seconds: Any = decision.once(key, lambda: agreed_seconds(measure, 2, len(rows)))
+    seconds: Any = decision.once(key, lambda: tensor_parallel.agreed_seconds(measure, 2, len(rows)))
     theirs, ours = map(tuple, seconds)
     return projection, Decision(rows, theirs, ours)
 
@@ -299,11 +298,10 @@ class Stage:
 
     def unsupported_reason(self) -> str | None:
         """Why the op cannot run it; reads no data."""
-        import vllm.envs
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-        if vllm.envs.VLLM_BATCH_INVARIANT:
-            return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels"
+        if (unsupported := batch_invariant_reason()) is not None:
+            return unsupported
         unsupported, linear = None if self.fused_norms is None else self.fused_norms.unsupported, self.linear
         if unsupported is None and read_codes(linear) is None:
             shard = self.column_shard

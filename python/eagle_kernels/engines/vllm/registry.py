@@ -1,29 +1,30 @@
 """How a hook gets between vLLM's model registry and a model class, without importing the model before vLLM does."""
 
-import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..eligibility import log_once
-from ..gates import Target, TargetError
-from ..projection import ProbeError
+from ..gates import Target
+from ..projection import leaving_to
 from . import LOGGER
 
-
-@contextlib.contextmanager
-def leaving_to_vllm(target: str) -> Iterator[None]:
-    """Whatever fails inside is logged with the name of its target, and goes no further: vLLM runs its own code."""
-    try:
-        yield
-    except Exception as failure:
-        because = failure if isinstance(failure, TargetError | ProbeError) else repr(failure)
-        log_once(LOGGER, logging.WARNING, f"{target} stays with vLLM: {because}")
+leaving_to_vllm = functools.partial(leaving_to, "vLLM", LOGGER)
 
 
+def batch_invariant_reason() -> str | None:
+    """Why all stages stay with vLLM where results are not to depend on the batch; None where they may."""
+    import vllm.envs
+
+    return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels" if vllm.envs.VLLM_BATCH_INVARIANT else None
+
+
+# The versions that have a body alike.
+BOTH = ("0.32.0", "0.33.0")
 MODELS = Target("vllm.model_executor.models.registry:ModelRegistry.models")
 # New in 0.33.
 OF_033 = frozenset(

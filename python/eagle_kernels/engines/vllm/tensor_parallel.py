@@ -1,14 +1,25 @@
-"""Splits a projection that every tensor-parallel rank of vLLM replicates (`row_parallel.py`)."""
+"""What the tensor-parallel ranks of vLLM do together: agree on a decision, and split a projection that each of them
+replicates (`row_parallel.py`).
+"""
 
 import logging
+from collections.abc import Callable
 
 from torch import Tensor
 
-from .. import row_parallel
+from .. import decision, row_parallel
 from ..decision import Call, Decision
 from ..eligibility import log_once
 from ..projection import EngineProjection, parameter_of
 from . import LOGGER
+
+
+def agreed_seconds(measure: Callable[[], list[list[float]]], calls: int, rows: int) -> list[list[float]]:
+    """`decision.agreed_seconds` over vLLM's tensor-parallel group."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    return decision.agreed_seconds(measure, calls, rows, group.cpu_group if group.world_size > 1 else None)
 
 
 def split(
