@@ -344,7 +344,8 @@ void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output
   }
 }
 
-void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
+template <auto run_kernels>
+void norm_concat_linear_early_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
                                   const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
                                   const OptionalViews& residuals, const OptionalViews& indices,
                                   const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
@@ -352,21 +353,7 @@ void norm_concat_linear_fused_out(const std::vector<View>& chunks, int64_t num_c
                                   const Output& out) {
   const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
     record.early_weight = early_weight;
-    run_fused_kernel<norm_concat_linear_cuda>(kOp, record, into);
-  };
-  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
-              post_norm_gain, post_norm_eps, out);
-}
-
-void norm_concat_linear_split_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
-                                  const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
-                                  const OptionalViews& residuals, const OptionalViews& indices,
-                                  const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
-                                  const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
-                                  const Output& out) {
-  const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
-    record.early_weight = early_weight;
-    run_split_kernels(kOp, record, into);
+    run_kernels(kOp, record, into);
   };
   run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
               post_norm_gain, post_norm_eps, out);
@@ -440,8 +427,9 @@ void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  implement<&norm_concat_linear_fused_out>(m, "norm_concat_linear_fused_out", kCudaDevice);
-  implement<&norm_concat_linear_split_out>(m, "norm_concat_linear_split_out", kCudaDevice);
+  implement<&norm_concat_linear_early_out<run_fused_kernel<norm_concat_linear_cuda>>>(m, "norm_concat_linear_fused_out",
+                                                                                      kCudaDevice);
+  implement<&norm_concat_linear_early_out<run_split_kernels>>(m, "norm_concat_linear_split_out", kCudaDevice);
   implement<&norm_concat_linear_out<run_wgmma_kernel>>(m, "norm_concat_linear_wgmma_out", kCudaDevice);
   implement<&norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
   implement<&norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);
