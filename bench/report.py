@@ -538,8 +538,8 @@ def _summary_cell(row: Sequence[dict], ours: str | None, baseline: str) -> str:
 _PANEL = (6.4, 4.0)  # inches
 _MAX_LINES = 6
 _MARKERS = "osD^vPX*"
-_COLOURS = tuple(f"C{number}" for number in range(10))  # matplotlib's names of its ten
-_OUR_COLOURS = ("black", "0.5", "0.7")
+_COLORS = tuple(f"C{number}" for number in range(10))  # matplotlib's names of its ten
+_OUR_COLORS = ("black", "0.5", "0.7")
 _MAX_TICKS = 14
 _Group = tuple[str, str | None, list[list[dict]]]  # title, name of ours, timed rows
 
@@ -629,11 +629,11 @@ def _roofline_name(group: Sequence[list[dict]]) -> str:
     return "memory roofline" if has_product and not is_known else "roofline"
 
 
-def _colour(name: str, ours: Sequence[str]) -> object:
+def _color(name: str, ours: Sequence[str]) -> object:
     """The color of a column, the same in every panel."""
     if is_ours(name):
-        return _OUR_COLOURS[ours.index(name) % len(_OUR_COLOURS)]
-    return _COLOURS[BASELINES.index(name) % len(_COLOURS)]
+        return _OUR_COLORS[ours.index(name) % len(_OUR_COLORS)]
+    return _COLORS[BASELINES.index(name) % len(_COLORS)]
 
 
 def _shape(row: Sequence[dict]) -> str:
@@ -660,11 +660,11 @@ def _draw_speedups(axes: "Axes", group: Sequence[list[dict]], ours: str) -> None
     for number, baseline in enumerate(baselines):
         curves = _curves(group, functools.partial(speedup, ours=ours, baseline=baseline))
         if shapes == 1 or shapes * len(baselines) > _MAX_LINES:
-            _draw_band(axes, curves, f"over {baseline}", number, _colour(baseline, []))
+            _draw_band(axes, curves, f"over {baseline}", number, _color(baseline, []))
             continue
         for shape, curve in enumerate(curves):
             label = f"{curve.label} over {baseline}"
-            _draw_line(axes, curve, label, shape, _COLOURS[shape % len(_COLOURS)], styles[number % 4])
+            _draw_line(axes, curve, label, shape, _COLORS[shape % len(_COLORS)], styles[number % 4])
     axes.axhline(1.0, color="black", linewidth=1.0)
     axes.set_ylabel("times faster")
     top = axes.get_ylim()[1]
@@ -689,10 +689,10 @@ def _draw_roofline(axes: "Axes", group: Sequence[list[dict]], ours: str | None) 
     for number, name in enumerate(names):
         curves = _curves(group, functools.partial(_roofline_share_of, name=name))
         if one_shape or len(curves) > _MAX_LINES:
-            _draw_band(axes, curves, name, number, _colour(name, all_ours))
+            _draw_band(axes, curves, name, number, _color(name, all_ours))
         elif name == (ours or names[0]):  # of several shapes only ours: all columns would be a tangle
             for shape, curve in enumerate(curves):
-                _draw_line(axes, curve, curve.label, shape, _COLOURS[shape % len(_COLOURS)], "-")
+                _draw_line(axes, curve, curve.label, shape, _COLORS[shape % len(_COLORS)], "-")
     axes.axhline(100, color="black", linewidth=1.0)
     axes.set_ylabel("% of the roofline")
     axes.set_ylim(bottom=0)
@@ -703,13 +703,13 @@ def _roofline_share_of(row: Sequence[dict], name: str) -> float | None:
     return next((roofline_share(record) for record in row if record["variant"] == name), None)
 
 
-def _draw_line(axes: "Axes", curve: _Curve, label: str, number: int, colour: object, style: str) -> None:
+def _draw_line(axes: "Axes", curve: _Curve, label: str, number: int, color: object, style: str) -> None:
     counts = sorted(curve.points)
     marker = _MARKERS[number % len(_MARKERS)]
-    axes.plot(counts, [curve.points[T] for T in counts], style, color=colour, marker=marker, markersize=4, label=label)
+    axes.plot(counts, [curve.points[T] for T in counts], style, color=color, marker=marker, markersize=4, label=label)
 
 
-def _draw_band(axes: "Axes", curves: Sequence[_Curve], label: str, number: int, colour: object) -> None:
+def _draw_band(axes: "Axes", curves: Sequence[_Curve], label: str, number: int, color: object) -> None:
     """The geometric mean of the curves, and from the worst to the best of them."""
     by_T: dict[int, list[float]] = {}
     for curve in curves:
@@ -720,10 +720,10 @@ def _draw_band(axes: "Axes", curves: Sequence[_Curve], label: str, number: int, 
     counts = sorted(by_T)
     several = f", geomean of {len(curves)}" if len(curves) > 1 else ""
     mean = _Curve(label, {T: geometric_mean(values) for T, values in by_T.items()})
-    _draw_line(axes, mean, label + several, number, colour, "-")
+    _draw_line(axes, mean, label + several, number, color, "-")
     if several:
         low, high = ([pick(by_T[T]) for T in counts] for pick in (min, max))
-        axes.fill_between(counts, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.fill_between(counts, low, high, color=color, alpha=0.12, linewidth=0)
 
 
 def _finish(axes: "Axes", group: Sequence[list[dict]]) -> None:

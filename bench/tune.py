@@ -38,7 +38,7 @@ _OPTIONS = {
     "num_stages": (2, 3, 4, 5, 6, 8),
     "num_warps": (4, 8),
     "swap": (False, True),
-    "finalise_columns": (256, 512, 1024, 2048),
+    "finalize_columns": (256, 512, 1024, 2048),
 }
 _PASSES = 2
 
@@ -100,7 +100,7 @@ def _tune_shape(
         for T in arguments.tokens:
             if T not in known:
                 at_T = replace(row, T=T)
-                _compile_neighbours(at_T, gpu, arguments.jobs)
+                _compile_neighbors(at_T, gpu, arguments.jobs)
                 tuned |= _tune_row(at_T, gpu, environment["cache_bytes"], arguments.min_time, deadline, progress)
             progress.step()
     finally:
@@ -136,7 +136,7 @@ def _print_candidates(arguments: argparse.Namespace, stages: list[cli_types.Stag
                 shape = f"{preset}:{stage.kind} K={stage.K} H={stage.H} D={stage.D} {dtype} T={T}"
                 say(wrap(f"{shape}, as on {gpu.name}"))
                 say(wrap(f"starts from {_text(start)}; against norm_concat + linear", indent="    ", first="  "))
-                near = functools.partial(neighbours, start, gpu=gpu, H=stage.H, dtype=cli_types.DTYPES[dtype])
+                near = functools.partial(neighbors, start, gpu=gpu, H=stage.H, dtype=cli_types.DTYPES[dtype])
                 for tiles in itertools.chain.from_iterable(map(near, _OPTIONS)):
                     say(wrap(_text(tiles), indent="    ", first="  "))
     return 0
@@ -149,7 +149,7 @@ def start_tiles(gpu: Gpu, T: int, K: int, H: int, D: int, dtype: torch.dtype) ->
     return tiles
 
 
-def neighbours(tiles: Tiles, field: str, gpu: Gpu, H: int, dtype: torch.dtype) -> Iterator[Tiles]:
+def neighbors(tiles: Tiles, field: str, gpu: Gpu, H: int, dtype: torch.dtype) -> Iterator[Tiles]:
     """The possible tiles that differ in this field alone."""
     for option in _OPTIONS[field]:
         changes: dict[str, Any] = {field: option}
@@ -186,13 +186,13 @@ def search(start: Tiles, compare: Compare, near: Callable[[Tiles, str], Iterator
     return None if _is_better(compare(best, None)) else best
 
 
-def _compile_neighbours(row: Row, gpu: Gpu, jobs: int) -> None:
+def _compile_neighbors(row: Row, gpu: Gpu, jobs: int) -> None:
     """Compile the search's first candidates into Triton's cache with several processes: 0.8 s of a core each."""
     if jobs == 1:
         return
     stage = row.stage
     start = start_tiles(gpu, row.T, stage.K, stage.H, stage.D, row.dtype)
-    near = functools.partial(neighbours, start, gpu=gpu, H=stage.H, dtype=row.dtype)
+    near = functools.partial(neighbors, start, gpu=gpu, H=stage.H, dtype=row.dtype)
     compiled = [start, *itertools.chain.from_iterable(map(near, _OPTIONS))]
     list(_compilers(jobs).map(functools.partial(_compile, row), compiled))
 
@@ -229,9 +229,7 @@ def _tune_row(
         say(wrap(f"{row}: skipped: {reason}"))
         return {}
     start = start_tiles(gpu, row.T, stage.K, stage.H, stage.D, row.dtype)
-    best = search(
-        start, bench.compare, lambda tiles, field: neighbours(tiles, field, gpu, stage.H, row.dtype), deadline
-    )
+    best = search(start, bench.compare, lambda tiles, field: neighbors(tiles, field, gpu, stage.H, row.dtype), deadline)
     gained = None if best == start else bench.compare(start, best)
     gain = "" if gained is None else f", {gained.value:.3f}x over {_text(start)}"
     tried = f"{bench.tried} candidates, {bench.refused} could not run or were wrong"

@@ -53,7 +53,7 @@ def solve(inputs: Tensor, outputs: Tensor) -> Tensor:
     return (torch.linalg.pinv(inputs) @ outputs).T.float().contiguous()
 
 
-def normalised(states: Tensor, gain: Tensor, eps: float) -> Tensor:
+def normalized(states: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm in float64."""
     return states * (states.square().mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
 

@@ -22,7 +22,7 @@ SHAPE = Shape(3, 4096, 4096, "bfloat16")
 
 
 def near(tiles: Tiles, field: str) -> object:
-    return tune.neighbours(tiles, field, H100, 4096, torch.bfloat16)
+    return tune.neighbors(tiles, field, H100, 4096, torch.bfloat16)
 
 
 def comparison(seconds: object, noise: float = 0.0) -> tune.Compare:
@@ -73,10 +73,10 @@ def test_candidates_fit_on_every_preset(T: int, dtype: torch.dtype) -> None:
     for model in model_shapes().values():
         for stage in model.stages:
             start = tune.start_tiles(H100, T, stage.K, stage.H, stage.D, dtype)
-            for tiles in tune.neighbours(start, "BK", H100, stage.H, dtype):
+            for tiles in tune.neighbors(start, "BK", H100, stage.H, dtype):
                 assert tiles.num_stages * (tiles.BT + tiles.BD) * tiles.BK * dtype.itemsize <= H100.shared_memory
                 assert tiles.splits <= -(-stage.H // tiles.BK)
-            swapped = list(tune.neighbours(start, "swap", H100, stage.H, dtype))
+            swapped = list(tune.neighbors(start, "swap", H100, stage.H, dtype))
             assert not any(tiles.swap and tiles.BT < 64 for tiles in swapped)
 
 

@@ -367,7 +367,7 @@ def test_a_block_of_zeros_may_have_any_scale(name: str) -> None:
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("scale", [0, 90, 170])
 @pytest.mark.parametrize("rows", [5, 61])
-def test_a_scale_far_from_its_neighbours_is_in_its_column_alone(isa: str, rows: int, scale: int, name: str) -> None:
+def test_a_scale_far_from_its_neighbors_is_in_its_column_alone(isa: str, rows: int, scale: int, name: str) -> None:
     """The other columns keep every bit, and all are near the truth. On the tile unit the 32 columns of a panel with
     such a scale are summed block by block, which may round others of them differently (mxfp4: in 21 of 300 calls)."""
     call = operands(Case("bf16", (160, 128), rows, D=132))

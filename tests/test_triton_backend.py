@@ -176,7 +176,7 @@ def test_an_amd_gpu_dequantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_codes_take_tiles_where_a_table_prefers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
-    tiles = Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalise_columns=64)
+    tiles = Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalize_columns=64)
     monkeypatch.setattr(tuned_configs, "_tuned_rows", lambda *facts: {16: tiles, 64: None})
     problem = CODES._replace(rows=64, block_columns=128)
     assert plan.triton_projection(problem).tiles is None

@@ -27,7 +27,7 @@ TILES = {
     "swap": False,
     "num_warps": 4,
     "num_stages": 5,
-    "finalise_columns": 256,
+    "finalize_columns": 256,
 }
 SIZES = (3, 4096, 4096, torch.bfloat16)
 

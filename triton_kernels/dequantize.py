@@ -7,7 +7,7 @@
 Here d are the rows of one slice of the weight and c its columns. Codes alone are exact in 16 bits, and so are codes
 times a scale of e4m3 or, within the range of bf16, of e8m0. A code times a scale of fp32 is not: to 16 significant bits
 it is the sum of two bf16 numbers, `dense` the product rounded and `low` the rounded rest. The scales that are in no
-number here, of rows and of the whole weight, multiply the sums of the product, in norm_concat_linear's finalise kernel.
+number here, of rows and of the whole weight, multiply the sums of the product, in norm_concat_linear's finalize kernel.
 """
 
 from collections.abc import Mapping, Sequence

@@ -68,8 +68,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 address: Callable[[Tensor], Any] = _bytes if INTERPRETED else Tensor.data_ptr
 
 
-class Specialisation(NamedTuple):
-    """Everything a binary depends on, the GPU aside. Calls with equal specialisations share one binary."""
+class Specialization(NamedTuple):
+    """Everything a binary depends on, the GPU aside. Calls with equal specializations share one binary."""
 
     function: object  # the Python function of the kernel: it hashes in constant time, a JITFunction does not
     types: tuple  # per run-time argument: its type, NONE where it is absent, nested for tuples
@@ -89,7 +89,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # it
 Launcher = Callable[[tuple[int, int, int], Sequence[Any]], None]
 
 # Never emptied: a captured graph launches these binaries for as long as it lives.
-_binaries: dict[tuple[Specialisation, int], Any] = {}
+_binaries: dict[tuple[Specialization, int], Any] = {}
 _prepared: list[functools._lru_cache_wrapper] = []
 
 
@@ -154,9 +154,9 @@ class Launch:
             rows = [row.data_ptr() if isinstance(row, Tensor) else row for row in rows]
         return math.gcd(16, *rows) == 16  # takes a third less time than an OR of all of them
 
-    def specialisation(self, is_aligned: bool) -> Specialisation:
+    def specialization(self, is_aligned: bool) -> Specialization:
         names = (*self._aligned_together, *self._aligned) if is_aligned else self._aligned
-        return Specialisation(self.kernel.fn, self.types, self.constants, names, *self._options)
+        return Specialization(self.kernel.fn, self.types, self.constants, names, *self._options)
 
     def __call__(self, grid: tuple[int, int, int], numbers: Sequence[Any], is_aligned: bool | None = None) -> None:
         """Run the kernel on the current stream of the device.
@@ -178,16 +178,16 @@ class Launch:
             is_aligned = self.is_aligned(numbers)
         launcher = self.launchers[is_aligned]
         if launcher is None:
-            launcher = self.launchers[is_aligned] = self._launcher_of(self._binary_of(self.specialisation(is_aligned)))
+            launcher = self.launchers[is_aligned] = self._launcher_of(self._binary_of(self.specialization(is_aligned)))
         launcher(grid, numbers)
 
-    def _binary_of(self, specialisation: Specialisation) -> Any:
-        binary = _binaries.get((specialisation, self._device_index))
+    def _binary_of(self, specialization: Specialization) -> Any:
+        binary = _binaries.get((specialization, self._device_index))
         if binary is None:
             if torch.cuda.is_current_stream_capturing():
                 raise _uncompiled(self.kernel)
-            binary = compile_kernel(self.kernel, specialisation, triton.runtime.driver.active.get_current_target())
-            _binaries[specialisation, self._device_index] = binary
+            binary = compile_kernel(self.kernel, specialization, triton.runtime.driver.active.get_current_target())
+            _binaries[specialization, self._device_index] = binary
         return binary
 
     def _launcher_of(self, binary: Any) -> Launcher:
@@ -477,23 +477,23 @@ class _DriverLauncher:
             self._otherwise(grid, numbers)
 
 
-def compile_kernel(kernel: Any, specialisation: Specialisation, target: GPUTarget) -> Any:
+def compile_kernel(kernel: Any, specialization: Specialization, target: GPUTarget) -> Any:
     """Triton's CompiledKernel for `target`. It needs no GPU, which is what lets tests/compile run without one."""
     names = kernel.arg_names
-    types = specialisation.types + (NONE,) * len(specialisation.constants)
-    constants = dict(zip(names[len(specialisation.types) :], specialisation.constants, strict=True))
-    for path, kind in _leaves(specialisation.types):
+    types = specialization.types + (NONE,) * len(specialization.constants)
+    constants = dict(zip(names[len(specialization.types) :], specialization.constants, strict=True))
+    for path, kind in _leaves(specialization.types):
         if kind == NONE:
             constants[path] = None
     attributes = {
         path: [["tt.divisibility", 16]]
-        for path, kind in _leaves(specialisation.types)
-        if names[path[0]] in specialisation.aligned and kind != NONE
+        for path, kind in _leaves(specialization.types)
+        if names[path[0]] in specialization.aligned and kind != NONE
     }
     source = ASTSource(kernel, dict(zip(names, types, strict=True)), constants, attributes)
     # Triton 3.10 turns off contraction into FMAs by default; set explicitly so that results keep their bits.
-    options = {"num_warps": specialisation.num_warps, "num_stages": specialisation.num_stages, "enable_fp_fusion": True}
-    if specialisation.pdl:
+    options = {"num_warps": specialization.num_warps, "num_stages": specialization.num_stages, "enable_fp_fusion": True}
+    if specialization.pdl:
         options["launch_pdl"] = True
     return triton.compile(source, target=target, options=options)
 

@@ -11,7 +11,7 @@ at K=3, H=4096 on plain data, outliers and rows of any scale, the relative RMS e
 their norm rounds once, 0.80 to 0.82 where it rounds twice, 0.70 without a gain. Rows of values below 2^-100, which no
 model has, lose precision: their products are subnormal in fp32.
 
-The finalise kernel computes the row statistics before it waits for the partial sums, while those are in flight. The
+The finalize kernel computes the row statistics before it waits for the partial sums, while those are in flight. The
 loop of the product must not compute them: Triton 3.6 to 3.9 give a tile that feeds both wgmma and a reduction one
 buffer too few, and the sums come out wrong (triton #6691).
 """
@@ -52,7 +52,7 @@ from .workspace import matrix_in, workspace
 OP = "norm_concat_linear"
 
 # fp16 loses precision below 6e-5, where gain * weight can land. A factor of 2^6 moves the range of full precision to
-# [1e-6, 1023], and the finalise kernel divides by it exactly.
+# [1e-6, 1023], and the finalize kernel divides by it exactly.
 _GAIN_SCALE = {torch.bfloat16: 1.0, torch.float16: 64.0, torch.float32: 1.0}
 
 # More rows run in several rounds, which bounds the workspace: 100 MB of normed rows and 67 MB for each product in fp32,
@@ -140,7 +140,7 @@ def _norm_concat_linear_partial(
     x_column = source * H if len(x_ptrs) == 1 else 0  # of a packed row
 
     wait_for_previous_kernel(PDL)
-    # Here, not at the end, so that the finalise kernel computes its statistics during this loop.
+    # Here, not at the end, so that the finalize kernel computes its statistics during this loop.
     let_next_kernel_start(PDL)
 
     rows, in_range = _source_rows(index_ptrs, row_counts, source, n, N)
@@ -229,7 +229,7 @@ def _row_sum_squares(
 
 
 @triton.jit
-def _norm_concat_linear_finalise(
+def _norm_concat_linear_finalize(
     x_ptrs,
     x_row_strides,
     row_counts,
@@ -329,8 +329,8 @@ _CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "e2m1"}
 _SCALES = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0", torch.float32: "fp32"}
 _PARTIAL = ("partial_ptr", "partial_row_stride")
 
-# Columns per program of the finalise kernel after a library product, which has enough rows for blocks this wide.
-_FINALISE_COLUMNS = 1024
+# Columns per program of the finalize kernel after a library product, which has enough rows for blocks this wide.
+_FINALIZE_COLUMNS = 1024
 
 
 def run(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
@@ -433,7 +433,7 @@ def _prepare_split(
     numbers = [*of_sources, *weight_origins, sums, constant(row_stride), _ROW_COUNT, *sizes]
     grid = constant(cdiv(D, tiles.BD)), constant(num_chunks * tiles.splits), row_blocks
     eps = [floating(1 + (k if num_eps > 1 else 0)) for k in range(num_chunks)]
-    finalise = _finalise(
+    finalize = _finalize(
         (*sources.types, *sources.sum_squares_types, (FP32,) * num_chunks),
         [*sources.origins, *sources.sum_squares_origins, *eps],
         sums,
@@ -443,12 +443,12 @@ def _prepare_split(
         post_gain_dtype,
         D,
         {"NORM": norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
-        tiles.finalise_columns,
+        tiles.finalize_columns,
         weight + _count_tensors(weight_types),
         device,
     )
     widths = (width // sources.entries,) * sources.entries
-    launches = Launches(device, [Step(launch, grid, numbers), finalise], widths, must_be_aligned)
+    launches = Launches(device, [Step(launch, grid, numbers), finalize], widths, must_be_aligned)
     return _Split(launches, num_chunks * tiles.splits * row_stride)
 
 
@@ -527,7 +527,7 @@ def _padded(D: int) -> int:
 
 
 class _Scaling(NamedTuple):
-    """Types, origins and constants of the finalise kernel's scales."""
+    """Types, origins and constants of the finalize kernel's scales."""
 
     types: tuple[str, str, str]
     origins: list[Origin]
@@ -537,7 +537,7 @@ class _Scaling(NamedTuple):
 _UNSCALED = _Scaling((NONE, I64, NONE), [constant(0)], {"SCALES": "", "BLOCK_ROWS": 0})
 
 
-def _finalise(
+def _finalize(
     source_types: tuple,
     source_origins: list[Origin],
     sums: Origin,
@@ -552,12 +552,12 @@ def _finalise(
     device: torch.device,
     scaling: _Scaling = _UNSCALED,
 ) -> Step:
-    """The finalise kernel. `source_types` are the types of its first arguments, up to eps. Bias, post gain and out are
+    """The finalize kernel. `source_types` are the types of its first arguments, up to eps. Bias, post gain and out are
     the operands from `bias` on."""
     BD = next_power_of_2(D) if post_gain_dtype is not None else min(next_power_of_2(D), columns)
     epilogue = pointer_to(bias_dtype), pointer_to(post_gain_dtype), FP32, FP32, pointer_to(dtype), I64, I64
     launch = Launch(
-        _norm_concat_linear_finalise,
+        _norm_concat_linear_finalize,
         (*source_types, pointer_to(torch.float32), I64, *scaling.types, *epilogue),
         constants | scaling.constants | {"BD": BD, "BH": _STATISTICS_BLOCK},
         device,
@@ -584,7 +584,7 @@ def _prepare_library(
     is_concatenated: bool,
     device: torch.device,
 ) -> Launches:
-    """norm_concat, torch's product and, for a post norm or a bias of another dtype, the finalise kernel."""
+    """norm_concat, torch's product and, for a post norm or a bias of another dtype, the finalize kernel."""
     width = shape[1]
     weight, bias, _, out, normed, product = range(sources.sum_squares + 1, sources.sum_squares + 7)
     steps: list[Step | Product] = []
@@ -594,11 +594,11 @@ def _prepare_library(
     if post_gain_dtype is None and bias_dtype in (None, sources.dtype):
         return Launches(device, [*steps, Product(_library_matmul, x, weight, bias if bias_dtype else None, out)])
     steps.append(Product(_library_matmul_fp32, x, weight, None, product))
-    finalise = _finalise_product(sources, num_eps, shape, bias_dtype, post_gain_dtype, product, bias, device)
-    return Launches(device, [*steps, finalise])
+    finalize = _finalize_product(sources, num_eps, shape, bias_dtype, post_gain_dtype, product, bias, device)
+    return Launches(device, [*steps, finalize])
 
 
-def _finalise_product(
+def _finalize_product(
     sources: Signature,
     num_eps: int,
     shape: tuple[int, int],
@@ -610,10 +610,10 @@ def _finalise_product(
     num_matrices: int = 1,
     scaling: _Scaling = _UNSCALED,
 ) -> Step:
-    """The finalise kernel after products in fp32: one, or those of `num_matrices` matrices, which it adds."""
+    """The finalize kernel after products in fp32: one, or those of `num_matrices` matrices, which it adds."""
     D, width = shape
     post_eps = floating(1 + num_eps)
-    return _finalise(
+    return _finalize(
         (*[NONE] * 7, I64, (FP32,)),
         [constant(0), post_eps],  # not read where NORM is "none"
         address_of(product),
@@ -623,7 +623,7 @@ def _finalise_product(
         post_gain_dtype,
         D,
         {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": num_matrices},
-        _FINALISE_COLUMNS,
+        _FINALIZE_COLUMNS,
         bias,
         device,
         scaling,
@@ -687,7 +687,7 @@ def _prepare_dequantized(
     device: torch.device,
 ) -> Launches:
     """norm_concat; for each slice of the weight's rows its numbers, in one matrix or two, and torch's products of them;
-    the finalise kernel."""
+    the finalize kernel."""
     D, width = shape
     weight = sources.sum_squares + 1
     types, origins, constants, _ = _weight_of(codes, shape, sources.dtype, weight)
@@ -712,7 +712,7 @@ def _prepare_dequantized(
         {"SCALES": constants["SCALES"], "BLOCK_ROWS": constants["BLOCK_ROWS"]} if of_rows else _UNSCALED.constants,
     )
     of_epilogue = num_eps, shape, bias_dtype, post_gain_dtype, sums, bias, device
-    return Launches(device, [*steps, _finalise_product(sources, *of_epilogue, num_matrices, scaling)])
+    return Launches(device, [*steps, _finalize_product(sources, *of_epilogue, num_matrices, scaling)])
 
 
 def _dequantized_product(sources: Any, projection: Any, out: Tensor) -> None:

@@ -22,7 +22,7 @@
 // of the ranges, scales those of each chunk by its 1/rms, and writes the output. Blocks of 128 output columns read x a
 // quarter as often as blocks of 32.
 //
-// A cluster in place of the second kernel was tried, and is modelled at 0.75 to 1.15 times the speed: a cluster has
+// A cluster in place of the second kernel was tried, and is modeled at 0.75 to 1.15 times the speed: a cluster has
 // room for 8 ranges, where up to 20 balance the work best, and each of its blocks needs the squares of its x.
 //
 // The second kernel also finishes products of the library whose fp32 sums need a bias in fp32 or a post norm: these

@@ -37,7 +37,7 @@ class Kernel(Enum):
     FUSED = "fused"  # norm_concat_linear in one pass over the weight
     DOTS = "fused dots"  # the same for few rows and a weight of codes, which are read in their stored order
     WGMMA = "fused wgmma"  # the same with sm_90a's wgmma instructions, for more rows
-    SPLIT = "split"  # the same in two launches, partial sums and a finalise kernel
+    SPLIT = "split"  # the same in two launches, partial sums and a finalize kernel
     TWO_STEP = "norm_concat + linear"
     TORCH = "plain torch"
 

@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
     swap: bool
     num_warps: int
     num_stages: int
-    finalise_columns: int
+    finalize_columns: int
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     blocks, ranges = launch.grid
     sizes = (launch.shared_bytes, launch.threads)
     (instance,) = (known[name] for name in names if (known[name].shared, known[name].threads) == sizes)
-    return modelled(instance, blocks * ranges, ranges, K, H, D, T)
+    return modeled(instance, blocks * ranges, ranges, K, H, D, T)
 
 
 def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int, D: int, T: int, format: str) -> Call:
@@ -256,10 +256,10 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
     pattern = kinds[kernel] + FORMS[form]
     named = (i for name, i in known.items() if re.fullmatch(pattern, name))
     (instance,) = (i for i in named if (i.shared, i.threads) == (launch.shared_bytes, launch.threads))
-    return modelled(instance, blocks * ranges, ranges, K, H, D, T)
+    return modeled(instance, blocks * ranges, ranges, K, H, D, T)
 
 
-def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: int, T: int) -> Call:
+def modeled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: int, T: int) -> Call:
     """The time of one call; see docs/benchmarking.md."""
     width = K * H
     weight = instance.value_bytes * D * width
@@ -315,7 +315,7 @@ def modelled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: in
 def as_json(known: dict[str, Instance], made: dict[str, Call]) -> dict:
     rows = {name: asdict(instance) | {"blocks_per_sm": instance.blocks} for name, instance in known.items()}
     return {
-        "about": "Modelled for an H200 from the sm_90a machine code and the launchers' grids.",
+        "about": "Modeled for an H200 from the sm_90a machine code and the launchers' grids.",
         "nvcc": nvcc_version().decode().split("release ")[1].split(",")[0],
         "instances": rows,
         "calls": {name: asdict(call) for name, call in made.items()},
@@ -333,7 +333,7 @@ def table(known: dict[str, Instance], made: dict[str, Call]) -> str:
         )
     for format in ("", *FORMATS):
         of = f" of {format}" if format else ""
-        lines += ["", f"modelled us{of} on an H200 (and times the floor) at T = " + ", ".join(map(str, ROWS))]
+        lines += ["", f"modeled us{of} on an H200 (and times the floor) at T = " + ", ".join(map(str, ROWS))]
         for K, H, D in SHAPES:
             if f"{K}x{H}x{D} T=1 {format}".rstrip() not in made:
                 continue

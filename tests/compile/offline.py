@@ -18,7 +18,7 @@ from unittest import mock
 
 import triton
 from eagle_kernels.triton_kernels import launch as launching
-from eagle_kernels.triton_kernels.launch import Specialisation, compile_kernel
+from eagle_kernels.triton_kernels.launch import Specialization, compile_kernel
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -39,7 +39,7 @@ class Launch:
     """A kernel, everything that its binary depends on, and the grid that was asked for."""
 
     kernel: object
-    specialisation: Specialisation
+    specialization: Specialization
     grid: tuple[int, int, int]
 
 
@@ -51,7 +51,7 @@ def launches(call: Callable[[], None], arch: Arch) -> list[Launch]:
         assert is_aligned in (None, launch.is_aligned(numbers))
         prepared_for = [kind for _, kind in launching._leaves(launch.types) if kind != launching.NONE]
         assert [_type_of(number) for number in numbers] == prepared_for, launch.kernel.fn.__name__
-        seen.append(Launch(launch.kernel, launch.specialisation(launch.is_aligned(numbers)), grid))
+        seen.append(Launch(launch.kernel, launch.specialization(launch.is_aligned(numbers)), grid))
 
     launching.forget_prepared()  # those of another arch
     patched = mock.patch.multiple(launching, has_pdl=lambda device: has_pdl(arch))
@@ -108,13 +108,13 @@ class Resources:
 
 def resources(launch: Launch, arch: Arch) -> Resources:
     """Compile (once per process; Triton's own cache keeps it longer) and count."""
-    return _resources(launch.kernel, launch.specialisation, arch)
+    return _resources(launch.kernel, launch.specialization, arch)
 
 
 @functools.cache
-def _resources(kernel: object, specialisation: Specialisation, arch: Arch) -> Resources:
+def _resources(kernel: object, specialization: Specialization, arch: Arch) -> Resources:
     target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
-    binary = compile_kernel(kernel, specialisation, target)
+    binary = compile_kernel(kernel, specialization, target)
     return _count_nvidia(binary) if isinstance(arch, int) else _count_amd(binary)
 
 

@@ -37,7 +37,7 @@ def properties_of(launches: Mapping[str, Launch]) -> dict[str, set[Hashable]]:
         kernel, (types, constants) = launch.kernel.fn.__name__, _arguments(launch)
         values = types | {name: value for name, value in constants.items() if name not in _TILES | _WIDTHS}
         properties[case] = {(kernel, name, value) for name, value in values.items()}
-        properties[case] |= {_plan(launch), (kernel, launch.specialisation.aligned)}
+        properties[case] |= {_plan(launch), (kernel, launch.specialization.aligned)}
         plans[_plan(launch)].append(case)
     for plan, cases in plans.items():
         for size in (_width, _operands):
@@ -48,15 +48,15 @@ def properties_of(launches: Mapping[str, Launch]) -> dict[str, set[Hashable]]:
 
 def _arguments(launch: Launch) -> tuple[dict[str, Hashable], dict[str, Hashable]]:
     """The types of the run-time arguments and the values of the constants, by name."""
-    names, specialisation = launch.kernel.arg_names, launch.specialisation
-    types = dict(zip(names, specialisation.types, strict=False))
-    return types, dict(zip(names[len(types) :], specialisation.constants, strict=True))
+    names, specialization = launch.kernel.arg_names, launch.specialization
+    types = dict(zip(names, specialization.types, strict=False))
+    return types, dict(zip(names[len(types) :], specialization.constants, strict=True))
 
 
 def _plan(launch: Launch) -> tuple:
     _, constants = _arguments(launch)
     tiles = tuple((name, value) for name, value in constants.items() if name in _TILES)
-    return launch.kernel.fn.__name__, tiles, launch.specialisation.num_warps, launch.specialisation.num_stages
+    return launch.kernel.fn.__name__, tiles, launch.specialization.num_warps, launch.specialization.num_stages
 
 
 def _width(launch: Launch) -> int:
@@ -69,4 +69,4 @@ def _operands(launch: Launch) -> int:
     def count(kind: object) -> int:
         return sum(map(count, kind)) if isinstance(kind, tuple) else kind != "constexpr"
 
-    return count(launch.specialisation.types)
+    return count(launch.specialization.types)

@@ -81,7 +81,7 @@ def checked_launch(self: launching.Launch, grid: tuple, numbers: Sequence, is_al
     before = STUB.stub_launches()
     launch(self, grid, numbers, is_aligned)
     assert STUB.stub_launches() == before + 1
-    binary = launching._binaries[self.specialisation(promised), None]
+    binary = launching._binaries[self.specialization(promised), None]
     assert self.launchers[promised]._binary is binary, "not the binary of these operands"
     for position, value in enumerate(expected):
         passed = ctypes.create_string_buffer(8)

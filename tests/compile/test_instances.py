@@ -180,6 +180,6 @@ def test_fewer_copies_in_flight_take_longer(known: dict[str, instances.Instance]
     """The model is sensitive: a tenth of the copies in flight, or ten times the instructions, is slower."""
     good = known["split 32"]
     sizes = {"blocks": 384, "ranges": 12, "K": 3, "H": 4096, "D": 4096, "T": 32}
-    time = instances.modelled(good, **sizes).microseconds
+    time = instances.modeled(good, **sizes).microseconds
     for worse in ({"in_flight": good.in_flight // 10}, {"instructions_per_byte": good.instructions_per_byte * 10}):
-        assert instances.modelled(dataclasses.replace(good, **worse), **sizes).microseconds > 1.2 * time
+        assert instances.modeled(dataclasses.replace(good, **worse), **sizes).microseconds > 1.2 * time

@@ -178,7 +178,7 @@ def test_resources(op: str, arch: Arch, selected: Callable, record_binary: Calla
     presets = preset_calls(op)
     for case, launch in selected(launches_by_case(op, arch)).items():
         found = resources(launch, arch)
-        record_binary(Row(launch.kernel.fn.__name__, case, str(arch), launch.specialisation.num_warps, found))
+        record_binary(Row(launch.kernel.fn.__name__, case, str(arch), launch.specialization.num_warps, found))
         faults += [f"{case}: {fault}" for fault in found.faults(arch)]
         if found.registers > (MOST_REGISTERS if case in presets else MOST_REGISTERS_OF_A_FEATURE):
             faults.append(f"{case}: {found.registers} registers")
@@ -193,7 +193,7 @@ def test_an_embeddings_blocks_leave_few_lanes_idle() -> None:
     """At most one in eight at the widths of every model: 5376 columns are 3 blocks of 2048. A block has 512 or more."""
     for case, call in preset_calls("vocab_parallel_embedding").items():
         (launch,) = launches(call, 90)
-        constants = launch.specialisation.constants
+        constants = launch.specialization.constants
         H, block = constants[:2]
         assert 7 * -(-H // block) * block <= 8 * H or block == 512, case
 
@@ -212,8 +212,8 @@ def test_a_row_that_one_block_covers_is_read_once(H: int, arch: Arch) -> None:
         assert resources(launch, arch).loads == "128-bit x6", op
 
 
-def specialisations(op: str, calls: list[Callable[[], None]]) -> set[launching.Specialisation]:
-    return {launch.specialisation for call in calls for launch in launches(call, 90)}
+def specializations(op: str, calls: list[Callable[[], None]]) -> set[launching.Specialization]:
+    return {launch.specialization for call in calls for launch in launches(call, 90)}
 
 
 SIZES = (1, 2, 15, 16, 17, 4096, 70000)
@@ -252,11 +252,11 @@ SAME: dict[str, list[Callable[[], None]]] = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_binary_for_all_rows_ranks_and_strides(op: str) -> None:
-    assert len(specialisations(op, SAME[op])) == 1
+    assert len(specializations(op, SAME[op])) == 1
 
 
 def test_one_binary_for_a_concat_norm_on_both_sides_of_its_split() -> None:
-    assert len(specialisations("norm_concat", [lambda N=N: concat(N, (4096,) * 3, "concat") for N in SIZES])) == 1
+    assert len(specializations("norm_concat", [lambda N=N: concat(N, (4096,) * 3, "concat") for N in SIZES])) == 1
 
 
 UNALIGNED: dict[str, list[Callable[[], None]]] = {
@@ -272,8 +272,8 @@ UNALIGNED: dict[str, list[Callable[[], None]]] = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_unaligned_rows_are_one_binary_more(op: str) -> None:
-    assert len(specialisations(op, UNALIGNED[op])) == 1
-    assert len(specialisations(op, [*SAME[op], *UNALIGNED[op]])) == 2
+    assert len(specializations(op, UNALIGNED[op])) == 1
+    assert len(specializations(op, [*SAME[op], *UNALIGNED[op]])) == 2
 
 
 def test_a_binary_serves_two_calls_and_a_capture_compiles_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_a_binary_serves_two_calls_and_a_capture_compiles_none(monkeypatch: pyte
         def __getitem__(self, grid: tuple) -> Callable:
             return lambda *arguments: launched.append(grid)
 
-    def compile_kernel(kernel: object, *_specialisation: object) -> Binary:
+    def compile_kernel(kernel: object, *_specialization: object) -> Binary:
         compiled.append(kernel)
         return Binary()
 
@@ -361,6 +361,6 @@ def test_names() -> None:
     for op in OPS:
         for launch in (entry for call in SAME[op][:1] for entry in launches(call, 90)):
             assert isinstance(launch, Launch)
-            types, constants = launch.specialisation.types, launch.specialisation.constants
+            types, constants = launch.specialization.types, launch.specialization.constants
             assert len(types) + len(constants) == len(launch.kernel.arg_names)
-            assert set(launch.specialisation.aligned) <= set(launch.kernel.arg_names)
+            assert set(launch.specialization.aligned) <= set(launch.kernel.arg_names)

@@ -33,7 +33,7 @@ dequantize = importlib.import_module("eagle_kernels.triton_kernels.dequantize")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAN_ROWS = {"16 rows": 16, "32 rows": 32, "64 rows": 64, "128 rows": 128, "library": 129}
 SIZES = (3, 4096, 4096)
-PARTIAL, FINALISE = "_norm_concat_linear_partial", "_norm_concat_linear_finalise"
+PARTIAL, FINALIZE = "_norm_concat_linear_partial", "_norm_concat_linear_finalize"
 DEQUANTIZE = "_dequantize"
 
 
@@ -119,7 +119,7 @@ def quantized(format: str, D: int, W: int, fp32_scales: bool) -> QuantizedWeight
 def preset_calls(arch: Arch) -> dict[str, list[Launch]]:
     """Every plan of every stage of every model, with its gain in the kernel and, where it has one, folded.
 
-    The finalise kernel is compiled on one arch only: it loops over H and adds vectors.
+    The finalize kernel is compiled on one arch only: it loops over H and adds vectors.
     """
     calls = {}
     for model in model_shapes().values():
@@ -129,7 +129,7 @@ def preset_calls(arch: Arch) -> dict[str, list[Launch]]:
                 for gains in {None, 0} if stage.norm != "none" else {None}:
                     name = f"{model.name} {stage.kind} {plan_name}{' folded' if gains == 0 else ''}"
                     made = call(arch, N, *sizes, gains=gains, post_norm=stage.post_norm)
-                    calls[name] = [launch for launch in made if arch == 90 or launch.kernel.fn.__name__ != FINALISE]
+                    calls[name] = [launch for launch in made if arch == 90 or launch.kernel.fn.__name__ != FINALIZE]
     return calls
 
 
@@ -176,14 +176,14 @@ def feature_calls(arch: Arch) -> dict[str, list[Launch]]:
 
 def expected_mma(launch: Launch, arch: Arch) -> str:
     """The tensor cores a partial kernel has to reach: without them it is bound by arithmetic."""
-    specialisation = launch.specialisation
+    specialization = launch.specialization
     if launch.kernel.fn.__name__ != PARTIAL:
         return ""
     if isinstance(arch, str):
         return "mfma"  # of fp32 too, which CDNA multiplies exactly
-    if specialisation.types[0][0] == "*fp32":
+    if specialization.types[0][0] == "*fp32":
         return ""
-    swap = specialisation.constants[launch.kernel.arg_names.index("SWAP") - len(specialisation.types)]
+    swap = specialization.constants[launch.kernel.arg_names.index("SWAP") - len(specialization.types)]
     return {90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] if swap else "mma.sync"
 
 
@@ -193,8 +193,8 @@ def distinct_launches(calls: dict[str, list[Launch]]) -> dict[str, Launch]:
     for case, made in calls.items():
         for launch in made:
             name = launch.kernel.fn.__name__
-            if name in (PARTIAL, FINALISE, DEQUANTIZE):
-                seen.setdefault((launch.kernel, launch.specialisation), (f"{case} {name}", launch))
+            if name in (PARTIAL, FINALIZE, DEQUANTIZE):
+                seen.setdefault((launch.kernel, launch.specialization), (f"{case} {name}", launch))
     return dict(seen.values())
 
 
@@ -209,15 +209,15 @@ def test_resources(
     """No spills, no trap, shared and tensor memory that the arch has, its tensor cores, 16-byte copies."""
     faults = []
     for case, launch in selected(distinct_launches(calls(arch))).items():
-        found, specialisation = resources(launch, arch), launch.specialisation
-        record_binary(Row(launch.kernel.fn.__name__, case, str(arch), specialisation.num_warps, found))
+        found, specialization = resources(launch, arch), launch.specialization
+        record_binary(Row(launch.kernel.fn.__name__, case, str(arch), specialization.num_warps, found))
         faults += [f"{case}: {fault}" for fault in found.faults(arch)]
         mma = expected_mma(launch, arch)
         if mma not in found.mma or (not mma and found.mma):
             faults.append(f"{case}: matrix instructions are {found.mma!r}, expected {mma!r}")
         # A step of codes has at most half of the bytes, which AMD's compiler loads 1 to 8 at a time.
-        narrow = isinstance(arch, str) and {"*u8", "*i8"} & set(specialisation.types)
-        if "w_ptr" in specialisation.aligned and not (narrow or "128-bit" in found.loads or "dwordx4" in found.loads):
+        narrow = isinstance(arch, str) and {"*u8", "*i8"} & set(specialization.types)
+        if "w_ptr" in specialization.aligned and not (narrow or "128-bit" in found.loads or "dwordx4" in found.loads):
             faults.append(f"{case}: loads are {found.loads}")
     assert not faults, "\n".join(faults)
 
@@ -228,7 +228,7 @@ def test_resources(
 def test_no_buffer_feeds_both_wgmma_and_registers(residuals: tuple, gains: int, N: int) -> None:
     """triton #6691: the next copy into such a buffer overwrites what wgmma still reads, and the sums are wrong."""
     launch = call(90, N, *SIZES, gains=gains, residuals=residuals)[0]
-    text = compile_kernel(launch.kernel, launch.specialisation, GPUTarget("cuda", 90, 32)).asm["ttgir"]
+    text = compile_kernel(launch.kernel, launch.specialization, GPUTarget("cuda", 90, 32)).asm["ttgir"]
     ring_of = {name: name for name in re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", text)}
     slots = {name: int(count) for name, count in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> \S+?<(\d+)x", text)}
     for view, source in re.findall(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)", text):
@@ -238,12 +238,12 @@ def test_no_buffer_feeds_both_wgmma_and_registers(residuals: tuple, gains: int, 
     loaded = {ring_of.get(name) for name in re.findall(r"local_load (%\w+)", text)}
     assert slots and not (multiplied & loaded) - {None}
     for ring in multiplied - {None}:
-        assert slots[ring] == launch.specialisation.num_stages
+        assert slots[ring] == launch.specialization.num_stages
     assert (multiplied | loaded) - {None} == set(slots)
 
 
-def specialisations(made: list[list[Launch]]) -> set[tuple]:
-    return {(launch.kernel.fn.__name__, launch.specialisation) for each in made for launch in each}
+def specializations(made: list[list[Launch]]) -> set[tuple]:
+    return {(launch.kernel.fn.__name__, launch.specialization) for each in made for launch in each}
 
 
 INDEXED = {"indices": ALL, "residuals": (True, False, True)}
@@ -259,14 +259,14 @@ def test_two_binaries_for_all_of_a_plan(rows: range) -> None:
     made += [call(90, rows[-1], *SIZES, **INDEXED, source_rows=T) for T in (1, 2, 16, 4096, 70001, 2**33)]
     made += [call(90, rows[-1], *SIZES, **INDEXED, source_rows=5, stride=s) for s in (4112, 8192, 12288, 2**33)]
     made += [call(90, rows[-1], *SIZES, **INDEXED, source_rows=5, eps=(1.0, 1e-5, 0.5))]
-    assert len(specialisations(made)) == 2
+    assert len(specializations(made)) == 2
 
 
 def test_a_layer_needs_few_binaries() -> None:
-    """All T of an EAGLE-3 fc and of first-layer qkv: four partial kernels; a finalise kernel for few and for many rows;
+    """All T of an EAGLE-3 fc and of first-layer qkv: four partial kernels; a finalize kernel for few and for many rows;
     norm_concat for the rest."""
-    assert len(specialisations([call(90, N, *SIZES) for N in range(1, 300)])) == 7
-    assert len(specialisations([call(90, N, 2, 4096, 6144) for N in (*range(1, 300), 5000)])) == 7
+    assert len(specializations([call(90, N, *SIZES) for N in range(1, 300)])) == 7
+    assert len(specializations([call(90, N, 2, 4096, 6144) for N in (*range(1, 300), 5000)])) == 7
 
 
 def test_what_is_prepared_serves_its_signature_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,44 +286,44 @@ def test_operands_that_a_plan_is_not_for_are_refused() -> None:
 def test_arguments_have_the_types_that_the_kernels_have_names_for() -> None:
     for each in (call(90, 16, *SIZES, **INDEXED), call(90, 300, *SIZES, post_norm=True)):
         for launch in each:
-            types, constants = launch.specialisation.types, launch.specialisation.constants
+            types, constants = launch.specialization.types, launch.specialization.constants
             assert len(types) + len(constants) == len(launch.kernel.arg_names)
-            assert set(launch.specialisation.aligned) <= set(launch.kernel.arg_names)
+            assert set(launch.specialization.aligned) <= set(launch.kernel.arg_names)
 
 
 def test_the_library_product_is_one_launch_before_and_one_after() -> None:
-    """norm_concat, then torch's product; a post norm or fp32 bias of its unrounded result takes the finalise kernel."""
+    """norm_concat, then torch's product; a post norm or fp32 bias of its unrounded result takes the finalize kernel."""
     names = [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES)]
     assert names == ["_norm_concat"]
     assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, bias=BF16)] == ["_norm_concat"]
     for after in ({"bias": FP32}, {"post_norm": True}):
-        assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, **after)] == ["_norm_concat", FINALISE]
+        assert [launch.kernel.fn.__name__ for launch in call(90, 300, *SIZES, **after)] == ["_norm_concat", FINALIZE]
     assert call(90, 300, *SIZES, "none", packed=True) == []
     assert len(call(90, 10000, *SIZES)) == 3  # rounds
 
 
 def test_codes_of_many_rows_are_written_before_the_product() -> None:
-    """norm_concat, the numbers of each slice of the weight's rows, and the finalise kernel, which has their scales."""
+    """norm_concat, the numbers of each slice of the weight's rows, and the finalize kernel, which has their scales."""
     many = {"N": 300, "K": 3, "format": "fp8_row"}
     names = [launch.kernel.fn.__name__ for launch in call(90, H=4096, D=4096, **many)]
-    assert names == ["_norm_concat", DEQUANTIZE, FINALISE]
+    assert names == ["_norm_concat", DEQUANTIZE, FINALIZE]
     names = [launch.kernel.fn.__name__ for launch in call(90, H=7168, D=7168, **many)]
-    assert names == ["_norm_concat", *[DEQUANTIZE] * 3, FINALISE]
+    assert names == ["_norm_concat", *[DEQUANTIZE] * 3, FINALIZE]
     made = call(90, H=4096, D=4096, norm="none", packed=True, **many)
-    assert [launch.kernel.fn.__name__ for launch in made] == [DEQUANTIZE, FINALISE]
+    assert [launch.kernel.fn.__name__ for launch in made] == [DEQUANTIZE, FINALIZE]
     assert made[0].grid == (3 * 4096 // 128, 4096 // 32, 1)
-    assert made[0].specialisation == call(90, 300, 3, 2880, 2881, format="fp8_row")[1].specialisation
-    assert len(specialisations([call(90, N, *SIZES, format="mxfp4") for N in (129, 130, 1024, 5000)])) == 3
+    assert made[0].specialization == call(90, 300, 3, 2880, 2881, format="fp8_row")[1].specialization
+    assert len(specializations([call(90, N, *SIZES, format="mxfp4") for N in (129, 130, 1024, 5000)])) == 3
 
 
 @pytest.mark.parametrize("statistics", [False, True])
 def test_loads_before_the_wait_go_past_l1(statistics: bool) -> None:
-    """The finalise kernel reads sources before its wait: L1 may still have what was there before they were written."""
+    """The finalize kernel reads sources before its wait: L1 may still have what was there before they were written."""
     features = {"residuals": (True, False, True), "indices": (torch.int64, None, torch.int32), "bias": FP32}
     for launch in call(90, 16, 3, 512, 256, statistics=statistics, source_rows=9, **features):
-        ptx = compile_kernel(launch.kernel, launch.specialisation, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        ptx = compile_kernel(launch.kernel, launch.specialization, GPUTarget("cuda", 90, 32)).asm["ptx"]
         early, wait, late = ptx.partition("griddepcontrol.wait")
         loads = re.findall(r"\bld\.global[\w.:]*", early)
         assert wait and re.search(r"\bld\.global|\bcp\.async", late)
-        assert bool(loads) == (launch.kernel.fn.__name__ == FINALISE)
+        assert bool(loads) == (launch.kernel.fn.__name__ == FINALIZE)
         assert all(".cg" in load for load in loads), loads

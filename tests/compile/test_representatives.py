@@ -18,15 +18,15 @@ GATES: dict[str, Callable[[Arch], Mapping[str, Launch]]] = {
 
 
 def constants(launch: Launch) -> dict[str, object]:
-    names = launch.kernel.arg_names[len(launch.specialisation.types) :]
-    return dict(zip(names, launch.specialisation.constants, strict=True))
+    names = launch.kernel.arg_names[len(launch.specialization.types) :]
+    return dict(zip(names, launch.specialization.constants, strict=True))
 
 
 def tiles(launch: Launch) -> str:
     """A plan, spelled out."""
     names = ("BLOCK", "BT", "BD", "BK", "SWAP")
     sizes = [f"{name}={value}" for name, value in constants(launch).items() if name in names]
-    warps, stages = launch.specialisation.num_warps, launch.specialisation.num_stages
+    warps, stages = launch.specialization.num_warps, launch.specialization.num_stages
     return f"{launch.kernel.fn.__name__} {' '.join(sizes)}, {warps} warps, {stages} stages"
 
 
@@ -37,7 +37,7 @@ def width(launch: Launch) -> int:
 
 def operands(launch: Launch) -> int:
     """Pointers, strides and numbers that the binary takes; an absent one has Triton's type constexpr."""
-    text = str(launch.specialisation.types)
+    text = str(launch.specialization.types)
     return text.count("'") // 2 - text.count("'constexpr'")
 
 
@@ -47,12 +47,12 @@ def extent(launches: Mapping[str, Launch]) -> dict[str, dict[str, object]]:
     for launch in launches.values():
         plans[tiles(launch)].append(launch)
         found = kernels[launch.kernel.fn.__name__]
-        for name, kind in zip(launch.kernel.arg_names, launch.specialisation.types, strict=False):
+        for name, kind in zip(launch.kernel.arg_names, launch.specialization.types, strict=False):
             found[name].add(kind)
         for name, value in constants(launch).items():
             if name not in ("H", "WIDTH", "WIDTHS"):
                 found[name].add(value)
-        found["aligned"].add(launch.specialisation.aligned)
+        found["aligned"].add(launch.specialization.aligned)
     edges = {
         plan: {size.__name__: (min(map(size, made)), max(map(size, made))) for size in (width, operands)}
         for plan, made in plans.items()

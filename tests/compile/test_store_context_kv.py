@@ -22,7 +22,7 @@ def test_resources(arch: Arch, selected: Callable, record_binary: Callable[[Row]
     faults = []
     for case, launch in selected(made).items():
         found = resources(launch, arch)
-        record_binary(Row(launch.kernel.fn.__name__, case, str(arch), launch.specialisation.num_warps, found))
+        record_binary(Row(launch.kernel.fn.__name__, case, str(arch), launch.specialization.num_warps, found))
         faults += [f"{case}: {fault}" for fault in found.faults(arch)]
         if found.registers > 64:
             faults.append(f"{case}: {found.registers} registers")
@@ -36,5 +36,5 @@ def test_row_counts_and_strides_share_a_binary() -> None:
     records.append(
         records[0]._replace(k_cache=torch.zeros(7, 2, 128).bfloat16(), v_cache=torch.zeros(7, 2, 128).bfloat16())
     )
-    found = {launch.specialisation for r in records for launch in launches(lambda r=r: kernels.run(r), 90)}
+    found = {launch.specialization for r in records for launch in launches(lambda r=r: kernels.run(r), 90)}
     assert len(found) == 1

@@ -103,7 +103,7 @@ def test_a_wrong_switch_is_named(
     [
         pytest.param(EngineLinear(Unquantized()), None, id="engine"),
         pytest.param(nn.Linear(K * H, D, bias=False).bfloat16(), None, id="torch"),
-        pytest.param(EngineLinear(Fp8()), "its quant_method is Fp8", id="quantised"),
+        pytest.param(EngineLinear(Fp8()), "its quant_method is Fp8", id="quantized"),
         pytest.param(EngineLinear(Unquantized(), bias=parameter(D)), "it has a bias", id="bias"),
         pytest.param(nn.Linear(K * H, D), "it has a bias", id="torch-bias"),
         pytest.param(EngineLinear(Unquantized(), base_layer=nn.Identity()), "LoRA wraps it (EngineLinear)", id="lora"),

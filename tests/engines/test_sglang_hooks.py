@@ -453,7 +453,7 @@ class LoRA(nn.Module):
         pytest.param({}, None, id="eligible"),
         pytest.param({"fc_norm": None}, None, id="no-norm"),
         pytest.param({"fc": nn.Linear(K * H, D, dtype=torch.bfloat16)}, None, id="bias"),
-        pytest.param({"fc": Fp8Linear()}, "its quant_method is object", id="quantised"),
+        pytest.param({"fc": Fp8Linear()}, "its quant_method is object", id="quantized"),
         pytest.param({"fc": LoRA()}, "LoRA wraps it", id="lora"),
         pytest.param({"fc": nn.Linear(K * H, D, dtype=torch.float64)}, "its weight is torch.float64", id="dtype"),
         pytest.param({"fc_norm": nn.ModuleList([nn.LayerNorm(H)])}, "its norm is a torch.nn", id="another-norm"),

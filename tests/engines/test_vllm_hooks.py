@@ -211,14 +211,14 @@ def biased(model: nn.Module) -> None:
     model.fc.bias = nn.Parameter(torch.randn(D), requires_grad=False)
 
 
-def quantised(model: nn.Module) -> None:
+def quantized(model: nn.Module) -> None:
     model.fc.quant_method = stand_in.Fp8LinearMethod()
 
 
 @pytest.mark.parametrize(
     ("change", "because"),
     [
-        pytest.param(quantised, "its quant_method is Fp8LinearMethod", id="quantised"),
+        pytest.param(quantized, "its quant_method is Fp8LinearMethod", id="quantized"),
         pytest.param(wrapped_by_lora, "LoRA wraps it (Module)", id="lora"),
         pytest.param(packed, "its weight is packed for the engine's own CPU product", id="packed"),
     ],

@@ -5,7 +5,7 @@
 #   tests/gpu/sanitize.sh [--tools "memcheck racecheck"] [pytest arguments that replace the default selection]
 #
 # PYTORCH_NO_CUDA_MEMORY_CACHING gives every tensor an allocation of its own: inside the caching allocator's blocks an
-# access beyond a tensor hits its neighbour, and no tool sees it.
+# access beyond a tensor hits its neighbor, and no tool sees it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 command -v compute-sanitizer >/dev/null || { echo "sanitize.sh: compute-sanitizer is not on PATH (CUDA toolkit)" >&2; exit 2; }

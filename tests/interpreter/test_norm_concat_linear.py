@@ -26,9 +26,9 @@ pytestmark = [
 
 # Smaller than any GPU would want, so that a few columns already have a second tile, a tail and an uneven split.
 TILES = {
-    "decode": Tiles(BT=16, BD=32, BK=32, splits=1, swap=False, num_warps=4, num_stages=2, finalise_columns=32),
-    "split": Tiles(BT=16, BD=16, BK=16, splits=3, swap=False, num_warps=4, num_stages=2, finalise_columns=64),
-    "swap": Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalise_columns=64),
+    "decode": Tiles(BT=16, BD=32, BK=32, splits=1, swap=False, num_warps=4, num_stages=2, finalize_columns=32),
+    "split": Tiles(BT=16, BD=16, BK=16, splits=3, swap=False, num_warps=4, num_stages=2, finalize_columns=64),
+    "swap": Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalize_columns=64),
 }
 
 

@@ -20,9 +20,9 @@ pytestmark = [
 ]
 
 TILES = {
-    "one block": Tiles(BT=16, BD=32, BK=128, splits=1, swap=False, num_warps=4, num_stages=2, finalise_columns=32),
-    "splits": Tiles(BT=16, BD=16, BK=32, splits=3, swap=False, num_warps=4, num_stages=2, finalise_columns=64),
-    "swap": Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalise_columns=64),
+    "one block": Tiles(BT=16, BD=32, BK=128, splits=1, swap=False, num_warps=4, num_stages=2, finalize_columns=32),
+    "splits": Tiles(BT=16, BD=16, BK=32, splits=3, swap=False, num_warps=4, num_stages=2, finalize_columns=64),
+    "swap": Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalize_columns=64),
 }
 
 CASES = [

@@ -74,7 +74,7 @@ def test_both_encodings_of_deepseek_mean_the_same_boundaries() -> None:
     assert ek.capture_layers("deepseek_v3", 61, [1, 29, 57]) == ek.capture_layers("kimi_k2", 61, [2, 30, 58])
 
 
-def test_a_description_imports_nothing_of_the_package_but_its_neighbours() -> None:
+def test_a_description_imports_nothing_of_the_package_but_its_neighbors() -> None:
     for file in Path(models.__path__[0]).glob("*.py"):
         imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
         assert max((node.level for node in imports), default=0) <= 1, file.name

@@ -21,7 +21,7 @@ from eagle_kernels.byte_eagle3.assemble import Shards, ceil_slices, embed, vocab
 from eagle_kernels.byte_eagle3.decode import Decoded, Drafter, speculate
 
 import tiny_models
-from counting import SIZES, CountingTarget, H, V, capture_branches, normalised, shares, solve
+from counting import SIZES, CountingTarget, H, V, capture_branches, normalized, shares, solve
 from eagle_kernels.engines.transformers import capture
 
 ROWS, DRAFTS, MTP_LAYERS = 64, 4, 3
@@ -81,7 +81,7 @@ def eagle3(
     right = ek.capture_layers(config.model_type, config.num_hidden_layers, family.layer_ids)
     gains = [torch.empty(H).uniform_(0.1, 2) - family.norm_offset for _ in right]
     normed = [
-        normalised(target.states[boundary], family.norm_offset + gain, 1e-6)
+        normalized(target.states[boundary], family.norm_offset + gain, 1e-6)
         for boundary, gain in zip(right, gains, strict=True)
     ]
     weight = torch.cat([solve(chunk, share) for chunk, share in zip(normed, shares(last, 3), strict=True)], 1)
@@ -180,7 +180,7 @@ def layer_0(
     gains = [torch.empty(H).uniform_(0.1, 2) for _ in range(2)]
     if not norm_before_residual:
         gains[1] *= 20  # the normed state, taken for the residual, then drowns the right one
-    normed = [normalised(x, gain, 1e-6) for x, gain in zip((target.table.double(), last), gains, strict=True)]
+    normed = [normalized(x, gain, 1e-6) for x, gain in zip((target.table.double(), last), gains, strict=True)]
     residual = normed[1] if norm_before_residual else last
     of_token, of_hidden = shares(last - residual.roll(1, 0), 2)
     weight = torch.cat([solve(normed[0], of_token), solve(normed[1], of_hidden.roll(-1, 0))], 1)
@@ -286,7 +286,7 @@ def mtp_weights(target: CountingTarget, config: ek.MTPConfig, hidden: Tensor, ou
     of_token, of_hidden = shares(outputs, 2)
     sources = (target.table.double(), config.enorm_eps), (hidden, config.hnorm_eps)
     normed = [
-        normalised(states, config.norm_offset + gain, eps) for (states, eps), gain in zip(sources, gains, strict=True)
+        normalized(states, config.norm_offset + gain, eps) for (states, eps), gain in zip(sources, gains, strict=True)
     ]
     weight = torch.cat([solve(normed[0], of_token), solve(normed[1], of_hidden.roll(-1, 0))], 1)
     return {"enorm.weight": gains[0], "hnorm.weight": gains[1], "eh_proj.weight": weight}

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from eagle_kernels.byte_eagle3.decode import Drafter, speculate
 
-from counting import normalised, shares, solve
+from counting import normalized, shares, solve
 
 # The S*V rows of streams are independent, and their number is so close to H that a mistake is not averaged away.
 S, V, H, LAYERS, ENGRAM_LAYER = 4, 30, 192, 4, 2
@@ -45,7 +45,7 @@ class MHCTarget(torch.nn.Module):
         self.on_boundary = lambda boundary, before, streams: None
         streams = self.streams_of(torch.arange(V))
         self.streams, self.collapsed = streams.double(), self.collapse(streams).double()
-        self.head = solve(normalised(self.collapsed, self.norm, EPS), torch.eye(V).double().roll(1, 1))
+        self.head = solve(normalized(self.collapsed, self.norm, EPS), torch.eye(V).double().roll(1, 1))
 
     def streams_of(self, ids: Tensor) -> Tensor:
         streams = self.table[ids].unsqueeze(1).repeat(1, S, 1)
@@ -59,7 +59,7 @@ class MHCTarget(torch.nn.Module):
 
     def layer(self, layer: int, streams: Tensor) -> Tensor:
         """pre-mix collapse, a branch, and post: X'[j] = sum_i comb[i, j] X[i] + post[j] x."""
-        mixes = F.linear(normalised_row(streams), self.mixes[layer])
+        mixes = F.linear(normalized_row(streams), self.mixes[layer])
         pre, post, comb = mixes.sigmoid()[:, :S], 2 * mixes.sigmoid()[:, S : 2 * S], mixes[:, 2 * S :].view(-1, S, S)
         comb = (comb + 4 * torch.eye(S)).softmax(-1)  # near the identity, like trained ones: streams stay apart
         for _ in range(3):
@@ -70,7 +70,7 @@ class MHCTarget(torch.nn.Module):
 
     def collapse(self, streams: Tensor) -> Tensor:
         """hc_head: y = sum_j p_j X[j], p of the normed row without a gain."""
-        weights = F.linear(normalised_row(streams), self.head_mix.to(streams)).sigmoid() + EPS
+        weights = F.linear(normalized_row(streams), self.head_mix.to(streams)).sigmoid() + EPS
         return (weights.unsqueeze(-1) * streams).sum(1)
 
     def final_norm(self, collapsed: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class MHCTarget(torch.nn.Module):
         return SimpleNamespace(logits=(self.final_norm(self.collapse(streams)) @ self.head.T)[None])
 
 
-def normalised_row(streams: Tensor) -> Tensor:
+def normalized_row(streams: Tensor) -> Tensor:
     return F.rms_norm(streams.flatten(1), (S * H,), None, EPS)
 
 
@@ -118,8 +118,8 @@ def v4_mtp(target: MHCTarget, mistake: str = "") -> Drafter:
     of_token = 6 * target.collapsed.std() * torch.randn(V, H).double()
     of_hidden = stage_output - of_token.unsqueeze(1)
     decoder = solve(target.collapsed, target.streams.flatten(1))
-    e_proj = solve(normalised(target.table.double(), gains[0], EPS), of_token)
-    h_proj = solve(normalised(target.streams, gains[1], EPS).flatten(0, 1), of_hidden.roll(-1, 0).flatten(0, 1))
+    e_proj = solve(normalized(target.table.double(), gains[0], EPS), of_token)
+    h_proj = solve(normalized(target.streams, gains[1], EPS).flatten(0, 1), of_hidden.roll(-1, 0).flatten(0, 1))
     weights = {"enorm": gains[0], "hnorm": gains[1], "e_proj": e_proj, "h_proj": h_proj}
     over_row = mistake == "one norm over all streams"
     if over_row:
@@ -238,10 +238,10 @@ def dspark(target: MHCTarget, mistake: str = "") -> Drafter:
     gains = [torch.empty(H).uniform_(0.1, 2) for _ in range(1 + LAYERS_OF_DSPARK)]
     names = ["hidden_norm.weight", *(f"layer_norm.{layer}.weight" for layer in range(LAYERS_OF_DSPARK))]
     state |= dict(zip(names, gains, strict=True))
-    main_x = normalised(context, gains[0], EPS)
+    main_x = normalized(context, gains[0], EPS)
     rows = []
     for gain, share in zip(gains[1:], shares(target.collapsed, LAYERS_OF_DSPARK, size=30), strict=True):
-        rows += [torch.randn(H, H), solve(normalised(main_x, gain, EPS), share)]
+        rows += [torch.randn(H, H), solve(normalized(main_x, gain, EPS), share)]
     state["kv_proj.weight"] = torch.cat(rows)
     state |= {f"k_norm.{layer}.weight": torch.rand(HEAD_DIM) for layer in range(LAYERS_OF_DSPARK)}
 

@@ -964,7 +964,7 @@ MUTANTS = (
 
 # Calls that order the threads of csrc/cuda or wait for copies, products and kernels. They are searched for, so that a
 # new call becomes a mutant by itself.
-_SYNCHRONISATION = re.compile(
+_SYNCHRONIZATION = re.compile(
     r"(?:__syncthreads|sync_warp|sync_cluster|end_cluster|arrive_at_cluster|wait_for_cluster|received\.all\.wait"
     r"|wait_for_copies<[^>]*>|commit_copies|fence_async_proxy|fence_wgmma|commit_wgmma|wait_for_wgmma"
     r"|wait_for_previous_kernel)\([^()]*\)(?=;)"
@@ -973,14 +973,14 @@ _SYNCHRONISATION = re.compile(
 _WEAKER = {"sync_cluster()": "end_cluster()", "wait_for_copies<K::kStages - 2>()": "wait_for_copies<K::kStages - 1>()"}
 
 
-def synchronisation() -> list[Mutant]:
+def synchronization() -> list[Mutant]:
     """For every such call a mutant without it, and for those of _WEAKER one with the weaker call."""
     found = []
     for path in sorted((ROOT / "csrc/cuda").glob("*.cu*")):
         places: dict[str, int] = {}
         text = path.read_text(encoding="utf-8")
         emulated_from = text.find('#include "device_host.h"')  # in device.cuh: it replaces what is above it
-        for match in _SYNCHRONISATION.finditer(text):
+        for match in _SYNCHRONIZATION.finditer(text):
             places[match[0]] = places.get(match[0], 0) + 1
             if match.start() < emulated_from:
                 continue
@@ -989,7 +989,7 @@ def synchronisation() -> list[Mutant]:
     return found
 
 
-MUTANTS += tuple(synchronisation())
+MUTANTS += tuple(synchronization())
 
 
 def main(files: list[str]) -> int:
