@@ -60,7 +60,15 @@ def test_single_rows(calls: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("op", ["norm_concat", "capture_hidden", "vocab_parallel_embedding", "add_rms_norm"])
-def test_the_other_ops(op: str) -> None:
+def test_the_other_ops(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = [], getattr(ops, op)
+
+    @functools.wraps(original)
+    def recorded(first: object, *args: object, **kwargs: object) -> object:
+        seen.append(len(first[0] if isinstance(first, list) else first))
+        return original(first, *args, **kwargs)
+
+    monkeypatch.setattr(ops, op, recorded)
     x = torch.randn(7, 16)
     shard = ek.VocabShard.build(7, tp_rank=0, tp_size=1)
     arguments, extra = {
@@ -70,11 +78,21 @@ def test_the_other_ops(op: str) -> None:
         "add_rms_norm": ((x, x, torch.ones(16)), {}),
     }[op]
     ek.warmup(op, *arguments, **extra, rows=range(1, 8))
+    assert seen == [7, 6, 5, 4, 3, 2, 1]
+
+
+def rows_of_calls(module: torch.nn.Module) -> list[int]:
+    """Those of the module's calls to come."""
+    seen: list[int] = []
+    module.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    return seen
 
 
 def test_through_a_module() -> None:
     table = ek.VocabParallelEmbedding(32, 16)
-    ek.warmup(table, torch.arange(20), rows=range(1, 21))
+    seen = rows_of_calls(table)
+    ek.warmup(table, torch.arange(20), rows=range(3, 21))
+    assert seen == list(range(20, 2, -1))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +135,14 @@ MODULES = {
 def test_what_modules_alone_have_is_cut_too(name: str) -> None:
     """embeds, positions and slots kept their rows, which raised from the second row count on."""
     module, rows, arguments = MODULES[name]()
+    seen = rows_of_calls(module)
     ek.warmup(module, rows, **arguments)
+    assert seen == [7, 6, 5, 4, 3, 2, 1]
 
 
 def test_hidden_states_that_are_gathered_stay_whole() -> None:
-    seen = []
     layer = ek.MTPProjection(ek.MTPConfig(H))
-    layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[0]))
+    seen = rows_of_calls(layer)
     accepted = torch.tensor([8, 7])
     ek.warmup(layer, torch.randn(9, H), torch.arange(2), table=torch.randn(9, H), indices=accepted)
     assert seen == [9, 9]

@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("vllm", reason="the real engine lives in the environment of `make test-vllm`")
 
 from test_vllm_engine import BEST, FIGURES
-from vllm_checkpoints import write_dflash_drafter, write_target
+from vllm_checkpoints import fp8_config, write_dflash_drafter, write_target
 from vllm_engine import EXPECTED, Engine
+
+from engines.quantized_layers import AWQ, W4A16
 
 STORE = "DFlashQwen3Model.precompute_and_store_context_kv"
 RUNS = f"{STORE} runs norm_concat_linear and store_context_kv"
@@ -26,10 +28,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(tmp_path_factory.mktemp("dflash"))
 
 
-def request_of(engine: Engine, one_gain: bool = False, **more: object) -> dict:
-    drafter: Path = engine.folder / f"drafter-{one_gain}"
-    files = {"target": write_target(engine.folder / "target"), "drafter": write_dflash_drafter(drafter, one_gain)}
-    return {**files, "method": "dflash", **more}
+def request_of(
+    engine: Engine, one_gain: bool = False, layout: str | None = None, quantization: dict | None = None, **more: object
+) -> dict:
+    folder: Path = engine.folder / f"drafter-{one_gain}-{layout}-{quantization is not None}"
+    config = {} if quantization is None else {"quantization_config": quantization}
+    drafter = write_dflash_drafter(folder, one_gain, layout, **config)
+    return {"target": write_target(engine.folder / "target"), "drafter": drafter, "method": "dflash", **more}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -57,6 +62,31 @@ def test_each_layer_norms_its_keys_with_its_own_gain(engine: Engine, switch: str
     (line,) = [line for line in on.lines if line.startswith(STORE)]
     timed = rf"{STORE} (runs |stays with vLLM: )norm_concat_linear and store_context_kv.*{FIGURES}"
     assert re.fullmatch(f"{RUNS}; forced, not timed" if switch == "force" else timed, line)
+
+
+FC = "DFlashQwen3ForCausalLM.combine_hidden_states"
+
+
+@pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4", W4A16, AWQ])
+def test_a_quantized_fc_is_loaded_with_its_scale(engine: Engine, layout: str) -> None:
+    """DFlash2-W4A16 and others, where the config says nothing of fc."""
+    run = engine.run(request_of(engine, one_gain=True, layout=layout))
+    print(run.lines)
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    assert len([line for line in run.lines if "has no scales there" in line]) == 1
+
+
+def test_a_quantized_fc_without_the_plugin(engine: Engine) -> None:
+    run = engine.run(request_of(engine, one_gain=True, layout="hf-block"), may_fail=True, EAGLE_KERNELS_VLLM_SCALES="0")
+    print(run.returncode, run.log[-3000:], run.accepted_length)
+    assert 0
+
+
+def test_an_fc_that_vllm_holds_as_fp8(engine: Engine) -> None:
+    run = engine.run(request_of(engine, one_gain=True, layout="compressed-row", quantization=fp8_config("fc")))
+    print(run.lines, run.calls)
+    assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
+    assert 0
 
 
 MISTAKE = """

@@ -214,12 +214,14 @@ def write_latent_drafter(folder: Path, *, norm_before_residual: bool) -> str:
     return _save(folder, config, weights)
 
 
-def write_dflash_drafter(folder: Path, one_gain: bool = False) -> str:
-    """Its drafts are right only where K and V of its context are. Embedding and head are the target's."""
+def write_dflash_drafter(folder: Path, one_gain: bool = False, layout: str | None = None, **more: object) -> str:
+    """Its drafts are right only where K and V of its context are. Embedding and head are the target's. layout: of a
+    quantized fc."""
     K = 3
     flash = {"target_layer_ids": list(range(K)), "mask_token_id": V - 1}
     config = _config("DFlashDraftModel", dflash_drafter.LAYERS, rope_theta=dflash_drafter.THETA, dflash_config=flash)
-    return _save(folder, config | {"model_type": "qwen3"}, dflash_drafter.weights(H, HEADS, K, C, one_gain))
+    weights = dflash_drafter.weights(H, HEADS, K, C, one_gain)
+    return _save(folder, config | {"model_type": "qwen3"} | more, weights, {"fc": layout})
 
 
 def fp8_config(layer: str) -> dict:
