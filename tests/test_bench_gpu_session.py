@@ -253,14 +253,14 @@ def test_alternatives_are_timed_where_their_library_is_there(tmp_path: Path, mon
 def test_every_setting_is_one_that_the_library_or_a_plan_reads() -> None:
     """Inside a setting the variable is there and the plan is made anew; after it nothing is left."""
     plans = []
-    workload = SimpleNamespace(plan=lambda: plans.append((plan.SETTINGS, plan.MOST_ROWS_OF_SCALED_SUMS)))
-    before, most = dict(os.environ), plan.MOST_ROWS_OF_SCALED_SUMS
+    workload = SimpleNamespace(plan=lambda: plans.append((plan.SETTINGS, plan.MAX_ROWS_OF_SCALED_SUMS)))
+    before, most = dict(os.environ), plan.MAX_ROWS_OF_SCALED_SUMS
     names = {column.partition(":")[2] for question in alternatives._QUESTIONS for column in question.columns}
     sources = "".join(path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cu"))
     for name in sorted(names - {""}):
         with alternatives._set(name, workload):
             new = {key: value for key, value in os.environ.items() if before.get(key) != value}
-        assert dict(os.environ) == before and most == plan.MOST_ROWS_OF_SCALED_SUMS
+        assert dict(os.environ) == before and most == plan.MAX_ROWS_OF_SCALED_SUMS
         if name == "split":
             assert new == {"EAGLE_KERNELS_BATCH_INVARIANT": "1"} and plans[-1][0].batch_invariant
         elif name == "dequantized":

@@ -19,7 +19,7 @@ from guards import same_bits
 
 # Both plans of norm_concat_linear, and T = 0.
 ROWS = (0, 1, 2, 3, 8, 17, 33, 40)
-MOST_GROWTH = 4 << 20  # bytes in the second half of the calls; a leak of 84 bytes a call shows in 50,000
+MAX_GROWTH = 4 << 20  # bytes in the second half of the calls; a leak of 84 bytes a call shows in 50,000
 
 
 def resident_bytes() -> int:
@@ -52,12 +52,12 @@ def test_memory_is_flat_and_bits_are_stable(op: str, cases: Callable[[int], int]
     growth = growth_of(soak_calls.calls(op, max(ROWS), 64, torch.bfloat16), cases(2000))
     record_property("paths", [f"{soak_calls.THREADS} threads, {cpu_isa()}"])
     record_property("growth_bytes", growth)
-    assert growth <= MOST_GROWTH
+    assert growth <= MAX_GROWTH
 
 
 def test_a_leak_and_other_bits_are_seen() -> None:
     kept = []
-    assert growth_of(lambda T: (kept.append(torch.ones(2000)) or torch.ones(T),), 2000) > MOST_GROWTH
+    assert growth_of(lambda T: (kept.append(torch.ones(2000)) or torch.ones(T),), 2000) > MAX_GROWTH
     with pytest.raises(AssertionError, match="call 0 of thread"):
         growth_of(lambda T: (torch.rand(T),), 16)
 

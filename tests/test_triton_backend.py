@@ -157,7 +157,7 @@ def test_codes_of_many_rows_are_dequantized_once(
     if reason is None:
         assert (chosen.backend, chosen.kernel, chosen.tiles) == ("triton", plan.Kernel.TWO_STEP, None)
         once = "the codes are dequantized once for the library's product"
-        assert chosen.reason == f"T={problem.rows} > {plan._most_rows_of_codes(problem)}: {once}"
+        assert chosen.reason == f"T={problem.rows} > {plan._max_rows_of_codes(problem)}: {once}"
     else:
         assert chosen.kernel is plan.Kernel.SPLIT
         is_read = reason == "the codes are widened"

@@ -23,7 +23,7 @@ from .rows import cdiv
 
 # Bytes that the numbers of one slice may take. A weight of more is dequantized and multiplied slice by slice, so that
 # the workspace is not as large as the dense weight (K=3, H=D=7168: 308 MB).
-_MOST_BYTES = 128 << 20
+_MAX_BYTES = 128 << 20
 
 # Rows and columns of a program: 32 numbers for each thread of 4 warps. 128 columns are a line of the cache, and divide
 # blocks of scales or are whole ones; a row ends within the last 127 of them.
@@ -91,7 +91,7 @@ def rows_of_slice(shape: tuple[int, int], num_matrices: int) -> int:
     """The rows of a weight [D, W] that are dequantized at once, into `num_matrices` matrices."""
     D, W = shape
     # Of 16 rows, so that every slice of the products, which are fp32, begins at a multiple of 64 bytes.
-    most = max(_MOST_BYTES // (2 * W * num_matrices) // 16 * 16, 16)
+    most = max(_MAX_BYTES // (2 * W * num_matrices) // 16 * 16, 16)
     return min(D, cdiv(cdiv(D, cdiv(D, most)), 16) * 16)
 
 

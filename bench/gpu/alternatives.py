@@ -111,16 +111,16 @@ def _set(settings: str, workload: Workload) -> Iterator[None]:
     is timed."""
     parts = [part.partition("-") for part in settings.split("+") if part != "dequantized"]
     variables = {f"EAGLE_KERNELS_{_VARIABLES[kind]}": number or "1" for kind, _, number in parts}
-    most = plan.MOST_ROWS_OF_SCALED_SUMS
+    most = plan.MAX_ROWS_OF_SCALED_SUMS
     try:
         os.environ.update(variables)
         if settings == "dequantized":
-            plan.MOST_ROWS_OF_SCALED_SUMS = 0
+            plan.MAX_ROWS_OF_SCALED_SUMS = 0
         plan.clear()
         workload.plan()
         yield
     finally:
-        plan.MOST_ROWS_OF_SCALED_SUMS = most
+        plan.MAX_ROWS_OF_SCALED_SUMS = most
         for name in variables:
             os.environ.pop(name)
         plan.clear()

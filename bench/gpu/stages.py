@@ -37,7 +37,7 @@ _TEST_FILES = {
         "test_plugins.py",
     ),
 }
-_MOST_WORKERS = 14  # of the tests; a CUDA context takes 0.5 GB
+_MAX_WORKERS = 14  # of the tests; a CUDA context takes 0.5 GB
 
 # The tools slow a kernel down 10 to 100 times, hence few cases: five for the flavors of the fused kernel, of which a
 # block without a cluster and K=3 come first, three for those of the warpgroup kernel (on sm_90), one for the split
@@ -130,7 +130,7 @@ def _library(device: str) -> list[Command]:
 
 def _gpu_tests(device: str) -> list[Command]:
     options = ["-m", "gpu", "--tb=short", "--durations=10"]
-    options += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"] if find_spec("xdist") else []
+    options += ["-n", str(min(_MAX_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"] if find_spec("xdist") else []
     # The thread method ends the worker: a kernel that hangs keeps the main thread inside the driver.
     options += ["--timeout", "120", "--timeout-method", "thread"] if find_spec("pytest_timeout") else []
     return [
@@ -282,12 +282,12 @@ def _test_summary(path: Path) -> dict:
     counts["skipped"] = sum(int(suite.get("skipped", 0)) for suite in suites)
     cases = [case for suite in suites for case in suite.iter("testcase")]
     reports = [(case, report) for case in cases for report in (*case.iter("failure"), *case.iter("error"))]
-    failed = [_failure(case, report) for case, report in reports[:_MOST_FAILURES]]
+    failed = [_failure(case, report) for case, report in reports[:_MAX_FAILURES]]
     skips = [report.get("message", "") for case in cases for report in case.iter("skipped")]
     return counts | {"failed": failed, "skips": {reason: skips.count(reason) for reason in sorted(set(skips))}}
 
 
-_MOST_FAILURES = 100  # per command; the cases of a table fail alike
+_MAX_FAILURES = 100  # per command; the cases of a table fail alike
 
 
 def _failure(case: xml.etree.ElementTree.Element, report: xml.etree.ElementTree.Element) -> dict[str, str]:

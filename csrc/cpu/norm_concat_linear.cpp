@@ -45,7 +45,7 @@ struct Dots {
                        [&](auto code) { project_codes_by_floats<T, decltype(code)>(op, panel_begin, panel_end); });
     }
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (op.num_rows > kMostRowsInPlace) return dot_project<T, RowsAsFloats<T>>(op, panel_begin, panel_end);
+      if (op.num_rows > kMaxRowsInPlace) return dot_project<T, RowsAsFloats<T>>(op, panel_begin, panel_end);
     }
 #endif
     dot_project<T, RowsInPlace<T>>(op, panel_begin, panel_end);

@@ -36,7 +36,7 @@ constexpr int64_t kBlockPanels = 8;
 // rows shorter blocks take longer (mxfp4: 33.8 ms; 31.2 as above). The sums are 512 KB at most.
 constexpr int64_t kCodesBlockTiles = 512;
 constexpr int64_t kLeastCodesBlockSteps = 32;
-constexpr int64_t kMostCodesBlockPanels = 32;
+constexpr int64_t kMaxCodesBlockPanels = 32;
 
 // Rows of a packed tile. With codes 4 or 8 where that is enough: all packed rows are read from L2 for each panel, and
 // padded to 16 rows they may be as many lines as the panel's codes (fp8_row, T = 4: 2.05 ms; padded 2.15).
@@ -85,7 +85,7 @@ inline int64_t block_tiles(const NormConcatLinear& op) {
 inline int64_t block_panels(const NormConcatLinear& op) {
   if (op.weight_type == WeightType::kChunks) return kBlockPanels;
   const int64_t panels = kBlockGroups * kBlockPanels / block_groups(op);
-  return panels < kMostCodesBlockPanels ? panels : kMostCodesBlockPanels;
+  return panels < kMaxCodesBlockPanels ? panels : kMaxCodesBlockPanels;
 }
 
 // A stretch has 128 columns, which are 8 KB of a panel in bf16: two stretches and the packed rows they multiply, 16 KB
@@ -416,13 +416,13 @@ void for_each_block(const NormConcatLinear& op, int64_t panel_begin, int64_t pan
   const int64_t steps = num_steps(op);
   // The next panels reuse the sums, which are finished by then.
   float* sums = panel_sums(op, panel_begin);
-  const int64_t most_panels = block_panels(op);
+  const int64_t max_panels = block_panels(op);
   for (int64_t group = 0; group < num_groups(op); group += kBlockGroups) {
     const int64_t groups = num_groups(op) - group < kBlockGroups ? num_groups(op) - group : kBlockGroups;
     const int64_t blocks = (groups * steps - 1) / block_tiles(op) + 1;
     const int64_t block_steps = round_up((steps + blocks - 1) / blocks, unit_steps);
-    for (int64_t begin = panel_begin; begin < panel_end; begin += most_panels) {
-      const int64_t panels = panel_end - begin < most_panels ? panel_end - begin : most_panels;
+    for (int64_t begin = panel_begin; begin < panel_end; begin += max_panels) {
+      const int64_t panels = panel_end - begin < max_panels ? panel_end - begin : max_panels;
       for (int64_t step = 0; step < steps; step += block_steps) {
         const int64_t count = steps - step < block_steps ? steps - step : block_steps;
         multiply(Block{group, groups, step, count, begin, panels}, sums);

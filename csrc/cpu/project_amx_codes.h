@@ -277,7 +277,7 @@ class RatioLines {
 
     Panel() = default;
     Panel(const NormConcatLinear& op, int64_t panel) : PanelScales(op, panel * kPanelColumns, false), part(-1) {
-      constexpr uint32_t kMost = 64, kNan = 255;
+      constexpr uint32_t kMaxSpread = 64, kNan = 255;
       const int64_t shared = op.scales.block_columns, blocks = (op.source.width - 1) / shared + 1;
       const int64_t columns = op.num_columns - panel * kPanelColumns;
       const auto* codes = static_cast<const uint8_t*>(op.weight) + panel * kPanelColumns * op.weight_row_stride;
@@ -286,10 +286,10 @@ class RatioLines {
         const bool same = i > 0 && rows[i] == rows[i - 1];
         if (same) largest[i] = largest[i - 1];
         if (!same) find_range(rows[i], blocks, smallest, largest[i]);
-        if (largest[i] == kNan || largest[i] - smallest <= kMost || i >= columns) continue;
+        if (largest[i] == kNan || largest[i] - smallest <= kMaxSpread || i >= columns) continue;
         for (int64_t block = 0; block < blocks && has_whole_sums; ++block) {
           const int64_t left = op.source.width - block * shared, count = left < shared ? left : shared;
-          const bool is_far = largest[i] - rows[i][block] > kMost;
+          const bool is_far = largest[i] - rows[i][block] > kMaxSpread;
           has_whole_sums = !is_far || are_zero<Code>(codes + bytes_of<Code>(block * shared), bytes_of<Code>(count));
         }
       }
@@ -591,7 +591,7 @@ void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int6
   constexpr bool kByRatios = std::is_same_v<Lines, RatioLines<Code>>;
   const int64_t shared = op.scales.block_columns, block_steps = shared > kStretch ? kStretchSteps : shared / kTileK;
   Stretches stretches;
-  typename Lines::Panel panels[kMostCodesBlockPanels];
+  typename Lines::Panel panels[kMaxCodesBlockPanels];
   UnscaledSums unscaled;
   int64_t row_steps[kStretchSteps];  // where a step's packed rows are, from those of the stretch's first step
   for (int64_t i = 0; i < kStretchSteps; ++i) row_steps[i] = packed_tile(op, 0, i) - packed_tile(op, 0, 0);

@@ -19,8 +19,8 @@ namespace {
 // 46.8 widened in L1. fp16, which one instruction loads and widens, gains nothing (49.4 and 50.7 at T = 64). Codes
 // at T = 3, 4 and 8: int8_row 2.7, 3.4 and 6.3 in registers, and 4.5, 5.8 and 6.7 in L1; mxfp4 4.1, 5.3 and 9.5, and
 // 5.6, 6.3 and 8.9.
-constexpr int64_t kMostRowsInPlace = 8;
-constexpr int64_t kMostRowsOfCodes = kWidenedTile.rows;
+constexpr int64_t kMaxRowsInPlace = 8;
+constexpr int64_t kMaxRowsOfCodes = kWidenedTile.rows;
 
 constexpr float kLargeScale = 0x1p118f;  // times 448 it is finite, and so is 2^128 * 448 / kLargeUnit
 constexpr float kLargeUnit = 512.0f;
@@ -269,7 +269,7 @@ void project_codes_in_registers(const NormConcatLinear& op, int64_t panel_begin,
 
 template <class T, class Code>
 void project_codes_by_floats(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  if (op.num_rows > kMostRowsOfCodes) return dot_project<T, RowsAsFloats<Code>>(op, panel_begin, panel_end);
+  if (op.num_rows > kMaxRowsOfCodes) return dot_project<T, RowsAsFloats<Code>>(op, panel_begin, panel_end);
   if (op.scales.block_columns < op.source.width) {
     return project_codes_in_registers<T, Code, true>(op, panel_begin, panel_end);
   }

@@ -20,21 +20,21 @@ class Workspace {
     if (bytes <= kept_.bytes) {
       memory_ = std::exchange(kept_, Memory());
     } else {
-      if (bytes <= most_kept_) kept_ = Memory();  // it will be replaced, so not both at a time
+      if (bytes <= max_kept_) kept_ = Memory();  // it will be replaced, so not both at a time
       memory_ = Memory(bytes);
     }
   }
   ~Workspace() {
-    if (memory_.bytes > kept_.bytes && memory_.bytes <= most_kept_) kept_ = std::move(memory_);
+    if (memory_.bytes > kept_.bytes && memory_.bytes <= max_kept_) kept_ = std::move(memory_);
   }
   Workspace(const Workspace&) = delete;
 
   void* data() const { return memory_.data.get(); }
 
   // Sets the size up to which workspaces are kept, frees the calling thread's, and returns the size before.
-  static int64_t keep(int64_t most) {
+  static int64_t keep(int64_t max_bytes) {
     kept_ = Memory();
-    return most_kept_.exchange(most);
+    return max_kept_.exchange(max_bytes);
   }
 
  private:
@@ -54,9 +54,9 @@ class Workspace {
   // By default T = 1000 at K*H = 12288 in fp32. AddressSanitizer sees the end of a workspace only where the call before
   // has not left a larger one.
 #if defined(__SANITIZE_ADDRESS__)
-  static inline std::atomic<int64_t> most_kept_ = 0;
+  static inline std::atomic<int64_t> max_kept_ = 0;
 #else
-  static inline std::atomic<int64_t> most_kept_ = 64 << 20;
+  static inline std::atomic<int64_t> max_kept_ = 64 << 20;
 #endif
   Memory memory_;
   static inline thread_local Memory kept_;

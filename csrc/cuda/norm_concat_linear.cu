@@ -104,17 +104,17 @@ __host__ __device__ constexpr int shares_of_block(int blocks) { return (kShares 
 
 // Of a block. Two chunks in one block, or four in two, are 16 shares; ranges of one chunk at most 14, in a cluster of
 // seven.
-constexpr int kMaxParts = kMaxCluster, kMostReceived = 16;
+constexpr int kMaxParts = kMaxCluster, kMaxReceived = 16;
 static_assert(kMaxChunks <= kMaxParts && [] {
   for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
-    if (blocks * shares_of_block(blocks) > kMostReceived) return false;
+    if (blocks * shares_of_block(blocks) > kMaxReceived) return false;
   }
   return true;
 }());
 
 // What a block receives from its cluster, itself included.
 struct Received {
-  float shares[kMostReceived][kShareValues];  // [parts, shares of a block]
+  float shares[kMaxReceived][kShareValues];  // [parts, shares of a block]
   float squares[kMaxParts][kMaxDecodeRows];
   SentBarrier all;
 };
@@ -152,12 +152,12 @@ struct Tile {
   static_assert(!kFused || kStageBytes >= kStepWarps * kRows * kColumns * 4);
   static constexpr int kPointerBytes = kChunks * kSourceRows * sizeof(void*);
   // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 128 rows are for sm_90 and sm_100 only.
-  static constexpr int kMostBytes = kRows == 128 ? 200 << 10 : kInThrees ? kBytesOfThree : 99 << 10;
+  static constexpr int kMaxBytes = kRows == 128 ? 200 << 10 : kInThrees ? kBytesOfThree : 99 << 10;
   static constexpr int kEndBytes = kFused ? sizeof(Received) : 0;
-  static constexpr int kStages = (kMostBytes - kPointerBytes - kEndBytes) / kStageBytes;
+  static constexpr int kStages = (kMaxBytes - kPointerBytes - kEndBytes) / kStageBytes;
   static constexpr int kReceivedAt = kStages * kStageBytes + kPointerBytes;
   static constexpr int64_t kSharedBytes = kReceivedAt + kEndBytes;
-  static_assert(kSharedBytes <= kMostBytes && kReceivedAt % 16 == 0);
+  static_assert(kSharedBytes <= kMaxBytes && kReceivedAt % 16 == 0);
   static constexpr int kSteps = kStageColumns / kStepColumns / kStepWarps;  // of a warp in a stage
   template <class T>
   static constexpr float kGainFactor = kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
@@ -880,7 +880,7 @@ bool cut_evenly(Arguments& arguments, int unit, int count) {
     parts.count += 1 + has_next;
   }
   arguments.ranges = parts;
-  return parts.count <= kMaxParts && parts.count * shares_of_block(count) <= kMostReceived;
+  return parts.count <= kMaxParts && parts.count * shares_of_block(count) <= kMaxReceived;
 }
 
 // Cuts every chunk into ranges of its own, `count` in all: one each, then one more for the chunk whose ranges are

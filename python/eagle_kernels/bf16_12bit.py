@@ -57,9 +57,9 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
         codes[begin:end] = torch.cat((numbers.flatten(2), pairs), 2).flatten(1)
     row, column, bits = (torch.cat(parts) for parts in zip(*exceptions, strict=True))
     beside = torch.bincount(row, minlength=D)
-    most_beside = int(beside.max())
+    max_beside = int(beside.max())
     place = torch.arange(len(row), device=weight.device) - (beside.cumsum(0) - beside)[row]
-    listed = torch.zeros(D, most_beside, 2, dtype=torch.int32, device=weight.device)
+    listed = torch.zeros(D, max_beside, 2, dtype=torch.int32, device=weight.device)
     listed[:, :, 0] = _NO_COLUMN
     listed[row, place] = torch.stack((column.int(), bits), 1)
     as_bytes = torch.stack((listed & 0xFF, listed >> 8), -1).to(torch.uint8).flatten(1)

@@ -238,7 +238,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     rejected: list[str] = []
     of_many_rows = None  # CUDA's plan, to which Triton's is preferred
     if backend == "cuda":
-        rows, most = problem.rows, _most_rows_of_codes(problem)
+        rows, most = problem.rows, _max_rows_of_codes(problem)
         if (unsupported := _cuda_codes_unsupported_reason(problem)) is None:
             kernel, why = _cuda_product(problem)
             chosen = Plan(problem.op, "cuda", kernel, f"the codes are widened as they are multiplied; {why}")
@@ -246,15 +246,15 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
                 return chosen
             widened = f"widen the codes {-(-rows // 64)} times or more"
             unsupported = f"T={rows} > {most}: the split kernels would {widened}"
-            if rows <= _MOST_ROWS_OF_CODES:
-                of_many_rows = replace(chosen, reason=f"T={rows} <= {_MOST_ROWS_OF_CODES}: its kernels {widened}")
+            if rows <= _MAX_ROWS_OF_CODES:
+                of_many_rows = replace(chosen, reason=f"T={rows} <= {_MAX_ROWS_OF_CODES}: its kernels {widened}")
         rejected.append(f"cuda: {unsupported}")
         if (unsupported := unsupported_reason("triton", problem.device)) is None:
             backend = "triton"
         else:
             rejected.append(f"triton: {unsupported}")
     if backend == "triton":
-        if problem.rows > (most := _most_rows_of_codes(problem)) and not SETTINGS.batch_invariant:
+        if problem.rows > (most := _max_rows_of_codes(problem)) and not SETTINGS.batch_invariant:
             if (unsupported := _dequantizing_unsupported_reason(problem)) is None:
                 once = f"T={problem.rows} > {most}: the codes are dequantized once for the "
                 return Plan(problem.op, "triton", Kernel.TWO_STEP, "; ".join([*rejected, f"{once}library's product"]))
@@ -272,20 +272,20 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
 # Where Triton does not take the codes, the reference dequantizes them in every call of more rows. That is taken to cost
 # less than widening them for every 64 rows anew (no saved run has timed it), and the fp32 sums of the split kernels
 # take more memory than the dequantized weight (K=3, H=D=2880, T=4096: 434 MB and 50).
-_MOST_ROWS_OF_CODES = 512
+_MAX_ROWS_OF_CODES = 512
 
 # The most rows of codes that are widened as they are multiplied. An H200 takes, K=3, H=D=4096, in us by the split
 # kernels / dequantized once: with an fp32 scale for each block, which takes two matrices and two products, 138 / 162 at
 # 160 rows, 219 / 182 at 256. Codes that are multiplied by their scales: nvfp4 52 at 64 rows, 89 at 96 and, dequantized,
 # 84 at 160; mxfp8 83, 122 and 88. With a scale for each row, by warpgroups, 65 at 96 rows, dequantized 88 at 160
 # (bench/results/nvidia-h200/decode-curve-alternatives.json). No other GPU has timed them.
-MOST_ROWS_OF_SCALED_SUMS, _MOST_ROWS_OF_SCALED_CODES, _MOST_ROWS_OF_SCALED_ROWS = 192, 64, 128
+MAX_ROWS_OF_SCALED_SUMS, _MAX_ROWS_OF_SCALED_CODES, _MAX_ROWS_OF_SCALED_ROWS = 192, 64, 128
 
 
-def _most_rows_of_codes(problem: Problem) -> int:
+def _max_rows_of_codes(problem: Problem) -> int:
     if problem.scales_sums:
-        return MOST_ROWS_OF_SCALED_SUMS
-    return _MOST_ROWS_OF_SCALED_CODES if problem.in_blocks else _MOST_ROWS_OF_SCALED_ROWS
+        return MAX_ROWS_OF_SCALED_SUMS
+    return _MAX_ROWS_OF_SCALED_CODES if problem.in_blocks else _MAX_ROWS_OF_SCALED_ROWS
 
 
 def _dequantizing_unsupported_reason(problem: Problem) -> str | None:
@@ -381,7 +381,7 @@ def _cpu_codes(problem: Problem, isa: str) -> Plan:
 
 
 def _split_codes(problem: Problem) -> Plan:
-    T = min(problem.rows, _MOST_TUNED_ROWS)
+    T = min(problem.rows, _MAX_TUNED_ROWS)
     plan = triton_projection(problem._replace(rows=T), split_only=True)
     tiles, reason = plan.tiles, f"the codes are widened as they are multiplied; {plan.reason}"
     assert tiles is not None
@@ -396,7 +396,7 @@ _UNALIGNED = "an address, a row stride or H is no multiple of 16, and the split 
 
 # Calls with more rows that are not dequantized once run the plan for this many too. With the tiles for 128 rows the
 # kernel for codes with one scale a row spills on sm_120.
-_MOST_TUNED_ROWS = 64
+_MAX_TUNED_ROWS = 64
 
 
 def _split_codes_unsupported_reason(problem: Problem) -> str | None:
@@ -462,7 +462,7 @@ def cuda_projection(problem: Problem) -> Plan:
         kernel, why = _cuda_product(problem)
         most = _ONE_PASS_ROWS.get(kernel, rows)
         if kernel is Kernel.WGMMA:
-            most = _most_rows_of_wgmma(problem, most)
+            most = _max_rows_of_wgmma(problem, most)
         if rows <= most or SETTINGS.batch_invariant:
             return Plan(problem.op, "cuda", kernel, why)
         return Plan(problem.op, "cuda", Kernel.TWO_STEP, f"T={rows} > {most}: the library's product is faster there")
@@ -485,7 +485,7 @@ _ONE_PASS_ROWS_OF_SMALL, _SMALL_WEIGHT = 64, 4 << 20
 _TIMED_GPU = "NVIDIA H200"  # which has timed more than three shapes
 
 
-def _most_rows_of_wgmma(problem: Problem, most: int) -> int:
+def _max_rows_of_wgmma(problem: Problem, most: int) -> int:
     width, gpu = max(problem.widths), gpu_of(problem.device)
     if problem.num_chunks * width * problem.columns <= _SMALL_WEIGHT:
         return max(most, _ONE_PASS_ROWS_OF_SMALL)

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from . import ops
 from .checks import bind, check_int, check_sequence, check_tensor, error
 from .huge_pages import use_huge_pages
-from .plan import MOST_ROWS_OF_SCALED_SUMS
+from .plan import MAX_ROWS_OF_SCALED_SUMS
 
 # The arguments with one row or entry per row of the call; ops and modules share their names.
 _MATRICES = ("chunks", "residuals", "hidden", "residual", "embeds", "out", "out_sum")
 _ROW_ARGUMENTS = (*_MATRICES, "sum_squares", "indices", "ids", "positions", "slots")
 
 # Above this no plan changes between two powers of two.
-_EVERY_ROW_COUNT_UP_TO = MOST_ROWS_OF_SCALED_SUMS
+_EVERY_ROW_COUNT_UP_TO = MAX_ROWS_OF_SCALED_SUMS
 
 
 def warmup(op: str | nn.Module, *args: object, rows: Iterable[int] | None = None, **kwargs: object) -> None:

@@ -204,9 +204,9 @@ def calls() -> None:
         ek.norm_concat_linear(chunks, ek.quantize(weight, format), norm_weight=gain, out=out)
     # Two products of each of three slices, the most that the library launches.
     codes, many = ek.quantize(weight, "fp8_block32"), [rows(330, H) for _ in range(K)]
-    dequantize._MOST_BYTES = 2 * 2 * 32 * K * H
+    dequantize._MAX_BYTES = 2 * 2 * 32 * K * H
     ek.norm_concat_linear(many, codes, norm_weight=gain, out=rows(330, D), bias=torch.rand(D))
-    dequantize._MOST_BYTES = 128 << 20
+    dequantize._MAX_BYTES = 128 << 20
 
 
 def linear_calls(

@@ -20,7 +20,7 @@ NVCC = shutil.which("nvcc")
 ARCHS = ("80", "89", "90a", "100a", "120")
 # Registers of a thread, at most, by kernel file. An SM has 65536: two blocks of 512 threads need 64 or fewer, two of
 # 256 threads 128 or fewer. vocab_parallel_embedding keeps to three blocks of 512: it has latency to hide, and no norm.
-MOST_REGISTERS = {
+MAX_REGISTERS = {
     "add_rms_norm": 64,
     "capture_hidden": 64,
     "norm_concat": 64,
@@ -33,7 +33,7 @@ MOST_REGISTERS = {
 # for e4m3, 4 for int8 and 2 for scales in blocks; and the kernel that sums, in 3 dtypes. In bf16 alone, nvfp4 and mxfp4
 # are fused in the same ways, and split, in 3 tiles; mxfp8 is fused in two of them. wgmma has 2, 3 or 4 warpgroups, with
 # residuals or not, or one, in 2 dtypes; in bf16 also 3 forms of codes with 2, 3 or 4, with residuals or not.
-INSTANCES = dict.fromkeys(MOST_REGISTERS, 6)
+INSTANCES = dict.fromkeys(MAX_REGISTERS, 6)
 INSTANCES |= {"capture_hidden": 12, "norm_concat_linear": 70, "norm_concat_linear_wgmma": 32}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
@@ -48,14 +48,14 @@ class Binary:
     stack: int  # bytes
     spills: int  # bytes, stores and loads
 
-    def faults(self, most_registers: int) -> list[str]:
-        limits = {"registers": most_registers, "stack": 0, "spills": 0}
+    def faults(self, max_registers: int) -> list[str]:
+        limits = {"registers": max_registers, "stack": 0, "spills": 0}
         return [f"{self.name}: {name} {getattr(self, name)}, limit {limit}"
                 for name, limit in limits.items() if getattr(self, name) > limit]  # fmt: skip
 
 
 def test_every_kernel_file_has_a_limit() -> None:
-    assert sorted(path.stem for path in ROOT.glob("csrc/cuda/*.cu")) == sorted(MOST_REGISTERS)
+    assert sorted(path.stem for path in ROOT.glob("csrc/cuda/*.cu")) == sorted(MAX_REGISTERS)
 
 
 @functools.cache
@@ -90,11 +90,11 @@ def nvcc_version() -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kernel", MOST_REGISTERS)
+@pytest.mark.parametrize("kernel", MAX_REGISTERS)
 def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, arch: str) -> None:
     binaries, _ = compiled(kernel, arch)
     assert len(binaries) == INSTANCES[kernel]
-    assert not [fault for binary in binaries for fault in binary.faults(MOST_REGISTERS[kernel])]
+    assert not [fault for binary in binaries for fault in binary.faults(MAX_REGISTERS[kernel])]
     if kernel == "norm_concat_linear" and arch in ("80", "90a", "100a"):
         two_on_an_sm = [binary for binary in binaries if "Li128E" not in binary.name]
         assert len(two_on_an_sm) == 68 and max(binary.registers for binary in two_on_an_sm) <= 128
@@ -171,7 +171,7 @@ _WRITES = re.compile(r"^\s*/\*\w+\*/\s+(?:@\S+\s+)?(\S+)\s+(?:U?P\w+,\s*)*UR(\d+
 
 
 @pytest.mark.parametrize("arch", ["90a", "100a", "120"])
-@pytest.mark.parametrize("kernel", MOST_REGISTERS)
+@pytest.mark.parametrize("kernel", MAX_REGISTERS)
 def test_what_is_read_of_uniform_registers_has_been_written(kernel: str, arch: str) -> None:
     """ptxas 12.8 and 13.0 encoded a cp.async with a cache policy as [R + UR0], desc[UR1], registers that nothing had
     written: every kernel of the projection ended with an illegal instruction on its first GPU."""
@@ -194,7 +194,7 @@ _EARLY = {
 }
 
 
-@pytest.mark.parametrize("kernel", MOST_REGISTERS)
+@pytest.mark.parametrize("kernel", MAX_REGISTERS)
 def test_a_kernel_prefetches_waits_lets_the_next_start_and_only_then_loads(kernel: str) -> None:
     """A load before the wait reads what the previous kernel may still write; a trigger before the wait would let the
     next kernel read what the one before this has not written; a prefetch behind the wait hides nothing."""

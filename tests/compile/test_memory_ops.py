@@ -24,7 +24,7 @@ OPS = ("add_rms_norm", "capture_hidden", "norm_concat", "vocab_parallel_embeddin
 KERNELS = {op: importlib.import_module(f"eagle_kernels.triton_kernels.{op}") for op in OPS}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # 64 registers leave room for two programs of 16 warps on an NVIDIA SM, 128 for one. The presets must have two.
-MOST_REGISTERS, MOST_REGISTERS_OF_A_FEATURE = 64, 128
+MAX_REGISTERS, MAX_REGISTERS_OF_A_FEATURE = 64, 128
 
 Calls = dict[str, Callable[[], None]]
 
@@ -180,7 +180,7 @@ def test_resources(op: str, arch: Arch, selected: Callable, record_binary: Calla
         found = resources(launch, arch)
         record_binary(Row(launch.kernel.fn.__name__, case, str(arch), launch.specialization.num_warps, found))
         faults += [f"{case}: {fault}" for fault in found.faults(arch)]
-        if found.registers > (MOST_REGISTERS if case in presets else MOST_REGISTERS_OF_A_FEATURE):
+        if found.registers > (MAX_REGISTERS if case in presets else MAX_REGISTERS_OF_A_FEATURE):
             faults.append(f"{case}: {found.registers} registers")
         if case in presets and not ("128-bit" in found.loads or "dwordx4" in found.loads):
             faults.append(f"{case}: loads are {found.loads}")

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "emulated")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def product(case: Case, most_rows: int) -> Case | None:
+def product(case: Case, max_rows: int) -> Case | None:
     """The case as the kernels that multiply take it: fewer rows, multiples of 8 or else 72 columns (64 and a tail)."""
     if case.dtype_name == "fp32" or case.layout == "strided" or case.data == "tiny":
         return None
     widths = tuple(H if H % 8 == 0 else 72 for H in case.widths)
-    T = min(case.T, 5 if case.indices in ("shared", "each") else most_rows)
+    T = min(case.T, 5 if case.indices in ("shared", "each") else max_rows)
     return replace(case, widths=widths, T=T, view=False)
 
 

@@ -19,7 +19,7 @@ from test_norm_concat_linear_quantized import random_weight
 
 __all__ = ["log", "vllm"]  # fixtures
 
-K, H, D, MOST_ROWS = 3, 96, 80, 40
+K, H, D, MAX_ROWS = 3, 96, 80, 40
 randn = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
 
 
@@ -62,8 +62,8 @@ def truth(projection: EngineProjection, packed: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["none", "chunk", "concat", "both", "post"])
 def test_a_probed_projection_is_captured_at_any_number_of_rows(kind: str, codes: str) -> None:
     projection = projection_of(kind, codes)
-    probe(projection, K * H, projection.fc.bias, MOST_ROWS)
-    for rows in (1, 9, MOST_ROWS):
+    probe(projection, K * H, projection.fc.bias, MAX_ROWS)
+    for rows in (1, 9, MAX_ROWS):
         packed, out = randn(rows, K * H), randn(rows, D)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

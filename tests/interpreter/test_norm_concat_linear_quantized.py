@@ -153,9 +153,9 @@ def many_rows_of(format: str) -> list[Case]:
 def test_float64_truth_of_many_rows(format: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of 16 or 32 rows of the weight, the last of them shorter. Codes with fp32 scales of blocks take this
     path from 193 rows on, which the tests below have."""
-    monkeypatch.setattr(plans, "MOST_ROWS_OF_SCALED_SUMS", 128)
+    monkeypatch.setattr(plans, "MAX_ROWS_OF_SCALED_SUMS", 128)
     dequantize = importlib.import_module("eagle_kernels.triton_kernels.dequantize")
-    monkeypatch.setattr(dequantize, "_MOST_BYTES", 2 * 2 * 32 * sum(case.widths))
+    monkeypatch.setattr(dequantize, "_MAX_BYTES", 2 * 2 * 32 * sum(case.widths))
     plan, _ = check(case, format)
     assert plan.kernel is plans.Kernel.TWO_STEP and "the codes are dequantized once" in plan.reason, plan
 

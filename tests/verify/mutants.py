@@ -554,7 +554,7 @@ MUTANTS = (
     Mutant(PRIMITIVE, "global_scale->numel() == 1", "true"),
     Mutant(PLAN, "min(tiles.BK, problem.block_columns)", "tiles.BK"),
     Mutant(PLAN, "if problem.scales_sums else", "if not problem.scales_sums else"),
-    Mutant(PLAN, "min(problem.rows, _MOST_TUNED_ROWS)", "problem.rows"),
+    Mutant(PLAN, "min(problem.rows, _MAX_TUNED_ROWS)", "problem.rows"),
     Mutant(PLAN, "if len(problem.widths) != 1:", "if len(problem.widths) > 2:"),
     Mutant(PLAN, "if H % 16 or not problem.elements_aligned:", "if not problem.elements_aligned:"),
     Mutant(PLAN, "if H % 16 or not problem.elements_aligned:", "if H % 16:"),
@@ -787,7 +787,7 @@ MUTANTS = (
     *(
         Mutant(AMX_CODES, original, fault, isa="amx_bf16")
         for original, fault in (
-            ("largest[i] - smallest <= kMost", "true"),
+            ("largest[i] - smallest <= kMaxSpread", "true"),
             ("groups > 0", "false"),
             ("kTwoGroups ? 2 : 1", "1"),
             ("any == 0", "true"),

@@ -29,7 +29,7 @@ _WRONG_VALUE = re.compile(
 _UNFINISHED = ("cut", "not started")
 # Calls in a row that may finish no command: one can be cut while Triton compiles, and the next finds that compiled.
 # With nothing compiled yet gpu-tests took 910 s on two idle cores and 2800 on two busy ones; a call gives it 180.
-_MOST_IDLE_CALLS = 8
+_MAX_IDLE_CALLS = 8
 
 
 def main(arguments: list[str]) -> int:
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     out = FOLDER / "out"
     command = ["bash", "bench/gpu_session.sh", "--out", str(out), "--library", str(_relink()), *arguments]
     finished, idle = 0, 0
-    while idle < _MOST_IDLE_CALLS:
+    while idle < _MAX_IDLE_CALLS:
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         records = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
         if not any(record["status"] in _UNFINISHED for record in records.values()):
