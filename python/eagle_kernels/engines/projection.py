@@ -55,8 +55,9 @@ class EngineProjection:
     def kind(self) -> str:
         """What a log line says of the projection: K=3, chunk norm."""
         norms = [("concat", self.concat_norm is not None), ("chunk", len(self.chunk_norms) > 0)]
+        chunks = "" if self.num_chunks is None else f"K={self.num_chunks}, "
         codes = f", {self.codes}" if self.codes else ""
-        return f"K={self.num_chunks}, {' then '.join(norm for norm, there in norms if there) or 'no'} norm{codes}"
+        return f"{chunks}{' then '.join(norm for norm, there in norms if there) or 'no'} norm{codes}"
 
     @property
     def codes(self) -> str:
