@@ -677,6 +677,17 @@ def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) 
         ),
         pytest.param(
             "compressed-row",
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+                "layer_type_quant_config": {"Linear": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
+            },
+            None,
+            id="quark-types",
+        ),
+        pytest.param("hf-block", {"quant_algo": "FP8_BLOCK_SCALES"}, None, id="fp8-block-scales"),
+        pytest.param(
+            "compressed-row",
             {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": ["fp4"], "qscheme": {}}}},
             None,
             id="quark-says-nothing",
@@ -799,6 +810,16 @@ def test_int8_with_one_scale_has_it_in_each_row(shape: tuple[int, ...], dtype: t
     gains = torch.stack([weights[f"model.fc_norm.{k}.weight"].double() for k in range(K)])
     expected = (normed * gains).reshape(3, W) @ truth.t()
     assert ((layer(x).double() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 2**-7
+
+
+def test_quarks_nvfp4_has_a_second_scale_of_activations_too(tmp_path: Path) -> None:
+    """vLLM's quark_nvfp4 reads input_scale_2, whose presence was an error here."""
+    weight, weights, _ = quantized_fc("modelopt-nvfp4")
+    weights |= {"fc.input_scale_2": torch.tensor(0.5)}
+    entries = [{"dtype": "fp4", "qscheme": "per_group", "group_size": 16}, {"dtype": "fp8_e4m3"}]
+    save_with(tmp_path, weights, {"quant_method": "quark", "global_quant_config": {"weight": entries}}, None)
+    loaded = eagle3().load_checkpoint(tmp_path).fc.quantized
+    assert torch.equal(loaded.dequantize(torch.float64), weight.dequantize(torch.float64))
 
 
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}

@@ -270,8 +270,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
 
 
 # Where Triton does not take the codes, the reference dequantizes them in every call of more rows. That is taken to cost
-# less than widening them for every 64 rows anew (no saved run has timed it), and the fp32 sums of the split kernels
-# take more memory than the dequantized weight (K=3, H=D=2880, T=4096: 434 MB and 50).
+# less than widening them for every 64 rows anew; no saved run has timed it.
 _MAX_ROWS_OF_CODES = 512
 
 # The most rows of codes that are widened as they are multiplied. An H200 takes, K=3, H=D=4096, in us by the split

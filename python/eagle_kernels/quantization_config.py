@@ -65,7 +65,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
 _ALGORITHMS = {
     "FP8": ("fp8_tensor",),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_row",),
-    **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), ("fp8_block128",)),
+    **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES"), ("fp8_block128",)),
     "W8A16": ("int8_row",),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), ("mxfp4",)),
     "NVFP4": ("nvfp4",),
@@ -181,7 +181,8 @@ def algorithm_of(config: Mapping[str, Any]) -> str | None:
 
 def of_quark(config: Mapping[str, Any], path: str | None = None) -> tuple[str, list[Mapping[str, Any]]]:
     """(where Quark's config says it, what it says of a layer's weight), of every layer without a path: two entries are
-    codes and their scales, none are numbers. Nothing for a config of another method."""
+    codes and their scales, none are numbers. Nothing for a config of another method, nor where it speaks of types of
+    layers, which a file does not name."""
     if method_of(config) != "quark":
         return "", []
     place, section = "global_quant_config", config.get("global_quant_config")
@@ -190,6 +191,8 @@ def of_quark(config: Mapping[str, Any], path: str | None = None) -> tuple[str, l
         own = (entry for entry in layers if _matches(entry, path) or fnmatch.filter(names, entry))
         if (entry := next(own, None)) is not None:
             place, section = f"layer_quant_config.{entry}", layers[entry]
+        elif config.get("layer_type_quant_config"):
+            return "", []
     weight = _mapping(section).get("weight")
     weights = weight if isinstance(weight, list) else [weight]
     return place, [each for each in map(_mapping, weights) if isinstance(each.get("dtype"), str)]

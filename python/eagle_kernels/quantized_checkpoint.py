@@ -39,6 +39,7 @@ UNREAD_CODES = ("q_weight", "trellis", "W_q", "codes", "_weight_qdata")
 _UNREAD = (
     *("input_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale", "k_scale", "v_scale"),
     "activation_scale",  # Hugging Face's input_scale
+    "input_scale_2",  # Quark's second one
     "weight_shape",
 )
 _RANGE = re.compile(r"\w+_quantizer(\.\d+)?\._amax")  # Model-Optimizer's calibrated ranges, ignored as well

@@ -13,7 +13,7 @@
 
 static const size_t kMemory = (size_t)64 << 30;  // what the GPU claims to have; untouched pages take none
 // Larger memsets and copies to the GPU are skipped: they took 9 GB of host memory in a rehearsal of the accuracy tests.
-static const size_t kMostBytes = 1 << 20;
+static const size_t kMaxBytes = 1 << 20;
 static size_t used;
 static __thread int capturing;
 static __thread unsigned long long captures;
@@ -58,7 +58,7 @@ cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind) {
-  if (bytes <= kMostBytes || kind == cudaMemcpyDeviceToHost) memmove(to, from, bytes);
+  if (bytes <= kMaxBytes || kind == cudaMemcpyDeviceToHost) memmove(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
@@ -74,7 +74,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
-  if (bytes <= kMostBytes) memset(memory, value, bytes);
+  if (bytes <= kMaxBytes) memset(memory, value, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
