@@ -85,7 +85,7 @@ def test_float64_truth_with_the_tiles_of_more_rows(format: str, N: int) -> None:
 def test_fp32_rows_beyond_the_split_plans() -> None:
     """Without a tuned table, fp32 has no split plan of its own for 17 rows: a bare AssertionError."""
     plan, _ = check(Case("fp32", (128,) * 2, 17, D=40), "fp8_row")
-    assert str(plan).startswith("norm_concat_linear_quantized: triton/split 16x64x32"), plan
+    assert str(plan).startswith("norm_concat_linear x fp8_row: triton/split 16x64x32"), plan
 
 
 @pytest.mark.parametrize("off", [1, 16])
