@@ -321,10 +321,11 @@ void run_split_kernels(const char* op, const NormConcatLinear& record, const Out
   refuse_unfused(op, record);
   if (record.num_rows == 0 || record.num_columns == 0) return;
   const cuda::CurrentDevice device(op, out.device_index);
-  std::array<Chunk, cuda::kMaxChunks> chunks;
-  NormConcatLinear rows = some_rows(record, 0, std::min(record.num_rows, kMaxRows), chunks.data());
+  NormConcatLinear rows = record;
+  rows.num_rows = std::min(record.num_rows, kMaxRows);
   const SplitRanges ranges = norm_concat_linear_split_ranges(rows, device.get());
   const cuda::Workspace workspace(op, device, ranges.workspace * static_cast<int64_t>(sizeof(float)));
+  std::array<Chunk, cuda::kMaxChunks> chunks;
   for (int64_t begin = 0; begin < record.num_rows; begin += kMaxRows) {
     rows = some_rows(record, begin, std::min(record.num_rows - begin, kMaxRows), chunks.data());
     rows.workspace = workspace.data();

@@ -437,9 +437,9 @@ def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
     if bits == 8:
         structure = weights.get("block_structure")
         if strategy == "block" and structure is not None:  # once "128x128"
-            parts = structure.split("x") if isinstance(structure, str) else structure
-            is_text = isinstance(structure, str) and all(part.isdecimal() for part in parts)
-            return _of_blocks([int(part) for part in parts] if is_text else parts)
+            if isinstance(structure, str):
+                structure = [int(part) for part in structure.split("x") if part.isdecimal()]
+            return _of_blocks(structure)
         return _STRATEGIES.get(strategy, _E4M3) if isinstance(strategy, str) else _E4M3
     return _E2M1.get(size, ()) if bits == 4 and isinstance(size, int | None) else ()
 

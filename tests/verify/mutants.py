@@ -688,7 +688,7 @@ MUTANTS = (
     Mutant(QUANTIZATION_CONFIG, "if len(entries) > 1:", "if False:"),
     Mutant(QUANTIZATION_CONFIG, 'return () if scheme == "per_group" else ("int8_row",)', 'return ("int8_row",)'),
     Mutant(QUANTIZATION_CONFIG, "if isinstance(scheme, str | None) else ()", ""),
-    Mutant(QUANTIZATION_CONFIG, "_of_blocks([int(part) for part in parts] if is_text else parts)", "_of_blocks(parts)"),
+    Mutant(QUANTIZATION_CONFIG, "if isinstance(structure, str):", "if False:"),
     Mutant(QUANTIZATION_CONFIG, "if method is not None and not is_left_out and not (", "if False and not ("),
     Mutant(QUANTIZATION_CONFIG, "is_left_out = leaves_out(config, path)", "is_left_out = False"),
     Mutant(QUANTIZATION_CONFIG, "of_all = {} if is_left_out else config", "of_all = config"),

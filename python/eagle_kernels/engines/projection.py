@@ -167,7 +167,7 @@ def leaving_to(engine: str, logger: logging.Logger, name: str) -> Iterator[None]
     """Whatever fails inside is logged with the name of what stays with the engine, which runs its own code."""
     try:
         yield
-    except Exception as failure:
+    except Exception as failure:  # of a hook, or of a version of the engine that nobody has seen: it must serve on
         because = failure if isinstance(failure, TargetError | ProbeError) else repr(failure)
         log_once(logger, logging.WARNING, f"{name} stays with {engine}: {because}")
 
