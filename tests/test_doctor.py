@@ -672,6 +672,13 @@ def with_integers(checkpoints: Files, quantization: dict) -> None:
     checkpoints.drafter["quantization_config"] = quantization
 
 
+def with_zero_points(checkpoints: Files, value: int) -> None:
+    with_config(checkpoints, of_group("Linear"))
+    checkpoints.drafter["quantization_config"]["config_groups"]["group_0"].update(weights={"num_bits": 8})
+    checkpoints.weights |= {"fc.weight": torch.ones(D, K * H, dtype=torch.int8), "fc.weight_scale": torch.ones(D, 1)}
+    checkpoints.weights["fc.weight_zero_point"] = torch.full((D, 1), value, dtype=torch.int8)
+
+
 def without_scale(checkpoints: Checkpoints) -> None:
     quantized(checkpoints)
     del checkpoints.weights["fc.weight_scale"]
@@ -946,6 +953,14 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.update({"fc.weight": torch.ones(D, K * H, dtype=torch.int8)}),
         ),
         [IN_NUMBERS],
+    ),
+    "int8 with zero points of zero": (lambda c: with_zero_points(c, 0), [IN_NUMBERS]),
+    "int8 with zero points": (
+        lambda c: with_zero_points(c, 3),
+        [
+            ("load", ALL, "fc.weight_zero_point is 3 at [0, 0], expected 0, because int8 is read without zero points"),
+            IN_NUMBERS,
+        ],
     ),
     "e5m2": (
         lambda c: (

@@ -1117,6 +1117,30 @@ def test_int8_with_zeros_is_refused(tmp_path: Path) -> None:
         eagle3().load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32], ids=str)
+@pytest.mark.parametrize("shape", [(D,), (D, 1), (1,)], ids=str)
+def test_int8_loads_beside_zero_points_of_zero(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Quark and sparseml write them for symmetric codes too."""
+    weight, weights, _ = quantized_fc("compressed-int8")
+    weights["fc.weight_zero_point"] = torch.zeros(shape, dtype=dtype)
+    loaded = eagle3().load_checkpoint(weights).fc.quantized
+    assert same_bits(loaded.dequantize(torch.float64), weight.dequantize(torch.float64))
+
+
+@pytest.mark.parametrize("layout", ["compressed-int8", "compressed-row"])
+def test_zero_points_that_would_be_lost_are_refused(layout: str) -> None:
+    _, weights, _ = quantized_fc(layout)
+    weights["fc.weight_zero_point"] = torch.zeros(D, 1, dtype=torch.int8)
+    weights["fc.weight_zero_point"][3] = -7
+    of_int8 = "fc.weight_zero_point is -7 at [3, 0], expected 0, because int8 is read without zero points"
+    of_fp8 = f"weights has fc.weight_zero_point beside fc.weight, expected only {OF_CODES}, {LOST}"
+    message = of_int8 if layout == "compressed-int8" else of_fp8
+    layer = eagle3()
+    expected = pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$")
+    with UnchangedTensors(list(layer.state_dict().values())), expected:
+        layer.load_checkpoint(weights)
+
+
 def test_mtp_loads_a_quantized_eh_proj() -> None:
     torch.manual_seed(3)
     weight = ek.quantize(torch.randn(D, 2 * H), "fp8_block128")

@@ -44,8 +44,9 @@ DTYPES = {
 # Names of a layer's stacked experts, whose parameters follow an underscore, not a dot: experts.down_proj_blocks.
 _STACK = re.compile(r"(?P<path>(?:.*\.)?experts\.\w+_proj)(?:_(?P<parameter>\w+))?")
 
-# Tensors whose values a loader reads before it looks at codes, so that no stand-in will do; a few numbers per column.
-_READ = ("g_idx", "weight_g_idx", "weight_shape")
+# Tensors whose values a loader reads before it looks at codes, so that no stand-in will do; a few numbers per row or
+# column.
+_READ = ("g_idx", "weight_g_idx", "weight_shape", "weight_zero_point")
 
 
 class Finding(NamedTuple):

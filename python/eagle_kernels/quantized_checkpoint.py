@@ -31,6 +31,9 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
 # nvfp4's second scale: Model-Optimizer's is multiplied, compressed-tensors' is a divisor.
 _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
 _OF_CODES = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR)
+# Quark and sparseml write it beside symmetric int8 too, all zeros: vLLM 0.32's `quark_w8a8_int8.py` has a parameter for
+# it that nothing reads.
+_ZEROS = "weight_zero_point"
 # All parameters that a weight may consist of, dense or not.
 OF_WEIGHT = tuple(dict.fromkeys((*_OF_CODES, *int4_checkpoint.OF_PACKED, *int4_checkpoint.OF_TRANSPOSED)))
 # Codes in formats that only engines read: EXL2's, EXL3's, HQQ's, AQLM's and torchao's; bitsandbytes calls its `weight`.
@@ -81,6 +84,7 @@ def read_projection(
     """
     check_is_read(op, names, read, config)
     is_integers = int4_checkpoint.is_packed(names, read)
+    names = _without_zeros(op, names, read)
     codes_name = _check_names(op, names, is_integers)
     check_untransformed(op, codes_name, config or {})
     if is_integers:
@@ -153,6 +157,18 @@ def check_is_read(
     raise checks.error(
         ValueError, op, f"{name} is in {format}", expected, "the checkpoint's quantization_config says it"
     )
+
+
+def _without_zeros(op: str, names: Mapping[str, str], read: Callable[[str], Tensor]) -> Mapping[str, str]:
+    """The names without int8's zero points, which have to be 0: no kernel subtracts them."""
+    if _ZEROS not in names or "weight" not in names or getattr(read(names["weight"]), "dtype", None) != torch.int8:
+        return names
+    checks.check_tensor(op, name := names[_ZEROS], zeros := read(names[_ZEROS]))
+    if (others := zeros != 0).any():
+        place = others.nonzero()[0].tolist()
+        got, because = f"{name} is {zeros[tuple(place)].item()} at {place}", "int8 is read without zero points"
+        raise checks.error(ValueError, op, got, "0", because)
+    return {parameter: name for parameter, name in names.items() if parameter != _ZEROS}
 
 
 def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
