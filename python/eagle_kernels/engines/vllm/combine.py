@@ -294,25 +294,12 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
 
 
 def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: EngineProjection | None) -> Stage:
-    """The faster of two layouts of fc's weight: dense, for the one op, or vLLM's packed one after norm_concat or after
-    vLLM's own norms. Where the one op is clearly faster at some row counts, on the dense weight or on one in 12 bits
-    per number, that copy is kept beside the packed one; no row count is slower than in vLLM.
-
-    For a quantized weight, the one op on its codes beside vLLM's fc.
-    """
+    """The fastest of the layouts of fc's weight: dense, for the one op, or vLLM's packed one after norm_concat or after
+    vLLM's own norms. For a quantized weight, the one op on its codes beside vLLM's fc."""
     fc, rows = _base_layer(projection.fc), decision.rows_up_to(drafter._max_rows)
     check_backend(projection.op, like.device)
     engine = super(FusedCombine, drafter).combine_hidden_states
-    candidates, dense = [projection] if codes is None else [projection, codes], None
-    if cpu_packing.is_kept_dense(fc):
-        kept = cpu_packing.pack(fc)
-        # Where vLLM has no layout of its own, it multiplies the dense weight, and both can read it.
-        if projection.fc_unsupported is None and fc.weight.numel() == 0:
-            dense, candidates = kept, [replace(projection, fc_unsupported=PACKED), replace(projection, fc=kept)]
-            if _may_compress(like.dtype):
-                compressed = quantize(parameter_of(kept), COMPRESSED)
-                candidates.append(replace(projection, fc=replace(kept, weight=compressed)))
-
+    candidates, dense = _layouts(projection, fc, like.dtype, codes)
     for candidate in candidates:
         candidate.use_huge_pages()
 
@@ -327,24 +314,58 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: Engi
     key = (drafter.eagle_kernels_name, *norms, *weight, *ways, rows, torch.get_num_threads(), cpu_isa())
     seconds: Any = decision.once(key, lambda: tensor_parallel.agreed_seconds(measure, 1 + len(candidates), len(rows)))
     theirs, *ours = map(tuple, seconds)
+    stage = _fastest(candidates, rows, theirs, ours, in_copies=dense is not None)
+    if dense is not None and stage.projection is candidates[1]:
+        cpu_packing.unpack(fc, dense)
+        return replace(stage, projection=projection)
+    return stage
+
+
+def _layouts(
+    projection: EngineProjection, fc: Any, dtype: torch.dtype, codes: EngineProjection | None
+) -> tuple[list[EngineProjection], Any]:
+    """(what is timed beside vLLM's path, the dense weight of an fc that this packs): the projection with vLLM's fc,
+    then the one op on its codes, or on a dense weight and on one in 12 bits per number where vLLM multiplies a packed
+    one."""
+    dense = cpu_packing.pack(fc) if cpu_packing.is_kept_dense(fc) else None
+    # Where vLLM has no layout of its own, it multiplies the dense weight, and both can read it.
+    if dense is None or projection.fc_unsupported is not None or fc.weight.numel() > 0:
+        return [projection] if codes is None else [projection, codes], None
+    candidates = [replace(projection, fc_unsupported=PACKED), replace(projection, fc=dense)]
+    if _may_compress(dtype):
+        compressed = quantize(parameter_of(dense), COMPRESSED)
+        candidates.append(replace(projection, fc=replace(dense, weight=compressed)))
+    return candidates, dense
+
+
+def _fastest(
+    candidates: list[EngineProjection],
+    rows: tuple[int, ...],
+    theirs: tuple[float, ...],
+    ours: list[tuple[float, ...]],
+    in_copies: bool,
+) -> Stage:
+    """The fastest by the geometric mean over the row counts, at none of which it is slower than vLLM.
+
+    theirs, ours: seconds of a call of vLLM and of each candidate at these row counts.
+    in_copies: all candidates but the first, of vLLM's own fc, read another copy of the weight. The second one's may
+        take the place of vLLM's; a copy beside it has to be clearly faster at some row count.
+    """
     in_front = Decision(rows, theirs, ours[0])
+    stage, seconds = Stage(candidates[0], in_front), in_front.seconds
     if len(candidates) == 1:
-        return Stage(projection, in_front)
-    stage, seconds_now = Stage(candidates[0], in_front), in_front.seconds
-    whole = Decision(rows, theirs, ours[1], everywhere=True)
-    if whole.slowest >= 1 and math.prod(whole.seconds) < math.prod(seconds_now):
-        stage, seconds_now = Stage(candidates[1], whole), whole.seconds
-    if dense is None and stage.decision is whole:
         return stage
+    everywhere = Decision(rows, theirs, ours[1], everywhere=True)
+    if everywhere.slowest >= 1 and math.prod(everywhere.seconds) < math.prod(seconds):
+        stage, seconds = Stage(candidates[1], everywhere), everywhere.seconds
+        if not in_copies:
+            return stage
     for candidate, of_candidate in zip(candidates[1:], ours[1:], strict=True):
         over_other = Decision(rows, tuple(map(min, theirs, ours[0])), of_candidate)
-        gain = max(now / then for now, then in zip(seconds_now, over_other.seconds, strict=True))
-        is_faster = math.prod(over_other.seconds) < math.prod(seconds_now)
-        if not over_other.never if dense is None else gain >= SECOND_COPY and is_faster:
-            stage, seconds_now = Stage(candidates[0], in_front, Stage(candidate, over_other)), over_other.seconds
-    if dense is not None and stage.decision is whole:
-        cpu_packing.unpack(fc, dense)
-        return Stage(projection, whole)
+        gain = max(now / then for now, then in zip(seconds, over_other.seconds, strict=True))
+        is_faster = math.prod(over_other.seconds) < math.prod(seconds)
+        if gain >= SECOND_COPY and is_faster if in_copies else not over_other.never:
+            stage, seconds = Stage(candidates[0], in_front, Stage(candidate, over_other)), over_other.seconds
     return stage
 
 
