@@ -20,7 +20,7 @@ from eagle_kernels import plan
 from eagle_kernels.model_shapes import InputStage
 from eagle_kernels.quantized_weight import WEIGHT_FORMATS
 
-from . import cli_types, info, report
+from . import cli_types, info
 from .baselines import BASELINES
 from .cli_types import Command
 from .measure import (
@@ -42,6 +42,7 @@ from .measure import (
 )
 from .ops import WORKLOADS, workload_of
 from .output import Progress, check_writable, say, wrap, write_text
+from .runs import curves, report, saved_run
 from .workloads import DENSE, Row, Verdict, Workload, judge
 
 _NORMS = ("chunk", "concat", "none")
@@ -95,7 +96,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     blocks = list(_blocks(arguments, environment["cache_bytes"], records))
     count = sum(len(block.rows) for block in blocks)
     if records:
-        kept = {report.row_key(record) for record in records}
+        kept = {saved_run.row_key(record) for record in records}
         again = {key for block in blocks for key in block.keys(arguments.timer)}
         say(wrap(f"{len(kept - again)} rows kept from {arguments.json}, {count} to measure"))
     session = _Session(arguments, environment, records, Progress(count, "rows"))
@@ -116,7 +117,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         return 130
     failed = any(record["status"] == "failed" and record["is_ours"] for record in records)
     wrong = any(record["status"] == "wrong" for record in records)
-    return 1 if failed or wrong or any(map(report.is_above_ceiling, records)) else 0
+    return 1 if failed or wrong or any(map(saved_run.is_above_ceiling, records)) else 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -158,8 +159,8 @@ def _kept_records(arguments: argparse.Namespace, environment: dict) -> list[dict
     if not arguments.resume or not arguments.json.exists():
         return []
     try:
-        earlier = report.load(arguments.json)
-    except report.UnreadableResult as failure:
+        earlier = saved_run.load(arguments.json)
+    except saved_run.UnreadableResult as failure:
         arguments.parser.error(f"argument --resume: {failure}")
     before = earlier["environment"]
     differences = [
@@ -214,7 +215,7 @@ class _Block:
 
 
 def _keys(row: Row, timers: Sequence[str]) -> list[tuple]:
-    return [report.row_key(row_record(row) | {"timer": timer}) for timer in timers]
+    return [saved_run.row_key(row_record(row) | {"timer": timer}) for timer in timers]
 
 
 def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[dict]) -> Iterator[_Block]:
@@ -222,7 +223,7 @@ def _blocks(arguments: argparse.Namespace, cache_bytes: int, records: Sequence[d
     columns, since ratios compare columns that were measured side by side."""
     earlier: dict[tuple, dict[str, str]] = {}
     for record in records:
-        earlier.setdefault(report.row_key(record), {})[record["variant"]] = record["status"]
+        earlier.setdefault(saved_run.row_key(record), {})[record["variant"]] = record["status"]
     for _, group in itertools.groupby(_rows(arguments), key=lambda row: replace(row, T=0)):
         rows = list(group)
         probe = workload_of(rows[0], cache_bytes)
@@ -341,7 +342,7 @@ class Runner:
         for timer in self.timers:
             arguments = (timer, variants, copies, workload, base | _rotation(rotation), verdicts)
             records_of_timer = self._time(*arguments)
-            if any(map(report.is_above_ceiling, records_of_timer)):
+            if any(map(saved_run.is_above_ceiling, records_of_timer)):
                 # Once more: another process may have slowed the streams down; a wrong ceiling shows a second time.
                 records_of_timer = self._time(*arguments)
             timed += records_of_timer
@@ -476,7 +477,7 @@ class _Session:
 
     def measure_block(self, block: _Block, runner: "Runner") -> None:
         rows, arguments = block.rows, self.arguments
-        say("\n" + wrap(report.title(row_record(rows[0]))))
+        say("\n" + wrap(saved_run.title(row_record(rows[0]))))
         for name, reason in block.reasons.items():
             if not _is_expected(name):
                 say(wrap(f"no column {name}: {reason}"))
@@ -493,7 +494,7 @@ class _Session:
             records = runner.measure(workload_of(row, runner.cache_bytes), names)
             measured += records
             self._keep(records)
-            for per_timer in report.rows(records):
+            for per_timer in saved_run.rows(records):
                 for line in layout.lines(per_timer):
                     say(line)
             self.save()
@@ -503,29 +504,29 @@ class _Session:
 
     def _keep(self, measured: list[dict]) -> None:
         """Replace the earlier records of the same rows, else insert after the last row of their table."""
-        keys = {report.row_key(record) for record in measured}
-        others = [record for record in self.records if report.row_key(record) not in keys]
-        tables = [report.block_key(record) for record in others]
-        block = report.block_key(measured[0])
+        keys = {saved_run.row_key(record) for record in measured}
+        others = [record for record in self.records if saved_run.row_key(record) not in keys]
+        tables = [saved_run.block_key(record) for record in others]
+        block = saved_run.block_key(measured[0])
         at = len(tables) - tables[::-1].index(block) if block in tables else len(tables)
-        replaced = [number for number, record in enumerate(self.records) if report.row_key(record) in keys]
+        replaced = [number for number, record in enumerate(self.records) if saved_run.row_key(record) in keys]
         at = replaced[0] if replaced else at
         self.records[:] = [*others[:at], *measured, *others[at:]]
 
     def save(self) -> None:
         """After every row: whatever ends the run, what was measured is kept."""
         if self.arguments.json is not None:
-            report.save(self.arguments.json, self.environment, self.arguments.argv, self.records)
+            saved_run.save(self.arguments.json, self.environment, self.arguments.argv, self.records)
             self.saved[self.arguments.json] = None
         if self.arguments.csv is not None:
-            report.save_csv(self.arguments.csv, self.environment, self.records)
+            saved_run.save_csv(self.arguments.csv, self.environment, self.records)
             self.saved[self.arguments.csv] = None
 
     def finish(self) -> None:
         arguments, environment, records = self.arguments, self.environment, self.records
         environment["clocks_after"] = info.clocks(arguments.device)
         self.save()
-        if len(list(report.blocks(records))) > 1:
+        if len(list(saved_run.blocks(records))) > 1:
             say("\nall of the above")
             for line in report.footer(records):
                 say(wrap(line))
@@ -535,17 +536,17 @@ class _Session:
         clocks = info.format_clocks(environment["clocks_after"])
         say("\n" + wrap(f"clocks at the end: {clocks}; load average {load_now:.2f}{busy}"))
         say(wrap("times are medians; speedup: of the first column over this one, ~ where its 95 % interval holds 1"))
-        for line in report.ceiling_lines(records):
+        for line in saved_run.ceiling_lines(records):
             say(wrap(line))
-        for record in filter(report.is_above_ceiling, records):
-            say(wrap(f"ABOVE THE CEILING: {report.ceiling_sentence(record)}"))
+        for record in filter(saved_run.is_above_ceiling, records):
+            say(wrap(f"ABOVE THE CEILING: {saved_run.ceiling_sentence(record)}"))
         say(f"repro: eagle-kernels {shlex.join(arguments.argv)}")  # in one line, to be copied
         run = {"environment": environment, "records": records}
         if arguments.markdown is not None:
             write_text(arguments.markdown, report.render(arguments.json, run))
             self.saved[arguments.markdown] = None
         if arguments.plot is not None and any(record["status"] == "ok" for record in records):
-            report.draw([run], arguments.plot)
+            curves.draw([run], arguments.plot)
             self.saved[arguments.plot] = None
         elif arguments.plot is not None:
             say(f"no plot: no row was timed, {arguments.plot} was not written")
@@ -611,7 +612,7 @@ def _run_roofline(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         ceilings_by_dtype = {dtype: asdict(rates) for dtype, rates in measured.items()}
         run = {
-            "schema_version": report.SCHEMA_VERSION,
+            "schema_version": saved_run.SCHEMA_VERSION,
             "argv": arguments.argv,
             "environment": environment,
             "records": [],

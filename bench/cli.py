@@ -12,9 +12,10 @@ from pathlib import Path
 from eagle_kernels import byte_eagle3, plan
 from eagle_kernels.quantized_weight import FORMATS
 
-from . import benchmark, check, doctor, host, info, report, tune
+from . import benchmark, check, doctor, host, info, tune
 from .cli_types import Command, list_of, number, png
 from .output import Unwritable
+from .runs import compare, curves, report
 
 # The files that `demo` reads from --model.
 _FILES = ("config.json", "model.safetensors")
@@ -83,8 +84,8 @@ _COMMANDS = {
     "roofline": benchmark.ROOFLINE,
     "host": host.HOST,
     "tune": tune.TUNE,
-    "compare": report.COMPARE,
-    "plot": report.PLOT,
+    "compare": compare.COMPARE,
+    "plot": curves.PLOT,
     "report": report.REPORT,
     "demo": _DEMO,
     "completion": _COMPLETION,

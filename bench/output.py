@@ -96,3 +96,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise Unwritable(f"{path} was not written: {failure.strerror}") from None
+
+
+def three_digits(value: float) -> str:
+    """12.3 and 0.0123 and 1234: three digits, no exponent."""
+    decimals = 0
+    while decimals < 6 and value * 10**decimals < 100:
+        decimals += 1
+    return f"{value:.{decimals}f}"

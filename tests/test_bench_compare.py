@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from eagle_kernels.bench import measure, report
+from eagle_kernels.bench import measure
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.measure import Samples
-from eagle_kernels.bench.report import changes_between, median_interval
+from eagle_kernels.bench.runs import saved_run
+from eagle_kernels.bench.runs.compare import changes_between, median_interval
 
 from eagle_kernels import environment
 from eagle_kernels.model_shapes import model_shapes
@@ -37,7 +38,7 @@ def record(variant: str, milliseconds: float, seed: int, T: int = 8, status: str
         return row | {"reason": "gone"}
     times = {"median_ms": taken.median, "min_ms": taken.minimum}
     times |= {"p20_ms": taken.quantile(0.2), "p80_ms": taken.quantile(0.8), "rounds": 60}
-    return row | dict.fromkeys(report.FIGURES, 1.0) | times
+    return row | dict.fromkeys(saved_run.FIGURES, 1.0) | times
 
 
 def verdict(base: list[dict], new: list[dict], tolerance: float = 0.05) -> str:
@@ -97,7 +98,7 @@ def files(tmp_path: Path) -> list[Path]:
     base = [record("op", 2.0, 0), record("eager", 4.0, 0), record("op", 3.0, 0, T=64)]
     new = [record("op", 2.3, 1), record("eager", 4.0, 1), record("op", 3.0, 1, T=64, status="wrong")]
     for path, records in zip(paths, (base, new), strict=True):
-        report.save(path, ENVIRONMENT, ["bench"], records)
+        saved_run.save(path, ENVIRONMENT, ["bench"], records)
     return paths
 
 
@@ -112,13 +113,13 @@ def test_command(options: list[str], code: int, files: list[Path], capsys: pytes
 
 
 def test_tolerance_is_the_users(files: list[Path]) -> None:
-    report.save(files[1], ENVIRONMENT, ["bench"], [record("op", 2.3, 1), record("eager", 4.0, 1)])
+    saved_run.save(files[1], ENVIRONMENT, ["bench"], [record("op", 2.3, 1), record("eager", 4.0, 1)])
     assert main(["compare", *map(str, files), "--fail-on-regression", "--tolerance", "5%"]) == 1
     assert main(["compare", *map(str, files), "--fail-on-regression", "--tolerance", "0.3"]) == 0
 
 
 def test_another_machine_is_told(files: list[Path], capsys: pytest.CaptureFixture) -> None:
-    report.save(files[1], ENVIRONMENT | {"torch": "2.14.0"}, ["bench"], [record("op", 2.0, 1)])
+    saved_run.save(files[1], ENVIRONMENT | {"torch": "2.14.0"}, ["bench"], [record("op", 2.0, 1)])
     assert main(["compare", *map(str, files)]) == 0
     assert "note: torch is 2.13.0 in BASE and 2.14.0 in NEW" in capsys.readouterr().out
 
@@ -140,12 +141,12 @@ def test_what_is_printed_fits_80_columns(files: list[Path], capsys: pytest.Captu
     ok = [(54321.0, "ok"), (54321.0, "ok"), (0.00123, "ok"), (54321.0, "ok"), (1.0, "skipped")]
     new = [(98765.0, "ok"), (54321.0, "skipped"), (54321.0, "wrong"), (12345.0, "failed"), (1.0, "ok")]
     name = "a-processor-of-a-name-so-long-that-its-slug-needs-the-better-half-of-a-terminal"
-    report.save(files[0], ENVIRONMENT | {"device_slug": name}, ["bench"], run(*ok))
-    report.save(files[1], ENVIRONMENT, ["bench"], run(*new))
+    saved_run.save(files[0], ENVIRONMENT | {"device_slug": name}, ["bench"], run(*ok))
+    saved_run.save(files[1], ENVIRONMENT, ["bench"], run(*new))
     main(["compare", *map(str, files)])
     slowed = [record("op", 98765.0, 1), record("eager", 54321.0, 1)]
-    report.save(files[0], ENVIRONMENT, ["bench"], [record("op", 54321.0, 0), record("eager", 29876.0, 0)])
-    report.save(files[1], ENVIRONMENT, ["bench"], slowed)
+    saved_run.save(files[0], ENVIRONMENT, ["bench"], [record("op", 54321.0, 0), record("eager", 29876.0, 0)])
+    saved_run.save(files[1], ENVIRONMENT, ["bench"], slowed)
     main(["compare", *map(str, files)])
     printed = capsys.readouterr().out
     for verdict in (" slower", " lost (skipped)", " not timed", " machine moved"):

@@ -11,7 +11,7 @@ from eagle_kernels.bench import cli
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 PACKAGE = "eagle_kernels.bench"
 MAX_MODULES = 17
-ROOMS = ("doctor", "ops")  # one file per kind of drafter, and one per op
+ROOMS = ("doctor", "ops", "runs")  # one file per kind of drafter, one per op, and one per command on saved runs
 
 
 def imports_of(source: str, package: str, modules: set[str]) -> set[str]:

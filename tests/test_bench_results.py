@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import report
 from eagle_kernels.bench.accuracy import error_bound, relative_rms
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.info import cpu_facts, cpu_slug, gpu_slug
 from eagle_kernels.bench.results.pages import NO_BENCH_RUNS
+from eagle_kernels.bench.runs import curves, report, saved_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,16 +63,16 @@ RECORDS = [record("op", 2.0), record("eager", 4.0), record("op", 2.0, T=64), rec
 def test_a_run_from_before_codes_and_streams_has_neither(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     before = [{k: v for k, v in each.items() if k not in ("weight", "S")} for each in RECORDS]
-    report.save(path, ENVIRONMENT, [], before)
-    assert report.load(path)["records"] == RECORDS
+    saved_run.save(path, ENVIRONMENT, [], before)
+    assert saved_run.load(path)["records"] == RECORDS
 
 
 def test_run_survives_saving(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "run.json"
-    report.save(path, ENVIRONMENT, ["bench"], RECORDS)
-    run = report.load(path)
+    saved_run.save(path, ENVIRONMENT, ["bench"], RECORDS)
+    run = saved_run.load(path)
     assert run == {
-        "schema_version": report.SCHEMA_VERSION,
+        "schema_version": saved_run.SCHEMA_VERSION,
         "argv": ["bench"],
         "environment": ENVIRONMENT,
         "records": RECORDS,
@@ -96,8 +96,8 @@ def test_run_survives_saving(tmp_path: Path) -> None:
 def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
-    with pytest.raises(report.UnreadableResult, match=re.escape(message)):
-        report.load(path)
+    with pytest.raises(saved_run.UnreadableResult, match=re.escape(message)):
+        saved_run.load(path)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_field_of_another_kind_is_named(
     field: str, value: object, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path = tmp_path / "run.json"
-    report.save(path, ENVIRONMENT | {"device_slug": "x"}, ["bench"], [RECORDS[0], RECORDS[1] | {field: value}])
+    saved_run.save(path, ENVIRONMENT | {"device_slug": "x"}, ["bench"], [RECORDS[0], RECORDS[1] | {field: value}])
     for command in (["report"], ["plot", "--out", str(tmp_path / "x.png")], ["compare", str(path)]):
         with pytest.raises(SystemExit) as stopped:
             main([command[0], str(path), *command[1:]])
@@ -147,9 +147,9 @@ def test_a_record_without_what_its_line_needs_is_named(
     """This ended in a KeyError when the table was printed."""
     path = tmp_path / "run.json"
     changed = {name: value for name, value in (RECORDS[1] | changes).items() if name != without}
-    report.save(path, ENVIRONMENT, ["bench"], [RECORDS[0], changed])
-    with pytest.raises(report.UnreadableResult, match=f"record 1 has no {missing}$"):
-        report.load(path)
+    saved_run.save(path, ENVIRONMENT, ["bench"], [RECORDS[0], changed])
+    with pytest.raises(saved_run.UnreadableResult, match=f"record 1 has no {missing}$"):
+        saved_run.load(path)
 
 
 @pytest.mark.parametrize("command", ["report", "plot"])
@@ -165,7 +165,7 @@ def test_an_environment_without_its_machine_is_named(
         (ENVIRONMENT | {"device_slug": "x", "cpu_model": "\ud800"}, "has cpu_model '\\ud800', expected text"),
         (ENVIRONMENT | {"device_slug": "x", "threads": "2"}, "the environment has threads '2', expected a count"),
     ):
-        report.save(path, environment, ["bench"], RECORDS)
+        saved_run.save(path, environment, ["bench"], RECORDS)
         with pytest.raises(SystemExit):
             main([command, str(path)])
         assert message in capsys.readouterr().err.splitlines()[-1]
@@ -176,10 +176,10 @@ def test_a_plot_names_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said = []
     monkeypatch.setattr(figures.Figure, "suptitle", lambda self, text, **options: said.append(text))
     run = {"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": RECORDS}
-    report.draw([run], tmp_path / "one.png")
+    curves.draw([run], tmp_path / "one.png")
     explicit = [entry | {"preset": "explicit", "H": H} for H in (64, 128) for entry in RECORDS]
     many = [entry | {"preset": f"model{number}"} for number in range(9) for entry in RECORDS]
-    report.draw([run | {"records": many + explicit}], tmp_path / "many.png")
+    curves.draw([run | {"records": many + explicit}], tmp_path / "many.png")
     assert said[0].splitlines()[-1] == "tiny:eagle3"
     names = " ".join(said[1].splitlines()[1:]).split(", ")
     assert names == [*(f"model{number}:eagle3" for number in range(9)), "K=3 H=64 D=32", "K=3 H=128 D=32"]
@@ -189,12 +189,12 @@ def test_a_name_is_no_formula(tmp_path: Path) -> None:
     """matplotlib's ParseSyntaxException, in five lines."""
     pytest.importorskip("matplotlib")
     records = [entry | {"preset": "$x^{$"} for entry in RECORDS]
-    report.draw([{"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": records}], tmp_path / "x.png")
+    curves.draw([{"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": records}], tmp_path / "x.png")
 
 
 def test_missing_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(report.UnreadableResult, match=r"absent\.json: No such file"):
-        report.load(tmp_path / "absent.json")
+    with pytest.raises(saved_run.UnreadableResult, match=r"absent\.json: No such file"):
+        saved_run.load(tmp_path / "absent.json")
 
 
 def test_table_has_times_speedups_and_means() -> None:
@@ -270,22 +270,22 @@ def test_plot_has_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(axes.Axes, "plot", recorded)
     run = {"environment": ENVIRONMENT | {"device_slug": "some-cpu"}, "records": RECORDS}
-    report.draw([run], tmp_path / "one.png")
+    curves.draw([run], tmp_path / "one.png")
     expected = {"over eager": {8: 2.0, 64: 8.0}, "op": {8: 75, 64: 75}, "eager": {8: 37.5, 64: 9.375}}
     assert {label: pytest.approx(curve) for label, curve in drawn.items()} == expected
     drawn.clear()
     many = [entry | {"preset": f"model{number}"} for number in range(7) for entry in RECORDS]
-    report.draw([run | {"records": many}], tmp_path / "many.png")
+    curves.draw([run | {"records": many}], tmp_path / "many.png")
     assert drawn["over eager, geomean of 7"] == pytest.approx({8: 2.0, 64: 8.0})
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no row was timed"):
-        report.draw([run | {"records": [record("op", 2.0, status="skipped")]}], tmp_path / "none.png")
+        curves.draw([run | {"records": [record("op", 2.0, status="skipped")]}], tmp_path / "none.png")
 
 
 @pytest.mark.parametrize("path", saved_runs(ROOT / "bench" / "results"), ids=lambda path: path.name)
 def test_saved_runs_are_readable(path: Path) -> None:
-    run = report.load(path)
+    run = saved_run.load(path)
     assert run["environment"]["device_slug"] == path.parent.name
     json.dumps(run, allow_nan=False)
 

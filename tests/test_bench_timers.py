@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle_kernels.bench import measure, report
+from eagle_kernels.bench import measure
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.gpu import session
 from eagle_kernels.bench.measure import Variant
-from eagle_kernels.bench.report import load
 from eagle_kernels.bench.results import pages
+from eagle_kernels.bench.runs import saved_run
+from eagle_kernels.bench.runs.saved_run import load
 from torch.overrides import TorchFunctionMode
 
 COPIES = 5
@@ -163,7 +164,7 @@ def test_the_whole_command_on_a_stand_in(
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(measure, "_SECONDS", {"cuda": 0.0})
     monkeypatch.setattr(measure, "_MATMUL", {"cuda": ((16, 64, 64),)})
-    monkeypatch.setattr(report, "_CEILING_LIMIT", math.inf)  # the times are this machine's, which may be busy
+    monkeypatch.setattr(saved_run, "_CEILING_LIMIT", math.inf)  # the times are this machine's, which may be busy
     monkeypatch.setattr(measure.torch.cuda.Event, "record", lambda event: setattr(event, "at", time.perf_counter()))
     path = tmp_path / "run.json"
     arguments = ["bench", "--op", "norm_concat_linear,capture_hidden", "--tokens", "1,3", "--min-time", "0"]

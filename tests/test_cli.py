@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import baselines, benchmark, cli, cli_types, info, measure, report, workloads
+from eagle_kernels.bench import baselines, benchmark, cli, cli_types, info, measure, workloads
 from eagle_kernels.bench.baselines import BASELINES, FOREIGN, QUANTIZED
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.ops import WORKLOADS, workload_of
-from eagle_kernels.bench.report import load
+from eagle_kernels.bench.runs import report, saved_run
+from eagle_kernels.bench.runs.saved_run import load
 
 import eagle_kernels as ek
 from accuracy import relative_rms
@@ -47,7 +48,7 @@ def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_SECONDS", {"cpu": 0.0})
     monkeypatch.setattr(measure, "_THREAD_BYTES", 1 << 20)
     # On a busy machine a call of 0.1 ms that waits for a second thread is slower than a tiny row on one.
-    monkeypatch.setattr(report, "_CEILING_LIMIT", math.inf)
+    monkeypatch.setattr(saved_run, "_CEILING_LIMIT", math.inf)
     monkeypatch.setattr(measure, "_MATMUL", {"cpu": ((16, 64, 64),)})
 
 
@@ -434,8 +435,8 @@ def test_rows_of_streams_are_not_those_of_before(tmp_path: Path, tiny_machine: N
         assert record.pop("S") == 1
     path.write_text(json.dumps(run))
     (old, *_) = load(path)["records"]
-    assert old["S"] == 1 and report.row_key(old) != report.row_key(old | {"S": 4})
-    assert "S=" not in report.title(old) and " S=4 K=3" in report.title(old | {"S": 4})
+    assert old["S"] == 1 and saved_run.row_key(old) != saved_run.row_key(old | {"S": 4})
+    assert "S=" not in saved_run.title(old) and " S=4 K=3" in saved_run.title(old | {"S": 4})
 
 
 def test_bench_backends_are_columns(tiny_machine: None, tmp_path: Path) -> None:
@@ -555,7 +556,7 @@ def test_a_row_above_its_ceiling_fails_the_run(
 ) -> None:
     path = tmp_path / "run.json"
     arguments = [*BENCH, "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--forms", "op", "--json", str(path)]
-    monkeypatch.setattr(report, "_CEILING_LIMIT", 1.03)
+    monkeypatch.setattr(saved_run, "_CEILING_LIMIT", 1.03)
     for planted, status in ((FAST, 0), (SLOW, 1)):
         capsys.readouterr()
         monkeypatch.setattr(measure.Ceilings, "rates", lambda self, dtype, samples, planted=planted: planted)
@@ -577,7 +578,7 @@ def test_a_ceiling_that_was_wrong_for_a_moment_is_measured_again(
     tiny_machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, planted = tmp_path / "run.json", iter([SLOW, FAST])
-    monkeypatch.setattr(report, "_CEILING_LIMIT", 1.03)
+    monkeypatch.setattr(saved_run, "_CEILING_LIMIT", 1.03)
     monkeypatch.setattr(measure.Ceilings, "rates", lambda self, dtype, samples: next(planted))
     arguments = [*BENCH, "--preset", "tiny", "--tokens", "4", "--min-time", "0", "--forms", "op", "--json", str(path)]
     assert main(arguments) == 0
@@ -598,7 +599,7 @@ def test_a_ceiling_that_was_wrong_for_a_moment_is_measured_again(
 )
 def test_what_is_above_a_ceiling(changes: dict, is_above: bool) -> None:
     record = {"status": "ok", "ceiling": "streams", "cold": True, "array_exceeds_cache": True}
-    assert report.is_above_ceiling(record | {"gbps": 31.0, "memory_gbps": 30.0} | changes) == is_above
+    assert saved_run.is_above_ceiling(record | {"gbps": 31.0, "memory_gbps": 30.0} | changes) == is_above
 
 
 def test_bench_of_an_explicit_shape(tiny_machine: None, tmp_path: Path) -> None:
@@ -646,7 +647,7 @@ def test_bench_resumes_in_the_same_environment_only(
     assert main([*arguments, "1"]) == 0
     run = load(path)
     now = run["environment"][field]
-    report.save(path, run["environment"] | {field: before}, run["argv"], run["records"])
+    saved_run.save(path, run["environment"] | {field: before}, run["argv"], run["records"])
     saved = path.read_bytes()
     with pytest.raises(SystemExit):
         main([*arguments, "1,2"])
@@ -664,7 +665,7 @@ def test_bench_resume_measures_a_new_baseline_and_what_failed(
     run = load(path)
     failed = {"status": "failed", "reason": "out of disk"}
     records = [record | failed if record["T"] == 2 and record["is_ours"] else record for record in run["records"]]
-    report.save(path, run["environment"], run["argv"], records)
+    saved_run.save(path, run["environment"], run["argv"], records)
     capsys.readouterr()
     assert main([*arguments, "--tokens", "1,2,3"]) == 0
     assert "2 rows kept from" in capsys.readouterr().out
@@ -839,7 +840,8 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     shape = ["--chunks", "2", "--hidden", "64", "--out", "64", "--tokens", "1:32768:x2", "--min-time", "0.2"]
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from eagle_kernels.bench import cli, info, measure, report; report._CEILING_LIMIT = 1e9\n"
+        "from eagle_kernels.bench import cli, info, measure\n"
+        "from eagle_kernels.bench.runs import saved_run; saved_run._CEILING_LIMIT = 1e9\n"
         "info.available_bytes = lambda device: 1 << 26\n"
         "info.cache_bytes = lambda device: 1 << 16; measure._SECONDS = {'cpu': 0.0}\n"
         "measure._MATMUL = {'cpu': ((16, 64, 64),)}; sys.exit(cli.main(sys.argv[1:]))"
@@ -1075,7 +1077,7 @@ def test_what_is_printed_fits_80_columns(
     command: list[str], tiny_machine: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if command[0] == "bench":
-        monkeypatch.setattr(report, "_CEILING_LIMIT", 0.0)  # every row has a sentence below it
+        monkeypatch.setattr(saved_run, "_CEILING_LIMIT", 0.0)  # every row has a sentence below it
         command = [*command, "--forms", "op,layer,prepacked", "--backends", "auto,reference", "--tokens", "1,512"]
     if command[0] == "demo":
         pytest.importorskip("transformers")

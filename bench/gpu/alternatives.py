@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from eagle_kernels.bench import cli_types, info, report
+from eagle_kernels.bench import cli_types, info
 from eagle_kernels.bench.benchmark import Runner, row_record
 from eagle_kernels.bench.measure import Variant
 from eagle_kernels.bench.ops import workload_of
+from eagle_kernels.bench.runs import saved_run
 from eagle_kernels.bench.workloads import DENSE, Row, Workload
 
 from eagle_kernels import library, plan
@@ -68,7 +69,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     torch.manual_seed(0)
     environment = info.read_environment("cuda")
-    records = report.load(path)["records"] if path.exists() else []
+    records = saved_run.load(path)["records"] if path.exists() else []
     done = {_key(record) for record in records}
     runner = _Runner("cuda", environment["cache_bytes"], min_time=0.01, timers=("graph", "spaced"))
     for question in _QUESTIONS:
@@ -76,7 +77,7 @@ def main() -> None:
             if _key(row_record(row)) not in done:
                 measured = runner.measure(workload_of(row, runner.cache_bytes), question.columns)
                 records += measured
-                report.save(path, environment, sys.argv[1:], records)
+                saved_run.save(path, environment, sys.argv[1:], records)
                 print(f"{row}: {', '.join(map(_text, measured))}", flush=True)
 
 
@@ -86,7 +87,7 @@ def _text(record: dict) -> str:
 
 
 def _key(record: dict) -> tuple:
-    return tuple(record[name] for name in report.ROW_FIELDS if name != "timer")
+    return tuple(record[name] for name in saved_run.ROW_FIELDS if name != "timer")
 
 
 class _Runner(Runner):

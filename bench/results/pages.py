@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from eagle_kernels.bench import report
 from eagle_kernels.bench.measure import geometric_mean
+from eagle_kernels.bench.runs import report, saved_run
 
 from eagle_kernels import ops, plan
 from eagle_kernels.checks import DTYPES
@@ -81,7 +81,7 @@ def saved_runs() -> dict[Path, dict]:
     """What `bench --json` saved, the projection first."""
     paths = [path for path in RESULTS.glob("*/*.json") if path.name not in NO_BENCH_RUNS]
     paths.sort(key=lambda path: (not path.name.startswith("norm_concat_linear"), path.with_suffix("")))
-    return {path: report.load(path) for path in paths}
+    return {path: saved_run.load(path) for path in paths}
 
 
 def section_of(text: str, name: str) -> str:
@@ -126,14 +126,14 @@ def _by_machine(runs: dict[Path, dict]) -> dict[str, list[dict]]:
 
 def _headline_rows(records: Sequence[dict]) -> Iterator[list[str]]:
     speedups: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for row in report.rows(records):
+    for row in saved_run.rows(records):
         ours = next((record for record in row if record["is_ours"]), None)
         if ours is None:
             continue
-        for baseline in report.headline_baselines(row):
-            if (value := report.speedup(row, ours["variant"], baseline)) is not None:
+        for baseline in saved_run.headline_baselines(row):
+            if (value := saved_run.speedup(row, ours["variant"], baseline)) is not None:
                 timer = "" if ours["timer"] == "clock" else f", {ours['timer']}"
-                key = (f"`{ours['op']}` {report.dtypes(ours)}{timer}", baseline)
+                key = (f"`{ours['op']}` {saved_run.dtypes(ours)}{timer}", baseline)
                 speedups.setdefault(key, {}).setdefault(ours["T"], []).append(value)
     for (op, baseline), by_T in speedups.items():
         mean = geometric_mean([value for values in by_T.values() for value in values])
