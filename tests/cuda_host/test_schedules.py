@@ -57,6 +57,9 @@ PRODUCTS = {
     "threes-across": Product(Case("bf16", WIDTHS, 11, D=70), "fused", ranges=3, blocks=3),
     "threes-codes-across": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row", ranges=3, blocks=3),
     "threes-blocks-across": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128", ranges=3, blocks=3),
+    # A block that is alone in its range waits for no cluster.
+    "fused-alone": Product(Case("bf16", WIDTHS[:1], 11, D=70), "fused", ranges=1),
+    "wgmma-alone": Product(Case("bf16", WIDTHS[:1], 40, D=70), "fused wgmma", ranges=1),
     "split": Product(Case("bf16", WIDTHS, 19, D=70), "split", has_wgmma=False),
     "split-of-64": Product(Case("fp16", WIDTHS, 40, D=70, residuals="some"), "split", has_wgmma=False),
     "split-of-128": Product(Case("bf16", WIDTHS, 70, "concat", D=70), "split", has_wgmma=False),
