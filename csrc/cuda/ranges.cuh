@@ -247,9 +247,7 @@ inline bool has_scales_of_codes(const NormConcatLinear& op) {
                      scales.block_columns == 16;
   const bool mx = (op.weight_type == WeightType::kFloat4E2M1 || op.weight_type == WeightType::kFloat8E4M3) &&
                   scales.type == ScaleType::kFloat8E8M0 && scales.block_columns == 32;
-  const auto in_fours = [&](const Chunk& chunk) {
-    return chunk.column % (4 * scales.block_columns) == 0 && chunk.width % (4 * scales.block_columns) == 0;
-  };
+  const auto in_fours = [&](const Chunk& chunk) { return chunk.width % (4 * scales.block_columns) == 0; };
   const Chunk* chunks = op.source.chunks;
   // The stride of a single row is arbitrary and never used.
   const uintptr_t stride = op.num_columns > 1 ? static_cast<uintptr_t>(scales.row_stride) : 0;

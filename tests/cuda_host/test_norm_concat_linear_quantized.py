@@ -711,19 +711,21 @@ def test_scales_that_cannot_be_copied_in_fours_are_left_to_others_and_explain_sa
         assert not in_fours or same_bits(out, expected)
 
 
+@pytest.mark.parametrize("what", ["address", "width"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_the_primitive_refuses_scales_that_cannot_be_copied_in_fours(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Were a plan to choose it all the same: a GPU would fail at the first copy."""
-    chunks, weight, _ = make_call(name, 5, H=2 * TOGETHER[name])
+    """Were a plan to choose it all the same: a GPU would fail at the first copy, or multiply another chunk's scales."""
+    chunks, weight, _ = make_call(name, 5, H=2 * TOGETHER[name] + (TOGETHER[name] // 2 if what == "width" else 0))
     D, columns = weight.scales.shape
-    scales = torch.zeros(D, columns + 4, dtype=torch.uint8)[:, 1 : 1 + columns].view(weight.scales.dtype)
-    moved = QuantizedWeight.of_tensors(weight.codes, scales, weight.global_scale, name, weight.block)
+    if what == "address":
+        scales = torch.zeros(D, columns + 4, dtype=torch.uint8)[:, 1 : 1 + columns].view(weight.scales.dtype)
+        weight = QuantizedWeight.of_tensors(weight.codes, scales, weight.global_scale, name, weight.block)
     monkeypatch.setattr(plan, "_cuda_scaled_codes_unsupported_reason", lambda problem: None)
     out = torch.full((5, D), 7.0).bfloat16()
     with pytest.raises(RuntimeError, match="norm_concat_linear_quantized: "):
-        ek.norm_concat_linear(chunks, moved, out=out)
+        ek.norm_concat_linear(chunks, weight, out=out)
     assert (out == 7.0).all()
 
 

@@ -947,7 +947,7 @@ MUTANTS = (
             ("norm_concat_linear.cu", "own % 4", "0"),
             ("norm_concat_linear.cu", "by * kNvfp4Unscale", "by"),
             ("ranges.cuh", "bytes % 4 == 0", "true"),
-            ("ranges.cuh", "chunk.column % (4 * scales.block_columns) == 0", "true"),
+            ("ranges.cuh", "chunk.width % (4 * scales.block_columns) == 0", "true"),
             ("weight_gain.cuh", "i < 2 ? low : high", "low"),
             ("capture_hidden.cu", "hidden + s * op.hidden_stream_stride", "hidden"),
             ("add_rms_norm.cu", "op.width > step", "false"),
