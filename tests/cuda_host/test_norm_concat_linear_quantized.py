@@ -719,12 +719,13 @@ def test_the_primitive_refuses_scales_that_cannot_be_copied_in_fours(
     """Were a plan to choose it all the same: a GPU would fail at the first copy, or multiply another chunk's scales."""
     chunks, weight, _ = make_call(name, 5, H=2 * TOGETHER[name] + (TOGETHER[name] // 2 if what == "width" else 0))
     D, columns = weight.scales.shape
-    if what == "address":
-        scales = torch.zeros(D, columns + 4, dtype=torch.uint8)[:, 1 : 1 + columns].view(weight.scales.dtype)
-        weight = QuantizedWeight.of_tensors(weight.codes, scales, weight.global_scale, name, weight.block)
+    first = 1 if what == "address" else 0
+    padded = torch.zeros(D, columns // 4 * 4 + 8, dtype=torch.uint8)
+    scales = padded[:, first : first + columns].view(weight.scales.dtype)
+    weight = QuantizedWeight.of_tensors(weight.codes, scales, weight.global_scale, name, weight.block)
     monkeypatch.setattr(plan, "_cuda_scaled_codes_unsupported_reason", lambda problem: None)
     out = torch.full((5, D), 7.0).bfloat16()
-    with pytest.raises(RuntimeError, match="^norm_concat_linear_quantized: block: CUDA"):
+    with pytest.raises(RuntimeError, match=r"^norm_concat_linear_quantized: block: CUDA"):
         ek.norm_concat_linear(chunks, weight, out=out)
     assert (out == 7.0).all()
 
