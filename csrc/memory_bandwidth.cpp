@@ -21,6 +21,7 @@ namespace {
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kStep = 8 * kLine;  // max bytes that a step reads of one run
+constexpr int64_t kMaxRunBytes = int64_t{1} << 40;  // so that the bytes of all runs are an int64
 
 constexpr cpu::PerIsa kRead([](auto isa) { return &read_stream_cpu<isa>; });
 constexpr cpu::PerIsa kCopy([](auto isa) { return &copy_stream_cpu<isa>; });
@@ -28,7 +29,8 @@ constexpr cpu::PerIsa kCopy([](auto isa) { return &copy_stream_cpu<isa>; });
 StreamPattern checked_pattern(const char* op, int64_t streams, int64_t run_bytes, int64_t ahead_bytes) {
   const bool known = streams == 1 || streams == 2 || streams == 4 || streams == 6 || streams == 8 || streams == 16;
   check(known, op, "streams", "value");
-  check(run_bytes > 0 && run_bytes % kStep == 0, op, "run_bytes", "value");
+  const bool fits = run_bytes > 0 && run_bytes <= kMaxRunBytes && run_bytes % kStep == 0;
+  check(fits, op, "run_bytes", "value");
   check(ahead_bytes >= 0 && ahead_bytes <= run_bytes && ahead_bytes % kStep == 0, op, "ahead_bytes", "value");
   return {streams, run_bytes, ahead_bytes};
 }

@@ -404,3 +404,20 @@ def test_an_amd_gpu_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
     assert plan.unsupported_reason("cuda", CUDA) == "the GPU is AMD's"
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "said"),
+    [
+        (None, "triton/one kernel, because no cuda kernel stores context KV"),
+        (
+            "it is not installed",
+            "reference/plain torch, because no cuda kernel stores context KV; triton: it is not installed",
+        ),
+    ],
+)
+def test_context_kv_is_stored_by_triton(unsupported: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton ran, `explain` gave as the reason: triton: None."""
+    monkeypatch.setattr(plan, "choose_backend", lambda *_: ("cuda", "it is the default"))
+    monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: unsupported)
+    assert str(plan._choose(plan.Problem("store_context_kv", CUDA))) == f"store_context_kv: {said}"

@@ -100,6 +100,7 @@ def test_dtypes_and_shapes_are_bytes() -> None:
         ((3, 512, 0), r"^read_stream: streams: value \("),
         ((1, 100, 0), r"^read_stream: run_bytes: value \("),
         ((1, 0, 0), r"^read_stream: run_bytes: value \("),
+        ((16, 1 << 60, 0), r"^read_stream: run_bytes: value \("),  # 16 of them were 0 bytes, by which it divided
         ((1, 512, 1024), r"^read_stream: ahead_bytes: value \("),
     ],
 )

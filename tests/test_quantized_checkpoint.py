@@ -666,6 +666,9 @@ def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) 
         pytest.param("hf-block", {"quant_algo": "fp8_pb_real"}, None, id="fp8-blocks"),
         pytest.param("modelopt-fp8", {"quant_method": "modelopt_fp8"}, None, id="modelopt-fp8"),
         pytest.param(
+            "modelopt-mxfp8", {"quant_method": "FP8", "weight_block_size": [1, 32]}, None, id="method-in-capitals"
+        ),
+        pytest.param(
             "quark-mxfp4",
             {
                 "quant_method": "quark",

@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .alignment import row_stride
 from .dialect import let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
 from .launch import I64, NONE, Launch, address, pointer_to, prepared
-from .rows import block_and_warps, row_stride
+from .rows import block_and_warps
 
 _ROWS = (
     "hidden_ptr",

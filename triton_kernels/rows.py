@@ -1,14 +1,4 @@
-"""How the launchers describe rows to `launch`: their strides, and the blocks and warps for their columns."""
-
-from .alignment import row_stride
-
-__all__ = [
-    "block_and_warps",
-    "cdiv",
-    "column_block_and_warps",
-    "next_power_of_2",
-    "row_stride",
-]
+"""The blocks and warps with which launchers cover the columns of rows."""
 
 # The widest row of shapes.json takes 16 warps with 16 columns per thread. Wider rows take a loop over blocks, and a
 # norm reads them twice. Those blocks have 8 columns per thread: with 16 the loop spills, on sm_80 with Triton 3.7 and

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .alignment import row_stride
 from .dialect import let_next_kernel_start, round_to, rstd_of, to_fp32, wait_for_previous_kernel
 from .launch import FP32, I64, Launch, address, pointer_to, prepared
-from .rows import next_power_of_2, row_stride
+from .rows import next_power_of_2
 
 
 @triton.jit

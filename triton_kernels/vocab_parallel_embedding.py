@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .alignment import row_stride
 from .dialect import let_next_kernel_start, round_to, to_fp32, wait_for_previous_kernel
 from .launch import FP32, I64, NONE, Launch, address, pointer_to, prepared
-from .rows import cdiv, column_block_and_warps, row_stride
+from .rows import cdiv, column_block_and_warps
 
 _ROWS = ("weight_ptr", "weight_row_stride", "out_ptr", "out_row_stride")
 

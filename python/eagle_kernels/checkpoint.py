@@ -509,10 +509,9 @@ def _check_norms_alone(op: str, unread: Mapping[str, str]) -> None:
 
 def _expected(layer: Any, projection: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's state_dict, as if its projection were dense."""
-    own = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
     own = {
-        name: shape
-        for name, shape in own.items()
+        name: tuple(value.shape)
+        for name, value in layer.state_dict().items()
         if name == f"{projection}.bias" or not name.startswith(f"{projection}.")
     }
     return {f"{projection}.weight": shape} | own

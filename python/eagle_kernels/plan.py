@@ -216,9 +216,9 @@ def _choose(problem: Problem) -> Plan:
     if problem.op == "norm_concat_linear_quantized":
         return quantized_projection(problem, backend, reason, isa)
     if problem.op == "store_context_kv" and backend == "cuda":
-        triton_reason = unsupported_reason("triton", problem.device)
-        backend = "triton" if triton_reason is None else "reference"
-        reason = f"no cuda kernel stores context KV, and triton: {triton_reason}"
+        backend, reason = "triton", "no cuda kernel stores context KV"
+        if (unsupported := unsupported_reason("triton", problem.device)) is not None:
+            backend, reason = "reference", f"{reason}; triton: {unsupported}"
     if backend == "reference":
         return Plan(problem.op, backend, Kernel.TORCH, reason)
     if problem.op != "norm_concat_linear":
@@ -246,8 +246,8 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
                 return chosen
             widened = f"widen the codes {-(-rows // 64)} times or more"
             unsupported = f"T={rows} > {most}: the split kernels would {widened}"
-            if rows <= _MAX_ROWS_OF_CODES:
-                of_many_rows = replace(chosen, reason=f"T={rows} <= {_MAX_ROWS_OF_CODES}: its kernels {widened}")
+            if rows <= _MAX_ROWS_WITHOUT_TRITON:
+                of_many_rows = replace(chosen, reason=f"T={rows} <= {_MAX_ROWS_WITHOUT_TRITON}: its kernels {widened}")
         rejected.append(f"cuda: {unsupported}")
         if (unsupported := unsupported_reason("triton", problem.device)) is None:
             backend = "triton"
@@ -271,7 +271,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
 
 # Where Triton does not take the codes, the reference dequantizes them in every call of more rows. That is taken to cost
 # less than widening them for every 64 rows anew; no saved run has timed it.
-_MAX_ROWS_OF_CODES = 512
+_MAX_ROWS_WITHOUT_TRITON = 512
 
 # The most rows of codes that are widened as they are multiplied. An H200 takes, K=3, H=D=4096, in us by the split
 # kernels / dequantized once: with an fp32 scale for each block, which takes two matrices and two products, 138 / 162 at

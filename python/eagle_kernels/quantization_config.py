@@ -349,7 +349,7 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
     method, block = config.get("quant_method"), config.get("weight_block_size")
     if block is not None and not is_left_out:
         yield _Claim(_of_blocks(block), f"weight_block_size {block}")
-    if method is not None and not is_left_out and not (method == "fp8" and block is not None):
+    if method is not None and not is_left_out and not (method_of(config) == "fp8" and block is not None):
         yield _Claim(_METHODS.get(method.lower(), ()) if isinstance(method, str) else (), f"quant_method {method}")
     place, entries = of_quark(config, path)
     if entries and not is_left_out:

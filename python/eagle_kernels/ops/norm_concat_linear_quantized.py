@@ -3,7 +3,8 @@
     out[i, d] = round(post_norm(sum_c x[i, c] * (codes[d, c] * scales[d // B, c // C] * global_scale) + bias[d]))
 
 Weight-only: x is rounded once to its 16 bits as for any weight, codes are widened in registers, scales enter in fp32.
-For more than 128 rows on a GPU, codes become 16-bit numbers (triton_kernels/dequantize.py), which torch multiplies.
+For many rows on a GPU (`plan._max_rows_of_codes`), codes become 16-bit numbers (triton_kernels/dequantize.py), which
+torch multiplies.
 Where no kernel reads the codes, every call dequantizes the weight to fp32: correct everywhere, but slow.
 """
 
