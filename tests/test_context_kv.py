@@ -174,6 +174,22 @@ def test_an_out_that_does_not_fit_is_not_written(columns: int, variant: str) -> 
         stage.project(torch.randn(N, H).bfloat16(), out=out)
 
 
+def test_a_norm_of_a_layer_that_does_not_fit_is_found_before_the_first_layer_is_written() -> None:
+    """It was found after, and an `out` over the second layer's gain changed what that was computed with."""
+    stage, states = make_stage("laguna"), torch.randn(N, H).bfloat16()
+    width = L * stage.config.kv_width
+    memory = torch.full((N, width), 0.5).bfloat16()
+    stage.layer_norm[1].weight = torch.nn.Parameter(memory[0, :H], requires_grad=False)
+    message = r"norm_concat_linear: out overlaps layer_norm\[1\].weight, expected disjoint memory"
+    with UnchangedTensors([memory]), pytest.raises(ValueError, match=f"^{message}"):
+        stage.project(states, out=memory)
+    stage.layer_norm[1].half()
+    out = torch.full((N, width), 7.0).bfloat16()
+    message = r"ContextKV: layer_norm\[1\].weight has dtype torch.float16, expected torch.bfloat16 or torch.float32"
+    with UnchangedTensors([out]), pytest.raises(TypeError, match=f"^{message}"):
+        stage.project(states, out=out)
+
+
 @pytest.mark.parametrize("variant", ["dflash", "laguna"])
 def test_one_row_may_have_one_dimension(variant: str) -> None:
     stage, states = make_stage(variant), torch.randn(1, H).bfloat16()

@@ -970,6 +970,26 @@ def test_what_is_not_read_beside_a_norm_is_refused(module: str, companion: str) 
         layer.load_checkpoint(weights)
 
 
+@pytest.mark.parametrize("module", sorted(MODULES.keys() & NORMS.keys()))
+def test_a_tensor_on_meta_is_refused_before_anything_changes(module: str) -> None:
+    """The codes were in the module when the copy of the norm failed."""
+    make, named, stem = MODULES[module]
+    weights, name, norm = dense_weights(module), named(stem), f"{NORMS[module]}.weight"
+    for projection in {name, name.replace(".h_proj", ".e_proj")}:
+        quantized = ek.quantize(weights[f"{projection}.weight"], "fp8_row")
+        weights |= {f"{projection}.weight": quantized.codes, f"{projection}.weight_scale": quantized.scales}
+    layer = make()
+    before = layer.state_dict()
+    for meta in (norm, f"{name}.weight_scale"):
+        message = f"{type(layer).__name__}.load_checkpoint: {meta} is on meta, expected a tensor with numbers"
+        expected = pytest.raises(ValueError, match=f"^{re.escape(message)}$")
+        with UnchangedTensors(list(before.values())), expected:
+            layer.load_checkpoint(weights | {meta: weights[meta].to("meta")})
+        assert {key: value.data_ptr() for key, value in layer.state_dict().items()} == {
+            key: value.data_ptr() for key, value in before.items()
+        }
+
+
 def test_a_norm_before_fc_that_the_config_forgot_is_refused() -> None:
     """Laguna's norms, in a drafter whose config has none: the context was computed without them."""
     message = "weights has aux_hidden_norms.0.weight, expected 0 norms before fc, because chunk_norm is False"

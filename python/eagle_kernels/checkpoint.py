@@ -656,11 +656,18 @@ def _open(op: str, weights: _Weights) -> _Readers:
     if isinstance(weights, Mapping):
         if unnamed := [name for name in weights if not isinstance(name, str)]:
             raise checks.error(TypeError, op, f"weights has {unnamed[0]!r}", "tensors by name")
-        return {name: partial(weights.__getitem__, name) for name in weights}
+        return {name: partial(_given, op, weights, name) for name in weights}
     if not isinstance(weights, (str, os.PathLike)):
         got = f"weights is a {type(weights).__name__}"
         raise checks.error(TypeError, op, got, "a safetensors file or folder, or tensors by name")
     return {name: partial(read_tensor, op, handle, name) for name, handle in open_tensors(op, Path(weights)).items()}
+
+
+def _given(op: str, weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor that has numbers: the copy of one on meta would fail when others are copied."""
+    if getattr(tensor := weights[name], "is_meta", False):
+        raise checks.error(ValueError, op, f"{name} is on meta", "a tensor with numbers")
+    return tensor
 
 
 def read_tensor(op: str, file: Any, name: str) -> Tensor:

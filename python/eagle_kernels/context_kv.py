@@ -405,14 +405,18 @@ class ContextKV(LoadsProjections):
         normed = concatenate(sources)
         L, W = config.num_layers, config.kv_width
         weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
+        gains = [parameter_of(norm) for norm in self.layer_norm]
         if out is not None:  # checked before the first layer is written
             sources.check_out("norm_concat_linear", out, L * W, "L*W")
+            for layer, gain in enumerate(gains):
+                checks.check_dtype(OP, f"layer_norm[{layer}].weight", gain, (states.dtype, torch.float32))
             if is_plain(states, weight, bias, out):  # a trace has no addresses
-                sources.check_memory("norm_concat_linear", out, ("weight", weight), ("bias", bias))
+                of_layers = ((f"layer_norm[{layer}].weight", gain) for layer, gain in enumerate(gains))
+                sources.check_memory("norm_concat_linear", out, ("weight", weight), ("bias", bias), *of_layers)
         kv = states.new_empty(*states.shape[:-1], L * W) if out is None else out
-        for layer, norm in enumerate(self.layer_norm):
+        for layer, gain in enumerate(gains):
             columns = slice(layer * W, (layer + 1) * W)
-            arguments = ([normed], "concat", parameter_of(norm), *hidden_norm[1:], None, None, None, None)
+            arguments = ([normed], "concat", gain, *hidden_norm[1:], None, None, None, None)
             projection = Projection(weight[columns], None if bias is None else bias[columns], None, 0.0)
             project(Sources.of("norm_concat_linear", *arguments), projection, kv[..., columns])
         return kv
