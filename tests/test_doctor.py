@@ -157,6 +157,23 @@ def of_group(*targets: str) -> dict:
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
+def mixed(*layers: str) -> dict:
+    """Model-Optimizer's, with these layers in FP8."""
+    listed = {layer: {"quant_algo": "FP8"} for layer in layers}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+
+
+def as_gemma_assistant(checkpoints: Files) -> None:
+    """A Gemma-4 assistant in numbers whose config leaves pre_projection out by the file's name."""
+    checkpoints.target = {"model_type": "gemma4_text", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
+    checkpoints.drafter = {"model_type": "gemma4_assistant", "backbone_hidden_size": H}
+    checkpoints.drafter["architectures"] = ["Gemma4AssistantForCausalLM"]
+    text = {"hidden_size": D, "model_type": "gemma4_text", "vocab_size": V, "num_hidden_layers": 4}
+    config = of_group("Linear") | {"ignore": ["pre_projection"]}
+    checkpoints.drafter |= {"text_config": text, "quantization_config": config}
+    checkpoints.weights = {"pre_projection.weight": torch.ones(D, 2 * H).bfloat16()}
+
+
 MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "o_proj")
 
 
@@ -421,6 +438,17 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "an fc that a pattern leaves out": (
         Checkpoints,
         lambda c: c.drafter.update(quantization_config={"quant_algo": "FP8", "exclude_modules": ["lm_head", "*fc*"]}),
+        {"fc": "BF16"},
+    ),
+    "an fc in codes whose parent compressed-tensors ignores": (
+        ContextCheckpoints,
+        # llm-compressor lists parents of layers in codes.
+        lambda c: (with_mlp_in_w4a16(c, layers=2), c.drafter["quantization_config"]["ignore"].append("layers.0.mlp")),
+        {"layers.*.mlp.down_proj": "I32 with weight_scale"},
+    ),
+    "an fc that Model-Optimizer's mixed precision does not list": (
+        Checkpoints,
+        lambda c: c.drafter.update(quantization_config=mixed("lm_head")),
         {"fc": "BF16"},
     ),
     "an fc that is in no group": (
@@ -709,6 +737,7 @@ OUT_OF_ORDER = (
 KEPT = ("fc-quantized", (SGLANG,), "skips its qweight: the weight stays what it was made with (sglang#39087)")
 LORA, ROWS = "lora_A.weight", torch.ones(4, H)
 TRANSFORM = {"config_groups": {"v": {"type": "hadamard", "apply": [{"targets": ["re:.*fc$"], "location": "input"}]}}}
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}
 CONTEXT_LAYERS = ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv"))
 # The change, and (trap, engines, a part of the text) of each finding.
 EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
@@ -733,6 +762,74 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
         ),
         [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
+    ),
+    "numbers that Model-Optimizer's list of layers says are codes": (
+        lambda c: c.drafter.update(quantization_config=mixed("model.fc")),
+        [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
+    ),
+    "codes that Model-Optimizer's list of layers lacks": (
+        lambda c: with_config(c, mixed("lm_head")),
+        [IN_NUMBERS, ("fc-quantized", (V1, V2), "and its quantized_layers lack fc: codes have no place there")],
+    ),
+    "an fc that Quark excludes by another name than vLLM's": (
+        lambda c: c.drafter.update(quantization_config=QUARK | {"exclude": ["fc"]}),
+        [("layer-quantized", (V1, V2), "builds fc quantized: it calls it model.fc, which quantization_config does")],
+    ),
+    "Kimi's fc that Quark excludes by another name than the engines'": (
+        lambda c: c.drafter.update(
+            quantization_config=QUARK | {"exclude": ["fc"]}, architectures=["Eagle3DeepseekV2ForCausalLM"]
+        ),
+        [
+            ("layer-quantized", engines, "builds fc quantized: it calls it model.fc, which quantization_config does")
+            for engines in ((SGLANG,), (V1, V2))
+        ],
+    ),
+    "a quant_algo that SGLang lacks": (
+        lambda c: with_config(c, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}),
+        [
+            ("engine-format", (SGLANG,), "refuses the config: it has no quant_algo FP8_PB_WO"),
+            ("load", ALL, "fc.weight is fp8_tensor, expected fp8_block128"),
+            IN_NUMBERS,
+        ],
+    ),
+    "a quant_algo that vLLM lacks, in the file beside the config": (
+        lambda c: c.drafter.update(
+            quantization_config={"quantization": {"quant_algo": "NVFP4_AWQ", "exclude_modules": ["*fc*"]}}
+        ),
+        [("engine-format", (V1, V2), "refuses the config: it has no quant_algo NVFP4_AWQ")],
+    ),
+    **{
+        f"Quark's {name}, which SGLang lacks": (
+            lambda c, weight=weight: c.drafter.update(
+                quantization_config=QUARK | {"global_quant_config": {"weight": weight}, "exclude": ["model.fc"]}
+            ),
+            [("engine-format", (SGLANG,), f"refuses the config: it has no scheme of Quark for weights in {name}")],
+        )
+        for name, weight in {
+            "int8": {"dtype": "int8", "qscheme": "per_tensor"},
+            "NVFP4": [{"dtype": "fp4", "group_size": 16}, {"dtype": "fp8_e4m3"}],
+            "MXFP8": {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32},
+        }.items()
+    },
+    "MXFP8 of compressed-tensors, which SGLang lacks": (
+        lambda c: c.drafter.update(
+            quantization_config={
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "0": {
+                        "targets": ["re:.*mlp.*"],
+                        "weights": {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32},
+                    }
+                },
+            }
+        ),
+        [("engine-format", (SGLANG,), "refuses the config: it has no scheme of compressed-tensors for MXFP8")],
+    ),
+    "a sparsity_config, which vLLM has no more": (
+        lambda c: c.drafter.update(
+            quantization_config=of_group("re:.*mlp.*") | {"sparsity_config": {"targets": ["Linear"]}}
+        ),
+        [("engine-format", (V1, V2), "refuses the config: it has a sparsity_config, support of which is removed")],
     ),
     "ids of outputs": (
         lambda c: c.drafter.update({"eagle_config": {IDS: [1, 5, 8]}}),
@@ -1400,6 +1497,27 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.target.update(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         ),
         [("quantized", (SGLANG, V1, V2), "builds eh_proj quantized, as quantization_config says of it")],
+    ),
+    "MTP that is left out as a part of the model": (
+        lambda c: (
+            as_qwen35(c, in_codes=False),
+            c.target.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "mtp"]}),
+        ),
+        [("quantized", (V1, V2), "builds mtp.fc quantized: it takes the entry that leaves it out for a layer")],
+    ),
+    "LongCat's MTP that is left out by another name than the engines'": (
+        lambda c: (
+            c.target.update(model_type="longcat_flash", architectures=["LongcatFlashForCausalLM"]),
+            c.target.update(quantization_config={"quant_method": "fp8", "ignored_layers": [f"{LAYER}.eh_proj"]}),
+        ),
+        [
+            ("quantized", engines, f"builds {LAYER}.eh_proj quantized: it calls it eh_proj, which quantization_config")
+            for engines in ((SGLANG,), (V1, V2))
+        ],
+    ),
+    "Gemma's assistant that is left out by another name than vLLM's": (
+        as_gemma_assistant,
+        [("quantized", (V1, V2), "builds pre_projection quantized: it calls it draft_model.pre_projection, which")],
     ),
     "MTP in Quark's formats": (
         lambda c: (

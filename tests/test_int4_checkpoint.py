@@ -523,6 +523,17 @@ def test_the_last_group_of_a_row_has_fewer_columns(layout: str, tmp_path: Path) 
     assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
 
 
+def test_a_parent_in_ignore_leaves_no_layer_out(tmp_path: Path) -> None:
+    """llm-compressor lists parents of layers in codes; groups of 96 in 128 columns were read as two of 64."""
+    tensors, _, _ = LAYOUTS["pack-symmetric"][1]()
+    config = in_group(group_size=96) | {"ignore": ["model"]}
+    q, scales = torch.randint(0, 16, (D, W)), (torch.rand(D, 2) + 0.1).half()
+    tensors |= {"weight_packed": pack(q, 4), "weight_scale": scales}
+    save(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": "pack-quantized", **config})
+    truth = (q - 8).double() * scales.double()[:, torch.arange(W) // 96]
+    assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
+
+
 @pytest.mark.parametrize("desc_act", [None, False, True])
 def test_a_g_idx_of_zeros_is_no_order(desc_act: bool | None, tmp_path: Path) -> None:
     """A quantizer without act order leaves zeros there; obeyed, they gave all columns the scales of the first group."""

@@ -56,6 +56,9 @@ def examine(pair: Pair, trained_by: str | None) -> None:
     look_at_merged(pair, pair.layers)
     if not any(name in _MLA for name in pair.architectures):
         look_at_names(pair, pair.layers, _names_in_sglang, SGLANG)
+    elif config.projection and not _MLA_FC.isdisjoint(pair.architectures):
+        # Its fc alone takes the config under a name of its own; llama_eagle3's takes none.
+        look_at_names(pair, ["fc"], lambda path: ["model.fc"] if _in_sglang(pair) == TAKES_CONFIG else [], SGLANG)
     look_at_names(pair, pair.layers, partial(names_in_vllm, pair), VLLM_V1, VLLM_V2)
     return None
 

@@ -102,7 +102,7 @@ def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], li
     wrong = []
     for path in (path for alike in layers.values() for path in alike):
         names = names_of(path)
-        if names and (text := misnamed(pair, path, names, in_vllm=VLLM_V1 in engines)) is not None:
+        if names and (text := misnamed(pair, path, names, "vllm" if VLLM_V1 in engines else "sglang")) is not None:
             wrong.append(_Wrong("layer-quantized", engines, path, text))
     _report(pair, wrong, layers)
 

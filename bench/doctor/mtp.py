@@ -10,7 +10,7 @@ from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 
 from .layers import is_read_by_sglang, kind_of, look_at_layers, look_at_merged
 from .pair import ENGINES, Pair
-from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes
+from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes, misnamed
 
 # SGLang's `deepseek_nextn` gives its projection a quantization config only if it is Quark's.
 _TAKE_QUARK = {"DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"}
@@ -20,6 +20,21 @@ _NOT_IN_FP4 = _TAKE_QUARK | {
     *("Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN", "GlmOcrForConditionalGenerationNextN"),
     *("BailingMoeForCausalLMNextN", "Qwen3_5ForCausalLMMTP"),
 }
+
+# What engines call the projection in the config's lists, where not as the file does.
+# Source: SGLang 0.5.23 `deepseek_nextn`, `dots3_common/nextn`, `longcat_flash_nextn`, `mistral_eagle`; vLLM 0.32
+# `gemma4_mtp`, `longcat_flash_mtp`, `llama_eagle`, `cohere_eagle`, `mistral_eagle`, `mistral_large_3_eagle`.
+_NAMES = {
+    **dict.fromkeys(_TAKE_QUARK, "model.eh_proj"),
+    "Dots3NoteForCausalLMNextN": "model.heads.0.eh_proj",
+    "Gemma4MTPModel": "draft_model.pre_projection",
+    **dict.fromkeys(("LongcatFlashForCausalLMNextN", "LongCatFlashMTPModel"), "eh_proj"),
+    **dict.fromkeys(("MistralForCausalLMEagle", "MistralLarge3ForCausalLMEagle", "EagleLlamaForCausalLM"), "model.fc"),
+    **dict.fromkeys(("EagleCohereForCausalLM", "EagleMistralForCausalLM"), "model.fc"),
+    "EagleMistralLarge3ForCausalLM": "model.fc",
+}
+# vLLM compares the end of a name with the lists of fp8 for these (`_setup_ling3_fp8_config`).
+_BY_THE_END = {"BailingMoeV3MTPModel"}
 
 # vLLM builds fc of these in numbers where the target is in modelopt_fp4 (vllm#38832): `qwen3_5_mtp`, `qwen3_next_mtp`.
 _FC_NOT_IN_FP4 = {"Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP"}
@@ -60,6 +75,7 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
         for path, stem in {name.rpartition(".")[0]: stem for name, stem in stems.items()}.items():
             if stem in stage.projections:
                 look_at_codes(pair, path, stem, held_in, "quantized")
+                _look_at_name(pair, stage, path, held_in)
     seen = {name.rpartition(".")[0] for stems in layers.values() for name in stems}
     own = _own_paths(pair, layers, is_alone=not family.config_types)
     look_at_layers(pair, own - seen, partial(_layer_held_in, pair, family, stage))
@@ -108,6 +124,17 @@ def _held_in(pair: Pair, stage: EngineStage) -> str:
     is_quark = pair.quantization is not None and pair.quantization.get("quant_method") == "quark"
     takes_config = stage.quantized or (is_quark and not _TAKE_QUARK.isdisjoint(stage.architectures))
     return TAKES_CONFIG if takes_config else PLAIN
+
+
+def _look_at_name(pair: Pair, stage: MTPStage, path: str, held_in: Mapping[str, str]) -> None:
+    """Report engines that do not find the projection in the config's lists, under their own name or the file's."""
+    for engine, served in stage.engines.items():
+        takes = [name for name in ENGINES[engine] if held_in[name] == TAKES_CONFIG]
+        if not takes or not _BY_THE_END.isdisjoint(served.architectures):
+            continue
+        own = next((_NAMES[name] for name in served.architectures if name in _NAMES), path)
+        if (text := misnamed(pair, path, [own], engine)) is not None:
+            pair.find("quantized", text, *takes)
 
 
 def _look_at_layer(pair: Pair, configs: Mapping[str, MTPConfig], names: list[str]) -> None:

@@ -9,6 +9,7 @@ from eagle_kernels.quantization_config import (
     Naming,
     algorithm_of,
     leaves_out,
+    lists_layer,
     method_of,
     names_layer,
     of_quark,
@@ -40,8 +41,12 @@ _ENGINES_WITH = {
     **dict.fromkeys(("experts_int8", "fbgemm_fp8", "fp_quant", "inc", "torchao"), ("vllm",)),
     **dict.fromkeys(("humming", "moe_wna16"), ("sglang", "vllm")),
 }
-# Methods whose entries vLLM takes for whole names or patterns; with other methods it looks for an entry inside a name.
-_WHOLE_NAMES = ("compressed-tensors", "fbgemm_fp8", "fp8")
+# What engines take an entry of these methods for unless it is a pattern; with others they look for it inside a name.
+# Source: SGLang 0.5.23 and vLLM 0.32, `should_ignore_layer` of compressed-tensors and Quark; vLLM's `is_layer_skipped`.
+_NAMINGS: dict[str, dict[object, Naming]] = {
+    "sglang": {"compressed-tensors": "end", "quark": "whole"},
+    "vllm": dict.fromkeys(("compressed-tensors", "fbgemm_fp8", "fp8", "mxfp4", "quark"), "whole"),
+}
 # Methods that both engines have for linear layers and experts only.
 _OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxfp4")
 
@@ -57,18 +62,66 @@ def look_at_method(pair: Pair) -> None:
     if pair.quantization is None:
         return
     format, method = unread_format(pair.quantization), pair.quantization.get("quant_method")
+    if method is None and algorithm_of(pair.quantization) is not None:
+        method = "modelopt"  # to both engines, where hf_quant_config.json is all there is
     if format is not None:
         text = f"{format}, which this package does not read: load_checkpoint refuses it, "
         pair.facts["format"] = f"{text}the plugins leave layers of it to the engine"
     if not isinstance(method, str):
         return
     method = method.lower()
-    have = _ENGINES_WITH.get(method, () if format == pair.quantization["quant_method"] else tuple(ENGINES))
+    have = _ENGINES_WITH.get(method, () if format == pair.quantization.get("quant_method", method) else tuple(ENGINES))
     lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
     if lacking:
         pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
-    if method in _VLLM_NEEDS and (because := _refused_by_vllm(method, pair.quantization)) is not None:
-        pair.find("engine-format", f"refuses the config: {because}", VLLM_V1, VLLM_V2)
+    for engine, because in _refusals(method, pair.quantization):
+        pair.find("engine-format", f"refuses the config: {because}", *ENGINES[engine])
+
+
+# Model-Optimizer's quant_algo that each engine reads. Source: `_parse_modelopt_quant_config` of SGLang 0.5.23, whose
+# other values end in `ModelOptFp8Config`, which reads FP8; vLLM 0.32 `modelopt.QUANT_ALGOS`.
+_FP4 = ("NVFP4", "W4A16_NVFP4")
+_ALGORITHMS = {
+    "sglang": (*_FP4, "NVFP4_AWQ", "FP8", "MXFP8", "MIXED_PRECISION"),
+    "vllm": (*_FP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "MIXED_PRECISION"),
+}
+
+
+def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(engine, why) for each engine that has the method and ends with an error for what the config says beside it."""
+    if method.startswith("modelopt") and (algorithm := algorithm_of(config)) is not None:
+        for engine, known in _ALGORITHMS.items():
+            if algorithm not in known:
+                yield engine, f"it has no quant_algo {algorithm}"
+    if method == "quark" and (said := _unread_by_sglang(of_quark(config)[1])) is not None:
+        yield "sglang", f"it has no scheme of Quark for weights in {said}"
+    if method == "compressed-tensors":
+        groups = [group for group in _groups(config) if isinstance(group.get("weights"), Mapping)]
+        if any(_is_mxfp8(group["weights"]) for group in groups):
+            yield "sglang", "it has no scheme of compressed-tensors for MXFP8"
+        sparsity = config.get("sparsity_config")
+        if isinstance(sparsity, Mapping) and sparsity.get("targets"):
+            yield "vllm", "it has a sparsity_config, support of which is removed"
+    if method in _VLLM_NEEDS and (because := _refused_by_vllm(method, config)) is not None:
+        yield "vllm", because
+
+
+def _unread_by_sglang(weights: Sequence[Mapping[str, Any]]) -> str | None:
+    """What Quark's entries for a weight say that SGLang has no scheme for.
+
+    Source: `QuarkConfig._get_scheme_from_config` of SGLang 0.5.23, which reads FP8 by tensor, row and block and MXFP4.
+    """
+    dtype = weights[0]["dtype"] if weights else None
+    if len(weights) > 1:
+        return "NVFP4"
+    if dtype in ("fp8_e4m3", "fp8_e4m3fn") and weights[0].get("qscheme") == "per_group":
+        return "MXFP8"
+    return dtype if dtype == "int8" else None
+
+
+def _is_mxfp8(weights: Mapping[str, Any]) -> bool:
+    said = [weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
+    return said == ["float", 8, "group", 32]
 
 
 # The keys without which vLLM reads no config, each by all its names. Source: `from_config` of vLLM 0.32 and 0.33
@@ -151,18 +204,20 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         yield f"{says}, and that leaves {name} out: codes have no place there{without}", takes
     elif not _is_in_group(config, path):
         yield f"{says}, and none of its config_groups has {name}: codes have no place there{without}", takes
+    elif algorithm_of(config) == "MIXED_PRECISION" and not lists_layer(config, path):
+        yield f"{says}, and its quantized_layers lack {name}: codes have no place there{without}", takes
 
 
-def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False) -> str | None:
+def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | None:
     """What goes wrong for a layer that an engine looks up in the config's lists by `names`, its own name first."""
     config = pair.quantization
     if config is None:
         return None
-    if in_vllm and (text := _misread_from_header(pair, config, path, names[0])) is not None:
+    if engine == "vllm" and (text := _misread_from_header(pair, config, path, names[0])) is not None:
         return text
-    naming: Naming = "whole" if in_vllm and config.get("quant_method") in _WHOLE_NAMES else "part"
+    naming = _NAMINGS[engine].get(method_of(config), "part")
     if holds_codes(pair, path):
-        if _is_in_group(config, path) and not any(_is_in_group(config, name, naming) for name in names):
+        if _is_in_group(config, path) and not any(_is_in_group(config, name, "whole") for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
         # Other methods' lists name the parts of a merged layer, so that no entry of theirs matches the engine's name.
         is_named = method_of(config) != "auto-round" or leaves_out(config, path)
@@ -172,6 +227,8 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], in_vllm: bool = False)
     if is_left_out_by_a_pattern(pair, path):  # by whatever name
         return None
     if leaves_out(config, path) and all(_covers(config, name, naming) for name in names):
+        if path in names:
+            return f"builds {path} quantized: it takes the entry that leaves it out for a layer's own name"
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
 
@@ -236,7 +293,8 @@ def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
     if method in ("gptq", "gptqmodel", "awq"):
         return TAKES_CONFIG if config.get("lm_head") else HEAD
     if method == "compressed-tensors":  # "Linear" does not match an lm_head
-        return TAKES_CONFIG if any(names_layer(entry, path) for entry in _targets(config)) else HEAD
+        is_target = any(names_layer(entry, path, of_parts=False) for entry in _targets(config))
+        return TAKES_CONFIG if is_target else HEAD
     return HEAD if method in _OF_LINEAR_LAYERS else TAKES_CONFIG
 
 
@@ -287,7 +345,7 @@ def _covers(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bo
         return False
     algorithm, method = algorithm_of(config), method_of(config)
     if algorithm is not None:
-        return algorithm != "MIXED_PRECISION"  # which lists its layers
+        return algorithm != "MIXED_PRECISION" or lists_layer(config, path)
     if method == "compressed-tensors":
         return _is_in_group(config, path, naming)
     if method == "quark":
@@ -297,15 +355,18 @@ def _covers(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bo
 
 def _is_in_group(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
     """Whether one of config_groups has the layer; True for a config without such groups."""
-    if config.get("quant_method") != "compressed-tensors":
+    if method_of(config) != "compressed-tensors":
         return True
-    return any(entry == "Linear" or names_layer(entry, path, naming) for entry in _targets(config))
+    return any(entry == "Linear" or names_layer(entry, path, naming, of_parts=False) for entry in _targets(config))
 
 
 def _targets(config: Mapping[str, Any]) -> list[str]:
+    return [entry for group in _groups(config) for entry in _texts(group.get("targets"))]
+
+
+def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = config.get("config_groups")
-    groups = groups.values() if isinstance(groups, Mapping) else ()
-    return [entry for group in groups if isinstance(group, Mapping) for entry in _texts(group.get("targets"))]
+    return [each for each in groups.values() if isinstance(each, Mapping)] if isinstance(groups, Mapping) else []
 
 
 def _texts(value: object) -> list[str]:

@@ -117,9 +117,13 @@ _ROTATIONS = ("rotation_config", "spinquant_config")
 # What a list may have before a layer's name and a file may not, or the other way round.
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
-# Whose name of a layer is looked for: the file's, or an engine's, of which an entry may be a part, or has to be the
-# whole unless it is a pattern.
-Naming = Literal["file", "part", "whole"]
+# Methods whose entries name a layer, or the end of its name, and never a part of the model that contains it:
+# llm-compressor lists parents of layers in codes (SGLang 0.5.23 `check_equal_or_regex_match`).
+_OF_LAYERS = ("compressed-tensors", "quark")
+
+# Whose name of a layer is looked for: the file's, or an engine's, of which an entry may be a part, or has to be the end
+# or the whole unless it is a pattern.
+Naming = Literal["file", "part", "end", "whole"]
 
 
 class _Claim(NamedTuple):
@@ -179,6 +183,19 @@ def algorithm_of(config: Mapping[str, Any]) -> str | None:
     return next((algorithm.upper() for algorithm in found if isinstance(algorithm, str)), None)
 
 
+def lists_layer(config: Mapping[str, Any], path: str) -> bool:
+    """Whether Model-Optimizer's quantized_layers, which MIXED_PRECISION has for a format, name a layer."""
+    sections = (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE)))
+    return any(_own_algorithm(section, path) is not None for section in sections)
+
+
+def _own_algorithm(section: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
+    """(name, what it says) of a layer's entry in quantized_layers."""
+    layers = _mapping(section.get("quantized_layers"))
+    name = next((name for name in layers if isinstance(layers[name], Mapping) and _matches(name, path)), None)
+    return None if name is None else (name, layers[name])
+
+
 def of_quark(config: Mapping[str, Any], path: str | None = None) -> tuple[str, list[Mapping[str, Any]]]:
     """(where Quark's config says it, what it says of a layer's weight), of every layer without a path: two entries are
     codes and their scales, none are numbers. Nothing for a config of another method, nor where it speaks of types of
@@ -213,7 +230,8 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
     # GPTQModel's: "-:" precedes the pattern of layers that are left out.
     patterns = [pattern for pattern in _mapping(config.get("dynamic")) if pattern.startswith("-:")]
     entries += [f"re:{pattern.removeprefix('-:')}" for pattern in patterns]
-    if any(names_layer(entry, path, naming) for entry in entries if isinstance(entry, str)):
+    of_parts = method_of(config) not in _OF_LAYERS
+    if any(names_layer(entry, path, naming, of_parts) for entry in entries if isinstance(entry, str)):
         return True
     if method_of(config) != "auto-round":
         return False
@@ -271,17 +289,20 @@ def _is_in_blocks(config: Mapping[str, Any], paths: Sequence[str]) -> bool:
     return not names or any(each.startswith(name) for name in names for each in paths)
 
 
-def names_layer(entry: str, path: str, naming: Naming = "file") -> bool:
-    """Whether a config's entry is this layer, a part of the model that contains it, or a pattern that matches it."""
-    if naming == "whole":
-        return _is_matched(entry, path) if entry.startswith("re:") else entry == path
+def names_layer(entry: str, path: str, naming: Naming = "file", of_parts: bool = True) -> bool:
+    """Whether a config's entry is this layer or a pattern that matches it, or with `of_parts` a part of the model that
+    contains it, which engines' names tell by `naming` alone."""
+    if naming in ("end", "whole"):
+        is_named = entry == path or (naming == "end" and path.endswith(f".{entry}"))
+        return _is_matched(entry, path) if entry.startswith("re:") else is_named
     paths = _paths(path)
     if entry.startswith("re:"):
         return any(_is_matched(entry, each) for each in paths.names)
     if any(character in entry for character in "*?["):
         return any(fnmatch.fnmatchcase(each, entry) for each in paths.names)
     # AWQ's lists have "model.layers.0." too: its loaders look for the text, which without a dot is in layer 01's name.
-    return f".{entry.strip('.')}." in paths.text
+    named = f".{entry.strip('.')}."
+    return named in paths.text if of_parts else any(f".{each}.".endswith(named) for each in paths.names)
 
 
 class _Paths(NamedTuple):
@@ -411,9 +432,7 @@ def _of_data_type(section: Section) -> Iterator[_Claim]:
 
 
 def _of_algorithm(config: Mapping[str, Any], path: str, where: str, is_left_out: bool) -> Iterator[_Claim]:
-    layers = _mapping(config.get("quantized_layers"))
-    name = next((name for name in layers if isinstance(layers[name], Mapping) and _matches(name, path)), None)
-    own = {} if name is None else layers[name]
+    name, own = _own_algorithm(config, path) or ("", {})
     of_all = {} if is_left_out else config
     for section, place in ((of_all, where), (own, f"{where}quantized_layers.{name}.")):
         algorithm, size = section.get("quant_algo"), section.get("group_size")
