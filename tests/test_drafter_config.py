@@ -77,6 +77,13 @@ def test_layer_ids_mean_overrides_the_table(model_type, num_layers, layer_ids, l
     assert capture_layers(model_type, num_layers, layer_ids, layer_ids_mean=layer_ids_mean) == boundaries
 
 
+@pytest.mark.parametrize("layer_ids", [[2, 5, 8], (each for each in (2, 5, 8))], ids=["list", "generator"])
+def test_a_config_keeps_ids_as_a_tuple(layer_ids) -> None:
+    """A generator was used up by the check, and a list could be changed."""
+    config = Eagle3Config(3, 64, 48, layer_ids=layer_ids)
+    assert config.layer_ids == (2, 5, 8) and hash(config) == hash(Eagle3Config(3, 64, 48, layer_ids=(2, 5, 8)))
+
+
 @pytest.mark.parametrize("layer_ids_mean", [None, "output", "boundary"])
 @pytest.mark.parametrize(
     ("model_type", "num_layers", "boundaries"),

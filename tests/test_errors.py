@@ -658,7 +658,7 @@ def not_plain_calls() -> Iterator[object]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and sparse tensors in beta
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize(("call", "name", "how"), not_plain_calls())
+@pytest.mark.parametrize(("call", "name", "how"), [*not_plain_calls()])
 def test_a_tensor_that_is_no_plain_memory(call: str, name: str, how: str, backend: str) -> None:
     function, make = CALLS[call]
     change, message = NOT_PLAIN[how]
@@ -800,6 +800,17 @@ def test_shifted_rows_of_one_buffer_overlap(rows_apart: int) -> None:
     with pytest.raises(ValueError, match="out overlaps hidden"):
         ek.capture_hidden(buffer[:T], out=buffer[rows_apart:])
     ek.capture_hidden(buffer[:rows_apart], out=buffer[T:])
+
+
+def test_an_out_over_ids_that_are_not_dense_is_refused() -> None:
+    """The kernel reads a dense copy of such ids."""
+    memory = torch.zeros(T * 2 * H, dtype=torch.int64)
+    out = memory.view(torch.bfloat16)[: T * 2 * H].view(T, 2, H)
+    shard = ek.VocabShard.build(64, tp_rank=0, tp_size=1)
+    for ids in (memory[: 2 * T].view(2, T).t(), memory[: 4 * T].view(T, 4)[:, 1::2]):
+        with pytest.raises(ValueError, match=r"^vocab_parallel_embedding: out overlaps ids, expected disjoint memory"):
+            ek.vocab_parallel_embedding(ids, torch.ones(64, H).bfloat16(), shard, out=out)
+        assert not memory.any()
 
 
 def test_bad_chunks_are_worded_before_their_widths_are_needed() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 import eagle_kernels as ek
 from backends import environment_of, needs_packing
 from eagle_kernels.quantized_weight import FORMATS
-from guards import UnchangedTensors
+from guards import UnchangedTensors, same_bits
 
 K, H, D, T = 3, 72, 40, 9
 
@@ -156,6 +157,27 @@ def test_the_out_of_a_packed_layer_is_checked() -> None:
         with pytest.raises((TypeError, ValueError), match=f"^norm_concat_linear: {message}"):
             layer(chunks, out=out)
         assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("named", ["chunks[1]", "residuals[0]", "sum_squares", "norm_weight"])
+def test_an_out_over_what_the_first_of_two_norms_reads_is_refused(named: str) -> None:
+    """The op that writes it reads the first norm's result alone, and wrote over the input."""
+    layer = make_layer(chunk_norm=True, concat_norm=True)
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    residuals = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    sum_squares = torch.rand(T, D)
+    given = {
+        "chunks[1]": chunks[1],
+        "residuals[0]": residuals[0],
+        "sum_squares": sum_squares.view(torch.bfloat16),
+        "norm_weight": layer.input_norm.weight.data,
+    }[named]
+    out = given.flatten()[: 5 * D].view(5, D) if named == "norm_weight" else given[:, :D]
+    chunks, residuals = ([each[: len(out)] for each in tensors] for tensors in (chunks, residuals))
+    before = out.clone()
+    with pytest.raises(ValueError, match=rf"^norm_concat_linear: out overlaps {re.escape(named)}, expected disjoint"):
+        layer(chunks, residuals=residuals, sum_squares=sum_squares[: len(out), :K], out=out)
+    assert same_bits(out, before)
 
 
 @needs_packing

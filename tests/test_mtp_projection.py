@@ -308,6 +308,31 @@ def test_bad_arguments_are_refused_and_nothing_is_written(call: object, message:
     out.check_untouched()
 
 
+SCALED = {"normed": False, "embedding_scale": H**0.5}
+
+
+@pytest.mark.parametrize(
+    ("named", "config"), [("ids", {}), ("positions", {}), ("ids", SCALED), ("positions", SCALED), ("table", SCALED)]
+)
+def test_an_out_over_an_input_that_is_copied_first_is_refused(named: str, config: dict) -> None:
+    """The op reads the copy, so that it wrote over the input."""
+    layer = make_layer(mask_position_zero=True, **config)
+    memory = torch.zeros(T * D // 4 + 1, dtype=torch.int64)
+    out = memory.view(torch.bfloat16)[: T * D].view(T, D)
+    hidden, ids, table = make_inputs()
+    positions = torch.arange(T)
+    if named == "table":
+        memory = torch.zeros(max(V * H, T * D), dtype=torch.bfloat16)
+        out, table = memory[: T * D].view(T, D), memory[: V * H].view(V, H)
+    elif named == "ids":
+        ids = memory[:T]
+    else:
+        positions = memory[:T]
+    with pytest.raises(ValueError, match=f"^MTPProjection: out overlaps {named}, expected disjoint memory"):
+        layer(hidden, ids, table=table, positions=positions, out=out)
+    assert not memory.any()
+
+
 def test_a_mask_without_positions_and_too_many_rows_are_refused() -> None:
     layer, (hidden, ids, table) = make_layer(mask_position_zero=True), make_inputs()
     message = "MTPProjection: positions is None, expected (13,) positions, because the config masks position 0"

@@ -486,3 +486,29 @@ def test_another_format_is_another_layer() -> None:
     layer = eagle3("fp8_row", bias=True)
     layer.load_checkpoint(dict(eagle3("nvfp4", seed=1, bias=True).state_dict()))
     assert layer.fc.format == "nvfp4" and layer.fc.bias is not None
+
+
+@pytest.mark.parametrize("own", [None, "fp8_row"])
+@pytest.mark.parametrize("loaded", [None, "int8_row"])
+def test_a_module_of_inference_tensors_loads_in_their_mode_alone(own: str | None, loaded: str | None) -> None:
+    """Outside, its projection was replaced before torch refused to write the norms."""
+    state = eagle3(loaded, seed=1).state_dict()
+    with torch.inference_mode():
+        layer = eagle3(own)
+    fc = layer.fc
+    expected = "an inference tensor, expected a call under torch.inference_mode\\(\\), because"
+    message = rf"^Eagle3Projection.load_checkpoint: \S+ is {expected}"
+    with UnchangedTensors([*layer.state_dict().values()]), pytest.raises(RuntimeError, match=message):
+        layer.load_checkpoint(state)
+    assert layer.fc is fc
+    with torch.inference_mode():
+        layer.load_checkpoint(state)
+    assert all(same_bits(tensor, state[name]) for name, tensor in layer.state_dict().items())
+
+
+@needs_packing
+def test_a_packed_layer_is_not_quantized() -> None:
+    because = "prepack has put its numbers into another order"
+    message = f"Eagle3Projection.quantize: the weight is packed, expected a dense weight, because {because}"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        eagle3().prepack().quantize("fp8_row")

@@ -217,10 +217,13 @@ class Eagle3Config:
             object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
         checks.check_eps(op, "eps", self.eps)
         _check_meaning(op, self.layer_ids_mean)
-        if self.layer_ids is not None and len(_check_layer_ids(op, "layer_ids", self.layer_ids)) != self.num_chunks:
-            raise checks.error(
-                ValueError, op, f"layer_ids is {self.layer_ids}", f"{self.num_chunks} ids", "num_chunks says so"
-            )
+        if self.layer_ids is None:
+            return
+        layer_ids = tuple(_check_layer_ids(op, "layer_ids", self.layer_ids))
+        object.__setattr__(self, "layer_ids", layer_ids)
+        if len(layer_ids) != self.num_chunks:
+            expected = f"{self.num_chunks} ids"
+            raise checks.error(ValueError, op, f"layer_ids is {layer_ids}", expected, "num_chunks says so")
 
     @classmethod
     def from_hf(cls, config: object, *, trained_by: str | None = None) -> "Eagle3Config":

@@ -181,7 +181,10 @@ class Eagle3Projection(LoadsProjections):
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
             gain = [parameter_of(input_norm)]
             first = (chunks, K, "concat", gain, [eps], norm_offset, residuals, indices, sum_squares)
-            normed = concatenate(Sources.of_module("norm_concat", *first))
+            read = Sources.of_module("norm_concat", *first)
+            normed = concatenate(read)  # which checks the sources
+            if out is not None:
+                _check_out(read, out, config.hidden_size)
             chunks, residuals, indices, sum_squares = normed, None, None, None
         statistics = None if norm == "none" else sum_squares
         fc = modules["fc"]
@@ -195,10 +198,15 @@ class Eagle3Projection(LoadsProjections):
         projected = fc.product(normed)
         if out is None:
             return projected
-        sources.check_out("norm_concat_linear", out, fc.out_features, "D")
-        if is_plain(sources.chunks[0], *sources.operands, fc.bias, out):  # a trace has no addresses
-            sources.check_memory("norm_concat_linear", out, ("bias", fc.bias))
+        _check_out(sources, out, fc.out_features, ("bias", fc.bias))
         return out.copy_(projected)
+
+
+def _check_out(sources: Sources, out: Tensor, columns: int, *more: tuple[str, Tensor | None]) -> None:
+    """Raise where `out` does not fit or shares memory with what was read already: the op that writes it cannot tell."""
+    sources.check_out("norm_concat_linear", out, columns, "D")
+    if is_plain(sources.chunks[0], *sources.operands, *(tensor for _, tensor in more), out):  # a trace has no addresses
+        sources.check_memory("norm_concat_linear", out, *more)
 
 
 def _check_group(op: str, group: Any) -> None:
@@ -219,7 +227,8 @@ class VocabParallelEmbedding(nn.Module):
         scale: as in `vocab_parallel_embedding`: a float (SGLang's Gemma) or a 0-d tensor (Hugging Face, vLLM).
         dtype, device: of the table.
 
-    state_dict: weight [shard.rows, H]; loading also takes the full [V, H] table and keeps this rank's rows.
+    state_dict: weight [shard.rows, H]; loading also takes the full [V, H] table and keeps this rank's rows, unless a
+    shard has V rows itself (more padding than ids).
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
+from .dispatch import is_plain
 from .layers import VocabParallelEmbedding, parameter_of, project_onto
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
@@ -83,6 +84,8 @@ class EmbeddingHiddenProjection(LoadsProjections):
         self._check_sources(hidden, ids, table, embeds, positions)
         config = self.config
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
+        if out is not None and index is not ids:
+            self._check_copied(out, ids=ids, table=table, positions=positions)
         modules, pair = self._modules, self._ordered
         enorm, hnorm, projection = self.NAMES
         norm, gains, eps = "none", [], [1e-6]
@@ -156,6 +159,13 @@ class EmbeddingHiddenProjection(LoadsProjections):
         if isinstance(table, VocabParallelEmbedding):
             table.reduce(rows)
         return rows, None, scale if norm_takes_scale else None
+
+    def _check_copied(self, out: Any, **inputs: Any) -> None:
+        """Raise where `out` shares memory with an input that is read into other memory first: the op cannot tell."""
+        tensors = {name: getattr(given, "weight", given) for name, given in inputs.items()}
+        # A trace has no addresses; what is no matrix, the op refuses.
+        if is_plain(out, *tensors.values()) and out.dim() == 2:
+            checks.check_no_overlap(type(self).__name__, "out", out, tensors.items())
 
     def _masked(self, ids: Tensor | None, positions: Any) -> Any:
         """The rows of the embedding: ids, or 0 to N - 1 of embeds, but -1 where position 0 is masked."""

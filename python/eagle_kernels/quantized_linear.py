@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -163,8 +164,10 @@ def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     """A dense linear layer of 16 or 32 bits, converted to a format of `quantize`."""
     weight = None if isinstance(linear, QuantizedLinear) else getattr(linear, "weight", None)
     if weight is None:
-        got = linear.format if isinstance(linear, QuantizedLinear) else "packed"
-        raise checks.error(RuntimeError, op, f"the weight is {got}", "a dense weight", "rounding twice loses more")
+        got, because = "packed", "prepack has put its numbers into another order"
+        if isinstance(linear, QuantizedLinear):
+            got, because = linear.format, "rounding twice loses more"
+        raise checks.error(RuntimeError, op, f"the weight is {got}", "a dense weight", because)
     if format == COMPRESSED and weight.device.type != "cpu":
         because = "no kernel reads 12 bits a number elsewhere"
         raise checks.error(RuntimeError, op, f"the weight is on {weight.device}", f"on cpu for {format}", because)
@@ -187,6 +190,11 @@ def load_projections(
     copied in place, so that a captured CUDA graph reads the new weight. Where no kernel of the module's device reads
     codes, they are dequantized here, once.
     """
+    if not torch.is_inference_mode_enabled():
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        if (name := next((name for name, tensor in tensors if tensor.is_inference()), None)) is not None:
+            expected, because = "a call under torch.inference_mode()", "torch refuses to write it outside"
+            raise checks.error(RuntimeError, op, f"{name} is an inference tensor", expected, because)
     loaded: dict[str, Tensor] = {}
     for name, (weight, dense) in projections.items():
         loaded |= _fitted(op, module, name, weight, dense)

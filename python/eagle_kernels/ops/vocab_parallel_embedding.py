@@ -7,6 +7,7 @@ Replaces mask + clamp + gather + masked_fill (+ scale + copy) of `VocabParallelE
 0.33, with their layout (`vocab_shard.py`). Shard bounds are runtime values: all ranks share one kernel.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,10 @@ def vocab_parallel_embedding(
     if out is None:
         rows = registered_ops.vocab_parallel_embedding(*record[:-1])
         return rows if ids.dim() == 1 else rows.view(*ids.shape, weight.shape[1])
-    registered_ops.vocab_parallel_embedding_out(*record[:-1], _out_rows(ids, weight, out))
+    rows = _out_rows(ids, weight, out)
+    if not ids.is_contiguous() and is_plain(rows, ids):  # the record has a copy of them
+        _check_strided_ids(ids, rows)
+    registered_ops.vocab_parallel_embedding_out(*record[:-1], rows)
     return out
 
 
@@ -111,6 +115,14 @@ def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
             "rows of one common stride",
             f"ids has {ids.dim()} dimensions",
         ) from None
+
+
+def _check_strided_ids(ids: Tensor, out: Tensor) -> None:
+    """Raise where `out` shares memory with ids of several dimensions that are not dense."""
+    (ids_begin, ids_end), (out_begin, out_end) = checks.byte_range(ids), checks.byte_range(out)
+    if ids_begin < out_end and out_begin < ids_end:
+        places = itertools.product(*map(range, ids.shape[:-1]))
+        checks.check_no_overlap(OP, "out", out, (("ids", ids[place]) for place in places))
 
 
 class VocabParallelEmbedding(NamedTuple):
