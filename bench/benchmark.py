@@ -120,11 +120,15 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     return 1 if failed or wrong or any(map(saved_run.is_above_ceiling, records)) else 0
 
 
+def _check_device(arguments: argparse.Namespace) -> None:
+    if (reason := info.unsupported_reason(arguments.device)) is not None:
+        arguments.parser.error(f"no CUDA device: {reason}; --device cpu measures this machine's processor")
+
+
 def _check(arguments: argparse.Namespace) -> None:
     """Fail now on whatever would otherwise fail after an hour of measuring."""
     fail, device = arguments.parser.error, arguments.device
-    if (reason := info.unsupported_reason(device)) is not None:
-        fail(f"no CUDA device: {reason}; --device cpu measures this machine's processor")
+    _check_device(arguments)
     arguments.timer = arguments.timer or list(DEFAULT_TIMERS[device])
     if foreign := [name for name in arguments.timer if name not in TIMERS[device]]:
         fail(f"argument --timer: {', '.join(foreign)} is not for {device}, which has: {', '.join(TIMERS[device])}")
@@ -591,8 +595,7 @@ def _add_roofline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_roofline(arguments: argparse.Namespace) -> int:
     device = arguments.device
-    if (reason := info.unsupported_reason(device)) is not None:
-        arguments.parser.error(f"no CUDA device: {reason}; --device cpu measures this machine's processor")
+    _check_device(arguments)
     torch.set_num_threads(arguments.threads)
     stages = cli_types.stages(arguments)
     if arguments.json is not None:

@@ -700,10 +700,16 @@ def with_integers(checkpoints: Files, quantization: dict) -> None:
     checkpoints.drafter["quantization_config"] = quantization
 
 
-def with_zero_points(checkpoints: Files, value: int) -> None:
+def in_int8(checkpoints: Files) -> None:
+    """compressed-tensors' int8 with one scale."""
     with_config(checkpoints, of_group("Linear"))
     checkpoints.drafter["quantization_config"]["config_groups"]["group_0"].update(weights={"num_bits": 8})
-    checkpoints.weights |= {"fc.weight": torch.ones(D, K * H, dtype=torch.int8), "fc.weight_scale": torch.ones(D, 1)}
+    checkpoints.weights["fc.weight"] = torch.ones(D, K * H, dtype=torch.int8)
+
+
+def with_zero_points(checkpoints: Files, value: int) -> None:
+    in_int8(checkpoints)
+    checkpoints.weights["fc.weight_scale"] = torch.ones(D, 1)
     checkpoints.weights["fc.weight_zero_point"] = torch.full((D, 1), value, dtype=torch.int8)
 
 
@@ -1043,14 +1049,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("fc-quantized", (V1, V2), "quantizes fc as the drafter's quantization_config says, and there is none"),
         ],
     ),
-    "int8 with one scale": (
-        lambda c: (
-            with_config(c, of_group("Linear")),
-            c.drafter["quantization_config"]["config_groups"]["group_0"].update(weights={"num_bits": 8}),
-            c.weights.update({"fc.weight": torch.ones(D, K * H, dtype=torch.int8)}),
-        ),
-        [IN_NUMBERS],
-    ),
+    "int8 with one scale": (in_int8, [IN_NUMBERS]),
     "int8 with zero points of zero": (lambda c: with_zero_points(c, 0), [IN_NUMBERS]),
     "int8 with zero points": (
         lambda c: with_zero_points(c, 3),
