@@ -163,15 +163,34 @@ def mixed(*layers: str) -> dict:
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
 
 
-def as_gemma_assistant(checkpoints: Files) -> None:
-    """A Gemma-4 assistant in numbers whose config leaves pre_projection out by the file's name."""
-    checkpoints.target = {"model_type": "gemma4_text", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
-    checkpoints.drafter = {"model_type": "gemma4_assistant", "backbone_hidden_size": H}
-    checkpoints.drafter["architectures"] = ["Gemma4AssistantForCausalLM"]
-    text = {"hidden_size": D, "model_type": "gemma4_text", "vocab_size": V, "num_hidden_layers": 4}
-    config = of_group("Linear") | {"ignore": ["pre_projection"]}
-    checkpoints.drafter |= {"text_config": text, "quantization_config": config}
-    checkpoints.weights = {"pre_projection.weight": torch.ones(D, 2 * H).bfloat16()}
+class GemmaCheckpoints(Files):
+    """A Gemma-4 assistant in numbers."""
+
+    def __init__(self) -> None:
+        self.target = {"model_type": "gemma4_text", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
+        self.drafter = {"model_type": "gemma4_assistant", "backbone_hidden_size": H}
+        self.drafter["architectures"] = ["Gemma4AssistantForCausalLM"]
+        text = {"hidden_size": D, "model_type": "gemma4_text", "vocab_size": V, "num_hidden_layers": 4}
+        self.drafter |= {"text_config": text}
+        self.weights = {"pre_projection.weight": torch.ones(D, 2 * H).bfloat16(), "model.norm.weight": torch.ones(D)}
+
+
+def with_gemma_layers(checkpoints: Files, *paths: str, ignore: str = "re:.*pre_projection") -> None:
+    """These layers in W4A16."""
+    checkpoints.weights |= {f"{path}.weight": torch.ones(48, 96) for path in paths}
+    as_w4a16(checkpoints, *paths)
+    checkpoints.drafter["quantization_config"].update(ignore=[ignore])
+
+
+def as_nemotron_35(checkpoints: Files) -> None:
+    """DFlash in Model-Optimizer's W4A16_NVFP4, as SGLang tells drafters of Nemotron 3.5 from others."""
+    for path in ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv")):
+        rows, columns = checkpoints.weights[f"{path}.weight"].shape
+        checkpoints.weights[f"{path}.weight"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        checkpoints.weights[f"{path}.weight_scale"] = torch.ones(rows, columns // 16).to(FP8)
+        checkpoints.weights[f"{path}.weight_scale_2"] = torch.ones(())
+    checkpoints.drafter |= {"has_embed_tokens": True, IDS: [2, 5, 9], "sample_from_anchor": False}
+    checkpoints.drafter["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
 
 
 MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "o_proj")
@@ -289,7 +308,9 @@ def without_fc(checkpoints: Files) -> None:
 
 
 UP = "midlayer.mlp.up_proj"
+GEMMA_DOWN = "model.layers.0.mlp.down_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
@@ -345,7 +366,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         Checkpoints,
         lambda c: (
             in_gptq(c, groups=6),
-            with_integers(c, {"quant_method": "auto-round", "packing_format": "auto_round", "group_size": 32}),
+            with_integers(c, AUTO_ROUND),
         ),
         {"fc": "I32 with scales"},
     ),
@@ -365,7 +386,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: (
             c.weights.update({"lm_head.qweight": torch.zeros(D // 8, DRAFTED, dtype=torch.int32)}),
             c.weights.update({"lm_head.scales": torch.ones(3, DRAFTED).half()}),
-            c.weights.update({"lm_head.qzeros": torch.zeros(3, DRAFTED // 8, dtype=torch.int32)}),
+            c.weights.update({"lm_head.qzeros": middle_zeros(3, DRAFTED)}),
             c.weights.pop("lm_head.weight"),
             c.drafter.update(quantization_config=GPTQ | {"group_size": 16}),
             c.drafter["quantization_config"].update(lm_head=True, dynamic={"-:.*fc": {}}),
@@ -423,16 +444,12 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     ),
     "an fc that auto-round leaves out": (
         Checkpoints,
-        lambda c: c.drafter.update(
-            quantization_config={"quant_method": "auto-round", "bits": 4, "extra_config": {"fc": {"bits": 16}}}
-        ),
+        lambda c: c.drafter.update(quantization_config=AUTO_ROUND | {"extra_config": {"fc": {"bits": 16}}}),
         {"fc": "BF16"},
     ),
     "an fc in no block that auto-round quantized": (
         Checkpoints,
-        lambda c: c.drafter.update(
-            quantization_config={"quant_method": "auto-round", "bits": 4, "block_name_to_quantize": "model.layers"}
-        ),
+        lambda c: c.drafter.update(quantization_config=AUTO_ROUND | {"block_name_to_quantize": "model.layers"}),
         {"fc": "BF16"},
     ),
     "an fc that a pattern leaves out": (
@@ -445,6 +462,20 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         # llm-compressor lists parents of layers in codes.
         lambda c: (with_mlp_in_w4a16(c, layers=2), c.drafter["quantization_config"]["ignore"].append("layers.0.mlp")),
         {"layers.*.mlp.down_proj": "I32 with weight_scale"},
+    ),
+    "numbers whose merged layer has an entry of AWQ's list in its name": (
+        Checkpoints,
+        lambda c: (
+            c.drafter.update(quantization_config=AWQ | {"modules_to_not_convert": ["fc", "v_proj"]}),
+            c.weights.update({f"midlayer.self_attn.{name}_proj.weight": torch.ones(96, 64) for name in "qkv"}),
+        ),
+        {"fc": "BF16"},
+    ),
+    "a drafter of Nemotron 3.5": (ContextCheckpoints, as_nemotron_35, {"fc": "U8 with weight_scale, weight_scale_2"}),
+    "a Gemma assistant with layers in W4A16": (
+        GemmaCheckpoints,
+        lambda c: with_gemma_layers(c, GEMMA_DOWN),
+        {GEMMA_DOWN: "I32 with weight_scale"},
     ),
     "an fc that Model-Optimizer's mixed precision does not list": (
         Checkpoints,
@@ -679,12 +710,17 @@ def in_nvfp4(checkpoints: Files) -> None:
     checkpoints.drafter["quantization_config"] = {"quant_algo": "NVFP4"}
 
 
+def middle_zeros(groups: int, rows: int) -> torch.Tensor:
+    """GPTQ's of symmetric int4, each stored less 1."""
+    return torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)
+
+
 def in_gptq(checkpoints: Files, groups: int) -> None:
     """With act order: g_idx names the group of each column, in no order."""
     del checkpoints.weights["fc.weight"]
     checkpoints.weights |= {"fc.qweight": torch.zeros(K * H // 8, D, dtype=torch.int32)}
     checkpoints.weights |= {"fc.scales": torch.ones(groups, D).half()}
-    checkpoints.weights |= {"fc.qzeros": torch.zeros(groups, D // 8, dtype=torch.int32)}
+    checkpoints.weights |= {"fc.qzeros": middle_zeros(groups, D)}
     checkpoints.weights |= {"fc.g_idx": torch.arange(K * H, dtype=torch.int32) % groups}
     checkpoints.drafter["quantization_config"] = GPTQ | {"desc_act": True}
 
@@ -694,6 +730,14 @@ def in_awq(checkpoints: Files) -> None:
     checkpoints.weights |= {"fc.qweight": torch.zeros(K * H, D // 8, dtype=torch.int32)}
     checkpoints.weights |= {"fc.scales": torch.ones(6, D).half()}
     checkpoints.weights |= {"fc.qzeros": torch.zeros(6, D // 8, dtype=torch.int32)}
+
+
+def in_packed_rows(checkpoints: Files, *paths: str) -> None:
+    """AWQ's int4 in groups of 32 columns."""
+    for path in paths:
+        checkpoints.weights |= {f"{path}.qweight": torch.zeros(64, 12, dtype=torch.int32)}
+        checkpoints.weights |= {f"{path}.scales": torch.ones(2, 96).half()}
+        checkpoints.weights |= {f"{path}.qzeros": torch.zeros(2, 12, dtype=torch.int32)}
 
 
 def with_integers(checkpoints: Files, quantization: dict) -> None:
@@ -1077,7 +1121,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (
             with_config(c, GPTQ | {"group_size": 48}),
             c.weights.update({"fc.qweight": torch.zeros(K * H // 8, D, dtype=torch.int32)}),
-            c.weights.update({"fc.scales": torch.ones(4, D), "fc.qzeros": torch.zeros(4, D // 8, dtype=torch.int32)}),
+            c.weights.update({"fc.scales": torch.ones(4, D), "fc.qzeros": middle_zeros(4, D)}),
             [c.weights.pop(name) for name in ("fc.weight", "fc.weight_scale")],
         ),
         [KEPT],
@@ -1088,15 +1132,15 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.pop("fc.g_idx"),
             with_integers(c, {"quant_method": "gptq", "bits": 4, "desc_act": False}),
         ),
-        [("engine-format", (V1, V2), "refuses the config: it lacks group_size and sym"), KEPT],
+        [("engine-format", (SGLANG, V1, V2), "refuses the config: it lacks group_size and sym"), KEPT],
     ),
     "AWQ of another width": (
         lambda c: c.drafter.update(quantization_config=AWQ | {"bits": 8, "modules_to_not_convert": ["fc", "midlayer"]}),
-        [("engine-format", (V1, V2), "refuses the config: bits is 8, and it reads 4")],
+        [("engine-format", (SGLANG, V1, V2), "refuses the config: bits is 8, and it reads 4")],
     ),
     "AWQ of which the config lacks keys": (
         lambda c: (in_awq(c), with_integers(c, {"quant_method": "awq", "w_bit": 4, "q_group_size": 32})),
-        [("engine-format", (V1, V2), "refuses the config: it lacks zero_point"), KEPT],
+        [("engine-format", (SGLANG, V1, V2), "refuses the config: it lacks zero_point"), KEPT],
     ),
     # `tests/engines/vllm` has both: vLLM ends with an error.
     "GPTQ of which vLLM calls a layer by another name": (
@@ -1105,7 +1149,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.pop("fc.g_idx"),
             c.drafter["quantization_config"].update(desc_act=False),
             c.weights.update({f"{UP}.qweight": torch.zeros(8, 96, dtype=torch.int32)}),
-            c.weights.update({f"{UP}.scales": torch.ones(2, 96), f"{UP}.qzeros": torch.zeros(2, 12).int()}),
+            c.weights.update({f"{UP}.scales": torch.ones(2, 96), f"{UP}.qzeros": middle_zeros(2, 96)}),
         ),
         [
             KEPT,
@@ -1147,7 +1191,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.pop("fc.g_idx"),
             c.drafter["quantization_config"].update(desc_act=False, sym=False),
         ),
-        [("engine-format", (V1, V2), "refuses the config: sym is not true, and it reads no zeros of GPTQ"), KEPT],
+        [("engine-format", (SGLANG, V1, V2), "refuses the config: sym is not true, and it reads no zeros"), KEPT],
     ),
     "GPTQ with a group too many": (
         lambda c: (in_gptq(c, groups=6), c.weights["fc.g_idx"].add_(1)),
@@ -1167,9 +1211,13 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "another packing of auto-round": (
         lambda c: (
             in_gptq(c, groups=6),
-            with_integers(c, {"quant_method": "auto-round", "packing_format": "auto_round:mlx"}),
+            with_integers(c, AUTO_ROUND | {"packing_format": "auto_round:mlx"}),
         ),
-        [("load", ALL, "the checkpoint says packing_format 'auto_round:mlx', expected 'auto_round:auto_gptq'"), KEPT],
+        [
+            ("engine-format", (SGLANG, V1, V2), "packing_format is 'auto_round:mlx', and it reads auto_gptq's"),
+            ("load", ALL, "the checkpoint says packing_format 'auto_round:mlx', expected 'auto_round:auto_gptq'"),
+            KEPT,
+        ],
     ),
     "fp8 without its scale": (
         without_scale,
@@ -1235,17 +1283,86 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out")],
     ),
     "codes that auto-round leaves out": (
-        lambda c: with_config(c, {"quant_method": "auto-round", "block_name_to_quantize": "model.layers"}),
-        [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out: codes have no place there")],
+        lambda c: with_config(c, AUTO_ROUND | {"data_type": "fp", "bits": 8, "block_name_to_quantize": "model.layers"}),
+        [
+            ("engine-format", (SGLANG,), "refuses the config: data_type is 'fp', and it reads int"),
+            IN_NUMBERS,
+            ("fc-quantized", (V1, V2), "and that leaves fc out: codes have no place there"),
+        ],
+    ),
+    "a data_type of auto-round that no engine reads": (
+        lambda c: c.drafter.update(
+            quantization_config=AUTO_ROUND | {"data_type": "nv_fp4", "block_name_to_quantize": "model.layers"}
+        ),
+        [
+            ("engine-format", (SGLANG,), "refuses the config: data_type is 'nv_fp4', and it reads int"),
+            ("engine-format", (V1, V2), "refuses the config: data_type is 'nv_fp4', and it reads int, fp and mx_fp"),
+        ],
+    ),
+    "a config of auto-round that lacks sym, which vLLM takes for true": (
+        lambda c: (
+            c.drafter.update(quantization_config=AUTO_ROUND | {"block_name_to_quantize": "model.layers"}),
+            c.drafter["quantization_config"].pop("sym"),
+        ),
+        [("engine-format", (SGLANG,), "refuses the config: it lacks sym")],
+    ),
+    "GPTQ's method by the name of its tool": (
+        lambda c: c.drafter.update(quantization_config=GPTQ | {"quant_method": "gptqmodel", "dynamic": {"-:fc": {}}}),
+        [("engine-format", (SGLANG, V1, V2), "has no quantization method gptqmodel, and refuses the config")],
+    ),
+    "GPTQ with act order in a rule": (
+        lambda c: c.drafter.update(
+            quantization_config=GPTQ | {"dynamic": {"-:.*fc": {}, "+:.*other": {"desc_act": True}}}
+        ),
+        [OUT_OF_ORDER],
+    ),
+    "GPTQ of symmetric codes with other zeros": (
+        lambda c: (
+            in_gptq(c, groups=6),
+            c.weights.pop("fc.g_idx"),
+            c.drafter["quantization_config"].update(desc_act=False),
+            c.weights["fc.qzeros"].add_(1),
+        ),
+        [("load", ALL, "fc.qzeros has a zero of 9 for row 0, group 0, expected 8, because the checkpoint says"), KEPT],
+    ),
+    "codes of AWQ whose merged layer has an entry of the list in its name": (
+        lambda c: (
+            c.drafter.update(quantization_config=AWQ | {"modules_to_not_convert": ["fc", "gate"]}),
+            in_packed_rows(c, "midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"),
+        ),
+        [
+            ("layer-quantized", engines, f"calls midlayer.mlp.{part}_proj {name}, which the config leaves out: codes")
+            for engines, name in (((SGLANG,), "model.gate_up_proj"), ((V1, V2), "model.layers.12.mlp.gate_up_proj"))
+            for part in ("gate", "up")
+        ],
+    ),
+    "numbers that GPTQ's rules leave out by the names of parts": (
+        lambda c: (
+            c.drafter.update(quantization_config=GPTQ | {"dynamic": {"-:.*fc": {}, r"-:.*\.(q|k|v)_proj": {}}}),
+            c.weights.update({f"midlayer.self_attn.{name}_proj.weight": torch.ones(96, 64) for name in "qkv"}),
+        ),
+        # vLLM lists the layers in codes by the file's header; SGLang knows the merged layer alone.
+        [
+            ("layer-quantized", (SGLANG,), f"builds midlayer.self_attn.{name}_proj quantized: it calls it model.qkv")
+            for name in "kqv"
+        ],
+    ),
+    "a layer in MXFP4 for a method that has experts alone": (
+        lambda c: (
+            c.drafter.update(quantization_config={"quant_method": "mxfp4", "ignored_layers": ["fc", "model.fc"]}),
+            c.weights.update({f"{UP}.weight": torch.zeros(96, 32, dtype=torch.uint8)}),
+            c.weights.update({f"{UP}.weight_scale": torch.zeros(96, 2, dtype=torch.uint8)}),
+        ),
+        [("layer-quantized", (SGLANG, V1, V2), f"has no linear layer for quant_method mxfp4, which {UP} is in")],
     ),
     "numbers that auto-round does not leave out": (
-        lambda c: c.drafter.update(quantization_config={"quant_method": "auto-round", "bits": 4}),
+        lambda c: c.drafter.update(quantization_config=AUTO_ROUND),
         [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
     ),
     "codes in a block that vLLM calls otherwise": (
         lambda c: (
             in_gptq(c, groups=6),
-            with_integers(c, {"quant_method": "auto-round", "block_name_to_quantize": "fc"}),
+            with_integers(c, AUTO_ROUND | {"block_name_to_quantize": "fc"}),
         ),
         [KEPT, ("layer-quantized", (V1, V2), "calls fc model.fc, which is in no block of the config: codes have no")],
     ),
@@ -1514,10 +1631,6 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             for engines in ((SGLANG,), (V1, V2))
         ],
     ),
-    "Gemma's assistant that is left out by another name than vLLM's": (
-        as_gemma_assistant,
-        [("quantized", (V1, V2), "builds pre_projection quantized: it calls it draft_model.pre_projection, which")],
-    ),
     "MTP in Quark's formats": (
         lambda c: (
             in_blocks(c, f"{LAYER}.eh_proj"),
@@ -1601,7 +1714,45 @@ EAGLE_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
 }
 
+GEMMA_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "a Gemma assistant whose projection is left out by another name than vLLM's": (
+        lambda c: with_gemma_layers(c, GEMMA_DOWN, ignore="pre_projection"),
+        [("quantized", (V1, V2), "builds pre_projection quantized: it calls it draft_model.pre_projection, which")],
+    ),
+    "a layer of a Gemma assistant without its scale": (
+        lambda c: (with_gemma_layers(c, GEMMA_DOWN), c.weights.pop(f"{GEMMA_DOWN}.weight_scale")),
+        [("load", ALL, f"weights has {GEMMA_DOWN}.weight_packed, expected weight_scale beside it")],
+    ),
+    "layers of a Gemma assistant that engines hold in numbers": (
+        lambda c: with_gemma_layers(c, "masked_embedding.centroids", "model.embed_tokens"),
+        [
+            ("layer-quantized", (SGLANG, V1, V2), "holds masked_embedding.centroids in a plain nn.Linear, skips its"),
+            ("layer-quantized", (SGLANG, V1, V2), "holds model.embed_tokens in an embedding without a quantization"),
+        ],
+    ),
+    "a norm of a Gemma assistant in FP8": (
+        lambda c: c.weights.update({"model.norm.weight": torch.ones(D).to(FP8)}),
+        [
+            ("load", ALL, "model.norm.weight is [48] of F8_E4M3, expected numbers"),
+            ("layer-quantized", (SGLANG, V1, V2), "holds model.norm in a norm, skips its scales"),
+        ],
+    ),
+}
+
 CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "a Markov head of Gemma 4's DSpark in FP8 that Model-Optimizer lists": (
+        lambda c: (
+            c.drafter.update(architectures=["Gemma4DSparkModel"], attention_k_eq_v=True),
+            c.weights.update({"markov_head.markov_w2.weight": torch.ones(32, 64).to(FP8)}),
+            c.weights.update({"markov_head.markov_w2.weight_scale": torch.ones(())}),
+            c.drafter.update(quantization_config=mixed("markov_head.markov_w2")),
+        ),
+        [
+            ("unserved", (SGLANG,), "has no Gemma4DSparkModel"),
+            ("layer-quantized", (SGLANG,), "holds markov_head.markov_w2 in a plain nn.Linear"),
+            ("layer-quantized", (V1, V2), "holds markov_head.markov_w2 in a ParallelLMHead without a quantization met"),
+        ],
+    ),
     "DFlash of Muse Glimmer": (
         lambda c: c.target.update(model_type="muse_glimmer"),
         [("layers", ALL, "those of Muse Glimmer depend on the drafter")],
@@ -1653,6 +1804,12 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "layer-quantized",
                 ALL,
                 "layers.1.self_attn.v_proj is in numbers and layers.1.self_attn.k_proj in codes: engines merge them",
+            ),
+            # The pattern of v_proj matches the end of qkv_proj.
+            (
+                "layer-quantized",
+                (V1, V2),
+                "calls layers.1.self_attn.k_proj model.layers.13.self_attn.qkv_proj, which the config leaves out",
             ),
         ],
     ),
@@ -2001,6 +2158,7 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "holds candidate_selector.hidden_projection in a linear layer without a quantization method",
             ),
             ("layer-quantized", (SGLANG,), "holds markov_head.markov_w2 in a plain nn.Linear"),
+            ("layer-quantized", (V1, V2), "holds markov_head.markov_w2 in a ParallelLMHead without a quantization met"),
         ],
     ),
     "DFlash with tables of its own in W4A16": (
@@ -2146,6 +2304,7 @@ TRAPS = {
         (Checkpoints, EAGLE3_TRAPS),
         (MTPCheckpoints, MTP_TRAPS),
         (EagleCheckpoints, EAGLE_TRAPS),
+        (GemmaCheckpoints, GEMMA_TRAPS),
         (ContextCheckpoints, CONTEXT_TRAPS),
         (Checkpoints, after(lambda c: with_layers_in_fp8(c, "midlayer"), LAYER_TRAPS)),
         (ContextCheckpoints, after(lambda c: with_mlp_in_w4a16(c, layers=2), MLP_TRAPS)),

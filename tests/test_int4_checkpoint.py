@@ -124,10 +124,10 @@ LAYOUTS: dict[str, tuple[str, Callable[[], tuple[dict, dict, Tensor]]]] = {
     "gptq-act-order": ("gptq int4", lambda: gptq(act_order=True)),
     "gptq-int8": ("gptq int8", lambda: gptq(8)),
     "awq": ("awq int4", awq),
-    "gptq-transformers": ("gptq int4", lambda: with_config(gptq(), says_transformers("GPTQConfig"))),
+    "gptq-transformers": ("gptq int4", lambda: with_config(gptq(), says_transformers("GPTQConfig", sym=False))),
     "gptq-v2-transformers": (
         "gptq int4",
-        lambda: with_config(gptq(version="gptq_v2"), says_transformers("GPTQConfig", format="gptq_v2")),
+        lambda: with_config(gptq(version="gptq_v2"), says_transformers("GPTQConfig", format="gptq_v2", sym=False)),
     ),
     "gptq-v2-by-format": (
         "gptq int4",
@@ -520,6 +520,24 @@ def test_the_last_group_of_a_row_has_fewer_columns(layout: str, tmp_path: Path) 
         config["group_size"] = size
     save(tmp_path, tensors, config)
     truth = (q - zeros[:, group]).double() * scales[:, group].double()
+    assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
+
+
+@pytest.mark.parametrize("stored", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("of_layer", [False, True], ids=["config", "dynamic"])
+def test_symmetric_gptq_has_the_zeros_that_engines_take(stored: str, of_layer: bool, tmp_path: Path) -> None:
+    """They skip qzeros and take 8: with other zeros the numbers here were others than in both engines."""
+    tensors, config, _ = gptq(version=stored)
+    config |= {"dynamic": {"+:.*fc": {"sym": True}}} if of_layer else {"sym": True}
+    place = "dynamic.+:.*fc." if of_layer else ""
+    save(tmp_path, tensors, config)
+    message = rf"fc.qzeros has a zero of \d+ for row \d+, group \d, expected 8, because .* {re.escape(place)}sym True$"
+    with pytest.raises(ValueError, match=message):
+        layer().load_checkpoint(tmp_path)
+    q, _, scales, group, _ = numbers(4)
+    middle = torch.full((W // GROUP, D), 7 if stored == "gptq" else 8)
+    save(tmp_path, tensors | {"qzeros": pack(middle, 4)}, config)
+    truth = (q - 8).double() * scales[:, group].double()
     assert torch.equal(layer().load_checkpoint(tmp_path).fc.weight, truth.float().bfloat16())
 
 

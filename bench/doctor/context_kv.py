@@ -9,6 +9,7 @@ from functools import partial
 
 from eagle_kernels import ContextKV, ContextKVConfig, capture_layers
 from eagle_kernels.checkpoint import context_kv, context_modules, context_projections
+from eagle_kernels.drafter_config import get_field
 from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
@@ -92,7 +93,7 @@ def examine(pair: Pair, architecture: str) -> None:
     look_at_layers(pair, own - seen, partial(_held_in, pair, architecture))
     if architecture != "Gemma4DSparkModel":  # whose q, k and v stay apart
         look_at_merged(pair, own)
-    if architecture in _SGLANG_NAMES_NO_LAYER:
+    if architecture in _SGLANG_NAMES_NO_LAYER and not _is_nemotron_35(pair, architecture):
         look_at_names(pair, own, names_without_layer, SGLANG)
     if architecture in _VLLM_COUNTS_ON:
         look_at_names(pair, own, partial(names_in_vllm, pair), VLLM_V1, VLLM_V2)
@@ -109,9 +110,13 @@ def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
     """
     kind, takes_none = kind_of(path), architecture in _VLLM_TAKES_NO_CONFIG
     in_vllm = UNQUANTIZED if takes_none or _VLLM_UNQUANTIZED.search(path) else TAKES_CONFIG
-    in_sglang = PLAIN if _SGLANG_PLAIN.search(path) else TAKES_CONFIG
-    if path.rpartition(".")[2] == "markov_w1":
+    name = path.rpartition(".")[2]
+    is_plain = _SGLANG_PLAIN.search(path) and not (name == "markov_w2" and _is_nemotron_35(pair, architecture))
+    in_sglang = PLAIN if is_plain else TAKES_CONFIG
+    if name == "markov_w1":
         in_sglang = in_vllm = EMBEDDING
+    elif name == "markov_w2" and not takes_none:  # a ParallelLMHead to vLLM
+        in_vllm = HEAD if architecture == "Gemma4DSparkModel" else head_held_in(pair.quantization, path)
     elif kind in ("embedding", "head"):
         if takes_none or is_target(architecture):
             return {}
@@ -122,6 +127,25 @@ def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
     if is_read_by_sglang(path):
         return {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
     return {SGLANG: in_sglang, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
+
+
+def _is_nemotron_35(pair: Pair, architecture: str) -> bool:
+    """Whether SGLang takes it for a drafter of Nemotron 3.5, whose fc, Markov head and numbered layers take the config.
+
+    Source: SGLang 0.5.23 `dflash_utils.is_nemotron_35_draft_config`.
+    """
+    config, nested = pair.drafter, get_field(pair.drafter, "dflash_config") or {}
+    targets = nested.get("target_layer_ids", config.get("target_layer_ids")) or []
+    states = config.get("eagle_aux_hidden_state_layer_ids")
+    return (
+        architecture in ("DFlashDraftModel", "Qwen3DSparkModel")
+        and bool(config.get("has_embed_tokens"))
+        and not config.get("has_lm_head")
+        and (pair.quantization or {}).get("quant_algo") == "W4A16_NVFP4"
+        and bool(targets)
+        and states == [each + 1 for each in targets]
+        and nested.get("sample_from_anchor", config.get("sample_from_anchor")) is False
+    )
 
 
 def is_target(architecture: str) -> bool:
@@ -180,7 +204,8 @@ def _layer_ids(pair: Pair) -> dict[str, list]:
 
 
 def _look_at_projections(pair: Pair, architecture: str) -> None:
-    takes_fc = architecture in _SGLANG_FC_TAKES_CONFIG or pair.drafter.get("dspark_target_layer_ids") is not None
+    takes_fc = architecture in _SGLANG_FC_TAKES_CONFIG or _is_nemotron_35(pair, architecture)
+    takes_fc |= pair.drafter.get("dspark_target_layer_ids") is not None
     in_vllm = UNQUANTIZED if architecture in _VLLM_TAKES_NO_CONFIG else TAKES_CONFIG
     for part, paths in context_projections(pair.headers).items():
         in_sglang = TAKES_CONFIG if part != "fc" or takes_fc else PLAIN

@@ -77,7 +77,8 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
                 look_at_codes(pair, path, stem, held_in, "quantized")
                 _look_at_name(pair, stage, path, held_in)
     seen = {name.rpartition(".")[0] for stems in layers.values() for name in stems}
-    own = _own_paths(pair, layers, is_alone=not family.config_types)
+    is_alone = not family.config_types or pair.drafter.get("model_type") in stage.drafter_types
+    own = _own_paths(pair, layers, is_alone)
     look_at_layers(pair, own - seen, partial(_layer_held_in, pair, family, stage))
     look_at_merged(pair, own)
     return None
@@ -98,13 +99,18 @@ def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) 
     or reads codes itself (`is_read_by_sglang`).
 
     Source: the NextN and MTP models of SGLang 0.5.23, whose worker shares embedding and head; vLLM 0.33
-    `llm_base_proposer`, which shares those of MTP models, and for EAGLE-1 those that the drafter lacks.
+    `llm_base_proposer`, which shares those of MTP models, and for EAGLE-1 those that the drafter lacks; both engines'
+    `gemma4_mtp`.
     """
-    if (kind := kind_of(path)) == "head" or (kind == "embedding" and family.config_types):
+    kind, is_assistant = kind_of(path), family.name == "gemma4"  # which has an embedding of its own, and no other head
+    if kind == "head" or (kind == "embedding" and family.config_types and not is_assistant):
         return {}
     held_in: dict[str, str] = {}
     for engine, served in stage.engines.items():
-        if engine == "sglang" and (kind == "embedding" or is_read_by_sglang(path)):
+        if engine == "sglang" and ((kind == "embedding" and not is_assistant) or is_read_by_sglang(path)):
+            continue
+        if path.endswith("masked_embedding.centroids"):
+            held_in |= dict.fromkeys(ENGINES[engine], PLAIN)
             continue
         in_numbers = is_modelopt_fp4(pair.quantization) and not _NOT_IN_FP4.isdisjoint(served.architectures)
         place = EMBEDDING if kind == "embedding" else UNQUANTIZED if in_numbers else TAKES_CONFIG

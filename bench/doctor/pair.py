@@ -46,7 +46,7 @@ _STACK = re.compile(r"(?P<path>(?:.*\.)?experts\.\w+_proj)(?:_(?P<parameter>\w+)
 
 # Tensors whose values a loader reads before it looks at codes, so that no stand-in will do; a few numbers per row or
 # column.
-_READ = ("g_idx", "weight_g_idx", "weight_shape", "weight_zero_point")
+_READ = ("g_idx", "qzeros", "weight_g_idx", "weight_shape", "weight_zero_point")
 
 
 class Finding(NamedTuple):

@@ -40,12 +40,17 @@ _ENGINES_WITH = {
     **dict.fromkeys(("mxfp_w4a8", "petit_nvfp4", "w4afp8", "w8a8_fp8", "w8a8_int8"), ("sglang",)),
     **dict.fromkeys(("experts_int8", "fbgemm_fp8", "fp_quant", "inc", "torchao"), ("vllm",)),
     **dict.fromkeys(("humming", "moe_wna16"), ("sglang", "vllm")),
+    "gptqmodel": (),
 }
-# What engines take an entry of these methods for unless it is a pattern; with others they look for it inside a name.
-# Source: SGLang 0.5.23 and vLLM 0.32, `should_ignore_layer` of compressed-tensors and Quark; vLLM's `is_layer_skipped`.
+# What engines take an entry of these methods for unless it is a pattern; with others it is a part of a name.
+# Source: SGLang 0.5.23 and vLLM 0.32, `should_ignore_layer` of compressed-tensors and Quark; `is_layer_skipped`,
+# `is_layer_skipped_awq`.
 _NAMINGS: dict[str, dict[object, Naming]] = {
-    "sglang": {"compressed-tensors": "end", "quark": "whole"},
-    "vllm": dict.fromkeys(("compressed-tensors", "fbgemm_fp8", "fp8", "mxfp4", "quark"), "whole"),
+    "sglang": {"awq": "text", "compressed-tensors": "end", "quark": "whole"},
+    "vllm": {
+        "awq": "text",
+        **dict.fromkeys(("compressed-tensors", "fbgemm_fp8", "fp8", "mxfp4", "quark"), "whole"),
+    },
 }
 # Methods that both engines have for linear layers and experts only.
 _OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxfp4")
@@ -74,8 +79,11 @@ def look_at_method(pair: Pair) -> None:
     lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
     if lacking:
         pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
+    refused: dict[str, list[str]] = {}
     for engine, because in _refusals(method, pair.quantization):
-        pair.find("engine-format", f"refuses the config: {because}", *ENGINES[engine])
+        refused.setdefault(because, []).extend(ENGINES[engine])
+    for because, engines in refused.items():
+        pair.find("engine-format", f"refuses the config: {because}", *engines)
 
 
 # Model-Optimizer's quant_algo that each engine reads. Source: `_parse_modelopt_quant_config` of SGLang 0.5.23, whose
@@ -102,8 +110,16 @@ def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str
         sparsity = config.get("sparsity_config")
         if isinstance(sparsity, Mapping) and sparsity.get("targets"):
             yield "vllm", "it has a sparsity_config, support of which is removed"
-    if method in _VLLM_NEEDS and (because := _refused_by_vllm(method, config)) is not None:
-        yield "vllm", because
+    if method == "auto-round" and (kind := config.get("data_type", "int")) != "int":
+        yield "sglang", f"data_type is {kind!r}, and it reads int"
+        if kind not in ("fp", "fp8") and "mx_fp" not in str(kind):
+            yield "vllm", f"data_type is {kind!r}, and it reads int, fp and mx_fp"
+    if method in _NEEDED and (because := _refused_integers(method, config)) is not None:
+        yield from ((engine, because) for engine in ENGINES)
+    elif method == "auto-round" and "sym" not in config:
+        yield "sglang", "it lacks sym"
+    elif method == "gptq" and _has_act_order(config):
+        yield "vllm", "desc_act is true, and it reads no groups of columns that are out of order"
 
 
 def _unread_by_sglang(weights: Sequence[Mapping[str, Any]]) -> str | None:
@@ -124,29 +140,49 @@ def _is_mxfp8(weights: Mapping[str, Any]) -> bool:
     return said == ["float", 8, "group", 32]
 
 
-# The keys without which vLLM reads no config, each by all its names. Source: `from_config` of vLLM 0.32 and 0.33
-# `auto_gptq` and `auto_awq`.
-_VLLM_NEEDS = {
+# The keys without which engines read no config, each by all its names. Source: `from_config` of vLLM 0.32 `auto_gptq`,
+# `auto_awq` and `inc`, of SGLang 0.5.23 `awq` and `auto_round`, and its `is_gptq_marlin_compatible`: on an NVIDIA GPU
+# it has no other method for GPTQ.
+_NEEDED = {
     "gptq": (("bits",), ("group_size",), ("desc_act",), ("sym",)),
     "awq": (("bits", "w_bit"), ("group_size", "q_group_size"), ("zero_point",)),
+    "auto-round": (("bits",), ("group_size",)),
 }
+_AUTO_GPTQ = "auto_round:auto_gptq"
 
 
-def _refused_by_vllm(method: str, config: Mapping[str, Any]) -> str | None:
-    """Source: vLLM 0.32 and 0.33 `auto_gptq.AutoGPTQConfig`, `gptq_utils.normalize_and_validate_gptq_desc_act`."""
-    lacking = [names[0] for names in _VLLM_NEEDS[method] if not any(name in config for name in names)]
+def _refused_integers(method: str, config: Mapping[str, Any]) -> str | None:
+    """Why both engines refuse a config of GPTQ, AWQ or auto-round.
+
+    Source: the classes of `_NEEDED`; vLLM's `inc_wna16_linear`, SGLang's `gptq_linear`.
+    """
+    lacking = [names[0] for names in _NEEDED[method] if not any(name in config for name in names)]
     if lacking:
         return f"it lacks {' and '.join(lacking)}"
-    bits = config.get("bits", config.get("w_bit"))
+    bits, packing = config.get("bits", config.get("w_bit")), config.get("packing_format", _AUTO_GPTQ)
+    is_integer = config.get("data_type", "int") == "int"
+    if method == "auto-round" and is_integer and packing not in (_AUTO_GPTQ, "auto_round:auto_awq"):
+        return f"packing_format is {packing!r}, and it reads auto_gptq's and auto_awq's"
     if method == "awq":
         return None if bits == 4 else f"bits is {bits}, and it reads 4"
-    if bits not in (4, 8):
+    if method == "gptq" and bits not in (4, 8):
         return f"bits is {bits}, and it reads 4 and 8"
-    if config["desc_act"] is True and config["group_size"] != -1:
-        return "desc_act is true, and it reads no groups of columns that are out of order"
-    if config["sym"] is not True:
+    is_gptq = method == "gptq" or (is_integer and packing == _AUTO_GPTQ)
+    if is_gptq and config.get("sym", True) is not True:
         return "sym is not true, and it reads no zeros of GPTQ"
     return None
+
+
+def _has_act_order(config: Mapping[str, Any]) -> bool:
+    """Whether groups are out of order in GPTQ, for all layers or in a rule of `dynamic`.
+
+    Source: vLLM 0.32 `gptq_utils.normalize_and_validate_gptq_desc_act`.
+    """
+    dynamic = config.get("dynamic")
+    rules = dynamic.items() if isinstance(dynamic, Mapping) else ()
+    own = [rule for pattern, rule in rules if isinstance(rule, Mapping) and not pattern.startswith("-:")]
+    merged = [config, *({**config, **rule} for rule in own)]
+    return any(each.get("desc_act") is True and each.get("group_size") != -1 for each in merged)
 
 
 def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], trap: str) -> None:
@@ -204,6 +240,8 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         yield f"{says}, and that leaves {name} out: codes have no place there{without}", takes
     elif not _is_in_group(config, path):
         yield f"{says}, and none of its config_groups has {name}: codes have no place there{without}", takes
+    elif method_of(config) == "mxfp4" and not is_of_experts(pair, path):
+        yield f"has no linear layer for quant_method mxfp4, which {name} is in{without}", takes
     elif algorithm_of(config) == "MIXED_PRECISION" and not lists_layer(config, path):
         yield f"{says}, and its quantized_layers lack {name}: codes have no place there{without}", takes
 
@@ -215,14 +253,18 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | 
         return None
     if engine == "vllm" and (text := _misread_from_header(pair, config, path, names[0])) is not None:
         return text
-    naming = _NAMINGS[engine].get(method_of(config), "part")
+    method = method_of(config)
+    naming = _NAMINGS[engine].get(method, "part")
+    if engine == "sglang" and method in ("awq", "gptq", "gptqmodel"):
+        names = names[:1]  # these have no table of merged layers
     if holds_codes(pair, path):
         if _is_in_group(config, path) and not any(_is_in_group(config, name, "whole") for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
-        # Other methods' lists name the parts of a merged layer, so that no entry of theirs matches the engine's name.
-        is_named = method_of(config) != "auto-round" or leaves_out(config, path)
-        if not is_named and all(leaves_out(config, name, naming) for name in names):
-            return f"calls {path} {names[0]}, which is in no block of the config: codes have no place there{_WITHOUT}"
+        if not leaves_out(config, path) and all(leaves_out(config, name, naming) for name in names):
+            what = "is in no block of the config" if method == "auto-round" else "the config leaves out"
+            return f"calls {path} {names[0]}, which {what}: codes have no place there{_WITHOUT}"
+        return None
+    if engine == "vllm" and method == "gptq" and not _is_listed_in_gptq(pair, config, names[0]):
         return None
     if is_left_out_by_a_pattern(pair, path):  # by whatever name
         return None
@@ -262,9 +304,16 @@ def _vllm_finds_numbers(pair: Pair, path: str) -> bool:
         return method_of(config) == "awq" or any(header.dtype not in DENSE for header in pair.headers.values())
     if method_of(config) != "gptq":
         return False
-    listed = config[_LISTS["gptq"]]
-    names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
-    return not any(isinstance(name, str) and name in path for name in names)
+    return not _is_listed_in_gptq(pair, config, path)
+
+
+def _is_listed_in_gptq(pair: Pair, config: Mapping[str, Any], name: str) -> bool:
+    """Whether vLLM takes the layer that it calls `name` for one in GPTQ's codes: by the config's list of layers, or by
+    the file's header. Source: `is_layer_gptq_quantized` of vLLM 0.32."""
+    if _is_without_list(config):
+        return any(listed in name for listed in pair.layers if holds_codes(pair, listed))
+    nested = [each if isinstance(each, list) else [each] for each in config[_LISTS["gptq"]]]
+    return any(isinstance(listed, str) and listed in name for each in nested for listed in each)
 
 
 def _is_without_list(config: Mapping[str, Any]) -> bool:

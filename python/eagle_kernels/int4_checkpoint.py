@@ -156,9 +156,15 @@ def packed_of(
     size, in_order = _checked_groups(op, name, layout, bits, names, groups, W, config)
     less = _stored_less(op, name, layout, config)
     group_of = _groups(op, names, tensor, by_row, W, scales_name, size, in_order)
-    return Packed(
-        layout, bits, codes, by_row.float(), _zeros(op, names, tensor, layout, bits, (D, groups), less), group_of
-    )
+    zeros = _zeros(op, names, tensor, layout, bits, (D, groups), less)
+    of_layer = section_of(config, name.rpartition(".")[0])
+    middle = 1 << (bits - 1)
+    # Engines then take the middle for every zero and skip qzeros (vLLM 0.32 `auto_gptq`, SGLang 0.5.23 `gptq`).
+    if layout == "gptq" and of_layer.values.get("sym") is True and (wrong := (zeros != middle).nonzero()).numel():
+        row, group = wrong[0].tolist()
+        got = f"{names['qzeros']} has a zero of {int(zeros[row, group])} for row {row}, group {group}"
+        raise checks.error(ValueError, op, got, str(middle), f"the checkpoint says {of_layer.place('sym')}sym True")
+    return Packed(layout, bits, codes, by_row.float(), zeros, group_of)
 
 
 def _layout_of(

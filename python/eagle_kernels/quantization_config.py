@@ -121,9 +121,9 @@ _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.la
 # llm-compressor lists parents of layers in codes (SGLang 0.5.23 `check_equal_or_regex_match`).
 _OF_LAYERS = ("compressed-tensors", "quark")
 
-# Whose name of a layer is looked for: the file's, or an engine's, of which an entry may be a part, or has to be the end
-# or the whole unless it is a pattern.
-Naming = Literal["file", "part", "end", "whole"]
+# Whose name of a layer is looked for: the file's, or an engine's, in which an entry is looked for as text, as a part
+# between dots, as the end or as the whole, unless it is a pattern.
+Naming = Literal["file", "text", "part", "end", "whole"]
 
 
 class _Claim(NamedTuple):
@@ -292,9 +292,11 @@ def _is_in_blocks(config: Mapping[str, Any], paths: Sequence[str]) -> bool:
 def names_layer(entry: str, path: str, naming: Naming = "file", of_parts: bool = True) -> bool:
     """Whether a config's entry is this layer or a pattern that matches it, or with `of_parts` a part of the model that
     contains it, which engines' names tell by `naming` alone."""
-    if naming in ("end", "whole"):
-        is_named = entry == path or (naming == "end" and path.endswith(f".{entry}"))
-        return _is_matched(entry, path) if entry.startswith("re:") else is_named
+    if naming in ("text", "end", "whole"):
+        if entry.startswith("re:"):
+            return _is_matched(entry, path)
+        is_inside = (naming == "text" and entry in path) or (naming == "end" and path.endswith(f".{entry}"))
+        return is_inside or entry == path
     paths = _paths(path)
     if entry.startswith("re:"):
         return any(_is_matched(entry, each) for each in paths.names)
