@@ -158,8 +158,8 @@ def of_group(*targets: str) -> dict:
 
 
 def mixed(*layers: str) -> dict:
-    """Model-Optimizer's, with these layers in FP8."""
-    listed = {layer: {"quant_algo": "FP8"} for layer in layers}
+    """Model-Optimizer's, with these layers in FP8, and another in NVFP4: without one SGLang takes it for W4AFP8."""
+    listed = {layer: {"quant_algo": "FP8"} for layer in layers} | {"other": {"quant_algo": "NVFP4", "group_size": 16}}
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
 
 
@@ -280,10 +280,15 @@ def in_exl3(checkpoints: Files, path: str = "fc") -> None:
     checkpoints.drafter["quantization_config"] = {"quant_method": "exl3", "bits": 4.0}
 
 
+def quark(*weights: dict) -> dict:
+    of_all = {"weight": weights[0] if len(weights) == 1 else [*weights], "input_tensors": {"dtype": "fp8_e4m3"}}
+    return {"quant_method": "quark", "export": {}, "global_quant_config": of_all}
+
+
 def in_quark(checkpoints: Files, dtype: str, **weights: torch.Tensor) -> None:
     checkpoints.weights |= {f"fc.{name}": tensor for name, tensor in weights.items()}
     spec = {"dtype": dtype, "qscheme": "per_group", "group_size": 32}
-    checkpoints.drafter["quantization_config"] = {"quant_method": "quark", "global_quant_config": {"weight": spec}}
+    checkpoints.drafter["quantization_config"] = quark(spec)
 
 
 STEP = f"{LAYER}.moe"
@@ -311,6 +316,7 @@ UP = "midlayer.mlp.up_proj"
 GEMMA_DOWN = "model.layers.0.mlp.down_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+AUTO_ROUND_FP8 = {"data_type": "fp", "bits": 8, "group_size": [128, 128], "block_name_to_quantize": "model.layers"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
@@ -787,7 +793,8 @@ OUT_OF_ORDER = (
 KEPT = ("fc-quantized", (SGLANG,), "skips its qweight: the weight stays what it was made with (sglang#39087)")
 LORA, ROWS = "lora_A.weight", torch.ones(4, H)
 TRANSFORM = {"config_groups": {"v": {"type": "hadamard", "apply": [{"targets": ["re:.*fc$"], "location": "input"}]}}}
-QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}
+E4M3_BY_ROW = {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
+QUARK = quark(E4M3_BY_ROW)
 CONTEXT_LAYERS = ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv"))
 # The change, and (trap, engines, a part of the text) of each finding.
 EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
@@ -808,9 +815,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
     ),
     "numbers that Quark's config says are codes": (
-        lambda c: c.drafter.update(
-            quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
-        ),
+        lambda c: c.drafter.update(quantization_config=quark({"dtype": "fp8_e4m3"})),
         [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
     ),
     "numbers that Model-Optimizer's list of layers says are codes": (
@@ -850,17 +855,42 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     **{
         f"Quark's {name}, which SGLang lacks": (
-            lambda c, weight=weight: c.drafter.update(
-                quantization_config=QUARK | {"global_quant_config": {"weight": weight}, "exclude": ["model.fc"]}
+            lambda c, weights=weights: c.drafter.update(
+                quantization_config=quark(*weights) | {"exclude": ["model.fc"]}
             ),
             [("engine-format", (SGLANG,), f"refuses the config: it has no scheme of Quark for weights in {name}")],
         )
-        for name, weight in {
-            "int8": {"dtype": "int8", "qscheme": "per_tensor"},
+        for name, weights in {
+            "int8": [{"dtype": "int8", "qscheme": "per_tensor"}],
             "NVFP4": [{"dtype": "fp4", "group_size": 16}, {"dtype": "fp8_e4m3"}],
-            "MXFP8": {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32},
+            "fp8_e4m3 and int4": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}],
+            "MXFP8": [{"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32}],
         }.items()
     },
+    "Quark's FP8 of weights alone": (
+        lambda c: c.drafter.update(
+            quantization_config=QUARK | {"exclude": ["model.fc"], "global_quant_config": {"weight": E4M3_BY_ROW}}
+        ),
+        [("engine-format", (SGLANG,), "no scheme of Quark for weights in fp8_e4m3 without input_tensors")],
+    ),
+    "a config of Quark without export": (
+        lambda c: c.drafter.update(quantization_config=QUARK | {"export": None, "exclude": ["model.fc"]}),
+        [("engine-format", (SGLANG, V1, V2), "refuses the config: it lacks export")],
+    ),
+    "mixed precision without NVFP4": (
+        lambda c: (
+            c.drafter.update(quantization_config=mixed("lm_head")),
+            c.drafter["quantization_config"]["quantized_layers"].pop("other"),
+        ),
+        [("engine-format", (SGLANG,), "takes MIXED_PRECISION without NVFP4 for w4afp8, which builds every linear")],
+    ),
+    "a layer that mixed precision lists by another name than SGLang's": (
+        lambda c: (
+            c.drafter.update(quantization_config=mixed(UP)),
+            c.weights.update({f"{UP}.weight": torch.zeros(96, 64).to(FP8), f"{UP}.weight_scale": torch.ones(())}),
+        ),
+        [("layer-quantized", (SGLANG,), f"calls {UP} model.gate_up_proj, which quantized_layers lack: codes have no")],
+    ),
     "MXFP8 of compressed-tensors, which SGLang lacks": (
         lambda c: c.drafter.update(
             quantization_config={
@@ -1283,7 +1313,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out")],
     ),
     "codes that auto-round leaves out": (
-        lambda c: with_config(c, AUTO_ROUND | {"data_type": "fp", "bits": 8, "block_name_to_quantize": "model.layers"}),
+        lambda c: with_config(c, AUTO_ROUND | AUTO_ROUND_FP8),
         [
             ("engine-format", (SGLANG,), "refuses the config: data_type is 'fp', and it reads int"),
             IN_NUMBERS,
@@ -1298,6 +1328,19 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("engine-format", (SGLANG,), "refuses the config: data_type is 'nv_fp4', and it reads int"),
             ("engine-format", (V1, V2), "refuses the config: data_type is 'nv_fp4', and it reads int, fp and mx_fp"),
         ],
+    ),
+    "FP8 of auto-round by row": (
+        lambda c: c.drafter.update(quantization_config=AUTO_ROUND | AUTO_ROUND_FP8 | {"group_size": 32}),
+        [
+            ("engine-format", (SGLANG,), "refuses the config: data_type is 'fp', and it reads int"),
+            ("engine-format", (V1, V2), "refuses the config: group_size is 32, and it reads FP8 in blocks alone"),
+        ],
+    ),
+    "3 bits of auto-round": (
+        lambda c: c.drafter.update(
+            quantization_config=AUTO_ROUND | {"bits": 3, "block_name_to_quantize": "model.layers"}
+        ),
+        [("engine-format", (SGLANG, V1, V2), "refuses the config: bits is 3, and it reads 4 and 8")],
     ),
     "a config of auto-round that lacks sym, which vLLM takes for true": (
         lambda c: (
@@ -1438,6 +1481,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             weight_scale=torch.zeros(D, K * H // 32, dtype=torch.uint8),
         ),
         [
+            ("engine-format", (SGLANG,), "refuses the config: it has no scheme of Quark for weights in fp6_e3m2"),
             ("load", ALL, "fc.weight is in quark fp6_e3m2, expected"),
             ("fc-quantized", (SGLANG,), "this package's plugin refuses them"),
         ],
@@ -1634,7 +1678,7 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "MTP in Quark's formats": (
         lambda c: (
             in_blocks(c, f"{LAYER}.eh_proj"),
-            c.target.update(quantization_config={"quant_method": "quark"}),
+            c.target.update(quantization_config={"quant_method": "quark", "export": {}}),
         ),
         [("quantized", (V1, V2), "codes are taken for numbers")],
     ),
@@ -2313,6 +2357,26 @@ TRAPS = {
     )
     for trap, (change, findings) in traps.items()
 }
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"quantization_config": {"quant_method": []}},
+        {"quantization_config": {"quant_method": {}, "modules_to_not_convert": [1, None]}},
+        {"dflash_config": [1]},
+        {"dflash_config": "target_layer_ids"},
+        {"dflash_config": None, "target_layer_ids": ["x"]},
+        {"dflash_config": {"target_layer_ids": 3}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("algorithm", [None, "W4A16_NVFP4"])
+def test_values_of_other_types_are_findings(odd: dict, algorithm: str | None, tmp_path: Path) -> None:
+    checkpoints = ContextCheckpoints()
+    checkpoints.drafter |= {"has_embed_tokens": True, "quantization_config": {"quant_algo": algorithm}} | odd
+    checkpoints.weights["layers.0.mlp.up_proj.weight"] = torch.zeros(96, 32, dtype=torch.uint8)
+    assert examine(*checkpoints.save(tmp_path)).findings
 
 
 @pytest.mark.parametrize("trap", TRAPS)

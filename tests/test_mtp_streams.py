@@ -276,15 +276,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_copied(cha
 
 
 @pytest.mark.parametrize("config", STAGES)
-@pytest.mark.parametrize("named", ["hidden", "ids", "indices", "positions", "table"])
+@pytest.mark.parametrize("named", ["hidden", "ids", "indices", "positions", "table", "enorm", "hnorm"])
 def test_an_out_over_an_input_is_refused(config: dict, named: str) -> None:
     """Each of them is copied or normed first by some stage, so that the op that writes cannot tell."""
     layer = make_layer(mask_position_zero=True, **config)
     hidden, ids, table = make_inputs()
     given = {"hidden": hidden, "ids": ids, "indices": torch.arange(T), "positions": torch.arange(T), "table": table}
+    given |= {name: getattr(layer, name).weight for name in ("enorm", "hnorm")}
     memory = torch.zeros(max(T * S * max(D, H), V * H) // 4 + 1, dtype=torch.int64)
     like = given[named]
     given[named] = memory.view(like.dtype)[: like.numel()].view(like.shape)
+    for norm in ("enorm", "hnorm"):
+        getattr(layer, norm).weight = torch.nn.Parameter(given.pop(norm), requires_grad=False)
     out = memory.view(torch.bfloat16)[: T * S * D].view(T, S, D)
     with pytest.raises(ValueError, match=f"^MTPStreamsProjection: out overlaps {named}, expected disjoint memory"):
         layer(**given, out=out)

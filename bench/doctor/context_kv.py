@@ -9,7 +9,6 @@ from functools import partial
 
 from eagle_kernels import ContextKV, ContextKVConfig, capture_layers
 from eagle_kernels.checkpoint import context_kv, context_modules, context_projections
-from eagle_kernels.drafter_config import get_field
 from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
@@ -134,8 +133,10 @@ def _is_nemotron_35(pair: Pair, architecture: str) -> bool:
 
     Source: SGLang 0.5.23 `dflash_utils.is_nemotron_35_draft_config`.
     """
-    config, nested = pair.drafter, get_field(pair.drafter, "dflash_config") or {}
-    targets = nested.get("target_layer_ids", config.get("target_layer_ids")) or []
+    config, nested = pair.drafter, pair.drafter.get("dflash_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    targets = nested.get("target_layer_ids", config.get("target_layer_ids"))
+    targets = targets if isinstance(targets, list) and all(type(each) is int for each in targets) else []
     states = config.get("eagle_aux_hidden_state_layer_ids")
     return (
         architecture in ("DFlashDraftModel", "Qwen3DSparkModel")

@@ -7,6 +7,7 @@ from typing import Any
 from eagle_kernels import MTPConfig, MTPProjection, MTPStreamsConfig, MTPStreamsProjection
 from eagle_kernels.checkpoint import mtp_layers, mtp_norms_inside, mtp_projection, mtp_streams_projection
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
+from eagle_kernels.quantization_config import method_of
 
 from .layers import is_read_by_sglang, kind_of, look_at_layers, look_at_merged
 from .pair import ENGINES, Pair
@@ -127,7 +128,7 @@ def _summary(stage: EngineStage, config: MTPConfig) -> str:
 def _held_in(pair: Pair, stage: EngineStage) -> str:
     if is_modelopt_fp4(pair.quantization) and not _FC_NOT_IN_FP4.isdisjoint(stage.architectures):
         return UNQUANTIZED
-    is_quark = pair.quantization is not None and pair.quantization.get("quant_method") == "quark"
+    is_quark = pair.quantization is not None and method_of(pair.quantization) == "quark"
     takes_config = stage.quantized or (is_quark and not _TAKE_QUARK.isdisjoint(stage.architectures))
     return TAKES_CONFIG if takes_config else PLAIN
 

@@ -1,6 +1,6 @@
 """A target and its drafter as `doctor` has them: two configs and the headers of safetensors files, without weights.
 
-Only tensors that say how a weight is packed are read: g_idx (the group of each column) and weight_shape.
+Only tensors that say how a weight is packed are read: g_idx (the group of each column), zeros and weight_shape.
 """
 
 import json
@@ -44,8 +44,8 @@ DTYPES = {
 # Names of a layer's stacked experts, whose parameters follow an underscore, not a dot: experts.down_proj_blocks.
 _STACK = re.compile(r"(?P<path>(?:.*\.)?experts\.\w+_proj)(?:_(?P<parameter>\w+))?")
 
-# Tensors whose values a loader reads before it looks at codes, so that no stand-in will do; a few numbers per row or
-# column.
+# Tensors whose values a loader reads before it looks at codes, so that no stand-in will do; at most one number for each
+# group of a row.
 _READ = ("g_idx", "qzeros", "weight_g_idx", "weight_shape", "weight_zero_point")
 
 

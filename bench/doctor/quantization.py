@@ -9,6 +9,7 @@ from eagle_kernels.quantization_config import (
     Naming,
     algorithm_of,
     leaves_out,
+    lists_algorithms,
     lists_layer,
     method_of,
     names_layer,
@@ -18,7 +19,7 @@ from eagle_kernels.quantization_config import (
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
-from .pair import DENSE, DTYPES, ENGINES, VLLM_V1, VLLM_V2, Header, Pair
+from .pair import DENSE, DTYPES, ENGINES, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
@@ -45,11 +46,11 @@ _ENGINES_WITH = {
 # What engines take an entry of these methods for unless it is a pattern; with others it is a part of a name.
 # Source: SGLang 0.5.23 and vLLM 0.32, `should_ignore_layer` of compressed-tensors and Quark; `is_layer_skipped`,
 # `is_layer_skipped_awq`.
-_NAMINGS: dict[str, dict[object, Naming]] = {
+_NAMINGS: dict[str, dict[str, Naming]] = {
     "sglang": {"awq": "text", "compressed-tensors": "end", "quark": "whole"},
     "vllm": {
         "awq": "text",
-        **dict.fromkeys(("compressed-tensors", "fbgemm_fp8", "fp8", "mxfp4", "quark"), "whole"),
+        **dict.fromkeys(("compressed-tensors", "fbgemm_fp8", "fp8", "quark"), "whole"),
     },
 }
 # Methods that both engines have for linear layers and experts only.
@@ -74,7 +75,7 @@ def look_at_method(pair: Pair) -> None:
         pair.facts["format"] = f"{text}the plugins leave layers of it to the engine"
     if not isinstance(method, str):
         return
-    method = method.lower()
+    is_file_alone, method = pair.quantization.get("quant_method") is None, method.lower()
     have = _ENGINES_WITH.get(method, () if format == pair.quantization.get("quant_method", method) else tuple(ENGINES))
     lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
     if lacking:
@@ -83,7 +84,13 @@ def look_at_method(pair: Pair) -> None:
     for engine, because in _refusals(method, pair.quantization):
         refused.setdefault(because, []).extend(ENGINES[engine])
     for because, engines in refused.items():
-        pair.find("engine-format", f"refuses the config: {because}", *engines)
+        # Of that file SGLang takes what it does not know for nothing.
+        is_ignored = is_file_alone and engines == [SGLANG]
+        text = "takes the checkpoint for one in numbers" if is_ignored else "refuses the config"
+        pair.find("engine-format", f"{text}: {because}", *engines)
+    if algorithm_of(pair.quantization) == "MIXED_PRECISION" and not lists_algorithms(pair.quantization, _FP4):
+        text = "takes MIXED_PRECISION without NVFP4 for w4afp8, which builds every linear layer in FP8 blocks"
+        pair.find("engine-format", text, SGLANG)
 
 
 # Model-Optimizer's quant_algo that each engine reads. Source: `_parse_modelopt_quant_config` of SGLang 0.5.23, whose
@@ -101,8 +108,11 @@ def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str
         for engine, known in _ALGORITHMS.items():
             if algorithm not in known:
                 yield engine, f"it has no quant_algo {algorithm}"
-    if method == "quark" and (said := _unread_by_sglang(of_quark(config)[1])) is not None:
-        yield "sglang", f"it has no scheme of Quark for weights in {said}"
+    if method == "quark":
+        if config.get("export") is None:
+            yield from ((engine, "it lacks export") for engine in ENGINES)
+        elif (said := _unread_by_sglang(config)) is not None:
+            yield "sglang", f"it has no scheme of Quark for weights in {said}"
     if method == "compressed-tensors":
         groups = [group for group in _groups(config) if isinstance(group.get("weights"), Mapping)]
         if any(_is_mxfp8(group["weights"]) for group in groups):
@@ -112,7 +122,11 @@ def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str
             yield "vllm", "it has a sparsity_config, support of which is removed"
     if method == "auto-round" and (kind := config.get("data_type", "int")) != "int":
         yield "sglang", f"data_type is {kind!r}, and it reads int"
-        if kind not in ("fp", "fp8") and "mx_fp" not in str(kind):
+        size = config.get("group_size")
+        if kind in ("fp", "fp8"):
+            if not isinstance(size, list) or len(size) != 2:
+                yield "vllm", f"group_size is {size!r}, and it reads FP8 in blocks alone"
+        elif "mx_fp" not in str(kind):
             yield "vllm", f"data_type is {kind!r}, and it reads int, fp and mx_fp"
     if method in _NEEDED and (because := _refused_integers(method, config)) is not None:
         yield from ((engine, because) for engine in ENGINES)
@@ -122,17 +136,23 @@ def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str
         yield "vllm", "desc_act is true, and it reads no groups of columns that are out of order"
 
 
-def _unread_by_sglang(weights: Sequence[Mapping[str, Any]]) -> str | None:
-    """What Quark's entries for a weight say that SGLang has no scheme for.
+def _unread_by_sglang(config: Mapping[str, Any]) -> str | None:
+    """What Quark's config says of all layers' weights that SGLang has no scheme for.
 
-    Source: `QuarkConfig._get_scheme_from_config` of SGLang 0.5.23, which reads FP8 by tensor, row and block and MXFP4.
+    Source: `QuarkConfig._get_scheme_from_config` of SGLang 0.5.23, which reads FP8 by tensor, row and block and MXFP4,
+    each with activations in codes too.
     """
-    dtype = weights[0]["dtype"] if weights else None
+    weights = of_quark(config)[1]
+    if not weights:
+        return None
+    dtype = weights[0]["dtype"]
     if len(weights) > 1:
-        return "NVFP4"
-    if dtype in ("fp8_e4m3", "fp8_e4m3fn") and weights[0].get("qscheme") == "per_group":
+        return "NVFP4" if dtype == "fp4" else " and ".join(weight["dtype"] for weight in weights)
+    if dtype not in ("fp8_e4m3", "fp8_e4m3fn", "fp4"):
+        return dtype
+    if dtype != "fp4" and weights[0].get("qscheme") == "per_group":
         return "MXFP8"
-    return dtype if dtype == "int8" else None
+    return None if config["global_quant_config"].get("input_tensors") else f"{dtype} without input_tensors"
 
 
 def _is_mxfp8(weights: Mapping[str, Any]) -> bool:
@@ -159,16 +179,16 @@ def _refused_integers(method: str, config: Mapping[str, Any]) -> str | None:
     lacking = [names[0] for names in _NEEDED[method] if not any(name in config for name in names)]
     if lacking:
         return f"it lacks {' and '.join(lacking)}"
-    bits, packing = config.get("bits", config.get("w_bit")), config.get("packing_format", _AUTO_GPTQ)
-    is_integer = config.get("data_type", "int") == "int"
-    if method == "auto-round" and is_integer and packing not in (_AUTO_GPTQ, "auto_round:auto_awq"):
+    bits, packing = config.get("bits", config.get("w_bit")), config.get("packing_format") or _AUTO_GPTQ
+    if method == "auto-round" and config.get("data_type", "int") != "int":
+        return None
+    if method == "auto-round" and packing not in (_AUTO_GPTQ, "auto_round:auto_awq"):
         return f"packing_format is {packing!r}, and it reads auto_gptq's and auto_awq's"
     if method == "awq":
         return None if bits == 4 else f"bits is {bits}, and it reads 4"
-    if method == "gptq" and bits not in (4, 8):
+    if bits not in (4, 8):
         return f"bits is {bits}, and it reads 4 and 8"
-    is_gptq = method == "gptq" or (is_integer and packing == _AUTO_GPTQ)
-    if is_gptq and config.get("sym", True) is not True:
+    if packing == _AUTO_GPTQ and config.get("sym", True) is not True:
         return "sym is not true, and it reads no zeros of GPTQ"
     return None
 
@@ -254,10 +274,14 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | 
     if engine == "vllm" and (text := _misread_from_header(pair, config, path, names[0])) is not None:
         return text
     method = method_of(config)
-    naming = _NAMINGS[engine].get(method, "part")
+    naming = _NAMINGS[engine].get(method, "part") if isinstance(method, str) else "part"
     if engine == "sglang" and method in ("awq", "gptq", "gptqmodel"):
         names = names[:1]  # these have no table of merged layers
     if holds_codes(pair, path):
+        # vLLM renames these entries as it numbers the layers (`map_draft_quant_config`).
+        is_listed = engine == "sglang" and algorithm_of(config) == "MIXED_PRECISION" and lists_layer(config, path)
+        if is_listed and not any(lists_layer(config, name, is_whole=True) for name in names):
+            return f"calls {path} {names[0]}, which quantized_layers lack: codes have no place there{_WITHOUT}"
         if _is_in_group(config, path) and not any(_is_in_group(config, name, "whole") for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
         if not leaves_out(config, path) and all(leaves_out(config, name, naming) for name in names):
@@ -336,7 +360,7 @@ def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
 
     Source: `get_quant_method` of SGLang 0.5.23 and vLLM 0.33, by whether it asks for a ParallelLMHead.
     """
-    method = None if config is None else config.get("quant_method")
+    method = None if config is None else method_of(config)
     if config is None or algorithm_of(config) is not None:
         return TAKES_CONFIG
     if method in ("gptq", "gptqmodel", "awq"):
@@ -396,7 +420,7 @@ def _covers(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bo
     if algorithm is not None:
         return algorithm != "MIXED_PRECISION" or lists_layer(config, path)
     if method == "compressed-tensors":
-        return _is_in_group(config, path, naming)
+        return _is_in_group(config, path, "file" if naming == "file" else "whole")
     if method == "quark":
         return bool(of_quark(config, path)[1])
     return method in _STORED

@@ -176,7 +176,8 @@ class MTPStreamsProjection(MTPProjection):
         out_rows = None if out is None else _rows_of_streams(op, "out", out, S, self.config.out_features)
         if out_rows is not None:
             given = {"ids": ids, "table": table, "embeds": embeds, "positions": positions, "indices": indices}
-            self._check_copied(out_rows, hidden=streams, **given)
+            norms = {name: parameter_of(self._modules[name]) for name in ("enorm", "hnorm")}
+            self._check_copied(out_rows, hidden=streams, **given, **norms)
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         count = chunk.shape[0] if index is None else index.shape[0]
         gains = [parameter_of(self._modules[name]) for name in ("enorm", "hnorm")]

@@ -178,15 +178,27 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
 
 def algorithm_of(config: Mapping[str, Any]) -> str | None:
     """Model-Optimizer's quant_algo, in upper case: its own, that in `quantization`, or that of hf_quant_config.json."""
-    sections = (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE)))
-    found = (section.get("quant_algo") for section in sections)
+    found = (section.get("quant_algo") for section in _sections(config))
     return next((algorithm.upper() for algorithm in found if isinstance(algorithm, str)), None)
 
 
-def lists_layer(config: Mapping[str, Any], path: str) -> bool:
-    """Whether Model-Optimizer's quantized_layers, which MIXED_PRECISION has for a format, name a layer."""
-    sections = (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE)))
-    return any(_own_algorithm(section, path) is not None for section in sections)
+def lists_layer(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
+    """Whether Model-Optimizer's quantized_layers, which MIXED_PRECISION has for a format, name a layer; with `is_whole`
+    by this very name."""
+    if is_whole:
+        return any(path in _mapping(section.get("quantized_layers")) for section in _sections(config))
+    return any(_own_algorithm(section, path) is not None for section in _sections(config))
+
+
+def lists_algorithms(config: Mapping[str, Any], algorithms: Sequence[str]) -> bool:
+    """Whether quantized_layers have a layer in one of these."""
+    layers = [layer for each in _sections(config) for layer in _mapping(each.get("quantized_layers")).values()]
+    return any(str(_mapping(layer).get("quant_algo")).upper() in algorithms for layer in layers)
+
+
+def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Where Model-Optimizer's keys are."""
+    return config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE))
 
 
 def _own_algorithm(section: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
@@ -221,7 +233,7 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
     An entry of modules_to_not_convert may be a pattern to transformers 5; to engines it is a name.
     """
     entries: list[object] = []
-    for section in (config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE))):
+    for section in _sections(config):
         entries += [entry for key in _LEFT_OUT for entry in _list(section.get(key))]
         if naming == "file":
             listed = [entry for key in _PATTERN_LISTS for entry in _list(section.get(key)) if isinstance(entry, str)]

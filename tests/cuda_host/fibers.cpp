@@ -68,6 +68,8 @@ struct Fiber {
   const Arrivals* awaited = nullptr;
   int64_t seen_changes = 0;  // of `awaited`
   bool has_arrived = false;  // at arrive_at_cluster
+
+  ~Fiber() { end_thread(thread); }
 };
 
 // A block of the running cluster.
@@ -86,7 +88,7 @@ bool is_random = false;
 std::minstd_rand random_numbers;
 uint32_t late_products = 0;  // one bit per wgmma, the same in all threads: those of a warp multiply together
 int64_t early_copies = 0;
-std::vector<std::unique_ptr<Fiber>> fibers;  // of the cluster's threads; each runs a thread of every launch
+std::vector<std::unique_ptr<Fiber>> fibers;  // of the cluster's threads; each runs a thread of every cluster
 std::vector<Block> blocks;
 int running = 0;           // the running thread's index in the cluster
 int threads_of_block = 0;
@@ -141,7 +143,7 @@ void yield(State state) {
   leave(&fiber.fake_stack, scheduler_stack, scheduler_stack_bytes);
   switch_to(scheduler_thread);
   switch_places(fiber.place, scheduler);
-  arrive(fiber.fake_stack, nullptr, nullptr);
+  arrive(fiber.fake_stack, &scheduler_stack, &scheduler_stack_bytes);
 }
 
 void run_threads() {
@@ -486,7 +488,7 @@ void run(const std::function<void()>& thread, Dim3 grid, Dim3 block, int64_t sha
       for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) run_cluster(cluster, shared_bytes);
     }
   } catch (...) {
-    fibers.clear();  // they stopped in the middle of a thread
+    fibers.clear();  // they may have stopped in the middle of a thread
     throw;
   }
   launch_end.acquire();

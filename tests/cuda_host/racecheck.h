@@ -30,6 +30,7 @@ class Order {
 
 inline void* running_on() { return __tsan_get_current_fiber(); }
 inline void* new_thread() { return __tsan_create_fiber(0); }
+inline void end_thread(void* thread) { __tsan_destroy_fiber(thread); }
 inline void switch_to(void* thread) { __tsan_switch_to_fiber(thread, __tsan_switch_to_fiber_no_sync); }
 
 // Memory allocated in its scope is new to every block, even where the allocator reuses it.
@@ -48,6 +49,7 @@ struct Order {
 };
 inline void* running_on() { return nullptr; }
 inline void* new_thread() { return nullptr; }
+inline void end_thread(void*) {}
 inline void switch_to(void*) {}
 struct FreshMemory {
   FreshMemory() {}
