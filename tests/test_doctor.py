@@ -847,6 +847,10 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             IN_NUMBERS,
         ],
     ),
+    "a quant_algo that SGLang lacks, in hf_quant_config.json alone": (
+        lambda c: c.drafter.update(quantization_config={"quant_algo": "FP8_PB_WO", "exclude_modules": ["*fc*"]}),
+        [("engine-format", (SGLANG,), "takes the checkpoint for one in numbers: it has no quant_algo FP8_PB_WO")],
+    ),
     "a quant_algo that vLLM lacks, in the file beside the config": (
         lambda c: c.drafter.update(
             quantization_config={"quantization": {"quant_algo": "NVFP4_AWQ", "exclude_modules": ["*fc*"]}}

@@ -21,8 +21,8 @@ from eagle_kernels.models.family import MTPStage
 from ..cli_types import Command
 from ..output import define, say, wrap
 from . import context_kv, eagle3, mtp
+from .methods import look_at_method
 from .pair import ENGINES, OP, Pair, read
-from .quantization import look_at_method
 
 __all__ = ["DOCTOR", "examine"]
 

@@ -9,7 +9,6 @@ from eagle_kernels.quantization_config import (
     Naming,
     algorithm_of,
     leaves_out,
-    lists_algorithms,
     lists_layer,
     method_of,
     names_layer,
@@ -19,7 +18,7 @@ from eagle_kernels.quantization_config import (
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
-from .pair import DENSE, DTYPES, ENGINES, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
+from .pair import DENSE, DTYPES, VLLM_V1, VLLM_V2, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
@@ -33,16 +32,6 @@ _REFUSED = "; this package's plugin refuses them"
 _LISTS = {"gptq": "modules_in_block_to_quantize", "awq": "modules_to_not_convert"}
 NO_PATTERN = "it takes the pattern in modules_to_not_convert that leaves it out for a name"
 _EXPERTS = "; this package's plugin leaves experts to it"
-# The engines that have a quant_method, where the default is wrong: both engines have the methods that this package
-# reads, none has the others.
-# Source: SGLang 0.5.23 and vLLM 0.33, `layers/quantization/__init__.py`.
-_ENGINES_WITH = {
-    **dict.fromkeys(("bitsandbytes", "blockwise_int8", "gguf", "minimax_m3_nvfp4", "modelslim"), ("sglang",)),
-    **dict.fromkeys(("mxfp_w4a8", "petit_nvfp4", "w4afp8", "w8a8_fp8", "w8a8_int8"), ("sglang",)),
-    **dict.fromkeys(("experts_int8", "fbgemm_fp8", "fp_quant", "inc", "torchao"), ("vllm",)),
-    **dict.fromkeys(("humming", "moe_wna16"), ("sglang", "vllm")),
-    "gptqmodel": (),
-}
 # What engines take an entry of these methods for unless it is a pattern; with others it is a part of a name.
 # Source: SGLang 0.5.23 and vLLM 0.32, `should_ignore_layer` of compressed-tensors and Quark; `is_layer_skipped`,
 # `is_layer_skipped_awq`.
@@ -61,148 +50,6 @@ TAKES_CONFIG = "as the quantization config says"
 PLAIN, UNQUANTIZED = "a plain nn.Linear", "a linear layer without a quantization method"
 HEAD = "a ParallelLMHead without a quantization method"
 EMBEDDING, NORM = "an embedding without a quantization method", "a norm"
-
-
-def look_at_method(pair: Pair) -> None:
-    """State a format that this package does not read, and report the engines that lack the config's method."""
-    if pair.quantization is None:
-        return
-    format, method = unread_format(pair.quantization), pair.quantization.get("quant_method")
-    if method is None and algorithm_of(pair.quantization) is not None:
-        method = "modelopt"  # to both engines, where hf_quant_config.json is all there is
-    if format is not None:
-        text = f"{format}, which this package does not read: load_checkpoint refuses it, "
-        pair.facts["format"] = f"{text}the plugins leave layers of it to the engine"
-    if not isinstance(method, str):
-        return
-    is_file_alone, method = pair.quantization.get("quant_method") is None, method.lower()
-    have = _ENGINES_WITH.get(method, () if format == pair.quantization.get("quant_method", method) else tuple(ENGINES))
-    lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
-    if lacking:
-        pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
-    refused: dict[str, list[str]] = {}
-    for engine, because in _refusals(method, pair.quantization):
-        refused.setdefault(because, []).extend(ENGINES[engine])
-    for because, engines in refused.items():
-        # Of that file SGLang takes what it does not know for nothing.
-        is_ignored = is_file_alone and engines == [SGLANG]
-        text = "takes the checkpoint for one in numbers" if is_ignored else "refuses the config"
-        pair.find("engine-format", f"{text}: {because}", *engines)
-    if algorithm_of(pair.quantization) == "MIXED_PRECISION" and not lists_algorithms(pair.quantization, _FP4):
-        text = "takes MIXED_PRECISION without NVFP4 for w4afp8, which builds every linear layer in FP8 blocks"
-        pair.find("engine-format", text, SGLANG)
-
-
-# Model-Optimizer's quant_algo that each engine reads. Source: `_parse_modelopt_quant_config` of SGLang 0.5.23, whose
-# other values end in `ModelOptFp8Config`, which reads FP8; vLLM 0.32 `modelopt.QUANT_ALGOS`.
-_FP4 = ("NVFP4", "W4A16_NVFP4")
-_ALGORITHMS = {
-    "sglang": (*_FP4, "NVFP4_AWQ", "FP8", "MXFP8", "MIXED_PRECISION"),
-    "vllm": (*_FP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "MIXED_PRECISION"),
-}
-
-
-def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(engine, why) for each engine that has the method and ends with an error for what the config says beside it."""
-    if method.startswith("modelopt") and (algorithm := algorithm_of(config)) is not None:
-        for engine, known in _ALGORITHMS.items():
-            if algorithm not in known:
-                yield engine, f"it has no quant_algo {algorithm}"
-    if method == "quark":
-        if config.get("export") is None:
-            yield from ((engine, "it lacks export") for engine in ENGINES)
-        elif (said := _unread_by_sglang(config)) is not None:
-            yield "sglang", f"it has no scheme of Quark for weights in {said}"
-    if method == "compressed-tensors":
-        groups = [group for group in _groups(config) if isinstance(group.get("weights"), Mapping)]
-        if any(_is_mxfp8(group["weights"]) for group in groups):
-            yield "sglang", "it has no scheme of compressed-tensors for MXFP8"
-        sparsity = config.get("sparsity_config")
-        if isinstance(sparsity, Mapping) and sparsity.get("targets"):
-            yield "vllm", "it has a sparsity_config, support of which is removed"
-    if method == "auto-round" and (kind := config.get("data_type", "int")) != "int":
-        yield "sglang", f"data_type is {kind!r}, and it reads int"
-        size = config.get("group_size")
-        if kind in ("fp", "fp8"):
-            if not isinstance(size, list) or len(size) != 2:
-                yield "vllm", f"group_size is {size!r}, and it reads FP8 in blocks alone"
-        elif "mx_fp" not in str(kind):
-            yield "vllm", f"data_type is {kind!r}, and it reads int, fp and mx_fp"
-    if method in _NEEDED and (because := _refused_integers(method, config)) is not None:
-        yield from ((engine, because) for engine in ENGINES)
-    elif method == "auto-round" and "sym" not in config:
-        yield "sglang", "it lacks sym"
-    elif method == "gptq" and _has_act_order(config):
-        yield "vllm", "desc_act is true, and it reads no groups of columns that are out of order"
-
-
-def _unread_by_sglang(config: Mapping[str, Any]) -> str | None:
-    """What Quark's config says of all layers' weights that SGLang has no scheme for.
-
-    Source: `QuarkConfig._get_scheme_from_config` of SGLang 0.5.23, which reads FP8 by tensor, row and block and MXFP4,
-    each with activations in codes too.
-    """
-    weights = of_quark(config)[1]
-    if not weights:
-        return None
-    dtype = weights[0]["dtype"]
-    if len(weights) > 1:
-        return "NVFP4" if dtype == "fp4" else " and ".join(weight["dtype"] for weight in weights)
-    if dtype not in ("fp8_e4m3", "fp8_e4m3fn", "fp4"):
-        return dtype
-    if dtype != "fp4" and weights[0].get("qscheme") == "per_group":
-        return "MXFP8"
-    return None if config["global_quant_config"].get("input_tensors") else f"{dtype} without input_tensors"
-
-
-def _is_mxfp8(weights: Mapping[str, Any]) -> bool:
-    said = [weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
-    return said == ["float", 8, "group", 32]
-
-
-# The keys without which engines read no config, each by all its names. Source: `from_config` of vLLM 0.32 `auto_gptq`,
-# `auto_awq` and `inc`, of SGLang 0.5.23 `awq` and `auto_round`, and its `is_gptq_marlin_compatible`: on an NVIDIA GPU
-# it has no other method for GPTQ.
-_NEEDED = {
-    "gptq": (("bits",), ("group_size",), ("desc_act",), ("sym",)),
-    "awq": (("bits", "w_bit"), ("group_size", "q_group_size"), ("zero_point",)),
-    "auto-round": (("bits",), ("group_size",)),
-}
-_AUTO_GPTQ = "auto_round:auto_gptq"
-
-
-def _refused_integers(method: str, config: Mapping[str, Any]) -> str | None:
-    """Why both engines refuse a config of GPTQ, AWQ or auto-round.
-
-    Source: the classes of `_NEEDED`; vLLM's `inc_wna16_linear`, SGLang's `gptq_linear`.
-    """
-    lacking = [names[0] for names in _NEEDED[method] if not any(name in config for name in names)]
-    if lacking:
-        return f"it lacks {' and '.join(lacking)}"
-    bits, packing = config.get("bits", config.get("w_bit")), config.get("packing_format") or _AUTO_GPTQ
-    if method == "auto-round" and config.get("data_type", "int") != "int":
-        return None
-    if method == "auto-round" and packing not in (_AUTO_GPTQ, "auto_round:auto_awq"):
-        return f"packing_format is {packing!r}, and it reads auto_gptq's and auto_awq's"
-    if method == "awq":
-        return None if bits == 4 else f"bits is {bits}, and it reads 4"
-    if bits not in (4, 8):
-        return f"bits is {bits}, and it reads 4 and 8"
-    if packing == _AUTO_GPTQ and config.get("sym", True) is not True:
-        return "sym is not true, and it reads no zeros of GPTQ"
-    return None
-
-
-def _has_act_order(config: Mapping[str, Any]) -> bool:
-    """Whether groups are out of order in GPTQ, for all layers or in a rule of `dynamic`.
-
-    Source: vLLM 0.32 `gptq_utils.normalize_and_validate_gptq_desc_act`.
-    """
-    dynamic = config.get("dynamic")
-    rules = dynamic.items() if isinstance(dynamic, Mapping) else ()
-    own = [rule for pattern, rule in rules if isinstance(rule, Mapping) and not pattern.startswith("-:")]
-    merged = [config, *({**config, **rule} for rule in own)]
-    return any(each.get("desc_act") is True and each.get("group_size") != -1 for each in merged)
 
 
 def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], trap: str) -> None:
@@ -434,10 +281,11 @@ def _is_in_group(config: Mapping[str, Any], path: str, naming: Naming = "file") 
 
 
 def _targets(config: Mapping[str, Any]) -> list[str]:
-    return [entry for group in _groups(config) for entry in _texts(group.get("targets"))]
+    return [entry for group in groups_of(config) for entry in _texts(group.get("targets"))]
 
 
-def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def groups_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """compressed-tensors' config_groups, whatever they are called."""
     groups = config.get("config_groups")
     return [each for each in groups.values() if isinstance(each, Mapping)] if isinstance(groups, Mapping) else []
 
