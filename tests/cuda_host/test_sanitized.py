@@ -35,19 +35,25 @@ def run_under(sanitizer: str, command: list[str], **variables: str) -> subproces
     return subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
 
 
-# The files that take long have processes of their own, so that workers share the load.
-_ALONE = ("test_norm_concat_linear.py", "test_norm_concat_linear_quantized.py")
+# What takes long has processes of its own, so that workers share the load: (file, which of its tests).
+_ALONE = {
+    "codes": ("test_norm_concat_linear_quantized.py", "not wgmma"),
+    "codes-wgmma": ("test_norm_concat_linear_quantized.py", "wgmma"),
+    "linear": ("test_norm_concat_linear.py", "test"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", [*_ALONE, "others"])
+@pytest.mark.parametrize("part", [*_ALONE, "others"])
 @pytest.mark.parametrize("sanitizer", FLAGS)
-def test_the_kernels_under_sanitizers(sanitizer: str, file: str) -> None:
-    files = [
-        name for name in os.listdir(HERE) if name.startswith("test_") and name not in (*_ALONE, Path(__file__).name)
-    ]
-    selection = [os.fspath(HERE / name) for name in (files if file == "others" else [file])]
-    run = run_under(sanitizer, ["-m", "pytest", "-x", "-p", "no:cacheprovider", *selection, "-k", f"not ({_LEFT_OUT})"])
+def test_the_kernels_under_sanitizers(sanitizer: str, part: str) -> None:
+    alone, chosen = {Path(__file__).name, *(file for file, _ in _ALONE.values())}, "test"
+    files = [name for name in os.listdir(HERE) if name.startswith("test_") and name not in alone]
+    if part in _ALONE:
+        file, chosen = _ALONE[part]
+        files = [file]
+    selection = [*(os.fspath(HERE / name) for name in files), "-k", f"({chosen}) and not ({_LEFT_OUT})"]
+    run = run_under(sanitizer, ["-m", "pytest", "-x", "-p", "no:cacheprovider", *selection])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
     assert " passed" in run.stdout and " failed" not in run.stdout, run.stdout
 
