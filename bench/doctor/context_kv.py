@@ -135,16 +135,15 @@ def _is_nemotron_35(pair: Pair, architecture: str) -> bool:
     """
     config, nested = pair.drafter, pair.drafter.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    targets = nested.get("target_layer_ids", config.get("target_layer_ids"))
-    targets = targets if isinstance(targets, list) and all(type(each) is int for each in targets) else []
-    states = config.get("eagle_aux_hidden_state_layer_ids")
+    targets: object = next(iter(_layer_ids(pair).values()), None)
     return (
         architecture in ("DFlashDraftModel", "Qwen3DSparkModel")
         and bool(config.get("has_embed_tokens"))
         and not config.get("has_lm_head")
         and (pair.quantization or {}).get("quant_algo") == "W4A16_NVFP4"
-        and bool(targets)
-        and states == [each + 1 for each in targets]
+        and isinstance(targets, list)
+        and all(type(each) is int for each in targets)
+        and config.get("eagle_aux_hidden_state_layer_ids") == [each + 1 for each in targets]
         and nested.get("sample_from_anchor", config.get("sample_from_anchor")) is False
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eagle_kernels.quantization_config import algorithm_of, lists_algorithms, of_quark, unread_format
+from eagle_kernels.quantization_config import algorithm_of, lists_algorithms, method_of, of_quark, unread_format
 
 from .pair import ENGINES, SGLANG, Pair
 from .quantization import groups_of
@@ -22,37 +22,38 @@ _ENGINES_WITH = {
 
 def look_at_method(pair: Pair) -> None:
     """State a format that this package does not read, and report the engines that lack the config's method."""
-    if pair.quantization is None:
+    config = pair.quantization
+    if config is None:
         return
-    format, method = unread_format(pair.quantization), pair.quantization.get("quant_method")
-    if method is None and algorithm_of(pair.quantization) is not None:
-        method = "modelopt"  # to both engines, where hf_quant_config.json is all there is
+    format, stated = unread_format(config), config.get("quant_method")
+    # hf_quant_config.json is all there is, which both engines take for Model-Optimizer's.
+    is_file_alone = stated is None and algorithm_of(config) is not None
     if format is not None:
         text = f"{format}, which this package does not read: load_checkpoint refuses it, "
         pair.facts["format"] = f"{text}the plugins leave layers of it to the engine"
+    method = "modelopt" if is_file_alone else method_of(config)
     if not isinstance(method, str):
         return
-    is_file_alone, method = pair.quantization.get("quant_method") is None, method.lower()
-    have = _ENGINES_WITH.get(method, () if format == pair.quantization.get("quant_method", method) else tuple(ENGINES))
+    have = _ENGINES_WITH.get(method, () if format is not None and format == stated else tuple(ENGINES))
     lacking = [name for engine, names in ENGINES.items() if engine not in have for name in names]
     if lacking:
         pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
     refused: dict[str, list[str]] = {}
-    for engine, because in _refusals(method, pair.quantization):
+    for engine, because in _refusals(method, config):
         refused.setdefault(because, []).extend(ENGINES[engine])
     for because, engines in refused.items():
         # Of that file SGLang takes what it does not know for nothing.
         is_ignored = is_file_alone and engines == [SGLANG]
         text = "takes the checkpoint for one in numbers" if is_ignored else "refuses the config"
         pair.find("engine-format", f"{text}: {because}", *engines)
-    if algorithm_of(pair.quantization) == "MIXED_PRECISION" and not lists_algorithms(pair.quantization, _FP4):
+    if algorithm_of(config) == "MIXED_PRECISION" and not lists_algorithms(config, _FP4):
         text = "takes MIXED_PRECISION without NVFP4 for w4afp8, which builds every linear layer in FP8 blocks"
         pair.find("engine-format", text, SGLANG)
 
 
+_FP4 = ("NVFP4", "W4A16_NVFP4")
 # Model-Optimizer's quant_algo that each engine reads. Source: `_parse_modelopt_quant_config` of SGLang 0.5.23, whose
 # other values end in `ModelOptFp8Config`, which reads FP8; vLLM 0.32 `modelopt.QUANT_ALGOS`.
-_FP4 = ("NVFP4", "W4A16_NVFP4")
 _ALGORITHMS = {
     "sglang": (*_FP4, "NVFP4_AWQ", "FP8", "MXFP8", "MIXED_PRECISION"),
     "vllm": (*_FP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "MIXED_PRECISION"),

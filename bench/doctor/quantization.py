@@ -213,7 +213,7 @@ def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
     if method in ("gptq", "gptqmodel", "awq"):
         return TAKES_CONFIG if config.get("lm_head") else HEAD
     if method == "compressed-tensors":  # "Linear" does not match an lm_head
-        is_target = any(names_layer(entry, path, of_parts=False) for entry in _targets(config))
+        is_target = any(names_layer(entry, path, "layer") for entry in _targets(config))
         return TAKES_CONFIG if is_target else HEAD
     return HEAD if method in _OF_LINEAR_LAYERS else TAKES_CONFIG
 
@@ -267,17 +267,17 @@ def _covers(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bo
     if algorithm is not None:
         return algorithm != "MIXED_PRECISION" or lists_layer(config, path)
     if method == "compressed-tensors":
-        return _is_in_group(config, path, "file" if naming == "file" else "whole")
+        return _is_in_group(config, path, "layer" if naming == "file" else "whole")
     if method == "quark":
         return bool(of_quark(config, path)[1])
     return method in _STORED
 
 
-def _is_in_group(config: Mapping[str, Any], path: str, naming: Naming = "file") -> bool:
+def _is_in_group(config: Mapping[str, Any], path: str, naming: Naming = "layer") -> bool:
     """Whether one of config_groups has the layer; True for a config without such groups."""
     if method_of(config) != "compressed-tensors":
         return True
-    return any(entry == "Linear" or names_layer(entry, path, naming, of_parts=False) for entry in _targets(config))
+    return any(entry == "Linear" or names_layer(entry, path, naming) for entry in _targets(config))
 
 
 def _targets(config: Mapping[str, Any]) -> list[str]:

@@ -121,9 +121,10 @@ _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.la
 # llm-compressor lists parents of layers in codes (SGLang 0.5.23 `check_equal_or_regex_match`).
 _OF_LAYERS = ("compressed-tensors", "quark")
 
-# Whose name of a layer is looked for: the file's, or an engine's, in which an entry is looked for as text, as a part
-# between dots, as the end or as the whole, unless it is a pattern.
-Naming = Literal["file", "text", "part", "end", "whole"]
+# Whose name of a layer is looked for: the file's, of which an entry may be a part ("file") or the end ("layer"), or an
+# engine's, in which an entry is looked for as text, as a part between dots, as the end or as the whole. A pattern is a
+# pattern to all.
+Naming = Literal["file", "layer", "text", "part", "end", "whole"]
 
 
 class _Claim(NamedTuple):
@@ -242,8 +243,8 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
     # GPTQModel's: "-:" precedes the pattern of layers that are left out.
     patterns = [pattern for pattern in _mapping(config.get("dynamic")) if pattern.startswith("-:")]
     entries += [f"re:{pattern.removeprefix('-:')}" for pattern in patterns]
-    of_parts = method_of(config) not in _OF_LAYERS
-    if any(names_layer(entry, path, naming, of_parts) for entry in entries if isinstance(entry, str)):
+    of_entries: Naming = "layer" if naming == "file" and method_of(config) in _OF_LAYERS else naming
+    if any(names_layer(entry, path, of_entries) for entry in entries if isinstance(entry, str)):
         return True
     if method_of(config) != "auto-round":
         return False
@@ -301,9 +302,9 @@ def _is_in_blocks(config: Mapping[str, Any], paths: Sequence[str]) -> bool:
     return not names or any(each.startswith(name) for name in names for each in paths)
 
 
-def names_layer(entry: str, path: str, naming: Naming = "file", of_parts: bool = True) -> bool:
-    """Whether a config's entry is this layer or a pattern that matches it, or with `of_parts` a part of the model that
-    contains it, which engines' names tell by `naming` alone."""
+def names_layer(entry: str, path: str, naming: Naming = "file") -> bool:
+    """Whether a config's entry is this layer or a pattern that matches it, or as `naming` says a part of the model that
+    contains it."""
     if naming in ("text", "end", "whole"):
         if entry.startswith("re:"):
             return _is_matched(entry, path)
@@ -316,7 +317,9 @@ def names_layer(entry: str, path: str, naming: Naming = "file", of_parts: bool =
         return any(fnmatch.fnmatchcase(each, entry) for each in paths.names)
     # AWQ's lists have "model.layers.0." too: its loaders look for the text, which without a dot is in layer 01's name.
     named = f".{entry.strip('.')}."
-    return named in paths.text if of_parts else any(f".{each}.".endswith(named) for each in paths.names)
+    if naming == "layer":
+        return any(f".{each}.".endswith(named) for each in paths.names)
+    return named in paths.text
 
 
 class _Paths(NamedTuple):

@@ -126,8 +126,8 @@ void arrive(void* fake_stack, const void** from_stack, size_t* from_bytes) {
 }
 
 // ucontext begins a fiber and does not switch to it again: swapcontext asks the system for the signal mask each time,
-// which took two thirds of the tests' time. Not instrumented, since AddressSanitizer takes a jump for the end of every
-// frame of the stack.
+// which took three fifths of the tests' time. Not instrumented, since AddressSanitizer takes a jump for the end of all
+// frames of the stack.
 [[noreturn, gnu::noinline, gnu::no_sanitize("address")]] void go_to(Place& place) { __builtin_longjmp(place.of, 1); }
 [[gnu::noinline, gnu::no_sanitize("address")]] void switch_places(Place& from, Place& to) {
   if (__builtin_setjmp(from.of) == 0) go_to(to);
