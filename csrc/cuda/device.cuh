@@ -397,16 +397,25 @@ __device__ __forceinline__ float sum_over_warp(float value) {
 }
 
 // The sum over the threads of a row, which are those of one threadIdx.y, in an order that depends on their number
-// alone. At most once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use.
-__device__ __forceinline__ float sum_over_row(float value) {
-  const int warps = blockDim.x / 32;
-  float* of_warp = reinterpret_cast<float*>(shared_memory()) + threadIdx.y * warps;
-  value = sum_over_warp(value);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+// alone. At most once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use. Where a thread
+// stands for several, blockDim.x apart, it has the value of each, and the sum is that of as many threads with one each.
+template <int kShare>
+__device__ __forceinline__ float sum_over_row(const float (&values)[kShare]) {
+  const int warps = blockDim.x / 32, all = kShare * warps;
+  float* of_warp = reinterpret_cast<float*>(shared_memory()) + threadIdx.y * all;
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const float value = sum_over_warp(values[i]);
+    if (threadIdx.x % 32 == 0) of_warp[i * warps + threadIdx.x / 32] = value;
+  }
   __syncthreads();
   float sum = 0;
-  for (int warp = 0; warp < warps; ++warp) sum += of_warp[warp];
+  for (int warp = 0; warp < all; ++warp) sum += of_warp[warp];
   return sum;
+}
+__device__ __forceinline__ float sum_over_row(float value) {
+  const float values[] = {value};
+  return sum_over_row(values);
 }
 
 // The row of this thread. Blocks have several rows, one where kSeveral is false; in the last block it may be past the

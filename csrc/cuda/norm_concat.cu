@@ -33,24 +33,27 @@ __device__ __forceinline__ float given_squares(const Chunk& chunk, int64_t row) 
   return row < 0 ? 0.0f : load(chunk.sum_squares + row * chunk.sum_squares_row_stride);
 }
 
-template <class T, bool kAligned>
-__global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant__ Arguments arguments) {
+// A thread stands for kShare of those that shape_of_rows has, blockDim.x apart, with the packs and the sum of each: no
+// bit depends on it.
+template <class T, bool kAligned, int kShare = 1>
+__global__ void __launch_bounds__(512 / kShare) norm_concat_kernel(const __grid_constant__ Arguments arguments) {
+  constexpr int kPacks = kShare * kInFlight;
   const NormConcat& op = arguments.op;
   const Concat& source = op.source;
   const int64_t i = row_of_thread<kAligned>();
   const int num_chunks = static_cast<int>(source.num_chunks);
   const bool whole_row = gridDim.y == 1;
   const int begin = whole_row ? 0 : blockIdx.y, end = whole_row ? num_chunks : blockIdx.y + 1;
-  const int64_t step = kInFlight * pack_stride();
+  const int64_t step = kPacks * pack_stride();
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (i >= op.num_rows) return;  // barriers wait only for threads that have not exited
 
-  Pack<T> value[kInFlight];
+  Pack<T> value[kPacks];
   const auto load_step = [&](const Chunk& chunk, int64_t row, int64_t first) {
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) value[j] = load_value<kAligned, T>(chunk, row, first + j * pack_stride());
+    for (int j = 0; j < kPacks; ++j) value[j] = load_value<kAligned, T>(chunk, row, first + j * pack_stride());
   };
   const bool concat = source.norm == Norm::kConcat;
   const bool given = arguments.chunks[0].sum_squares != nullptr;
@@ -60,16 +63,17 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
       squares += given_squares(arguments.chunks[k], source_row(arguments.chunks[k], i));
     }
   } else if (source.norm != Norm::kNone) {
+    float of_share[kShare] = {};
     for (int k = begin; k < end; ++k) {
       const Chunk& chunk = arguments.chunks[k];
       const int64_t row = source_row(chunk, i);
       for (int64_t first = first_column(); first < chunk.width; first += step) {
         load_step(chunk, row, first);
 #pragma unroll
-        for (int j = 0; j < kInFlight; ++j) squares += sum_of_squares(widen(value[j]));
+        for (int j = 0; j < kPacks; ++j) of_share[j % kShare] += sum_of_squares(widen(value[j]));
       }
     }
-    squares = sum_over_row(squares);
+    squares = sum_over_row(of_share);
   }
 
   // A single chunk of one step, up to 8192 values, is still in registers.
@@ -84,7 +88,7 @@ __global__ void __launch_bounds__(512) norm_concat_kernel(const __grid_constant_
     for (int64_t first = first_column(); first < chunk.width; first += step) {
       if (!in_registers) load_step(chunk, row, first);
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
+      for (int j = 0; j < kPacks; ++j) {
         const int64_t column = first + j * pack_stride();
         // Without a norm the bits are copied; a row out of range stays zero whatever gain and eps are.
         if (source.norm != Norm::kNone && row >= 0) {
@@ -121,8 +125,20 @@ int norm_concat_cuda(const NormConcat& record, const Device& device) {
   const bool whole_row = record.source.norm == Norm::kConcat && record.source.chunks[0].sum_squares == nullptr;
   Shape shape = shape_of_rows(rows, widest, alignment.holds(), device);
   if (!whole_row) shape.y = record.source.num_chunks;
+  // Half as many threads, each with twice the packs in flight, where every SM has many blocks. For T = 256, 1024, 4096
+  // and 16384 of 3 x 4096 an H200 takes 6.1, 19.5, 69 and 260 us, so 7.3, 19.2, 65 and 234; of 3 x 2880 5.9, 14.9, 52
+  // and 194, so 6.4, 15.1, 49 and 177 (bench/results/nvidia-h200/decode-curve-alternatives.json). Narrower rows share
+  // blocks.
+  const bool has_many_blocks = shape.rows == 1 && shape.x * shape.y >= 32 * device.multiprocessors;
+  const bool halves = alignment.holds() && !whole_row && has_many_blocks && shape.threads % 64 == 0;
   return with_dtype(record.source.dtype, [&](auto type) {
     using T = decltype(type);
+    if constexpr (sizeof(T) == 2) {
+      if (halves) {
+        shape.threads /= 2;
+        return launch<norm_concat_kernel<T, true, 2>>(shape, arguments, device);
+      }
+    }
     return alignment.holds() ? launch<norm_concat_kernel<T, true>>(shape, arguments, device)
                              : launch<norm_concat_kernel<T, false>>(shape, arguments, device);
   });

@@ -952,6 +952,9 @@ MUTANTS = (
             ("capture_hidden.cu", "hidden + s * op.hidden_stream_stride", "hidden"),
             ("add_rms_norm.cu", "op.width > step", "false"),
             ("norm_concat.cu", "source.norm != Norm::kNone && row >= 0", "source.norm != Norm::kNone"),
+            ("norm_concat.cu", "of_share[j % kShare]", "of_share[0]"),
+            ("norm_concat.cu", "shape.threads % 64 == 0", "true"),
+            ("device.cuh", "i * warps + threadIdx.x / 32", "threadIdx.x / 32"),
         )
     ),
     Mutant(
