@@ -397,8 +397,9 @@ __device__ __forceinline__ float sum_over_warp(float value) {
 }
 
 // The sum over the threads of a row, which are those of one threadIdx.y, in an order that depends on their number
-// alone. At most once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use. Where a thread
-// stands for several, blockDim.x apart, it has the value of each, and the sum is that of as many threads with one each.
+// alone. At most once per kernel: it takes 4 bytes of shared memory for each warp and leaves them in use. Where a
+// thread stands for several, blockDim.x apart, it has the value of each, and the sum is that of as many threads with
+// one each.
 template <int kShare>
 __device__ __forceinline__ float sum_over_row(const float (&values)[kShare]) {
   const int warps = blockDim.x / 32, all = kShare * warps;

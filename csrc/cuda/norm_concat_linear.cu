@@ -22,7 +22,7 @@
 // of the ranges, scales those of each chunk by its 1/rms, and writes the output. Blocks of 128 output columns read x a
 // quarter as often as blocks of 32.
 //
-// A cluster in place of the second kernel was tried, and is modeled at 0.75 to 1.15 times the speed: a cluster has
+// A cluster in place of the second kernel was tried, and was modeled at 0.75 to 1.15 times the speed: a cluster has
 // room for 8 ranges, where up to 20 balance the work best, and each of its blocks needs the squares of its x.
 //
 // The second kernel also finishes products of the library whose fp32 sums need a bias in fp32 or a post norm: these
@@ -56,12 +56,12 @@
 #include "../norm_concat_linear.h"
 
 #include <bit>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 
 #include "codes.cuh"
+#include "h200.h"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "ranges.cuh"
@@ -909,27 +909,13 @@ struct Cut {
   bool evenly;
 };
 
-// What an H200 takes, fitted to bench/results/nvidia-h200/decode-curve-alternatives*.json (one row), in us: for a unit
-// of 16 KB on an SM with 1, 2 or 3 blocks, and once more where a block has columns of two chunks.
-struct UsOfUnits {
-  float on_an_sm[3], second_part[3];
-};
-constexpr UsOfUnits kUsOfDense{{0.54f, 0.36f, 0.33f}, {}}, kUsOfCodes{{0.79f, 0.54f, 0.55f}, {1.6f, 1.6f, 2.5f}};
-// For what comes before and after the units, and for reading a unit at 4.4 TB/s, of four bits too: those take longer.
-constexpr float kUsOfWave = 5, kUsToRead = 16384 / 4.4e6f;
-
-// Cuts the concat into the fused kernel's ranges: so that clusters run at once, since those that wait cost as much as a
-// wave of their own, and so that the SM with most blocks has the fewest units. Blocks fill an SM before they take the
-// next one, but for clusters of up to two, which take a free one. Room for a few clusters stays free: 45 clusters of
-// five, of which 47 have room, take 26.2 us at 3x2880x2880 with two blocks on an SM, where 45 of six in threes take
-// 17.5, and 60 of six in threes, of which 62 have room, take as long as two waves. 60 of four, of which 62 have room,
-// run at once. T is not in it, so that no sum depends on it.
+// Cuts the concat into the fused kernel's ranges, so that an H200 takes least. T is not in it, so that no sum depends
+// on it.
 Cut cut_for_cluster(Arguments& arguments, const Device& device, int max_blocks_on_an_sm) {
   const NormConcatLinear& op = arguments.op;
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int64_t clusters = blocks_of_outputs(op, kFusedColumns);
   const int unit = fused_unit_columns(is_codes);
-  const UsOfUnits& us_of = is_codes ? kUsOfCodes : kUsOfDense;
   int units = 0;
   for (int k = 0; k < op.source.num_chunks; ++k) units += units_of_chunk(op.source, k, unit);
   const auto cut = [&](const Cut& into) {
@@ -941,15 +927,9 @@ Cut cut_for_cluster(Arguments& arguments, const Device& device, int max_blocks_o
     for (int block = 0; block < into.ranges; ++block) {
       longest = std::max(longest, arguments.of_block[block].end - arguments.of_block[block].begin);
     }
-    const int spare = into.ranges < 5 ? 2 : 3;
-    const auto at_once = static_cast<float>(clusters_at_once(device, into.ranges, into.blocks_on_an_sm));
-    const float waves = std::floor(static_cast<float>(clusters + spare - 1) / at_once) + 1;  // without room infinite
-    const bool alone = into.ranges <= 2 && clusters * into.ranges <= device.multiprocessors;
-    const int blocks = alone ? 1 : into.blocks_on_an_sm;
-    const float busiest = static_cast<float>(longest * blocks) * us_of.on_an_sm[blocks - 1];
-    const float to_read = static_cast<float>(clusters * units) * kUsToRead;
-    const float second_part = arguments.ranges.count > into.ranges ? us_of.second_part[blocks - 1] : 0;
-    return waves * (std::max(busiest, to_read) + second_part + kUsOfWave);
+    const bool has_second_part = arguments.ranges.count > into.ranges;
+    const FusedWork work{clusters, into.ranges, into.blocks_on_an_sm, longest, units, has_second_part};
+    return us_of_fused(device, is_codes, work);
   };
   // With the blocks and ranges that somebody wants; 0 of them: any.
   const auto best_cut = [&](int wanted_blocks, int wanted_ranges) {

@@ -20,6 +20,7 @@
 
 #include "../norm_concat_linear.h"
 #include "codes.cuh"
+#include "h200.h"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "ranges.cuh"
@@ -422,27 +423,17 @@ __global__ void __launch_bounds__(Tile<kForm, kWarpgroups, kResidual>::kThreads,
 struct Split {
   int warpgroups;
   SplitRanges ranges;
-  double time;  // of a dense weight in us, without what every call takes
+  double time;  // of a dense weight in us
 };
-
-// What an H200 takes for a stage of a dense weight, by warpgroups, in us between those for 17 and for 48 rows: an SM
-// has two blocks of one or two, else one (bench/results/nvidia-h200/decode-curve-alternatives*.json).
-constexpr double kUsOfStage[] = {0.55, 0.755, 0.645, 0.73};
-double us_to_read(const NormConcatLinear& op) {
-  return 2.0 * static_cast<double>(op.num_columns * op.source.width) / 4.4e6;
-}
 
 // The columns of a block, 64 (neither with codes nor with residuals), 128, 192 or 256, and the ranges, as many as a
 // cluster has room for, with the least time. T and the rows of a block are not in it: every T has the same ranges.
 //
-// A dense weight takes as long as the longest range, or as reading it. Clusters that do not run at once take a wave of
-// their own, and room for one stays free: 16 of six, of which 17 have room, run at once on an H200. Where clusters of
-// 192 columns leave 42 SMs idle, at 3x2880x2880, they still take 20.2 us, and those of 128 columns 22.5.
-//
-// Codes take what the model of docs/benchmarking.md says. Its unit is the time of reading the weight. Through L2 pass
+// An H200 has timed few splits of codes. What decides between them is in units of reading the weight: through L2 pass
 // the weight and, for each block of columns, 64 rows of x, at 1.28 times the copy rate. An SM has one block, or two of
 // up to 128 columns; nine of ten SMs should have one. The instructions of the SM with the most work take more than the
-// unit because of those for x, which more columns share in a block of 256.
+// unit because of those for x, which more columns share in a block of 256. At 3x4096x4096 that takes 28.3 us for 17
+// rows of fp8_row where blocks of 128 columns take 25.9, for 64 rows 33.9 and 34.9.
 Split split_of(const NormConcatLinear& op, const Device& device) {
   constexpr double kCopyOverL2 = 4.3 / 5.5, kBusy = 0.9;
   const bool is_codes = op.weight_type != WeightType::kChunks;
@@ -464,9 +455,9 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
     const int units = units_of(op.source, ranges, unit);
     for (;; ++ranges.count) {
       const LongestRange longest = longest_range(op.source, ranges, unit);
-      const double of_room = static_cast<double>(outputs) / clusters_at_once(device, ranges.count, on_an_sm);
-      double time = 0;  // without room for a cluster infinite
+      double time = 0;
       if (is_codes) {
+        const double of_room = static_cast<double>(outputs) / clusters_at_once(device, ranges.count, on_an_sm);
         const double blocks = static_cast<double>(outputs * ranges.count), waves = std::ceil(of_room);
         const double busy = waves == 1 ? std::min(1.0, blocks / device.multiprocessors)
                                        : blocks / (waves * device.multiprocessors * on_an_sm);
@@ -477,8 +468,7 @@ Split split_of(const NormConcatLinear& op, const Device& device) {
         const double execute = warpgroups == 4 ? 1.1 : 1.4;
         time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
       } else {
-        const double waves = std::floor(of_room) + 1;
-        time = std::max(waves * longest.units * kUsOfStage[warpgroups - 1], us_to_read(op));
+        time = us_of_warpgroups(device, op.num_columns, op.source.width, warpgroups, ranges.count, longest.units);
       }
       if (best.warpgroups == 0 || time < 0.999 * best.time) best = {warpgroups, ranges, time};
       if (ranges.count == kMaxCluster || longest.units == 1) break;
@@ -518,8 +508,7 @@ int launch_columns(int warpgroups, const Arguments& arguments, const Device& dev
 
 }  // namespace
 
-// With up to 48 rows an H200 takes 5 us and the time of the split; for norm_concat and a library's product 10, and that
-// of reading. At 3x5120x5120, where the longest range takes 52 us and reading 36, 17 rows took 55.4 and 47.5.
+// At 3x5120x5120, where the longest range takes 52 us and reading 36, 17 rows took 55.4 us and 47.5 in two steps.
 bool wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns, int32_t multiprocessors) {
 #ifdef EAGLE_KERNELS_ALTERNATIVES
   if (std::getenv("EAGLE_KERNELS_WGMMA_COLUMNS") != nullptr) return true;  // it is to be timed
@@ -533,7 +522,7 @@ bool wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns, int32_t 
   op.num_columns = num_columns;
   Device device{};
   device.multiprocessors = multiprocessors;
-  return split_of(op, device).time <= us_to_read(op) + 5;
+  return split_of(op, device).time <= us_of_two_steps(num_columns, op.source.width);
 }
 
 }  // namespace eagle_kernels::cuda

@@ -280,21 +280,6 @@ inline bool has_residual(const Arguments& arguments) {
   return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
 }
 
-// Clusters that run at the same time; 0 where a GPC has no room for one. A cluster's blocks are on the SMs of one GPC:
-// of 16 SMs, some of 18. The counts of an H100 and an H200, which have 132 SMs (bench/results/*/device.json), are those
-// of GPCs of 18, 18, five times 16 and 8, with 8 more SMs for clusters of two at most. Another GPU of 132 SMs may have
-// room for more, but must split alike, because a row's bits depend on the split; six GPCs of 16 and two of 18 would
-// have it for 84 clusters of 3 blocks, two on an SM, where these have it for 79.
-inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
-  const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
-  const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);
-  const int halved = device.multiprocessors == 132 ? 1 : 0;
-  const int halves = cluster <= 2 ? 2 * halved : halved;
-  const auto of_gpc = [&](int size) { return size * blocks_on_an_sm / cluster; };
-  const int whole = gpcs - larger - halved;
-  return whole * of_gpc(sms) + larger * of_gpc(sms + 2) + halves * of_gpc(sms / 2);
-}
-
 // One range for every chunk.
 inline SplitRanges one_range_each(const Concat& source) {
   SplitRanges ranges{};

@@ -29,7 +29,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     recorded = [value for report in reports if report.when == "call" for name, value in report.user_properties
                 if name == "binary"]  # fmt: skip
     for table in (value for report in reports for name, value in report.user_properties if name == "instances"):
-        terminalreporter.section("norm_concat_linear's CUDA instances, modeled: docs/benchmarking.md")
+        terminalreporter.section("norm_concat_linear's CUDA instances, and a fit: docs/benchmarking.md")
         terminalreporter.write_line(table)
     if not recorded:
         return

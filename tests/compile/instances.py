@@ -1,8 +1,8 @@
-"""Every instance of norm_concat_linear's CUDA kernels, and a model's times on an H200.
+"""Every instance of norm_concat_linear's CUDA kernels, and what an H200 takes for each shape, by a fit to its runs.
 
 `make instances` compiles for sm_90a, asks the launchers (in the emulation, where nothing runs) for the grid of each
-shape of a model and T, prints the table and saves it in bench/results/cuda_instances.json. docs/benchmarking.md has the
-model.
+shape of a model and T, prints the table and saves it in bench/results/cuda_instances.json. csrc/cuda/h200.h has the
+fit.
 """
 
 import json
@@ -31,15 +31,9 @@ FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3, "nvfp4": 4, "mxfp4": 
 SCALED_COLUMNS = {4: 16, 5: 32, 6: 32}  # of the forms whose scales pass through the ring
 SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values() for stage in model.stages})
 
-# An H200. What no data sheet states is an estimate: latency under load, L2, mma.sync's share of the peak, launches.
-SMS, CLOCK = 132, 1.755e9
-COPY, L2 = 4.3e12, 5.5e12  # bytes/s
-LATENCY = 1000 / CLOCK  # s
-ISSUE, SHARED, FLOPS = 4 * 0.7, 128, 0.62 * 4096  # per SM and clock: instructions, bytes and FLOP
-WGMMA_FLOPS = 0.75 * 4096  # by warpgroups, whose first operand comes from registers
-FIRST_LAUNCH, SECOND_LAUNCH = 2e-6, 1.5e-6  # s
-CLUSTER_BYTES = 32  # per SM and clock, from another SM's shared memory
-CLUSTER_SUM = LATENCY  # two barriers, and between them a read of the others' shared memory
+SMS, CLOCK = 132, 1.755e9  # of an H200
+COPY = 4.3e12  # bytes/s
+LAUNCH, LATENCY = 2e-6, 1000 / CLOCK  # s, the latter under load; estimates
 RECEIVED = 16 * 512 + 8 * 64 + 8  # bytes that a block receives from its cluster
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 
@@ -55,7 +49,6 @@ class Instance:
     shared: int  # bytes, for K = 3 chunks
     in_flight: int  # bytes of the weight requested ahead of the product
     instructions_per_byte: float  # of the weight, in the main loop
-    squares_per_byte: float  # of those, for squares of x, in warps that have rows (fused: two each)
     value_bytes: float = 2  # of the weight
     threads: int = 256
 
@@ -103,10 +96,10 @@ def instances() -> dict[str, Instance]:
         stages = ((200 if rows == 128 else (99, 99, 75)[end]) * 1024 - beside) // stage
         in_flight = int((stages - 1) * columns * stage_columns * value_bytes)
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
-        per_byte, squares = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
+        per_byte = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
         sizes = (rows, columns, binary.registers, stages * stage + beside, in_flight)
         name += " residual" if residual else ""
-        made[name] = Instance(name, *sizes, round(per_byte * row_warps, 3), round(squares, 3), value_bytes)
+        made[name] = Instance(name, *sizes, round(per_byte * row_warps, 3), value_bytes)
     return made
 
 
@@ -114,27 +107,21 @@ def _value_bytes(form: int) -> float:
     return 2 if form == 0 else 0.5 if form in (4, 5) else 1
 
 
-def _per_byte(code: str, row_tiles: int, value_bytes: float) -> Iterator[tuple[float, float]]:
-    """A warp's instructions per byte of the weight in each loop that multiplies, and those that sum squares. A product
-    of 16 x 8 reads 16 x 16 values of the weight, which the products of all tiles of 8 rows share."""
-    for issued, products, squares in _loops(code, "HMMA"):
-        read = products * 256 * value_bytes / row_tiles
-        yield issued / read, squares / read
+def _per_byte(code: str, row_tiles: int, value_bytes: float) -> Iterator[float]:
+    """A warp's instructions per byte of the weight in each loop that multiplies. A product of 16 x 8 reads 16 x 16
+    values of the weight, which the products of all tiles of 8 rows share."""
+    for issued, products in _loops(code, "HMMA"):
+        yield issued / (products * 256 * value_bytes / row_tiles)
 
 
-def _instructions(code: str, product: str) -> list[float]:
-    """Those of a warp in each loop that multiplies."""
-    return [issued for issued, *_ in _loops(code, product)]
-
-
-def _loops(code: str, product: str) -> Iterator[tuple[float, int, int]]:
-    """A warp's instructions, products, and instructions that sum squares, in each innermost loop that multiplies. Loops
-    inside it that do not multiply are left out: few blocks run them. What a branch skips counts half where threads copy
-    (half of the warps the weight, the others x), and a quarter where a block of scales of 128 columns ends, after 4
-    steps. Warpgroups copy both in every warp."""
+def _loops(code: str, product: str) -> Iterator[tuple[float, int]]:
+    """A warp's instructions and products in each innermost loop that multiplies. Loops inside it that do not multiply
+    are left out: few blocks run them. What a branch skips counts half where threads copy (half of the warps the weight,
+    the others x), and a quarter where a block of scales of 128 columns ends, after 4 steps. Warpgroups copy both in
+    every warp."""
     lines = code.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
-    loops, share, of_squares = [], dict.fromkeys(range(len(lines)), 1.0), set()
+    loops, share = [], dict.fromkeys(range(len(lines)), 1.0)
     for i, line in enumerate(lines):
         match = re.search(r"\bBRA(?:\.\w+)*\s+(?:\S+,\s*)?`\((\.L_x_\d+)\)", line)
         to = labels.get(match[1], i) if match else i
@@ -147,17 +134,14 @@ def _loops(code: str, product: str) -> Iterator[tuple[float, int, int]]:
             share.update(dict.fromkeys(range(i + 1, to), 0.5))
         elif "FFMA" in skipped and "LDG" in skipped:
             share.update(dict.fromkeys(range(i + 1, to), 0.25))
-        elif "FFMA" in skipped and "LDS.128" in skipped:
-            of_squares.update(range(i + 1, to))
     multiplies = {loop for loop in loops if any(product in line for line in lines[slice(*loop)])}
     for begin, end in multiplies:
         inner = {loop for loop in loops if loop != (begin, end) and begin <= loop[0] and loop[1] <= end}
         if not inner & multiplies:
             left_out = {i for loop in inner for i in range(*loop)}
             body = {i: lines[i] for i in range(begin, end) if i not in left_out}
-            issued = {i for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)}
-            products = sum(product in line for line in body.values())
-            yield sum(share[i] for i in issued), products, len(issued & of_squares)
+            issued = [i for i, line in body.items() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)]
+            yield sum(share[i] for i in issued), sum(product in line for line in body.values())
 
 
 def _wgmma_instances() -> dict[str, Instance]:
@@ -174,24 +158,24 @@ def _wgmma_instances() -> dict[str, Instance]:
         two_blocks = warpgroups <= 2 and FORMS[form] != " e4m3 blocks" and 3 * stage <= 113 << 10
         stages = (228 // (2 if two_blocks else 1) - 1) * 1024 // stage
         # In a stage a warp multiplies 16 rows of the weight.
-        per_byte = min(_instructions(code[binary.name], "HGMMA")) / (16 * 128)
+        per_byte = min(issued for issued, _ in _loops(code[binary.name], "HGMMA")) / (16 * 128)
         name = f"wgmma {columns}x{rows}{FORMS[form]}" + (" residual" if residual else "")
         sizes = (rows, columns, binary.registers, stages * stage, (stages - 1) * columns * 128)
-        made[name] = Instance(name, *sizes, round(per_byte, 3), 0, value_bytes, 128 * warpgroups)
+        made[name] = Instance(name, *sizes, round(per_byte, 3), value_bytes, 128 * warpgroups)
     return made
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a launcher asks for, and its time by the model."""
+    """What a launcher asks for, and what an H200 takes for it by the fit, where there is one."""
 
     instance: str
     blocks: int
     waves: float  # of all SMs, each with as many blocks as fit
     busy: float  # share of the SMs that have a block in the last wave
     ranges: int  # partial sums of an output; 1: none
-    microseconds: float
-    of_floor: float  # relative to one launch and reading the weight at the copy rate
+    microseconds: float | None
+    of_floor: float | None  # relative to one launch and reading the weight at the copy rate
 
 
 def calls(known: dict[str, Instance]) -> dict[str, Call]:
@@ -229,7 +213,7 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
     blocks, ranges = launch.grid
     sizes = (launch.shared_bytes, launch.threads)
     (instance,) = (known[name] for name in names if (known[name].shared, known[name].threads) == sizes)
-    return modeled(instance, blocks * ranges, ranges, K, H, D, T)
+    return _call_of(instance, blocks * ranges, ranges, K, H, D, T)
 
 
 def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int, D: int, T: int, format: str) -> Call:
@@ -256,66 +240,53 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
     pattern = kinds[kernel] + FORMS[form]
     named = (i for name, i in known.items() if re.fullmatch(pattern, name))
     (instance,) = (i for i in named if (i.shared, i.threads) == (launch.shared_bytes, launch.threads))
-    return modeled(instance, blocks * ranges, ranges, K, H, D, T)
+    return _call_of(instance, blocks * ranges, ranges, K, H, D, T)
 
 
-def modeled(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: int, T: int) -> Call:
-    """The time of one call; see docs/benchmarking.md."""
-    width = K * H
-    weight = instance.value_bytes * D * width
-    of_block = weight / blocks
+def _call_of(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: int, T: int) -> Call:
     slots = instance.blocks * SMS
     if instance.one_launch:
         slots = load().clusters_at_once(SMS, ranges, instance.blocks) * ranges
-    # The weight's copies, one wave of blocks after another.
-    memory, left = 0.0, blocks
-    while left > 0:
-        resident = min(left, slots)
-        memory += resident * of_block / min(COPY, resident * instance.in_flight / LATENCY)
-        left -= resident
-    through_l2 = (weight * math.ceil(T / instance.rows) + 2 * T * width * math.ceil(D / instance.columns)) / L2
-    # Bytes of the weight on the SM with most blocks, each of the longest range. Ranges of the fused kernel cut the
-    # concat evenly, those of warpgroups each chunk: there the longest is in a chunk with fewest.
-    units = math.ceil(H / instance.unit)
-    of_longest = math.ceil(units / (ranges // K)) if instance.wgmma else math.ceil(K * units / ranges)
-    longest = min(K * H, of_longest * instance.unit)
-    most = max(math.ceil(blocks / SMS), math.ceil(blocks / slots)) * instance.columns * longest * instance.value_bytes
-    multiply = most / instance.value_bytes * 2 * instance.rows / (WGMMA_FLOPS if instance.wgmma else FLOPS)
-    without_rows = max(0.0, 1 - math.ceil(T / 2) / 8)  # the share of the fused kernel's warps that have none
-    execute = most * (instance.instructions_per_byte - instance.squares_per_byte * without_rows) / ISSUE
-    # Both operands are written once; x is read by each warp along the columns, the weight by each warp along the rows.
-    column_warps, row_warps = (8, 1)
-    if instance.wgmma:  # x by each warpgroup, and once more for its squares
-        column_warps = instance.columns // 64 + 1
-    elif instance.one_launch:
-        column_warps = 2
-    elif instance.rows == 128:
-        column_warps, row_warps = (4, 2)
-    values = 2 * (column_warps + 1) * instance.rows + instance.value_bytes * (row_warps + 1) * instance.columns
-    shared = most / instance.value_bytes / instance.columns * values / SHARED
-    partial = 0 if instance.one_launch else 4 * ranges * T * D
-    end = CLUSTER_SUM if instance.one_launch else SECOND_LAUNCH + partial / L2
-    if instance.wgmma:  # with fewer rows the barriers' time includes it
-        end += min(T, instance.rows) * instance.columns * 4 * 2 / CLUSTER_BYTES / CLOCK
-    slowest = max(memory, through_l2 + partial / L2, max(multiply, execute, shared) / CLOCK)
-    seconds = FIRST_LAUNCH + LATENCY + slowest + end
-    floor = FIRST_LAUNCH + LATENCY + weight / COPY
     last = blocks % slots or slots
+    us = _fitted_us(instance, ranges, K, H, D, T)
+    floor = 1e6 * (LAUNCH + LATENCY + instance.value_bytes * D * K * H / COPY)
     return Call(
         instance=instance.name,
         blocks=blocks,
         waves=round(blocks / slots, 2),
         busy=round(min(1.0, last / SMS), 2),
         ranges=ranges,
-        microseconds=round(seconds * 1e6, 1),
-        of_floor=round(seconds / floor, 2),
+        microseconds=us and round(us, 1),
+        of_floor=us and round(us / floor, 2),
+    )
+
+
+def _fitted_us(instance: Instance, ranges: int, K: int, H: int, D: int, T: int) -> float | None:
+    """Where there is a fit: to one row by the fused kernel, unless scales multiply codes (NVFP4 takes up to a fifth
+    longer than it would say), and to 17 rows of a dense weight by warpgroups."""
+    units = math.ceil(H / instance.unit)
+    # The longest range, where each is of one chunk.
+    of_chunk = math.ceil(units / (ranges // K)) if ranges >= K else None
+    if instance.wgmma:
+        if instance.value_bytes < 2 or T > 48:
+            return None
+        return load().us_of_warpgroups(D, K * H, instance.columns // 64, ranges, of_chunk)
+    if not instance.one_launch or any(FORMS[form] in instance.name for form in SCALED_COLUMNS):
+        return None
+    is_codes = instance.value_bytes < 2
+    # Ranges cut the concat evenly or, where that is faster, of codes each chunk.
+    cuts = [(math.ceil(K * units / ranges), ranges % K != 0)] + [(of_chunk, False)] * (is_codes and ranges >= K)
+    clusters = math.ceil(D / instance.columns)
+    return min(
+        load().us_of_fused(is_codes, clusters, ranges, instance.blocks, longest, K * units, has_second_part)
+        for longest, has_second_part in cuts
     )
 
 
 def as_json(known: dict[str, Instance], made: dict[str, Call]) -> dict:
     rows = {name: asdict(instance) | {"blocks_per_sm": instance.blocks} for name, instance in known.items()}
     return {
-        "about": "Modeled for an H200 from the sm_90a machine code and the launchers' grids.",
+        "about": "From the sm_90a machine code and the launchers' grids; microseconds by a fit to an H200's runs.",
         "nvcc": nvcc_version().decode().split("release ")[1].split(",")[0],
         "instances": rows,
         "calls": {name: asdict(call) for name, call in made.items()},
@@ -331,15 +302,13 @@ def table(known: dict[str, Instance], made: dict[str, Call]) -> str:
         lines.append(
             f"{i.name:24}{i.registers:>10}{i.shared:>8}{i.blocks:>7}{ahead:>12}{i.instructions_per_byte:>11.3f}"
         )
-    for format in ("", *FORMATS):
+    for format in ("", *(format for format, form in FORMATS.items() if form not in SCALED_COLUMNS)):
         of = f" of {format}" if format else ""
-        lines += ["", f"modeled us{of} on an H200 (and times the floor) at T = " + ", ".join(map(str, ROWS))]
+        lines += ["", f"us{of} on an H200 by the fit (and times the floor) at T = " + ", ".join(map(str, ROWS))]
         for K, H, D in SHAPES:
-            if f"{K}x{H}x{D} T=1 {format}".rstrip() not in made:
-                continue
             of_shape = [made[f"{K}x{H}x{D} T={T} {format}".rstrip()] for T in ROWS]
-            cells = "".join(f"{call.microseconds:>8.1f} ({call.of_floor:.2f})" for call in of_shape)
-            lines.append(f"{f'{K}x{H}x{D}':14}{cells}")
+            cells = [f"{c.microseconds:.1f} ({c.of_floor:.2f})" if c.microseconds else "-" for c in of_shape]
+            lines.append(f"{f'{K}x{H}x{D}':14}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "device.cuh"
+#include "h200.h"
 #include "ranges.cuh"
 #include "runtime.h"
 
@@ -68,10 +69,25 @@ Bits load_matrices_at(const std::vector<uint32_t>& rows, const std::vector<uint3
   return words;
 }
 
-int64_t clusters_at_once(int multiprocessors, int cluster, int blocks_on_an_sm) {
+// An H200, or another GPU with so many SMs.
+Device gpu(int multiprocessors) {
   Device device{};
   device.multiprocessors = multiprocessors;
-  return eagle_kernels::cuda::clusters_at_once(device, cluster, blocks_on_an_sm);
+  return device;
+}
+
+int64_t clusters_at_once(int multiprocessors, int cluster, int blocks_on_an_sm) {
+  return eagle_kernels::cuda::clusters_at_once(gpu(multiprocessors), cluster, blocks_on_an_sm);
+}
+
+float us_of_fused(bool is_codes, int64_t clusters, int ranges, int blocks_on_an_sm, int longest, int units,
+                  bool has_second_part) {
+  const FusedWork work{clusters, ranges, blocks_on_an_sm, longest, units, has_second_part};
+  return eagle_kernels::cuda::us_of_fused(gpu(132), is_codes, work);
+}
+
+float us_of_warpgroups(int64_t num_columns, int64_t width, int warpgroups, int ranges, int longest) {
+  return eagle_kernels::cuda::us_of_warpgroups(gpu(132), num_columns, width, warpgroups, ranges, longest);
 }
 
 }  // namespace
@@ -95,6 +111,9 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
   m.def("matrix_descriptor", &matrix_descriptor, "Of rows in shared memory that have 128 bytes, swizzled.");
   m.def("load_matrices", &load_matrices_at, "ldmatrix.x4 of the threads' addresses and of shared memory.");
   m.def("clusters_at_once", &clusters_at_once, "That a GPU is taken to run, by multiprocessors, size, blocks on one.");
+  m.def("us_of_fused", &us_of_fused, "By whether the weight is codes, and h200.h's FusedWork.");
+  m.def("us_of_warpgroups", &us_of_warpgroups, "By D, K*H, warpgroups of a block, ranges, stages of the longest.");
+  m.def("us_of_two_steps", &us_of_two_steps, "By D and K*H.");
   m.def("wgmma_pays", &eagle_kernels::cuda::wgmma_pays, "By the number of chunks, their width, D, multiprocessors.");
   py::class_<Launch>(m, "Launch")
       .def_readonly("device", &Launch::device)

@@ -98,6 +98,7 @@ _SCHEDULES = _EMULATED("schedules")
 _KERNELS_OF = {
     "norm_concat_linear.cu": "products and not wgmma",
     "norm_concat_linear_wgmma.cu": "wgmma",
+    "h200.h": "products",
     "ranges.cuh": "wgmma",  # its sum over a cluster is that of this kernel alone
 }
 _EMULATED_PRODUCTS = [_SCHEDULES, _EMULATED("norm_concat_linear"), _EMULATED("norm_concat_linear_quantized")]
@@ -156,6 +157,7 @@ TESTS = {
     CUDA("vocab_parallel_embedding.cu"): [_SCHEDULES, _EMULATED("vocab_parallel_embedding")],
     CUDA("norm_concat_linear.cu"): _EMULATED_PRODUCTS,
     CUDA("norm_concat_linear_wgmma.cu"): _EMULATED_PRODUCTS,
+    CUDA("h200.h"): _EMULATED_PRODUCTS,
     CUDA("ranges.cuh"): _EMULATED_PRODUCTS,
     CUDA("codes.cuh"): _EMULATED_PRODUCTS,
     CUDA("weight_gain.cuh"): _EMULATED_PRODUCTS,
@@ -885,8 +887,15 @@ MUTANTS = (
             ("norm_concat_linear.cu", "count > 0", "false"),
             ("norm_concat_linear.cu", "kNansInOne ? nan[0] << m : nan[m]", "nan[0]"),
             ("norm_concat_linear.cu", "arguments.ranges.count > into.ranges", "false"),
-            ("norm_concat_linear.cu", "clusters * into.ranges <= device.multiprocessors", "false"),
-            ("norm_concat_linear.cu", "std::max(busiest, to_read)", "std::min(busiest, to_read)"),
+            ("h200.h", "work.clusters * work.ranges <= device.multiprocessors", "false"),
+            ("h200.h", "std::max(waves * busiest, to_read)", "std::min(waves * busiest, to_read)"),
+            ("h200.h", "waves * (second_part + kUsOfCall)", "second_part + kUsOfCall"),
+            (
+                "h200.h",
+                "std::max(waves * busiest, us_to_read(num_columns, width))",
+                "std::max(busiest, us_to_read(num_columns, width))",
+            ),
+            ("h200.h", "us_to_read(num_columns, width) + 10", "us_to_read(num_columns, width) + 55"),
             ("norm_concat_linear.cu", "1 / K::template kGainFactor<T>", "1.0f"),
             (
                 "norm_concat_linear.cu",
@@ -920,12 +929,6 @@ MUTANTS = (
             ("norm_concat_linear_wgmma.cu", "output < op.num_columns ? output : op.num_columns - 1", "output"),
             ("norm_concat_linear_wgmma.cu", "count > 0 ? bits_to_float(0x7fffffff) : 0.0f", "0.0f"),
             ("norm_concat_linear_wgmma.cu", "kBlocks && step == 0", "false"),
-            (
-                "norm_concat_linear_wgmma.cu",
-                "waves * longest.units * kUsOfStage[warpgroups - 1]",
-                "(1 + 0 * waves) * longest.units * kUsOfStage[warpgroups - 1]",
-            ),
-            ("norm_concat_linear_wgmma.cu", "us_to_read(op) + 5", "us_to_read(op) + 50"),
             ("norm_concat_linear_wgmma.cu", "1 / kGainFactor", "1.0f"),
             ("vocab_parallel_embedding.cu", "id >= op.org_begin && id < op.org_end", "id < op.org_end"),
             (

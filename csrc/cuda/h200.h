@@ -1,0 +1,85 @@
+// What an H200 takes for a call of the fused kernel and of the one of warpgroups, in us, fitted to
+// bench/results/nvidia-h200/decode-curve-alternatives*.json: at one row and between 17 and 48. Launchers cut the work
+// by it, and `make instances` tabulates it. What a call takes besides, 5 us, is 2 to 3 us less below 10 MB of weight.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "device.h"
+
+namespace eagle_kernels::cuda {
+
+// Clusters that run at the same time; 0 where a GPC has no room for one. A cluster's blocks are on the SMs of one GPC:
+// of 16 SMs, some of 18. The counts of an H100 and an H200, which have 132 SMs (bench/results/*/device.json), are those
+// of GPCs of 18, 18, five times 16 and 8, with 8 more SMs for clusters of two at most. Another GPU of 132 SMs may have
+// room for more, but must split alike, because a row's bits depend on the split; six GPCs of 16 and two of 18 would
+// have it for 84 clusters of 3 blocks, two on an SM, where these have it for 79.
+inline int64_t clusters_at_once(const Device& device, int cluster, int blocks_on_an_sm) {
+  const int sms = std::min(device.multiprocessors, 16), gpcs = device.multiprocessors / sms;
+  const int larger = std::min(gpcs, (device.multiprocessors - gpcs * sms) / 2);
+  const int halved = device.multiprocessors == 132 ? 1 : 0;
+  const int halves = cluster <= 2 ? 2 * halved : halved;
+  const auto of_gpc = [&](int size) { return size * blocks_on_an_sm / cluster; };
+  const int whole = gpcs - larger - halved;
+  return whole * of_gpc(sms) + larger * of_gpc(sms + 2) + halves * of_gpc(sms / 2);
+}
+
+constexpr float kUsOfCall = 5;  // besides its units or stages
+// Of a dense weight, at 4.4 TB/s.
+inline float us_to_read(int64_t num_columns, int64_t width) {
+  return static_cast<float>(2 * num_columns * width) / 4.4e6f;
+}
+
+// A call of the fused kernel, cut for clusters of `ranges` blocks. The longest range and all ranges have so many units,
+// which are 16 KB of the weight (of four bits 8 KB). In its second part a block has columns of the next chunk.
+struct FusedWork {
+  int64_t clusters;
+  int ranges, blocks_on_an_sm, longest, units;
+  bool has_second_part;
+};
+
+// For a unit on an SM with 1, 2 or 3 blocks, and once more where a block has two parts.
+struct UsOfUnits {
+  float on_an_sm[3], second_part[3];
+};
+constexpr UsOfUnits kUsOfDense{{0.54f, 0.36f, 0.33f}, {}}, kUsOfCodes{{0.79f, 0.54f, 0.55f}, {1.6f, 1.6f, 2.5f}};
+
+// Clusters that do not run at once take a wave of their own, unless reading the weight takes longer. Blocks fill an SM
+// before they take the next one, but for clusters of up to two, which take a free one. Room for a few clusters stays
+// free: 45 clusters of five, of which 47 have room, take 26.2 us at 3x2880x2880 with two blocks on an SM, where 45 of
+// six in threes take 17.5, and 60 of six in threes, of which 62 have room, take as long as two waves. 60 of four, of
+// which 62 have room, run at once.
+inline float us_of_fused(const Device& device, bool is_codes, const FusedWork& work) {
+  const UsOfUnits& us_of = is_codes ? kUsOfCodes : kUsOfDense;
+  const int spare = work.ranges < 5 ? 2 : 3;
+  const auto at_once = static_cast<float>(clusters_at_once(device, work.ranges, work.blocks_on_an_sm));
+  const float waves = std::floor(static_cast<float>(work.clusters + spare - 1) / at_once) + 1;  // without room infinite
+  const bool alone = work.ranges <= 2 && work.clusters * work.ranges <= device.multiprocessors;
+  const int blocks = alone ? 1 : work.blocks_on_an_sm;
+  const float busiest = static_cast<float>(work.longest * blocks) * us_of.on_an_sm[blocks - 1];
+  // Four bits take as long as eight: widening them does.
+  const float to_read = us_to_read(64 * work.clusters, 128 * static_cast<int64_t>(work.units));
+  const float second_part = work.has_second_part ? us_of.second_part[blocks - 1] : 0;
+  return std::max(waves * busiest, to_read) + waves * (second_part + kUsOfCall);
+}
+
+// A call of the kernel of warpgroups on a dense weight, in blocks of 64 columns for each of `warpgroups`, 1 to 4, of
+// which an SM has two of one or two, else one. The longest of the ranges that a cluster has decides, or reading the
+// weight. Clusters that do not run at once take a wave of their own, as above, and room for one stays free: 16 of six,
+// of which 17 have room, run at once. Where clusters of 192 columns leave 42 SMs idle, at 3x2880x2880, they still take
+// 20.2 us, and those of 128 columns 22.5.
+constexpr float kUsOfStage[] = {0.55f, 0.755f, 0.645f, 0.73f};
+inline float us_of_warpgroups(const Device& device, int64_t num_columns, int64_t width, int warpgroups, int ranges,
+                              int longest) {
+  const int64_t clusters = (num_columns + 64 * warpgroups - 1) / (64 * warpgroups);
+  const auto at_once = static_cast<float>(clusters_at_once(device, ranges, warpgroups <= 2 ? 2 : 1));
+  const float waves = std::floor(static_cast<float>(clusters) / at_once) + 1;  // without room infinite
+  const float busiest = static_cast<float>(longest) * kUsOfStage[warpgroups - 1];
+  return std::max(waves * busiest, us_to_read(num_columns, width)) + waves * kUsOfCall;
+}
+
+// norm_concat and a library's product, for up to 48 rows.
+inline float us_of_two_steps(int64_t num_columns, int64_t width) { return us_to_read(num_columns, width) + 10; }
+
+}  // namespace eagle_kernels::cuda
