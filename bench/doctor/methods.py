@@ -60,12 +60,18 @@ _ALGORITHMS = {
 }
 
 
+# Source: vLLM 0.32 `DEPRECATED_QUANTIZATION_METHODS`.
+_DEPRECATED = ("fbgemm_fp8", "fp_quant")
+
+
 def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(engine, why) for each engine that has the method and ends with an error for what the config says beside it."""
     if method.startswith("modelopt") and (algorithm := algorithm_of(config)) is not None:
         for engine, known in _ALGORITHMS.items():
             if algorithm not in known:
                 yield engine, f"it has no quant_algo {algorithm}"
+    if method in _DEPRECATED:
+        yield "vllm", "the method is deprecated, and it reads it with --allow-deprecated-quantization alone"
     if method == "quark":
         if config.get("export") is None:
             yield from ((engine, "it lacks export") for engine in ENGINES)

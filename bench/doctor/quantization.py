@@ -88,6 +88,7 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         return
     skipped = "its scales: codes are taken for numbers"
     is_read = unread_format(pair.quantization, path) is None and DTYPES.get(parameters[stored].dtype) in _READ
+    is_read &= not (stored == "weight" and _has_zero_points(parameters))
     without = _EXPERTS if is_of_experts(pair, path) else _WITHOUT if is_read else _REFUSED
     if stored != "weight":
         skipped = f"its {stored}: the weight stays what it was made with"
@@ -252,6 +253,12 @@ def holds_codes(pair: Pair, path: str) -> bool:
 def parameters_of(pair: Pair, path: str) -> Mapping[str, Header]:
     """The file's tensors of a layer, by the part of their names after the last dot."""
     return pair.layers.get(path, {})
+
+
+def _has_zero_points(parameters: Mapping[str, Header]) -> bool:
+    """Whether int8 has zero points that are not 0: `load_checkpoint` refuses them."""
+    header = parameters.get("weight_zero_point")
+    return header is not None and header.dtype in DTYPES and bool(header.stand_in().to(torch.float32).any())
 
 
 def codes_of(parameters: Collection[str]) -> str | None:
