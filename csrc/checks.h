@@ -51,10 +51,11 @@ struct View {
   int64_t stride(int64_t i) const { return strides[i]; }
   int64_t numel() const;
   bool is_dense() const;
-  // For the three types that the ops compute in; others have been refused.
+  // For the types that the ops compute in and count with; others have been refused.
   DType type() const {
     return dtype == kTorchFloat ? DType::kFloat32 : dtype == kTorchHalf ? DType::kFloat16 : DType::kBFloat16;
   }
+  Integers integers() const { return {data, dtype == kTorchLong}; }
   bool is_floating() const { return dtype == kTorchFloat || dtype == kTorchBFloat16 || dtype == kTorchHalf; }
   const void* at(int64_t element) const { return static_cast<const char*>(data) + element * element_size; }
 

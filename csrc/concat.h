@@ -14,20 +14,14 @@ constexpr int64_t kMaxChunks = 8;
 
 enum class Norm : int64_t { kNone, kChunk, kConcat };
 
-// Row numbers, int32 or int64; null data means row i of the output reads row i of the chunk.
-struct Index {
-  const void* data = nullptr;
-  bool is_int64 = false;
-};
-
-// One chunk. Output row i reads row index[i]; a number outside [0, rows) gives a zero row (before and after the norm)
-// and no memory access.
+// One chunk. Output row i reads row index[i], without an index row i; a number outside [0, rows) gives a zero row
+// (before and after the norm) and no memory access.
 struct Chunk {
   const void* x = nullptr;  // [rows, width]
   int64_t x_row_stride = 0;
   const void* residual = nullptr;  // [rows, width] or null; the chunk's value is round_to_dtype(x + residual)
   int64_t residual_row_stride = 0;
-  Index index;
+  Integers index;
   Vector gain;                         // [width]; absent: unit gain, and then norm_offset does not apply
   const float* sum_squares = nullptr;  // [rows] row sums of squares of the rounded value, or null: computed here
   int64_t sum_squares_row_stride = 0;

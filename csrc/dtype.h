@@ -1,5 +1,5 @@
-// The element types of the ops, and a vector in one of them. Here and in every record: plain pointers, strides in
-// elements, the last dimension contiguous, so that no kernel knows a torch header.
+// The element types of the ops, a vector in one of them, and integers. Here and in every record: plain pointers,
+// strides in elements, the last dimension contiguous, so that no kernel knows a torch header.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,16 @@ enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 struct Vector {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
+};
+
+// Row numbers, token ids, positions: int32 or int64. Null data means there are none.
+struct Integers {
+  const void* data = nullptr;
+  bool are_int64 = false;
+  // On the host; CUDA kernels load them (cuda/device.cuh).
+  int64_t operator[](int64_t i) const {
+    return are_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
 };
 
 }  // namespace eagle_kernels

@@ -299,7 +299,7 @@ NormConcatLinear some_rows(const NormConcatLinear& record, int64_t begin, int64_
   for (int64_t k = 0; k < record.source.num_chunks; ++k) {
     Chunk& chunk = chunks[k];
     if (chunk.index.data != nullptr) {
-      chunk.index.data = advanced(chunk.index.data, begin * (chunk.index.is_int64 ? 8 : 4));
+      chunk.index.data = advanced(chunk.index.data, begin * (chunk.index.are_int64 ? 8 : 4));
       continue;
     }
     chunk.x = advanced(chunk.x, begin * chunk.x_row_stride * 2);

@@ -102,24 +102,24 @@ void Sources::add_indices() {
   const std::vector<OptionalView>& indices = arguments_.indices ? *arguments_.indices : kNone;
   check(size_of(indices) <= 1 || (size_of(indices) == concat.num_chunks && !packed_), op_, "indices", "count");
   bool has_index = false;
-  Index index;
+  Integers index;
   for (int64_t k = 0; k < concat.num_chunks; ++k) {
     if (k < size_of(indices)) {
       has_index = indices[k].has_value();
-      index = has_index ? index_of(*indices[k]) : Index{};
+      index = has_index ? index_of(*indices[k]) : Integers{};
     }
     check(has_index || chunks_[k].rows == rows, op_, "chunks", "rows");
     chunks_[k].index = index;
   }
 }
 
-Index Sources::index_of(const View& index) const {
+Integers Sources::index_of(const View& index) const {
   check_device(op_, "indices", index, first);
   check_integer(op_, "indices", index);
   check(index.dim == 1 && index.size(0) == out_.size(0), op_, "indices", "shape");
   check(index.is_dense(), op_, "indices", "strides");
   check_no_overlap(op_, "out", out_, index);
-  return {index.data, index.dtype == kTorchLong};
+  return index.integers();
 }
 
 // One gain per chunk [H_k], or all packed: [K, H] for chunk norms, [K*H] for the concat norm.

@@ -46,7 +46,7 @@ class Sources {
   void add_chunks();
   void add_residuals(const std::vector<OptionalView>& residuals);
   void add_indices();
-  Index index_of(const View& index) const;
+  Integers index_of(const View& index) const;
   void add_gains();
   bool is_packed_gain(const View& gain) const;
   void add_eps();

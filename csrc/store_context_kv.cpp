@@ -39,7 +39,7 @@ Integers integers_of(const char* name, const View& view, const View& kv) {
   check_integer(kOp, name, view);
   check(view.dim == 1 && view.size(0) == kv.size(0), kOp, name, "shape");
   check(view.size(0) <= 1 || view.stride(0) == 1, kOp, name, "stride");
-  return {view.data, view.dtype == kTorchLong};
+  return view.integers();
 }
 
 template <auto run>

@@ -9,15 +9,6 @@ namespace eagle_kernels {
 
 constexpr int64_t kMaxHeadDim = 1024;  // the kernels keep a head in fp32 on the stack
 
-// int32 or int64.
-struct Integers {
-  const void* data;
-  bool are_int64;
-  int64_t operator[](int64_t i) const {
-    return are_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
-  }
-};
-
 struct Cache {
   void* data;  // [slots, heads, head_dim], or null
   int64_t slot_stride;

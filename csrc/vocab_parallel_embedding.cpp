@@ -48,8 +48,7 @@ void vocab_parallel_embedding_out(const View& ids, const View& weight, int64_t o
   record.element_size = weight.element_size;
   record.num_rows = ids.size(0);
   record.width = width;
-  record.ids_are_int64 = ids.dtype == kTorchLong;
-  record.ids = ids.data;
+  record.ids = ids.integers();
   record.ids_stride = ids.stride(0);
   record.weight = weight.data;
   record.weight_row_stride = weight.stride(0);

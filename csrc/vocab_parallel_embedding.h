@@ -12,9 +12,8 @@ struct VocabParallelEmbedding {
   int64_t element_size;
   int64_t num_rows;
   int64_t width;
-  const void* ids;
+  Integers ids;
   int64_t ids_stride;
-  bool ids_are_int64;
   const void* weight;  // [rows, width]
   int64_t weight_row_stride;
   int64_t org_begin, org_end;      // original ids of this shard, at local row id - org_begin

@@ -23,7 +23,7 @@ std::optional<RowValue<T>> source_after(const Concat& op, int64_t k, int64_t i, 
 template <class T>
 void norm_concat_row(const NormConcat& op, int64_t i, int64_t row_end, int64_t bytes) {
   T* out = static_cast<T*>(op.out) + i * op.out_row_stride;
-  const float of_concat = op.source.norm == Norm::kConcat ? concat_rstd<T>(op.source, i) : 0.0f;
+  const float of_concat = concat_rstd<T>(op.source, i);
   for (int64_t k = 0; k < op.source.num_chunks; ++k) {
     const Chunk& chunk = op.source.chunks[k];
     const int64_t row = source_row(chunk, i);

@@ -15,11 +15,7 @@ inline float rsqrt_mean(float sum_squares, int64_t width, float eps) {
 
 // The source row that output row i reads, or -1 for a zero row.
 inline int64_t source_row(const Chunk& chunk, int64_t i) {
-  int64_t row = i;
-  if (chunk.index.data != nullptr) {
-    row = chunk.index.is_int64 ? static_cast<const int64_t*>(chunk.index.data)[i]
-                               : static_cast<const int32_t*>(chunk.index.data)[i];
-  }
+  const int64_t row = chunk.index.data == nullptr ? i : chunk.index[i];
   return row >= 0 && row < chunk.rows ? row : -1;
 }
 
@@ -54,9 +50,10 @@ inline float row_sum_squares(const Chunk& chunk, int64_t row) {
   return sum_of_squares(chunk.width, RowValue<T>(chunk, row));
 }
 
-// The rstd of output row i under kConcat: one statistic over all chunks, where a zero row adds nothing.
+// The rstd of output row i under kConcat, else 0: one statistic over all chunks, where a zero row adds nothing.
 template <class T>
 inline float concat_rstd(const Concat& op, int64_t i) {
+  if (op.norm != Norm::kConcat) return 0.0f;
   float sum = 0.0f;
   for (int64_t k = 0; k < op.num_chunks; ++k) {
     sum += row_sum_squares<T>(op.chunks[k], source_row(op.chunks[k], i));

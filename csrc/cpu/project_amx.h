@@ -201,9 +201,7 @@ inline void amx_pack_columns(const NormConcatLinear& op, int64_t group, int64_t 
   __builtin_memset(packer.rows[count], 0, (kTile - count) * sizeof packer.rows[0]);
 
   float of_concat[kTile] = {};
-  for (int64_t i = 0; i < count && source.norm == Norm::kConcat; ++i) {
-    of_concat[i] = concat_rstd<BFloat16>(source, first + i);
-  }
+  for (int64_t i = 0; i < count; ++i) of_concat[i] = concat_rstd<BFloat16>(source, first + i);
   for (int64_t k = 0; k < source.num_chunks; ++k) {
     const Chunk& chunk = source.chunks[k];
     const int64_t chunk_end = chunk.column + chunk.width;

@@ -221,12 +221,6 @@ inline RowExponents exponents_of(const NormConcatLinear& op, int64_t d) {
   return {static_cast<const uint8_t*>(op.scales.data) + d * op.scales.row_stride, op.scales.row_size};
 }
 
-// The rstd of row i where one statistic covers all chunks, else 0.
-template <class T>
-float concat_rstd_of(const NormConcatLinear& op, int64_t i) {
-  return op.source.norm == Norm::kConcat ? concat_rstd<T>(op.source, i) : 0.0f;
-}
-
 // write(column, value, span) for the columns of chunk k of normed row i, rounded to T.
 template <class T, class Write>
 void pack_chunk(const NormConcatLinear& op, int64_t i, int64_t k, float of_concat, Write write) {
@@ -242,7 +236,7 @@ template <class T>
 void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end, int64_t width) {
   for (int64_t i = row_begin; i < row_end; ++i) {
     auto* packed = packed_rows<T>(op) + i * width;
-    const float of_concat = concat_rstd_of<T>(op, i);
+    const float of_concat = concat_rstd<T>(op.source, i);
     for (int64_t k = 0; k < op.source.num_chunks; ++k) {
       pack_chunk<T>(op, i, k, of_concat,
                     [=](int64_t column, Float value, auto span) { store(packed + column, value, span); });

@@ -448,7 +448,7 @@ void strips_pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_
     for (int64_t row = 0; row < rows; ++row) {
       const PackedRow<T> packed{op, first, rows, row};
       const auto store = [&](int64_t column, Float value, auto span) { packed.store(column, value, span); };
-      pack_chunk<T>(op, first + row, k, concat_rstd_of<T>(op, first + row), store);
+      pack_chunk<T>(op, first + row, k, concat_rstd<T>(op.source, first + row), store);
       if (k + 1 < num_chunks) continue;
       const auto zero = [&](int64_t i, auto span) { store(width + i, Float{}, span); };
       for_each_vector(round_up(width, kStripWidth) - width, zero);

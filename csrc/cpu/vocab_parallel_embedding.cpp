@@ -9,9 +9,7 @@ namespace {
 
 // The shard's row of ids[i], or -1.
 inline int64_t local_row(const VocabParallelEmbedding& op, int64_t i) {
-  const int64_t place = i * op.ids_stride;
-  const int64_t id =
-      op.ids_are_int64 ? static_cast<const int64_t*>(op.ids)[place] : static_cast<const int32_t*>(op.ids)[place];
+  const int64_t id = op.ids[i * op.ids_stride];
   if (id >= op.org_begin && id < op.org_end) return id - op.org_begin;
   if (id >= op.added_begin && id < op.added_end) return id - op.added_begin + op.added_row;
   return -1;

@@ -98,6 +98,13 @@ __device__ __forceinline__ uint32_t nan_bits(const Codes& codes, Code) {
   return nan_bits(codes.first, Code{}) | nan_bits(codes.second, Code{});
 }
 __device__ __forceinline__ bool has_nan(uint32_t bits) { return (bits & 0x80808080u) != 0; }
+// Whether one of the four lanes that share a row of the weight has found one.
+__device__ __forceinline__ bool row_has_nan(uint32_t bits) {
+  float lanes = has_nan(bits) ? 1.0f : 0.0f;
+  lanes += __shfl_xor_sync(~0u, lanes, 1);
+  lanes += __shfl_xor_sync(~0u, lanes, 2);
+  return lanes > 0;
+}
 // The same in bits that no other of eight rows has: those of several rows may be or'ed, and shifted left by `row` they
 // are has_nan's again.
 __device__ __forceinline__ uint32_t nan_bits_of_row(uint32_t bits, int row) { return (bits & 0x80808080u) >> row; }

@@ -390,6 +390,11 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t rows) {
 }
 constexpr uint64_t kDescriptorColumns = 32 >> 4;  // added to a descriptor: 16 columns
 
+__device__ __forceinline__ int64_t load(const Integers& numbers, int64_t i) {
+  return numbers.are_int64 ? load(static_cast<const int64_t*>(numbers.data) + i)
+                           : load(static_cast<const int32_t*>(numbers.data) + i);
+}
+
 // The sum over the lanes of a warp, the same in all of them.
 __device__ __forceinline__ float sum_over_warp(float value) {
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);

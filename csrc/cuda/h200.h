@@ -1,6 +1,6 @@
 // What an H200 takes for a call of the fused kernel and of the one of warpgroups, in us, fitted to
-// bench/results/nvidia-h200/decode-curve-alternatives*.json: at one row and between 17 and 48. Launchers cut the work
-// by it, and `make instances` tabulates it. What a call takes besides, 5 us, is 2 to 3 us less below 10 MB of weight.
+// bench/results/nvidia-h200/decode-curve-alternatives*.json: at one row and at 17. Launchers cut the work by it, and
+// `make instances` tabulates it. What a call takes besides, 5 us, is 1 to 2.4 us less below 10 MB of weight.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,7 @@ inline float us_of_fused(const Device& device, bool is_codes, const FusedWork& w
   const bool alone = work.ranges <= 2 && work.clusters * work.ranges <= device.multiprocessors;
   const int blocks = alone ? 1 : work.blocks_on_an_sm;
   const float busiest = static_cast<float>(work.longest * blocks) * us_of.on_an_sm[blocks - 1];
-  // Four bits take as long as eight: widening them does.
+  // As many bytes as a dense weight of 64 x 128 for each block and unit; four bits take as long, by widening.
   const float to_read = us_to_read(64 * work.clusters, 128 * static_cast<int64_t>(work.units));
   const float second_part = work.has_second_part ? us_of.second_part[blocks - 1] : 0;
   return std::max(waves * busiest, to_read) + waves * (second_part + kUsOfCall);

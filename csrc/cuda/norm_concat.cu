@@ -128,7 +128,7 @@ int norm_concat_cuda(const NormConcat& record, const Device& device) {
   // Half as many threads, each with twice the packs in flight, where every SM has many blocks. For T = 256, 1024, 4096
   // and 16384 of 3 x 4096 an H200 takes 6.1, 19.5, 69 and 260 us, so 7.3, 19.2, 65 and 234; of 3 x 2880 5.9, 14.9, 52
   // and 194, so 6.4, 15.1, 49 and 177 (bench/results/nvidia-h200/decode-curve-alternatives.json). Narrower rows share
-  // blocks.
+  // blocks; a concat norm over all chunks nobody has timed.
   const bool has_many_blocks = shape.rows == 1 && shape.x * shape.y >= 32 * device.multiprocessors;
   const bool halves = alignment.holds() && !whole_row && has_many_blocks && shape.threads % 64 == 0;
   return with_dtype(record.source.dtype, [&](auto type) {

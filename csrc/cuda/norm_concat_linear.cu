@@ -131,7 +131,7 @@ struct Tile {
   static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
   static constexpr bool kInThrees = kEnd == End::kFusedInThrees;
-  static constexpr int kBlocks = kRows == 128 ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
+  static constexpr int kBlocksOnAnSm = kRows == 128 ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
   static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
   // With residuals three stages of 256 columns of 8-bit codes would take 108 KB. Four scales of 32 columns are copied
   // together, so a stage has 128 or more.
@@ -272,7 +272,7 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
 }
 
 template <class T, Form kForm, int kRows, bool kResidual, End kEnd = End::kSplit>
-__global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>::kBlocks)
+__global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>::kBlocksOnAnSm)
     norm_concat_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
   using K = Tile<kForm, kRows, kResidual, kEnd>;
   constexpr int kColumns = K::kColumns;
@@ -691,10 +691,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 #pragma unroll
       for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
         if constexpr (kScaledStages) row_scale[m] = 0;
-        float count = has_nan(kNansInOne ? nan[0] << m : nan[m]) ? 1.0f : 0.0f;
-        count += __shfl_xor_sync(~0u, count, 1);
-        count += __shfl_xor_sync(~0u, count, 2);
-        if (count > 0) row_scale[m] = bits_to_float(0x7fffffff);
+        if (row_has_nan(kNansInOne ? nan[0] << m : nan[m])) row_scale[m] = bits_to_float(0x7fffffff);
       }
       add_scaled();
       std::memcpy(sum, total, sizeof sum);

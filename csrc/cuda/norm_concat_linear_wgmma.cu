@@ -49,8 +49,8 @@ struct Tile {
   static constexpr int kStageBytes = kGainAt + kGainBytes;
   // On an SM. With blocks of scales the two sets of sums take more than 128 registers.
   static constexpr bool kTwoBlocks = kWarpgroups <= 2 && kForm != Form::kE4M3Blocks && 3 * kStageBytes <= 113 << 10;
-  static constexpr int kBlocks = kTwoBlocks ? 2 : 1;
-  static constexpr int kStages = (228 / kBlocks - 1) * 1024 / kStageBytes;
+  static constexpr int kBlocksOnAnSm = kTwoBlocks ? 2 : 1;
+  static constexpr int kStages = (228 / kBlocksOnAnSm - 1) * 1024 / kStageBytes;
   static constexpr int64_t kSharedBytes = kStages * kStageBytes;
   // A thread copies the same part of every kCopyRows-th row.
   static constexpr int kCopyRows = kThreads / kParts, kPasses = (kRows + kCopyRows - 1) / kCopyRows;
@@ -379,10 +379,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float count = has_nan(nan[i]) ? 1.0f : 0.0f;
-      count += __shfl_xor_sync(~0u, count, 1);
-      count += __shfl_xor_sync(~0u, count, 2);
-      row_scale[i] = count > 0 ? bits_to_float(0x7fffffff) : 0.0f;  // added to every sum of the row
+      row_scale[i] = row_has_nan(nan[i]) ? bits_to_float(0x7fffffff) : 0.0f;  // added to every sum of the row
     }
   }
 
@@ -411,7 +408,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
 
 template <class T, Form kForm, int kWarpgroups, bool kResidual>
 __global__ void __launch_bounds__(Tile<kForm, kWarpgroups, kResidual>::kThreads,
-                                  Tile<kForm, kWarpgroups, kResidual>::kBlocks)
+                                  Tile<kForm, kWarpgroups, kResidual>::kBlocksOnAnSm)
     norm_concat_linear_wgmma_kernel(const __grid_constant__ Arguments arguments) {
   if constexpr (kHasWgmma) {
     multiply_block<T, kForm, kWarpgroups, kResidual>(arguments);

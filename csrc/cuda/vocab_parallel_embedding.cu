@@ -8,8 +8,9 @@
 namespace eagle_kernels::cuda {
 namespace {
 
-// The shard's row of an id, or -1.
-__device__ __forceinline__ int64_t local_row(const VocabParallelEmbedding& op, int64_t id) {
+// The shard's row of ids[i], or -1.
+__device__ __forceinline__ int64_t local_row(const VocabParallelEmbedding& op, int64_t i) {
+  const int64_t id = load(op.ids, i * op.ids_stride);
   if (id >= op.org_begin && id < op.org_end) return id - op.org_begin;
   if (id >= op.added_begin && id < op.added_end) return id - op.added_begin + op.added_row;
   return -1;
@@ -41,9 +42,7 @@ __global__ void __launch_bounds__(512) vocab_parallel_embedding_kernel(
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (i >= op.num_rows) return;
-  const int64_t place = i * op.ids_stride;
-  const int64_t row = local_row(op, op.ids_are_int64 ? load(static_cast<const int64_t*>(op.ids) + place)
-                                                     : load(static_cast<const int32_t*>(op.ids) + place));
+  const int64_t row = local_row(op, i);
   const float scale = op.has_scale ? scale_of(op) : 1.0f;
   const T* weight = static_cast<const T*>(op.weight) + row * op.weight_row_stride;
   for (int64_t first = first_column(); first < op.width; first += kInFlight * pack_stride()) {

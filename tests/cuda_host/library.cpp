@@ -113,7 +113,6 @@ PYBIND11_MODULE(eagle_kernels_emulated, m) {
   m.def("clusters_at_once", &clusters_at_once, "That a GPU is taken to run, by multiprocessors, size, blocks on one.");
   m.def("us_of_fused", &us_of_fused, "By whether the weight is codes, and h200.h's FusedWork.");
   m.def("us_of_warpgroups", &us_of_warpgroups, "By D, K*H, warpgroups of a block, ranges, stages of the longest.");
-  m.def("us_of_two_steps", &us_of_two_steps, "By D and K*H.");
   m.def("wgmma_pays", &eagle_kernels::cuda::wgmma_pays, "By the number of chunks, their width, D, multiprocessors.");
   py::class_<Launch>(m, "Launch")
       .def_readonly("device", &Launch::device)

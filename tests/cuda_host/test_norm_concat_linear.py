@@ -378,7 +378,7 @@ def test_a_library_of_alternatives_is_told_the_columns(
 def test_a_library_of_alternatives_is_told_the_ranges(
     ranges: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model chooses 5 here."""
+    """The launcher chooses 5 here."""
     monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(ranges))
     emulation.run_kernels(False)
     try:
