@@ -1472,9 +1472,16 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             (
                 "engine-format",
                 (V1, V2),
-                "the method is deprecated, and it reads it with --allow-deprecated-quantization",
+                "the method is deprecated, and --allow-deprecated-quantization is for the target alone",
             ),
             IN_NUMBERS,
+        ],
+    ),
+    "a deprecated method that this package does not read": (
+        lambda c: c.drafter.update(quantization_config={"quant_method": "fp_quant"}),
+        [
+            ("engine-format", (SGLANG,), "has no quantization method fp_quant"),
+            ("engine-format", (V1, V2), "the method is deprecated"),
         ],
     ),
     "Quark's FP6": (

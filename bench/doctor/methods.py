@@ -60,7 +60,8 @@ _ALGORITHMS = {
 }
 
 
-# Source: vLLM 0.32 `DEPRECATED_QUANTIZATION_METHODS`.
+# Source: vLLM 0.32 `DEPRECATED_QUANTIZATION_METHODS`; its `speculative.py` makes the drafter's ModelConfig without the
+# flag.
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 
 
@@ -71,7 +72,7 @@ def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str
             if algorithm not in known:
                 yield engine, f"it has no quant_algo {algorithm}"
     if method in _DEPRECATED:
-        yield "vllm", "the method is deprecated, and it reads it with --allow-deprecated-quantization alone"
+        yield "vllm", "the method is deprecated, and --allow-deprecated-quantization is for the target alone"
     if method == "quark":
         if config.get("export") is None:
             yield from ((engine, "it lacks export") for engine in ENGINES)

@@ -1,6 +1,6 @@
 """What the driver says of the GPU: sizes, clocks, and how many clusters of each instance's blocks run at once.
 
-`clusters_at_once` of csrc/cuda/ranges.cuh counts on what an H100 said. The standard library and libcuda are enough: the
+`clusters_at_once` of csrc/cuda/h200.h counts on what an H100 said. The standard library and libcuda are enough: the
 kernel that is asked about is PTX that does nothing, so that shared memory and threads limit its clusters, as they do
 those of the instances. Nothing is raised: a refusal by the driver, or a machine without one, becomes a sentence of the
 result.

@@ -44,6 +44,21 @@ def test_a_bad_row_stays_in_its_row(stale: float, norm: str) -> None:
     assert not same_bits(clean, dirty)
 
 
+@pytest.mark.parametrize("norm", ["chunk", "none"])
+@pytest.mark.parametrize("H", [2880, 4096])
+def test_bits_do_not_depend_on_T(H: int, norm: str) -> None:
+    """Of bf16, where every SM has many blocks, a thread does the work of two (csrc/cuda/norm_concat.cu)."""
+    T = 16 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    chunks, residuals, gain = make_call(T, torch.bfloat16, K=2, H=H)
+    chunks, residuals = ([rows.cuda() for rows in source] for source in (chunks, residuals))
+    norm_weight = gain.cuda() if norm == "chunk" else None
+    all_rows = ek.norm_concat(chunks, norm=norm, norm_weight=norm_weight, residuals=residuals)
+    for begin in (0, T - 100):
+        some = [[rows[begin : begin + 100] for rows in source] for source in (chunks, residuals)]
+        out = ek.norm_concat(some[0], norm=norm, norm_weight=norm_weight, residuals=some[1])
+        assert same_bits(all_rows[begin : begin + 100], out), begin
+
+
 def test_rows_beyond_2_to_the_31_elements() -> None:
     """A table of 2^31 + 2^20 values: 32-bit offsets would wrap."""
     H = 4096
