@@ -127,12 +127,6 @@ def read_rows(device_name: str, shape: Shape, directory: Path) -> dict[int, Tile
     return {int(T): None if tiles is None else Tiles(**tiles) for T, tiles in entry["rows"].items()}
 
 
-def has_projection(device_name: str, width: int, columns: int, dtype: str, directory: Path = CONFIGS) -> bool:
-    """Whether the GPU's table has a shape with K*H == width and D == columns, in any number of chunks."""
-    shapes = _read_entries(device_name, directory)
-    return any((shape.K * shape.H, shape.D, shape.dtype) == (width, columns, dtype) for shape in shapes)
-
-
 def _read_entries(device_name: str, directory: Path) -> dict[Shape, dict]:
     path = table_path(device_name, directory)
     entries = json.loads(path.read_text())["norm_concat_linear"] if path.exists() else []

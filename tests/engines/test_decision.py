@@ -2,14 +2,13 @@
 
 import itertools
 import time
+import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from eagle_kernels import tuned_configs
 from eagle_kernels.engines import decision
 from eagle_kernels.engines.decision import Decision
 
@@ -37,7 +36,7 @@ def of_speedups(*speedups: float, **more: bool) -> Decision:
         pytest.param(of_speedups(0.9, 0.9, 1.2, 1.2), range(16, 200), id="faster-from-16"),
         pytest.param(of_speedups(1.2, 0.9, 1.2, 0.9), [0, 1, 16], id="in-turns"),
         pytest.param(of_speedups(1.2, 1.0, 1.0, 1.2, everywhere=True), range(200), id="everywhere"),
-        pytest.param(Decision(reason="a table has none"), [], id="no-figures"),
+        pytest.param(Decision(reason="it failed"), [], id="no-figures"),
         pytest.param(decision.FORCED, range(200), id="forced"),
     ],
 )
@@ -49,7 +48,7 @@ def test_the_op_runs_between_two_row_counts_where_it_is_faster(decided: Decision
 def test_figures() -> None:
     decided = Decision((1, 512), (0.00668, 0.0352), (0.00571, 0.02741), True)
     assert decided.figures("vLLM") == "T=1 5.71 ms (vLLM 6.68), T=512 27.4 ms (vLLM 35.2)"
-    assert Decision(reason="no table is shipped").figures("vLLM") == "no table is shipped"
+    assert Decision(reason="it failed").figures("vLLM") == "it failed"
     assert decided.slowest == pytest.approx(0.00668 / 0.00571)
 
 
@@ -124,20 +123,28 @@ def test_a_shape_is_settled_once() -> None:
     assert len(failed) == 1
 
 
-@pytest.mark.parametrize(
-    ("width", "columns", "runs"),
-    [(3 * 4096, 4096, True), (2 * 4096, 4096, False), (3 * 4096, 2048, False)],
-)
-def test_a_gpu_has_the_figures_of_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, columns: int, runs: bool
-) -> None:
-    shape = tuned_configs.Shape(3, 4096, 4096, "bfloat16")
-    tuned_configs.write_rows("NVIDIA H200", shape, {16: None}, {}, tmp_path)
-    has_projection = tuned_configs.has_projection
-    monkeypatch.setattr(tuned_configs, "has_projection", lambda *sizes: has_projection(*sizes, tmp_path))
-    monkeypatch.setattr(tuned_configs, "gpu_of", lambda device: tuned_configs.Gpu("NVIDIA H200", 90, 227 << 10))
-    decided = decision.on_gpu(torch.device("cuda"), width, columns, torch.bfloat16)
-    assert (decided.always, decided.never) == (runs, not runs)
-    assert "NVIDIA H200" in decided.reason
-    other = decision.on_gpu(torch.device("cuda"), width, columns, torch.float16)
-    assert other.never and "no table is shipped" in other.reason
+def test_on_a_gpu_the_kernels_of_a_call_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two events of the tensor's stream, behind writes that keep the GPU busy while the host queues it."""
+    done: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            done.append(stream)
+
+        def synchronize(self) -> None:
+            done.append("waits")
+
+        def elapsed_time(self, end: object) -> float:
+            assert isinstance(end, Event) and end is not self
+            return 0.25
+
+    x, evicted = types.SimpleNamespace(device=torch.device("cuda", 1)), types.SimpleNamespace()
+    evicted.zero_ = lambda: done.append("writes")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert decision._seconds_of(lambda x: done.append("calls"), x, evicted) == 0.25e-3
+    assert [name for name in done if name != "writes"] == ["stream of cuda:1", "calls", "stream of cuda:1", "waits"]
+    assert done[: done.count("writes")] == ["writes"] * decision._PASSES

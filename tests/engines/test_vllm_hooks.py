@@ -1334,19 +1334,16 @@ def test_what_is_timed_are_both_methods(vllm: types.SimpleNamespace, monkeypatch
     assert own is None and [tuple(x.shape) for x in ours] == [(2, 40, 2, 4)] * 2
 
 
-def test_on_a_gpu_what_has_no_figures_stays_with_the_engine(
+def test_the_projection_alone_runs_where_the_keys_cannot(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, ops: list
 ) -> None:
-    """A GPU's table may have the projection; there is none for the norm and rotation of the keys."""
-    monkeypatch.delenv("EAGLE_KERNELS_VLLM")
     register()
-    context = sys.modules["eagle_kernels.engines.vllm.context"]
-    monkeypatch.setattr(context, "_is_on_cpu", lambda model: False)
-    monkeypatch.setattr(decision, "seconds_per_call", lambda *_: [list(VLLMS), [0.5] * 4])
+    monkeypatch.setattr(sys.modules["eagle_kernels.engines.vllm.context"], "MAX_HEAD_DIM", 3)
     model = build(vllm, DFLASH).model
     before = len(ops)
     assert same_context(model) and len(ops) == before + 1
     assert [name for name in METHODS if name in vars(model)] == ["_project_context_kv"]
+    assert [line for line in log() if "heads of 4 columns, and at most 3 are supported" in line]
     assert [line for line in log() if line.startswith("DFlashQwen3Model._project_context_kv runs norm_concat_linear; ")]
 
 

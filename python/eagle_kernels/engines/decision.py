@@ -1,8 +1,7 @@
 """Whether a hooked stage runs on our op: only at the row counts where that is faster than what the engine runs there.
 
-On CPU both are timed with the real layer when it is loaded, once per shape and process. On a GPU the figures are those
-of the table shipped for it (`tuned_configs`); a GPU or a shape without figures stays with the engine. `FORCED` skips
-all of it (EAGLE_KERNELS_VLLM=force, EAGLE_KERNELS_SGLANG=force).
+Both are timed with the real layer when it is loaded, once per shape and process, on a CPU and on a GPU. `FORCED` skips
+that (EAGLE_KERNELS_VLLM=force, EAGLE_KERNELS_SGLANG=force).
 """
 
 import bisect
@@ -17,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import tuned_configs
-
 Call = Callable[[Tensor], Tensor]
 
 # A row count between two of these runs on the op if it is faster at both, as plans change in between (plan.FUSED_ROWS).
@@ -31,6 +28,9 @@ _SECONDS, _MIN_ROUNDS, _MAX_ROUNDS = 0.4, 3, 12
 # Read before each timed call to evict the stage's weight from all caches, as an engine does by reading its target's
 # weights. After 64 MB a shared L3 of 480 MB still had a weight of 25 MB (28 GB/s per core; after 256 MB 15, as memory).
 EVICTED_BYTES = 256 << 20
+# On a GPU they are written so often before a call, 1 ms on an H200 (estimate): the host queues the call meanwhile, and
+# what is timed are its kernels, as in a CUDA graph. Where a stage runs eagerly, one launch saves more than that.
+_PASSES = 16
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,6 @@ def _ms(seconds: float) -> str:
 FORCED = Decision(everywhere=True, reason="forced, not timed")
 
 
-def on_gpu(device: torch.device, width: int, columns: int, dtype: torch.dtype, codes: str = "") -> Decision:
-    """The decision for a projection [N, width] -> [N, columns] from the table shipped for a GPU.
-
-    codes: the format of a quantized weight.
-    """
-    gpu, dtype_name = tuned_configs.gpu_of(device).name, str(dtype).removeprefix("torch.")
-    if codes:
-        dtype_name = f"{dtype_name} x {codes}"
-    if tuned_configs.has_projection(gpu, width, columns, dtype_name):
-        return Decision(everywhere=True, reason=f"it is in the table of the {gpu}")
-    return Decision(reason=f"no table is shipped for K*H={width}, D={columns}, {dtype_name} on the {gpu}")
-
-
 def rows_up_to(max_rows: int) -> tuple[int, ...]:
     """The row counts at which to time a stage that is called with at most `max_rows`."""
     most = min(max_rows, ROWS[-1])
@@ -119,7 +106,8 @@ def seconds_per_call(calls: Sequence[Call], rows: Sequence[int], width: int, lik
     The calls take turns, so that a noisy neighbor slows all of them. With a weight of 25 MB the fastest call may be one
     that found it in a cache: by minima, norm_concat and vLLM's product won with 1.5 times the median of 12 bits.
     """
-    evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32)  # vLLM loads with the model's dtype as the default
+    # vLLM loads with the model's dtype as the default.
+    evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32, device=like.device)
     seconds: list[list[float]] = [[] for _ in calls]
     for T in rows:
         x = normal_rows(T, width, like)
@@ -131,13 +119,27 @@ def seconds_per_call(calls: Sequence[Call], rows: Sequence[int], width: int, lik
             if done >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
                 break
             for call, of_call in zip(calls, samples, strict=True):
-                evicted.sum()
-                begin = time.perf_counter()
-                call(x)
-                of_call.append(time.perf_counter() - begin)
+                of_call.append(_seconds_of(call, x, evicted))
         for of_call, of_rows in zip(samples, seconds, strict=True):
             of_rows.append(statistics.median(of_call))
     return seconds
+
+
+def _seconds_of(call: Call, x: Tensor, evicted: Tensor) -> float:
+    if x.device.type == "cpu":
+        evicted.sum()
+        begin = time.perf_counter()
+        call(x)
+        return time.perf_counter() - begin
+    for _ in range(_PASSES):
+        evicted.zero_()
+    stream = torch.cuda.current_stream(x.device)
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record(stream)
+    call(x)
+    ended.record(stream)
+    ended.synchronize()
+    return 1e-3 * begun.elapsed_time(ended)
 
 
 def agreed_seconds(

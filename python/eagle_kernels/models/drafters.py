@@ -36,10 +36,7 @@ _KEYS_AND_VALUES = (
 )
 _KEYS_AND_VALUES += "a GPU their norm and rotation one kernel of SGLang's for all layers, layer by layer where it does "
 _KEYS_AND_VALUES += "not take them; `ContextKV` computes them"
-_CACHE = (
-    "the write into the cache, whose layout is the attention backend's; on a GPU norm and rotation of the keys, of "
-)
-_CACHE += "which no table has figures"
+_CACHE = "the write into the cache, whose layout is the attention backend's"
 _MAIN_PROJECTION = "the projection of the captured layers and the norm behind it; the cat in the V2 speculator"
 _NORMED_CONTEXT = "the keys of all layers, one GEMM with no norm in front; their norm and rotation, kernels of vLLM's "
 _TOKENS = "it reads token ids, no states of the target"
@@ -207,8 +204,7 @@ SGLANG = (
         "Laguna DFlash",
         ("DFlashLagunaForCausalLM",),
         "norms, cat, fc and the norm behind it",
-        "each layer's norm, keys and values, which SGLang runs layer by layer and on no CPU, and of which no table of "
-        "a GPU has figures; `ContextKV` computes them",
+        "each layer's norm, keys and values, which SGLang runs layer by layer and on no CPU; `ContextKV` computes them",
         ("models.dflash:DFlashLagunaForCausalLM.project_target_hidden",),
     ),
     Drafter(
@@ -264,14 +260,14 @@ VLLM = (
             "Qwen3DSparkModel",
             "Qwen3OmniDSparkModel",
         ),
-        "cat and fc, in the V2 speculator; the norm behind it and keys and values of all layers; on a CPU norm and "
-        "rotation of the keys",
+        "the norm behind fc and keys and values of all layers, norm and rotation of the keys; cat and fc in the V2 "
+        "speculator, if forced",
         _CACHE,
     ),
     Drafter(
         "Laguna DFlash",
         ("DFlashLagunaForCausalLM",),
-        "norms, cat, fc and the norm behind it; each layer's norm, keys and values; on a CPU norm and rotation of keys",
+        "norms, cat, fc and the norm behind it; each layer's norm, keys and values, norm and rotation of the keys",
         _CACHE,
     ),
     Drafter(
@@ -375,16 +371,16 @@ VLLM = (
     Drafter(
         "DSpark: Gemma 4",
         ("Gemma4DSparkModel",),
-        "cat and fc, in the V2 speculator; the norm behind it and keys and values of all layers, which are one "
-        "projection; on a CPU norm and rotation of the keys and norm of the values",
+        "the norm behind fc and keys and values of all layers, which are one projection, norm and rotation of the keys "
+        "and norm of the values; cat and fc in the V2 speculator, if forced",
         _CACHE,
     ),
     Drafter(
         "DSpark: Muse Spark",
         ("MuseSparkDSparkModel",),
         "the norm behind fc, each layer's norm, keys and values of all layers",
-        "fc, which has no norm in front and whose input vLLM rounds from fp32; norm and rotation of the keys, of which "
-        "no table has figures; the write into the cache, whose layout is the attention backend's",
+        "fc, which has no norm in front and whose input vLLM rounds from fp32; norm and rotation of the keys; the "
+        "write into the cache, whose layout is the attention backend's",
     ),
     Drafter(
         "DSpark: DeepSeek V4 and V4.1",

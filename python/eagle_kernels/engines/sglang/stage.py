@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...plan import cpu_isa
 from .. import decision
 from ..decision import Call, Decision
 from ..eligibility import log_once
@@ -84,18 +83,13 @@ def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
     if force:
         check()
         return decision.FORCED
-    if weight.device.type != "cpu":
-        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype, projection.codes)
-        if not shipped.never:
-            check()
-        return shipped
     projection.use_huge_pages()
 
     def measure() -> list[list[float]]:
         check()
         return decision.seconds_per_call([engine, projection], rows, width, weight)
 
-    key = (name, projection.kind, width, columns, weight.dtype, torch.get_num_threads(), cpu_isa())
+    key = (name, projection.kind, width, columns, weight.dtype, weight.device, torch.get_num_threads())
     seconds: Any = decision.once(key, lambda: decision.agreed_seconds(measure, 2, len(rows), _cpu_group()))
     theirs, ours = map(tuple, seconds)
     return Decision(rows, theirs, ours)

@@ -278,19 +278,11 @@ def _decide(drafter: Any, projection: EngineProjection) -> Stage:
             projection = replace(projection, fc_unsupported=projection.fc_unsupported or PACKED)
         probe(projection, fc.input_size, like, drafter._max_rows, engine)
         return Stage(projection, decision.FORCED)
-    if like.device.type == "cpu":
-        if not projection.is_worthwhile and codes is None:
-            return Stage(projection, Decision(reason="it has no norm to fuse"))
-        if "combine" not in _switches.parts:
-            return Stage(projection, Decision(reason="EAGLE_KERNELS_VLLM_COMBINE=0"))
-        return _timed(drafter, projection, like, codes)
-    sizes = (like.device, fc.input_size, fc.output_size, like.dtype)
-    shipped = decision.on_gpu(*sizes)
-    if codes is not None and not (of_codes := decision.on_gpu(*sizes, codes.codes)).never:
-        projection, shipped = codes, of_codes
-    if not shipped.never:
-        probe(projection, fc.input_size, like, drafter._max_rows, engine)
-    return Stage(projection, shipped)
+    if not projection.is_worthwhile and codes is None:
+        return Stage(projection, Decision(reason="it has no norm to fuse"))
+    if "combine" not in _switches.parts and like.device.type == "cpu":
+        return Stage(projection, Decision(reason="EAGLE_KERNELS_VLLM_COMBINE=0"))
+    return _timed(drafter, projection, like, codes)
 
 
 def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: EngineProjection | None) -> Stage:
@@ -311,7 +303,7 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: Engi
     norms = (len(projection.chunk_norms), projection.concat_norm is None, projection.post_norm is None)
     weight = (fc.input_size, fc.output_size, like.dtype, type(fc.quant_method), candidates[0].fc_unsupported)
     ways = (candidate.kind for candidate in candidates)
-    key = (drafter.eagle_kernels_name, *norms, *weight, *ways, rows, torch.get_num_threads(), cpu_isa())
+    key = (drafter.eagle_kernels_name, *norms, *weight, *ways, rows, like.device, torch.get_num_threads())
     seconds: Any = decision.once(key, lambda: tensor_parallel.agreed_seconds(measure, 1 + len(candidates), len(rows)))
     theirs, *ours = map(tuple, seconds)
     stage = _fastest(candidates, rows, theirs, ours, in_copies=dense is not None)

@@ -2,9 +2,9 @@
 norm and the rotation of K in one pass per layer.
 
 vLLM projects the context eagerly on every engine step, by a weight [L*2*n*d, H] that it stacks when it loads the
-drafter, copies K and V apart, norms K and rotates it. On a CPU `precompute_and_store_context_kv` of a loaded drafter is
-replaced; on a GPU, where no table has figures for the steps after the projection, `_project_context_kv` alone. The
-write into the cache stays vLLM's, as its layout and dtype are the attention backend's.
+drafter, copies K and V apart, norms K and rotates it. `precompute_and_store_context_kv` of a loaded drafter is
+replaced, or `_project_context_kv` alone where `store_context_kv` cannot run. The write into the cache stays vLLM's, as
+its layout and dtype are the attention backend's.
 
 Laguna has no hidden_norm here but a norm in each layer: one op per layer, into the columns of that layer. Gemma 4
 projects K alone, and its V is K after a norm without a gain. In Muse Spark hidden_norm, each layer's own norm and the
@@ -471,24 +471,18 @@ def targets_of(model: Any) -> tuple[Target, ...]:
 
 
 def _stage(model: Any) -> _Stage:
-    """The stage to decide on: the whole method where that can be timed or is forced, else the projection alone."""
+    """The stage to decide on: the whole method where that runs, else the projection alone."""
     if _is_beam(model):
         return BeamContext(model)
     if _is_muse(model):
         return MuseKeysAndValues(model)
-    if _switches.force or _is_on_cpu(model):
-        context = Context(model)
-        with leaving_to_vllm(f"the norm and rotation of keys in {context.name}"):
-            if model._head_dim > MAX_HEAD_DIM:
-                raise ProbeError(f"heads of {model._head_dim} columns, and at most {MAX_HEAD_DIM} are supported")
-            context.probe()
-            return context
+    context = Context(model)
+    with leaving_to_vllm(f"the norm and rotation of keys in {context.name}"):
+        if model._head_dim > MAX_HEAD_DIM:
+            raise ProbeError(f"heads of {model._head_dim} columns, and at most {MAX_HEAD_DIM} are supported")
+        context.probe()
+        return context
     return KeysAndValues(model)
-
-
-def _is_on_cpu(model: Any) -> bool:
-    stacked: Any = _stacked(model)
-    return stacked.weight.device.type == "cpu"
 
 
 def _give_each_layer_its_gain(model: Any) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...checks import DTYPES
 from ...environment import EngineSwitches
-from ...plan import cpu_isa
 from ...warmup import warm_up
 from .. import decision
 from ..decision import Call, Decision
@@ -204,11 +203,6 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
     if candidate.switches.force:
         probe(projection, width, weight, max_rows, engine)
         return projection, decision.FORCED
-    if weight.device.type != "cpu":
-        shipped = decision.on_gpu(weight.device, width, columns, weight.dtype, codes)
-        if not shipped.never:
-            probe(projection, width, weight, max_rows, engine)
-        return projection, shipped
     check_backend(projection.op, weight.device)
     projection.use_huge_pages()
     rows = decision.rows_up_to(max_rows)
@@ -217,7 +211,7 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
         probe(projection, width, weight, max_rows, engine)
         return decision.seconds_per_call(candidate.calls(), rows, width, weight)
 
-    key = (name, width, columns, weight.dtype, codes, candidate.compiled, rows, torch.get_num_threads(), cpu_isa())
+    key = (name, width, columns, weight.dtype, codes, candidate.compiled, rows, weight.device, torch.get_num_threads())
     seconds: Any = decision.once(key, lambda: tensor_parallel.agreed_seconds(measure, 2, len(rows)))
     theirs, ours = map(tuple, seconds)
     return projection, Decision(rows, theirs, ours)
