@@ -59,7 +59,7 @@ def draw() -> Figure:
         _arrow(axes, left, 21, right, 21)
     _box(axes, 78, 21, 13, 4, _DATA, "drafter's input")
 
-    launches = f"the op, up to {DECODE_ROWS} rows: 1 kernel launch (sm_90a: up to 48), no intermediate tensor"
+    launches = f"the op, up to {DECODE_ROWS} rows on sm_90 and later: 1 kernel launch, no intermediate tensor"
     _heading(axes, 11.8, launches)
     for k in range(K):
         _box(axes, 1, 8.2 - 3.2 * k, 13, 2.6, _DATA, f"captured layer {k + 1}")
