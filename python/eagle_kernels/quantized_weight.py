@@ -206,6 +206,8 @@ class QuantizedWeight:
         return "codes" if kind == E4M3 or (kind == E8M0 and dtype != torch.float16) else "blocks"
 
     def to(self, device: torch.device | str, copy: bool = False) -> QuantizedWeight:
+        """The same weight on a device; of tensors that are there already a copy only where `copy` asks for one. A dtype
+        in place of the device raises TypeError: `dequantize` takes one."""
         device = checks.as_device(f"{OP}.to", device)  # .to(dtype) would convert codes without their scales
         moved = (None if tensor is None else tensor.to(device, copy=copy) for tensor in self.tensors)
         codes, scales, global_scale = moved
