@@ -1,9 +1,12 @@
 """Where a stage runs on the op: at the timed row counts where it was faster, and between two of these."""
 
+import gc
 import itertools
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -123,28 +126,63 @@ def test_a_shape_is_settled_once() -> None:
     assert len(failed) == 1
 
 
-def test_on_a_gpu_the_kernels_of_a_call_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two events of the tensor's stream, behind writes that keep the GPU busy while the host queues it."""
-    done: list[object] = []
+def test_a_failure_is_kept_without_what_its_frames_hold() -> None:
+    """256 MB, and the drafter."""
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
+    class Drafter:
+        pass
 
-        def record(self, stream: object) -> None:
-            done.append(stream)
+    def fails() -> None:
+        held = Drafter()
+        alive.append(weakref.ref(held))
+        raise RuntimeError("no memory")
 
-        def synchronize(self) -> None:
-            done.append("waits")
+    alive: list[weakref.ref] = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            decision.once("d", lambda: decision.agreed_seconds(fails, 2, 1, None))
+    gc.collect()
+    assert [held() for held in alive] == [None]
 
-        def elapsed_time(self, end: object) -> float:
-            assert isinstance(end, Event) and end is not self
-            return 0.25
 
-    x, evicted = types.SimpleNamespace(device=torch.device("cuda", 1)), types.SimpleNamespace()
-    evicted.zero_ = lambda: done.append("writes")
+class Event:
+    """Of a GPU that is late for the first calls: it is through with what it had to do before they are queued."""
+
+    done: ClassVar[list[object]] = []
+    late = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        Event.done.append(stream)
+
+    def query(self) -> bool:
+        Event.late -= 1
+        return Event.late >= 0
+
+    def synchronize(self) -> None:
+        Event.done.append("waits")
+
+    def elapsed_time(self, end: object) -> float:
+        assert isinstance(end, Event) and end is not self
+        return 0.25
+
+
+@pytest.mark.parametrize(("late", "passes"), [(0, [16]), (2, [16, 32, 64]), (9, [16, 32, 64, 128, 256])])
+def test_on_a_gpu_the_kernels_of_a_call_are_timed(
+    monkeypatch: pytest.MonkeyPatch, late: int, passes: list[int]
+) -> None:
+    """Between two events of the tensor's stream, behind reads that keep the GPU busy while the host queues it."""
+    monkeypatch.setattr(Event, "late", late)
+    monkeypatch.setattr(Event, "done", done := [])
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    assert decision._seconds_of(lambda x: done.append("calls"), x, evicted) == 0.25e-3
-    assert [name for name in done if name != "writes"] == ["stream of cuda:1", "calls", "stream of cuda:1", "waits"]
-    assert done[: done.count("writes")] == ["writes"] * decision._PASSES
+    clock = decision._GpuClock(torch.device("cpu"))
+    clock._evicted = types.SimpleNamespace(sum=lambda: done.append("reads"))
+    x = types.SimpleNamespace(device=torch.device("cuda", 1))
+    for rounds in (passes, passes[-1:]):  # a later call needs no more tries
+        done.clear()
+        assert clock.seconds(lambda x: done.append("calls"), x) == 0.25e-3
+        queued = ["stream of cuda:1", "calls", "stream of cuda:1", "waits"]
+        assert done == [each for count in rounds for each in ["reads"] * count + queued]

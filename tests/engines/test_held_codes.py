@@ -1,5 +1,7 @@
 """The layouts in which engines keep a quantized linear layer, read without a copy."""
 
+import sys
+import types
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,8 @@ import eagle_kernels as ek
 from eagle_kernels.engines import held_codes
 from eagle_kernels.engines.held_codes import HeldCodes
 from eagle_kernels.engines.projection import EngineProjection
+from eagle_kernels.engines.sglang import unsupported
+from eagle_kernels.engines.vllm import combine
 from engines.watched_parameter import Parameter
 
 D, W = 160, 320
@@ -68,6 +72,20 @@ def test_each_layout_is_read_where_it_is(format: str) -> None:
 def test_a_shard_of_the_rows_is_a_weight_of_its_own() -> None:
     linear = EngineLinear("fp8_row", output_size=2 * D, output_size_per_partition=D)
     assert read(linear).weight.shape == (D, W)
+
+
+def test_a_shard_that_an_engine_gathers_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would take all ranks, and one may have failed before."""
+    unquant = types.SimpleNamespace(UnquantizedLinearMethod=object)
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization.unquant", unquant)
+    monkeypatch.setattr(unsupported, "_QUANTIZED", METHODS)
+    monkeypatch.setattr(combine, "QUANTIZED", METHODS)
+    shard, whole = EngineLinear("fp8_row", output_size=2 * D, output_size_per_partition=D), EngineLinear("fp8_row")
+    assert combine.read_codes(shard) is None
+    assert unsupported.linear_unsupported_reason(shard, codes=True) == "its codes are a shard"
+    for linear, column_shard in ((shard, True), (whole, False), (whole, True)):
+        assert combine.read_codes(linear, column_shard=column_shard).weight.shape == (D, W)
+        assert unsupported.linear_unsupported_reason(linear, codes=True, column_shard=column_shard) is None
 
 
 def test_rows_are_read_with_their_padding() -> None:

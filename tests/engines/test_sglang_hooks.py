@@ -618,6 +618,25 @@ def test_what_is_not_row_parallel_runs_as_ever(
     assert second == "module.Module runs norm_concat_linear (K=3, chunk norm); forced, not timed"
 
 
+def test_ranks_that_come_and_go_decide_nothing_together(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With elastic expert parallelism a rank that joins a running server would wait for the others."""
+    group = types.SimpleNamespace(world_size=2, cpu_group=None)
+    context = types.SimpleNamespace(
+        is_config_namespace_published=lambda name: name == "exec",
+        config_bag=lambda name: types.SimpleNamespace(moe=types.SimpleNamespace(elastic_ep_backend="mooncake")),
+    )
+    runtime = sys.modules["sglang.srt.runtime_context"]
+    monkeypatch.setattr(runtime, "get_parallel", lambda: types.SimpleNamespace(tp_group=group))
+    monkeypatch.setattr(runtime, "get_context", lambda: context, raising=False)
+    monkeypatch.setattr(stage, "_cpu_group", lambda: object())
+    monkeypatch.setattr(decision, "seconds_per_call", None)
+    seen_behind(drafter(), batch(2, K * H))
+    (line,) = messages(caplog, logging.INFO)
+    assert line.startswith("module.Module stays with SGLang: with elastic expert parallelism ")
+
+
 class Predictor(nn.Module):
     """The part of Step-3.5's MTP layer that the hook reads, and its forward."""
 

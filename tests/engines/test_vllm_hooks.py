@@ -1334,16 +1334,18 @@ def test_what_is_timed_are_both_methods(vllm: types.SimpleNamespace, monkeypatch
     assert own is None and [tuple(x.shape) for x in ours] == [(2, 40, 2, 4)] * 2
 
 
-def test_the_projection_alone_runs_where_the_keys_cannot(
+def test_the_projection_alone_runs_where_no_kernel_stores_keys(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, ops: list
 ) -> None:
+    """On a GPU without Triton."""
     register()
-    monkeypatch.setattr(sys.modules["eagle_kernels.engines.vllm.context"], "MAX_HEAD_DIM", 3)
+    reference = types.SimpleNamespace(backend="reference", reason="triton is not installed")
+    monkeypatch.setattr(sys.modules["eagle_kernels.engines.vllm.context"], "plan", lambda device: reference)
     model = build(vllm, DFLASH).model
     before = len(ops)
     assert same_context(model) and len(ops) == before + 1
     assert [name for name in METHODS if name in vars(model)] == ["_project_context_kv"]
-    assert [line for line in log() if "heads of 4 columns, and at most 3 are supported" in line]
+    assert [line for line in log() if "no kernels of ours for store_context_kv, triton is not installed" in line]
     assert [line for line in log() if line.startswith("DFlashQwen3Model._project_context_kv runs norm_concat_linear; ")]
 
 

@@ -5,6 +5,7 @@ that (EAGLE_KERNELS_VLLM=force, EAGLE_KERNELS_SGLANG=force).
 """
 
 import bisect
+import copy
 import math
 import statistics
 import time
@@ -28,9 +29,10 @@ _SECONDS, _MIN_ROUNDS, _MAX_ROUNDS = 0.4, 3, 12
 # Read before each timed call to evict the stage's weight from all caches, as an engine does by reading its target's
 # weights. After 64 MB a shared L3 of 480 MB still had a weight of 25 MB (28 GB/s per core; after 256 MB 15, as memory).
 EVICTED_BYTES = 256 << 20
-# On a GPU they are written so often before a call, 1 ms on an H200 (estimate): the host queues the call meanwhile, and
-# what is timed are its kernels, as in a CUDA graph. Where a stage runs eagerly, one launch saves more than that.
-_PASSES = 16
+# On a GPU they are read so often before a call, 1 ms on an H200 (estimate): the host queues the call meanwhile, and
+# what is timed are its kernels, as in a CUDA graph. Where a stage runs eagerly, one launch saves more than that. A host
+# that takes longer is given up to so many passes.
+_PASSES, _MOST_PASSES = 16, 256
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,7 @@ def seconds_per_call(calls: Sequence[Call], rows: Sequence[int], width: int, lik
     The calls take turns, so that a noisy neighbor slows all of them. With a weight of 25 MB the fastest call may be one
     that found it in a cache: by minima, norm_concat and vLLM's product won with 1.5 times the median of 12 bits.
     """
-    # vLLM loads with the model's dtype as the default.
-    evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32, device=like.device)
+    clock = _Clock(like.device) if like.device.type == "cpu" else _GpuClock(like.device)
     seconds: list[list[float]] = [[] for _ in calls]
     for T in rows:
         x = normal_rows(T, width, like)
@@ -119,27 +120,45 @@ def seconds_per_call(calls: Sequence[Call], rows: Sequence[int], width: int, lik
             if done >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
                 break
             for call, of_call in zip(calls, samples, strict=True):
-                of_call.append(_seconds_of(call, x, evicted))
+                of_call.append(clock.seconds(call, x))
         for of_call, of_rows in zip(samples, seconds, strict=True):
             of_rows.append(statistics.median(of_call))
     return seconds
 
 
-def _seconds_of(call: Call, x: Tensor, evicted: Tensor) -> float:
-    if x.device.type == "cpu":
-        evicted.sum()
+class _Clock:
+    """Times a call whose weight is in no cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        # vLLM loads with the model's dtype as the default.
+        self._evicted = torch.zeros(EVICTED_BYTES // 4, dtype=torch.float32, device=device)
+
+    def seconds(self, call: Call, x: Tensor) -> float:
+        self._evicted.sum()
         begin = time.perf_counter()
         call(x)
         return time.perf_counter() - begin
-    for _ in range(_PASSES):
-        evicted.zero_()
-    stream = torch.cuda.current_stream(x.device)
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record(stream)
-    call(x)
-    ended.record(stream)
-    ended.synchronize()
-    return 1e-3 * begun.elapsed_time(ended)
+
+
+class _GpuClock(_Clock):
+    """Times the kernels of a call: the GPU is kept busy until the host has queued all of them."""
+
+    _passes = _PASSES
+
+    def seconds(self, call: Call, x: Tensor) -> float:
+        stream = torch.cuda.current_stream(x.device)
+        while True:
+            for _ in range(self._passes):
+                self._evicted.sum()
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record(stream)
+            call(x)
+            ended.record(stream)
+            is_late = begun.query()  # the GPU had to wait for the host
+            ended.synchronize()
+            if not is_late or self._passes >= _MOST_PASSES:
+                return 1e-3 * begun.elapsed_time(ended)
+            self._passes *= 2
 
 
 def agreed_seconds(
@@ -161,8 +180,11 @@ def agreed_seconds(
         torch.distributed.all_reduce(ours_negated, op=torch.distributed.ReduceOp.MIN, group=group)
         ours_negated[1:].neg_()
         seconds = ours_negated.tolist()
-    if failure is not None:
-        raise failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        failure = None  # whose frames have this one in them, and what was evicted
     return seconds
 
 
@@ -181,12 +203,21 @@ def once(key: Hashable, settle: Callable[[], object]) -> object:
     if key not in _settled:
         try:
             _settled[key] = settle()
-        except Exception as failure:  # kept and raised again
-            _settled[key] = failure
+        except Exception as failure:
+            _settled[key] = _without_frames(failure)
+            raise
     settled = _settled[key]
     if isinstance(settled, Exception):
-        raise settled
+        raise _without_frames(settled)
     return settled
+
+
+def _without_frames(failure: Exception) -> Exception:
+    """A copy for keeping: the frames of a failure hold the drafter and the memory that was evicted."""
+    try:
+        return copy.copy(failure)
+    except TypeError:  # of a class that takes other arguments than it keeps
+        return RuntimeError(repr(failure))
 
 
 def clear() -> None:

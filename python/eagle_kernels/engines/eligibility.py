@@ -65,6 +65,12 @@ def linear_unsupported_reason(
     return None
 
 
+def is_column_shard(linear: Any) -> bool:
+    """Whether the layer holds this rank's columns of the output alone, which the engine gathers or passes on."""
+    own = getattr(linear, "output_size_per_partition", None)
+    return own is not None and own != linear.output_size
+
+
 def norm_unsupported_reason(norm: nn.Module, known: Collection[type], dtype: torch.dtype) -> str | None:
     """Why an op cannot take over an RMSNorm: another class (another plugin's, perhaps), no weight, another dtype."""
     if type(norm) not in known:

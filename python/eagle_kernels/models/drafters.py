@@ -245,7 +245,7 @@ VLLM = (
     Drafter(
         "EAGLE-3 with latent attention: DeepSeek, Kimi K2",
         ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
-        "norms, cat and fc; " + _LAYER_0,
+        "fc in codes; cat and fc in the V2 speculator, if forced; " + _LAYER_0,
     ),
     Drafter(
         "DFlash, DFlash2, LiLiCorr, XPress, Muse Glimmer; DSpark: Qwen 3",
@@ -365,7 +365,7 @@ VLLM = (
     Drafter(
         "DFlash2 Beam",
         ("DFlash2BeamDraftModel",),
-        "cat and fc, in the V2 speculator; the norm behind it and keys and values of all layers",
+        "the norm behind fc and keys and values of all layers; cat and fc in the V2 speculator, if forced",
         "norm and rotation of the keys and the write into the cache, which are one kernel of vLLM's",
     ),
     Drafter(

@@ -83,6 +83,9 @@ def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
     if force:
         check()
         return decision.FORCED
+    group = _cpu_group()
+    if group is not None and _ranks_come_and_go():
+        return Decision(reason="with elastic expert parallelism a rank that joins later has no others to decide with")
     projection.use_huge_pages()
 
     def measure() -> list[list[float]]:
@@ -90,9 +93,17 @@ def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
         return decision.seconds_per_call([engine, projection], rows, width, weight)
 
     key = (name, projection.kind, width, columns, weight.dtype, weight.device, torch.get_num_threads())
-    seconds: Any = decision.once(key, lambda: decision.agreed_seconds(measure, 2, len(rows), _cpu_group()))
+    seconds: Any = decision.once(key, lambda: decision.agreed_seconds(measure, 2, len(rows), group))
     theirs, ours = map(tuple, seconds)
     return Decision(rows, theirs, ours)
+
+
+def _ranks_come_and_go() -> bool:
+    from sglang.srt.runtime_context import get_context
+
+    context = get_context()
+    published = context.is_config_namespace_published("exec")
+    return published and context.config_bag("exec").moe.elastic_ep_backend is not None
 
 
 def _cpu_group() -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 from ... import plan
 from ...checks import DTYPES
 from .. import eligibility, held_codes
-from ..eligibility import norm_unsupported_reason
+from ..eligibility import is_column_shard, norm_unsupported_reason
 
 # The methods that leave the weight in a layout of `held_codes`.
 _QUANTIZED = {"sglang.srt.layers.quantization.fp8:Fp8LinearMethod"}
@@ -27,7 +27,8 @@ def linear_unsupported_reason(
     if getattr(linear, "use_intel_amx_backend", False):
         return "its weight is packed for the engine's own CPU product"
     if codes and (bias or getattr(linear, "bias", None) is None) and held_codes.read(linear, _QUANTIZED) is not None:
-        return None
+        # To probe a layer that gathers takes all ranks.
+        return "its codes are a shard" if not column_shard and is_column_shard(linear) else None
     return eligibility.linear_unsupported_reason(
         linear, {UnquantizedLinearMethod}, bias=bias, column_shard=column_shard
     )

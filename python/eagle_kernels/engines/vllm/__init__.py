@@ -9,7 +9,7 @@ engine: a part that cannot be applied is logged with the name of its target, and
 | zero_copy | on | the same, with the cat before and the copy after it, in the V2 speculators of EAGLE-3 and DFlash |
 | mtp | on | enorm + hnorm + eh_proj of 28 MTP families and two EAGLE-1 drafters, norm + projection of two more |
 | layer0 | on | input_layernorm + hidden_norm + cat + qkv_proj of layer 0 of EAGLE-3 drafters |
-| context | on | hidden_norm (Laguna: each layer's) + K, V of all layers of DFlash, DSpark; on CPU also K's norm, RoPE |
+| context | on | hidden_norm (Laguna: each layer's) + K, V of all layers + K's norm, RoPE of DFlash, DSpark |
 | scales | on | a quantized drafter's weights dequantized where vLLM's layer would read codes as dense weights |
 | embedding | off | masks and gather of VocabParallelEmbedding where vLLM has no fused op for them (all but CUDA) |
 

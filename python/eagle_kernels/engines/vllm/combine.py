@@ -22,7 +22,7 @@ from ...plan import Kernel, Problem, choose, cpu_isa
 from ...quantized_weight import COMPRESSED, CompressedWeight, quantize
 from .. import decision, held_codes
 from ..decision import Decision
-from ..eligibility import linear_unsupported_reason, log_once, norm_unsupported_reason
+from ..eligibility import is_column_shard, linear_unsupported_reason, log_once, norm_unsupported_reason
 from ..gates import Target, TargetError
 from ..held_codes import HeldCodes
 from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe
@@ -367,10 +367,15 @@ def _may_compress(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and cpu_isa() == "amx_bf16"
 
 
-def read_codes(linear: Any) -> HeldCodes | None:
+def read_codes(linear: Any, *, column_shard: bool = False) -> HeldCodes | None:
     """`held_codes.read` of a layer of vLLM, but for FP8 blocks on a CPU: vLLM's kernels for these, all for AMX, reorder
-    the codes within a tensor of the same shape."""
+    the codes within a tensor of the same shape.
+
+    column_shard: as in `eligibility.linear_unsupported_reason`. To probe a layer that gathers takes all ranks.
+    """
     codes = held_codes.read(linear, QUANTIZED)
+    if codes is not None and not column_shard and is_column_shard(linear):
+        return None
     if codes is not None and codes.weight.format.startswith("fp8_block") and linear.weight.device.type == "cpu":
         return None
     return codes

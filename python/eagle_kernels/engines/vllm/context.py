@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ...checks import DTYPES
 from ...environment import EngineSwitches
-from ...ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
+from ...ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, plan, store_context_kv
 from ..decision import Call, Decision, normal_rows
 from ..eligibility import log_once
 from ..gates import Target
@@ -389,17 +389,22 @@ class Context(_Stage):
         return torch.arange(N, device=cos_sin.device) % cos_sin.shape[0]
 
     def calls(self) -> list[Call]:
+        positions = functools.cache(self.positions)
+
         def own(x: Tensor) -> Any:
-            return self.own(x, self.positions(x.shape[0]), None)
+            return self.own(x, positions(x.shape[0]), None)
 
         def ours(x: Tensor) -> Any:
-            return self.keys_and_values(x, self.positions(x.shape[0]))
+            return self.keys_and_values(x, positions(x.shape[0]))
 
         return [own, ours]
 
     def probe(self) -> None:
         """Raise ProbeError where vLLM's own method makes other keys and values, or ours does not run."""
-        check_backend("store_context_kv", self.projection.fc.weight.device)
+        device = self.projection.fc.weight.device
+        check_backend("store_context_kv", device)
+        if (chosen := plan(device)).backend == "reference":
+            raise ProbeError(f"there are no kernels of ours for store_context_kv, {chosen.reason}")
         states = normal_rows(3, self.projection.fc.weight.shape[1], self.projection.fc.weight)
         positions = self.positions(3)
         recorder = _Recorder()

@@ -262,7 +262,7 @@ class Stage:
         if unsupported is not None:
             log_once(LOGGER, logging.INFO, f"{self.name} stays with vLLM: {unsupported}")
             return None
-        offset, codes = self.offsets[type(self.norms[0])], read_codes(linear)
+        offset, codes = self.offsets[type(self.norms[0])], read_codes(linear, column_shard=self.column_shard)
         projection = EngineProjection(codes or linear, len(self.norms), chunk_norms=self.norms, norm_offset=offset)
         dense = None
         if cpu_packing.is_kept_dense(linear) and not self.switches.force:
@@ -297,8 +297,8 @@ class Stage:
         if (unsupported := batch_invariant_reason()) is not None:
             return unsupported
         unsupported, linear = None if self.fused_norms is None else self.fused_norms.unsupported, self.linear
-        if unsupported is None and read_codes(linear) is None:
-            shard = self.column_shard
+        shard = self.column_shard
+        if unsupported is None and read_codes(linear, column_shard=shard) is None:
             unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=shard)
         dtype = getattr(linear, "params_dtype", None) or linear.weight.dtype
         for norm in self.norms:
