@@ -212,5 +212,6 @@ def test_a_plugin_asks_for_each_weight_of_one_shape(asked: Requests, monkeypatch
     assert asked.cover(fc.weight)
     timed = [[1.0] * len(decision.ROWS)] * 2
     monkeypatch.setattr(decision, "once", lambda key, settle: timed)
+    monkeypatch.setattr(stage, "_cpu_group", lambda: None)
     stage._decide("fc", EngineProjection(fc, 3), fc)
     assert asked.cover(fc.weight)
