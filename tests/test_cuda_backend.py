@@ -418,6 +418,6 @@ def test_an_amd_gpu_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_context_kv_is_stored_by_triton(unsupported: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton ran, `explain` gave as the reason: triton: None."""
-    monkeypatch.setattr(plan, "choose_backend", lambda *_: ("cuda", "it is the default"))
+    monkeypatch.setattr(plan, "_wanted_backend", lambda *_: ("cuda", "it is the default"))
     monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: unsupported)
     assert str(plan._choose(plan.Problem("store_context_kv", CUDA))) == f"store_context_kv: {said}"

@@ -176,6 +176,16 @@ def _triton_unsupported_reason(device: torch.device) -> str | None:
 @cached
 def choose_backend(op: str, device: torch.device, num_chunks: int = 1) -> tuple[str, str]:
     """The backend for `op` on this device and the reason; raises where a forced backend cannot be used."""
+    backend, reason = _wanted_backend(op, device, num_chunks)
+    if op == "store_context_kv" and backend == "cuda":
+        backend, reason = "triton", "no cuda kernel stores context KV"
+        if (unsupported := unsupported_reason("triton", device)) is not None:
+            backend, reason = "reference", f"{reason}; triton: {unsupported}"
+    return backend, reason
+
+
+def _wanted_backend(op: str, device: torch.device, num_chunks: int) -> tuple[str, str]:
+    """Forced, or the fastest of those that run here."""
     if SETTINGS.wrong is not None:
         raise ValueError(SETTINGS.wrong)
 
@@ -215,10 +225,6 @@ def _choose(problem: Problem) -> Plan:
         isa = cpu_isa()  # also sets it: the compiled kernels start out scalar, 3 times slower
     if problem.op == "norm_concat_linear_quantized":
         return quantized_projection(problem, backend, reason, isa)
-    if problem.op == "store_context_kv" and backend == "cuda":
-        backend, reason = "triton", "no cuda kernel stores context KV"
-        if (unsupported := unsupported_reason("triton", problem.device)) is not None:
-            backend, reason = "reference", f"{reason}; triton: {unsupported}"
     if backend == "reference":
         return Plan(problem.op, backend, Kernel.TORCH, reason)
     if problem.op != "norm_concat_linear":

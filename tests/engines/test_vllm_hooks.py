@@ -1339,13 +1339,14 @@ def test_the_projection_alone_runs_where_no_kernel_stores_keys(
 ) -> None:
     """On a GPU without Triton."""
     register()
-    reference = types.SimpleNamespace(backend="reference", reason="triton is not installed")
-    monkeypatch.setattr(sys.modules["eagle_kernels.engines.vllm.context"], "plan", lambda device: reference)
+    choose, reference = plan.choose_backend, ("reference", "no cuda kernel stores context KV")
+    others = lambda op, *more: reference if op == "store_context_kv" else choose(op, *more)  # noqa: E731
+    monkeypatch.setattr(plan, "choose_backend", others)
     model = build(vllm, DFLASH).model
     before = len(ops)
     assert same_context(model) and len(ops) == before + 1
     assert [name for name in METHODS if name in vars(model)] == ["_project_context_kv"]
-    assert [line for line in log() if "no kernels of ours for store_context_kv, triton is not installed" in line]
+    assert [line for line in log() if "no kernels of ours for it, no cuda kernel stores context KV" in line]
     assert [line for line in log() if line.startswith("DFlashQwen3Model._project_context_kv runs norm_concat_linear; ")]
 
 

@@ -203,7 +203,7 @@ def once(key: Hashable, settle: Callable[[], object]) -> object:
     if key not in _settled:
         try:
             _settled[key] = settle()
-        except Exception as failure:
+        except Exception as failure:  # whatever `settle` raises, which the caller handles
             _settled[key] = _without_frames(failure)
             raise
     settled = _settled[key]
