@@ -30,7 +30,8 @@ ROOM_OF = {
     **dict.fromkeys(("buffers", "packable_linear", "explain", "warmup"), "layers"),
     "quantized_linear": "layers",
     **dict.fromkeys(("drafter_config", "mtp_config", "model_shapes"), "data"),
-    **dict.fromkeys(("checkpoint", "quantized_checkpoint", "int4_checkpoint", "quantization_config"), "data"),
+    **dict.fromkeys(("checkpoint", "checkpoint_files", "stored_projection"), "data"),
+    **dict.fromkeys(("quantized_checkpoint", "int4_checkpoint", "quantization_config"), "data"),
     **dict.fromkeys(("plan", "tuned_configs", "dispatch", "library", "checks", "environment"), "ground"),
     **dict.fromkeys(("version", "vocab_shard", "quantized_weight", "bf16_12bit", "huge_pages"), "ground"),
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from eagle_kernels import int4_checkpoint
+from eagle_kernels.stored_projection import StoredProjection
 from guards import UnchangedTensors
 
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -193,7 +194,8 @@ def test_columns_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = []
     unpack = int4_checkpoint._unpack
     monkeypatch.setattr(int4_checkpoint, "_unpack", lambda w, bits: columns.append(w.shape[1]) or unpack(w, bits))
-    weight = int4_checkpoint.packed_of("op", names, read, (rows, 24), "", {}).dequantize("op", "w")
+    stored = StoredProjection("op", names, read, (rows, 24), "", {})
+    weight = int4_checkpoint.packed_of(stored).dequantize("op", "w")
     assert columns == [1, 1, 1]
     assert torch.equal(weight[:8], (q - 8).bfloat16()) and torch.equal(weight[-8:], (q - 8).bfloat16())
 

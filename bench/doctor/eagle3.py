@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
-from eagle_kernels.checkpoint import Opened, eagle3_name, eagle3_projection, norms_before_fc
+from eagle_kernels.checkpoint import eagle3_name, eagle3_projection, norms_before_fc
+from eagle_kernels.checkpoint_files import Checkpoint
 from eagle_kernels.drafter_config import get_field
 from eagle_kernels.quantized_checkpoint import is_of_activations
 
@@ -204,7 +205,7 @@ def _look_at_fc(pair: Pair, config: Eagle3Config) -> None:
     layer = Eagle3Projection(config, device="meta")
     others = {name: tuple(value.shape) for name, value in layer.state_dict().items() if name != "fc.weight"}
     readers = pair.readers(names) | {name: Header(shape, "BF16").stand_in for name, shape in others.items()}
-    pair.look_at_loading(partial(eagle3_projection, Opened(readers, pair.quantization), layer))
+    pair.look_at_loading(partial(eagle3_projection, Checkpoint(readers, pair.quantization), layer))
     in_sglang = PLAIN if _MLA_FC.isdisjoint(pair.architectures) else _in_sglang(pair)
     held_in = {SGLANG: in_sglang, VLLM_V1: TAKES_CONFIG, VLLM_V2: TAKES_CONFIG}
     path = min((name.rpartition(".")[0] for name in names), key=len)  # bitsandbytes has fc.weight.absmax too

@@ -185,11 +185,11 @@ def _unreadable(pair: Pair, path: str) -> str | None:
         return experts.unreadable(pair, path, stored, config)
     names = {parameter: pair.name_of(path, parameter) for parameter in parameters if parameter != "bias"}
     names |= pair.inside[path]
-    readers = pair.readers(names.values())
+    checkpoint = pair.opened(names.values())._replace(quantization=config, op=OP)
     said: list[str] = []
     for meant in _shapes(stored, parameters, config or {}, path):
         try:
-            check_projection(OP, names, lambda name: readers[name](), meant, "the shape of its codes", config)
+            check_projection(checkpoint.projection(names, meant, "the shape of its codes"))
         except (TypeError, ValueError) as wrong:
             said.append(str(wrong).removeprefix(f"{OP}: "))
         else:

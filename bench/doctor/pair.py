@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels import checks
-from eagle_kernels.checkpoint import Opened, open_tensors, read_tensor
+from eagle_kernels.checkpoint_files import Checkpoint, open_tensors, read_tensor
 from eagle_kernels.quantization_config import config_of
 from eagle_kernels.quantized_checkpoint import tensors_inside
 
@@ -141,8 +141,8 @@ class Pair:
         """The stand-ins of these tensors, for a loader."""
         return {name: self.headers[name].stand_in for name in names}
 
-    def opened(self, names: Iterable[str]) -> Opened:
-        return Opened(self.readers(names), self.quantization)
+    def opened(self, names: Iterable[str]) -> Checkpoint:
+        return Checkpoint(self.readers(names), self.quantization)
 
     def look_at_loading(self, load: Callable[[], object], *engines: str) -> None:
         """Report what the package's own loader refuses in the headers: it would refuse the tensors too."""

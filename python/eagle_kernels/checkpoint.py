@@ -7,27 +7,23 @@ error: engines skip it silently (vLLM 0.33 `llama_eagle3` drops `input_norm`), a
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .checkpoint_files import Checkpoint, Weights, open_checkpoint
 from .models import families
-from .quantization_config import config_of
 from .quantized_checkpoint import (
     OF_WEIGHT,
     UNREAD_CODES,
     check_is_read,
     is_of_activations,
     read_projection,
-    tensors_inside,
 )
 from .quantized_weight import (
     FORMATS,
@@ -37,19 +33,9 @@ from .quantized_weight import (
     log_dequantized,
     scale_shape,
 )
+from .stored_projection import StoredProjection
 
 _Loaded = tuple[dict[str, Tensor], Tensor | QuantizedWeight]  # a state_dict but for the projection's weight, and that
-_Readers = dict[str, Callable[[], Tensor]]
-
-
-class Opened(NamedTuple):
-    """A checkpoint whose tensors the caller reads: `doctor` reads only their headers."""
-
-    readers: _Readers
-    quantization: Mapping[str, Any] | None  # as `config_of` returns it
-
-
-_Weights = str | os.PathLike | Mapping[str, Tensor] | Opened
 
 # SpecForge's names before `fc_norm` (SGLang 0.5.23 llama_eagle3 maps them the same way), and Mistral's fc.
 _LEGACY_NAMES = {
@@ -66,15 +52,15 @@ _NORM = re.compile(r"(?P<norm>\w*norm\w*)(\.\d+)?\.(?P<parameter>.+)")
 _GENERIC = {"fc", "input_proj", "embed_norm", "hidden_norm"}
 
 
-def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
+def eagle3_projection(weights: Weights, layer: Any) -> _Loaded:
     """What an Eagle3Projection loads: fc, fc_norm.{k} and input_norm; names may start with `model.`."""
     op, config = "Eagle3Projection.load_checkpoint", layer.config
-    readers = _open(op, weights)
+    checkpoint = open_checkpoint(op, weights)
     D, W = config.hidden_size, config.num_chunks * config.target_hidden_size
     expected = _expected(layer, "fc", (D, W))
     found: dict[str, str] = {}
     projection: dict[str, str] = {}
-    for name in readers:
+    for name in checkpoint.readers:
         ours = eagle3_name(name)
         if ours.startswith("fc.") and ours != "fc.bias":
             _claim(op, projection, ours.removeprefix("fc."), name, ours)
@@ -85,7 +71,7 @@ def eagle3_projection(weights: _Weights, layer: Any) -> _Loaded:
             says += f"concat_norm {config.concat_norm}, bias {config.bias}"
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", says)
     meaning = f"(D, K*H) with K = {config.num_chunks} and H = {config.target_hidden_size}"
-    return _read(op, readers, expected, found, ("fc", projection, (D, W), meaning), _config_beside(op, weights))
+    return _read(checkpoint, expected, found, "fc", checkpoint.projection(projection, (D, W), meaning))
 
 
 def norms_before_fc(names: Iterable[str]) -> list[str]:
@@ -105,13 +91,13 @@ def _is_of_norm_before_fc(ours: str) -> bool:
     return match is not None and match["norm"] not in _OTHER_NORMS and not is_of_activations(match["parameter"])
 
 
-def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
+def mtp_projection(weights: Weights, layer: Any, number: int | None) -> _Loaded:
     """What an MTPProjection loads, from the one prefix that has its weights."""
     op, config = "MTPProjection.load_checkpoint", layer.config
-    readers = _open(op, weights)
+    checkpoint = open_checkpoint(op, weights)
     shape = (config.out_features, 2 * config.hidden_size)
     expected = _expected(layer, "eh_proj", shape)
-    own_stem, stages = _mtp_stems(), mtp_layers(readers)
+    own_stem, stages = _mtp_stems(), mtp_layers(checkpoint.readers)
     modules = {ours.rpartition(".")[0] for ours in expected}
     stages = {
         prefix: stems
@@ -127,7 +113,7 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
     ((prefix, stage),) = stages.items()
     found: dict[str, str] = {}
     projection: dict[str, str] = {}
-    unread = mtp_norms_inside(readers).get(prefix, {})
+    unread = mtp_norms_inside(checkpoint.readers).get(prefix, {})
     for name, stem in stage.items():
         parameter = name.rpartition(".")[2]
         ours = f"{own_stem[stem]}.{parameter}"
@@ -142,9 +128,9 @@ def mtp_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded
         if ours not in expected:
             because = "bias is False" if ours.endswith(".bias") else "normed is False"
             raise checks.error(ValueError, op, f"weights has {name}", f"only {sorted(expected)}", because)
-    projection = _with_inside(projection, readers)
     meaning = f"(D, 2H) with H = {config.hidden_size}"
-    return _read(op, readers, expected, found, ("eh_proj", projection, shape, meaning), _config_beside(op, weights))
+    stored = checkpoint.projection(checkpoint.with_inside(projection), shape, meaning)
+    return _read(checkpoint, expected, found, "eh_proj", stored)
 
 
 def mtp_layers(names: Iterable[str], streams: bool = False) -> dict[str, dict[str, str]]:
@@ -175,13 +161,13 @@ def mtp_norms_inside(names: Iterable[str], streams: bool = False) -> dict[str, d
     return inside
 
 
-def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) -> _Loaded:
+def mtp_streams_projection(weights: Weights, layer: Any, number: int | None) -> _Loaded:
     """What an MTPStreamsProjection loads; its eh_proj is e_proj and h_proj side by side."""
     op, config = "MTPStreamsProjection.load_checkpoint", layer.config
-    readers, quantization = _open(op, weights), _config_beside(op, weights)
+    checkpoint = open_checkpoint(op, weights)
     own_stem = _mtp_stems(streams=True) | {"eh_proj": "eh_proj"}  # of a saved state_dict
     stages: dict[str, dict[str, dict[str, str]]] = {}  # by prefix and stem, the file's name of each parameter
-    for name in readers:
+    for name in checkpoint.readers:
         prefix, stem = _split(name)
         inside = number is None or any(f"{word}.{number}." in prefix for word in ("mtp", "layers"))
         if stem in own_stem and inside:
@@ -191,17 +177,17 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
         got = f"weights has MTP layers at {sorted(stages)}" if stages else "weights has no MTP layer of streams"
         raise checks.error(ValueError, op, got, "one", "layer says which, its names say where")
     ((prefix, stage),) = stages.items()
-    unread = mtp_norms_inside(readers, streams=True).get(prefix, {})
+    unread = mtp_norms_inside(checkpoint.readers, streams=True).get(prefix, {})
     for norm in ("enorm", "hnorm"):
         unread |= {name: parameter for parameter, name in stage.get(norm, {}).items() if parameter != "weight"}
     _check_norms_alone(op, unread)
     if "eh_proj" in stage:
         apart = [name for stem in ("e_proj", "h_proj") for name in stage.get(stem, {}).values()]
         _check_one_kind(op, [*stage["eh_proj"].values()], apart)
-        stage["eh_proj"] = _with_inside(stage["eh_proj"], readers)
+        stage["eh_proj"] = checkpoint.with_inside(stage["eh_proj"])
         own = {f"{stem}.{parameter}": name for stem, tensors in stage.items() for parameter, name in tensors.items()}
         meanings = {"eh_proj": f"(D, 2H) with H = {config.hidden_size}"}
-        saved, weights_read = _own_state(op, readers, own, layer, meanings, quantization, _read_side_by_side)
+        saved, weights_read = _own_state(checkpoint, own, layer, meanings, _read_side_by_side)
         return saved, weights_read["eh_proj"]
     shape, meaning = (config.out_features, config.hidden_size), f"(D, H) with H = {config.hidden_size}"
     norms: dict[str, tuple[int, ...]] = {
@@ -213,10 +199,10 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     parts: dict[str, Tensor | QuantizedWeight] = {}  # by the file's name
     for stem in ("e_proj", "h_proj"):
         expected = norms | {f"{stem}.weight": shape}
-        projection = (stem, _with_inside(stage.get(stem, {}), readers), shape, meaning)
-        norms_read, part = _read(op, readers, expected, found, projection, quantization)
+        stored = checkpoint.projection(checkpoint.with_inside(stage.get(stem, {})), shape, meaning)
+        norms_read, part = _read(checkpoint, expected, found, stem, stored)
         state |= norms_read
-        parts[_codes_of(stage[stem])] = part
+        parts[stored.codes_name] = part
     codes = [part for part in parts.values() if isinstance(part, QuantizedWeight)]
     because = columns_unsupported_reason(codes) if len(codes) == len(parts) else "the other one is not quantized"
     if codes and because is None:
@@ -225,26 +211,21 @@ def mtp_streams_projection(weights: _Weights, layer: Any, number: int | None) ->
     return state, torch.cat([_numbers(op, name, part, dtype, because).to(dtype) for name, part in parts.items()], 1)
 
 
-def _read_side_by_side(
-    op: str,
-    names: Mapping[str, str],
-    read: Callable[[str], Tensor],
-    shape: tuple[int, int],
-    meaning: str,
-    config: Mapping[str, Any] | None,
-) -> Tensor | QuantizedWeight:
+def _read_side_by_side(stored: StoredProjection) -> Tensor | QuantizedWeight:
     """`read_projection` of a saved eh_proj: two columns of scales, which no format has, are e_proj's and h_proj's."""
-    D, W = shape
-    has_scales = names.keys() >= {"weight", "weight_scale"}
-    if has_scales and _is_side_by_side(read(names["weight"]), read(names["weight_scale"]), shape):
-        halves = [read_projection(op, *_half(names, read, k), (D, W // 2), meaning, config) for k in (0, 1)]
+    if _is_side_by_side(stored):
+        halves = [read_projection(_half(stored, k)) for k in (0, 1)]
         codes = [half for half in halves if isinstance(half, QuantizedWeight)]
         if columns_unsupported_reason(codes) is None:
             return concat_columns(codes)
-    return read_projection(op, names, read, shape, meaning, config)
+    return read_projection(stored)
 
 
-def _is_side_by_side(codes: object, scales: object, shape: tuple[int, int]) -> bool:
+def _is_side_by_side(stored: StoredProjection) -> bool:
+    if not stored.names.keys() >= {"weight", "weight_scale"}:
+        return False
+    codes, scales = (stored.read(stored.names[parameter]) for parameter in ("weight", "weight_scale"))
+    shape = stored.shape
     if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or tuple(codes.shape) != shape:
         return False
     kinds = [kind for kind in FORMATS.values() if kind.codes == codes.dtype and scales.dtype in kind.scales]
@@ -252,27 +233,32 @@ def _is_side_by_side(codes: object, scales: object, shape: tuple[int, int]) -> b
     return bool(kinds) and tuple(scales.shape) in of_halves
 
 
-def _half(
-    names: Mapping[str, str], read: Callable[[str], Tensor], number: int
-) -> tuple[dict[str, str], Callable[[str], Tensor]]:
+def _half(stored: StoredProjection, number: int) -> StoredProjection:
     """The codes and scales of the first or second half of the columns; for errors their names say which."""
-    of_half, tensors = dict(names), {}
+    of_half, tensors = dict(stored.names), {}
     for parameter in ("weight", "weight_scale"):
-        whole = read(names[parameter])
+        name = stored.names[parameter]
+        whole = stored.read(name)
         begin, end = (whole.shape[1] * k // 2 for k in (number, number + 1))
-        of_half[parameter] = f"{names[parameter]}[:, {begin}:{end}]"
+        of_half[parameter] = f"{name}[:, {begin}:{end}]"
         tensors[of_half[parameter]] = whole[:, begin:end]
-    return of_half, lambda name: tensors[name] if name in tensors else read(name)
+    D, W = stored.shape
+
+    def read(name: str) -> Tensor:
+        return tensors[name] if name in tensors else stored.read(name)
+
+    return replace(stored, names=of_half, read=read, shape=(D, W // 2))
 
 
-def eagle3_qkv_projection(weights: _Weights, layer: Any) -> _Loaded:
+def eagle3_qkv_projection(weights: Weights, layer: Any) -> _Loaded:
     """What an Eagle3QKVProjection loads: the rank's rows of the checkpoint's separate projections, joined."""
     op = "Eagle3QKVProjection.load_checkpoint"
-    readers, quantization, dtype = _open(op, weights), _config_beside(op, weights), layer.hidden_norm.weight.dtype
+    checkpoint, dtype = open_checkpoint(op, weights), layer.hidden_norm.weight.dtype
+    readers = checkpoint.readers
     apart = re.compile(rf"(.*\.)?(midlayer|layers\.0)\.(hidden_norm|self_attn\.({'|'.join(layer.rows)}))\.\w+")
-    if own := _own_names(op, readers, layer, "qkv_proj", filter(apart.fullmatch, readers)):
+    if own := _own_names(checkpoint, layer, "qkv_proj", filter(apart.fullmatch, readers)):
         meanings = {"qkv_proj": f"(R, 2H) with H = {layer.config.hidden_size}"}
-        saved, weights_read = _own_state(op, readers, own, layer, meanings, quantization)
+        saved, weights_read = _own_state(checkpoint, own, layer, meanings)
         return saved, weights_read["qkv_proj"]
     layers = [name.removesuffix("hidden_norm.weight") for name in readers if name.endswith("hidden_norm.weight")]
     layers = [prefix for prefix in layers if re.fullmatch(r"(.*\.)?(midlayer|layers\.0)\.", prefix)]
@@ -283,23 +269,23 @@ def eagle3_qkv_projection(weights: _Weights, layer: Any) -> _Loaded:
     H, has_bias = layer.config.hidden_size, layer.config.bias
     state = {}
     for norm in ("input_layernorm", "hidden_norm"):
-        state[f"{norm}.weight"] = _gain(op, readers, f"{prefix}{norm}.weight", H)
+        state[f"{norm}.weight"] = _gain(checkpoint, f"{prefix}{norm}.weight", H)
     parts: dict[str, list[Tensor]] = {}
     for name, (begin, end) in layer.rows.items():
         stem, rows = f"{prefix}self_attn.{name}", layer.all_rows[name][1]
         names = {other.rpartition(".")[2]: other for other in readers if other.rpartition(".")[0] == stem}
-        names = _with_inside(names, readers)
+        names = checkpoint.with_inside(names)
         bias = names.pop("bias", None)
         if bias is not None and not has_bias:
             raise checks.error(ValueError, op, f"weights has {bias}", "none", "bias is False")
         if not names:
             raise checks.error(ValueError, op, f"weights has no {stem}.weight", _EVERY_PROJECTION)
-        meaning = f"(R, 2H) with H = {H}"
-        weight = read_projection(op, names, lambda name: readers[name](), (rows, 2 * H), meaning, quantization)
-        weight = _numbers(op, _codes_of(names), weight, dtype, "q, k and v have scales of their own")
+        stored = checkpoint.projection(names, (rows, 2 * H), f"(R, 2H) with H = {H}")
+        weight = read_projection(stored)
+        weight = _numbers(op, stored.codes_name, weight, dtype, "q, k and v have scales of their own")
         parts.setdefault("qkv_proj.weight", []).append(weight[begin:end])
         if has_bias:
-            parts.setdefault("qkv_proj.bias", []).append(_whole(op, readers, f"{stem}.bias", (rows,))[begin:end])
+            parts.setdefault("qkv_proj.bias", []).append(_whole(checkpoint, f"{stem}.bias", (rows,))[begin:end])
     state |= {name: torch.cat(rows) for name, rows in parts.items()}
     return state, state.pop("qkv_proj.weight")
 
@@ -321,29 +307,30 @@ _Modules = dict[str, dict[str, str]]  # {module: {parameter: the tensor's name i
 
 
 def context_kv(
-    weights: _Weights, layer: Any, tp_rank: int, tp_size: int
+    weights: Weights, layer: Any, tp_rank: int, tp_size: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | QuantizedWeight]]:
     """What a ContextKV loads: a state_dict but for the weights of fc and kv_proj, and these, by name.
 
     kv_proj has this rank's heads of k_proj and v_proj of all layers, dense unless the file is a saved state_dict.
     """
     op, config = "ContextKV.load_checkpoint", layer.config
-    readers, quantization = _open(op, weights), _config_beside(op, weights)
+    checkpoint = open_checkpoint(op, weights)
+    readers = checkpoint.readers
     H, Ht = config.hidden_size, config.target_hidden_size
     of_fc = f"(H, K*Ht) with K = {config.num_chunks} and Ht = {Ht}"
     apart = context_modules(readers)
     others = (name for name in readers if name.rpartition(".")[0] in apart and _own_root(name) not in layer._modules)
-    if own := _own_names(op, readers, layer, "kv_proj", others):
+    if own := _own_names(checkpoint, layer, "kv_proj", others):
         of_kv = f"(L*W, H) with L = {config.num_layers} and W = {config.kv_width}"
-        saved, weights_read = _own_state(op, readers, own, layer, {"fc": of_fc, "kv_proj": of_kv}, quantization)
+        saved, weights_read = _own_state(checkpoint, own, layer, {"fc": of_fc, "kv_proj": of_kv})
         if config.layer_norm:
             because, dtype = "each layer's rows have a norm of their own", layer.hidden_norm.weight.dtype
             weights_read["kv_proj"] = _numbers(op, "kv_proj.weight", weights_read["kv_proj"], dtype, because)
         return saved, weights_read
-    top, layers = _context_modules(op, readers, config.num_layers)
+    top, layers = _context_modules(checkpoint, config.num_layers)
 
     def norm(modules: _Modules, names: tuple[str, ...], width: int) -> Tensor:
-        return _gain(op, readers, _named(modules, names, "weight"), width)
+        return _gain(checkpoint, _named(modules, names, "weight"), width)
 
     state = {"hidden_norm.weight": norm(top, _CONTEXT_NAMES["hidden_norm"], H)}
     aux = [f"aux_hidden_norms.{k}" for k in range(len(layer.aux_norm))]
@@ -366,26 +353,25 @@ def context_kv(
             tensors = modules.get(stem, {})
             if "bias" in tensors and not config.bias:
                 raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
-            projection = _with_inside({name: tensors[name] for name in tensors if name != "bias"}, readers)
-            check_is_read(op, projection, lambda name: readers[name](), quantization)
+            parameters = checkpoint.with_inside({name: tensors[name] for name in tensors if name != "bias"})
+            stored = checkpoint.projection(parameters, (0, H), f"(n*d, H) with H = {H}")
+            check_is_read(stored)
             first = next((tensors[name] for name in ("weight", "weight_packed", "scales") if name in tensors), None)
-            begin, all_rows = _rows_of_rank(op, readers, first or f"{stem}.weight", config, tp_rank, tp_size)
-            end, meaning = begin + config.num_kv_heads * config.head_dim, f"(n*d, H) with H = {H}"
-            weight = read_projection(op, projection, lambda name: readers[name](), (all_rows, H), meaning, quantization)
+            begin, all_rows = _rows_of_rank(checkpoint, first or f"{stem}.weight", config, tp_rank, tp_size)
+            end = begin + config.num_kv_heads * config.head_dim
+            weight = read_projection(replace(stored, shape=(all_rows, H)))
             because = "K and V of all layers are one weight"
-            weight = _numbers(op, _codes_of(projection), weight, layer.hidden_norm.weight.dtype, because)
+            weight = _numbers(op, stored.codes_name, weight, layer.hidden_norm.weight.dtype, because)
             rows.setdefault("kv_proj.weight", []).append(weight[begin:end])
             if config.bias:
-                bias = _whole(op, readers, _named(modules, names, "bias"), (all_rows,))
+                bias = _whole(checkpoint, _named(modules, names, "bias"), (all_rows,))
                 rows.setdefault("kv_proj.bias", []).append(bias[begin:end])
     state |= {name: torch.cat(parts) for name, parts in rows.items()}
     fc = next((stem for stem in _CONTEXT_NAMES["fc"] if stem in top), None)
     if fc is None:
         raise checks.error(ValueError, op, "weights has no fc", f"one of {list(_CONTEXT_NAMES['fc'])}")
-    shape = (H, config.num_chunks * Ht)
-    projection = _with_inside(top[fc], readers)
-    weight = read_projection(op, projection, lambda name: readers[name](), shape, of_fc, quantization)
-    return state, {"fc": weight, "kv_proj": state.pop("kv_proj.weight")}
+    stored = checkpoint.projection(checkpoint.with_inside(top[fc]), (H, config.num_chunks * Ht), of_fc)
+    return state, {"fc": read_projection(stored), "kv_proj": state.pop("kv_proj.weight")}
 
 
 def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
@@ -415,11 +401,11 @@ def _own_name(path: str) -> str:
     return re.sub(r"^(model\.)?(mtp\.\d+\.)?", "", path)
 
 
-def _context_modules(op: str, readers: _Readers, num_layers: int) -> tuple[_Modules, list[_Modules]]:
+def _context_modules(checkpoint: Checkpoint, num_layers: int) -> tuple[_Modules, list[_Modules]]:
     """The drafter's top modules, and those of each layer: in a target's checkpoint the DSpark stages, `mtp.{l}`."""
     top: _Modules = {}
     found: dict[str, dict[int, _Modules]] = {}
-    for name in readers:
+    for name in checkpoint.readers:
         path, _, parameter = name.rpartition(".")
         top.setdefault(_own_name(path), {})[parameter] = name
         if (match := _CONTEXT_LAYER.fullmatch(name)) is not None:
@@ -433,11 +419,11 @@ def _context_modules(op: str, readers: _Readers, num_layers: int) -> tuple[_Modu
     prefixes = [prefix for prefix in found if prefix.endswith("mtp.")] or list(found)
     if len(prefixes) != 1:
         got = f"weights has layers at {sorted(prefixes)}" if prefixes else "weights has no layer with a K projection"
-        raise checks.error(ValueError, op, got, "one drafter's")
+        raise checks.error(ValueError, checkpoint.op, got, "one drafter's")
     numbered = found[prefixes[0]]
     if sorted(numbered) != list(range(num_layers)):
         got = f"weights has layers {sorted(numbered)} at {prefixes[0]}"
-        raise checks.error(ValueError, op, got, f"0 to {num_layers - 1}", f"num_layers is {num_layers}")
+        raise checks.error(ValueError, checkpoint.op, got, f"0 to {num_layers - 1}", f"num_layers is {num_layers}")
     return top, [numbered[number] for number in range(num_layers)]
 
 
@@ -447,11 +433,12 @@ def _named(modules: _Modules, names: tuple[str, ...], parameter: str) -> str:
     return modules.get(stem, {}).get(parameter, f"{stem}.{parameter}")
 
 
-def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: int, tp_size: int) -> tuple[int, int]:
+def _rows_of_rank(checkpoint: Checkpoint, name: str, config: Any, tp_rank: int, tp_size: int) -> tuple[int, int]:
     """(the rank's first row, rows of all ranks); with fewer heads than ranks several ranks have the same head."""
-    if name not in readers:
+    op = checkpoint.op
+    if name not in checkpoint.readers:
         raise checks.error(ValueError, op, f"weights has no {name}", "k and v of every layer, and their norms")
-    checks.check_tensor(op, name, weight := readers[name]())
+    checks.check_tensor(op, name, weight := checkpoint.read(name))
     if weight.dim() != 2:
         raise checks.shape_error(op, name, weight, "(n*d, H)")
     all_rows = weight.shape[1 if name.endswith(".scales") else 0]  # GPTQ's codes are transposed
@@ -462,11 +449,6 @@ def _rows_of_rank(op: str, readers: _Readers, name: str, config: Any, tp_rank: i
         expected = f"{config.num_kv_heads} heads of {head} rows for each of {tp_size} ranks"
         raise checks.error(ValueError, op, f"{name} has {all_rows} rows", expected)
     return tp_rank * heads // tp_size * head, all_rows
-
-
-def _codes_of(names: Mapping[str, str]) -> str:
-    """The file's name of the tensor with a projection's weight or codes."""
-    return next(names[parameter] for parameter in ("weight", "weight_packed", "qweight") if parameter in names)
 
 
 def _numbers(op: str, name: str, weight: Tensor | QuantizedWeight, dtype: torch.dtype, because: str | None) -> Tensor:
@@ -480,10 +462,11 @@ def _numbers(op: str, name: str, weight: Tensor | QuantizedWeight, dtype: torch.
 _EVERY_PROJECTION = "every projection of the layer and its norms"
 
 
-def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Tensor:
-    if name not in readers:
+def _whole(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    op = checkpoint.op
+    if name not in checkpoint.readers:
         raise checks.error(ValueError, op, f"weights has no {name}", _EVERY_PROJECTION)
-    tensor = readers[name]()
+    tensor = checkpoint.read(name)
     checks.check_tensor(op, name, tensor)
     checks.check_dtype(op, name, tensor, checks.DTYPES)
     if tuple(tensor.shape) != shape:
@@ -491,11 +474,11 @@ def _whole(op: str, readers: _Readers, name: str, shape: tuple[int, ...]) -> Ten
     return tensor
 
 
-def _gain(op: str, readers: _Readers, name: str, width: int) -> Tensor:
+def _gain(checkpoint: Checkpoint, name: str, width: int) -> Tensor:
     """The weight of a norm, which has no other tensor and no module inside it."""
-    gain, path = _whole(op, readers, name, (width,)), name.removesuffix("weight")
-    others = (other for other in readers if other.startswith(path) and other != name)
-    _check_norms_alone(op, {other: other.removeprefix(path) for other in others})
+    gain, path = _whole(checkpoint, name, (width,)), name.removesuffix("weight")
+    others = (other for other in checkpoint.readers if other.startswith(path) and other != name)
+    _check_norms_alone(checkpoint.op, {other: other.removeprefix(path) for other in others})
     return gain
 
 
@@ -538,12 +521,6 @@ def _split(name: str) -> tuple[str, str]:
     return prefix + dot, last
 
 
-def _with_inside(parameters: dict[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The file's names of a projection's parameters, and of those of modules inside it."""
-    inside = tensors_inside({name.rpartition(".")[0] for name in parameters.values()}, names)
-    return {**parameters, **{rest: name for found in inside.values() for rest, name in found.items()}}
-
-
 def _claim(op: str, found: dict[str, str], key: str, name: str, ours: str = "") -> None:
     if key in found:
         because = f"both are {ours or key}"
@@ -552,39 +529,39 @@ def _claim(op: str, found: dict[str, str], key: str, name: str, ours: str = "") 
 
 
 def _read(
-    op: str,
-    readers: _Readers,
+    checkpoint: Checkpoint,
     expected: dict[str, tuple[int, ...]],
     found: dict[str, str],
-    projection: tuple[str, dict[str, str], tuple[int, int], str],
-    config: Mapping[str, Any] | None,
-    read: Callable[..., Tensor | QuantizedWeight] = read_projection,
+    stem: str,
+    stored: StoredProjection,
+    read: Callable[[StoredProjection], Tensor | QuantizedWeight] = read_projection,
 ) -> _Loaded:
-    stem, names, shape, meaning = projection
+    """The tensors of `found`, and the projection that the module calls `stem`."""
+    op = checkpoint.op
     for ours in expected:
-        if ours not in found and not (names and ours == f"{stem}.weight"):
+        if ours not in found and not (stored.names and ours == f"{stem}.weight"):
             raise checks.error(ValueError, op, f"weights has no {ours}", f"all of {sorted(expected)}")
-    state = {ours: readers[name]() for ours, name in found.items()}
+    state = {ours: checkpoint.read(name) for ours, name in found.items()}
     for ours, tensor in state.items():
         checks.check_tensor(op, found[ours], tensor)
         if tuple(tensor.shape) != expected[ours]:
             raise checks.shape_error(op, found[ours], tensor, str(expected[ours]))
         checks.check_dtype(op, found[ours], tensor, checks.DTYPES)
-    return state, read(op, names, lambda name: readers[name](), shape, meaning, config)
+    return state, read(stored)
 
 
-def _own_names(op: str, readers: _Readers, layer: Any, projection: str, apart: Iterable[str]) -> dict[str, str]:
+def _own_names(checkpoint: Checkpoint, layer: Any, projection: str, apart: Iterable[str]) -> dict[str, str]:
     """The file's names of a saved state_dict by the module's, which `model.` may precede; {} for any other file.
 
     Only a saved state_dict has the joined `projection`; `apart` are a checkpoint's names for what it is joined from.
     """
-    paths = {name: name.removeprefix("model.").rpartition(".")[0] for name in readers}
+    paths = {name: name.removeprefix("model.").rpartition(".")[0] for name in checkpoint.readers}
     joined = [name for name, path in paths.items() if path == projection]
-    _check_one_kind(op, joined, apart)
+    _check_one_kind(checkpoint.op, joined, apart)
     names: dict[str, str] = {}
-    for name in readers if joined else ():
+    for name in paths if joined else ():
         if _own_root(name) in layer._modules:
-            _claim(op, names, name.removeprefix("model."), name)
+            _claim(checkpoint.op, names, name.removeprefix("model."), name)
     return names
 
 
@@ -600,13 +577,11 @@ def _check_one_kind(op: str, joined: Iterable[str], apart: Iterable[str]) -> Non
 
 
 def _own_state(
-    op: str,
-    readers: _Readers,
+    checkpoint: Checkpoint,
     names: Mapping[str, str],
     layer: Any,
     meanings: Mapping[str, str],
-    config: Mapping[str, Any] | None,
-    read: Callable[..., Tensor | QuantizedWeight] = read_projection,
+    read: Callable[[StoredProjection], Tensor | QuantizedWeight] = read_projection,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | QuantizedWeight]]:
     """What a module loads from a saved state_dict, but for the projections' weights, and these.
 
@@ -629,125 +604,14 @@ def _own_state(
             found[ours] = name
         else:
             expected = sorted([*shapes, *(f"{projection}.weight" for projection in meanings)])
-            raise checks.error(ValueError, op, f"weights has {name}", f"only {expected}", "the config has no other")
+            because = "the config has no other"
+            raise checks.error(ValueError, checkpoint.op, f"weights has {name}", f"only {expected}", because)
     state: dict[str, Tensor] = {}
     weights: dict[str, Tensor | QuantizedWeight] = {}
     for stem, meaning in meanings.items():
         linear = getattr(layer, stem)
         shape = (linear.out_features, linear.in_features)
-        projection = (stem, tensors[stem], shape, meaning)
-        state, weights[stem] = _read(op, readers, shapes | {f"{stem}.weight": shape}, found, projection, config, read)
+        stored = checkpoint.projection(tensors[stem], shape, meaning)
+        expected_shapes = shapes | {f"{stem}.weight": shape}
+        state, weights[stem] = _read(checkpoint, expected_shapes, found, stem, stored, read)
     return state, weights
-
-
-def _config_beside(op: str, weights: _Weights) -> Mapping[str, Any] | None:
-    if isinstance(weights, Opened):
-        return weights.quantization
-    if not isinstance(weights, (str, os.PathLike)):
-        return None
-    path = Path(weights)
-    return config_of(op, path if path.is_dir() else path.parent)
-
-
-def _open(op: str, weights: _Weights) -> _Readers:
-    """Every tensor's name with the function that reads it."""
-    if isinstance(weights, Opened):
-        return weights.readers
-    if isinstance(weights, Mapping):
-        if unnamed := [name for name in weights if not isinstance(name, str)]:
-            raise checks.error(TypeError, op, f"weights has {unnamed[0]!r}", "tensors by name")
-        return {name: partial(_given, op, weights, name) for name in weights}
-    if not isinstance(weights, (str, os.PathLike)):
-        got = f"weights is a {type(weights).__name__}"
-        raise checks.error(TypeError, op, got, "a safetensors file or folder, or tensors by name")
-    return {name: partial(read_tensor, op, handle, name) for name, handle in open_tensors(op, Path(weights)).items()}
-
-
-def _given(op: str, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor that has numbers: the copy of one on meta would fail when others are copied."""
-    if getattr(tensor := weights[name], "is_meta", False):
-        raise checks.error(ValueError, op, f"{name} is on meta", "a tensor with numbers")
-    return tensor
-
-
-def read_tensor(op: str, file: Any, name: str) -> Tensor:
-    """A tensor of an opened safetensors file, whose dtype and sizes may be ones that torch does not have."""
-    from safetensors import SafetensorError
-
-    try:
-        return file.get_tensor(name)
-    except (SafetensorError, TypeError):  # F6_E2M3; a size beyond int64, beside one of 0
-        header = file.get_slice(name)
-        got = f"{name} is {header.get_dtype()} of shape {header.get_shape()}"
-        raise checks.error(ValueError, op, got, "a dtype and sizes that torch has") from None
-
-
-def open_tensors(op: str, path: Path) -> dict[str, Any]:
-    """The opened safetensors file of each tensor, by the tensor's name.
-
-    Where two files have a name, the index decides, as it does in engines; without an index this is an error.
-    """
-    index = path / "model.safetensors.index.json"
-    checks.check_file(op, index, "the index of a sharded checkpoint")
-    file_of = _files_of_index(op, index) if index.is_file() else {}
-    handles: dict[str, tuple[Path, Any]] = {}
-    elsewhere: dict[str, Path] = {}
-    for file, handle in _open_files(op, path, set(file_of.values())):
-        names = handle.keys()
-        for name in names:
-            if file_of.get(name, file) != file:
-                elsewhere[name] = file
-                continue
-            if name in handles:
-                got = f"weights has {name} in {str(handles[name][0])!r} and {str(file)!r}"
-                raise checks.error(ValueError, op, got, "one of them", "no index says which")
-            handles[name] = file, handle
-    for name, file in elsewhere.items():
-        if name not in handles:
-            got = f"the index has {name} in {file_of[name].name!r}"
-            raise checks.error(ValueError, op, got, repr(file.name), "that file alone has it")
-    return {name: handle for name, (_, handle) in handles.items()}
-
-
-def _open_files(op: str, path: Path, files: set[Path]) -> Iterator[tuple[Path, Any]]:
-    """The opened safetensors files of a checkpoint: for a folder those in its index, or all if it has none."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:  # not a dependency: an engine that loads a model has it
-        expected = f"it to read {str(path)!r}: pip install safetensors"
-        raise checks.error(ModuleNotFoundError, op, "safetensors is not installed", expected) from None
-    if not files:
-        files = set(path.glob("*.safetensors")) if path.is_dir() else {path}
-    if not files:
-        raise checks.error(ValueError, op, f"weights is {str(path)!r}", "a folder with .safetensors files")
-    for file in sorted(files):
-        checks.check_file(op, file, "a safetensors file")
-        file.open("rb").close()  # safetensors says of a file that may not be read that there is none
-        try:
-            yield file, safe_open(file, framework="pt")
-        except SafetensorError as failure:
-            raise checks.error(
-                ValueError, op, f"{str(file)!r} is damaged", "a safetensors file", str(failure)
-            ) from None
-        except OSError as failure:  # mmap's on a file system without it, which names no file
-            raise checks.error(
-                ValueError, op, f"{str(file)!r} cannot be read", "a safetensors file", str(failure)
-            ) from None
-
-
-def _files_of_index(op: str, index: Path) -> dict[str, Path]:
-    """The file of each tensor of a sharded checkpoint, which has to be in the folder of the index or below."""
-    got, expected = f"{str(index)!r} is not an index", 'JSON with a "weight_map" from names to files'
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as failure:  # invalid UTF-8 too
-        raise checks.error(ValueError, op, got, expected, str(failure)) from None
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise checks.error(ValueError, op, got, expected)
-    for name, file in weight_map.items():
-        # Only the name is checked, links are not followed: in Hugging Face's cache they lead out of the folder.
-        inside = not Path(file).is_absolute() and ".." not in Path(file).parts
-        if not inside or not os.path.isfile(index.parent / file):
-            raise checks.error(ValueError, op, f"the index has {name} in {file!r}", "a file in its own folder")
-    return {name: index.parent / file for name, file in weight_map.items()}

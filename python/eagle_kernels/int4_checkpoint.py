@@ -32,9 +32,7 @@ Sources: compressed-tensors 0.20 `compressors/pack_quantized` (`pack_to_int32`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +40,7 @@ from torch import Tensor
 from . import checks
 from .quantization_config import check_format, leaves_out, method_of, section_of
 from .quantized_weight import log_dequantized
+from .stored_projection import StoredProjection
 
 PACKED, TRANSPOSED = "weight_packed", "qweight"
 # The tensors of each: the codes, and those that dequantize them.
@@ -104,41 +103,27 @@ class Packed:
         return out
 
 
-def is_packed(names: Mapping[str, str], read: Callable[[str], Tensor]) -> bool:
+def is_packed(stored: StoredProjection) -> bool:
     """Whether a projection's tensors are int32 words of several codes."""
-    if TRANSPOSED in names:
+    if TRANSPOSED in stored.names:
         return True
-    return PACKED in names and getattr(read(names[PACKED]), "dtype", None) == torch.int32
+    return PACKED in stored.names and getattr(stored.read(stored.names[PACKED]), "dtype", None) == torch.int32
 
 
-def packed_of(
-    op: str,
-    names: Mapping[str, str],
-    read: Callable[[str], Tensor],
-    shape: tuple[int, int],
-    meaning: str,
-    config: Mapping[str, Any],
-) -> Packed:
-    """The projection's tensors, checked. Arguments and errors are those of `read_projection`."""
-    D, W = shape
-    transposed = TRANSPOSED in names
-    name = names[TRANSPOSED if transposed else PACKED]
-
-    def tensor(parameter: str) -> Tensor:
-        if parameter not in names:
-            raise checks.error(ValueError, op, f"weights has {name}", f"{parameter} beside it")
-        checks.check_tensor(op, names[parameter], value := read(names[parameter]))
-        return value
-
-    codes = tensor(TRANSPOSED if transposed else PACKED)
+def packed_of(stored: StoredProjection) -> Packed:
+    """The projection's tensors, checked. Errors are those of `read_projection`."""
+    op, name, (D, W) = stored.op, stored.codes_name, stored.shape
+    transposed = TRANSPOSED in stored.names
+    codes = stored.tensor(TRANSPOSED if transposed else PACKED)
     checks.check_dtype(op, name, codes, (torch.int32,))
-    layout, bits = _layout_of(op, name, codes, transposed, shape, meaning)
-    if leaves_out(config, name.rpartition(".")[0]):
+    layout, bits = _layout_of(stored, codes)
+    if leaves_out(stored.config, stored.path):
         # It says nothing of this layer, but a tool stores the zeros of all layers alike.
-        is_of_tool = layout == "gptq" and method_of(config) in ("gptq", "gptqmodel", "auto-round")
-        config = {key: config[key] for key in _OF_A_TOOL if key in config} if is_of_tool else {}
-    scales_name = names.get(scales_parameter := "scales" if transposed else "weight_scale", scales_parameter)
-    scales = tensor(scales_parameter)
+        is_of_tool = layout == "gptq" and method_of(stored.config) in ("gptq", "gptqmodel", "auto-round")
+        config = {key: stored.config[key] for key in _OF_A_TOOL if key in stored.config} if is_of_tool else {}
+        stored = replace(stored, config=config)
+    scales = stored.tensor(_scales_of(stored))
+    scales_name = stored.names[_scales_of(stored)]
     checks.check_dtype(op, scales_name, scales, checks.DTYPES)
     by_row = scales.t() if transposed and scales.dim() == 2 else scales
     if by_row.dim() != 2 or by_row.shape[0] != D or not 0 < by_row.shape[1] <= W:
@@ -149,53 +134,56 @@ def packed_of(
         got = f"{scales_name} is NaN at {place[::-1] if transposed else place}"
         raise checks.error(ValueError, op, got, "numbers", "what it scales would be lost")
     groups = by_row.shape[1]
-    if not transposed and "weight_shape" in names:
-        stated = tensor("weight_shape").flatten().tolist()
+    if not transposed and "weight_shape" in stored.names:
+        stated = stored.tensor("weight_shape").flatten().tolist()
         if stated != [D, W]:
-            raise checks.error(ValueError, op, f"{names['weight_shape']} is {stated}", str([D, W]), f"W is {meaning}")
-    size, in_order = _checked_groups(op, name, layout, bits, names, groups, W, config)
-    less = _stored_less(op, name, layout, config)
-    group_of = _groups(op, names, tensor, by_row, W, scales_name, size, in_order)
-    zeros = _zeros(op, names, tensor, layout, bits, (D, groups), less)
-    of_layer = section_of(config, name.rpartition(".")[0])
+            got = f"{stored.names['weight_shape']} is {stated}"
+            raise checks.error(ValueError, op, got, str([D, W]), f"W is {stored.meaning}")
+    size, in_order = _checked_groups(stored, layout, bits, groups)
+    less = _stored_less(stored, layout)
+    group_of = _groups(stored, by_row, size, in_order)
+    zeros = _zeros(stored, layout, bits, groups, less)
+    of_layer = section_of(stored.config, stored.path)
     middle = 1 << (bits - 1)
     # Engines then take the middle for every zero and skip qzeros (vLLM 0.32 `auto_gptq`, SGLang 0.5.23 `gptq`).
     if layout == "gptq" and of_layer.values.get("sym") is True and (wrong := (zeros != middle).nonzero()).numel():
         row, group = wrong[0].tolist()
-        got = f"{names['qzeros']} has a zero of {int(zeros[row, group])} for row {row}, group {group}"
+        got = f"{stored.names['qzeros']} has a zero of {int(zeros[row, group])} for row {row}, group {group}"
         raise checks.error(ValueError, op, got, str(middle), f"the checkpoint says {of_layer.place('sym')}sym True")
     return Packed(layout, bits, codes, by_row.float(), zeros, group_of)
 
 
-def _layout_of(
-    op: str, name: str, codes: Tensor, transposed: bool, shape: tuple[int, int], meaning: str
-) -> tuple[str, int]:
+def _scales_of(stored: StoredProjection) -> str:
+    return "scales" if TRANSPOSED in stored.names else "weight_scale"
+
+
+def _layout_of(stored: StoredProjection, codes: Tensor) -> tuple[str, int]:
     """(who packed it, the bits of a code), from the shape of the codes."""
-    D, W = shape
+    D, W = stored.shape
     shapes = {("gptq", 4): (W // 8, D), ("gptq", 8): (W // 4, D), ("awq", 4): (W, D // 8)}
-    if not transposed:
+    if TRANSPOSED not in stored.names:
         shapes = {("pack-quantized", 4): (D, W // 8), ("pack-quantized", 8): (D, W // 4)}
     for (layout, bits), expected in shapes.items():
         divides = (D if layout == "awq" else W) % (32 // bits) == 0
         if divides and tuple(codes.shape) == expected:
             return layout, bits
     choices = " or ".join(f"{size} of {layout} int{bits}" for (layout, bits), size in shapes.items())
-    raise checks.shape_error(op, name, codes, choices, f"W is {shape}, {meaning}; other packings are not read")
+    because = f"W is {stored.shape}, {stored.meaning}; other packings are not read"
+    raise checks.shape_error(stored.op, stored.codes_name, codes, choices, because)
 
 
-def _checked_groups(
-    op: str, name: str, layout: str, bits: int, names: Mapping[str, str], groups: int, W: int, config: Mapping[str, Any]
-) -> tuple[int | None, str | None]:
+def _checked_groups(stored: StoredProjection, layout: str, bits: int, groups: int) -> tuple[int | None, str | None]:
     """(columns of a group, the key that says that groups are in order), each None where the config does not say.
 
     Raises where the config means another packing than the tensors have.
     """
-    check_format(op, name, [layout], config)
-    if layout == "gptq" and not config:
+    op, name, names, W = stored.op, stored.codes_name, stored.names, stored.shape[1]
+    check_format(op, name, [layout], stored.config)
+    if layout == "gptq" and not stored.config:
         because = "its checkpoint_format says whether zeros are stored less 1"
         meant = "a config.json beside it whose quantization_config is GPTQ's"
         raise checks.error(ValueError, op, f"{name} is gptq", meant, because)
-    of_layer = section_of(config, name.rpartition(".")[0])
+    of_layer = section_of(stored.config, stored.path)
     section = of_layer.values
 
     def says(key: str) -> str:
@@ -220,8 +208,9 @@ def _checked_groups(
     return stated, says("desc_act") if section.get("desc_act") is False else None
 
 
-def _stored_less(op: str, name: str, layout: str, config: Mapping[str, Any]) -> int:
+def _stored_less(stored: StoredProjection, layout: str) -> int:
     """How much less than the zero is stored. Raises where the config names a packing that is not read."""
+    op, config = stored.op, stored.config
     if layout not in _PACKINGS:
         return 0
     keys, packings = _PACKINGS[layout]
@@ -234,7 +223,10 @@ def _stored_less(op: str, name: str, layout: str, config: Mapping[str, Any]) -> 
         says = f"{key} {value!r}"
         packing = value.lower() if isinstance(value, str) else ""
         if packing not in packings:
-            expected, because = " or ".join(map(repr, packings)), f"{name} is {layout}, of which nothing else is read"
+            expected, because = (
+                " or ".join(map(repr, packings)),
+                f"{stored.codes_name} is {layout}, of which nothing else is read",
+            )
             raise checks.error(ValueError, op, f"the checkpoint says {says}", expected, because)
         version = str(config.get("autoround_version"))
         # 0.5 packed it like auto_gptq and read it like gptqmodel.
@@ -248,27 +240,16 @@ def _stored_less(op: str, name: str, layout: str, config: Mapping[str, Any]) -> 
     return next(iter(stated.values()), next(iter(packings.values())))
 
 
-def _groups(
-    op: str,
-    names: Mapping[str, str],
-    tensor: Callable[[str], Tensor],
-    scales: Tensor,
-    W: int,
-    scales_name: str,
-    size: int | None,
-    in_order: str | None,
-) -> Tensor:
-    """The group of each column; `size` is the config's group size, if it states one."""
-    groups = scales.shape[1]
+def _groups(stored: StoredProjection, scales: Tensor, size: int | None, in_order: str | None) -> Tensor:
+    """The group of each column; `scales` are [D, groups], `size` is the config's group size, if it states one."""
+    op, names, W, groups = stored.op, stored.names, stored.shape[1], scales.shape[1]
     parameter = next((parameter for parameter in ("g_idx", "weight_g_idx") if parameter in names), None)
-    given = (
-        None if parameter is None else _group_indices(op, names[parameter], tensor(parameter), groups, W, scales_name)
-    )
+    given = None if parameter is None else _group_indices(stored, parameter, groups)
     # A quantizer without act order leaves zeros here: taken at their word, all columns would have the first scale.
     if given is not None and not in_order and (groups == 1 or given.any()):
         return given
     if size is None and W % groups:
-        got = f"{scales_name} has {groups} groups"
+        got = f"{names[_scales_of(stored)]} has {groups} groups"
         raise checks.error(ValueError, op, got, f"a divisor of {W}, the columns of the weight")
     each = W // groups if size is None else size
     # On the scales' device: with meta as the default one, indexing by this would return uninitialized memory.
@@ -281,36 +262,30 @@ def _groups(
     return sequential
 
 
-def _group_indices(op: str, name: str, indices: Tensor, groups: int, W: int, scales_name: str) -> Tensor:
+def _group_indices(stored: StoredProjection, parameter: str, groups: int) -> Tensor:
+    op, name, W = stored.op, stored.names[parameter], stored.shape[1]
+    indices = stored.tensor(parameter)
     checks.check_dtype(op, name, indices, (torch.int32, torch.int64))
     if tuple(indices.shape) != (W,):
         raise checks.shape_error(op, name, indices, f"({W},)")
     indices = indices.long()
     if W and not 0 <= int(indices.min()) <= int(indices.max()) < groups:
         got = f"{name} has groups {int(indices.min())} to {int(indices.max())}"
-        raise checks.error(ValueError, op, got, f"0 to {groups - 1}", f"{scales_name} has {groups}")
+        because = f"{stored.names[_scales_of(stored)]} has {groups}"
+        raise checks.error(ValueError, op, got, f"0 to {groups - 1}", because)
     return indices
 
 
-def _zeros(
-    op: str,
-    names: Mapping[str, str],
-    tensor: Callable[[str], Tensor],
-    layout: str,
-    bits: int,
-    shape: tuple[int, int],
-    less: int,
-) -> Tensor:
+def _zeros(stored: StoredProjection, layout: str, bits: int, groups: int, less: int) -> Tensor:
     """The zeros [D, groups], of which each was stored `less`; for symmetric pack-quantized one number."""
-    D, groups = shape
     parameter = "weight_zero_point" if layout == "pack-quantized" else "qzeros"
-    if layout == "pack-quantized" and parameter not in names:
+    if layout == "pack-quantized" and parameter not in stored.names:
         return torch.tensor(1 << (bits - 1), device="cpu")  # 0-d: it works with codes on any device
-    packed, numbers = tensor(parameter), 32 // bits
-    checks.check_dtype(op, names[parameter], packed, (torch.int32,))
+    op, D, packed, numbers = stored.op, stored.shape[0], stored.tensor(parameter), 32 // bits
+    checks.check_dtype(op, stored.names[parameter], packed, (torch.int32,))
     expected = (-(-D // numbers), groups) if layout == "pack-quantized" else (groups, -(-D // numbers))
     if tuple(packed.shape) != expected:
-        raise checks.shape_error(op, names[parameter], packed, str(expected))
+        raise checks.shape_error(op, stored.names[parameter], packed, str(expected))
     if layout == "awq":
         return _in_awq_order(packed).t()
     zeros = _unpack(packed.t() if layout == "pack-quantized" else packed, bits)[:, :D].t()

@@ -16,8 +16,8 @@ them says is compared with that. Codes are never read without their scale.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from torch import Tensor
 from . import bf16_12bit, checks, int4_checkpoint
 from .quantization_config import check_format, check_untransformed, section_of, unread_format
 from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, scale_shape
+from .stored_projection import CODES, StoredProjection
 
-_CODES = ("weight", "weight_packed")
 _SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
 # nvfp4's second scale: Model-Optimizer's is multiplied, compressed-tensors' is a divisor.
 _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
-_OF_CODES = (*_CODES, *_SCALES, _MULTIPLIER, _DIVISOR)
+_OF_CODES = ("weight", "weight_packed", *_SCALES, _MULTIPLIER, _DIVISOR)
 # Quark and sparseml write it beside symmetric int8 too, all zeros: vLLM 0.32's `quark_w8a8_int8.py` has a parameter for
 # it that nothing reads.
 _ZEROS = "weight_zero_point"
@@ -64,31 +64,20 @@ def tensors_inside(paths: Collection[str], names: Iterable[str]) -> dict[str, di
     return inside
 
 
-def read_projection(
-    op: str,
-    names: Mapping[str, str],
-    read: Callable[[str], Tensor],
-    shape: tuple[int, int],
-    meaning: str,
-    config: Mapping[str, Any] | None,
-) -> Tensor | QuantizedWeight:
+def read_projection(stored: StoredProjection) -> Tensor | QuantizedWeight:
     """The weight [D, W] from its tensors; dense where it is not quantized, or is integers that no kernel reads.
-
-    Args:
-        names: the file's names of all the projection's tensors but its bias, by what follows its path: `weight`, and
-            `lora_A.weight` of a module inside it.
-        read: returns the tensor of a name.
-        config: the checkpoint's `quantization_config`.
 
     Raises ValueError that names the tensor.
     """
-    check_is_read(op, names, read, config)
-    is_integers = int4_checkpoint.is_packed(names, read)
-    names = _without_zeros(op, names, read)
-    codes_name = _check_names(op, names, is_integers)
-    check_untransformed(op, codes_name, config or {})
+    check_is_read(stored)
+    op, shape, read = stored.op, stored.shape, stored.read
+    is_integers = int4_checkpoint.is_packed(stored)
+    stored = _without_zeros(stored)
+    names, config = stored.names, stored.config
+    codes_name = _check_names(stored, is_integers)
+    check_untransformed(op, codes_name, config)
     if is_integers:
-        return int4_checkpoint.packed_of(op, names, read, shape, meaning, config or {}).dequantize(op, codes_name)
+        return int4_checkpoint.packed_of(stored).dequantize(op, codes_name)
     codes = read(codes_name)
     checks.check_tensor(op, codes_name, codes)
     scale_names = [names[parameter] for parameter in _SCALES if parameter in names]
@@ -100,7 +89,7 @@ def read_projection(
             because = "a scale belongs to codes, and these are numbers"
             raise checks.error(ValueError, op, f"{codes_name} is {codes.dtype}", f"codes for {scale_names[0]}", because)
         if tuple(codes.shape) != shape:
-            raise checks.shape_error(op, codes_name, codes, str(shape), f"it is {meaning}")
+            raise checks.shape_error(op, codes_name, codes, str(shape), f"it is {stored.meaning}")
         return codes
     if not scale_names:
         expected = f"its scale beside it: one of {list(_SCALES)}"
@@ -109,71 +98,64 @@ def read_projection(
     scales = read(scale_name)
     checks.check_tensor(op, scale_name, scales)
     if _is_compressed(codes, scales, shape):
-        check_format(op, codes_name, [COMPRESSED], config or {})
+        check_format(op, codes_name, [COMPRESSED], config)
         return QuantizedWeight.of_tensors(codes, scales, None, COMPRESSED, (1, shape[1]))
-    fits, codes, scales = _recognize(op, (codes_name, codes), (scale_name, scales), shape, meaning)
+    fits, codes, scales = _recognize(stored, codes, (scale_name, scales))
     if (missing := scales.float().isnan()).any():
         place = missing.nonzero()[0].tolist()
         raise checks.error(ValueError, op, f"{scale_name} is NaN at {place}", "numbers", "what it scales would be lost")
-    format = check_format(op, codes_name, fits, config or {})
-    section = section_of(config or {}, codes_name.rpartition(".")[0])
+    format = check_format(op, codes_name, fits, config)
+    section = section_of(config, stored.path)
     if format == "int8_row" and section.values.get("symmetric") is False:
         says = f"the checkpoint says {section.place('symmetric')}symmetric False"
         raise checks.error(ValueError, op, f"{codes_name} is int8_row", "int8 without zeros", says)
-    return QuantizedWeight(codes, scales, format, _global_scale(op, names, read, codes_name, format))
+    return QuantizedWeight(codes, scales, format, _global_scale(stored, format))
 
 
-def check_projection(
-    op: str,
-    names: Mapping[str, str],
-    read: Callable[[str], Tensor],
-    shape: tuple[int, int],
-    meaning: str,
-    config: Mapping[str, Any] | None,
-) -> None:
+def check_projection(stored: StoredProjection) -> None:
     """Raise what `read_projection` raises, but dequantize nothing: the weight may take gigabytes."""
-    if int4_checkpoint.is_packed(names, read):
-        check_is_read(op, names, read, config)
-        check_untransformed(op, _check_names(op, names, is_integers=True), config or {})
-        int4_checkpoint.packed_of(op, names, read, shape, meaning, config or {})
+    if int4_checkpoint.is_packed(stored):
+        check_is_read(stored)
+        check_untransformed(stored.op, _check_names(stored, is_integers=True), stored.config)
+        int4_checkpoint.packed_of(stored)
     else:
-        read_projection(op, names, read, shape, meaning, config)
+        read_projection(stored)
 
 
-def check_is_read(
-    op: str, names: Mapping[str, str], read: Callable[[str], Tensor], config: Mapping[str, Any] | None
-) -> None:
+def check_is_read(stored: StoredProjection) -> None:
     """Refuse codes whose config names a format that only engines read: by shape they would pass for another format."""
+    names = stored.names
     if not names:
         return
-    codes = (*_CODES, int4_checkpoint.TRANSPOSED, *UNREAD_CODES)
+    codes = (*CODES, *UNREAD_CODES)
     parameter = next((parameter for parameter in codes if parameter in names), min(names))
     name = names[parameter]
-    format = unread_format(config, name.removesuffix(f".{parameter}"))
-    is_dense = names.keys() == {"weight"} and getattr(read(names["weight"]), "dtype", None) in checks.DTYPES
+    format = unread_format(stored.config, name.removesuffix(f".{parameter}"))
+    is_dense = names.keys() == {"weight"} and getattr(stored.read(names["weight"]), "dtype", None) in checks.DTYPES
     if format is None or is_dense:
         return
     expected = f"numbers or codes in one of {list(FORMATS)}"
-    raise checks.error(
-        ValueError, op, f"{name} is in {format}", expected, "the checkpoint's quantization_config says it"
-    )
+    because = "the checkpoint's quantization_config says it"
+    raise checks.error(ValueError, stored.op, f"{name} is in {format}", expected, because)
 
 
-def _without_zeros(op: str, names: Mapping[str, str], read: Callable[[str], Tensor]) -> Mapping[str, str]:
-    """The names without int8's zero points, which have to be 0: no kernel subtracts them."""
+def _without_zeros(stored: StoredProjection) -> StoredProjection:
+    """Without int8's zero points, which have to be 0: no kernel subtracts them."""
+    op, names, read = stored.op, stored.names, stored.read
     if _ZEROS not in names or "weight" not in names or getattr(read(names["weight"]), "dtype", None) != torch.int8:
-        return names
-    checks.check_tensor(op, name := names[_ZEROS], zeros := read(names[_ZEROS]))
+        return stored
+    zeros = stored.tensor(_ZEROS)
     if (others := zeros != 0).any():
         place = others.nonzero()[0].tolist()
-        got, because = f"{name} is {zeros[tuple(place)].item()} at {place}", "int8 is read without zero points"
-        raise checks.error(ValueError, op, got, "0", because)
-    return {parameter: name for parameter, name in names.items() if parameter != _ZEROS}
+        got = f"{names[_ZEROS]} is {zeros[tuple(place)].item()} at {place}"
+        raise checks.error(ValueError, op, got, "0", "int8 is read without zero points")
+    return replace(stored, names={parameter: name for parameter, name in names.items() if parameter != _ZEROS})
 
 
-def _check_names(op: str, names: Mapping[str, str], is_integers: bool) -> str:
+def _check_names(stored: StoredProjection, is_integers: bool) -> str:
     """The codes' name. Refuses tensors beside them that are not read: `pre_quant_scale` would change every number."""
-    codes = [names[parameter] for parameter in (*_CODES, int4_checkpoint.TRANSPOSED) if parameter in names]
+    op, names = stored.op, stored.names
+    codes = [names[parameter] for parameter in CODES if parameter in names]
     if not codes:
         name = next(iter(names.values()))
         raise checks.error(ValueError, op, f"weights has {name}", "a weight beside it")
@@ -207,12 +189,11 @@ def _widened(scales: Tensor) -> Tensor:
     return scales
 
 
-def _recognize(
-    op: str, codes: tuple[str, Tensor], scales: tuple[str, Tensor], shape: tuple[int, int], meaning: str
-) -> tuple[list[str], Tensor, Tensor]:
+def _recognize(stored: StoredProjection, code: Tensor, scales: tuple[str, Tensor]) -> tuple[list[str], Tensor, Tensor]:
     """(the formats that fit, which mean the same, codes, scales) of tensors that fit each other."""
-    (codes_name, code), (scale_name, stored) = codes, scales
-    scale, (D, W) = _widened(stored), shape
+    op, codes_name, shape = stored.op, stored.codes_name, stored.shape
+    (scale_name, in_file), (D, W) = scales, shape
+    scale = _widened(in_file)
     if code.dtype == torch.int8 and tuple(code.shape) == (D, W // 2) and scale.dtype in (torch.uint8, E8M0):
         code = code.view(torch.uint8)  # DeepSeek's pairs of e2m1
     kinds = {name: format for name, format in FORMATS.items() if format.codes == code.dtype}
@@ -222,7 +203,7 @@ def _recognize(
         raise checks.error(ValueError, op, f"{codes_name} is {code.dtype}", expected, because)
     columns = W // 2 if code.dtype == torch.uint8 else W
     if tuple(code.shape) != (D, columns):
-        raise checks.shape_error(op, codes_name, code, str((D, columns)), f"it is {meaning}")
+        raise checks.shape_error(op, codes_name, code, str((D, columns)), f"it is {stored.meaning}")
     if code.dtype == torch.int8 and code.numel() and scale.dtype == torch.float32 and scale.numel() == 1:
         scale = scale.reshape(1, 1).repeat(D, 1)  # compressed-tensors' strategy tensor; kernels have int8 by rows only
     sizes = {}
@@ -235,7 +216,7 @@ def _recognize(
         fits = [name for name, (rows, columns) in sizes.items() if scale.numel() == rows * columns]
     if fits:
         return fits, code, scale.view(E8M0) if scale.dtype == torch.uint8 else scale
-    got = f"{scale_name} is {stored.dtype} of shape {tuple(stored.shape)}"
+    got = f"{scale_name} is {in_file.dtype} of shape {tuple(in_file.shape)}"
     if not sizes:
         of_scales = sorted({str(dtype) for format in kinds.values() for dtype in format.scales})
         raise checks.error(ValueError, op, got, " or ".join(of_scales), f"{codes_name} is {code.dtype}")
@@ -244,9 +225,8 @@ def _recognize(
     raise checks.error(ValueError, op, got, choices, because)
 
 
-def _global_scale(
-    op: str, names: Mapping[str, str], read: Callable[[str], Tensor], codes_name: str, format: str
-) -> Tensor | None:
+def _global_scale(stored: StoredProjection, format: str) -> Tensor | None:
+    op, names, codes_name = stored.op, stored.names, stored.codes_name
     given = [parameter for parameter in (_MULTIPLIER, _DIVISOR) if parameter in names]
     if format != "nvfp4":
         if given:
@@ -262,8 +242,7 @@ def _global_scale(
             "the divisor of compressed-tensors is beside weight_packed, and state_dict once called the multiplier so"
         )
         raise checks.error(ValueError, op, f"weights has {name} beside {codes_name}", _MULTIPLIER, because)
-    scale = read(name)
-    checks.check_tensor(op, name, scale)
+    scale = stored.tensor(given[0])
     if scale.numel() != 1 or scale.dtype not in (*checks.DTYPES, torch.float64):
         raise checks.error(ValueError, op, f"{name} is {scale.dtype} of shape {tuple(scale.shape)}", "one number")
     value = scale.double().reshape(())

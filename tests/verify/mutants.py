@@ -638,7 +638,7 @@ MUTANTS = (
     Mutant(QUANTIZED_CHECKPOINT, "if tuple(codes.shape) != shape:", "if codes.shape[0] != shape[0]:"),
     Mutant(QUANTIZED_CHECKPOINT, "if not scale_names:", "if False:"),
     Mutant(QUANTIZED_CHECKPOINT, "if (missing := scales.float().isnan()).any():", "if False and (missing := scales):"),
-    Mutant(QUANTIZED_CHECKPOINT, "check_format(op, codes_name, fits, config or {})", "fits[0]"),
+    Mutant(QUANTIZED_CHECKPOINT, "check_format(op, codes_name, fits, config)", "fits[0]"),
     Mutant(
         QUANTIZED_CHECKPOINT, "if scales.dtype in (torch.bfloat16, torch.float16):", "if scales.dtype == torch.float16:"
     ),
@@ -676,7 +676,7 @@ MUTANTS = (
     ),
     Mutant(QUANTIZED_CHECKPOINT, "multiplier == 0 or not multiplier.isfinite()", "multiplier == 0"),
     Mutant(QUANTIZED_CHECKPOINT, "multiplier == 0 or not multiplier.isfinite()", "not multiplier.isfinite()"),
-    Mutant(QUANTIZED_CHECKPOINT, 'got = f"{scale_name} is {stored.dtype}', 'got = f"{scale_name} is {scale.dtype}'),
+    Mutant(QUANTIZED_CHECKPOINT, 'got = f"{scale_name} is {in_file.dtype}', 'got = f"{scale_name} is {scale.dtype}'),
     Mutant(QUANTIZED_WEIGHT, 'if self.format == "nvfp4" and self.global_scale is None:', "if False:"),
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "not value.isfinite()"),
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "value <= 0"),

@@ -13,7 +13,7 @@ import itertools
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..drafter_config import get_field
 from ..models import families
 from ..quantized_checkpoint import UNREAD_CODES, check_is_read, read_projection, tensors_inside
 from ..quantized_weight import QuantizedWeight
+from ..stored_projection import StoredProjection
 from .eligibility import log_once
 
 OP = "load_weights"
@@ -366,9 +367,9 @@ def _numbers(
         if layer.rows is None and not tensors[parameter].dim():  # `shape_of` counts its rows
             raise shape_error(OP, names[parameter], tensors[parameter], "a matrix", "it is the engine's layer")
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
-    check_is_read(OP, names, read, drafter.quantization)
-    shape = layer.shape_of(tensors)
-    weight = read_projection(OP, {**names, **inside}, read, shape, "the engine's layer", drafter.quantization)
+    stored = StoredProjection(OP, names, read, (0, 0), "the engine's layer", drafter.quantization or {})
+    check_is_read(stored)
+    weight = read_projection(replace(stored, names={**names, **inside}, shape=layer.shape_of(tensors)))
     kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
     name = path.rpartition(".")[2]
     where = f"{name} of {drafter.name} of {drafter.engine}"
