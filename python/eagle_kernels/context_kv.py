@@ -385,10 +385,18 @@ class ContextKV(LoadsProjections):
         Args: as in `norm_concat_linear`: K chunks [T, Ht] or one packed [T, K*Ht], and the indices of their rows.
         """
         config = self.config
-        gains = [parameter_of(norm) for norm in self.aux_norm]
-        norm: tuple = ("chunk", gains, config.eps, config.norm_offset) if gains else ("none", None, 1e-6, 0.0)
-        arguments = (chunks, *norm, None, indices, None, config.num_chunks)
-        return project_onto(self._modules["fc"], Sources.of("norm_concat_linear", *arguments), 0.0, out)
+        gains = [parameter_of(norm) for norm in self.aux_norm] or None
+        sources = Sources.of(
+            "norm_concat_linear",
+            chunks,
+            "none" if gains is None else "chunk",
+            gains,
+            config.eps,
+            config.norm_offset,
+            indices=indices,
+            num_chunks=config.num_chunks,
+        )
+        return project_onto(self._modules["fc"], sources, 0.0, out)
 
     def project(self, states: Tensor, *, out: Tensor | None = None) -> Tensor:
         """K and V of all layers, [N, L*W], from the states [N, H] that `combine` returned; before k_norm and RoPE.
@@ -396,12 +404,11 @@ class ContextKV(LoadsProjections):
         `out` may be a view with any row stride.
         """
         config = self.config
-        hidden_norm = (parameter_of(self.hidden_norm), config.eps, config.norm_offset)
+        hidden_norm = ("concat", parameter_of(self.hidden_norm), config.eps, config.norm_offset)
         kv_proj = self._modules["kv_proj"]
         if not config.layer_norm:
-            arguments = ([states], "concat", *hidden_norm, None, None, None, None)
-            return project_onto(kv_proj, Sources.of("norm_concat_linear", *arguments), 0.0, out)
-        sources = Sources.of("norm_concat", [states], "concat", *hidden_norm, None, None, None, None)
+            return project_onto(kv_proj, Sources.of("norm_concat_linear", [states], *hidden_norm), 0.0, out)
+        sources = Sources.of("norm_concat", [states], *hidden_norm)
         normed = concatenate(sources)
         L, W = config.num_layers, config.kv_width
         weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
@@ -416,9 +423,9 @@ class ContextKV(LoadsProjections):
         kv = states.new_empty(*states.shape[:-1], L * W) if out is None else out
         for layer, gain in enumerate(gains):
             columns = slice(layer * W, (layer + 1) * W)
-            arguments = ([normed], "concat", gain, *hidden_norm[1:], None, None, None, None)
+            of_layer = Sources.of("norm_concat_linear", [normed], "concat", gain, config.eps, config.norm_offset)
             projection = Projection(weight[columns], None if bias is None else bias[columns], None, 0.0)
-            project(Sources.of("norm_concat_linear", *arguments), projection, kv[..., columns])
+            project(of_layer, projection, kv[..., columns])
         return kv
 
     def store(

@@ -180,25 +180,24 @@ class MTPStreamsProjection(MTPProjection):
             self._check_copied(out_rows, hidden=streams, **given, **norms)
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         count = chunk.shape[0] if index is None else index.shape[0]
-        gains = [parameter_of(self._modules[name]) for name in ("enorm", "hnorm")]
+        norm, offset = "chunk", self.config.norm_offset
+        gains: list[Tensor] | None = [parameter_of(self._modules[name]) for name in ("enorm", "hnorm")]
         eps = [self.config.enorm_eps if scale is None else self.config.enorm_eps / scale**2, self.config.hnorm_eps]
-        norm: tuple = ("chunk", gains, eps, self.config.norm_offset)
         if self.config.hnorm_over == "row":
             # The op norms H columns, with one gain for all rows: here both sources are normed first, as in the engines.
-            chunk = self._normed("enormed", chunk, gains[0], eps[0], index, count)
-            streams = self._normed("hnormed", streams.view(-1, S * H), gains[1], eps[1], indices, count).view(-1, H)
-            index, indices, norm = None, None, ("none", None, 1e-6, 0.0)
+            chunk = self._normed("enorm", chunk, eps[0], index, count)
+            streams = self._normed("hnorm", streams.view(-1, S * H), eps[1], indices, count).view(-1, H)
+            norm, gains, eps, index, indices = "none", None, [1e-6], None, None
         rows = [self._rows_of_embedding(index, chunk, count), self._rows_of_hidden(indices, streams, count)]
-        arguments = ([chunk, streams], *norm, None, rows, None, None)
-        sources = Sources.of("norm_concat_linear", *arguments)
+        sources = Sources.of("norm_concat_linear", [chunk, streams], norm, gains, eps, offset, indices=rows)
         projected = project_onto(self._modules["eh_proj"], sources, 0.0, out_rows)
         return projected.view(-1, S, self.config.out_features) if out is None else out
 
-    def _normed(self, name: str, rows: Tensor, gain: Tensor, eps: float, index: Tensor | None, count: int) -> Tensor:
+    def _normed(self, norm: str, rows: Tensor, eps: float, index: Tensor | None, count: int) -> Tensor:
         """The rows that `index` picks, normed over all their columns and rounded."""
-        out = self._static(name, (count, rows.shape[1]), rows)
-        norm = (gain, eps, self.config.norm_offset)
-        return concatenate(Sources.of("norm_concat", [rows], "concat", *norm, None, index, None, None), out)
+        out = self._static(f"{norm}ed", (count, rows.shape[1]), rows)
+        gain, offset = parameter_of(self._modules[norm]), self.config.norm_offset
+        return concatenate(Sources.of("norm_concat", [rows], "concat", gain, eps, offset, indices=index), out)
 
     def _rows_of_embedding(self, index: Tensor | None, like: Tensor, count: int) -> Tensor:
         """The row of the embedding for each of the N*S rows r: r // S, or index[r // S]."""

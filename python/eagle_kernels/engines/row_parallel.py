@@ -52,7 +52,7 @@ class RowParallelProjection(EngineProjection):
         weight = parameter_of(self.fc)
         begin, end = columns_of(weight.shape[1], self.rank, self.size)
         bias = parameter_of(self.fc, "bias", None) if self.rank == 0 else None  # one rank adds it to the sum
-        piece = Sources.of(self.op, normed[..., begin:end], "none", None, 1e-6, 0.0, None, None, None, 1)
+        piece = Sources.of(self.op, normed[..., begin:end], "none", num_chunks=1)
         projected = self.all_reduce(project(piece, Projection(weight[:, begin:end], bias, None, 0.0)))
         if self.post_norm is not None:
             projected = self.post_norm(projected)

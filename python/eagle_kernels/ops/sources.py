@@ -47,13 +47,13 @@ class Sources(NamedTuple):
         op: str,
         chunks: Iterable[Tensor] | Tensor,
         norm: str,
-        norm_weight: Iterable[Tensor] | Tensor | None,
-        eps: float | Iterable[float],
-        norm_offset: float,
-        residuals: Iterable[Tensor | None] | Tensor | None,
-        indices: Iterable[Tensor | None] | Tensor | None,
-        sum_squares: Tensor | None,
-        num_chunks: int | None,
+        norm_weight: Iterable[Tensor] | Tensor | None = None,
+        eps: float | Iterable[float] = _DEFAULTS["eps"],
+        norm_offset: float = _DEFAULTS["norm_offset"],
+        residuals: Iterable[Tensor | None] | Tensor | None = None,
+        indices: Iterable[Tensor | None] | Tensor | None = None,
+        sum_squares: Tensor | None = None,
+        num_chunks: int | None = None,
     ) -> Sources:
         """The public arguments as lists, each iterable read once; raises where they have no such form."""
         if not isinstance(norm, str) or norm not in NORMS:
