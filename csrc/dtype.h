@@ -18,8 +18,9 @@ struct Vector {
 struct Integers {
   const void* data = nullptr;
   bool are_int64 = false;
-  // On the host; CUDA kernels load them (cuda/device.cuh).
-  int64_t operator[](int64_t i) const {
+  // On the host; CUDA kernels load them (cuda/device.cuh). Always inlined, since the linker would keep one copy for all
+  // instruction sets (cpu/simd.h).
+  [[gnu::always_inline]] int64_t operator[](int64_t i) const {
     return are_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
 };

@@ -14,7 +14,7 @@ struct StreamPattern {
   int64_t run_bytes;
   int64_t ahead_bytes;
 
-  int64_t piece_bytes() const { return streams * run_bytes; }
+  [[gnu::always_inline]] int64_t piece_bytes() const { return streams * run_bytes; }
 };
 
 // sums[piece] = the piece's 64-bit words added modulo 2^64; the last word of the data is filled up with zero bytes.

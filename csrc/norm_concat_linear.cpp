@@ -275,15 +275,15 @@ void refuse_many_chunks(const char* op, const NormConcatLinear& record) {
   check(record.source.num_chunks <= cuda::kMaxChunks, op, "chunks", "count on CUDA");
 }
 
-void refuse_unfused(const char* op, const NormConcatLinear& record) {
+void refuse_unsupported(const char* op, const NormConcatLinear& record) {
   refuse_many_chunks(op, record);
   check(record.source.dtype != DType::kFloat32, op, "chunks", "dtype on CUDA");
   check(norm_concat_linear_is_aligned(record), op, "operands", "alignment");
 }
 
 template <auto launcher>
-void run_fused_kernel(const char* op, const NormConcatLinear& record, const Output& out) {
-  refuse_unfused(op, record);
+void run_one_launch(const char* op, const NormConcatLinear& record, const Output& out) {
+  refuse_unsupported(op, record);
   check(record.post_norm_gain.data == nullptr, op, "post_norm_weight", "CUDA");
   if (record.num_rows == 0 || record.num_columns == 0) return;
   cuda::launch(op, launcher, record, out.device_index);
@@ -318,7 +318,7 @@ NormConcatLinear some_rows(const NormConcatLinear& record, int64_t begin, int64_
 // on 132 SMs, where 16384 rows at once would take 3.2 GB.
 void run_split_kernels(const char* op, const NormConcatLinear& record, const Output& out) {
   constexpr int64_t kMaxRows = 512;
-  refuse_unfused(op, record);
+  refuse_unsupported(op, record);
   if (record.num_rows == 0 || record.num_columns == 0) return;
   const cuda::CurrentDevice device(op, out.device_index);
   NormConcatLinear rows = record;
@@ -339,9 +339,9 @@ void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output
     case CodesKernel::kAnyRows:
       return run_split_kernels(kQuantizedOp, record, out);
     case CodesKernel::kFewRows:
-      return run_fused_kernel<norm_concat_linear_cuda>(kQuantizedOp, record, out);
+      return run_one_launch<norm_concat_linear_fused_cuda>(kQuantizedOp, record, out);
     case CodesKernel::kWgmma:
-      return run_fused_kernel<norm_concat_linear_wgmma_cuda>(kQuantizedOp, record, out);
+      return run_one_launch<norm_concat_linear_wgmma_cuda>(kQuantizedOp, record, out);
   }
 }
 
@@ -361,7 +361,7 @@ void norm_concat_linear_early_out(const std::vector<View>& chunks, int64_t num_c
 }
 
 void run_wgmma_kernel(const NormConcatLinear& record, const View&, const Output& out) {
-  run_fused_kernel<norm_concat_linear_wgmma_cuda>(kOp, record, out);
+  run_one_launch<norm_concat_linear_wgmma_cuda>(kOp, record, out);
 }
 
 // Whether the rows already lie concatenated and need no change, as in a static buffer that capture has written.
@@ -428,8 +428,8 @@ void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  implement<&norm_concat_linear_early_out<run_fused_kernel<norm_concat_linear_cuda>>>(m, "norm_concat_linear_fused_out",
-                                                                                      kCudaDevice);
+  constexpr auto run_fused_kernel = run_one_launch<norm_concat_linear_fused_cuda>;
+  implement<&norm_concat_linear_early_out<run_fused_kernel>>(m, "norm_concat_linear_fused_out", kCudaDevice);
   implement<&norm_concat_linear_early_out<run_split_kernels>>(m, "norm_concat_linear_split_out", kCudaDevice);
   implement<&norm_concat_linear_out<run_wgmma_kernel>>(m, "norm_concat_linear_wgmma_out", kCudaDevice);
   implement<&norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);

@@ -45,7 +45,8 @@ struct NormConcatLinear {
   int64_t out_row_stride;
   // On CPU norm_concat_linear_workspace bytes, 4096-byte aligned; on CUDA fp32 sums of the split kernels or a library.
   void* workspace;
-  // On CUDA the weight may be read while the previous kernel runs, provided that one does not write it.
+  // On CUDA the weight and scales that multiply codes may be read while the previous kernel runs, provided that one
+  // does not write them.
   bool early_weight;
 };
 
@@ -67,7 +68,8 @@ void norm_concat_linear_post_norm(const NormConcatLinear& op, int64_t row_begin,
 namespace cuda {
 // Max rows that the fused kernel multiplies in one pass over the weight; more rows take several passes.
 constexpr int64_t kMaxDecodeRows = 16;
-// The same for the split kernels, which are two launches.
+// The same for the split kernels, which are two launches: of a dense weight without residuals, on sm_90 and sm_100.
+// Else they take 64, with codes in blocks of scales 32.
 constexpr int64_t kMaxSplitRows = 128;
 // Whether the kernel of warpgroups, with 17 to 48 rows, takes an H200 less than norm_concat and a library's product: of
 // a dense weight, with chunks of one width, at most kMaxChunks.
@@ -79,7 +81,7 @@ bool wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns, int32_t 
 // 64 columns, where every chunk begins at a multiple of 64 columns; or of 4-bit codes; or of e4m3 with scales in e8m0
 // of 32 columns of a row, without residuals and where the conditions of 4-bit codes hold. Operands must be
 // norm_concat_linear_is_aligned.
-int norm_concat_linear_cuda(const NormConcatLinear& op, const cuda::Device& device);
+int norm_concat_linear_fused_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
 // The kernel of warpgroups, where the library has code for sm_90a and the GPU runs it, takes any number of rows in
 // rounds of 64, chunks of a 16-bit type and no post norm. The weight is of that type or, with chunks of bf16, of codes
@@ -102,8 +104,8 @@ int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges&
 inline int64_t epilogue_row_stride(const NormConcatLinear& op) { return (op.num_columns + 3) / 4 * 4; }
 int norm_concat_linear_epilogue_cuda(const NormConcatLinear& op, const cuda::Device& device);
 
-// Whether every width is a multiple of 8 (with codes 16), and the addresses and row strides of chunks, residuals, gains
-// and weight are multiples of 16 bytes.
+// Whether every width is a multiple of 8 (with codes 16, with those of four bits 32), and the addresses and row strides
+// of chunks, residuals, gains and weight are multiples of 16 bytes.
 bool norm_concat_linear_is_aligned(const NormConcatLinear& op);
 
 // Whether the kernels take these codes and blocks: codes of 8 bits, with scales in fp32 or e8m0. Codes of e4m3 may have

@@ -18,10 +18,21 @@ uintptr_t end_of(const View& view) {
   return reinterpret_cast<uintptr_t>(view.at(last + 1));
 }
 
-// Whether the byte ranges of the two, from the first element to the last, overlap.
+// Whether the byte ranges of the two, from the first element to the last, overlap. `overlap` of checks.h also tells
+// rows that lie between the other's rows from these: no cache lies between a GEMM's.
 bool touch(const View& a, const View& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   return reinterpret_cast<uintptr_t>(a.data) < end_of(b) && reinterpret_cast<uintptr_t>(b.data) < end_of(a);
+}
+
+// Whether every element of a cache has a place of its own. The stride of a dimension of one entry is not used.
+bool is_disjoint(const View& cache) {
+  const int64_t slots = cache.size(0), heads = cache.size(1), d = cache.size(2);
+  const int64_t span_of_slots = (slots - 1) * cache.stride(0) + d, span_of_heads = (heads - 1) * cache.stride(1) + d;
+  if (heads <= 1) return slots <= 1 || cache.stride(0) >= d;
+  if (slots <= 1) return cache.stride(1) >= d;
+  const bool of_slots = cache.stride(1) >= d && cache.stride(0) >= span_of_heads;
+  return of_slots || (cache.stride(0) >= d && cache.stride(1) >= span_of_slots);
 }
 
 Cache cache_of(const char* name, const Output& view, const View& kv) {
@@ -30,7 +41,7 @@ Cache cache_of(const char* name, const Output& view, const View& kv) {
   check(view.dim == 3, kOp, name, "dimensions");
   check(view.size(2) <= 1 || view.stride(2) == 1, kOp, name, "last stride");
   check(view.size(2) <= kMaxHeadDim, kOp, name, "head");
-  check(!touch(view, kv), kOp, name, "overlap");
+  check(view.numel() == 0 || is_disjoint(view), kOp, name, "strides");
   return {view.mutable_data(), view.stride(0), view.stride(1)};
 }
 
@@ -72,6 +83,11 @@ void store_context_kv_out(const View& kv, const OptionalView& gain, double eps, 
   check(cos_sin.size(1) % 2 == 0, kOp, "cos_sin", "pairs");
   check(0 <= rotary_begin && rotary_begin <= head_dim, kOp, "rotary_begin", "value");
   check(cos_sin.size(1) <= head_dim - rotary_begin, kOp, "cos_sin", "width");
+  for (const View* input : {&kv, &positions, &slots, &cos_sin, gain ? &*gain : nullptr}) {
+    if (input == nullptr) continue;
+    check(!touch(k_cache, *input), kOp, "k_cache", "overlap");
+    check(!v_cache || !touch(*v_cache, *input), kOp, "v_cache", "overlap");
+  }
 
   record.dtype = kv.type();
   record.num_rows = kv.size(0);

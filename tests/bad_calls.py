@@ -403,6 +403,18 @@ def _vocab_parallel_embedding_calls() -> Iterator[BadCall]:
         yield BadCall(op, f"shard-{name}", lambda good, bounds=bounds: {"shard": bounds}, {}, laid_out)
 
 
+def _cache_over(good: dict, name: str, other: str) -> dict:
+    """The input `other` in the memory of a cache."""
+    memory = good[name].view(-1)
+    in_memory = {
+        "positions": memory.view(torch.int64)[:T],
+        "slots": memory.view(torch.int64)[-T:],
+        "cos_sin": memory[:54].view(9, 6),
+        "k_norm_weight": memory[-H:],
+    }
+    return {other: in_memory[other]}
+
+
 def _store_context_kv_calls() -> Iterator[BadCall]:
     op = CONTEXT_KV
 
@@ -422,6 +434,15 @@ def _store_context_kv_calls() -> Iterator[BadCall]:
             bad(f"{name}-between_rows", lambda good, name=name: {
                 name: (wide := rows(T, 6 * H))[:, 4 * H :].unflatten(1, (2, H)), "kv": wide[:, : 4 * H]}),
         ]  # fmt: skip
+        for other in ("positions", "slots", "cos_sin", "k_norm_weight"):
+            calls.append(
+                bad(f"{name}-over_{other}", lambda good, name=name, other=other: _cache_over(good, name, other))
+            )
+        for strides in ((0, H, 1), (2 * H, 0, 1), (H, H, 1), (2 * H - 1, H, 1), (H, 5 * H - 1, 1)):
+            calls.append(
+                bad(f"{name}-strides{strides}", lambda good, name=name, strides=strides: {
+                    name: good[name].as_strided((5, 2, H), strides)})
+            )  # fmt: skip
     for name in ("positions", "slots"):
         calls += _wrong(op, name, ("device", "dtype", "dimensions", "shape", "strides"))
     wide = {"k_cache": rows(1, 1, 1025), "v_cache": None, "kv": rows(T, 1025)}

@@ -32,10 +32,8 @@ void add_rms_norm_row(const AddRmsNorm& op, int64_t t, bool is_last, StoreSum ho
     fetch(next_hidden + i);
     fetch(next_residual + i);
     const Float value = add(i, span);
-    Float scaled = value * rstd;
-    if (gain.data != nullptr) scaled *= norm_offset + load_vector<T>(gain, i, span);
     store(sum + i, value, span, how_sum);
-    store(normed + i, scaled, span, how_normed);
+    store(normed + i, value * rstd * (norm_offset + load_vector<T>(gain, i, span)), span, how_normed);
   });
 }
 

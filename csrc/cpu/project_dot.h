@@ -354,7 +354,6 @@ void dot_columns(const NormConcatLinear& op, Rows& weight, int64_t begin, int64_
 template <class T, class Rows>
 void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   Rows weight(op);
-  if (op.num_rows == 0) return;
   constexpr int64_t kGroup = dot_block_columns(Rows::kTile);
   const int64_t sharing = packed_bytes<T>(op) <= kCachedBytes ? Rows::kTile.columns : kGroup;
   const int64_t columns_end = panel_end * kPanelColumns < op.num_columns ? panel_end * kPanelColumns : op.num_columns;

@@ -382,7 +382,7 @@ struct RowTiles {
   explicit RowTiles(int64_t num_rows)
       : num_rows(num_rows),
         count((num_rows + kStripRows - 1) / kStripRows),
-        rows(count == 0 ? 0 : (num_rows + count - 1) / count) {}
+        rows((num_rows + count - 1) / count) {}
   int64_t rows_from(int64_t first) const { return num_rows - first < rows ? num_rows - first : rows; }
 };
 

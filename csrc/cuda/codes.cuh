@@ -57,11 +57,6 @@ __device__ __forceinline__ Words paired(const Words& w) {
           permute_bytes(w.y, w.w, 0x7632u)};
 }
 
-__device__ __forceinline__ Words multiply_each(const Words& w, uint32_t pair) {
-  return {multiply(w.x, pair, BFloat16{}), multiply(w.y, pair, BFloat16{}), multiply(w.z, pair, BFloat16{}),
-          multiply(w.w, pair, BFloat16{})};
-}
-
 // Byte `i` of four scales as a pair of bf16: of e4m3 times 2^116, with 480 for a NaN, and of e8m0 itself.
 __device__ __forceinline__ uint32_t pair_of_e4m3(uint32_t scales, uint32_t i) {
   const uint32_t halves = permute_bytes(scales, 0, 0x8080u + i * 0x1111u);
@@ -79,14 +74,14 @@ __device__ __forceinline__ uint32_t pair_of_e8m0(uint32_t scales, uint32_t i) {
 // 2^126 its scales would leave that range.
 constexpr float kNvfp4Unscale = 1024.0f;
 __device__ __forceinline__ Words widen_scaled_nvfp4(uint32_t codes, uint32_t scales, uint32_t i) {
-  return multiply_each(widen_small(codes), pair_of_e4m3(scales, i));
+  return multiply(widen_small(codes), pair_of_e4m3(scales, i), BFloat16{});
 }
 __device__ __forceinline__ Words widen_scaled_mxfp4(uint32_t codes, uint32_t scales, uint32_t i) {
-  const Words values = multiply_each(widen_small(codes), 0x7e807e80u);
-  return multiply_each(values, pair_of_e8m0(scales, i));
+  const Words values = multiply(widen_small(codes), 0x7e807e80u, BFloat16{});
+  return multiply(values, pair_of_e8m0(scales, i), BFloat16{});
 }
 __device__ __forceinline__ Words widen_scaled_mxfp8(const Codes& codes, uint32_t scales, uint32_t i) {
-  return multiply_each(widen(codes, Float8E4M3{}, BFloat16{}), pair_of_e8m0(scales, i));
+  return multiply(widen(codes, Float8E4M3{}, BFloat16{}), pair_of_e8m0(scales, i), BFloat16{});
 }
 
 // Bits by which has_nan finds a NaN among the codes; those of several words may be or'ed. Adding 1 flips a code's
@@ -108,17 +103,5 @@ __device__ __forceinline__ bool row_has_nan(uint32_t bits) {
 // The same in bits that no other of eight rows has: those of several rows may be or'ed, and shifted left by `row` they
 // are has_nan's again.
 __device__ __forceinline__ uint32_t nan_bits_of_row(uint32_t bits, int row) { return (bits & 0x80808080u) >> row; }
-
-// The scale at an offset from the first, fp32 or e8m0; the overload below multiplies it by the global one.
-__device__ __forceinline__ float load_scale(ScaleType type, const void* scales, int64_t offset) {
-  if (type == ScaleType::kFloat32) return load(static_cast<const float*>(scales) + offset);
-  const uint32_t code = load(static_cast<const uint8_t*>(scales) + offset);
-  // 2^-127 is subnormal, 255 is NaN.
-  return bits_to_float(code << 23 | (code == 0 || code == 255 ? 0x00400000u : 0u));
-}
-__device__ __forceinline__ float load_scale(const Scales& scales, int64_t offset) {
-  const float scale = load_scale(scales.type, scales.data, offset);
-  return scales.global == nullptr ? scale : scale * load(scales.global);
-}
 
 }  // namespace eagle_kernels::cuda

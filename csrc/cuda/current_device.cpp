@@ -101,7 +101,7 @@ CurrentDevice::CurrentDevice(const char* op, int32_t index) {
     fail(op, "cuda:" + std::to_string(index) + " has no current stream, expected one");
   }
   device_.index = index;
-  device_.hopper = facts.compute_capability >= 90;
+  device_.has_clusters = facts.compute_capability >= 90;
   device_.wgmma = facts.compute_capability == 90;
   device_.shared_memory = facts.shared_memory;
   device_.multiprocessors = facts.multiprocessors;

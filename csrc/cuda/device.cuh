@@ -381,6 +381,24 @@ __device__ __forceinline__ char* shared_memory() {
 
 namespace eagle_kernels::cuda {
 
+__device__ __forceinline__ uint32_t word(const Words& w, int i) {
+  return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
+}
+
+// a * b of pairs, rounded once: adding -0 leaves every product as it is.
+template <class T>
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b, T) {
+  return multiply_add(a, b, 0x80008000u, T{});
+}
+template <class T>
+__device__ __forceinline__ Words multiply(const Words& a, const Words& b, T) {
+  return {multiply(a.x, b.x, T{}), multiply(a.y, b.y, T{}), multiply(a.z, b.z, T{}), multiply(a.w, b.w, T{})};
+}
+template <class T>
+__device__ __forceinline__ Words multiply(const Words& a, uint32_t pair, T) {
+  return multiply(a, Words{pair, pair, pair, pair}, T{});
+}
+
 // Describes wgmma's b: rows of 128 bytes from an address in shared memory, a multiple of 1024, whose 16-byte parts are
 // permuted by an XOR with the lower three bits of the row (the 128-byte swizzle). PTX ISA, "Matrix Descriptor Format":
 // the address and the stride of groups of 8 rows, both in units of 16 bytes, and 1 for that swizzle, under which the

@@ -64,19 +64,46 @@ inline float us_of_fused(const Device& device, bool is_codes, const FusedWork& w
   return std::max(waves * busiest, to_read) + waves * (second_part + kUsOfCall);
 }
 
-// A call of the kernel of warpgroups on a dense weight, in blocks of 64 columns for each of `warpgroups`, 1 to 4, of
-// which an SM has two of one or two, else one. The longest of the ranges that a cluster has decides, or reading the
-// weight. Clusters that do not run at once take a wave of their own, as above, and room for one stays free: 16 of six,
-// of which 17 have room, run at once. Where clusters of 192 columns leave 42 SMs idle, at 3x2880x2880, they still take
-// 20.2 us, and those of 128 columns 22.5.
+// A call of the kernel of warpgroups, in blocks of 64 columns of the output for each of `warpgroups`, 1 to 4. The
+// longest of the ranges has so many stages.
+struct WarpgroupWork {
+  int64_t num_columns, width;
+  int warpgroups, blocks_on_an_sm, ranges, longest;
+
+  int64_t clusters() const { return (num_columns + 64 * warpgroups - 1) / (64 * warpgroups); }
+};
+
+// On a dense weight. The longest of the ranges that a cluster has decides, or reading the weight. Clusters that do not
+// run at once take a wave of their own, as above, and room for one stays free: 16 of six, of which 17 have room, run at
+// once. Where clusters of 192 columns leave 42 SMs idle, at 3x2880x2880, they still take 20.2 us, and those of 128
+// columns 22.5.
 constexpr float kUsOfStage[] = {0.55f, 0.755f, 0.645f, 0.73f};
-inline float us_of_warpgroups(const Device& device, int64_t num_columns, int64_t width, int warpgroups, int ranges,
-                              int longest) {
-  const int64_t clusters = (num_columns + 64 * warpgroups - 1) / (64 * warpgroups);
-  const auto at_once = static_cast<float>(clusters_at_once(device, ranges, warpgroups <= 2 ? 2 : 1));
-  const float waves = std::floor(static_cast<float>(clusters) / at_once) + 1;  // without room infinite
-  const float busiest = static_cast<float>(longest) * kUsOfStage[warpgroups - 1];
-  return std::max(waves * busiest, us_to_read(num_columns, width)) + waves * kUsOfCall;
+inline float us_of_warpgroups(const Device& device, const WarpgroupWork& work) {
+  const auto at_once = static_cast<float>(clusters_at_once(device, work.ranges, work.blocks_on_an_sm));
+  const float waves = std::floor(static_cast<float>(work.clusters()) / at_once) + 1;  // without room infinite
+  const float busiest = static_cast<float>(work.longest) * kUsOfStage[work.warpgroups - 1];
+  return std::max(waves * busiest, us_to_read(work.num_columns, work.width)) + waves * kUsOfCall;
+}
+
+// On codes, in times of reading the weight: no fit, since an H200 has timed few of their cuts. `units` stages of
+// `stage_columns` columns are a row of the weight. Through L2 pass the weight and, for each block of columns, 64 rows
+// of x, at 1.28 times the copy rate. Nine of ten SMs should have a block. The instructions of the SM with the most work
+// take more than reading because of those for x, which more columns share in a block of 256. At 3x4096x4096 that takes
+// 28.3 us for 17 rows of fp8_row where blocks of 128 columns take 25.9, for 64 rows 33.9 and 34.9.
+inline double time_of_warpgroups_of_codes(const Device& device, const WarpgroupWork& work, int units,
+                                          int stage_columns) {
+  constexpr double kCopyOverL2 = 4.3 / 5.5, kBusy = 0.9, kBytesOfX = 2 * 64;  // for a byte of a row of codes
+  const double sms = device.multiprocessors, clusters = static_cast<double>(work.clusters());
+  const double blocks = clusters * work.ranges, share = static_cast<double>(work.num_columns) * work.width / sms;
+  const double waves =
+      std::ceil(clusters / static_cast<double>(clusters_at_once(device, work.ranges, work.blocks_on_an_sm)));
+  const double busy = waves == 1 ? std::min(1.0, blocks / sms) : blocks / (waves * sms * work.blocks_on_an_sm);
+  const double even = static_cast<double>(units) / (work.ranges * work.longest);
+  const double of_an_sm = std::max(std::ceil(blocks / sms), waves);
+  const double most = of_an_sm * 64 * work.warpgroups * work.longest * stage_columns / share;
+  const double through_l2 = kCopyOverL2 * (1 + kBytesOfX * clusters / static_cast<double>(work.num_columns));
+  const double execute = work.warpgroups == 4 ? 1.1 : 1.4;
+  return std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
 }
 
 // norm_concat and a library's product, for up to 48 rows.

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 #include "device.cuh"
 #include "device.h"
@@ -23,6 +24,8 @@ struct Shape {
 
 template <auto kernel, class Record>
 int launch(const Shape& shape, const Record& record, const Device& device) {
+  // A grid beyond CUDA's limits would be cut to 32 bits, and most rows would not be written.
+  if (shape.x > std::numeric_limits<int32_t>::max() || shape.y > 65535) return cudaErrorInvalidConfiguration;
   // Above 48 KB of shared memory a kernel has to opt in, once on each device: to all that a block can have, so that the
   // order of two launches does not matter.
   if (shape.shared_bytes > 48 << 10) {
@@ -36,7 +39,7 @@ int launch(const Shape& shape, const Record& record, const Device& device) {
   }
   std::array<cudaLaunchAttribute, 2> attributes{};
   unsigned count = 0;
-  if (device.hopper) {
+  if (device.has_clusters) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -3,52 +3,32 @@
 //
 // A block computes some columns of the output over a range of columns of the concat: of one chunk, in the fused kernel
 // also of the end of one and the beginning of the next. The weight and x pass through a ring of stages in shared
-// memory. A block has 48 KB of the weight in flight ahead of the product (32 with residuals in the fused kernel or at
-// 64 rows, 24 to 48 of codes, 16 to 32 of four bits), and an SM of Hopper has two blocks; or 32 KB (16 of codes), and
-// the SM three. A block of 128 rows has 80 KB in flight and the SM to itself. It needs more shared memory than any GPU
-// but sm_90 and sm_100 has: the others multiply 64 rows twice. Half of the warps copy the weight and half copy x, since
-// a thread's copies complete in order: those of the weight start before the previous kernel has ended (or, where that
-// kernel may write the weight, the weight is prefetched into L2), those of x after.
+// memory, as many as fit: `make instances` tabulates what is in flight. A block of 128 rows needs more shared memory
+// than any GPU but sm_90 and sm_100 has: the others multiply 64 rows twice. Half of the warps copy the weight and half
+// copy x, since a thread's copies complete in order: those of the weight start before the previous kernel has ended
+// (or, where that kernel may write the weight, the weight is prefetched into L2), those of x after.
 //
 // Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The blocks of all ranges of the same 64
-// output columns form a cluster. They send one another their sums (st.async), and each block finishes a share of the
-// outputs. On an H100 that takes 1.3 us less at K=3, H=D=896 than a barrier of the cluster and loads from the others'
-// shared memory, and 0.7 to 1.2 us less at 2880 and 4096: the barrier's release waits for all outstanding memory
-// accesses of a block (MEMBAR.GPU). Global memory has no partial sums that a second stream could overwrite and no
-// counter that an aborted launch would leave behind. Four warps share the steps of a stage.
+// output columns form a cluster, which adds up their sums (fused_sums.cuh).
 //
 // Split, up to 128 rows, all GPUs (on sm_90 norm_concat_linear_wgmma.cu replaces it where there is no post norm): two
-// launches. The sums of each range, 128 columns a block, go to global memory. A second kernel adds them up in the order
-// of the ranges, scales those of each chunk by its 1/rms, and writes the output. Blocks of 128 output columns read x a
-// quarter as often as blocks of 32.
-//
-// A cluster in place of the second kernel was tried, and was modeled at 0.75 to 1.15 times the speed: a cluster has
-// room for 8 ranges, where up to 20 balance the work best, and each of its blocks needs the squares of its x.
-//
-// The second kernel also finishes products of the library whose fp32 sums need a bias in fp32 or a post norm: these
-// have one range.
+// launches. The sums of each range, 128 columns a block, go to global memory, where norm_concat_linear_finalize.cu adds
+// them up. Blocks of 128 output columns read x a quarter as often as blocks of 32.
 //
 // Fused or split, x enters the product unnormed and 1/rms multiplies the fp32 sum, so x is read once, for product and
 // statistic alike; the gain is multiplied into the weight (weight_gain.cuh). Rows of values below 2^-100, which no
-// model has, lose precision: their products are subnormal in fp32.
+// model has, lose precision: their products are subnormal in fp32. Sums of squares are taken from the same stages: in
+// the split kernels only by the blocks of the first output columns.
 //
-// A lane's 16-byte part of a row is 8 neighboring columns, where the fragments of two mma.sync want columns 2q, 2q+1,
-// 2q+8, 2q+9: the order of the columns does not matter to the sum as long as both operands agree, so the parts are
-// used as they are loaded. Shared memory is swizzled: in odd rows the halves of each 128 bytes are exchanged, so that
-// the 8 lanes that are served together, which read two rows, hit all 32 banks.
+// The eight warps of a block share its outputs by columns (kColumnWarps), its rows (kRowWarps, of 128 rows) or the
+// steps of a stage (kStepWarps, fused). A warp multiplies by mma.sync m16n8k16: the weight is A, 16 output columns, of
+// which lane 4 g + q has columns g and g + 8; x is B, 8 rows, of which it has row g; the sums are of rows 2 q and 2 q +
+// 1.
 //
-// Sums of squares are taken from the same stages: in the split kernels only by the blocks of the first output columns.
-//
-// A weight of codes (FP8, INT8) passes through the ring as bytes, for up to 32 rows in stages of 128 columns, and is
-// widened as it is read from there (codes.cuh). Its scales multiply fp32 sums: those of each block of columns, or of a
-// range. The fused kernel takes stages of 256 columns, with half as many barriers and address computations as stages
-// of 128: with the gain multiplied into x that is 0.171 instructions per byte, 0.215 with neither. A warp has two steps
-// of 32 columns of such a stage. Where scales are of blocks of at least 64 columns and 64 rows of the weight, these
-// steps share one scale, which multiplies their sums after the second (0.192 instructions; 0.4 with a scale for each
-// row of the weight).
-//
-// Codes whose scales are of 16 or 32 columns of one row (NVFP4, MXFP4, and MXFP8 in the fused kernel) are multiplied by
-// them as they are widened, which is exact within bf16's range. These scales pass through the ring with the weight.
+// A weight of codes passes through the ring as bytes and is widened as it is read from there (codes.cuh). Scales of a
+// row or of blocks multiply fp32 sums: those of each block of columns, or of a range. Scales of 16 or 32 columns of one
+// row (NVFP4, MXFP4, and MXFP8 in the fused kernel) multiply the codes as they are widened, which is exact within
+// bf16's range, and pass through the ring with the weight.
 //
 // Sums run by column within a warp's share of a range, then over warps, ranges and chunks: an order that depends only
 // on the chunks' widths, D, the types of weight and chunks, whether there are residuals, and the GPU (its number of
@@ -56,33 +36,25 @@
 #include "../norm_concat_linear.h"
 
 #include <bit>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 
 #include "codes.cuh"
-#include "h200.h"
+#include "cut.cuh"
+#include "fused_sums.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "ranges.cuh"
+#include "scales.cuh"
 #include "source_row.cuh"
 #include "weight_gain.cuh"
 
 namespace eagle_kernels::cuda {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 2;  // for the weight, and for x
-constexpr int kSplitColumns = 128;          // output columns of a block of the split kernels
-constexpr int kFusedColumns = 64;           // the same of the fused kernel
 constexpr int kStepColumns = 32;            // columns of the concat that a warp's 16-byte loads cover
 constexpr int kMaxRanges = 16;              // of one chunk
-
-// The unit of a range's length, in columns: in the split kernels 128 bytes of a row of the weight, also the most that a
-// stage of theirs has. The fused kernel's unit is twice that: one step for each of four warps, two of codes.
-constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
-constexpr int fused_unit_columns(bool is_codes) { return 2 * unit_columns(is_codes); }
 
 // Blocks of up to 64 rows take 83 to 100 KB of shared memory, and an SM of these GPUs has 100 KB.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
@@ -97,28 +69,6 @@ constexpr int kSharedBlocks = 2;
 enum class End { kSplit, kFused, kFusedInThrees };
 constexpr int kBytesOfThree = 75 << 10;  // what each of three blocks on an SM of Hopper can have
 
-// A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. The fused
-// kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn.
-constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
-__host__ __device__ constexpr int shares_of_block(int blocks) { return (kShares + blocks - 1) / blocks; }
-
-// Of a block. Two chunks in one block, or four in two, are 16 shares; ranges of one chunk at most 14, in a cluster of
-// seven.
-constexpr int kMaxParts = kMaxCluster, kMaxReceived = 16;
-static_assert(kMaxChunks <= kMaxParts && [] {
-  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
-    if (blocks * shares_of_block(blocks) > kMaxReceived) return false;
-  }
-  return true;
-}());
-
-// What a block receives from its cluster, itself included.
-struct Received {
-  float shares[kMaxReceived][kShareValues];  // [parts, shares of a block]
-  float squares[kMaxParts][kMaxDecodeRows];
-  SentBarrier all;
-};
-
 template <Form kForm, int kRows, bool kResidual, End kEnd>
 struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kEnd != End::kSplit;
@@ -132,6 +82,9 @@ struct Tile {
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
   static constexpr bool kInThrees = kEnd == End::kFusedInThrees;
   static constexpr int kBlocksOnAnSm = kRows == 128 ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
+  // Stages of codes have 256 columns in the fused kernel: with half as many barriers and address computations as stages
+  // of 128 these are 0.171 instructions per byte with the gain multiplied into x, 0.215 with neither. Scales of blocks
+  // of at least 64 columns and 64 rows multiply a warp's sums once a stage (0.192; 0.4 with a scale for each row).
   static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
   // With residuals three stages of 256 columns of 8-bit codes would take 108 KB. Four scales of 32 columns are copied
   // together, so a stage has 128 or more.
@@ -163,6 +116,11 @@ struct Tile {
   static constexpr float kGainFactor = kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
 };
 
+// A lane's 16-byte part of a row is 8 neighboring columns, where the fragments of two mma.sync want columns 2q, 2q+1,
+// 2q+8, 2q+9: the order of the columns does not matter to the sum as long as both operands agree, so the parts are
+// used as they are loaded. Stages are swizzled: in odd rows the halves of each 128 bytes are exchanged, so that the 8
+// lanes that are served together, which read two rows, hit all 32 banks.
+//
 // Byte offset in a stage of a 16-byte part of a row of 16-bit values.
 template <int kRowBytes>
 __device__ __forceinline__ int place(int row, int part) {
@@ -180,95 +138,6 @@ template <int kRowBytes>
 __device__ __forceinline__ int place_four_bits(int row, int part) {
   static_assert(kRowBytes == 64 || kRowBytes == 128);
   return row * kRowBytes + (part ^ (kRowBytes == 64 ? row / 2 % 4 : row % 8)) * 16;
-}
-
-// The packs of four outputs that this block finishes, over all its shares.
-__device__ __forceinline__ int own_packs(int packs) {
-  int own = 0;
-  for (int share = static_cast<int>(blockIdx.y); share * 32 < packs; share += static_cast<int>(gridDim.y)) {
-    own += packs - share * 32 < 32 ? packs - share * 32 : 32;
-  }
-  return own;
-}
-
-// Adds up the sums of a block's warps, those of part number `part` of the concat, in memory that no stage is in, and
-// sends each share to the block that finishes it. A block that is alone stores them itself: compute-sanitizer's
-// memcheck reports the st.async of a cluster of one block (K=1 in one range, on an H100) as an invalid access.
-template <class K>
-__device__ __forceinline__ void send_sums(int part, int packs, char* memory,
-                                          const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares,
-                                          Received& received) {
-  constexpr int kRows = 8 * K::kRowTiles, kOutputs = kRows * K::kColumns;
-  static_assert(kRows == 2 * kWarps && kRows == kMaxDecodeRows && K::kColumns == kPacksOfRow * kOutputColumns);
-  static_assert(kOutputs == kThreads * kOutputColumns);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int g = lane / 4, q = lane % 4;
-  const int column_warp = warp % K::kColumnWarps, step_warp = warp / K::kColumnWarps;
-  const int blocks = static_cast<int>(gridDim.y);
-  const bool is_alone = blocks == 1;
-  float* of_warps = reinterpret_cast<float*>(memory);  // [kStepWarps, kRows, kColumns]
-#pragma unroll
-  for (int distance = 8; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
-  __syncthreads();
-#pragma unroll
-  for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
-    const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
-    const int column = (column_warp * K::kColumnTiles + m) * 16 + i / 2 * 8 + g;
-    of_warps[step_warp * kOutputs + (n * 8 + 2 * q + i % 2) * K::kColumns + column] = sum[m][n][i];
-  }
-  if (lane % 16 < blocks) {
-    float* to = received.squares[part] + 2 * warp + lane / 16;
-    if (is_alone) {
-      *to = squares;
-    } else {
-      send_to_block(to, received.all, squares, lane % 16);
-    }
-  }
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) >= packs) return;
-  float total[kOutputColumns] = {};
-#pragma unroll
-  for (int w = 0; w < K::kStepWarps; ++w) {
-    const Words words = reinterpret_cast<const Words*>(of_warps + w * kOutputs)[threadIdx.x];
-#pragma unroll
-    for (int i = 0; i < kOutputColumns; ++i) total[i] += bits_to_float(word(words, i));
-  }
-  const Words words{float_to_bits(total[0]), float_to_bits(total[1]), float_to_bits(total[2]), float_to_bits(total[3])};
-  float* to = received.shares[part * shares_of_block(blocks) + warp / blocks] + lane * kOutputColumns;
-  if (is_alone) {
-    *reinterpret_cast<Words*>(to) = words;
-  } else {
-    send_to_block(to, received.all, words, warp % blocks);
-  }
-}
-
-// Computes outputs from the sums that this block receives.
-template <class T, class K>
-__device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
-                                             int packs, Received& received) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int blocks = static_cast<int>(gridDim.y), rank = static_cast<int>(blockIdx.y);
-  if (blocks == 1) {
-    __syncthreads();
-  } else {
-    received.all.wait();
-  }
-  const int first = (warp * blocks + rank) * 32;
-  if (first >= packs) return;
-  const bool stores = first + lane < packs;
-  const int pack = stores ? first + lane : packs - 1;
-  const int token = pack / kPacksOfRow, column = pack % kPacksOfRow * kOutputColumns;
-  Words words[kMaxParts];
-  float squares_of[kMaxParts];
-#pragma unroll
-  for (int part = 0; part < kMaxParts; ++part) {
-    if (part >= arguments.ranges.count) break;
-    const float* share = received.shares[part * shares_of_block(blocks) + warp];
-    words[part] = reinterpret_cast<const Words*>(share)[pack % 32];
-    squares_of[part] = received.squares[part][token];
-  }
-  finish_pack<T>(arguments, first_row + token, first_output + column, stores, words, squares_of,
-                 1 / K::template kGainFactor<T>);
 }
 
 template <class T, Form kForm, int kRows, bool kResidual, End kEnd = End::kSplit>
@@ -290,33 +159,31 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const int64_t first_row = static_cast<int64_t>(blockIdx.x % rounds) * kRows;
   const int64_t first_output = static_cast<int64_t>(blockIdx.x / rounds) * kColumns;
 
-  // Stages [begin, end) of the range, counted from the first column of its chunk; those from `next` on are of the next
-  // chunk.
-  constexpr int kStagesOfUnit = K::kUnitColumns / kStageColumns;
-  const auto units_of_chunk = [&](int k) {
-    return static_cast<int>(arguments.chunks[k].width + K::kUnitColumns - 1) / K::kUnitColumns;
-  };
+  // K tiles [begin, end) of the range, of a stage's columns each, counted from the first column of its chunk; those
+  // from `next` on are of the next chunk.
+  constexpr int kTilesOfUnit = K::kUnitColumns / kStageColumns;
+  const auto units_of_chunk = [&](int k) { return units_of(arguments.chunks[k].width, K::kUnitColumns); };
   int first_chunk = 0, begin = 0, end = 0, next = 0;
   if constexpr (K::kFused) {
     const BlockRange& range = arguments.of_block[blockIdx.y];
-    first_chunk = range.chunk, begin = range.begin * kStagesOfUnit, end = range.end * kStagesOfUnit;
-    next = units_of_chunk(first_chunk) * kStagesOfUnit;
+    first_chunk = range.chunk, begin = range.begin * kTilesOfUnit, end = range.end * kTilesOfUnit;
+    next = units_of_chunk(first_chunk) * kTilesOfUnit;
   } else {
     int range = blockIdx.y;
     for (; range >= arguments.ranges.of_chunk[first_chunk]; ++first_chunk) {
       range -= arguments.ranges.of_chunk[first_chunk];
     }
     const int units = units_of_chunk(first_chunk), ranges = arguments.ranges.of_chunk[first_chunk];
-    begin = units * range / ranges * kStagesOfUnit, next = end = units * (range + 1) / ranges * kStagesOfUnit;
+    begin = units * range / ranges * kTilesOfUnit, next = end = units * (range + 1) / ranges * kTilesOfUnit;
   }
   const bool has_next = K::kFused && end > next;
   struct Place {
     bool is_next;
     int column, ahead;  // of its chunk, and ahead of the first chunk's first column
   };
-  const auto place_of = [&](int block) -> Place {
-    const bool is_next = has_next && block >= next;
-    const int column = (is_next ? block - next : block) * kStageColumns;
+  const auto place_of = [&](int k_tile) -> Place {
+    const bool is_next = has_next && k_tile >= next;
+    const int column = (is_next ? k_tile - next : k_tile) * kStageColumns;
     return {is_next, column, is_next ? column + static_cast<int>(arguments.chunks[first_chunk].width) : column};
   };
 
@@ -347,12 +214,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // way. In fp16 x times a gain may overflow.
   constexpr bool kGainOnX = K::kFused && K::kIsCodes && std::is_same_v<T, BFloat16>;
 
-  // Copies this thread's part of a block of columns; past the range the group is empty, so that groups count stages.
-  const auto copy_block = [&](int block, int slot) {
-    const auto [is_next, column, ahead] = place_of(block);
+  // Copies this thread's part of a tile; past the range the group is empty, so that groups count stages.
+  const auto copy_tile = [&](int k_tile, int slot) {
+    const auto [is_next, column, ahead] = place_of(k_tile);
     const Chunk& chunk = arguments.chunks[first_chunk + is_next];
     const int width = static_cast<int>(chunk.width);
-    if (block < end && copies_weight) {
+    if (k_tile < end && copies_weight) {
       char* stage = ring + slot * K::kStageBytes;
       const bool inside = column + weight_column < width;
 #pragma unroll
@@ -375,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
                           scales + below * op.scales.row_stride, first < width && row + below < outputs);
         }
       }
-    } else if (block < end) {
+    } else if (k_tile < end) {
       char* stage = ring + slot * K::kStageBytes + K::kWeightBytes;
       const bool inside = column + copy_part * kPack < width;
       const T** const of_chunk = is_next ? sources + K::kSourceRows : sources;
@@ -407,12 +274,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   };
   const auto x_of = [&](const char* x_stage, int row, int part) { return x_at(x_stage + place<kRowBytes>(row, part)); };
   const auto fill_ring = [&] {
-    for (int i = 0; i < K::kStages - 1; ++i) copy_block(begin + i, i);
+    for (int i = 0; i < K::kStages - 1; ++i) copy_tile(begin + i, i);
   };
   // Prefetches what the ring takes first into L2, which is coherent: the previous kernel may still write the weight.
   const auto prefetch_weight = [&] {
-    for (int block = begin; block < end && block < begin + K::kStages - 1; ++block) {
-      const auto [is_next, column, ahead] = place_of(block);
+    for (int k_tile = begin; k_tile < end && k_tile < begin + K::kStages - 1; ++k_tile) {
+      const auto [is_next, column, ahead] = place_of(k_tile);
       if (column + weight_column >= arguments.chunks[first_chunk + is_next].width) continue;
 #pragma unroll
       for (int i = 0; i < kColumns / kWeightCopyRows; ++i) {
@@ -454,26 +321,11 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   if (K::kFused && gridDim.y > 1) wait_for_cluster();
 
   // Scales and NaN bits of the rows of the weight whose sums this lane has; rows past the last take the last one's.
-  [[maybe_unused]] int64_t scale_row[2 * K::kColumnTiles];
-  [[maybe_unused]] float row_scale[2 * K::kColumnTiles];
+  [[maybe_unused]] RowScales<2 * K::kColumnTiles> scales;
   // With scales of blocks and three blocks on an SM the bits of all rows are in one: 24 bytes would be spilled.
   constexpr bool kNansInOne = kForm == Form::kE4M3Blocks && K::kInThrees;
   [[maybe_unused]] uint32_t nan[kNansInOne ? 1 : 2 * K::kColumnTiles] = {};
-  [[maybe_unused]] const auto find_scales = [&] {
-#pragma unroll
-    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-      const int output = (column_warp * 2 * K::kColumnTiles + m) * 8 + g;
-      const int64_t row = output < outputs ? first_output + output : op.num_columns - 1;
-      scale_row[m] = row / op.scales.block_rows * op.scales.row_stride;
-    }
-  };
-  [[maybe_unused]] const auto load_scales = [&](int column) {
-#pragma unroll
-    for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-      row_scale[m] = load_scale(op.scales, scale_row[m] + (column >> arguments.scale_shift));
-    }
-  };
-
+  [[maybe_unused]] const auto output_of = [&](int m) { return (column_warp * 2 * K::kColumnTiles + m) * 8 + g; };
 
   using CodesOfLane = std::conditional_t<K::kFourBits, uint32_t, Codes>;
   [[maybe_unused]] const auto widen_scaled = [](const CodesOfLane& codes, uint32_t scales, uint32_t i) {
@@ -488,12 +340,12 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 #pragma unroll
     for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
       const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
-      total[m][n][i] += sum[m][n][i] * row_scale[2 * m + i / 2];
+      total[m][n][i] += sum[m][n][i] * scales.value[2 * m + i / 2];
     }
   };
   // Scales of blocks: the split kernels load one for every row of the weight where a block of columns ends. In the
   // fused kernel the rows of a tile and a warp's columns of a stage share one, which is loaded a stage ahead.
-  constexpr bool kBlocks = kForm == Form::kE4M3Blocks, kScaledStages = kBlocks && K::kFused;
+  constexpr bool kBlockScales = kForm == Form::kE4M3Blocks, kScaledStages = kBlockScales && K::kFused;
   [[maybe_unused]] uint32_t scales_of_tile = 0;
   [[maybe_unused]] float global_scale = 1;
   if constexpr (kScaledStages) {
@@ -523,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   // instructions.
   [[maybe_unused]] uint32_t square_place = place<kRowBytes>(2 * warp + lane / 16, lane % 16);
   if constexpr (K::kFused) is_new(square_place);
-  int block = begin, slot = 0;
+  int k_tile = begin, slot = 0;
 #pragma unroll 1
   for (int of_range = 0; of_range <= static_cast<int>(has_next); ++of_range) {
     const Chunk& chunk = arguments.chunks[first_chunk + of_range];
@@ -532,21 +384,21 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     const bool gain_is_float32 = chunk.gain.dtype == DType::kFloat32;
     const char* gain = static_cast<const char*>(chunk.gain.data);
 
-    if constexpr (kBlocks && !K::kFused) {
-      find_scales();
-      load_scales(static_cast<int>(chunk.column) + begin * kStageColumns);
+    if constexpr (kBlockScales && !K::kFused) {
+      scales.find(op, first_output, output_of);
+      scales.load(arguments, static_cast<int>(chunk.column) + begin * kStageColumns);
     }
     [[maybe_unused]] const int column_of_warp = static_cast<int>(chunk.column) + step_warp * K::kSteps * kStepColumns;
     [[maybe_unused]] const int end_of_scales = static_cast<int>(chunk.column) + width;
     [[maybe_unused]] float next_scale = 0;
-    [[maybe_unused]] const auto load_next_scale = [&](int block) {
-      const int column = column_of_warp + (block - origin) * kStageColumns;
+    [[maybe_unused]] const auto load_next_scale = [&](int k_tile) {
+      const int column = column_of_warp + (k_tile - origin) * kStageColumns;
       const bool inside = column < end_of_scales;  // no branch: with one ptxas keeps less in registers
       const uint32_t at = scales_of_tile + (inside ? column >> arguments.scale_shift : 0);
       const float scale = load_scale(op.scales.type, op.scales.data, at);
       next_scale = inside ? global_scale * scale : 0.0f;
     };
-    if constexpr (kScaledStages) load_next_scale(block);
+    if constexpr (kScaledStages) load_next_scale(k_tile);
     // Without a gain the weight is still multiplied by 1: mma.sync wants four consecutive registers, and a value that
     // is either loaded or a product is moved there for every mma.sync (0.128 moves per byte of the weight at 64 rows).
     const float offset = gain != nullptr ? op.source.norm_offset : 1.0f;
@@ -560,17 +412,17 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     // no gain, costs the others registers, and 15 % more instructions.
     const auto multiply_range = [&](auto pairs) {
       constexpr bool kPairs = decltype(pairs)::value;
-      for (; block < last; ++block, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
+      for (; k_tile < last; ++k_tile, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
         wait_for_copies<K::kStages - 2>();
         __syncthreads();
-        copy_block(block + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
+        copy_tile(k_tile + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
         [[maybe_unused]] const float stage_scale = next_scale;
-        if constexpr (kScaledStages) load_next_scale(block + 1);
+        if constexpr (kScaledStages) load_next_scale(k_tile + 1);
         const char* stage = ring + slot * K::kStageBytes;
         const char* x_stage = stage + K::kWeightBytes;
         const char* gains = x_stage + K::kSourceRows * kRowBytes;
         // Unrolled steps overlap, and spill for 64 rows on sm_100 and with scales of blocks and residuals.
-#pragma unroll(kRows == 64 || (kBlocks && kResidual) ? 1 : K::kSteps)
+#pragma unroll(kRows == 64 || (kBlockScales && kResidual) ? 1 : K::kSteps)
         for (int at_step = 0; at_step < K::kSteps; ++at_step) {
           const int step = step_warp * K::kSteps + at_step;
           const int part = step * 4 + q;
@@ -586,10 +438,6 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
           // Without a gain x is multiplied by 1: 402 instructions in a stage, 479 with a branch for every row of x.
           [[maybe_unused]] Words pairs_of_x{0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
           if (kGainOnX && kPairs && gain != nullptr) pairs_of_x = *words;
-          const auto times = [](const Words& row, const Words& by) -> Words {
-            return {multiply(row.x, by.x, T{}), multiply(row.y, by.y, T{}), multiply(row.z, by.z, T{}),
-                    multiply(row.w, by.w, T{})};
-          };
           // Fragments of the two mma.sync of 16 columns each: rows g and g + 8 of each tile.
           uint32_t w[K::kColumnTiles][2][4];
 #pragma unroll
@@ -608,9 +456,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
               if constexpr (K::kScaledCodes) {
                 const int own = part * 8 / K::kScaledColumns, word = step * kStepColumns / K::kScaledColumns / 4;
                 const char* scales_of_row = stage + K::kScalesAt + tile_row * K::kRowScales;
-                const uint32_t scales = reinterpret_cast<const uint32_t*>(scales_of_row)[word];
-                if constexpr (kForm == Form::kNvfp4) nan[m] |= nan_bits(scales, Float8E4M3{});
-                row = widen_scaled(codes, scales, own % 4);
+                const uint32_t four = reinterpret_cast<const uint32_t*>(scales_of_row)[word];
+                if constexpr (kForm == Form::kNvfp4) nan[m] |= nan_bits(four, Float8E4M3{});
+                row = widen_scaled(codes, four, own % 4);
               } else {
                 row = widen(codes, Code{}, T{});
               }
@@ -620,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
             if constexpr (!kPairs && !kGainOnX) {
               row = scaled<T>(row, factor);
             } else if (!kGainOnX && kCodeGainScale<T> == 1 && gain != nullptr) {
-              row = times(row, K::kFourBits ? paired(*words) : *words);
+              row = multiply(row, K::kFourBits ? paired(*words) : *words, T{});
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) w[m / 2][i / 2][i % 2 * 2 + m % 2] = word(row, i);
@@ -629,7 +477,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
           for (int n = 0; n < K::kRowTiles; ++n) {
             Words x = kKeepsPlaces ? x_at(x_stage + x_place[at_step] + n * 8 * kRowBytes).words[0]
                                    : x_of(x_stage, (row_warp * K::kRowTiles + n) * 8 + g, part).words[0];
-            if constexpr (kGainOnX) x = kPairs ? times(x, pairs_of_x) : scaled<T>(x, factor);
+            if constexpr (kGainOnX) x = kPairs ? multiply(x, pairs_of_x, T{}) : scaled<T>(x, factor);
             if constexpr (K::kFourBits) x = paired(x);
 #pragma unroll
             for (int m = 0; m < K::kColumnTiles; ++m) {
@@ -638,21 +486,21 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
               mma(sum[m][n], high[0], high[1], high[2], high[3], x.z, x.w, T{});
             }
           }
-          if constexpr (kBlocks && !K::kFused) {
+          if constexpr (kBlockScales && !K::kFused) {
             // Widths are multiples of a step's columns. The sums of the range's last block are added after the loop.
-            const int ahead = block * kStageColumns + (step + 1) * kStepColumns;
+            const int ahead = k_tile * kStageColumns + (step + 1) * kStepColumns;
             if (ahead >= width || ahead >= end * kStageColumns) break;
             const int column = static_cast<int>(chunk.column) + ahead;
             if ((column >> arguments.scale_shift) << arguments.scale_shift == column) {
               add_scaled();
               std::memset(sum, 0, sizeof sum);
-              load_scales(column);
+              scales.load(arguments, column);
             }
           }
         }
         if constexpr (kScaledStages) {
 #pragma unroll
-          for (float& of_row : row_scale) of_row = stage_scale;
+          for (float& of_row : scales.value) of_row = stage_scale;
           add_scaled();
           std::memset(sum, 0, sizeof sum);
         }
@@ -683,15 +531,15 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       if constexpr (K::kScaledCodes) {
         const float by = op.scales.global == nullptr ? 1.0f : load(op.scales.global);
 #pragma unroll
-        for (float& of_row : row_scale) of_row = kForm == Form::kNvfp4 ? by * kNvfp4Unscale : by;
-      } else if constexpr (!kBlocks) {  // not earlier: two more registers spill on sm_100
-        find_scales();
-        load_scales(0);
+        for (float& of_row : scales.value) of_row = kForm == Form::kNvfp4 ? by * kNvfp4Unscale : by;
+      } else if constexpr (!kBlockScales) {  // not earlier: two more registers spill on sm_100
+        scales.find(op, first_output, output_of);
+        scales.load(arguments, 0);
       }
 #pragma unroll
       for (int m = 0; m < 2 * K::kColumnTiles; ++m) {
-        if constexpr (kScaledStages) row_scale[m] = 0;
-        if (row_has_nan(kNansInOne ? nan[0] << m : nan[m])) row_scale[m] = bits_to_float(0x7fffffff);
+        if constexpr (kScaledStages) scales.value[m] = 0;
+        if (row_has_nan(kNansInOne ? nan[0] << m : nan[m])) scales.value[m] = bits_to_float(0x7fffffff);
       }
       add_scaled();
       std::memcpy(sum, total, sizeof sum);
@@ -744,224 +592,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   }
 }
 
-constexpr int kMaxFinalizeThreads = 512;
-// A block computes a row of the output, or without a post norm some of its columns.
-template <class T>
-__global__ void __launch_bounds__(kMaxFinalizeThreads)
-    norm_concat_linear_finalize_kernel(const __grid_constant__ Arguments arguments) {
-  const NormConcatLinear& op = arguments.op;
-  const Concat& source = op.source;
-  const int num_chunks = static_cast<int>(source.num_chunks);
-  const int64_t row = blockIdx.x;
-  const bool has_norm = source.norm != Norm::kNone, chunk_norm = source.norm == Norm::kChunk;
-  const float gain_unscale = op.weight_type == WeightType::kChunks ? 1 / kGainScale<T> : 1 / kCodeGainScale<T>;
-  float* scale = reinterpret_cast<float*>(shared_memory()) + blockDim.x / 32;  // [K], after sum_over_row's
-  bool* left_out = reinterpret_cast<bool*>(scale + num_chunks);                 // [K]
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-
-  if (threadIdx.x < num_chunks) {
-    const int k = threadIdx.x;
-    float total = 0;
-    int first_range = 0;
-    for (int chunk = 0; chunk < num_chunks && has_norm; first_range += arguments.ranges.of_chunk[chunk++]) {
-      if (chunk_norm && chunk != k) continue;
-      const Chunk& given = arguments.chunks[chunk];
-      if (given.sum_squares != nullptr) {
-        const int64_t of = source_row(given, row);
-        if (of >= 0) total += load(given.sum_squares + of * given.sum_squares_row_stride);
-        continue;
-      }
-      for (int range = 0; range < arguments.ranges.of_chunk[chunk]; ++range) {
-        total += load(arguments.squares + (first_range + range) * op.num_rows + row);
-      }
-    }
-    const Chunk& own = arguments.chunks[k];
-    const float unscale = own.gain.data != nullptr ? gain_unscale : 1.0f;
-    scale[k] = !has_norm    ? 1.0f
-               : chunk_norm ? unscale * rstd_of(total, own.width, own.eps)
-                            : unscale * rstd_of(total, source.width, arguments.chunks[0].eps);
-    // A row out of range is skipped, not multiplied by 0: an infinite gain has made its product NaN.
-    left_out[k] = has_norm && source_row(own, row) < 0;
-  }
-  __syncthreads();
-
-  T* out = static_cast<T*>(op.out) + row * op.out_row_stride;
-  const int64_t columns = op.num_columns;
-  const auto project = [&](int64_t column, float (&total)[kOutputColumns]) {
-#pragma unroll
-    for (int i = 0; i < kOutputColumns; ++i) total[i] = 0;
-    const float* partial = arguments.partial + row * arguments.partial_stride + column;
-    const int64_t range_stride = op.num_rows * arguments.partial_stride;
-    for (int k = 0; k < num_chunks; partial += range_stride * arguments.ranges.of_chunk[k++]) {
-      if (left_out[k]) continue;
-      float of_chunk[kOutputColumns] = {};
-#pragma unroll 4
-      for (int range = 0; range < arguments.ranges.of_chunk[k]; ++range) {
-        const Words words = load(reinterpret_cast<const Words*>(partial + range * range_stride));
-#pragma unroll
-        for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(word(words, i));
-      }
-#pragma unroll
-      for (int i = 0; i < kOutputColumns; ++i) total[i] += of_chunk[i] * scale[k];
-    }
-#pragma unroll
-    for (int i = 0; i < kOutputColumns; ++i) {
-      if (op.bias.data != nullptr && column + i < columns) total[i] += value_at<T>(op.bias, column + i);
-    }
-  };
-  const int64_t first = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kOutputColumns;
-  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x * kOutputColumns;
-  const bool has_post_norm = op.post_norm_gain.data != nullptr;
-  float total[kOutputColumns], post_rstd = 1;
-  if (has_post_norm) {
-    float squares = 0;
-    for (int64_t column = first; column < columns; column += step) {
-      project(column, total);
-#pragma unroll
-      for (int i = 0; i < kOutputColumns; ++i) squares += column + i < columns ? total[i] * total[i] : 0.0f;
-    }
-    post_rstd = rstd_of(sum_over_row(squares), columns, op.post_norm_eps);
-  }
-  const bool in_words = stores_words<T>(op);
-  for (int64_t column = first; column < columns; column += step) {
-    project(column, total);
-    if (has_post_norm) {
-#pragma unroll
-      for (int i = 0; i < kOutputColumns; ++i) {
-        if (column + i >= columns) continue;
-        total[i] *= post_rstd;
-        total[i] *= source.norm_offset + value_at<T>(op.post_norm_gain, column + i);
-      }
-    }
-    store_outputs(out, column, columns, total, in_words);
-  }
-}
-
-int64_t blocks_of_outputs(const NormConcatLinear& op, int columns = kSplitColumns) {
-  return (op.num_columns + columns - 1) / columns;
-}
-
-// Cuts every chunk into ranges of at most `length` units.
-SplitRanges ranges_of(const Concat& source, int unit, int length) {
-  SplitRanges ranges{};
-  for (int k = 0; k < source.num_chunks; ++k) {
-    ranges.count += ranges.of_chunk[k] = (units_of_chunk(source, k, unit) + length - 1) / length;
-  }
-  return ranges;
-}
-
-int units_of_widest(const Concat& source, int unit) {
-  int widest = 0;
-  for (int k = 0; k < source.num_chunks; ++k) widest = std::max(widest, units_of_chunk(source, k, unit));
-  return widest;
-}
-
-// Cuts the concat into `count` ranges, which differ by a unit at most. False where one would have columns of more than
-// two chunks, or where a block has no room for the parts that it receives.
-bool cut_evenly(Arguments& arguments, int unit, int count) {
-  const Concat& source = arguments.op.source;
-  int first[kMaxChunks + 1] = {};  // unit of each chunk
-  for (int k = 0; k < source.num_chunks; ++k) first[k + 1] = first[k] + units_of_chunk(source, k, unit);
-  const int all = first[source.num_chunks];
-  if (all < count) return false;
-  SplitRanges parts{};
-  for (int block = 0, k = 0; block < count; ++block) {
-    const int begin = all * block / count, end = all * (block + 1) / count;
-    while (first[k + 1] <= begin) ++k;
-    const bool has_next = end > first[k + 1];
-    if (has_next && end > first[k + 2]) return false;
-    arguments.of_block[block] = {k, begin - first[k], end - first[k], parts.count};
-    ++parts.of_chunk[k];
-    if (has_next) ++parts.of_chunk[k + 1];
-    parts.count += 1 + has_next;
-  }
-  arguments.ranges = parts;
-  return parts.count <= kMaxParts && parts.count * shares_of_block(count) <= kMaxReceived;
-}
-
-// Cuts every chunk into ranges of its own, `count` in all: one each, then one more for the chunk whose ranges are
-// longest. False where there are not as many.
-bool cut_each_chunk(Arguments& arguments, int unit, int count) {
-  const Concat& source = arguments.op.source;
-  SplitRanges ranges = one_range_each(source);
-  if (ranges.count > count) return false;
-  for (; ranges.count < count; ++ranges.count) {
-    const LongestRange longest = longest_range(source, ranges, unit);
-    if (longest.units == 1) return false;
-    ++ranges.of_chunk[longest.chunk];
-  }
-  for (int block = 0, k = 0; k < source.num_chunks; ++k) {
-    const int units = units_of_chunk(source, k, unit), of_chunk = ranges.of_chunk[k];
-    for (int range = 0; range < of_chunk; ++range, ++block) {
-      arguments.of_block[block] = {k, units * range / of_chunk, units * (range + 1) / of_chunk, block};
-    }
-  }
-  arguments.ranges = ranges;
-  return true;
-}
-
-struct Cut {
-  int ranges, blocks_on_an_sm;
-  bool evenly;
-};
-
-// Cuts the concat into the fused kernel's ranges, so that an H200 takes least. T is not in it, so that no sum depends
-// on it.
-Cut cut_for_cluster(Arguments& arguments, const Device& device, int max_blocks_on_an_sm) {
-  const NormConcatLinear& op = arguments.op;
-  const bool is_codes = op.weight_type != WeightType::kChunks;
-  const int64_t clusters = blocks_of_outputs(op, kFusedColumns);
-  const int unit = fused_unit_columns(is_codes);
-  int units = 0;
-  for (int k = 0; k < op.source.num_chunks; ++k) units += units_of_chunk(op.source, k, unit);
-  const auto cut = [&](const Cut& into) {
-    return into.evenly ? cut_evenly(arguments, unit, into.ranges) : cut_each_chunk(arguments, unit, into.ranges);
-  };
-  // Of the call, cut so.
-  const auto us_of_call = [&](const Cut& into) {
-    int longest = 0;
-    for (int block = 0; block < into.ranges; ++block) {
-      longest = std::max(longest, arguments.of_block[block].end - arguments.of_block[block].begin);
-    }
-    const bool has_second_part = arguments.ranges.count > into.ranges;
-    const FusedWork work{clusters, into.ranges, into.blocks_on_an_sm, longest, units, has_second_part};
-    return us_of_fused(device, is_codes, work);
-  };
-  // With the blocks and ranges that somebody wants; 0 of them: any.
-  const auto best_cut = [&](int wanted_blocks, int wanted_ranges) {
-    Cut best{};
-    float least = std::numeric_limits<float>::infinity();
-    for (int blocks = std::min(2, max_blocks_on_an_sm); blocks <= max_blocks_on_an_sm; ++blocks) {
-      if (wanted_blocks != 0 && wanted_blocks != blocks) continue;
-      for (int ranges = 1; ranges <= kMaxCluster; ++ranges) {
-        if (wanted_ranges != 0 && wanted_ranges != ranges) continue;
-        for (const bool evenly : {true, false}) {
-          const Cut tried{ranges, blocks, evenly};
-          if (!cut(tried)) continue;
-          if (const float us = us_of_call(tried); us < least || best.ranges == 0) best = tried, least = us;
-          // Chunk by chunk the longest range is no shorter.
-          if (!is_codes || arguments.ranges.count == ranges) break;
-        }
-      }
-    }
-    return best;
-  };
-  Cut best{};
-#ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
-  const auto wanted = [](const char* name) { return std::getenv(name) == nullptr ? 0 : std::atoi(std::getenv(name)); };
-  const int wanted_blocks = max_blocks_on_an_sm == 3 ? wanted("EAGLE_KERNELS_FUSED_BLOCKS") : 0;
-  best = best_cut(wanted_blocks, wanted("EAGLE_KERNELS_FUSED_RANGES"));
-#endif
-  if (best.ranges == 0) best = best_cut(0, 0);
-  cut(best);
-  return best;
-}
-
 template <class T, Form kForm, int kRows, bool kResidual>
 int launch_partial(const Arguments& arguments, const Device& device) {
   const int64_t rounds = (arguments.op.num_rows + kRows - 1) / kRows;
-  const Shape shape{rounds * blocks_of_outputs(arguments.op), arguments.ranges.count, kThreads,
+  const Shape shape{rounds * blocks_of_outputs(arguments.op, kSplitColumns), arguments.ranges.count, kThreads,
                     Tile<kForm, kRows, kResidual, End::kSplit>::kSharedBytes};
   return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual>>(shape, arguments, device);
 }
@@ -969,7 +603,7 @@ int launch_partial(const Arguments& arguments, const Device& device) {
 template <class T, Form kForm>
 int launch_rows(const Arguments& arguments, const Device& device) {
   const int64_t rows = arguments.op.num_rows;
-  const bool residual = has_residual(arguments);
+  const bool residual = has_residual(arguments.op.source);
   constexpr int kMany = kForm == Form::kE4M3Blocks ? 32 : 64;  // two sets of sums of 64 rows spill
   if (residual) {
     constexpr int kManyAdded = has_scaled_codes(kForm) ? 32 : kMany;  // with 64 the ring would have two stages
@@ -996,7 +630,9 @@ int launch_fused(Arguments& arguments, const Device& device) {
   const int max_blocks = kInThreesToo && 3 * kBytesOfThree <= device.shared_memory                            ? 3
                          : 2 * Tile<kForm, kRows, kResidual, End::kFused>::kSharedBytes <= device.shared_memory ? 2
                                                                                                                  : 1;
-  const Cut cut = cut_for_cluster(arguments, device, max_blocks);
+  const FusedCut cut = cut_for_cluster(op, device, max_blocks);
+  arguments.ranges = cut.parts;
+  std::copy_n(cut.of_block, cut.ranges, arguments.of_block);
   const auto launch_end = [&](auto end) {
     constexpr End kEnd = decltype(end)::value;
     Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), cut.ranges, kThreads,
@@ -1010,17 +646,8 @@ int launch_fused(Arguments& arguments, const Device& device) {
   return launch_end(std::integral_constant<End, End::kFused>{});
 }
 
-template <class T>
-int launch_finalize(const Arguments& arguments, const Device& device) {
-  const NormConcatLinear& op = arguments.op;
-  const int64_t packs = (op.num_columns + kOutputColumns - 1) / kOutputColumns;
-  const bool whole_row = op.post_norm_gain.data != nullptr;
-  const int64_t threads = std::clamp<int64_t>((packs + 31) / 32 * 32, 32, whole_row ? kMaxFinalizeThreads : 128);
-  const Shape shape{op.num_rows, whole_row ? 1 : (packs + threads - 1) / threads, threads,
-                    sum_bytes(threads) + op.source.num_chunks * 5};
-  return launch<norm_concat_linear_finalize_kernel<T>>(shape, arguments, device);
-}
-
+// A cluster in place of the second kernel was tried, and was modeled at 0.75 to 1.15 times the speed: a cluster has
+// room for 8 ranges, where up to 20 balance the work best, and each of its blocks needs the squares of its x.
 template <class T>
 int launch_both(const Arguments& arguments, const Device& device) {
   const int error = with_form(arguments.op, [&](auto form) -> int {
@@ -1031,7 +658,7 @@ int launch_both(const Arguments& arguments, const Device& device) {
       return launch_rows<T, kForm>(arguments, device);
     }
   });
-  return error != 0 ? error : launch_finalize<T>(arguments, device);
+  return error != 0 ? error : finalize(arguments, device);
 }
 
 }  // namespace
@@ -1057,16 +684,20 @@ bool norm_concat_linear_is_aligned(const NormConcatLinear& record) {
   return alignment.holds() && weight.holds();
 }
 
-int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
+int norm_concat_linear_fused_cuda(const NormConcatLinear& op, const Device& device) {
   constexpr int kTile = kFusedColumns;  // rows of the weight, and a warp's columns of a stage
-  if (!device.hopper) return cudaErrorNotSupported;
-  Arguments arguments{op, {}, {}, {}, nullptr, 0, nullptr, scale_shift_of(op)};
-  std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
-  const bool residual = has_residual(arguments);
+  if (!device.has_clusters) return cudaErrorNotSupported;
+  Arguments arguments = arguments_of(op);
+  const bool residual = has_residual(op.source);
   if (op.weight_type == WeightType::kFloat8E4M3 && has_scales_of_codes(op) && !residual) {
     return launch_fused<BFloat16, Form::kMxfp8, false>(arguments, device);
   }
   if (op.weight_type != WeightType::kFloat4E2M1 && !has_scale_of_tiles(op, kTile, kTile)) return cudaErrorNotSupported;
+  // The kernel keeps the offset of a scale in 32 bits.
+  const int64_t scale_rows = has_blocks(op) ? (op.num_columns - 1) / op.scales.block_rows : 0;
+  if (scale_rows * op.scales.row_stride + op.source.width > std::numeric_limits<uint32_t>::max()) {
+    return cudaErrorNotSupported;
+  }
   const auto launch_type = [&](auto type) {
     using T = decltype(type);
     return with_form(op, [&](auto form) -> int {
@@ -1086,14 +717,18 @@ int norm_concat_linear_cuda(const NormConcatLinear& op, const Device& device) {
 // about what the sums of 64 rows cost on their way through L2 (64 KB, where a unit of the weight is 16 KB). With codes
 // 1 more: rounds have 32 rows, and multiplying a unit takes longer than reading it.
 SplitRanges norm_concat_linear_split_ranges(const NormConcatLinear& op, const Device& device) {
-  const int outputs = static_cast<int>(blocks_of_outputs(op));
+  const int outputs = static_cast<int>(blocks_of_outputs(op, kSplitColumns));
   const bool is_codes = op.weight_type != WeightType::kChunks;
-  const int unit = unit_columns(is_codes), widest = units_of_widest(op.source, unit), of_sums = is_codes ? 1 : 3;
+  const int unit = unit_columns(is_codes), of_sums = is_codes ? 1 : 3;
+  const int widest = longest_range(op.source, one_range_each(op.source), unit).units;
   SplitRanges best{};
   int least = 0;
   for (int parts = 1; parts <= kMaxRanges; ++parts) {
     const int length = std::max(2, (widest + parts - 1) / parts);
-    const SplitRanges ranges = ranges_of(op.source, unit, length);
+    SplitRanges ranges{};
+    for (int k = 0; k < op.source.num_chunks; ++k) {
+      ranges.count += ranges.of_chunk[k] = (units_of_chunk(op.source, k, unit) + length - 1) / length;
+    }
     const int blocks = (ranges.count * outputs + device.multiprocessors - 1) / device.multiprocessors;
     const int work = blocks * (length + of_sums);
     if (parts == 1 || work < least) {
@@ -1117,21 +752,13 @@ bool norm_concat_linear_reads_codes(const NormConcatLinear& op) {
 }
 
 int norm_concat_linear_split_cuda(const NormConcatLinear& op, const SplitRanges& ranges, const Device& device) {
-  const int64_t stride = blocks_of_outputs(op) * kSplitColumns;
-  float* partial = static_cast<float*>(op.workspace);
-  Arguments arguments{op, {}, ranges, {}, partial, stride, partial + ranges.count * op.num_rows * stride,
-                      scale_shift_of(op)};
-  std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
+  Arguments arguments = arguments_of(op);
+  arguments.ranges = ranges;
+  arguments.partial = static_cast<float*>(op.workspace);
+  arguments.partial_stride = blocks_of_outputs(op, kSplitColumns) * kSplitColumns;
+  arguments.squares = arguments.partial + ranges.count * op.num_rows * arguments.partial_stride;
   return op.source.dtype == DType::kBFloat16 ? launch_both<BFloat16>(arguments, device)
                                              : launch_both<Float16>(arguments, device);
-}
-
-int norm_concat_linear_epilogue_cuda(const NormConcatLinear& op, const Device& device) {
-  Arguments arguments{op, {}, {{1}, 1, 0}, {}, static_cast<float*>(op.workspace), epilogue_row_stride(op), nullptr, 31};
-  Concat& source = arguments.op.source;
-  source.norm = Norm::kNone;
-  source.num_chunks = 1;
-  return with_dtype(source.dtype, [&](auto type) { return launch_finalize<decltype(type)>(arguments, device); });
 }
 
 }  // namespace eagle_kernels

@@ -1,12 +1,12 @@
-// norm_concat_linear by wgmma on sm_90a, for 17 to 64 rows at a time (codes: 33 and more), in one launch: on an H100
-// 44.5 us for 32 rows at K=3, H=D=4096, where the split kernels take 53.6. A warpgroup multiplies 64 columns of the
-// output by 64 rows in one instruction. A block has two to four warpgroups (four read x half as often as two), or one
-// where there are so few columns that most SMs would have no block. For more rows plan.py takes the library's product,
-// which is faster.
+// norm_concat_linear by wgmma on sm_90a, for 17 to 64 rows at a time (codes with scales of blocks: 33 and more), in one
+// launch: on an H100 44.5 us for 32 rows at K=3, H=D=4096, where the split kernels take 53.6. A warpgroup multiplies 64
+// columns of the output by 64 rows in one instruction. A block has two to four warpgroups (four read x half as often as
+// two), or one where there are so few columns that most SMs would have no block. For more rows plan.py takes the
+// library's product, which is faster.
 //
 // As in norm_concat_linear.cu a block has a range of the columns of one chunk, the weight and x pass through a ring of
-// stages by 16-byte copies (cp.async), and the blocks of a cluster sum their ranges (ranges.cuh). A stage has 128 bytes
-// of each row of the weight.
+// stages by 16-byte copies (cp.async), and the blocks of a cluster sum their ranges (cluster_sums.cuh). A stage has 128
+// bytes of each row of the weight.
 //
 // The weight is wgmma's operand in registers: there the gain is multiplied into it, or codes are widened. x is the one
 // in shared memory, in the 128-byte swizzle, in which lanes also read the weight without bank conflicts. Before the
@@ -14,16 +14,15 @@
 // codes, multiplies the gain into x.
 //
 // Sums run by column within a range, then over ranges and chunks. The ranges depend on the chunks' widths, D, the type
-// of the weight, whether there are residuals, and the GPU's number of SMs (split_of), not on the rows.
-#include <cmath>
-#include <cstdlib>
-
+// of the weight, whether there are residuals, and the GPU's number of SMs (cut.cuh), not on the rows.
 #include "../norm_concat_linear.h"
+#include "cluster_sums.cuh"
 #include "codes.cuh"
-#include "h200.h"
+#include "cut.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "ranges.cuh"
+#include "scales.cuh"
 #include "weight_gain.cuh"
 
 namespace eagle_kernels::cuda {
@@ -35,14 +34,11 @@ constexpr int kHalfColumns = 64;            // of x in a row of 128 bytes
 [[maybe_unused]] constexpr int kSteps = kHalfColumns / 16;  // of one wgmma each
 constexpr int kGainBytes = 1024;  // gains take 512 at most; the next stage's rows must begin at a multiple of 1024
 
-// 128 bytes of a row of the weight: 64 columns, or 128 of codes.
-constexpr int stage_columns(bool is_codes) { return is_codes ? 2 * kHalfColumns : kHalfColumns; }
-
 template <Form kForm, int kWarpgroups, bool kResidual>
 struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense;
   static constexpr int kThreads = 128 * kWarpgroups, kColumns = 64 * kWarpgroups;
-  static constexpr int kStageColumns = stage_columns(kIsCodes), kHalves = kStageColumns / kHalfColumns;
+  static constexpr int kStageColumns = unit_columns(kIsCodes), kHalves = kStageColumns / kHalfColumns;
   // A stage has the weight, then the halves of x, then those of the residuals, then the gain.
   static constexpr int kHalfBytes = kRows * kRowBytes, kXAt = kColumns * kRowBytes, kXBytes = kHalves * kHalfBytes;
   static constexpr int kGainAt = kXAt + (kResidual ? 2 : 1) * kXBytes;
@@ -70,7 +66,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   using K = Tile<kForm, kWarpgroups, kResidual>;
   using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
   using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
-  constexpr bool kBlocks = kForm == Form::kE4M3Blocks;
+  constexpr bool kBlockScales = kForm == Form::kE4M3Blocks;
   constexpr int kStageColumns = K::kStageColumns;
   const NormConcatLinear& op = arguments.op;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -113,7 +109,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     const bool inside = column + copy_part * kWeightPart < width;
 #pragma unroll
     for (int i = 0; i < K::kColumns / K::kCopyRows; ++i, from += weight_step) {
-      copy_early(stage + copy_place + i * kPassBytes, from, inside && i * K::kCopyRows < outputs);
+      copy_async(stage + copy_place + i * kPassBytes, from, inside && i * K::kCopyRows < outputs);
     }
   };
   const auto copy_x = [&](int column, uint32_t stage) {
@@ -271,23 +267,9 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     }
   };
   // With codes: the scales of rows g and g + 8 of this warp's rows of the weight, and whether a code of theirs is NaN.
-  [[maybe_unused]] int64_t scale_row[2];
-  [[maybe_unused]] float row_scale[2];
+  [[maybe_unused]] RowScales<2> scales;
   [[maybe_unused]] uint32_t nan[2] = {};
-  [[maybe_unused]] const auto find_scales = [&] {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t output = first_output + warp * 16 + g + i * 8;
-      const int64_t row = output < op.num_columns ? output : op.num_columns - 1;
-      scale_row[i] = row / op.scales.block_rows * op.scales.row_stride;
-    }
-  };
-  [[maybe_unused]] const auto load_scales = [&](int column) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      row_scale[i] = load_scale(op.scales, scale_row[i] + (column >> arguments.scale_shift));
-    }
-  };
+  [[maybe_unused]] const auto output_of = [&](int i) { return warp * 16 + g + i * 8; };
   // With blocks of scales: the scaled sums of earlier stages. The columns of a stage share a scale.
   [[maybe_unused]] float total[8][4] = {};
   [[maybe_unused]] const auto add_scaled = [&] {
@@ -295,16 +277,16 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     for (int at = 0; at < kRows / 2; ++at) {
       float& of_block = sum[at / 4][at % 4];
       is_new(of_block);
-      if constexpr (kBlocks) {
-        total[at / 4][at % 4] += of_block * row_scale[at % 4 / 2];
+      if constexpr (kBlockScales) {
+        total[at / 4][at % 4] += of_block * scales.value[at % 4 / 2];
       } else {
-        of_block *= row_scale[at % 4 / 2];
+        of_block *= scales.value[at % 4 / 2];
       }
     }
   };
-  if constexpr (kBlocks) {
-    find_scales();
-    load_scales(static_cast<int>(chunk.column) + begin);
+  if constexpr (kBlockScales) {
+    scales.find(op, first_output, output_of);
+    scales.load(arguments, static_cast<int>(chunk.column) + begin);
   }
   // The fragments of widened codes: columns 4q and 4q + 1 of 16 are where wgmma has 2q, the others where it has 2q + 8.
   [[maybe_unused]] const auto load_codes = [&](uint32_t stage) {
@@ -345,17 +327,18 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
       for (int step = 0; step < K::kHalves * kSteps; ++step) {
         const uint64_t b = matrix_descriptor(stage + K::kXAt + step / kSteps * K::kHalfBytes);
         const uint64_t columns_of_b = b + step % kSteps * kDescriptorColumns;
-        if (kBlocks && step == 0) {
+        if (kBlockScales && step == 0) {
           wgmma<false>(sum, a[step], columns_of_b, T{});
         } else {
           wgmma<true>(sum, a[step], columns_of_b, T{});
         }
       }
       commit_wgmma();
-      if constexpr (kBlocks) {
+      if constexpr (kBlockScales) {
         wait_for_wgmma();
         add_scaled();
-        if (column + kStageColumns < end) load_scales(static_cast<int>(chunk.column) + column + kStageColumns);
+        const int next_column = column + kStageColumns;
+        if (next_column < end) scales.load(arguments, static_cast<int>(chunk.column) + next_column);
       }
       before = stage;
       stage += K::kStageBytes;
@@ -372,14 +355,14 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     multiply_range(std::integral_constant<Gain, Gain::kFloat32>{});
   }
   if constexpr (K::kIsCodes) {
-    if constexpr (!kBlocks) {
-      find_scales();
-      load_scales(0);
+    if constexpr (!kBlockScales) {
+      scales.find(op, first_output, output_of);
+      scales.load(arguments, 0);
       add_scaled();
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      row_scale[i] = row_has_nan(nan[i]) ? bits_to_float(0x7fffffff) : 0.0f;  // added to every sum of the row
+      scales.value[i] = row_has_nan(nan[i]) ? bits_to_float(0x7fffffff) : 0.0f;  // added to every sum of the row
     }
   }
 
@@ -389,10 +372,10 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
 #pragma unroll
   for (int at = 0; at < kRows / 2; ++at) {
     const int tile = at / 4, i = at % 4;
-    float& own = kBlocks ? total[tile][i] : sum[tile][i];
+    float& own = kBlockScales ? total[tile][i] : sum[tile][i];
     if constexpr (!K::kIsCodes) is_new(own);
     const int token = tile * 8 + 2 * q + i % 2, output = warp * 16 + g + i / 2 * 8;
-    of_block[token * K::kSumStride + output] = K::kIsCodes ? own + row_scale[i / 2] : own;
+    of_block[token * K::kSumStride + output] = K::kIsCodes ? own + scales.value[i / 2] : own;
   }
 #pragma unroll
   for (int i = 0; i < K::kPasses; ++i) {
@@ -402,7 +385,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
     if (copy_part == 0 && in_tile(i)) squares_of[copy_row + i * K::kCopyRows] = squares[i];
   }
   const BlockSums<kRows, K::kColumns, K::kSumStride> sums{of_block, squares_of};
-  constexpr bool kAtOnce = !(kBlocks && kWarpgroups == 4);  // that instance would spill
+  constexpr bool kAtOnce = !(kBlockScales && kWarpgroups == 4);  // that instance would spill
   sum_over_cluster<T, kAtOnce>(arguments, first_row, first_output, sums, 1 / kGainFactor);
 }
 
@@ -415,64 +398,6 @@ __global__ void __launch_bounds__(Tile<kForm, kWarpgroups, kResidual>::kThreads,
   } else {
     trap();  // no plan launches this; a launch ends in an error
   }
-}
-
-struct Split {
-  int warpgroups;
-  SplitRanges ranges;
-  double time;  // of a dense weight in us
-};
-
-// The columns of a block, 64 (neither with codes nor with residuals), 128, 192 or 256, and the ranges, as many as a
-// cluster has room for, with the least time. T and the rows of a block are not in it: every T has the same ranges.
-//
-// An H200 has timed few splits of codes. What decides between them is in units of reading the weight: through L2 pass
-// the weight and, for each block of columns, 64 rows of x, at 1.28 times the copy rate. An SM has one block, or two of
-// up to 128 columns; nine of ten SMs should have one. The instructions of the SM with the most work take more than the
-// unit because of those for x, which more columns share in a block of 256. At 3x4096x4096 that takes 28.3 us for 17
-// rows of fp8_row where blocks of 128 columns take 25.9, for 64 rows 33.9 and 34.9.
-Split split_of(const NormConcatLinear& op, const Device& device) {
-  constexpr double kCopyOverL2 = 4.3 / 5.5, kBusy = 0.9;
-  const bool is_codes = op.weight_type != WeightType::kChunks;
-  const int unit = stage_columns(is_codes);
-  const double x_bytes = 2.0 * kRows;  // per byte of a row of codes
-  const auto has_residual = [](const Chunk& chunk) { return chunk.residual != nullptr; };
-  const bool residuals = std::any_of(op.source.chunks, op.source.chunks + op.source.num_chunks, has_residual);
-  const bool one_block_of_codes = has_blocks(op) || residuals;
-  const double share = static_cast<double>(op.num_columns) * op.source.width / device.multiprocessors;
-  Split best{};
-  for (int warpgroups = is_codes || residuals ? 2 : 1; warpgroups <= 4; ++warpgroups) {
-#ifdef EAGLE_KERNELS_ALTERNATIVES  // the library that bench/gpu_session.sh times beside the plain one
-    const char* wanted = std::getenv("EAGLE_KERNELS_WGMMA_COLUMNS");
-    if (wanted != nullptr && std::atoi(wanted) != 64 * warpgroups) continue;
-#endif
-    const int columns = 64 * warpgroups, on_an_sm = warpgroups <= 2 && !(is_codes && one_block_of_codes) ? 2 : 1;
-    const int64_t outputs = (op.num_columns + columns - 1) / columns;
-    SplitRanges ranges = one_range_each(op.source);
-    const int units = units_of(op.source, ranges, unit);
-    for (;; ++ranges.count) {
-      const LongestRange longest = longest_range(op.source, ranges, unit);
-      double time = 0;
-      if (is_codes) {
-        const double of_room = static_cast<double>(outputs) / clusters_at_once(device, ranges.count, on_an_sm);
-        const double blocks = static_cast<double>(outputs * ranges.count), waves = std::ceil(of_room);
-        const double busy = waves == 1 ? std::min(1.0, blocks / device.multiprocessors)
-                                       : blocks / (waves * device.multiprocessors * on_an_sm);
-        const double even = static_cast<double>(units) / (ranges.count * longest.units);
-        const double of_an_sm = std::max(std::ceil(blocks / device.multiprocessors), waves);
-        const double most = of_an_sm * columns * longest.units * unit / share;
-        const double through_l2 = kCopyOverL2 * (1 + x_bytes * outputs / op.num_columns);
-        const double execute = warpgroups == 4 ? 1.1 : 1.4;
-        time = std::max(std::max(1.0, through_l2) / std::min(1.0, busy * even / kBusy), execute * most);
-      } else {
-        time = us_of_warpgroups(device, op.num_columns, op.source.width, warpgroups, ranges.count, longest.units);
-      }
-      if (best.warpgroups == 0 || time < 0.999 * best.time) best = {warpgroups, ranges, time};
-      if (ranges.count == kMaxCluster || longest.units == 1) break;
-      ++ranges.of_chunk[longest.chunk];
-    }
-  }
-  return best;
 }
 
 template <class T, Form kForm, int kWarpgroups, bool kResidual>
@@ -488,7 +413,7 @@ int launch_tile(const Arguments& arguments, const Device& device) {
 
 template <class T, Form kForm>
 int launch_columns(int warpgroups, const Arguments& arguments, const Device& device) {
-  const bool residual = has_residual(arguments);
+  const bool residual = has_residual(arguments.op.source);
   const auto launch_of = [&](auto of_block) {
     constexpr int kWarpgroups = decltype(of_block)::value;
     return residual ? launch_tile<T, kForm, kWarpgroups, true>(arguments, device)
@@ -508,7 +433,7 @@ int launch_columns(int warpgroups, const Arguments& arguments, const Device& dev
 // At 3x5120x5120, where the longest range takes 52 us and reading 36, 17 rows took 55.4 us and 47.5 in two steps.
 bool wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns, int32_t multiprocessors) {
 #ifdef EAGLE_KERNELS_ALTERNATIVES
-  if (std::getenv("EAGLE_KERNELS_WGMMA_COLUMNS") != nullptr) return true;  // it is to be timed
+  if (wanted("EAGLE_KERNELS_WGMMA_COLUMNS") != 0) return true;  // it is to be timed
 #endif
   Chunk chunks[kMaxChunks];
   for (Chunk& chunk : chunks) chunk.width = width;
@@ -519,7 +444,7 @@ bool wgmma_pays(int64_t num_chunks, int64_t width, int64_t num_columns, int32_t 
   op.num_columns = num_columns;
   Device device{};
   device.multiprocessors = multiprocessors;
-  return split_of(op, device).time <= us_of_two_steps(num_columns, op.source.width);
+  return cut_for_warpgroups(op, device).time <= us_of_two_steps(num_columns, op.source.width);
 }
 
 }  // namespace eagle_kernels::cuda
@@ -529,21 +454,21 @@ namespace eagle_kernels {
 using namespace cuda;
 
 int norm_concat_linear_wgmma_cuda(const NormConcatLinear& op, const Device& device) {
-  if (!device.wgmma || !has_scale_of_tiles(op, 1, stage_columns(true))) return cudaErrorNotSupported;
-  const Split split = split_of(op, device);
-  Arguments arguments{op, {}, split.ranges, {}, nullptr, 0, nullptr, scale_shift_of(op)};
-  std::copy_n(op.source.chunks, op.source.num_chunks, arguments.chunks);
+  if (!device.wgmma || !has_scale_of_tiles(op, 1, unit_columns(true))) return cudaErrorNotSupported;
+  const WarpgroupCut cut = cut_for_warpgroups(op, device);
+  Arguments arguments = arguments_of(op);
+  arguments.ranges = cut.ranges;
   const bool is_bfloat16 = op.source.dtype == DType::kBFloat16;
   return with_form(op, [&](auto form) -> int {
     constexpr Form kForm = decltype(form)::value;
     if constexpr (has_scaled_codes(kForm)) {
       return cudaErrorNotSupported;
     } else if constexpr (kForm == Form::kDense) {
-      return is_bfloat16 ? launch_columns<BFloat16, kForm>(split.warpgroups, arguments, device)
-                         : launch_columns<Float16, kForm>(split.warpgroups, arguments, device);
+      return is_bfloat16 ? launch_columns<BFloat16, kForm>(cut.warpgroups, arguments, device)
+                         : launch_columns<Float16, kForm>(cut.warpgroups, arguments, device);
     } else {
       // With codes the gain is multiplied into x, which may overflow fp16.
-      return is_bfloat16 ? launch_columns<BFloat16, kForm>(split.warpgroups, arguments, device) : cudaErrorNotSupported;
+      return is_bfloat16 ? launch_columns<BFloat16, kForm>(cut.warpgroups, arguments, device) : cudaErrorNotSupported;
     }
   });
 }

@@ -1,10 +1,8 @@
 // norm_concat_linear by ranges: a block multiplies some columns of the output over one range of the columns of the
-// concat. Here are the arguments of these kernels, and the sum over all ranges where their blocks form a cluster.
+// concat. Here are the arguments of these kernels, and how the sums of all ranges become outputs.
 #pragma once
 
 #include <algorithm>
-#include <bit>
-#include <type_traits>
 
 #include "../norm_concat_linear.h"
 #include "device.h"
@@ -14,12 +12,6 @@
 namespace eagle_kernels::cuda {
 
 constexpr int kMaxCluster = 8;  // blocks, on every GPU that has clusters
-
-// What the weight is. A scale per row of codes multiplies the finished sums; scales of blocks, the sums of each block.
-// In the last three a scale of 16 or 32 columns multiplies the codes of a row, in bf16, which rows then are of.
-enum class Form { kDense, kE4M3, kE4M3Blocks, kInt8, kNvfp4, kMxfp4, kMxfp8 };
-constexpr bool has_scaled_codes(Form form) { return form >= Form::kNvfp4; }
-constexpr bool has_four_bits(Form form) { return form == Form::kNvfp4 || form == Form::kMxfp4; }
 
 // What a block of a cluster multiplies in the fused kernel: units [begin, end), counted from the first column of a
 // chunk. Beyond that chunk's last unit they are the next one's. Each chunk's part of a range has sums of its own, the
@@ -31,13 +23,28 @@ struct BlockRange {
 struct Arguments {
   NormConcatLinear op;
   Chunk chunks[kMaxChunks];
-  SplitRanges ranges;  // the fused kernel's parts
-  BlockRange of_block[kMaxCluster];
-  float* partial;          // [ranges.count, num_rows, partial_stride]
-  int64_t partial_stride;  // columns of whole blocks
-  float* squares;          // [ranges.count, num_rows]
-  int scale_shift;         // 2^scale_shift columns share a scale
+  SplitRanges ranges;                // the fused kernel's parts
+  BlockRange of_block[kMaxCluster];  // the fused kernel's
+  // The split kernels': [ranges.count, num_rows, partial_stride], columns of whole blocks, and [ranges.count,
+  // num_rows].
+  float* partial;
+  int64_t partial_stride;
+  float* squares;
+  int scale_shift;  // 2^scale_shift columns share a scale
 };
+
+constexpr int kSplitColumns = 128;  // output columns of a block of the split kernels
+constexpr int kFusedColumns = 64;   // the same of the fused kernel
+
+// The unit of a range's length, in columns: 128 bytes of a row of the weight, also the most that a stage of the split
+// kernels has, and what one of the warpgroups' kernel has. The fused kernel's unit is twice that: one step for each of
+// four warps, two of codes.
+constexpr int unit_columns(bool is_codes) { return is_codes ? 128 : 64; }
+constexpr int fused_unit_columns(bool is_codes) { return 2 * unit_columns(is_codes); }
+// In int, since a quotient of 64 bits takes 8 instructions more.
+__host__ __device__ constexpr int units_of(int64_t width, int unit) {
+  return static_cast<int>(width + unit - 1) / unit;
+}
 
 constexpr int kOutputColumns = 4;  // of a thread at a time: 16 bytes of fp32 sums
 
@@ -76,13 +83,6 @@ __device__ __forceinline__ void store_outputs(T* row, int64_t column, int64_t co
     if (column + i < columns) store_bits(row + column + i, outputs.words[i * kSize / 4] >> (i * kSize % 4 * 8));
   }
 }
-
-// A block's sums over its range, in its shared memory.
-template <int kRows, int kColumns, int kStride>
-struct BlockSums {
-  const float* products;  // [kRows, kColumns], kStride apart
-  const float* squares;   // [kRows]
-};
 
 // The outputs of a cluster are in packs of four neighbors in a row, and a row has a multiple of this many: lanes of the
 // same half of a warp have the same row.
@@ -144,9 +144,8 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
   float total[kOutputColumns] = {}, of_chunk[kOutputColumns] = {};
   for_each_range([&](int rank, int k, bool is_last) {
     const Words of_range = words[rank];
-    const uint32_t values[kOutputColumns] = {of_range.x, of_range.y, of_range.z, of_range.w};
 #pragma unroll
-    for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(values[i]);
+    for (int i = 0; i < kOutputColumns; ++i) of_chunk[i] += bits_to_float(word(of_range, i));
     if (!is_last) return;
     const float by = __shfl_sync(~0u, scale, first_lane + k);
     // A row out of range is skipped, not multiplied by 0: an infinite gain has made its product NaN.
@@ -166,153 +165,12 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
   store_outputs(static_cast<T*>(op.out) + row * op.out_row_stride, output, op.num_columns, total, stores_words<T>(op));
 }
 
-// What the blocks of the cluster have at the same address, loaded when it is used. A block that is alone has no cluster
-// (norm_concat_linear.cu, finish_fused) and loads its own.
-struct WordsOfBlocks {
-  const float* mine;
-  bool is_alone;
-  __device__ __forceinline__ Words operator[](int rank) const {
-    return rank == 0 && is_alone ? *reinterpret_cast<const Words*>(mine) : load_words_from_block(mine, rank);
-  }
-};
-struct SquaresOfBlocks {
-  const float* mine;
-  bool is_alone;
-  __device__ __forceinline__ float operator[](int rank) const {
-    return rank == 0 && is_alone ? *mine : load_from_block(mine, rank);
-  }
-};
-
-// Every block of a cluster sums a share of the outputs over all ranges. Shares are dealt out by warps, so that every
-// block has some even of few rows, and a warp reads neighbors. kAtOnce: a pack's words of all ranges are loaded
-// together, where there are registers for them; one after the other takes up to 8 times as long.
-template <class T, bool kAtOnce, int kRows, int kColumns, int kStride>
-__device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
-                                                 const BlockSums<kRows, kColumns, kStride>& sums, float gain_unscale) {
-  static_assert(kColumns / kOutputColumns % kPacksOfRow == 0);
-  const NormConcatLinear& op = arguments.op;
-  const int blocks = static_cast<int>(gridDim.y), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
-  const bool has_norm = op.source.norm != Norm::kNone, is_alone = blocks == 1;
-  const int packs = rows * (kColumns / kOutputColumns), step = static_cast<int>(blockDim.x) * blocks;
-  if (is_alone) {
-    __syncthreads();
-  } else {
-    sync_cluster();
-  }
-  for (int first = (warp * blocks + static_cast<int>(blockIdx.y)) * 32; first < packs; first += step) {
-    const bool stores = first + lane < packs;
-    const int pack = stores ? first + lane : packs - 1;
-    const int token = pack / (kColumns / kOutputColumns), column = pack % (kColumns / kOutputColumns) * kOutputColumns;
-    const WordsOfBlocks words_of{sums.products + token * kStride + column, is_alone};
-    const SquaresOfBlocks squares_of{sums.squares + token, is_alone};
-    const auto finish = [&](const auto& words, const auto& squares) {
-      finish_pack<T>(arguments, first_row + token, first_output + column, stores, words, squares, gain_unscale);
-    };
-    if constexpr (kAtOnce) {
-      Words words[kMaxCluster];
-      float squares[kMaxCluster];
-      // Loads only what is used: a load that nothing waits for could reach a block that has ended.
-#pragma unroll
-      for (int rank = 0; rank < kMaxCluster; ++rank) {
-        if (rank >= blocks) break;
-        words[rank] = words_of[rank];
-        squares[rank] = has_norm ? squares_of[rank] : 0.0f;
-      }
-      finish(words, squares);
-    } else {
-      finish(words_of, squares_of);
-    }
-  }
-  if (!is_alone) end_cluster();
-}
-
-// Whether several scales lie along a row of the weight.
-inline bool has_blocks(const NormConcatLinear& op) {
-  return op.weight_type != WeightType::kChunks && op.scales.block_columns < op.source.width;
-}
-
-// Whether every tile of `rows` by `columns` of the weight has a single scale.
-inline bool has_scale_of_tiles(const NormConcatLinear& op, int rows, int columns) {
-  if (!has_blocks(op)) return true;
-  const auto begins_one = [&](const Chunk& chunk) { return chunk.column % columns == 0; };
-  return op.scales.block_rows % rows == 0 && op.scales.block_columns % columns == 0 &&
-         std::all_of(op.source.chunks, op.source.chunks + op.source.num_chunks, begins_one);
-}
-
-// Whether the scales can multiply the codes of a row: four scales are copied together.
-inline bool has_scales_of_codes(const NormConcatLinear& op) {
-  const Scales& scales = op.scales;
-  const bool nvfp4 = op.weight_type == WeightType::kFloat4E2M1 && scales.type == ScaleType::kFloat8E4M3 &&
-                     scales.block_columns == 16;
-  const bool mx = (op.weight_type == WeightType::kFloat4E2M1 || op.weight_type == WeightType::kFloat8E4M3) &&
-                  scales.type == ScaleType::kFloat8E8M0 && scales.block_columns == 32;
-  const auto in_fours = [&](const Chunk& chunk) { return chunk.width % (4 * scales.block_columns) == 0; };
-  const Chunk* chunks = op.source.chunks;
-  // The stride of a single row is arbitrary and never used.
-  const uintptr_t stride = op.num_columns > 1 ? static_cast<uintptr_t>(scales.row_stride) : 0;
-  const uintptr_t bytes = reinterpret_cast<uintptr_t>(scales.data) | stride;
-  return (nvfp4 || mx) && scales.block_rows == 1 && op.source.dtype == DType::kBFloat16 && bytes % 4 == 0 &&
-         std::all_of(chunks, chunks + op.source.num_chunks, in_fours);
-}
-
-// For Arguments::scale_shift; with one scale per row all columns share it.
-inline int scale_shift_of(const NormConcatLinear& op) {
-  return has_blocks(op) ? std::countr_zero(static_cast<uint64_t>(op.scales.block_columns)) : 31;
-}
-
-// Calls f(std::integral_constant<Form, ...>{}) with the form of the weight. It is never kMxfp8: the scales of those
-// codes can multiply sums as well.
-template <class F>
-int with_form(const NormConcatLinear& op, const F& f) {
-  using std::integral_constant;
-  if (op.weight_type == WeightType::kFloat4E2M1) {
-    return op.scales.block_columns == 16 ? f(integral_constant<Form, Form::kNvfp4>{})
-                                         : f(integral_constant<Form, Form::kMxfp4>{});
-  }
-  if (op.weight_type == WeightType::kChunks) return f(integral_constant<Form, Form::kDense>{});
-  if (op.weight_type == WeightType::kInt8) return f(integral_constant<Form, Form::kInt8>{});
-  return has_blocks(op) ? f(integral_constant<Form, Form::kE4M3Blocks>{}) : f(integral_constant<Form, Form::kE4M3>{});
-}
-
-inline bool has_residual(const Arguments& arguments) {
+inline bool has_residual(const Concat& source) {
   const auto is_there = [](const Chunk& chunk) { return chunk.residual != nullptr; };
-  return std::any_of(arguments.chunks, arguments.chunks + arguments.op.source.num_chunks, is_there);
+  return std::any_of(source.chunks, source.chunks + source.num_chunks, is_there);
 }
 
-// One range for every chunk.
-inline SplitRanges one_range_each(const Concat& source) {
-  SplitRanges ranges{};
-  ranges.count = static_cast<int>(source.num_chunks);
-  std::fill_n(ranges.of_chunk, source.num_chunks, 1);
-  return ranges;
-}
-
-// In units of `unit` columns: chunk k, its longest range, and all ranges as if each were its chunk's longest.
-inline int units_of_chunk(const Concat& source, int k, int unit) {
-  return static_cast<int>((source.chunks[k].width + unit - 1) / unit);
-}
-inline int longest_of_chunk(const Concat& source, const SplitRanges& ranges, int k, int unit) {
-  return (units_of_chunk(source, k, unit) + ranges.of_chunk[k] - 1) / ranges.of_chunk[k];
-}
-inline int units_of(const Concat& source, const SplitRanges& ranges, int unit) {
-  int units = 0;
-  for (int k = 0; k < source.num_chunks; ++k) {
-    units += ranges.of_chunk[k] * longest_of_chunk(source, ranges, k, unit);
-  }
-  return units;
-}
-
-// The first chunk whose ranges are longest, and how long they are.
-struct LongestRange {
-  int chunk, units;
-};
-inline LongestRange longest_range(const Concat& source, const SplitRanges& ranges, int unit) {
-  LongestRange longest{0, 0};
-  for (int k = 0; k < source.num_chunks; ++k) {
-    if (const int units = longest_of_chunk(source, ranges, k, unit); units > longest.units) longest = {k, units};
-  }
-  return longest;
-}
+// Adds up the partial sums of all ranges and finishes the outputs (norm_concat_linear_finalize.cu).
+int finalize(const Arguments& arguments, const Device& device);
 
 }  // namespace eagle_kernels::cuda

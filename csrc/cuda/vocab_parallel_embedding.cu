@@ -74,7 +74,7 @@ using namespace cuda;
 int vocab_parallel_embedding_cuda(const VocabParallelEmbedding& record, const Device& device) {
   const int64_t rows = record.num_rows;
   Alignment alignment(record.element_size);
-  alignment.add(record.weight, record.weight_row_stride, 2);
+  alignment.add(record.weight, record.weight_row_stride, 2);  // the record does not say how many rows it has
   alignment.add(record.out, record.out_row_stride, rows);
   alignment.add_width(record.width);
   const Shape shape = shape_of_rows(rows, record.width, alignment.holds(), device);

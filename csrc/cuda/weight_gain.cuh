@@ -18,10 +18,6 @@ constexpr float kCodeGainScale = 1.0f;
 template <>
 constexpr float kCodeGainScale<Float16> = 0.25f;
 
-__device__ __forceinline__ uint32_t word(const Words& w, int i) {
-  return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
-}
-
 // (offset + gain) * scale of 8 columns, to be multiplied into the weight: 8 gains of T in `low`, or of fp32 in both.
 template <class T>
 __device__ __forceinline__ void gain_factors(const Words& low, const Words& high, bool is_float32, float offset,
@@ -36,12 +32,6 @@ __device__ __forceinline__ void gain_factors(const Words& low, const Words& high
     factor[2 * i] = (offset + pair.first) * scale;
     factor[2 * i + 1] = (offset + pair.second) * scale;
   }
-}
-
-// a * b of pairs, rounded once: adding -0 leaves every product as it is.
-template <class T>
-__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b, T) {
-  return multiply_add(a, b, 0x80008000u, T{});
 }
 
 template <class T>

@@ -25,17 +25,23 @@ MAX_REGISTERS = {
     "capture_hidden": 64,
     "norm_concat": 64,
     "norm_concat_linear": 184,  # an SM has one block of 128 rows, and on sm_89 and sm_120 one of any size
+    "norm_concat_linear_finalize": 64,
     "norm_concat_linear_wgmma": 184,  # an SM has one block of more than 128 columns; see below
     "vocab_parallel_embedding": 40,
 }
 # Template instances: 3 dtypes, aligned or not; capture_hidden has two kernels, norm_concat two more with half of the
 # threads, in 2 dtypes. norm_concat_linear has 2 dtypes: fused, with residuals, or not for two or three blocks on an SM,
-# in 4 forms of the weight, less one; split, in 5 tiles, 4 more for e4m3, 4 for int8 and 2 for scales in blocks; and the
-# kernel that sums, in 3 dtypes. In bf16 alone, nvfp4 and mxfp4 are fused in the same ways, and split, in 3 tiles; mxfp8
-# is fused in two of them. wgmma has 2, 3 or 4 warpgroups, with residuals or not, or one, in 2 dtypes; in bf16 also 3
-# forms of codes with 2, 3 or 4, with residuals or not.
-INSTANCES = dict.fromkeys(MAX_REGISTERS, 6)
-INSTANCES |= {"capture_hidden": 12, "norm_concat": 8, "norm_concat_linear": 70, "norm_concat_linear_wgmma": 32}
+# in 4 forms of the weight, less one; split, in 5 tiles, 4 more for e4m3, 4 for int8 and 2 for scales in blocks. In bf16
+# alone, nvfp4 and mxfp4 are fused in the same ways, and split, in 3 tiles; mxfp8 is fused in two of them. wgmma has 2,
+# 3 or 4 warpgroups, with residuals or not, or one, in 2 dtypes; in bf16 also 3 forms of codes with 2, 3 or 4, with
+# residuals or not.
+INSTANCES = dict.fromkeys(MAX_REGISTERS, 6) | {
+    "capture_hidden": 12,
+    "norm_concat": 8,
+    "norm_concat_linear": 67,
+    "norm_concat_linear_finalize": 3,
+    "norm_concat_linear_wgmma": 32,
+}
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
@@ -98,7 +104,7 @@ def test_no_spills_and_no_more_registers_than_its_blocks_may_have(kernel: str, a
     assert not [fault for binary in binaries for fault in binary.faults(MAX_REGISTERS[kernel])]
     if kernel == "norm_concat_linear" and arch in ("80", "90a", "100a"):
         two_on_an_sm = [binary for binary in binaries if "Li128E" not in binary.name]
-        assert len(two_on_an_sm) == 68 and max(binary.registers for binary in two_on_an_sm) <= 128
+        assert len(two_on_an_sm) == 65 and max(binary.registers for binary in two_on_an_sm) <= 128
         three_on_an_sm = [binary for binary in binaries if "3EndE2E" in binary.name]
         assert len(three_on_an_sm) == 10 and max(binary.registers for binary in three_on_an_sm) <= 80
 

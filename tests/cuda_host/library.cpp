@@ -87,7 +87,8 @@ float us_of_fused(bool is_codes, int64_t clusters, int ranges, int blocks_on_an_
 }
 
 float us_of_warpgroups(int64_t num_columns, int64_t width, int warpgroups, int ranges, int longest) {
-  return eagle_kernels::cuda::us_of_warpgroups(gpu(132), num_columns, width, warpgroups, ranges, longest);
+  const WarpgroupWork work{num_columns, width, warpgroups, warpgroups <= 2 ? 2 : 1, ranges, longest};
+  return eagle_kernels::cuda::us_of_warpgroups(gpu(132), work);
 }
 
 }  // namespace

@@ -173,6 +173,36 @@ def test_rows_share_a_block_where_every_sm_has_two(
         assert (launch.grid, launch.rows) == ([-(-T // rows), y], rows)
 
 
+def test_a_grid_beyond_cudas_limit_is_an_error(emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    """2^31 blocks; in 32 bits 2^32 would be none, and the launch succeed without a row written. No page is touched."""
+    gpu(**HOPPER)
+    emulation.run_kernels(False)
+    try:
+        rows = torch.zeros(1, 1).bfloat16().expand(2**31, 1)
+        with pytest.raises(RuntimeError, match=r"norm_concat: CUDA has error 9 .*expected none"):
+            ek.norm_concat([rows], norm="none", out=torch.empty(2**31, 1, dtype=torch.bfloat16))
+    finally:
+        emulation.run_kernels(True)
+    assert emulation.take_launches() == []
+
+
+def test_scales_further_apart_than_32_bits_are_an_error(emulation: ModuleType, gpu: Callable[..., int]) -> None:
+    """The fused kernel keeps the offset of a block's scale in 32 bits, and would read another scale."""
+    gpu(**HOPPER)
+    H, D = 256, 256
+    codes, x = torch.zeros(D, H).to(torch.float8_e4m3fn), torch.randn(3, H).bfloat16()
+    for stride, is_read in ((1 << 20, True), (1 << 32, False)):
+        scales = torch.empty(stride + 2, dtype=torch.uint8).view(torch.float8_e8m0fnu).as_strided((2, 2), (stride, 1))
+        scales.view(torch.uint8).fill_(127)
+        weight = ek.QuantizedWeight(codes, scales, "fp8_block128")
+        with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
+            if is_read:
+                assert not ek.norm_concat_linear([x], weight, norm="none").any()
+                continue
+            with pytest.raises(RuntimeError, match="norm_concat_linear_quantized: CUDA has error 801"):
+                ek.norm_concat_linear([x], weight, norm="none")
+
+
 def test_a_rows_bits_do_not_depend_on_the_rows_of_its_block(emulation: ModuleType, gpu: Callable[..., int]) -> None:
     """7 rows, in blocks of one and of three; the last block of three has two rows too many."""
     hidden, gain = torch.randn(7, 512).bfloat16(), torch.rand(512).bfloat16()

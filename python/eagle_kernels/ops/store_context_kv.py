@@ -71,11 +71,18 @@ class StoreContextKV(NamedTuple):
 
     def check(self) -> None:
         self.check_arguments()
+        inputs = {"kv": self.kv, "positions": self.positions, "slots": self.slots, "cos_sin": self.cos_sin}
+        inputs["k_norm_weight"] = self.k_norm_weight
         for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache)):
-            if cache is not None and _touch(self.kv, cache):
-                raise checks.error(
-                    ValueError, OP, f"{name} overlaps kv", "disjoint memory", "rows are written while read"
-                )
+            if cache is None:
+                continue
+            if not _is_disjoint(cache):
+                got = f"{name} has shape {tuple(cache.shape)} and strides {cache.stride()}"
+                raise checks.error(ValueError, OP, got, "slots and heads in places of their own", "threads write them")
+            touched = (other for other, tensor in inputs.items() if tensor is not None and _touch(tensor, cache))
+            if (other := next(touched, None)) is not None:
+                got = f"{name} overlaps {other}"
+                raise checks.error(ValueError, OP, got, "disjoint memory", "rows are written while read")
 
     def check_arguments(self) -> None:
         """Check everything but overlapping memory, which a trace cannot know."""
@@ -170,6 +177,20 @@ def plan(device: torch.device) -> Plan:
 
 def _run_record(record: StoreContextKV) -> None:
     run(record, plan(record.kv.device), record.outputs)
+
+
+def _is_disjoint(cache: Tensor) -> bool:
+    """Whether every element has a place of its own. The stride of a dimension of one entry is not used."""
+    if cache.numel() == 0:
+        return True
+    end = cache.shape[2]
+    for size, stride in sorted(zip(cache.shape[:2], cache.stride()[:2], strict=True), key=lambda each: each[1]):
+        if size == 1:
+            continue
+        if stride < end:
+            return False
+        end += (size - 1) * stride
+    return True
 
 
 def _touch(a: Tensor, b: Tensor) -> bool:
