@@ -380,6 +380,39 @@ def _slice_sources(sources: Any, rows: slice) -> Any:
     )
 
 
+class _Call(NamedTuple):
+    """What the binaries of a call depend on, besides its plan."""
+
+    sources: Signature
+    norm: str
+    num_eps: int
+    shape: tuple[int, int]  # D, K*H
+    bias_dtype: torch.dtype | None
+    post_gain_dtype: torch.dtype | None
+    device: torch.device
+
+    @property
+    def ends_in_product(self) -> bool:
+        """Whether nothing is left to do after torch's product, which adds a bias of its own dtype."""
+        return self.post_gain_dtype is None and self.bias_dtype in (None, self.sources.dtype)
+
+    @property
+    def post_eps(self) -> Origin:
+        """The post norm's eps, after norm_offset and the sources' eps."""
+        return floating(1 + self.num_eps)
+
+
+def _call_of(sources: Any, projection: Any, device: torch.device) -> tuple[_Call, tuple[Tensor | None, ...]]:
+    """The call, and the operands of its sources."""
+    weight, bias, post_gain, _ = projection
+    signature, operands = describe(sources)
+    bias_dtype, post_gain_dtype = None if bias is None else bias.dtype, None if post_gain is None else post_gain.dtype
+    shape = tuple(weight.shape)
+    # Not _Call(...), which goes through a Python function.
+    of_call = (signature, sources.norm, len(sources.eps), shape, bias_dtype, post_gain_dtype, device)
+    return tuple.__new__(_Call, of_call), operands
+
+
 class _Split(NamedTuple):
     """What the calls of one signature share."""
 
@@ -388,24 +421,12 @@ class _Split(NamedTuple):
 
 
 @prepared
-def _prepare_split(
-    sources: Signature,
-    num_chunks: int,
-    norm: str,
-    num_eps: int,
-    codes: tuple | None,
-    shape: tuple[int, int],
-    bias_dtype: torch.dtype | None,
-    post_gain_dtype: torch.dtype | None,
-    tiles: Any,
-    must_be_aligned: bool,
-    device: torch.device,
-) -> _Split:
-    D, width = shape
+def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any, must_be_aligned: bool) -> _Split:
+    sources, device, (D, width) = call.sources, call.device, call.shape
     H = width // num_chunks
     split_h = cdiv(cdiv(H, tiles.BK), tiles.splits) * tiles.BK
     weight = sources.sum_squares + 1
-    weight_types, weight_origins, weight_constants, gain_scale = _weight_of(codes, shape, sources.dtype, weight)
+    weight_types, weight_origins, weight_constants, gain_scale = _weight_of(codes, call.shape, sources.dtype, weight)
     if not sources.gains:
         gain_scale = 1.0
     fp32, row_stride = pointer_to(torch.float32), _padded(D)
@@ -432,20 +453,15 @@ def _prepare_split(
     of_sources = [*sources.origins, *sources.gain_origins, _NORM_OFFSET]
     numbers = [*of_sources, *weight_origins, sums, constant(row_stride), _ROW_COUNT, *sizes]
     grid = constant(cdiv(D, tiles.BD)), constant(num_chunks * tiles.splits), row_blocks
-    eps = [floating(1 + (k if num_eps > 1 else 0)) for k in range(num_chunks)]
+    eps = [floating(1 + (k if call.num_eps > 1 else 0)) for k in range(num_chunks)]
     finalize = _finalize(
+        call,
         (*sources.types, *sources.sum_squares_types, (FP32,) * num_chunks),
         [*sources.origins, *sources.sum_squares_origins, *eps],
         sums,
-        floating(1 + num_eps),
-        sources.dtype,
-        bias_dtype,
-        post_gain_dtype,
-        D,
-        {"NORM": norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
-        tiles.finalize_columns,
         weight + _count_tensors(weight_types),
-        device,
+        tiles.finalize_columns,
+        {"NORM": call.norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
     )
     widths = (width // sources.entries,) * sources.entries
     launches = Launches(device, [Step(launch, grid, numbers), finalize], widths, must_be_aligned)
@@ -458,27 +474,15 @@ _ROW_COUNT, _NORM_OFFSET = integer(0), floating(0)
 
 def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
     """One width for all chunks; the weight is a tensor or a QuantizedWeight."""
-    _, num_chunks, norm, _, eps, norm_offset, _, _, _ = sources
     weight, bias, post_gain, post_eps = projection
-    tiles, device, N = plan.tiles, out.device, out.shape[0]
-    signature, operands = describe(sources)
+    tiles, N = plan.tiles, out.shape[0]
+    call, operands = _call_of(sources, projection, out.device)
     codes, tensors = (None, (weight,)) if isinstance(weight, Tensor) else _describe_codes(weight, out.dtype)
-    launches, sums_per_row = _prepare_split(
-        signature,
-        num_chunks,
-        norm,
-        len(eps),
-        codes,
-        weight.shape,
-        None if bias is None else bias.dtype,
-        None if post_gain is None else post_gain.dtype,
-        tiles,
-        plan.aligned,
-        device,
-    )
-    sums = address(workspace(OP, N * sums_per_row, device))
+    launches, sums_per_row = _prepare_split(call, sources.num_chunks, codes, tiles, plan.aligned)
+    sums = address(workspace(OP, N * sums_per_row, out.device))
     integers = N, sums, -(-N // tiles.BT)
-    return launches((*operands, *tensors, bias, post_gain, out), integers, (norm_offset, *eps, post_eps))
+    floats = sources.norm_offset, *sources.eps, post_eps
+    return launches((*operands, *tensors, bias, post_gain, out), integers, floats)
 
 
 def _describe_codes(weight: Any, dtype: torch.dtype) -> tuple[tuple, tuple[Tensor, ...]]:
@@ -538,29 +542,25 @@ _UNSCALED = _Scaling((NONE, I64, NONE), [constant(0)], {"SCALES": "", "BLOCK_ROW
 
 
 def _finalize(
+    call: _Call,
     source_types: tuple,
     source_origins: list[Origin],
     sums: Origin,
-    post_eps: Origin,
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    post_gain_dtype: torch.dtype | None,
-    D: int,
-    constants: dict[str, object],
-    columns: int,
     bias: int,
-    device: torch.device,
+    columns: int,
+    constants: dict[str, object],
     scaling: _Scaling = _UNSCALED,
 ) -> Step:
     """The finalize kernel. `source_types` are the types of its first arguments, up to eps. Bias, post gain and out are
     the operands from `bias` on."""
+    D, dtype, bias_dtype, post_gain_dtype = call.shape[0], call.sources.dtype, call.bias_dtype, call.post_gain_dtype
     BD = next_power_of_2(D) if post_gain_dtype is not None else min(next_power_of_2(D), columns)
     epilogue = pointer_to(bias_dtype), pointer_to(post_gain_dtype), FP32, FP32, pointer_to(dtype), I64, I64
     launch = Launch(
         _norm_concat_linear_finalize,
         (*source_types, pointer_to(torch.float32), I64, *scaling.types, *epilogue),
         constants | scaling.constants | {"BD": BD, "BH": _STATISTICS_BLOCK},
-        device,
+        call.device,
         aligned=_PARTIAL,
         aligned_together=_ROWS,
         num_warps=min(max(BD // 512, 4), 16),
@@ -568,76 +568,57 @@ def _finalize(
     vectors = [address_of(bias + i) for i, given in enumerate((bias_dtype, post_gain_dtype)) if given is not None]
     result = address_of(bias + 2), row_stride_of(bias + 2), constant(D)
     padded = constant(_padded(D))
-    numbers = [*source_origins, sums, padded, *scaling.origins, *vectors, post_eps, _NORM_OFFSET, *result]
+    numbers = [*source_origins, sums, padded, *scaling.origins, *vectors, call.post_eps, _NORM_OFFSET, *result]
     return Step(launch, (_ROW_COUNT, constant(cdiv(D, BD)), constant(1)), numbers)
 
 
 @prepared
-def _prepare_library(
-    sources: Signature,
-    norm: str,
-    num_eps: int,
-    widths: tuple[int, ...],
-    shape: tuple[int, int],
-    bias_dtype: torch.dtype | None,
-    post_gain_dtype: torch.dtype | None,
-    is_concatenated: bool,
-    device: torch.device,
-) -> Launches:
+def _prepare_library(call: _Call, widths: tuple[int, ...], is_concatenated: bool) -> Launches:
     """norm_concat, torch's product and, for a post norm or a bias of another dtype, the finalize kernel."""
-    width = shape[1]
-    weight, bias, _, out, normed, product = range(sources.sum_squares + 1, sources.sum_squares + 7)
-    steps: list[Step | Product] = []
-    if not is_concatenated:
-        steps.append(norm_concat.step_of(sources, norm, num_eps, widths, width, device, normed))
-    x = 0 if is_concatenated else normed
-    if post_gain_dtype is None and bias_dtype in (None, sources.dtype):
-        return Launches(device, [*steps, Product(_library_matmul, x, weight, bias if bias_dtype else None, out)])
-    steps.append(Product(_library_matmul_fp32, x, weight, None, product))
-    finalize = _finalize_product(sources, num_eps, shape, bias_dtype, post_gain_dtype, product, bias, device)
-    return Launches(device, [*steps, finalize])
+    first = call.sources.sum_squares + 1
+    weight, bias, _, out, normed, product = range(first, first + 6)
+    x, steps = _concat(call, widths, is_concatenated, normed)
+    if call.ends_in_product:
+        steps.append(Product(_library_matmul, x, weight, bias if call.bias_dtype else None, out))
+    else:
+        steps += [Product(_library_matmul_fp32, x, weight, None, product), _finalize_product(call, product, bias)]
+    return Launches(call.device, steps)
+
+
+def _concat(
+    call: _Call, widths: tuple[int, ...], is_concatenated: bool, normed: int
+) -> tuple[int, list[Step | Product]]:
+    """(the operand that is the product's x, the steps that write it): norm_concat into `normed`, unless the sources are
+    concatenated already."""
+    if is_concatenated:
+        return 0, []
+    _, width = call.shape
+    return normed, [norm_concat.step_of(call.sources, call.norm, call.num_eps, widths, width, call.device, normed)]
 
 
 def _finalize_product(
-    sources: Signature,
-    num_eps: int,
-    shape: tuple[int, int],
-    bias_dtype: torch.dtype | None,
-    post_gain_dtype: torch.dtype | None,
-    product: int,
-    bias: int,
-    device: torch.device,
-    num_matrices: int = 1,
-    scaling: _Scaling = _UNSCALED,
+    call: _Call, product: int, bias: int, num_matrices: int = 1, scaling: _Scaling = _UNSCALED
 ) -> Step:
     """The finalize kernel after products in fp32: one, or those of `num_matrices` matrices, which it adds."""
-    D, width = shape
-    post_eps = floating(1 + num_eps)
     return _finalize(
+        call,
         (*[NONE] * 7, I64, (FP32,)),
-        [constant(0), post_eps],  # not read where NORM is "none"
+        [constant(0), call.post_eps],  # not read where NORM is "none"
         address_of(product),
-        post_eps,
-        sources.dtype,
-        bias_dtype,
-        post_gain_dtype,
-        D,
-        {"NORM": "none", "WIDTHS": (width,), "GAIN_SCALE": 1.0, "SPLITS": num_matrices},
-        _FINALIZE_COLUMNS,
         bias,
-        device,
+        _FINALIZE_COLUMNS,
+        {"NORM": "none", "WIDTHS": (call.shape[1],), "GAIN_SCALE": 1.0, "SPLITS": num_matrices},
         scaling,
     )
 
 
 def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
     """norm_concat into the workspace and torch's product, which writes `out` where nothing is left to do after it."""
-    _, _, norm, _, eps, _, _, _, _ = sources
     weight, bias, post_gain, post_eps = projection
     (N, D), (_, width), dtype, device = out.shape, weight.shape, weight.dtype, out.device
-    bias_dtype = None if bias is None else bias.dtype
+    call, operands = _call_of(sources, projection, device)
     is_concatenated = _is_concatenated(sources)
-    product_row_stride = 0 if post_gain is None and (bias is None or bias_dtype == dtype) else _padded(D)
+    product_row_stride = 0 if call.ends_in_product else _padded(D)
     normed_numel = _numel_of(N * width, dtype)
     normed = product = None
     if product_row_stride or not is_concatenated:
@@ -645,18 +626,7 @@ def _library_product(sources: Any, projection: tuple, out: Tensor) -> None:
         normed = matrix_in(buffer, dtype, N, width, width)
         if product_row_stride:
             product = matrix_in(buffer, torch.float32, N, D, product_row_stride, normed_numel)
-    signature, operands = describe(sources)
-    launches = _prepare_library(
-        signature,
-        norm,
-        len(eps),
-        norm_concat.widths_of(sources, width),
-        (D, width),
-        bias_dtype,
-        None if post_gain is None else post_gain.dtype,
-        is_concatenated,
-        device,
-    )
+    launches = _prepare_library(call, norm_concat.widths_of(sources, width), is_concatenated)
     integers, floats = norm_concat.numbers_of(sources, N)
     launches((*operands, weight, bias, post_gain, out, normed, product), integers, (*floats, post_eps))
 
@@ -674,35 +644,22 @@ def _numel_of(numel: int, dtype: torch.dtype) -> int:
 
 @prepared
 def _prepare_dequantized(
-    sources: Signature,
-    norm: str,
-    num_eps: int,
-    widths: tuple[int, ...],
-    codes: tuple,
-    shape: tuple[int, int],
-    slice_rows: int,
-    bias_dtype: torch.dtype | None,
-    post_gain_dtype: torch.dtype | None,
-    is_concatenated: bool,
-    device: torch.device,
+    call: _Call, widths: tuple[int, ...], is_concatenated: bool, codes: tuple, slice_rows: int
 ) -> Launches:
     """norm_concat; for each slice of the weight's rows its numbers, in one matrix or two, and torch's products of them;
     the finalize kernel."""
-    D, width = shape
-    weight = sources.sum_squares + 1
-    types, origins, constants, _ = _weight_of(codes, shape, sources.dtype, weight)
+    (D, width), dtype, device = call.shape, call.sources.dtype, call.device
+    weight = call.sources.sum_squares + 1
+    types, origins, constants, _ = _weight_of(codes, call.shape, dtype, weight)
     bias = weight + _count_tensors(types)
     normed, sums, first = range(bias + 3, bias + 6)
     scaled = constants["SCALED"]
     num_matrices = 2 if scaled == "blocks" else 1
-    steps: list[Step | Product] = []
-    if not is_concatenated:
-        steps.append(norm_concat.step_of(sources, norm, num_eps, widths, width, device, normed))
-    x = 0 if is_concatenated else normed
+    x, steps = _concat(call, widths, is_concatenated, normed)
     for begin in range(0, D, slice_rows):
         rows = range(begin, min(begin + slice_rows, D))
         matrices = range(first, first + 2 * num_matrices, 2)  # each is followed by its part of the sums
-        step = dequantize.step_of(types[:4], origins[:4], constants, sources.dtype, rows, width, matrices, device)
+        step = dequantize.step_of(types[:4], origins[:4], constants, dtype, rows, width, matrices, device)
         steps += [step, *(Product(_library_matmul_fp32, x, matrix, None, matrix + 1) for matrix in matrices)]
         first = matrices.stop
     of_rows = scaled == "rows"
@@ -711,14 +668,12 @@ def _prepare_dequantized(
         [*(origins[2:4] if of_rows else [constant(0)]), *origins[4:]],
         {"SCALES": constants["SCALES"], "BLOCK_ROWS": constants["BLOCK_ROWS"]} if of_rows else _UNSCALED.constants,
     )
-    of_epilogue = num_eps, shape, bias_dtype, post_gain_dtype, sums, bias, device
-    return Launches(device, [*steps, _finalize_product(sources, *of_epilogue, num_matrices, scaling)])
+    return Launches(device, [*steps, _finalize_product(call, sums, bias, num_matrices, scaling)])
 
 
 def _dequantized_product(sources: Any, projection: Any, out: Tensor) -> None:
     """As `_library_product`, with the numbers of a QuantizedWeight. The product is in fp32 even if nothing follows it:
     cuBLAS may split a product along K*H, and adds the parts of one in 16 bits in 16 bits."""
-    _, _, norm, _, eps, _, _, _, _ = sources
     weight, bias, post_gain, post_eps = projection
     shape = D, width = weight.shape
     N, dtype, device = out.shape[0], out.dtype, out.device
@@ -740,20 +695,9 @@ def _dequantized_product(sources: Any, projection: Any, out: Tensor) -> None:
             sums = first_sum + i * N * row_stride + begin
             views.append(matrix_in(buffer, dtype, rows, width, width, i * matrix_numel * per_fp32))
             views.append(matrix_in(buffer, torch.float32, N, rows, row_stride, sums))
-    signature, operands = describe(sources)
-    launches = _prepare_dequantized(
-        signature,
-        norm,
-        len(eps),
-        norm_concat.widths_of(sources, width),
-        codes,
-        shape,
-        slice_rows,
-        None if bias is None else bias.dtype,
-        None if post_gain is None else post_gain.dtype,
-        _is_concatenated(sources),
-        device,
-    )
+    call, operands = _call_of(sources, projection, device)
+    widths = norm_concat.widths_of(sources, width)
+    launches = _prepare_dequantized(call, widths, _is_concatenated(sources), codes, slice_rows)
     integers, floats = norm_concat.numbers_of(sources, N)
     launches((*operands, *tensors, bias, post_gain, out, *views), integers, (*floats, post_eps))
 

@@ -71,15 +71,15 @@ class StoreContextKV(NamedTuple):
 
     def check(self) -> None:
         self.check_arguments()
-        inputs = {"kv": self.kv, "positions": self.positions, "slots": self.slots, "cos_sin": self.cos_sin}
-        inputs["k_norm_weight"] = self.k_norm_weight
+        names = ("kv", "positions", "slots", "cos_sin", "k_norm_weight")
+        inputs = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache)):
             if cache is None:
                 continue
             if not _is_disjoint(cache):
                 got = f"{name} has shape {tuple(cache.shape)} and strides {cache.stride()}"
                 raise checks.error(ValueError, OP, got, "slots and heads in places of their own", "threads write them")
-            touched = (other for other, tensor in inputs.items() if tensor is not None and _touch(tensor, cache))
+            touched = (other for other, tensor in inputs.items() if _touch(tensor, cache))
             if (other := next(touched, None)) is not None:
                 got = f"{name} overlaps {other}"
                 raise checks.error(ValueError, OP, got, "disjoint memory", "rows are written while read")
