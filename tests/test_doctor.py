@@ -318,6 +318,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
 AUTO_ROUND_FP8 = {"data_type": "fp", "bits": 8, "group_size": [128, 128], "block_name_to_quantize": "model.layers"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 LEFT = "which this package does not read: load_checkpoint refuses it, the plugins leave layers of it to the engine"
 
 # For each kind of drafter a pair without a finding, and facts of it.
@@ -647,6 +648,22 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: with_mlp_in_w4a16(c, layers=2),
         {"layers.*.mlp.up_proj": "I32 with weight_scale", "fc": "BF16"},
     ),
+    # vLLM 0.33 renames the entries.
+    "DFlash in ModelOpt's FP8 that leaves out layers by the file's numbers": (
+        ContextCheckpoints,
+        lambda c: c.drafter.update(
+            quantization_config=MODELOPT_FP8 | {"ignore": ["fc", "layers.0*", "layers.1.self*"]}
+        ),
+        {"fc": "BF16", "k_proj": "BF16"},
+    ),
+    "EAGLE-3 with a layer in FP8 that mixed precision lists by vLLM's number too": (
+        Checkpoints,
+        lambda c: (
+            c.drafter.update(quantization_config=mixed(UP, f"model.layers.{N}.mlp.up_proj")),
+            c.weights.update({f"{UP}.weight": torch.zeros(96, 64).to(FP8), f"{UP}.weight_scale": torch.ones(())}),
+        ),
+        {UP: "F8_E4M3 with weight_scale"},
+    ),
     "DFlash of a target that EAGLE-3 has no rule for": (
         ContextCheckpoints,
         lambda c: c.target.update(model_type="nemotron_h"),
@@ -880,12 +897,18 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [("engine-format", (SGLANG,), "takes MIXED_PRECISION without NVFP4 for w4afp8, which builds every linear")],
     ),
-    "a layer that mixed precision lists by another name than SGLang's": (
+    "a layer that mixed precision lists by another name than the engines'": (
         lambda c: (
             c.drafter.update(quantization_config=mixed(UP)),
             c.weights.update({f"{UP}.weight": torch.zeros(96, 64).to(FP8), f"{UP}.weight_scale": torch.ones(())}),
         ),
-        [("layer-quantized", (SGLANG,), f"calls {UP} model.gate_up_proj, which quantized_layers lack: codes have no")],
+        [
+            ("layer-quantized", engines, f"calls {UP} {name}, which quantized_layers lack: codes have no place there")
+            for engines, name in (
+                ((SGLANG,), "model.gate_up_proj"),
+                ((V1, V2), f"model.layers.{N}.mlp.gate_up_proj"),
+            )
+        ],
     ),
     "MXFP8 of compressed-tensors, which SGLang lacks": (
         lambda c: c.drafter.update(
@@ -1965,6 +1988,30 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "DFlash with a norm of another width": (
         lambda c: c.weights.update({"hidden_norm.weight": torch.ones(H)}),
         [("load", ALL, "hidden_norm.weight has shape (64,), expected (48,)")],
+    ),
+    "DFlash in ModelOpt's FP8 that leaves out keys and values by their own names": (
+        lambda c: c.drafter.update(
+            quantization_config=MODELOPT_FP8 | {"ignore": ["fc", *(each for each in CONTEXT_LAYERS if "self" in each)]}
+        ),
+        [
+            ("layer-quantized", engines, f"builds layers.*.self_attn.{part}_proj quantized: it calls it {name}qkv_proj")
+            for engines, name in (((SGLANG,), ""), ((V1, V2), "layers.*.self_attn."))
+            for part in "kv"
+        ],
+    ),
+    "DSpark of Muse Spark whose layers vLLM numbers": (
+        lambda c: (
+            c.drafter.update(architectures=["MuseSparkDSparkModel"]),
+            c.weights.update({f"layers.{layer}.input_layernorm.weight": torch.ones(D) for layer in "01"}),
+            c.drafter.update(quantization_config=MODELOPT_FP8 | {"ignore": ["fc", "layers.0*", "layers.1.self*"]}),
+        ),
+        [
+            ("unserved", (SGLANG,), "has no MuseSparkDSparkModel"),
+            *(
+                ("layer-quantized", (V1, V2), f"builds layers.*.self_attn.{part}_proj quantized: it calls it model.lay")
+                for part in "kv"
+            ),
+        ],
     ),
     "DSpark that one engine serves": (
         lambda c: (in_a_thinker(c), c.drafter.update(architectures=["Qwen3OmniDSparkModel"])),

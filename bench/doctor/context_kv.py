@@ -54,11 +54,14 @@ _SGLANG_NAMES_NO_LAYER = {
 }
 # For a Muse Glimmer target SGLang takes the layer ids of these drafters for outputs, those of others for boundaries.
 _MUSE_OUTPUTS = {"DFlash2DraftModel", "MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}
-# vLLM numbers their layers after the target's last one.
-_VLLM_COUNTS_ON = {
+# vLLM numbers the layers of these after the target's last one, and renames ModelOpt's entries likewise: what calls
+# `DFlashQwen3Model.__init__` of 0.33.
+_VLLM_RENAMES = {
     *("DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel"),
-    *("Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
+    *("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel", "Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
 }
+# It numbers the layers of these, too, and renames nothing: `muse_spark/common/dspark`, `kimi_k3/nvidia/dspark_mla`.
+_VLLM_COUNTS_ON = _VLLM_RENAMES | {"MuseSparkDSparkModel", "K3DSparkModel"}
 # vLLM cuts K and V out of `qkv_proj.weight` as if it held numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
     "DFlashLagunaForCausalLM",
@@ -95,7 +98,8 @@ def examine(pair: Pair, architecture: str) -> None:
     if architecture in _SGLANG_NAMES_NO_LAYER and not _is_nemotron_35(pair, architecture):
         look_at_names(pair, own, names_without_layer, SGLANG)
     if architecture in _VLLM_COUNTS_ON:
-        look_at_names(pair, own, partial(names_in_vllm, pair), VLLM_V1, VLLM_V2)
+        names = partial(names_in_vllm, pair, renames=architecture in _VLLM_RENAMES)
+        look_at_names(pair, own, names, VLLM_V1, VLLM_V2)
     return None
 
 

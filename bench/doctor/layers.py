@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from eagle_kernels.engines.scales import MERGED
-from eagle_kernels.quantization_config import section_of, unread_format
+from eagle_kernels.quantization_config import algorithm_of, section_of, unread_format
 from eagle_kernels.quantized_checkpoint import check_projection
 
 from . import experts
@@ -26,7 +26,9 @@ from .quantization import (
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
-_OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp)\.(?P<name>\w+)")
+_OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp|feed_forward)\.(?P<name>\w+)")
+# The projection of the captured layers: Kimi K3's is the latter.
+_PROJECTIONS = ("fc", "context_proj")
 # The linear layers of a decoder layer without latent attention and without experts.
 _OF_LAYER = re.compile(r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\.([qkvo]_proj|gate_proj|up_proj|down_proj)$")
 
@@ -107,20 +109,26 @@ def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], li
     _report(pair, wrong, layers)
 
 
-def names_in_vllm(pair: Pair, path: str) -> list[str]:
+def names_in_vllm(pair: Pair, path: str, renames: bool = False) -> list[str]:
     """["model.layers.32.self_attn.qkv_proj"] for a drafter's midlayer.self_attn.q_proj: vLLM numbers its layers after
     those of the target, and gives its config no table of merged layers (vllm#53116).
 
-    Source: vLLM 0.33 `llama_eagle3`, `qwen3_dflash`, `map_draft_quant_config`, which renames only ModelOpt's entries.
+    Args:
+        renames: whether the class renames ModelOpt's entries from the file's names to these, merged layers aside.
+
+    Source: vLLM 0.33 `llama_eagle3`, `qwen3_eagle3`, `deepseek_eagle3`, which rename none; `qwen3_dflash`, whose
+    `map_draft_quant_config` does.
     """
     own, layers = path.removeprefix("model."), pair.text.get("num_hidden_layers")
-    if own == "fc":
-        return ["model.fc"]
+    if own in _PROJECTIONS:
+        return [f"model.{own}"]
     match = _OF_DRAFTER.fullmatch(own)
     if match is None or kind_of(path) != "linear" or type(layers) is not int:
         return []
     name = match["name"]
     merged = next((merged for merged, parts in MERGED.items() if name in parts), name)
+    if renames and pair.quantization is not None and algorithm_of(pair.quantization) is not None:
+        return [f"{prefix}{own.removesuffix(name)}{merged}" for prefix in ("", "model.")]
     return [f"model.layers.{layers + int(match['number'] or 0)}.{match['part']}.{merged}"]
 
 

@@ -126,9 +126,8 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | 
     if engine == "sglang" and method in ("awq", "gptq", "gptqmodel"):
         names = names[:1]  # these have no table of merged layers
     if holds_codes(pair, path):
-        # vLLM renames these entries as it numbers the layers (`map_draft_quant_config`).
-        is_listed = engine == "sglang" and algorithm_of(config) == "MIXED_PRECISION" and lists_layer(config, path)
-        if is_listed and not any(lists_layer(config, name, is_whole=True) for name in names):
+        is_listed = algorithm_of(config) == "MIXED_PRECISION" and lists_layer(config, path)
+        if is_listed and not _finds_algorithm(config, path, names, engine):
             return f"calls {path} {names[0]}, which quantized_layers lack: codes have no place there{_WITHOUT}"
         if _is_in_group(config, path) and not any(_is_in_group(config, name, "whole") for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
@@ -145,6 +144,14 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | 
             return f"builds {path} quantized: it takes the entry that leaves it out for a layer's own name"
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
+
+
+def _finds_algorithm(config: Mapping[str, Any], path: str, names: Sequence[str], engine: str) -> bool:
+    """Whether an engine finds a layer in quantized_layers under one of `names`. vLLM looks for the parts of a merged
+    layer too (0.33 `ModelOptMixedPrecisionConfig._resolve_quant_algo`)."""
+    part = path.rpartition(".")[2]
+    parts = [f"{name.rpartition('.')[0]}.{part}" for name in names] if engine == "vllm" else []
+    return any(lists_layer(config, name, is_whole=True) for name in (*names, *parts))
 
 
 def _misread_from_header(pair: Pair, config: Mapping[str, Any], path: str, name: str) -> str | None:
