@@ -285,6 +285,18 @@ def quark(*weights: dict) -> dict:
     return {"quant_method": "quark", "export": {}, "global_quant_config": of_all}
 
 
+LAYER61 = "model.layers.61"
+
+
+def excluded(checkpoints: Files, architecture: str, entry: str) -> None:
+    """The MTP layer 61 of a model in Quark's FP8 whose config excludes `entry`."""
+    types = {"GlmMoeDsaForCausalLM": "glm_moe_dsa", "Glm5NextForConditionalGeneration": "glm5_next"}
+    checkpoints.target.update(num_hidden_layers=61, architectures=[architecture])
+    checkpoints.target.update(model_type=types.get(architecture, "deepseek_v3"))
+    checkpoints.target.update(quantization_config=quark({"dtype": "fp8_e4m3"}) | {"exclude": [entry]})
+    checkpoints.weights = {name.replace(LAYER, LAYER61): tensor for name, tensor in checkpoints.weights.items()}
+
+
 def in_quark(checkpoints: Files, dtype: str, **weights: torch.Tensor) -> None:
     checkpoints.weights |= {f"fc.{name}": tensor for name, tensor in weights.items()}
     spec = {"dtype": dtype, "qscheme": "per_group", "group_size": 32}
@@ -600,6 +612,21 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         ),
         {f"{LAYER}.mlp.experts.0.up_proj": "I8 with scale"},
     ),
+    **{
+        f"MTP of {title} whose eh_proj Quark excludes by {entry}": (
+            MTPCheckpoints,
+            lambda c, architecture=architecture, entry=entry: excluded(c, architecture, entry),
+            {"eh_proj": "BF16"},
+        )
+        for title, architecture, entry in (
+            ("DeepSeek", "DeepseekV3ForCausalLM", LAYER61),
+            ("DeepSeek", "DeepseekV3ForCausalLM", f"re:{LAYER61}.*"),
+            ("GLM-5", "GlmMoeDsaForCausalLM", f"{LAYER61}.eh_proj"),
+            ("GLM-5-next", "Glm5NextForConditionalGeneration", LAYER61),
+            ("GLM-5-next", "Glm5NextForConditionalGeneration", f"{LAYER61}.eh_proj"),
+            ("GLM-5-next", "Glm5NextForConditionalGeneration", f"re:{LAYER61}.*"),
+        )
+    },
     "MTP of which each engine has a bias of its own": (
         MTPCheckpoints,
         lambda c: (
@@ -1715,6 +1742,33 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.target.update(quantization_config={"quant_method": "quark", "export": {}}),
         ),
         [("quantized", (V1, V2), "codes are taken for numbers")],
+    ),
+    **{
+        f"{title}'s eh_proj that Quark excludes by {entry}": (
+            lambda c, architecture=architecture, entry=entry: excluded(c, architecture, entry),
+            [("quantized", (SGLANG,), f"builds {LAYER61}.eh_proj quantized: it calls it model.eh_proj, which")]
+            if "eh_proj" in entry or entry.startswith("re:")
+            else [("quantized", (SGLANG,), "builds eh_proj quantized, as quantization_config says of it")],
+        )
+        for title, architecture, entry in (
+            ("DeepSeek", "DeepseekV3ForCausalLM", f"{LAYER61}.eh_proj"),
+            ("GLM-5", "GlmMoeDsaForCausalLM", LAYER61),
+            ("GLM-5", "GlmMoeDsaForCausalLM", f"re:{LAYER61}.*"),
+        )
+    },
+    "layers of DeepSeek's MTP in codes, which SGLang leaves out with their parent": (
+        lambda c: (
+            excluded(c, "DeepseekV3ForCausalLM", LAYER61),
+            c.weights.update({f"{LAYER61}.mlp.up_proj.weight": torch.ones(96, 64).to(FP8)}),
+            c.weights.update({f"{LAYER61}.mlp.up_proj.weight_scale": torch.ones(96, 1)}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG,),
+                f"holds {LAYER61}.mlp.up_proj in a linear layer without a quantization method",
+            )
+        ],
     ),
     "MTP in bitsandbytes": (
         lambda c: in_bitsandbytes(c, f"{LAYER}.eh_proj"),

@@ -9,6 +9,7 @@ from eagle_kernels.checkpoint import mtp_layers, mtp_norms_inside, mtp_projectio
 from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 from eagle_kernels.quantization_config import method_of
 
+from . import nextn
 from .layers import is_read_by_sglang, kind_of, look_at_layers, look_at_merged
 from .pair import ENGINES, Pair
 from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes, misnamed
@@ -114,6 +115,7 @@ def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) 
             held_in |= dict.fromkeys(ENGINES[engine], PLAIN)
             continue
         in_numbers = is_modelopt_fp4(pair.quantization) and not _NOT_IN_FP4.isdisjoint(served.architectures)
+        in_numbers |= nextn.is_unquantized(pair, served.architectures)
         place = EMBEDDING if kind == "embedding" else UNQUANTIZED if in_numbers else TAKES_CONFIG
         held_in |= dict.fromkeys(ENGINES[engine], place)
     return held_in
@@ -128,6 +130,8 @@ def _summary(stage: EngineStage, config: MTPConfig) -> str:
 def _held_in(pair: Pair, stage: EngineStage) -> str:
     if is_modelopt_fp4(pair.quantization) and not _FC_NOT_IN_FP4.isdisjoint(stage.architectures):
         return UNQUANTIZED
+    if nextn.is_unquantized(pair, stage.architectures):
+        return PLAIN
     is_quark = pair.quantization is not None and method_of(pair.quantization) == "quark"
     takes_config = stage.quantized or (is_quark and not _TAKE_QUARK.isdisjoint(stage.architectures))
     return TAKES_CONFIG if takes_config else PLAIN
@@ -140,7 +144,8 @@ def _look_at_name(pair: Pair, stage: MTPStage, path: str, held_in: Mapping[str, 
         if not takes or not _BY_THE_END.isdisjoint(served.architectures):
             continue
         own = next((_NAMES[name] for name in served.architectures if name in _NAMES), path)
-        if (text := misnamed(pair, path, [own], engine)) is not None:
+        read = nextn.read_config(pair, served.architectures)
+        if (text := misnamed(pair, path, [own], engine, read)) is not None:
             pair.find("quantized", text, *takes)
 
 

@@ -114,11 +114,18 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         yield f"{says}, and its quantized_layers lack {name}: codes have no place there{without}", takes
 
 
-def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | None:
-    """What goes wrong for a layer that an engine looks up in the config's lists by `names`, its own name first."""
+def misnamed(
+    pair: Pair, path: str, names: Sequence[str], engine: str, read: Mapping[str, Any] | None = None
+) -> str | None:
+    """What goes wrong for a layer that an engine looks up in the config's lists by `names`, its own name first.
+
+    Args:
+        read: the config as the engine's class has renamed its entries; without it as it is.
+    """
     config = pair.quantization
     if config is None:
         return None
+    read = config if read is None else read
     if engine == "vllm" and (text := _misread_from_header(pair, config, path, names[0])) is not None:
         return text
     method = method_of(config)
@@ -127,11 +134,11 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | 
         names = names[:1]  # these have no table of merged layers
     if holds_codes(pair, path):
         is_listed = algorithm_of(config) == "MIXED_PRECISION" and lists_layer(config, path)
-        if is_listed and not _finds_algorithm(config, path, names, engine):
+        if is_listed and not _finds_algorithm(read, path, names, engine):
             return f"calls {path} {names[0]}, which quantized_layers lack: codes have no place there{_WITHOUT}"
-        if _is_in_group(config, path) and not any(_is_in_group(config, name, "whole") for name in names):
+        if _is_in_group(config, path) and not any(_is_in_group(read, name, "whole") for name in names):
             return f"calls {path} {names[0]}, which none of config_groups has: codes have no place there{_WITHOUT}"
-        if not leaves_out(config, path) and all(leaves_out(config, name, naming) for name in names):
+        if not leaves_out(config, path) and all(leaves_out(read, name, naming) for name in names):
             what = "is in no block of the config" if method == "auto-round" else "the config leaves out"
             return f"calls {path} {names[0]}, which {what}: codes have no place there{_WITHOUT}"
         return None
@@ -139,7 +146,7 @@ def misnamed(pair: Pair, path: str, names: Sequence[str], engine: str) -> str | 
         return None
     if is_left_out_by_a_pattern(pair, path):  # by whatever name
         return None
-    if leaves_out(config, path) and all(_covers(config, name, naming) for name in names):
+    if leaves_out(config, path) and all(_covers(read, name, naming) for name in names):
         if path in names:
             return f"builds {path} quantized: it takes the entry that leaves it out for a layer's own name"
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"

@@ -26,7 +26,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -107,7 +107,9 @@ _LEFT_OUT = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
     "llm_int8_skip_modules",
 )
-# Those of them whose entries transformers takes for patterns: they match the begin of a name, up to the end of a part.
+# What they say of single layers: Model-Optimizer's and Quark's.
+_BY_LAYER = ("quantized_layers", "layer_quant_config")
+# The lists whose entries transformers takes for patterns: they match the begin of a name, up to the end of a part.
 _PATTERN_LISTS = ("modules_to_not_convert", "llm_int8_skip_modules")
 _END_OF_A_PART = r"(?:(?<=\.)|(?=\.|$))"
 # What no module's name has and a pattern may.
@@ -255,6 +257,24 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
     # A name without bits has those of the config; a pattern changes nothing of whether its layers are quantized.
     is_by_name = override is not None and _OF_PATTERNS.isdisjoint(override.name)
     return not is_by_name and not _is_in_blocks(config, _paths(path).names if naming == "file" else (path,))
+
+
+def renamed(config: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[str, Any]:
+    """The config with other names of layers in its lists, quantized_layers, layer_quant_config and groups."""
+
+    def of_section(section: Mapping[str, Any], keys: Sequence[str] = _LEFT_OUT) -> dict[str, Any]:
+        lists = {key: _list(section[key]) for key in keys if key in section}
+        changed = {key: [rename(each) if isinstance(each, str) else each for each in lists[key]] for key in lists}
+        layers = {key: _mapping(section[key]) for key in _BY_LAYER if key in section}
+        changed |= {key: {rename(name): layers[key][name] for name in layers[key]} for key in layers}
+        return {**section, **changed}
+
+    sections = {key: of_section(_mapping(config[key])) for key in ("quantization", _HF_FILE) if key in config}
+    groups = {
+        name: of_section(group, ("targets",)) if isinstance(group, Mapping) else group
+        for name, group in _mapping(config.get("config_groups")).items()
+    }
+    return {**of_section(config), **sections, **({"config_groups": groups} if groups else {})}
 
 
 class _Override(NamedTuple):

@@ -1,0 +1,83 @@
+"""What SGLang 0.5.23 makes of the names in a config's lists for an MTP drafter, whose layer it calls model.decoder.
+
+A class may rename the entries (`hf_to_sglang_mapper`), which reaches the methods of `_RENAMED` alone: AWQ, GPTQ and
+auto-round have no `apply_weight_name_mapper`.
+
+| drafter | entries that it renames |
+|---|---|
+| DeepSeek V3 | those with model.layers.61 in them |
+| GLM-5 | Quark's that begin with model.layers.N. |
+| GLM-5-next | those with model.layers.N in them |
+
+Source: `deepseek_nextn`, `glm4_moe` (`GlmMoeDsaForCausalLMNextN`), `glm5_next_nextn`, `_get_quantization_config`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from eagle_kernels.quantization_config import algorithm_of, leaves_out, method_of, renamed
+
+from .pair import Pair
+
+_RENAMED = ("compressed-tensors", "fp8", "humming", "modelopt", "mxfp8", "quark")
+_DECODER = "model.decoder"
+# Beside the decoder, not in it: GLM-5's names, of which GLM-5-next renames all but the first.
+_STAGE = ("shared_head.norm", "eh_proj", "enorm", "hnorm")
+
+
+def _of_deepseek(entry: str, layer: str) -> str:
+    return entry.replace("model.layers.61", _DECODER, 1)
+
+
+def _of_glm5(entry: str, layer: str) -> str:
+    if not entry.startswith(f"{layer}."):
+        return entry
+    return entry.replace(layer, "model" if any(name in entry for name in _STAGE) else _DECODER, 1)
+
+
+def _of_glm5_next(entry: str, layer: str) -> str:
+    for own in (layer.replace("model.", "model.language_model."), layer):
+        for name in _STAGE[1:]:
+            if f"{own}.{name}" in entry:
+                return entry.replace(f"{own}.{name}", f"model.{name}", 1)
+        if own in entry:
+            return entry.replace(own, _DECODER, 1)
+    return entry
+
+
+class _Class(NamedTuple):
+    rename: Callable[[str, str], str] = lambda entry, layer: entry  # given the name of the MTP layer in the file
+    methods: tuple[str, ...] = _RENAMED
+    is_left_out_whole: bool = False  # by an entry that is the layer itself (`_resolve_nextn_quant_config`)
+
+
+_CLASSES = {
+    "DeepseekV3ForCausalLMNextN": _Class(_of_deepseek, is_left_out_whole=True),
+    "GlmMoeDsaForCausalLMNextN": _Class(_of_glm5, methods=("quark",)),
+    "Glm5NextForConditionalGenerationNextN": _Class(_of_glm5_next, is_left_out_whole=True),
+}
+
+
+def _class_of(architectures: Collection[str]) -> _Class:
+    return next((_CLASSES[name] for name in architectures if name in _CLASSES), _Class())
+
+
+def read_config(pair: Pair, architectures: Collection[str]) -> Mapping[str, Any] | None:
+    """The quantization config with the entries as the drafter's class has renamed them."""
+    config, of = pair.quantization, _class_of(architectures)
+    if config is None or (method_of(config) if algorithm_of(config) is None else "modelopt") not in of.methods:
+        return config
+    return renamed(config, lambda entry: of.rename(entry, _layer(pair)))
+
+
+def is_unquantized(pair: Pair, architectures: Collection[str]) -> bool:
+    """Whether the drafter is built without the quantization config, because Quark's exclude has the whole layer."""
+    config, of = read_config(pair, architectures), _class_of(architectures)
+    if config is None or method_of(config) != "quark" or not of.is_left_out_whole:
+        return False
+    return leaves_out(config, of.rename(_layer(pair), _layer(pair)), "whole")
+
+
+def _layer(pair: Pair) -> str:
+    """The first layer after the target's."""
+    return f"model.layers.{pair.text.get('num_hidden_layers')}"
