@@ -285,6 +285,10 @@ def quark(*weights: dict) -> dict:
     return {"quant_method": "quark", "export": {}, "global_quant_config": of_all}
 
 
+def of_family(checkpoints: Files, architecture: str, model_type: str) -> None:
+    checkpoints.target.update(architectures=[architecture], model_type=model_type)
+
+
 LAYER61 = "model.layers.61"
 
 
@@ -324,7 +328,7 @@ def without_fc(checkpoints: Files) -> None:
     checkpoints.weights |= {f"{norm}.weight": torch.ones(H) for norm in norms}
 
 
-UP = "midlayer.mlp.up_proj"
+UP, OUT = "midlayer.mlp.up_proj", "self_attn.o_proj"
 GEMMA_DOWN = "model.layers.0.mlp.down_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
@@ -627,6 +631,17 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             ("GLM-5-next", "Glm5NextForConditionalGeneration", f"re:{LAYER61}.*"),
         )
     },
+    "MTP of DeepSeek with a layer in numbers that its config leaves out": (
+        MTPCheckpoints,
+        lambda c: (
+            excluded(c, "DeepseekV3ForCausalLM", ""),
+            c.weights.update({f"{LAYER61}.{OUT}.weight": torch.ones(96, 64)}),
+            c.target.update(
+                quantization_config={"quant_method": "fp8", "modules_to_not_convert": [f"{LAYER61}.{OUT}", "eh_proj"]}
+            ),
+        ),
+        {"eh_proj": "BF16"},
+    ),
     "MTP of which each engine has a bias of its own": (
         MTPCheckpoints,
         lambda c: (
@@ -1247,6 +1262,11 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             KEPT,
             (
                 "layer-quantized",
+                (SGLANG,),
+                f"builds {UP} quantized, as quantization_config says of it, and it is in num",
+            ),
+            (
+                "layer-quantized",
                 (V1, V2),
                 f"builds {UP} quantized: it calls it model.layers.{N}.mlp.gate_up_proj, which none of the file's",
             ),
@@ -1353,6 +1373,35 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("layer-quantized", (SGLANG, V1, V2), f"builds midlayer.mlp.{name} quantized: it takes the pattern in")
             for name in ("gate_proj", "up_proj")
         ],
+    ),
+    "layers in numbers that the config says are codes": (
+        lambda c: (
+            c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["fc", "model.fc"]}),
+            c.weights.update({f"midlayer.{name}.weight": torch.ones(96, 64) for name in ("mlp.down_proj", OUT)}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                f"builds midlayer.{name} quantized, as quantization_config says of it",
+            )
+            for name in ("mlp.down_proj", OUT)
+        ],
+    ),
+    "layers in numbers that GPTQ's config says are codes": (
+        # vLLM lists the layers in codes by the file's header.
+        lambda c: (
+            c.drafter.update(quantization_config=GPTQ | {"dynamic": {"-:.*fc": {}}}),
+            c.weights.update({f"{UP}.weight": torch.ones(96, 64)}),
+        ),
+        [("layer-quantized", (SGLANG,), f"builds {UP} quantized, as quantization_config says of it")],
+    ),
+    "a layer in numbers that mixed precision lists": (
+        lambda c: (
+            c.drafter.update(quantization_config=mixed(UP, "model.up_proj", f"model.layers.{N}.mlp.up_proj")),
+            c.weights.update({f"{UP}.weight": torch.ones(96, 64)}),
+        ),
+        [("layer-quantized", (SGLANG, V1, V2), f"builds {UP} quantized, as quantization_config says of it")],
     ),
     "codes that GPTQModel leaves out": (
         lambda c: with_config(c, {"quant_method": "fp8", "dynamic": {"-:.*fc": {}}}),
@@ -1754,6 +1803,22 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("DeepSeek", "DeepseekV3ForCausalLM", f"{LAYER61}.eh_proj"),
             ("GLM-5", "GlmMoeDsaForCausalLM", LAYER61),
             ("GLM-5", "GlmMoeDsaForCausalLM", f"re:{LAYER61}.*"),
+        )
+    },
+    **{
+        f"a layer of {title} that fp8 leaves out by the file's name": (
+            lambda c, architecture=architecture, kind=kind: (
+                of_family(c, architecture, kind),
+                c.weights.update({f"{LAYER}.{OUT}.weight": torch.ones(96, 64)}),
+                c.target.update(
+                    quantization_config={"quant_method": "fp8", "modules_to_not_convert": [f"{LAYER}.{OUT}", "eh_proj"]}
+                ),
+            ),
+            [("layer-quantized", (SGLANG,), f"builds {LAYER}.{OUT} quantized: it calls it model.decoder.{OUT}, which")],
+        )
+        for title, architecture, kind in (
+            ("GLM-4.5", "Glm4MoeForCausalLM", "glm4_moe"),
+            ("DeepSeek behind 12 layers", "DeepseekV3ForCausalLM", "deepseek_v3"),
         )
     },
     "layers of DeepSeek's MTP in codes, which SGLang leaves out with their parent": (
@@ -2268,6 +2333,15 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("layer-quantized", (SGLANG,), "calls layers.*.mlp.gate_proj gate_up_proj, which none of config_groups"),
             ("layer-quantized", (SGLANG,), "calls layers.*.mlp.up_proj gate_up_proj, which none of config_groups has"),
         ],
+    ),
+    "DFlash with an MLP in numbers, in a group that has the layers' names": (
+        lambda c: (
+            # SGLang calls it down_proj, which is in no group.
+            c.drafter.update(quantization_config=of_group("re:.*mlp.*")),
+            [c.weights.pop(name) for name in [*c.weights] if ".mlp." in name],
+            c.weights.update({f"layers.{layer}.mlp.down_proj.weight": torch.ones(96, 64) for layer in range(2)}),
+        ),
+        [("layer-quantized", (V1, V2), "builds layers.*.mlp.down_proj quantized, as quantization_config says of it")],
     ),
     "DFlash with keys and values left out by the layers' names": (
         lambda c: c.drafter["quantization_config"].update(ignore=["re:.*self_attn.*", "re:.*fc"]),

@@ -13,6 +13,7 @@ from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
 from .layers import (
+    Names,
     is_read_by_sglang,
     kind_of,
     look_at_layers,
@@ -92,14 +93,15 @@ def examine(pair: Pair, architecture: str) -> None:
     _look_at_projections(pair, architecture)
     seen = context_modules(pair.headers)
     own = {path for path in pair.layers if not is_target(architecture) or path.startswith("mtp.")}
-    look_at_layers(pair, own - seen, partial(_held_in, pair, architecture))
+    names = {}
+    if architecture in _SGLANG_NAMES_NO_LAYER and not _is_nemotron_35(pair, architecture):
+        names["sglang"] = Names(names_without_layer)
+    if architecture in _VLLM_COUNTS_ON:
+        names["vllm"] = Names(partial(names_in_vllm, pair, renames=architecture in _VLLM_RENAMES))
+    look_at_layers(pair, own - seen, partial(_held_in, pair, architecture), names)
     if architecture != "Gemma4DSparkModel":  # whose q, k and v stay apart
         look_at_merged(pair, own)
-    if architecture in _SGLANG_NAMES_NO_LAYER and not _is_nemotron_35(pair, architecture):
-        look_at_names(pair, own, names_without_layer, SGLANG)
-    if architecture in _VLLM_COUNTS_ON:
-        names = partial(names_in_vllm, pair, renames=architecture in _VLLM_RENAMES)
-        look_at_names(pair, own, names, VLLM_V1, VLLM_V2)
+    look_at_names(pair, own, names)
     return None
 
 

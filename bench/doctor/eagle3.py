@@ -14,7 +14,7 @@ from eagle_kernels.checkpoint_files import Checkpoint
 from eagle_kernels.drafter_config import get_field
 from eagle_kernels.quantized_checkpoint import is_of_activations
 
-from .layers import kind_of, look_at_layers, look_at_merged, look_at_names, names_in_vllm, names_without_layer
+from .layers import Names, kind_of, look_at_layers, look_at_merged, look_at_names, names_in_vllm, names_without_layer
 from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
 from .quantization import (
     EMBEDDING,
@@ -53,21 +53,21 @@ def examine(pair: Pair, trained_by: str | None) -> None:
     _look_at_flags(pair, config)
     _look_at_vocabulary(pair, config)
     seen = {name.rpartition(".")[0] for name in pair.headers if _is_seen(name)}
-    look_at_layers(pair, pair.layers.keys() - seen, partial(_held_in, pair, config))
+    names = {"sglang": Names(partial(_names_in_sglang, pair)), "vllm": Names(partial(names_in_vllm, pair))}
+    look_at_layers(pair, pair.layers.keys() - seen, partial(_held_in, pair, config), names)
     look_at_merged(pair, pair.layers)
-    if not any(name in _MLA for name in pair.architectures):
-        look_at_names(pair, pair.layers, _names_in_sglang, SGLANG)
-    elif config.projection and not _MLA_FC.isdisjoint(pair.architectures):
-        # Its fc alone takes the config under a name of its own; llama_eagle3's takes none.
-        look_at_names(pair, ["fc"], lambda path: ["model.fc"] if _in_sglang(pair) == TAKES_CONFIG else [], SGLANG)
-    look_at_names(pair, pair.layers, partial(names_in_vllm, pair), VLLM_V1, VLLM_V2)
+    look_at_names(pair, pair.layers, names)
     return None
 
 
-def _names_in_sglang(path: str) -> list[str]:
-    """`llama_eagle3` gives the parts of each layer the model's prefix, without the layer's."""
-    names = names_without_layer(path)
-    return [f"model.self_attn.{name}" if name == "o_proj" else f"model.{name}" for name in names]
+def _names_in_sglang(pair: Pair, path: str) -> list[str]:
+    """`llama_eagle3` gives the parts of each layer the model's prefix, without the layer's; its fc takes no config.
+    Of `kimi_k25_eagle3` fc takes it, under a name of its own."""
+    if not any(name in _MLA for name in pair.architectures):
+        names = names_without_layer(path)
+        return [f"model.self_attn.{name}" if name == "o_proj" else f"model.{name}" for name in names]
+    takes_fc = not _MLA_FC.isdisjoint(pair.architectures) and _in_sglang(pair) == TAKES_CONFIG
+    return ["model.fc"] if path == "fc" and takes_fc else []
 
 
 def _is_seen(name: str) -> bool:

@@ -1,22 +1,24 @@
 """Codes in the layers after a drafter's input stage: attention, MLP, experts, embedding, head and norms."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from eagle_kernels.engines.scales import MERGED
 from eagle_kernels.quantization_config import algorithm_of, section_of, unread_format
 from eagle_kernels.quantized_checkpoint import check_projection
 
 from . import experts
-from .pair import OP, VLLM_V1, Header, Pair
+from .pair import ENGINES, OP, Header, Pair
 from .quantization import (
     NO_PATTERN,
     NORM,
     TAKES_CONFIG,
     codes_of,
     described,
+    expects_codes,
     holds_codes,
+    is_in_numbers,
     is_left_out_by_a_pattern,
     is_of_experts,
     misnamed,
@@ -25,6 +27,7 @@ from .quantization import (
 )
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_ENGINE_OF = {name: engine for engine, names in ENGINES.items() for name in names}
 _HEADS = ("lm_head", "head", "output")
 _OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp|feed_forward)\.(?P<name>\w+)")
 # The projection of the captured layers: Kimi K3's is the latter.
@@ -50,12 +53,25 @@ def is_read_by_sglang(path: str) -> bool:
     return path.endswith(".wo_a")
 
 
-def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Mapping[str, str]]) -> None:
+class Names(NamedTuple):
+    """How an engine looks a drafter's layers up in the config's lists."""
+
+    of: Callable[[str], list[str]]  # its own names, given the path in the file; [] where it calls the layer so too
+    read: Mapping[str, Any] | None = None  # the config with the entries as the engine's class has renamed them
+
+
+def look_at_layers(
+    pair: Pair,
+    paths: Iterable[str],
+    held_in: Callable[[str], Mapping[str, str]],
+    names: Mapping[str, Names],
+) -> None:
     """Report codes in these layers of the file that cannot be read, and engines that misread them or expect them.
 
     Args:
         held_in: for a path, what each engine holds the layer in, as in `look_at_codes`; an engine that takes its
             target's weight there is left out.
+        names: by engine, where it does not call each layer as the file does.
     """
     paths = set(paths)
     layers = _alike(path for path in paths if holds_codes(pair, path))
@@ -69,14 +85,30 @@ def look_at_layers(pair: Pair, paths: Iterable[str], held_in: Callable[[str], Ma
             for text, engines in misread(pair, path, path, places):
                 wrong.append(_Wrong("layer-quantized", tuple(engines), path, text))
     _report(pair, wrong, layers)
-    in_numbers = (path for path in paths if _OF_LAYER.search(path) and not holds_codes(pair, path))
-    layers = _alike(path for path in in_numbers if is_left_out_by_a_pattern(pair, path))
+    in_numbers = (path for path in paths if _OF_LAYER.search(path) and is_in_numbers(pair, path))
+    layers = _alike(path for path in in_numbers if _merged_codes(pair, path, paths) is None)  # see `look_at_merged`
     wrong = []
     for path in (path for alike in layers.values() for path in alike):
-        takes = tuple(engine for engine, place in held_in(path).items() if place == TAKES_CONFIG)
+        takes = [engine for engine, place in held_in(path).items() if place == TAKES_CONFIG]
+        if is_left_out_by_a_pattern(pair, path):
+            text = f"builds {path} quantized: {NO_PATTERN}"
+        else:
+            takes = [name for name in takes if _expects_codes(pair, path, names, _ENGINE_OF[name])]
+            text = f"builds {path} quantized, as quantization_config says of it, and it is in numbers"
         if takes:
-            wrong.append(_Wrong("layer-quantized", takes, path, f"builds {path} quantized: {NO_PATTERN}"))
+            wrong.append(_Wrong("layer-quantized", tuple(takes), path, text))
     _report(pair, wrong, layers)
+
+
+def _expects_codes(pair: Pair, path: str, names: Mapping[str, Names], engine: str) -> bool:
+    own = names.get(engine, Names(lambda path: []))
+    return expects_codes(pair, path, own.of(path) or [_merged(path), path], engine, own.read)
+
+
+def _merged(path: str) -> str:
+    """The name of the layer that engines merge this one into: layers.0.self_attn.qkv_proj for that of q_proj."""
+    parent, _, name = path.rpartition(".")
+    return f"{parent}.{next((merged for merged, parts in MERGED.items() if name in parts), name)}"
 
 
 def look_at_merged(pair: Pair, paths: Iterable[str]) -> None:
@@ -85,28 +117,29 @@ def look_at_merged(pair: Pair, paths: Iterable[str]) -> None:
     paths = {path for alike in layers.values() for path in alike}
     wrong = []
     for path in sorted(paths):
-        parent, _, name = path.rpartition(".")
-        others = [f"{parent}.{other}" for parts in MERGED.values() if name in parts for other in parts]
-        in_codes = next((other for other in others if other in paths and holds_codes(pair, other)), None)
+        in_codes = _merged_codes(pair, path, paths)
         if in_codes is not None and not holds_codes(pair, path):
             text = f"{path} is in numbers and {in_codes} in codes: engines merge them into one layer"
             wrong.append(_Wrong("layer-quantized", (), path, text))
     _report(pair, wrong, layers)
 
 
-def look_at_names(pair: Pair, paths: Iterable[str], names_of: Callable[[str], list[str]], *engines: str) -> None:
-    """Report layers that engines look for in the config under another name than the checkpoint's.
+def _merged_codes(pair: Pair, path: str, paths: Collection[str]) -> str | None:
+    """One of the layers in codes that engines merge with this one."""
+    parent, _, name = path.rpartition(".")
+    others = [f"{parent}.{other}" for parts in MERGED.values() if name in parts for other in parts]
+    return next((other for other in others if other in paths and holds_codes(pair, other)), None)
 
-    Args:
-        names_of: the names that those engines look for, given the checkpoint's path; [] where they look for the path.
-    """
+
+def look_at_names(pair: Pair, paths: Iterable[str], names: Mapping[str, Names]) -> None:
+    """Report layers that engines look for in the config under another name than the checkpoint's."""
     layers = _alike(path for path in paths if codes_of(parameters_of(pair, path)) is not None)
-    wrong = []
-    for path in (path for alike in layers.values() for path in alike):
-        names = names_of(path)
-        if names and (text := misnamed(pair, path, names, "vllm" if VLLM_V1 in engines else "sglang")) is not None:
-            wrong.append(_Wrong("layer-quantized", engines, path, text))
-    _report(pair, wrong, layers)
+    for engine, own in names.items():
+        wrong = []
+        for path in (path for alike in layers.values() for path in alike):
+            if (called := own.of(path)) and (text := misnamed(pair, path, called, engine, own.read)) is not None:
+                wrong.append(_Wrong("layer-quantized", ENGINES[engine], path, text))
+        _report(pair, wrong, layers)
 
 
 def names_in_vllm(pair: Pair, path: str, renames: bool = False) -> list[str]:
@@ -125,11 +158,9 @@ def names_in_vllm(pair: Pair, path: str, renames: bool = False) -> list[str]:
     match = _OF_DRAFTER.fullmatch(own)
     if match is None or kind_of(path) != "linear" or type(layers) is not int:
         return []
-    name = match["name"]
-    merged = next((merged for merged, parts in MERGED.items() if name in parts), name)
     if renames and pair.quantization is not None and algorithm_of(pair.quantization) is not None:
-        return [f"{prefix}{own.removesuffix(name)}{merged}" for prefix in ("", "model.")]
-    return [f"model.layers.{layers + int(match['number'] or 0)}.{match['part']}.{merged}"]
+        return [_merged(own), f"model.{_merged(own)}"]
+    return [_merged(f"model.layers.{layers + int(match['number'] or 0)}.{match['part']}.{match['name']}")]
 
 
 def names_without_layer(path: str) -> list[str]:

@@ -10,8 +10,8 @@ from eagle_kernels.models.family import EngineStage, ModelFamily, MTPStage
 from eagle_kernels.quantization_config import method_of
 
 from . import nextn
-from .layers import is_read_by_sglang, kind_of, look_at_layers, look_at_merged
-from .pair import ENGINES, Pair
+from .layers import Names, is_read_by_sglang, kind_of, look_at_layers, look_at_merged, look_at_names
+from .pair import ENGINES, SGLANG, Pair
 from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes, misnamed
 
 # SGLang's `deepseek_nextn` gives its projection a quantization config only if it is Quark's.
@@ -81,8 +81,16 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
     seen = {name.rpartition(".")[0] for stems in layers.values() for name in stems}
     is_alone = not family.config_types or pair.drafter.get("model_type") in stage.drafter_types
     own = _own_paths(pair, layers, is_alone)
-    look_at_layers(pair, own - seen, partial(_layer_held_in, pair, family, stage))
+    held_in_layer = partial(_layer_held_in, pair, family, stage)
+    names = {}
+    if (served := stage.engines.get("sglang")) is not None:
+        names["sglang"] = Names(
+            partial(nextn.names_of, served.architectures), nextn.read_config(pair, served.architectures)
+        )
+    look_at_layers(pair, own - seen, held_in_layer, names)
     look_at_merged(pair, own)
+    takes = [path for path in own - seen if held_in_layer(path).get(SGLANG) == TAKES_CONFIG]
+    look_at_names(pair, takes, names)
     return None
 
 

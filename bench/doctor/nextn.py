@@ -1,15 +1,19 @@
-"""What SGLang 0.5.23 makes of the names in a config's lists for an MTP drafter, whose layer it calls model.decoder.
+"""What SGLang 0.5.23 makes of the names in a config's lists for an MTP drafter, whose layer it calls otherwise.
 
 A class may rename the entries (`hf_to_sglang_mapper`), which reaches the methods of `_RENAMED` alone: AWQ, GPTQ and
 auto-round have no `apply_weight_name_mapper`.
 
-| drafter | entries that it renames |
-|---|---|
-| DeepSeek V3 | those with model.layers.61 in them |
-| GLM-5 | Quark's that begin with model.layers.N. |
-| GLM-5-next | those with model.layers.N in them |
+| drafter | its layer | entries that it renames |
+|---|---|---|
+| DeepSeek V3 | model.decoder | those with model.layers.61 in them |
+| GLM-5 | model.decoder | Quark's that begin with model.layers.N. |
+| GLM-5-next | model.decoder | those with model.layers.N in them |
+| GLM-4.5 to 4.7, Lite, GLM-OCR, GigaChat 3.5, HunYuan V3, MiMo-V2 | model.decoder | none |
+| Qwen3-Next | model.layers.0 | none |
 
-Source: `deepseek_nextn`, `glm4_moe` (`GlmMoeDsaForCausalLMNextN`), `glm5_next_nextn`, `_get_quantization_config`.
+Source: `deepseek_nextn`, `glm4_moe` (`GlmMoeDsaForCausalLMNextN`), `glm5_next_nextn`, `glm4_moe_nextn`,
+`glm4_moe_lite_nextn`, `glm_ocr_nextn`, `gigachat35_mtp`, `hunyuan_v3_nextn`, `mimo_v2_nextn`, `qwen3_next_mtp`;
+`_get_quantization_config`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +21,7 @@ from typing import Any, NamedTuple
 
 from eagle_kernels.quantization_config import algorithm_of, leaves_out, method_of, renamed
 
+from .layers import names_without_layer
 from .pair import Pair
 
 _RENAMED = ("compressed-tensors", "fp8", "humming", "modelopt", "mxfp8", "quark")
@@ -46,15 +51,24 @@ def _of_glm5_next(entry: str, layer: str) -> str:
 
 
 class _Class(NamedTuple):
+    decoder: str | None = None  # what it calls its layer; None where that is not known
     rename: Callable[[str, str], str] = lambda entry, layer: entry  # given the name of the MTP layer in the file
     methods: tuple[str, ...] = _RENAMED
     is_left_out_whole: bool = False  # by an entry that is the layer itself (`_resolve_nextn_quant_config`)
 
 
 _CLASSES = {
-    "DeepseekV3ForCausalLMNextN": _Class(_of_deepseek, is_left_out_whole=True),
-    "GlmMoeDsaForCausalLMNextN": _Class(_of_glm5, methods=("quark",)),
-    "Glm5NextForConditionalGenerationNextN": _Class(_of_glm5_next, is_left_out_whole=True),
+    "DeepseekV3ForCausalLMNextN": _Class(_DECODER, _of_deepseek, is_left_out_whole=True),
+    "GlmMoeDsaForCausalLMNextN": _Class(_DECODER, _of_glm5, methods=("quark",)),
+    "Glm5NextForConditionalGenerationNextN": _Class(_DECODER, _of_glm5_next, is_left_out_whole=True),
+    **dict.fromkeys(
+        (
+            *("Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN", "GlmOcrForConditionalGenerationNextN"),
+            *("GigaChat35ForCausalLMNextN", "HYV3ForCausalLMNextN", "MiMoV2MTP"),
+        ),
+        _Class(_DECODER),
+    ),
+    "Qwen3NextForCausalLMMTP": _Class("model.layers.0"),
 }
 
 
@@ -68,6 +82,14 @@ def read_config(pair: Pair, architectures: Collection[str]) -> Mapping[str, Any]
     if config is None or (method_of(config) if algorithm_of(config) is None else "modelopt") not in of.methods:
         return config
     return renamed(config, lambda entry: of.rename(entry, _layer(pair)))
+
+
+def names_of(architectures: Collection[str], path: str) -> list[str]:
+    """["model.decoder.self_attn.qkv_proj", "model.decoder.self_attn.q_proj"] for model.layers.61.self_attn.q_proj: the
+    merged layer, and its part, which methods try too; [] where the name is not known."""
+    decoder, names = _class_of(architectures).decoder, names_without_layer(path)
+    part = next((part for part in ("self_attn", "mlp") if f".{part}." in path), None)
+    return [f"{decoder}.{part}.{name}" for name in names] if decoder and part else []
 
 
 def is_unquantized(pair: Pair, architectures: Collection[str]) -> bool:

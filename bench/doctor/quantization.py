@@ -42,6 +42,8 @@ _NAMINGS: dict[str, dict[str, Naming]] = {
         **dict.fromkeys(("compressed-tensors", "fbgemm_fp8", "fp8", "quark"), "whole"),
     },
 }
+# SGLang's methods without a table of merged layers.
+_BY_MERGED_NAME = ("awq", "gptq", "gptqmodel")
 # Methods that both engines have for linear layers and experts only.
 _OF_LINEAR_LAYERS = ("fp8", "fbgemm_fp8", "quark", "w8a8_fp8", "w8a8_int8", "mxfp4")
 
@@ -128,10 +130,9 @@ def misnamed(
     read = config if read is None else read
     if engine == "vllm" and (text := _misread_from_header(pair, config, path, names[0])) is not None:
         return text
-    method = method_of(config)
-    naming = _NAMINGS[engine].get(method, "part") if isinstance(method, str) else "part"
-    if engine == "sglang" and method in ("awq", "gptq", "gptqmodel"):
-        names = names[:1]  # these have no table of merged layers
+    method, naming = method_of(config), _naming_of(config, engine)
+    if engine == "sglang" and method in _BY_MERGED_NAME:
+        names = names[:1]
     if holds_codes(pair, path):
         is_listed = algorithm_of(config) == "MIXED_PRECISION" and lists_layer(config, path)
         if is_listed and not _finds_algorithm(read, path, names, engine):
@@ -151,6 +152,33 @@ def misnamed(
             return f"builds {path} quantized: it takes the entry that leaves it out for a layer's own name"
         return f"builds {path} quantized: it calls it {names[0]}, which quantization_config does not leave out"
     return None
+
+
+def expects_codes(
+    pair: Pair, path: str, names: Sequence[str], engine: str, read: Mapping[str, Any] | None = None
+) -> bool:
+    """Whether an engine builds a layer in numbers quantized: the config has codes there, by the engine's names too.
+
+    The engine then makes a parameter for codes and their scales, and skips the file's numbers or takes them for codes.
+
+    Args:
+        names, read: as in `misnamed`.
+    """
+    config = pair.quantization
+    if config is None or not _covers(config, path) or (engine == "vllm" and _vllm_finds_numbers(pair, names[0])):
+        return False
+    read, naming = config if read is None else read, _naming_of(config, engine)
+    names = names[:1] if method_of(config) in _BY_MERGED_NAME else names
+    if algorithm_of(config) == "MIXED_PRECISION":
+        has_codes = _finds_algorithm(read, path, names, engine)
+    else:
+        has_codes = any(_covers(read, name, naming) for name in names)
+    return has_codes and not any(leaves_out(read, name, naming) for name in names)
+
+
+def _naming_of(config: Mapping[str, Any], engine: str) -> Naming:
+    method = method_of(config)
+    return _NAMINGS[engine].get(method, "part") if isinstance(method, str) else "part"
 
 
 def _finds_algorithm(config: Mapping[str, Any], path: str, names: Sequence[str], engine: str) -> bool:
@@ -262,6 +290,10 @@ def holds_codes(pair: Pair, path: str) -> bool:
     parameters = parameters_of(pair, path)
     stored = codes_of(parameters)
     return stored is not None and parameters[stored].dtype not in _NUMBERS
+
+
+def is_in_numbers(pair: Pair, path: str) -> bool:
+    return codes_of(parameters_of(pair, path)) is not None and not holds_codes(pair, path)
 
 
 def parameters_of(pair: Pair, path: str) -> Mapping[str, Header]:
