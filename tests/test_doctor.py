@@ -1835,6 +1835,43 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             )
         ],
     ),
+    "Qwen 3.5 whose config leaves out another part of MTP, with a layer in numbers that SGLang expects in codes": (
+        # One rule of mtp's is enough for vLLM to build all layers in numbers, whatever it names.
+        lambda c: (
+            as_qwen35(c, in_codes=False),
+            c.weights.update({f"mtp.layers.0.{OUT}.weight": torch.ones(96, 64)}),
+            c.target.update(quantization_config=GPTQ | {"dynamic": {"-:.*mtp.*mlp": {}, "-:.*fc": {}}}),
+        ),
+        [("layer-quantized", (SGLANG,), f"builds mtp.layers.0.{OUT} quantized, as quantization_config says of it")],
+    ),
+    "Qwen 3.5 with a layer in codes whose config leaves out another part of MTP": (
+        lambda c: (
+            as_qwen35(c, in_codes=False),
+            c.weights.update({f"mtp.layers.0.{OUT}.qweight": torch.zeros(8, 96, dtype=torch.int32)}),
+            c.weights.update({f"mtp.layers.0.{OUT}.scales": torch.ones(2, 96).half()}),
+            c.weights.update({f"mtp.layers.0.{OUT}.qzeros": middle_zeros(2, 96)}),
+            c.target.update(quantization_config=GPTQ | {"dynamic": {"-:.*mtp.*mlp": {}, "-:.*fc": {}}}),
+        ),
+        [("layer-quantized", (V1, V2), f"holds mtp.layers.0.{OUT} in a linear layer without a quantization method")],
+    ),
+    "a layer of Step-3.5's MTP in FP8, which SGLang builds in numbers": (
+        lambda c: (
+            of_family(c, "Step3p5ForCausalLM", "step3p5"),
+            c.target.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["eh_proj"]}),
+            c.weights.update({f"{LAYER}.{OUT}.weight": torch.ones(96, 64).to(FP8)}),
+            c.weights.update({f"{LAYER}.{OUT}.weight_scale": torch.ones(())}),
+        ),
+        [("layer-quantized", (SGLANG,), f"holds {LAYER}.{OUT} in a linear layer without a quantization method")],
+    ),
+    "a layer of Qwen 3.5 in Quark's FP8, which SGLang builds in numbers as it does experts": (
+        lambda c: (
+            as_qwen35(c, in_codes=False),
+            c.weights.update({f"mtp.layers.0.{OUT}.weight": torch.ones(96, 64).to(FP8)}),
+            c.weights.update({f"mtp.layers.0.{OUT}.weight_scale": torch.ones(96, 1)}),
+            c.target.update(quantization_config=QUARK | {"exclude": ["mtp.fc", "mtp.layers.0.mlp.experts"]}),
+        ),
+        [("layer-quantized", (SGLANG,), f"holds mtp.layers.0.{OUT} in a linear layer without a quantization method")],
+    ),
     "MTP in bitsandbytes": (
         lambda c: in_bitsandbytes(c, f"{LAYER}.eh_proj"),
         [

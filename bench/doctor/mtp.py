@@ -23,6 +23,12 @@ _NOT_IN_FP4 = _TAKE_QUARK | {
     *("BailingMoeForCausalLMNextN", "Qwen3_5ForCausalLMMTP"),
 }
 
+# It gives the decoder layer of these no quantization config.
+_SGLANG_IN_NUMBERS = {"Step3p5MTP", "InklingForConditionalGenerationMTP"}
+# Each engine takes one entry for all layers of these: vLLM a rule of GPTQ's `dynamic` that leaves out mtp, SGLang an
+# expert of mtp in Quark's exclude.
+_QWEN3_5 = {"Qwen3_5MTP", "Qwen3_5MoeMTP", "InternS2MobiusMTP", "Qwen3_5ForCausalLMMTP", "Qwen4ExpForCausalLMMTP"}
+
 # What engines call the projection in the config's lists, where not as the file does.
 # Source: SGLang 0.5.23 `deepseek_nextn`, `dots3_common/nextn`, `longcat_flash_nextn`, `mistral_eagle`; vLLM 0.32
 # `gemma4_mtp`, `longcat_flash_mtp`, `llama_eagle`, `cohere_eagle`, `mistral_eagle`, `mistral_large_3_eagle`.
@@ -122,11 +128,32 @@ def _layer_held_in(pair: Pair, family: ModelFamily, stage: MTPStage, path: str) 
         if path.endswith("masked_embedding.centroids"):
             held_in |= dict.fromkeys(ENGINES[engine], PLAIN)
             continue
-        in_numbers = is_modelopt_fp4(pair.quantization) and not _NOT_IN_FP4.isdisjoint(served.architectures)
-        in_numbers |= nextn.is_unquantized(pair, served.architectures)
+        in_numbers = _is_in_numbers(pair, engine, {*served.architectures})
         place = EMBEDDING if kind == "embedding" else UNQUANTIZED if in_numbers else TAKES_CONFIG
         held_in |= dict.fromkeys(ENGINES[engine], place)
     return held_in
+
+
+def _is_in_numbers(pair: Pair, engine: str, architectures: set[str]) -> bool:
+    """Whether an engine builds the layers after the stage without a quantization method, whatever the config says.
+
+    Source: SGLang 0.5.23 `step3p5_mtp`, `inkling`, `qwen3_5_mtp`; vLLM 0.33 `qwen3_5_mtp`.
+    """
+    config = pair.quantization
+    if config is None:
+        return False
+    if engine == "vllm":
+        stated = pair.drafter.get("quantization_config")
+        rules = stated.get("dynamic") if isinstance(stated, Mapping) and not is_modelopt_fp4(config) else None
+        of_mtp = isinstance(rules, Mapping) and any(rule.startswith("-:") and "mtp" in rule for rule in rules)
+        return of_mtp and not _QWEN3_5.isdisjoint(architectures)
+    if not _SGLANG_IN_NUMBERS.isdisjoint(architectures) or nextn.is_unquantized(pair, architectures):
+        return True
+    if method_of(config) == "quark" and not _QWEN3_5.isdisjoint(architectures):
+        excluded = config.get("exclude")
+        entries = [entry for entry in excluded if isinstance(entry, str)] if isinstance(excluded, list) else []
+        return any(entry.startswith("mtp.") and "mlp.experts" in entry for entry in entries)
+    return is_modelopt_fp4(config) and not _NOT_IN_FP4.isdisjoint(architectures)
 
 
 def _summary(stage: EngineStage, config: MTPConfig) -> str:
