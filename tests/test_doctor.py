@@ -160,7 +160,8 @@ def of_group(*targets: str) -> dict:
 def mixed(*layers: str) -> dict:
     """Model-Optimizer's, with these layers in FP8, and another in NVFP4: without one SGLang takes it for W4AFP8."""
     listed = {layer: {"quant_algo": "FP8"} for layer in layers} | {"other": {"quant_algo": "NVFP4", "group_size": 16}}
-    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
+    return config | {"quantized_layers": listed}
 
 
 class GemmaCheckpoints(Files):
@@ -931,6 +932,31 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "a config of Quark without export": (
         lambda c: c.drafter.update(quantization_config=QUARK | {"export": None, "exclude": ["model.fc"]}),
         [("engine-format", (SGLANG, V1, V2), "refuses the config: it lacks export")],
+    ),
+    "mixed precision that says nothing of the KV cache": (
+        lambda c: (
+            c.drafter.update(quantization_config=mixed("lm_head")),
+            c.drafter["quantization_config"].pop("kv_cache_quant_algo"),
+        ),
+        [
+            (
+                "engine-format",
+                (SGLANG,),
+                "it lacks kv_cache_quant_algo and kv_cache_scheme, and there is no hf_quant_con",
+            )
+        ],
+    ),
+    "a quant_algo in lower case": (
+        lambda c: c.drafter.update(quantization_config=MODELOPT_FP8 | {"quant_algo": "fp8", "ignore": ["fc"]}),
+        [("engine-format", (SGLANG,), "refuses the config: it has no quant_algo fp8")],
+    ),
+    "a quant_algo in lower case, in hf_quant_config.json alone": (
+        lambda c: c.drafter.update(quantization_config={"quant_algo": "fp8", "exclude_modules": ["fc"]}),
+        [("engine-format", (SGLANG,), "takes the checkpoint for one in numbers: it has no quant_algo fp8")],
+    ),
+    "MXFP8 in hf_quant_config.json alone": (
+        lambda c: c.drafter.update(quantization_config={"quant_algo": "MXFP8", "exclude_modules": ["fc"]}),
+        [("engine-format", (V1, V2), "refuses the config: it has no quant_algo MXFP8 in hf_quant_config.json alone")],
     ),
     "mixed precision without NVFP4": (
         lambda c: (

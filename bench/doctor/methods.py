@@ -3,7 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eagle_kernels.quantization_config import algorithm_of, lists_algorithms, method_of, of_quark, unread_format
+from eagle_kernels.quantization_config import (
+    HF_FILE,
+    algorithm_of,
+    lists_algorithms,
+    method_of,
+    of_quark,
+    stated_algorithm,
+    unread_format,
+)
 
 from .pair import ENGINES, SGLANG, Pair
 from .quantization import groups_of
@@ -53,11 +61,15 @@ def look_at_method(pair: Pair) -> None:
 
 _FP4 = ("NVFP4", "W4A16_NVFP4")
 # Model-Optimizer's quant_algo that each engine reads. Source: `_parse_modelopt_quant_config` of SGLang 0.5.23, whose
-# other values end in `ModelOptFp8Config`, which reads FP8; vLLM 0.32 `modelopt.QUANT_ALGOS`.
+# other values, lower case among them, end in `ModelOptFp8Config`, which reads FP8; vLLM 0.33 `modelopt.QUANT_ALGOS`.
 _ALGORITHMS = {
     "sglang": (*_FP4, "NVFP4_AWQ", "FP8", "MXFP8", "MIXED_PRECISION"),
     "vllm": (*_FP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "MIXED_PRECISION"),
 }
+# Those of them that vLLM has no method for if hf_quant_config.json alone says them: `_normalize_quantization_config`.
+_NOT_ALONE = ("W4A16_NVFP4", "MXFP8")
+# Where SGLang's modelopt_mixed needs the file beside a config that lacks one of them: `get_quant_config`.
+_OF_MIXED = (("quantized_layers",), ("kv_cache_quant_algo", "kv_cache_scheme"))
 
 
 # Source: vLLM 0.32 `DEPRECATED_QUANTIZATION_METHODS`; its `speculative.py` makes the drafter's ModelConfig without the
@@ -68,9 +80,17 @@ _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(engine, why) for each engine that has the method and ends with an error for what the config says beside it."""
     if method.startswith("modelopt") and (algorithm := algorithm_of(config)) is not None:
+        is_file_alone = config.get("quant_method") is None
+        read = {"sglang": stated_algorithm(config), "vllm": algorithm}
         for engine, known in _ALGORITHMS.items():
-            if algorithm not in known:
-                yield engine, f"it has no quant_algo {algorithm}"
+            if read[engine] not in known:
+                yield engine, f"it has no quant_algo {read[engine]}"
+        if is_file_alone and algorithm in _NOT_ALONE:
+            yield "vllm", f"it has no quant_algo {algorithm} in {HF_FILE} alone"
+        if algorithm == "MIXED_PRECISION" and not is_file_alone and HF_FILE not in config:
+            lacking = [" and ".join(keys) for keys in _OF_MIXED if not any(key in config for key in keys)]
+            if lacking and lists_algorithms(config, _FP4):
+                yield "sglang", f"it lacks {' and '.join(lacking)}, and there is no {HF_FILE}"
     if method in _DEPRECATED:
         yield "vllm", "the method is deprecated, and --allow-deprecated-quantization is for the target alone"
     if method == "quark":

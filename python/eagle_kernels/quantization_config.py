@@ -37,7 +37,7 @@ from .quantized_weight import E4M3, FORMATS
 # Integers in groups, which `int4_checkpoint` reads; FORMATS has the formats of codes.
 _PACKED, _GPTQ, _AWQ = "pack-quantized", "gptq", "awq"
 
-_HF_FILE = "hf_quant_config.json"
+HF_FILE = "hf_quant_config.json"
 # Where config.json has the section, in the order of vLLM 0.33 `weight_utils.get_quant_config`.
 _INLINE = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",))
 _FP8 = ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32")
@@ -181,8 +181,14 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
 
 def algorithm_of(config: Mapping[str, Any]) -> str | None:
     """Model-Optimizer's quant_algo, in upper case: its own, that in `quantization`, or that of hf_quant_config.json."""
+    algorithm = stated_algorithm(config)
+    return None if algorithm is None else algorithm.upper()
+
+
+def stated_algorithm(config: Mapping[str, Any]) -> str | None:
+    """The same in the case in which the file has it."""
     found = (section.get("quant_algo") for section in _sections(config))
-    return next((algorithm.upper() for algorithm in found if isinstance(algorithm, str)), None)
+    return next((algorithm for algorithm in found if isinstance(algorithm, str)), None)
 
 
 def lists_layer(config: Mapping[str, Any], path: str, is_whole: bool = False) -> bool:
@@ -201,7 +207,7 @@ def lists_algorithms(config: Mapping[str, Any], algorithms: Sequence[str]) -> bo
 
 def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Where Model-Optimizer's keys are."""
-    return config, _mapping(config.get("quantization")), _mapping(config.get(_HF_FILE))
+    return config, _mapping(config.get("quantization")), _mapping(config.get(HF_FILE))
 
 
 def _own_algorithm(section: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
@@ -269,7 +275,7 @@ def renamed(config: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[
         changed |= {key: {rename(name): layers[key][name] for name in layers[key]} for key in layers}
         return {**section, **changed}
 
-    sections = {key: of_section(_mapping(config[key])) for key in ("quantization", _HF_FILE) if key in config}
+    sections = {key: of_section(_mapping(config[key])) for key in ("quantization", HF_FILE) if key in config}
     groups = {
         name: of_section(group, ("targets",)) if isinstance(group, Mapping) else group
         for name, group in _mapping(config.get("config_groups")).items()
@@ -416,7 +422,7 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
     if method_of(config) == "auto-round":
         yield from _of_data_type(section_of(config, path))
     yield from _of_algorithm(config, path, "", is_left_out)
-    for where, section in (("quantization.", config.get("quantization")), (f"{_HF_FILE}: ", config.get(_HF_FILE))):
+    for where, section in (("quantization.", config.get("quantization")), (f"{HF_FILE}: ", config.get(HF_FILE))):
         yield from _of_algorithm(_mapping(section), path, where, is_left_out)
     compression, group = config.get("format"), _group_of(config, path)
     # GPTQ and AWQ have a `format` too; transformers 5 writes it beside their older keys.
@@ -554,10 +560,10 @@ def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
     """quantization_config of config.json or of its text_config, or compression_config. `quantization` of
     hf_quant_config.json is added to it under that file's name, or returned alone. None where there is neither."""
     inline = _section(op, folder / "config.json", _INLINE)
-    beside = _section(op, folder / _HF_FILE, (("quantization",),))
+    beside = _section(op, folder / HF_FILE, (("quantization",),))
     if inline is None or beside is None:
         return beside if inline is None else inline
-    return {**inline, _HF_FILE: beside}
+    return {**inline, HF_FILE: beside}
 
 
 def _section(op: str, file: Path, paths: Sequence[tuple[str, ...]]) -> Mapping[str, Any] | None:

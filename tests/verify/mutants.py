@@ -711,7 +711,7 @@ MUTANTS = (
     Mutant(QUANTIZATION_CONFIG, 'weights.get("type", "int") != "float"', "False"),
     Mutant(QUANTIZATION_CONFIG, "name == path or path.endswith(", "path.endswith("),
     Mutant(QUANTIZATION_CONFIG, 'or any(_matches(name, path) for name in _list(config.get("ignore")))', ""),
-    Mutant(QUANTIZATION_CONFIG, "{**inline, _HF_FILE: beside}", "inline"),
+    Mutant(QUANTIZATION_CONFIG, "{**inline, HF_FILE: beside}", "inline"),
     Mutant(QUANTIZATION_CONFIG, "{**config, **own}", "config"),
     Mutant(QUANTIZATION_CONFIG, 'f"re:(?:{pattern}){_END_OF_A_PART}"', 'f"re:(?:{pattern})"'),
     Mutant(QUANTIZATION_CONFIG, "if not _OF_PATTERNS.isdisjoint(entry)]", "]"),
