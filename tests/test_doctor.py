@@ -157,9 +157,11 @@ def of_group(*targets: str) -> dict:
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
-def mixed(*layers: str) -> dict:
+def mixed(*layers: str, algorithm: str = "FP8") -> dict:
     """Model-Optimizer's, with these layers in FP8, and another in NVFP4: without one SGLang takes it for W4AFP8."""
-    listed = {layer: {"quant_algo": "FP8"} for layer in layers} | {"other": {"quant_algo": "NVFP4", "group_size": 16}}
+    listed = {layer: {"quant_algo": algorithm} for layer in layers} | {
+        "other": {"quant_algo": "NVFP4", "group_size": 16}
+    }
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
     return config | {"quantized_layers": listed}
 
@@ -958,6 +960,52 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.drafter.update(quantization_config={"quant_algo": "MXFP8", "exclude_modules": ["fc"]}),
         [("engine-format", (V1, V2), "refuses the config: it has no quant_algo MXFP8 in hf_quant_config.json alone")],
     ),
+    "a layer that ModelOpt's FP8 leaves out in a list that SGLang does not read": (
+        lambda c: (
+            c.drafter.update(quantization_config=MODELOPT_FP8 | {"exclude_modules": ["fc", "*down_proj"]}),
+            c.weights.update({"midlayer.mlp.down_proj.weight": torch.ones(96, 64)}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG,),
+                "builds midlayer.mlp.down_proj quantized: it does not read the list that leav",
+            )
+        ],
+    ),
+    "codes of a layer that ModelOpt's FP8 leaves out in a list that vLLM alone reads": (
+        lambda c: (
+            c.drafter.update(quantization_config=MODELOPT_FP8 | {"exclude_modules": ["fc", "*down_proj"]}),
+            c.weights.update({"midlayer.mlp.down_proj.weight": torch.ones(96, 64).to(FP8)}),
+            c.weights.update({"midlayer.mlp.down_proj.weight_scale": torch.ones(())}),
+        ),
+        [("layer-quantized", (V1, V2), "and that leaves midlayer.mlp.down_proj out: codes have no place there")],
+    ),
+    **{
+        f"a layer of mixed precision in {algorithm}": (
+            lambda c, algorithm=algorithm, scale=scale: (
+                c.drafter.update(
+                    quantization_config=mixed(
+                        *(f"{place}.down_proj" for place in ("midlayer.mlp", f"model.layers.{N}.mlp", "model")),
+                        algorithm=algorithm,
+                    )
+                ),
+                c.weights.update({"midlayer.mlp.down_proj.weight": torch.ones(96, 64).to(FP8)}),
+                c.weights.update({"midlayer.mlp.down_proj.weight_scale": scale}),
+            ),
+            [
+                (
+                    "layer-quantized",
+                    engines,
+                    "its method lacks the quant_algo of midlayer.mlp.down_proj: codes have no pl",
+                )
+            ],
+        )
+        for algorithm, scale, engines in (
+            ("FP8_BLOCK_SCALES", torch.ones(1, 1), (V1, V2)),
+            ("FP8_PER_CHANNEL_PER_TOKEN", torch.ones(96, 1), (SGLANG,)),
+        )
+    },
     "mixed precision without NVFP4": (
         lambda c: (
             c.drafter.update(quantization_config=mixed("lm_head")),

@@ -9,7 +9,7 @@ from eagle_kernels.quantization_config import algorithm_of, section_of, unread_f
 from eagle_kernels.quantized_checkpoint import check_projection
 
 from . import experts
-from .pair import ENGINES, OP, Header, Pair
+from .pair import ENGINE_OF, ENGINES, OP, Header, Pair
 from .quantization import (
     NO_PATTERN,
     NORM,
@@ -19,15 +19,14 @@ from .quantization import (
     expects_codes,
     holds_codes,
     is_in_numbers,
-    is_left_out_by_a_pattern,
     is_of_experts,
     misnamed,
     misread,
     parameters_of,
+    why_quantized,
 )
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_ENGINE_OF = {name: engine for engine, names in ENGINES.items() for name in names}
 _HEADS = ("lm_head", "head", "output")
 _OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp|feed_forward)\.(?P<name>\w+)")
 # The projection of the captured layers: Kimi K3's is the latter.
@@ -90,13 +89,11 @@ def look_at_layers(
     wrong = []
     for path in (path for alike in layers.values() for path in alike):
         takes = [engine for engine, place in held_in(path).items() if place == TAKES_CONFIG]
-        if is_left_out_by_a_pattern(pair, path):
-            text = f"builds {path} quantized: {NO_PATTERN}"
-        else:
-            takes = [name for name in takes if _expects_codes(pair, path, names, _ENGINE_OF[name])]
-            text = f"builds {path} quantized, as quantization_config says of it, and it is in numbers"
-        if takes:
-            wrong.append(_Wrong("layer-quantized", tuple(takes), path, text))
+        for why, engines in why_quantized(pair, path, takes).items():
+            own = [name for name in engines if why == NO_PATTERN or _expects_codes(pair, path, names, ENGINE_OF[name])]
+            if own:
+                text = f"builds {path} quantized{why}, and it is in numbers"
+                wrong.append(_Wrong("layer-quantized", tuple(own), path, text))
     _report(pair, wrong, layers)
 
 

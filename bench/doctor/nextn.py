@@ -77,8 +77,8 @@ def _class_of(architectures: Collection[str]) -> _Class:
 
 
 def read_config(pair: Pair, architectures: Collection[str]) -> Mapping[str, Any] | None:
-    """The quantization config with the entries as the drafter's class has renamed them."""
-    config, of = pair.quantization, _class_of(architectures)
+    """The quantization config as SGLang reads it, with the entries as the drafter's class has renamed them."""
+    config, of = pair.read["sglang", False], _class_of(architectures)
     if config is None or (method_of(config) if algorithm_of(config) is None else "modelopt") not in of.methods:
         return config
     return renamed(config, lambda entry: of.rename(entry, _layer(pair)))
@@ -94,9 +94,10 @@ def names_of(architectures: Collection[str], path: str) -> list[str]:
 
 def is_unquantized(pair: Pair, architectures: Collection[str]) -> bool:
     """Whether the drafter is built without the quantization config, because Quark's exclude has the whole layer."""
-    config, of = read_config(pair, architectures), _class_of(architectures)
+    config, of = pair.quantization, _class_of(architectures)
     if config is None or method_of(config) != "quark" or not of.is_left_out_whole:
         return False
+    config = renamed(config, lambda entry: of.rename(entry, _layer(pair)))
     return leaves_out(config, of.rename(_layer(pair), _layer(pair)), "whole")
 
 

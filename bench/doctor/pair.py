@@ -19,9 +19,12 @@ from eagle_kernels.checkpoint_files import Checkpoint, open_tensors, read_tensor
 from eagle_kernels.quantization_config import config_of
 from eagle_kernels.quantized_checkpoint import tensors_inside
 
+from . import modelopt
+
 OP = "doctor"
 SGLANG, VLLM_V1, VLLM_V2 = "SGLang 0.5.23", "vLLM 0.33, V1 runner", "vLLM 0.33, V2 runner"
 ENGINES = {"sglang": (SGLANG,), "vllm": (VLLM_V1, VLLM_V2)}
+ENGINE_OF = {name: engine for engine, names in ENGINES.items() for name in names}
 DENSE = ("BF16", "F16", "F32")
 # safetensors' names of the dtypes that a drafter's tensors have.
 DTYPES = {
@@ -101,6 +104,12 @@ class Pair:
             nested = text.get(name)
             text = nested if isinstance(nested, Mapping) else text
         return text
+
+    @cached_property
+    def read(self) -> dict[tuple[str, bool], Mapping[str, Any] | None]:
+        """{(engine, whether the layer is of experts): the quantization config as far as the engine reads it}."""
+        cases = [(engine, of_experts) for engine in ENGINES for of_experts in (False, True)]
+        return {case: modelopt.read_by(self.quantization, *case) for case in cases}
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Header]]:

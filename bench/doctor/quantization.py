@@ -18,7 +18,7 @@ from eagle_kernels.quantization_config import (
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
-from .pair import DENSE, DTYPES, VLLM_V1, VLLM_V2, Header, Pair
+from .pair import DENSE, DTYPES, ENGINE_OF, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
@@ -30,7 +30,9 @@ _WITHOUT = " without this package's plugin"
 _REFUSED = "; this package's plugin refuses them"
 # GPTQ's list of layers in codes, and AWQ's of those in numbers.
 _LISTS = {"gptq": "modules_in_block_to_quantize", "awq": "modules_to_not_convert"}
-NO_PATTERN = "it takes the pattern in modules_to_not_convert that leaves it out for a name"
+# Why an engine builds a layer quantized that is in numbers.
+NO_PATTERN = ": it takes the pattern in modules_to_not_convert that leaves it out for a name"
+_SAID, _UNREAD = ", as quantization_config says of it", ": it does not read the list that leaves it out"
 _EXPERTS = "; this package's plugin leaves experts to it"
 # What engines take an entry of these methods for unless it is a pattern; with others it is a part of a name.
 # Source: SGLang 0.5.23 and vLLM 0.32, `should_ignore_layer` of compressed-tensors and Quark; `is_layer_skipped`,
@@ -69,13 +71,8 @@ def look_at_codes(pair: Pair, path: str, name: str, held_in: Mapping[str, str], 
     if weight.dtype in _NUMBERS:
         pair.facts[name] = weight.dtype
         takes = [engine for engine, place in held_in.items() if place == TAKES_CONFIG]
-        if _vllm_finds_numbers(pair, path):
-            takes = [engine for engine in takes if engine not in (VLLM_V1, VLLM_V2)]
-        if takes and pair.quantization is not None and _covers(pair.quantization, path):
-            text = f"builds {name} quantized, as quantization_config says of it, and {path}.weight is {weight.dtype}"
-            pair.find(trap, text, *takes)
-        elif takes and is_left_out_by_a_pattern(pair, path):
-            pair.find(trap, f"builds {name} quantized: {NO_PATTERN}", *takes)
+        for why, engines in why_quantized(pair, path, takes).items():
+            pair.find(trap, f"builds {name} quantized{why}, and {path}.weight is {weight.dtype}", *engines)
         return
     pair.facts[name] = described(pair, path)
     for text, engines in misread(pair, path, name, held_in):
@@ -103,17 +100,49 @@ def misread(pair: Pair, path: str, name: str, held_in: Mapping[str, str]) -> Ite
         yield f"holds {name} in {place}, skips {skipped}{plugin}", engines[place]
     if not (takes := engines.get(TAKES_CONFIG)):
         return
-    config, says = pair.quantization, f"quantizes {name} as the drafter's quantization_config says"
+    says: dict[str, list[str]] = {}
+    for engine in takes:
+        if (unfit := _unfit(pair, path, name, ENGINE_OF[engine])) is not None:
+            says.setdefault(f"{unfit}{without}", []).append(engine)
+    yield from says.items()
+
+
+def _unfit(pair: Pair, path: str, name: str, engine: str) -> str | None:
+    """Why the codes at `path` have no place in a layer that takes the config."""
+    config, says = _read(pair, path, engine), f"quantizes {name} as the drafter's quantization_config says"
     if config is None:
-        yield f"{says}, and there is none: it fails to load{without}", takes
-    elif leaves_out(config, path):
-        yield f"{says}, and that leaves {name} out: codes have no place there{without}", takes
-    elif not _is_in_group(config, path):
-        yield f"{says}, and none of its config_groups has {name}: codes have no place there{without}", takes
-    elif method_of(config) == "mxfp4" and not is_of_experts(pair, path):
-        yield f"has no linear layer for quant_method mxfp4, which {name} is in{without}", takes
-    elif algorithm_of(config) == "MIXED_PRECISION" and not lists_layer(config, path):
-        yield f"{says}, and its quantized_layers lack {name}: codes have no place there{without}", takes
+        return f"{says}, and there is none: it fails to load"
+    if leaves_out(config, path):
+        return f"{says}, and that leaves {name} out: codes have no place there"
+    if not _is_in_group(config, path):
+        return f"{says}, and none of its config_groups has {name}: codes have no place there"
+    if method_of(config) == "mxfp4" and not is_of_experts(pair, path):
+        return f"has no linear layer for quant_method mxfp4, which {name} is in"
+    if algorithm_of(config) == "MIXED_PRECISION" and not lists_layer(config, path):
+        assert pair.quantization is not None
+        is_listed = lists_layer(pair.quantization, path)
+        lack = f"its method lacks the quant_algo of {name}" if is_listed else f"its quantized_layers lack {name}"
+        return f"{says}, and {lack}: codes have no place there"
+    return None
+
+
+def why_quantized(pair: Pair, path: str, engines: Sequence[str]) -> dict[str, list[str]]:
+    """{why: the engines} that build a layer in numbers quantized, by the file's name of it."""
+    why: dict[str, list[str]] = {}
+    for name in engines:
+        read, engine = _read(pair, path, ENGINE_OF[name]), ENGINE_OF[name]
+        if pair.quantization is None or read is None or (engine == "vllm" and _vllm_finds_numbers(pair, path)):
+            continue
+        if is_left_out_by_a_pattern(pair, path):
+            why.setdefault(NO_PATTERN, []).append(name)
+        elif _covers(read, path):
+            why.setdefault(_UNREAD if leaves_out(pair.quantization, path) else _SAID, []).append(name)
+    return why
+
+
+def _read(pair: Pair, path: str, engine: str) -> Mapping[str, Any] | None:
+    """The config as far as an engine reads it for the layer at `path`."""
+    return pair.read[engine, is_of_experts(pair, path)]
 
 
 def misnamed(
@@ -122,9 +151,9 @@ def misnamed(
     """What goes wrong for a layer that an engine looks up in the config's lists by `names`, its own name first.
 
     Args:
-        read: the config as the engine's class has renamed its entries; without it as it is.
+        read: the config as the engine's class has renamed its entries; without it as the engine reads it.
     """
-    config = pair.quantization
+    config = _read(pair, path, engine)
     if config is None:
         return None
     read = config if read is None else read
@@ -164,7 +193,7 @@ def expects_codes(
     Args:
         names, read: as in `misnamed`.
     """
-    config = pair.quantization
+    config = _read(pair, path, engine)
     if config is None or not _covers(config, path) or (engine == "vllm" and _vllm_finds_numbers(pair, names[0])):
         return False
     read, naming = config if read is None else read, _naming_of(config, engine)

@@ -103,7 +103,7 @@ _QUARK = ("fp8_e4m3", "fp8_e4m3fn", "int8", "fp4")
 _STRATEGIES = {"tensor": ("fp8_tensor",), "channel": ("fp8_row",), "block": _FP8[2:], "group": ("mxfp8",)}
 # Lists of layers that are not in the checkpoint's format: Hugging Face's, vLLM's for fp8, Model-Optimizer's and
 # compressed-tensors', Model-Optimizer's in hf_quant_config.json, Quark's, bitsandbytes'.
-_LEFT_OUT = (
+LEFT_OUT = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
     "llm_int8_skip_modules",
 )
@@ -243,7 +243,7 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
     """
     entries: list[object] = []
     for section in _sections(config):
-        entries += [entry for key in _LEFT_OUT for entry in _list(section.get(key))]
+        entries += [entry for key in LEFT_OUT for entry in _list(section.get(key))]
         if naming == "file":
             listed = [entry for key in _PATTERN_LISTS for entry in _list(section.get(key)) if isinstance(entry, str)]
             patterns = [entry for entry in listed if not _OF_PATTERNS.isdisjoint(entry)]
@@ -268,7 +268,7 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
 def renamed(config: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[str, Any]:
     """The config with other names of layers in its lists, quantized_layers, layer_quant_config and groups."""
 
-    def of_section(section: Mapping[str, Any], keys: Sequence[str] = _LEFT_OUT) -> dict[str, Any]:
+    def of_section(section: Mapping[str, Any], keys: Sequence[str] = LEFT_OUT) -> dict[str, Any]:
         lists = {key: _list(section[key]) for key in keys if key in section}
         changed = {key: [rename(each) if isinstance(each, str) else each for each in lists[key]] for key in lists}
         layers = {key: _mapping(section[key]) for key in _BY_LAYER if key in section}
