@@ -26,6 +26,7 @@ K, H, D, V, DRAFTED, N = 3, 64, 48, 1000, 200, 12
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = f"model.layers.{N}"
 FP8 = torch.float8_e4m3fn
+HF_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 class Files:
@@ -97,7 +98,7 @@ class ContextCheckpoints(Files):
 
 def as_deepseek_v4(checkpoints: Files, *left_out: str, numbers: str = "") -> None:
     """The MTP layer of DeepSeek-V4 under its names, in FP8 blocks except `numbers`; the config ignores `left_out`."""
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": list(left_out)}
+    config = HF_FP8 | {"weight_block_size": [128, 128], "ignored_layers": list(left_out)}
     checkpoints.target.update(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], hc_mult=4)
     checkpoints.target["quantization_config"] = config
     checkpoints.weights = {f"mtp.0.{name}.weight": torch.ones(2 * H) for name in ("enorm", "hnorm", "attn_norm")}
@@ -209,7 +210,7 @@ def with_layers_in_fp8(checkpoints: Files, *layers: str) -> None:
         checkpoints.weights[name] = checkpoints.weights[name].to(FP8)
         checkpoints.weights[f"{name}_scale_inv"] = torch.ones(1, 1)
     left_out = ["model.fc", "eh_proj"]
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": left_out}
+    config = HF_FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": left_out}
     checkpoints.drafter["quantization_config"] = config
 
 
@@ -242,7 +243,7 @@ def in_gpt_oss_mxfp4(checkpoints: Files) -> None:
 
 def in_stacked_blocks(checkpoints: Files) -> None:
     """Hugging Face's FP8 blocks: gate and up have a row of scales each, although one block has the rows of both."""
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = HF_FP8 | {"weight_block_size": [128, 128]}
     codes = {"gate_up_proj": torch.ones(3, 96, 130).to(FP8), "down_proj": torch.ones(3, 130, 48).to(FP8)}
     scales = {"gate_up_proj_scale_inv": torch.ones(3, 2, 2), "down_proj_scale_inv": torch.ones(3, 2, 1)}
     stacked(checkpoints, config, **codes, **scales)
@@ -318,7 +319,7 @@ def in_step_s_stacks(checkpoints: Files) -> None:
     for name, rows, columns in (("gate_proj", 96, 130), ("up_proj", 96, 130), ("down_proj", 130, 96)):
         checkpoints.weights[f"{STEP}.{name}.weight"] = torch.ones(3, rows, columns).to(FP8)
         checkpoints.weights[f"{STEP}.{name}.weight_scale_inv"] = torch.ones(3, -(-rows // 128), -(-columns // 128))
-    stacked(checkpoints, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    stacked(checkpoints, HF_FP8 | {"weight_block_size": [128, 128]})
 
 
 def without_fc(checkpoints: Files) -> None:
@@ -360,7 +361,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     ),
     "EAGLE-3 in FP8": (
         Checkpoints,
-        lambda c: with_config(c, {"quant_method": "fp8"}),
+        lambda c: with_config(c, HF_FP8),
         {"fc": "F8_E4M3 with weight_scale"},
     ),
     "EAGLE-3 in Hugging Face's static FP8": (
@@ -410,12 +411,20 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     "EAGLE-3 with an lm_head in GPTQ": (
         Checkpoints,
         lambda c: (
-            c.weights.update({"lm_head.qweight": torch.zeros(D // 8, DRAFTED, dtype=torch.int32)}),
-            c.weights.update({"lm_head.scales": torch.ones(3, DRAFTED).half()}),
-            c.weights.update({"lm_head.qzeros": middle_zeros(3, DRAFTED)}),
-            c.weights.pop("lm_head.weight"),
-            c.drafter.update(quantization_config=GPTQ | {"group_size": 16}),
+            with_head_in_gptq(c),
+            c.drafter.update(quantization_config=GPTQ | {"group_size": -1}),
             c.drafter["quantization_config"].update(lm_head=True, dynamic={"-:.*fc": {}}),
+        ),
+        {"lm_head": "I32 with scales"},
+    ),
+    "EAGLE-3 with an lm_head in GPTQ that auto-round names": (
+        Checkpoints,
+        lambda c: (
+            with_head_in_gptq(c),
+            c.drafter.update(quantization_config=AUTO_ROUND | {"group_size": -1}),
+            c.drafter["quantization_config"].update(
+                extra_config={"fc": {"bits": 16}, "model.fc": {"bits": 16}, "lm_head": {"bits": 4}}
+            ),
         ),
         {"lm_head": "I32 with scales"},
     ),
@@ -437,7 +446,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     ),
     "an fc that the config leaves out": (
         Checkpoints,
-        lambda c: c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["model.fc"]}),
+        lambda c: c.drafter.update(quantization_config=HF_FP8 | {"modules_to_not_convert": ["model.fc"]}),
         {"fc": "BF16"},
     ),
     "a dense fc in GPTQ of which the config lists no layers": (
@@ -556,7 +565,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         MTPCheckpoints,
         lambda c: stacked(
             c,
-            {"quant_method": "fp8"},
+            HF_FP8,
             gate_up_proj=torch.ones(3, 96, 130).to(FP8),
             gate_up_proj_scale_inv=torch.ones(3, 1, 1),
             down_proj=torch.ones(3, 130, 48).to(FP8),
@@ -577,7 +586,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     ),
     "MTP with stacked experts in numbers": (
         MTPCheckpoints,
-        lambda c: stacked(c, {"quant_method": "fp8"}, gate_up_proj=torch.ones(3, 96, 130).bfloat16()),
+        lambda c: stacked(c, HF_FP8, gate_up_proj=torch.ones(3, 96, 130).bfloat16()),
         {"eh_proj": "BF16"},
     ),
     "MTP with stacked experts in packed integers": (
@@ -603,9 +612,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         MTPCheckpoints,
         lambda c: (
             in_gpt_oss_mxfp4(c),
-            c.drafter.update(
-                quantization_config={"quant_method": "fp8", "store_dtype": "mxfp4", "ignore": ["eh_proj"]}
-            ),
+            c.drafter.update(quantization_config=HF_FP8 | {"store_dtype": "mxfp4", "ignore": ["eh_proj"]}),
         ),
         {f"{EXPERTS}.down_proj": "U8 with scales"},
     ),
@@ -639,9 +646,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: (
             excluded(c, "DeepseekV3ForCausalLM", ""),
             c.weights.update({f"{LAYER61}.{OUT}.weight": torch.ones(96, 64)}),
-            c.target.update(
-                quantization_config={"quant_method": "fp8", "modules_to_not_convert": [f"{LAYER61}.{OUT}", "eh_proj"]}
-            ),
+            c.target.update(quantization_config=HF_FP8 | {"modules_to_not_convert": [f"{LAYER61}.{OUT}", "eh_proj"]}),
         ),
         {"eh_proj": "BF16"},
     ),
@@ -659,7 +664,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         MTPCheckpoints,
         lambda c: (
             c.target.update(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], hc_mult=4),
-            c.target.update(quantization_config={"quant_method": "fp8"}),
+            c.target.update(quantization_config=HF_FP8),
             c.weights.pop(f"{LAYER}.eh_proj.weight"),
             [
                 c.weights.update({f"{name}.weight": torch.ones(2 * H, 2 * H).to(FP8), f"{name}.scale": torch.ones(1)})
@@ -785,6 +790,13 @@ def in_gptq(checkpoints: Files, groups: int) -> None:
     checkpoints.drafter["quantization_config"] = GPTQ | {"desc_act": True}
 
 
+def with_head_in_gptq(checkpoints: Files) -> None:
+    """In one group of all columns."""
+    del checkpoints.weights["lm_head.weight"]
+    checkpoints.weights |= {"lm_head.qweight": torch.zeros(D // 8, DRAFTED, dtype=torch.int32)}
+    checkpoints.weights |= {"lm_head.scales": torch.ones(1, DRAFTED).half(), "lm_head.qzeros": middle_zeros(1, DRAFTED)}
+
+
 def in_awq(checkpoints: Files) -> None:
     del checkpoints.weights["fc.weight"]
     checkpoints.weights |= {"fc.qweight": torch.zeros(K * H, D // 8, dtype=torch.int32)}
@@ -826,7 +838,7 @@ def in_blocks(checkpoints: Files, path: str) -> None:
     """Hugging Face's FP8 blocks; the config says that the whole checkpoint is in this format."""
     checkpoints.weights[f"{path}.weight"] = checkpoints.weights[f"{path}.weight"].to(FP8)
     checkpoints.weights[f"{path}.weight_scale_inv"] = torch.ones(1, 2)
-    checkpoints.drafter["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    checkpoints.drafter["quantization_config"] = HF_FP8 | {"weight_block_size": [128, 128]}
 
 
 def as_wide_as_the_drafter(checkpoints: Checkpoints) -> None:
@@ -1279,7 +1291,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ],
     ),
     "fp8 with its config": (
-        lambda c: with_config(c, {"quant_method": "fp8"}),
+        lambda c: with_config(c, HF_FP8),
         [("fc-quantized", (SGLANG,), "codes are taken for numbers (sglang#39087)")],
     ),
     "GPTQ": (
@@ -1289,7 +1301,38 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.update({"fc.scales": torch.ones(4, D), "fc.qzeros": middle_zeros(4, D)}),
             [c.weights.pop(name) for name in ("fc.weight", "fc.weight_scale")],
         ),
-        [KEPT],
+        [
+            ("engine-format", (SGLANG, V1, V2), "group_size is 48, and it reads -1, 32, 64, 128"),
+            KEPT,
+        ],
+    ),
+    "a group size of auto-round that engines read in AWQ's packing alone": (
+        lambda c: c.drafter.update(
+            quantization_config=AUTO_ROUND | {"group_size": 16, "block_name_to_quantize": "model.layers"}
+        ),
+        [("engine-format", (SGLANG, V1, V2), "group_size is 16, and it reads -1, 32, 64, 128")],
+    ),
+    "a config of fp8 without its activations": (
+        lambda c: c.drafter.update(
+            quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["fc", "model.fc"]}
+        ),
+        [("engine-format", (SGLANG, V1, V2), "refuses the config: it lacks activation_scheme")],
+    ),
+    "an lm_head of auto-round, whose lm_head changes nothing": (
+        lambda c: (
+            with_head_in_gptq(c),
+            c.drafter.update(quantization_config=AUTO_ROUND | {"group_size": -1, "lm_head": True}),
+            c.drafter["quantization_config"].update(extra_config={"fc": {"bits": 16}, "model.fc": {"bits": 16}}),
+        ),
+        [("layer-quantized", (SGLANG, V1, V2), "holds lm_head in a ParallelLMHead without a quantization method")],
+    ),
+    "an lm_head in ModelOpt's MXFP8": (
+        lambda c: (
+            c.weights.update({"lm_head.weight": torch.ones(DRAFTED, 64).to(FP8)}),
+            c.weights.update({"lm_head.weight_scale": torch.ones(DRAFTED, 2, dtype=torch.uint8)}),
+            c.drafter.update(quantization_config=MODELOPT_FP8 | {"quant_algo": "MXFP8", "ignore": ["fc"]}),
+        ),
+        [("layer-quantized", (SGLANG,), "holds lm_head in a ParallelLMHead without a quantization method")],
     ),
     "GPTQ of which the config lacks keys": (
         lambda c: (
@@ -1399,7 +1442,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "a scale without its codes' blocks": (
         lambda c: (
-            with_config(c, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+            with_config(c, HF_FP8 | {"weight_block_size": [128, 128]}),
             c.weights.update({"fc.weight_scale": torch.ones(7, 9)}),
         ),
         [("load", ALL, "fc.weight_scale is torch.float32 of shape (7, 9), expected"), IN_NUMBERS],
@@ -1409,15 +1452,15 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("load", ALL, "fc.weight is fp8_tensor, expected nvfp4, because the checkpoint says"), IN_NUMBERS],
     ),
     "a config of other blocks": (
-        lambda c: with_config(c, {"quant_method": "fp8", "weight_block_size": [64, 64]}),
+        lambda c: with_config(c, HF_FP8 | {"weight_block_size": [64, 64]}),
         [("load", ALL, "because the checkpoint says weight_block_size [64, 64]"), IN_NUMBERS],
     ),
     "codes that the config leaves out": (
-        lambda c: with_config(c, {"quant_method": "fp8", "modules_to_not_convert": ["fc"]}),
+        lambda c: with_config(c, HF_FP8 | {"modules_to_not_convert": ["fc"]}),
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out: codes have no place there")],
     ),
     "an fc that is left out by another name than vLLM's": (
-        lambda c: c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["fc"]}),
+        lambda c: c.drafter.update(quantization_config=HF_FP8 | {"modules_to_not_convert": ["fc"]}),
         [
             (
                 "layer-quantized",
@@ -1427,9 +1470,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ],
     ),
     "an fc that only a pattern leaves out": (
-        lambda c: c.drafter.update(
-            quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head", ".*fc"]}
-        ),
+        lambda c: c.drafter.update(quantization_config=HF_FP8 | {"modules_to_not_convert": ["lm_head", ".*fc"]}),
         [
             (
                 "fc-quantized",
@@ -1450,7 +1491,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "layers in numbers that the config says are codes": (
         lambda c: (
-            c.drafter.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["fc", "model.fc"]}),
+            c.drafter.update(quantization_config=HF_FP8 | {"modules_to_not_convert": ["fc", "model.fc"]}),
             c.weights.update({f"midlayer.{name}.weight": torch.ones(96, 64) for name in ("mlp.down_proj", OUT)}),
         ),
         [
@@ -1478,7 +1519,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("layer-quantized", (SGLANG, V1, V2), f"builds {UP} quantized, as quantization_config says of it")],
     ),
     "codes that GPTQModel leaves out": (
-        lambda c: with_config(c, {"quant_method": "fp8", "dynamic": {"-:.*fc": {}}}),
+        lambda c: with_config(c, HF_FP8 | {"dynamic": {"-:.*fc": {}}}),
         [IN_NUMBERS, ("fc-quantized", (V1, V2), "and that leaves fc out")],
     ),
     "codes that auto-round leaves out": (
@@ -1509,7 +1550,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.drafter.update(
             quantization_config=AUTO_ROUND | {"bits": 3, "block_name_to_quantize": "model.layers"}
         ),
-        [("engine-format", (SGLANG, V1, V2), "refuses the config: bits is 3, and it reads 4 and 8")],
+        [("engine-format", (SGLANG,), "refuses the config: bits is 3, and it reads 4 and 8")],
     ),
     "a config of auto-round that lacks sym, which vLLM takes for true": (
         lambda c: (
@@ -1579,7 +1620,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [KEPT, ("layer-quantized", (V1, V2), "calls fc model.fc, which is in no block of the config: codes have no")],
     ),
     "numbers that the config says are codes": (
-        lambda c: c.drafter.update(quantization_config={"quant_method": "fp8"}),
+        lambda c: c.drafter.update(quantization_config=HF_FP8),
         [("fc-quantized", (V1, V2), "builds fc quantized, as quantization_config says of it, and fc.weight is BF16")],
     ),
     "numbers in a group of codes": (
@@ -1688,7 +1729,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "two scales": (
         lambda c: (
-            with_config(c, {"quant_method": "fp8"}),
+            with_config(c, HF_FP8),
             c.weights.update({"fc.weight_scale_inv": torch.ones(1, 2)}),
         ),
         [("load", ALL, "weights has fc.weight_scale and fc.weight_scale_inv, expected one of them"), IN_NUMBERS],
@@ -1838,21 +1879,21 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "MTP whose engines take codes, and numbers": (
         lambda c: (
             c.target.update(model_type="longcat_flash", architectures=["LongcatFlashForCausalLM"]),
-            c.target.update(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+            c.target.update(quantization_config=HF_FP8 | {"weight_block_size": [128, 128]}),
         ),
         [("quantized", (SGLANG, V1, V2), "builds eh_proj quantized, as quantization_config says of it")],
     ),
     "MTP that is left out as a part of the model": (
         lambda c: (
             as_qwen35(c, in_codes=False),
-            c.target.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "mtp"]}),
+            c.target.update(quantization_config=HF_FP8 | {"modules_to_not_convert": ["lm_head", "mtp"]}),
         ),
         [("quantized", (V1, V2), "builds mtp.fc quantized: it takes the entry that leaves it out for a layer")],
     ),
     "LongCat's MTP that is left out by another name than the engines'": (
         lambda c: (
             c.target.update(model_type="longcat_flash", architectures=["LongcatFlashForCausalLM"]),
-            c.target.update(quantization_config={"quant_method": "fp8", "ignored_layers": [f"{LAYER}.eh_proj"]}),
+            c.target.update(quantization_config=HF_FP8 | {"ignored_layers": [f"{LAYER}.eh_proj"]}),
         ),
         [
             ("quantized", engines, f"builds {LAYER}.eh_proj quantized: it calls it eh_proj, which quantization_config")
@@ -1884,9 +1925,7 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             lambda c, architecture=architecture, kind=kind: (
                 of_family(c, architecture, kind),
                 c.weights.update({f"{LAYER}.{OUT}.weight": torch.ones(96, 64)}),
-                c.target.update(
-                    quantization_config={"quant_method": "fp8", "modules_to_not_convert": [f"{LAYER}.{OUT}", "eh_proj"]}
-                ),
+                c.target.update(quantization_config=HF_FP8 | {"modules_to_not_convert": [f"{LAYER}.{OUT}", "eh_proj"]}),
             ),
             [("layer-quantized", (SGLANG,), f"builds {LAYER}.{OUT} quantized: it calls it model.decoder.{OUT}, which")],
         )
@@ -1931,7 +1970,7 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "a layer of Step-3.5's MTP in FP8, which SGLang builds in numbers": (
         lambda c: (
             of_family(c, "Step3p5ForCausalLM", "step3p5"),
-            c.target.update(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["eh_proj"]}),
+            c.target.update(quantization_config=HF_FP8 | {"modules_to_not_convert": ["eh_proj"]}),
             c.weights.update({f"{LAYER}.{OUT}.weight": torch.ones(96, 64).to(FP8)}),
             c.weights.update({f"{LAYER}.{OUT}.weight_scale": torch.ones(())}),
         ),
@@ -2576,7 +2615,7 @@ STACK_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ],
     ),
     "gpt-oss's experts in a config of FP8": (
-        lambda c: (in_gpt_oss_mxfp4(c), c.drafter["quantization_config"].update(quant_method="fp8")),
+        lambda c: (in_gpt_oss_mxfp4(c), c.drafter["quantization_config"].update(HF_FP8)),
         [
             ("load", ALL, f"{DOWN}_blocks is mxfp4, expected fp8_tensor or fp8_row or"),
             ("load", ALL, f"{EXPERTS}.gate_up_proj_blocks is mxfp4, expected fp8_tensor or fp8_row or"),
@@ -2902,7 +2941,7 @@ def test_a_width_in_a_config_takes_no_memory() -> None:
 def test_a_pattern_that_cannot_be_compiled_names_no_layer(pattern: str, tmp_path: Path) -> None:
     """re raises an OverflowError and a RecursionError for these, which ended doctor."""
     checkpoints = Checkpoints()
-    with_config(checkpoints, {"quant_method": "fp8", "modules_to_not_convert": [f"re:{pattern}"]})
+    with_config(checkpoints, HF_FP8 | {"modules_to_not_convert": [f"re:{pattern}"]})
     found = examine(*checkpoints.save(tmp_path)).findings
     assert [finding.engines for finding in found] == [(SGLANG,)]  # as without the pattern
 

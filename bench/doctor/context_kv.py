@@ -121,12 +121,12 @@ def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
     if name == "markov_w1":
         in_sglang = in_vllm = EMBEDDING
     elif name == "markov_w2" and not takes_none:  # a ParallelLMHead to vLLM
-        in_vllm = HEAD if architecture == "Gemma4DSparkModel" else head_held_in(pair.quantization, path)
+        in_vllm = HEAD if architecture == "Gemma4DSparkModel" else head_held_in(pair.quantization, path, "vllm")
     elif kind in ("embedding", "head"):
         if takes_none or is_target(architecture):
             return {}
         takes_head = architecture in _VLLM_HEAD_TAKES_CONFIG and pair.drafter.get("has_own_lm_head")
-        in_head = head_held_in(pair.quantization, path) if takes_head else HEAD
+        in_head = head_held_in(pair.quantization, path, "vllm") if takes_head else HEAD
         in_vllm = EMBEDDING if kind == "embedding" else in_head
         return {VLLM_V1: in_vllm, VLLM_V2: in_vllm}
     if is_read_by_sglang(path):

@@ -89,8 +89,8 @@ def _held_in(pair: Pair, config: Eagle3Config, path: str) -> dict[str, str]:
         is_own = pair.drafter.get("target_hidden_size") not in (None, config.hidden_size)
     elif kind == "head":
         is_own = pair.drafter.get("draft_vocab_size") is not None and not pair.drafter.get("tie_word_embeddings")
-        in_vllm = HEAD if is_mla else head_held_in(pair.quantization, path)
-        in_sglang = HEAD if in_sglang != TAKES_CONFIG else head_held_in(pair.quantization, path)
+        in_vllm = HEAD if is_mla else head_held_in(pair.quantization, path, "vllm")
+        in_sglang = HEAD if in_sglang != TAKES_CONFIG else head_held_in(pair.quantization, path, "sglang")
     else:
         is_own = True
     held_in = {VLLM_V1: in_vllm, VLLM_V2: in_vllm}

@@ -113,8 +113,9 @@ def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str
                 yield "vllm", f"group_size is {size!r}, and it reads FP8 in blocks alone"
         elif "mx_fp" not in str(kind):
             yield "vllm", f"data_type is {kind!r}, and it reads int, fp and mx_fp"
-    if method in _NEEDED and (because := _refused_integers(method, config)) is not None:
-        yield from ((engine, because) for engine in ENGINES)
+    refused = [*_refused_integers(method, config)]
+    if refused:
+        yield from refused
     elif method == "auto-round" and "sym" not in config:
         yield "sglang", "it lacks sym"
     elif method == "gptq" and _has_act_order(config):
@@ -145,37 +146,53 @@ def _is_mxfp8(weights: Mapping[str, Any]) -> bool:
     return said == ["float", 8, "group", 32]
 
 
-# The keys without which engines read no config, each by all its names. Source: `from_config` of vLLM 0.32 `auto_gptq`,
-# `auto_awq` and `inc`, of SGLang 0.5.23 `awq` and `auto_round`, and its `is_gptq_marlin_compatible`: on an NVIDIA GPU
-# it has no other method for GPTQ.
+# The keys without which engines read no config, each by all its names. Source: `from_config` of vLLM 0.33 `fp8`,
+# `auto_gptq`, `auto_awq` and `inc`, of SGLang 0.5.23 `fp8`, `awq` and `auto_round`, and its
+# `is_gptq_marlin_compatible`: on an NVIDIA GPU it has no other method for GPTQ.
 _NEEDED = {
+    "fp8": (("activation_scheme",),),
     "gptq": (("bits",), ("group_size",), ("desc_act",), ("sym",)),
     "awq": (("bits", "w_bit"), ("group_size", "q_group_size"), ("zero_point",)),
     "auto-round": (("bits",), ("group_size",)),
 }
 _AUTO_GPTQ = "auto_round:auto_gptq"
+# Both engines' `MARLIN_SUPPORTED_GROUP_SIZES`; for GPTQ they have no other kernel on an NVIDIA GPU.
+_GROUP_SIZES = (-1, 32, 64, 128)
+# Of auto-round's widths those for which vLLM has other kernels, `inc_wna16_scheme.CUDA_HUMMING_SUPPORTED_BITS`.
+_HUMMING = (2, 3, 5, 6, 7)
 
 
-def _refused_integers(method: str, config: Mapping[str, Any]) -> str | None:
-    """Why both engines refuse a config of GPTQ, AWQ or auto-round.
+def _refused_integers(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(engine, why) for each that refuses a config of GPTQ, AWQ or auto-round, or one that lacks a key.
 
     Source: the classes of `_NEEDED`; vLLM's `inc_wna16_linear`, SGLang's `gptq_linear`.
     """
-    lacking = [names[0] for names in _NEEDED[method] if not any(name in config for name in names)]
-    if lacking:
-        return f"it lacks {' and '.join(lacking)}"
+    lacking = [names[0] for names in _NEEDED.get(method, ()) if not any(name in config for name in names)]
+    for engine in ENGINES:
+        because = f"it lacks {' and '.join(lacking)}" if lacking else _unread_integers(engine, method, config)
+        if because is not None:
+            yield engine, because
+
+
+def _unread_integers(engine: str, method: str, config: Mapping[str, Any]) -> str | None:
     bits, packing = config.get("bits", config.get("w_bit")), config.get("packing_format") or _AUTO_GPTQ
-    if method == "auto-round" and config.get("data_type", "int") != "int":
+    if method not in ("gptq", "awq", "auto-round") or (
+        method == "auto-round" and config.get("data_type", "int") != "int"
+    ):
         return None
     if method == "auto-round" and packing not in (_AUTO_GPTQ, "auto_round:auto_awq"):
         return f"packing_format is {packing!r}, and it reads auto_gptq's and auto_awq's"
     if method == "awq":
         return None if bits == 4 else f"bits is {bits}, and it reads 4"
     if bits not in (4, 8):
-        return f"bits is {bits}, and it reads 4 and 8"
-    if packing == _AUTO_GPTQ and config.get("sym", True) is not True:
+        is_of_humming = engine == "vllm" and method == "auto-round" and bits in _HUMMING
+        return None if is_of_humming else f"bits is {bits}, and it reads 4 and 8"
+    if packing != _AUTO_GPTQ:
+        return None
+    if config.get("sym", True) is not True:
         return "sym is not true, and it reads no zeros of GPTQ"
-    return None
+    size = config["group_size"]
+    return None if size in _GROUP_SIZES else f"group_size is {size}, and it reads {', '.join(map(str, _GROUP_SIZES))}"
 
 
 def _has_act_order(config: Mapping[str, Any]) -> bool:

@@ -88,15 +88,14 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
     is_alone = not family.config_types or pair.drafter.get("model_type") in stage.drafter_types
     own = _own_paths(pair, layers, is_alone)
     held_in_layer = partial(_layer_held_in, pair, family, stage)
-    names = {}
-    if (served := stage.engines.get("sglang")) is not None:
-        names["sglang"] = Names(
-            partial(nextn.names_of, served.architectures), nextn.read_config(pair, served.architectures)
-        )
-    look_at_layers(pair, own - seen, held_in_layer, names)
+    own_names: dict[str, Names] = {}
+    if stage.sglang is not None:
+        architectures = stage.sglang.architectures
+        own_names["sglang"] = Names(partial(nextn.names_of, architectures), nextn.read_config(pair, architectures))
+    look_at_layers(pair, own - seen, held_in_layer, own_names)
     look_at_merged(pair, own)
     takes = [path for path in own - seen if held_in_layer(path).get(SGLANG) == TAKES_CONFIG]
-    look_at_names(pair, takes, names)
+    look_at_names(pair, takes, own_names)
     return None
 
 

@@ -8,6 +8,7 @@ import torch
 from eagle_kernels.quantization_config import (
     Naming,
     algorithm_of,
+    bits_of_head,
     leaves_out,
     lists_layer,
     method_of,
@@ -274,14 +275,18 @@ def is_left_out_by_a_pattern(pair: Pair, path: str) -> bool:
     return config is not None and leaves_out(config, path) and _covers(config, path, "part")
 
 
-def head_held_in(config: Mapping[str, Any] | None, path: str) -> str:
-    """What both engines hold an lm_head in where it gets the config: not every method has a place for its scales.
+def head_held_in(config: Mapping[str, Any] | None, path: str, engine: str) -> str:
+    """What an engine holds an lm_head in where it gets the config: not every method has a place for its scales.
 
     Source: `get_quant_method` of SGLang 0.5.23 and vLLM 0.33, by whether it asks for a ParallelLMHead.
     """
     method = None if config is None else method_of(config)
+    if config is not None and algorithm_of(config) == "MXFP8":  # to SGLang a method of fp8
+        return HEAD if engine == "sglang" else TAKES_CONFIG
     if config is None or algorithm_of(config) is not None:
         return TAKES_CONFIG
+    if method == "auto-round":
+        return TAKES_CONFIG if bits_of_head(config, path) < 16 else HEAD
     if method in ("gptq", "gptqmodel", "awq"):
         return TAKES_CONFIG if config.get("lm_head") else HEAD
     if method == "compressed-tensors":  # "Linear" does not match an lm_head

@@ -114,6 +114,8 @@ _PATTERN_LISTS = ("modules_to_not_convert", "llm_int8_skip_modules")
 _END_OF_A_PART = r"(?:(?<=\.)|(?=\.|$))"
 # What no module's name has and a pattern may.
 _OF_PATTERNS = frozenset("*+?^$()[]{}|\\")
+# auto-round's blocks, by either name.
+_BLOCK_LISTS = ("block_name_to_quantize", "to_quant_block_names")
 # auto-round's transforms of the input.
 _ROTATIONS = ("rotation_config", "spinquant_config")
 # What a list may have before a layer's name and a file may not, or the other way round.
@@ -261,7 +263,7 @@ def leaves_out(config: Mapping[str, Any], path: str, naming: Naming = "file") ->
     if isinstance(bits, int):
         return bits >= 16
     # A name without bits has those of the config; a pattern changes nothing of whether its layers are quantized.
-    is_by_name = override is not None and _OF_PATTERNS.isdisjoint(override.name)
+    is_by_name = override is not None and override.is_name
     return not is_by_name and not _is_in_blocks(config, _paths(path).names if naming == "file" else (path,))
 
 
@@ -269,11 +271,12 @@ def renamed(config: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[
     """The config with other names of layers in its lists, quantized_layers, layer_quant_config and groups."""
 
     def of_section(section: Mapping[str, Any], keys: Sequence[str] = LEFT_OUT) -> dict[str, Any]:
-        lists = {key: _list(section[key]) for key in keys if key in section}
-        changed = {key: [rename(each) if isinstance(each, str) else each for each in lists[key]] for key in lists}
-        layers = {key: _mapping(section[key]) for key in _BY_LAYER if key in section}
-        changed |= {key: {rename(name): layers[key][name] for name in layers[key]} for key in layers}
-        return {**section, **changed}
+        changed = dict(section)
+        for key in (key for key in keys if key in section):
+            changed[key] = [rename(each) if isinstance(each, str) else each for each in _list(section[key])]
+        for key in (key for key in _BY_LAYER if key in section):
+            changed[key] = {rename(name): said for name, said in _mapping(section[key]).items()}
+        return changed
 
     sections = {key: of_section(_mapping(config[key])) for key in ("quantization", HF_FILE) if key in config}
     groups = {
@@ -287,6 +290,10 @@ class _Override(NamedTuple):
     place: str  # before its keys in messages
     name: str
     values: Mapping[str, Any]
+
+    @property
+    def is_name(self) -> bool:
+        return _OF_PATTERNS.isdisjoint(self.name)
 
 
 def _override_of(config: Mapping[str, Any], path: str, naming: Naming = "file") -> _Override | None:
@@ -318,9 +325,24 @@ def _override_of(config: Mapping[str, Any], path: str, naming: Naming = "file") 
     return None if name is None else _Override(f"extra_config.{name}.", name, entries[name])
 
 
+def bits_of_head(config: Mapping[str, Any], path: str) -> int:
+    """auto-round's of an lm_head: 16 unless its own entry says otherwise or a block has it; `lm_head` changes nothing.
+
+    Source: SGLang 0.5.23 `auto_round.get_layer_config`, vLLM 0.33 `inc/config_parser`.
+    """
+    override = _override_of(config, path)
+    is_named = False if override is None else override.is_name
+    if is_named or (any(config.get(key) for key in _BLOCK_LISTS) and _is_in_blocks(config, _paths(path).names)):
+        bits = config.get("bits")
+    else:
+        bits = 16
+    bits = bits if override is None else override.values.get("bits", bits)
+    return bits if isinstance(bits, int) else 16
+
+
 def _is_in_blocks(config: Mapping[str, Any], paths: Sequence[str]) -> bool:
     """Whether a layer's name begins with that of a block that auto-round quantized."""
-    blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names")
+    blocks = next((blocks for key in _BLOCK_LISTS if (blocks := config.get(key))), None)
     if isinstance(blocks, str):
         blocks = blocks.split(",")
     nested = [each if isinstance(each, list) else [each] for each in _list(blocks)]

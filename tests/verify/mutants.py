@@ -722,7 +722,7 @@ MUTANTS = (
     Mutant(QUANTIZATION_CONFIG, "return not names or any(", "return True or any("),
     Mutant(QUANTIZATION_CONFIG, 'f"re:.*(?:{name})"', 'f"re:{name}"'),
     Mutant(QUANTIZATION_CONFIG, "if path in entries:", "if False:"),
-    Mutant(QUANTIZATION_CONFIG, "and _OF_PATTERNS.isdisjoint(override.name)", ""),
+    Mutant(QUANTIZATION_CONFIG, "and override.is_name", ""),
     Mutant(QUANTIZATION_CONFIG, "FORMATS[format].bits == bits", "True"),
     Mutant(QUANTIZATION_CONFIG, "if not file.exists():", "if False:"),
     Mutant(QUANTIZATION_CONFIG, "except (ValueError, RecursionError) as failure:", "except ValueError as failure:"),
