@@ -73,7 +73,9 @@ class EagleCheckpoints(Files):
 
     def __init__(self) -> None:
         self.target = {"model_type": "mistral", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
-        self.drafter = self.target | {"architectures": ["MistralForCausalLMEagle"], "num_hidden_layers": 1}
+        # SGLang knows the first name alone, vLLM the second, with Eagle in front.
+        names = ["MistralForCausalLMEagle", "MistralForCausalLM"]
+        self.drafter = self.target | {"architectures": names, "num_hidden_layers": 1}
         self.drafter["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
         self.weights = {
             "eagle_linear.weight": torch.ones(H, 2 * H).to(FP8),
@@ -683,10 +685,10 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: None,
         {"drafter": "Mistral EAGLE", "eagle_linear": "F8_E4M3 with qscale_weight"},
     ),
-    "EAGLE-1 under the name of its target": (
-        EagleCheckpoints,
-        lambda c: c.drafter.update(architectures=["MistralForCausalLM"]),
-        {"drafter": "Mistral EAGLE"},
+    "EAGLE-3 under its name in SGLang": (
+        Checkpoints,
+        lambda c: c.drafter.update(architectures=["LlamaForCausalLMEagle3"]),
+        {"drafter": "EAGLE-3"},
     ),
     "DFlash whose layers are in FP8 blocks": (
         ContextCheckpoints,
@@ -864,6 +866,17 @@ QUARK = quark(E4M3_BY_ROW)
 CONTEXT_LAYERS = ("fc", *(f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "kv"))
 # The change, and (trap, engines, a part of the text) of each finding.
 EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "the name of a target": (
+        lambda c: c.drafter.update(architectures=["LlamaForCausalLM"]),
+        [("unserved", (SGLANG,), "has no LlamaForCausalLM")],
+    ),
+    "a name that no engine has": (
+        lambda c: c.drafter.update(architectures=["Qwen2ForCausalLM"]),
+        [
+            ("unserved", (SGLANG,), "has no Qwen2ForCausalLM"),
+            ("unserved", (V1, V2), "has no Eagle3Qwen2ForCausalLM"),
+        ],
+    ),
     "norms that are missing": (
         lambda c: [c.weights.pop(f"{norm}.weight") for norm in ("norm", "midlayer.hidden_norm")],
         [
@@ -2041,6 +2054,14 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 }
 
 EAGLE_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "EAGLE-1 under the name of its target": (
+        lambda c: c.drafter.update(architectures=["MistralForCausalLM"]),
+        [("unserved", (SGLANG,), "has no MistralForCausalLM")],
+    ),
+    "EAGLE-1 under its name in SGLang": (
+        lambda c: c.drafter.update(architectures=["MistralForCausalLMEagle"]),
+        [("unserved", (V1, V2), "has no EagleMistralForCausalLMEagle")],
+    ),
     "a module inside a norm that the config does not have": (
         lambda c: c.weights.update({"hnorm.norm.weight": torch.ones(H)}),
         [("load", ALL, "weights has hnorm.norm.weight, expected a norm to have its weight alone")],

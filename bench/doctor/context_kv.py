@@ -9,8 +9,6 @@ from functools import partial
 
 from eagle_kernels import ContextKV, ContextKVConfig, capture_layers
 from eagle_kernels.checkpoint import context_kv, context_modules, context_projections
-from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
-from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
 
 from .layers import (
     Names,
@@ -33,6 +31,7 @@ from .quantization import (
     holds_codes,
     look_at_codes,
 )
+from .served import look_at_registries
 
 # In SGLang's other classes fc is a plain nn.Linear (sglang#39087); the layers after it take the config in every class.
 _SGLANG_FC_TAKES_CONFIG = {"LiLiCorrDraftModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"}
@@ -75,7 +74,8 @@ def examine(pair: Pair, architecture: str) -> None:
     """Look for every trap of the context stage of a DFlash or DSpark drafter."""
     is_dspark = "DSpark" in architecture or pair.drafter.get("dspark_target_layer_ids") is not None
     pair.facts["drafter"] = f"{'DSpark' if is_dspark else 'DFlash'} ({architecture})"
-    _look_at_registries(pair, architecture)
+    if not is_target(architecture):
+        look_at_registries(pair, [architecture])
     _look_at_layers(pair, "dspark" if is_dspark else "dflash")
     pair.look_at_vocabulary(pair.drafter.get("vocab_size"))
     width = pair.text.get("hidden_size")
@@ -157,14 +157,6 @@ def _is_nemotron_35(pair: Pair, architecture: str) -> bool:
 def is_target(architecture: str) -> bool:
     """Whether it is DeepSeek-V4's own checkpoint, of whose DSpark stages each engine makes a drafter."""
     return architecture.startswith("DeepseekV4")
-
-
-def _look_at_registries(pair: Pair, architecture: str) -> None:
-    if is_target(architecture):
-        return
-    for rows, engines in ((SERVED_BY_SGLANG, (SGLANG,)), (SERVED_BY_VLLM, (VLLM_V1, VLLM_V2))):
-        if not any(architecture in row.architectures for row in rows):
-            pair.find("unserved", f"has no {architecture}", *engines)
 
 
 def _look_at_layers(pair: Pair, algorithm: str) -> None:

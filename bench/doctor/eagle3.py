@@ -26,6 +26,7 @@ from .quantization import (
     is_modelopt_fp4,
     look_at_codes,
 )
+from .served import eagle3_in_vllm, look_at_registries
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 _MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
@@ -39,6 +40,8 @@ _OF_LAYER_0_NORM = re.compile(
 def examine(pair: Pair, trained_by: str | None) -> None:
     """Look for every trap of an EAGLE-3 drafter; `trained_by` as in `Eagle3Config.from_hf`."""
     pair.facts["drafter"] = "EAGLE-3"
+    if pair.drafter.get("speculators_model_type") is None:  # whose architecture vLLM makes of its model_type
+        look_at_registries(pair, pair.architectures, "EAGLE-3", eagle3_in_vllm)
     _look_at_unread_ids(pair)
     try:
         config = Eagle3Config.from_hf(pair.drafter, trained_by=trained_by)

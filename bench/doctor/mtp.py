@@ -13,6 +13,7 @@ from . import nextn
 from .layers import Names, is_read_by_sglang, kind_of, look_at_layers, look_at_merged, look_at_names
 from .pair import ENGINES, SGLANG, Pair
 from .quantization import EMBEDDING, PLAIN, TAKES_CONFIG, UNQUANTIZED, is_modelopt_fp4, look_at_codes, misnamed
+from .served import eagle_in_vllm, look_at_registries
 
 # SGLang's `deepseek_nextn` gives its projection a quantization config only if it is Quark's.
 _TAKE_QUARK = {"DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN", "Glm5NextForConditionalGenerationNextN"}
@@ -51,6 +52,8 @@ _FC_NOT_IN_FP4 = {"Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP"}
 def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[str, Any]) -> None:
     """Look for every trap of the stage, in each MTP layer that the file has."""
     pair.facts["drafter"] = f"MTP of {family.title}" if family.config_types else family.title
+    if not family.config_types:
+        look_at_registries(pair, pair.architectures, "EAGLE-1", eagle_in_vllm, engines=stage.engines)
     configs: dict[str, MTPConfig] = {}
     for engine, names in ENGINES.items():
         if engine not in stage.engines:
