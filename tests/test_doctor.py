@@ -89,12 +89,12 @@ class ContextCheckpoints(Files):
 
     def __init__(self) -> None:
         self.target = {"model_type": "qwen3", "hidden_size": H, "num_hidden_layers": N, "vocab_size": V}
-        self.drafter = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": D}
+        self.drafter = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": H}
         self.drafter |= {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 16}
         self.drafter |= {"num_target_layers": N, "vocab_size": V, "dflash_config": {"target_layer_ids": [1, 4, 8]}}
-        self.weights = {"fc.weight": torch.ones(D, K * H).bfloat16(), "hidden_norm.weight": torch.ones(D)}
+        self.weights = {"fc.weight": torch.ones(H, K * H).bfloat16(), "hidden_norm.weight": torch.ones(H)}
         for layer in (f"layers.{number}.self_attn" for number in range(2)):
-            self.weights |= {f"{layer}.{part}_proj.weight": torch.ones(32, D).bfloat16() for part in "kv"}
+            self.weights |= {f"{layer}.{part}_proj.weight": torch.ones(32, H).bfloat16() for part in "kv"}
             self.weights[f"{layer}.k_norm.weight"] = torch.ones(16)
 
 
@@ -2182,9 +2182,9 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ],
     ),
     "DFlash in W4A16 of another shape": (
-        lambda c: (as_w4a16(c, "fc"), c.weights.update({"fc.weight_shape": torch.tensor([D, H])})),
+        lambda c: (as_w4a16(c, "fc"), c.weights.update({"fc.weight_shape": torch.tensor([H, H])})),
         [
-            ("load", ALL, "fc.weight_shape is [48, 64], expected [48, 192]"),
+            ("load", ALL, "fc.weight_shape is [64, 64], expected [64, 192]"),
             ("fc-quantized", (SGLANG,), ""),
             ("kv-quantized", (SGLANG, V1, V2), "builds k_proj quantized"),
             ("kv-quantized", (SGLANG, V1, V2), "builds v_proj quantized"),
@@ -2205,7 +2205,7 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (
             c.drafter.update(architectures=["DFlashLagunaForCausalLM"]),
             c.weights.update({f"aux_hidden_norms.{k}.weight": torch.ones(H) for k in range(K)}),
-            c.weights.update({f"layers.{layer}.input_layernorm.weight": torch.ones(D) for layer in range(2)}),
+            c.weights.update({f"layers.{layer}.input_layernorm.weight": torch.ones(H) for layer in range(2)}),
             as_w4a16(c, *CONTEXT_LAYERS),
         ),
         [
@@ -2237,12 +2237,29 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (c.drafter.pop("dflash_config"), c.drafter.update(num_hidden_layers=2)),
         [
             ("layers", ALL, "the config has no target_layer_ids: SGLang spreads them over the target, vLLM takes as"),
-            ("load", ALL, "fc.weight has shape (48, 192), expected (48, 128)"),
+            ("load", ALL, "fc.weight has shape (64, 192), expected (64, 128)"),
         ],
     ),
     "DFlash with ids in two places": (
         lambda c: c.drafter.update(target_layer_ids=[1, 4, 9]),
-        [("layers", ALL, "dflash_config.target_layer_ids is [1, 4, 8], and target_layer_ids [1, 4, 9]")],
+        [("layers", ALL, "target_layer_ids is [1, 4, 9], and dflash_config.target_layer_ids [1, 4, 8]")],
+    ),
+    "DFlash with ids at the top alone": (
+        lambda c: (c.drafter.pop("dflash_config"), c.drafter.update(target_layer_ids=[1, 4, 8])),
+        [("engine-layers", (V1,), "reads target_layer_ids in dflash_config alone, and captures the layers that its")],
+    ),
+    "DFlash with boundaries for vLLM that mean other layers": (
+        lambda c: c.drafter.update({IDS: [1, 4, 8]}),
+        [("engine-layers", (V1, V2), "captures the boundaries [1, 4, 8], as eagle_aux_hidden_state_layer_ids says")],
+    ),
+    "DFlash of another width than its target's, which it states": (
+        # As its fc has it, which SGLang builds for states of the drafter's width.
+        lambda c: (
+            c.target.update(hidden_size=D),
+            c.drafter.update(target_hidden_size=D),
+            c.weights.update({"fc.weight": torch.ones(H, K * D)}),
+        ),
+        [("hidden-size", (SGLANG,), "builds fc for states as wide as 64, and the target's hidden_size is 48")],
     ),
     "DFlash with ids beyond the target": (
         lambda c: c.drafter.update(dflash_config={"target_layer_ids": [1, 4, 12]}),
@@ -2261,7 +2278,14 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "DFlash of a target of another width": (
         lambda c: c.target.update(hidden_size=2 * H),
-        [("load", ALL, "fc.weight has shape (48, 192), expected (48, 384), because it is (H, K*Ht) with K = 3")],
+        [
+            (
+                "hidden-size",
+                (SGLANG, V1, V2),
+                "builds fc for states as wide as 64, and the target's hidden_size is 128",
+            ),
+            ("load", ALL, "fc.weight has shape (64, 192), expected (64, 384), because it is (H, K*Ht) with K = 3"),
+        ],
     ),
     "DFlash of a target without a width": (
         lambda c: c.target.pop("hidden_size"),
@@ -2276,8 +2300,8 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("vocabulary", ALL, "the target has 1000 token ids, and the drafter's table 1008 rows")],
     ),
     "DFlash with a norm of another width": (
-        lambda c: c.weights.update({"hidden_norm.weight": torch.ones(H)}),
-        [("load", ALL, "hidden_norm.weight has shape (64,), expected (48,)")],
+        lambda c: c.weights.update({"hidden_norm.weight": torch.ones(D)}),
+        [("load", ALL, "hidden_norm.weight has shape (48,), expected (64,)")],
     ),
     "DFlash in ModelOpt's FP8 that leaves out keys and values by their own names": (
         lambda c: c.drafter.update(
@@ -2292,7 +2316,7 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "DSpark of Muse Spark whose layers vLLM numbers": (
         lambda c: (
             c.drafter.update(architectures=["MuseSparkDSparkModel"]),
-            c.weights.update({f"layers.{layer}.input_layernorm.weight": torch.ones(D) for layer in "01"}),
+            c.weights.update({f"layers.{layer}.input_layernorm.weight": torch.ones(H) for layer in "01"}),
             c.drafter.update(quantization_config=MODELOPT_FP8 | {"ignore": ["fc", "layers.0*", "layers.1.self*"]}),
         ),
         [
@@ -2490,7 +2514,7 @@ MLP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "DFlash of three layers, of which two have no scale": (
         lambda c: (
             c.drafter.update(num_hidden_layers=3),
-            c.weights.update({f"layers.2.self_attn.{part}_proj.weight": torch.ones(32, D) for part in "kv"}),
+            c.weights.update({f"layers.2.self_attn.{part}_proj.weight": torch.ones(32, H) for part in "kv"}),
             c.weights.update({"layers.2.self_attn.k_norm.weight": torch.ones(16)}),
             with_mlp_in_w4a16(c, layers=3),
             [c.weights.pop(f"layers.{layer}.mlp.up_proj.weight_scale") for layer in (1, 2)],

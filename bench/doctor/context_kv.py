@@ -10,6 +10,7 @@ from functools import partial
 from eagle_kernels import ContextKV, ContextKVConfig, capture_layers
 from eagle_kernels.checkpoint import context_kv, context_modules, context_projections
 
+from .eagle3 import IDS
 from .layers import (
     Names,
     is_read_by_sglang,
@@ -62,6 +63,8 @@ _VLLM_RENAMES = {
 }
 # It numbers the layers of these, too, and renames nothing: `muse_spark/common/dspark`, `kimi_k3/nvidia/dspark_mla`.
 _VLLM_COUNTS_ON = _VLLM_RENAMES | {"MuseSparkDSparkModel", "K3DSparkModel"}
+# In vLLM fc of these reads states as wide as the drafter, whatever target_hidden_size is.
+_VLLM_READS_OWN_WIDTH = {"DFlash2BeamDraftModel", "Gemma4DSparkModel"}
 # vLLM cuts K and V out of `qkv_proj.weight` as if it held numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
     "DFlashLagunaForCausalLM",
@@ -88,6 +91,8 @@ def examine(pair: Pair, architecture: str) -> None:
     if config.capture_after_engram:  # as SGLang does for the family, where a layer has an Engram
         _look_at_engrams(pair)
     pair.facts |= {"K": config.num_chunks, "H": width, "D": config.hidden_size, "draft layers": config.num_layers}
+    if not is_target(architecture):
+        _look_at_width(pair, architecture, width)
     layer = ContextKV(config, device="meta")
     pair.look_at_loading(partial(context_kv, pair.opened(pair.headers), layer, 0, 1))
     _look_at_projections(pair, architecture)
@@ -149,7 +154,7 @@ def _is_nemotron_35(pair: Pair, architecture: str) -> bool:
         and (pair.quantization or {}).get("quant_algo") == "W4A16_NVFP4"
         and isinstance(targets, list)
         and all(type(each) is int for each in targets)
-        and config.get("eagle_aux_hidden_state_layer_ids") == [each + 1 for each in targets]
+        and config.get(IDS) == [each + 1 for each in targets]
         and nested.get("sample_from_anchor", config.get("sample_from_anchor")) is False
     )
 
@@ -175,13 +180,46 @@ def _look_at_layers(pair: Pair, algorithm: str) -> None:
     try:
         is_muse = pair.model_type == "muse_glimmer" and not _MUSE_OUTPUTS.isdisjoint(pair.architectures)
         mean = "output" if is_muse else None
-        pair.facts["boundaries"] = capture_layers(
-            pair.model_type, layers, first, algorithm=algorithm, layer_ids_mean=mean
-        )
+        meant = capture_layers(pair.model_type, layers, first, algorithm=algorithm, layer_ids_mean=mean)
     except (TypeError, ValueError) as wrong:
         return pair.find("layers", str(wrong))
+    pair.facts["boundaries"] = meant
     pair.facts["layer ids"] = f"{first} in {place}"
+    _look_at_engines(pair, algorithm, meant)
     return None
+
+
+def _look_at_width(pair: Pair, architecture: str, width: int) -> None:
+    """Report engines whose fc reads states of another width than the target's.
+
+    Source: SGLang 0.5.23 `DFlashDraftModel.__init__`; vLLM 0.33 `_get_dflash_fc_input_size`, `laguna_dflash`,
+    `models/beam`, `gemma4_dspark`.
+    """
+    own = pair.drafter.get("hidden_size")
+    in_vllm = own if architecture in _VLLM_READS_OWN_WIDTH else pair.drafter.get("target_hidden_size") or own
+    in_vllm = width if architecture == "DFlashLagunaForCausalLM" else in_vllm
+    widths = {SGLANG: own, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
+    for read in dict.fromkeys(widths.values()):
+        if read != width:
+            text = f"builds fc for states as wide as {read}, and the target's hidden_size is {width}"
+            pair.find("hidden-size", text, *(engine for engine in widths if widths[engine] == read))
+
+
+def _look_at_engines(pair: Pair, algorithm: str, meant: list[int]) -> None:
+    """Report engines that capture other layers than the config means.
+
+    Source: vLLM 0.33 `gpu_model_runner._get_eagle3_aux_layers_from_config` (V1, which runs no DSpark),
+    `eagle3_utils.get_eagle3_aux_layers_from_config` (V2); SGLang 0.5.23 `parse_dflash_draft_config`.
+    """
+    top, nested = pair.drafter.get(IDS), pair.drafter.get("dflash_config")
+    runners = (VLLM_V1, VLLM_V2) if algorithm == "dflash" else (VLLM_V2,)
+    if top:
+        if top != meant:
+            text = f"captures the boundaries {top}, as {IDS} says, and the config means {meant}"
+            pair.find("engine-layers", text, *runners)
+    elif algorithm == "dflash" and not (isinstance(nested, Mapping) and nested.get("target_layer_ids")):
+        text = "reads target_layer_ids in dflash_config alone, and captures the layers that its target has for EAGLE-3"
+        pair.find("engine-layers", text, VLLM_V1)
 
 
 def _look_at_engrams(pair: Pair) -> None:
@@ -193,10 +231,11 @@ def _look_at_engrams(pair: Pair) -> None:
 
 
 def _layer_ids(pair: Pair) -> dict[str, list]:
-    """{field of the config: the layer ids that it states}, as the checkpoint has them."""
+    """{field of the config: the layer ids that it states}, as the checkpoint has them; the one that engines read comes
+    first."""
     nested = pair.drafter.get("dflash_config")
-    places = {"": pair.drafter, "dflash_config.": nested if isinstance(nested, Mapping) else {}}
-    names = ("target_layer_ids", "dspark_target_layer_ids")
+    places = {"dflash_config.": nested if isinstance(nested, Mapping) else {}, "": pair.drafter}
+    names = ("dspark_target_layer_ids", "target_layer_ids")
     found = {f"{place}{name}": section.get(name) for place, section in places.items() for name in names}
     return {place: ids for place, ids in found.items() if ids}
 
