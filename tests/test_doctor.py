@@ -1989,6 +1989,18 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [("layer-quantized", (SGLANG,), f"holds {LAYER}.{OUT} in a linear layer without a quantization method")],
     ),
+    "a layer of Inkling's MTP in FP8, which SGLang builds in numbers": (
+        lambda c: (
+            of_family(c, "InklingForConditionalGeneration", "inkling_text"),
+            renamed(c, f"{LAYER}.enorm.weight", "mtp.layers.0.embed_norm.weight"),
+            renamed(c, f"{LAYER}.hnorm.weight", "mtp.layers.0.hidden_norm.weight"),
+            renamed(c, f"{LAYER}.eh_proj.weight", "mtp.layers.0.input_proj.weight"),
+            c.target.update(quantization_config=HF_FP8 | {"ignored_layers": ["mtp.layers.0.input_proj"]}),
+            c.weights.update({f"mtp.layers.0.{OUT}.weight": torch.ones(96, 64).to(FP8)}),
+            c.weights.update({f"mtp.layers.0.{OUT}.weight_scale": torch.ones(())}),
+        ),
+        [("layer-quantized", (SGLANG,), f"holds mtp.layers.0.{OUT} in a linear layer without a quantization method")],
+    ),
     "a layer of Qwen 3.5 in Quark's FP8, which SGLang builds in numbers as it does experts": (
         lambda c: (
             as_qwen35(c, in_codes=False),
