@@ -588,7 +588,10 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     ),
     "MTP with stacked experts in numbers": (
         MTPCheckpoints,
-        lambda c: stacked(c, HF_FP8, gate_up_proj=torch.ones(3, 96, 130).bfloat16()),
+        lambda c: (
+            stacked(c, HF_FP8, gate_up_proj=torch.ones(3, 96, 130).bfloat16()),
+            c.drafter["quantization_config"]["modules_to_not_convert"].append("mlp.experts"),
+        ),
         {"eh_proj": "BF16"},
     ),
     "MTP with stacked experts in packed integers": (
@@ -1947,6 +1950,14 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("DeepSeek behind 12 layers", "DeepseekV3ForCausalLM", "deepseek_v3"),
         )
     },
+    "GLM-5's latent attention that fp8 leaves out by the file's names": (
+        lambda c: (
+            of_family(c, "GlmMoeDsaForCausalLM", "glm_moe_dsa"),
+            c.weights.update({f"{LAYER}.self_attn.q_a_proj.weight": torch.ones(96, 64)}),
+            c.target.update(quantization_config=HF_FP8 | {"ignored_layers": [f"{LAYER}.self_attn", "eh_proj"]}),
+        ),
+        [("layer-quantized", (SGLANG,), "calls it model.decoder.self_attn.fused_qkv_a_proj_with_mqa, which quantizat")],
+    ),
     "layers of DeepSeek's MTP in codes, which SGLang leaves out with their parent": (
         lambda c: (
             excluded(c, "DeepseekV3ForCausalLM", LAYER61),
@@ -2637,6 +2648,16 @@ MTP_LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
 DOWN = f"{EXPERTS}.down_proj"
 # The same for DeepSeek's MTP with stacked experts.
 STACK_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
+    "stacked experts in numbers that the config says are codes": (
+        lambda c: stacked(c, HF_FP8, gate_up_proj=torch.ones(3, 96, 130).bfloat16()),
+        [
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                f"builds {EXPERTS}.gate_up_proj quantized, as quantization_config says",
+            )
+        ],
+    ),
     "gpt-oss's experts without scales": (
         lambda c: (in_gpt_oss_mxfp4(c), c.weights.pop(f"{DOWN}_scales")),
         [("load", ALL, f"{DOWN}_blocks is [3, 128, 3, 16] of U8, expected its scales beside it")],

@@ -8,7 +8,7 @@ from eagle_kernels.engines.scales import MERGED
 from eagle_kernels.quantization_config import algorithm_of, section_of, unread_format
 from eagle_kernels.quantized_checkpoint import check_projection
 
-from . import experts
+from . import experts as stacks
 from .pair import ENGINE_OF, ENGINES, OP, Header, Pair
 from .quantization import (
     NO_PATTERN,
@@ -31,8 +31,14 @@ _HEADS = ("lm_head", "head", "output")
 _OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp|feed_forward)\.(?P<name>\w+)")
 # The projection of the captured layers: Kimi K3's is the latter.
 _PROJECTIONS = ("fc", "context_proj")
-# The linear layers of a decoder layer without latent attention and without experts.
-_OF_LAYER = re.compile(r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\.([qkvo]_proj|gate_proj|up_proj|down_proj)$")
+# The linear layers of a decoder layer without experts, and the module of all its experts.
+_OF_LAYER = re.compile(
+    r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\."
+    r"([qkvo]_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|gate_proj|up_proj|down_proj)$"
+)
+_OF_EXPERTS = re.compile(
+    r"(?P<module>(?:.*\.)?layers\.\d+\.mlp\.experts)\.(?:\d+\.)?(gate_proj|up_proj|down_proj|gate_up_proj)"
+)
 
 
 def kind_of(path: str) -> str:
@@ -84,7 +90,8 @@ def look_at_layers(
             for text, engines in misread(pair, path, path, places):
                 wrong.append(_Wrong("layer-quantized", tuple(engines), path, text))
     _report(pair, wrong, layers)
-    in_numbers = (path for path in paths if _OF_LAYER.search(path) and is_in_numbers(pair, path))
+    examined = (path for path in paths if _OF_LAYER.search(path) or _OF_EXPERTS.fullmatch(path))
+    in_numbers = (path for path in examined if is_in_numbers(pair, path))
     layers = _alike(path for path in in_numbers if _merged_codes(pair, path, paths) is None)  # see `look_at_merged`
     wrong = []
     for path in (path for alike in layers.values() for path in alike):
@@ -98,8 +105,9 @@ def look_at_layers(
 
 
 def _expects_codes(pair: Pair, path: str, names: Mapping[str, Names], engine: str) -> bool:
-    own = names.get(engine, Names(lambda path: []))
-    return expects_codes(pair, path, own.of(path) or [_merged(path), path], engine, own.read)
+    own, experts = names.get(engine, Names(lambda path: [])), _OF_EXPERTS.fullmatch(path)
+    in_file = [_merged(path), path] if experts is None else [experts["module"]]
+    return expects_codes(pair, path, own.of(path) or in_file, engine, own.read)
 
 
 def _merged(path: str) -> str:
@@ -130,7 +138,8 @@ def _merged_codes(pair: Pair, path: str, paths: Collection[str]) -> str | None:
 
 def look_at_names(pair: Pair, paths: Iterable[str], names: Mapping[str, Names]) -> None:
     """Report layers that engines look for in the config under another name than the checkpoint's."""
-    layers = _alike(path for path in paths if codes_of(parameters_of(pair, path)) is not None)
+    others = (path for path in paths if not _OF_EXPERTS.fullmatch(path))
+    layers = _alike(path for path in others if codes_of(parameters_of(pair, path)) is not None)
     for engine, own in names.items():
         wrong = []
         for path in (path for alike in layers.values() for path in alike):
@@ -161,13 +170,13 @@ def names_in_vllm(pair: Pair, path: str, renames: bool = False) -> list[str]:
 
 
 def names_without_layer(path: str) -> list[str]:
-    """["qkv_proj", "q_proj"] for layers.0.self_attn.q_proj: the merged layer's name, and its part's, which quantization
-    methods try too."""
+    """["qkv_proj", "q_proj"] for layers.0.self_attn.q_proj: the name of SGLang's merged layer, and its part's, which
+    quantization methods try too."""
     match = _OF_LAYER.search(path)
     if match is None:
         return []
     name = match[1]
-    return [*(merged for merged, parts in MERGED.items() if name in parts), name]
+    return [*(merged for merged, parts in MERGED.items() if name in parts and merged != "fused_qkv_a_proj"), name]
 
 
 class _Wrong(NamedTuple):
@@ -218,7 +227,7 @@ def _unreadable(pair: Pair, path: str) -> str | None:
     if is_of_experts(pair, path) and (pair.drafter.get("expert_dtype") or (config or {}).get("store_dtype")):
         config = None  # DeepSeek-V4's and Ling's experts have a format of their own; the config describes the others
     if len(shape) > 2:
-        return experts.unreadable(pair, path, stored, config)
+        return stacks.unreadable(pair, path, stored, config)
     names = {parameter: pair.name_of(path, parameter) for parameter in parameters if parameter != "bias"}
     names |= pair.inside[path]
     checkpoint = pair.opened(names.values())._replace(quantization=config, op=OP)

@@ -86,8 +86,10 @@ def read_config(pair: Pair, architectures: Collection[str]) -> Mapping[str, Any]
 
 def names_of(architectures: Collection[str], path: str) -> list[str]:
     """["model.decoder.self_attn.qkv_proj", "model.decoder.self_attn.q_proj"] for model.layers.61.self_attn.q_proj: the
-    merged layer, and its part, which methods try too; [] where the name is not known."""
+    merged layer, and its part, which methods try too; [] where the name is not known. Experts are one module."""
     decoder, names = _class_of(architectures).decoder, names_without_layer(path)
+    if ".mlp.experts." in path:
+        names = ["experts"]
     part = next((part for part in ("self_attn", "mlp") if f".{part}." in path), None)
     return [f"{decoder}.{part}.{name}" for name in names] if decoder and part else []
 
