@@ -711,6 +711,15 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         ),
         {"fc": "BF16", "k_proj": "BF16"},
     ),
+    "DFlash in FP8 that mixed precision lists by the file's names": (
+        ContextCheckpoints,
+        lambda c: (
+            c.drafter.update(quantization_config=mixed(*CONTEXT_LAYERS)),
+            [c.weights.update({f"{path}.weight": c.weights[f"{path}.weight"].to(FP8)}) for path in CONTEXT_LAYERS],
+            [c.weights.update({f"{path}.weight_scale": torch.ones(())}) for path in CONTEXT_LAYERS],
+        ),
+        {"fc": "F8_E4M3 with weight_scale", "k_proj": "F8_E4M3 with weight_scale"},
+    ),
     "EAGLE-3 with a layer in FP8 that mixed precision lists by vLLM's number too": (
         Checkpoints,
         lambda c: (
@@ -2782,6 +2791,12 @@ TRAPS = {
         {"dflash_config": "target_layer_ids"},
         {"dflash_config": None, "target_layer_ids": ["x"]},
         {"dflash_config": {"target_layer_ids": 3}},
+        {"target_hidden_size": [64]},
+        {IDS: {}},
+        {IDS: 7},
+        {"quantization_config": {"quant_method": "auto-round", "bits": [], "group_size": {}, "extra_config": [1]}},
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": "fc", "quantization": 3}},
+        {"quantization_config": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"fc": None, "x": {}}}},
     ],
     ids=str,
 )

@@ -198,11 +198,13 @@ def _look_at_width(pair: Pair, architecture: str, width: int) -> None:
     own = pair.drafter.get("hidden_size")
     in_vllm = own if architecture in _VLLM_READS_OWN_WIDTH else pair.drafter.get("target_hidden_size") or own
     in_vllm = width if architecture == "DFlashLagunaForCausalLM" else in_vllm
-    widths = {SGLANG: own, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
-    for read in dict.fromkeys(widths.values()):
+    found: dict[str, list[str]] = {}
+    for engine, read in ((SGLANG, own), (VLLM_V1, in_vllm), (VLLM_V2, in_vllm)):
         if read != width:
             text = f"builds fc for states as wide as {read}, and the target's hidden_size is {width}"
-            pair.find("hidden-size", text, *(engine for engine in widths if widths[engine] == read))
+            found.setdefault(text, []).append(engine)
+    for text, engines in found.items():
+        pair.find("hidden-size", text, *engines)
 
 
 def _look_at_engines(pair: Pair, algorithm: str, meant: list[int]) -> None:

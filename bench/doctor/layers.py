@@ -97,7 +97,8 @@ def look_at_layers(
     for path in (path for alike in layers.values() for path in alike):
         takes = [engine for engine, place in held_in(path).items() if place == TAKES_CONFIG]
         for why, engines in why_quantized(pair, path, takes).items():
-            own = [name for name in engines if why == NO_PATTERN or _expects_codes(pair, path, names, ENGINE_OF[name])]
+            expects = {name: _expects_codes(pair, path, names, name) for name in {ENGINE_OF[each] for each in engines}}
+            own = [name for name in engines if why == NO_PATTERN or expects[ENGINE_OF[name]]]
             if own:
                 text = f"builds {path} quantized{why}, and it is in numbers"
                 wrong.append(_Wrong("layer-quantized", tuple(own), path, text))
@@ -159,12 +160,13 @@ def names_in_vllm(pair: Pair, path: str, renames: bool = False) -> list[str]:
     `map_draft_quant_config` does.
     """
     own, layers = path.removeprefix("model."), pair.text.get("num_hidden_layers")
-    if own in _PROJECTIONS:
-        return [f"model.{own}"]
+    is_renamed = renames and pair.quantization is not None and algorithm_of(pair.quantization) is not None
     match = _OF_DRAFTER.fullmatch(own)
+    if own in _PROJECTIONS:
+        return [own, f"model.{own}"] if is_renamed else [f"model.{own}"]
     if match is None or kind_of(path) != "linear" or type(layers) is not int:
         return []
-    if renames and pair.quantization is not None and algorithm_of(pair.quantization) is not None:
+    if is_renamed:
         return [_merged(own), f"model.{_merged(own)}"]
     return [_merged(f"model.layers.{layers + int(match['number'] or 0)}.{match['part']}.{match['name']}")]
 

@@ -19,7 +19,7 @@ from eagle_kernels.quantization_config import (
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
 
-from .pair import DENSE, DTYPES, ENGINE_OF, Header, Pair
+from .pair import DENSE, DTYPES, ENGINE_OF, ENGINES, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
@@ -130,14 +130,17 @@ def _unfit(pair: Pair, path: str, name: str, engine: str) -> str | None:
 def why_quantized(pair: Pair, path: str, engines: Sequence[str]) -> dict[str, list[str]]:
     """{why: the engines} that build a layer in numbers quantized, by the file's name of it."""
     why: dict[str, list[str]] = {}
-    for name in engines:
-        read, engine = _read(pair, path, ENGINE_OF[name]), ENGINE_OF[name]
-        if pair.quantization is None or read is None or (engine == "vllm" and _vllm_finds_numbers(pair, path)):
+    is_pattern = is_left_out_by_a_pattern(pair, path)
+    for engine, runners in ENGINES.items():
+        read, names = _read(pair, path, engine), [name for name in runners if name in engines]
+        if pair.quantization is None or read is None or not names:
             continue
-        if is_left_out_by_a_pattern(pair, path):
-            why.setdefault(NO_PATTERN, []).append(name)
+        if engine == "vllm" and _vllm_finds_numbers(pair, path):
+            continue
+        if is_pattern:
+            why.setdefault(NO_PATTERN, []).extend(names)
         elif _covers(read, path):
-            why.setdefault(_UNREAD if leaves_out(pair.quantization, path) else _SAID, []).append(name)
+            why.setdefault(_UNREAD if leaves_out(pair.quantization, path) else _SAID, []).extend(names)
     return why
 
 
