@@ -69,7 +69,7 @@ namespace cuda {
 // Max rows that the fused kernel multiplies in one pass over the weight; more rows take several passes.
 constexpr int64_t kMaxDecodeRows = 16;
 // The same for the split kernels, which are two launches: of a dense weight without residuals, on sm_90 and sm_100.
-// Else they take 64, with codes in blocks of scales 32.
+// Else they take 64, or 32 of codes with scales of blocks and of codes that are multiplied by scales, with residuals.
 constexpr int64_t kMaxSplitRows = 128;
 // Whether the kernel of warpgroups, with 17 to 48 rows, takes an H200 less than norm_concat and a library's product: of
 // a dense weight, with chunks of one width, at most kMaxChunks.

@@ -19,7 +19,7 @@ uintptr_t end_of(const View& view) {
 }
 
 // Whether the byte ranges of the two, from the first element to the last, overlap. `overlap` of checks.h also tells
-// rows that lie between the other's rows from these: no cache lies between a GEMM's.
+// rows that lie between the other's rows from these; but neither a cache nor an input lies in another's gaps.
 bool touch(const View& a, const View& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   return reinterpret_cast<uintptr_t>(a.data) < end_of(b) && reinterpret_cast<uintptr_t>(b.data) < end_of(a);

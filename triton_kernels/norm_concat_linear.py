@@ -381,7 +381,7 @@ def _slice_sources(sources: Any, rows: slice) -> Any:
 
 
 class _Call(NamedTuple):
-    """What the binaries of a call depend on, besides its plan."""
+    """What the binaries of every call depend on; the functions that prepare them name the rest."""
 
     sources: Signature
     norm: str

@@ -14,7 +14,7 @@ struct BlockSums {
 };
 
 // What the blocks of the cluster have at the same address, loaded when it is used. A block that is alone has no cluster
-// (norm_concat_linear.cu, finish_fused) and loads its own.
+// (fused_sums.cuh, send_sums) and loads its own.
 struct WordsOfBlocks {
   const float* mine;
   bool is_alone;

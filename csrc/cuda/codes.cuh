@@ -5,9 +5,7 @@
 
 #include <type_traits>
 
-#include "../norm_concat_linear.h"
 #include "device.cuh"
-#include "weight_gain.cuh"
 
 namespace eagle_kernels::cuda {
 

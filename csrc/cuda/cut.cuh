@@ -8,7 +8,6 @@
 #include <optional>
 
 #include "../norm_concat_linear.h"
-#include "fused_sums.cuh"
 #include "h200.h"
 #include "ranges.cuh"
 #include "scales.cuh"

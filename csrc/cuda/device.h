@@ -12,7 +12,7 @@ constexpr int kMaxDevices = 64;
 struct Device {
   void* stream;           // cudaStream_t
   int32_t index;          // below kMaxDevices
-  bool has_clusters;      // sm_90 and later, and programmatic dependent launch
+  bool has_clusters;      // and programmatic dependent launch: sm_90 and later
   bool wgmma;             // sm_90 alone
   int64_t shared_memory;  // bytes that a block can have
   int32_t multiprocessors;

@@ -9,22 +9,7 @@
 
 namespace eagle_kernels::cuda {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block of the fused kernel and of the split one
-
-// A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. The fused
-// kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn.
-constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
-__host__ __device__ constexpr int shares_of_block(int blocks) { return (kShares + blocks - 1) / blocks; }
-
-// Of a block. Two chunks in one block, or four in two, are 16 shares; ranges of one chunk at most 14, in a cluster of
-// seven.
-constexpr int kMaxParts = kMaxCluster, kMaxReceived = 16;
-static_assert(kMaxChunks <= kMaxParts && [] {
-  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
-    if (blocks * shares_of_block(blocks) > kMaxReceived) return false;
-  }
-  return true;
-}());
+constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block that multiplies by mma.sync, fused or split
 
 // What a block receives from its cluster, itself included.
 struct Received {

@@ -1,6 +1,7 @@
 // What an H200 takes for a call of the fused kernel and of the one of warpgroups, in us, fitted to
 // bench/results/nvidia-h200/decode-curve-alternatives*.json: at one row and at 17. Launchers cut the work by it, and
-// `make instances` tabulates it. What a call takes besides, 5 us, is 1 to 2.4 us less below 10 MB of weight.
+// `make instances` tabulates it. What a call takes besides, 5 us, is 1 to 2.4 us less below 10 MB of weight. How cuts
+// of codes for warpgroups compare is no fit.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +66,7 @@ inline float us_of_fused(const Device& device, bool is_codes, const FusedWork& w
 }
 
 // A call of the kernel of warpgroups, in blocks of 64 columns of the output for each of `warpgroups`, 1 to 4. The
-// longest of the ranges has so many stages.
+// longest of the ranges has `longest` stages.
 struct WarpgroupWork {
   int64_t num_columns, width;
   int warpgroups, blocks_on_an_sm, ranges, longest;

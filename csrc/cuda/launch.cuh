@@ -24,7 +24,8 @@ struct Shape {
 
 template <auto kernel, class Record>
 int launch(const Shape& shape, const Record& record, const Device& device) {
-  // A grid beyond CUDA's limits would be cut to 32 bits, and most rows would not be written.
+  // From 2^32 blocks on the grid would be cut to 32 bits, and most rows would not be written. CUDA itself refuses what
+  // is between its limits and that.
   if (shape.x > std::numeric_limits<int32_t>::max() || shape.y > 65535) return cudaErrorInvalidConfiguration;
   // Above 48 KB of shared memory a kernel has to opt in, once on each device: to all that a block can have, so that the
   // order of two launches does not matter.

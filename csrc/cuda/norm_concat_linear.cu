@@ -22,8 +22,7 @@
 //
 // The eight warps of a block share its outputs by columns (kColumnWarps), its rows (kRowWarps, of 128 rows) or the
 // steps of a stage (kStepWarps, fused). A warp multiplies by mma.sync m16n8k16: the weight is A, 16 output columns, of
-// which lane 4 g + q has columns g and g + 8; x is B, 8 rows, of which it has row g; the sums are of rows 2 q and 2 q +
-// 1.
+// which lane 4g + q has columns g and g + 8; x is B, 8 rows, of which it has row g; its sums are of rows 2q and 2q+1.
 //
 // A weight of codes passes through the ring as bytes and is widened as it is read from there (codes.cuh). Scales of a
 // row or of blocks multiply fp32 sums: those of each block of columns, or of a range. Scales of 16 or 32 columns of one
@@ -693,11 +692,10 @@ int norm_concat_linear_fused_cuda(const NormConcatLinear& op, const Device& devi
     return launch_fused<BFloat16, Form::kMxfp8, false>(arguments, device);
   }
   if (op.weight_type != WeightType::kFloat4E2M1 && !has_scale_of_tiles(op, kTile, kTile)) return cudaErrorNotSupported;
-  // The kernel keeps the offset of a scale in 32 bits.
-  const int64_t scale_rows = has_blocks(op) ? (op.num_columns - 1) / op.scales.block_rows : 0;
-  if (scale_rows * op.scales.row_stride + op.source.width > std::numeric_limits<uint32_t>::max()) {
-    return cudaErrorNotSupported;
-  }
+  // The kernel keeps the offset of a block's scale in 32 bits.
+  const bool has_block_scales = op.weight_type == WeightType::kFloat8E4M3 && has_blocks(op);
+  const int64_t last_row = has_block_scales ? (op.num_columns - 1) / op.scales.block_rows * op.scales.row_stride : 0;
+  if (last_row + op.source.width > std::numeric_limits<uint32_t>::max()) return cudaErrorNotSupported;
   const auto launch_type = [&](auto type) {
     using T = decltype(type);
     return with_form(op, [&](auto form) -> int {

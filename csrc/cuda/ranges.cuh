@@ -23,14 +23,12 @@ struct BlockRange {
 struct Arguments {
   NormConcatLinear op;
   Chunk chunks[kMaxChunks];
-  SplitRanges ranges;                // the fused kernel's parts
-  BlockRange of_block[kMaxCluster];  // the fused kernel's
-  // The split kernels': [ranges.count, num_rows, partial_stride], columns of whole blocks, and [ranges.count,
-  // num_rows].
-  float* partial;
-  int64_t partial_stride;
-  float* squares;
-  int scale_shift;  // 2^scale_shift columns share a scale
+  SplitRanges ranges;                // in the fused kernel its parts
+  BlockRange of_block[kMaxCluster];  // in the fused kernel alone
+  float* partial;                    // [ranges.count, num_rows, partial_stride], in the split kernels alone
+  int64_t partial_stride;            // columns of whole blocks
+  float* squares;                    // [ranges.count, num_rows], in the split kernels alone
+  int scale_shift;                   // 2^scale_shift columns share a scale
 };
 
 constexpr int kSplitColumns = 128;  // output columns of a block of the split kernels
@@ -47,6 +45,21 @@ __host__ __device__ constexpr int units_of(int64_t width, int unit) {
 }
 
 constexpr int kOutputColumns = 4;  // of a thread at a time: 16 bytes of fp32 sums
+
+// A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. The fused
+// kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn.
+constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
+__host__ __device__ constexpr int shares_of_block(int blocks) { return (kShares + blocks - 1) / blocks; }
+
+// Of a block. Two chunks in one block, or four in two, are 16 shares; ranges of one chunk at most 14, in a cluster of
+// seven.
+constexpr int kMaxParts = kMaxCluster, kMaxReceived = 16;
+static_assert(kMaxChunks <= kMaxParts && [] {
+  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+    if (blocks * shares_of_block(blocks) > kMaxReceived) return false;
+  }
+  return true;
+}());
 
 // kOutputColumns values as they are stored.
 template <class T>

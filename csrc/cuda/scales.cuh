@@ -89,7 +89,7 @@ __device__ __forceinline__ float load_scale(const Scales& scales, int64_t offset
 // The scales of the kNum rows of the weight whose sums a lane has; rows past the last take the last one's.
 template <int kNum>
 struct RowScales {
-  int64_t row[kNum];  // offset of its scales
+  int64_t offset[kNum];  // of the row's scales, from the first
   float value[kNum];
 
   // output_of(i): the column of the output that is row i, counted from the block's first.
@@ -100,14 +100,14 @@ struct RowScales {
     for (int i = 0; i < kNum; ++i) {
       const int output = output_of(i);
       const int64_t of = output < outputs ? first_output + output : op.num_columns - 1;
-      row[i] = of / op.scales.block_rows * op.scales.row_stride;
+      offset[i] = of / op.scales.block_rows * op.scales.row_stride;
     }
   }
   // Those of a column of the concat.
   __device__ __forceinline__ void load(const Arguments& arguments, int column) {
 #pragma unroll
     for (int i = 0; i < kNum; ++i) {
-      value[i] = load_scale(arguments.op.scales, row[i] + (column >> arguments.scale_shift));
+      value[i] = load_scale(arguments.op.scales, offset[i] + (column >> arguments.scale_shift));
     }
   }
 };

@@ -355,7 +355,7 @@ def context_kv(
                 raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
             parameters = checkpoint.with_inside({name: tensors[name] for name in tensors if name != "bias"})
             stored = checkpoint.projection(parameters, (0, H), f"(n*d, H) with H = {H}")
-            check_is_read(stored)
+            check_is_read(stored)  # before its rows are counted
             first = next((tensors[name] for name in ("weight", "weight_packed", "scales") if name in tensors), None)
             begin, all_rows = _rows_of_rank(checkpoint, first or f"{stem}.weight", config, tp_rank, tp_size)
             end = begin + config.num_kv_heads * config.head_dim

@@ -18,7 +18,7 @@ from .stored_projection import StoredProjection
 
 
 class Checkpoint(NamedTuple):
-    """An open checkpoint. `doctor` makes one whose readers return headers."""
+    """An open checkpoint. `doctor` makes one from headers, whose tensors have no numbers."""
 
     readers: Mapping[str, Callable[[], Tensor]]  # by the tensor's name
     quantization: Mapping[str, Any] | None  # as `config_of` returns it
@@ -40,7 +40,7 @@ Weights = str | os.PathLike | Mapping[str, Tensor] | Checkpoint
 
 
 def open_checkpoint(op: str, weights: Weights) -> Checkpoint:
-    """Raises TypeError or ValueError, which name `op`, for what is no checkpoint."""
+    """Raises TypeError or ValueError, which name `op`, for what is no checkpoint, and OSError for a missing file."""
     if isinstance(weights, Checkpoint):
         return weights._replace(op=op)
     if isinstance(weights, Mapping):

@@ -446,8 +446,9 @@ class ContextKV(LoadsProjections):
                 is left out); a row whose slot is negative or beyond the cache is skipped.
             cos_sin: [P, rotary_dim] in the dtype of kv or fp32: cos of half as many frequencies, then sin. SGLang reads
                 its cache as stored, vLLM casts it to the model's dtype.
-            caches: per layer (K, V), each [slots, n, d] in kv's dtype, any strides of slots and heads; V is None where
-                the config says values "none". Only the engine can write an FP8 cache: give `store` a buffer instead.
+            caches: per layer (K, V), each [slots, n, d] in kv's dtype, with any strides by which no two heads share
+                memory; V is None where the config says values "none". Only the engine can write an FP8 cache: give
+                `store` a buffer instead.
 
         Raises TypeError / ValueError for arguments that do not fit, before their layer is written.
         """

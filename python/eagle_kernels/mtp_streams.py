@@ -187,7 +187,8 @@ class MTPStreamsProjection(MTPProjection):
             # The op norms H columns, with one gain for all rows: here both sources are normed first, as in the engines.
             chunk = self._normed("enorm", chunk, eps[0], index, count)
             streams = self._normed("hnorm", streams.view(-1, S * H), eps[1], indices, count).view(-1, H)
-            norm, gains, eps, index, indices = "none", None, [1e-6], None, None
+            norm, gains, eps = "none", None, [1e-6]  # nobody reads this eps
+            index = indices = None
         rows = [self._rows_of_embedding(index, chunk, count), self._rows_of_hidden(indices, streams, count)]
         sources = Sources.of("norm_concat_linear", [chunk, streams], norm, gains, eps, offset, indices=rows)
         projected = project_onto(self._modules["eh_proj"], sources, 0.0, out_rows)

@@ -24,7 +24,7 @@ from eagle_kernels.quantized_weight import FORMATS as FORMATS_OF_WEIGHTS
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = ROOT / "bench/results/cuda_instances.json"
 ROWS = (1, 8, 16, 32, 64, 128)
-# enum Form of csrc/cuda/ranges.cuh, in its order
+# enum Form of csrc/cuda/scales.cuh, in its order
 FORMS = ("", " e4m3", " e4m3 blocks", " int8", " nvfp4", " mxfp4", " mxfp8")
 # The form that multiplies each format; MXFP8's beyond 16 rows is e4m3 blocks.
 FORMATS = {"fp8_row": 1, "fp8_block128": 2, "int8_row": 3, "nvfp4": 4, "mxfp4": 5, "mxfp8": 6}

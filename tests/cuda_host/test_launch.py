@@ -174,13 +174,14 @@ def test_rows_share_a_block_where_every_sm_has_two(
 
 
 def test_a_grid_beyond_cudas_limit_is_an_error(emulation: ModuleType, gpu: Callable[..., int]) -> None:
-    """2^31 blocks; in 32 bits 2^32 would be none, and the launch succeed without a row written. No page is touched."""
+    """In 32 bits 2^32 + 1 blocks would be one, and the launch would succeed. No page is touched."""
     gpu(**HOPPER)
     emulation.run_kernels(False)
     try:
-        rows = torch.zeros(1, 1).bfloat16().expand(2**31, 1)
-        with pytest.raises(RuntimeError, match=r"norm_concat: CUDA has error 9 .*expected none"):
-            ek.norm_concat([rows], norm="none", out=torch.empty(2**31, 1, dtype=torch.bfloat16))
+        for count in (2**31, 2**32 + 1):
+            rows = torch.zeros(1, 1).bfloat16().expand(count, 1)
+            with pytest.raises(RuntimeError, match=r"norm_concat: CUDA has error 9 .*expected none"):
+                ek.norm_concat([rows], norm="none", out=torch.empty(count, 1, dtype=torch.bfloat16))
     finally:
         emulation.run_kernels(True)
     assert emulation.take_launches() == []
@@ -190,14 +191,16 @@ def test_scales_further_apart_than_32_bits_are_an_error(emulation: ModuleType, g
     """The fused kernel keeps the offset of a block's scale in 32 bits, and would read another scale."""
     gpu(**HOPPER)
     H, D = 256, 256
-    codes, x = torch.zeros(D, H).to(torch.float8_e4m3fn), torch.randn(3, H).bfloat16()
+    codes, x = torch.ones(D, H).to(torch.float8_e4m3fn), torch.ones(1, H).bfloat16()
     for stride, is_read in ((1 << 20, True), (1 << 32, False)):
-        scales = torch.empty(stride + 2, dtype=torch.uint8).view(torch.float8_e8m0fnu).as_strided((2, 2), (stride, 1))
-        scales.view(torch.uint8).fill_(127)
-        weight = ek.QuantizedWeight(codes, scales, "fp8_block128")
+        memory = torch.empty(stride + 2, dtype=torch.uint8)
+        scales = memory.as_strided((2, 2), (stride, 1))
+        scales.copy_(torch.tensor([[127, 127], [128, 129]]))  # 1, 1, 2 and 4
+        weight = ek.QuantizedWeight(codes, scales.view(torch.float8_e8m0fnu), "fp8_block128")
         with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
             if is_read:
-                assert not ek.norm_concat_linear([x], weight, norm="none").any()
+                (row,) = ek.norm_concat_linear([x], weight, norm="none")
+                assert torch.equal(row, torch.tensor([256.0, 768.0]).bfloat16().repeat_interleave(128))
                 continue
             with pytest.raises(RuntimeError, match="norm_concat_linear_quantized: CUDA has error 801"):
                 ek.norm_concat_linear([x], weight, norm="none")

@@ -117,8 +117,8 @@ def test_float64_truth_of_what_they_do_not_take(case: Case) -> None:
     check(case)
 
 
-# Name -> what selects an instance of the kernels' templates besides the dtype: launch_rows and norm_concat_linear_cuda
-# of csrc/cuda/norm_concat_linear.cu, launch_rows of norm_concat_linear_wgmma.cu.
+# Name -> what selects an instance of the kernels' templates besides the dtype: launch_rows and
+# norm_concat_linear_fused_cuda of csrc/cuda/norm_concat_linear.cu, launch_columns of norm_concat_linear_wgmma.cu.
 FLAVOURS = {"no-gain": {"gain": "none"}, "gain": {}, "residuals": {"residuals": "some"}, "fp32-gain": {"gain": "fp32"}}
 
 

@@ -176,8 +176,8 @@ def test_float64_truth_of_the_wgmma_kernel(name: str, case: Case, products: str)
     check(case, name, "fused wgmma")
 
 
-# What selects an instance of the kernel's template besides the dtype: with_form and launch_rows of
-# csrc/cuda/norm_concat_linear.cu, and whether the gain is multiplied in pairs.
+# What selects an instance of the kernel's template besides the dtype: with_form of csrc/cuda/scales.cuh,
+# launch_rows of norm_concat_linear.cu, and whether the gain is multiplied in pairs.
 FORMS = ["fp8_row", "fp8_block128", "fp8_block32_e8m0", "int8_row"]
 FLAVOURS = {**FLAVOURS, "offset": {"norm_offset": 1.0}}
 

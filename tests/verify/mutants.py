@@ -113,6 +113,7 @@ TESTS = {
     "csrc/checks.cpp": [*_CHECKS, "tests/test_errors.py", "tests/test_buffers.py"],
     "csrc/sources.cpp": [*_CHECKS, *_CHUNKS],
     "csrc/vocab_parallel_embedding.cpp": [*_CHECKS, "tests/test_vocab_parallel_embedding.py"],
+    "csrc/store_context_kv.cpp": _CHECKS,
     "csrc/cpu/vocab_parallel_embedding.cpp": ["tests/test_vocab_parallel_embedding.py"],
     "csrc/cpu/norm_row.h": [*_CHUNKS, "tests/test_add_rms_norm.py"],
     "csrc/cpu/add_rms_norm.cpp": ["tests/test_add_rms_norm.py"],
@@ -160,7 +161,7 @@ TESTS = {
     CUDA("capture_hidden.cu"): [_SCHEDULES, _EMULATED("capture_hidden")],
     CUDA("norm_concat.cu"): [_SCHEDULES, _EMULATED("norm_concat")],
     CUDA("vocab_parallel_embedding.cu"): [_SCHEDULES, _EMULATED("vocab_parallel_embedding")],
-    CUDA("norm_concat_linear.cu"): _EMULATED_PRODUCTS,
+    CUDA("norm_concat_linear.cu"): [*_EMULATED_PRODUCTS, _EMULATED("launch")],
     CUDA("norm_concat_linear_finalize.cu"): _EMULATED_PRODUCTS,
     CUDA("fused_sums.cuh"): _EMULATED_PRODUCTS,
     CUDA("cluster_sums.cuh"): _EMULATED_PRODUCTS,
@@ -172,6 +173,7 @@ TESTS = {
     CUDA("codes.cuh"): _EMULATED_PRODUCTS,
     CUDA("weight_gain.cuh"): _EMULATED_PRODUCTS,
     CUDA("source_row.cuh"): [_SCHEDULES, _EMULATED("norm_concat"), *_EMULATED_PRODUCTS[1:]],
+    CUDA("launch.cuh"): [_EMULATED("launch")],
     CUDA("device.cuh"): [_SCHEDULES, _EMULATED("add_rms_norm"), _EMULATED("norm_concat")],
 }
 
@@ -188,6 +190,15 @@ MUTANTS = (
     Mutant("csrc/checks.cpp", "distance < a.row_bytes", "distance <= a.row_bytes"),
     Mutant("csrc/checks.cpp", "distance + b.row_bytes > pitch", "distance + b.row_bytes >= pitch"),
     Mutant("csrc/checks.cpp", "begin + (rows - 1) * pitch + row_bytes", "begin + rows * pitch"),
+    Mutant(
+        "csrc/store_context_kv.cpp", "cache.stride(1) >= d && cache.stride(0) >= span_of_heads", "cache.stride(1) >= d"
+    ),
+    Mutant(
+        "csrc/store_context_kv.cpp", "cache.stride(0) >= d && cache.stride(1) >= span_of_slots", "cache.stride(0) >= d"
+    ),
+    Mutant("csrc/store_context_kv.cpp", "view.numel() == 0 || is_disjoint(view)", "true"),
+    Mutant("csrc/store_context_kv.cpp", "!touch(k_cache, *input)", "true"),
+    Mutant("csrc/store_context_kv.cpp", "!v_cache || !touch(*v_cache, *input)", "true"),
     Mutant("csrc/checks.cpp", "pitch < std::max(a.row_bytes, b.row_bytes)", "false"),
     Mutant("csrc/sources.cpp", "chunks.size(1) % concat.num_chunks == 0", "true"),
     Mutant("csrc/sources.cpp", "source.at(part * chunk->width)", "source.at(0)"),
@@ -963,6 +974,8 @@ MUTANTS = (
             ("norm_concat.cu", "of_share[j % kShare]", "of_share[0]"),
             ("norm_concat.cu", "shape.threads % 64 == 0", "true"),
             ("device.cuh", "i * warps + threadIdx.x / 32", "threadIdx.x / 32"),
+            ("launch.cuh", "shape.x > std::numeric_limits<int32_t>::max()", "false"),
+            ("norm_concat_linear.cu", "last_row + op.source.width > std::numeric_limits<uint32_t>::max()", "false"),
         )
     ),
     Mutant(

@@ -367,6 +367,7 @@ def _numbers(
         if layer.rows is None and not tensors[parameter].dim():  # `shape_of` counts its rows
             raise shape_error(OP, names[parameter], tensors[parameter], "a matrix", "it is the engine's layer")
     read = {names[parameter]: tensor for parameter, tensor in tensors.items()}.__getitem__
+    # Only codes that are read have a shape that `shape_of` can tell.
     stored = StoredProjection(OP, names, read, (0, 0), "the engine's layer", drafter.quantization or {})
     check_is_read(stored)
     weight = read_projection(replace(stored, names={**names, **inside}, shape=layer.shape_of(tensors)))

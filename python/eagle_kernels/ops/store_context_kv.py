@@ -36,8 +36,9 @@ class StoreContextKV(NamedTuple):
         first half and its counterpart in the second (NeoX), or with interleaved two neighbors (GPT-J).
     positions, slots: [N] int32 / int64. A row whose slot is not in the caches (engines pad with -1) or whose position
         is not in cos_sin is skipped.
-    k_cache, v_cache: [slots, n, d] in kv's dtype, strides of slots and heads free; v_cache is None where only K is
-        cached (latent attention). Rows with the same slot are written in any order; the two caches must not overlap.
+    k_cache, v_cache: [slots, n, d] in kv's dtype, with any strides by which no two heads share memory; v_cache is None
+        where only K is cached (latent attention). Rows with the same slot are written in any order; the two caches must
+        not overlap.
     """
 
     kv: Tensor
@@ -78,7 +79,8 @@ class StoreContextKV(NamedTuple):
                 continue
             if not _is_disjoint(cache):
                 got = f"{name} has shape {tuple(cache.shape)} and strides {cache.stride()}"
-                raise checks.error(ValueError, OP, got, "slots and heads in places of their own", "threads write them")
+                because = "they are written in any order"
+                raise checks.error(ValueError, OP, got, "strides by which no two heads share memory", because)
             touched = (other for other, tensor in inputs.items() if _touch(tensor, cache))
             if (other := next(touched, None)) is not None:
                 got = f"{name} overlaps {other}"
@@ -194,7 +196,7 @@ def _is_disjoint(cache: Tensor) -> bool:
 
 
 def _touch(a: Tensor, b: Tensor) -> bool:
-    """Whether the byte ranges of a and b overlap, gaps between rows included: no cache lies between a GEMM's rows."""
+    """Whether the byte ranges of a and b overlap, gaps included: neither a cache nor an input lies in another's."""
     (a_begin, a_end), (b_begin, b_end) = checks.byte_range(a), checks.byte_range(b)
     return a_begin < b_end and b_begin < a_end
 
