@@ -59,10 +59,10 @@ class Drafter(nn.Module):
 
 @kernels.use_kernel_forward_from_hub("MTPProjection")
 class MTP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         self.enorm, self.hnorm = Norm(), Norm()
-        self.eh_proj = nn.Linear(2 * H, D, bias=False, dtype=BF16)
+        self.eh_proj = nn.Linear(2 * H, D, bias=bias, dtype=BF16)
 
     def forward(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         normed = [
@@ -115,17 +115,28 @@ def test_drafter(leading: tuple[int, ...], bias: bool) -> None:
 
 
 @torch.no_grad()
-def test_mtp() -> None:
-    model = MTP()
+@pytest.mark.parametrize("bias", [False, True])
+def test_mtp(bias: bool) -> None:
+    model = MTP(bias)
     embeds, hidden = (outliers(T, H, BF16, torch.Generator().manual_seed(seed)) for seed in (1, 2))
     expected = model(embeds, hidden)
     norms = (model.enorm, model.hnorm)
     normed = torch.cat(
         [eager_norm(x, norm, torch.float64) for norm, x in zip(norms, (embeds, hidden), strict=True)], -1
     )
-    truth = F.linear(normed, model.eh_proj.weight.double())
+    truth = F.linear(normed, model.eh_proj.weight.double(), model.eh_proj.bias.double() if bias else None)
     result = kernelized(model, use_fallback=False)(embeds, hidden)
     assert relative_rms(result, truth) <= 1.05 * relative_rms(expected, truth)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("leading", [(0,), (2, 0)], ids=str)
+def test_no_rows(leading: tuple[int, ...]) -> None:
+    """view(..., -1) cannot infer a width from no elements."""
+    drafter, mtp = (kernelized(model, use_fallback=False) for model in (Drafter(), MTP()))
+    assert drafter(torch.empty(*leading, K * H, dtype=BF16)).shape == (*leading, D)
+    hidden = torch.empty(*leading, H, dtype=BF16)
+    assert mtp(hidden, hidden).shape == (*leading, D)
 
 
 @torch.no_grad()

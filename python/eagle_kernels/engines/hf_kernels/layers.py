@@ -61,7 +61,7 @@ class Eagle3Projection(nn.Module):
             eps=[norm.variance_epsilon for norm in self.fc_norm],
             bias=None if bias is None else bias.detach(),
         )
-        return projected.view(*hidden_states.shape[:-1], -1)
+        return projected.view(*hidden_states.shape[:-1], projected.shape[-1])
 
 
 class MTPProjection(nn.Module):
@@ -77,10 +77,12 @@ class MTPProjection(nn.Module):
         """Two [*, H] to [*, D]."""
         chunks = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (inputs_embeds, hidden_states)]
         norms = (self.enorm, self.hnorm)
+        bias = self.eh_proj.bias
         projected = norm_concat_linear(
             chunks,
             self.eh_proj.weight.detach(),
             norm_weight=[norm.weight.detach() for norm in norms],
             eps=[norm.variance_epsilon for norm in norms],
+            bias=None if bias is None else bias.detach(),
         )
-        return projected.view(*hidden_states.shape[:-1], -1)
+        return projected.view(*hidden_states.shape[:-1], projected.shape[-1])
