@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -380,6 +381,46 @@ def test_weights_that_are_no_plain_parameters() -> None:
     wrapped.fc = Wrapper(wrapped.fc)
     plain.fc.weight.mul_(3)
     assert torch.equal(wrapped(chunks), plain(chunks))
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT's lora.Linear: weight and bias are properties that read the layer inside."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base_layer(x)
+
+
+CONTEXT = {"num_chunks": K, "target_hidden_size": H, "hidden_size": D, "num_layers": 1, "num_kv_heads": 1}
+ADAPTED = {
+    "Eagle3Projection": ("fc", make_layer, lambda layer: layer(torch.randn(T, K * H).bfloat16())),
+    "MTPProjection": (
+        "eh_proj",
+        lambda: ek.MTPProjection(ek.MTPConfig(H), dtype=torch.bfloat16),
+        lambda layer: layer(torch.randn(T, H).bfloat16(), embeds=torch.randn(T, H).bfloat16()),
+    ),
+    "ContextKV": (
+        "kv_proj",
+        lambda: ek.ContextKV(ek.ContextKVConfig(**CONTEXT, head_dim=8, layer_norm=True), dtype=torch.bfloat16),
+        lambda layer: layer.project(torch.randn(T, D).bfloat16()),
+    ),
+    "quantize": ("fc", make_layer, lambda layer: layer.quantize("fp8_row")),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "make", "call"), ADAPTED.values(), ids=ADAPTED)
+def test_an_adapter_is_not_left_out(name: str, make: Callable, call: Callable) -> None:
+    layer = make()
+    setattr(layer, name, Adapted(getattr(layer, name)))
+    with pytest.raises(RuntimeError, match=r"is that of a Adapted's base_layer, .* merge the adapter, because"):
+        call(layer)
 
 
 def test_autocast_does_not_round_the_product() -> None:

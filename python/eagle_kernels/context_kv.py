@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from . import checks
 from .dispatch import is_plain
 from .drafter_config import check_config, get_field
-from .layers import parameter_of, project_onto
+from .layers import parameter_of, project_onto, weight_and_bias
 from .mtp_config import ENGINES
 from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
@@ -411,7 +411,7 @@ class ContextKV(LoadsProjections):
         sources = Sources.of("norm_concat", [states], *hidden_norm)
         normed = concatenate(sources)
         L, W = config.num_layers, config.kv_width
-        weight, bias = parameter_of(kv_proj), parameter_of(kv_proj, "bias")
+        weight, bias = weight_and_bias(kv_proj)
         gains = [parameter_of(norm) for norm in self.layer_norm]
         if out is not None:  # checked before the first layer is written
             sources.check_out("norm_concat_linear", out, L * W, "L*W")

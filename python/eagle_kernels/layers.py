@@ -52,13 +52,18 @@ def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tenso
     """sources @ weight^T + bias of a linear layer, quantized or dense."""
     if isinstance(linear, QuantizedLinear):
         return quantized.project(sources, linear.projection(post_norm_eps), out)
+    # tuple.__new__ as in norm_concat_linear.
+    return project(sources, tuple.__new__(Projection, (*weight_and_bias(linear), None, post_norm_eps)), out)
+
+
+def weight_and_bias(linear: Any) -> tuple[Any, Any]:
+    """Those of a dense linear layer as they are now, like `parameter_of`."""
     try:
         parameters = linear._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
+        return parameters["weight"], parameters["bias"]
     except KeyError:
-        weight, bias = parameter_of(linear), parameter_of(linear, "bias")
-    # tuple.__new__ as in norm_concat_linear.
-    return project(sources, tuple.__new__(Projection, (weight, bias, None, post_norm_eps)), out)
+        checks.check_unwrapped("norm_concat_linear", "weight", linear)
+        return parameter_of(linear), parameter_of(linear, "bias")
 
 
 class Eagle3Projection(LoadsProjections):

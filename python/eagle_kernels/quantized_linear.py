@@ -162,6 +162,7 @@ class QuantizedLinear(_LoadsWhole):
 
 def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     """A dense linear layer of 16 or 32 bits, converted to a format of `quantize`."""
+    checks.check_unwrapped(op, "the weight", linear)
     weight = None if isinstance(linear, QuantizedLinear) else getattr(linear, "weight", None)
     if weight is None:
         got, because = "packed", "prepack has put its numbers into another order"

@@ -140,6 +140,22 @@ def test_no_rows(leading: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
+def test_an_adapter_is_not_left_out() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base_layer: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer, self.weight, self.bias = base_layer, base_layer.weight, base_layer.bias
+
+    drafter, mtp = (kernelized(model, use_fallback=False) for model in (Drafter(), MTP()))
+    drafter.fc, mtp.eh_proj = Adapted(drafter.fc), Adapted(mtp.eh_proj)
+    hidden = torch.randn(T, H).to(BF16)
+    with pytest.raises(RuntimeError, match="merge the adapter"):
+        drafter(torch.randn(T, K * H).to(BF16))
+    with pytest.raises(RuntimeError, match="merge the adapter"):
+        mtp(hidden, hidden)
+
+
+@torch.no_grad()
 def test_weights_loaded_later_are_read() -> None:
     model, x = kernelized(nn.Sequential(LlamaNorm())), torch.randn(T, H).to(BF16)
     before = model(x)

@@ -2,13 +2,15 @@
 annotations for what forward reads of the module that it is put into.
 
 Inference only. A module that another library has wrapped, quantized or moved to a dtype that the ops do not take raises
-the op's own error, as it would in a direct call.
+the op's own error, as it would in a direct call. The projection and the norms in a layer are read, not called: forward
+hooks on them do not run.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from ... import checks
 from ...ops import norm_concat, norm_concat_linear
 
 
@@ -53,6 +55,7 @@ class Eagle3Projection(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[*, K*H], the captured layers side by side, to [*, D]."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        checks.check_unwrapped("Eagle3Projection", "fc.weight", self.fc)
         bias = self.fc.bias
         projected = norm_concat_linear(
             rows,
@@ -77,6 +80,7 @@ class MTPProjection(nn.Module):
         """Two [*, H] to [*, D]."""
         chunks = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (inputs_embeds, hidden_states)]
         norms = (self.enorm, self.hnorm)
+        checks.check_unwrapped("MTPProjection", "eh_proj.weight", self.eh_proj)
         bias = self.eh_proj.bias
         projected = norm_concat_linear(
             chunks,
