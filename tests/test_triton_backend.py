@@ -1,6 +1,11 @@
 """When the triton backend is chosen, and what is said where it is not."""
 
+from __future__ import annotations
+
 import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -195,10 +200,66 @@ def test_a_workspace_made_in_inference_mode_can_be_written_outside_of_it(monkeyp
     """By torch's products: "Inplace update to inference tensor outside InferenceMode is not allowed"."""
     pytest.importorskip("triton")
     workspace = importlib.import_module("eagle_kernels.triton_kernels.workspace")
-    monkeypatch.setattr(workspace, "_buffers", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with torch.inference_mode():
-        buffer = workspace._grow("norm_concat_linear", 4, torch.device("cpu"))
+        buffer = workspace._grown("norm_concat_linear", 4, torch.device("cpu"), [])
         product = workspace.matrix_in(buffer, torch.float32, 2, 2, 2)
     torch.mm(torch.ones(2, 3), torch.ones(3, 2), out=product)
     assert (buffer == 3).all()
+
+
+class StubStreams:
+    """In place of a GPU's: a call of `workspace` on a stream of this name, and which stream has waited for which."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.module = importlib.import_module("eagle_kernels.triton_kernels.workspace")
+        self.waits: list[tuple[str, str]] = []
+        self.current = threading.local()
+        empty = torch.empty
+        monkeypatch.setattr(self.module, "_idle", [])
+        monkeypatch.setattr(self.module, "_of_thread", self.module._OfThread())
+        monkeypatch.setattr(self.module, "current_stream", lambda index: self.current.name)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self.current.name, self.waits))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch, "empty", lambda *size, device, **dtype: empty(*size, **dtype))
+
+    def workspace(self, stream: str, numel: int = 8) -> torch.Tensor:
+        self.current.name = stream
+        return self.module.workspace("norm_concat_linear", numel, torch.device("cuda", 0))
+
+
+class Stream(NamedTuple):
+    name: str
+    waits: list[tuple[str, str]]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append((self.name, other.name))
+
+
+def test_threads_do_not_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call launches its kernels after it has got its workspace, and another thread's call may come in between."""
+    pytest.importorskip("triton")
+    streams = StubStreams(monkeypatch)
+    with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b:
+        mine, other = streams.workspace("main"), a.submit(streams.workspace, "a").result()
+        third = b.submit(streams.workspace, "a").result()  # one stream, but the kernels of two calls may alternate
+        assert len({buffer.data_ptr() for buffer in (mine, other, third)}) == 3
+        assert a.submit(streams.workspace, "a").result() is other
+        assert streams.workspace("main") is mine
+        assert streams.waits == []
+        assert streams.workspace("second") is mine
+        assert streams.waits == [("second", "main")]
+
+
+def test_a_new_thread_takes_over_the_workspace_of_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured graphs hold its address, so it is not freed; and threads that come and go allocate it once."""
+    pytest.importorskip("triton")
+    streams = StubStreams(monkeypatch)
+    streams.workspace("main")
+    with ThreadPoolExecutor(1) as thread:
+        large = [thread.submit(streams.workspace, "a", numel).result() for numel in (8, 20)][-1]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(streams.workspace, "b").result() is large
+    assert streams.waits == [("b", "a")]  # what the first thread has launched may not have run yet
+    (idle,) = streams.module._idle
+    assert [buffer.numel() for buffer in idle.buffers[0]] == [8, 20]

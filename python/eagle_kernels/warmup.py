@@ -24,8 +24,8 @@ def warmup(op: str | nn.Module, *args: object, rows: Iterable[int] | None = None
     """Run `op(*args, **kwargs)` on its leading rows once for each row count, so that no later call has to compile.
 
     After it, calls with any of these row counts compile nothing, allocate nothing with `out=`, and may be captured into
-    a CUDA graph. Call it before the capture, on any stream; it waits for the device at the end. On a CPU under Linux
-    the weight, or the module's, is moved into huge pages, where it is read faster.
+    a CUDA graph. Call it before the capture, in its thread, on any stream; it waits for the device at the end. On a CPU
+    under Linux the weight, or the module's, is moved into huge pages, where it is read faster.
 
     Args:
         op: the op's name, for example "norm_concat_linear", or a module of this package.

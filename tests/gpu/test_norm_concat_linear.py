@@ -199,7 +199,8 @@ def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(launch, "_binaries", {})
     launch.forget_prepared()
-    monkeypatch.setattr(workspace, "_buffers", {})
+    monkeypatch.setattr(workspace, "_idle", [])
+    monkeypatch.setattr(workspace, "_of_thread", workspace._OfThread())
     chunks, weight, gain = make_call(512, *MODEL)
     out = torch.empty(512, MODEL[2], dtype=weight.dtype, device="cuda")
 
@@ -211,7 +212,8 @@ def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.Monkey
         call(3)
     torch.cuda.synchronize()
     ek.warmup("norm_concat_linear", chunks, weight, norm_weight=gain, out=out, rows=range(1, 513))
-    binaries, buffers = len(launch._binaries), [buffer.data_ptr() for buffer in workspace._buffers[weight.device.index]]
+    own = workspace._of_thread.workspaces.buffers[weight.device.index]
+    binaries, buffers = len(launch._binaries), [buffer.data_ptr() for buffer in own]
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -228,7 +230,7 @@ def test_warmup_leaves_nothing_to_compile_or_allocate(monkeypatch: pytest.Monkey
         graph.replay()
     torch.cuda.synchronize()
     assert len(launch._binaries) == binaries
-    assert [buffer.data_ptr() for buffer in workspace._buffers[weight.device.index]] == buffers
+    assert [buffer.data_ptr() for buffer in own] == buffers
 
 
 @pytest.mark.parametrize("post_norm", [False, True])  # only the split kernels and the last of two steps have it
