@@ -512,3 +512,19 @@ def test_a_packed_layer_is_not_quantized() -> None:
     message = f"Eagle3Projection.quantize: the weight is packed, expected a dense weight, because {because}"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         eagle3().prepack().quantize("fp8_row")
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_module_without_memory_loads_nothing(kind: str) -> None:
+    """A copy to meta succeeds and stores nothing."""
+    make, _ = MODULES[kind]
+    layer = make()
+    state = {name: torch.randn_like(tensor) for name, tensor in layer.state_dict().items()}
+    on_meta = make().to("meta")
+    message = (
+        r"load_checkpoint: \S+ is on meta, expected a module with memory: to_empty\(device=\.\.\.\) first, because"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        on_meta.load_checkpoint(state)
+    loaded = on_meta.to_empty(device="cpu").load_checkpoint(state)
+    assert all(same_bits(tensor, state[name]) for name, tensor in loaded.state_dict().items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -191,11 +190,16 @@ def load_projections(
     copied in place, so that a captured CUDA graph reads the new weight. Where no kernel of the module's device reads
     codes, they are dequantized here, once.
     """
-    if not torch.is_inference_mode_enabled():
-        tensors = chain(module.named_parameters(), module.named_buffers())
-        if (name := next((name for name, tensor in tensors if tensor.is_inference()), None)) is not None:
-            expected, because = "a call under torch.inference_mode()", "torch refuses to write it outside"
-            raise checks.error(RuntimeError, op, f"{name} is an inference tensor", expected, because)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if on_meta := [name for name, tensor in tensors if tensor.is_meta]:
+        expected, because = "a module with memory: to_empty(device=...) first", "a copy to meta keeps no value"
+        raise checks.error(RuntimeError, op, f"{on_meta[0]} is on meta", expected, because)
+    of_inference = (
+        [] if torch.is_inference_mode_enabled() else [name for name, tensor in tensors if tensor.is_inference()]
+    )
+    if of_inference:
+        expected, because = "a call under torch.inference_mode()", "torch refuses to write it outside"
+        raise checks.error(RuntimeError, op, f"{of_inference[0]} is an inference tensor", expected, because)
     loaded: dict[str, Tensor] = {}
     for name, (weight, dense) in projections.items():
         loaded |= _fitted(op, module, name, weight, dense)
