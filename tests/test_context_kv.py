@@ -506,6 +506,22 @@ CHECKPOINTS = {
         lambda weights: weights.update({"layers.0.self_attn.k_proj.bias": torch.ones(64)}),
         "weights has layers.0.self_attn.k_proj.bias, expected none, because bias is False",
     ),
+    "fc-twice": (
+        lambda weights: weights.update({"model.fc.weight": weights["fc.weight"]}),
+        "weights has fc.weight and model.fc.weight, expected one of them, because both are fc.weight",
+    ),
+    "norm-twice": (
+        lambda weights: weights.update({"model.hidden_norm.weight": torch.ones(H)}),
+        "weights has hidden_norm.weight and model.hidden_norm.weight, expected one of them, because both are",
+    ),
+    "two-names-of-fc": (
+        lambda weights: weights.update({"main_proj.weight": weights["fc.weight"]}),
+        "weights has fc.weight and main_proj.weight, expected one of them, because both are fc",
+    ),
+    "two-names-of-norm": (
+        lambda weights: weights.update({"main_norm.weight": torch.ones(H)}),
+        "weights has hidden_norm.weight and main_norm.weight, expected one of them, because both are hidden_norm",
+    ),
     "width": (
         lambda weights: weights.update({"fc.weight": torch.ones(H, HT)}),
         f"fc.weight has shape ({H}, {HT}), expected ({H}, {K * HT}), because it is (H, K*Ht) with K = 3 and Ht = 56",

@@ -390,15 +390,18 @@ def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
 def context_modules(names: Iterable[str]) -> set[str]:
     """The paths of all modules that `context_kv` can read in the checkpoint of a DFlash or DSpark drafter."""
     paths = {name.rpartition(".")[0] for name in names}
-    top = {stem for stems in _CONTEXT_NAMES.values() for stem in stems}
     layers = {stem for stems in _CONTEXT_LAYER_NAMES.values() for stem in stems}
     matches = {path: _CONTEXT_LAYER.fullmatch(f"{path}.weight") for path in paths}
     found = {path for path, match in matches.items() if match is not None and match["stem"] in layers}
-    return found | {path for path in paths if _own_name(path) in top or _own_name(path).startswith("aux_hidden_norms.")}
+    return found | {path for path in paths if _is_context_top(_own_name(path))}
 
 
 def _own_name(path: str) -> str:
     return re.sub(r"^(model\.)?(mtp\.\d+\.)?", "", path)
+
+
+def _is_context_top(stem: str) -> bool:
+    return any(stem in stems for stems in _CONTEXT_NAMES.values()) or stem.startswith("aux_hidden_norms.")
 
 
 def _context_modules(checkpoint: Checkpoint, num_layers: int) -> tuple[_Modules, list[_Modules]]:
@@ -407,7 +410,8 @@ def _context_modules(checkpoint: Checkpoint, num_layers: int) -> tuple[_Modules,
     found: dict[str, dict[int, _Modules]] = {}
     for name in checkpoint.readers:
         path, _, parameter = name.rpartition(".")
-        top.setdefault(_own_name(path), {})[parameter] = name
+        if _is_context_top(stem := _own_name(path)):  # other names of a target may be there twice
+            _claim(checkpoint.op, top.setdefault(stem, {}), parameter, name, f"{stem}.{parameter}")
         if (match := _CONTEXT_LAYER.fullmatch(name)) is not None:
             modules = found.setdefault(match["prefix"], {}).setdefault(int(match["number"]), {})
             modules.setdefault(match["stem"], {})[match["parameter"]] = name
@@ -416,6 +420,10 @@ def _context_modules(checkpoint: Checkpoint, num_layers: int) -> tuple[_Modules,
         for prefix, numbered in found.items()
         if any(stem in modules for modules in numbered.values() for stem in _CONTEXT_LAYER_NAMES["k"])
     }
+    for ours, stems in _CONTEXT_NAMES.items():
+        names: dict[str, str] = {}
+        for stem in filter(top.__contains__, stems):
+            _claim(checkpoint.op, names, ours, next(iter(top[stem].values())))
     prefixes = [prefix for prefix in found if prefix.endswith("mtp.")] or list(found)
     if len(prefixes) != 1:
         got = f"weights has layers at {sorted(prefixes)}" if prefixes else "weights has no layer with a K projection"
